@@ -1,0 +1,16 @@
+"""Eight CPU devices for every test, and the names that the docstrings use."""
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+import pytest  # noqa: E402
+
+import jaxmp  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def names_of_the_docstrings(doctest_namespace):
+    doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
