@@ -13,4 +13,5 @@ import jaxmp  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def names_of_the_docstrings(doctest_namespace):
+    """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)

@@ -1,3 +1,21 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions."""
 
+from ._grad import grad as grad
+from ._grad import value_and_grad as value_and_grad
+from ._grad import with_policy as with_policy
+from ._loss_scale import LossScaleState as LossScaleState
+from ._loss_scale import check_loss_scale as check_loss_scale
+from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from ._loss_scale import get_loss_scale as get_loss_scale
+from ._loss_scale import get_loss_scale_state as get_loss_scale_state
+from ._loss_scale import last_step_finite as last_step_finite
+from ._loss_scale import loss_scaling as loss_scaling
+from ._loss_scale import static_loss_scale as static_loss_scale
+from ._policy import Policy as Policy
+from ._policy import get_policy as get_policy
+from ._policy import unused_overrides as unused_overrides
+from ._tree import all_finite as all_finite
+from ._tree import cast_tree as cast_tree
+from ._tree import select_tree as select_tree
+from ._tree import unscale as unscale
 from ._version import __version__ as __version__
