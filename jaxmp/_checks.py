@@ -27,7 +27,7 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array:
 def check_positive(name: str, value: float) -> None:
     """Raises unless a number is a positive normal float32."""
     limits = np.finfo(np.float32)
-    if not limits.tiny <= value <= limits.max:
+    if not float(limits.tiny) <= value <= float(limits.max):
         raise ValueError(
             f"`{name}` must be finite and positive in float32, but is {value}. "
             "Pass a power of two such as 2.0**15."

@@ -14,7 +14,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._tree import cast_tree, is_floating_array, path_name
+from ._tree import cast_tree, is_floating_array, path_name, wide_dtype
 
 T = TypeVar("T")
 
@@ -39,8 +39,8 @@ _KEYS = {
 # What Flax and Haiku call the parameters of a normalisation: anything named scale,
 # and the bias, offset or weight of LayerNorm_0, batch_norm, norm2, ln_1, bn...
 _NORMALIZATION = (
-    r"(?i)((^|/)scale|(norm[^/]*|(^|[/_])(ln|bn)([_\d][^/]*)?)/(bias|offset|weight))"
-    r"(/value)?$"
+    r"(?i)((^|/)scale|(norm(?!al(?![a-z]))[^/]*|(^|[/_])(ln|bn)([_\d][^/]*)?)"
+    r"/(bias|offset|weight))(/value)?$"
 )
 _SHORTHANDS = {
     "mixed_float16": "p=f32,c=f16,o=f32",
@@ -235,7 +235,7 @@ def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
 def _default_dtype(path: str, dtype: np.dtype) -> np.dtype:
     """Keeps the running statistics of Linen at least float32."""
     if "batch_stats" in path.split("/"):
-        return jnp.promote_types(dtype, jnp.float32)
+        return wide_dtype(dtype)
     return dtype
 
 

@@ -149,13 +149,15 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
 def widen(tree: T) -> T:
     """Casts the floating leaves that are narrower than float32 to float32."""
     return jax.tree.map(
-        lambda x: jnp.asarray(x, wide_dtype(x)) if is_inexact(x) else x, tree
+        lambda x: jnp.asarray(x, wide_dtype(x)) if is_inexact(x) else x,
+        tree,
     )
 
 
 def wide_dtype(x: Any) -> np.dtype:
-    """Returns the dtype of ``x``, or float32 where that is wider."""
-    return jnp.promote_types(jnp.result_type(x), jnp.float32)
+    """Returns the floating or complex dtype of ``x``, or float32 if that is wider."""
+    dtype = jnp.result_type(x)
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
 
 
 def path_name(path: Any) -> str:
