@@ -12,11 +12,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 
-def as_scale(loss_scale: ArrayLike) -> jax.Array:
+def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
     """Returns a loss scale as a float32 scalar, refusing what cannot be one."""
     if isinstance(loss_scale, (int, float)):
         check_positive("loss_scale", loss_scale)
-    elif jnp.shape(loss_scale) != ():
+        # Not a JAX array: that would start the backend, before a program that builds
+        # its functions on import can call `jax.distributed.initialize`.
+        return np.float32(loss_scale)
+    if jnp.shape(loss_scale) != ():
         raise ValueError(
             f"`loss_scale` must be a scalar, but has the shape "
             f"{list(jnp.shape(loss_scale))}. Pass `jaxmp.get_loss_scale(opt_state)`."

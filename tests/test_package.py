@@ -50,13 +50,29 @@ def test_what_is_not_public_in_jax_stays_in_one_file():
         assert "jax.__version" not in text or path.stem == "_jaxpr", path.name
 
 
-def test_importing_jaxmp_loads_no_front_end_and_no_matplotlib():
-    code = "import jaxmp, sys; print(*sys.modules)"
-    loaded = subprocess.run(
+def run(code):
+    """Returns the words that a fresh interpreter prints."""
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.split()
+
+
+def test_importing_jaxmp_loads_no_front_end_and_no_matplotlib():
+    loaded = run("import jaxmp, sys; print(*sys.modules)")
     assert "optax" in loaded
     assert not {"flax.linen", "flax.nnx", "matplotlib"} & set(loaded)
+
+
+def test_building_functions_starts_no_backend():
+    # `jax.distributed.initialize` must come first, and may come after the imports.
+    code = """
+import jax, jaxmp, optax
+jaxmp.value_and_grad(lambda w: w, "mixed_float16", loss_scale=2**15)
+jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
+print(jax.device_count("cpu"))
+"""
+    assert run(code) == ["3"]
 
 
 def test_every_public_name_is_documented_with_an_example():
