@@ -138,12 +138,18 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
     scale = as_scale(loss_scale)
     if isinstance(loss_scale, (int, float)) and loss_scale == 1:
         return widen(tree)
-    # XLA turns a division by a constant into a multiplication by its reciprocal,
-    # which is subnormal, and so flushed to zero, from 2^127 on.
+    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
+    # is subnormal above 2^126, and so flushed to zero. Therefore both sides of such a
+    # division are made smaller first; with the barrier XLA cannot see a constant
+    # scale and merge the two products.
     scale = jax.lax.optimization_barrier(scale)
-    return jax.tree.map(
-        lambda x: x / scale.astype(x.dtype) if is_inexact(x) else x, widen(tree)
-    )
+    large = scale > 2.0**64
+
+    def divide(x):
+        x, divisor = (jnp.where(large, n * 2.0**-64, n) for n in (x, scale))
+        return x / divisor.astype(x.dtype)
+
+    return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
 
 
 def widen(tree: T) -> T:
