@@ -106,10 +106,10 @@ def kinds(tree):
 
 
 def skips_without_a_trace(tx, params, grads):
-    """Grows, skips and backs off; a skipped step must change nothing but the scale."""
+    """Skips, grows and backs off; a skipped step must change nothing but the scale."""
     step, state = jax.jit(step_of(tx)), tx.init(params)
     kind = kinds((params, state))
-    for poison in [GOOD, GOOD, *POISONS, GOOD, POISONS[0], GOOD]:
+    for poison in [*POISONS, GOOD, GOOD, POISONS[0], GOOD]:
         before = bits((params, state.inner_state))
         params, state = step(params, state, add_poison(grads, poison))
         after = bits((params, state.inner_state))
@@ -390,17 +390,14 @@ def test_float16_parameters_train_in_a_scan():
         scale = jaxmp.get_loss_scale(state)
         loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params)
         updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), (loss, scale)
+        return (optax.apply_updates(params, updates), state), loss
 
     params = jnp.zeros(4, jnp.float16)
-    (params, state), (losses, scales) = jax.lax.scan(
-        step, (params, tx.init(params)), length=100
-    )
+    (params, state), losses = jax.lax.scan(step, (params, tx.init(params)), length=100)
     assert {x.dtype for x in (params, *state.inner_state[0][1:])} == {params.dtype}
     assert state.loss_scale.dtype == jnp.float32
     assert losses[-1] < losses[0] * 2.0**-8
     assert state.skipped > 0  # 2^15 times a gradient of -2 is Inf in float16
-    assert scales.max() == 2.0**15
 
 
 # Trees of every kind
