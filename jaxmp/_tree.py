@@ -139,15 +139,14 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
     if isinstance(loss_scale, (int, float)) and loss_scale == 1:
         return widen(tree)
     # XLA turns a division by a scalar into a multiplication by its reciprocal, which
-    # is subnormal above 2^126, and so flushed to zero. Therefore both sides of such a
-    # division are made smaller first; with the barrier XLA cannot see a constant
-    # scale and merge the two products.
+    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
+    # before; the barrier keeps XLA from seeing through a constant scale.
     scale = jax.lax.optimization_barrier(scale)
-    large = scale > 2.0**64
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
+    divisor = scale * factor
 
     def divide(x):
-        x, divisor = (jnp.where(large, n * 2.0**-64, n) for n in (x, scale))
-        return x / divisor.astype(x.dtype)
+        return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 
     return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
 
