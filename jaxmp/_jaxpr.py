@@ -6,8 +6,10 @@ interface or on a JAX version lives in this file, so that a new release is met h
 
 import contextlib
 import gc
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
@@ -111,3 +113,128 @@ def live_primitives() -> dict[str, Primitive]:
     # There is no registry: a primitive is known by having been created.
     found = (p for p in gc.get_objects() if isinstance(p, Primitive))
     return {primitive.name: primitive for primitive in found}
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an equation, and which inputs of the equation it reads."""
+
+    param: str
+    jaxpr: Any
+    operands: Sequence[int]
+
+
+class CallLayout(NamedTuple):
+    """How values pass between an equation and the jaxprs that it holds.
+
+    A loop feeds its carry back, so that inputs and outputs of ``fixed_in`` and
+    ``fixed_out`` must keep their types; all others are free.
+    """
+
+    bodies: Sequence[Body]
+    fixed_in: Sequence[int] = ()
+    fixed_out: Sequence[int] = ()
+
+
+def call_layout(eqn: JaxprEqn) -> CallLayout:
+    """Describes an equation that calls, repeats or chooses between jaxprs."""
+    params, inputs = eqn.params, range(len(eqn.invars))
+    match eqn.primitive.name:
+        case "scan":
+            consts, carries = scan_counts(eqn)
+            body = Body("jaxpr", params["jaxpr"], inputs)
+            return CallLayout([body], inputs[consts:][:carries], range(carries))
+        case "while":
+            tested, repeated = params["cond_nconsts"], params["body_nconsts"]
+            carry = inputs[tested + repeated :]
+            test = Body("cond_jaxpr", params["cond_jaxpr"], [*inputs[:tested], *carry])
+            body = Body("body_jaxpr", params["body_jaxpr"], inputs[tested:])
+            return CallLayout([test, body], carry, range(len(carry)))
+        case "cond":
+            branches = params["branches"]
+            return CallLayout([Body("branches", b, inputs[1:]) for b in branches])
+        case _:
+            param = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+            return CallLayout([Body(param, params[param], inputs)])
+
+
+def bind_bodies(
+    eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[ClosedJaxpr]
+) -> list[Any]:
+    """Applies ``eqn`` with other bodies, in the order of :func:`call_layout`."""
+    changed: dict[str, Any] = {}
+    for old, new in zip(call_layout(eqn).bodies, bodies, strict=True):
+        if isinstance(eqn.params[old.param], tuple):
+            changed[old.param] = (*changed.get(old.param, ()), new)
+        elif isinstance(old.jaxpr, ClosedJaxpr):
+            changed[old.param] = new
+        else:
+            assert not new.consts, "an open jaxpr has no place for constants"
+            changed[old.param] = new.jaxpr
+    return bind(eqn, args, **changed)
+
+
+def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[Any]:
+    """Applies a ``shard_map`` equation with another function as its body."""
+    # The parameter was `manual_axes` up to 0.8. The public function is called, since
+    # only it puts the mesh axes in scope while `body` is traced.
+    params = eqn.params
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+        check_vma=params["check_vma"],
+    )(*args)
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` belongs to a backward pass."""
+    return any(
+        type(entry).__name__ == "Transform" and entry.name == "transpose"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def is_rematted(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` computes again what the forward pass did not keep."""
+    return any(
+        "rematted_computation" in entry.name.split("/")
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
+    """Yields file, line and column of the Python calls that wrote ``eqn``.
+
+    Innermost first. JAX may have cut the outer end, never the inner one.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return
+    for code, instruction in zip(*traceback.raw_frames(), strict=True):
+        # One code unit has two bytes.
+        place = next(itertools.islice(code.co_positions(), instruction // 2, None))
+        yield code.co_filename, place[0] or 0, place[2] or 0
+
+
+def defined_in(jaxpr: Any) -> str:
+    """Returns where the function behind a jaxpr is defined, empty if unknown."""
+    _, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
+    return place
+
+
+def trip_count(eqn: JaxprEqn) -> int | None:
+    """Returns how often the body of an equation runs, None if nobody knows."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "shard_map":  # on every device along its axes
+        params = eqn.params
+        axes = params.get("manual_axes", params.get("newly_manual_axes"))
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    return None if eqn.primitive.name == "while" else 1
+
+
+def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many constants condition and body of a ``while`` equation have."""
+    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
