@@ -6,12 +6,16 @@ interface or on a JAX version lives in this file, so that a new release is met h
 
 import contextlib
 import gc
+import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
@@ -27,6 +31,16 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 def closed_consts(jaxpr: Any) -> Sequence[Any]:
     """Returns the constants that a jaxpr carries, none when it is open."""
     return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """Returns the types of the inputs of a jaxpr, open or closed."""
+    return [var.aval for var in open_jaxpr(jaxpr).invars]
+
+
+def out_avals(jaxpr: Any) -> list[Any]:
+    """Returns the types of the outputs of a jaxpr, open or closed."""
+    return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
@@ -210,12 +224,16 @@ def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
     Innermost first. JAX may have cut the outer end, never the inner one.
     """
     traceback = eqn.source_info.traceback
-    if traceback is None:
-        return
-    for code, instruction in zip(*traceback.raw_frames(), strict=True):
-        # One code unit has two bytes.
-        place = next(itertools.islice(code.co_positions(), instruction // 2, None))
-        yield code.co_filename, place[0] or 0, place[2] or 0
+    if traceback is not None:
+        for code, instruction in zip(*traceback.raw_frames(), strict=True):
+            yield code.co_filename, *_position(code, instruction)
+
+
+@functools.lru_cache(maxsize=None)
+def _position(code: types.CodeType, instruction: int) -> tuple[int, int]:
+    # One code unit has two bytes.
+    place = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return place[0] or 0, place[2] or 0
 
 
 def defined_in(jaxpr: Any) -> str:
@@ -235,6 +253,15 @@ def trip_count(eqn: JaxprEqn) -> int | None:
     return None if eqn.primitive.name == "while" else 1
 
 
-def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns how many constants condition and body of a ``while`` equation have."""
-    return eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+
+def with_type_of(array: Any, aval: Any) -> jax.Array:
+    """Gives ``array``, which may be a literal, the dtype and weak type of ``aval``."""
+    if not isinstance(array, jax.Array):
+        array = jnp.asarray(array, aval.dtype)
+    weak = getattr(aval, "weak_type", False)
+    if array.dtype == aval.dtype and getattr(array, "weak_type", False) == weak:
+        return array
+    # `lax.convert_element_type` makes its result strongly typed.
+    return lax.convert_element_type_p.bind(
+        array, new_dtype=aval.dtype, weak_type=weak, sharding=None
+    )

@@ -1,0 +1,788 @@
+"""Which products of a function run in which dtype, and what made them float32.
+
+The function is traced, never run. One walk over its jaxpr follows every float32 value
+back to its roots: float32 arguments, float32 constants, casts to float32. What a
+matrix product or a convolution is charged to is what its float32 operands come from.
+"""
+
+import dataclasses
+import functools
+import inspect
+import math
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _jaxpr
+from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
+
+_CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+_AUTOCAST_SCOPE = "jaxmp.autocast"
+_FLOAT32_SCOPE = "jaxmp.float32"
+_OWN_SCOPES = frozenset({_AUTOCAST_SCOPE, _FLOAT32_SCOPE})
+
+# A line of these is nobody's mistake; the line that called them may be.
+_JAX = re.compile(r"[/\\](jax|jaxlib)[/\\]")
+_LIBRARIES = re.compile(
+    r"[/\\]site-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]|^<frozen"
+)
+_HERE = (os.path.dirname(__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep)
+# Functions of JAX that are traced once and shared by all their callers.
+_SHARED = re.compile(r"[/\\]jax[/\\]_src[/\\](numpy|nn|lax|scipy|image|random|ops)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """One root cause of float32 products.
+
+    Attributes:
+        source: The argument's path, the constant, or the operation that casts.
+        kind: ``"argument"``, ``"constant"`` or ``"cast"``.
+        dtype: The dtype that ``source`` brought in.
+        meets_16bit: Whether it turned 16-bit work into float32; if not, nothing that
+            it meets was 16-bit to begin with.
+        module: Named scopes (Linen module path) where that happened.
+        where: The line of the caller's code, ``file:line``.
+        flops: FLOPs of the products that are float32 on its account. Two causes of
+            one product both count it.
+        share: ``flops`` as a share of all the FLOPs.
+    """
+
+    source: str
+    kind: str
+    dtype: str
+    meets_16bit: bool
+    module: str
+    where: str
+    flops: float
+    share: float
+
+    def __str__(self) -> str:
+        """Says what happened, without place and size."""
+        if self.kind == "cast":
+            return f"{self.source} from 16-bit to {self.dtype}"
+        source = f"{self.source} ({self.dtype})"
+        if self.kind == "constant":  # whose name says the dtype
+            source = self.source
+        met = "16-bit" if self.meets_16bit else self.dtype
+        return f"{source} meets {met}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What :func:`jaxmp.autocast` left in float32, and why.
+
+    Attributes:
+        operation: Name of the JAX primitive.
+        reason: Why it stayed.
+        count: How many times it runs.
+        flops: FLOPs, where it is a product.
+        module: Named scopes of a product, else of the first such operation.
+        where: ``file:line`` of a product, else of the first such operation.
+    """
+
+    operation: str
+    reason: str
+    count: int
+    flops: float
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DtypeReport:
+    """What :func:`jaxmp.audit` found.
+
+    Attributes:
+        flops: FLOPs of matrix products and convolutions by the dtype of their inputs,
+            the wider one where they differ.
+        leaks: Root causes of float32 products, worst first, each once.
+        kept: What autocast left in float32 on purpose, products first.
+        residual_bytes: Bytes by dtype of what the forward pass computes and keeps for
+            the backward pass, arguments left out. None if JAX cannot differentiate
+            the function.
+        notes: What could not be counted exactly.
+    """
+
+    flops: dict[str, float]
+    leaks: tuple[Leak, ...]
+    kept: tuple[Kept, ...]
+    residual_bytes: dict[str, int] | None
+    notes: tuple[str, ...]
+
+    @property
+    def fraction_16bit(self) -> float:
+        """Share of the FLOPs in at most 16 bits, 1 if there are no products."""
+        total = sum(self.flops.values())
+        wide = sum(n for name, n in self.flops.items() if _is_wide(jnp.dtype(name)))
+        return 1 - wide / total if total else 1.0
+
+    def __str__(self) -> str:
+        """Renders a table of at most 98 columns."""
+        return "\n".join(_lines(self))
+
+
+def audit(fun: Callable) -> Callable[..., DtypeReport]:
+    """Reports in which dtypes ``fun`` multiplies matrices, and why not in 16 bits.
+
+    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Give
+    it a forward pass, a loss, a gradient function or a whole training step.
+
+    * **FLOPs**: a scan counts its length, a shard_map its devices, all branches of a
+      cond count, a while loop counts once (and is noted). A product of two vectors
+      or over an axis of size 1 is no matrix product. Kernels (Pallas) are noted, not
+      counted.
+    * **Leaks**: each float32 product is charged to the float32 arguments and array
+      constants that reach it through float32 values; if there are none, to the casts
+      from 16 bits; if there are none either, to arrays made in float32. A scalar
+      constant is charged only where it meets a 16-bit array itself. Float32 work that
+      never reaches a product (softmax, normalisation, loss) is no leak. A backward
+      product has the causes of the forward product that it differentiates.
+    * **Residuals**: if ``fun`` computes gradients, what its forward passes hand to
+      its backward passes; otherwise, what differentiating it with respect to all its
+      floating arguments would keep.
+    * **Autocast**: products and arithmetic inside :func:`jaxmp.autocast` that stayed
+      float32 are no leaks; ``report.kept`` says why they stayed.
+
+    Args:
+        fun: Function that JAX can trace.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns a :class:`DtypeReport`.
+        Arrays may be given as ``jax.ShapeDtypeStruct``; leaves that are not arrays
+        reach ``fun`` as they are. Paths of arguments start at each argument.
+
+    Raises:
+        TypeError: If ``fun`` is not callable.
+
+    Examples:
+        >>> def model(params, x):
+        ...     h = x @ params["w1"] * params["scale"]
+        ...     return h @ params["w2"]
+        >>> w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+        >>> scale = jax.ShapeDtypeStruct((64,), jnp.float32)
+        >>> report = jaxmp.audit(model)({"w1": w, "scale": scale, "w2": w}, w)
+        >>> report.fraction_16bit
+        0.5
+        >>> print(*report.leaks)
+        scale (float32) meets 16-bit
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`audit` expects a function, but got {type(fun).__name__}. Type "
+            "`audit(fun)(*args)`."
+        )
+
+    @functools.wraps(fun)
+    def audited(*args: Any, **kwargs: Any) -> DtypeReport:
+        flat, leaves, names = _flattened(fun, args, kwargs)
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
+        walk = _Walk()
+        inputs = [
+            walk.argument(name, var.aval)
+            for name, var in zip(names, jaxpr.jaxpr.invars, strict=True)
+        ]
+        walk.run(jaxpr, inputs, _Place())
+        residuals = _handed_over(jaxpr)
+        if residuals is None:
+            residuals = _would_keep(flat, leaves)
+        return walk.report(residuals)
+
+    return audited
+
+
+def _flattened(
+    fun: Callable, args: tuple, kwargs: dict
+) -> tuple[Callable, list[Any], list[str]]:
+    """Returns ``fun`` on its array leaves, these leaves and their names."""
+    try:
+        parameters = [*inspect.signature(fun).parameters.values()]
+        parameters = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    except (TypeError, ValueError):
+        parameters = []
+    parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
+
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
+    leaves, names = [], []
+    for ((part, first, *rest), leaf), traced in zip(paths, is_array, strict=True):
+        if traced:
+            path = jax.tree_util.keystr(tuple(rest), simple=True, separator="/")
+            name = first.key if part.idx else parameters[first.idx]
+            if not path or isinstance(rest[0], jax.tree_util.SequenceKey):
+                path = f"{name}/{path}".rstrip("/")  # a number alone says nothing
+            leaves.append(leaf)
+            names.append(path)
+
+    def flat(*arrays):
+        arrays = iter(arrays)
+        args, kwargs = tree.unflatten(
+            next(arrays) if traced else leaf
+            for (_, leaf), traced in zip(paths, is_array, strict=True)
+        )
+        out = jax.tree.leaves(fun(*args, **kwargs))
+        return [x for x in out if isinstance(x, (jax.Array, np.ndarray, np.generic))]
+
+    return flat, leaves, names
+
+
+# The walk
+
+
+class _Value(NamedTuple):
+    """What the walk knows of a value.
+
+    ``roots`` is a set of indices of causes, as the bits of an integer. It is empty
+    for values of at most 16 bits: whatever made them wide has been undone.
+    """
+
+    roots: int = 0
+    touched: bool = False  # computed from something 16-bit
+    cast_at: Any = None  # where this was widened, if nothing else has happened since
+
+    def __or__(self, other: "_Value") -> "_Value":
+        return _Value(self.roots | other.roots, self.touched or other.touched)
+
+
+@dataclasses.dataclass
+class _Cause:
+    """A root: where float32 came from, and where it first mattered."""
+
+    source: str
+    kind: str
+    dtype: str
+    place: Any = None  # (module, where) of the first meeting
+    meets_16bit: bool = False
+    flops: float = 0.0
+
+
+class _Place(NamedTuple):
+    """Where an equation is: its surroundings, or its own place in them."""
+
+    scopes: tuple[str, ...] = ()
+    user: Any = None  # file, line and column outside of all libraries
+    author: Any = None  # the same outside of JAX only
+    shared: bool = False  # inside a function whose lines are those of another caller
+    backward: bool = False
+    trips: int = 1
+
+    @property
+    def instruction(self) -> tuple:
+        return self.scopes, self.user
+
+    @property
+    def module(self) -> str:
+        # `einsum` leaves its subscripts as a scope.
+        names = (s for s in self.scopes if s not in _OWN_SCOPES and "->" not in s)
+        return "/".join(names)
+
+    @property
+    def where(self) -> str:
+        return f"{self.user[0]}:{self.user[1]}" if self.user else ""
+
+    def of(self, eqn: _jaxpr.JaxprEqn) -> "_Place":
+        """Returns the place of ``eqn`` in these surroundings."""
+        user, author = self.user, self.author
+        if not self.shared:
+            own = _lines_of(eqn)
+            user, author = own if own[0] else (user, own[1] or author)
+        return self._replace(
+            scopes=self.scopes + _jaxpr.scope_names(eqn),
+            user=user,
+            author=author,
+            backward=(self.backward or _jaxpr.is_transposed(eqn))
+            and not _jaxpr.is_rematted(eqn),
+        )
+
+    def inside(self, eqn: _jaxpr.JaxprEqn, jaxpr: Any) -> "_Place":
+        """Returns the surroundings of what is inside ``eqn``, which is here."""
+        return self._replace(
+            shared=self.shared or bool(_SHARED.search(_jaxpr.defined_in(jaxpr))),
+            trips=self.trips * (_jaxpr.trip_count(eqn) or 1),
+        )
+
+
+@functools.lru_cache(maxsize=None)
+def _is_jax_file(name: str) -> bool:
+    return _JAX.search(name) is not None
+
+
+@functools.lru_cache(maxsize=None)
+def _is_user_file(name: str) -> bool:
+    own, stdlib = _HERE
+    in_stdlib = name.startswith(stdlib) and "site-packages" not in name
+    return not (_LIBRARIES.search(name) or name.startswith(own) or in_stdlib)
+
+
+def _lines_of(eqn: _jaxpr.JaxprEqn) -> tuple[Any, Any]:
+    """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
+    author = None
+    for frame in _jaxpr.frames(eqn):
+        if not _is_jax_file(frame[0]):
+            author = author or frame
+            if _is_user_file(frame[0]):
+                return frame, author
+    return None, author
+
+
+class _Walk:
+    """Follows float32 values through a jaxpr and adds up its products."""
+
+    def __init__(self):
+        self.flops: Counter[str] = Counter()
+        self.causes: list[_Cause] = []
+        self.index: dict[Any, int] = {}  # of a cause, by what tells it from others
+        # Causes are charged in this order: arguments, array constants and whatever
+        # was seen to promote; casts; arrays and numbers made in float32.
+        self.ranks = [0, 0, 0]
+        self.met = 0  # causes that have met something 16-bit
+        self.forward: dict[Any, int] = {}  # causes of forward products, by place
+        self.kept: dict[Any, Kept] = {}
+        self.notes: dict[str, None] = {}  # an ordered set
+        self.recording = True
+
+    def cause(self, rank: int, key: Any, *args: Any, place: _Place | None) -> int:
+        """Returns the bit of a cause, new or known."""
+        if key not in self.index:
+            self.index[key] = len(self.causes)
+            at = (place.module, place.where) if place else None
+            self.causes.append(_Cause(*args, place=at))
+            self.ranks[rank] |= 1 << self.index[key]
+        return 1 << self.index[key]
+
+    def argument(self, name: str, aval: Any) -> _Value:
+        if not _is_wide_var(aval):
+            return _Value(touched=_is_narrow_var(aval))
+        key = ("argument", len(self.causes))
+        return _Value(
+            self.cause(0, key, name, "argument", str(aval.dtype), place=None)
+        )
+
+    def constant(self, value: Any) -> _Value:
+        aval = jax.typeof(value)
+        if not _is_wide_var(aval):
+            return _Value(touched=_is_narrow_var(aval))
+        if aval.size == 1:
+            return _Value()
+        name, dtype = f"constant {aval.dtype}{[*aval.shape]}", str(aval.dtype)
+        key = ("constant", id(value))
+        return _Value(self.cause(0, key, name, "constant", dtype, place=None))
+
+    def run(self, jaxpr: Any, inputs: Sequence[_Value], around: _Place) -> list[_Value]:
+        """Walks a jaxpr and returns what is known of its outputs."""
+        body = _jaxpr.open_jaxpr(jaxpr)
+        consts = [self.constant(x) for x in _jaxpr.closed_consts(jaxpr)]
+        env = dict(
+            zip([*body.constvars, *body.invars], [*consts, *inputs], strict=True)
+        )
+
+        def read(atom):
+            if isinstance(atom, _jaxpr.Literal):
+                return self.constant(atom.val)
+            return env[atom]
+
+        for eqn in body.eqns:
+            place = around.of(eqn)
+            ins = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in CALLS:
+                outs = self.call(eqn, ins, place)
+            elif eqn.primitive.name != "pallas_call" and any(_jaxpr.sub_jaxprs(eqn)):
+                outs = self.unknown_call(eqn, ins, place)
+            else:
+                outs = self.operation(eqn, ins, place)
+            for var, out in zip(eqn.outvars, outs, strict=True):
+                known = _Value(touched=_is_narrow_var(var.aval))
+                env[var] = out if _is_wide_var(var.aval) else known
+        return [read(atom) for atom in body.outvars]
+
+    def call(
+        self, eqn: _jaxpr.JaxprEqn, ins: list[_Value], place: _Place
+    ) -> list[_Value]:
+        """Walks the bodies of an equation; a loop until its carry has settled."""
+        layout = _jaxpr.call_layout(eqn)
+        if _jaxpr.trip_count(eqn) is None:
+            self.notes[
+                f"{place.where or 'somewhere'}: a while loop, counted as one trip"
+            ] = None
+
+        def bodies() -> list[list[_Value]]:
+            return [
+                self.run(
+                    body.jaxpr,
+                    [ins[i] for i in body.operands],
+                    place.inside(eqn, body.jaxpr),
+                )
+                for body in layout.bodies
+            ]
+
+        carries = [*zip(layout.fixed_in, layout.fixed_out, strict=True)]
+        recording, self.recording = self.recording, False
+        while carries:
+            outs = bodies()[-1]
+            fed_back = {i: ins[i] | outs[j] for i, j in carries}
+            if all(fed_back[i] == ins[i] | ins[i] for i in fed_back):
+                break
+            ins = [fed_back.get(i, value) for i, value in enumerate(ins)]
+        self.recording = recording
+
+        *others, outs = bodies()
+        if eqn.primitive.name == "cond":
+            for other in others:
+                outs = [a | b for a, b in zip(outs, other, strict=True)]
+        elif eqn.primitive.name == "while":  # which may not run at all
+            outs = [outs[j] | ins[i] for i, j in carries]
+        return outs
+
+    def unknown_call(
+        self, eqn: _jaxpr.JaxprEqn, ins: list[_Value], place: _Place
+    ) -> list[_Value]:
+        """Walks the jaxprs of an equation of which nothing else is known."""
+        mixed = functools.reduce(_Value.__or__, ins, _Value())
+        for jaxpr in _jaxpr.sub_jaxprs(eqn):
+            inputs = [mixed] * len(_jaxpr.open_jaxpr(jaxpr).invars)
+            for out in self.run(jaxpr, inputs, place.inside(eqn, jaxpr)):
+                mixed |= out
+        return [mixed] * len(eqn.outvars)
+
+    def operation(
+        self, eqn: _jaxpr.JaxprEqn, ins: list[_Value], place: _Place
+    ) -> list[_Value]:
+        """Follows one equation without jaxprs."""
+        name = eqn.primitive.name
+        if name == "pallas_call":
+            self.notes[
+                f"{place.where or 'somewhere'}: a Pallas kernel, its products not "
+                "counted"
+            ] = None
+        floats = [
+            (atom, value)
+            for atom, value in zip(eqn.invars, ins, strict=True)
+            if _is_wide_var(atom.aval) or _is_narrow_var(atom.aval)
+        ]
+        wide = [(a, v) for a, v in floats if _is_wide_var(a.aval)]
+        wide_out = any(_is_wide_var(var.aval) for var in eqn.outvars)
+        roots = self.roots(eqn, floats, wide, place) if wide or wide_out else 0
+        touched = any(value.touched for _, value in floats)
+        if self.recording:
+            flops = _flops(eqn) * place.trips
+            if flops:
+                self.product(eqn, wide, roots, flops, place)
+            elif wide_out and _AUTOCAST_SCOPE in place.scopes:
+                self.keep(eqn, 0.0, place)
+
+        cast_at = None
+        if name == "convert_element_type" and floats and not wide:
+            cast_at = (place.instruction, place.author)
+        elif name in VIEWS and len(floats) == 1:
+            cast_at = floats[0][1].cast_at
+        return [_Value(roots, touched, cast_at)] * len(eqn.outvars)
+
+    def roots(
+        self, eqn: _jaxpr.JaxprEqn, floats: list, wide: list, place: _Place
+    ) -> int:
+        """Returns the causes of what ``eqn`` computes from float32 values.
+
+        Where a value was widened only because of what it meets here, that is the
+        cause, and not the value.
+        """
+        widened = [v for _, v in wide if v.cast_at and v.cast_at[0] == place.instruction]
+        others = [(a, v) for a, v in wide if v not in widened]
+        roots = functools.reduce(int.__or__, (v.roots for _, v in others or wide), 0)
+        self.note_meetings(floats, place)
+        if others and widened and not roots & ~self.ranks[2]:
+            if all(v.cast_at[1] == place.author for v in widened):
+                numbers = [self.number(a, place) for a, v in others if not v.roots]
+                roots = functools.reduce(int.__or__, numbers, roots)
+                self.ranks[0] |= roots
+                self.ranks[2] &= ~roots
+                for i in _bits(roots):
+                    self.causes[i].meets_16bit = True
+                    self.causes[i].place = (place.module, place.where)
+            else:  # widened a step earlier, on purpose
+                roots = functools.reduce(int.__or__, (v.roots for v in widened), roots)
+        if roots or any(not isinstance(a, _jaxpr.Literal) for a, _ in wide):
+            return roots
+        name, dtype = eqn.primitive.name, str(eqn.outvars[0].aval.dtype)
+        if wide or not floats:
+            made_at = os.path.basename(place.where) or name
+            source = f"{dtype}{[*eqn.outvars[0].aval.shape]} made at {made_at}"
+            key = ("made", source, place.module, place.where)
+            return self.cause(2, key, source, "constant", dtype, place=place)
+        key = ("cast", name, place.module, place.where)
+        name = "cast" if name == "convert_element_type" else name
+        return self.cause(1, key, name, "cast", dtype, place=place)
+
+    def number(self, atom: Any, place: _Place) -> int:
+        """Returns the bit of a float32 number that meets something 16-bit."""
+        value = getattr(atom, "val", None)
+        dtype = str(atom.aval.dtype)
+        text = dtype if value is None else f"{dtype}({np.asarray(value).item():g})"
+        key = ("number", text, place.module, place.where)
+        return self.cause(0, key, text, "constant", dtype, place=place)
+
+    def note_meetings(self, floats: list, place: _Place) -> None:
+        """Remembers where each cause first met something else, 16-bit if it ever does."""
+        if len(floats) < 2:
+            return
+        for i, (_, value) in enumerate(floats):
+            others = [v for j, (_, v) in enumerate(floats) if j != i]
+            alien = functools.reduce(int.__or__, (v.roots for v in others), 0)
+            touched = any(v.touched for v in others)
+            for bit in _bits(value.roots & ~alien & ~self.met):
+                cause = self.causes[bit]
+                if touched or cause.place is None:
+                    cause.place = (place.module, place.where)
+                if touched:
+                    cause.meets_16bit = True
+                    self.met |= 1 << bit
+
+    def product(
+        self,
+        eqn: _jaxpr.JaxprEqn,
+        wide: list,
+        roots: int,
+        flops: float,
+        place: _Place,
+    ) -> None:
+        """Adds a matrix product or convolution to the totals and to its causes."""
+        dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+        self.flops[str(max(dtypes, key=lambda d: d.itemsize))] += flops
+        key = (place.instruction, eqn.primitive.name)
+        if not wide:
+            if _is_wide_var(eqn.outvars[0].aval) and not place.backward:
+                self.forward.setdefault(key, roots)
+            return
+        if _AUTOCAST_SCOPE in place.scopes:
+            return self.keep(eqn, flops, place)
+        if place.backward:
+            roots = self.forward.get(key) or roots
+        else:
+            self.forward[key] = self.forward.get(key, 0) | roots
+        charged = next((roots & rank for rank in self.ranks if roots & rank), 0)
+        for bit in _bits(charged):
+            cause = self.causes[bit]
+            cause.flops += flops
+            cause.place = cause.place or (place.module, place.where)
+
+    def keep(self, eqn: _jaxpr.JaxprEqn, flops: float, place: _Place) -> None:
+        """Remembers why autocast left an operation in float32."""
+        name = eqn.primitive.name
+        if name in VIEWS or name in ("convert_element_type", "iota"):
+            return
+        if _FLOAT32_SCOPE in place.scopes:
+            reason = "float32 region"
+        elif flops and "HIGHEST" in str(eqn.params.get("precision")):
+            reason = "precision=HIGHEST"
+        elif flops:
+            reason = "float32_paths, ops or custom_vjp"
+        elif name in DEFAULT_OPS.deny:
+            reason = "denied by list"
+        elif name in DEFAULT_OPS.infer:
+            reason = "its inputs or its users are float32"
+        elif name in DEFAULT_OPS.allow:
+            reason = "no matrix product"
+        else:
+            reason = "in no list"
+        key = (name, reason, place.module if flops else "", place.where if flops else "")
+        row = self.kept.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
+        self.kept[key] = dataclasses.replace(
+            row, count=row.count + place.trips, flops=row.flops + flops
+        )
+
+    def report(self, residual_bytes: dict[str, int] | None) -> DtypeReport:
+        total = sum(self.flops.values())
+        leaks = [
+            Leak(
+                source=cause.source,
+                kind=cause.kind,
+                dtype=cause.dtype,
+                meets_16bit=cause.meets_16bit or cause.kind == "cast",
+                module=cause.place[0],
+                where=cause.place[1],
+                flops=cause.flops,
+                share=cause.flops / total,
+            )
+            for cause in self.causes
+            if cause.flops
+        ]
+        return DtypeReport(
+            flops=dict(self.flops.most_common()),
+            leaks=tuple(sorted(leaks, key=lambda leak: -leak.flops)),
+            kept=tuple(
+                sorted(self.kept.values(), key=lambda k: (-k.flops, -k.count))
+            ),
+            residual_bytes=residual_bytes,
+            notes=tuple(self.notes),
+        )
+
+
+def _is_wide(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 2
+
+
+def _is_wide_var(aval: Any) -> bool:
+    return _is_wide(getattr(aval, "dtype", jnp.dtype("bool")))
+
+
+def _is_narrow_var(aval: Any) -> bool:
+    dtype = getattr(aval, "dtype", jnp.dtype("bool"))
+    return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize <= 2
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Yields the positions of the bits that are set."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
+
+
+def _flops(eqn: _jaxpr.JaxprEqn) -> float:
+    """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
+    name, params = eqn.primitive.name, eqn.params
+    if name not in _CONTRACTIONS or not jnp.issubdtype(
+        eqn.invars[0].aval.dtype, jnp.inexact
+    ):
+        return 0.0
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    if name == "conv_general_dilated":
+        out = eqn.outvars[0].aval.shape
+        features = rhs[params["dimension_numbers"].rhs_spec[0]]
+        # Dilating the input puts zeros in it, with which nobody multiplies.
+        zeros = math.prod(params["lhs_dilation"])
+        return 2.0 * math.prod(out) * math.prod(rhs) / (features or 1) / zeros
+    if name == "dot_general":
+        (contracted, rhs_contracted), (batch, rhs_batch) = params["dimension_numbers"]
+        group = ()
+    else:
+        numbers = params["ragged_dot_dimension_numbers"]
+        (contracted, rhs_contracted), (batch, rhs_batch) = numbers.dot_dimension_numbers
+        group = numbers.rhs_group_dimensions
+    taken = {*rhs_contracted, *rhs_batch, *group}
+    rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
+    summed = math.prod(lhs[i] for i in contracted)
+    lhs_free = math.prod(lhs) // (summed * math.prod(lhs[i] for i in batch) or 1)
+    if summed <= 1 or lhs_free == rhs_free == 1:
+        return 0.0
+    return 2.0 * math.prod(lhs) * rhs_free
+
+
+# Residuals
+
+
+def _handed_over(jaxpr: Any) -> dict[str, int] | None:
+    """Returns the bytes that forward passes in ``jaxpr`` hand to backward passes.
+
+    None if there is no backward pass in it.
+    """
+    body, found, sizes = _jaxpr.open_jaxpr(jaxpr), False, Counter()
+    computed, counted = set(), set()
+    for eqn in body.eqns:
+        if _jaxpr.is_transposed(eqn):
+            found = True
+            for atom in eqn.invars:
+                if not isinstance(atom, _jaxpr.Literal) and atom in computed - counted:
+                    counted.add(atom)
+                    sizes.update(_sizes([atom.aval]))
+            continue
+        computed.update(eqn.outvars)
+        for sub in _jaxpr.sub_jaxprs(eqn):
+            inner = _handed_over(sub)
+            found = found or inner is not None
+            sizes.update(inner or {})
+    return dict(sizes.most_common()) if found else None
+
+
+def _would_keep(flat: Callable, leaves: list[Any]) -> dict[str, int] | None:
+    """Returns the bytes that differentiating a function would keep."""
+    try:
+        # The function that `vjp` returns is a pytree of what it keeps.
+        jaxpr, shapes = jax.make_jaxpr(
+            lambda *arrays: jax.vjp(flat, *arrays), return_shape=True
+        )(*leaves)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    outs = jaxpr.jaxpr.outvars[len(jax.tree.leaves(shapes[0])) :]
+    computed = {var for eqn in jaxpr.jaxpr.eqns for var in eqn.outvars}
+    kept = {v: None for v in outs if not isinstance(v, _jaxpr.Literal)}
+    return dict(_sizes(v.aval for v in kept if v in computed).most_common())
+
+
+def _sizes(avals: Any) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for aval in avals:
+        if hasattr(aval, "dtype"):
+            sizes[str(aval.dtype)] += aval.size * getattr(aval.dtype, "itemsize", 0)
+    return sizes
+
+
+# The table
+
+
+def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
+    total = sum(report.flops.values())
+    yield f"{report.fraction_16bit:.1%} of matrix product and convolution FLOPs in 16 bits"
+    for dtype, flops in report.flops.items():
+        yield f"  {dtype:<10}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
+    if report.leaks:
+        yield ""
+        yield "float32 because of"
+        yield from _table(
+            [
+                (f"{leak.share:.1%}", str(leak), leak.module, os.path.basename(leak.where))
+                for leak in report.leaks[:rows]
+            ]
+        )
+        if len(report.leaks) > rows:
+            yield f"  and {len(report.leaks) - rows} more in `report.leaks`"
+        if not any(leak.meets_16bit for leak in report.leaks):
+            yield "  Nothing here was 16-bit: cast with `with_policy`, or use `autocast`."
+    if report.kept:
+        yield ""
+        yield "kept in float32 by autocast"
+        yield from _table(
+            [
+                (f"{k.count}x", k.operation, k.reason, k.module if k.flops else "")
+                for k in report.kept[:rows]
+            ]
+        )
+        if len(report.kept) > rows:
+            yield f"  and {len(report.kept) - rows} more in `report.kept`"
+    if report.residual_bytes:
+        yield ""
+        yield "kept for the backward pass"
+        for dtype, size in report.residual_bytes.items():
+            yield f"  {dtype:<10}{_unit(size, 1024):>10}B"
+    if report.notes:
+        yield ""
+        yield from (f"note: {note}" for note in report.notes)
+
+
+def _table(cells: list[tuple[str, ...]], width: int = 98) -> Iterator[str]:
+    """Aligns columns; the widest text cells lose their beginning if need be."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    while sum(widths) + 2 * len(widths) > width:
+        widths[widths.index(max(widths))] -= 1
+    for row in cells:
+        clipped = [
+            c if len(c) <= w else "…" + c[len(c) - w + 1 :]
+            for c, w in zip(row, widths, strict=True)
+        ]
+        first, *rest = clipped
+        text = [t.ljust(w) for t, w in zip(rest, widths[1:], strict=True)]
+        yield f"  {'  '.join([first.rjust(widths[0]), *text])}".rstrip()
+
+
+def _unit(number: float, base: int) -> str:
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if base == 1024 else ["", "k", "M", "G", "T"]
+    power = 0
+    while number >= base and power < len(prefixes) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.4g} {prefixes[power]}"
