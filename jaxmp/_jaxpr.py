@@ -92,8 +92,8 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     """Returns how many constants and carries a ``scan`` equation has."""
     if "ft_in" in eqn.params:  # from 0.12 on
-        consts, carry, _ = eqn.params["ft_in"].elts
-        return len(consts), len(carry)
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(list(consts)), len(list(carry))
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
