@@ -229,7 +229,7 @@ def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
             yield code.co_filename, *_position(code, instruction)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _position(code: types.CodeType, instruction: int) -> tuple[int, int]:
     # One code unit has two bytes.
     place = next(itertools.islice(code.co_positions(), instruction // 2, None))

@@ -447,7 +447,9 @@ class Caster:
             for i, tangent in zip(moving, args[len(avals) :], strict=True):
                 tangents[i] = tangent
             primals_out, tangents_out = jax.jvp(
-                lambda *primals: _jaxpr.bind(eqn, primals), args[: len(avals)], tangents
+                lambda *primals: _jaxpr.bind(eqn, primals),
+                args[: len(avals)],
+                tuple(tangents),
             )
             return [*primals_out, *(tangents_out[i] for i in moved)]
 
