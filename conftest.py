@@ -1,4 +1,4 @@
-"""Eight CPU devices for every test, and the names that the docstrings use."""
+"""Eight CPU devices, the same examples on every run, and the docstrings' names."""
 
 import jax
 
@@ -7,10 +7,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 import jaxmp  # noqa: E402
+
+settings.register_profile("same", derandomize=True, database=None, deadline=None)
+settings.load_profile("same")
 
 
 @pytest.fixture(autouse=True)
 def names_of_the_docstrings(doctest_namespace):
+    """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)

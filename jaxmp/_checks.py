@@ -1,0 +1,69 @@
+"""Checks of arguments that several functions share, with their messages."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+
+def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
+    """Returns a loss scale as a float32 scalar, refusing what cannot be one."""
+    if isinstance(loss_scale, (int, float)):
+        check_positive("loss_scale", loss_scale)
+        # Not a JAX array: that would start the backend, before a program that builds
+        # its functions on import can call `jax.distributed.initialize`.
+        return np.float32(loss_scale)
+    if jnp.shape(loss_scale) != ():
+        raise ValueError(
+            f"`loss_scale` must be a scalar, but has the shape "
+            f"{list(jnp.shape(loss_scale))}. Pass `jaxmp.get_loss_scale(opt_state)`."
+        )
+    return jnp.asarray(loss_scale, jnp.float32)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises unless a number is a positive normal float32."""
+    limits = np.finfo(np.float32)
+    if not float(limits.tiny) <= value <= float(limits.max):
+        raise ValueError(
+            f"`{name}` must be finite and positive in float32, but is {value}. "
+            "Pass a power of two such as 2.0**15."
+        )
+
+
+def as_count(name: str, value: int) -> int:
+    """Returns a number of steps as an int, refusing what is not at least 1."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be an integer, but is {value!r}. Pass a number of steps."
+        ) from None
+    if not 1 <= count <= np.iinfo(np.int32).max:
+        raise ValueError(
+            f"`{name}` must be at least 1 and fit into int32, but is {value}."
+        )
+    return count
+
+
+def refuse_nnx_modules(function: str, tree: Any) -> None:
+    """Raises where an NNX module would lose its updates by passing as a pytree."""
+    nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
+    if nnx is None:
+        return
+    for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Module)):
+        if isinstance(x, nnx.Module) and jax.tree.leaves(
+            nnx.state(x, nnx.Not(nnx.Param))
+        ):
+            raise TypeError(
+                f"`jaxmp.{function}` was given the NNX module `{type(x).__name__}`, "
+                "whose running statistics or random streams would be updated in a "
+                "copy and lost. Use the function of that name in `jaxmp.nnx`, or "
+                "close over the module."
+            )

@@ -1,0 +1,405 @@
+"""Loss scales as optax transformations that skip the steps that overflowed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+
+from ._checks import as_count, check_positive
+from ._policy import get_policy
+from ._tree import AxisName, all_finite
+
+
+class LossScaleState(NamedTuple):
+    """State of the three loss-scale transformations, the same for every policy."""
+
+    loss_scale: jax.Array  # float32[], finite and positive
+    good_steps: jax.Array  # int32[], finite steps in a row since the last growth
+    bad_steps: jax.Array  # int32[], skipped steps in a row
+    skipped: jax.Array  # int32[], skipped steps since init
+    last_finite: jax.Array  # bool[], whether the last step was finite
+    inner_state: optax.OptState
+
+
+def dynamic_loss_scale(
+    inner: optax.GradientTransformation,
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-5,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Applies ``inner`` on finite steps, skips the others, and adapts the loss scale.
+
+    The gradients come in true units, as :func:`jaxmp.value_and_grad` returns them;
+    nothing is unscaled here. On a step with an Inf or NaN anywhere, the updates are
+    negative zeros, the state of ``inner`` stays what it was bit for bit, and the
+    scale shrinks. What is stateful or depends on the parameters (weight decay,
+    momentum, schedules) belongs inside ``inner``, because only that is skipped.
+
+    With the default factors the scale stays a power of two, so that scaling and
+    unscaling never round.
+
+    Args:
+        inner: The optimizer of the float32 parameters.
+        init_scale: The first loss scale.
+        growth_factor: What the scale is multiplied by on the ``growth_interval``-th
+            finite step in a row.
+        backoff_factor: What it is multiplied by on a skipped step.
+        growth_interval: Finite steps in a row after which the scale grows.
+        min_scale: Lower bound of the scale.
+        max_scale: Upper bound of the scale, at most float32's largest number.
+        hysteresis: Skipped steps in a row from which on the scale shrinks.
+        axis_name: Mesh axes over which the devices must agree, inside
+            ``shard_map`` or ``pmap``.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`LossScaleState`. Its updates have the structure, shapes and dtypes
+        that ``inner`` gives them.
+
+    Raises:
+        ValueError: If an option is out of range.
+        TypeError: If ``growth_interval`` or ``hysteresis`` is not an integer.
+
+    Examples:
+        >>> tx = dynamic_loss_scale(optax.sgd(1.0), init_scale=8, growth_interval=2)
+        >>> params = jnp.array(1.0)
+        >>> state = tx.init(params)
+        >>> for grad in (0.5, jnp.inf, 0.5, 0.25):
+        ...     updates, state = tx.update(jnp.array(grad), state, params)
+        ...     params = optax.apply_updates(params, updates)
+        ...     print(params, state.loss_scale)
+        0.5 8.0
+        0.5 4.0
+        0.0 4.0
+        -0.25 8.0
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
+        https://arxiv.org/abs/1710.03740. Growth on the N-th finite step, as in
+        ``torch.amp.GradScaler``.
+    """
+    check_positive("init_scale", init_scale)
+    check_positive("min_scale", min_scale)
+    check_positive("max_scale", max_scale)
+    if not min_scale <= init_scale <= max_scale:
+        raise ValueError(
+            f"`init_scale` must lie in [min_scale, max_scale], but {init_scale} is not "
+            f"in [{min_scale}, {max_scale}]. Move the scale or the bounds."
+        )
+    if not 1 < growth_factor < np.inf:
+        raise ValueError(
+            f"`growth_factor` must be above 1 and finite, but is {growth_factor}. "
+            "The usual one is 2.0."
+        )
+    if not 0 < backoff_factor < 1:
+        raise ValueError(
+            f"`backoff_factor` must lie between 0 and 1, but is {backoff_factor}. "
+            "The usual one is 0.5."
+        )
+    interval = as_count("growth_interval", growth_interval)
+    patience = as_count("hysteresis", hysteresis)
+
+    def adapt(state: LossScaleState) -> LossScaleState:
+        grows = state.good_steps >= interval
+        shrinks = state.bad_steps >= patience
+        scale = state.loss_scale
+        grown = jnp.minimum(scale * np.float32(growth_factor), np.float32(max_scale))
+        shrunk = jnp.maximum(scale * np.float32(backoff_factor), np.float32(min_scale))
+        scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
+        good_steps = jnp.where(grows, 0, state.good_steps)
+        return state._replace(loss_scale=scale, good_steps=good_steps)
+
+    return _skipping(inner, init_scale, adapt, axis_name)
+
+
+def static_loss_scale(
+    inner: optax.GradientTransformation,
+    scale: float = 1.0,
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Applies ``inner`` on finite steps and skips the others, under a fixed scale.
+
+    The scale is written to the state on every step, so that a state restored from a
+    run with another scale has this one after its first step.
+
+    Args:
+        inner: The optimizer of the float32 parameters.
+        scale: The loss scale.
+        axis_name: Mesh axes over which the devices must agree, inside
+            ``shard_map`` or ``pmap``.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`LossScaleState`.
+
+    Raises:
+        ValueError: If ``scale`` is not finite and positive.
+
+    Examples:
+        >>> tx = static_loss_scale(optax.sgd(1.0), 8)
+        >>> get_loss_scale(tx.init(jnp.ones(2))).item()
+        8.0
+    """
+    check_positive("scale", scale)
+
+    def adapt(state: LossScaleState) -> LossScaleState:
+        return state._replace(loss_scale=jnp.full_like(state.loss_scale, scale))
+
+    return _skipping(inner, scale, adapt, axis_name)
+
+
+def loss_scaling(
+    inner: optax.GradientTransformation,
+    policy: str | jmp.Policy,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives ``inner`` the loss scale that a policy needs.
+
+    That is :func:`dynamic_loss_scale` where the policy computes in float16, and
+    :func:`static_loss_scale` of 1 otherwise: bfloat16 and float32 have the range of
+    the gradients. Non-finite steps are skipped in both, and the state has the same
+    structure, so that changing the policy changes nothing else.
+
+    Args:
+        inner: The optimizer of the float32 parameters.
+        policy: A policy, or its string.
+        **options: Options of :func:`dynamic_loss_scale`. They are checked under every
+            policy and used under float16; ``axis_name`` is always used.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`LossScaleState`.
+
+    Raises:
+        TypeError: If :func:`dynamic_loss_scale` has no such option.
+        ValueError: If an option is out of range.
+
+    Examples:
+        >>> for policy in ("mixed_float16", "mixed_bfloat16"):
+        ...     tx = loss_scaling(optax.adam(1e-3), policy, growth_interval=500)
+        ...     print(get_loss_scale(tx.init(jnp.ones(2))))
+        32768.0
+        1.0
+    """
+    known = list(inspect.signature(dynamic_loss_scale).parameters)[1:]
+    if unknown := sorted(set(options) - set(known)):
+        raise TypeError(
+            f"`loss_scaling` has no option `{unknown[0]}`. Expected one of "
+            f"{', '.join(known)}. For a fixed scale use `jaxmp.static_loss_scale`."
+        )
+    dynamic = dynamic_loss_scale(inner, **options)
+    if get_policy(policy).compute_dtype == jnp.float16:
+        return dynamic
+    return static_loss_scale(inner, axis_name=options.get("axis_name"))
+
+
+def get_loss_scale(opt_state: Any) -> jax.Array:
+    """Returns the loss scale, wherever it sits in an optimizer state.
+
+    Args:
+        opt_state: A state with one :class:`LossScaleState` in it: of the
+            transformation itself, of an ``optax.chain``, a Flax ``TrainState``, an
+            ``nnx.Optimizer``.
+
+    Returns:
+        A float32 array of shape ``[]``.
+
+    Raises:
+        ValueError: If there is no loss-scale state in it, or more than one.
+
+    Examples:
+        >>> tx = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.1), "float16"))
+        >>> get_loss_scale(tx.init({"loss_scale": jnp.ones(2)})).item()
+        32768.0
+    """
+    return get_loss_scale_state(opt_state).loss_scale
+
+
+def last_step_finite(opt_state: Any) -> jax.Array:
+    """Tells whether the last step was finite, and so was not skipped.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`.
+
+    Returns:
+        A bool array of shape ``[]``, true before the first step.
+
+    Raises:
+        ValueError: As :func:`get_loss_scale`.
+
+    Examples:
+        >>> tx = loss_scaling(optax.sgd(0.1), "float16")
+        >>> params = jnp.ones(2)
+        >>> _, opt_state = tx.update(params * jnp.nan, tx.init(params), params)
+        >>> last_step_finite(opt_state).item()
+        False
+    """
+    return get_loss_scale_state(opt_state).last_finite
+
+
+def get_loss_scale_state(opt_state: Any) -> LossScaleState:
+    """Returns the whole loss-scale state, to log its counters.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`.
+
+    Returns:
+        A :class:`LossScaleState` of plain arrays, also where NNX had wrapped them;
+        its ``inner_state`` is as it was found.
+
+    Raises:
+        ValueError: As :func:`get_loss_scale`.
+
+    Examples:
+        >>> tx = loss_scaling(optax.sgd(0.1), "float16")
+        >>> get_loss_scale_state(tx.init(jnp.ones(2))).skipped.item()
+        0
+    """
+    found = list(_loss_scale_states(opt_state))
+    if not found:
+        raise ValueError(
+            "`opt_state` must hold a loss scale, but there is no `LossScaleState` in "
+            f"the {type(opt_state).__name__} given. Wrap the optimizer with "
+            "`jaxmp.loss_scaling(optimizer, policy)`; restore a checkpoint with "
+            "`tx.init(params)` as the target, so that the state keeps its type."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"`opt_state` must hold one loss scale, but holds {len(found)}. Wrap an "
+            "optimizer once, and pass the state of one optimizer at a time."
+        )
+    arrays = {
+        name: _plain_array(field)
+        for name, field in found[0]._asdict().items()
+        if name != "inner_state"
+    }
+    return found[0]._replace(**arrays)
+
+
+def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
+    """Raises once a run skips nothing but steps. Call it on the host now and then.
+
+    With the default options, 29 skipped steps in a row lead from the largest scale to
+    the smallest; whatever overflows then is not a matter of the scale.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`, with concrete values, of any leading
+            shape when the training step is vmapped.
+        max_skipped_in_a_row: The number of steps from which on this raises.
+
+    Raises:
+        FloatingPointError: If as many steps in a row have been skipped.
+        ValueError: As :func:`get_loss_scale`.
+
+    Examples:
+        >>> tx = loss_scaling(optax.sgd(0.1), "float16")
+        >>> check_loss_scale(tx.init(jnp.ones(2)))
+    """
+    limit = as_count("max_skipped_in_a_row", max_skipped_in_a_row)
+    state = get_loss_scale_state(opt_state)
+    if isinstance(state.bad_steps, jax.core.Tracer):
+        raise TypeError(
+            "`check_loss_scale` needs concrete values, but was called while JAX traced "
+            "a function. Call it outside `jax.jit`, between two steps."
+        )
+    bad_steps = np.max(state.bad_steps)
+    if bad_steps >= limit:
+        raise FloatingPointError(
+            f"The last {bad_steps} steps had Inf or NaN gradients and were skipped "
+            f"(loss_scale {state.loss_scale}, {state.skipped} skipped since init). "
+            "The scale no longer helps. Likely causes: the loss or a parameter is NaN "
+            "or Inf already; the learning rate is too high; an operation overflows "
+            "float16 in the forward pass (a mask of -1e9, a square, a large sum); or "
+            "the input data is not finite. Look at the loss, and try the same step "
+            "under the policy `float32` with `jax.debug_nans(True)`."
+        )
+
+
+def _skipping(
+    inner: optax.GradientTransformation,
+    init_scale: float,
+    adapt: Callable[[LossScaleState], LossScaleState],
+    axis_name: AxisName | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params):
+        return LossScaleState(
+            loss_scale=jnp.array(init_scale, jnp.float32),
+            good_steps=jnp.zeros([], jnp.int32),
+            bad_steps=jnp.zeros([], jnp.int32),
+            skipped=jnp.zeros([], jnp.int32),
+            last_finite=jnp.array(True),
+            inner_state=inner.init(params),
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        finite = all_finite(updates, axis_name=axis_name)
+        updates, inner_state = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        # A select fuses into the update; a cond would copy every buffer.
+        updates = jax.tree.map(lambda u: _keep_or_skip(finite, u), updates)
+        inner_state = jax.tree.map(
+            lambda new, old: _new_or_old(finite, new, old),
+            inner_state,
+            state.inner_state,
+        )
+        one_more = optax.safe_increment
+        counted = LossScaleState(
+            loss_scale=state.loss_scale,
+            good_steps=jnp.where(finite, one_more(state.good_steps), 0),
+            bad_steps=jnp.where(finite, 0, one_more(state.bad_steps)),
+            skipped=jnp.where(finite, state.skipped, one_more(state.skipped)),
+            last_finite=finite,
+            inner_state=inner_state,
+        )
+        return updates, adapt(counted)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
+    """Returns the update, or the zero that leaves a parameter as it is."""
+    if update.dtype == jax.dtypes.float0:
+        return update
+    # Negative, because -0.0 + 0.0 is 0.0.
+    nothing = -jnp.zeros([], update.dtype)
+    return jnp.where(finite, update, nothing)
+
+
+def _new_or_old(finite: jax.Array, new: Any, old: Any) -> jax.Array:
+    """Selects one of two states of ``inner``, in the dtype of the old one."""
+    old = jnp.asarray(old)
+    if jnp.result_type(new) != old.dtype:
+        new = jnp.asarray(new, old.dtype)
+    return jnp.where(finite, new, old)
+
+
+def _loss_scale_states(tree: Any) -> Iterator[LossScaleState]:
+    """Finds the loss-scale states in a pytree, also one inside another."""
+    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState)):
+        if isinstance(leaf, LossScaleState):
+            yield leaf
+            yield from _loss_scale_states(leaf.inner_state)
+
+
+def _plain_array(x: Any) -> Any:
+    """Takes an array out of the variable that NNX wraps it in."""
+    return x if isinstance(x, (jax.Array, np.ndarray)) else x[...]

@@ -1,0 +1,327 @@
+"""Policies: in which dtypes parameters are stored, used and returned."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import jmp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._tree import cast_tree, is_floating_array, path_name, wide_dtype
+
+T = TypeVar("T")
+
+# The names of each dtype; the first is the one that str(policy) uses.
+_NAMES = {
+    np.dtype(jnp.float16): ("f16", "float16"),
+    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
+    np.dtype(jnp.float32): ("full", "f32", "float32"),
+    np.dtype(jnp.float64): ("f64", "float64"),
+}
+_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+
+_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+# What Flax and Haiku call the parameters of a normalisation: anything named scale,
+# and the bias, offset or weight of LayerNorm_0, batch_norm, norm2, ln_1, bn...
+_NORMALIZATION = (
+    r"(?i)((^|/)scale|(norm(?!al(?![a-z]))[^/]*|(^|[/_])(ln|bn)([_\d][^/]*)?)"
+    r"/(bias|offset|weight))(/value)?$"
+)
+_SHORTHANDS = {
+    "mixed_float16": "p=f32,c=f16,o=f32",
+    "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+    "O0": "p=f32,c=f32,o=f32",
+    "O1": "p=f32,c=f16,o=f32",
+    "O2": f'p=f32,c=f16,o=f32,"{_NORMALIZATION}"=f32',
+    "O3": "p=f16,c=f16,o=f16",
+}
+
+# One `key=dtype` of a policy's string and the comma behind it. The key of an override
+# is a regular expression in double quotes, with a double quote in it doubled.
+_PART = re.compile(r'\s*(?:"((?:[^"]|"")*)"\s*=)?([^,]*)(,?)', re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(jmp.Policy):
+    """The dtypes of a mixed-precision computation.
+
+    Frozen, hashable, and a ``jmp.Policy``. However a dtype is given (``jnp.float16``,
+    ``np.dtype("float16")``, ``"f16"``), equal policies compare and hash equal.
+
+    ``overrides`` keep chosen parameters in another dtype than ``compute_dtype``, in
+    :meth:`cast_to_compute` only. Each is a pair of a regular expression, searched in
+    the leaf's path (``params/LayerNorm_0/scale``, beginning at the tree that is
+    cast), and a dtype; the last match wins. Leaves of a ``batch_stats`` collection
+    stay at least float32 in every cast, because running means lose small updates in
+    16 bits; only an override changes that.
+
+    Args:
+        param_dtype: Dtype in which parameters are stored and updated.
+        compute_dtype: Dtype of the arithmetic.
+        output_dtype: Dtype in which results are returned.
+        overrides: Pairs of ``(regex, dtype)``.
+
+    Raises:
+        ValueError: If a dtype is not one of float16, bfloat16, float32 and float64,
+            or an override is not a pair of a valid regular expression and a dtype.
+
+    Examples:
+        >>> policy = Policy(jnp.float32, jnp.float16, jnp.float32)
+        >>> str(policy)
+        'p=full,c=f16,o=full'
+        >>> policy == get_policy("mixed_float16")
+        True
+        >>> kept = policy.with_overrides(("head/", "float32"))
+        >>> tree = {"body": {"w": jnp.ones(1)}, "head": {"w": jnp.ones(1)}}
+        >>> jax.tree.map(lambda x: x.dtype.name, kept.cast_to_compute(tree))
+        {'body': {'w': 'float16'}, 'head': {'w': 'float32'}}
+
+    References:
+        https://github.com/google-deepmind/jmp for the three dtypes and their strings.
+    """
+
+    overrides: tuple[tuple[str, np.dtype], ...] = ()
+
+    def __post_init__(self):
+        """Normalises the dtypes, so that equal policies are equal."""
+        # `object.__setattr__` is how a frozen dataclass sets its own fields.
+        for field in ("param_dtype", "compute_dtype", "output_dtype"):
+            dtype = _as_dtype(getattr(self, field), f"`{field}`")
+            object.__setattr__(self, field, dtype)
+        overrides = tuple(_as_override(pair) for pair in self.overrides)
+        object.__setattr__(self, "overrides", overrides)
+
+    def cast_to_param(self, x: T) -> T:
+        """Casts the floating arrays of a pytree to ``param_dtype``."""
+        return _cast_by_path(x, lambda path: _default_dtype(path, self.param_dtype))
+
+    def cast_to_compute(self, x: T) -> T:
+        """Casts the floating arrays of a pytree to ``compute_dtype`` or an override."""
+        return _cast_by_path(x, self._compute_dtype_at)
+
+    def cast_to_output(self, x: T) -> T:
+        """Casts the floating arrays of a pytree to ``output_dtype``."""
+        return _cast_by_path(x, lambda path: _default_dtype(path, self.output_dtype))
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
+        """Returns this policy with another ``output_dtype``."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def with_overrides(self, *pairs: tuple[str, DTypeLike]) -> Policy:
+        """Returns this policy with ``(regex, dtype)`` pairs added to its overrides."""
+        return dataclasses.replace(self, overrides=(*self.overrides, *pairs))
+
+    def _compute_dtype_at(self, path: str) -> np.dtype:
+        for pattern, dtype in reversed(self.overrides):
+            if re.search(pattern, path):
+                return dtype
+        return _default_dtype(path, self.compute_dtype)
+
+    def __str__(self) -> str:
+        """Spells the policy so that :func:`get_policy` reads it back."""
+        parts = [
+            ("p", self.param_dtype),
+            ("c", self.compute_dtype),
+            ("o", self.output_dtype),
+        ]
+        for pattern, dtype in self.overrides:
+            parts.append(('"' + pattern.replace('"', '""') + '"', dtype))
+        return ",".join(f"{key}={_NAMES[dtype][0]}" for key, dtype in parts)
+
+    def __repr__(self) -> str:
+        """Spells the call that makes the policy."""
+        return f"get_policy({str(self)!r})"
+
+
+def get_policy(policy: str | jmp.Policy) -> Policy:
+    """Returns the policy that a string names.
+
+    Three spellings are understood:
+
+    - jmp's, ``p=f32,c=f16,o=f32``, or ``params=``, ``compute=``, ``output=``. Params
+      default to float32, compute to params, and output to compute. A regular
+      expression in double quotes is the key of an override: ``"head/"=f32``.
+    - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
+      which is float16, on a TPU bfloat16.
+    - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
+      and outputs), and Apex's ``O0`` (float32), ``O1`` (``mixed_float16``), ``O2``
+      (the same with float32 normalisation parameters; use it with
+      :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
+
+    Args:
+        policy: The string, or a policy of jaxmp's (returned as it is) or jmp's.
+
+    Returns:
+        A :class:`Policy`.
+
+    Raises:
+        ValueError: If the string has an unknown name, an unknown or repeated key, or
+            a dtype that is not in the list.
+        TypeError: If ``policy`` is neither a string nor a policy.
+
+    Examples:
+        >>> get_policy("c=bf16")
+        get_policy('p=full,c=bf16,o=bf16')
+        >>> get_policy("mixed_float16").compute_dtype
+        dtype('float16')
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, (str, jmp.Policy)):
+        raise TypeError(
+            f"`get_policy` needs a string or a policy, but got {policy!r}. "
+            'Pass for example "mixed_float16" or "p=f32,c=bf16,o=f32".'
+        )
+    if isinstance(policy, jmp.Policy):
+        return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+    text = _SHORTHANDS.get(policy.strip(), policy)
+    if "=" not in text:
+        names = ("half", *_DTYPES, *_SHORTHANDS)
+        dtype = _parse_dtype(text, f"the policy {policy!r}", names)
+        return Policy(dtype, dtype, dtype)
+    return _parse_parts(text)
+
+
+def unused_overrides(policy: Policy | str, tree: Any) -> tuple[str, ...]:
+    """Returns the override patterns of a policy that match no floating leaf.
+
+    A pattern with a typo changes nothing and says nothing; a test that this is empty
+    for the model's variables finds it.
+
+    Args:
+        policy: A policy, or its string.
+        tree: The pytree that :meth:`Policy.cast_to_compute` is given.
+
+    Returns:
+        The patterns in their order.
+
+    Examples:
+        >>> unused_overrides('c=f16,"haed/"=f32', {"head": {"w": jnp.ones(1)}})
+        ('haed/',)
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    paths = [path_name(path) for path, x in leaves if is_floating_array(x)]
+    return tuple(
+        pattern
+        for pattern, _ in get_policy(policy).overrides
+        if not any(re.search(pattern, path) for path in paths)
+    )
+
+
+def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
+    """Casts each floating array to the dtype that belongs to its path."""
+
+    def cast(path, x):
+        return cast_tree(x, dtype_at(path_name(path))) if is_floating_array(x) else x
+
+    return jax.tree.map_with_path(cast, tree)
+
+
+def _default_dtype(path: str, dtype: np.dtype) -> np.dtype:
+    """Keeps the running statistics of Linen at least float32."""
+    if "batch_stats" in path.split("/"):
+        return wide_dtype(dtype)
+    return dtype
+
+
+def _parse_parts(text: str) -> Policy:
+    """Parses a policy made of ``key=dtype`` parts."""
+    where = f"the policy {text!r}"
+    dtypes: dict[str, np.dtype] = {}
+    overrides = []
+    position, comma = 0, ","
+    while comma:
+        part = _PART.match(text, position)
+        assert part is not None, "every group of the pattern may be empty"
+        pattern, rest, comma = part.groups()
+        position = part.end()
+        if pattern is not None:
+            overrides.append((pattern.replace('""', '"'), _parse_dtype(rest, where)))
+            continue
+        key, equals, value = rest.partition("=")
+        field = _KEYS.get(key.strip())
+        if not equals or field is None:
+            raise ValueError(
+                f"`{rest.strip()}` in {where} is not understood. Expected parts like "
+                "`c=f16`, whose key is one of p, params, c, compute, o and output, or "
+                f"a regex in double quotes.{_suggest(key.strip(), _KEYS)}"
+            )
+        if field in dtypes:
+            raise ValueError(
+                f"`{rest.strip()}` in {where} repeats a key: `{field}` is "
+                f"{dtypes[field].name} already. Keep one of the two."
+            )
+        dtypes[field] = _parse_dtype(value, where)
+    param = dtypes.get("param_dtype", np.dtype(np.float32))
+    compute = dtypes.get("compute_dtype", param)
+    output = dtypes.get("output_dtype", compute)
+    return Policy(param, compute, output, tuple(overrides))
+
+
+def _parse_dtype(
+    name: str, where: str, accepted: Iterable[str] = ("half", *_DTYPES)
+) -> np.dtype:
+    name = name.strip()
+    if name == "half":
+        return np.dtype(jmp.half_dtype())
+    if name in _DTYPES:
+        return _DTYPES[name]
+    raise ValueError(
+        f"`{name}` in {where} is not a name that jaxmp knows. "
+        f"Expected one of {', '.join(accepted)}.{_suggest(name, accepted)}"
+    )
+
+
+def _as_dtype(dtype: Any, where: str) -> np.dtype:
+    """Normalises a dtype, refusing what is not one of the four."""
+    if isinstance(dtype, str):
+        return _parse_dtype(dtype, where)
+    try:
+        normal = np.dtype(dtype)
+    except TypeError:
+        normal = np.dtype(object)
+    # NumPy reads both None and Python's float as float64, which nobody means here.
+    if dtype is None or dtype is float or normal not in _NAMES:
+        raise ValueError(
+            f"{where} must be float16, bfloat16, float32 or float64, but is "
+            f"{dtype!r}. Pass for example `jnp.bfloat16`."
+        )
+    return normal
+
+
+def _as_override(pair: Any) -> tuple[str, np.dtype]:
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
+        raise ValueError(
+            f"An override must be a pair of a regex and a dtype, but is {pair!r}. "
+            'Pass for example `("LayerNorm", "float32")`.'
+        )
+    pattern, dtype = pair
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"`{pattern!r}` is not a regular expression that an override could search "
+            f"in a leaf's path: {error}. Pass a string such as `LayerNorm_0/scale`."
+        ) from error
+    return str(pattern), _as_dtype(dtype, f"the override {pattern!r}")
+
+
+def _suggest(name: str, accepted: Iterable[str]) -> str:
+    """Says which accepted name is nearest to ``name``, if one is near."""
+    near = difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.5)
+    return f" Did you mean `{near[0]}`?" if near else ""

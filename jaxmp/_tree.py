@@ -1,0 +1,185 @@
+"""Casts, checks and selections over whole pytrees."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from ._checks import as_scale
+
+T = TypeVar("T")
+AxisName = Hashable | Sequence[Hashable]
+
+
+def cast_tree(tree: T, dtype: DTypeLike) -> T:
+    """Casts the floating arrays of a pytree to one dtype.
+
+    Everything else passes through as it is: integers, booleans, complex numbers,
+    PRNG keys, None, Python numbers and whatever is not an array. A NumPy scalar such
+    as ``np.float32(2)`` has a dtype and is cast.
+
+    Args:
+        tree: Any pytree.
+        dtype: The floating dtype to cast to.
+
+    Returns:
+        A pytree of the same structure. A leaf that has the dtype already is returned
+        as the same object.
+
+    Examples:
+        >>> cast_tree({"w": jnp.ones(2), "step": jnp.arange(1)}, jnp.bfloat16)
+        {'step': Array([0], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
+    """
+    dtype = np.dtype(dtype)
+    return jax.tree.map(lambda x: x.astype(dtype) if needs_cast(x, dtype) else x, tree)
+
+
+def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
+    """Tells whether a pytree holds no Inf and no NaN.
+
+    Under ``jit`` with sharded arrays the answer is global by itself. Inside
+    ``shard_map`` or ``pmap`` it is the answer for this device, unless ``axis_name``
+    names the axes over which the devices differ.
+
+    Args:
+        tree: Any pytree. Leaves that are neither floating nor complex count as
+            finite, and so does an empty tree.
+        axis_name: One mesh axis or several, over which to agree.
+
+    Returns:
+        A bool array of shape ``[]``.
+
+    Examples:
+        >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
+        False
+    """
+    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
+    finite = jnp.stack(flags).all() if flags else jnp.array(True)
+    if axis_name is None:
+        return finite
+    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+
+
+def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
+    """Selects one of two pytrees, leaf by leaf.
+
+    What an optimizer cannot skip by itself, running statistics for one, is kept on a
+    skipped step with
+    ``select_tree(last_step_finite(opt_state), new_stats, old_stats)``.
+
+    Args:
+        pred: A bool scalar.
+        on_true: The pytree to return where ``pred`` is true.
+        on_false: A pytree of the same structure, shapes and dtypes.
+
+    Returns:
+        A pytree of that structure.
+
+    Raises:
+        TypeError: If ``pred`` is not a bool scalar.
+        ValueError: If the trees differ in structure, or a leaf in shape or dtype.
+
+    Examples:
+        >>> select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
+        {'mean': Array(0.5, dtype=float32, weak_type=True)}
+    """
+    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+        raise TypeError(
+            f"`select_tree` needs a bool scalar as `pred`, but got "
+            f"{jnp.result_type(pred)}{list(jnp.shape(pred))}. "
+            "Pass `jaxmp.last_step_finite(opt_state)` or `jaxmp.all_finite(grads)`."
+        )
+    structures = jax.tree.structure(on_true), jax.tree.structure(on_false)
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "`select_tree` needs two trees of the same structure, but `on_true` is\n"
+            f"  {structures[0]}\nand `on_false` is\n  {structures[1]}\n"
+            "Pass the old and the new version of the same tree."
+        )
+
+    def select(path, new, old):
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"`select_tree` needs leaves of the same shape and dtype, but "
+                f"`{path_name(path)}` is {new.dtype}{list(new.shape)} in `on_true` and "
+                f"{old.dtype}{list(old.shape)} in `on_false`. Cast or reshape one."
+            )
+        return jnp.where(pred, new, old)
+
+    return jax.tree.map_with_path(select, on_true, on_false)
+
+
+def unscale(tree: T, loss_scale: ArrayLike) -> T:
+    """Divides scaled gradients by the loss scale, in at least float32.
+
+    For hand-written loops: :func:`jaxmp.value_and_grad` has done it already.
+
+    Args:
+        tree: Pytree of gradients of the scaled loss, of any shapes.
+        loss_scale: The positive scalar that the loss was multiplied by.
+
+    Returns:
+        A pytree of the same structure, its floating leaves at least float32. Leaves
+        that are neither floating nor complex pass through. Inf and NaN stay visible.
+
+    Raises:
+        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive.
+
+    Examples:
+        >>> unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
+        {'w': Array([1.8626451e-09], dtype=float32)}
+    """
+    scale = as_scale(loss_scale)
+    if isinstance(loss_scale, (int, float)) and loss_scale == 1:
+        return widen(tree)
+    # XLA turns a division by a constant into a multiplication by its reciprocal,
+    # which is subnormal, and so flushed to zero, from 2^127 on.
+    scale = jax.lax.optimization_barrier(scale)
+    return jax.tree.map(
+        lambda x: x / scale.astype(x.dtype) if is_inexact(x) else x, widen(tree)
+    )
+
+
+def widen(tree: T) -> T:
+    """Casts the floating leaves that are narrower than float32 to float32."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, wide_dtype(x)) if is_inexact(x) else x,
+        tree,
+    )
+
+
+def wide_dtype(x: Any) -> np.dtype:
+    """Returns the floating or complex dtype of ``x``, or float32 if that is wider."""
+    dtype = jnp.result_type(x)
+    return dtype if dtype.itemsize >= 4 else np.dtype(np.float32)
+
+
+def path_name(path: Any) -> str:
+    """Spells the path of a leaf, e.g. ``params/Dense_0/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_inexact(x: Any) -> bool:
+    """Tells whether ``x`` is a floating or complex array or Python number."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        return isinstance(x, (float, complex))
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_floating_array(x: Any) -> bool:
+    """Tells whether ``x`` is a floating array or NumPy scalar."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(
+        x.dtype, jnp.floating
+    )
+
+
+def needs_cast(x: Any, dtype: np.dtype) -> bool:
+    """Tells whether casting the leaf ``x`` to ``dtype`` would change it."""
+    return is_floating_array(x) and x.dtype != dtype

@@ -1,0 +1,522 @@
+"""Gradients: true units, accumulation, and what a loss function may be."""
+
+from functools import partial
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+EPS = {d: float(jnp.finfo(d).eps) for d in (jnp.float32, jnp.float16, jnp.bfloat16)}
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.tanh(nn.Dense(16)(x))
+        return nn.Dense(3)(x)
+
+
+MODEL = MLP()
+X = jax.random.normal(jax.random.key(1), (12, 4))
+Y = jnp.arange(12) % 3
+PARAMS = MODEL.init(jax.random.key(0), X)
+
+
+def loss_fn(params, x, y, apply=MODEL.apply):
+    logits = apply(params, x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def allclose(a, b, tolerance):
+    """Compares relative to the largest entry of each leaf."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max())
+        ),
+        a,
+        b,
+    )
+
+
+def equations(jaxpr, inside_scan=False):
+    """Yields every equation, and whether it is in the body of a scan."""
+    for eqn in jaxpr.eqns:
+        yield eqn, inside_scan
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, (tuple, list)) else (value,):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    scan = inside_scan or eqn.primitive.name == "scan"
+                    yield from equations(sub, scan)
+
+
+# True units
+
+
+@pytest.mark.parametrize("policy", [None, "float32"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_in_float32_it_is_jax_value_and_grad_bit_for_bit(policy, transform):
+    expected = transform(jax.value_and_grad(loss_fn))(PARAMS, X, Y)
+    result = transform(jaxmp.value_and_grad(loss_fn, policy))(PARAMS, X, Y)
+    chex.assert_trees_all_equal(result, expected)
+
+
+@pytest.mark.parametrize("scale", [2.0**-5, 1, 8, 2.0**15, 2.0**24])
+def test_a_power_of_two_never_rounds(scale):
+    expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    scaled = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(PARAMS, X, Y)
+    chex.assert_trees_all_equal(scaled, expected)
+
+
+def test_gradients_that_underflow_unscaled_agree_with_float32_when_scaled():
+    apply = jaxmp.with_policy(MODEL.apply, "mixed_float16")
+
+    def tiny(params, apply=MODEL.apply):  # the share of one in a million of anchors
+        return loss_fn(params, X, Y, apply) * 2.0**-22
+
+    expected = jax.grad(tiny)(PARAMS)
+    tiny16 = partial(tiny, apply=apply)
+    assert all((g == 0).all() for g in jax.tree.leaves(jaxmp.grad(tiny16)(PARAMS)))
+    scaled = jaxmp.grad(tiny16, loss_scale=2.0**24)(PARAMS)
+    allclose(scaled, expected, 16 * EPS[jnp.float16])
+
+
+@pytest.mark.parametrize("poison", [jnp.inf, jnp.nan])
+def test_an_overflow_stays_visible(poison):
+    loss, grads = jaxmp.value_and_grad(
+        lambda w, x: (w * x).mean(), "mixed_float16", loss_scale=2.0**15
+    )(jnp.ones(12), X[:, 0].at[3].set(poison))
+    assert not jnp.isfinite(loss)
+    assert not jaxmp.all_finite(grads)
+
+
+def test_too_large_a_scale_gives_inf_and_the_true_loss():
+    loss, grads = jaxmp.value_and_grad(loss_fn, "float16", loss_scale=2.0**30)(
+        PARAMS, X.astype(jnp.float16), Y
+    )
+    assert jnp.isfinite(loss)
+    assert not jaxmp.all_finite(grads)
+
+
+def test_a_float16_loss_survives_the_first_step():
+    tx = jaxmp.loss_scaling(optax.sgd(1.0), "float16")
+    scale = jaxmp.get_loss_scale(tx.init(jnp.ones(2)))
+    loss, grads = jaxmp.value_and_grad(lambda w: (w * w).sum(), loss_scale=scale)(
+        jnp.array([0.5, 0.25], jnp.float16)
+    )
+    assert loss.dtype == jnp.float32
+    assert grads.dtype == jnp.float32
+    assert loss == 0.3125
+    np.testing.assert_array_equal(grads, [1.0, 0.5])
+
+
+def test_a_gradient_below_float16_is_unscaled_in_float32():
+    grad = jaxmp.grad(lambda w: w * 2.0**-14, loss_scale=2.0**15)
+    assert grad(jnp.float16(1)) == 2.0**-14
+    smaller = jaxmp.grad(lambda w: jnp.float32(w) * 2.0**-40, loss_scale=2.0**24)
+    assert smaller(jnp.float16(1)) == 2.0**-40
+
+
+def test_the_scale_of_the_step_is_the_one_divided_out():
+    # mpx divides by the scale it has just adjusted, and halves each growth step.
+    params = jnp.array([1.0, -2.0])
+    plain, growing = (
+        optax.adam(0.125),
+        jaxmp.dynamic_loss_scale(optax.adam(0.125), init_scale=1, growth_interval=1),
+    )
+
+    def run(tx, scale_of):
+        def step(carry, x):
+            params, state = carry
+            grads = jaxmp.grad(
+                lambda p: ((p - x) ** 2).sum(), loss_scale=scale_of(state)
+            )(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), grads
+
+        return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(8.0))
+
+    (expected, _), true_grads = run(plain, lambda state: 1.0)
+    (result, state), grads = run(growing, jaxmp.get_loss_scale)
+    assert jaxmp.get_loss_scale(state) == 2.0**8
+    np.testing.assert_array_equal(grads, true_grads)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_one_compilation_serves_every_scale():
+    step = jax.jit(lambda p, s: jaxmp.value_and_grad(loss_fn, loss_scale=s)(p, X, Y))
+    for scale in (1.0, 2.0**15, 2.0**24):
+        step(PARAMS, jnp.float32(scale))
+    assert step._cache_size() == 1
+
+
+# Casting
+
+
+def test_targets_keep_their_precision_under_with_policy():
+    apply = jaxmp.with_policy(lambda w, x: w * x, "mixed_float16")
+
+    def squared_error(w, x, target):
+        return (apply(w, x) - target) ** 2
+
+    loss = jaxmp.value_and_grad(squared_error)(jnp.ones([]), jnp.ones([]), 1e5)[0]
+    assert loss == (1 - np.float32(1e5)) ** 2
+
+
+def test_a_policy_casts_the_differentiated_arguments_alone():
+    def dtypes(params, x):
+        seen.extend([params["w"].dtype, params["n"].dtype, x.dtype])
+        return params["w"].sum()
+
+    seen = []
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jaxmp.grad(dtypes, "mixed_bfloat16", allow_int=True)(params, jnp.ones(2))
+    assert seen == [jnp.bfloat16, jnp.int32, jnp.float32]
+    assert grads["w"].dtype == jnp.float32
+    assert grads["n"].dtype == jax.dtypes.float0
+
+
+def test_parameters_are_cast_once_and_outside_the_loop():
+    apply = jaxmp.with_policy(MODEL.apply, "mixed_float16")
+    accumulate = jaxmp.value_and_grad(
+        partial(loss_fn, apply=apply),
+        "mixed_float16",
+        accum_steps=4,
+        batch_argnums=(1, 2),
+    )
+    jaxpr = jax.make_jaxpr(accumulate)(PARAMS, X, Y).jaxpr
+    narrowed = [
+        (eqn.invars[0].aval.shape, in_scan)
+        for eqn, in_scan in equations(jaxpr)
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.params["new_dtype"] == jnp.float16
+        and eqn.invars[0].aval.shape in {(4, 16), (16, 3)}
+    ]
+    assert sorted(narrowed) == [((4, 16), False), ((16, 3), False)]
+
+
+def test_loss_and_gradients_are_at_least_float32():
+    with jax.enable_x64(True):
+        w = jnp.ones(2, jnp.float64)
+        loss, grads = jaxmp.value_and_grad(lambda w: (w * w).sum(), loss_scale=8)(w)
+        assert (loss.dtype, grads.dtype) == (jnp.float64, jnp.float64)
+        loss, grads = jaxmp.value_and_grad(lambda w: (w * w).sum())(w.astype("f2"))
+        assert (loss.dtype, grads.dtype) == (jnp.float32, jnp.float32)
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_float16", "mixed_bfloat16"])
+def test_strict_promotion_is_enough(policy):
+    with jax.numpy_dtype_promotion("strict"):
+        jaxmp.value_and_grad(
+            lambda w, x: (w.astype(jnp.float32) * x).sum(),
+            policy,
+            loss_scale=jnp.float32(8),
+            accum_steps=2,
+            batch_argnums=1,
+        )(jnp.ones(3), jnp.ones((4, 3)))
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("scale", [1.0, 2.0**15])
+def test_accumulation_is_the_full_batch(steps, scale):
+    expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    accumulate = jaxmp.value_and_grad(
+        loss_fn, loss_scale=scale, accum_steps=steps, batch_argnums=(1, 2)
+    )
+    result = accumulate(PARAMS, X, Y)
+    chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
+    allclose(result, expected, 8 * EPS[jnp.float32])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_sixteen_bit_gradients_are_added_in_float32(policy):
+    # 4096 gradients of 1: in bfloat16 the sum would stop at 256, in float16 at 2048.
+    def count(w, x):
+        return (w * x).sum()
+
+    grad = jaxmp.grad(count, policy, accum_steps=4096, batch_argnums=1, reduction="sum")
+    dtype = jaxmp.get_policy(policy).compute_dtype
+    assert grad(jnp.float32(1), jnp.ones(4096, dtype)) == 4096
+
+
+def test_sum_serves_a_mean_over_unequal_counts():
+    mask = (jnp.arange(12) < 7).astype(jnp.float32)
+
+    def masked(params, x, y, mask, count):
+        logits = MODEL.apply(params, x)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+        return (losses * mask).sum() / count
+
+    expected = jax.value_and_grad(masked)(PARAMS, X, Y, mask, mask.sum())
+    result = jaxmp.value_and_grad(
+        masked,
+        loss_scale=2.0**10,
+        accum_steps=4,
+        batch_argnums=(1, 2, 3),
+        reduction="sum",
+    )(PARAMS, X, Y, mask, mask.sum())
+    allclose(result, expected, 8 * EPS[jnp.float32])
+
+
+def test_each_micro_batch_has_its_own_key_and_its_own_aux():
+    def loss(w, batch, train):
+        assert train is True
+        noise = jax.random.uniform(batch["key"])
+        return w * noise, {"noise": noise, "x": batch["x"]}
+
+    key = jax.random.key(3)
+    batch = {"key": key, "x": jnp.arange(6), "missing": None}
+    (value, aux), grads = jaxmp.value_and_grad(
+        loss, has_aux=True, accum_steps=3, batch_argnums=(1, 2)
+    )(2.0, batch, True)
+    noise = jax.vmap(jax.random.uniform)(jax.random.split(key, 3))
+    np.testing.assert_array_equal(aux["noise"], noise)
+    np.testing.assert_array_equal(aux["x"], jnp.arange(6).reshape(3, 2))
+    assert len(set(noise.tolist())) == 3
+    np.testing.assert_allclose(grads, noise.mean(), rtol=2 * EPS[jnp.float32])
+    np.testing.assert_allclose(value, 2 * noise.mean(), rtol=2 * EPS[jnp.float32])
+
+
+def test_one_micro_batch_of_activations_is_held_at_a_time():
+    def deep(w, x):
+        for _ in range(8):
+            x = jnp.sin(x @ w)
+        return x.mean()
+
+    def temporary_bytes(steps):
+        fun = jaxmp.value_and_grad(deep, accum_steps=steps, batch_argnums=1)
+        args = jnp.ones((8, 8)), jnp.ones((4096, 8))
+        return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(8) < temporary_bytes(1) / 4
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_accumulation_inside_shard_map_is_the_full_batch(check_vma, policy):
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    step = jaxmp.value_and_grad(
+        loss_fn, policy, accum_steps=3, batch_argnums=(1, 2), axis_name="data"
+    )
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    tolerance = 8 * EPS[jnp.float32 if policy is None else jnp.float16]
+    allclose(jax.jit(sharded)(PARAMS, X, Y), expected, tolerance)
+
+
+def test_accumulation_keeps_gradients_of_integers_float0():
+    params = {"w": jnp.float32(2), "n": jnp.arange(3), "key": jax.random.key(0)}
+    grads = jaxmp.grad(
+        lambda p, x: (p["w"] * x).mean(), allow_int=True, accum_steps=2, batch_argnums=1
+    )(params, jnp.arange(4.0))
+    assert grads["w"] == 1.5
+    assert grads["n"].dtype == grads["key"].dtype == jax.dtypes.float0
+    assert grads["n"].shape == (3,)
+
+
+# A drop-in
+
+
+def test_several_arguments_and_keywords_are_differentiated_as_in_jax():
+    def fun(a, b, *, c):
+        return a * b * c, {"c": c}
+
+    for argnums in (0, 1, -1, (0, 1), (1,)):
+        ours = jaxmp.value_and_grad(fun, argnums=argnums, has_aux=True)(2.0, 3.0, c=4.0)
+        theirs = jax.value_and_grad(fun, argnums=argnums, has_aux=True)(2.0, 3.0, c=4.0)
+        chex.assert_trees_all_equal(ours, theirs)
+    assert jaxmp.grad(fun, has_aux=True)(2.0, 3.0, c=4.0) == (12.0, {"c": 4.0})
+
+
+def test_a_gradient_penalty_works():
+    def penalised(w, x):
+        def critic(x):
+            return (jnp.tanh(x) * w).sum()
+
+        return (jax.grad(critic)(x) ** 2).sum()
+
+    w, x = jnp.array([0.5, -1.0]), jnp.array([0.25, 2.0])
+    expected = jax.value_and_grad(penalised)(w, x)
+    result = jaxmp.value_and_grad(penalised, loss_scale=2.0**15)(w, x)
+    chex.assert_trees_all_equal(result, expected)
+
+
+def test_two_losses_have_a_scaled_optimizer_each():
+    # A tiny adversarial pair: the scales adapt apart, the gradients stay true.
+    tx = {
+        name: jaxmp.dynamic_loss_scale(optax.sgd(0.5), growth_interval=2)
+        for name in ("generator", "critic")
+    }
+    params = {name: jnp.array([1.0]) for name in tx}
+    state = {name: tx[name].init(params[name]) for name in tx}
+    losses = {
+        "generator": lambda p, other: (p * other).sum(),
+        "critic": lambda p, other: jnp.where(other < 0.8, jnp.inf, 1.0) * p.sum(),
+    }
+
+    @jax.jit
+    def step(params, state):
+        for name, other in (("generator", "critic"), ("critic", "generator")):
+            scale = jaxmp.get_loss_scale(state[name])
+            grad_fun = jaxmp.grad(losses[name], loss_scale=scale)
+            grads = grad_fun(params[name], params[other].sum())
+            updates, new = tx[name].update(grads, state[name], params[name])
+            params = params | {name: optax.apply_updates(params[name], updates)}
+            state = state | {name: new}
+        return params, state
+
+    for _ in range(2):
+        params, state = step(params, state)
+    assert params == {"generator": 0.0, "critic": 1.0}
+    assert jaxmp.get_loss_scale(state["generator"]) == 2.0**16
+    assert jaxmp.get_loss_scale(state["critic"]) == 2.0**13
+
+
+def test_it_composes_with_vmap_and_with_itself():
+    def cube(w):
+        return w**3
+
+    w = jnp.array([1.0, 2.0, 3.0])
+    scaled = jaxmp.grad(cube, loss_scale=2.0**10)
+    np.testing.assert_array_equal(jax.vmap(scaled)(w), 3 * w**2)
+    twice = jaxmp.grad(scaled, loss_scale=2.0**10)
+    np.testing.assert_array_equal(jax.vmap(twice)(w), 6 * w)
+
+
+def test_nothing_of_the_function_but_its_name_is_copied():
+    assert jaxmp.value_and_grad(loss_fn).__name__ == "loss_fn"
+    jaxmp.value_and_grad(partial(loss_fn, y=Y))(PARAMS, X)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (jnp.ones(3), r"array float32\[3\].*mean"),
+        (jnp.array(1), r"array int32\[\]"),
+        (jnp.array(1j), r"array complex64\[\]"),
+        (1, "1 of type int"),
+        ((jnp.ones([]), {}), "tuple of 2.*has_aux=True"),
+        (None, "None of type NoneType"),
+        ("loss", "'loss' of type str"),
+    ],
+    ids=str,
+)
+def test_a_loss_that_is_no_real_scalar_is_named(result, message):
+    with pytest.raises(TypeError, match=message):
+        jaxmp.value_and_grad(lambda w: result)(1.0)
+
+
+def test_a_missing_aux_is_named():
+    with pytest.raises(TypeError, match=r"pair `\(loss, aux\)`.*array float32\[\]"):
+        jaxmp.value_and_grad(lambda w: w, has_aux=True)(jnp.float32(1))
+
+
+@pytest.mark.parametrize("leaf", [jnp.arange(2), jax.random.key(0)], ids=["int", "key"])
+def test_integers_and_keys_raise_jaxs_own_error(leaf):
+    with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
+        jaxmp.grad(lambda p: p["w"])({"w": 1.0, "leaf": leaf})
+
+
+def test_complex_parameters_are_differentiated_as_in_jax():
+    z = jnp.array(3.0 + 4.0j)
+    scaled = jaxmp.value_and_grad(lambda z: jnp.abs(z), loss_scale=8)(z)
+    chex.assert_trees_all_equal(scaled, jax.value_and_grad(jnp.abs)(z))
+
+
+def test_empty_trees_and_none_leaves_pass():
+    loss, grads = jaxmp.value_and_grad(lambda p: jnp.float32(2), "float16")({})
+    assert (loss, grads) == (2, {})
+    grads = jaxmp.grad(lambda p: p["w"], "float16")({"w": 1.0, "n": None})
+    assert grads == {"w": 1.0, "n": None}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reduction": "max"}, ValueError, '"mean" or "sum", but is \'max\''),
+        ({"accum_steps": 0}, ValueError, "`accum_steps` must be at least 1"),
+        ({"accum_steps": 2.0}, TypeError, "`accum_steps` must be an integer"),
+        ({"accum_steps": 2}, ValueError, "needs `batch_argnums`"),
+        ({"loss_scale": 0}, ValueError, "`loss_scale` must be finite and positive"),
+        ({"loss_scale": -1.0}, ValueError, "finite and positive"),
+        ({"loss_scale": float("inf")}, ValueError, "finite and positive"),
+        ({"loss_scale": 1e39}, ValueError, "finite and positive"),
+        ({"loss_scale": jnp.ones(2)}, ValueError, r"must be a scalar.*\[2\]"),
+        ({"policy": "float17"}, ValueError, "Did you mean `float1"),
+        ({"policy": jnp.float16}, TypeError, "needs a string or a policy"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_named_before_anything_runs(options, error, message):
+    with pytest.raises(error, match=message):
+        jaxmp.value_and_grad(loss_fn, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (jnp.ones((12, 2)), r"`accum_steps=8`.*argument 1 has the shape \[12, 2\]"),
+        ({"image": jnp.ones(12)}, r"argument 1, leaf `image`, has the shape \[12\]"),
+        (jnp.float32(1), r"argument 1 has the shape \[\]"),
+        (jnp.zeros(2, jnp.uint32), "raw PRNG key.*jax.random.key"),
+    ],
+    ids=str,
+)
+def test_a_batch_that_cannot_be_split_is_named(batch, message):
+    accumulate = jaxmp.grad(lambda w, x: w, accum_steps=8, batch_argnums=1)
+    with pytest.raises(ValueError, match=message):
+        accumulate(1.0, batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"argnums": 1}, TypeError, "`argnums=1` needs more positional arguments"),
+        (
+            {"accum_steps": 2, "batch_argnums": 1},
+            TypeError,
+            "`batch_argnums=1` needs more positional",
+        ),
+        (
+            {"accum_steps": 2, "batch_argnums": 0},
+            ValueError,
+            "Argument 0 is in `argnums` and in `batch_argnums`",
+        ),
+    ],
+    ids=str,
+)
+def test_a_bad_position_is_named(options, error, message):
+    with pytest.raises(error, match=message):
+        jaxmp.grad(lambda w, **batch: w, **options)(1.0, x=jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [jaxmp.value_and_grad, partial(jaxmp.with_policy, policy="float16")],
+    ids=["value_and_grad", "with_policy"],
+)
+def test_an_nnx_module_that_would_lose_its_updates_is_refused(function):
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"`BatchNorm`.*lost.*`jaxmp.nnx`"):
+        function(lambda model, x: model(x).sum())(model, jnp.ones((3, 2)))

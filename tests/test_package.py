@@ -1,0 +1,85 @@
+"""The house: who may import whom, and what importing jaxmp loads."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxmp
+
+PACKAGE = Path(jaxmp.__file__).parent
+
+# Each file may import from those before its own row, and nothing else of jaxmp.
+ROWS = [
+    {"_version", "_checks", "_jaxpr"},
+    {"_tree"},
+    {"_policy"},
+    {"_loss_scale"},
+    {"_grad"},
+    {"linen", "nnx"},
+    {"__init__"},
+]
+FRONT_ENDS = {"linen", "nnx"}
+
+
+def imports(path):
+    """Yields the modules that a file imports, relative ones with their dot."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def test_imports_go_one_way():
+    files = {path.stem: path for path in PACKAGE.glob("*.py")}
+    assert set(files) == set().union(*ROWS)
+    earlier = set()
+    for row in ROWS:
+        for name in row:
+            ours = {m[1:] for m in imports(files[name]) if m.startswith(".")}
+            assert ours <= earlier - FRONT_ENDS, name
+        earlier |= row
+
+
+def test_what_is_not_public_in_jax_stays_in_one_file():
+    for path in PACKAGE.glob("*.py"):
+        private = [m for m in imports(path) if m.startswith(("jax._src", "jax.extend"))]
+        assert not private or path.stem == "_jaxpr", (path.name, private)
+        text = path.read_text()
+        assert "jax.__version" not in text or path.stem == "_jaxpr", path.name
+
+
+def run(code):
+    """Returns the words that a fresh interpreter prints."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
+def test_importing_jaxmp_loads_no_front_end_and_no_matplotlib():
+    loaded = run("import jaxmp, sys; print(*sys.modules)")
+    assert "optax" in loaded
+    assert not {"flax.linen", "flax.nnx", "matplotlib"} & set(loaded)
+
+
+def test_building_functions_starts_no_backend():
+    # `jax.distributed.initialize` must come first, and may come after the imports.
+    code = """
+import jax, jaxmp, optax
+jaxmp.value_and_grad(lambda w: w, "mixed_float16", loss_scale=2**15)
+jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
+print(jax.device_count("cpu"))
+"""
+    assert run(code) == ["3"]
+
+
+def test_every_public_name_is_documented_with_an_example():
+    for name in vars(jaxmp):
+        thing = getattr(jaxmp, name)
+        if name.startswith("_") or isinstance(thing, type(sys)):
+            continue
+        assert thing.__doc__, name
+        if name != "LossScaleState":
+            assert ">>> " in thing.__doc__, name
