@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sysconfig
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,20 +23,19 @@ import numpy as np
 
 from . import _jaxpr
 from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
+from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE
 
+_WIDTH = 98  # of the table
 _CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
-_AUTOCAST_SCOPE = "jaxmp.autocast"
-_FLOAT32_SCOPE = "jaxmp.float32"
-_OWN_SCOPES = frozenset({_AUTOCAST_SCOPE, _FLOAT32_SCOPE})
 
-# A line of these is nobody's mistake; the line that called them may be.
-_JAX = re.compile(r"[/\\](jax|jaxlib)[/\\]")
+# A line in one of these is nobody's mistake; the line that called it may be.
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
-    r"[/\\]site-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]|^<frozen"
+    r"[/\\]site-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]"
+    r"|^<frozen"
 )
-_HERE = (os.path.dirname(__file__) + os.sep, sysconfig.get_path("stdlib") + os.sep)
-# Functions of JAX that are traced once and shared by all their callers.
-_SHARED = re.compile(r"[/\\]jax[/\\]_src[/\\](numpy|nn|lax|scipy|image|random|ops)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +203,12 @@ def _flattened(
 ) -> tuple[Callable, list[Any], list[str]]:
     """Returns ``fun`` on its array leaves, these leaves and their names."""
     try:
-        parameters = [*inspect.signature(fun).parameters.values()]
-        parameters = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        parameters = inspect.signature(fun).parameters.values()
+        positional = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        parameters = [p.name for p in parameters if p.kind in positional]
     except (TypeError, ValueError):
         parameters = []
     parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
@@ -267,9 +271,9 @@ class _Place(NamedTuple):
     """Where an equation is: its surroundings, or its own place in them."""
 
     scopes: tuple[str, ...] = ()
-    user: Any = None  # file, line and column outside of all libraries
+    user: Any = None  # innermost frame outside of all libraries
     author: Any = None  # the same outside of JAX only
-    shared: bool = False  # inside a function whose lines are those of another caller
+    shared: bool = False  # inside a function with the lines of another caller
     backward: bool = False
     trips: int = 1
 
@@ -279,9 +283,9 @@ class _Place(NamedTuple):
 
     @property
     def module(self) -> str:
-        # `einsum` leaves its subscripts as a scope.
-        names = (s for s in self.scopes if s not in _OWN_SCOPES and "->" not in s)
-        return "/".join(names)
+        # Our own marks and the subscripts of `einsum` are scopes, but no modules.
+        marks = (AUTOCAST_SCOPE, FLOAT32_SCOPE)
+        return "/".join(s for s in self.scopes if s not in marks and "->" not in s)
 
     @property
     def where(self) -> str:
@@ -303,31 +307,28 @@ class _Place(NamedTuple):
 
     def inside(self, eqn: _jaxpr.JaxprEqn, jaxpr: Any) -> "_Place":
         """Returns the surroundings of what is inside ``eqn``, which is here."""
+        # JAX traces its own jitted functions once, with the lines of the first caller.
+        is_jit = eqn.primitive.name in ("jit", "pjit")
         return self._replace(
-            shared=self.shared or bool(_SHARED.search(_jaxpr.defined_in(jaxpr))),
+            shared=self.shared
+            or (is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)),
             trips=self.trips * (_jaxpr.trip_count(eqn) or 1),
         )
 
 
-@functools.lru_cache(maxsize=None)
-def _is_jax_file(name: str) -> bool:
-    return _JAX.search(name) is not None
-
-
-@functools.lru_cache(maxsize=None)
-def _is_user_file(name: str) -> bool:
-    own, stdlib = _HERE
-    in_stdlib = name.startswith(stdlib) and "site-packages" not in name
-    return not (_LIBRARIES.search(name) or name.startswith(own) or in_stdlib)
+@functools.cache
+def _is_users(file: str) -> bool:
+    in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+    return not (in_stdlib or file.startswith((_JAX, _OWN)) or _LIBRARIES.search(file))
 
 
 def _lines_of(eqn: _jaxpr.JaxprEqn) -> tuple[Any, Any]:
     """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
     author = None
     for frame in _jaxpr.frames(eqn):
-        if not _is_jax_file(frame[0]):
+        if not frame[0].startswith(_JAX):
             author = author or frame
-            if _is_user_file(frame[0]):
+            if _is_users(frame[0]):
                 return frame, author
     return None, author
 
@@ -336,7 +337,7 @@ class _Walk:
     """Follows float32 values through a jaxpr and adds up its products."""
 
     def __init__(self):
-        self.flops: Counter[str] = Counter()
+        self.flops: dict[str, float] = {}
         self.causes: list[_Cause] = []
         self.index: dict[Any, int] = {}  # of a cause, by what tells it from others
         # Causes are charged in this order: arguments, array constants and whatever
@@ -357,23 +358,24 @@ class _Walk:
             self.ranks[rank] |= 1 << self.index[key]
         return 1 << self.index[key]
 
+    def note(self, text: str, place: _Place) -> None:
+        self.notes[f"{os.path.basename(place.where) or 'somewhere'}: {text}"] = None
+
     def argument(self, name: str, aval: Any) -> _Value:
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
         key = ("argument", len(self.causes))
-        return _Value(
-            self.cause(0, key, name, "argument", str(aval.dtype), place=None)
-        )
+        return _Value(self.cause(0, key, name, "argument", str(aval.dtype), place=None))
 
     def constant(self, value: Any) -> _Value:
         aval = jax.typeof(value)
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
+        rank, name, dtype = 0, f"constant {aval.dtype}{[*aval.shape]}", str(aval.dtype)
         if aval.size == 1:
-            return _Value()
-        name, dtype = f"constant {aval.dtype}{[*aval.shape]}", str(aval.dtype)
+            rank, name = 2, _number(value)
         key = ("constant", id(value))
-        return _Value(self.cause(0, key, name, "constant", dtype, place=None))
+        return _Value(self.cause(rank, key, name, "constant", dtype, place=None))
 
     def run(self, jaxpr: Any, inputs: Sequence[_Value], around: _Place) -> list[_Value]:
         """Walks a jaxpr and returns what is known of its outputs."""
@@ -385,7 +387,8 @@ class _Walk:
 
         def read(atom):
             if isinstance(atom, _jaxpr.Literal):
-                return self.constant(atom.val)
+                # A number in the code counts only where it meets 16 bits itself.
+                return self.constant(atom.val) if np.size(atom.val) > 1 else _Value()
             return env[atom]
 
         for eqn in body.eqns:
@@ -408,9 +411,7 @@ class _Walk:
         """Walks the bodies of an equation; a loop until its carry has settled."""
         layout = _jaxpr.call_layout(eqn)
         if _jaxpr.trip_count(eqn) is None:
-            self.notes[
-                f"{place.where or 'somewhere'}: a while loop, counted as one trip"
-            ] = None
+            self.note("a while loop, counted as one trip", place)
 
         def bodies() -> list[list[_Value]]:
             return [
@@ -457,10 +458,7 @@ class _Walk:
         """Follows one equation without jaxprs."""
         name = eqn.primitive.name
         if name == "pallas_call":
-            self.notes[
-                f"{place.where or 'somewhere'}: a Pallas kernel, its products not "
-                "counted"
-            ] = None
+            self.note("a Pallas kernel, its products not counted", place)
         floats = [
             (atom, value)
             for atom, value in zip(eqn.invars, ins, strict=True)
@@ -474,7 +472,7 @@ class _Walk:
             flops = _flops(eqn) * place.trips
             if flops:
                 self.product(eqn, wide, roots, flops, place)
-            elif wide_out and _AUTOCAST_SCOPE in place.scopes:
+            elif wide_out and AUTOCAST_SCOPE in place.scopes:
                 self.keep(eqn, 0.0, place)
 
         cast_at = None
@@ -487,55 +485,65 @@ class _Walk:
     def roots(
         self, eqn: _jaxpr.JaxprEqn, floats: list, wide: list, place: _Place
     ) -> int:
-        """Returns the causes of what ``eqn`` computes from float32 values.
+        """Returns the causes of what ``eqn`` computes from or to float32.
 
         Where a value was widened only because of what it meets here, that is the
         cause, and not the value.
         """
-        widened = [v for _, v in wide if v.cast_at and v.cast_at[0] == place.instruction]
-        others = [(a, v) for a, v in wide if v not in widened]
-        roots = functools.reduce(int.__or__, (v.roots for _, v in others or wide), 0)
         self.note_meetings(floats, place)
-        if others and widened and not roots & ~self.ranks[2]:
-            if all(v.cast_at[1] == place.author for v in widened):
-                numbers = [self.number(a, place) for a, v in others if not v.roots]
-                roots = functools.reduce(int.__or__, numbers, roots)
-                self.ranks[0] |= roots
-                self.ranks[2] &= ~roots
-                for i in _bits(roots):
-                    self.causes[i].meets_16bit = True
-                    self.causes[i].place = (place.module, place.where)
+        widened, others = [], []
+        for atom, value in wide:
+            here = value.cast_at and value.cast_at[0] == place.instruction
+            (widened if here else others).append((atom, value))
+        roots = _union(others or wide)
+        if widened and others and not roots & ~self.ranks[2]:
+            if all(value.cast_at[1] == place.author for _, value in widened):
+                roots |= self.promote(others, place)
             else:  # widened a step earlier, on purpose
-                roots = functools.reduce(int.__or__, (v.roots for v in widened), roots)
-        if roots or any(not isinstance(a, _jaxpr.Literal) for a, _ in wide):
+                roots |= _union(widened)
+        if roots or any(not isinstance(atom, _jaxpr.Literal) for atom, _ in wide):
             return roots
-        name, dtype = eqn.primitive.name, str(eqn.outvars[0].aval.dtype)
-        if wide or not floats:
-            made_at = os.path.basename(place.where) or name
-            source = f"{dtype}{[*eqn.outvars[0].aval.shape]} made at {made_at}"
-            key = ("made", source, place.module, place.where)
-            return self.cause(2, key, source, "constant", dtype, place=place)
-        key = ("cast", name, place.module, place.where)
-        name = "cast" if name == "convert_element_type" else name
-        return self.cause(1, key, name, "cast", dtype, place=place)
+        dtype = str(_aval(eqn.outvars[0]).dtype)
+        if floats and not wide:
+            name = eqn.primitive.name
+            name = "cast" if name == "convert_element_type" else name
+            key = ("cast", name, place.module, place.where)
+            bit = self.cause(1, key, name, "cast", dtype, place=place)
+            self.met |= bit
+            return bit
+        made_at = os.path.basename(place.where) or eqn.primitive.name
+        source = f"{dtype}{[*_aval(eqn.outvars[0]).shape]} made at {made_at}"
+        key = ("made", source, place.module, place.where)
+        return self.cause(2, key, source, "constant", dtype, place=place)
 
-    def number(self, atom: Any, place: _Place) -> int:
-        """Returns the bit of a float32 number that meets something 16-bit."""
-        value = getattr(atom, "val", None)
-        dtype = str(atom.aval.dtype)
-        text = dtype if value is None else f"{dtype}({np.asarray(value).item():g})"
+    def promote(self, others: list, place: _Place) -> int:
+        """Charges numbers and arrays made in float32 with what they widened here."""
+        roots = _union(others)
+        for atom, _ in others:
+            if isinstance(atom, _jaxpr.Literal):
+                roots |= self.number(atom.val, place)
+        self.ranks[0] |= roots
+        self.ranks[2] &= ~roots
+        for bit in _bits(roots & ~self.met):
+            self.causes[bit].place = (place.module, place.where)
+            self.causes[bit].meets_16bit = True
+        self.met |= roots
+        return roots
+
+    def number(self, value: Any, place: _Place) -> int:
+        """Returns the bit of a float32 number in the code."""
+        text, dtype = _number(value), str(jax.typeof(value).dtype)
         key = ("number", text, place.module, place.where)
         return self.cause(0, key, text, "constant", dtype, place=place)
 
     def note_meetings(self, floats: list, place: _Place) -> None:
-        """Remembers where each cause first met something else, 16-bit if it ever does."""
+        """Remembers where each cause first met something else, at best 16-bit."""
         if len(floats) < 2:
             return
         for i, (_, value) in enumerate(floats):
-            others = [v for j, (_, v) in enumerate(floats) if j != i]
-            alien = functools.reduce(int.__or__, (v.roots for v in others), 0)
-            touched = any(v.touched for v in others)
-            for bit in _bits(value.roots & ~alien & ~self.met):
+            others = floats[:i] + floats[i + 1 :]
+            touched = any(other.touched for _, other in others)
+            for bit in _bits(value.roots & ~_union(others) & ~self.met):
                 cause = self.causes[bit]
                 if touched or cause.place is None:
                     cause.place = (place.module, place.where)
@@ -552,14 +560,15 @@ class _Walk:
         place: _Place,
     ) -> None:
         """Adds a matrix product or convolution to the totals and to its causes."""
-        dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
-        self.flops[str(max(dtypes, key=lambda d: d.itemsize))] += flops
+        dtypes = [_aval(atom).dtype for atom in eqn.invars[:2]]
+        dtype = str(max(dtypes, key=lambda d: d.itemsize))
+        self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
         key = (place.instruction, eqn.primitive.name)
         if not wide:
             if _is_wide_var(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, roots)
             return
-        if _AUTOCAST_SCOPE in place.scopes:
+        if AUTOCAST_SCOPE in place.scopes:
             return self.keep(eqn, flops, place)
         if place.backward:
             roots = self.forward.get(key) or roots
@@ -576,21 +585,26 @@ class _Walk:
         name = eqn.primitive.name
         if name in VIEWS or name in ("convert_element_type", "iota"):
             return
-        if _FLOAT32_SCOPE in place.scopes:
+        if FLOAT32_SCOPE in place.scopes:
             reason = "float32 region"
         elif flops and "HIGHEST" in str(eqn.params.get("precision")):
             reason = "precision=HIGHEST"
         elif flops:
-            reason = "float32_paths, ops or custom_vjp"
+            reason = "by `float32_paths`, `ops` or a custom_vjp"
         elif name in DEFAULT_OPS.deny:
             reason = "denied by list"
         elif name in DEFAULT_OPS.infer:
-            reason = "its inputs or its users are float32"
+            reason = "float32 work around it"
         elif name in DEFAULT_OPS.allow:
             reason = "no matrix product"
         else:
             reason = "in no list"
-        key = (name, reason, place.module if flops else "", place.where if flops else "")
+        key = (
+            name,
+            reason,
+            place.module if flops else "",
+            place.where if flops else "",
+        )
         row = self.kept.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
         self.kept[key] = dataclasses.replace(
             row, count=row.count + place.trips, flops=row.flops + flops
@@ -613,14 +627,20 @@ class _Walk:
             if cause.flops
         ]
         return DtypeReport(
-            flops=dict(self.flops.most_common()),
+            flops=dict(sorted(self.flops.items(), key=lambda item: -item[1])),
             leaks=tuple(sorted(leaks, key=lambda leak: -leak.flops)),
-            kept=tuple(
-                sorted(self.kept.values(), key=lambda k: (-k.flops, -k.count))
-            ),
+            kept=tuple(sorted(self.kept.values(), key=lambda k: (-k.flops, -k.count))),
             residual_bytes=residual_bytes,
             notes=tuple(self.notes),
         )
+
+
+def _aval(atom: Any) -> Any:  # whose shape and dtype an `AbstractValue` may lack
+    return atom.aval
+
+
+def _number(value: Any) -> str:
+    return f"{jax.typeof(value).dtype}({np.asarray(value).item():g})"
 
 
 def _is_wide(dtype: Any) -> bool:
@@ -636,6 +656,11 @@ def _is_narrow_var(aval: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize <= 2
 
 
+def _union(operands: list) -> int:
+    """Returns the causes of any of the operands."""
+    return functools.reduce(int.__or__, (value.roots for _, value in operands), 0)
+
+
 def _bits(number: int) -> Iterator[int]:
     """Yields the positions of the bits that are set."""
     while number:
@@ -648,16 +673,12 @@ def _flops(eqn: _jaxpr.JaxprEqn) -> float:
     """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
     name, params = eqn.primitive.name, eqn.params
     if name not in _CONTRACTIONS or not jnp.issubdtype(
-        eqn.invars[0].aval.dtype, jnp.inexact
+        _aval(eqn.invars[0]).dtype, jnp.inexact
     ):
         return 0.0
-    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    lhs, rhs = (_aval(atom).shape for atom in eqn.invars[:2])
     if name == "conv_general_dilated":
-        out = eqn.outvars[0].aval.shape
-        features = rhs[params["dimension_numbers"].rhs_spec[0]]
-        # Dilating the input puts zeros in it, with which nobody multiplies.
-        zeros = math.prod(params["lhs_dilation"])
-        return 2.0 * math.prod(out) * math.prod(rhs) / (features or 1) / zeros
+        return _convolution_flops(eqn)
     if name == "dot_general":
         (contracted, rhs_contracted), (batch, rhs_batch) = params["dimension_numbers"]
         group = ()
@@ -668,10 +689,26 @@ def _flops(eqn: _jaxpr.JaxprEqn) -> float:
     taken = {*rhs_contracted, *rhs_batch, *group}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
     summed = math.prod(lhs[i] for i in contracted)
-    lhs_free = math.prod(lhs) // (summed * math.prod(lhs[i] for i in batch) or 1)
-    if summed <= 1 or lhs_free == rhs_free == 1:
+    if summed <= 1 or max(len(lhs), len(rhs)) == len(contracted) + len(batch):
         return 0.0
     return 2.0 * math.prod(lhs) * rhs_free
+
+
+def _convolution_flops(eqn: _jaxpr.JaxprEqn) -> float:
+    """Counts what is multiplied, neither padding nor the zeros of a dilation."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs = (_aval(atom).shape for atom in eqn.invars[:2])
+    out = _aval(eqn.outvars[0]).shape
+    batch, features, *window = numbers.out_spec
+    products = out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
+    for i, dim in enumerate(window):
+        taps = np.arange(rhs[numbers.rhs_spec[2 + i]]) * params["rhs_dilation"][i]
+        starts = np.arange(out[dim]) * params["window_strides"][i]
+        at = starts[:, None] + taps - params["padding"][i][0]
+        dilation = params["lhs_dilation"][i]
+        inside = (at >= 0) & (at <= (lhs[numbers.lhs_spec[2 + i]] - 1) * dilation)
+        products *= int(np.sum(inside & (at % dilation == 0)))
+    return 2.0 * products
 
 
 # Residuals
@@ -683,21 +720,63 @@ def _handed_over(jaxpr: Any) -> dict[str, int] | None:
     None if there is no backward pass in it.
     """
     body, found, sizes = _jaxpr.open_jaxpr(jaxpr), False, Counter()
-    computed, counted = set(), set()
+    computed, narrowed = _computed(body), _only_narrowed(body)
+    handed = {}
     for eqn in body.eqns:
         if _jaxpr.is_transposed(eqn):
             found = True
             for atom in eqn.invars:
-                if not isinstance(atom, _jaxpr.Literal) and atom in computed - counted:
-                    counted.add(atom)
-                    sizes.update(_sizes([atom.aval]))
+                if not isinstance(atom, _jaxpr.Literal) and atom in computed:
+                    var = computed[atom]
+                    handed[var] = narrowed.get(var, var.aval.dtype)
             continue
-        computed.update(eqn.outvars)
         for sub in _jaxpr.sub_jaxprs(eqn):
             inner = _handed_over(sub)
             found = found or inner is not None
             sizes.update(inner or {})
+    sizes.update(_sizes(handed))
     return dict(sizes.most_common()) if found else None
+
+
+def _computed(body: Any) -> dict[Any, Any]:
+    """Maps what a forward pass computes to what a compiler would keep of it.
+
+    A float32 copy of a 16-bit value costs nothing to make again.
+    """
+    computed = {}
+    for eqn in body.eqns:
+        if not _jaxpr.is_transposed(eqn):
+            computed.update((var, var) for var in eqn.outvars)
+            if eqn.primitive.name == "convert_element_type":
+                old, new = eqn.invars[0], eqn.outvars[0]
+                if _is_narrow_var(old.aval) and _is_wide_var(new.aval):
+                    if old in computed:
+                        computed[new] = computed[old]
+                    else:  # an argument
+                        del computed[new]
+    return computed
+
+
+def _only_narrowed(body: Any) -> dict[Any, Any]:
+    """Maps float32 values that the backward pass reads in 16 bits only to that dtype.
+
+    The compiler sees that the forward pass has narrowed them already.
+    """
+    readers: dict[Any, set] = {}
+    for eqn in body.eqns:
+        if _jaxpr.is_transposed(eqn):
+            is_cast = eqn.primitive.name == "convert_element_type"
+            dtype = _aval(eqn.outvars[0]).dtype if is_cast and eqn.outvars else None
+            for atom in eqn.invars:
+                if not isinstance(atom, _jaxpr.Literal):
+                    readers.setdefault(atom, set()).add(dtype)
+    return {
+        var: dtype
+        for var, dtypes in readers.items()
+        for dtype in dtypes
+        if len(dtypes) == 1 and dtype is not None and _is_wide_var(var.aval)
+        if dtype.itemsize <= 2
+    }
 
 
 def _would_keep(flat: Callable, leaves: list[Any]) -> dict[str, int] | None:
@@ -709,17 +788,22 @@ def _would_keep(flat: Callable, leaves: list[Any]) -> dict[str, int] | None:
         )(*leaves)
     except (TypeError, ValueError, NotImplementedError):
         return None
-    outs = jaxpr.jaxpr.outvars[len(jax.tree.leaves(shapes[0])) :]
-    computed = {var for eqn in jaxpr.jaxpr.eqns for var in eqn.outvars}
-    kept = {v: None for v in outs if not isinstance(v, _jaxpr.Literal)}
-    return dict(_sizes(v.aval for v in kept if v in computed).most_common())
+    body = _jaxpr.open_jaxpr(jaxpr)
+    outs = body.outvars[len(jax.tree.leaves(shapes[0])) :]
+    computed = _computed(body)
+    kept = [
+        computed[var]
+        for var in outs
+        if not isinstance(var, _jaxpr.Literal) and var in computed
+    ]
+    return dict(_sizes({var: var.aval.dtype for var in kept}).most_common())
 
 
-def _sizes(avals: Any) -> Counter[str]:
+def _sizes(dtypes: dict[Any, Any]) -> Counter[str]:
+    """Adds up the bytes of variables, each in the dtype that is given for it."""
     sizes: Counter[str] = Counter()
-    for aval in avals:
-        if hasattr(aval, "dtype"):
-            sizes[str(aval.dtype)] += aval.size * getattr(aval.dtype, "itemsize", 0)
+    for var, dtype in dtypes.items():
+        sizes[str(dtype)] += var.aval.size * getattr(dtype, "itemsize", 0)
     return sizes
 
 
@@ -728,7 +812,7 @@ def _sizes(avals: Any) -> Counter[str]:
 
 def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
     total = sum(report.flops.values())
-    yield f"{report.fraction_16bit:.1%} of matrix product and convolution FLOPs in 16 bits"
+    yield f"{report.fraction_16bit:.1%} of the FLOPs of matrix products in 16 bits"
     for dtype, flops in report.flops.items():
         yield f"  {dtype:<10}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
     if report.leaks:
@@ -736,25 +820,43 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
         yield "float32 because of"
         yield from _table(
             [
-                (f"{leak.share:.1%}", str(leak), leak.module, os.path.basename(leak.where))
+                (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
                 for leak in report.leaks[:rows]
             ]
         )
         if len(report.leaks) > rows:
             yield f"  and {len(report.leaks) - rows} more in `report.leaks`"
         if not any(leak.meets_16bit for leak in report.leaks):
-            yield "  Nothing here was 16-bit: cast with `with_policy`, or use `autocast`."
+            yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
     if report.kept:
         yield ""
         yield "kept in float32 by autocast"
+        products = [k for k in report.kept if k.flops]
         yield from _table(
             [
-                (f"{k.count}x", k.operation, k.reason, k.module if k.flops else "")
-                for k in report.kept[:rows]
+                (
+                    f"{k.flops / total:.1%}",
+                    f"{k.operation}, {k.reason}",
+                    k.module,
+                    _base(k),
+                )
+                for k in products[:rows]
             ]
         )
-        if len(report.kept) > rows:
-            yield f"  and {len(report.kept) - rows} more in `report.kept`"
+        if len(products) > rows:
+            yield f"  and {len(products) - rows} more in `report.kept`"
+        for reason in dict.fromkeys(k.reason for k in report.kept if not k.flops):
+            names = [
+                f"{k.operation} ({k.count})"
+                for k in report.kept
+                if k.reason == reason and not k.flops
+            ]
+            yield from textwrap.wrap(
+                f"{reason}: {', '.join(names)}",
+                width=_WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+            )
     if report.residual_bytes:
         yield ""
         yield "kept for the backward pass"
@@ -765,23 +867,32 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
         yield from (f"note: {note}" for note in report.notes)
 
 
-def _table(cells: list[tuple[str, ...]], width: int = 98) -> Iterator[str]:
-    """Aligns columns; the widest text cells lose their beginning if need be."""
+def _base(row: Leak | Kept) -> str:
+    return os.path.basename(row.where)
+
+
+def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
+    """Aligns columns. Text that finds no room loses its beginning, modules first."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    while sum(widths) + 2 * len(widths) > width:
-        widths[widths.index(max(widths))] -= 1
+    excess = sum(widths) + 2 * len(widths) - _WIDTH
+    for column, least in ((2, 16), (1, 16), (3, 8)):
+        cut = min(max(excess, 0), max(widths[column] - least, 0)) if widths else 0
+        if cut:
+            widths[column] -= cut
+            excess -= cut
     for row in cells:
         clipped = [
-            c if len(c) <= w else "…" + c[len(c) - w + 1 :]
-            for c, w in zip(row, widths, strict=True)
+            text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+            for text, width in zip(row, widths, strict=True)
         ]
-        first, *rest = clipped
-        text = [t.ljust(w) for t, w in zip(rest, widths[1:], strict=True)]
-        yield f"  {'  '.join([first.rjust(widths[0]), *text])}".rstrip()
+        first, *rest = map(str.ljust, clipped, widths)
+        yield "  ".join(["", first.strip().rjust(widths[0]), *rest]).rstrip()
 
 
 def _unit(number: float, base: int) -> str:
-    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if base == 1024 else ["", "k", "M", "G", "T"]
+    prefixes = (
+        ["", "Ki", "Mi", "Gi", "Ti"] if base == 1024 else ["", "k", "M", "G", "T"]
+    )
     power = 0
     while number >= base and power < len(prefixes) - 1:
         number, power = number / base, power + 1

@@ -62,7 +62,7 @@ def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     Returns:
         The closed jaxpr.
     """
-    return jax.make_jaxpr(lambda *args: fun(*args))(*avals)
+    return jax.make_jaxpr(fun)(*avals)
 
 
 @contextlib.contextmanager
@@ -71,9 +71,7 @@ def located_at(eqn: JaxprEqn) -> Iterator[None]:
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     # `ctx` carries the mesh and the compute type under which the user's line ran.
     with (
-        source_info_util.user_context(
-            eqn.source_info.traceback, name_stack=name_stack
-        ),
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
         eqn.ctx.manager,  # pyright: ignore[reportAttributeAccessIssue]
     ):
         yield
@@ -219,21 +217,21 @@ def is_rematted(eqn: JaxprEqn) -> bool:
 
 
 def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
-    """Yields file, line and column of the Python calls that wrote ``eqn``.
+    """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
 
     Innermost first. JAX may have cut the outer end, never the inner one.
     """
     traceback = eqn.source_info.traceback
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
-            yield code.co_filename, *_position(code, instruction)
+            yield code.co_filename, _line(code, instruction), instruction
 
 
 @functools.cache
-def _position(code: types.CodeType, instruction: int) -> tuple[int, int]:
+def _line(code: types.CodeType, instruction: int) -> int:
     # One code unit has two bytes.
     place = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    return place[0] or 0, place[2] or 0
+    return place[0] or 0
 
 
 def defined_in(jaxpr: Any) -> str:
@@ -251,7 +249,6 @@ def trip_count(eqn: JaxprEqn) -> int | None:
         axes = params.get("manual_axes", params.get("newly_manual_axes"))
         return math.prod(params["mesh"].shape[axis] for axis in axes)
     return None if eqn.primitive.name == "while" else 1
-
 
 
 def with_type_of(array: Any, aval: Any) -> jax.Array:
