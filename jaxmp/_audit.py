@@ -144,7 +144,7 @@ def audit(fun: Callable) -> Callable[..., DtypeReport]:
       from 16 bits; if there are none either, to arrays made in float32. A scalar
       constant is charged only where it meets a 16-bit array itself. Float32 work that
       never reaches a product (softmax, normalisation, loss) is no leak. A backward
-      product has the causes of the forward product that it differentiates.
+      product has the causes of the forward products of its line and module.
     * **Residuals**: if ``fun`` computes gradients, what its forward passes hand to
       its backward passes; otherwise, what differentiating it with respect to all its
       floating arguments would keep.
@@ -343,20 +343,28 @@ class _Walk:
         # Causes are charged in this order: arguments, array constants and whatever
         # was seen to promote; casts; arrays and numbers made in float32.
         self.ranks = [0, 0, 0]
-        self.met = 0  # causes that have met something 16-bit
+        self.placed = 0  # causes of which it is known where they matter
+        self.met = 0  # those that have met something 16-bit
         self.forward: dict[Any, int] = {}  # causes of forward products, by place
         self.kept: dict[Any, Kept] = {}
         self.notes: dict[str, None] = {}  # an ordered set
         self.recording = True
 
-    def cause(self, rank: int, key: Any, *args: Any, place: _Place | None) -> int:
+    def cause(self, rank: int, key: Any, source: str, kind: str, dtype: Any) -> int:
         """Returns the bit of a cause, new or known."""
         if key not in self.index:
             self.index[key] = len(self.causes)
-            at = (place.module, place.where) if place else None
-            self.causes.append(_Cause(*args, place=at))
+            self.causes.append(_Cause(source, kind, str(dtype)))
             self.ranks[rank] |= 1 << self.index[key]
         return 1 << self.index[key]
+
+    def settle(self, causes: int, place: _Place, *, meets_16bit: bool) -> None:
+        """Remembers where causes first met something else, at best 16-bit."""
+        for bit in _bits(causes & ~(self.met if meets_16bit else self.placed)):
+            self.causes[bit].place = (place.module, place.where)
+            self.causes[bit].meets_16bit = meets_16bit
+        self.placed |= causes
+        self.met |= causes if meets_16bit else 0
 
     def note(self, text: str, place: _Place) -> None:
         self.notes[f"{os.path.basename(place.where) or 'somewhere'}: {text}"] = None
@@ -365,17 +373,17 @@ class _Walk:
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
         key = ("argument", len(self.causes))
-        return _Value(self.cause(0, key, name, "argument", str(aval.dtype), place=None))
+        return _Value(self.cause(0, key, name, "argument", aval.dtype))
 
     def constant(self, value: Any) -> _Value:
         aval = jax.typeof(value)
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
-        rank, name, dtype = 0, f"constant {aval.dtype}{[*aval.shape]}", str(aval.dtype)
+        rank, name = 0, f"constant {aval.dtype}{[*aval.shape]}"
         if aval.size == 1:
             rank, name = 2, _number(value)
         key = ("constant", id(value))
-        return _Value(self.cause(rank, key, name, "constant", dtype, place=None))
+        return _Value(self.cause(rank, key, name, "constant", aval.dtype))
 
     def run(self, jaxpr: Any, inputs: Sequence[_Value], around: _Place) -> list[_Value]:
         """Walks a jaxpr and returns what is known of its outputs."""
@@ -503,18 +511,19 @@ class _Walk:
                 roots |= _union(widened)
         if roots or any(not isinstance(atom, _jaxpr.Literal) for atom, _ in wide):
             return roots
-        dtype = str(_aval(eqn.outvars[0]).dtype)
-        if floats and not wide:
-            name = eqn.primitive.name
-            name = "cast" if name == "convert_element_type" else name
-            key = ("cast", name, place.module, place.where)
-            bit = self.cause(1, key, name, "cast", dtype, place=place)
-            self.met |= bit
-            return bit
-        made_at = os.path.basename(place.where) or eqn.primitive.name
-        source = f"{dtype}{[*_aval(eqn.outvars[0]).shape]} made at {made_at}"
-        key = ("made", source, place.module, place.where)
-        return self.cause(2, key, source, "constant", dtype, place=place)
+        name, out = eqn.primitive.name, _aval(eqn.outvars[0])
+        is_cast = bool(floats) and not wide
+        if is_cast:
+            source = "cast" if name == "convert_element_type" else name
+            key = ("cast", source, place.module, place.where)
+            root = self.cause(1, key, source, "cast", out.dtype)
+        else:
+            made_at = os.path.basename(place.where) or name
+            source = f"{out.dtype}{[*out.shape]} made at {made_at}"
+            key = ("made", source, place.module, place.where)
+            root = self.cause(2, key, source, "constant", out.dtype)
+        self.settle(root, place, meets_16bit=is_cast)
+        return root
 
     def promote(self, others: list, place: _Place) -> int:
         """Charges numbers and arrays made in float32 with what they widened here."""
@@ -524,32 +533,23 @@ class _Walk:
                 roots |= self.number(atom.val, place)
         self.ranks[0] |= roots
         self.ranks[2] &= ~roots
-        for bit in _bits(roots & ~self.met):
-            self.causes[bit].place = (place.module, place.where)
-            self.causes[bit].meets_16bit = True
-        self.met |= roots
+        self.settle(roots, place, meets_16bit=True)
         return roots
 
     def number(self, value: Any, place: _Place) -> int:
         """Returns the bit of a float32 number in the code."""
-        text, dtype = _number(value), str(jax.typeof(value).dtype)
+        text = _number(value)
         key = ("number", text, place.module, place.where)
-        return self.cause(0, key, text, "constant", dtype, place=place)
+        return self.cause(0, key, text, "constant", jax.typeof(value).dtype)
 
     def note_meetings(self, floats: list, place: _Place) -> None:
-        """Remembers where each cause first met something else, at best 16-bit."""
+        """Settles the causes that come with some operands and not with others."""
         if len(floats) < 2:
             return
         for i, (_, value) in enumerate(floats):
             others = floats[:i] + floats[i + 1 :]
             touched = any(other.touched for _, other in others)
-            for bit in _bits(value.roots & ~_union(others) & ~self.met):
-                cause = self.causes[bit]
-                if touched or cause.place is None:
-                    cause.place = (place.module, place.where)
-                if touched:
-                    cause.meets_16bit = True
-                    self.met |= 1 << bit
+            self.settle(value.roots & ~_union(others), place, meets_16bit=touched)
 
     def product(
         self,
@@ -575,10 +575,9 @@ class _Walk:
         else:
             self.forward[key] = self.forward.get(key, 0) | roots
         charged = next((roots & rank for rank in self.ranks if roots & rank), 0)
+        self.settle(charged, place, meets_16bit=False)
         for bit in _bits(charged):
-            cause = self.causes[bit]
-            cause.flops += flops
-            cause.place = cause.place or (place.module, place.where)
+            self.causes[bit].flops += flops
 
     def keep(self, eqn: _jaxpr.JaxprEqn, flops: float, place: _Place) -> None:
         """Remembers why autocast left an operation in float32."""
@@ -617,7 +616,7 @@ class _Walk:
                 source=cause.source,
                 kind=cause.kind,
                 dtype=cause.dtype,
-                meets_16bit=cause.meets_16bit or cause.kind == "cast",
+                meets_16bit=cause.meets_16bit,
                 module=cause.place[0],
                 where=cause.place[1],
                 flops=cause.flops,
@@ -812,7 +811,8 @@ def _sizes(dtypes: dict[Any, Any]) -> Counter[str]:
 
 def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
     total = sum(report.flops.values())
-    yield f"{report.fraction_16bit:.1%} of the FLOPs of matrix products in 16 bits"
+    products = "matrix product and convolution FLOPs"
+    yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
     for dtype, flops in report.flops.items():
         yield f"  {dtype:<10}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
     if report.leaks:
@@ -820,7 +820,7 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
         yield "float32 because of"
         yield from _table(
             [
-                (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
+                (f"{leak.share:.1%}", str(leak), _news(leak), _base(leak))
                 for leak in report.leaks[:rows]
             ]
         )
@@ -871,6 +871,12 @@ def _base(row: Leak | Kept) -> str:
     return os.path.basename(row.where)
 
 
+def _news(leak: Leak) -> str:
+    """Returns the module, if the path of the argument does not say it already."""
+    inner = leak.module.partition("/")[2]
+    return "" if inner and inner in leak.source else leak.module
+
+
 def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
     """Aligns columns. Text that finds no room loses its beginning, modules first."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -886,7 +892,8 @@ def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
             for text, width in zip(row, widths, strict=True)
         ]
         first, *rest = map(str.ljust, clipped, widths)
-        yield "  ".join(["", first.strip().rjust(widths[0]), *rest]).rstrip()
+        columns = [first.strip().rjust(widths[0]), *filter(None, rest)]
+        yield f"  {'  '.join(columns)}".rstrip()
 
 
 def _unit(number: float, base: int) -> str:

@@ -1,6 +1,7 @@
 """An audit counts what runs, names the one who is to blame, and nobody else."""
 
 import pathlib
+import runpy
 
 import flax.linen as nn
 import jax
@@ -354,6 +355,30 @@ def test_causes_are_followed_through(wrapper):
     assert not jaxmp.audit(fun)(half(8, 8), half(8), half(8, 8)).leaks
 
 
+def test_causes_travel_through_a_carry_from_step_to_step():
+    def fun(x, scale, w):
+        def body(carry, _):
+            a, b, c = carry
+            return (x * scale, a, b), c @ w
+
+        zeros = jnp.zeros_like(x, FULL)
+        return lax.scan(body, (zeros, zeros, zeros), None, length=4)
+
+    (leak,) = jaxmp.audit(fun)(half(8, 8), full(8), half(8, 8)).leaks
+    assert leak.source == "scale"
+
+
+def test_a_function_of_jax_shared_by_two_lines_has_the_line_of_its_call():
+    def fun(x, mask, w):
+        a = jnp.where(mask, x, jnp.ones((8, 8)))
+        b = jnp.where(mask, x, jnp.zeros((8, 8)))  # the second call
+        return a.astype(HALF) @ w + b @ w
+
+    mask = jax.ShapeDtypeStruct((8, 8), jnp.bool_)
+    (leak,) = jaxmp.audit(fun)(half(8, 8), mask, half(8, 8)).leaks
+    assert leak.where == line("the second call")
+
+
 @pytest.mark.parametrize("wrapper", ["jit", "remat", "remat with a policy", "scan"])
 def test_the_backward_pass_has_the_causes_of_the_forward_pass(wrapper):
     def layer(x, scale, w):
@@ -561,6 +586,16 @@ def test_the_table_is_narrow_and_plain_however_long_the_names():
     assert max(map(len, text.splitlines())) <= 98
     assert "18 more" in text
     assert "long_name_0 (float32) meets 16-bit" in text
+
+
+def test_the_example_shows_the_leak_and_its_cure(capsys):
+    path = pathlib.Path(__file__).parents[1] / "examples" / "audit.py"
+    example = runpy.run_path(str(path))
+    example["main"](example["Args"](width=8, blocks=1, batch=2))
+    before, after = capsys.readouterr().out.split("nn.LayerNorm(dtype=jnp.bfloat16)")
+    assert "0.0% of matrix product and convolution FLOPs in 16 bits" in before
+    assert "params/LayerNorm_0/scale (float32) meets 16-bit" in before
+    assert "100.0% of matrix product and convolution FLOPs in 16 bits" in after
 
 
 def test_a_function_is_expected():
