@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import _jaxpr
 from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
@@ -184,10 +185,11 @@ def audit(fun: Callable) -> Callable[..., DtypeReport]:
     def audited(*args: Any, **kwargs: Any) -> DtypeReport:
         flat, leaves, names = _flattened(fun, args, kwargs)
         jaxpr = jax.make_jaxpr(flat)(*leaves)
+        body = _jaxpr.open_jaxpr(jaxpr)
         walk = _Walk()
         inputs = [
             walk.argument(name, var.aval)
-            for name, var in zip(names, jaxpr.jaxpr.invars, strict=True)
+            for name, var in zip(names, body.invars, strict=True)
         ]
         walk.run(jaxpr, inputs, _Place())
         residuals = _handed_over(jaxpr)
@@ -301,8 +303,7 @@ class _Place(NamedTuple):
             scopes=self.scopes + _jaxpr.scope_names(eqn),
             user=user,
             author=author,
-            backward=(self.backward or _jaxpr.is_transposed(eqn))
-            and not _jaxpr.is_rematted(eqn),
+            backward=self.backward or _jaxpr.is_transposed(eqn),
         )
 
     def inside(self, eqn: _jaxpr.JaxprEqn, jaxpr: Any) -> "_Place":
@@ -436,7 +437,7 @@ class _Walk:
         while carries:
             outs = bodies()[-1]
             fed_back = {i: ins[i] | outs[j] for i, j in carries}
-            if all(fed_back[i] == ins[i] | ins[i] for i in fed_back):
+            if all(fed_back[i] == ins[i] for i in fed_back):
                 break
             ins = [fed_back.get(i, value) for i, value in enumerate(ins)]
         self.recording = recording
@@ -586,8 +587,8 @@ class _Walk:
             return
         if FLOAT32_SCOPE in place.scopes:
             reason = "float32 region"
-        elif flops and "HIGHEST" in str(eqn.params.get("precision")):
-            reason = "precision=HIGHEST"
+        elif flops and not _is_default(eqn.params.get("precision")):
+            reason = "its `precision`"
         elif flops:
             reason = "by `float32_paths`, `ops` or a custom_vjp"
         elif name in DEFAULT_OPS.deny:
@@ -666,6 +667,11 @@ def _bits(number: int) -> Iterator[int]:
         lowest = number & -number
         yield lowest.bit_length() - 1
         number ^= lowest
+
+
+def _is_default(precision: Any) -> bool:
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
 
 
 def _flops(eqn: _jaxpr.JaxprEqn) -> float:

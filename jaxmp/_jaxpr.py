@@ -208,14 +208,6 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     )
 
 
-def is_rematted(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` computes again what the forward pass did not keep."""
-    return any(
-        "rematted_computation" in entry.name.split("/")
-        for entry in eqn.source_info.name_stack.stack
-    )
-
-
 def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
     """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
 
