@@ -5,8 +5,8 @@ interface or on a JAX version lives in this file, so that a new release is met h
 """
 
 import contextlib
-import gc
 import functools
+import gc
 import itertools
 import math
 import types
