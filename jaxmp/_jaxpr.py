@@ -238,7 +238,9 @@ def trip_count(eqn: JaxprEqn) -> int | None:
         return eqn.params["length"]
     if eqn.primitive.name == "shard_map":  # on every device along its axes
         params = eqn.params
-        axes = params.get("manual_axes", params.get("newly_manual_axes"))
+        # The parameter was `manual_axes` up to 0.8.
+        name = "manual_axes" if "manual_axes" in params else "newly_manual_axes"
+        axes = params[name]
         return math.prod(params["mesh"].shape[axis] for axis in axes)
     return None if eqn.primitive.name == "while" else 1
 
