@@ -1,22 +1,28 @@
 """Mixed precision for a function as it stands."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
+from jax.typing import DTypeLike
 
+from ._checks import refuse_nnx_modules
 from ._op_lists import DEFAULT_OPS, OpLists
+from ._policy import get_policy
 from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
 
 
 def autocast(
     fun: Callable,
-    policy: Any = None,
+    policy: str | jmp.Policy | DTypeLike | None = None,
     *,
     ops: OpLists = DEFAULT_OPS,
     float32_paths: Iterable[str] = (),
@@ -70,10 +76,10 @@ def autocast(
     paths = (float32_paths,) if isinstance(float32_paths, str) else float32_paths
     cast = Caster(dtype, ops, tuple(paths)).wrap(fun)
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
-        _refuse_nnx_state((args, kwargs))
-        with jax.named_scope(AUTOCAST_SCOPE), _explained():
+        refuse_nnx_modules("autocast", (args, kwargs), "`jaxmp.nnx.autocast`")
+        with jax.named_scope(AUTOCAST_SCOPE), _explained(fun):
             return cast(*args, **kwargs)
 
     return autocast_fun
@@ -99,7 +105,7 @@ def float32_region(fun: Callable) -> Callable:
         True
     """
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):
         with jax.named_scope(FLOAT32_SCOPE):
             return fun(*args, **kwargs)
@@ -107,14 +113,81 @@ def float32_region(fun: Callable) -> Callable:
     return in_float32
 
 
-def _compute_dtype(policy: Any) -> np.dtype:
-    return np.dtype(jnp.bfloat16 if policy is None else policy)
-
-
-def _refuse_nnx_state(args: Any) -> None:
-    pass
+def _compute_dtype(policy: str | jmp.Policy | DTypeLike | None) -> np.dtype:
+    """Returns the compute dtype of a policy, refusing what autocast has no use for."""
+    if policy is None:
+        return np.dtype(jnp.bfloat16)
+    if not isinstance(policy, (str, jmp.Policy)):
+        policy = np.dtype(policy).name  # a dtype is the policy of its name
+    policy = get_policy(policy)
+    if policy.overrides:
+        raise ValueError(
+            f"`autocast` uses the compute dtype of a policy only, but {policy} has "
+            "overrides. Name the modules in `float32_paths` instead."
+        )
+    if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(
+            f"`autocast` computes in float16 or bfloat16, or changes nothing in "
+            f"float32, but {policy} computes in {policy.compute_dtype}. "
+            'Pass for example "mixed_float16".'
+        )
+    return policy.compute_dtype
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    yield
+def _explained(fun: Callable) -> Iterator[None]:
+    """Adds what autocast knows to errors of JAX and Flax."""
+    try:
+        with _linen_state_kept():
+            yield
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        error.add_note(
+            f"`autocast` traces `{_name(fun)}` as `jax.jit` does, so its arrays have "
+            "no values in Python. Wrap the part that JAX can trace."
+        )
+        raise
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of flax.nnx
+            error.add_note(
+                f"`{_name(fun)}` changes an NNX module while `autocast` traces it. "
+                "Use `jaxmp.nnx.autocast`, and pass the module as an argument."
+            )
+        raise
+
+
+@contextlib.contextmanager
+def _linen_state_kept() -> Iterator[None]:
+    """Raises where variables of a Linen module outside were created or changed inside.
+
+    They would hold tracers of a trace that is over.
+    """
+    linen = sys.modules.get("flax.linen")  # who has a module has imported it
+    if linen is None:
+        yield
+        return
+    tracers = importlib.import_module("flax.core.tracers")
+    outside, variables = tracers.current_trace(), {}
+
+    def watch(next_fun, args, kwargs, context):
+        scope = context.module.scope
+        if scope is not None and scope.root.trace_level == outside:
+            before = jax.tree.leaves(scope.root.variables())
+            variables.setdefault(scope.root, set(map(id, before)))
+        return next_fun(*args, **kwargs)
+
+    with linen.intercept_methods(watch):
+        yield
+    for scope, before in variables.items():
+        for path, leaf in jax.tree.leaves_with_path(scope.variables()):
+            if isinstance(leaf, jax.core.Tracer) and id(leaf) not in before:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise TypeError(
+                    f"`autocast` wraps a Linen module inside another, and `{name}` was "
+                    "created or changed in it, which would leak a tracer. Wrap the "
+                    "outermost call: `autocast(model.apply, ...)`, and initialise "
+                    "without autocast."
+                )
+
+
+def _name(fun: Callable) -> str:
+    return getattr(fun, "__qualname__", type(fun).__name__)

@@ -27,14 +27,12 @@ _MOVE = """
     reshape broadcast_in_dim broadcast_to transpose squeeze rev slice split
     dynamic_slice dynamic_update_slice gather tile unstack stack concatenate pad copy
     stop_gradient name optimization_barrier tie device_put layout_constraint relayout
-    sharding_constraint reshard with_memory_space_constraint"""
+    sharding_constraint reshard with_memory_space_constraint pbroadcast pvary pcast"""
 _CHOOSE = """
     select_n clamp max min eq ne lt le gt ge is_finite reduce_max reduce_min argmax
     argmin sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min
     abs neg sign floor ceil round"""
-_COMMUNICATE = """
-    pmax pmin all_gather all_gather_invariant ppermute all_to_all pbroadcast pvary
-    pcast"""
+_COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
 
 # Elementwise, bounded or nearly linear: [grappler]'s infer list. A cube is here for
 # the GELU approximation; other integer powers are treated as squares are, below.
@@ -100,11 +98,12 @@ _OPAQUE = """
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"""
 
 # Primitives that hold jaxprs: autocast goes inside. JAX has renamed some.
-CALLS = frozenset(
-    """jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 scan while cond
-    shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr""".split()
-)
-EXACT = frozenset((_MOVE + _CHOOSE + _COMMUNICATE).split())
+_CALL = """
+    jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 scan while cond
+    shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"""
+
+CALLS = frozenset(_CALL.split())
+EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 
 
@@ -147,8 +146,8 @@ class OpLists:
                 close = difflib.get_close_matches(str(name), _KNOWN | live.keys())
                 raise ValueError(
                     f"`{name}` is not the name of a JAX primitive. "
-                    f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}; "
-                    "`print(jaxmp.DEFAULT_OPS)` lists them, and a `Primitive` works too."
+                    f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}. "
+                    "`print(jaxmp.DEFAULT_OPS)` lists them; a `Primitive` works too."
                 )
         for name in sorted((self.allow | self.infer) & CALLS):
             raise ValueError(
@@ -199,9 +198,9 @@ class OpLists:
         )
 
 
-_INFER = _MOVE + _CHOOSE + _COMMUNICATE + _ROUND
-_DENY = _STEEP + _SUM + _SOLVE + _FORMAT + _DISCRETE + _OPAQUE
-_KNOWN = frozenset((_ALLOW + _INFER + _DENY).split()) | CALLS
+_INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])
+_DENY = " ".join([_STEEP, _SUM, _SOLVE, _FORMAT, _DISCRETE, _OPAQUE])
+_KNOWN = frozenset(" ".join([_ALLOW, _INFER, _DENY]).split()) | CALLS
 
 DEFAULT_OPS = OpLists(
     allow=frozenset(_ALLOW.split()),

@@ -7,6 +7,7 @@ accept the latter gets the former back.
 """
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,13 @@ AUTOCAST_SCOPE = "jaxmp.autocast"
 
 # Operations in which a float32 input that is a bias, a scale or a mask meets the
 # 16-bit values that it belongs to, and follows them.
-_MEETS_INPUTS = frozenset("add sub mul max min select_n concatenate".split())
+_MEETS_INPUTS = {"add", "sub", "mul", "max", "min", "select_n", "concatenate"}
 # Operations that stretch dimensions of size 1.
-_STRETCHES = frozenset("add sub mul div rem atan2 max min".split())
+_STRETCHES = {"add", "sub", "mul", "div", "rem", "atan2", "max", "min"}
 # Operations whose transpose adds up what they have copied.
-_COPIES = frozenset("broadcast_in_dim gather tile pbroadcast pvary pcast".split())
+_COPIES = {"broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"}
 # Functions with rules of their own, and a mesh: float32 at their boundary.
-_BOUNDARIES = frozenset("custom_vjp_call custom_vjp_call_jaxpr shard_map".split())
+_BOUNDARIES = {"custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"}
 
 # With NumPy, because evaluating with JAX while tracing fails inside `shard_map`.
 _FOLDS: dict[str, Callable] = {
@@ -113,6 +114,7 @@ class Caster:
             leaves, in_tree = jax.tree.flatten((args, kwargs))
             results: Any = None
 
+            @functools.wraps(fun, updated=())
             def flat(*arrays):
                 nonlocal results
                 args, kwargs = in_tree.unflatten(_merge(leaves, arrays))
@@ -278,7 +280,9 @@ class Caster:
             return _jaxpr.bind(
                 eqn,
                 [
-                    self.operand(name, value, shape) if _is_float32(var) else value.array
+                    self.operand(name, value, shape)
+                    if _is_float32(var)
+                    else value.array
                     for value, var in zip(ins, eqn.invars, strict=True)
                 ],
             )
@@ -300,15 +304,17 @@ class Caster:
     def operand(self, name: str, value: Value, shape: tuple) -> Any:
         """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
         array = value.array
-        if value.scalar is None and name in _STRETCHES and array.shape != shape:
-            # The transpose of stretching is a sum, which is to run in float32.
-            aligned = range(len(shape) - array.ndim, len(shape))
-            array = lax.broadcast_in_dim(value.wide(), shape, aligned)
-        elif value.scalar is not None or value.narrow:
+        stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
+        if value.scalar is not None or (value.narrow and not stretched):
             return self.narrowed(value)
         if not value.narrow and name != "mul":
             # A mask of -1e9 must not become -inf. A factor may: that is an overflow.
             array = _saturated(array, self.dtype)
+        if stretched:
+            # The transpose of stretching is a sum, which is to run in float32.
+            aligned = range(len(shape) - array.ndim, len(shape))
+            array = value.wide() if value.narrow else array
+            array = lax.broadcast_in_dim(array, shape, aligned)
         return lax.convert_element_type(array, self.dtype)
 
     # Primitives that hold jaxprs.
@@ -365,7 +371,9 @@ class Caster:
 
         new = rewritten(keep)
         if name == "cond":
-            narrow = list(zip(*([known[0] for known in facts] for _, facts in new), strict=True))
+            narrow = list(
+                zip(*([known[0] for known in facts] for _, facts in new), strict=True)
+            )
             if any(any(n) and not all(n) for n in narrow):
                 # Branches must agree, so one that returns float32 decides.
                 new = rewritten(tuple(not all(n) for n in narrow))
@@ -466,7 +474,9 @@ class Caster:
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
             ]
-            tangents_out = [np.zeros(var.aval.shape, jax.dtypes.float0) for var in eqn.outvars]
+            tangents_out = [
+                np.zeros(var.aval.shape, jax.dtypes.float0) for var in eqn.outvars
+            ]
             for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
                 tangents_out[i] = tangent
             return arrays[: len(facts)], tangents_out
@@ -541,7 +551,9 @@ class Caster:
         wanted = tuple(var in narrow for var in eqn.outvars)
         if rule == "call" and eqn.primitive.name not in _BOUNDARIES:
             layout = _jaxpr.call_layout(eqn)
-            wanted = tuple(w and i not in layout.fixed_out for i, w in enumerate(wanted))
+            wanted = tuple(
+                w and i not in layout.fixed_out for i, w in enumerate(wanted)
+            )
             for body in layout.bodies:
                 demand = self.demand(body.jaxpr, wanted, scope)
                 inner = _jaxpr.open_jaxpr(body.jaxpr).invars
@@ -650,7 +662,8 @@ def _known_source(eqn: JaxprEqn, ins: list[Value]) -> int | None:
     if name == "convert_element_type":
         (var,) = eqn.invars
         return 0 if var.aval.dtype == jnp.bool_ else ins[0].source
-    if name not in VIEWS or _is_float32(*eqn.invars[1:2]) or ins[0].source is None:
+    alone = not any(map(_is_float32, eqn.invars[1:]))
+    if name not in VIEWS or not alone or ins[0].source is None:
         return None
     return min(ins[0].source, eqn.outvars[0].aval.size)
 
