@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxpr_as_fun
 
 from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, JaxprEqn, Literal
@@ -448,7 +447,7 @@ class Caster:
         moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
         free = (False,) * len(wanted)
         new, facts = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scope)
-        function = jax.custom_jvp(jaxpr_as_fun(new))
+        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
 
         def differentiated(*args):
             tangents = [np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
