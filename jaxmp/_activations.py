@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from ._checks import as_scale
 from ._grad import _loss_and_aux
-from ._jaxpr import add_to_named, named_values
+from ._jaxpr import JaxprEqn, Literal, bind, closed_consts, located_at, open_jaxpr
 from ._tree import widen
 
 
@@ -73,7 +73,7 @@ def activation_gradients(
         traced = jax.make_jaxpr(lambda: fun(*args, **kwargs), return_shape=True)
         jaxpr, result = traced()
         structure = jax.tree.structure(result)
-        named = list(named_values(jaxpr))
+        named = list(_named_values(jaxpr))
         # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
         addends = [
             -jnp.zeros(aval.shape, aval.dtype)
@@ -90,7 +90,7 @@ def activation_gradients(
             )
 
         def scaled_fun(addends):
-            values = add_to_named(jaxpr, (), iter(addends))
+            values = _add_to_named(jaxpr, (), iter(addends))
             loss, _ = _loss_and_aux(structure.unflatten(values), has_aux)
             loss = widen(loss)
             return loss * scale.astype(loss.dtype)
@@ -105,3 +105,38 @@ def activation_gradients(
         return found
 
     return wrapped
+
+
+def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """Yields name and type of what ``checkpoint_name`` has named, in order."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"], eqn.outvars[0].aval
+        elif inner := _called_once(eqn):
+            yield from _named_values(inner)
+
+
+def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
+    """Evaluates a jaxpr with the next addend, or None, added to each named value."""
+    env = dict(zip(open_jaxpr(jaxpr).constvars, closed_consts(jaxpr), strict=True))
+    env.update(zip(open_jaxpr(jaxpr).invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in open_jaxpr(jaxpr).eqns:
+        values = [read(atom) for atom in eqn.invars]
+        with located_at(eqn):
+            if inner := _called_once(eqn):
+                values = _add_to_named(inner, values, addends)
+            else:
+                values = bind(eqn, values)
+        if eqn.primitive.name == "name" and (addend := next(addends)) is not None:
+            values = [values[0] + addend]
+        env.update(zip(eqn.outvars, values, strict=True))
+    return [read(atom) for atom in open_jaxpr(jaxpr).outvars]
+
+
+def _called_once(eqn: JaxprEqn) -> Any:
+    """Returns the jaxpr of a ``jit`` or ``checkpoint``, None for anything else."""
+    return eqn.params["jaxpr"] if eqn.primitive.name in ("jit", "remat2") else None

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from ._checks import as_count
+from ._checks import as_count, check_number
 from ._policy import _as_dtype
 from ._tree import AxisName, is_floating_array, path_name
 
@@ -314,13 +314,13 @@ def suggest_loss_scale(
         tree: What was seen in one or many steps: a pytree of floating arrays, of
             :class:`RangeReport`, or of :class:`RecordRangesState`.
         dtype: The format.
-        headroom: Factor by which later values may be larger.
+        headroom: Factor by which later values may be larger, a positive number.
 
     Returns:
         A power of two between 2^-126 and 2^127, as a Python float.
 
     Raises:
-        TypeError: If a leaf is not floating.
+        TypeError: If a leaf is not floating or ``headroom`` not a number.
         ValueError: If there is no finite nonzero value, ``headroom`` is not finite
             and positive, or ``dtype`` is not one that jaxmp knows.
 
@@ -331,6 +331,7 @@ def suggest_loss_scale(
         >>> suggest_loss_scale(grads, headroom=8)
         524288.0
     """
+    check_number("headroom", headroom)
     if not 0 < headroom < math.inf:
         raise ValueError(
             f"`headroom` must be finite and positive, but is {headroom}. Pass for "

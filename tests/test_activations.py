@@ -204,3 +204,16 @@ def test_an_older_trace_is_refused_not_wrong():
     loss_fn(variables)
     with pytest.raises(ValueError, match=r"before `jax\.jit`"):
         jaxmp.linen.activation_gradients(loss_fn)(variables)
+
+
+def test_autocast_works_inside_and_outside():
+    w = jnp.full((4, 4), 0.25)
+
+    def loss_fn(w, x):
+        return (checkpoint_name(x @ w, "h") @ w).sum() * 2.0**-12
+
+    inside = jaxmp.activation_gradients(jaxmp.autocast(loss_fn, "mixed_float16"))
+    outside = jaxmp.autocast(jaxmp.activation_gradients(loss_fn), "mixed_float16")
+    for grads in (inside, outside):
+        np.testing.assert_array_equal(jax.jit(grads)(w, w)["h"], 2.0**-12)
+    assert inside(w, w)["h"].dtype == jnp.float16
