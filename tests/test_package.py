@@ -13,7 +13,8 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_jaxpr"},
     {"_tree"},
-    {"_policy"},
+    {"_policy", "_batch"},
+    {"_mesh"},
     {"_loss_scale"},
     {"_grad"},
     {"linen", "nnx"},
