@@ -40,10 +40,7 @@ def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps:
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
             return totals, (loss, aux)
 
-        zeros = jax.tree.map(
-            lambda x: jnp.zeros_like(x, wide_dtype(x)) if is_inexact(x) else None,
-            params,
-        )
+        zeros = jax.tree.map(_wide_zeros, params)
         grads, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, parts)
         return losses.sum(), grads, aux
 
@@ -81,6 +78,7 @@ def is_scalar_key(x: Any) -> bool:
 
 
 def _wide_zeros(x: Any) -> jax.Array | None:
+    """Returns what gradients are added to; None for a leaf that has none."""
     return jnp.zeros_like(x, wide_dtype(x)) if is_inexact(x) else None
 
 

@@ -14,8 +14,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ._batch import over_micro_batches
-from ._checks import as_count, as_scale, refuse_nnx_modules
-from ._jaxpr import vary
+from ._checks import (
+    as_count,
+    as_scale,
+    check_axes_are_bound,
+    refuse_nnx_modules,
+)
+from ._jaxpr import vary, varying_axes
 from ._mesh import mesh_axes, over_mesh, own_keys
 from ._policy import get_policy
 from ._tree import AxisName, is_inexact, unscale, widen
@@ -130,7 +135,9 @@ def value_and_grad(
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
-            scalar, a leading axis cannot be divided, or the mesh has no such axis.
+            scalar, a leading axis cannot be divided, the mesh has no such axis, an
+            argument lies on other devices, or ``shard_map`` knows that the loss
+            differs over an axis which ``axis_name`` leaves out.
         TypeError: If ``fun`` returns something else than a real floating scalar, or
             a differentiated leaf is not floating.
 
@@ -187,6 +194,7 @@ def value_and_grad(
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
         if axes:
+            check_axes_are_bound(axes)
             for i in batched:
                 args[i] = own_keys(args[i], axes)
             for i in differentiated:
@@ -198,6 +206,7 @@ def value_and_grad(
                 micro_grads, params_of(args), batched, steps
             )
             loss, grads, aux = accumulated(args, kwargs)
+        _check_sum_is_ours(loss, params_of(args), axis_name)
         parts = steps * math.prod(map(jax.lax.axis_size, axes))
         if reduction == "mean" and parts > 1:
             # Before the sum, which then does not overflow where the mean does not;
@@ -307,6 +316,20 @@ def _describe(x: Any) -> str:
     if isinstance(x, tuple):
         return f"a tuple of {len(x)}"
     return f"{x!r} of type {type(x).__name__}"
+
+
+def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
+    """Refuses a loss of each device whose gradients JAX has summed over devices."""
+    for x in filter(is_inexact, jax.tree.leaves(params)):
+        if apart := varying_axes(loss) - varying_axes(x):
+            raise ValueError(
+                f"The loss differs over the mesh axes {sorted(map(str, apart))} and "
+                f"the parameters do not, but `axis_name={axis_name!r}` does not name "
+                "them. JAX would add up the gradients itself: their sum and not their "
+                "mean, in 16 bits where `fun` computes in 16 bits. Pass these axes as "
+                "`axis_name` to `jaxmp.value_and_grad`, or average the float32 loss "
+                "in `fun` with `jax.lax.pmean`."
+            )
 
 
 def _sum_over(grad: jax.Array, axes: Any, reduce_dtype: Any) -> jax.Array:

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_array, is_scalar_key
-from ._tree import AxisName
+from ._checks import as_axes
+from ._tree import AxisName, path_name
 
 
 def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -43,7 +45,8 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         True
     """
     shardings = jax.tree.map(lambda x: x.sharding, params)
-    meshes = {getattr(s, "mesh", None) for s in jax.tree.leaves(shardings)}
+    leaves = jax.tree.leaves(shardings)
+    meshes: set[Any] = {getattr(sharding, "mesh", None) for sharding in leaves}
     if len(meshes) != 1 or None in meshes:
         raise ValueError(
             "`init_shardings` needs parameters that lie on one mesh, but these lie on "
@@ -81,6 +84,7 @@ def over_mesh(
         for number, (path, x) in enumerate(entries):
             if not is_array(x):
                 continue
+            _check_devices(path, x, mesh)
             specs[number] = P()
             if path[0].idx == 0 and path[1].idx in batched and not is_scalar_key(x):
                 check_leading_axis(path[1:], x, devices * steps, over)
@@ -111,9 +115,9 @@ def over_mesh(
 
 def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
     """Returns the axes to reduce over as a tuple, refusing what the mesh has not."""
-    if axis_name is None:
-        return () if mesh is None else tuple(mesh.axis_names)
-    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if axis_name is None and mesh is not None:
+        return tuple(mesh.axis_names)
+    axes = as_axes(axis_name)
     if mesh is not None and (unknown := set(axes) - set(mesh.axis_names)):
         raise ValueError(
             f"`axis_name` must name axes of the mesh, {mesh.axis_names}, but "
@@ -128,3 +132,18 @@ def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:
     return jax.tree.map(
         lambda x: jax.random.fold_in(x, device) if is_scalar_key(x) else x, tree
     )
+
+
+def _check_devices(path: Any, x: Any, mesh: Mesh) -> None:
+    """Raises where an argument has been put on other devices than those of the mesh."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
+        return
+    there = x.sharding.device_set
+    if there != set(mesh.devices.flat):
+        kind = "positional" if path[0].idx == 0 else "keyword"
+        raise ValueError(
+            f"`mesh` has {mesh.size} devices, but the {kind} argument "
+            f"`{path_name(path[1:])}` was put on {len(there)}, which are not the same: "
+            f"{x.sharding}. Put it there with "
+            "`jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))`."
+        )

@@ -128,11 +128,22 @@ class Policy(jmp.Policy):
                 ``jax.sharding.Sharding`` or a prefix of one, under ``jit``. Sharded
                 float32 parameters are then gathered as the 16-bit copy, never in
                 float32.
+
+        Raises:
+            ValueError: If the shardings do not fit the tree.
         """
         cast = _cast_by_path(x, self._compute_dtype_at)
         if shardings is None:
             return cast
-        return jax.lax.with_sharding_constraint(cast, shardings)
+        try:
+            return jax.lax.with_sharding_constraint(cast, shardings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "`shardings` must be the shardings of the tree that is cast, or a "
+                "prefix of them. Take them outside `jax.jit`: "
+                "`shardings = jax.tree.map(lambda x: x.sharding, params)`. JAX says: "
+                f"{error}"
+            ) from error
 
     def cast_to_output(self, x: T) -> T:
         """Casts the floating arrays of a pytree to ``output_dtype``."""

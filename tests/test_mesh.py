@@ -1,6 +1,7 @@
 """Many devices: what is reduced and gathered, where, and in which dtype."""
 
 import collections
+import functools
 import math
 import re
 
@@ -57,6 +58,7 @@ def collectives(fun, tmp_path, *args, **options):
     """Reads the collectives of a function off its HLO after SPMD partitioning."""
     jax.jit(fun, **options).lower(*args).compile(
         compiler_options={
+            "xla_backend_optimization_level": 0,  # it is read and not run
             "xla_dump_to": str(tmp_path),
             "xla_dump_hlo_pass_re": "spmd.*",
             "xla_dump_hlo_as_text": True,
@@ -77,6 +79,42 @@ def collectives(fun, tmp_path, *args, **options):
 
 # Gradients over a mesh
 
+FORMS = ["mesh", "shard_map", "unchecked shard_map"]
+
+
+def over_devices(loss_fn, form, batched, **options):
+    """Puts a loss over eight devices in one of three ways, with one signature."""
+    options["batch_argnums"] = batched
+    if form == "mesh":
+        return jaxmp.value_and_grad(loss_fn, mesh=DATA, **options)
+    grad_fn = jaxmp.value_and_grad(loss_fn, axis_name="data", **options)
+
+    def on_device(*args):
+        value, grads = grad_fn(*args)
+        loss, aux = value if options.get("has_aux") else (value, None)
+        return (loss, grads), jax.tree.map(lambda x: x[None], aux)
+
+    def step(*args):
+        (loss, grads), aux = jax.shard_map(
+            on_device,
+            mesh=DATA,
+            in_specs=tuple(
+                P("data") if i in batched and x.ndim else P()
+                for i, x in enumerate(args)
+            ),
+            out_specs=(P(), P("data")),
+            check_vma=form == "shard_map",
+        )(*args)
+        return ((loss, aux) if options.get("has_aux") else loss), grads
+
+    return step
+
+
+@functools.cache
+def on_one_device(name):
+    loss_fn = loss_of(jaxmp.with_policy(MODEL.apply, name))
+    return jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=8.0))(PARAMS, X, Y)
+
 
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("name", ["float32", "mixed_bfloat16", "mixed_float16"])
@@ -84,7 +122,7 @@ def collectives(fun, tmp_path, *args, **options):
 def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     policy = jaxmp.get_policy(name)
     loss_fn = loss_of(jaxmp.with_policy(MODEL.apply, policy))
-    expected = jaxmp.value_and_grad(loss_fn, loss_scale=8.0)(PARAMS, X, Y)
+    expected = on_one_device(name)
     step = jaxmp.value_and_grad(
         loss_fn,
         policy,
@@ -119,15 +157,21 @@ def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce, tmp_path
     assert not any(c.in_loop for c in found)
 
 
-def test_a_float16_sum_does_not_overflow_where_the_mean_does_not():
-    step = jaxmp.grad(
-        lambda w, x: (w * x).sum(),
-        "p=f32,c=f16,o=f32,r=f16",
-        batch_argnums=1,
-        mesh=DATA,
-    )
-    result = step(jnp.float32(1), jnp.full(8, 2e4, jnp.float16))
-    np.testing.assert_allclose(result, 2e4, rtol=2 * EPS["float16"])
+@pytest.mark.parametrize("reduce", ["", ",r=f16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_float16_sum_does_not_overflow_where_the_mean_does_not(form, reduce):
+    def loss_fn(w, x):
+        return jnp.float32((w.astype(x.dtype) * x).mean())
+
+    def run(w, x):  # w cast by us, w cast in the function, and two micro-batches
+        policy = "p=f32,c=f16,o=f32" + reduce
+        for options in ({"policy": policy}, {}, {"policy": policy, "accum_steps": 2}):
+            yield over_devices(loss_fn, form, (1,), **options)(w, x)
+
+    x = jnp.full(16, 2e4, jnp.float16)  # the sum of eight is Inf
+    for loss, grad in jax.jit(lambda *args: list(run(*args)))(jnp.float32(1), x):
+        assert loss == 2e4
+        np.testing.assert_allclose(grad, 2e4, rtol=2 * EPS["float16"])
 
 
 def test_sum_serves_unequal_counts_of_tokens():
@@ -148,7 +192,8 @@ def test_sum_serves_unequal_counts_of_tokens():
             reduction="sum",
             mesh=DATA,
         )
-        assert_close(step(*args), jax.value_and_grad(masked)(*args), EPS["float32"])
+        expected = jax.jit(jax.value_and_grad(masked))(*args)
+        assert_close(jax.jit(step)(*args), expected, EPS["float32"])
 
 
 def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
@@ -160,7 +205,7 @@ def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
         loss, has_aux=True, accum_steps=2, batch_argnums=(1, 2), mesh=DATA
     )
     x = jnp.arange(32)
-    (value, aux), grad = step(jnp.float32(2), x, jax.random.key(0))
+    (value, aux), grad = jax.jit(step)(jnp.float32(2), x, jax.random.key(0))
     assert aux["noise"].shape == (8, 2)
     assert len(np.unique(aux["noise"])) == 16
     np.testing.assert_array_equal(aux["x"], x.reshape(8, 2, 2))
@@ -186,9 +231,13 @@ def test_both_kinds_of_mesh_axes_work(kind):
     mesh = Mesh(CPUS, ("data",), axis_types=(axis_type,))
     loss_fn = loss_of(MODEL.apply)
     step = jaxmp.value_and_grad(loss_fn, batch_argnums=(1, 2), mesh=mesh)
-    expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
-    assert_close(step(PARAMS, X, Y), expected, EPS["float32"])
+    expected = on_one_device("float32")
     assert_close(jax.jit(step)(PARAMS, X, Y), expected, EPS["float32"])
+
+
+def test_the_mesh_form_works_without_jit():
+    step = jaxmp.value_and_grad(lambda w, x: (w * x).mean(), batch_argnums=1, mesh=DATA)
+    assert step(jnp.float32(2), jnp.arange(8.0)) == (7, 3.5)
 
 
 class Attention(nn.Module):
@@ -203,12 +252,6 @@ class Conv(nn.Module):
     def __call__(self, x):
         x = nn.Conv(4, (3,))(x[..., None])
         return nn.relu(x).mean(1)
-
-
-class Dropped(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dropout(0.5, deterministic=True)(nn.Dense(8)(x))
 
 
 class Layer(nn.Module):
@@ -235,32 +278,65 @@ class Recurrent(nn.Module):
         return nn.RNN(nn.SimpleCell(8))(x.reshape(-1, 4, 8)).mean(1)
 
 
-LAYERS = [MLP, Conv, Attention, Dropped, Scanned, Recurrent]
+LAYERS = [MLP, Conv, Attention, Scanned, Recurrent]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda c: c.__name__)
-def test_layers_give_over_a_mesh_what_they_give_on_one_device(layer):
+def test_layers_give_over_devices_what_they_give_on_one(layer):
     model = layer()
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
 
     def loss_fn(params, x):
         return (model.apply(params, x) ** 2).mean()
 
-    expected = jax.jit(jax.value_and_grad(loss_fn))(params, X)
-    step = jaxmp.value_and_grad(loss_fn, accum_steps=2, batch_argnums=1, mesh=DATA)
-    assert_close(jax.jit(step)(params, X), expected, EPS["float32"])
+    # With the check, JAX refuses a scan whose carry is the same on all devices before
+    # it and differs after.
+    forms = [f for f in FORMS if not (layer is Recurrent and f == "shard_map")]
+
+    def run(params, x):
+        steps = [over_devices(loss_fn, f, (1,), accum_steps=2) for f in forms]
+        return jax.value_and_grad(loss_fn)(params, x), [s(params, x) for s in steps]
+
+    expected, results = jax.jit(run)(params, X)
+    for result in results:
+        assert_close(result, expected, EPS["float32"])
+
+
+def test_each_device_drops_other_units():
+    dense, dropout = nn.Dense(8), nn.Dropout(0.5, deterministic=False)
+    params = dense.init(jax.random.key(0), X)
+
+    def loss_fn(params, x, key):
+        out = dropout.apply({}, dense.apply(params, x), rngs={"dropout": key})
+        return (out**2).mean(), {"key": jax.random.key_data(key), "out": out}
+
+    def run(*args):
+        return [over_devices(loss_fn, f, (1, 2), has_aux=True)(*args) for f in FORMS]
+
+    def one_after_the_other(params, keys):
+        parts = zip(jnp.split(X, 8), jax.random.wrap_key_data(keys), strict=True)
+        return sum(loss_fn(params, x, key)[0] for x, key in parts) / 8
+
+    results = jax.jit(run)(params, X, jax.random.key(7))
+    keys = results[0][0][1]["key"]
+    expected = jax.jit(jax.value_and_grad(one_after_the_other))(params, keys)
+    for (loss, aux), grads in results:
+        np.testing.assert_array_equal(aux["key"], keys)
+        assert len({(out == 0).tobytes() for out in np.asarray(aux["out"])}) == 8
+        assert_close((loss, grads), expected, EPS["float32"])
+
+
+class Normed(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)(x)
+        return nn.Dense(4)(x)
 
 
 def test_batch_norm_synchronises_over_the_axis():
-    class Net(nn.Module):
-        axis_name: str | None = None
-
-        @nn.compact
-        def __call__(self, x):
-            norm = nn.BatchNorm(use_running_average=False, axis_name=self.axis_name)
-            return nn.Dense(4)(norm(x))
-
-    variables = Net().init(jax.random.key(0), X)
+    variables = jax.jit(Normed().init)(jax.random.key(0), X)
 
     def loss_of(model):
         def loss_fn(params, stats, x):
@@ -271,18 +347,20 @@ def test_batch_norm_synchronises_over_the_axis():
 
         return loss_fn
 
-    params, stats = variables["params"], variables["batch_stats"]
-    (loss, new), grads = jax.value_and_grad(loss_of(Net()), has_aux=True)(
-        params, stats, X
-    )
-    step = jaxmp.value_and_grad(
-        loss_of(Net("data")), has_aux=True, batch_argnums=2, mesh=DATA
-    )
-    (mesh_loss, mesh_new), mesh_grads = step(params, stats, X)
-    assert_close((mesh_loss, mesh_grads), (loss, grads), 4 * EPS["float32"])
-    for device in range(8):
-        one = jax.tree.map(lambda x: x[device], mesh_new)  # noqa: B023
-        assert_close(one, new, EPS["float32"])
+    def run(*args):
+        steps = [
+            over_devices(loss_of(Normed("data")), f, (2,), has_aux=True) for f in FORMS
+        ]
+        alone = jax.value_and_grad(loss_of(Normed()), has_aux=True)
+        return alone(*args), [step(*args) for step in steps]
+
+    args = variables["params"], variables["batch_stats"], X
+    ((loss, stats), grads), results = jax.jit(run)(*args)
+    for (synchronised, new), new_grads in results:
+        assert_close((synchronised, new_grads), (loss, grads), 4 * EPS["float32"])
+        for device in range(8):
+            one = jax.tree.map(lambda x: x[device], new)  # noqa: B023
+            assert_close(one, stats, EPS["float32"])
 
 
 # Skips and states
@@ -343,6 +421,25 @@ def test_forgetting_axis_name_in_the_wrapper_is_named():
         sharded(tx.init(jnp.ones(1)), jnp.ones(8))
 
 
+def test_forgetting_axis_name_in_the_gradients_is_named():
+    # JAX would return the sum of the gradients, here taken in float16, and Inf.
+    def loss_fn(w, x):
+        return jnp.float32((w.astype(x.dtype) * x).mean())
+
+    def averaged(w, x):
+        return jax.lax.pmean(loss_fn(w, x), "data")
+
+    def step(fun):
+        grad_fn = jaxmp.value_and_grad(fun)
+        specs = P(), P("data")
+        return jax.shard_map(grad_fn, mesh=DATA, in_specs=specs, out_specs=P())
+
+    args = jnp.float32(1), jnp.full(8, 2e4, jnp.float16)
+    with pytest.raises(ValueError, match=r"loss differs over.*'data'.*`axis_name` to"):
+        step(loss_fn)(*args)
+    assert jax.jit(step(averaged))(*args)[0] == 2e4  # the user's own reduction stays
+
+
 def test_replicas_with_a_state_each_need_no_axis_name():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
 
@@ -352,9 +449,8 @@ def test_replicas_with_a_state_each_need_no_axis_name():
 
     states = jax.vmap(tx.init)(jnp.ones((8, 1)))
     grads = jnp.ones((8, 1)).at[3].set(jnp.inf)
-    result = jax.shard_map(step, mesh=DATA, in_specs=P("data"), out_specs=P("data"))(
-        states, grads
-    )
+    replicas = jax.shard_map(step, mesh=DATA, in_specs=P("data"), out_specs=P("data"))
+    result = jax.jit(replicas)(states, grads)
     assert result.skipped.tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
 
 
@@ -407,6 +503,26 @@ def test_the_state_lies_where_the_parameters_lie_and_stays_there(inner):
     ):
         assert array.sharding.is_equivalent_to(sharding, array.ndim)
     assert jaxmp.last_step_finite(state)
+
+
+@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("axes", [(), ("data",), ("data", "model")], ids=str)
+def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
+    policy = jaxmp.get_policy(name)
+    shardings = fsdp_shardings(GRID, *axes)
+    params = jax.device_put(PARAMS, shardings)
+    x, y = jax.device_put((X, Y), NamedSharding(GRID, P("data")))
+
+    @jax.jit
+    def step(params, x, y):
+        def loss_fn(params, x, y):
+            params = policy.cast_to_compute(params, shardings=shardings)
+            return loss_of(jaxmp.with_policy(MODEL.apply, policy))(params, x, y)
+
+        return jaxmp.value_and_grad(loss_fn, loss_scale=8.0)(params, x, y)
+
+    eps = EPS[policy.compute_dtype.name]
+    assert_close(step(params, x, y), on_one_device(name), eps)
 
 
 # Gathers
@@ -502,6 +618,55 @@ def test_a_batch_that_does_not_divide_is_named(steps, size, message):
     step = jaxmp.grad(lambda w, b: w, accum_steps=steps, batch_argnums=1, mesh=DATA)
     with pytest.raises(ValueError, match=message):
         step(1.0, {"x": jnp.ones(size)})
+
+
+@pytest.mark.parametrize("function", ["value_and_grad", "loss_scaling", "all_finite"])
+def test_an_axis_that_is_not_around_is_named(function):
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16", axis_name="dta")
+    w = jnp.ones(2)
+    calls = {
+        "value_and_grad": jaxmp.grad(lambda w: w.sum(), axis_name="dta"),
+        "loss_scaling": lambda w: tx.update(w, tx.init(w))[0],
+        "all_finite": lambda w: jaxmp.all_finite(w, axis_name=("data", "dta")),
+    }
+    call = calls[function]
+    inside = jax.shard_map(call, mesh=DATA, in_specs=P(), out_specs=P())
+    with pytest.raises(
+        ValueError, match=r"\('data',\), but 'dta' is not one. Pass the"
+    ):
+        inside(w)
+    with pytest.raises(ValueError, match=r"no `axis_name` under plain"):
+        jax.jit(call)(w)
+
+
+@pytest.mark.parametrize(
+    ("shardings", "message"),
+    [
+        ({"w": P("data")}, "tree prefix"),
+        ({"w": P("data"), "b": P(None, "data")}, "rank"),
+        ({"w": P("data"), "b": None}, "None"),
+    ],
+    ids=["structure", "rank", "none"],
+)
+def test_mismatched_shardings_are_named(shardings, message):
+    shardings = {
+        k: spec if spec is None else NamedSharding(DATA, spec)
+        for k, spec in shardings.items()
+    }
+    policy = jaxmp.get_policy("mixed_bfloat16")
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    with pytest.raises(
+        ValueError, match=f"(?s)x.sharding, params.*JAX says.*{message}"
+    ):
+        jax.jit(lambda p: policy.cast_to_compute(p, shardings=shardings))(params)
+
+
+def test_arguments_on_other_devices_than_the_mesh_are_named():
+    step = jaxmp.grad(lambda p, x: p["w"] * x.mean(), batch_argnums=1, mesh=DATA)
+    half = Mesh(CPUS[:4], ("data",))
+    params = jax.device_put({"w": jnp.float32(1)}, NamedSharding(half, P()))
+    with pytest.raises(ValueError, match=r"`0/w` was put on 4.*`jax.device_put"):
+        step(params, jnp.ones(8))
 
 
 def test_parameters_that_lie_on_no_mesh_are_named():
