@@ -74,7 +74,11 @@ def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
             ) from None
 
 
-def refuse_nnx_modules(function: str, tree: Any) -> None:
+def refuse_nnx_modules(
+    function: str,
+    tree: Any,
+    remedy: str = "the function of that name in `jaxmp.nnx`, or close over the module",
+) -> None:
     """Raises where an NNX module would lose its updates by passing as a pytree."""
     nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
     if nnx is None:
@@ -86,6 +90,5 @@ def refuse_nnx_modules(function: str, tree: Any) -> None:
             raise TypeError(
                 f"`jaxmp.{function}` was given the NNX module `{type(x).__name__}`, "
                 "whose running statistics or random streams would be updated in a "
-                "copy and lost. Use the function of that name in `jaxmp.nnx`, or "
-                "close over the module."
+                f"copy and lost. Use {remedy}."
             )

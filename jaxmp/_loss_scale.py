@@ -101,15 +101,16 @@ def dynamic_loss_scale(
             f"`init_scale` must lie in [min_scale, max_scale], but {init_scale} is not "
             f"in [{min_scale}, {max_scale}]. Move the scale or the bounds."
         )
-    if not 1 < growth_factor < np.inf:
+    limits = np.finfo(np.float32)
+    if not 1 + float(limits.eps) <= growth_factor <= float(limits.max):
         raise ValueError(
-            f"`growth_factor` must be above 1 and finite, but is {growth_factor}. "
-            "The usual one is 2.0."
+            f"`growth_factor` must be above 1 and finite in float32, but is "
+            f"{growth_factor}. The usual one is 2.0."
         )
-    if not 0 < backoff_factor < 1:
+    if not 0 < backoff_factor <= 1 - float(limits.epsneg):
         raise ValueError(
-            f"`backoff_factor` must lie between 0 and 1, but is {backoff_factor}. "
-            "The usual one is 0.5."
+            f"`backoff_factor` must lie between 0 and 1 in float32, but is "
+            f"{backoff_factor}. The usual one is 0.5."
         )
     interval = as_count("growth_interval", growth_interval)
     patience = as_count("hysteresis", hysteresis)
@@ -393,10 +394,10 @@ def _check_agreement(
 
 def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
     """Returns the update, or the zero that leaves a parameter as it is."""
-    if update.dtype == jax.dtypes.float0:
+    if getattr(update, "dtype", None) == jax.dtypes.float0:
         return update
     # Negative, because -0.0 + 0.0 is 0.0.
-    nothing = -jnp.zeros([], update.dtype)
+    nothing = -jnp.zeros([], jnp.result_type(update))
     return jnp.where(finite, update, nothing)
 
 

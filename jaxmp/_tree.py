@@ -143,12 +143,17 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
     scale = as_scale(loss_scale)
     if isinstance(loss_scale, (int, float)) and loss_scale == 1:
         return widen(tree)
-    # XLA turns a division by a constant into a multiplication by its reciprocal,
-    # which is subnormal, and so flushed to zero, from 2^127 on.
+    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
+    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
+    # before; the barrier keeps XLA from seeing through a constant scale.
     scale = jax.lax.optimization_barrier(scale)
-    return jax.tree.map(
-        lambda x: x / scale.astype(x.dtype) if is_inexact(x) else x, widen(tree)
-    )
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
+    divisor = scale * factor
+
+    def divide(x):
+        return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
+
+    return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
 
 
 def widen(tree: T) -> T:
