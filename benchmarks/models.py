@@ -50,7 +50,9 @@ def rotated(x):
     """Applies rotary position embedding to ``[batch, length, heads, size]``."""
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** (-jnp.arange(half) / half)
-    angles = jnp.einsum("i,j->ij", jnp.arange(x.shape[1], dtype=jnp.float32), frequencies)
+    angles = jnp.einsum(
+        "i,j->ij", jnp.arange(x.shape[1], dtype=jnp.float32), frequencies
+    )
     sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
     a, b = jnp.split(x, 2, axis=-1)
     out = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
@@ -105,7 +107,7 @@ class Transformer(nn.Module):
     """A decoder; its layers may be scanned, rematerialised or have dropout."""
 
     dtype: Any = None
-    layers: int = 2
+    layers: int = 1
     scanned: bool = False
     remat: bool = False
     tied: bool = False
@@ -133,7 +135,9 @@ class Transformer(nn.Module):
             for _ in range(self.layers):
                 x, _ = block(*settings)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x)
-        return embed.attend(x) if self.tied else nn.Dense(VOCABULARY, dtype=self.dtype)(x)
+        return (
+            embed.attend(x) if self.tied else nn.Dense(VOCABULARY, dtype=self.dtype)(x)
+        )
 
 
 class LSTM(nn.Module):
@@ -264,7 +268,9 @@ class NnxTransformer(nnx.Module):
     def __init__(self, dtype=None, *, rngs):
         """Creates the layers."""
         self.embed = nnx.Embed(VOCABULARY, WIDTH, dtype=dtype, rngs=rngs)
-        self.norms = nnx.List(nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs) for _ in "ab")
+        self.norms = nnx.List(
+            nnx.LayerNorm(WIDTH, dtype=dtype, rngs=rngs) for _ in "ab"
+        )
         self.attention = nnx.MultiHeadAttention(
             HEADS, WIDTH, dtype=dtype, decode=False, rngs=rngs
         )
@@ -328,8 +334,8 @@ LINEN = {
     "mlp": Family(MLP, _VECTORS, _CLASSIFY),
     "cnn": Family(CNN, _IMAGES, _CLASSIFY),
     "transformer": _decoder(),
-    "transformer scanned": _decoder(scanned=True),
-    "transformer remat": _decoder(scanned=True, remat=True),
+    "transformer scanned": _decoder(layers=2, scanned=True),
+    "transformer remat": _decoder(layers=2, scanned=True, remat=True),
     "transformer dropout": _decoder(dropout=0.1, fused=True),
     "lstm": Family(LSTM, _SERIES, _CLASSIFY),
     "gpt": _decoder(tied=True),

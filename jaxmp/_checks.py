@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from typing import Any
@@ -29,11 +30,20 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
 
 def check_positive(name: str, value: float) -> None:
     """Raises unless a number is a positive normal float32."""
+    check_number(name, value)
     limits = np.finfo(np.float32)
     if not float(limits.tiny) <= value <= float(limits.max):
         raise ValueError(
             f"`{name}` must be finite and positive in float32, but is {value}. "
             "Pass a power of two such as 2.0**15."
+        )
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises unless a value is a real number."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number, but is {value!r}. Pass a Python float."
         )
 
 

@@ -159,8 +159,8 @@ class CallLayout(NamedTuple):
     """
 
     bodies: Sequence[Body]
-    fixed_in: Sequence[int] = ()
-    fixed_out: Sequence[int] = ()
+    fixed_in: range = range(0)
+    fixed_out: range = range(0)
 
 
 def call_layout(eqn: JaxprEqn) -> CallLayout:
@@ -205,13 +205,14 @@ def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[A
     """Applies a ``shard_map`` equation with another function as its body."""
     # The parameter was `manual_axes` up to 0.8. The public function is called, since
     # only it puts the mesh axes in scope while `body` is traced.
-    params = eqn.params
+    params: dict[str, Any] = eqn.params
+    old, new = "manual_axes", "newly_manual_axes"
     return jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+        axis_names=params[new if new in params else old],
         check_vma=params["check_vma"],
     )(*args)
 

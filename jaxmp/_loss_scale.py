@@ -13,7 +13,7 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, check_positive
+from ._checks import as_count, check_number, check_positive
 from ._jaxpr import varying_axes
 from ._policy import get_policy
 from ._tree import AxisName, all_finite
@@ -101,6 +101,8 @@ def dynamic_loss_scale(
             f"`init_scale` must lie in [min_scale, max_scale], but {init_scale} is not "
             f"in [{min_scale}, {max_scale}]. Move the scale or the bounds."
         )
+    check_number("growth_factor", growth_factor)
+    check_number("backoff_factor", backoff_factor)
     limits = np.finfo(np.float32)
     if not 1 + float(limits.eps) <= growth_factor <= float(limits.max):
         raise ValueError(

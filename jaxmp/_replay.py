@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
-from ._jaxpr import ClosedJaxpr, JaxprEqn, Literal
+from ._jaxpr import ClosedJaxpr, Literal
 from ._op_lists import CALLS, EXACT, VIEWS, OpLists
+
+Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
 # Equations in these named scopes stay as they were written: what the user keeps in
 # float32, and what an inner autocast has decided already.
@@ -186,7 +189,7 @@ class Caster:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    def rule(self, eqn: JaxprEqn, scope: tuple) -> str:
+    def rule(self, eqn: Equation, scope: tuple) -> str:
         """Returns how to treat ``eqn``: allow, infer, retype, call or deny."""
         name, ops = eqn.primitive.name, self.ops
         kept = FLOAT32_SCOPE in scope or AUTOCAST_SCOPE in scope
@@ -203,7 +206,7 @@ class Caster:
         return "deny"
 
     def apply(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays one equation."""
         match self.rule(eqn, scope):
@@ -222,7 +225,7 @@ class Caster:
             out.scalar, out.source = _known_scalar(eqn, ins), _known_source(eqn, ins)
         return outs
 
-    def values(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Value]:
+    def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
         return [
             Value(array, narrow=_is_float32(var) and array.dtype == self.dtype)
@@ -231,7 +234,7 @@ class Caster:
 
     # Contractions.
 
-    def contract(self, eqn: JaxprEqn, ins: list[Value], wanted: bool) -> list[Any]:
+    def contract(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
         """Applies an operation of the allow list to 16-bit operands.
 
         The result is the float32 accumulator unless somebody takes it in 16 bits.
@@ -264,7 +267,7 @@ class Caster:
 
     # What follows its inputs.
 
-    def follow(self, eqn: JaxprEqn, ins: list[Value], wanted: bool) -> list[Any]:
+    def follow(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         floats = [value for value, var in operands if _is_float32(var)]
@@ -319,7 +322,7 @@ class Caster:
     # Primitives that hold jaxprs.
 
     def call(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside."""
         contracts = any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
@@ -347,7 +350,7 @@ class Caster:
         return self._contracts[jaxpr]
 
     def bodies(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         name, layout = eqn.primitive.name, _jaxpr.call_layout(eqn)
@@ -439,7 +442,7 @@ class Caster:
         return scope if self.paths else ()
 
     def custom_jvp(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays a function together with the derivative rule of its own."""
         avals = [var.aval for var in eqn.invars]
@@ -473,7 +476,7 @@ class Caster:
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
             ]
-            tangents_out = [
+            tangents_out: list[Any] = [
                 np.zeros(var.aval.shape, jax.dtypes.float0) for var in eqn.outvars
             ]
             for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
@@ -483,7 +486,7 @@ class Caster:
         arrays = function(*(x.array for x in ins))
         return [Value(x, *known) for x, known in zip(arrays, facts, strict=True)]
 
-    def custom_vjp(self, eqn: JaxprEqn, ins: list[Value], scope: tuple) -> list[Any]:
+    def custom_vjp(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
         arrays, count = [value.wide() for value in ins], eqn.params["num_consts"]
 
@@ -502,7 +505,7 @@ class Caster:
         )
         return function(*arrays[count:])
 
-    def shard_map(self, eqn: JaxprEqn, ins: list[Value], scope: tuple) -> list[Any]:
+    def shard_map(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
 
         def body(*shards):
@@ -542,7 +545,7 @@ class Caster:
         return memo[key]
 
     def uses(
-        self, eqn: JaxprEqn, narrow: set, other: set, scope: tuple
+        self, eqn: Equation, narrow: set, other: set, scope: tuple
     ) -> Iterator[tuple[Any, bool, bool]]:
         """Yields, for each input of ``eqn``, which of the two sets it belongs to."""
         scope = scope + _jaxpr.scope_names(eqn)
@@ -585,11 +588,11 @@ def _is_inexact(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-def _takes_reference(eqn: JaxprEqn) -> bool:
+def _takes_reference(eqn: Equation) -> bool:
     return not all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
 
 
-def _is_contraction(eqn: JaxprEqn) -> bool:
+def _is_contraction(eqn: Equation) -> bool:
     """Whether ``eqn`` is a float32 product with sums in it, at default precision.
 
     Outer products are elementwise work: the angles of rotary embeddings are one, and
@@ -611,7 +614,7 @@ def _is_contraction(eqn: JaxprEqn) -> bool:
     return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
 
 
-def _is_square(eqn: JaxprEqn) -> bool:
+def _is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` is a power that leaves float16 early: beyond 256 for a square.
 
     A cube is no exception by range, but GELU's approximation takes one of values that
@@ -642,7 +645,7 @@ def _literal(atom: Any) -> Value:
     return Value(atom.val, scalar=np.asarray(atom.val, atom.aval.dtype)[()])
 
 
-def _known_scalar(eqn: JaxprEqn, ins: list[Value]) -> Any:
+def _known_scalar(eqn: Equation, ins: list[Value]) -> Any:
     """Returns what every entry of the result equals, or None."""
     name, scalars = eqn.primitive.name, [value.scalar for value in ins]
     if not scalars or any(scalar is None for scalar in scalars):
@@ -655,7 +658,7 @@ def _known_scalar(eqn: JaxprEqn, ins: list[Value]) -> Any:
     return scalars[0] if name in VIEWS and len(ins) == 1 else None
 
 
-def _known_source(eqn: JaxprEqn, ins: list[Value]) -> int | None:
+def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
     """Returns the size of the float32 input that the result is a view of, or None."""
     name = eqn.primitive.name
     if name == "convert_element_type":
@@ -680,7 +683,7 @@ def _survives(scalar: Any, dtype: np.dtype) -> bool:
 # Emitting equations.
 
 
-def _bind_wide(eqn: JaxprEqn, ins: list[Value]) -> list[Any]:
+def _bind_wide(eqn: Equation, ins: list[Value]) -> list[Any]:
     return _jaxpr.bind(eqn, [value.wide() for value in ins])
 
 
@@ -691,7 +694,7 @@ def _saturated(array: Any, dtype: np.dtype) -> Any:
     return lax.select(lax.is_finite(array), clipped, array)
 
 
-def _accumulated(eqn: JaxprEqn, operands: list[Any], dtype: np.dtype) -> Any:
+def _accumulated(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
     """Returns the float32 sums of a product of 16-bit operands.
 
     JAX would differentiate it into products of 16-bit by float32, so it gets a rule by

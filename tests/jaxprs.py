@@ -29,19 +29,30 @@ def dtypes(eqn):
 
 def contractions(fun, *args):
     """Returns the operand dtypes of every matrix product and convolution."""
+    return contractions_of(jax.make_jaxpr(fun)(*args))
+
+
+def contractions_of(jaxpr):
+    """Returns the operand dtypes of every product in a jaxpr, but outer products."""
     return [
         {d.name for d in dtypes(eqn)}
-        for eqn in traced(fun, *args)
+        for eqn in equations(jaxpr)
         if eqn.primitive.name in jaxmp.DEFAULT_OPS.allow
+        and eqn.params.get("dimension_numbers") != (((), ()), ((), ()))
     ]
 
 
 def denied_in(dtype, fun, *args):
-    """Returns the denied operations that read ``dtype``."""
+    """Returns the denied operations of a function that read ``dtype``."""
+    return denied_of(dtype, jax.make_jaxpr(fun)(*args))
+
+
+def denied_of(dtype, jaxpr):
+    """Returns the denied operations of a jaxpr that read ``dtype``."""
     denied = jaxmp.DEFAULT_OPS.deny - {"convert_element_type"}
     return [
         eqn.primitive.name
-        for eqn in traced(fun, *args)
+        for eqn in equations(jaxpr)
         if eqn.primitive.name in denied and np.dtype(dtype) in dtypes(eqn)
     ]
 
