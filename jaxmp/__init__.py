@@ -16,6 +16,7 @@ from ._loss_scale import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale import last_step_finite as last_step_finite
 from ._loss_scale import loss_scaling as loss_scaling
 from ._loss_scale import static_loss_scale as static_loss_scale
+from ._mesh import init_shardings as init_shardings
 from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
 from ._op_lists import OpLists as OpLists
 from ._policy import Policy as Policy

@@ -62,6 +62,28 @@ def as_count(name: str, value: int) -> int:
     return count
 
 
+def as_axes(axis_name: Any) -> tuple[Any, ...]:
+    """Returns one axis name or several as a tuple; none where there is None."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
+    """Raises where an axis is not one of the ``shard_map`` or ``pmap`` around."""
+    for axis in axes:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            bound = jax.sharding.get_abstract_mesh().manual_axes
+            known = f", which has {bound}," if bound else ""
+            raise ValueError(
+                "`axis_name` must name axes of the `shard_map` or `pmap` around"
+                f"{known} but {axis!r} is not one. Pass the name of a mesh axis inside "
+                "`jax.shard_map`, and no `axis_name` under plain `jax.jit`."
+            ) from None
+
+
 def refuse_nnx_modules(
     function: str,
     tree: Any,

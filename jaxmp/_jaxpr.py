@@ -288,7 +288,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     def mark(x):
         if not isinstance(x, jax.Array):
             return x
-        same = set(tracked) - getattr(jax.typeof(x), "vma", frozenset())
+        same = set(tracked) - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
         if not names:
             return x
@@ -297,3 +297,11 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
         return jax.lax.pvary(x, names)  # pyright: ignore  # JAX 0.8
 
     return jax.tree.map(mark, tree)
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # JAX 0.8
+        return aval.vma
+    return aval.manual_axis_type.varying

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from ._checks import as_count, check_number, check_positive
+from ._jaxpr import varying_axes
 from ._policy import get_policy
 from ._tree import AxisName, all_finite
 
@@ -354,6 +355,7 @@ def _skipping(
 
     def update_fn(updates, state, params=None, **extra_args):
         finite = all_finite(updates, axis_name=axis_name)
+        _check_agreement(finite, state.loss_scale, axis_name)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -376,6 +378,20 @@ def _skipping(
         return updates, adapt(counted)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_agreement(
+    finite: jax.Array, loss_scale: jax.Array, axis_name: AxisName | None
+) -> None:
+    """Refuses a flag that differs over devices where the scale is the same on all."""
+    if apart := varying_axes(finite) - varying_axes(loss_scale):
+        raise ValueError(
+            f"The gradients differ over the mesh axes {sorted(map(str, apart))}, but "
+            f"the loss scale is one for all, and `axis_name={axis_name!r}` does not "
+            "make the devices agree on it. Pass these axes as `axis_name` to "
+            "`jaxmp.loss_scaling`, and reduce the gradients before: "
+            "`jaxmp.value_and_grad(..., axis_name=...)`."
+        )
 
 
 def _keep_or_skip(finite: jax.Array, update: Any) -> Any:

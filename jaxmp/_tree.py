@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import as_scale
+from ._checks import as_axes, as_scale, check_axes_are_bound
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -54,15 +54,20 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     Returns:
         A bool array of shape ``[]``.
 
+    Raises:
+        ValueError: If there is no such axis.
+
     Examples:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
     flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
-    if axis_name is None:
+    axes = as_axes(axis_name)
+    if not axes:
         return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+    check_axes_are_bound(axes)
+    return jax.lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:

@@ -13,7 +13,8 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_jaxpr"},
     {"_tree", "_op_lists"},
-    {"_policy", "_replay"},
+    {"_policy", "_batch", "_replay"},
+    {"_mesh"},
     {"_loss_scale"},
     {"_grad", "_autocast", "_audit", "_ranges"},
     {"_activations"},

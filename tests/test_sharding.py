@@ -177,7 +177,7 @@ def test_without_the_axis_check_vma_finds_that_replicas_diverge():
     params = jnp.ones((8, 2))
     state = tx.init(params)
     local = shard_map(lambda g: tx.update(g, state)[1].loss_scale, P("data"), P(), True)
-    with pytest.raises(ValueError, match="out_specs"):
+    with pytest.raises(ValueError, match="Pass these axes as `axis_name`"):
         local(params)
 
 
