@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from ._checks import as_scale
-from ._grad import _loss_and_aux
+from ._grad import loss_and_aux
 from ._jaxpr import JaxprEqn, Literal, bind, closed_consts, located_at, open_jaxpr
 from ._tree import widen
 
@@ -91,7 +91,7 @@ def activation_gradients(
 
         def scaled_fun(addends):
             values = _add_to_named(jaxpr, (), iter(addends))
-            loss, _ = _loss_and_aux(structure.unflatten(values), has_aux)
+            loss, _ = loss_and_aux(structure.unflatten(values), has_aux)
             loss = widen(loss)
             return loss * scale.astype(loss.dtype)
 

@@ -15,7 +15,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ._checks import as_count, check_number
-from ._policy import _as_dtype
+from ._policy import as_dtype
 from ._tree import AxisName, is_floating_array, path_name
 
 # Rows of counters that the elements of an array take turns in; a power of two. With
@@ -186,7 +186,7 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         w               25.00   25.00         0  25.00    25.00         0 3.0e-08 6.6e+04    4
         b                   0       0         0 100.00        0         0 1.0e+00 1.0e+00    4
     """  # noqa: E501
-    dtype = _as_dtype(dtype, "`dtype`")
+    dtype = as_dtype(dtype, "`dtype`")
     named = _floating_leaves("range_report", tree)
     counts = [(path, _classify(x, dtype)) for path, x in named]
     return RangeReport(
@@ -337,7 +337,7 @@ def suggest_loss_scale(
             f"`headroom` must be finite and positive, but is {headroom}. Pass for "
             "example 8, for gradients that may become eight times as large."
         )
-    dtype = _as_dtype(dtype, "`dtype`")
+    dtype = as_dtype(dtype, "`dtype`")
     summaries = (RangeReport, RecordRangesState)
     maxima = [0.0]
 

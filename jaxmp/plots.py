@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from ._checks import check_positive
 from ._loss_scale import LossScaleState
-from ._policy import _as_dtype
+from ._policy import as_dtype
 from ._ranges import (
     RecordRangesState,
     exponent_histogram,
@@ -77,7 +77,7 @@ def exponents(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
         https://arxiv.org/abs/1710.03740.
     """
-    dtype = _as_dtype(dtype, "`dtype`")
+    dtype = as_dtype(dtype, "`dtype`")
     edges, counts, zeros, nonfinite, label = _histogram(ranges)
     size = counts.sum() + zeros + nonfinite
     if size == 0:
