@@ -1,7 +1,7 @@
 """Trains a small ResNet in the precision that one string names.
 
     python examples/digits.py --policy mixed_bfloat16
-    python examples/digits.py --compare
+    python examples/digits.py --compare --mode autocast
 
 The data are scikit-learn's scanned digits, so nothing is downloaded. `--data cifar10
 --data-dir D` trains a ResNet-20 on the CIFAR-10 that lies in D.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -39,6 +40,8 @@ class Config:
 
     policy: str = "mixed_float16"
     """float32, mixed_bfloat16, mixed_float16, or spelt out: p=f32,c=f16,o=f32."""
+    mode: Literal["cast", "autocast"] = "cast"
+    """Cast the whole model, or autocast the training step as it stands."""
     epochs: int = 20
     batch_size: int = 100
     learning_rate: float = 3e-3
@@ -86,6 +89,8 @@ class State(TrainState):
     """Flax's training state, and the running statistics of BatchNorm."""
 
     batch_stats: Any = None
+    # The policy to autocast under, where the model is not cast.
+    autocast: jaxmp.Policy | None = flax.struct.field(pytree_node=False, default=None)
 
 
 class Result(NamedTuple):
@@ -112,8 +117,10 @@ def create_state(config: Config, data: Dataset, steps: int) -> State:
     # Under float16 the scale doubles after 50 good steps, because a short run hardly
     # has the usual 2000. Under bfloat16 and float32 it is 1.
     tx = jaxmp.loss_scaling(optax.adamw(schedule), policy, growth_interval=50)
+    casts = config.mode == "cast"
     state = State.create(
-        apply_fn=jaxmp.with_policy(model.apply, policy),
+        apply_fn=jaxmp.with_policy(model.apply, policy) if casts else model.apply,
+        autocast=None if casts else policy,
         params=policy.cast_to_param(variables["params"]),
         batch_stats=variables["batch_stats"],
         tx=tx,
@@ -140,6 +147,8 @@ def train_step(state, images, labels, accum_steps):
         accum_steps=accum_steps,
         batch_argnums=(2, 3),
     )
+    if state.autocast:
+        grad_fn = jaxmp.autocast(grad_fn, state.autocast)
     (loss, (batch_stats, accuracy)), grads = grad_fn(
         state.params, state, images, labels
     )
@@ -161,8 +170,11 @@ def train_step(state, images, labels, accum_steps):
 
 @jax.jit
 def count_correct(state, images, labels):
+    apply_fn = state.apply_fn
+    if state.autocast:
+        apply_fn = jaxmp.autocast(apply_fn, state.autocast)
     variables = {"params": state.params, "batch_stats": state.batch_stats}
-    return (state.apply_fn(variables, images, train=False).argmax(-1) == labels).sum()
+    return (apply_fn(variables, images, train=False).argmax(-1) == labels).sum()
 
 
 def nbytes(tree: Any) -> int:
@@ -178,8 +190,14 @@ def residual_bytes(state: State, images: Any, labels: Any) -> int:
     which BatchNorm takes its mean and variance.
     """
 
+    def loss(params):
+        return loss_fn(params, state, images, labels)[0]
+
+    if state.autocast:
+        loss = jaxmp.autocast(loss, state.autocast)
+
     def backward(params):
-        return jax.vjp(lambda p: loss_fn(p, state, images, labels)[0], params)[1]
+        return jax.vjp(loss, params)[1]
 
     jaxpr = jax.make_jaxpr(backward)(state.params).jaxpr
     return nbytes([x.aval for x in {*jaxpr.outvars} - {*jaxpr.invars}])

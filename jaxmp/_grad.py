@@ -169,7 +169,7 @@ def value_and_grad(
     scale = as_scale(loss_scale)
 
     def scaled_fun(*args, **kwargs):
-        loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
         loss = widen(loss)
         return loss * scale.astype(loss.dtype), (loss, aux)
 
@@ -283,7 +283,7 @@ def grad(
     return wrapped
 
 
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Takes apart what the user's function returned, and checks the loss."""
     if not has_aux:
         loss, aux = result, None

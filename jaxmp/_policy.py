@@ -107,10 +107,10 @@ class Policy(jmp.Policy):
         """Normalises the dtypes, so that equal policies are equal."""
         # `object.__setattr__` is how a frozen dataclass sets its own fields.
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
-            dtype = _as_dtype(getattr(self, field), f"`{field}`")
+            dtype = as_dtype(getattr(self, field), f"`{field}`")
             object.__setattr__(self, field, dtype)
         if self.reduce_dtype is not None:
-            dtype = _as_dtype(self.reduce_dtype, "`reduce_dtype`")
+            dtype = as_dtype(self.reduce_dtype, "`reduce_dtype`")
             object.__setattr__(self, "reduce_dtype", dtype)
         overrides = tuple(_as_override(pair) for pair in self.overrides)
         object.__setattr__(self, "overrides", overrides)
@@ -327,7 +327,7 @@ def _parse_dtype(
     )
 
 
-def _as_dtype(dtype: Any, where: str) -> np.dtype:
+def as_dtype(dtype: Any, where: str) -> np.dtype:
     """Normalises a dtype, refusing what is not one of the four."""
     if isinstance(dtype, str):
         return _parse_dtype(dtype, where)
@@ -358,7 +358,7 @@ def _as_override(pair: Any) -> tuple[str, np.dtype]:
             f"`{pattern!r}` is not a regular expression that an override could search "
             f"in a leaf's path: {error}. Pass a string such as `LayerNorm_0/scale`."
         ) from error
-    return str(pattern), _as_dtype(dtype, f"the override {pattern!r}")
+    return str(pattern), as_dtype(dtype, f"the override {pattern!r}")
 
 
 def _suggest(name: str, accepted: Iterable[str]) -> str:

@@ -78,10 +78,11 @@ def test_the_command_of_the_readme_runs():
     assert done.stderr == ""
 
 
-def test_three_strings_give_three_precisions_of_one_program():
+@pytest.mark.parametrize("mode", ["cast", "autocast"])
+def test_three_strings_give_three_precisions_of_one_program(mode):
     compiled = digits.train_step._cache_size()
     console = terminal()
-    results = digits.main(digits.Config(compare=True, epochs=4), console)
+    results = digits.main(digits.Config(compare=True, mode=mode, epochs=4), console)
     full, bfloat16, float16 = results
     assert digits.train_step._cache_size() == compiled + 3
     for result in results:

@@ -16,11 +16,12 @@ ROWS = [
     {"_policy", "_batch", "_replay"},
     {"_mesh"},
     {"_loss_scale"},
-    {"_grad", "_autocast", "_audit"},
-    {"linen", "nnx"},
+    {"_grad", "_autocast", "_audit", "_ranges"},
+    {"_activations"},
+    {"linen", "nnx", "plots"},
     {"__init__"},
 ]
-FRONT_ENDS = {"linen", "nnx"}
+FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
 def imports(path):
