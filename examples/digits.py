@@ -46,7 +46,7 @@ class Config:
     batch_size: int = 100
     learning_rate: float = 3e-3
     accum_steps: int = 1
-    """Micro-batches to which a batch is split."""
+    """Micro-batches that a batch is split into."""
     seed: int = 0
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 100
@@ -257,6 +257,8 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
         if epoch_ends:
             metrics, start = [], time.perf_counter()
+    if checkpoints:
+        checkpoints.close()
 
     correct = [count_correct(state, *batch) for batch in data.test_batches(1000)]
     policy = jaxmp.get_policy(config.policy)
