@@ -102,7 +102,7 @@ def bits(tree):
 
 def kinds(tree):
     """Returns what a recompilation depends on."""
-    return jax.tree.map(lambda x: (jax.typeof(x), x.sharding), tree)
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.sharding), tree)
 
 
 def skips_without_a_trace(tx, params, grads):
