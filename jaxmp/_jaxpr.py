@@ -117,11 +117,15 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     What differentiation and batching add to the stack is left out, so that the
     forward and the backward pass of a module have the same scopes.
     """
+    return _scope_names(eqn.source_info.name_stack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scope_names(name_stack: source_info_util.NameStack) -> tuple[str, ...]:
     # Scopes and transformations share a tuple; only the names of scopes are wanted.
-    stack = eqn.source_info.name_stack.stack
     return tuple(
         name
-        for entry in stack
+        for entry in name_stack.stack
         if type(entry).__name__ == "Scope"
         for name in entry.name.split("/")
         if name != "rematted_computation"

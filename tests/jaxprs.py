@@ -1,4 +1,4 @@
-"""What the tests of autocast look at in a jaxpr."""
+"""What the tests of autocast look at, and how they run it."""
 
 import jax
 import jax.numpy as jnp
@@ -66,3 +66,10 @@ def relative_error(tree, reference):
 
     distance = np.linalg.norm(flat(tree) - flat(reference))
     return distance / np.linalg.norm(flat(reference))
+
+
+def run(fun, *args):
+    """Returns ``fun(*args)`` and its jaxpr, compiled in a hurry."""
+    trace = jax.jit(fun).trace(*args)
+    fast = {"xla_backend_optimization_level": 0}
+    return trace.lower().compile(compiler_options=fast)(*args), trace.jaxpr

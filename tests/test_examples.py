@@ -31,6 +31,12 @@ import digits_nnx  # noqa: E402
 FULL_RESNET, FULL_LOSS_SCALING = digits.ResNet, jaxmp.loss_scaling
 
 
+@pytest.fixture(autouse=True)
+def keys_that_compile_fast():
+    with jax.default_prng_impl("rbg"):
+        yield
+
+
 @pytest.fixture
 def small(monkeypatch):
     """A net that compiles fast, under a scale that overflows, shrinks and grows."""
