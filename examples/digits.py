@@ -20,11 +20,14 @@ import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
 from _data import Dataset, load_cifar10, load_digits
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -47,6 +50,8 @@ class Config:
     learning_rate: float = 3e-3
     accum_steps: int = 1
     """Micro-batches that a batch is split into."""
+    devices: int = 1
+    """Devices over which each batch is split. Where there are too few, the CPU acts."""
     seed: int = 0
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 100
@@ -222,10 +227,24 @@ def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:
     return checkpoints
 
 
+def make_mesh(devices: int) -> Mesh:
+    """Lines up the devices, or as many CPU devices where there are too few."""
+    found = jax.devices()
+    if len(found) < devices:
+        found = jax.devices("cpu")
+    if len(found) < devices:
+        sys.exit(f"`--devices {devices}`, but there are {len(found)}.")
+    return Mesh(np.array(found[:devices]), ("data",))
+
+
 def train(config: Config, data: Dataset, progress: Progress) -> Result:
     steps_per_epoch = len(data.train_images) // config.batch_size
     steps = config.epochs * steps_per_epoch
-    state = create_state(config, data, steps)
+    # The state on each device, and of each batch a part. `train_step` is the same: what
+    # has to be summed over the devices is found by `jit`, BatchNorm's means included.
+    mesh = make_mesh(config.devices)
+    everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    state = jax.device_put(create_state(config, data, steps), everywhere)
     checkpoints = open_checkpoints(config)
     if checkpoints and config.resume:
         newest = checkpoints.latest_step()
@@ -239,8 +258,9 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
     bar = progress.add_task(config.policy, total=steps, epoch="", shown="")
     seconds, metrics, shown, start = [], [], "", time.perf_counter()
     for step in range(int(state.step), steps):
-        images, labels = data.train_batch(config.seed, step, config.batch_size)
-        state, step_metrics = train_step(state, images, labels, config.accum_steps)
+        batch = data.train_batch(config.seed, step, config.batch_size)
+        batch = jax.device_put(batch, by_row)
+        state, step_metrics = train_step(state, *batch, config.accum_steps)
         metrics.append(step_metrics)
         epoch, i = divmod(step, steps_per_epoch)
         epoch_ends = i == steps_per_epoch - 1
@@ -324,6 +344,11 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
         sys.exit(str(error))
     if not 0 < config.batch_size <= len(data.train_images):
         sys.exit(f"`--batch-size` must lie in [1, {len(data.train_images)}].")
+    if config.devices < 1 or config.batch_size % config.devices:
+        sys.exit(
+            "`--batch-size` must be a multiple of `--devices`, but "
+            f"{config.batch_size} is not one of {config.devices}."
+        )
 
     name, epoch, shown = map(
         TextColumn,
@@ -342,4 +367,7 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config))
+    config = tyro.cli(Config)
+    if config.devices > 1:  # the CPU's; to be said before JAX starts
+        jax.config.update("jax_num_cpu_devices", config.devices)
+    main(config)

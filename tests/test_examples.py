@@ -106,6 +106,19 @@ def test_three_strings_give_three_precisions_of_one_program(mode):
     assert "…" not in printed
 
 
+def test_four_devices_train_as_one_does(small):
+    config = {"policy": "float32", "epochs": 2, "batch_size": 500}
+    alone, _ = run(**config)
+    result, _ = run(devices=4, **config)
+    kernel = jax.tree.leaves(result.state.params)[0]
+    assert len(kernel.sharding.device_set) == 4
+    assert kernel.sharding.is_fully_replicated
+    assert abs(result.accuracy - alone.accuracy) < 0.02
+    # Float32 sums in another order, after six steps of Adam.
+    stats = result.state.batch_stats, alone.state.batch_stats
+    chex.assert_trees_all_close(*stats, rtol=0.01, atol=0.01)
+
+
 def test_digits_keeps_everything_on_a_skipped_step(small):
     data = _data.load_digits()
     state = digits.create_state(digits.Config(), data, 10)
@@ -215,6 +228,8 @@ def test_checkpoints_are_not_mixed_up(killed, tmp_path):
         ({"resume": True}, "`--resume` needs the `--checkpoint-dir`"),
         ({"compare": True, "checkpoint_dir": Path("c")}, "keeps no checkpoint"),
         ({"batch_size": 2000}, r"`--batch-size` must lie in \[1, 1500\]"),
+        ({"devices": 3}, "multiple of `--devices`, but 100 is not one of 3"),
+        ({"devices": 50}, "`--devices 50`, but there are 8"),
         ({"data": "cifar10", "data_dir": Path("nowhere")}, "there is no folder"),
     ],
 )

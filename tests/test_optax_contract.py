@@ -102,7 +102,11 @@ def bits(tree):
 
 def kinds(tree):
     """Returns what a recompilation depends on."""
-    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type, x.sharding), tree)
+
+    def kind(x):  # a PRNG key has no weak type
+        return x.shape, x.dtype, getattr(x, "weak_type", False), x.sharding
+
+    return jax.tree.map(kind, tree)
 
 
 def skips_without_a_trace(tx, params, grads):
