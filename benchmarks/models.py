@@ -4,6 +4,7 @@ Each has a ``dtype`` as Flax's own layers have: None is the float32 model that a
 is given, and a 16-bit dtype the native model that it is compared with.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -236,7 +237,7 @@ class NnxMLP(nnx.Module):
         sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH, 10)
         self.layers = nnx.List(
             nnx.Linear(i, o, dtype=dtype, rngs=rngs)
-            for i, o in zip(sizes[:-1], sizes[1:], strict=True)
+            for i, o in itertools.pairwise(sizes)
         )
 
     def __call__(self, x):

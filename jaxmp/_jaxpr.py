@@ -16,10 +16,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Primitive", "Var"]
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "ShapedArray",
+    "Tracer",
+    "Var",
+]
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -33,14 +43,19 @@ def closed_consts(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
 
 
+def avals(atoms: Sequence[Any]) -> list[Any]:
+    """Returns the types of variables and literals."""
+    return [atom.aval for atom in atoms]
+
+
 def in_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the inputs of a jaxpr, open or closed."""
-    return [var.aval for var in open_jaxpr(jaxpr).invars]
+    return avals(open_jaxpr(jaxpr).invars)
 
 
 def out_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the outputs of a jaxpr, open or closed."""
-    return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
+    return avals(open_jaxpr(jaxpr).outvars)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
@@ -147,8 +162,8 @@ class CallLayout(NamedTuple):
     """
 
     bodies: Sequence[Body]
-    fixed_in: Sequence[int] = ()
-    fixed_out: Sequence[int] = ()
+    fixed_in: range = range(0)
+    fixed_out: range = range(0)
 
 
 def call_layout(eqn: JaxprEqn) -> CallLayout:
@@ -194,12 +209,13 @@ def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[A
     # The parameter was `manual_axes` up to 0.8. The public function is called, since
     # only it puts the mesh axes in scope while `body` is traced.
     params = eqn.params
+    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     return jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=params.get("newly_manual_axes", params.get("manual_axes")),
+        axis_names=params[axes],
         check_vma=params["check_vma"],
     )(*args)
 
