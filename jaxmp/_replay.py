@@ -67,6 +67,7 @@ class Value:
     source: int | None = None
     linear: bool = False  # comes from the tangents of a rule, to be transposed
     _wide: Any = None
+    _half: Any = None
 
     def facts(self) -> tuple:
         """Returns what matters to those who are given the array, hashable."""
@@ -81,7 +82,8 @@ class Value:
 
     def widened(self) -> "Value":
         """Returns the value in its original dtype."""
-        return dataclasses.replace(self, array=self.wide(), narrow=False)
+        narrow, *known = self.facts()
+        return Value(self.wide(), False, *known) if narrow else self
 
     def wide(self) -> Any:
         """Returns the array in its original dtype."""
@@ -90,6 +92,19 @@ class Value:
         if self._wide is None:  # Shared, so that its cotangents add up in float32.
             self._wide = lax.convert_element_type(self.array, jnp.float32)
         return self._wide
+
+    def half(self, dtype: np.dtype) -> Any:
+        """Returns the array, which was float32, in 16 bits."""
+        if self.narrow:
+            return self.array
+        if not isinstance(self.array, jax.Array):  # a literal
+            return np.asarray(self.array, dtype)
+        if self._half is None or self.source is not None:
+            # A weight is rounded anew for each use, so that its gradients are widened
+            # before they add up over the steps of a loop. An activation, as in Flax,
+            # is rounded once, so that it is also kept once for the backward pass.
+            self._half = lax.convert_element_type(self.array, dtype)
+        return self._half
 
 
 class Demand(NamedTuple):
@@ -258,9 +273,8 @@ class Caster:
 
         The result is the float32 accumulator unless somebody takes it in 16 bits.
         """
-        # Narrowed anew for each use: each widens its cotangent before they add up.
         operands = [
-            self.narrowed(value) if _is_float32(var) else value.array
+            value.half(self.dtype) if _is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
         if "preferred_element_type" not in eqn.params:
@@ -270,14 +284,6 @@ class Caster:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         linear = any(value.linear for value in ins)
         return [_accumulated(eqn, operands, self.dtype, linear)]
-
-    def narrowed(self, value: Value) -> Any:
-        """Returns a float32 value in 16 bits."""
-        if value.narrow:
-            return value.array
-        if not isinstance(value.array, jax.Array):  # a literal
-            return np.asarray(value.array, self.dtype)
-        return lax.convert_element_type(value.array, self.dtype)
 
     def held(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
@@ -328,7 +334,7 @@ class Caster:
         array = value.array
         stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
         if value.scalar is not None or (value.narrow and not stretched):
-            return self.narrowed(value)
+            return value.half(self.dtype)
         if not value.narrow and name != "mul":
             # A mask of -1e9 must not become -inf. A factor may: that is an overflow.
             array = _saturated(array, self.dtype)
@@ -418,7 +424,7 @@ class Caster:
             return ins
         weights = demand.narrow - demand.other
         return [
-            dataclasses.replace(value, array=self.narrowed(value), narrow=True)
+            dataclasses.replace(value, array=value.half(self.dtype), narrow=True)
             if var in weights and i < layout.fixed_in.start
             else value
             for i, (value, var) in enumerate(zip(ins, body.invars, strict=True))

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxprs import contractions, contractions_of, denied_of, relative_error, run
 
 import jaxmp
 import jaxmp.nnx
 from benchmarks import models
+from benchmarks.measure import (
+    contractions,
+    contractions_of,
+    denied_of,
+    relative_error,
+    run,
+)
 
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
 LINEN = ["mlp", "cnn", "transformer remat", "lstm", "gpt"]

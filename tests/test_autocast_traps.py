@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from jaxprs import contractions, denied_in, relative_error, traced
 
 import jaxmp
+from benchmarks.measure import contractions, denied_in, relative_error, traced
 
 F16 = jnp.float16
 EYE = jnp.eye(4)
@@ -124,7 +124,8 @@ def test_products_at_higher_precision_stay_float32():
 def test_squares_of_16_bit_values_do_not_overflow(square):
     def fun(w):
         y = 300 * (w @ w)
-        return jnp.sum(square(y)), jnp.linalg.norm(y), (y @ w) @ w
+        scaled = square(y) * 2.0**-24  # for a product, which would take it narrow
+        return jnp.sum(square(y)), jnp.linalg.norm(y), (y @ w) @ w, scaled @ w
 
     for got, want in zip(jaxmp.autocast(fun, F16)(EYE), fun(EYE), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-3)
