@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jmp
 import numpy as np

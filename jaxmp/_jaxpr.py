@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+)
 
 __all__ = [
     "ClosedJaxpr",
@@ -29,6 +37,7 @@ __all__ = [
     "ShapedArray",
     "Tracer",
     "Var",
+    "jaxpr_as_fun",
 ]
 
 
@@ -43,19 +52,14 @@ def closed_consts(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
 
 
-def avals(atoms: Sequence[Any]) -> list[Any]:
-    """Returns the types of variables and literals."""
-    return [atom.aval for atom in atoms]
-
-
 def in_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the inputs of a jaxpr, open or closed."""
-    return avals(open_jaxpr(jaxpr).invars)
+    return [var.aval for var in open_jaxpr(jaxpr).invars]
 
 
 def out_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the outputs of a jaxpr, open or closed."""
-    return avals(open_jaxpr(jaxpr).outvars)
+    return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
@@ -208,14 +212,14 @@ def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[A
     """Applies a ``shard_map`` equation with another function as its body."""
     # The parameter was `manual_axes` up to 0.8. The public function is called, since
     # only it puts the mesh axes in scope while `body` is traced.
-    params = eqn.params
-    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    params: dict[str, Any] = eqn.params
+    old, new = "manual_axes", "newly_manual_axes"
     return jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=params[axes],
+        axis_names=params[new if new in params else old],
         check_vma=params["check_vma"],
     )(*args)
 
@@ -291,7 +295,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     def mark(x):
         if not isinstance(x, jax.Array):
             return x
-        same = set(tracked) - getattr(jax.typeof(x), "vma", frozenset())
+        same = set(tracked) - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
         if not names:
             return x
@@ -300,3 +304,11 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
         return jax.lax.pvary(x, names)  # pyright: ignore  # JAX 0.8
 
     return jax.tree.map(mark, tree)
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # JAX 0.8
+        return aval.vma
+    return aval.manual_axis_type.varying

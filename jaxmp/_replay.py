@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import jaxpr_as_fun
 
 from . import _jaxpr
-from ._jaxpr import ClosedJaxpr, JaxprEqn, Literal, ShapedArray
+from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
 from ._op_lists import CALLS, EXACT, VIEWS, OpLists
+
+Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
 # Equations in these named scopes stay as they were written: what the user keeps in
 # float32, and what an inner autocast has decided already.
@@ -212,7 +213,7 @@ class Caster:
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in body.outvars]
 
-    def rule(self, eqn: JaxprEqn, scope: tuple) -> str:
+    def rule(self, eqn: Equation, scope: tuple) -> str:
         """Returns how to treat ``eqn``: allow, infer, retype, call or deny."""
         name, ops = eqn.primitive.name, self.ops
         kept = FLOAT32_SCOPE in scope or AUTOCAST_SCOPE in scope
@@ -234,7 +235,7 @@ class Caster:
         return "deny"
 
     def apply(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays one equation."""
         rule = self.rule(eqn, scope)
@@ -259,7 +260,7 @@ class Caster:
                 out.linear = True
         return outs
 
-    def values(self, eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Value]:
+    def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
         return [
             Value(array, narrow=_is_float32(var) and array.dtype == self.dtype)
@@ -268,7 +269,7 @@ class Caster:
 
     # Contractions.
 
-    def contract(self, eqn: JaxprEqn, ins: list[Value], wanted: bool) -> list[Any]:
+    def contract(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
         """Applies an operation of the allow list to 16-bit operands.
 
         The result is the float32 accumulator unless somebody takes it in 16 bits.
@@ -293,7 +294,7 @@ class Caster:
 
     # What follows its inputs.
 
-    def follow(self, eqn: JaxprEqn, ins: list[Value], wanted: bool) -> list[Any]:
+    def follow(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         floats = [value for value, var in operands if _is_float32(var)]
@@ -304,7 +305,7 @@ class Caster:
             if name in _COPIES:
                 outs = _bind_wide(eqn, ins)
                 return [lax.convert_element_type(out, self.dtype) for out in outs]
-            shape = _jaxpr.avals(eqn.outvars)[0].shape
+            shape = eqn.outvars[0].aval.shape
             return _jaxpr.bind(
                 eqn,
                 [
@@ -348,7 +349,7 @@ class Caster:
     # Primitives that hold jaxprs.
 
     def call(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside."""
         contracts = any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
@@ -376,7 +377,7 @@ class Caster:
         return self._contracts[jaxpr]
 
     def bodies(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         name, layout = eqn.primitive.name, _jaxpr.call_layout(eqn)
@@ -469,16 +470,16 @@ class Caster:
         return scope if self.paths else ()
 
     def custom_jvp(
-        self, eqn: JaxprEqn, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays a function together with the derivative rule of its own."""
-        avals = _jaxpr.avals(eqn.invars)
+        avals = [var.aval for var in eqn.invars]
         known = [value.on(None) for value in ins]  # keeps no tracer alive
         moving = [i for i, var in enumerate(eqn.invars) if _is_inexact(var)]
         moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
         free = (False,) * len(wanted)
         new, facts = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scope)
-        function = jax.custom_jvp(jaxpr_as_fun(new))
+        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
 
         def differentiated(*args):
             tangents = [_float0(aval) for aval in avals]
@@ -506,7 +507,7 @@ class Caster:
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
             ]
-            tangents_out = [_float0(aval) for aval in _jaxpr.avals(eqn.outvars)]
+            tangents_out = [_float0(var.aval) for var in eqn.outvars]
             for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
                 tangents_out[i] = tangent
             return arrays[: len(facts)], tangents_out
@@ -514,7 +515,7 @@ class Caster:
         arrays = function(*(x.array for x in ins))
         return [Value(x, *known) for x, known in zip(arrays, facts, strict=True)]
 
-    def custom_vjp(self, eqn: JaxprEqn, ins: list[Value], scope: tuple) -> list[Any]:
+    def custom_vjp(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
         closed_over = eqn.params["num_consts"]
         known = [value.widened().on(None) for value in ins]
@@ -536,7 +537,7 @@ class Caster:
         consts = map(_undifferentiated, arrays[:closed_over])
         return function(*consts, *arrays[closed_over:])
 
-    def shard_map(self, eqn: JaxprEqn, ins: list[Value], scope: tuple) -> list[Any]:
+    def shard_map(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
         known = [value.widened().on(None) for value in ins]
 
@@ -576,7 +577,7 @@ class Caster:
         return memo[key]
 
     def uses(
-        self, eqn: JaxprEqn, narrow: set, other: set, scope: tuple
+        self, eqn: Equation, narrow: set, other: set, scope: tuple
     ) -> Iterator[tuple[Any, bool, bool]]:
         """Yields, for each input of ``eqn``, which of the two sets it belongs to."""
         scope = scope + _jaxpr.scope_names(eqn)
@@ -616,15 +617,15 @@ def _is_inexact(atom: Any) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-def _takes_reference(eqn: JaxprEqn) -> bool:
+def _takes_reference(eqn: Equation) -> bool:
     return not all(isinstance(v.aval, ShapedArray) for v in eqn.invars)
 
 
-def _keeps_float32(eqn: JaxprEqn) -> bool:
+def _keeps_float32(eqn: Equation) -> bool:
     return _is_float32(eqn.invars[0]) and _is_float32(eqn.outvars[0])
 
 
-def _is_contraction(eqn: JaxprEqn) -> bool:
+def _is_contraction(eqn: Equation) -> bool:
     """Whether ``eqn`` is a float32 product with sums in it, at default precision.
 
     Outer products are elementwise work: the angles of rotary embeddings are one, and
@@ -640,14 +641,14 @@ def _is_contraction(eqn: JaxprEqn) -> bool:
         return False
     if eqn.primitive.name != "dot_general":
         return True
-    lhs, rhs = _jaxpr.avals(eqn.invars)
+    lhs, rhs = (var.aval for var in eqn.invars)
     (contracted, _), (batch, _) = params["dimension_numbers"]
     inner = len(contracted) + len(batch)
     terms = math.prod(lhs.shape[i] for i in contracted)
     return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
 
 
-def _is_square(eqn: JaxprEqn) -> bool:
+def _is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
 
     A cube does so sooner, but where it occurs, in GELU's approximation, it is
@@ -675,7 +676,7 @@ def _literal(atom: Any) -> Value:
     return Value(atom.val, scalar=np.asarray(atom.val, atom.aval.dtype)[()])
 
 
-def _known_scalar(eqn: JaxprEqn, ins: list[Value]) -> Any:
+def _known_scalar(eqn: Equation, ins: list[Value]) -> Any:
     """Returns what every entry of the result equals, or None."""
     name, scalars = eqn.primitive.name, [value.scalar for value in ins]
     if not scalars or any(scalar is None for scalar in scalars):
@@ -688,16 +689,16 @@ def _known_scalar(eqn: JaxprEqn, ins: list[Value]) -> Any:
     return scalars[0] if name in VIEWS and len(ins) == 1 else None
 
 
-def _known_source(eqn: JaxprEqn, ins: list[Value]) -> int | None:
+def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
     """Returns the size of the float32 input that the result is a view of, or None."""
     name = eqn.primitive.name
     if name == "convert_element_type":
-        (aval,) = _jaxpr.avals(eqn.invars)
-        return 0 if aval.dtype == jnp.bool_ else ins[0].source
+        boolean = eqn.invars[0].aval.dtype == jnp.bool_
+        return 0 if boolean else ins[0].source
     alone = not any(map(_is_float32, eqn.invars[1:]))
     if name not in VIEWS or not alone or ins[0].source is None:
         return None
-    return min(ins[0].source, _jaxpr.avals(eqn.outvars)[0].size)
+    return min(ins[0].source, eqn.outvars[0].aval.size)
 
 
 def _survives(scalar: Any, dtype: np.dtype) -> bool:
@@ -734,7 +735,7 @@ def _refuse_cotangent(_, cotangent):
 _undifferentiated.defvjp(lambda x: (x, None), _refuse_cotangent)
 
 
-def _bind_wide(eqn: JaxprEqn, ins: list[Value]) -> list[Any]:
+def _bind_wide(eqn: Equation, ins: list[Value]) -> list[Any]:
     return _jaxpr.bind(eqn, [value.wide() for value in ins])
 
 
@@ -746,7 +747,7 @@ def _saturated(array: Any, dtype: np.dtype) -> Any:
 
 
 def _accumulated(
-    eqn: JaxprEqn, operands: list[Any], dtype: np.dtype, linear: bool
+    eqn: Equation, operands: list[Any], dtype: np.dtype, linear: bool
 ) -> Any:
     """Returns the float32 sums of a product of 16-bit operands.
 

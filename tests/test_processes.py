@@ -1,0 +1,210 @@
+"""Checkpoints across topologies, and real processes that must agree."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+
+import jaxmp
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.insert(0, str(EXAMPLES))  # before an installed `multiprocess`
+
+import _data  # noqa: E402
+import digits  # noqa: E402
+import multiprocess  # noqa: E402
+
+CPUS = np.array(jax.devices("cpu")[:8])
+MESHES = {
+    "2x2": Mesh(CPUS[:4].reshape(2, 2), ("data", "model")),
+    "1x8": Mesh(CPUS.reshape(1, 8), ("data", "model")),
+    "1x1": Mesh(CPUS[:1].reshape(1, 1), ("data", "model")),
+}
+SPECS = {"w1": P("data", "model"), "w2": P("model", "data"), "b": P()}
+SHAPES = {"w1": (16, 32), "w2": (32, 8), "b": (8,)}
+POLICY = jaxmp.get_policy("mixed_float16")
+# A scale that overflows at first and grows often, so that its counters matter.
+TX = jaxmp.loss_scaling(optax.adam(0.1), POLICY, init_scale=2.0**22, growth_interval=2)
+X = jax.random.normal(jax.random.key(0), (32, 16)) * 4
+Y = jnp.arange(32) % 8
+
+
+def abstract(mesh):
+    """Returns shapes, dtypes and shardings of the parameters and the state."""
+    params = {
+        k: jax.ShapeDtypeStruct(
+            SHAPES[k], "float32", sharding=NamedSharding(mesh, spec)
+        )
+        for k, spec in SPECS.items()
+    }
+    state = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(TX.init, params),
+        jaxmp.init_shardings(TX, params),
+    )
+    return params, state
+
+
+def fresh(mesh):
+    def init():
+        keys = dict(zip(SHAPES, jax.random.split(jax.random.key(1), 3), strict=True))
+        params = {k: jax.random.normal(keys[k], s) / 8 for k, s in SHAPES.items()}
+        return params, TX.init(params)
+
+    # Elsewhere than on the mesh, because random bits may depend on the partition.
+    return jax.device_put(init(), jax.tree.map(lambda x: x.sharding, abstract(mesh)))
+
+
+def train(mesh, params, state, steps):
+    shardings = jax.tree.map(lambda x: x.sharding, abstract(mesh))
+
+    def apply(params, x):
+        return jnp.maximum(x @ params["w1"], 0) @ params["w2"] + params["b"]
+
+    def loss_fn(params, x, y):
+        logits = jaxmp.with_policy(apply, POLICY)(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    @partial(jax.jit, out_shardings=shardings)
+    def step(params, state, x, y):
+        scale = jaxmp.get_loss_scale(state)
+        grads = jaxmp.grad(loss_fn, loss_scale=scale)(params, x, y)
+        updates, state = TX.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x, y = jax.device_put((X, Y), NamedSharding(mesh, P("data")))
+    for _ in range(steps):
+        params, state = step(params, state, x, y)
+    return params, state
+
+
+def digest(tree):
+    """Hashes the whole arrays, wherever their parts lie."""
+    return multiprocess.digest(jax.tree.map(jnp.asarray, jax.device_get(tree)))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The checkpoint of a run on 2x2 after six steps, and what it held."""
+    path = tmp_path_factory.mktemp("checkpoints") / "state"
+    run = train(MESHES["2x2"], *fresh(MESHES["2x2"]), 6)
+    assert run[1].skipped > 1
+    assert jaxmp.last_step_finite(run[1])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+    return path, run
+
+
+def restore(path, mesh):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, abstract(mesh))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_checkpoint_restores_onto_another_topology(saved, name):
+    path, run = saved
+    restored = restore(path, MESHES[name])
+    assert digest(restored) == digest(run)
+    jax.tree.map(
+        lambda x, a: chex.assert_equal(x.sharding, a.sharding),
+        restored,
+        abstract(MESHES[name]),
+    )
+    params, state = train(MESHES[name], *restored, 1)  # and goes on
+    assert jaxmp.last_step_finite(state)
+    assert params["w1"].sharding == restored[0]["w1"].sharding
+
+
+def test_a_run_goes_on_bit_for_bit_on_the_same_topology(saved):
+    mesh = MESHES["2x2"]
+    resumed = train(mesh, *restore(saved[0], mesh), 3)
+    whole = train(mesh, *fresh(mesh), 9)
+    chex.assert_trees_all_equal(resumed, whole)
+    assert resumed[1].skipped > saved[1][1].skipped  # the scale goes on, too
+
+
+# Real processes. Each ends itself when its time is over, so that a hang is a failure.
+
+
+def test_two_processes_agree_though_the_data_of_one_overflow(tmp_path):
+    with open(os.devnull, "w") as nowhere:
+        console = Console(record=True, width=80, file=nowhere)
+        config = multiprocess.Config(steps=4, overflow_at=2, checkpoint_dir=tmp_path)
+        first, second = multiprocess.main(config, console)
+    assert first == second
+    assert "All 2 processes agree" in console.export_text()
+    assert (first["Steps skipped"], first["Loss scale"]) == (1, 2.0**14)
+    assert first["Good steps since"] == 1  # the last of four
+    assert first["Digest restored"] == first["Digest of the state"]
+
+    # What two processes saved, one process restores onto eight devices.
+    everywhere = NamedSharding(Mesh(CPUS, ("data",)), P())
+    target = jax.eval_shape(
+        lambda: multiprocess.numbers(
+            digits.create_state(digits.Config(), _data.load_digits(), 4)
+        )
+    )
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), target
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", target)
+    assert multiprocess.digest(restored) == first["Digest of the state"]
+
+
+def test_a_process_that_waits_in_vain_ends_in_time():
+    command = [sys.executable, str(EXAMPLES / "multiprocess.py"), "--process-id", "0"]
+    command += ["--timeout", "10", "--coordinator", multiprocess.free_address()]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 1
+    assert "Timeout" in done.stderr
+    assert "in work" in done.stderr  # the traceback says where it hung
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "message"),
+    [
+        ("raise SystemExit('no such policy')", 60, "Process 1 failed:\nno such policy"),
+        ("pass", 1, "Process 0 did not end within 1 seconds"),
+    ],
+    ids=["failure", "hang"],
+)
+def test_one_that_fails_or_hangs_ends_the_wait(tmp_path, code, seconds, message):
+    logs, workers = [tmp_path / "0", tmp_path / "1"], []
+    for log, program in zip(logs, ["import time; time.sleep(60)", code], strict=True):
+        with log.open("w") as file:
+            command = [sys.executable, "-c", program]
+            workers.append(subprocess.Popen(command, stdout=file, stderr=file))
+    try:
+        with pytest.raises(SystemExit, match=message):
+            multiprocess.wait(workers, logs, seconds)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"processes": 3}, "multiple of `--processes`, but 100 is not"),
+        ({"policy": "float61"}, "float61"),
+        ({"steps": 0}, "`--steps` must be at least 1"),
+    ],
+)
+def test_a_wrong_flag_starts_no_process(flags, message):
+    with pytest.raises(SystemExit, match=message):
+        multiprocess.main(multiprocess.Config(**flags))

@@ -1,0 +1,504 @@
+"""Training in Linen and NNX: what stays float32, what is 16-bit, what is skipped."""
+
+from collections import Counter
+from functools import cache, partial
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
+
+F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
+X = jax.random.normal(jax.random.key(1), (8, 6, 6, 3))
+Y = jnp.arange(8) % 4
+# Half precision keeps 11 bits, bfloat16 8; the error grows with the depth.
+TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 0.1, "mixed_float16": 0.02}
+
+
+class Net(nn.Module):
+    """A convolution, BatchNorm, Dropout and a product, the usual suspects."""
+
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    rate: float = 0.25
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        x = nn.Conv(8, (3, 3), **types)(x)
+        x = nn.relu(nn.BatchNorm(not train, momentum=0.5, **types)(x))
+        x = nn.Dropout(self.rate, deterministic=not train)(x)
+        return nn.Dense(4, **types)(x.mean((1, 2)))
+
+
+@pytest.fixture(autouse=True)
+def keys_that_compile_fast():
+    with jax.default_prng_impl("rbg"):
+        yield
+
+
+class State(TrainState):
+    batch_stats: Any = None
+
+
+@cache  # and so one compilation for each policy, not for each test
+def make_parts(policy, model, options):
+    policy = jaxmp.get_policy(policy)
+    tx = jaxmp.loss_scaling(optax.sgd(0.125, momentum=0.5), policy, **dict(options))
+    return jaxmp.with_policy(model.apply, policy), tx
+
+
+@cache
+def make_variables(model):
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    return jax.device_get(jax.jit(model.init)(rngs, X[:1]))
+
+
+def make_state(policy, model=None, apply_fn=None, **options):
+    model = model or Net()
+    with_policy, tx = make_parts(policy, model, tuple(options.items()))
+    variables = jax.tree.map(jnp.array, make_variables(model))
+    state = State.create(
+        apply_fn=apply_fn or with_policy,
+        params=variables["params"],
+        batch_stats=variables.get("batch_stats", {}),
+        tx=tx,
+    )
+    return state.replace(step=jnp.zeros([], jnp.int32))
+
+
+def loss_fn(params, state, x, y, key):
+    logits, updates = state.apply_fn(
+        {"params": params, "batch_stats": state.batch_stats},
+        x,
+        rngs={"dropout": key},
+        mutable=["batch_stats"],
+    )
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+    return loss, (updates.get("batch_stats", {}), logits)
+
+
+@partial(jax.jit, donate_argnames="state")
+def train_step(state, x, y, key):
+    grad_fn = jaxmp.value_and_grad(
+        loss_fn, loss_scale=jaxmp.get_loss_scale(state.opt_state), has_aux=True
+    )
+    (loss, (batch_stats, logits)), grads = grad_fn(state.params, state, x, y, key)
+    new_state = state.apply_gradients(grads=grads)
+    finite = jaxmp.last_step_finite(new_state.opt_state)
+    batch_stats = jaxmp.select_tree(finite, batch_stats, state.batch_stats)
+    return new_state.replace(batch_stats=batch_stats), (loss, grads, logits)
+
+
+def dtypes(tree):
+    return {x.dtype for x in jax.tree.leaves(tree)}
+
+
+def equations(jaxpr):
+    """Yields every equation, those of inner jaxprs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for sub in value if isinstance(value, (tuple, list)) else (value,):
+                sub = getattr(sub, "jaxpr", sub)
+                if hasattr(sub, "eqns"):
+                    yield from equations(sub)
+
+
+def contractions(fun, *args):
+    """Counts the products and convolutions by the dtypes that they multiply."""
+    products = {"dot_general", "conv_general_dilated"}
+    return Counter(
+        tuple(x.aval.dtype for x in eqn.invars)
+        for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)
+        if eqn.primitive.name in products
+    )
+
+
+# Linen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_train_state_trains_as_it_stands(policy):
+    state = make_state(policy)
+    reference = make_state("float32")
+    for i in range(3):
+        key = jax.random.key(i)
+        state, (loss, grads, logits) = train_step(state, X, Y, key)
+        reference, (expected, _, _) = train_step(reference, X, Y, key)
+        np.testing.assert_allclose(loss, expected, rtol=TOLERANCE[policy])
+        assert dtypes((grads, loss, logits)) == {F32}
+    assert dtypes((state.params, state.batch_stats)) == {F32}
+    assert state.step == 3
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=TOLERANCE[policy]),
+        state.batch_stats,
+        reference.batch_stats,
+    )
+
+
+def test_batch_stats_are_float32_throughout():
+    state = make_state("mixed_float16")
+    jaxpr = jax.make_jaxpr(loss_fn)(state.params, state, X, Y, jax.random.key(0))
+    shapes = {x.shape for x in jax.tree.leaves(state.batch_stats)}
+    # Nothing of the statistics' shape is ever cast to 16 bits, but parameters.
+    paths = jax.tree_util.tree_leaves_with_path((state.params, state))
+    stats = [
+        var
+        for (path, _), var in zip(paths, jaxpr.jaxpr.invars, strict=False)
+        if "batch_stats" in jax.tree_util.keystr(path)
+    ]
+    assert len(stats) == 2
+    assert {var.aval.shape for var in stats} == shapes
+    for eqn in equations(jaxpr.jaxpr):
+        if eqn.primitive.name == "convert_element_type":
+            assert eqn.invars[0] not in stats
+
+
+@pytest.mark.parametrize("poison", [np.inf, np.nan])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_skipped_step_keeps_the_running_statistics(policy, poison):
+    state, _ = train_step(make_state(policy), X, Y, jax.random.key(0))
+    before = jax.tree.map(np.array, state)
+    state, _ = train_step(state, X.at[0].set(poison), Y, jax.random.key(1))
+    after = jax.tree.map(np.array, state)
+    chex.assert_trees_all_equal(after.params, before.params)
+    chex.assert_trees_all_equal(after.batch_stats, before.batch_stats)
+    scale = jaxmp.get_loss_scale_state(after.opt_state)
+    old_scale = jaxmp.get_loss_scale_state(before.opt_state)
+    chex.assert_trees_all_equal(scale.inner_state, old_scale.inner_state)
+    assert scale.skipped == 1
+    factor = 0.5 if policy == "mixed_float16" else 1.0
+    assert scale.loss_scale == factor * old_scale.loss_scale
+    # And without the select, the statistics would be lost for good.
+    _, (batch_stats, _) = jax.jit(loss_fn)(
+        state.params, state, X.at[0].set(poison), Y, jax.random.key(1)
+    )
+    assert not jaxmp.all_finite(batch_stats)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_modules_with_dtypes_of_their_own_need_no_other_step(policy):
+    # Flax's own way; the cast of the policy then finds nothing to do in the modules.
+    types = jaxmp.get_policy(policy)
+    model = Net(types.compute_dtype, types.param_dtype)
+    returns = jaxmp.Policy(F32, F32, F32)
+    own = make_state(policy, model, jaxmp.with_policy(model.apply, returns))
+    ours = make_state(policy)
+    for i in range(2):
+        own, (_, grads, logits) = train_step(own, X, Y, jax.random.key(i))
+        ours, (_, expected, expected_logits) = train_step(ours, X, Y, jax.random.key(i))
+    assert dtypes((own.params, own.batch_stats, grads, logits)) == {F32}
+    np.testing.assert_allclose(logits, expected_logits, atol=TOLERANCE[policy])
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=TOLERANCE[policy]), grads, expected
+    )
+    counted = contractions(
+        jax.grad(loss_fn, has_aux=True), own.params, own, X, Y, jax.random.key(0)
+    )
+    assert set(counted) == {(types.compute_dtype,) * 2}
+
+
+def test_one_compilation_over_good_and_skipped_steps():
+    state = make_state("mixed_float16", growth_interval=2)
+    compiled = train_step._cache_size()
+    scales = []
+    for i in range(6):
+        x = X.at[0].set(jnp.inf) if i in (2, 5) else X
+        state, _ = train_step(state, x, Y, jax.random.key(i))
+        scales.append(int(np.log2(jaxmp.get_loss_scale(state.opt_state))))
+    assert scales == [15, 16, 15, 15, 16, 15]
+    assert train_step._cache_size() == compiled + 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_string_changes_neither_state_nor_gradients_in_structure(policy):
+    state, reference = make_state(policy), make_state("float32")
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.opt_state, reference.opt_state)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(
+        reference.opt_state
+    )
+    # So a state of any policy is one of any other, as a checkpoint would bring it.
+    moved = reference.replace(opt_state=state.opt_state)
+    moved, _ = train_step(moved, X, Y, jax.random.key(0))
+    assert jaxmp.get_loss_scale(moved.opt_state) == 1
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(nn.Dense(6)(nn.LayerNorm()(x)))
+
+
+class Layers(nn.Module):
+    """Two blocks: plain, rematerialised, or scanned over."""
+
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), -1)[:, :6]
+        if self.kind == "scan":
+            scan = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=2,
+            )
+            x, _ = scan(Block(), x, None)
+        else:
+            block = nn.remat(Block) if self.kind == "remat" else Block
+            for i in range(2):
+                x = block(name=f"block{i}")(x)
+        return nn.Dense(4)(x)
+
+
+@pytest.mark.parametrize("kind", ["remat", "scan"])
+@pytest.mark.parametrize("policy", ["float32", "O2"])
+def test_remat_and_scan_change_nothing(kind, policy):
+    plain, other = Layers("plain"), Layers(kind)
+    params = make_variables(plain)["params"]
+    first, last = params["block0"], params["block1"]
+    stack = partial(jax.tree.map, lambda *x: jnp.stack(x))
+    if kind == "scan":
+        (name,) = set(make_variables(other)["params"]) - {"Dense_0"}
+        own = {name: stack(first, last), "Dense_0": params["Dense_0"]}
+    else:
+        own = params
+
+    def run(model, params):
+        apply = jaxmp.linen.with_policy(model, policy)
+        grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=2.0**15, has_aux=True)
+        state = make_state(policy, model, apply)
+        (loss, _), grads = jax.jit(grad_fn)(params, state, X, Y, jax.random.key(0))
+        return loss, grads
+
+    loss, grads = run(plain, params)
+    other_loss, other_grads = run(other, own)
+    if kind == "scan":
+        blocks = stack(grads["block0"], grads["block1"])
+        grads = {name: blocks, "Dense_0": grads["Dense_0"]}
+    tolerance = TOLERANCE["float32" if policy == "float32" else "mixed_float16"]
+    np.testing.assert_allclose(other_loss, loss, rtol=tolerance)
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=tolerance), other_grads, grads
+    )
+    assert dtypes(other_grads) == {F32}
+
+
+# The leak under O2
+
+
+def all_contractions(apply, model):
+    state = make_state("O2", model, apply)
+    grad_fn = jaxmp.grad(loss_fn, loss_scale=2.0**15, has_aux=True)
+    return contractions(grad_fn, state.params, state, X, Y, jax.random.key(0))
+
+
+MODELS = {"conv": Net(), **{kind: Layers(kind) for kind in ("plain", "remat", "scan")}}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_under_o2_every_contraction_is_16_bit(model):
+    ours = all_contractions(jaxmp.linen.with_policy(model, "O2"), model)
+    assert set(ours) == {(F16, F16)}
+    # As many as under a policy without float32 parameters, where nothing can leak.
+    full = all_contractions(jaxmp.with_policy(model.apply, "O1"), model)
+    assert ours == full
+    leaking = jaxmp.with_policy(model.apply, "O2")
+    if model == Layers("scan"):  # its carry would turn float32 on the way
+        with pytest.raises(TypeError, match="carry"):
+            all_contractions(leaking, model)
+    else:  # a float32 norm scale, and all that comes after it
+        leaked = all_contractions(leaking, model)
+        assert leaked[F32, F32] > 0
+        assert leaked.total() == ours.total()
+
+
+def test_under_o2_norms_compute_in_float32():
+    apply = jaxmp.linen.with_policy(Net(), "O2")
+    state = make_state("O2")
+    jaxpr = jax.make_jaxpr(loss_fn)(state.params, state, X, Y, jax.random.key(0))
+    own = jax.make_jaxpr(loss_fn)(
+        state.params, state.replace(apply_fn=apply), X, Y, jax.random.key(0)
+    )
+
+    def float32_images(jaxpr):
+        return {
+            eqn.primitive.name
+            for eqn in equations(jaxpr.jaxpr)
+            for x in eqn.outvars
+            if getattr(x.aval, "shape", ()) == (8, 6, 6, 8) and x.aval.dtype == F32
+        }
+
+    # Dropout, which comes after the norm, is the last to show the difference.
+    assert {"sub", "mul"} <= float32_images(own)
+    assert "select_n" in float32_images(jaxpr)
+    assert "select_n" not in float32_images(own)
+
+
+# NNX
+
+
+class NNXNet(nnx.Module):
+    def __init__(self, rngs, dtype=None):
+        self.conv = nnx.Conv(3, 8, (3, 3), dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(0.25, rngs=rngs)
+        self.head = nnx.Linear(8, 4, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.norm(self.conv(x))))
+        return self.head(x.mean((1, 2)))
+
+
+def nnx_loss_fn(model, x, y, policy):
+    logits = jaxmp.with_policy(model, policy)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+@partial(nnx.jit, static_argnames="policy")
+def nnx_step(model, optimizer, x, y, policy):
+    grad_fn = jaxmp.nnx.value_and_grad(
+        nnx_loss_fn, policy, loss_scale=jaxmp.get_loss_scale(optimizer.opt_state)
+    )
+    loss, grads = grad_fn(model, x, y, policy)
+    optimizer.update(model, grads)
+    return loss, grads
+
+
+@nnx.jit
+def plain_nnx_step(model, optimizer, x, y):
+    loss, grads = nnx.value_and_grad(nnx_loss_fn)(model, x, y, "float32")
+    optimizer.update(model, grads)
+    return loss, grads
+
+
+def nnx_training(step, tx, dtype=None):
+    """Takes two steps; returns the losses, the last gradients and the statistics."""
+    model = NNXNet(nnx.Rngs(0), dtype)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    (first, _), (loss, grads) = (step(model, optimizer, X, Y) for _ in range(2))
+    assert model.dropout.rngs.count[...] == 2
+    stats = nnx.state(model, nnx.BatchStat)
+    return [first, loss], *map(nnx.to_pure_dict, (grads, stats))
+
+
+@pytest.fixture(scope="module")
+def plain_nnx():
+    with jax.default_prng_impl("rbg"):
+        return nnx_training(plain_nnx_step, optax.sgd(0.125, momentum=0.5))
+
+
+@pytest.mark.parametrize(
+    ("policy", "own_dtype"),
+    [*((policy, False) for policy in POLICIES), ("mixed_float16", True)],
+)
+def test_nnx_trains_under_each_policy(policy, own_dtype, plain_nnx):
+    types = jaxmp.get_policy(policy)
+    trained = nnx_training(
+        partial(nnx_step, policy=types),
+        jaxmp.loss_scaling(optax.sgd(0.125, momentum=0.5), types),
+        types.compute_dtype if own_dtype else None,
+    )
+    assert dtypes(trained) == {F32}
+    jax.tree.map(
+        partial(np.testing.assert_allclose, atol=TOLERANCE[policy]), trained, plain_nnx
+    )
+    assert (trained[-1]["norm"]["mean"] != 0).any()
+
+
+# Numerics
+
+
+def tiny_problem():
+    """A loss normalised by so large a count that its float16 gradients underflow."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((64, 8)), jnp.float32)
+    y = x @ jnp.asarray(rng.standard_normal(8), jnp.float32)
+    return x, y, 2.0**30  # the loss per example is 2^24 times as large
+
+
+def regression(policy, steps, scaled):
+    """Trains a linear model; returns its loss per example and its first gradients."""
+    x, y, count = tiny_problem()
+    apply = jaxmp.with_policy(lambda w, x: x @ w, policy)
+
+    def loss_fn(w):
+        return ((apply(w, x) - y) ** 2).sum() / count
+
+    # Adam, so that the size of the gradients does not matter unless they are zero.
+    inner = optax.adam(0.0625, eps=1e-30)
+    tx = jaxmp.loss_scaling(inner, policy) if scaled else jaxmp.static_loss_scale(inner)
+
+    @jax.jit
+    def train(w):
+        def step(carry, _):
+            w, state = carry
+            scale = jaxmp.get_loss_scale(state)
+            grads = jaxmp.grad(loss_fn, loss_scale=scale)(w)
+            updates, state = tx.update(grads, state, w)
+            return (optax.apply_updates(w, updates), state), grads
+
+        (w, state), grads = jax.lax.scan(step, (w, tx.init(w)), length=steps)
+        return loss_fn(w) * count / len(x), grads[0], state
+
+    return train(jnp.zeros(8))
+
+
+def test_gradients_that_underflow_unscaled_train_as_in_float32_scaled():
+    loss, grads, _ = regression("float32", 100, scaled=False)
+    lost, zeros, _ = regression("mixed_float16", 100, scaled=False)
+    found, scaled, state = regression("mixed_float16", 100, scaled=True)
+    _, y, _ = tiny_problem()
+    start = float((y**2).mean())
+    assert not zeros.any()
+    assert lost == start  # it has not learnt a thing
+    np.testing.assert_allclose(scaled, grads, atol=2**-8 * float(jnp.abs(grads).max()))
+    assert loss < start / 100
+    assert found < start / 100
+    assert state.skipped == 0
+
+
+def test_a_growing_overflow_is_handled():
+    # The gradients grow a thousandfold; the scale follows, and training goes on.
+    policy = "mixed_float16"
+    tx = jaxmp.loss_scaling(optax.sgd(2.0**-12), policy, growth_interval=1000)
+    apply = jaxmp.with_policy(lambda w, x: w * x, policy)
+
+    @jax.jit
+    def train(w, state):
+        def step(carry, size):
+            w, state = carry
+            scale = jaxmp.get_loss_scale(state)
+            grads = jaxmp.grad(lambda w: apply(w, size), loss_scale=scale)(w)
+            updates, state = tx.update(grads, state, w)
+            w = optax.apply_updates(w, updates)
+            return (w, state), (w, grads, state.loss_scale, state.last_finite)
+
+        sizes = jnp.repeat(2.0 ** jnp.arange(11), 4)
+        (w, state), trace = jax.lax.scan(step, (w, state), sizes)
+        return w, state, trace, sizes
+
+    w = jnp.ones([])
+    w, state, (ws, grads, scales, finite), sizes = train(w, tx.init(w))
+    finite = np.array(finite)
+    # 2^15 times 2^k fits into float16 for k = 0 only: one skip for each k from 1 on.
+    assert state.skipped == (~finite).sum() == 10
+    assert scales[-1] == 2.0**5
+    np.testing.assert_array_equal(grads[finite], sizes[finite])
+    assert np.isinf(grads[~finite]).all()
+    kept = np.flatnonzero(~finite)
+    np.testing.assert_array_equal(ws[kept], ws[kept - 1])
+    assert w == 1 - 2.0**-12 * sizes[finite].sum()
