@@ -352,6 +352,18 @@ def test_activations_between_products_stay_16_bit():
     assert wide == []
 
 
+def test_an_embedding_begins_16_bit_work_and_a_mask_does_not_end_it():
+    def fun(table, places, w, tokens):
+        x = table[tokens] + places[: tokens.shape[1]]
+        x = x * (tokens > 0).astype(jnp.float32)[..., None]
+        return jnp.tanh(x) @ w
+
+    tokens = jnp.ones((4, 3), int)
+    eqns = traced(jaxmp.autocast(fun), W, X, W, tokens)
+    (tanh,) = [e for e in eqns if e.primitive.name == "tanh"]
+    assert tanh.outvars[0].aval.dtype == jnp.bfloat16
+
+
 # Opting out.
 
 
