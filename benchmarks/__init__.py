@@ -1,0 +1,1 @@
+"""Measurements of what jaxmp promises: ``python -m benchmarks NAME``."""

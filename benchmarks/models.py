@@ -4,6 +4,7 @@ Each has a ``dtype`` as Flax's own layers have: None is the float32 model that a
 is given, and a 16-bit dtype the native model that it is compared with.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Attention(nn.Module):
     dtype: Any = None
     rope: bool = False
     fused: bool = False
+    float32_softmax: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -79,7 +81,14 @@ class Attention(nn.Module):
             out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         else:
             mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
-            out = nn.dot_product_attention(q, k, v, mask=mask, dtype=self.dtype)
+            out = nn.dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                dtype=self.dtype,
+                force_fp32_for_softmax=self.float32_softmax,
+            )
         return nn.DenseGeneral(WIDTH, axis=(-2, -1), dtype=self.dtype)(out)
 
 
@@ -89,13 +98,14 @@ class Block(nn.Module):
     dtype: Any = None
     rope: bool = False
     fused: bool = False
+    float32_softmax: bool = False
     dropout: float = 0.0
 
     @nn.compact
     def __call__(self, x, _=None):
         """Maps a sequence to a sequence, in the form that ``nn.scan`` wants."""
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = Attention(self.dtype, self.rope, self.fused)(y)
+        y = Attention(self.dtype, self.rope, self.fused, self.float32_softmax)(y)
         x = x + nn.Dropout(self.dropout, deterministic=not self.dropout)(y)
         y = nn.LayerNorm(dtype=self.dtype)(x)
         y = nn.gelu(nn.Dense(4 * WIDTH, dtype=self.dtype)(y))
@@ -112,6 +122,7 @@ class Transformer(nn.Module):
     remat: bool = False
     tied: bool = False
     fused: bool = False
+    float32_softmax: bool = False
     dropout: float = 0.0
 
     @nn.compact
@@ -122,7 +133,8 @@ class Transformer(nn.Module):
         if not self.tied:
             x = x + nn.Embed(LENGTH, WIDTH, dtype=self.dtype)(jnp.arange(x.shape[1]))
         block = nn.remat(Block) if self.remat else Block
-        settings = (self.dtype, self.tied, self.fused, self.dropout)
+        softmax = self.float32_softmax
+        settings = (self.dtype, self.tied, self.fused, softmax, self.dropout)
         if self.scanned:
             scan = nn.scan(
                 block,
@@ -236,7 +248,7 @@ class NnxMLP(nnx.Module):
         sizes = (WIDTH, 2 * WIDTH, 2 * WIDTH, 10)
         self.layers = nnx.List(
             nnx.Linear(i, o, dtype=dtype, rngs=rngs)
-            for i, o in zip(sizes[:-1], sizes[1:], strict=True)
+            for i, o in itertools.pairwise(sizes)
         )
 
     def __call__(self, x):

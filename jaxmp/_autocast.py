@@ -16,6 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ._checks import refuse_nnx_modules
+from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import get_policy
 from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
@@ -180,7 +181,7 @@ def _linen_state_kept() -> Iterator[None]:
         yield
     for scope, before in variables.items():
         for path, leaf in jax.tree.leaves_with_path(scope.variables()):
-            if isinstance(leaf, jax.core.Tracer) and id(leaf) not in before:
+            if isinstance(leaf, Tracer) and id(leaf) not in before:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise TypeError(
                     f"`autocast` wraps a Linen module inside another, and `{name}` was "

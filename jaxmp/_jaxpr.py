@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -33,6 +34,8 @@ __all__ = [
     "JaxprEqn",
     "Literal",
     "Primitive",
+    "ShapedArray",
+    "Tracer",
     "Var",
     "jaxpr_as_fun",
 ]

@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
-from ._jaxpr import ClosedJaxpr, Literal
+from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
 from ._op_lists import CALLS, EXACT, VIEWS, OpLists
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
@@ -67,15 +66,25 @@ class Value:
     # Size of the float32 input of which this is a view; 0 where narrowing is always
     # right: vectors (biases, scales), scalars and what was boolean.
     source: int | None = None
+    linear: bool = False  # comes from the tangents of a rule, to be transposed
     _wide: Any = None
+    _half: Any = None
 
     def facts(self) -> tuple:
-        """Returns what is known beside the array, hashable."""
-        return self.narrow, self.scalar, self.source
+        """Returns what matters to those who are given the array, hashable."""
+        # A layer that is called with its number is the same layer for each number.
+        known = getattr(self.scalar, "dtype", None) == _FLOAT32
+        scalar = self.scalar if known else None
+        return self.narrow, scalar, self.source, self.linear
 
     def on(self, array: Any) -> "Value":
         """Returns the same knowledge of what stands for the array inside a body."""
         return Value(array, *self.facts())
+
+    def widened(self) -> "Value":
+        """Returns the value in its original dtype."""
+        narrow, *known = self.facts()
+        return Value(self.wide(), False, *known) if narrow else self
 
     def wide(self) -> Any:
         """Returns the array in its original dtype."""
@@ -84,6 +93,19 @@ class Value:
         if self._wide is None:  # Shared, so that its cotangents add up in float32.
             self._wide = lax.convert_element_type(self.array, jnp.float32)
         return self._wide
+
+    def half(self, dtype: np.dtype) -> Any:
+        """Returns the array, which was float32, in 16 bits."""
+        if self.narrow:
+            return self.array
+        if not isinstance(self.array, jax.Array):  # a literal
+            return np.asarray(self.array, dtype)
+        if self._half is None or self.source is not None:
+            # A weight is rounded anew for each use, so that its gradients are widened
+            # before they add up over the steps of a loop. An activation, as in Flax,
+            # is rounded once, so that it is also kept once for the backward pass.
+            self._half = lax.convert_element_type(self.array, dtype)
+        return self._half
 
 
 class Demand(NamedTuple):
@@ -199,7 +221,12 @@ class Caster:
             return "deny"
         if name in ops.allow and _is_contraction(eqn):
             return "allow"
-        if name in ops.infer and not _is_square(eqn):
+        # From 0.10 on `mul` may be told the dtype of its result.
+        if (
+            name in ops.infer
+            and not _is_square(eqn)
+            and eqn.params.get("out_dtype") is None
+        ):
             return "infer"
         if name == "convert_element_type" and _keeps_float32(eqn):
             return "retype"  # Only a weak type becomes a strong one.
@@ -211,20 +238,26 @@ class Caster:
         self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
         """Replays one equation."""
-        match self.rule(eqn, scope):
-            case "call":
-                return self.call(eqn, ins, wanted, scope)
-            case "retype" if ins[0].narrow:
-                return ins
-            case "allow":
-                arrays = self.contract(eqn, ins, wanted[0])
-            case "infer":
-                arrays = self.follow(eqn, ins, wanted[0])
-            case _:
-                arrays = _bind_wide(eqn, ins)
-        outs = self.values(eqn, arrays)
-        for out in outs:
-            out.scalar, out.source = _known_scalar(eqn, ins), _known_source(eqn, ins)
+        rule = self.rule(eqn, scope)
+        if rule == "call":
+            outs = self.call(eqn, ins, wanted, scope)
+        elif rule == "retype" and ins[0].narrow:
+            return ins
+        else:
+            match rule:
+                case "allow":
+                    arrays = self.contract(eqn, ins, wanted[0])
+                case "infer":
+                    arrays = self.follow(eqn, ins, wanted[0])
+                case _:
+                    arrays = _bind_wide(eqn, ins)
+            outs = self.values(eqn, arrays)
+            scalar, source = _known_scalar(eqn, ins), _known_source(eqn, ins)
+            for out in outs:
+                out.scalar, out.source = scalar, source
+        if any(value.linear for value in ins):
+            for out in outs:
+                out.linear = True
         return outs
 
     def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
@@ -241,9 +274,8 @@ class Caster:
 
         The result is the float32 accumulator unless somebody takes it in 16 bits.
         """
-        # Narrowed anew for each use: each widens its cotangent before they add up.
         operands = [
-            self.narrowed(value) if _is_float32(var) else value.array
+            value.half(self.dtype) if _is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
         if "preferred_element_type" not in eqn.params:
@@ -251,15 +283,8 @@ class Caster:
             return [self.held(array, var) for array, var in outs]
         if wanted:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
-        return [_accumulated(eqn, operands, self.dtype)]
-
-    def narrowed(self, value: Value) -> Any:
-        """Returns a float32 value in 16 bits."""
-        if value.narrow:
-            return value.array
-        if not isinstance(value.array, jax.Array):  # a literal
-            return np.asarray(value.array, self.dtype)
-        return lax.convert_element_type(value.array, self.dtype)
+        linear = any(value.linear for value in ins)
+        return [_accumulated(eqn, operands, self.dtype, linear)]
 
     def held(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
@@ -310,7 +335,7 @@ class Caster:
         array = value.array
         stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
         if value.scalar is not None or (value.narrow and not stretched):
-            return self.narrowed(value)
+            return value.half(self.dtype)
         if not value.narrow and name != "mul":
             # A mask of -1e9 must not become -inf. A factor may: that is an overflow.
             array = _saturated(array, self.dtype)
@@ -359,7 +384,7 @@ class Caster:
         keep = tuple(i in layout.fixed_out for i in range(len(wanted)))
         wanted = tuple(w and not k for w, k in zip(wanted, keep, strict=True))
         ins = [
-            Value(value.wide()) if i in layout.fixed_in else value
+            value.widened() if i in layout.fixed_in else value
             for i, value in enumerate(ins)
         ]
         if name == "scan":
@@ -398,9 +423,10 @@ class Caster:
         body, demand = _jaxpr.open_jaxpr(jaxpr), self.demand(jaxpr, wanted, scope)
         if not any(map(_jaxpr.is_differentiated, body.eqns)):
             return ins
+        weights = demand.narrow - demand.other
         return [
-            dataclasses.replace(value, array=self.narrowed(value), narrow=True)
-            if var in demand.narrow - demand.other and i < layout.fixed_in.start
+            dataclasses.replace(value, array=value.half(self.dtype), narrow=True)
+            if var in weights and i < layout.fixed_in.start
             else value
             for i, (value, var) in enumerate(zip(ins, body.invars, strict=True))
         ]
@@ -428,7 +454,7 @@ class Caster:
                 # The test of a loop has one output, and its body has others.
                 for i, kept in zip(range(len(outs)), keep, strict=False):
                     if kept:
-                        outs[i] = Value(outs[i].wide())
+                        outs[i] = outs[i].widened()
                 facts.extend(out.facts() for out in outs)
                 return [out.array for out in outs]
 
@@ -448,6 +474,7 @@ class Caster:
     ) -> list[Value]:
         """Replays a function together with the derivative rule of its own."""
         avals = [var.aval for var in eqn.invars]
+        known = [value.on(None) for value in ins]  # keeps no tracer alive
         moving = [i for i, var in enumerate(eqn.invars) if _is_inexact(var)]
         moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
         free = (False,) * len(wanted)
@@ -455,7 +482,7 @@ class Caster:
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
 
         def differentiated(*args):
-            tangents = [np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+            tangents = [_float0(aval) for aval in avals]
             for i, tangent in zip(moving, args[len(avals) :], strict=True):
                 tangents[i] = tangent
             primals_out, tangents_out = jax.jvp(
@@ -468,8 +495,10 @@ class Caster:
         @function.defjvp
         def _(primals, tangents):
             jaxpr = _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
-            values = [x.on(primal) for x, primal in zip(ins, primals, strict=True)]
-            values += [Value(tangents[i], narrow=ins[i].narrow) for i in moving]
+            values = [x.on(primal) for x, primal in zip(known, primals, strict=True)]
+            values += [
+                Value(tangents[i], narrow=known[i].narrow, linear=True) for i in moving
+            ]
             wants = (*wanted, *(wanted[i] for i in moved))
             outs = self.replay(jaxpr, values, wants, scope)
             # Both must have the dtypes that the function has when it is only called.
@@ -478,9 +507,7 @@ class Caster:
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
             ]
-            tangents_out: list[Any] = [
-                np.zeros(var.aval.shape, jax.dtypes.float0) for var in eqn.outvars
-            ]
+            tangents_out = [_float0(var.aval) for var in eqn.outvars]
             for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
                 tangents_out[i] = tangent
             return arrays[: len(facts)], tangents_out
@@ -490,29 +517,32 @@ class Caster:
 
     def custom_vjp(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
-        arrays, count = [value.wide() for value in ins], eqn.params["num_consts"]
+        closed_over = eqn.params["num_consts"]
+        known = [value.widened().on(None) for value in ins]
 
-        def original(*args):
-            return _jaxpr.bind(eqn, [*arrays[:count], *args])
-
-        def forward(*args):
-            inputs = zip(ins, [*arrays[:count], *args], strict=True)
-            values = [Value(array, False, *x.facts()[1:]) for x, array in inputs]
+        def forward(*arrays):
+            values = [x.on(array) for x, array in zip(known, arrays, strict=True)]
             return self.replay_wide(eqn.params["call_jaxpr"], values, scope)
 
+        def linearized(*arrays):
+            consts, args = arrays[:closed_over], arrays[closed_over:]
+            return jax.vjp(lambda *args: _jaxpr.bind(eqn, [*consts, *args]), *args)
+
+        def backward(pull, cotangents):
+            return (None,) * closed_over + pull(cotangents)
+
         function = jax.custom_vjp(forward)
-        function.defvjp(
-            self.wrap(lambda *args: jax.vjp(original, *args), scope),
-            self.wrap(lambda pull, cotangents: pull(cotangents), scope),
-        )
-        return function(*arrays[count:])
+        function.defvjp(self.wrap(linearized, scope), self.wrap(backward, scope))
+        arrays = [value.wide() for value in ins]
+        consts = map(_undifferentiated, arrays[:closed_over])
+        return function(*consts, *arrays[closed_over:])
 
     def shard_map(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
+        known = [value.widened().on(None) for value in ins]
 
         def body(*shards):
-            inputs = zip(ins, shards, strict=True)
-            values = [Value(shard, False, *x.facts()[1:]) for x, shard in inputs]
+            values = [x.on(shard) for x, shard in zip(known, shards, strict=True)]
             return self.replay_wide(eqn.params["jaxpr"], values, scope)
 
         return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], body)
@@ -588,7 +618,7 @@ def _is_inexact(atom: Any) -> bool:
 
 
 def _takes_reference(eqn: Equation) -> bool:
-    return not all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+    return not all(isinstance(v.aval, ShapedArray) for v in eqn.invars)
 
 
 def _keeps_float32(eqn: Equation) -> bool:
@@ -619,17 +649,14 @@ def _is_contraction(eqn: Equation) -> bool:
 
 
 def _is_square(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a power that leaves float16 early: beyond 256 for a square.
+    """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
 
-    A cube is no exception by range, but GELU's approximation takes one of values that
-    it then squashes.
+    A cube does so sooner, but where it occurs, in GELU's approximation, it is
+    squashed at once.
     """
     name, ins = eqn.primitive.name, eqn.invars
     if name == "integer_pow":
         return eqn.params["y"] != 3
-    # Not every release that we know has `mul` without this parameter.
-    if eqn.params.get("out_dtype") is not None:
-        return True
     return name == "mul" and not isinstance(ins[0], Literal) and ins[0] is ins[1]
 
 
@@ -666,8 +693,8 @@ def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
     """Returns the size of the float32 input that the result is a view of, or None."""
     name = eqn.primitive.name
     if name == "convert_element_type":
-        (var,) = eqn.invars
-        return 0 if var.aval.dtype == jnp.bool_ else ins[0].source
+        boolean = eqn.invars[0].aval.dtype == jnp.bool_
+        return 0 if boolean else ins[0].source
     alone = not any(map(_is_float32, eqn.invars[1:]))
     if name not in VIEWS or not alone or ins[0].source is None:
         return None
@@ -687,6 +714,27 @@ def _survives(scalar: Any, dtype: np.dtype) -> bool:
 # Emitting equations.
 
 
+def _float0(aval: Any) -> Any:
+    """Returns the tangent of what has none."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
+
+
+@jax.custom_vjp
+def _undifferentiated(x: jax.Array) -> jax.Array:
+    """Refuses gradients for what a ``custom_vjp`` function closes over, as JAX does."""
+    return x
+
+
+def _refuse_cotangent(_, cotangent):
+    raise TypeError(
+        "A `jax.custom_vjp` function closes over a value that is differentiated. Its "
+        "rule has no gradient for it: pass the value as an argument."
+    )
+
+
+_undifferentiated.defvjp(lambda x: (x, None), _refuse_cotangent)
+
+
 def _bind_wide(eqn: Equation, ins: list[Value]) -> list[Any]:
     return _jaxpr.bind(eqn, [value.wide() for value in ins])
 
@@ -698,11 +746,14 @@ def _saturated(array: Any, dtype: np.dtype) -> Any:
     return lax.select(lax.is_finite(array), clipped, array)
 
 
-def _accumulated(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+def _accumulated(
+    eqn: Equation, operands: list[Any], dtype: np.dtype, linear: bool
+) -> Any:
     """Returns the float32 sums of a product of 16-bit operands.
 
     JAX would differentiate it into products of 16-bit by float32, so it gets a rule by
-    which the products of its derivatives are 16-bit too.
+    which the products of its derivatives are 16-bit too. What is ``linear`` is part of
+    such a rule, and is rounded on the way like those.
     """
 
     def product(args, out_dtype):
@@ -717,12 +768,13 @@ def _accumulated(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
             if not isinstance(tangent, SymbolicZero)
         ]
         terms = [lax.convert_element_type(term, jnp.float32) for term in terms]
-        return accumulate(*primals), sum(terms[1:], terms[0])
+        out = accumulate(*primals)
+        return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
     moving = [_is_inexact(var) for var in eqn.invars]
     args = [x for x, m in zip(operands, moving, strict=True) if m]
-    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
-        # XLA:CPU has no bfloat16 product with a float32 result in every layout.
+    # XLA:CPU has no bfloat16 product with a float32 result in every layout.
+    if linear or (dtype == jnp.bfloat16 and jax.default_backend() == "cpu"):
         return lax.convert_element_type(product(args, dtype), jnp.float32)
     accumulate = jax.custom_jvp(lambda *args: product(args, jnp.float32))
     accumulate.defjvp(rule, symbolic_zeros=True)

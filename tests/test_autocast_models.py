@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from benchmarks import models
 from flax import nnx
-from jaxprs import contractions, contractions_of, denied_of, relative_error, run
 
 import jaxmp
 import jaxmp.nnx
+from benchmarks import models
+from benchmarks.measure import (
+    contractions,
+    contractions_of,
+    denied_of,
+    relative_error,
+    run,
+)
 
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
 LINEN = ["mlp", "cnn", "transformer remat", "lstm", "gpt"]

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxprs import relative_error
 
 import jaxmp
+from benchmarks.measure import relative_error
 
 SIZE = 4
 W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / SIZE**0.5

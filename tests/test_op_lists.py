@@ -47,9 +47,9 @@ def test_a_primitive_of_the_users_own_can_be_moved(primitive):
 
 
 def test_a_name_that_nothing_has_suggests_the_nearest():
-    with pytest.raises(ValueError, match="`dot_generl` is not.*`dot_general`"):
+    with pytest.raises(ValueError, match=r"`dot_generl` is not.*`dot_general`"):
         DEFAULT_OPS.with_deny("dot_generl")
-    with pytest.raises(ValueError, match="`scatter_add`.*`scatter-add`"):
+    with pytest.raises(ValueError, match=r"`scatter_add`.*`scatter-add`"):
         OpLists(allow=frozenset(), deny=frozenset({"scatter_add"}), infer=frozenset())
 
 

@@ -1,4 +1,4 @@
-"""What the tests of autocast look at, and how they run it."""
+"""What tests and benchmarks of autocast look at, and how they run it."""
 
 import jax
 import jax.numpy as jnp

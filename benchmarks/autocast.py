@@ -1,0 +1,190 @@
+"""Autocast against float32 and against Flax's own 16 bits, on many models.
+
+Prints three tables and saves them: how exact each model is, how long tracing takes,
+and how much the backward pass keeps. All of it is computed on a CPU; none of it is a
+step time.
+"""
+
+import functools
+import gc
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+import jaxmp
+
+from . import models
+from .measure import contractions_of, denied_of, relative_error, run
+
+DTYPES = (jnp.float16, jnp.bfloat16)
+RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
+LAYERS, REPEATS = 12, 5
+
+
+def exactness(names=()):
+    """Yields a row for each family, framework and dtype."""
+    for library, families in (("linen", models.LINEN), ("nnx", models.NNX)):
+        for name, family in families.items():
+            if names and name not in names:
+                continue
+            if library == "linen":
+                loss, params = models.linen_loss(family), models.linen_params(family)
+                native_loss = functools.partial(models.linen_loss, family)
+            else:
+                loss, params = models.nnx_loss(family)
+                native_loss = functools.partial(_nnx_native, family)
+            (value, grads), _ = run(jax.value_and_grad(loss), params)
+            for dtype in DTYPES:
+                cast = jaxmp.autocast(jax.value_and_grad(loss), dtype)
+                (got, cast_grads), jaxpr = run(cast, params)
+                native_error = _native_error(native_loss(dtype), params, value, grads)
+                found = contractions_of(jaxpr)
+                wanted = {jnp.dtype(dtype).name}
+                yield {
+                    "model": name,
+                    "library": library,
+                    "dtype": jnp.dtype(dtype).name,
+                    "products": len(found),
+                    "16-bit products": sum(dtypes == wanted for dtypes in found),
+                    "denied in 16 bits": len(denied_of(dtype, jaxpr)),
+                    "loss error": float(abs(got - value) / abs(value)),
+                    "native loss error": native_error[0],
+                    "gradient error": float(relative_error(cast_grads, grads)),
+                    "native gradient error": native_error[1],
+                }
+
+
+def tracing():
+    """Yields how long tracing takes, in seconds of this process, the best of five."""
+    for name, settings in (("plain", {}), ("scanned", {"scanned": True})):
+        family = _decoder(**settings)
+        params = jax.eval_shape(functools.partial(models.linen_params, family))
+
+        def plain(family=family):
+            return jax.value_and_grad(models.linen_loss(family))
+
+        def outside(family=family):
+            return jaxmp.autocast(plain(family))
+
+        def inside(family=family):
+            return jax.value_and_grad(jaxmp.autocast(models.linen_loss(family)))
+
+        seconds = [_seconds(make, params) for make in (plain, outside, inside)]
+        yield {
+            "transformer": f"{LAYERS} layers, {name}",
+            "float32 (s)": seconds[0],
+            "autocast(grad)": seconds[1] / seconds[0],
+            "grad(autocast)": seconds[2] / seconds[0],
+        }
+
+
+def residuals():
+    """Yields the MiB that the backward pass of a transformer keeps, before XLA."""
+    sizes = {"WIDTH": 256, "HEADS": 4, "BATCH": 8}
+    for length in (64, 256):
+        tokens = jnp.zeros((sizes["BATCH"], length), jnp.int32)
+        with _sizes(LENGTH=length, **sizes):
+            data = {"inputs": tokens, "loss": _mean_of_logits}
+            family = _decoder()._replace(**data)
+            exact = _decoder(float32_softmax=True)._replace(**data)
+            params = jax.eval_shape(functools.partial(models.linen_params, family))
+            loss = models.linen_loss(family)
+            native = [models.linen_loss(f, jnp.bfloat16) for f in (family, exact)]
+            yield {
+                "transformer": f"{LAYERS} layers, length {length}",
+                "float32": _kept(loss, params),
+                "native bfloat16": _kept(native[0], params),
+                "native, softmax float32": _kept(native[1], params),
+                "autocast bfloat16": _kept(jaxmp.autocast(loss), params),
+            }
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables and saves them; arguments choose families."""
+    results = {
+        "jax": jax.__version__,
+        "exactness": list(exactness(arguments)),
+        "tracing": list(tracing()),
+        "residuals (MiB)": list(residuals()),
+    }
+    console = Console(width=140)
+    for title, rows in results.items():
+        if title != "jax":
+            console.print(_table(title, rows))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    console.print(f"saved to {RESULTS}")
+
+
+def _decoder(**settings):
+    def model(dtype=None):
+        return models.Transformer(dtype, layers=LAYERS, **settings)
+
+    return models.LINEN["transformer"]._replace(model=model)
+
+
+def _mean_of_logits(logits):
+    return jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1).mean()
+
+
+def _nnx_native(family, dtype):
+    return models.nnx_loss(family, dtype)[0]
+
+
+def _native_error(native, params, value, grads):
+    try:
+        (got, native_grads), _ = run(jax.value_and_grad(native), params)
+    except ValueError:  # JAX's own attention in float16 does not run on a CPU
+        return None, None
+    loss_error = float(abs(got - value) / abs(value))
+    return loss_error, float(relative_error(native_grads, grads))
+
+
+def _seconds(make, params):
+    times = []
+    for _ in range(REPEATS):
+        fun = make()
+        gc.collect()
+        start = time.process_time()
+        jax.make_jaxpr(fun)(params)
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def _kept(loss, params):
+    jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
+    kept = {id(var): var.aval for var in jaxpr.outvars}  # each of them once
+    kept = [kept[id(v)] for eqn in jaxpr.eqns for v in eqn.outvars if id(v) in kept]
+    return sum(aval.size * aval.dtype.itemsize for aval in kept) / 2**20
+
+
+class _sizes:
+    """Sets the sizes of :mod:`benchmarks.models` for a while."""
+
+    def __init__(self, **sizes):
+        self.sizes = sizes
+
+    def __enter__(self):
+        self.before = {name: getattr(models, name) for name in self.sizes}
+        vars(models).update(self.sizes)
+
+    def __exit__(self, *_):
+        vars(models).update(self.before)
+
+
+def _table(title, rows):
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    return table
+
+
+def _text(value):
+    if isinstance(value, float):
+        return f"{value:.1e}" if value < 0.01 else f"{value:.4g}"
+    return "-" if value is None else str(value)
