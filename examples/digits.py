@@ -9,6 +9,7 @@ The data are scikit-learn's scanned digits, so nothing is downloaded. `--data ci
 
 import dataclasses
 import math
+import os
 import statistics
 import sys
 import time
@@ -370,4 +371,6 @@ if __name__ == "__main__":
     config = tyro.cli(Config)
     if config.devices > 1:  # the CPU's; to be said before JAX starts
         jax.config.update("jax_num_cpu_devices", config.devices)
+        # Threads for collectives that run at once; with too few they would hang.
+        os.environ.setdefault("NPROC", str(8 * config.devices))
     main(config)
