@@ -272,6 +272,10 @@ def test_the_inner_autocast_wins():
     for policy, name in [("bfloat16", "bfloat16"), ("float32", "float32")]:
         found = contractions(jaxmp.autocast(outer(policy), F16), EYE)
         assert found == [{"float16"}, {name}, {"float16"}]
+    ops = jaxmp.DEFAULT_OPS.with_deny("dot_general")
+    kept = jaxmp.autocast(inner, F16, ops=ops)
+    found = contractions(jaxmp.autocast(lambda x: kept(x @ x) @ x, F16), EYE)
+    assert found == [{"float16"}, {"float32"}, {"float16"}]
     twice = jaxmp.autocast(jaxmp.autocast(inner, F16), F16)
     np.testing.assert_array_equal(twice(EYE / 3), jaxmp.autocast(inner, F16)(EYE / 3))
 
