@@ -47,6 +47,7 @@ class Work(NamedTuple):
     kernels: int
     copies: collections.Counter[str]  # by shape
     products: collections.Counter[str]  # by kind and dtypes
+    workspace: int  # bytes of the largest that a library call asks for
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
         """Returns this work and after it the other, so many times."""
@@ -55,6 +56,7 @@ class Work(NamedTuple):
             self.kernels + times * other.kernels,
             self.copies + _times(other.copies, times),
             self.products + _times(other.products, times),
+            max(self.workspace, other.workspace),
         )
 
 
@@ -170,7 +172,7 @@ def _until_balanced(text: str) -> tuple[str, str]:
 
 
 def _work(name: str, computations: dict[str, Computation]) -> Work:
-    total = Work(0, 0, collections.Counter(), collections.Counter())
+    total = Work(0, 0, collections.Counter(), collections.Counter(), 0)
     computation = computations[name]
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
@@ -221,6 +223,7 @@ def _kernel(instruction, computation, computations) -> Work:
         kernels=1,
         copies=collections.Counter([instruction.shape] if copies else []),
         products=_products(body, computations),
+        workspace=max(map(_workspace, body.instructions.values())),
     )
 
 
@@ -251,10 +254,16 @@ def _written(output: Instruction, body: Computation) -> int:
     if _is_in_place(output, body):
         operand, times = WRITE_IN_PLACE[output.opcode]
         return times * bytes_of(body.instructions[output.operands[operand]].shape)
-    shape = output.shape
-    if output.opcode == "custom-call":  # the bytes among its results are workspace
-        shape = re.sub(r"\b[su]8\[", "s8[0,", shape)
-    return bytes_of(shape)
+    return bytes_of(output.shape) - _workspace(output)
+
+
+def _workspace(instruction: Instruction) -> int:
+    """Returns the bytes of a library call's results that are not numbers."""
+    if instruction.opcode != "custom-call":
+        return 0
+    return sum(
+        size for dtype, size in arrays(instruction.shape) if dtype in ("s8", "u8")
+    )
 
 
 def _read(parameter: Instruction, body: Computation) -> int:

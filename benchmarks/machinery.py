@@ -33,14 +33,14 @@ class Options:
 
 
 def main(arguments: list[str]) -> None:
-    """Prints a table for each network and number of micro-batches, and saves all."""
+    """Prints a table for each network and number of micro-batches, and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks machinery")
     jax.config.update("jax_platforms", "cpu")
     if reason := h200.unavailable():
         raise SystemExit(f"machinery cannot compile for a GPU: {reason}")
     console = Console(width=132)
-    rows = []
     for name in options.networks:
+        rows = []
         for accum_steps in options.accum_steps:
             found = [
                 {"network": name, "contestant": contestant.name, "dtype": options.dtype}
@@ -56,7 +56,21 @@ def main(arguments: list[str]) -> None:
             ]
             console.print(table(found))
             rows += found
-            results.save(options.output, HARDWARE, ["machinery", *arguments], rows)
+        key = name if options.dtype == "float16" else f"{name} {options.dtype}"
+        command = ["machinery", *_arguments(options, name)]
+        results.save(options.output, key, HARDWARE, command, rows)
+
+
+def _arguments(options: Options, network: str) -> list[str]:
+    """Returns the command line that does the same for one network."""
+    default, words = Options(), ["--networks", network]
+    if options.contestants != default.contestants:
+        words += ["--contestants", *options.contestants]
+    if options.accum_steps != default.accum_steps:
+        words += ["--accum-steps", *map(str, options.accum_steps)]
+    if options.dtype != default.dtype:
+        words += ["--dtype", options.dtype]
+    return words
 
 
 def count(contestant: Contestant, network: Network) -> dict[str, Any]:
@@ -71,7 +85,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
     """
     state = jax.eval_shape(contestant.init)
     params = jax.tree.leaves(state.params)
-    compiled = h200.compiled(contestant.step, state, network.batch())
+    compiled = h200.compiled(contestant.step, state, network.shapes())
     work = hlo.work(compiled.as_text())
     memory = compiled.memory_analysis()
     sizes = {x.size for x in params}
@@ -85,6 +99,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
             if any(size in sizes - {1} for _, size in hlo.arrays(shape))
         ),
         "temp": memory.temp_size_in_bytes,
+        "workspace": work.workspace,
         "peak": memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
