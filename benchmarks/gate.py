@@ -32,6 +32,7 @@ STEPS = [
     ("gpt", "jaxmp cast", 1),
     ("gpt", "jaxmp cast", 4),
     ("cnn", "jaxmp cast", 1),
+    ("cnn", "jaxmp autocast", 1),
 ]
 
 
