@@ -35,8 +35,8 @@ def test_the_detector_needs_a_loss_scale_in_float16_and_only_there(tmp_path):
     assert reached["float16 static 8"] == pytest.approx(reached["float32"], abs=0.15)
     assert reached["float16 dynamic"] == pytest.approx(reached["float32"], abs=0.15)
     assert results["float16 unscaled"][0].skipped == 0  # it underflows, not overflows
-    assert "one worker's 36 canvases of 864" in shown
-    assert "divided by 884,736 anchors" in " ".join(shown.split())
+    assert "one worker's 35 canvases of 980" in shown
+    assert "divided by 882,000 anchors" in " ".join(shown.split())
     assert 0 < figure.stat().st_size < 200_000
 
 
