@@ -1,5 +1,10 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions."""
 
+from ._activations import activation_gradients as activation_gradients
+from ._audit import DtypeReport as DtypeReport
+from ._audit import audit as audit
+from ._autocast import autocast as autocast
+from ._autocast import float32_region as float32_region
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import with_policy as with_policy
@@ -11,9 +16,19 @@ from ._loss_scale import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale import last_step_finite as last_step_finite
 from ._loss_scale import loss_scaling as loss_scaling
 from ._loss_scale import static_loss_scale as static_loss_scale
+from ._mesh import init_shardings as init_shardings
+from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
+from ._op_lists import OpLists as OpLists
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
+from ._ranges import RangeReport as RangeReport
+from ._ranges import RangeStats as RangeStats
+from ._ranges import RecordRangesState as RecordRangesState
+from ._ranges import exponent_histogram as exponent_histogram
+from ._ranges import range_report as range_report
+from ._ranges import record_ranges as record_ranges
+from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree

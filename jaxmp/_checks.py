@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 import sys
 from typing import Any
@@ -29,11 +30,20 @@ def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
 
 def check_positive(name: str, value: float) -> None:
     """Raises unless a number is a positive normal float32."""
+    check_number(name, value)
     limits = np.finfo(np.float32)
     if not float(limits.tiny) <= value <= float(limits.max):
         raise ValueError(
             f"`{name}` must be finite and positive in float32, but is {value}. "
             "Pass a power of two such as 2.0**15."
+        )
+
+
+def check_number(name: str, value: float) -> None:
+    """Raises unless a value is a real number."""
+    if not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"`{name}` must be a number, but is {value!r}. Pass a Python float."
         )
 
 
@@ -52,7 +62,33 @@ def as_count(name: str, value: int) -> int:
     return count
 
 
-def refuse_nnx_modules(function: str, tree: Any) -> None:
+def as_axes(axis_name: Any) -> tuple[Any, ...]:
+    """Returns one axis name or several as a tuple; none where there is None."""
+    if axis_name is None:
+        return ()
+    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
+    """Raises where an axis is not one of the ``shard_map`` or ``pmap`` around."""
+    for axis in axes:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            bound = jax.sharding.get_abstract_mesh().manual_axes
+            known = f", which has {bound}," if bound else ""
+            raise ValueError(
+                "`axis_name` must name axes of the `shard_map` or `pmap` around"
+                f"{known} but {axis!r} is not one. Pass the name of a mesh axis inside "
+                "`jax.shard_map`, and no `axis_name` under plain `jax.jit`."
+            ) from None
+
+
+def refuse_nnx_modules(
+    function: str,
+    tree: Any,
+    remedy: str = "the function of that name in `jaxmp.nnx`, or close over the module",
+) -> None:
     """Raises where an NNX module would lose its updates by passing as a pytree."""
     nnx = sys.modules.get("flax.nnx")  # who has a module has imported it
     if nnx is None:
@@ -64,6 +100,5 @@ def refuse_nnx_modules(function: str, tree: Any) -> None:
             raise TypeError(
                 f"`jaxmp.{function}` was given the NNX module `{type(x).__name__}`, "
                 "whose running statistics or random streams would be updated in a "
-                "copy and lost. Use the function of that name in `jaxmp.nnx`, or "
-                "close over the module."
+                f"copy and lost. Use {remedy}."
             )

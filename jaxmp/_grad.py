@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,17 @@ import jmp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ._checks import as_count, as_scale, refuse_nnx_modules
-from ._jaxpr import vary
+from ._batch import over_micro_batches
+from ._checks import (
+    as_count,
+    as_scale,
+    check_axes_are_bound,
+    refuse_nnx_modules,
+)
+from ._jaxpr import vary, varying_axes
+from ._mesh import mesh_axes, over_mesh, own_keys
 from ._policy import get_policy
-from ._tree import AxisName, is_inexact, path_name, unscale, wide_dtype, widen
+from ._tree import AxisName, is_inexact, unscale, widen
 
 
 def with_policy(
@@ -75,6 +83,7 @@ def value_and_grad(
     batch_argnums: int | Sequence[int] | None = None,
     reduction: str = "mean",
     axis_name: AxisName | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Callable[..., Any]:
     """Differentiates a function under a loss scale and returns true gradients.
 
@@ -108,8 +117,14 @@ def value_and_grad(
             and over ``axis_name``, for a loss that is a mean over the batch.
             ``"sum"`` adds them, for one that divides by the count of the whole
             batch itself, such as that of the tokens that are not masked.
-        axis_name: Mesh axes over which to reduce the loss and, in float32, the
-            scaled gradients, inside ``shard_map`` or ``pmap``.
+        axis_name: Mesh axes over which to reduce the loss and, in float32 or the
+            policy's ``reduce_dtype``, the scaled gradients, inside ``shard_map`` or
+            ``pmap``. A scalar PRNG key of the batch then differs by device.
+        mesh: A mesh over which to do that for you, where you are not inside
+            ``shard_map``: the batch is split over ``axis_name`` (all its axes if that
+            is None), and everything else is the same on every device. The gradients
+            are reduced once, after the micro-batches. ``aux`` has a new leading axis,
+            the devices.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -120,7 +135,9 @@ def value_and_grad(
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
-            scalar, or a leading axis cannot be divided by ``accum_steps``.
+            scalar, a leading axis cannot be divided, the mesh has no such axis, an
+            argument lies on other devices, or ``shard_map`` knows that the loss
+            differs over an axis which ``axis_name`` leaves out.
         TypeError: If ``fun`` returns something else than a real floating scalar, or
             a differentiated leaf is not floating.
 
@@ -138,58 +155,93 @@ def value_and_grad(
         https://arxiv.org/abs/1710.03740.
     """
     policy = None if policy is None else get_policy(policy)
+    reduce_dtype = None if policy is None else policy.reduce_dtype
     steps = as_count("accum_steps", accum_steps)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'`reduction` must be "mean" or "sum", but is {reduction!r}.')
-    if steps > 1 and batch_argnums is None:
-        raise ValueError(
-            f"`accum_steps={steps}` needs `batch_argnums`, the positions of the "
-            "arguments to split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
-        )
+    for name, needs in (("accum_steps", steps > 1), ("mesh", mesh is not None)):
+        if needs and batch_argnums is None:
+            raise ValueError(
+                f"`{name}` needs `batch_argnums`, the positions of the arguments to "
+                "split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
+            )
+    axes = mesh_axes(axis_name, mesh)
     scale = as_scale(loss_scale)
 
     def scaled_fun(*args, **kwargs):
-        loss, aux = _loss_and_aux(fun(*args, **kwargs), has_aux)
+        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
         loss = widen(loss)
         return loss * scale.astype(loss.dtype), (loss, aux)
 
     grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
 
+    def params_of(args):
+        return (
+            args[argnums]
+            if isinstance(argnums, int)
+            else tuple(args[i] for i in argnums)
+        )
+
+    def micro_grads(args, kwargs):
+        grads, (loss, aux) = grad_fun(*args, **kwargs)
+        # Gradients of integers, of dtype float0, can be neither added nor sent. They
+        # are put back at the end.
+        grads = jax.tree.map(lambda g: g if is_inexact(g) else None, widen(grads))
+        return loss, grads, aux
+
+    def device_grads(args, kwargs):
+        args = list(args)
+        differentiated = _positions(argnums, args, "argnums")
+        batched = _positions(batch_argnums, args, "batch_argnums")
+        if axes:
+            check_axes_are_bound(axes)
+            for i in batched:
+                args[i] = own_keys(args[i], axes)
+            for i in differentiated:
+                args[i] = vary(args[i], axes)
+        if steps == 1:
+            loss, grads, aux = micro_grads(args, kwargs)
+        else:
+            accumulated = over_micro_batches(
+                micro_grads, params_of(args), batched, steps
+            )
+            loss, grads, aux = accumulated(args, kwargs)
+        _check_sum_is_ours(loss, params_of(args), axis_name)
+        parts = steps * math.prod(map(jax.lax.axis_size, axes))
+        if reduction == "mean" and parts > 1:
+            # Before the sum, which then does not overflow where the mean does not;
+            # and a product, because a division by the count would merge with that by
+            # the scale, and the largest scales times a count are Inf.
+            loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
+        if axes:
+            loss = jax.lax.psum(loss, axes)
+            grads = jax.tree.map(lambda g: _sum_over(g, axes, reduce_dtype), grads)
+        return loss, grads, aux
+
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         refuse_nnx_modules("value_and_grad", (args, kwargs))
-        differentiated = _positions(argnums, args, "argnums")
         args = list(args)
-        for i in differentiated:
-            if policy is not None:
-                args[i] = policy.cast_to_compute(args[i])
-            if axis_name is not None:
-                args[i] = vary(args[i], _axes(axis_name))
-        if steps == 1:
-            grads, (loss, aux) = grad_fun(*args, **kwargs)
-            grads = widen(grads)
-        else:
-            batched = _positions(batch_argnums, args, "batch_argnums")
-            if both := set(batched) & set(differentiated):
-                raise ValueError(
-                    f"Argument {min(both)} is in `argnums` and in `batch_argnums`. "
-                    "Accumulation adds gradients over the batch, so the batch itself "
-                    "cannot be differentiated. Take it out of one."
-                )
-            params = tuple(args[i] for i in differentiated)
-            if isinstance(argnums, int):
-                (params,) = params
-            grads, loss, aux = _accumulate(
-                grad_fun, params, args, kwargs, batched, steps
+        differentiated = _positions(argnums, args, "argnums")
+        batched = _positions(batch_argnums, args, "batch_argnums")
+        if both := set(batched) & set(differentiated):
+            raise ValueError(
+                f"Argument {min(both)} is in `argnums` and in `batch_argnums`. The "
+                "gradients add up over the batch, so the batch itself cannot be "
+                "differentiated. Take it out of one."
             )
-            if reduction == "mean":
-                # A product, because a division by k would merge with that by the
-                # scale, and k times the largest scales is Inf.
-                loss, grads = _map_inexact(lambda x: x * (1 / steps), (loss, grads))
-        if axis_name is not None:
-            reduce = jax.lax.pmean if reduction == "mean" else jax.lax.psum
-            loss, grads = _map_inexact(lambda x: reduce(x, axis_name), (loss, grads))
-        grads = unscale(grads, loss_scale)
+        if policy is not None:
+            for i in differentiated:
+                args[i] = policy.cast_to_compute(args[i])
+        grads_of = device_grads
+        if mesh is not None:
+            grads_of = over_mesh(device_grads, mesh, axes, batched, steps)
+        loss, grads, aux = grads_of(args, kwargs)
+        grads = jax.tree.map(
+            lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
+            params_of(args),
+            unscale(grads, loss_scale),
+        )
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -231,7 +283,7 @@ def grad(
     return wrapped
 
 
-def _loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Takes apart what the user's function returned, and checks the loss."""
     if not has_aux:
         loss, aux = result, None
@@ -266,79 +318,29 @@ def _describe(x: Any) -> str:
     return f"{x!r} of type {type(x).__name__}"
 
 
-def _accumulate(
-    grad_fun: Callable[..., Any],
-    params: Any,
-    args: list[Any],
-    kwargs: dict[str, Any],
-    batched: Sequence[int],
-    steps: int,
-) -> tuple[Any, jax.Array, Any]:
-    """Adds the losses and, in float32, the gradients of the micro-batches."""
-    leaves, structure = jax.tree.flatten(params)
-    zeros = [jnp.zeros_like(x, wide_dtype(x)) for x in leaves if is_inexact(x)]
-    entries, batch_structure = jax.tree.flatten_with_path({i: args[i] for i in batched})
-    batches = [_split(path, x, steps) for path, x in entries]
-
-    def add_micro_batch(totals, micro_batch):
-        micro_batch = [
-            whole if part is None else part
-            for (_, whole), part in zip(entries, micro_batch, strict=True)
-        ]
-        micro_args = batch_structure.unflatten(micro_batch)
-        grads, (loss, aux) = grad_fun(
-            *(micro_args.get(i, arg) for i, arg in enumerate(args)), **kwargs
-        )
-        addends = filter(is_inexact, jax.tree.leaves(grads))
-        totals = [t + g.astype(t.dtype) for t, g in zip(totals, addends, strict=True)]
-        return totals, (loss, aux)
-
-    totals, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, batches)
-    totals = iter(totals)
-    grads = [
-        next(totals) if is_inexact(x) else np.zeros(np.shape(x), jax.dtypes.float0)
-        for x in leaves
-    ]
-    return structure.unflatten(grads), losses.sum(), aux
+def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
+    """Refuses a loss of each device whose gradients JAX has summed over devices."""
+    for x in filter(is_inexact, jax.tree.leaves(params)):
+        if apart := varying_axes(loss) - varying_axes(x):
+            raise ValueError(
+                f"The loss differs over the mesh axes {sorted(map(str, apart))} and "
+                f"the parameters do not, but `axis_name={axis_name!r}` does not name "
+                "them. JAX would add up the gradients itself: their sum and not their "
+                "mean, in 16 bits where `fun` computes in 16 bits. Pass these axes as "
+                "`axis_name` to `jaxmp.value_and_grad`, or average the float32 loss "
+                "in `fun` with `jax.lax.pmean`."
+            )
 
 
-def _split(path: Any, x: Any, steps: int) -> jax.Array | None:
-    """Splits an array of the batch into ``[steps, ...]``, and a key into as many."""
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        return None
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and x.ndim == 0:
-        return jax.random.split(x, steps)
-    name = f"argument {path[0].key}"
-    if len(path) > 1:
-        name += f", leaf `{path_name(path[1:])}`,"
-    if x.dtype == jnp.uint32 and x.shape == (2,):
-        raise ValueError(
-            f"In `batch_argnums`, {name} looks like a raw PRNG key, uint32[2], which "
-            "would be split as if it were data. Make it with `jax.random.key`."
-        )
-    if x.ndim == 0 or x.shape[0] % steps:
-        raise ValueError(
-            f"`accum_steps={steps}` must divide the leading axis of every array in "
-            f"`batch_argnums`, but {name} has the shape {list(x.shape)}. Change the "
-            "batch size, or pass what is not a batch in another argument."
-        )
-    return x.reshape(steps, x.shape[0] // steps, *x.shape[1:])
-
-
-def _map_inexact(fun: Callable[[Any], Any], tree: Any) -> Any:
-    """Maps the floating and complex leaves, and leaves those of dtype float0."""
-    return jax.tree.map(lambda x: fun(x) if is_inexact(x) else x, tree)
-
-
-def _axes(axis_name: AxisName) -> tuple[Any, ...]:
-    """Returns the one name or the several as a tuple."""
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+def _sum_over(grad: jax.Array, axes: Any, reduce_dtype: Any) -> jax.Array:
+    """Sums a gradient over devices in the dtype of the policy."""
+    dtype = grad.dtype if reduce_dtype is None else reduce_dtype
+    return jax.lax.psum(grad.astype(dtype), axes).astype(grad.dtype)
 
 
 def _positions(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:
     """Returns argument positions as indices from 0, refusing what is not there."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
     for number in numbers:
         if not -len(args) <= number < len(args):
             raise TypeError(

@@ -1,15 +1,281 @@
-"""What depends on the version of JAX, in one place."""
+"""Reading, replaying and retracing jaxprs: all that JAX does not promise to keep.
 
-from __future__ import annotations
+Everything that leans on ``jax.extend.core``, on an attribute outside JAX's public
+interface or on a JAX version lives in this file, so that a new release is met here.
+"""
 
-from typing import Any, TypeVar
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    Var,
+    jaxpr_as_fun,
+)
 
-T = TypeVar("T")
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Primitive",
+    "Var",
+    "jaxpr_as_fun",
+]
 
 
-def vary(tree: T, axis_names: tuple[Any, ...]) -> T:
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """Returns the equations of a jaxpr that may carry its constants."""
+    # From 0.12 on `Jaxpr` and `ClosedJaxpr` are one class.
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def closed_consts(jaxpr: Any) -> Sequence[Any]:
+    """Returns the constants that a jaxpr carries, none when it is open."""
+    return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
+
+
+def in_avals(jaxpr: Any) -> list[Any]:
+    """Returns the types of the inputs of a jaxpr, open or closed."""
+    return [var.aval for var in open_jaxpr(jaxpr).invars]
+
+
+def out_avals(jaxpr: Any) -> list[Any]:
+    """Returns the types of the outputs of a jaxpr, open or closed."""
+    return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
+
+
+def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
+    """Yields every jaxpr, open or closed, in the parameters of an equation."""
+    for param in eqn.params.values():
+        for item in param if isinstance(param, (tuple, list)) else (param,):
+            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+                yield item
+
+
+def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
+    """Traces a function of flat arguments.
+
+    Args:
+        fun: Function of ``len(avals)`` arrays that returns a list of arrays.
+        avals: What to trace with: arrays, tracers or abstract values. Shape, dtype,
+            weak type, sharding and varying mesh axes are kept.
+
+    Returns:
+        The closed jaxpr.
+    """
+    return jax.make_jaxpr(fun)(*avals)
+
+
+@contextlib.contextmanager
+def located_at(eqn: JaxprEqn) -> Iterator[None]:
+    """Emits with the named scopes, the source line and the context of ``eqn``."""
+    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    # `ctx` carries the mesh and the compute type under which the user's line ran.
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
+        eqn.ctx.manager,  # pyright: ignore[reportAttributeAccessIssue]
+    ):
+        yield
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Applies the primitive of ``eqn`` to ``args``, with some parameters changed."""
+    primitive, params = eqn.primitive, {**eqn.params, **changed}
+    bound = primitive.get_bind_params(params)  # pyright: ignore
+    # Up to 0.8 the functions of a call primitive came apart from its parameters.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    out = primitive.bind(*subfuns, *args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """Returns how many constants and carries a ``scan`` equation has."""
+    if "ft_in" in eqn.params:  # from 0.12 on
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(list(consts)), len(list(carry))
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the named scopes around ``eqn``, outermost first.
+
+    What differentiation and batching add to the stack is left out, so that the
+    forward and the backward pass of a module have the same scopes.
+    """
+    # Scopes and transformations share a tuple; only the names of scopes are wanted.
+    stack = eqn.source_info.name_stack.stack
+    return tuple(
+        name
+        for entry in stack
+        if type(entry).__name__ == "Scope"
+        for name in entry.name.split("/")
+        if name != "rematted_computation"
+    )
+
+
+def is_differentiated(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` was written by differentiation, forward or backward."""
+    return any(
+        type(entry).__name__ == "Transform" and entry.name in ("jvp", "transpose")
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def live_primitives() -> dict[str, Primitive]:
+    """Returns every primitive that exists in this process, by name."""
+    # There is no registry: a primitive is known by having been created.
+    found = (p for p in gc.get_objects() if isinstance(p, Primitive))
+    return {primitive.name: primitive for primitive in found}
+
+
+class Body(NamedTuple):
+    """A jaxpr inside an equation, and which inputs of the equation it reads."""
+
+    param: str
+    jaxpr: Any
+    operands: Sequence[int]
+
+
+class CallLayout(NamedTuple):
+    """How values pass between an equation and the jaxprs that it holds.
+
+    A loop feeds its carry back, so that inputs and outputs of ``fixed_in`` and
+    ``fixed_out`` must keep their types; all others are free.
+    """
+
+    bodies: Sequence[Body]
+    fixed_in: range = range(0)
+    fixed_out: range = range(0)
+
+
+def call_layout(eqn: JaxprEqn) -> CallLayout:
+    """Describes an equation that calls, repeats or chooses between jaxprs."""
+    params, inputs = eqn.params, range(len(eqn.invars))
+    match eqn.primitive.name:
+        case "scan":
+            consts, carries = scan_counts(eqn)
+            body = Body("jaxpr", params["jaxpr"], inputs)
+            return CallLayout([body], inputs[consts:][:carries], range(carries))
+        case "while":
+            tested, repeated = params["cond_nconsts"], params["body_nconsts"]
+            carry = inputs[tested + repeated :]
+            test = Body("cond_jaxpr", params["cond_jaxpr"], [*inputs[:tested], *carry])
+            body = Body("body_jaxpr", params["body_jaxpr"], inputs[tested:])
+            return CallLayout([test, body], carry, range(len(carry)))
+        case "cond":
+            branches = params["branches"]
+            return CallLayout([Body("branches", b, inputs[1:]) for b in branches])
+        case _:
+            param = "jaxpr" if "jaxpr" in params else "call_jaxpr"
+            return CallLayout([Body(param, params[param], inputs)])
+
+
+def bind_bodies(
+    eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[ClosedJaxpr]
+) -> list[Any]:
+    """Applies ``eqn`` with other bodies, in the order of :func:`call_layout`."""
+    changed: dict[str, Any] = {}
+    for old, new in zip(call_layout(eqn).bodies, bodies, strict=True):
+        if isinstance(eqn.params[old.param], tuple):
+            changed[old.param] = (*changed.get(old.param, ()), new)
+        elif isinstance(old.jaxpr, ClosedJaxpr):
+            changed[old.param] = new
+        else:
+            assert not new.consts, "an open jaxpr has no place for constants"
+            changed[old.param] = new.jaxpr
+    return bind(eqn, args, **changed)
+
+
+def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[Any]:
+    """Applies a ``shard_map`` equation with another function as its body."""
+    # The parameter was `manual_axes` up to 0.8. The public function is called, since
+    # only it puts the mesh axes in scope while `body` is traced.
+    params: dict[str, Any] = eqn.params
+    old, new = "manual_axes", "newly_manual_axes"
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=list(params["out_specs"]),
+        axis_names=params[new if new in params else old],
+        check_vma=params["check_vma"],
+    )(*args)
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` belongs to a backward pass."""
+    return any(
+        type(entry).__name__ == "Transform" and entry.name == "transpose"
+        for entry in eqn.source_info.name_stack.stack
+    )
+
+
+def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
+    """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
+
+    Innermost first. JAX may have cut the outer end, never the inner one.
+    """
+    traceback = eqn.source_info.traceback
+    if traceback is not None:
+        for code, instruction in zip(*traceback.raw_frames(), strict=True):
+            yield code.co_filename, _line(code, instruction), instruction
+
+
+@functools.cache
+def _line(code: types.CodeType, instruction: int) -> int:
+    # One code unit has two bytes.
+    place = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    return place[0] or 0
+
+
+def defined_in(jaxpr: Any) -> str:
+    """Returns where the function behind a jaxpr is defined, empty if unknown."""
+    _, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
+    return place
+
+
+def trip_count(eqn: JaxprEqn) -> int | None:
+    """Returns how often the body of an equation runs, None if nobody knows."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["length"]
+    if eqn.primitive.name == "shard_map":  # on every device along its axes
+        params = eqn.params
+        # The parameter was `manual_axes` up to 0.8.
+        name = "manual_axes" if "manual_axes" in params else "newly_manual_axes"
+        axes = params[name]
+        return math.prod(params["mesh"].shape[axis] for axis in axes)
+    return None if eqn.primitive.name == "while" else 1
+
+
+def with_type_of(array: Any, aval: Any) -> jax.Array:
+    """Gives ``array``, which may be a literal, the dtype and weak type of ``aval``."""
+    if not isinstance(array, jax.Array):
+        array = jnp.asarray(array, aval.dtype)
+    weak = getattr(aval, "weak_type", False)
+    if array.dtype == aval.dtype and getattr(array, "weak_type", False) == weak:
+        return array
+    # `lax.convert_element_type` makes its result strongly typed.
+    return lax.convert_element_type_p.bind(
+        array, new_dtype=aval.dtype, weak_type=weak, sharding=None
+    )
+
+
+def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     """Marks the arrays of a pytree as differing over mesh axes.
 
     Differentiating with respect to an array that ``shard_map(check_vma=True)`` knows
@@ -22,7 +288,7 @@ def vary(tree: T, axis_names: tuple[Any, ...]) -> T:
     def mark(x):
         if not isinstance(x, jax.Array):
             return x
-        same = set(tracked) - getattr(jax.typeof(x), "vma", frozenset())
+        same = set(tracked) - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
         if not names:
             return x
@@ -31,3 +297,11 @@ def vary(tree: T, axis_names: tuple[Any, ...]) -> T:
         return jax.lax.pvary(x, names)  # pyright: ignore  # JAX 0.8
 
     return jax.tree.map(mark, tree)
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
+    aval = jax.typeof(x)
+    if hasattr(aval, "vma"):  # JAX 0.8
+        return aval.vma
+    return aval.manual_axis_type.varying

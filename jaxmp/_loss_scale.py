@@ -13,7 +13,8 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, check_positive
+from ._checks import as_count, check_number, check_positive
+from ._jaxpr import varying_axes
 from ._policy import get_policy
 from ._tree import AxisName, all_finite
 
@@ -100,15 +101,18 @@ def dynamic_loss_scale(
             f"`init_scale` must lie in [min_scale, max_scale], but {init_scale} is not "
             f"in [{min_scale}, {max_scale}]. Move the scale or the bounds."
         )
-    if not 1 < growth_factor < np.inf:
+    check_number("growth_factor", growth_factor)
+    check_number("backoff_factor", backoff_factor)
+    limits = np.finfo(np.float32)
+    if not 1 + float(limits.eps) <= growth_factor <= float(limits.max):
         raise ValueError(
-            f"`growth_factor` must be above 1 and finite, but is {growth_factor}. "
-            "The usual one is 2.0."
+            f"`growth_factor` must be above 1 and finite in float32, but is "
+            f"{growth_factor}. The usual one is 2.0."
         )
-    if not 0 < backoff_factor < 1:
+    if not 0 < backoff_factor <= 1 - float(limits.epsneg):
         raise ValueError(
-            f"`backoff_factor` must lie between 0 and 1, but is {backoff_factor}. "
-            "The usual one is 0.5."
+            f"`backoff_factor` must lie between 0 and 1 in float32, but is "
+            f"{backoff_factor}. The usual one is 0.5."
         )
     interval = as_count("growth_interval", growth_interval)
     patience = as_count("hysteresis", hysteresis)
@@ -351,6 +355,7 @@ def _skipping(
 
     def update_fn(updates, state, params=None, **extra_args):
         finite = all_finite(updates, axis_name=axis_name)
+        _check_agreement(finite, state.loss_scale, axis_name)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -375,12 +380,26 @@ def _skipping(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def _check_agreement(
+    finite: jax.Array, loss_scale: jax.Array, axis_name: AxisName | None
+) -> None:
+    """Refuses a flag that differs over devices where the scale is the same on all."""
+    if apart := varying_axes(finite) - varying_axes(loss_scale):
+        raise ValueError(
+            f"The gradients differ over the mesh axes {sorted(map(str, apart))}, but "
+            f"the loss scale is one for all, and `axis_name={axis_name!r}` does not "
+            "make the devices agree on it. Pass these axes as `axis_name` to "
+            "`jaxmp.loss_scaling`, and reduce the gradients before: "
+            "`jaxmp.value_and_grad(..., axis_name=...)`."
+        )
+
+
 def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
     """Returns the update, or the zero that leaves a parameter as it is."""
-    if update.dtype == jax.dtypes.float0:
+    if getattr(update, "dtype", None) == jax.dtypes.float0:
         return update
     # Negative, because -0.0 + 0.0 is 0.0.
-    nothing = -jnp.zeros([], update.dtype)
+    nothing = -jnp.zeros([], jnp.result_type(update))
     return jnp.where(finite, update, nothing)
 
 

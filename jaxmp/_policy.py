@@ -34,6 +34,8 @@ _KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
+    "r": "reduce_dtype",
+    "reduce": "reduce_dtype",
 }
 
 # What Flax and Haiku call the parameters of a normalisation: anything named scale,
@@ -75,6 +77,9 @@ class Policy(jmp.Policy):
         compute_dtype: Dtype of the arithmetic.
         output_dtype: Dtype in which results are returned.
         overrides: Pairs of ``(regex, dtype)``.
+        reduce_dtype: Dtype in which :func:`jaxmp.value_and_grad` sums gradients over
+            devices. None means float32. Under plain ``jit`` JAX inserts the sums
+            itself, in the dtype of the backward pass, and this has no say.
 
     Raises:
         ValueError: If a dtype is not one of float16, bfloat16, float32 and float64,
@@ -96,13 +101,17 @@ class Policy(jmp.Policy):
     """
 
     overrides: tuple[tuple[str, np.dtype], ...] = ()
+    reduce_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self):
         """Normalises the dtypes, so that equal policies are equal."""
         # `object.__setattr__` is how a frozen dataclass sets its own fields.
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
-            dtype = _as_dtype(getattr(self, field), f"`{field}`")
+            dtype = as_dtype(getattr(self, field), f"`{field}`")
             object.__setattr__(self, field, dtype)
+        if self.reduce_dtype is not None:
+            dtype = as_dtype(self.reduce_dtype, "`reduce_dtype`")
+            object.__setattr__(self, "reduce_dtype", dtype)
         overrides = tuple(_as_override(pair) for pair in self.overrides)
         object.__setattr__(self, "overrides", overrides)
 
@@ -110,9 +119,31 @@ class Policy(jmp.Policy):
         """Casts the floating arrays of a pytree to ``param_dtype``."""
         return _cast_by_path(x, lambda path: _default_dtype(path, self.param_dtype))
 
-    def cast_to_compute(self, x: T) -> T:
-        """Casts the floating arrays of a pytree to ``compute_dtype`` or an override."""
-        return _cast_by_path(x, self._compute_dtype_at)
+    def cast_to_compute(self, x: T, *, shardings: Any = None) -> T:
+        """Casts the floating arrays of a pytree to ``compute_dtype`` or an override.
+
+        Args:
+            x: Any pytree.
+            shardings: Where to pin the copy: the shardings of ``x``, as a pytree of
+                ``jax.sharding.Sharding`` or a prefix of one, under ``jit``. Sharded
+                float32 parameters are then gathered as the 16-bit copy, never in
+                float32.
+
+        Raises:
+            ValueError: If the shardings do not fit the tree.
+        """
+        cast = _cast_by_path(x, self._compute_dtype_at)
+        if shardings is None:
+            return cast
+        try:
+            return jax.lax.with_sharding_constraint(cast, shardings)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "`shardings` must be the shardings of the tree that is cast, or a "
+                "prefix of them. Take them outside `jax.jit`: "
+                "`shardings = jax.tree.map(lambda x: x.sharding, params)`. JAX says: "
+                f"{error}"
+            ) from error
 
     def cast_to_output(self, x: T) -> T:
         """Casts the floating arrays of a pytree to ``output_dtype``."""
@@ -141,6 +172,8 @@ class Policy(jmp.Policy):
         ]
         for pattern, dtype in self.overrides:
             parts.append(('"' + pattern.replace('"', '""') + '"', dtype))
+        if self.reduce_dtype is not None:
+            parts.append(("r", self.reduce_dtype))
         return ",".join(f"{key}={_NAMES[dtype][0]}" for key, dtype in parts)
 
     def __repr__(self) -> str:
@@ -155,7 +188,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
 
     - jmp's, ``p=f32,c=f16,o=f32``, or ``params=``, ``compute=``, ``output=``. Params
       default to float32, compute to params, and output to compute. A regular
-      expression in double quotes is the key of an override: ``"head/"=f32``.
+      expression in double quotes is the key of an override, ``"head/"=f32``; and
+      ``r=`` or ``reduce=`` is the dtype of sums over devices.
     - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
       which is float16, on a TPU bfloat16.
     - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
@@ -258,8 +292,8 @@ def _parse_parts(text: str) -> Policy:
         if not equals or field is None:
             raise ValueError(
                 f"`{rest.strip()}` in {where} is not understood. Expected parts like "
-                "`c=f16`, whose key is one of p, params, c, compute, o and output, or "
-                f"a regex in double quotes.{_suggest(key.strip(), _KEYS)}"
+                f"`c=f16`, whose key is one of {', '.join(_KEYS)}, or a regex in "
+                f"double quotes.{_suggest(key.strip(), _KEYS)}"
             )
         if field in dtypes:
             raise ValueError(
@@ -270,7 +304,13 @@ def _parse_parts(text: str) -> Policy:
     param = dtypes.get("param_dtype", np.dtype(np.float32))
     compute = dtypes.get("compute_dtype", param)
     output = dtypes.get("output_dtype", compute)
-    return Policy(param, compute, output, tuple(overrides))
+    return Policy(
+        param,
+        compute,
+        output,
+        tuple(overrides),
+        reduce_dtype=dtypes.get("reduce_dtype"),
+    )
 
 
 def _parse_dtype(
@@ -287,7 +327,7 @@ def _parse_dtype(
     )
 
 
-def _as_dtype(dtype: Any, where: str) -> np.dtype:
+def as_dtype(dtype: Any, where: str) -> np.dtype:
     """Normalises a dtype, refusing what is not one of the four."""
     if isinstance(dtype, str):
         return _parse_dtype(dtype, where)
@@ -318,7 +358,7 @@ def _as_override(pair: Any) -> tuple[str, np.dtype]:
             f"`{pattern!r}` is not a regular expression that an override could search "
             f"in a leaf's path: {error}. Pass a string such as `LayerNorm_0/scale`."
         ) from error
-    return str(pattern), _as_dtype(dtype, f"the override {pattern!r}")
+    return str(pattern), as_dtype(dtype, f"the override {pattern!r}")
 
 
 def _suggest(name: str, accepted: Iterable[str]) -> str:

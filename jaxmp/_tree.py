@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import as_scale
+from ._checks import as_axes, as_scale, check_axes_are_bound
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -54,15 +54,20 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     Returns:
         A bool array of shape ``[]``.
 
+    Raises:
+        ValueError: If there is no such axis.
+
     Examples:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
     flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
-    if axis_name is None:
+    axes = as_axes(axis_name)
+    if not axes:
         return finite
-    return jax.lax.pmin(finite.astype(jnp.int32), axis_name).astype(bool)
+    check_axes_are_bound(axes)
+    return jax.lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
 
 
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
@@ -138,12 +143,17 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
     scale = as_scale(loss_scale)
     if isinstance(loss_scale, (int, float)) and loss_scale == 1:
         return widen(tree)
-    # XLA turns a division by a constant into a multiplication by its reciprocal,
-    # which is subnormal, and so flushed to zero, from 2^127 on.
+    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
+    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
+    # before; the barrier keeps XLA from seeing through a constant scale.
     scale = jax.lax.optimization_barrier(scale)
-    return jax.tree.map(
-        lambda x: x / scale.astype(x.dtype) if is_inexact(x) else x, widen(tree)
-    )
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
+    divisor = scale * factor
+
+    def divide(x):
+        return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
+
+    return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
 
 
 def widen(tree: T) -> T:

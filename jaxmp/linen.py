@@ -1,4 +1,4 @@
-"""Flax Linen under a policy, without the leak of float32 parameters."""
+"""Flax Linen: models under a policy, and the gradients of their activations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jmp
+from jax.ad_checkpoint import checkpoint_name
 
+from ._activations import activation_gradients as _activation_gradients
 from ._grad import with_policy as _with_policy
 from ._policy import get_policy
-from ._tree import cast_tree, is_floating_array
+from ._tree import cast_tree, is_floating_array, path_name
 
 
 def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any]:
@@ -68,3 +70,68 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
             return model.apply(*args, **kwargs)
 
     return _with_policy(apply, policy)
+
+
+def activation_gradients(
+    fun: Callable[..., Any], **options: Any
+) -> Callable[..., dict[str, jax.Array]]:
+    """Differentiates a loss with respect to what its Linen modules return.
+
+    Like :func:`jaxmp.activation_gradients`, and each floating array that a method of
+    a module returns has the module's path as its name: ``Block_0/Dense_1``, or for
+    another method than ``__call__``, ``Embed_0.attend``. The model itself has the
+    name of its class. A module that returns what its last submodule returned adds
+    nothing.
+
+    Args:
+        fun: Function that applies Linen models and returns the loss, a real floating
+            scalar, or with ``has_aux`` a pair of it and anything.
+        **options: Those of :func:`jaxmp.activation_gradients`: ``loss_scale`` and
+            ``has_aux``.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns a dict from paths to
+        gradients, in the dtype of the activation and scaled.
+
+    Raises:
+        ValueError: As :func:`jaxmp.activation_gradients`.
+        TypeError: As :func:`jaxmp.activation_gradients`.
+
+    Examples:
+        >>> import flax.linen as nn
+        >>> model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(2)])
+        >>> params = model.init(jax.random.key(0), jnp.ones((4, 3)))
+        >>> apply = jaxmp.with_policy(model.apply, "mixed_float16")
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean(apply(params, x) ** 2)
+        >>> grads = activation_gradients(loss_fn, loss_scale=2.0**15)
+        >>> for path, grad in grads(params, jnp.ones((4, 3))).items():
+        ...     print(path, grad.shape, grad.dtype)
+        layers_0 (4, 8) float16
+        layers_2 (4, 2) float16
+    """
+
+    @functools.wraps(fun, updated=())
+    def named(*args, **kwargs):
+        have_names = {}  # by id; the arrays are held, so that no id is used again
+
+        def name_results(next_fun, args, kwargs, context):
+            result = next_fun(*args, **kwargs)
+            module, method = context.module, context.method_name
+            prefix = "/".join(module.path) or type(module).__name__
+            if method != "__call__":
+                prefix += f".{method}"
+
+            def name(path, x):
+                if not is_floating_array(x) or id(x) in have_names:
+                    return x
+                x = checkpoint_name(x, "/".join([prefix, path_name(path)]).rstrip("/"))
+                have_names[id(x)] = x
+                return x
+
+            return jax.tree.map_with_path(name, result)
+
+        with nn.intercept_methods(name_results):
+            return fun(*args, **kwargs)
+
+    return _activation_gradients(named, **options)

@@ -1,4 +1,4 @@
-"""Flax NNX: gradients of modules under a policy, with their state kept."""
+"""Flax NNX: gradients and autocast of modules, with their state kept."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import jmp
 from flax import nnx
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
+from ._autocast import autocast as _autocast
 from ._grad import value_and_grad as _value_and_grad
 
 
@@ -76,5 +77,53 @@ def value_and_grad(
         (loss, (aux, rest)), grads = grad_fun(params, rest, *args, **kwargs)
         nnx.update(model, rest)
         return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def autocast(
+    fun: Callable[..., Any],
+    policy: str | jmp.Policy | DTypeLike | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """Runs a function of an NNX module in mixed precision, its state kept.
+
+    As :func:`jaxmp.autocast`, for ``fun(model, *args)``. What ``fun`` changes in the
+    module (running statistics, random streams, parameters) reaches the caller's
+    module. It works under ``nnx.jit``, and inside or around ``nnx.value_and_grad``;
+    around it is better.
+
+    Args:
+        fun: Function of an NNX module and other arguments.
+        policy: As for :func:`jaxmp.autocast`.
+        **options: The keyword arguments of :func:`jaxmp.autocast`.
+
+    Returns:
+        A function with the signature of ``fun``.
+
+    Raises:
+        ValueError: As :func:`jaxmp.autocast`.
+
+    Examples:
+        >>> from flax import nnx
+        >>> norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+        >>> out = autocast(lambda norm, x: norm(x), "bfloat16")(norm, jnp.ones((4, 2)))
+        >>> norm.mean.dtype, bool((norm.mean[...] > 0).all())
+        (dtype('float32'), True)
+    """
+
+    @functools.wraps(fun, updated=())
+    def wrapped(model, *args, **kwargs):
+        graphdef, state = nnx.split(model)
+
+        @functools.wraps(fun, updated=())
+        def pure(state, *args, **kwargs):
+            # A copy, so that `fun` cannot write to variables of the caller's trace.
+            copy = nnx.merge(graphdef, state, copy=True)
+            return fun(copy, *args, **kwargs), nnx.state(copy)
+
+        out, state = _autocast(pure, policy, **options)(state, *args, **kwargs)
+        nnx.update(model, state)
+        return out
 
     return wrapped

@@ -1,0 +1,343 @@
+"""Trains a small ResNet in the precision that one string names.
+
+    python examples/digits.py --policy mixed_bfloat16
+    python examples/digits.py --compare --mode autocast
+
+The data are scikit-learn's scanned digits, so nothing is downloaded. `--data cifar10
+--data-dir D` trains a ResNet-20 on the CIFAR-10 that lies in D.
+"""
+
+import dataclasses
+import math
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import tyro
+from _data import Dataset, load_cifar10, load_digits
+from flax.training.train_state import TrainState
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+import jaxmp
+
+COMPARED = ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+@dataclasses.dataclass
+class Config:
+    """Trains a small ResNet in the precision that `--policy` names."""
+
+    policy: str = "mixed_float16"
+    """float32, mixed_bfloat16, mixed_float16, or spelt out: p=f32,c=f16,o=f32."""
+    mode: Literal["cast", "autocast"] = "cast"
+    """Cast the whole model, or autocast the training step as it stands."""
+    epochs: int = 20
+    batch_size: int = 100
+    learning_rate: float = 3e-3
+    accum_steps: int = 1
+    """Micro-batches to which a batch is split."""
+    seed: int = 0
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 100
+    """Steps between two checkpoints; each epoch ends with one, too."""
+    resume: bool = False
+    """Continue from the newest checkpoint, under whatever policy."""
+    data: Literal["digits", "cifar10"] = "digits"
+    data_dir: Path = Path("data")
+    """The folder that holds `cifar-10-batches-py`."""
+    compare: bool = False
+    """Train in float32, bfloat16 and float16, and print one table."""
+
+
+class ResNet(nn.Module):
+    """The ResNet of He et al. (2015), section 4.2, with 6 * blocks + 2 layers.
+
+    Nothing in it knows of a precision.
+    """
+
+    blocks: int
+    widths: tuple[int, ...] = (16, 32, 64)
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        conv = partial(nn.Conv, use_bias=False)
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        x = nn.relu(norm()(conv(self.widths[0], (3, 3))(x)))
+        for stage, width in enumerate(self.widths):
+            for block in range(self.blocks):
+                strides = 2 if stage > 0 and block == 0 else 1
+                y = nn.relu(norm()(conv(width, (3, 3), strides)(x)))
+                y = norm()(conv(width, (3, 3))(y))
+                x = x[:, ::strides, ::strides]  # their shortcut without parameters
+                x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])])
+                x = nn.relu(x + y)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class State(TrainState):
+    """Flax's training state, and the running statistics of BatchNorm."""
+
+    batch_stats: Any = None
+    # The policy to autocast under, where the model is not cast.
+    autocast: jaxmp.Policy | None = flax.struct.field(pytree_node=False, default=None)
+
+
+class Result(NamedTuple):
+    """What one training run came to."""
+
+    policy: str
+    state: State
+    accuracy: float  # on the test data
+    seconds: float  # per epoch
+    stored_bytes: int  # of the parameters
+    compute_bytes: int  # of their copy in compute dtype
+    residual_bytes: int  # of what a batch leaves for the backward pass
+
+
+def create_state(config: Config, data: Dataset, steps: int) -> State:
+    model = ResNet(blocks=3 if config.data == "cifar10" else 1)
+    # One compilation instead of fifty; and "rbg" compiles faster than the default.
+    init = jax.jit(partial(model.init, train=False))
+    key = jax.random.key(config.seed, impl="rbg")
+    variables = init(key, data.normalize(data.train_images[:1]))
+    policy = jaxmp.get_policy(config.policy)
+    schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
+    # The optimizer and its schedule stand inside, so that a skipped step skips them.
+    # Under float16 the scale doubles after 50 good steps, because a short run hardly
+    # has the usual 2000. Under bfloat16 and float32 it is 1.
+    tx = jaxmp.loss_scaling(optax.adamw(schedule), policy, growth_interval=50)
+    casts = config.mode == "cast"
+    state = State.create(
+        apply_fn=jaxmp.with_policy(model.apply, policy) if casts else model.apply,
+        autocast=None if casts else policy,
+        params=policy.cast_to_param(variables["params"]),
+        batch_stats=variables["batch_stats"],
+        tx=tx,
+    )
+    return state.replace(step=jnp.zeros([], jnp.int32))  # create() gives a Python int
+
+
+def loss_fn(params, state, images, labels):
+    variables = {"params": params, "batch_stats": state.batch_stats}
+    logits, updates = state.apply_fn(
+        variables, images, train=True, mutable=["batch_stats"]
+    )
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    accuracy = (logits.argmax(-1) == labels).mean()
+    return loss, (updates["batch_stats"], accuracy)
+
+
+@partial(jax.jit, static_argnames="accum_steps", donate_argnames="state")
+def train_step(state, images, labels, accum_steps):
+    grad_fn = jaxmp.value_and_grad(
+        loss_fn,
+        loss_scale=jaxmp.get_loss_scale(state.opt_state),
+        has_aux=True,
+        accum_steps=accum_steps,
+        batch_argnums=(2, 3),
+    )
+    if state.autocast:
+        grad_fn = jaxmp.autocast(grad_fn, state.autocast)
+    (loss, (batch_stats, accuracy)), grads = grad_fn(
+        state.params, state, images, labels
+    )
+    if accum_steps > 1:  # the running statistics of the last micro-batch
+        batch_stats = jax.tree.map(lambda x: x[-1], batch_stats)
+    new_state = state.apply_gradients(grads=grads)
+    # What the optimizer cannot skip by itself: an overflow made these Inf or NaN.
+    finite = jaxmp.last_step_finite(new_state.opt_state)
+    batch_stats = jaxmp.select_tree(finite, batch_stats, state.batch_stats)
+    scale = jaxmp.get_loss_scale_state(new_state.opt_state)
+    metrics = {
+        "loss": loss,
+        "accuracy": accuracy.mean(),
+        "loss_scale": scale.loss_scale,
+        "skipped": scale.skipped,
+    }
+    return new_state.replace(batch_stats=batch_stats), metrics
+
+
+@jax.jit
+def count_correct(state, images, labels):
+    apply_fn = state.apply_fn
+    if state.autocast:
+        apply_fn = jaxmp.autocast(apply_fn, state.autocast)
+    variables = {"params": state.params, "batch_stats": state.batch_stats}
+    return (apply_fn(variables, images, train=False).argmax(-1) == labels).sum()
+
+
+def nbytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def residual_bytes(state: State, images: Any, labels: Any) -> int:
+    """Counts the arrays that the forward pass leaves for the backward pass.
+
+    That is whatever the linearised loss holds apart from the parameters, each array
+    once: activations, and the copies of the weights in compute dtype. It is JAX's
+    list. XLA keeps less where it can compute again, such as the float32 copies in
+    which BatchNorm takes its mean and variance.
+    """
+
+    def loss(params):
+        return loss_fn(params, state, images, labels)[0]
+
+    if state.autocast:
+        loss = jaxmp.autocast(loss, state.autocast)
+
+    def backward(params):
+        return jax.vjp(loss, params)[1]
+
+    jaxpr = jax.make_jaxpr(backward)(state.params).jaxpr
+    return nbytes([x.aval for x in {*jaxpr.outvars} - {*jaxpr.invars}])
+
+
+def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:
+    if config.checkpoint_dir is None:
+        return None
+    # Written before `save` returns, because the next step donates the arrays.
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=2, enable_async_checkpointing=False
+    )
+    checkpoints = ocp.CheckpointManager(
+        config.checkpoint_dir.absolute(), options=options
+    )
+    newest = checkpoints.latest_step()
+    if newest is not None and not config.resume:
+        sys.exit(
+            f"`{config.checkpoint_dir}` holds a checkpoint of step {newest} already. "
+            "Go on from it with `--resume`, or name another folder."
+        )
+    return checkpoints
+
+
+def train(config: Config, data: Dataset, progress: Progress) -> Result:
+    steps_per_epoch = len(data.train_images) // config.batch_size
+    steps = config.epochs * steps_per_epoch
+    state = create_state(config, data, steps)
+    checkpoints = open_checkpoints(config)
+    if checkpoints and config.resume:
+        newest = checkpoints.latest_step()
+        if newest is not None:
+            # One structure under every policy, so that any run can go on as any.
+            target = ocp.args.StandardRestore(state)
+            state = cast(State, checkpoints.restore(newest, args=target))
+        where = "the start" if newest is None else f"step {newest}"
+        progress.console.print(f"{config.policy} goes on from {where}")
+
+    bar = progress.add_task(config.policy, total=steps, epoch="", shown="")
+    seconds, metrics, shown, start = [], [], "", time.perf_counter()
+    for step in range(int(state.step), steps):
+        images, labels = data.train_batch(config.seed, step, config.batch_size)
+        state, step_metrics = train_step(state, images, labels, config.accum_steps)
+        metrics.append(step_metrics)
+        epoch, i = divmod(step, steps_per_epoch)
+        epoch_ends = i == steps_per_epoch - 1
+        if epoch_ends or i % 5 == 0:  # not each time: reading waits for the device
+            shown = describe(jax.device_get(metrics))
+            epoch = f"{epoch + 1:{len(str(config.epochs))}}/{config.epochs}"
+            progress.update(bar, completed=step + 1, epoch=epoch, shown=shown)
+        if epoch_ends:
+            seconds.append(time.perf_counter() - start)
+            jaxmp.check_loss_scale(state.opt_state)  # raises once a run is stuck
+            if not progress.console.is_terminal:
+                progress.console.print(config.policy, epoch, shown, highlight=False)
+        if checkpoints and (epoch_ends or (step + 1) % config.checkpoint_every == 0):
+            checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
+        if epoch_ends:
+            metrics, start = [], time.perf_counter()
+
+    correct = [count_correct(state, *batch) for batch in data.test_batches(1000)]
+    policy = jaxmp.get_policy(config.policy)
+    micro_batch = data.train_batch(
+        config.seed, step=0, batch_size=config.batch_size // config.accum_steps
+    )
+    return Result(
+        policy=config.policy,
+        state=state,
+        accuracy=sum(map(int, correct)) / len(data.test_labels),
+        # The first epoch compiles, and so it counts only where there is no other.
+        seconds=statistics.median(seconds[1:] or seconds or [math.nan]),
+        stored_bytes=nbytes(state.params),
+        compute_bytes=nbytes(jax.eval_shape(policy.cast_to_compute, state.params)),
+        residual_bytes=residual_bytes(state, *micro_batch),
+    )
+
+
+def describe(metrics: list[dict[str, Any]]) -> str:
+    loss = statistics.mean(float(m["loss"]) for m in metrics)
+    accuracy = statistics.mean(float(m["accuracy"]) for m in metrics)
+    scale, skipped = metrics[-1]["loss_scale"], metrics[-1]["skipped"]
+    return f"loss {loss:.3f} acc {accuracy:6.1%} scale {power(scale)} skipped {skipped}"
+
+
+def power(scale: Any) -> str:
+    return f"2^{math.log2(scale):<2.0f}"
+
+
+def results_table(results: list[Result], epochs: int) -> Table:
+    timed = "Time per epoch" if epochs > 1 else "Time with compilation"
+    rows = {
+        "Test accuracy": [f"{r.accuracy:.1%}" for r in results],
+        timed: [f"{r.seconds:.2f} s" for r in results],
+        "Parameters, as stored": [f"{r.stored_bytes / 1e3:.0f} kB" for r in results],
+        "  in compute dtype": [f"{r.compute_bytes / 1e3:.0f} kB" for r in results],
+        "Residuals of a batch": [f"{r.residual_bytes / 1e3:.0f} kB" for r in results],
+    }
+    scales = [jaxmp.get_loss_scale_state(r.state.opt_state) for r in results]
+    rows["Loss scale at the end"] = [power(scale.loss_scale) for scale in scales]
+    rows["Skipped steps"] = [str(scale.skipped) for scale in scales]
+    table = Table("", *(r.policy for r in results), title="What it came to")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def main(config: Config, console: Console | None = None) -> list[Result]:
+    console = console or Console()
+    if config.compare and config.checkpoint_dir:
+        sys.exit("`--compare` trains three runs and keeps no checkpoint of them.")
+    if config.resume and not config.checkpoint_dir:
+        sys.exit("`--resume` needs the `--checkpoint-dir` to go on from.")
+    policies = COMPARED if config.compare else (config.policy,)
+    try:
+        for policy in policies:
+            jaxmp.get_policy(policy)
+        is_digits = config.data == "digits"
+        data = load_digits() if is_digits else load_cifar10(config.data_dir)
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+    if not 0 < config.batch_size <= len(data.train_images):
+        sys.exit(f"`--batch-size` must lie in [1, {len(data.train_images)}].")
+
+    name, epoch, shown = map(
+        TextColumn,
+        ["{task.description}", "{task.fields[epoch]}", "{task.fields[shown]}"],
+    )
+    columns = name, BarColumn(None), epoch, shown
+    # Where there is no terminal there is a line for each epoch instead.
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, expand=True, disable=hidden) as progress:
+        results = [
+            train(dataclasses.replace(config, policy=policy), data, progress)
+            for policy in policies
+        ]
+    console.print(results_table(results, config.epochs))
+    return results
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config))

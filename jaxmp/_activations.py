@@ -1,0 +1,142 @@
+"""The gradients of activations, as they are in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from ._checks import as_scale
+from ._grad import loss_and_aux
+from ._jaxpr import JaxprEqn, Literal, bind, closed_consts, located_at, open_jaxpr
+from ._tree import widen
+
+
+def activation_gradients(
+    fun: Callable[..., Any], *, loss_scale: ArrayLike = 1.0, has_aux: bool = False
+) -> Callable[..., dict[str, jax.Array]]:
+    """Differentiates a loss with respect to the activations that have a name.
+
+    A value gets its name from JAX: ``jax.ad_checkpoint.checkpoint_name(x, "hidden")``.
+    For Linen models :func:`jaxmp.linen.activation_gradients` names the result of
+    every module, and the model stays as it is.
+
+    The gradients are those that the backward pass works with: of the loss times
+    ``loss_scale``, in the dtype of the activation. What a float16 model flushes to
+    zero is zero here, and what overflows is Inf.
+
+    What is named inside ``jit``, ``jax.checkpoint`` and ``vmap`` is seen. What is
+    named inside a loop, a branch, ``shard_map`` or a function with its own derivative
+    rule is not, nor what a function named that was jitted and traced before.
+
+    Args:
+        fun: Function that returns a real floating scalar, the loss, or with
+            ``has_aux`` a pair of it and anything.
+        loss_scale: A positive scalar, multiplied with the loss in float32.
+        has_aux: Whether ``fun`` returns a pair.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns a dict from the names to
+        arrays of the activations' shapes and dtypes. A name that comes again gets a
+        number: ``hidden``, ``hidden#1``. Put :func:`jax.jit` around it for speed.
+
+    Raises:
+        ValueError: If no floating value with a name is found, or ``loss_scale`` is
+            not a positive scalar.
+        TypeError: If ``fun`` returns something else than a real floating scalar.
+
+    Examples:
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def loss_fn(w, x):
+        ...     hidden = checkpoint_name(w.astype(jnp.float16) * x, "hidden")
+        ...     return jnp.mean(hidden.astype(jnp.float32)) * 2.0**-10
+        >>> w, x = jnp.ones(()), jnp.ones(2**15, jnp.float16)
+        >>> activation_gradients(loss_fn)(w, x)["hidden"].max()  # 2^-25 flushes
+        Array(0., dtype=float16)
+        >>> activation_gradients(loss_fn, loss_scale=2.0**15)(w, x)["hidden"].max()
+        Array(0.000977, dtype=float16)
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3, shows
+        the histogram of such gradients, https://arxiv.org/abs/1710.03740.
+    """
+    scale = as_scale(loss_scale)
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        # Closed over, because arguments such as `train=True` are no arrays.
+        traced = jax.make_jaxpr(lambda: fun(*args, **kwargs), return_shape=True)
+        jaxpr, result = traced()
+        structure = jax.tree.structure(result)
+        named = list(_named_values(jaxpr))
+        # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
+        addends = [
+            -jnp.zeros(aval.shape, aval.dtype)
+            if jnp.issubdtype(aval.dtype, jnp.floating)
+            else None
+            for _, aval in named
+        ]
+        if not jax.tree.leaves(addends):
+            raise ValueError(
+                "`activation_gradients` found no floating value with a name. Name one "
+                'with `jax.ad_checkpoint.checkpoint_name(x, "hidden")`, or use '
+                "`jaxmp.linen.activation_gradients`; and pass the function as it was "
+                "before `jax.jit`, which may keep an older trace."
+            )
+
+        def scaled_fun(addends):
+            values = _add_to_named(jaxpr, (), iter(addends))
+            loss, _ = loss_and_aux(structure.unflatten(values), has_aux)
+            loss = widen(loss)
+            return loss * scale.astype(loss.dtype)
+
+        grads = jax.grad(scaled_fun)(addends)
+        times = Counter()
+        found = {}
+        for (name, _), grad in zip(named, grads, strict=True):
+            if grad is not None:
+                found[f"{name}#{times[name]}" if times[name] else name] = grad
+                times[name] += 1
+        return found
+
+    return wrapped
+
+
+def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
+    """Yields name and type of what ``checkpoint_name`` has named, in order."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == "name":
+            yield eqn.params["name"], eqn.outvars[0].aval
+        elif inner := _called_once(eqn):
+            yield from _named_values(inner)
+
+
+def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
+    """Evaluates a jaxpr with the next addend, or None, added to each named value."""
+    env = dict(zip(open_jaxpr(jaxpr).constvars, closed_consts(jaxpr), strict=True))
+    env.update(zip(open_jaxpr(jaxpr).invars, args, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in open_jaxpr(jaxpr).eqns:
+        values = [read(atom) for atom in eqn.invars]
+        with located_at(eqn):
+            if inner := _called_once(eqn):
+                values = _add_to_named(inner, values, addends)
+            else:
+                values = bind(eqn, values)
+        if eqn.primitive.name == "name" and (addend := next(addends)) is not None:
+            values = [values[0] + addend]
+        env.update(zip(eqn.outvars, values, strict=True))
+    return [read(atom) for atom in open_jaxpr(jaxpr).outvars]
+
+
+def _called_once(eqn: JaxprEqn) -> Any:
+    """Returns the jaxpr of a ``jit`` or ``checkpoint``, None for anything else."""
+    return eqn.params["jaxpr"] if eqn.primitive.name in ("jit", "remat2") else None

@@ -1,0 +1,194 @@
+"""Mixed precision for a function as it stands."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jmp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._checks import refuse_nnx_modules
+from ._op_lists import DEFAULT_OPS, OpLists
+from ._policy import get_policy
+from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
+
+
+def autocast(
+    fun: Callable,
+    policy: str | jmp.Policy | DTypeLike | None = None,
+    *,
+    ops: OpLists = DEFAULT_OPS,
+    float32_paths: Iterable[str] = (),
+) -> Callable:
+    """Runs the matrix products and convolutions of ``fun`` in 16 bits.
+
+    ``fun`` is any function that JAX can trace, as it stands: a model's ``apply``, a
+    loss, or a whole ``value_and_grad``. Products take their operands in 16 bits; sums,
+    exponentials and whatever autocast does not know see the dtypes they were written
+    for; elementwise work follows its inputs. Put it around the differentiated
+    function where you can: in ``autocast(value_and_grad(loss))`` the backward pass
+    adds in float32, and gradients come out in float32 unrounded.
+
+    Args:
+        fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
+            strings, NumPy arrays) reach it as they are.
+        policy: A policy, its name or a 16-bit dtype, of which the compute dtype is
+            used; bfloat16 by default. Under a float32 policy nothing changes.
+        ops: Which primitives to allow, to deny and to let follow.
+        float32_paths: Named scopes, such as those that Linen gives its modules, to
+            keep in float32 forward and backward. ``"head"``, or ``"Net/head"``, is a
+            module of the Linen model ``Net`` with all that is below it.
+
+    Returns:
+        A function with the signature of ``fun``. Its outputs have the structure and
+        the dtypes of those of ``fun``.
+
+    Raises:
+        ValueError: If the policy has overrides, or a path matches no named scope.
+        TypeError: If a Flax module is used in a way that would lose its state.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> grad = jaxmp.autocast(jax.grad(loss), jnp.float16)
+        >>> grad(jnp.ones((4, 2)), jnp.ones((8, 4))).dtype
+        dtype('float32')
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3,
+        https://arxiv.org/abs/1710.03740.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`autocast` needs a function, but got {type(fun).__name__}. "
+            "Write `autocast(model.apply)`, and call the result."
+        )
+    dtype = _compute_dtype(policy)
+    if dtype == jnp.float32:
+        return float32_region(fun)
+    paths = (float32_paths,) if isinstance(float32_paths, str) else float32_paths
+    cast = Caster(dtype, ops, tuple(paths)).wrap(fun)
+
+    @functools.wraps(fun, updated=())
+    def autocast_fun(*args, **kwargs):
+        refuse_nnx_modules("autocast", (args, kwargs), "`jaxmp.nnx.autocast`")
+        with jax.named_scope(AUTOCAST_SCOPE), _explained(fun):
+            return cast(*args, **kwargs)
+
+    return autocast_fun
+
+
+def float32_region(fun: Callable) -> Callable:
+    """Keeps ``fun`` in the dtypes that it was written in, inside an autocast function.
+
+    Its inputs are brought back to float32. For a few lines,
+    ``with jax.named_scope("jaxmp.float32"):`` does the same.
+
+    Args:
+        fun: Function that JAX can trace.
+
+    Returns:
+        The same function, in the named scope ``jaxmp.float32``.
+
+    Examples:
+        >>> def f(x):
+        ...     return jaxmp.float32_region(jnp.matmul)(x, x)
+        >>> x = jnp.full((2, 2), 1 / 3)
+        >>> bool((jaxmp.autocast(f)(x) == f(x)).all())
+        True
+    """
+
+    @functools.wraps(fun, updated=())
+    def in_float32(*args, **kwargs):
+        with jax.named_scope(FLOAT32_SCOPE):
+            return fun(*args, **kwargs)
+
+    return in_float32
+
+
+def _compute_dtype(policy: str | jmp.Policy | DTypeLike | None) -> np.dtype:
+    """Returns the compute dtype of a policy, refusing what autocast has no use for."""
+    if policy is None:
+        return np.dtype(jnp.bfloat16)
+    if not isinstance(policy, (str, jmp.Policy)):
+        policy = np.dtype(policy).name  # a dtype is the policy of its name
+    policy = get_policy(policy)
+    if policy.overrides:
+        raise ValueError(
+            f"`autocast` uses the compute dtype of a policy only, but {policy} has "
+            "overrides. Name the modules in `float32_paths` instead."
+        )
+    if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
+        raise ValueError(
+            f"`autocast` computes in float16 or bfloat16, or changes nothing in "
+            f"float32, but {policy} computes in {policy.compute_dtype}. "
+            'Pass for example "mixed_float16".'
+        )
+    return policy.compute_dtype
+
+
+@contextlib.contextmanager
+def _explained(fun: Callable) -> Iterator[None]:
+    """Adds what autocast knows to errors of JAX and Flax."""
+    try:
+        with _linen_state_kept():
+            yield
+    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+        error.add_note(
+            f"`autocast` traces `{_name(fun)}` as `jax.jit` does, so its arrays have "
+            "no values in Python. Wrap the part that JAX can trace."
+        )
+        raise
+    except Exception as error:
+        if type(error).__name__ == "TraceContextError":  # of flax.nnx
+            error.add_note(
+                f"`{_name(fun)}` changes an NNX module while `autocast` traces it. "
+                "Use `jaxmp.nnx.autocast`, and pass the module as an argument."
+            )
+        raise
+
+
+@contextlib.contextmanager
+def _linen_state_kept() -> Iterator[None]:
+    """Raises where variables of a Linen module outside were created or changed inside.
+
+    They would hold tracers of a trace that is over.
+    """
+    linen = sys.modules.get("flax.linen")  # who has a module has imported it
+    if linen is None:
+        yield
+        return
+    tracers = importlib.import_module("flax.core.tracers")
+    outside, variables = tracers.current_trace(), {}
+
+    def watch(next_fun, args, kwargs, context):
+        scope = context.module.scope
+        if scope is not None and scope.root.trace_level == outside:
+            before = jax.tree.leaves(scope.root.variables())
+            variables.setdefault(scope.root, set(map(id, before)))
+        return next_fun(*args, **kwargs)
+
+    with linen.intercept_methods(watch):
+        yield
+    for scope, before in variables.items():
+        for path, leaf in jax.tree.leaves_with_path(scope.variables()):
+            if isinstance(leaf, jax.core.Tracer) and id(leaf) not in before:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise TypeError(
+                    f"`autocast` wraps a Linen module inside another, and `{name}` was "
+                    "created or changed in it, which would leak a tracer. Wrap the "
+                    "outermost call: `autocast(model.apply, ...)`, and initialise "
+                    "without autocast."
+                )
+
+
+def _name(fun: Callable) -> str:
+    return getattr(fun, "__qualname__", type(fun).__name__)

@@ -1,0 +1,92 @@
+"""Taking a batch apart: into micro-batches, whose gradients add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._tree import is_inexact, path_name, wide_dtype
+
+# Returns the loss, the gradients and aux for positional and keyword arguments.
+GradFun = Callable[[Sequence[Any], dict[str, Any]], tuple[jax.Array, Any, Any]]
+
+
+def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps: int):
+    """Returns ``fun`` with its batch taken in ``steps`` parts, one after the other.
+
+    The losses are added, the gradients with respect to ``params`` are added in at
+    least float32, and every ``aux`` is kept along a new leading axis.
+    """
+
+    def accumulated(args, kwargs):
+        entries, structure = jax.tree.flatten_with_path({i: args[i] for i in batched})
+        for path, x in entries:
+            check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
+        parts = [_split(x, steps) for _, x in entries]
+
+        def add_micro_batch(totals, parts):
+            leaves = [
+                whole if part is None else part
+                for (_, whole), part in zip(entries, parts, strict=True)
+            ]
+            micro = structure.unflatten(leaves)
+            loss, grads, aux = fun(
+                [micro.get(i, arg) for i, arg in enumerate(args)], kwargs
+            )
+            totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
+            return totals, (loss, aux)
+
+        zeros = jax.tree.map(_wide_zeros, params)
+        grads, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, parts)
+        return losses.sum(), grads, aux
+
+    return accumulated
+
+
+def check_leading_axis(path: Any, x: Any, parts: int, by: str) -> None:
+    """Raises unless a leaf of the batch can be split into equal parts."""
+    if not is_array(x) or is_scalar_key(x):
+        return
+    name = f"argument {getattr(path[0], 'key', getattr(path[0], 'idx', 0))}"
+    if len(path) > 1:
+        name += f", leaf `{path_name(path[1:])}`,"
+    if x.dtype == jnp.uint32 and x.shape == (2,):
+        raise ValueError(
+            f"In `batch_argnums`, {name} looks like a raw PRNG key, uint32[2], which "
+            "would be split as if it were data. Make it with `jax.random.key`."
+        )
+    if x.ndim == 0 or x.shape[0] % parts:
+        raise ValueError(
+            f"{by} must divide the leading axis of every array in `batch_argnums`, "
+            f"but {name} has the shape {list(x.shape)}. Change the batch size to a "
+            f"multiple of {parts}, or pass what is not a batch in another argument."
+        )
+
+
+def is_array(x: Any) -> bool:
+    """Tells whether ``x`` is an array, as opposed to a Python number or an object."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def is_scalar_key(x: Any) -> bool:
+    """Tells whether ``x`` is one PRNG key, made with ``jax.random.key``."""
+    return is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _wide_zeros(x: Any) -> jax.Array | None:
+    """Returns what gradients are added to; None for a leaf that has none."""
+    return jnp.zeros_like(x, wide_dtype(x)) if is_inexact(x) else None
+
+
+def _split(x: Any, steps: int) -> jax.Array | None:
+    """Splits an array of the batch into ``[steps, ...]``, and a key into as many."""
+    if not is_array(x):
+        return None
+    if is_scalar_key(x):
+        return jax.random.split(x, steps)
+    x = jnp.asarray(x)
+    return x.reshape(steps, x.shape[0] // steps, *x.shape[1:])

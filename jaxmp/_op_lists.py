@@ -1,0 +1,209 @@
+"""Which primitives run in 16 bits, which in float32, and which follow their inputs.
+
+The scheme is that of NVIDIA's automatic mixed precision, which Apex, TensorFlow and
+PyTorch share: an allow list that gains from 16 bits, a deny list that is harmed by
+them, and an infer list that may do either. Sources, named at each group below:
+
+* [guide] NVIDIA, Train With Mixed Precision, "Automatic Mixed Precision",
+  https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/
+* [grappler] the lists in TensorFlow's ``auto_mixed_precision_lists.h``,
+  https://github.com/tensorflow/tensorflow/tree/master/tensorflow/core/grappler/optimizers
+* [torch] PyTorch, "Autocast Op Reference", https://pytorch.org/docs/stable/amp.html
+* [jax] how the primitive is defined, transposed or lowered in JAX
+"""
+
+import dataclasses
+import difflib
+import textwrap
+from typing import Any
+
+from ._jaxpr import Primitive, live_primitives
+
+# Matrix products and convolutions: what tensor cores do. [guide], [torch]
+_ALLOW = "dot_general conv_general_dilated ragged_dot_general"
+
+# Values move or are chosen between, and none is rounded: [grappler]'s clear list.
+_MOVE = """
+    reshape broadcast_in_dim broadcast_to transpose squeeze rev slice split
+    dynamic_slice dynamic_update_slice gather tile unstack stack concatenate pad copy
+    stop_gradient name optimization_barrier tie device_put layout_constraint relayout
+    sharding_constraint reshard with_memory_space_constraint pbroadcast pvary pcast"""
+_CHOOSE = """
+    select_n clamp max min eq ne lt le gt ge is_finite reduce_max reduce_min argmax
+    argmin sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min
+    abs neg sign floor ceil round"""
+_COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
+
+# Elementwise, bounded or nearly linear: [grappler]'s infer list. A cube is here for
+# the GELU approximation; other integer powers are treated as squares are, below.
+_ROUND = """
+    add sub mul div rem add_any atan2 sqrt sin cos tanh logistic erf erfc integer_pow
+    one_minus_square"""
+
+# Steep functions: float16 ends at 65504, exp(12) is beyond. [guide], [torch]
+_STEEP = """
+    exp exp2 expm1 log log1p log2 pow square rsqrt cbrt tan sinh cosh asin acos atan
+    asinh acosh atanh erf_inv lgamma digamma polygamma igamma igammac igamma_grad_a
+    zeta bessel_i0e bessel_i1e regularized_incomplete_beta polynomial mulhi"""
+
+# Sums lose small terms and overflow: losses, means, norms, gradients. [guide], [torch]
+_SUM = """
+    reduce_sum reduce_prod reduce cumsum cumprod cumlogsumexp reduce_window
+    reduce_window_sum select_and_scatter select_and_scatter_add
+    select_and_gather_add scatter scatter-add scatter-sub scatter-mul scatter-min
+    scatter-max psum psum_invariant unreduced_psum unreduced_pmax unreduced_pmin
+    reduce_scatter unreduced_reduce_scatter preduced symmetric_product"""
+
+# Solvers that exist, or converge, in float32 only. [torch], [jax]
+_SOLVE = """
+    fft cholesky cholesky_update lu lu_pivots_to_permutation qr geqrf geqp3
+    householder_product ormqr svd eig eigh eigh_jacobi schur hessenberg tridiagonal
+    tridiagonal_solve triangular_solve custom_linear_solve"""
+
+# Results that depend on the number format itself. [jax]
+_FORMAT = """
+    nextafter reduce_precision bitcast_convert_type convert_element_type to_edtype
+    from_edtype complex real imag conj iota empty empty2 zeros_like rng_uniform
+    random_gamma"""
+
+# Integers, keys and tokens: nothing to narrow. [jax]
+_DISCRETE = """
+    and or xor not reduce_and reduce_or reduce_xor shift_left shift_right_logical
+    shift_right_arithmetic population_count clz eq_to le_to lt_to iota_2x32_shape
+    axis_index platform_index dim_as_value dimension_size shape_assertion after_all
+    create_token rng_bit_generator random_bits random_clone random_fold_in random_seed
+    random_split random_unwrap random_wrap threefry2x32 threefry4x32 philox2x32
+    philox4x32"""
+
+# Opaque: kernels, callbacks, references, other compilers, half-finished
+# collectives. They see exactly the values that they were written for. [jax]
+_OPAQUE = """
+    pallas_call ffi_call call_exported pure_callback io_callback debug_callback
+    debug_print custom_vmap_call custom_partitioning custom_transpose_call
+    composite linear_call call_hi_primitive call_hi_primitive_linearized run_state
+    core_map stage xla_pmap vmap call custom_jvp_call_jaxpr custom_lin remat_opt
+    unreachable dce_sink check inspect_sharding new_ref empty_ref free_ref freeze get
+    swap addupdate accum_grad_in_ref pin unpin create_linear new_box box_get box_set
+    new_log log_extend log_read scaled_dot scaled_matmul scaled_matmul_wrapper
+    cudnn_fusion bias_fwd bias_bwd dot_product_attention_fwd
+    dot_product_attention_bwd dot_product_attention_fwd_wrapper
+    dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd
+    dot_product_attention_fp8_bwd dot_product_attention_fp8_fwd_wrapper
+    dot_product_attention_fp8_bwd_wrapper full_to_shard shard_to_full pgather psend
+    precv ragged_all_to_all pbroadcast_dynamic all_gather_reduced
+    all_gather_start all_gather_done all_gather_reduced_start all_to_all_start
+    all_to_all_done pbroadcast_start pbroadcast_done ppermute_start ppermute_done
+    psum_start psum_done psum_invariant_start reduce_scatter_start
+    reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start
+    reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"""
+
+# Primitives that hold jaxprs: autocast goes inside. JAX has renamed some.
+_CALL = """
+    jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 scan while cond
+    shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"""
+
+CALLS = frozenset(_CALL.split())
+EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
+VIEWS = frozenset(_MOVE.split())
+
+
+def _name(primitive: str | Primitive) -> str:
+    return primitive.name if isinstance(primitive, Primitive) else primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class OpLists:
+    """Names of the primitives that autocast allows, denies and lets follow.
+
+    A primitive in no list is denied. Primitives that contain a function, such as
+    ``scan`` and ``cond``, are in no list: autocast goes inside them, unless they are
+    denied.
+
+    Attributes:
+        allow: Run in 16 bits where they are true contractions.
+        deny: Run in the dtypes that the function was written in.
+        infer: Run in 16 bits where their inputs are 16-bit.
+
+    Examples:
+        >>> ops = jaxmp.DEFAULT_OPS.with_deny("tanh", "logistic")
+        >>> "tanh" in ops.deny, "tanh" in ops.infer
+        (True, False)
+    """
+
+    allow: frozenset[str]
+    deny: frozenset[str]
+    infer: frozenset[str]
+
+    def __post_init__(self):
+        """Normalises names and refuses unknown ones and contradictions."""
+        for field in dataclasses.fields(self):
+            names = getattr(self, field.name)
+            names = [names] if isinstance(names, (str, Primitive)) else names
+            object.__setattr__(self, field.name, frozenset(map(_name, names)))
+        for name in sorted((self.allow | self.deny | self.infer) - _KNOWN):
+            live = live_primitives()
+            if name not in live:
+                close = difflib.get_close_matches(str(name), _KNOWN | live.keys())
+                raise ValueError(
+                    f"`{name}` is not the name of a JAX primitive. "
+                    f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}. "
+                    "`print(jaxmp.DEFAULT_OPS)` lists them; a `Primitive` works too."
+                )
+        for name in sorted((self.allow | self.infer) & CALLS):
+            raise ValueError(
+                f"`{name}` holds a function, and autocast goes inside. It can only be "
+                f'denied: `ops.with_deny("{name}")` keeps all of it as it was written.'
+            )
+        twice = (
+            (self.allow & self.deny)
+            | (self.allow & self.infer)
+            | (self.deny & self.infer)
+        )
+        if twice:
+            raise ValueError(
+                f"`{min(twice)}` is in two lists of `OpLists`. `with_allow`, "
+                "`with_deny` and `with_infer` move a name from one to another."
+            )
+
+    def with_allow(self, *primitives: str | Primitive) -> "OpLists":
+        """Returns lists in which ``primitives`` run in 16 bits."""
+        return self._moved("allow", primitives)
+
+    def with_deny(self, *primitives: str | Primitive) -> "OpLists":
+        """Returns lists in which ``primitives`` keep their original dtypes."""
+        return self._moved("deny", primitives)
+
+    def with_infer(self, *primitives: str | Primitive) -> "OpLists":
+        """Returns lists in which ``primitives`` follow their inputs."""
+        return self._moved("infer", primitives)
+
+    def _moved(self, to: str, primitives: tuple[str | Primitive, ...]) -> "OpLists":
+        names = frozenset(map(_name, primitives))
+        lists: dict[str, Any] = {
+            field.name: getattr(self, field.name) - names
+            for field in dataclasses.fields(self)
+        }
+        return OpLists(**{**lists, to: lists[to] | names})
+
+    def __str__(self) -> str:
+        """Lists the names, one paragraph a list."""
+        return "\n".join(
+            textwrap.fill(
+                f"{field.name}: {' '.join(sorted(getattr(self, field.name)))}",
+                width=88,
+                subsequent_indent="    ",
+                break_on_hyphens=False,
+            )
+            for field in dataclasses.fields(self)
+        )
+
+
+_INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])
+_DENY = " ".join([_STEEP, _SUM, _SOLVE, _FORMAT, _DISCRETE, _OPAQUE])
+_KNOWN = frozenset(" ".join([_ALLOW, _INFER, _DENY]).split()) | CALLS
+
+DEFAULT_OPS = OpLists(
+    allow=frozenset(_ALLOW.split()),
+    deny=frozenset(_DENY.split()),
+    infer=frozenset(_INFER.split()),
+)

@@ -1,0 +1,507 @@
+"""Where the values of a pytree lie in the range of a 16-bit format."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from ._checks import as_count, check_number
+from ._policy import as_dtype
+from ._tree import AxisName, is_floating_array, path_name
+
+# Rows of counters that the elements of an array take turns in; a power of two. With
+# one row the atomic additions of a GPU would all meet in the few busy buckets.
+_LANES = 64
+
+_CLASSES = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
+
+
+def exponent_histogram(
+    tree: Any, *, low: int = -40, high: int = 16, per_leaf: bool = False
+) -> Any:
+    """Counts the entries of a pytree by binary exponent.
+
+    A finite nonzero ``x`` counts under ``floor(log2(abs(x)))``, clipped to
+    ``[low, high]``; exactly, also where ``x`` is subnormal. Zeros, Inf and NaN are
+    not counted. Works under ``jit``; the counts of sharded arrays are global.
+
+    Args:
+        tree: Pytree of floating arrays of any shapes; dtypes may differ.
+        low: Exponent of the first bucket.
+        high: Exponent of the last bucket.
+        per_leaf: Whether to count each leaf for itself.
+
+    Returns:
+        An int32 array of shape ``[high - low + 1]``; with ``per_leaf`` a pytree of
+        the structure of ``tree`` with such an array for each leaf.
+
+    Raises:
+        TypeError: If a leaf is not floating.
+        ValueError: If ``low`` is not below ``high``, or there are more entries to
+            count together than an int32 holds.
+
+    Examples:
+        >>> grads = {"w": jnp.array([1.0, 3.0, 2.0**-30, 0.0])}
+        >>> exponent_histogram(grads, low=-2, high=2).tolist()
+        [1, 0, 1, 1, 0]
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
+        https://arxiv.org/abs/1710.03740.
+    """
+    _check_buckets(low, high)
+    named = _floating_leaves("exponent_histogram", tree)
+    leaves = [jnp.asarray(x) for _, x in named]
+    sizes = [x.size for x in leaves]
+    together = max(sizes, default=0) if per_leaf else sum(sizes)
+    if together > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"`exponent_histogram` counts in int32, but was given {together} entries "
+            "to count together. Pass `per_leaf=True` and add on the host, or pass a "
+            "part of the tree at a time."
+        )
+    counts = [_count(_buckets(x, low, high), low, high).sum(0)[:-2] for x in leaves]
+    if per_leaf:
+        return jax.tree.structure(tree).unflatten(counts)
+    return sum(counts, jnp.zeros(high - low + 1, jnp.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeStats:
+    """What a cast would do to some values: six fractions that add up to 1.
+
+    A value belongs to the class of what the cast makes of it, rounding to nearest
+    even. Where there are no values, all fields are 0.
+
+    Args:
+        zero: Fraction that is zero already.
+        flushed: Fraction that is not zero and becomes it.
+        subnormal: Fraction that becomes subnormal, and so loses digits.
+        normal: Fraction that becomes a normal number.
+        overflow: Fraction that is finite and becomes infinite.
+        nonfinite: Fraction that is Inf or NaN already.
+        min: Smallest magnitude that is not zero.
+        max: Largest finite magnitude.
+        size: Number of values. A fraction times the size is an integer, the count.
+
+    Examples:
+        >>> range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total
+        RangeStats(zero=0.25, flushed=0.0, subnormal=0.0, normal=0.5, overflow=0.25, \
+nonfinite=0.0, min=1.0, max=1000000.0, size=4)
+    """
+
+    zero: float
+    flushed: float
+    subnormal: float
+    normal: float
+    overflow: float
+    nonfinite: float
+    min: float
+    max: float
+    size: int
+
+    @property
+    def lost(self) -> float:
+        """The fraction of which the format keeps nothing."""
+        return self.flushed + self.overflow + self.nonfinite
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeReport:
+    """What a cast would do to the leaves of a pytree; ``str`` of it is a table.
+
+    Args:
+        dtype: Name of the dtype.
+        total: The :class:`RangeStats` of all leaves together.
+        leaves: Those of each leaf, by its path.
+
+    Examples:
+        >>> report = range_report({"w": jnp.array([0.0, 2.0**-25, 1.0, 3.0])})
+        >>> report.total.flushed, report.leaves["w"].max
+        (0.25, 3.0)
+        >>> report.as_dict()["leaves"]["w"]["size"]
+        4
+    """
+
+    dtype: str
+    total: RangeStats
+    leaves: dict[str, RangeStats]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as nested dicts of strings and numbers, for a log."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """Draws a table, the leaves that lose the largest fraction first."""
+        worst_first = sorted(
+            self.leaves.items(), key=lambda item: (-item[1].lost, -item[1].subnormal)
+        )
+        rows: list[tuple[str, ...]] = [
+            ("% of the values", *_CLASSES, "min", "max", "size")
+        ]
+        for path, stats in [("total", self.total), *worst_first]:
+            path = path if len(path) <= 22 else "…" + path[-21:]
+            shares = [_percent(getattr(stats, name)) for name in _CLASSES]
+            size = f"{stats.size}" if stats.size < 10**8 else f"{stats.size:.2e}"
+            rows.append((path, *shares, f"{stats.min:.1e}", f"{stats.max:.1e}", size))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [f"{self.total.size:,} values as {self.dtype}"]
+        for name, *cells in rows:
+            cells = map(str.rjust, cells, widths[1:])
+            lines.append(" ".join([name.ljust(widths[0]), *cells]))
+        return "\n".join(lines)
+
+
+def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
+    """Tells what a cast to ``dtype`` would do to the values of a pytree.
+
+    Runs on the host, outside ``jit``, and counts exactly.
+
+    Args:
+        tree: Pytree of floating arrays of any shapes, sharded or not.
+        dtype: The format to look at: float16, bfloat16, or a wider one.
+
+    Returns:
+        A :class:`RangeReport` with the fractions for every leaf and in total.
+
+    Raises:
+        TypeError: If a leaf is not floating.
+        ValueError: If ``dtype`` is not a floating dtype that jaxmp knows.
+
+    Examples:
+        >>> grads = {"w": jnp.array([0.0, 2.0**-25, 1.0, 65520.0]), "b": jnp.ones(4)}
+        >>> print(range_report(grads))
+        8 values as float16
+        % of the values  zero flushed subnormal normal overflow nonfinite     min     max size
+        total           12.50   12.50         0  62.50    12.50         0 3.0e-08 6.6e+04    8
+        w               25.00   25.00         0  25.00    25.00         0 3.0e-08 6.6e+04    4
+        b                   0       0         0 100.00        0         0 1.0e+00 1.0e+00    4
+    """  # noqa: E501
+    dtype = as_dtype(dtype, "`dtype`")
+    named = _floating_leaves("range_report", tree)
+    counts = [(path, _classify(x, dtype)) for path, x in named]
+    return RangeReport(
+        dtype=dtype.name,
+        total=_stats([count for _, count in counts]),
+        leaves={path: _stats([count]) for path, count in counts},
+    )
+
+
+class RecordRangesState(NamedTuple):
+    """State of :func:`record_ranges`: counts of the values of the counted steps."""
+
+    steps: jax.Array  # int32[], updates since init
+    low: jax.Array  # int32[], exponent of the first bucket
+    exponents: jax.Array  # float32[buckets], finite nonzero values by binary exponent
+    zeros: jax.Array  # float32[], values that were zero
+    nonfinite: jax.Array  # float32[], values that were Inf or NaN
+    max: jax.Array  # float32[], largest finite magnitude in all steps
+
+
+def record_ranges(
+    *,
+    every: int = 10,
+    low: int = -40,
+    high: int = 16,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Records the exponents of the updates that pass through, and changes nothing.
+
+    Place it where the values of interest pass: first in a chain for the gradients. In
+    the wrapper of :func:`jaxmp.loss_scaling` it sees the finite steps only; outside,
+    before it, the overflows too. Find the state with
+    ``optax.tree.get(opt_state, "RecordRangesState")``; give it to
+    :func:`suggest_loss_scale` or to :func:`jaxmp.plots.exponents`.
+
+    Where Adam moves 28 bytes for each parameter in a step, this adds 1.2, and 3.3
+    with ``every=1``.
+
+    Args:
+        every: Count the first step and every ``every``-th after it. The largest
+            magnitude is that of all steps.
+        low: Exponent of the first bucket, which also counts what is below.
+        high: Exponent of the last bucket, which also counts what is above.
+        axis_name: Mesh axes over which the updates differ, inside ``shard_map`` or
+            ``pmap``. Under ``jit`` the counts of sharded arrays are global anyway.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`RecordRangesState`. The counts are float32, which does not overflow
+        and rounds beyond 2^24. Leaves that are not floating are not counted.
+
+    Raises:
+        ValueError: If ``every`` is below 1 or ``low`` not below ``high``.
+        TypeError: If ``every`` is not an integer.
+
+    Examples:
+        >>> tx = optax.chain(record_ranges(every=1, low=-2, high=2), optax.sgd(0.1))
+        >>> opt_state = tx.init(jnp.zeros(3))
+        >>> for grads in ([1.0, 3.0, 0.0], [0.25, 1.0, jnp.inf]):
+        ...     _, opt_state = tx.update(jnp.array(grads), opt_state)
+        >>> ranges = optax.tree.get(opt_state, "RecordRangesState")
+        >>> ranges.exponents.tolist(), ranges.zeros.item(), ranges.max.item()
+        ([1.0, 0.0, 2.0, 1.0, 0.0], 1.0, 3.0)
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
+        https://arxiv.org/abs/1710.03740.
+    """
+    every = as_count("every", every)
+    _check_buckets(low, high)
+
+    def init_fn(params):
+        del params
+        return RecordRangesState(
+            steps=jnp.zeros([], jnp.int32),
+            low=jnp.array(low, jnp.int32),
+            exponents=jnp.zeros(high - low + 1, jnp.float32),
+            zeros=jnp.zeros([], jnp.float32),
+            nonfinite=jnp.zeros([], jnp.float32),
+            max=jnp.zeros([], jnp.float32),
+        )
+
+    def count(buckets):
+        # Each lane is exact; their sum may be more than an int32 holds.
+        counts = [_count(b, low, high).astype(jnp.float32).sum(0) for b in buckets]
+        counts = sum(counts, jnp.zeros(high - low + 3))
+        return counts if axis_name is None else jax.lax.psum(counts, axis_name)
+
+    def skip(buckets):
+        del buckets
+        return jnp.zeros(high - low + 3)
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params, extra_args
+        leaves = [x for x in jax.tree.leaves(updates) if is_floating_array(x)]
+        largest = jnp.stack([state.max, *map(_largest, leaves)]).max()
+        if axis_name is not None:
+            largest = jax.lax.pmax(largest, axis_name)
+        # What a cond reads has to be in memory. That is one byte for each value here;
+        # the updates themselves might exist only within a fusion.
+        buckets = [_buckets(x, low, high) for x in leaves]
+        counts = jax.lax.cond(state.steps % every == 0, count, skip, buckets)
+        return updates, RecordRangesState(
+            steps=jnp.asarray(optax.safe_increment(state.steps)),
+            low=state.low,
+            exponents=state.exponents + counts[:-2],
+            zeros=state.zeros + counts[-2],
+            nonfinite=state.nonfinite + counts[-1],
+            max=largest,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def suggest_loss_scale(
+    tree: Any, dtype: DTypeLike = "float16", *, headroom: float = 1.0
+) -> float:
+    """Returns the largest power of two that lets no value overflow ``dtype``.
+
+    That is, the largest at which the largest finite magnitude is at most the format's
+    maximum, 65504 for float16. The values must be in true units, not scaled already.
+    bfloat16 has the range of float32 and needs no scale.
+
+    Args:
+        tree: What was seen in one or many steps: a pytree of floating arrays, of
+            :class:`RangeReport`, or of :class:`RecordRangesState`.
+        dtype: The format.
+        headroom: Factor by which later values may be larger, a positive number.
+
+    Returns:
+        A power of two between 2^-126 and 2^127, as a Python float.
+
+    Raises:
+        TypeError: If a leaf is not floating or ``headroom`` not a number.
+        ValueError: If there is no finite nonzero value, ``headroom`` is not finite
+            and positive, or ``dtype`` is not one that jaxmp knows.
+
+    Examples:
+        >>> grads = {"w": jnp.array([3e-6, 0.0]), "b": jnp.array([-0.01])}
+        >>> suggest_loss_scale(grads)
+        4194304.0
+        >>> suggest_loss_scale(grads, headroom=8)
+        524288.0
+    """
+    check_number("headroom", headroom)
+    if not 0 < headroom < math.inf:
+        raise ValueError(
+            f"`headroom` must be finite and positive, but is {headroom}. Pass for "
+            "example 8, for gradients that may become eight times as large."
+        )
+    dtype = as_dtype(dtype, "`dtype`")
+    summaries = (RangeReport, RecordRangesState)
+    maxima = [0.0]
+
+    def take_summary(x):
+        if not isinstance(x, summaries):
+            return x
+        maxima.append(x.total.max if isinstance(x, RangeReport) else float(x.max))
+        return None
+
+    arrays = jax.tree.map(
+        take_summary, tree, is_leaf=lambda x: isinstance(x, summaries)
+    )
+    for _, x in _floating_leaves("suggest_loss_scale", arrays):
+        maxima.append(_classify(x, dtype).max)
+    largest = max(maxima) * headroom
+    if largest == 0:
+        raise ValueError(
+            "`suggest_loss_scale` needs a finite nonzero value, but there is none. "
+            "Pass the gradients of a step that did not overflow."
+        )
+    limit = float(jnp.finfo(dtype).max)
+    # The quotient of two mantissas in [1/2, 1) is in (1/2, 2), so that the exponent
+    # below is right or one too large.
+    exponent = math.frexp(limit)[1] - math.frexp(largest)[1]
+    if math.frexp(largest)[0] > math.frexp(limit)[0]:
+        exponent -= 1
+    return 2.0 ** min(max(exponent, -126), 127)
+
+
+@functools.partial(jax.jit, static_argnames=("low", "high"))
+def _buckets(x: jax.Array, low: int, high: int) -> jax.Array:
+    """Returns each element's bucket; the last two are for zeros and Inf or NaN."""
+    bits, info = _magnitude_bits(x), jnp.finfo(x.dtype)
+    # Integers, because XLA may flush subnormals to zero in arithmetic.
+    field = (bits >> info.nmant).astype(jnp.int32)
+    highest_bit = jnp.iinfo(bits.dtype).bits - 1 - jax.lax.clz(bits).astype(jnp.int32)
+    exponent = info.minexp + jnp.where(field > 0, field - 1, highest_bit - info.nmant)
+    bucket = jnp.clip(exponent, low, high) - low
+    # If nothing else used the bits, LLVM would compare floats here, and the CPU's
+    # takes subnormals for zeros. The exponent uses them, as `low` is below `high`.
+    bucket = jnp.where(bits == 0, high - low + 1, bucket)
+    bucket = jnp.where(jnp.isfinite(x), bucket, high - low + 2)
+    return bucket.astype(np.min_scalar_type(high - low + 2))
+
+
+@functools.partial(jax.jit, static_argnames=("low", "high"))
+def _count(buckets: jax.Array, low: int, high: int) -> jax.Array:
+    """Counts elements into an int32 array of shape ``[_LANES, high - low + 3]``.
+
+    A scatter, because it reads the array once. Comparing each element with each
+    bucket reads it as often as there are buckets.
+    """
+    # No ravel: that would gather an array which is sharded along a later axis.
+    places = [
+        jax.lax.broadcasted_iota(jnp.int32, buckets.shape, i)
+        for i in range(buckets.ndim)
+    ]
+    lane = sum(places, jnp.zeros(buckets.shape, jnp.int32)) % _LANES
+    length = high - low + 3
+    counts = jnp.zeros(_LANES * length, jnp.int32).at[lane * length + buckets].add(1)
+    return counts.reshape(_LANES, length)
+
+
+@jax.jit
+def _largest(x: jax.Array) -> jax.Array:
+    """Returns the largest finite magnitude as a float32, 0 where there is none."""
+    # Magnitudes are ordered as their bits are.
+    bits = jnp.max(jnp.where(jnp.isfinite(x), _magnitude_bits(x), 0), initial=0)
+    bits = bits.astype(f"uint{jnp.finfo(x.dtype).bits}")
+    return jax.lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
+
+
+def _magnitude_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of ``abs(x)`` as an integer of at least 32 bits."""
+    width = jnp.finfo(x.dtype).bits
+    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    bits = bits.astype(f"uint{max(width, 32)}")
+    return bits & (2 ** (width - 1) - 1)
+
+
+class _Counts(NamedTuple):
+    """What :class:`RangeStats` is made of, before the division."""
+
+    classes: list[int]
+    min: float  # Inf where there is none
+    max: float
+
+
+def _stats(parts: list[_Counts]) -> RangeStats:
+    """Adds exact counts and divides them by their sum."""
+    classes = [sum(counts) for counts in zip(*(p.classes for p in parts), strict=True)]
+    size = sum(classes)
+    if not size:
+        return RangeStats(*[0.0] * 8, size=0)
+    zero, flushed, subnormal, normal, overflow, nonfinite = (n / size for n in classes)
+    smallest = min(part.min for part in parts)
+    return RangeStats(
+        zero,
+        flushed,
+        subnormal,
+        normal,
+        overflow,
+        nonfinite,
+        min=smallest if smallest < math.inf else 0.0,
+        max=max(part.max for part in parts),
+        size=size,
+    )
+
+
+@np.errstate(invalid="ignore")  # a signalling NaN is counted without a warning
+def _classify(x: Any, dtype: np.dtype) -> _Counts:
+    """Counts the values of each class, and finds the extreme magnitudes."""
+    info = jnp.finfo(dtype)
+    half_step = float(info.smallest_subnormal) / 2
+    # Halfway to the next value of the format a tie goes to the even one, and that is
+    # zero, the smallest normal number, and infinity.
+    first_normal = float(info.tiny) - half_step
+    first_overflow = float(info.max) + math.ldexp(info.eps, info.maxexp - 2)
+    magnitude = np.abs(np.asarray(x))
+    if magnitude.dtype.itemsize < 4:
+        magnitude = magnitude.astype(np.float32)
+    up_to = np.array(
+        [
+            np.count_nonzero(magnitude == 0),
+            # NumPy compares with its own float64 exactly, and would round a Python
+            # float to the dtype of the array.
+            np.count_nonzero(magnitude <= np.float64(half_step)),
+            np.count_nonzero(magnitude < np.float64(first_normal)),
+            np.count_nonzero(magnitude < np.float64(first_overflow)),
+            np.count_nonzero(magnitude < np.inf),
+            magnitude.size,
+        ]
+    )
+    counted = (magnitude > 0) & (magnitude < np.inf)
+    return _Counts(
+        np.diff(up_to, prepend=0).tolist(),
+        float(np.min(magnitude, where=counted, initial=np.inf)),
+        float(np.max(magnitude, where=counted, initial=0)),
+    )
+
+
+def _floating_leaves(function: str, tree: Any) -> list[tuple[str, Any]]:
+    """Returns the leaves with their paths, refusing those that are not floating."""
+    leaves = [(path_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
+    for path, x in leaves:
+        if not (isinstance(x, float) or is_floating_array(x)):
+            kind = getattr(x, "dtype", type(x).__name__)
+            raise TypeError(
+                f"`{function}` needs floating leaves, but `{path}` is {kind}. Pass "
+                "the parameters or gradients only."
+            )
+    return leaves
+
+
+def _check_buckets(low: int, high: int) -> None:
+    if operator.index(low) >= operator.index(high):
+        raise ValueError(
+            f"`low` must be below `high`, but they are {low} and {high}. "
+            "The usual ones are -40 and 16."
+        )
+
+
+def _percent(fraction: float) -> str:
+    """Writes a fraction so that a single value in millions still shows."""
+    if 0 < fraction < 0.00005:
+        return "<0.01"
+    return f"{100 * fraction:.2f}" if fraction else "0"

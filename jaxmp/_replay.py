@@ -1,0 +1,756 @@
+"""Replaying a jaxpr in mixed precision: the inside of autocast.
+
+The equations are applied one by one under the ambient trace, each in the dtype that
+:mod:`jaxmp._op_lists` gives it. One invariant keeps that safe: a value has its
+original dtype or, if that was float32, the 16-bit one, and whoever is not known to
+accept the latter gets the former back.
+"""
+
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from . import _jaxpr
+from ._jaxpr import ClosedJaxpr, Literal
+from ._op_lists import CALLS, EXACT, VIEWS, OpLists
+
+Equation = Any  # a JaxprEqn, whose annotations know no shapes
+
+# Equations in these named scopes stay as they were written: what the user keeps in
+# float32, and what an inner autocast has decided already.
+FLOAT32_SCOPE = "jaxmp.float32"
+AUTOCAST_SCOPE = "jaxmp.autocast"
+
+# Operations in which a float32 input that is a bias, a scale or a mask meets the
+# 16-bit values that it belongs to, and follows them.
+_MEETS_INPUTS = {"add", "sub", "mul", "max", "min", "select_n", "concatenate"}
+# Operations that stretch dimensions of size 1.
+_STRETCHES = {"add", "sub", "mul", "div", "rem", "atan2", "max", "min"}
+# Operations whose transpose adds up what they have copied.
+_COPIES = {"broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"}
+# Functions with rules of their own, and a mesh: float32 at their boundary.
+_BOUNDARIES = {"custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"}
+
+# With NumPy, because evaluating with JAX while tracing fails inside `shard_map`.
+_FOLDS: dict[str, Callable] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value during the replay, and what is known of it."""
+
+    array: Any  # array, tracer or literal: the original dtype, 16-bit if `narrow`
+    narrow: bool = False
+    scalar: Any = None  # what every entry equals, where that is known while tracing
+    # Size of the float32 input of which this is a view; 0 where narrowing is always
+    # right: vectors (biases, scales), scalars and what was boolean.
+    source: int | None = None
+    _wide: Any = None
+
+    def facts(self) -> tuple:
+        """Returns what is known beside the array, hashable."""
+        return self.narrow, self.scalar, self.source
+
+    def on(self, array: Any) -> "Value":
+        """Returns the same knowledge of what stands for the array inside a body."""
+        return Value(array, *self.facts())
+
+    def wide(self) -> Any:
+        """Returns the array in its original dtype."""
+        if not self.narrow:
+            return self.array
+        if self._wide is None:  # Shared, so that its cotangents add up in float32.
+            self._wide = lax.convert_element_type(self.array, jnp.float32)
+        return self._wide
+
+
+class Demand(NamedTuple):
+    """What the users of a jaxpr's variables do with them."""
+
+    narrow: frozenset  # Somebody would take it in 16 bits.
+    other: frozenset  # Somebody reads it who is no contraction.
+
+
+class Caster:
+    """Replays jaxprs with one 16-bit dtype, one set of lists and one of paths."""
+
+    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
+        """Starts with nothing rewritten."""
+        self.dtype = dtype
+        self.ops = ops
+        self.paths = {path: tuple(path.split("/")) for path in paths}
+        # By jaxpr, so that what JAX shares between calls and layers stays shared.
+        self._demands: Any = weakref.WeakKeyDictionary()
+        self._rewritten: Any = weakref.WeakKeyDictionary()
+        self._contracts: Any = weakref.WeakKeyDictionary()
+
+    def wrap(self, fun: Callable, scope: tuple | None = None) -> Callable:
+        """Returns ``fun``, a function of pytrees, in mixed precision.
+
+        Args:
+            fun: Function that JAX can trace.
+            scope: Named scopes around it, None for a function of the user.
+        """
+
+        def wrapped(*args, **kwargs):
+            leaves, in_tree = jax.tree.flatten((args, kwargs))
+            results: Any = None
+
+            @functools.wraps(fun, updated=())
+            def flat(*arrays):
+                nonlocal results
+                args, kwargs = in_tree.unflatten(_merge(leaves, arrays))
+                results = jax.tree.flatten(fun(*args, **kwargs))
+                return _arrays(results[0])
+
+            arrays = _arrays(leaves)
+            jaxpr = _jaxpr.trace(flat, arrays)
+            if scope is None:
+                self.check_paths(jaxpr)
+            values = [_given(array) for array in arrays]
+            outs = self.replay_wide(jaxpr, values, scope or ())
+            leaves, out_tree = results
+            return out_tree.unflatten(_merge(leaves, outs))
+
+        return wrapped
+
+    def check_paths(self, jaxpr: Any) -> None:
+        """Refuses paths that name nothing in ``jaxpr``."""
+        if not self.paths:
+            return
+        scopes = set(_scopes(jaxpr))
+        for path, names in self.paths.items():
+            if not any(_is_under(names, scope) for scope in scopes):
+                seen = sorted({"/".join(scope[:3]) for scope in scopes if scope})
+                raise ValueError(
+                    f"`float32_paths` has `{path}`, but no named scope of the function "
+                    f"matches it. Its scopes are: {', '.join(seen[:20]) or 'none'}. "
+                    "Linen names its modules; elsewhere use `jaxmp.float32_region`, "
+                    "or `jax.named_scope` and that name."
+                )
+
+    def replay_wide(
+        self, jaxpr: Any, values: Sequence[Value], scope: tuple = ()
+    ) -> list[jax.Array]:
+        """Replays ``jaxpr`` and returns its outputs in their original types."""
+        avals = _jaxpr.out_avals(jaxpr)
+        outs = self.replay(jaxpr, values, (False,) * len(avals), scope)
+        return [
+            _jaxpr.with_type_of(out.wide(), aval)
+            for out, aval in zip(outs, avals, strict=True)
+        ]
+
+    def replay(
+        self, jaxpr: Any, values: Sequence[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Replays ``jaxpr`` under the ambient trace.
+
+        Args:
+            jaxpr: Open or closed jaxpr.
+            values: Its inputs.
+            wanted: For each output, whether somebody would take it in 16 bits.
+            scope: Named scopes around ``jaxpr``.
+        """
+        body = _jaxpr.open_jaxpr(jaxpr)
+        narrow = self.demand(jaxpr, wanted, scope).narrow
+        consts = [_given(const) for const in _jaxpr.closed_consts(jaxpr)]
+        inputs = zip([*body.constvars, *body.invars], [*consts, *values], strict=True)
+        env = dict(inputs)
+
+        def read(atom):
+            return _literal(atom) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in body.eqns:
+            here = scope + _jaxpr.scope_names(eqn)
+            ins = [read(atom) for atom in eqn.invars]
+            wants = tuple(var in narrow for var in eqn.outvars)
+            with _jaxpr.located_at(eqn):
+                outs = self.apply(eqn, ins, wants, here)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in body.outvars]
+
+    def rule(self, eqn: Equation, scope: tuple) -> str:
+        """Returns how to treat ``eqn``: allow, infer, retype, call or deny."""
+        name, ops = eqn.primitive.name, self.ops
+        kept = FLOAT32_SCOPE in scope or AUTOCAST_SCOPE in scope
+        if kept or any(_is_under(path, scope) for path in self.paths.values()):
+            return "deny"
+        if name in ops.allow and _is_contraction(eqn):
+            return "allow"
+        if name in ops.infer and not _is_square(eqn):
+            return "infer"
+        if name == "convert_element_type" and _is_float32(*eqn.invars, *eqn.outvars):
+            return "retype"  # Only a weak type becomes a strong one.
+        if name in CALLS and name not in ops.deny and not _takes_reference(eqn):
+            return "call"
+        return "deny"
+
+    def apply(
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Replays one equation."""
+        match self.rule(eqn, scope):
+            case "call":
+                return self.call(eqn, ins, wanted, scope)
+            case "retype" if ins[0].narrow:
+                return ins
+            case "allow":
+                arrays = self.contract(eqn, ins, wanted[0])
+            case "infer":
+                arrays = self.follow(eqn, ins, wanted[0])
+            case _:
+                arrays = _bind_wide(eqn, ins)
+        outs = self.values(eqn, arrays)
+        for out in outs:
+            out.scalar, out.source = _known_scalar(eqn, ins), _known_source(eqn, ins)
+        return outs
+
+    def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
+        """Returns the outputs of ``eqn``, of which only the dtype is known."""
+        return [
+            Value(array, narrow=_is_float32(var) and array.dtype == self.dtype)
+            for array, var in zip(arrays, eqn.outvars, strict=True)
+        ]
+
+    # Contractions.
+
+    def contract(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
+        """Applies an operation of the allow list to 16-bit operands.
+
+        The result is the float32 accumulator unless somebody takes it in 16 bits.
+        """
+        # Narrowed anew for each use: each widens its cotangent before they add up.
+        operands = [
+            self.narrowed(value) if _is_float32(var) else value.array
+            for value, var in zip(ins, eqn.invars, strict=True)
+        ]
+        if "preferred_element_type" not in eqn.params:
+            outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
+            return [self.held(array, var) for array, var in outs]
+        if wanted:
+            return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
+        return [_accumulated(eqn, operands, self.dtype)]
+
+    def narrowed(self, value: Value) -> Any:
+        """Returns a float32 value in 16 bits."""
+        if value.narrow:
+            return value.array
+        if not isinstance(value.array, jax.Array):  # a literal
+            return np.asarray(value.array, self.dtype)
+        return lax.convert_element_type(value.array, self.dtype)
+
+    def held(self, array: Any, var: Any) -> Any:
+        """Holds the invariant for an operation that the user allowed."""
+        fits = array.dtype == var.aval.dtype
+        fits |= _is_float32(var) and array.dtype == self.dtype
+        return array if fits else lax.convert_element_type(array, var.aval.dtype)
+
+    # What follows its inputs.
+
+    def follow(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
+        """Applies an operation of the infer list in the dtype of its inputs."""
+        name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
+        floats = [value for value, var in operands if _is_float32(var)]
+        size = max((value.array.size for value in floats if value.narrow), default=0)
+        exact = name in EXACT and all(value.narrow for value in floats)
+        narrow = size and (wanted or exact)
+        if narrow and all(self.yields(name, value, size) for value in floats):
+            if name in _COPIES:
+                outs = _bind_wide(eqn, ins)
+                return [lax.convert_element_type(out, self.dtype) for out in outs]
+            shape = eqn.outvars[0].aval.shape
+            return _jaxpr.bind(
+                eqn,
+                [
+                    self.operand(name, value, shape)
+                    if _is_float32(var)
+                    else value.array
+                    for value, var in zip(ins, eqn.invars, strict=True)
+                ],
+            )
+        outs = _bind_wide(eqn, ins)
+        if name == "gather" and wanted and ins[0].source is not None:
+            # Looking up a table of embeddings begins the 16-bit work.
+            outs = [lax.convert_element_type(outs[0], self.dtype)]
+        return outs
+
+    def yields(self, name: str, value: Value, size: int) -> bool:
+        """Whether ``value`` lets an operation on ``size`` 16-bit numbers be narrow."""
+        if value.narrow:
+            return True
+        if value.scalar is not None:
+            return _survives(value.scalar, self.dtype)
+        follows = value.source is not None and value.source < size
+        return follows and name in _MEETS_INPUTS
+
+    def operand(self, name: str, value: Value, shape: tuple) -> Any:
+        """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
+        array = value.array
+        stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
+        if value.scalar is not None or (value.narrow and not stretched):
+            return self.narrowed(value)
+        if not value.narrow and name != "mul":
+            # A mask of -1e9 must not become -inf. A factor may: that is an overflow.
+            array = _saturated(array, self.dtype)
+        if stretched:
+            # The transpose of stretching is a sum, which is to run in float32.
+            aligned = range(len(shape) - array.ndim, len(shape))
+            array = value.wide() if value.narrow else array
+            array = lax.broadcast_in_dim(array, shape, aligned)
+        return lax.convert_element_type(array, self.dtype)
+
+    # Primitives that hold jaxprs.
+
+    def call(
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Replays an equation that holds jaxprs, going inside."""
+        contracts = any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
+        if not contracts and not any(value.narrow for value in ins):
+            return self.values(eqn, _bind_wide(eqn, ins))
+        match eqn.primitive.name:
+            case "custom_jvp_call":
+                return self.custom_jvp(eqn, ins, wanted, scope)
+            case "custom_vjp_call" | "custom_vjp_call_jaxpr":
+                return self.values(eqn, self.custom_vjp(eqn, ins, scope))
+            case "shard_map":
+                return self.values(eqn, self.shard_map(eqn, ins, scope))
+            case _:
+                return self.bodies(eqn, ins, wanted, scope)
+
+    def contracts(self, jaxpr: Any) -> bool:
+        """Whether ``jaxpr`` may make 16-bit values out of float32 ones."""
+        if jaxpr not in self._contracts:
+            starts = self.ops.allow | {"gather", "custom_vjp_call"}
+            self._contracts[jaxpr] = any(
+                eqn.primitive.name in starts
+                or any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
+                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
+            )
+        return self._contracts[jaxpr]
+
+    def bodies(
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Replays a call, a loop or a choice by giving it rewritten bodies."""
+        name, layout = eqn.primitive.name, _jaxpr.call_layout(eqn)
+        keep = tuple(i in layout.fixed_out for i in range(len(wanted)))
+        wanted = tuple(w and not k for w, k in zip(wanted, keep, strict=True))
+        ins = [
+            Value(value.wide()) if i in layout.fixed_in else value
+            for i, value in enumerate(ins)
+        ]
+        if name == "scan":
+            ins = self.hoisted(layout, ins, wanted, scope)
+
+        def rewritten(keep):
+            return [
+                self.rewritten(
+                    body.jaxpr, [ins[i] for i in body.operands], wanted, keep, scope
+                )
+                for body in layout.bodies
+            ]
+
+        new = rewritten(keep)
+        if name == "cond":
+            narrow = list(
+                zip(*([known[0] for known in facts] for _, facts in new), strict=True)
+            )
+            if any(any(n) and not all(n) for n in narrow):
+                # Branches must agree, so one that returns float32 decides.
+                new = rewritten(tuple(not all(n) for n in narrow))
+        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], [j for j, _ in new])
+        if name in ("scan", "while", "cond"):
+            return self.values(eqn, arrays)
+        return [Value(x, *known) for x, known in zip(arrays, new[0][1], strict=True)]
+
+    def hoisted(
+        self, layout: _jaxpr.CallLayout, ins: list[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Narrows the weights of a scan before it, where that costs no precision.
+
+        Gradients that come back through a scan would be added in 16 bits, so only a
+        scan that has been differentiated already qualifies: an accumulation.
+        """
+        jaxpr = layout.bodies[0].jaxpr
+        body, demand = _jaxpr.open_jaxpr(jaxpr), self.demand(jaxpr, wanted, scope)
+        if not any(map(_jaxpr.is_differentiated, body.eqns)):
+            return ins
+        return [
+            dataclasses.replace(value, array=self.narrowed(value), narrow=True)
+            if var in demand.narrow - demand.other and i < layout.fixed_in.start
+            else value
+            for i, (value, var) in enumerate(zip(ins, body.invars, strict=True))
+        ]
+
+    def rewritten(
+        self, jaxpr: Any, ins: Sequence[Value], wanted: tuple, keep: tuple, scope: tuple
+    ) -> tuple[ClosedJaxpr, tuple]:
+        """Returns ``jaxpr`` in mixed precision, and what is known of its outputs.
+
+        Args:
+            jaxpr: Body of an equation.
+            ins: What it is given.
+            wanted: For each output, whether somebody would take it in 16 bits.
+            keep: For each output, whether it must have its original dtype.
+            scope: Named scopes around ``jaxpr``.
+        """
+        key = tuple(x.facts() for x in ins), wanted, keep, self.prefix(scope)
+        memo = self._rewritten.setdefault(jaxpr, {})
+        if key not in memo:
+            facts = []
+
+            def body(*arrays):
+                values = [x.on(array) for x, array in zip(ins, arrays, strict=True)]
+                outs = self.replay(jaxpr, values, wanted, scope)
+                # The test of a loop has one output, and its body has others.
+                for i, kept in zip(range(len(outs)), keep, strict=False):
+                    if kept:
+                        outs[i] = Value(outs[i].wide())
+                facts.extend(out.facts() for out in outs)
+                return [out.array for out in outs]
+
+            avals = [
+                aval.update(dtype=self.dtype, weak_type=False) if value.narrow else aval
+                for aval, value in zip(_jaxpr.in_avals(jaxpr), ins, strict=True)
+            ]
+            memo[key] = _jaxpr.trace(body, avals), tuple(facts)
+        return memo[key]
+
+    def prefix(self, scope: tuple) -> tuple:
+        """Returns that of the scopes around a jaxpr on which its treatment depends."""
+        return scope if self.paths else ()
+
+    def custom_jvp(
+        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
+    ) -> list[Value]:
+        """Replays a function together with the derivative rule of its own."""
+        avals = [var.aval for var in eqn.invars]
+        moving = [i for i, var in enumerate(eqn.invars) if _is_inexact(var)]
+        moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
+        free = (False,) * len(wanted)
+        new, facts = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scope)
+        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
+
+        def differentiated(*args):
+            tangents = [np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+            for i, tangent in zip(moving, args[len(avals) :], strict=True):
+                tangents[i] = tangent
+            primals_out, tangents_out = jax.jvp(
+                lambda *primals: _jaxpr.bind(eqn, primals),
+                args[: len(avals)],
+                tuple(tangents),
+            )
+            return [*primals_out, *(tangents_out[i] for i in moved)]
+
+        @function.defjvp
+        def _(primals, tangents):
+            jaxpr = _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
+            values = [x.on(primal) for x, primal in zip(ins, primals, strict=True)]
+            values += [Value(tangents[i], narrow=ins[i].narrow) for i in moving]
+            wants = (*wanted, *(wanted[i] for i in moved))
+            outs = self.replay(jaxpr, values, wants, scope)
+            # Both must have the dtypes that the function has when it is only called.
+            like = [*new.out_avals, *(new.out_avals[i] for i in moved)]
+            arrays = [
+                _jaxpr.with_type_of(out.array, aval)
+                for out, aval in zip(outs, like, strict=True)
+            ]
+            tangents_out: list[Any] = [
+                np.zeros(var.aval.shape, jax.dtypes.float0) for var in eqn.outvars
+            ]
+            for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
+                tangents_out[i] = tangent
+            return arrays[: len(facts)], tangents_out
+
+        arrays = function(*(x.array for x in ins))
+        return [Value(x, *known) for x, known in zip(arrays, facts, strict=True)]
+
+    def custom_vjp(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
+        """Replays a function with a backward rule, in float32 at its boundary."""
+        arrays, count = [value.wide() for value in ins], eqn.params["num_consts"]
+
+        def original(*args):
+            return _jaxpr.bind(eqn, [*arrays[:count], *args])
+
+        def forward(*args):
+            inputs = zip(ins, [*arrays[:count], *args], strict=True)
+            values = [Value(array, False, *x.facts()[1:]) for x, array in inputs]
+            return self.replay_wide(eqn.params["call_jaxpr"], values, scope)
+
+        function = jax.custom_vjp(forward)
+        function.defvjp(
+            self.wrap(lambda *args: jax.vjp(original, *args), scope),
+            self.wrap(lambda pull, cotangents: pull(cotangents), scope),
+        )
+        return function(*arrays[count:])
+
+    def shard_map(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
+        """Replays a function of shards, in float32 at its boundary."""
+
+        def body(*shards):
+            inputs = zip(ins, shards, strict=True)
+            values = [Value(shard, False, *x.facts()[1:]) for x, shard in inputs]
+            return self.replay_wide(eqn.params["jaxpr"], values, scope)
+
+        return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], body)
+
+    # Looking ahead.
+
+    def demand(self, jaxpr: Any, wanted: tuple, scope: tuple) -> Demand:
+        """Looks backward through ``jaxpr`` for what its values are used for.
+
+        What no contraction takes, neither directly nor through operations of the
+        infer list, is computed in float32: softmax logits, variances, gradients.
+        """
+        key = wanted, self.prefix(scope)
+        memo = self._demands.setdefault(jaxpr, {})
+        if key not in memo:
+            body = _jaxpr.open_jaxpr(jaxpr)
+            narrow, other = set(), set()
+
+            def note(uses):
+                for var, take, read in uses:
+                    if not isinstance(var, Literal):
+                        narrow.update([var] if take and _is_float32(var) else ())
+                        other.update([var] if read else ())
+
+            note(
+                (var, want, True)
+                for var, want in zip(body.outvars, wanted, strict=False)
+            )
+            for eqn in reversed(body.eqns):
+                note(self.uses(eqn, narrow, other, scope))
+            memo[key] = Demand(frozenset(narrow), frozenset(other))
+        return memo[key]
+
+    def uses(
+        self, eqn: Equation, narrow: set, other: set, scope: tuple
+    ) -> Iterator[tuple[Any, bool, bool]]:
+        """Yields, for each input of ``eqn``, which of the two sets it belongs to."""
+        scope = scope + _jaxpr.scope_names(eqn)
+        rule = self.rule(eqn, scope)
+        wanted = tuple(var in narrow for var in eqn.outvars)
+        if rule == "call" and eqn.primitive.name not in _BOUNDARIES:
+            layout = _jaxpr.call_layout(eqn)
+            wanted = tuple(
+                w and i not in layout.fixed_out for i, w in enumerate(wanted)
+            )
+            for body in layout.bodies:
+                demand = self.demand(body.jaxpr, wanted, scope)
+                inner = _jaxpr.open_jaxpr(body.jaxpr).invars
+                for i, var in zip(body.operands, inner, strict=True):
+                    fixed = i in layout.fixed_in
+                    yield (
+                        eqn.invars[i],
+                        var in demand.narrow and not fixed,
+                        var in demand.other or fixed,
+                    )
+            return
+        take = rule == "allow" or (rule in ("infer", "retype") and any(wanted))
+        viewed = rule in ("infer", "retype") and eqn.primitive.name in VIEWS
+        read = rule != "allow" and not (viewed and other.isdisjoint(eqn.outvars))
+        for var in eqn.invars:
+            yield var, take, read
+
+
+# What an equation is.
+
+
+def _is_float32(*atoms: Any) -> bool:
+    return all(
+        isinstance(atom.aval, jax.core.ShapedArray) and atom.aval.dtype == jnp.float32
+        for atom in atoms
+    )
+
+
+def _is_inexact(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _takes_reference(eqn: Equation) -> bool:
+    return not all(isinstance(v.aval, jax.core.ShapedArray) for v in eqn.invars)
+
+
+def _is_contraction(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a float32 product with sums in it, at default precision.
+
+    Outer products are elementwise work: the angles of rotary embeddings are one, and
+    their sine is wrong by half when they are rounded to float16.
+    """
+    params = eqn.params
+    if not _is_float32(*filter(_is_inexact, (*eqn.invars, *eqn.outvars))):
+        return False
+    precision = params.get("precision")
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if any(p not in (None, lax.Precision.DEFAULT) for p in precisions):
+        return False
+    if eqn.primitive.name != "dot_general":
+        return True
+    lhs, rhs = (var.aval for var in eqn.invars)
+    (contracted, _), (batch, _) = params["dimension_numbers"]
+    inner = len(contracted) + len(batch)
+    terms = math.prod(lhs.shape[i] for i in contracted)
+    return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
+
+
+def _is_square(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a power that leaves float16 early: beyond 256 for a square.
+
+    A cube is no exception by range, but GELU's approximation takes one of values that
+    it then squashes.
+    """
+    name, ins = eqn.primitive.name, eqn.invars
+    if name == "integer_pow":
+        return eqn.params["y"] != 3
+    # Not every release that we know has `mul` without this parameter.
+    if eqn.params.get("out_dtype") is not None:
+        return True
+    return name == "mul" and not isinstance(ins[0], Literal) and ins[0] is ins[1]
+
+
+# What is known of a value.
+
+
+def _given(array: Any) -> Value:
+    """Returns a value that comes from outside: an argument or a constant."""
+    if getattr(array, "dtype", None) != jnp.float32:
+        return Value(array)
+    return Value(array, source=0 if array.ndim <= 1 else array.size)
+
+
+def _literal(atom: Any) -> Value:
+    if atom.aval.shape or not jnp.issubdtype(atom.aval.dtype, np.number):
+        return Value(atom.val)
+    return Value(atom.val, scalar=np.asarray(atom.val, atom.aval.dtype)[()])
+
+
+def _known_scalar(eqn: Equation, ins: list[Value]) -> Any:
+    """Returns what every entry of the result equals, or None."""
+    name, scalars = eqn.primitive.name, [value.scalar for value in ins]
+    if not scalars or any(scalar is None for scalar in scalars):
+        return None
+    if name in _FOLDS:
+        with np.errstate(all="ignore"):
+            return _FOLDS[name](*scalars)
+    if name == "convert_element_type" and _is_float32(*eqn.outvars):
+        return np.float32(scalars[0])
+    return scalars[0] if name in VIEWS and len(ins) == 1 else None
+
+
+def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
+    """Returns the size of the float32 input that the result is a view of, or None."""
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        (var,) = eqn.invars
+        return 0 if var.aval.dtype == jnp.bool_ else ins[0].source
+    alone = not any(map(_is_float32, eqn.invars[1:]))
+    if name not in VIEWS or not alone or ins[0].source is None:
+        return None
+    return min(ins[0].source, eqn.outvars[0].aval.size)
+
+
+def _survives(scalar: Any, dtype: np.dtype) -> bool:
+    """Whether a number is neither lost nor infinite in ``dtype``."""
+    size, limits = abs(float(scalar)), jnp.finfo(dtype)
+    return (
+        size == 0
+        or not math.isfinite(size)
+        or float(limits.tiny) <= size <= float(limits.max)
+    )
+
+
+# Emitting equations.
+
+
+def _bind_wide(eqn: Equation, ins: list[Value]) -> list[Any]:
+    return _jaxpr.bind(eqn, [value.wide() for value in ins])
+
+
+def _saturated(array: Any, dtype: np.dtype) -> Any:
+    """Clips what is finite to the range of ``dtype``."""
+    limit = np.float32(jnp.finfo(dtype).max)
+    clipped = lax.clamp(-limit, array, limit)
+    return lax.select(lax.is_finite(array), clipped, array)
+
+
+def _accumulated(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+    """Returns the float32 sums of a product of 16-bit operands.
+
+    JAX would differentiate it into products of 16-bit by float32, so it gets a rule by
+    which the products of its derivatives are 16-bit too.
+    """
+
+    def product(args, out_dtype):
+        rest = iter(args)
+        args = [next(rest) if m else x for x, m in zip(operands, moving, strict=True)]
+        return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
+
+    def rule(primals, tangents):
+        terms = [
+            product((*primals[:i], tangent, *primals[i + 1 :]), dtype)
+            for i, tangent in enumerate(tangents)
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        terms = [lax.convert_element_type(term, jnp.float32) for term in terms]
+        return accumulate(*primals), sum(terms[1:], terms[0])
+
+    moving = [_is_inexact(var) for var in eqn.invars]
+    args = [x for x, m in zip(operands, moving, strict=True) if m]
+    if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        # XLA:CPU has no bfloat16 product with a float32 result in every layout.
+        return lax.convert_element_type(product(args, dtype), jnp.float32)
+    accumulate = jax.custom_jvp(lambda *args: product(args, jnp.float32))
+    accumulate.defjvp(rule, symbolic_zeros=True)
+    return accumulate(*args)
+
+
+# Pytrees and paths.
+
+
+def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def _merge(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Puts ``arrays`` where ``leaves`` has JAX arrays."""
+    rest = iter(arrays)
+    return [next(rest) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+
+
+def _is_under(path: tuple, scope: tuple) -> bool:
+    """Whether ``scope`` lies in ``path``, which may leave out the outermost name.
+
+    The outermost name of a Linen model is its class; differentiation repeats it.
+    """
+    starts = (i for i in range(len(scope)) if i == 0 or scope[i - 1] == scope[0])
+    return any(scope[i : i + len(path)] == path for i in starts)
+
+
+def _scopes(jaxpr: Any, scope: tuple = ()) -> Iterator[tuple]:
+    """Yields the named scopes of every equation."""
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        here = scope + _jaxpr.scope_names(eqn)
+        yield here
+        for body in _jaxpr.sub_jaxprs(eqn):
+            yield from _scopes(body, here)

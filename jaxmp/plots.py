@@ -1,0 +1,209 @@
+"""Pictures of ranges and loss scales, as matplotlib axes; needs ``jaxmp[plot]``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ._checks import check_positive
+from ._loss_scale import LossScaleState
+from ._policy import as_dtype
+from ._ranges import (
+    RecordRangesState,
+    exponent_histogram,
+    range_report,
+    suggest_loss_scale,
+)
+
+try:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "`jaxmp.plots` needs matplotlib. Install it with pip install 'jaxmp[plot]'"
+    ) from error
+
+# Told apart without colour: filled bars, hatched bars, a dashed outline.
+_VALUES: dict[str, Any] = {"color": "#4878a8"}
+_ZEROS: dict[str, Any] = {"fill": False, "edgecolor": "#4878a8", "hatch": "////"}
+_SCALED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
+_SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
+_NORMAL: dict[str, Any] = {"color": "0.92"}
+
+
+def exponents(
+    ranges: Any,
+    dtype: DTypeLike = "float16",
+    *,
+    loss_scale: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws the share of the values at each binary exponent, and the format's range.
+
+    Shares are of all values, on a logarithmic axis; zeros have a bar of their own.
+    Behind the bars are the ranges that a cast to ``dtype`` makes subnormal and
+    normal. What lies left of both becomes zero, and right of them Inf. A dashed
+    outline shows where the loss scale moves the values.
+
+    Args:
+        ranges: A pytree of floating arrays, or a :class:`jaxmp.RecordRangesState`,
+            in true units.
+        dtype: The format: float16, bfloat16, or a wider one.
+        loss_scale: The positive scale of the outline; 1 draws none. None takes
+            :func:`jaxmp.suggest_loss_scale` for float16, and 1 for the others, which
+            need no scale.
+        ax: Where to draw; None makes a new figure.
+
+    Returns:
+        The axes. Save them with ``ax.figure.savefig(path)``.
+
+    Raises:
+        TypeError: If a leaf is not floating.
+        ValueError: If there are no values, ``loss_scale`` is not positive, or
+            ``dtype`` is not one that jaxmp knows.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> ax = jaxmp.plots.exponents({"w": jnp.array([0.0, 2.0**-30, 0.5])})
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('log2 of the magnitude', '% of the values')
+
+    References:
+        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
+        https://arxiv.org/abs/1710.03740.
+    """
+    dtype = as_dtype(dtype, "`dtype`")
+    edges, counts, zeros, nonfinite, label = _histogram(ranges)
+    size = counts.sum() + zeros + nonfinite
+    if size == 0:
+        raise ValueError(
+            "`exponents` needs values to draw, but there are none. Pass gradients, or "
+            "a `RecordRangesState` after its first step."
+        )
+    if loss_scale is None:
+        fits = dtype != jnp.float16 or not counts.any()
+        loss_scale = 1.0 if fits else suggest_loss_scale(ranges, dtype)
+    check_positive("loss_scale", loss_scale)
+    shift = math.log2(loss_scale)
+    shares = 100 * counts / size
+
+    info = jnp.finfo(dtype)
+    # Half of the smallest subnormal number and less rounds to zero.
+    first_subnormal = info.minexp - info.nmant - 1
+    left, right = min(edges[0], edges[0] + shift), max(edges[-1], edges[-1] + shift)
+    if dtype == jnp.float16:  # The others are far wider than what is to be seen.
+        left, right = min(left, first_subnormal), max(right, info.maxexp)
+
+    ax = _new_axes() if ax is None else ax
+    for name, start, end, style in (
+        ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
+        ("normal", info.minexp, info.maxexp, _NORMAL),
+    ):
+        start, end = max(start, left - 1), min(end, right + 1)
+        if start < end:
+            style = {**style, "linewidth": 0, "zorder": 0}
+            ax.axvspan(start, end, label=f"{dtype.name} {name}", **style)
+    ax.bar(edges[:-1], shares, 0.9, align="edge", **_VALUES, label=label)
+    ax.bar(left - 4, 100 * zeros / size, 2.0, **_ZEROS, label="zeros")
+    if loss_scale != 1:
+        label = f"times {_power_of_two(loss_scale)}"
+        ax.stairs(shares, edges + shift, **_SCALED, label=label)
+
+    seen = [share for share in (*shares, 100 * zeros / size) if share > 0]
+    ax.set_yscale("log")
+    ax.set_ylim(10 ** math.floor(math.log10(min(seen, default=100)) - 0.01), 150)
+    ax.set_xlim(left - 6, right + 1)
+    spacing = 4 if right - left < 60 else 8 if right - left < 120 else 32
+    ticks = np.arange(math.ceil(left / spacing) * spacing, right + 1, spacing)
+    ax.set_xticks([left - 4, *ticks], ["zero", *(f"{tick:.0f}" for tick in ticks)])
+    ax.set_xlabel("log2 of the magnitude")
+    ax.set_ylabel("% of the values")
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    return ax
+
+
+def loss_scale(
+    history: LossScaleState | Sequence[LossScaleState], *, ax: Axes | None = None
+) -> Axes:
+    """Draws the loss scale over the steps, and marks those that were skipped.
+
+    Args:
+        history: The state after each step, as :func:`jaxmp.get_loss_scale_state`
+            returns it, in a list; or one state with a leading axis over the steps, as
+            ``lax.scan`` stacks it. Keep copies where the training step donates its
+            state: ``jax.device_get(state._replace(inner_state=None))``.
+        ax: Where to draw; None makes a new figure.
+
+    Returns:
+        The axes. Save them with ``ax.figure.savefig(path)``.
+
+    Raises:
+        ValueError: If the history is empty.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> state, history = tx.init(jnp.ones(2)), []
+        >>> for grad in (1.0, jnp.inf, 1.0):
+        ...     _, state = tx.update(jnp.full(2, grad), state)
+        ...     history.append(jaxmp.get_loss_scale_state(state))
+        >>> ax = jaxmp.plots.loss_scale(history)
+        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        ['loss scale', 'skipped (1)']
+    """
+    states = [history] if isinstance(history, LossScaleState) else list(history)
+    if not states or not np.size(states[0].loss_scale):
+        raise ValueError(
+            "`loss_scale` needs the state of one step at least, but the history is "
+            "empty. Append `jaxmp.get_loss_scale_state(opt_state)` after each step."
+        )
+    scales = np.concatenate([np.ravel(state.loss_scale) for state in states])
+    finite = np.concatenate([np.ravel(state.last_finite) for state in states])
+    steps = np.arange(1, len(scales) + 1)
+
+    ax = _new_axes() if ax is None else ax
+    ax.step(steps, scales, where="post", color="black", label="loss scale")
+    if not finite.all():
+        label = f"skipped ({np.count_nonzero(~finite)})"
+        ax.plot(steps[~finite], scales[~finite], "x", color="#c03020", label=label)
+    ax.set_yscale("log", base=2)
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss scale")
+    ax.legend(frameon=False)
+    return ax
+
+
+def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
+    """Returns bucket edges and counts, zeros, Inf and NaN, and a name for the bars."""
+    label = "values"
+    if isinstance(ranges, RecordRangesState):
+        low, counts = int(ranges.low), np.asarray(ranges.exponents, np.float64)
+        zeros, nonfinite = float(ranges.zeros), float(ranges.nonfinite)
+        if counts[0]:
+            label += f" (first bar: all below 2^{low + 1})"
+    else:
+        # Every exponent that a float32 can have, the subnormal ones included.
+        low = -149
+        counts = np.asarray(exponent_histogram(ranges, low=low, high=127), np.float64)
+        total = range_report(ranges).total
+        zeros, nonfinite = total.zero * total.size, total.nonfinite * total.size
+    used = np.flatnonzero(counts)
+    if not used.size:
+        return np.arange(2), np.zeros(1), zeros, nonfinite, label
+    edges = low + np.arange(used[0], used[-1] + 2)
+    return edges, counts[used[0] : used[-1] + 1], zeros, nonfinite, label
+
+
+def _new_axes() -> Axes:
+    # Not by pyplot, which would keep the figure and may show it.
+    return Figure(figsize=(7, 4), layout="constrained").subplots()
+
+
+def _power_of_two(scale: float) -> str:
+    exponent = math.log2(scale)
+    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"

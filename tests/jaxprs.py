@@ -1,0 +1,68 @@
+"""What the tests of autocast look at in a jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from jaxmp import _jaxpr
+
+
+def equations(jaxpr):
+    """Yields every equation, those of inner jaxprs too."""
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in _jaxpr.sub_jaxprs(eqn):
+            yield from equations(body)
+
+
+def traced(fun, *args):
+    """Returns the equations of ``fun``."""
+    return list(equations(jax.make_jaxpr(fun)(*args)))
+
+
+def dtypes(eqn):
+    """Returns the dtypes of the floating inputs of an equation."""
+    found = (var.aval.dtype for var in eqn.invars)
+    return [d for d in found if jnp.issubdtype(d, jnp.floating)]
+
+
+def contractions(fun, *args):
+    """Returns the operand dtypes of every matrix product and convolution."""
+    return contractions_of(jax.make_jaxpr(fun)(*args))
+
+
+def contractions_of(jaxpr):
+    """Returns the operand dtypes of every product in a jaxpr, but outer products."""
+    return [
+        {d.name for d in dtypes(eqn)}
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in jaxmp.DEFAULT_OPS.allow
+        and eqn.params.get("dimension_numbers") != (((), ()), ((), ()))
+    ]
+
+
+def denied_in(dtype, fun, *args):
+    """Returns the denied operations of a function that read ``dtype``."""
+    return denied_of(dtype, jax.make_jaxpr(fun)(*args))
+
+
+def denied_of(dtype, jaxpr):
+    """Returns the denied operations of a jaxpr that read ``dtype``."""
+    denied = jaxmp.DEFAULT_OPS.deny - {"convert_element_type"}
+    return [
+        eqn.primitive.name
+        for eqn in equations(jaxpr)
+        if eqn.primitive.name in denied and np.dtype(dtype) in dtypes(eqn)
+    ]
+
+
+def relative_error(tree, reference):
+    """Returns the distance of two pytrees over the norm of the second."""
+
+    def flat(tree):
+        leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(tree)]
+        return np.concatenate(leaves).astype(np.float64)
+
+    distance = np.linalg.norm(flat(tree) - flat(reference))
+    return distance / np.linalg.norm(flat(reference))

@@ -1,0 +1,604 @@
+"""An audit counts what runs, names the one who is to blame, and nobody else."""
+
+import pathlib
+import runpy
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+HALF, FULL = jnp.bfloat16, jnp.float32
+
+
+def half(*shape):
+    return jax.ShapeDtypeStruct(shape, HALF)
+
+
+def full(*shape):
+    return jax.ShapeDtypeStruct(shape, FULL)
+
+
+def line(mark):
+    """The place in this file that ends with the comment ``mark``."""
+    for number, text in enumerate(pathlib.Path(__file__).read_text().splitlines(), 1):
+        if text.endswith(f"# {mark}"):
+            return f"{__file__}:{number}"
+    raise ValueError(mark)
+
+
+def sources(report):
+    return [leak.source for leak in report.leaks]
+
+
+MATMUL = 2.0 * 8**3  # FLOPs of two 8x8 matrices
+
+
+# FLOPs
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (jnp.matmul, [(4, 8), (8, 16)]),
+        (jnp.matmul, [(3, 4, 8), (3, 8, 16)]),
+        (
+            lambda a, b: jnp.einsum("bhqd,bkhd->bhqk", a, b),
+            [(2, 3, 4, 8), (2, 5, 3, 8)],
+        ),
+        (lambda a, b: lax.conv(a, b, (1, 1), "VALID"), [(2, 3, 8, 8), (5, 3, 3, 3)]),
+        (lambda a, b: lax.conv(a, b, (2, 2), "SAME"), [(2, 3, 8, 8), (5, 3, 3, 3)]),
+        (
+            lambda a, b: lax.conv_general_dilated(
+                a, b, (1, 1), "VALID", rhs_dilation=(2, 2), feature_group_count=3
+            ),
+            [(2, 3, 8, 8), (6, 1, 3, 3)],
+        ),
+    ],
+)
+def test_flops_are_those_that_xla_counts(fun, shapes):
+    args = [full(*shape) for shape in shapes]
+    xla = jax.jit(fun).lower(*args).compile().cost_analysis()["flops"]
+    assert jaxmp.audit(fun)(*args).flops == {"float32": xla}
+
+
+@pytest.mark.parametrize(
+    ("fun", "shapes"),
+    [
+        (jnp.matmul, [(4, 8), (8, 16)]),
+        (lambda a, b: lax.conv(a, b, (1, 1), "VALID"), [(2, 3, 8, 8), (5, 3, 3, 3)]),
+        (lambda a, b: lax.conv(a, b, (2, 2), "SAME"), [(2, 3, 8, 8), (5, 3, 3, 3)]),
+        (lambda a, b: lax.ragged_dot(a, b, jnp.array([3, 5])), [(8, 4), (2, 4, 6)]),
+    ],
+)
+def test_each_backward_product_costs_as_much_as_the_forward_one(fun, shapes):
+    args = [full(*shape) for shape in shapes]
+    (forward,) = jaxmp.audit(fun)(*args).flops.values()
+
+    def both(*primals):
+        out, pullback = jax.vjp(fun, *primals)
+        return pullback(jnp.ones_like(out))
+
+    backward = sum(jaxmp.audit(both)(*args).flops.values())
+    assert backward == 3 * forward
+
+
+def test_ragged_products_count_each_row_once():
+    def fun(x, experts):
+        return lax.ragged_dot(x, experts, jnp.array([3, 5]))
+
+    report = jaxmp.audit(fun)(half(8, 4), half(2, 4, 6))
+    assert report.flops == {"bfloat16": 2.0 * 8 * 4 * 6}
+
+
+@pytest.mark.parametrize("shapes", [("i,i->", 8, 8), ("i,j->ij", 8, 8)])
+def test_dot_products_and_outer_products_are_no_matrix_products(shapes):
+    spec, *sizes = shapes
+    report = jaxmp.audit(lambda *xy: jnp.einsum(spec, *xy))(*map(full, sizes))
+    assert report.flops == {}
+    assert report.fraction_16bit == 1
+    assert not report.leaks
+
+
+def test_loops_branches_and_devices_multiply():
+    w = half(8, 8)
+
+    def scanned(x, w):
+        return lax.scan(lambda c, _: (c @ w, None), x, None, length=5)[0]
+
+    def looped(x, w):
+        return lax.while_loop(lambda c: c[0, 0] > 0, lambda c: c @ w, x)
+
+    def branched(x, w):
+        return lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w)
+
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(
+        jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d")
+    )
+    nested = jax.jit(lambda x, w: scanned(jax.checkpoint(scanned)(x, w), w))
+
+    assert jaxmp.audit(scanned)(w, w).flops == {"bfloat16": 5 * MATMUL}
+    assert jaxmp.audit(branched)(w, w).flops == {"bfloat16": 3 * MATMUL}
+    assert jaxmp.audit(sharded)(w, w).flops == {"bfloat16": MATMUL}
+    assert jaxmp.audit(nested)(w, w).flops == {"bfloat16": 10 * MATMUL}
+    report = jaxmp.audit(looped)(w, w)
+    assert report.flops == {"bfloat16": MATMUL}
+    (note,) = report.notes
+    assert "while" in note
+    assert pathlib.Path(__file__).name in note
+
+
+def test_inputs_decide_the_dtype_of_a_product():
+    def accumulated(x, w):
+        return lax.dot(x, w, preferred_element_type=FULL)
+
+    f16 = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    assert jaxmp.audit(accumulated)(f16, f16).flops == {"float16": MATMUL}
+    assert jaxmp.audit(accumulated)(f16, full(8, 8)).flops == {"float32": MATMUL}
+
+
+# Causes
+
+
+def test_a_float32_argument_is_named_with_its_path_module_line_and_share():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(8)(x)
+            x = nn.LayerNorm(use_bias=False)(x)  # the norm
+            return nn.Dense(8)(nn.relu(nn.Dense(8)(x)))
+
+    net = Net()
+    variables = jax.eval_shape(net.init, jax.random.key(0), jnp.ones((8, 8)))
+
+    def dtype(path, x):
+        name = jax.tree_util.keystr(path)
+        return jax.ShapeDtypeStruct(x.shape, FULL if "scale" in name else HALF)
+
+    variables = jax.tree_util.tree_map_with_path(dtype, variables)
+    (leak,) = jaxmp.audit(net.apply)(variables, half(8, 8)).leaks
+    assert leak == type(leak)(
+        source="params/LayerNorm_0/scale",
+        kind="argument",
+        dtype="float32",
+        meets_16bit=True,
+        module="Net/LayerNorm_0",
+        where=line("the norm"),
+        flops=2 * MATMUL,
+        share=2 / 3,
+    )
+    assert str(leak) == "params/LayerNorm_0/scale (float32) meets 16-bit"
+
+    def loss(variables, x):
+        return net.apply(variables, x).astype(FULL).sum()
+
+    (backward,) = jaxmp.audit(jax.grad(loss))(variables, half(8, 8)).leaks
+    assert (backward.source, backward.module) == (leak.source, leak.module)
+    assert backward.where == leak.where
+    assert backward.flops == 3 * leak.flops
+
+
+@pytest.mark.parametrize("scalar", [np.float32(3), jnp.float32(3)], ids=["np", "jnp"])
+def test_a_float32_scalar_in_the_code_is_named_with_its_line(scalar):
+    def fun(x, w):
+        h = x * scalar  # the scalar
+        return h.astype(FULL) @ w
+
+    (leak,) = jaxmp.audit(fun)(half(8, 8), half(8, 8)).leaks
+    assert str(leak) == "float32(3) meets 16-bit"
+    assert (leak.kind, leak.where) == ("constant", line("the scalar"))
+
+
+def test_a_float32_array_in_the_code_is_named():
+    table = np.ones((8, 8), np.float32)
+    (leak,) = jaxmp.audit(lambda x: x @ table)(half(8, 8)).leaks
+    assert str(leak) == "constant float32[8, 8] meets 16-bit"
+
+
+def test_a_float32_array_made_in_the_code_is_named_with_both_lines():
+    def rotary(x, w):
+        angles = jnp.arange(8.0)  # made
+        return (x * jnp.sin(angles)) @ w  # met
+
+    (leak,) = jaxmp.audit(rotary)(half(8, 8), half(8, 8)).leaks
+    made = line("made").rpartition("/")[2]
+    assert leak.source == f"float32[8] made at {made}"
+    assert leak.where == line("met")
+
+
+def test_a_cast_is_a_leak_only_if_it_reaches_a_product():
+    def attention(q, k, v, back):
+        p = jax.nn.softmax((q @ k).astype(FULL))  # the cast
+        return p.astype(back) @ v
+
+    args = half(8, 8), half(8, 8), half(8, 8)
+    assert not jaxmp.audit(attention)(*args, HALF).leaks
+    (leak,) = jaxmp.audit(attention)(*args, FULL).leaks
+    assert str(leak) == "cast from 16-bit to float32"
+    assert (leak.kind, leak.where) == ("cast", line("the cast"))
+    assert leak.share == 0.5
+
+
+def test_whoever_is_widened_by_others_is_not_to_blame():
+    def fun(x, bias, w):
+        wide = x.astype(FULL) * 2.0 + 1.0  # the only cast on purpose
+        return (jax.nn.gelu(jnp.where(wide > 0, wide, x)) + bias) @ w
+
+    (leak,) = jaxmp.audit(fun)(half(8, 8), half(8), half(8, 8)).leaks
+    assert (leak.kind, leak.where) == ("cast", line("the only cast on purpose"))
+
+
+def test_a_function_that_was_never_cast_names_its_arguments():
+    def fun(params, x):
+        return x @ params["w"] + params["b"]
+
+    report = jaxmp.audit(fun)({"w": full(8, 8), "b": full(8)}, x=full(8, 8))
+    assert sorted(map(str, report.leaks)) == [
+        "w (float32) meets float32",
+        "x (float32) meets float32",
+    ]
+    assert not any(leak.meets_16bit for leak in report.leaks)
+    assert "`autocast`" in str(report)
+
+
+def test_a_number_as_path_follows_the_name_of_its_argument():
+    def fun(layers, *rest):
+        return rest[0] @ layers[1]
+
+    assert sorted(sources(jaxmp.audit(fun)([half(8), full(8, 8)], full(8, 8)))) == [
+        "argument 1",
+        "layers/1",
+    ]
+
+
+def test_a_cause_is_listed_once_however_often_it_strikes():
+    def layer(x, scale, w):
+        return jnp.tanh((x * scale) @ w).astype(HALF)
+
+    def unrolled(x, scale, w):
+        for _ in range(4):
+            x = jax.jit(layer)(x, scale, w)
+        return x
+
+    def scanned(x, scale, w):
+        return lax.scan(lambda c, _: (layer(c, scale, w), None), x, None, length=4)[0]
+
+    for fun in (unrolled, scanned):
+        (leak,) = jaxmp.audit(fun)(half(8, 8), full(8), half(8, 8)).leaks
+        assert (leak.source, leak.flops) == ("scale", 4 * MATMUL)
+
+
+def test_the_worst_cause_comes_first():
+    def fun(x, w, a, b):
+        return ((x @ w + a) @ w + b) @ w
+
+    report = jaxmp.audit(fun)(half(8, 8), half(8, 8), b=full(8), a=full(8))
+    assert [(leak.source, leak.flops) for leak in report.leaks] == [
+        ("a", 2 * MATMUL),
+        ("b", MATMUL),
+    ]
+    assert report.flops == {"float32": 2 * MATMUL, "bfloat16": MATMUL}
+    assert report.fraction_16bit == pytest.approx(1 / 3)
+
+
+def _scan(f, x, s, w):
+    return lax.scan(lambda c, _: (f(c, s, w), None), x, None, length=1)[0]
+
+
+def _carry(f, x, s, w):
+    return lax.scan(lambda c, _: ((c[0], f(x, c[0], w)), None), (s, x), length=1)[0][1]
+
+
+def _while(f, x, s, w):
+    return lax.while_loop(lambda c: c[0, 0] > 0, lambda c: f(c, s, w), x)
+
+
+def _cond(f, x, s, w):
+    return lax.cond(x[0, 0] > 0, lambda: f(x, s, w), lambda: x)
+
+
+def _custom_jvp(f, x, s, w):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: (f(*primals), tangents[0]))
+    return g(x, s, w)
+
+
+def _custom_vjp(f, x, s, w):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda *args: (f(*args), None), lambda _, ct: (ct, None, None))
+    return g(x, s, w)
+
+
+def _policy(f, x, s, w):
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)(x, s, w)
+
+
+def _shard_map(f, x, s, w):
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=(P(), P(), P()), out_specs=P())(x, s, w)
+
+
+WRAPPERS = {
+    "jit": lambda f, x, s, w: jax.jit(jax.jit(f))(x, s, w),
+    "remat": lambda f, x, s, w: jax.checkpoint(f)(x, s, w),
+    "remat with a policy": _policy,
+    "scan": _scan,
+    "scan carry": _carry,
+    "while": _while,
+    "cond": _cond,
+    "custom_jvp": _custom_jvp,
+    "custom_vjp": _custom_vjp,
+    "shard_map": _shard_map,
+    "vmap": lambda f, x, s, w: jax.vmap(f, (None, None, 0))(x, s, w[None])[0],
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_causes_are_followed_through(wrapper):
+    def layer(x, scale, w):
+        return ((x * scale) @ w).astype(HALF)  # inside
+
+    def fun(x, scale, w):
+        return wrapper(layer, x, scale, w) @ w
+
+    (leak,) = jaxmp.audit(fun)(half(8, 8), full(8), half(8, 8)).leaks
+    assert (leak.source, leak.flops) == ("scale", MATMUL)
+    assert (leak.meets_16bit, leak.where) == (True, line("inside"))
+    assert not jaxmp.audit(fun)(half(8, 8), half(8), half(8, 8)).leaks
+
+
+def test_causes_travel_through_a_carry_from_step_to_step():
+    def fun(x, scale, w):
+        def body(carry, _):
+            a, b, c = carry
+            return (x * scale, a, b), c @ w
+
+        zeros = jnp.zeros_like(x, FULL)
+        return lax.scan(body, (zeros, zeros, zeros), None, length=4)
+
+    (leak,) = jaxmp.audit(fun)(half(8, 8), full(8), half(8, 8)).leaks
+    assert leak.source == "scale"
+
+
+def test_a_function_of_jax_shared_by_two_lines_has_the_line_of_its_call():
+    def fun(x, mask, w):
+        a = jnp.where(mask, x, jnp.ones((8, 8)))
+        b = jnp.where(mask, x, jnp.zeros((8, 8)))  # the second call
+        return a.astype(HALF) @ w + b @ w
+
+    mask = jax.ShapeDtypeStruct((8, 8), jnp.bool_)
+    (leak,) = jaxmp.audit(fun)(half(8, 8), mask, half(8, 8)).leaks
+    assert leak.where == line("the second call")
+
+
+@pytest.mark.parametrize("wrapper", ["jit", "remat", "remat with a policy", "scan"])
+def test_the_backward_pass_has_the_causes_of_the_forward_pass(wrapper):
+    def layer(x, scale, w):
+        return jnp.tanh((x * scale) @ w).astype(HALF)
+
+    def loss(params, x, labels, loss_scale):
+        scale, w = params
+        h = WRAPPERS[wrapper](layer, x, scale, w).astype(FULL)
+        return jnp.mean((h - labels) ** 2) * loss_scale
+
+    args = half(8, 8), full(8, 8), full()
+    for fun in (loss, jax.checkpoint(loss)):
+        grad = jax.jit(jax.grad(fun, argnums=(0, 1)))
+        report = jaxmp.audit(grad)((full(8), half(8, 8)), *args)
+        assert sources(report) == ["params/0"]
+        assert report.fraction_16bit == 0
+        report = jaxmp.audit(grad)((half(8), half(8, 8)), *args)
+        assert report.fraction_16bit == 1
+        assert not report.leaks
+
+
+def test_the_mixed_backward_of_an_accumulating_product_is_charged_to_it():
+    def loss(w, x, labels):
+        out = lax.dot(x, w, preferred_element_type=FULL)  # accumulates
+        return jnp.sum((out - labels) ** 2)
+
+    f16 = jax.ShapeDtypeStruct((8, 8), jnp.float16)
+    (leak,) = jaxmp.audit(jax.grad(loss))(f16, f16, full(8, 8)).leaks
+    assert str(leak) == "dot_general from 16-bit to float32"
+    assert (leak.where, leak.share) == (line("accumulates"), 0.5)
+
+
+def test_a_well_kept_training_step_has_no_leak():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.MultiHeadDotProductAttention(2, dtype=HALF)(x)
+            x = nn.BatchNorm(use_running_average=False, dtype=HALF)(x)
+            x = nn.Dropout(0.5, deterministic=False)(nn.LayerNorm(dtype=HALF)(x))
+            x = nn.RNN(nn.LSTMCell(8, dtype=HALF))(x)
+            return nn.Dense(8, dtype=HALF)(nn.gelu(x)).astype(FULL)
+
+    net, tx = Net(), optax.adam(1e-3)
+    x, rngs = full(2, 4, 8), {"params": jax.random.key(0), "dropout": jax.random.key(0)}
+    variables = jax.eval_shape(net.init, rngs, x)
+    opt_state = jax.eval_shape(tx.init, variables["params"])
+
+    @jax.jit
+    def step(variables, opt_state, x, labels, loss_scale):
+        def loss(params):
+            logits, _ = net.apply(
+                {**variables, "params": params},
+                x,
+                rngs={"dropout": jax.random.key(0)},
+                mutable=["batch_stats"],
+            )
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean() * loss_scale
+
+        grads = jax.grad(loss)(variables["params"])
+        grads = jax.tree.map(lambda g: g / loss_scale, grads)
+        updates, opt_state = tx.update(grads, opt_state)
+        return optax.apply_updates(variables["params"], updates), opt_state
+
+    labels = jax.ShapeDtypeStruct((2, 4), jnp.int32)
+    report = jaxmp.audit(step)(variables, opt_state, x, labels, full())
+    assert report.leaks == ()
+    assert list(report.flops) == ["bfloat16"]
+    assert report.fraction_16bit == 1
+
+
+def test_an_nnx_model_is_an_argument_or_a_constant():
+    model = nnx.Linear(8, 8, dtype=None, param_dtype=FULL, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(model)
+
+    def fun(state, x):
+        return nnx.merge(graphdef, state)(x)
+
+    report = jaxmp.audit(fun)(state, half(8, 8))
+    assert any("kernel" in source for source in sources(report))
+    report = jaxmp.audit(model)(half(8, 8))
+    assert "constant float32[8, 8]" in sources(report)
+
+
+# Autocast
+
+
+def test_what_autocast_keeps_is_explained_and_no_leak():
+    @jax.named_scope("head")
+    def head(x, w):
+        return x @ w
+
+    def loss(w, x):
+        h = jnp.exp(x @ w)
+        h = jnp.matmul(h, w, precision="highest")
+        h = jaxmp.float32_region(jnp.matmul)(h, w)
+        return jnp.mean(head(h, w) @ w)
+
+    fun = jaxmp.autocast(loss, HALF, float32_paths=("head",))
+    report = jaxmp.audit(fun)(full(8, 8), full(8, 8))
+    assert report.flops == {"bfloat16": 2 * MATMUL, "float32": 3 * MATMUL}
+    assert not report.leaks
+    reasons = {k.reason: k for k in report.kept if k.flops}
+    assert reasons.keys() == {
+        "its `precision`",
+        "float32 region",
+        "by `float32_paths`, `ops` or a custom_vjp",
+    }
+    assert reasons["by `float32_paths`, `ops` or a custom_vjp"].module == "head"
+    denied = {k.operation for k in report.kept if k.reason == "denied by list"}
+    assert {"exp", "reduce_sum"} <= denied
+    assert "exp (1)" in str(report)
+
+
+@pytest.mark.parametrize("order", ["inside", "outside"])
+def test_autocast_cures_a_function_that_was_never_cast(order):
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) @ w)
+
+    grad = {
+        "inside": jax.grad(jaxmp.autocast(loss)),
+        "outside": jaxmp.autocast(jax.grad(loss)),
+    }[order]
+    args = full(8, 8), full(8, 8)
+    assert jaxmp.audit(jax.grad(loss))(*args).fraction_16bit == 0
+    report = jaxmp.audit(grad)(*args)
+    assert report.fraction_16bit == 1
+    assert not report.leaks
+
+
+# Residuals
+
+
+def test_residuals_are_the_same_before_and_after_differentiation():
+    def loss(w, x):
+        h = jnp.sin(x @ w)
+        return jnp.sum(jnp.sin(h @ w).astype(FULL))
+
+    expected = {"bfloat16": 3 * 64 * 2}  # two cosines and the input of a product
+    args = half(8, 8), half(8, 8)
+    assert jaxmp.audit(loss)(*args).residual_bytes == expected
+    for fun in (jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
+        assert jaxmp.audit(fun)(*args).residual_bytes == expected
+
+
+def test_remat_shrinks_the_residuals_and_scan_multiplies_them():
+    def layer(x, w):
+        return jnp.sin(jnp.sin(jnp.sin(x @ w)))
+
+    def loss(ws, x, body):
+        return lax.scan(lambda c, w: (body(c, w), None), x, ws)[0].astype(FULL).sum()
+
+    args = half(6, 8, 8), half(8, 8)
+    plain = jaxmp.audit(lambda w, x: loss(w, x, layer))(*args).residual_bytes
+    remat = jaxmp.audit(lambda w, x: loss(w, x, jax.checkpoint(layer)))(*args)
+    assert remat.residual_bytes == {"bfloat16": 6 * 128}
+    assert plain == {"bfloat16": 6 * 4 * 128}
+
+
+def test_a_float32_copy_of_16_bits_is_not_counted_twice():
+    def loss(x):
+        h = jnp.sin(x)
+        return jnp.sum(h.astype(FULL) * jnp.sin(h).astype(FULL))
+
+    # Two cosines, the two factors.
+    assert jaxmp.audit(jax.grad(loss))(half(8)).residual_bytes == {"bfloat16": 64}
+
+
+def test_a_function_without_derivative_has_no_residuals():
+    def fun(x):
+        return jax.pure_callback(lambda x: x, x, x)
+
+    assert jaxmp.audit(fun)(full(8)).residual_bytes is None
+
+
+# The report
+
+
+def test_nothing_runs_and_static_arguments_stay_static():
+    def fun(x, w, flip, *, mode, times):
+        jax.debug.callback(lambda: pytest.fail("the function ran"))
+        assert mode == "matmul"
+        assert flip is True
+        for _ in range(times):
+            x = x @ w
+        return {"x": x, "mode": mode}
+
+    args = half(8, 8), np.ones((8, 8), HALF)
+    report = jaxmp.audit(fun)(*args, True, mode="matmul", times=3)
+    assert report.flops == {"bfloat16": 3 * MATMUL}
+
+
+def test_the_table_is_narrow_and_plain_however_long_the_names():
+    name = "a_parameter_with_quite_a_long_name"
+    params = {name: {f"{name}_{i}": full(8) for i in range(30)}}
+
+    def fun(params, x):
+        with jax.named_scope("/".join(f"Block_{i}_of_many" for i in range(8))):
+            for scale in params[name].values():
+                x = x * scale
+        return x @ x
+
+    report = jaxmp.audit(fun)(params, half(8, 8))
+    assert len(report.leaks) == 30
+    text = str(report)
+    assert max(map(len, text.splitlines())) <= 98
+    assert "18 more" in text
+    assert "long_name_0 (float32) meets 16-bit" in text
+
+
+def test_the_example_shows_the_leak_and_its_cure(capsys):
+    path = pathlib.Path(__file__).parents[1] / "examples" / "audit.py"
+    example = runpy.run_path(str(path))
+    example["main"](example["Args"](width=8, blocks=1, batch=2))
+    before, after = capsys.readouterr().out.split("nn.LayerNorm(dtype=jnp.bfloat16)")
+    assert "0.0% of matrix product and convolution FLOPs in 16 bits" in before
+    assert "params/LayerNorm_0/scale (float32) meets 16-bit" in before
+    assert "100.0% of matrix product and convolution FLOPs in 16 bits" in after
+
+
+def test_a_function_is_expected():
+    with pytest.raises(TypeError, match=r"audit\(fun\)\(\*args\)"):
+        jaxmp.audit(jnp.ones(3))

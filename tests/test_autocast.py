@@ -1,0 +1,438 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import _jaxpr
+
+from jaxprs import contractions, denied_in, relative_error, traced
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) * 0.3
+X = jax.random.normal(jax.random.key(1), (4, 8))
+HALF = {"float16", "bfloat16"}
+
+
+def mesh(size):
+    return jax.make_mesh((size,), ("i",), axis_types=(AxisType.Auto,))
+
+
+@jax.custom_vjp
+def own_vjp(w, x):
+    return jnp.tanh(x @ w)
+
+
+def own_vjp_forward(w, x):
+    y = own_vjp(w, x)
+    return y, (w, x, y)
+
+
+def own_vjp_backward(residuals, g):
+    w, x, y = residuals
+    h = g * (1 - y * y)
+    return x.T @ h, h @ w.T
+
+
+own_vjp.defvjp(own_vjp_forward, own_vjp_backward)
+
+
+@jax.custom_jvp
+def own_jvp(w, x):
+    return jnp.tanh(x @ w)
+
+
+@own_jvp.defjvp
+def own_jvp_rule(primals, tangents):
+    y = own_jvp(*primals)
+    (w, x), (dw, dx) = primals, tangents
+    return y, (1 - y * y) * (x @ dw + dx @ w)
+
+
+def step(c, x, w):
+    return jnp.tanh(c @ w) + x, c @ w
+
+
+COMPOSED = {
+    "jit": lambda w, x: jax.jit(step)(x, x, w),
+    "scan": lambda w, x: lax.scan(
+        functools.partial(step, w=w), x, jnp.ones((3, *x.shape))
+    ),
+    "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w), x),
+    "map": lambda w, x: lax.map(lambda row: jnp.tanh(row @ w), x),
+    "cond": lambda w, x: (
+        lax.cond(x[0, 0] > 0, jnp.matmul, jnp.subtract, x, x[:1]) @ w
+        if x.shape[0] == x.shape[1]
+        else lax.cond(x[0, 0] > 0, lambda x: x @ w, jnp.exp, x) @ w
+    ),
+    "switch": lambda w, x: (
+        lax.switch(2, [lambda y: y, lambda y: y @ w, lambda y: jnp.sin(y)], x @ w) @ w
+    ),
+    "custom_jvp": lambda w, x: own_jvp(w, x @ w) @ w,
+    "custom_vjp": lambda w, x: own_vjp(w, x @ w) @ w,
+    "relu": lambda w, x: jax.nn.relu(x @ w) @ w,
+    "gelu": lambda w, x: jax.nn.gelu(x @ w) @ w,
+    "softmax": lambda w, x: jax.nn.softmax(x @ w) @ w,
+    "logsumexp": lambda w, x: jax.nn.logsumexp(x @ w, axis=-1),
+    "remat": lambda w, x: jax.checkpoint(step)(x, x, w),
+    "remat with a policy": lambda w, x: jax.checkpoint(
+        step, policy=jax.checkpoint_policies.dots_saveable
+    )(x, x, w),
+    "vmap": lambda w, x: jax.vmap(lambda row: jnp.tanh(row @ w) @ w)(x),
+    "jvp": lambda w, x: jax.jvp(lambda x: jnp.tanh(x @ w) @ w, (x,), (x,)),
+    "vjp": lambda w, x: jax.vjp(lambda x: jnp.tanh(x @ w), x)[1](x)[0] @ w,
+    "shard_map": lambda w, x: jax.shard_map(
+        lambda w, x: lax.psum(jnp.tanh(x @ w + w[0]) @ w, "i"),
+        mesh=mesh(2),
+        in_specs=(P(), P("i")),
+        out_specs=P(),
+    )(w, x),
+    "take": lambda w, x: jnp.take(w, jnp.array([1, 2]), axis=0) @ w,
+    "normalisation": lambda w, x: jax.nn.standardize(x @ w) * w[0] @ w,
+    "convolution": lambda w, x: lax.conv(x[None, None], w[None, None], (1, 1), "SAME"),
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w]), jnp.array([1, 3])),
+    "solve": lambda w, x: jnp.linalg.solve(w + 3 * jnp.eye(8), (x @ w).T),
+    "fft": lambda w, x: jnp.abs(jnp.fft.fft(x @ w)),
+    "sort": lambda w, x: jnp.sort(x @ w, axis=-1) @ w,
+    "constants": lambda w, x: (1.0 * jnp.ones(()), x @ w, jnp.float32(2) * 2),
+}
+
+
+def loss_of(fun):
+    def loss(w, x):
+        outs = jax.tree.leaves(fun(w, x))
+        return sum(jnp.mean(jnp.sin(out)) for out in outs)
+
+    return loss
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_values_keep_structure_and_dtypes_and_agree_with_float32(name):
+    fun = COMPOSED[name]
+    out, expected = jaxmp.autocast(fun, "float16")(W, X), fun(W, X)
+    chex.assert_trees_all_equal_shapes_and_dtypes(out, expected)
+    chex.assert_trees_all_close(out, expected, rtol=0.02, atol=0.02)
+    weak = [getattr(x, "weak_type", None) for x in jax.tree.leaves((out, expected))]
+    assert weak[: len(weak) // 2] == weak[len(weak) // 2 :]
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_gradients_agree_with_float32_in_every_order(name):
+    loss = loss_of(COMPOSED[name])
+    expected = jax.jit(jax.grad(loss))(W, X)
+    orders = [
+        jax.jit(jaxmp.autocast(jax.grad(loss), jnp.float16)),
+        jax.grad(jax.jit(jaxmp.autocast(loss, jnp.float16))),
+    ]
+    for grad in orders:
+        got = grad(W, X)
+        assert got.dtype == jnp.float32
+        assert relative_error(got, expected) < 0.01
+
+
+def test_a_while_loop_keeps_its_carry_and_narrows_inside():
+    def fun(w, x):
+        def more(carry):
+            return carry[0] < 3
+
+        return lax.while_loop(more, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))
+
+    cast = jaxmp.autocast(fun, jnp.float16)
+    chex.assert_trees_all_close(cast(W, X), fun(W, X), atol=0.01)
+    assert contractions(cast, W, X) == [{"float16"}]
+
+
+def test_it_works_inside_vmap_and_shard_map_and_under_a_named_axis():
+    def fun(w, x):
+        return lax.psum(jnp.tanh(x @ w + w[0]) @ w, "i")
+
+    cast, split = jaxmp.autocast(fun), (P(), P("i"))
+    expected = jax.vmap(fun, (None, 0), axis_name="i")(W, X)
+    out = jax.vmap(cast, (None, 0), axis_name="i")(W, X)
+    np.testing.assert_allclose(out, expected, atol=0.1)
+    out = jax.shard_map(cast, mesh=mesh(4), in_specs=split, out_specs=P())(W, X)
+    np.testing.assert_allclose(out[0], expected[0], atol=0.1)
+
+
+def test_second_derivatives_agree_with_float32():
+    def fun(w):
+        return jnp.sum(jnp.tanh(X @ w))
+
+    expected = jax.hessian(fun)(W)
+    for hessian in [
+        jax.hessian(jaxmp.autocast(fun, jnp.float16)),
+        jaxmp.autocast(jax.hessian(fun), jnp.float16),
+        jax.jacfwd(jaxmp.autocast(jax.jacrev(fun), jnp.float16)),
+    ]:
+        assert relative_error(jax.jit(hessian)(W), expected) < 0.01
+
+
+def test_nested_jit_keeps_name_shardings_and_donation():
+    sharding = NamedSharding(mesh(2), P("i"))
+
+    @functools.partial(jax.jit, donate_argnums=0, in_shardings=(sharding, None))
+    def inner(x, w):
+        return x @ w
+
+    cast = jaxmp.autocast(lambda w, x: inner(x, w) @ w, jnp.float16)
+    plain = [e for e in traced(inner, X, W) if e.primitive.name in ("jit", "pjit")]
+    calls = [e for e in traced(cast, W, X) if e.params.get("name") == "inner"]
+    for key in ("in_shardings", "out_shardings", "donated_invars", "keep_unused"):
+        assert calls[0].params[key] == plain[0].params[key]
+
+
+def test_layers_that_share_a_jaxpr_share_its_rewritten_form():
+    @jax.jit
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    def fun(w, x):
+        for _ in range(5):
+            x = layer(x, w)
+        return x @ w
+
+    calls = [
+        e for e in traced(jaxmp.autocast(fun), W, X) if e.params.get("name") == "layer"
+    ]
+    assert len({id(e.params["jaxpr"]) for e in calls}) == 2  # the first has float32 X
+
+
+def test_every_equation_is_visited_once_however_many_layers(monkeypatch):
+    from jaxmp._replay import Caster
+
+    visits = []
+    apply = Caster.apply
+    monkeypatch.setattr(
+        Caster, "apply", lambda self, *a: visits.append(0) or apply(self, *a)
+    )
+
+    def model(w, x, layers):
+        for _ in range(layers):
+            x = jax.jit(jax.nn.relu)(jax.checkpoint(jnp.matmul)(x, w)) + x
+        return x.sum()
+
+    counts = []
+    for layers in (12, 48):
+        visits.clear()
+        fun = jax.value_and_grad(functools.partial(model, layers=layers))
+        jax.make_jaxpr(jaxmp.autocast(fun))(W, X)
+        counts.append(len(visits))
+    assert counts[1] < 4.1 * counts[0]
+
+
+def test_effects_happen_once_and_see_float32(capsys):
+    seen = []
+
+    def fun(w, x):
+        y = x @ w
+        jax.debug.callback(lambda y: seen.append(y.dtype), y)
+        jax.debug.print("mean {m}", m=(y @ w).mean())
+        return y @ w
+
+    jax.block_until_ready(jax.jit(jaxmp.autocast(fun, jnp.float16))(W, X))
+    jax.effects_barrier()
+    assert seen == [jnp.float32]
+    assert capsys.readouterr().out.count("mean") == 1
+
+
+def test_references_are_left_alone():
+    def fun(w, x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] @ w
+        return ref[...] @ w
+
+    np.testing.assert_allclose(jaxmp.autocast(fun)(W, X), fun(W, X), atol=0.05)
+
+
+def test_scopes_and_source_lines_are_kept():
+    def fun(w, x):
+        with jax.named_scope("block"):
+            return jnp.tanh(x @ w)
+
+    def tanh(fun):
+        return next(e for e in traced(fun, W, X) if e.primitive.name == "tanh")
+
+    cast = tanh(jaxmp.autocast(fun))
+    assert str(cast.source_info.name_stack) == "jaxmp.autocast/block"
+    assert next(_jaxpr.frames(cast)) == next(_jaxpr.frames(tanh(fun)))
+
+
+def test_a_float32_policy_changes_nothing():
+    def fun(w, x):
+        return jax.nn.softmax(x @ w)
+
+    cast = jaxmp.autocast(fun, "float32")
+    assert str(jax.make_jaxpr(cast)(W, X)) == str(jax.make_jaxpr(fun)(W, X))
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (None, "bfloat16"),
+        (jnp.float16, "float16"),
+        (np.dtype("float16"), "float16"),
+        ("mixed_bfloat16", "bfloat16"),
+        ("O1", "float16"),
+        (jaxmp.get_policy("p=f32,c=f16,o=f32"), "float16"),
+    ],
+)
+def test_the_compute_dtype_of_the_policy_is_used(policy, name):
+    assert contractions(jaxmp.autocast(jnp.matmul, policy), X, W) == [{name}]
+
+
+def test_explicit_dtypes_are_never_touched():
+    def fun(x):
+        return x @ x, x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), x.astype(int)
+
+    cast = jaxmp.autocast(fun, jnp.float16)
+    assert contractions(cast, W) == [{"float16"}, {"bfloat16"}]
+    np.testing.assert_array_equal(cast(W)[1], fun(W)[1])
+    half = W.astype(jnp.bfloat16)
+    assert str(jax.make_jaxpr(cast)(half)) == str(jax.make_jaxpr(fun)(half))
+
+
+def test_normalisation_and_softmax_run_in_float32_inside_16_bit_work():
+    def fun(w, x):
+        h = jax.nn.standardize(x @ w) @ w
+        return jax.nn.log_softmax(h) @ w
+
+    grad = jaxmp.autocast(jax.grad(loss_of(fun)), jnp.float16)
+    assert denied_in(jnp.float16, grad, W, X) == []
+    assert all(c == {"float16"} for c in contractions(grad, W, X))
+
+
+def test_activations_between_products_stay_16_bit():
+    def fun(w, b, x):
+        for _ in range(3):
+            x = jax.nn.gelu(x @ w + b) + 1e-3
+        return (x @ w).sum()
+
+    wide = [
+        e
+        for e in traced(jaxmp.autocast(fun), W, W[0], X)
+        if e.primitive.name in ("tanh", "erf", "logistic")
+        and e.outvars[0].aval.dtype == jnp.float32
+    ]
+    assert wide == []
+
+
+# Opting out.
+
+
+def head_in_float32(w, x):
+    return jaxmp.float32_region(jnp.matmul)(x @ w, w)
+
+
+def head_in_a_scope(w, x):
+    y = x @ w
+    with jax.named_scope("jaxmp.float32"):
+        return y @ w
+
+
+def head_in_a_path(w, x):
+    with jax.named_scope("Net"):
+        y = x @ w
+        with jax.named_scope("head"):
+            return y @ w
+
+
+def in_float32(fun, *args):
+    return sum(c == {"float32"} for c in contractions(fun, *args))
+
+
+@pytest.mark.parametrize(
+    ("fun", "paths"),
+    [
+        (head_in_float32, ()),
+        (head_in_a_scope, ()),
+        (head_in_a_path, ("head",)),
+        (head_in_a_path, ("Net/head",)),
+        (head_in_a_path, "head"),
+    ],
+)
+def test_an_opted_out_region_is_float32_forward_and_backward(fun, paths):
+    options = {"policy": jnp.float16, "float32_paths": paths}
+    assert in_float32(jaxmp.autocast(fun, **options), W, X) == 1
+    for wrap in (lambda f: f, jax.checkpoint, jax.jit):
+        grad = jaxmp.autocast(jax.grad(loss_of(wrap(fun))), **options)
+        kept = [c for c in contractions(grad, W, X) if c == {"float32"}]
+        assert len(kept) >= 3 and len(kept) % 3 == 0 or len(kept) == 4
+    out = jaxmp.autocast(jax.jit(fun), **options)(W, X)
+    np.testing.assert_array_equal(
+        out, jnp.matmul((jaxmp.autocast(jnp.matmul, jnp.float16)(X, W)), W)
+    )
+
+
+def test_a_path_matches_whole_components_from_the_top():
+    def fun(w, x):
+        with jax.named_scope("Net"), jax.named_scope("block_1"):
+            y = x @ w
+            with jax.named_scope("head"):
+                return y @ w
+
+    for path in ("block", "head", "Net/block", "block_1/he"):
+        with pytest.raises(ValueError, match=f"`{path}`.*Net/block_1"):
+            jaxmp.autocast(fun, float32_paths=(path,))(W, X)
+    for path, count in (("block_1", 2), ("block_1/head", 1), ("Net", 2)):
+        assert in_float32(jaxmp.autocast(fun, float32_paths=(path,)), W, X) == count
+
+
+def test_lists_can_be_changed():
+    def fun(x):
+        return jnp.tanh(x @ x) @ x
+
+    ops = jaxmp.DEFAULT_OPS.with_deny("tanh")
+    assert "tanh" in denied_names(jaxmp.autocast(fun, ops=ops), W)
+    ops = jaxmp.DEFAULT_OPS.with_deny("dot_general")
+    assert in_float32(jaxmp.autocast(fun, ops=ops), W) == 2
+    ops = jaxmp.DEFAULT_OPS.with_allow("exp")
+    out = [e for e in traced(jaxmp.autocast(jnp.exp, ops=ops), W)]
+    assert [e.outvars[0].aval.dtype for e in out if e.primitive.name == "exp"] == [
+        jnp.bfloat16
+    ]
+    ops = jaxmp.DEFAULT_OPS.with_deny("scan")
+    scan = COMPOSED["scan"]
+    assert in_float32(jaxmp.autocast(scan, ops=ops), W, X) == 2
+
+
+def denied_names(fun, *args):
+    return [
+        e.primitive.name
+        for e in traced(fun, *args)
+        if e.outvars[0].aval.dtype == jnp.float32
+    ]
+
+
+# Bad use.
+
+
+def test_a_policy_with_overrides_points_to_float32_paths():
+    policy = jaxmp.get_policy("mixed_float16").with_overrides(("head", "float32"))
+    with pytest.raises(ValueError, match="float32_paths"):
+        jaxmp.autocast(jnp.matmul, policy)
+
+
+@pytest.mark.parametrize("policy", ["float64", jnp.float64, "float17", "mixed_float8"])
+def test_a_dtype_without_16_bits_is_refused(policy):
+    with pytest.raises((ValueError, TypeError)):
+        jaxmp.autocast(jnp.matmul, policy)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="needs a function, but got dict"):
+        jaxmp.autocast({})
+
+
+def test_a_function_that_jax_cannot_trace_says_so():
+    def branches(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        jaxmp.autocast(branches)(X)
+    assert any("`autocast` traces `" in note for note in error.value.__notes__)
+    assert any("branches" in note for note in error.value.__notes__)

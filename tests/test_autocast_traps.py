@@ -1,0 +1,296 @@
+"""What made earlier attempts wrong; each fails without its treatment."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jaxprs import contractions, denied_in, relative_error, traced
+
+import jaxmp
+
+F16 = jnp.float16
+EYE = jnp.eye(4)
+ORDERS = {
+    "outside": lambda loss, argnums=0: jaxmp.autocast(jax.grad(loss, argnums), F16),
+    "inside": lambda loss, argnums=0: jax.grad(jaxmp.autocast(loss, F16), argnums),
+}
+both_orders = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+
+
+@both_orders
+def test_products_with_a_float32_result_have_16_bit_derivatives(order):
+    def loss(w, x):
+        y = lax.conv(x[None, None], w[None, None], (1, 1), "SAME")[0, 0]
+        groups = jnp.array([2, 2])
+        z = lax.ragged_dot(jnp.exp(y), jnp.stack([w, w]), groups)
+        return jnp.exp(jnp.exp(z) @ w).sum()
+
+    found = contractions(order(loss, (0, 1)), EYE, EYE)
+    assert len(found) >= 9
+    assert all(dtypes == {"float16"} for dtypes in found)
+
+
+@both_orders
+@pytest.mark.parametrize("shape", [(2,), (1, 2)])
+def test_the_gradient_of_a_bias_adds_in_float32(order, shape):
+    def loss(b, x):
+        return jnp.sum((x @ jnp.ones((2, 2)) + b) @ jnp.ones((2, 1)))
+
+    grad = order(loss)(jnp.zeros(shape), jnp.ones((70_000, 2)))
+    np.testing.assert_array_equal(grad, jnp.full(shape, 70_000.0))
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda y: jnp.broadcast_to(y, (20_000, 2)),
+        lambda y: y[jnp.zeros(20_000, int)],
+        lambda y: jnp.tile(y, (20_000, 1)),
+        lambda y: y + jnp.zeros((20_000, 2), bool),
+    ],
+    ids=["broadcast", "gather", "tile", "stretch"],
+)
+def test_the_gradients_of_copies_add_in_float32(copy):
+    def loss(x):
+        copies = copy(x @ jnp.eye(2))  # in 16 bits, for the product below
+        return jnp.sum(copies @ jnp.full((2, 2), 2.0**-6))
+
+    # In float16, a sum of ones stops at 2048.
+    grad = ORDERS["inside"](loss)(jnp.ones((1, 2)))
+    np.testing.assert_allclose(grad, 20_000 * 2.0**-5, rtol=1e-3)
+
+
+def test_a_weight_used_by_many_steps_narrows_in_each():
+    def loss(w, xs):
+        def step(total, x):
+            return total + (x @ w).sum(), None
+
+        return lax.scan(step, 0.0, xs)[0]
+
+    xs = 1e-3 * (1 + jax.random.uniform(jax.random.key(0), (4096, 2, 4)))
+    w = jnp.ones((4, 4))
+    for grad in (ORDERS["inside"](loss), jax.grad(jax.jit(jaxmp.autocast(loss, F16)))):
+        assert relative_error(grad(w, xs), jax.grad(loss)(w, xs)) < 1e-4
+
+
+def test_a_scan_that_was_differentiated_narrows_its_weights_before_it():
+    def loss(w, b, x):
+        return jnp.exp(x @ w + b).mean()
+
+    def accumulated(w, b, xs):
+        def step(total, x):
+            return total + jax.grad(loss)(w, b, x), None
+
+        return lax.scan(step, jnp.zeros_like(w), xs)[0]
+
+    args = EYE, EYE[0], jax.random.normal(jax.random.key(0), (3, 8, 4))
+    cast = jaxmp.autocast(accumulated, F16)
+    scan = next(e for e in traced(cast, *args) if e.primitive.name == "scan")
+    weight, bias, total, xs = (v.aval for v in scan.invars)
+    assert weight.dtype == F16
+    assert {bias.dtype, total.dtype, xs.dtype} == {jnp.dtype("float32")}
+    assert relative_error(cast(*args), accumulated(*args)) < 2e-3
+
+
+def test_rotary_angles_and_other_outer_products_stay_float32():
+    def angles(positions, frequencies):
+        return jnp.sin(jnp.einsum("i,j->ij", positions, frequencies))
+
+    args = jnp.arange(4096.0), 10_000.0 ** (-jnp.arange(8.0) / 8)
+    np.testing.assert_array_equal(jaxmp.autocast(angles, F16)(*args), angles(*args))
+    vectors = jnp.full(8, 300.0), jnp.full(8, 300.0)
+    assert contractions(jaxmp.autocast(jnp.vdot), *vectors) == [{"float32"}]
+
+
+def test_products_at_higher_precision_stay_float32():
+    def product(x):
+        return jnp.matmul(x, x, precision="highest") @ x
+
+    assert contractions(jaxmp.autocast(product), EYE) == [{"float32"}, {"bfloat16"}]
+
+    def resize(x):
+        return jax.image.resize(x, (8, 8), "linear")
+
+    out = jaxmp.autocast(resize, F16)(EYE / 3)
+    np.testing.assert_array_equal(out, resize(EYE / 3))
+
+
+@pytest.mark.parametrize(
+    "square", [lambda y: y * y, jnp.square, lambda y: y**2, lambda y: y**4]
+)
+def test_squares_of_16_bit_values_do_not_overflow(square):
+    def fun(w):
+        y = 300 * (w @ w)
+        return jnp.sum(square(y)), jnp.linalg.norm(y), (y @ w) @ w
+
+    for got, want in zip(jaxmp.autocast(fun, F16)(EYE), fun(EYE), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-3)
+
+
+@both_orders
+def test_unscaled_attention_logits_do_not_overflow(order):
+    def loss(q, k):
+        return (jax.nn.softmax(q @ k.T) @ k).sum()
+
+    q = jnp.eye(4, 8) * 300
+    assert jnp.isfinite(jaxmp.autocast(loss, F16)(q, q))
+    assert jnp.isfinite(order(loss)(q, q)).all()
+
+
+@pytest.mark.parametrize("lowest", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_mask_given_as_an_argument_never_makes_nan(lowest, dtype):
+    def attend(x, mask):
+        logits = x @ x.T
+        masked = logits + mask  # taken in 16 bits by the product below
+        return jax.nn.softmax(masked[:, :1] @ jnp.ones((1, 4)) * 0 + masked), masked @ x
+
+    mask = jnp.where(jnp.arange(4) < 2, 0.0, lowest)
+    probabilities, _ = jaxmp.autocast(attend, dtype)(EYE, jnp.maximum(mask, -1e9))
+    assert jnp.isfinite(probabilities).all()
+    probabilities = jaxmp.autocast(lambda x, m: jax.nn.softmax(x @ x + m), dtype)(
+        EYE, jnp.broadcast_to(mask, (4, 4))
+    )
+    expected = jax.nn.softmax(EYE + mask)
+    np.testing.assert_allclose(probabilities, expected, atol=1e-3)
+
+
+def test_an_argument_beyond_float16_saturates_where_it_is_added():
+    def fun(x, mask):
+        y = x @ x + mask
+        return y, y @ x  # the product wants the sum in 16 bits
+
+    mask = jnp.array([0.0, 1.0, -1e9, -jnp.inf])
+    y, _ = jaxmp.autocast(fun, F16)(EYE, mask)
+    lowest = float(jnp.finfo(F16).min)
+    np.testing.assert_array_equal(y[0], [1.0, 1.0, lowest, -jnp.inf])
+
+
+def test_a_literal_that_16_bits_cannot_hold_forces_float32():
+    lowest = float(jnp.finfo(jnp.float32).min)
+
+    def fun(x, keep, value):
+        return jnp.where(keep, x @ x, value) @ x
+
+    keep = jnp.ones((4, 4), bool)
+    for value, dtype in [(-1e9, F16), (1e-6, F16), (lowest, jnp.bfloat16)]:
+        eqns = traced(jaxmp.autocast(lambda x: fun(x, keep, value), dtype), EYE)  # noqa: B023
+        assert select(eqns) == jnp.float32
+    for value, dtype in [
+        (-1e4, F16),
+        (0.0, F16),
+        (-jnp.inf, F16),
+        (-1e9, jnp.bfloat16),
+    ]:
+        eqns = traced(jaxmp.autocast(lambda x: fun(x, keep, value), dtype), EYE)  # noqa: B023
+        assert select(eqns) == dtype
+
+
+def select(eqns):
+    return next(e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "select_n")
+
+
+@both_orders
+def test_custom_derivatives_survive(order):
+    def loss(w):
+        return (jax.nn.relu(w @ w) @ w).sum() + jax.nn.relu(w.sum())
+
+    np.testing.assert_array_equal(order(loss)(jnp.zeros((2, 2))), jnp.zeros((2, 2)))
+
+
+def test_sums_are_float32_although_their_upcast_leaves_no_equation():
+    def fun(x):
+        return ((x @ x).astype(jnp.float32) * 2).sum()
+
+    cast = jaxmp.autocast(fun, F16)
+    assert denied_in(F16, cast, EYE) == []
+    assert cast(jnp.full((2, 2), 150.0)) == fun(jnp.full((2, 2), 150.0))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+def test_bfloat16_products_with_a_float32_result_run_on_this_backend(transpose):
+    def fun(x):
+        x = jnp.swapaxes(x, -1, -2) if transpose else x
+        return jnp.exp(jnp.swapaxes(x, -1, -2) @ x)
+
+    x = jnp.ones((3, 4, 4)) / 8
+    np.testing.assert_allclose(jax.jit(jaxmp.autocast(fun))(x), fun(x), rtol=1e-2)
+
+
+@both_orders
+def test_dot_product_attention_runs_in_float16_on_this_backend(order):
+    def loss(x):
+        return jnp.square(jax.nn.dot_product_attention(x, x, x, is_causal=True)).sum()
+
+    x = jax.random.normal(jax.random.key(0), (2, 8, 2, 4))
+    assert relative_error(jax.jit(order(loss))(x), jax.grad(loss)(x)) < 5e-3
+    assert all(dtypes == {"float16"} for dtypes in contractions(order(loss), x))
+
+
+def test_numbers_are_known_while_tracing_inside_shard_map_too():
+    def scores(x):
+        return jax.nn.relu((x @ x) / jnp.sqrt(jnp.float32(x.shape[-1]))) @ x
+
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        lambda x: scores(x[0])[None], mesh=mesh, in_specs=P("i"), out_specs=P("i")
+    )
+    for fun, x in [(scores, EYE), (split, jnp.stack([EYE, EYE]))]:
+        eqns = traced(jaxmp.autocast(fun, F16), x)
+        div = [e for e in eqns if e.primitive.name == "div"]
+        assert [e.outvars[0].aval.dtype for e in div] == [F16]
+
+
+def test_python_values_stay_python_values():
+    def fun(x, *, depth, name, scale=0.5, flags=(), table=None):
+        assert isinstance(depth, int)
+        assert isinstance(scale, float)
+        assert isinstance(table, np.ndarray)
+        for _ in range(depth):
+            x = x @ x * scale
+        return {"name": name, "x": x, "flags": flags, "depth": depth}
+
+    options = {"depth": 2, "name": "net", "flags": (True, None), "table": np.eye(2)}
+    out = jaxmp.autocast(fun, F16)(EYE, **options)
+    assert {**out, "x": None} == {
+        "name": "net",
+        "x": None,
+        "flags": (True, None),
+        "depth": 2,
+    }
+
+
+def test_the_inner_autocast_wins():
+    def inner(x):
+        return x @ x
+
+    def outer(policy):
+        return lambda x: jaxmp.autocast(inner, policy)(x @ x) @ x
+
+    for policy, name in [("bfloat16", "bfloat16"), ("float32", "float32")]:
+        found = contractions(jaxmp.autocast(outer(policy), F16), EYE)
+        assert found == [{"float16"}, {name}, {"float16"}]
+    twice = jaxmp.autocast(jaxmp.autocast(inner, F16), F16)
+    np.testing.assert_array_equal(twice(EYE / 3), jaxmp.autocast(inner, F16)(EYE / 3))
+
+
+def test_weight_gradients_of_single_examples_stay_float32():
+    def loss(w, x):
+        return jnp.exp(x @ w).sum()
+
+    examples = jax.vmap(jax.grad(loss), (None, 0))
+    found = contractions(jaxmp.autocast(examples, F16), EYE, EYE)
+    assert {"float16"} in found
+    assert {"float32"} in found
+
+
+def test_a_weight_gradient_beyond_float16_stays_finite_outside():
+    def loss(w, x):
+        return (x @ w).sum()
+
+    x = jnp.full((2**17, 2), 50.0)
+    grad = ORDERS["outside"](loss)(jnp.ones((2, 2)), x)
+    np.testing.assert_array_equal(grad, jnp.full((2, 2), 50.0 * 2**17))

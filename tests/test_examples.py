@@ -1,0 +1,373 @@
+"""The examples teach what they say, and a killed run goes on as if it had not been."""
+
+import io
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import jaxmp
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+
+import _data  # noqa: E402
+import digits  # noqa: E402
+import digits_nnx  # noqa: E402
+
+FULL_RESNET, FULL_LOSS_SCALING = digits.ResNet, jaxmp.loss_scaling
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A net that compiles fast, under a scale that overflows, shrinks and grows."""
+    shrink(monkeypatch.setattr)
+
+
+def shrink(setattr):
+    setattr(digits, "ResNet", partial(FULL_RESNET, widths=(8,)))
+    setattr(jaxmp, "loss_scaling", restless_loss_scaling)
+
+
+def restless_loss_scaling(inner, policy, **options):
+    options |= {"init_scale": 2.0**22, "growth_interval": 2}
+    return FULL_LOSS_SCALING(inner, policy, **options)
+
+
+def run(**config):
+    """Returns the only result of a run, and what an 80-column terminal showed."""
+    console = terminal(force_terminal=True)
+    results = digits.main(digits.Config(**config), console)
+    return results[0], console.export_text()
+
+
+def terminal(**options):
+    return Console(record=True, width=80, file=io.StringIO(), **options)
+
+
+def everything(state):
+    return state.step, state.params, state.batch_stats, state.opt_state
+
+
+def test_the_command_of_the_readme_runs():
+    command = [sys.executable, EXAMPLES / "digits.py", "--policy", "mixed_float16"]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [*command, "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Test accuracy" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("mode", ["cast", "autocast"])
+def test_three_strings_give_three_precisions_of_one_program(mode):
+    compiled = digits.train_step._cache_size()
+    console = terminal()
+    results = digits.main(digits.Config(compare=True, mode=mode, epochs=4), console)
+    full, bfloat16, float16 = results
+    assert digits.train_step._cache_size() == compiled + 3
+    for result in results:
+        assert result.accuracy > 0.93
+        assert result.stored_bytes == result.compute_bytes * (2 - (result is full))
+        chex.assert_trees_all_equal_shapes_and_dtypes(
+            result.state.opt_state, full.state.opt_state
+        )
+        leaves = jax.tree.leaves((result.state.params, result.state.batch_stats))
+        assert {x.dtype for x in leaves} == {np.dtype("float32")}
+    assert bfloat16.residual_bytes == float16.residual_bytes < full.residual_bytes
+    printed = console.export_text()
+    for words in (*digits.COMPARED, "Residuals of a batch", f"{float16.accuracy:.1%}"):
+        assert words in printed
+    assert "…" not in printed
+
+
+def test_digits_keeps_everything_on_a_skipped_step(small):
+    data = _data.load_digits()
+    state = digits.create_state(digits.Config(), data, 10)
+    before = jax.tree.map(np.array, everything(state))
+    images, labels = data.train_batch(0, 0, 20)
+    images[0, 0, 0, 0] = np.inf
+    state, metrics = digits.train_step(state, images, labels, 1)
+    assert metrics["skipped"] == 1
+    _, *kept = everything(state)
+    inner = kept[-1].inner_state, before[-1].inner_state
+    chex.assert_trees_all_equal(kept[:2], list(before[1:3]))
+    chex.assert_trees_all_equal(*inner)
+
+
+def test_accumulation_keeps_the_statistics_of_the_last_micro_batch(small):
+    data = _data.load_digits()
+    state = digits.create_state(digits.Config(policy="float32"), data, 10)
+    images, labels = data.train_batch(0, 0, 20)
+    _, (expected, _) = jax.jit(digits.loss_fn)(
+        state.params, state, images[15:], labels[15:]
+    )
+    state, metrics = digits.train_step(state, images, labels, 4)
+    assert metrics["loss"].shape == metrics["accuracy"].shape == ()
+    chex.assert_trees_all_close(state.batch_stats, expected, rtol=1e-5)
+
+
+# Two epochs of five steps, a checkpoint every second one and at each epoch's end.
+KILLED = {"epochs": 2, "batch_size": 300, "checkpoint_every": 2}
+KILL = f"""
+import os, signal, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)  # as here, so that all rounds alike
+sys.path[:0] = {[str(EXAMPLES), str(Path(__file__).parent)]!r}
+import test_examples, digits
+from pathlib import Path
+test_examples.shrink(setattr)
+taken, train_step = 0, digits.train_step
+
+def step_and_die(*args):
+    global taken
+    result = train_step(*args)
+    taken += 1
+    if taken == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+
+digits.train_step = step_and_die
+test_examples.run(checkpoint_dir=Path(sys.argv[1]), **test_examples.KILLED)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The checkpoints of a float16 run that SIGKILL ended in its second epoch."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", KILL, folder], capture_output=True, timeout=300, env=env
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    steps = {int(p.name) for p in folder.iterdir() if p.name.isdigit()}
+    assert max(steps) == 6  # after the 1st of 5 steps; the 7th and the 8th are lost
+    return folder
+
+
+def copy_of(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / "checkpoints"))
+
+
+def test_a_killed_run_goes_on_bit_for_bit(small, killed, tmp_path):
+    whole, _ = run(**KILLED)
+    resumed, printed = run(
+        checkpoint_dir=copy_of(killed, tmp_path), resume=True, **KILLED
+    )
+    assert "goes on from step 6" in printed
+    bar = [line for line in printed.splitlines() if "skipped" in line][-1]
+    for words in ("mixed_float16", "━", "2/2", "loss", "acc", "scale 2^"):
+        assert words in bar
+    assert "…" not in bar
+    scale = jaxmp.get_loss_scale_state(whole.state.opt_state)
+    assert scale.skipped > 0  # there is more to lose than parameters
+    assert scale.loss_scale != 2.0**22
+    chex.assert_trees_all_equal(everything(resumed.state), everything(whole.state))
+    assert resumed.accuracy == whole.accuracy
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_float16_run_goes_on_in_another_precision(small, killed, tmp_path, policy):
+    result, _ = run(
+        policy=policy, checkpoint_dir=copy_of(killed, tmp_path), resume=True, **KILLED
+    )
+    scale = jaxmp.get_loss_scale_state(result.state.opt_state)
+    assert result.state.step == 10
+    assert scale.loss_scale == 1
+    assert scale.skipped > 0  # those of the float16 run; the counters go on
+
+
+def test_checkpoints_are_not_mixed_up(killed, tmp_path):
+    with pytest.raises(SystemExit, match=r"holds a checkpoint of step 6 .*`--resume`"):
+        run(checkpoint_dir=killed, **KILLED)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"policy": "float61"}, "float61"),
+        ({"resume": True}, "`--resume` needs the `--checkpoint-dir`"),
+        ({"compare": True, "checkpoint_dir": Path("c")}, "keeps no checkpoint"),
+        ({"batch_size": 2000}, r"`--batch-size` must lie in \[1, 1500\]"),
+        ({"data": "cifar10", "data_dir": Path("nowhere")}, "there is no folder"),
+    ],
+)
+def test_a_wrong_flag_ends_in_one_sentence(config, message):
+    with pytest.raises(SystemExit, match=message):
+        run(**config)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    data = _data.load_digits()
+    first, again = data.train_batch(1, 17, 100), data.train_batch(1, 17, 100)
+    np.testing.assert_array_equal(first[0], again[0])
+    assert (data.train_batch(2, 17, 100)[1] != first[1]).any()
+    epoch = np.concatenate([data.train_batch(1, 15 + i, 100)[1] for i in range(15)])
+    np.testing.assert_array_equal(np.bincount(epoch), np.bincount(data.train_labels))
+
+
+# CIFAR-10
+
+CIFAR_FILES = [*_data.CIFAR10_TRAIN, _data.CIFAR10_TEST]
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    """A folder with CIFAR-10's six files, of eight images each, as Python 2 wrote."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for k, name in enumerate(CIFAR_FILES):
+        rng = np.random.default_rng(k)
+        batch = {
+            b"data": rng.integers(0, 256, (8, 3072), np.uint8),
+            b"labels": rng.integers(0, 10, 8).tolist(),
+            b"batch_label": name.encode(),
+        }
+        (folder / name).write_bytes(pickle.dumps(batch, protocol=2))
+    return tmp_path
+
+
+def test_cifar10_is_read_in_its_order(cifar):
+    data = _data.load_cifar10(cifar)
+    assert data.train_images.shape == (40, 32, 32, 3)
+    assert data.test_images.shape == (8, 32, 32, 3)
+    rows = np.random.default_rng(1).integers(0, 256, (8, 3072), np.uint8)
+    red, green, blue = rows[0, :1024], rows[0, 1024:2048], rows[0, 2048:]
+    image = data.train_images[8]  # the first of the second file
+    for channel, plane in enumerate((red, green, blue)):
+        np.testing.assert_array_equal(image[..., channel].ravel(), plane)
+    assert data.train_labels.dtype == np.int32
+
+
+def test_augmentation_moves_and_mirrors_whole_images():
+    rng = np.random.default_rng(0)
+    images = rng.integers(1, 256, (64, 32, 32, 3), np.uint8)
+    padded = np.pad(images, ((0, 0), (4, 4), (4, 4), (0, 0)))
+    seen = set()
+    for k, image in enumerate(_data.augment(images, rng, pad=4, flip=True)):
+        for mirrored, candidate in enumerate((image, image[:, ::-1])):
+            for top in range(9):
+                for left in range(9):
+                    crop = padded[k, top : top + 32, left : left + 32]
+                    if (crop == candidate).all():
+                        seen.add((k, mirrored, top, left))
+    assert len(seen) == 64  # each is one crop of its own image, mirrored or not
+    _, mirrored, top, left = zip(*seen, strict=True)
+    assert 16 < sum(mirrored) < 48
+    assert set(top) == set(left) == set(range(9))
+
+
+def test_digits_trains_on_cifar10(small, cifar):
+    result, printed = run(data="cifar10", data_dir=cifar, epochs=1, batch_size=20)
+    assert result.state.step == 2
+    assert len(result.state.params) > 10  # three blocks in each stage
+    assert "Test accuracy" in printed
+
+
+def test_a_missing_cifar10_file_is_named(cifar):
+    (cifar / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        _data.load_cifar10(cifar)
+    message = str(error.value)
+    assert f"`{cifar / 'cifar-10-batches-py' / 'data_batch_3'}`" in message
+    assert "holds data_batch_1, data_batch_2, data_batch_4" in message
+    assert "Unpack https://" in message
+    assert "--data-dir" in message
+
+
+def test_a_missing_cifar10_folder_is_named(tmp_path):
+    (tmp_path / "cifar-10-python.tar.gz").touch()
+    with pytest.raises(
+        FileNotFoundError, match=r"holds cifar-10-python\.tar\.gz\. Unp"
+    ):
+        _data.load_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 20_000, -1])
+def test_a_truncated_cifar10_file_is_named(cifar, length):
+    path = cifar / "cifar-10-batches-py" / "test_batch"
+    path.write_bytes(path.read_bytes()[:length])
+    size = f"{path.stat().st_size:,} bytes"
+    with pytest.raises(ValueError) as error:
+        _data.load_cifar10(cifar)
+    for words in (f"`{path}`", size, "cut short", "Unpack https://"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {b"data": np.zeros((8, 3071), np.uint8), b"labels": [0] * 8},
+        {b"data": np.zeros((8, 3072), np.uint8), b"labels": [0] * 7},
+        {b"data": np.zeros((8, 3072), np.float32), b"labels": [0] * 8},
+        {b"data": np.zeros((8, 3072), np.uint8), b"fine_labels": [0] * 8},
+        [1, 2],
+    ],
+)
+def test_a_file_of_another_kind_is_refused(cifar, batch):
+    path = cifar / "cifar-10-batches-py" / "data_batch_5"
+    path.write_bytes(pickle.dumps(batch))
+    with pytest.raises(ValueError, match=r"data_batch_5.* is not a whole CIFAR-10"):
+        _data.load_cifar10(cifar)
+
+
+# NNX
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_nnx_learns_under_each_policy(policy):
+    console = terminal()
+    config = digits_nnx.Config(policy=policy, epochs=4)
+    accuracy, optimizer = digits_nnx.main(config, console)
+    assert accuracy > 0.9
+    scale = jaxmp.get_loss_scale(optimizer.opt_state)
+    assert (scale > 1) == (policy == "mixed_float16")
+    assert f"test accuracy {accuracy:.1%}" in console.export_text()
+
+
+def test_nnx_keeps_everything_on_a_skipped_step():
+    policy = jaxmp.get_policy("mixed_float16")
+    model = digits_nnx.Net(nnx.Rngs(0))
+    tx = jaxmp.loss_scaling(optax.adamw(1e-3), policy)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    train_step = digits_nnx.make_train_step(policy)
+    x, y = jnp.ones((4, 8, 8, 1)), jnp.arange(4)
+    train_step(model, optimizer, x, y)
+
+    def numbers():
+        kept = nnx.state(model, (nnx.Param, nnx.BatchStat))
+        inner = jaxmp.get_loss_scale_state(optimizer.opt_state).inner_state
+        return jax.tree.map(np.array, (nnx.to_pure_dict(kept), jax.tree.leaves(inner)))
+
+    def dropout_count():
+        return int(model.dropout.rngs.count[...])
+
+    before, count = numbers(), dropout_count()
+    train_step(model, optimizer, x.at[0, 0, 0, 0].set(jnp.inf), y)
+    assert not jaxmp.last_step_finite(optimizer.opt_state)
+    chex.assert_trees_all_equal(numbers(), before)
+    assert dropout_count() == count + 1  # the next try drops other units
+    train_step(model, optimizer, x, y)
+    mean = before[0]["norm1"]["mean"]
+    assert (numbers()[0]["norm1"]["mean"] != mean).any()
+    assert train_step.jitted_fn._cache_size() == 1

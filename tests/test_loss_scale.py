@@ -1,0 +1,497 @@
+"""Loss scales: their numbers, their options, their state, and where it is found."""
+
+import re
+from functools import partial
+
+import chex
+import flax.serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxmp
+
+MAX = float(jnp.finfo(jnp.float32).max)
+TINY = float(jnp.finfo(jnp.float32).tiny)
+POLICIES = ["mixed_float16", "mixed_bfloat16", "float32", "O2", "O3"]
+
+
+def run(tx, finite, state=None):
+    """Scans over good and bad steps, and returns the stacked states."""
+    finite = jnp.asarray(finite, bool)
+    poison = jnp.array([jnp.nan, jnp.inf, -jnp.inf])[jnp.arange(len(finite)) % 3]
+
+    def step(state, grad):
+        _, state = tx.update(grad, state)
+        return state, state
+
+    start = tx.init(jnp.zeros([])) if state is None else state
+    return jax.lax.scan(step, start, jnp.where(finite, 1.0, poison))[1]
+
+
+def scales(tx, finite):
+    return run(tx, finite).loss_scale.tolist()
+
+
+dynamic = partial(jaxmp.dynamic_loss_scale, optax.sgd(1.0))
+
+
+# The numbers
+
+
+def reference(finite, good, bad, **rules):
+    """The rules in plain Python; only the products are rounded to float32."""
+    rules = {name: np.float32(value) for name, value in rules.items()}
+    scale, skipped = rules["init_scale"], 0
+    for ok in finite:
+        if ok:
+            good, bad = good + 1, 0
+            if good >= rules["growth_interval"]:
+                scale = min(scale * rules["growth_factor"], rules["max_scale"])
+                good = 0
+        else:
+            good, bad, skipped = 0, bad + 1, skipped + 1
+            if bad >= rules["hysteresis"]:
+                scale = max(scale * rules["backoff_factor"], rules["min_scale"])
+        yield scale, good, bad, skipped, ok
+
+
+@given(
+    finite=st.lists(st.booleans(), min_size=1, max_size=40),
+    restored=st.tuples(st.integers(0, 9), st.integers(0, 4)),
+    bounds=st.tuples(*[st.sampled_from([TINY, 1e-3, 1, 3, 2**15, 1e9, MAX])] * 3),
+    growth=st.sampled_from([2.0, 1.5, 4, 1e6, 1e38]),
+    backoff=st.sampled_from([0.5, 0.25, 0.7, 1e-6, 1e-30]),
+    interval=st.integers(1, 5),
+    wait=st.integers(1, 3),
+)
+@settings(max_examples=40)
+def test_every_step_follows_the_rules(
+    finite, restored, bounds, growth, backoff, interval, wait
+):
+    low, init, high = sorted(bounds)
+    rules = {
+        "init_scale": init,
+        "min_scale": low,
+        "max_scale": high,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+        "hysteresis": wait,
+    }
+    good, bad = restored
+    tx = dynamic(**rules)
+    state = tx.init(jnp.zeros([]))
+    state = state._replace(good_steps=jnp.int32(good), bad_steps=jnp.int32(bad))
+    with np.errstate(over="ignore", under="ignore"):
+        for expected in reference(finite, good, bad, **rules):
+            _, state = tx.update(jnp.float32(1 if expected[-1] else np.nan), state)
+            assert tuple(x.item() for x in state[:-1]) == expected
+            assert np.float32(low) <= state.loss_scale <= np.float32(high)
+
+
+def test_the_defaults_grow_on_the_2000th_finite_step():
+    # As PyTorch; Flax's DynamicScale grows on the 2001st.
+    states = run(dynamic(), [True] * 4000)
+    grown = np.flatnonzero(np.diff(states.loss_scale, prepend=2.0**15))
+    assert grown.tolist() == [1999, 3999]
+    assert states.loss_scale[-1] == 2.0**17
+    assert states.good_steps[1998:2001].tolist() == [1999, 0, 1]
+
+
+def test_a_skipped_step_starts_the_count_again():
+    tx = dynamic(init_scale=8, growth_interval=3)
+    assert scales(tx, [1, 1, 0, 1, 1, 0, 1, 1, 1]) == [8, 8, 4, 4, 4, 2, 2, 2, 4]
+
+
+@pytest.mark.parametrize("good_steps", [2, 3, 1000, 2**31 - 1])
+def test_a_restored_counter_cannot_jump_over_the_interval(good_steps):
+    tx = dynamic(init_scale=8, growth_interval=3)
+    state = tx.init(jnp.zeros([]))._replace(good_steps=jnp.int32(good_steps))
+    assert run(tx, [True], state).loss_scale == 16
+
+
+def test_hysteresis_waits_for_as_many_skips_in_a_row():
+    tx = dynamic(init_scale=8, hysteresis=3)
+    finite = [0, 0, 1, 0, 0, 0, 0, 1, 0]
+    states = run(tx, finite)
+    assert states.loss_scale.tolist() == [8, 8, 8, 8, 8, 4, 2, 2, 2]
+    assert states.bad_steps.tolist() == [1, 2, 0, 1, 2, 3, 4, 0, 1]
+    assert states.skipped.tolist() == [1, 2, 2, 3, 4, 5, 6, 6, 7]
+
+
+@pytest.mark.parametrize("max_scale", [65504.0, 2.0**24, 2.0**127, MAX])
+def test_the_scale_stops_at_the_maximum(max_scale):
+    # Keras's scale reaches Inf and stays there.
+    tx = dynamic(growth_interval=1, max_scale=max_scale)
+    *_, at_the_top, after = scales(tx, [True] * 160 + [False])
+    assert at_the_top == max_scale
+    assert after == max_scale / 2
+
+
+@pytest.mark.parametrize("min_scale", [TINY, 0.25, 1.0, 2.0**-5])
+def test_the_scale_stops_at_the_minimum(min_scale):
+    # Keras's reaches 0 after 160 overflows; jmp forgets a minimum of 0.25 under jit.
+    tx = dynamic(min_scale=min_scale, growth_interval=1)
+    *_, at_the_bottom, after = scales(tx, [False] * 200 + [True])
+    assert at_the_bottom == min_scale
+    assert after == 2 * min_scale
+
+
+def test_the_default_bounds_keep_gradients():
+    # Flax's default minimum is 1e-38, where gradients become 0.
+    assert scales(dynamic(), [False] * 40)[-1] == 2.0**-5
+    assert scales(dynamic(growth_interval=1), [True] * 40)[-1] == 2.0**24
+
+
+def test_the_scale_grows_past_float16_as_a_power_of_two():
+    # mpx clamps at 65504.
+    assert scales(dynamic(growth_interval=1), [1, 1, 1, 0]) == [
+        2.0**16,
+        2.0**17,
+        2.0**18,
+        2.0**17,
+    ]
+
+
+@pytest.mark.parametrize("growth_interval", [1, 7, 2000])
+def test_a_hundred_thousand_steps_keep_a_power_of_two(growth_interval):
+    finite = jax.random.bernoulli(jax.random.key(growth_interval), 0.7, (100_000,))
+    states = run(dynamic(growth_interval=growth_interval), finite)
+    mantissa, exponent = np.frexp(np.asarray(states.loss_scale))
+    assert set(mantissa) == {0.5}
+    assert -5 <= exponent.min() - 1 <= exponent.max() - 1 <= 24
+    assert states.skipped[-1] == np.sum(~finite)
+    # What is multiplied by one of these scales and divided by it is not rounded.
+    x = np.float32(1.1)
+    product = x * np.unique(states.loss_scale)
+    assert (product / np.unique(states.loss_scale) == x).all()
+
+
+def test_a_thousand_bad_steps_never_apply_a_nan():
+    # optax.apply_if_finite gives in after max_consecutive_errors.
+    tx = dynamic()
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = tx.update(params * jnp.nan, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = jnp.array([1.0, -0.0])
+    (params, state), _ = jax.lax.scan(step, (start, tx.init(start)), length=1000)
+    assert np.asarray(params).tobytes() == np.asarray(start).tobytes()
+    assert state.skipped == state.bad_steps == 1000
+
+
+def test_counters_do_not_wrap_around():
+    tx = dynamic(growth_interval=2**31 - 1)
+    full = jnp.int32(2**31 - 1)
+    state = tx.init(jnp.zeros([]))._replace(bad_steps=full, skipped=full)
+    states = run(tx, [False, False], state)
+    assert states.bad_steps.tolist() == states.skipped.tolist() == [full, full]
+
+
+def test_running_statistics_are_kept_by_the_line_of_the_readme():
+    # Flax's ImageNet example keeps the Inf of a skipped step for ever.
+    tx = dynamic()
+
+    @jax.jit
+    def step(stats, state, x):
+        _, state = tx.update(x.mean(), state)
+        new = {"mean": 0.5 * stats["mean"] + 0.5 * x.mean()}
+        return jaxmp.select_tree(jaxmp.last_step_finite(state), new, stats), state
+
+    stats, state = {"mean": jnp.float32(1)}, tx.init(jnp.zeros([]))
+    for x, mean in [(3.0, 2.0), (jnp.inf, 2.0), (jnp.nan, 2.0), (0.0, 1.0)]:
+        stats, state = step(stats, state, jnp.full(2, x))
+        assert stats["mean"] == mean
+
+
+# Static scales, and one call for every policy
+
+
+@pytest.mark.parametrize("scale", [1, 8.0, np.float32(2.0**15), TINY, MAX])
+def test_a_static_scale_stays_and_still_skips(scale):
+    tx = jaxmp.static_loss_scale(optax.sgd(1.0), scale)
+    states = run(tx, [1, 0, 0, 1])
+    assert states.loss_scale.tolist() == [scale] * 4
+    assert states.last_finite.tolist() == [True, False, False, True]
+    assert states.bad_steps.tolist() == [0, 1, 2, 0]
+    assert states.skipped.tolist() == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_float16_compute_scales(policy):
+    state = jaxmp.loss_scaling(optax.adam(1.0), policy).init(jnp.ones(2))
+    is_float16 = jaxmp.get_policy(policy).compute_dtype == jnp.float16
+    assert state.loss_scale == (2.0**15 if is_float16 else 1)
+
+
+def test_every_policy_has_the_same_state():
+    params = {"w": jnp.ones(2)}
+    states = [jaxmp.loss_scaling(optax.adam(1.0), p).init(params) for p in POLICIES]
+    for state in states:
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, states[0])
+        dtypes = [x.dtype for x in state[:-1]]
+        assert dtypes == [jnp.float32, *[jnp.int32] * 3, jnp.bool_]
+        assert not any(x.weak_type or x.shape for x in state[:-1])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_call_with_options_serves_every_policy(policy):
+    options = {"init_scale": 8, "growth_interval": 2, "hysteresis": 2}
+    expected = (
+        [8.0, 16.0, 16.0, 8.0] if policy in ("mixed_float16", "O2", "O3") else [1.0] * 4
+    )
+    tx = jaxmp.loss_scaling(optax.sgd(1.0), policy, **options)
+    assert scales(tx, [1, 1, 0, 0]) == expected
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_float16_checkpoint_is_at_one_after_a_step(policy, finite):
+    before = jaxmp.loss_scaling(optax.sgd(1.0), "mixed_float16").init(jnp.zeros([]))
+    state = run(jaxmp.loss_scaling(optax.sgd(1.0), policy), [finite], before)
+    assert state.loss_scale == 1
+
+
+def test_a_bfloat16_checkpoint_continues_at_the_scale_it_is_set_to():
+    old = jaxmp.loss_scaling(optax.adam(1.0), "mixed_bfloat16").init(jnp.zeros([]))
+    state = optax.tree.set(old, loss_scale=jnp.float32(2.0**15))
+    tx = jaxmp.loss_scaling(optax.adam(1.0), "mixed_float16", growth_interval=1)
+    assert run(tx, [1, 0, 0], state).loss_scale.tolist() == [2.0**16, 2.0**15, 2.0**14]
+
+
+def test_flax_serialization_round_trips():
+    tx = jaxmp.loss_scaling(optax.adam(0.5), "mixed_float16", growth_interval=1)
+    params = {"w": jnp.ones(2), "loss_scale": jnp.ones(1)}
+    _, state = tx.update(params, tx.init(params), params)
+    _, state = tx.update({**params, "w": jnp.full(2, jnp.inf)}, state, params)
+    target = jaxmp.loss_scaling(optax.adam(0.5), "mixed_bfloat16").init(params)
+    restored = [
+        flax.serialization.from_bytes(target, flax.serialization.to_bytes(state)),
+        flax.serialization.from_state_dict(
+            target, flax.serialization.to_state_dict(state)
+        ),
+    ]
+    for copy in restored:
+        assert isinstance(copy, jaxmp.LossScaleState)
+        chex.assert_trees_all_equal_shapes_and_dtypes(copy, state)
+        chex.assert_trees_all_equal(copy, state)
+        jaxmp.check_loss_scale(copy)
+        assert jaxmp.get_loss_scale(copy) == 2.0**15
+        expected = tx.update(params, state, params)
+        chex.assert_trees_all_equal(tx.update(params, copy, params), expected)
+
+
+# Where the state is found
+
+ADAM = jaxmp.loss_scaling(optax.adam(1.0), "mixed_float16", init_scale=8)
+PARAMS = {"w": jnp.ones(2), "loss_scale": jnp.full(3, 5.0)}
+
+
+def train_state():
+    return TrainState.create(apply_fn=None, params=PARAMS, tx=ADAM)
+
+
+def nnx_optimizer():
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    model.loss_scale = nnx.Param(jnp.full(3, 5.0))
+    return nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+
+HOLDERS = {
+    "itself": lambda: ADAM.init(PARAMS),
+    "chain": lambda: optax.chain(optax.clip(1.0), ADAM).init(PARAMS),
+    "masked": lambda: optax.masked(ADAM, {"w": True, "loss_scale": False}).init(PARAMS),
+    "MultiSteps": lambda: optax.MultiSteps(ADAM, 2).init(PARAMS),
+    "dict": lambda: {"generator": ADAM.init(PARAMS), "other": None},
+    "TrainState": train_state,
+    "TrainState.opt_state": lambda: train_state().opt_state,
+    "nnx.Optimizer": nnx_optimizer,
+    "nnx.Optimizer.opt_state": lambda: nnx_optimizer().opt_state,
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_the_state_is_found_and_its_arrays_are_plain(holder):
+    # optax.tree.get finds the parameter and Adam's moments of that name as well.
+    opt_state = holder()
+    scale = jaxmp.get_loss_scale(opt_state)
+    state = jaxmp.get_loss_scale_state(opt_state)
+    assert scale == state.loss_scale == 8
+    assert jaxmp.last_step_finite(opt_state)
+    assert all(isinstance(x, jax.Array) for x in (scale, *state[:-1]))
+    assert jaxmp.check_loss_scale(opt_state) is None
+
+
+def test_the_state_is_found_under_jit_and_eval_shape():
+    opt_state = optax.chain(optax.clip(1.0), ADAM).init(PARAMS)
+    assert jax.jit(jaxmp.get_loss_scale)(opt_state) == 8
+    scale = jax.eval_shape(jaxmp.get_loss_scale, opt_state)
+    assert (scale.shape, scale.dtype) == ((), jnp.float32)
+
+
+def test_a_vmapped_state_gives_one_scale_each():
+    state = jax.vmap(ADAM.init)(jax.tree.map(lambda x: jnp.stack([x] * 3), PARAMS))
+    assert jaxmp.get_loss_scale(state).tolist() == [8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "get",
+    [
+        jaxmp.get_loss_scale,
+        jaxmp.get_loss_scale_state,
+        jaxmp.last_step_finite,
+        jaxmp.check_loss_scale,
+    ],
+)
+@pytest.mark.parametrize(
+    ("opt_state", "message"),
+    [
+        (None, "no `LossScaleState` in the NoneType given.*jaxmp.loss_scaling"),
+        (optax.adam(1.0).init(PARAMS), "in the tuple given"),
+        (PARAMS, "in the dict given"),
+        (
+            flax.serialization.to_state_dict(ADAM.init(PARAMS)),
+            r"in the dict given.*`tx.init\(params\)` as the target",
+        ),
+        ([ADAM.init(PARAMS)] * 2, "must hold one loss scale, but holds 2"),
+        (
+            jaxmp.static_loss_scale(optax.chain(ADAM, ADAM)).init(PARAMS),
+            "must hold one loss scale, but holds 3. Wrap an optimizer once",
+        ),
+    ],
+    ids=["None", "plain", "params", "state dict", "two", "nested"],
+)  # fmt: skip
+def test_no_state_or_several_are_refused(get, opt_state, message):
+    with pytest.raises(ValueError, match=message):
+        get(opt_state)
+
+
+# A stuck run
+
+
+def test_a_stuck_run_says_so_with_its_numbers():
+    tx = dynamic(init_scale=8, hysteresis=3)
+    states = run(tx, [0, 1, 0, 0, 0, 0])
+    at = [jax.tree.map(lambda x, i=i: x[i], states) for i in range(6)]
+    for state in at[:5]:
+        jaxmp.check_loss_scale(state, max_skipped_in_a_row=4)
+    message = r"last 4 steps .* \(loss_scale 2.0, 5 skipped since init\)"
+    with pytest.raises(FloatingPointError, match=message):
+        jaxmp.check_loss_scale(at[5], max_skipped_in_a_row=4)
+
+
+def test_the_default_limit_is_where_the_scale_reaches_the_bottom():
+    tx = dynamic(init_scale=2.0**24)
+    states = run(tx, [False] * 30)
+    assert states.loss_scale[28] == 2.0**-5 < states.loss_scale[27]
+    jaxmp.check_loss_scale(jax.tree.map(lambda x: x[28], states))
+    with pytest.raises(FloatingPointError, match="last 30 steps"):
+        jaxmp.check_loss_scale(jax.tree.map(lambda x: x[29], states))
+
+
+def test_one_stuck_replica_is_enough():
+    state = jax.vmap(ADAM.init)(jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS))
+    state = state._replace(bad_steps=jnp.array([0, 7]), skipped=jnp.array([1, 9]))
+    jaxmp.check_loss_scale(state)
+    message = re.escape("last 7 steps") + r".*\[8. 8.\], \[1 9\] skipped"
+    with pytest.raises(FloatingPointError, match=message):
+        jaxmp.check_loss_scale(state, max_skipped_in_a_row=7)
+
+
+def test_checking_while_jax_traces_is_refused():
+    @jax.jit
+    def step(state):
+        jaxmp.check_loss_scale(state)
+        return state
+
+    with pytest.raises(TypeError, match=r"concrete values.*outside `jax.jit`"):
+        step(ADAM.init(PARAMS))
+
+
+@pytest.mark.parametrize(("limit", "error"), [(0, ValueError), (2.5, TypeError)])
+def test_a_wrong_limit_is_named(limit, error):
+    with pytest.raises(error, match=f"`max_skipped_in_a_row` must be .* is {limit}"):
+        jaxmp.check_loss_scale(ADAM.init(PARAMS), max_skipped_in_a_row=limit)
+
+
+# Wrong options
+
+WRONG = [
+    ({"init_scale": 2.0**25}, "16777216.* Move the scale", ValueError),
+    ({"init_scale": 2.0**-6}, r"0.015625 is not in \[0.03125, 1677", ValueError),
+    ({"min_scale": 8, "max_scale": 4}, r"is not in \[8, 4\]", ValueError),
+    ({"init_scale": 0}, "`init_scale` must be finite and positive.* is 0", ValueError),
+    ({"init_scale": -8.0}, "positive in float32, but is -8.0", ValueError),
+    ({"init_scale": float("nan")}, "but is nan", ValueError),
+    ({"min_scale": 0.0}, "`min_scale` must be finite and positive", ValueError),
+    ({"min_scale": 1e-40}, "`min_scale` must .* is 1e-40", ValueError),
+    ({"max_scale": float("inf")}, "`max_scale` must .* is inf", ValueError),
+    ({"max_scale": 2.0**128}, "`max_scale` must be finite", ValueError),
+    ({"init_scale": "large"}, "`init_scale` must be a number.*'large'", TypeError),
+    ({"max_scale": None}, "`max_scale` must be a number.*None", TypeError),
+    ({"growth_factor": "2"}, "`growth_factor` must be a number.*'2'", TypeError),
+    ({"growth_factor": 1.0}, "`growth_factor` must be above 1.* is 1.0", ValueError),
+    ({"growth_factor": 0.5}, "above 1 and finite.* is 0.5", ValueError),
+    ({"growth_factor": float("inf")}, "above 1 and finite.* is inf", ValueError),
+    ({"growth_factor": 1e39}, "above 1 and finite.* is 1e", ValueError),
+    ({"growth_factor": 1 + 1e-12}, "above 1 and finite in float32", ValueError),
+    ({"growth_factor": float("nan")}, "above 1 and finite.* is nan", ValueError),
+    ({"backoff_factor": 1}, "`backoff_factor` must lie between.* is 1", ValueError),
+    ({"backoff_factor": 2.0}, "between 0 and 1.* is 2.0", ValueError),
+    ({"backoff_factor": 0}, "between 0 and 1.* is 0", ValueError),
+    ({"backoff_factor": 1 - 1e-12}, "between 0 and 1 in float32", ValueError),
+    ({"growth_interval": 0}, "`growth_interval` must be at least 1.* 0", ValueError),
+    ({"growth_interval": 2**31}, "must .* fit into int32", ValueError),
+    ({"growth_interval": 10.0}, "`growth_interval` must be an integer", TypeError),
+    ({"hysteresis": 0}, "`hysteresis` must be at least 1", ValueError),
+    ({"hysteresis": "2"}, "`hysteresis` must be an integer, but is '2'", TypeError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_float16", "float32"])
+@pytest.mark.parametrize(("options", "message", "error"), WRONG)
+def test_a_wrong_option_is_named_under_every_policy(options, message, error, policy):
+    make = partial(jaxmp.loss_scaling, optax.sgd(1.0), policy) if policy else dynamic
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("option", ["growth", "scale", "inner"])
+def test_an_unknown_option_is_a_type_error(option, policy):
+    message = f"no option `{option}`. Expected one of init_scale, .* axis_name"
+    if option == "inner":
+        message = "multiple values for argument 'inner'"
+    with pytest.raises(TypeError, match=message):
+        jaxmp.loss_scaling(optax.sgd(1.0), policy, **{option: 2})
+
+
+@pytest.mark.parametrize(
+    "scale", [0, -1.0, float("inf"), float("nan"), 1e-40, 2.0**128]
+)
+def test_a_wrong_static_scale_is_named(scale):
+    message = re.escape(
+        f"`scale` must be finite and positive in float32, but is {scale}"
+    )
+    with pytest.raises(ValueError, match=message):
+        jaxmp.static_loss_scale(optax.sgd(1.0), scale)
+
+
+def test_a_policy_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="needs a string or a policy, but got None"):
+        jaxmp.loss_scaling(optax.sgd(1.0), None)
+
+
+@pytest.mark.parametrize("init_scale", [8, 8.0, np.float32(8), np.int64(8)], ids=repr)
+def test_any_number_will_do_as_the_first_scale(init_scale):
+    state = dynamic(init_scale=init_scale).init(jnp.zeros([]))
+    assert (state.loss_scale, state.loss_scale.dtype) == (8, jnp.float32)

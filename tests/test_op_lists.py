@@ -1,0 +1,80 @@
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.extend.core import Primitive
+
+import jaxmp
+from jaxmp._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
+
+FLOAT32 = Primitive("a_primitive_of_these_tests")
+
+
+def test_every_primitive_of_this_jax_is_listed():
+    # In a process of its own, where no other library has made primitives.
+    program = """
+import jax, jax.numpy, jax.nn, jax.scipy.special, jax.scipy.linalg, jax.export
+from jaxmp._jaxpr import live_primitives
+print(*live_primitives())
+"""
+    run = [sys.executable, "-c", program]
+    names = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    ops = DEFAULT_OPS
+    missing = set(names.split()) - ops.allow - ops.deny - ops.infer - CALLS
+    assert not missing, f"put into a list of `_op_lists.py`: {sorted(missing)}"
+
+
+def test_no_primitive_is_in_two_lists():
+    lists = [DEFAULT_OPS.allow, DEFAULT_OPS.deny, DEFAULT_OPS.infer, CALLS]
+    assert sum(map(len, lists)) == len(frozenset.union(*lists))
+    assert VIEWS <= EXACT <= DEFAULT_OPS.infer
+
+
+def test_lists_are_values():
+    moved = DEFAULT_OPS.with_deny("tanh")
+    assert moved != DEFAULT_OPS
+    assert moved.with_infer("tanh") == DEFAULT_OPS
+    assert hash(moved.with_infer("tanh")) == hash(DEFAULT_OPS)
+    assert moved.with_deny("tanh") == moved
+
+
+@pytest.mark.parametrize("primitive", [FLOAT32, FLOAT32.name])
+def test_a_primitive_of_the_users_own_can_be_moved(primitive):
+    for move, field in [("with_allow", "allow"), ("with_infer", "infer")]:
+        moved = getattr(DEFAULT_OPS, move)(primitive)
+        assert FLOAT32.name in getattr(moved, field)
+
+
+def test_a_name_that_nothing_has_suggests_the_nearest():
+    with pytest.raises(ValueError, match="`dot_generl` is not.*`dot_general`"):
+        DEFAULT_OPS.with_deny("dot_generl")
+    with pytest.raises(ValueError, match="`scatter_add`.*`scatter-add`"):
+        OpLists(allow=frozenset(), deny=frozenset({"scatter_add"}), infer=frozenset())
+
+
+def test_contradictions_are_refused():
+    with pytest.raises(ValueError, match="`tanh` is in two lists"):
+        OpLists(allow={"tanh"}, deny={"tanh"}, infer=())
+    with pytest.raises(ValueError, match=r'`scan` holds.*with_deny\("scan"\)'):
+        DEFAULT_OPS.with_allow("scan")
+
+
+def test_printing_shows_each_list_in_lines_that_fit():
+    lines = str(DEFAULT_OPS).splitlines()
+    starts = [line.split(":")[0] for line in lines if not line.startswith(" ")]
+    assert starts == ["allow", "deny", "infer"]
+    assert max(map(len, lines)) <= 88
+
+
+def test_an_unknown_primitive_sees_the_dtypes_it_was_written_for():
+    unknown = Primitive("unknown_to_jaxmp")
+    seen = []
+
+    @unknown.def_abstract_eval
+    def _(x):
+        seen.append(x.dtype)
+        return x
+
+    jax.make_jaxpr(jaxmp.autocast(lambda x: unknown.bind(x @ x) @ x))(jax.numpy.eye(2))
+    assert set(map(str, seen)) == {"float32"}

@@ -1,0 +1,516 @@
+"""Optax: steps skipped without a trace, by every optimizer, under every transform."""
+
+from functools import partial
+from typing import NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jaxmp
+
+SCHEDULE = optax.linear_schedule(0.5, 0.125, 4)
+
+ALIASES = {
+    "adabelief": optax.adabelief(0.25),
+    "adadelta": optax.adadelta(0.25),
+    "adafactor": optax.adafactor(0.25, min_dim_size_to_factor=2),
+    "adagrad": optax.adagrad(0.25),
+    "adam": optax.adam(SCHEDULE),
+    "adamax": optax.adamax(0.25),
+    "adamw": optax.adamw(SCHEDULE, weight_decay=0.5),
+    "amsgrad": optax.amsgrad(0.25),
+    "fromage": optax.fromage(0.25),
+    "lamb": optax.lamb(0.25),
+    "lars": optax.lars(0.25),
+    "lbfgs": optax.lbfgs(0.25, linesearch=None),
+    "lion": optax.lion(0.25),
+    "nadam": optax.nadam(0.25),
+    "noisy_sgd": optax.noisy_sgd(0.25, key=jax.random.key(0)),
+    "novograd": optax.novograd(0.25),
+    "radam": optax.radam(0.25),
+    "rmsprop": optax.rmsprop(0.25, centered=True, momentum=0.5),
+    "sgd": optax.sgd(SCHEDULE, momentum=0.5, nesterov=True),
+    "sm3": optax.sm3(0.25),
+    "yogi": optax.yogi(0.25),
+    "polyak_sgd": optax.polyak_sgd(),  # wants `value`
+    "schedule_free": optax.contrib.schedule_free(optax.adam(0.25), 0.25),
+    "prodigy": optax.contrib.prodigy(),
+}
+COMPOSITIONS = {
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(0.5),
+        optax.scale_by_schedule(SCHEDULE),
+    ),
+    "masked": optax.masked(optax.adam(0.25), {"w": False, "b": True}),
+    "multi_transform": optax.multi_transform(
+        {"adam": optax.adam(0.25), "sgd": optax.sgd(SCHEDULE)},
+        {"w": "adam", "b": "sgd"},
+    ),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(
+        SCHEDULE, weight_decay=0.5
+    ),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.25), 3),
+    "ema": optax.chain(optax.sgd(0.25), optax.ema(0.5)),
+    "add_noise": optax.chain(
+        optax.add_noise(0.5, 0.5, jax.random.key(0)), optax.sgd(0.25)
+    ),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.25), 2),
+    "reduce_on_plateau": optax.chain(
+        optax.sgd(0.25), optax.contrib.reduce_on_plateau(patience=1)
+    ),
+}
+PARAMS = {"w": jnp.array([[1.0, -2.0], [-0.0, 0.5]]), "b": jnp.array([0.25, -0.0])}
+GRADS = {"w": jnp.array([[0.5, 0.25], [-1.0, 2.0]]), "b": jnp.array([0.5, -0.25])}
+POISONS = [jnp.inf, -jnp.inf, jnp.nan]
+GOOD = 0.0  # what add_poison adds to a good step
+
+
+def add_poison(grads, poison):
+    """Adds to one entry of one leaf."""
+    return {**grads, "b": grads["b"].at[1].add(poison)}
+
+
+def step_of(tx):
+    """Returns the training step that users write."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1))
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def bits(tree):
+    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
+
+    def leaf_bits(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if is_key else x
+        return x.dtype, x.shape, np.asarray(data).tobytes()
+
+    return jax.tree.map(leaf_bits, tree)
+
+
+def kinds(tree):
+    """Returns what a recompilation depends on."""
+    return jax.tree.map(lambda x: (jax.typeof(x), x.sharding), tree)
+
+
+def skips_without_a_trace(tx, params, grads):
+    """Skips, grows and backs off; a skipped step must change nothing but the scale."""
+    step, state = jax.jit(step_of(tx)), tx.init(params)
+    kind = kinds((params, state))
+    for poison in [*POISONS, GOOD, GOOD, POISONS[0], GOOD]:
+        before = bits((params, state.inner_state))
+        params, state = step(params, state, add_poison(grads, poison))
+        after = bits((params, state.inner_state))
+        assert (after == before) == (poison != GOOD)
+        assert state.last_finite == (poison == GOOD)
+        assert kinds((params, state)) == kind
+    assert state.skipped == 4
+    assert jaxmp.all_finite((params, state))
+    assert step._cache_size() == 1
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [*ALIASES.values(), *COMPOSITIONS.values()],
+    ids=[*ALIASES, *COMPOSITIONS],
+)
+def test_a_skipped_step_leaves_no_trace(inner):
+    tx = jaxmp.dynamic_loss_scale(inner, init_scale=8, growth_interval=2)
+    skips_without_a_trace(tx, PARAMS, GRADS)
+
+
+def test_a_skipped_step_leaves_no_trace_in_lookahead():
+    inner = optax.lookahead(optax.adam(0.25), sync_period=2, slow_step_size=0.5)
+    tx = jaxmp.dynamic_loss_scale(inner, growth_interval=2)
+    skips_without_a_trace(tx, optax.LookaheadParams(PARAMS, PARAMS), GRADS)
+
+
+def test_a_static_scale_skips_without_a_trace():
+    skips_without_a_trace(jaxmp.static_loss_scale(ALIASES["adamw"], 8), PARAMS, GRADS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_sixteen_bit_parameters_skip_without_a_trace(dtype):
+    # Moments would drift to float32; optax.apply_if_finite raises there.
+    params, grads = jaxmp.cast_tree((PARAMS, GRADS), dtype)
+    tx = jaxmp.loss_scaling(optax.adam(0.25, eps=2.0**-10), "O3", growth_interval=2)
+    skips_without_a_trace(tx, params, GRADS)
+    skips_without_a_trace(tx, params, grads)
+
+
+INNERS = {
+    name: (ALIASES | COMPOSITIONS)[name]
+    for name in ("sgd", "adamw", "chain", "inject_hyperparams", "MultiSteps")
+}
+
+
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_the_run_is_that_of_inner_without_the_bad_steps(inner):
+    # MultiSteps outside would keep an Inf in its accumulator for good.
+    good = [jax.tree.map(lambda g, i=i: g * 0.5**i, GRADS) for i in range(5)]
+    bad = [add_poison(GRADS, poison) for poison in POISONS]
+    tx = jaxmp.dynamic_loss_scale(inner)
+    step = jax.jit(step_of(tx))
+
+    def run(grads):
+        params, state = PARAMS, tx.init(PARAMS)
+        for g in grads:
+            params, state = step(params, state, g)
+        return params, state.inner_state
+
+    def plain_run(grads):
+        plain = optax.with_extra_args_support(inner)
+        plain_step, params, state = jax.jit(step_of(plain)), PARAMS, plain.init(PARAMS)
+        for g in grads:
+            params, state = plain_step(params, state, g)
+        return params, state
+
+    with_bad = run([bad[0], *good[:2], *bad[1:], *good[2:], bad[0]])
+    assert bits(with_bad) == bits(run(good))
+    eps = float(jnp.finfo(jnp.float32).eps)  # another program, other fusions
+    chex.assert_trees_all_close(with_bad, plain_run(good), rtol=8 * eps, atol=8 * eps)
+
+
+def test_what_is_outside_is_not_skipped():
+    inside = jaxmp.dynamic_loss_scale(
+        optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0))
+    )
+    outside = optax.chain(
+        jaxmp.dynamic_loss_scale(optax.identity()),
+        optax.add_decayed_weights(0.5),
+        optax.sgd(1.0),
+    )
+    bad = add_poison(GRADS, jnp.nan)
+    params, _ = step_of(inside)(PARAMS, inside.init(PARAMS), bad)
+    assert bits(params) == bits(PARAMS)
+    params, state = step_of(outside)(PARAMS, outside.init(PARAMS), bad)
+    chex.assert_trees_all_equal(params, jax.tree.map(lambda p: p / 2, PARAMS))
+    assert not jaxmp.last_step_finite(state)
+
+
+def test_an_overflow_is_hidden_by_a_clip_before_the_wrapper():
+    # optax.clip turns an Inf into 1.0: the wrapper goes around it.
+    bad = add_poison(GRADS, jnp.inf)
+    hidden = optax.chain(optax.clip(1.0), jaxmp.dynamic_loss_scale(optax.sgd(1.0)))
+    seen = jaxmp.dynamic_loss_scale(optax.chain(optax.clip(1.0), optax.sgd(1.0)))
+    for tx, finite in [(hidden, True), (seen, False)]:
+        _, state = step_of(tx)(PARAMS, tx.init(PARAMS), bad)
+        assert jaxmp.last_step_finite(state) == finite
+
+
+# The contract
+
+
+class ValueState(NamedTuple):
+    """State of an optimizer that wants the loss, and remembers it."""
+
+    value: jax.Array  # float32[]
+
+
+def scale_by_value():
+    def update(updates, state, params=None, *, value, **extra_args):
+        return jax.tree.map(lambda u: u * value, updates), ValueState(value)
+
+    return optax.GradientTransformationExtraArgs(
+        lambda params: ValueState(jnp.float32(0)), update
+    )
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jaxmp.dynamic_loss_scale,
+        jaxmp.static_loss_scale,
+        partial(jaxmp.loss_scaling, policy="mixed_float16"),
+    ],
+)
+def test_extra_arguments_reach_inner(wrap):
+    tx = wrap(optax.chain(scale_by_value(), optax.sgd(1.0)))
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    state = tx.init(PARAMS)
+    updates, state = tx.update(GRADS, state, PARAMS, value=jnp.float32(3), other=None)
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -3 * g, GRADS))
+    assert state.inner_state[0].value == 3
+    bad = add_poison(GRADS, jnp.inf)
+    _, state = tx.update(bad, state, PARAMS, value=jnp.float32(jnp.nan))
+    assert state.inner_state[0].value == 3
+    with pytest.raises(TypeError, match="value"):
+        tx.update(GRADS, state, PARAMS)
+
+
+def test_parameters_are_as_optional_as_for_inner():
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(1.0))
+    updates, _ = tx.update(GRADS, tx.init(PARAMS))
+    chex.assert_trees_all_equal(updates, jax.tree.map(jnp.negative, GRADS))
+    tx = jaxmp.dynamic_loss_scale(optax.adamw(1.0))
+    with pytest.raises(ValueError, match="not passing `params`"):
+        tx.update(GRADS, tx.init(PARAMS))
+
+
+def test_optax_maps_the_parameters_in_the_state_alone():
+    tx = jaxmp.dynamic_loss_scale(optax.adam(1.0), init_scale=8)
+    state = tx.init(PARAMS)
+    for map_params in (optax.tree_map_params, optax.tree.map_params):
+        mapped = map_params(tx, lambda x: x + 1, state)
+        assert bits(mapped[:-1]) == bits(state[:-1])
+        adam = mapped.inner_state[0]
+        ones = jax.tree.map(jnp.ones_like, PARAMS)
+        chex.assert_trees_all_equal(adam, adam._replace(mu=ones, nu=ones))
+        assert adam.count == 0
+
+
+def test_optax_gets_and_sets_by_name():
+    tx = optax.chain(optax.clip(1.0), jaxmp.dynamic_loss_scale(optax.adam(1.0)))
+    state = tx.init(PARAMS)
+    assert optax.tree.get(state, "loss_scale") == 2.0**15
+    assert optax.tree.get(state, "skipped") == 0
+    state = optax.tree.set(state, loss_scale=jnp.float32(8))
+    assert jaxmp.get_loss_scale(state) == 8
+
+
+def test_inner_sees_a_learning_rate_that_was_set():
+    inner = optax.inject_hyperparams(optax.sgd)(0.5)
+    tx = jaxmp.dynamic_loss_scale(inner)
+    state = optax.tree.set(tx.init(PARAMS), learning_rate=jnp.float32(2))
+    updates, _ = tx.update(GRADS, state, PARAMS)
+    chex.assert_trees_all_equal(updates, jax.tree.map(lambda g: -2 * g, GRADS))
+
+
+# Transformations of JAX
+
+POISONED = jnp.array([GOOD, jnp.inf, GOOD, GOOD, jnp.nan, -jnp.inf, GOOD])
+TX = jaxmp.dynamic_loss_scale(optax.adamw(SCHEDULE), growth_interval=2, hysteresis=2)
+
+
+def scan(tx, params, state, poisons):
+    """Scans over steps; a state that drifts in structure or dtype is refused."""
+
+    def step(carry, poison):
+        return step_of(tx)(*carry, add_poison(GRADS, poison)), None
+
+    return jax.lax.scan(step, (params, state), poisons)[0]
+
+
+def test_jit_scan_and_python_agree():
+    scanned = scan(TX, PARAMS, TX.init(PARAMS), POISONED)
+    params, state = PARAMS, TX.init(PARAMS)
+    for poison in POISONED:
+        params, state = step_of(TX)(params, state, add_poison(GRADS, poison))
+    eps = float(jnp.finfo(jnp.float32).eps)
+    chex.assert_trees_all_close((params, state), scanned, rtol=8 * eps, atol=8 * eps)
+    chex.assert_trees_all_equal(state[:-1], scanned[1][:-1])
+    assert state.skipped == 3
+    assert state.inner_state[0].count == 4
+
+
+def test_vmapped_replicas_are_independent():
+    poisons = jnp.stack([POISONED, POISONED[::-1], jnp.zeros_like(POISONED)])
+    replicas = jax.tree.map(lambda x: jnp.stack([x] * 3), PARAMS)
+    run = partial(scan, TX)
+    params, state = jax.jit(jax.vmap(run))(
+        replicas, jax.vmap(TX.init)(replicas), poisons
+    )
+    assert state.skipped.tolist() == [3, 3, 0]
+    eps = float(jnp.finfo(jnp.float32).eps)
+    alone = jax.jit(run)
+    for i, poison in enumerate(poisons):
+        expected = alone(PARAMS, TX.init(PARAMS), poison)
+        result = jax.tree.map(lambda x, i=i: x[i], (params, state))
+        chex.assert_trees_all_close(result, expected, rtol=8 * eps, atol=8 * eps)
+        chex.assert_trees_all_equal(result[1][:-1], expected[1][:-1])
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_both_arguments_can_be_donated(policy):
+    tx = jaxmp.loss_scaling(optax.adam(0.5), policy, growth_interval=2)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    kept = jax.jit(step_of(tx))
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    for poison in POISONED:
+        grads = add_poison(GRADS, poison)
+        expected = kept(params, state, grads)
+        donated = jax.tree.leaves((params, state.inner_state, state.skipped))
+        params, state = step(params, state, grads)
+        assert all(x.is_deleted() for x in donated)
+        assert bits((params, state)) == bits(expected)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_no_dtype_drifts_with_x64(inner):
+    with jax.enable_x64(True):
+        params, grads = (
+            {"w": jaxmp.cast_tree(tree["w"], jnp.float64), "b": tree["b"]}
+            for tree in (PARAMS, GRADS)
+        )
+        tx = jaxmp.dynamic_loss_scale(inner, growth_interval=2)
+        skips_without_a_trace(tx, params, grads)
+        state = tx.init(params)
+        assert state.loss_scale.dtype == jnp.float32
+        assert state.good_steps.dtype == jnp.int32
+
+
+# Adam and others of optax itself promote int32 counts and floats.
+STRICT = ["sgd", "lion", "rmsprop", "adafactor"]
+
+
+@pytest.mark.parametrize("inner", [ALIASES[name] for name in STRICT], ids=STRICT)
+def test_strict_promotion_is_enough(inner):
+    with jax.numpy_dtype_promotion("strict"):
+        tx = jaxmp.dynamic_loss_scale(inner, growth_interval=2)
+        skips_without_a_trace(tx, PARAMS, GRADS)
+
+
+def test_float16_parameters_train_in_a_scan():
+    # O3: parameters and moments in float16; an epsilon that float16 can hold.
+    tx = jaxmp.loss_scaling(optax.adam(2.0**-5, eps=2.0**-10), "O3", growth_interval=9)
+    target = jnp.array([0.5, -0.25, 1.0, 0.0], jnp.float16)
+
+    def loss_fn(w):
+        return jnp.square(w - target).astype(jnp.float32).sum()
+
+    def step(carry, _):
+        params, state = carry
+        scale = jaxmp.get_loss_scale(state)
+        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    params = jnp.zeros(4, jnp.float16)
+    (params, state), losses = jax.lax.scan(step, (params, tx.init(params)), length=100)
+    assert {x.dtype for x in (params, *state.inner_state[0][1:])} == {params.dtype}
+    assert state.loss_scale.dtype == jnp.float32
+    assert losses[-1] < losses[0] * 2.0**-8
+    assert state.skipped > 0  # 2^15 times a gradient of -2 is Inf in float16
+
+
+# Trees of every kind
+
+
+@pytest.mark.parametrize(
+    "params", [{}, (), None, {"a": None}, {"a": optax.MaskedNode()}], ids=repr
+)
+def test_a_tree_without_leaves_is_finite(params):
+    tx = jaxmp.dynamic_loss_scale(optax.adam(1.0), init_scale=8, growth_interval=1)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates == params
+    assert state.loss_scale == 16
+
+
+def test_none_leaves_and_masked_nodes_pass_through():
+    params = {"w": jnp.ones(2), "none": None, "masked": optax.MaskedNode()}
+    tx = jaxmp.dynamic_loss_scale(optax.adam(1.0))
+    for grad in (0.5, jnp.nan):
+        grads = {**params, "w": jnp.full(2, grad)}
+        updates, state = tx.update(grads, tx.init(params), params)
+        assert jax.tree.structure(updates) == jax.tree.structure(params)
+        assert updates["masked"] == optax.MaskedNode()
+        assert state.last_finite == jnp.isfinite(grad)
+
+
+@pytest.mark.parametrize("poison", [0.0, jnp.inf])
+def test_integer_parameters_keep_their_updates(poison):
+    params = {"w": jnp.ones(2), "n": jnp.arange(2)}
+    grads = jaxmp.grad(lambda p: (p["w"] * (1 + poison)).sum(), allow_int=True)(params)
+    inner = optax.masked(optax.sgd(0.5), {"w": True, "n": False})
+    tx = jaxmp.dynamic_loss_scale(inner)
+    updates, _ = tx.update(grads, tx.init(params), params)
+    assert updates["n"].dtype == jax.dtypes.float0
+    np.testing.assert_array_equal(updates["w"], 0.0 if poison else -0.5)
+    updates, _ = tx.update({**grads, "n": jnp.arange(2)}, tx.init(params), params)
+    assert updates["n"].dtype == jnp.int32
+    np.testing.assert_array_equal(updates["n"], [0, 0] if poison else [0, 1])
+
+
+def test_complex_parameters_skip_too():
+    params = jnp.array([1j, complex(-0.0, -0.0)])
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.5))
+    for part in (complex(jnp.nan, 0), complex(0, jnp.inf)):
+        grads = jnp.array([part, 1])
+        updates, state = tx.update(grads, tx.init(params), params)
+        assert bits(optax.apply_updates(params, updates)) == bits(params)
+        assert not state.last_finite
+
+
+@pytest.mark.parametrize("grad", [0.5, np.float32(0.5), jnp.float16(0.5)], ids=repr)
+def test_a_number_is_a_gradient(grad):
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(1.0))
+    updates, _ = tx.update(grad, tx.init(1.0), 1.0)
+    assert updates == -0.5
+
+
+def test_a_typed_key_in_the_state_of_inner_is_kept():
+    class KeyState(NamedTuple):
+        key: jax.Array  # key<fry>[]
+
+    inner = optax.GradientTransformation(
+        lambda params: KeyState(jax.random.key(0)),
+        lambda g, state, params=None: (g, KeyState(jax.random.split(state.key)[0])),
+    )
+    tx = jaxmp.dynamic_loss_scale(inner)
+    state = tx.init(PARAMS)
+    _, skipped = jax.jit(tx.update)(add_poison(GRADS, jnp.nan), state)
+    _, moved = jax.jit(tx.update)(GRADS, state)
+    assert bits(skipped.inner_state) == bits(state.inner_state)
+    assert bits(moved.inner_state) != bits(state.inner_state)
+
+
+# Flax
+
+
+def test_a_train_state_skips():
+    model = nn.Dense(2)
+    x = jnp.ones((1, 3))
+    tx = jaxmp.loss_scaling(optax.adamw(0.5), "mixed_float16")
+    state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx
+    )
+
+    @jax.jit
+    def step(state, x):
+        grads = jaxmp.grad(
+            lambda params: state.apply_fn(params, x).mean(),
+            loss_scale=jaxmp.get_loss_scale(state),
+        )(state.params)
+        return state.apply_gradients(grads=grads)
+
+    skipped = step(state, x * jnp.inf)
+    assert bits(skipped.params) == bits(state.params)
+    assert jaxmp.get_loss_scale(skipped) == 2.0**14
+    assert bits(step(skipped, x).params) != bits(state.params)
+
+
+def test_an_nnx_optimizer_skips():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = jaxmp.loss_scaling(optax.adamw(0.5), "mixed_float16")
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        scale = jaxmp.get_loss_scale(optimizer.opt_state)
+        grads = nnx.grad(lambda model: model(x).mean() * scale)(model)
+        optimizer.update(model, jaxmp.unscale(grads, scale))
+        return scale, jaxmp.last_step_finite(optimizer.opt_state)
+
+    params = bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert step(model, optimizer, jnp.full((1, 3), jnp.nan)) == (2.0**15, False)
+    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == params
+    assert step(model, optimizer, jnp.ones((1, 3))) == (2.0**14, True)
+    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != params
+    assert jaxmp.get_loss_scale_state(optimizer.opt_state).skipped == 1

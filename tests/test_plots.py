@@ -1,0 +1,167 @@
+"""What the pictures show: axes, labels, series."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.figure import Figure
+
+import jaxmp
+import jaxmp.plots
+
+VALUES = jnp.array([0.0, 0.0, 2.0**-30, 2.0**-12, 3.0 * 2.0**-12, jnp.inf, 1.0, 1.5])
+
+
+def labels(ax):
+    return ax.get_legend_handles_labels()[1]
+
+
+def bars(ax):
+    """Returns the heights of the bars that show values, by exponent."""
+    boxes = ax.containers[labels_of_containers(ax).index("values")]
+    return {round(b.get_x()): b.get_height() for b in boxes if b.get_height()}
+
+
+def labels_of_containers(ax):
+    return [container.get_label().split(" (")[0] for container in ax.containers]
+
+
+def render(ax, tmp_path):
+    path = tmp_path / "figure.png"
+    ax.figure.savefig(path)
+    assert path.stat().st_size > 5000
+
+
+def test_the_bars_are_shares_of_all_values(tmp_path):
+    ax = jaxmp.plots.exponents({"w": VALUES})
+    assert bars(ax) == {-30: 12.5, -12: 12.5, -11: 12.5, 0: 25.0}
+    (zeros,) = ax.containers[labels_of_containers(ax).index("zeros")]
+    assert zeros.get_height() == 25.0
+    assert zeros.get_x() + zeros.get_width() < -30
+    assert (ax.get_xlabel(), ax.get_ylabel()) == (
+        "log2 of the magnitude",
+        "% of the values",
+    )
+    assert ax.get_yscale() == "log"
+    assert ax.get_xticklabels()[0].get_text() == "zero"
+    render(ax, tmp_path)
+
+
+def test_the_outline_is_moved_by_the_suggested_scale():
+    ax = jaxmp.plots.exponents(VALUES)
+    outline = ax.patches[-1].get_data()
+    assert labels(ax).count("times 2^15") == 1
+    assert (outline.edges[0], outline.edges[-1]) == (-30 + 15, 1 + 15)
+    assert outline.values[0] == 12.5
+    by_hand = jaxmp.plots.exponents(VALUES, loss_scale=12.0)
+    assert "times 12" in labels(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ranges"),
+    [("float16", {"subnormal": (-25, -14), "normal": (-14, 16)}), ("bfloat16", None)],
+)
+def test_the_ranges_of_the_format_are_marked(dtype, ranges, tmp_path):
+    ax = jaxmp.plots.exponents(VALUES, dtype)
+    spans = {
+        p.get_label(): (p.get_x(), p.get_x() + p.get_width())
+        for p in ax.patches
+        if p.get_label().startswith(dtype)
+    }
+    if ranges is None:  # bfloat16 is normal as far as there is anything to see
+        assert list(spans) == ["bfloat16 normal"]
+        assert not any(label.startswith("times") for label in labels(ax))
+    else:
+        assert spans == {f"{dtype} {name}": span for name, span in ranges.items()}
+    render(ax, tmp_path)
+
+
+def test_bfloat16_shows_its_own_subnormal_range(tmp_path):
+    ax = jaxmp.plots.exponents(jnp.array([2.0**-149, 1.0]), "bfloat16")
+    (span,) = [p for p in ax.patches if p.get_label() == "bfloat16 subnormal"]
+    assert (span.get_x(), span.get_x() + span.get_width()) == (-134, -126)
+    assert bars(ax) == {-149: 50.0, 0: 50.0}
+    render(ax, tmp_path)
+
+
+def test_what_was_recorded_can_be_drawn(tmp_path):
+    tx = jaxmp.record_ranges(low=-20)
+    _, state = tx.update(VALUES, tx.init(VALUES))
+    ax = jaxmp.plots.exponents(state)
+    assert bars(ax) == {-20: 12.5, -12: 12.5, -11: 12.5, 0: 25.0}
+    assert "values (first bar: all below 2^-19)" in labels(ax)
+    assert "times 2^15" in labels(ax)
+    render(ax, tmp_path)
+
+
+def test_zeros_alone_can_be_drawn(tmp_path):
+    ax = jaxmp.plots.exponents(jnp.zeros(3))
+    assert bars(ax) == {}
+    render(ax, tmp_path)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, np.nan, np.inf])
+def test_what_cannot_be_drawn_is_refused(scale):
+    with pytest.raises(ValueError, match="`loss_scale` must be finite and positive"):
+        jaxmp.plots.exponents(VALUES, loss_scale=scale)
+    with pytest.raises(ValueError, match="needs values to draw"):
+        jaxmp.plots.exponents({})
+    with pytest.raises(ValueError, match="needs values to draw"):
+        jaxmp.plots.exponents(jaxmp.record_ranges().init(1.0))
+    with pytest.raises(TypeError, match="needs floating leaves"):
+        jaxmp.plots.exponents({"steps": jnp.arange(2)})
+    with pytest.raises(ValueError, match="the history is empty"):
+        jaxmp.plots.loss_scale([])
+
+
+def history(bad):
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1), growth_interval=2)
+    states = [tx.init(jnp.zeros([]))]
+    for is_bad in bad:
+        states.append(tx.update(jnp.where(is_bad, jnp.inf, 1.0), states[-1])[1])
+    return states[1:]
+
+
+def test_the_scale_is_drawn_with_the_skipped_steps(tmp_path):
+    states = history([False, True, False, False, True, True])
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+    for given in (states, stacked):
+        ax = jaxmp.plots.loss_scale(given)
+        scale, skipped = ax.lines
+        assert scale.get_drawstyle() == "steps-post"
+        assert scale.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+        assert np.log2(scale.get_ydata()).tolist() == [15, 14, 14, 15, 14, 13]
+        assert skipped.get_xdata().tolist() == [2, 5, 6]
+        assert labels(ax) == ["loss scale", "skipped (3)"]
+        assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale")
+    render(ax, tmp_path)
+
+
+def test_a_run_without_skips_has_no_marks():
+    assert labels(jaxmp.plots.loss_scale(history([False]))) == ["loss scale"]
+
+
+def test_axes_can_be_given_and_nothing_is_shown():
+    left, right = Figure().subplots(1, 2)
+    assert jaxmp.plots.exponents(VALUES, ax=left) is left
+    assert jaxmp.plots.loss_scale(history([True]), ax=right) is right
+    code = (
+        "import jaxmp.plots, sys; jaxmp.plots.exponents(1.0);"
+        "print('matplotlib.pyplot' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "False"
+
+
+def test_without_matplotlib_the_error_says_what_to_install():
+    code = "import sys; sys.modules['matplotlib'] = None; import jaxmp.plots"
+    failed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    )
+    assert "pip install 'jaxmp[plot]'" in failed.stderr

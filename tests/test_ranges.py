@@ -1,0 +1,422 @@
+"""Exponents, classes and scales against NumPy in float64, and what records them."""
+
+import json
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxmp
+
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+def with_neighbours(*values):
+    """Returns float32 values, those next to them, and all of them negated."""
+    x = np.array(values, np.float32)
+    with np.errstate(over="ignore"):  # the neighbour above the maximum is Inf
+        x = np.concatenate([x, np.nextafter(x, np.inf), np.nextafter(x, -np.inf)])
+    return np.concatenate([x, -x]).astype(np.float32)
+
+
+F32, BF16 = np.finfo(np.float32), ml_dtypes.finfo(ml_dtypes.bfloat16)
+ADVERSARIAL = np.concatenate(
+    [
+        with_neighbours(0, 1, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24, 2.0**-14),
+        with_neighbours(2.0**-14 - 2.0**-24, 2.0**-14 - 2.0**-25),
+        with_neighbours(65504, 65519, 65520, 65536, np.inf, F32.max, F32.tiny),
+        with_neighbours(2.0**-133, 2.0**-134, 2.0**-126 - 2.0**-134, 1.5 * 2.0**-134),
+        with_neighbours(float(BF16.max), float(BF16.max) + 2.0**119, 2.0**-149),
+        np.array([65519.99, np.nan, -np.nan], np.float32),
+    ]
+)
+
+
+def every_kind(dtype, size=20_000):
+    """Returns random bit patterns, so values of every exponent, and bad ones."""
+    bits = np.random.default_rng(0).integers(0, 2**32, size, np.uint32)
+    if dtype == "float32":
+        return np.concatenate([bits.view(np.float32), ADVERSARIAL])
+    return np.arange(2**16, dtype=np.uint16).view(np.dtype(dtype))  # all there are
+
+
+@np.errstate(invalid="ignore")  # signalling NaNs
+def expected_histogram(x, low, high):
+    x = np.abs(np.asarray(x).astype(np.float64)).ravel()
+    x = x[(x > 0) & (x < np.inf)]
+    exponents = np.clip(np.frexp(x)[1] - 1, low, high)
+    return np.bincount(exponents - low, minlength=high - low + 1)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def expected_counts(x, dtype):
+    """Counts the classes by casting and looking at what came out."""
+    finite = np.isfinite(x.astype(np.float32))
+    y = np.abs(x.astype(dtype).astype(np.float64))
+    tiny = float(jnp.finfo(dtype).tiny)
+    return {
+        "zero": np.sum(x == 0),
+        "flushed": np.sum((x != 0) & (y == 0)),
+        "subnormal": np.sum((y > 0) & (y < tiny)),
+        "normal": np.sum((y >= tiny) & (y < np.inf)),
+        "overflow": np.sum(finite & (y == np.inf)),
+        "nonfinite": np.sum(~finite),
+    }
+
+
+def counts_of(stats):
+    """Returns the counts that the fractions stand for, checked to be integers."""
+    counts = {}
+    for name in expected_counts(np.zeros(1, np.float32), "float16"):
+        count = getattr(stats, name) * stats.size
+        assert count == pytest.approx(round(count), abs=1e-6)
+        counts[name] = round(count)
+    return counts
+
+
+# The histogram
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bounds", [(-40, 16), (-149, 127), (-2, 2), (0, 1)])
+def test_the_histogram_is_exact_on_every_bit_pattern(dtype, bounds):
+    x, (low, high) = every_kind(dtype), bounds
+    histogram = jax.jit(
+        lambda x: jaxmp.exponent_histogram({"x": x}, low=low, high=high)
+    )(x)
+    assert histogram.dtype == jnp.int32
+    np.testing.assert_array_equal(histogram, expected_histogram(x, low, high))
+
+
+def test_trees_are_counted_whole_or_by_leaf():
+    grads = {"a": jnp.full((3, 5), 0.5), "b": [jnp.float16(2), 1.0, None], "c": ()}
+    whole = jaxmp.exponent_histogram(grads, low=-1, high=1)
+    leaves = jaxmp.exponent_histogram(grads, low=-1, high=1, per_leaf=True)
+    assert whole.tolist() == [15, 1, 1]
+    assert jax.tree.structure(leaves) == jax.tree.structure(grads)
+    assert leaves["a"].tolist() == [15, 0, 0]
+    assert sum(jax.tree.leaves(leaves)).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 1, 2, 70), (4, 0)])
+def test_every_shape_is_counted(shape):
+    assert jaxmp.exponent_histogram(jnp.ones(shape)).sum() == math.prod(shape)
+
+
+def test_the_histogram_can_be_vmapped():
+    x = jnp.array([[1.0, 2.0], [2.0, 2.0]])
+    counts = jax.vmap(lambda x: jaxmp.exponent_histogram(x, low=0, high=1))(x)
+    assert counts.tolist() == [[1, 1], [0, 2]]
+
+
+def test_float64_is_counted_too():
+    with jax.enable_x64(True):
+        x = jnp.array([2.0**-1074, 2.0**-1000, 1.0, 2.0**1000])
+        counts = jaxmp.exponent_histogram(x, low=-1074, high=1000)
+    assert np.flatnonzero(counts).tolist() == [0, 74, 1074, 2074]
+
+
+def test_more_than_an_int32_counts_is_refused():
+    huge = [jax.ShapeDtypeStruct((2**15, 2**15), jnp.float16)] * 2
+    with pytest.raises(ValueError, match=r"2147483648 entries.*`per_leaf=True`"):
+        jax.eval_shape(jaxmp.exponent_histogram, huge)
+    jax.eval_shape(lambda x: jaxmp.exponent_histogram(x, per_leaf=True), huge)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [jaxmp.exponent_histogram, jaxmp.range_report, jaxmp.suggest_loss_scale],
+)
+@pytest.mark.parametrize("leaf", [jnp.arange(3), jnp.array(True), 1j, 3, "text"])
+def test_what_is_not_floating_is_refused(function, leaf):
+    with pytest.raises(TypeError, match="needs floating leaves, but `a/b` is "):
+        function({"a": {"b": leaf}, "c": jnp.ones(1)})
+
+
+def test_buckets_in_the_wrong_order_are_refused():
+    for function in (
+        jaxmp.record_ranges,
+        lambda **k: jaxmp.exponent_histogram(1.0, **k),
+    ):
+        with pytest.raises(ValueError, match=r"`low` must be below `high`.* 3 and 3"):
+            function(low=3, high=3)
+
+
+# The report
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("target", ["float16", "bfloat16", "float32"])
+def test_the_report_is_the_cast(dtype, target):
+    x = every_kind(dtype)
+    stats = jaxmp.range_report(x, target).total
+    assert counts_of(stats) == expected_counts(x, target)
+    assert stats.size == x.size
+    with np.errstate(invalid="ignore"):
+        magnitude = np.abs(x.astype(np.float64))
+    magnitude = magnitude[(magnitude > 0) & (magnitude < np.inf)]
+    assert (stats.min, stats.max) == (magnitude.min(), magnitude.max())
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "name"),
+    [
+        (2.0**-25, "float16", "flushed"),
+        (np.nextafter(np.float32(2.0**-25), np.float32(1)), "float16", "subnormal"),
+        (2.0**-14 - 2.0**-25, "float16", "normal"),
+        (np.float32(65519.99), "float16", "normal"),
+        (65520.0, "float16", "overflow"),
+        (2.0**-134, "bfloat16", "flushed"),
+        (2.0**-134 + 2.0**-149, "bfloat16", "subnormal"),
+        (2.0**128 - 2.0**119, "bfloat16", "overflow"),
+        (2.0**128 - 2.0**119 - 2.0**104, "bfloat16", "normal"),
+        (-0.0, "float16", "zero"),
+        (-np.inf, "bfloat16", "nonfinite"),
+    ],
+)
+def test_values_at_the_bounds_have_their_class(value, dtype, name):
+    stats = jaxmp.range_report(jnp.array(value, jnp.float32), dtype).total
+    assert getattr(stats, name) == 1.0
+
+
+def test_the_total_is_that_of_all_values():
+    x = ADVERSARIAL
+    report = jaxmp.range_report({"a": x[:7], "b": {"c": x[7:], "d": x[:0]}})
+    assert list(report.leaves) == ["a", "b/c", "b/d"]
+    assert report.total == jaxmp.range_report(x).total
+    assert report.leaves["a"] == jaxmp.range_report(x[:7]).total
+    fractions = [getattr(report.total, name) for name in counts_of(report.total)]
+    assert sum(fractions) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("tree", [{}, None, {"a": jnp.zeros((0, 3))}])
+def test_an_empty_tree_has_an_empty_report(tree):
+    report = jaxmp.range_report(tree)
+    assert set(report.as_dict()["total"].values()) == {0}
+    assert jaxmp.exponent_histogram(tree).sum() == 0
+    assert "0 values as float16" in str(report)
+
+
+def test_zeros_and_infinities_have_no_extremes():
+    stats = jaxmp.range_report(jnp.array([0.0, jnp.inf, jnp.nan])).total
+    assert (stats.min, stats.max) == (0, 0)
+
+
+def test_a_report_is_plain_data():
+    report = jaxmp.range_report({"w": jnp.ones(2, jnp.bfloat16)}, jnp.bfloat16)
+    expected = {"zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "normal": 1.0}
+    expected |= {"overflow": 0.0, "nonfinite": 0.0, "min": 1.0, "max": 1.0, "size": 2}
+    assert json.loads(json.dumps(report.as_dict())) == {
+        "dtype": "bfloat16",
+        "total": expected,
+        "leaves": {"w": expected},
+    }
+
+
+def test_the_table_is_aligned_with_the_worst_leaves_first():
+    good, bad = jnp.ones(1000), jnp.full(1000, 1e-9).at[0].set(1e-6)
+    tree = {f"a_very_long_name_{i}/of_a/module_{i}": good for i in range(3)}
+    tree |= {"inf": good * jnp.inf, "tiny": bad, "sub": good * 1e-6}
+    tree["rare"] = jnp.ones(10**5).at[0].set(1e6)
+    lines = str(jaxmp.range_report(tree)).splitlines()
+    assert lines[0] == "106,000 values as float16"
+    names = [line.split()[0] for line in lines[2:]]
+    assert names[:5] == ["total", "inf", "tiny", "rare", "sub"]
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert len(lines[1]) < 100
+    assert "<0.01" in lines[5]  # one value in 100,000 overflows, and that shows
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="Did you mean `float16`"):
+        jaxmp.range_report(1.0, "flaot16")
+    with pytest.raises(ValueError, match="`dtype` must be float16"):
+        jaxmp.suggest_loss_scale(1.0, jnp.int8)
+
+
+# The scale
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_scale_is_the_largest_that_fits(dtype):
+    limit = float(jnp.finfo(dtype).max)
+    for value in [*np.abs(every_kind("float32", 300)), 65504.0, 65505.0, limit]:
+        if 0 < value < np.inf:
+            scale = jaxmp.suggest_loss_scale(np.float32(-value), dtype)
+            assert math.frexp(scale)[0] == 0.5
+            assert 2.0**-126 <= scale <= 2.0**127
+            fits = float(value) * scale <= limit
+            assert fits or scale == 2.0**-126
+            assert float(value) * scale * 2 > limit or scale == 2.0**127
+
+
+def test_headroom_lowers_the_scale():
+    scales = [jaxmp.suggest_loss_scale(1.0, headroom=h) for h in (1, 1.9, 2, 8, 0.5)]
+    assert scales == [2.0**15, 2.0**15, 2.0**14, 2.0**12, 2.0**16]
+    with pytest.raises(ValueError, match="`headroom` must be finite and positive"):
+        jaxmp.suggest_loss_scale(1.0, headroom=0)
+
+
+def test_the_statistics_of_many_steps_give_one_scale():
+    tx = jaxmp.record_ranges()
+    _, state = tx.update(jnp.array([-1.0, jnp.inf]), tx.init(1.0))
+    report = jaxmp.range_report({"w": jnp.array([4.0, jnp.nan])})
+    assert jaxmp.suggest_loss_scale(state) == 2.0**15
+    assert jaxmp.suggest_loss_scale(report) == 2.0**13
+    assert jaxmp.suggest_loss_scale([state, {"r": report}]) == 2.0**13
+    assert jaxmp.suggest_loss_scale([state, {"g": jnp.array(16.0)}]) == 2.0**11
+
+
+@pytest.mark.parametrize("tree", [{}, jnp.zeros(3), jnp.array([jnp.inf, jnp.nan])])
+def test_without_a_value_there_is_no_scale(tree):
+    with pytest.raises(ValueError, match="needs a finite nonzero value"):
+        jaxmp.suggest_loss_scale(tree)
+
+
+# The recording
+
+
+def steps_of_gradients(n=7):
+    rng = np.random.default_rng(1)
+    x = (
+        rng.standard_normal((n, 6, 8)) * 2.0 ** rng.integers(-40, 10, (n, 6, 8))
+    ).astype(np.float32)
+    x[:, 0, 0] = 0
+    x[2, 1, 1], x[3, 1, 1] = np.inf, np.nan
+    return {"w": jnp.asarray(x), "b": jnp.asarray(x[:, 0]).astype(jnp.bfloat16)}
+
+
+def run(tx, grads):
+    """Updates under scan, which refuses a state whose structure or dtypes drift."""
+
+    def step(state, g):
+        updates, state = tx.update(g, state, g)
+        return state, updates
+
+    params = jax.tree.map(lambda g: jnp.zeros_like(g[0]), grads)
+    return jax.jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(params), grads)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_the_recorded_steps_add_up_and_the_updates_pass_through(every):
+    grads = steps_of_gradients()
+    state, updates = run(jaxmp.record_ranges(every=every, low=-30, high=4), grads)
+    chex.assert_trees_all_equal(updates, grads)
+    counted = jax.tree.map(lambda g: g[::every], grads)
+    flat = np.concatenate([np.ravel(g).astype(np.float64) for g in counted.values()])
+    expected = jaxmp.exponent_histogram(counted, low=-30, high=4)
+    np.testing.assert_array_equal(state.exponents, expected)
+    assert (state.steps, state.low) == (7, -30)
+    assert state.zeros == np.sum(flat == 0)
+    assert state.nonfinite == np.sum(~np.isfinite(flat)) > 0
+    assert state.max == max(jaxmp.range_report(g).total.max for g in grads.values())
+
+
+def test_the_maximum_is_that_of_all_steps():
+    state, _ = run(jaxmp.record_ranges(every=4), {"w": jnp.array([1.0, 8.0, 2.0])})
+    assert (state.exponents.sum(), state.max) == (1, 8)
+
+
+def test_the_wrapper_shows_the_finite_steps_only():
+    grads = steps_of_gradients()
+    record = jaxmp.record_ranges(every=1)
+    inside = jaxmp.loss_scaling(optax.chain(record, optax.sgd(1.0)), "float16")
+    outside = optax.chain(record, jaxmp.loss_scaling(optax.sgd(1.0), "float16"))
+    plain, _ = run(record, jax.tree.map(lambda g: g[jnp.array([0, 1, 4, 5, 6])], grads))
+    all_of_them, _ = run(record, grads)
+    for tx, expected in ((inside, plain), (outside, all_of_them)):
+        opt_state, _ = run(tx, grads)
+        state = optax.tree.get(opt_state, "RecordRangesState")
+        chex.assert_trees_all_equal(state, expected)
+
+
+def test_the_state_can_be_donated_and_compiles_once():
+    tx = optax.chain(jaxmp.record_ranges(every=2), optax.adam(0.1))
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4, jnp.float16)}
+    state, step = tx.init(params), jax.jit(tx.update, donate_argnums=1)
+    before = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    for _ in range(3):
+        _, state = step(params, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == before
+    assert step._cache_size() == 1
+    assert state[0].exponents.sum() == 2 * 20
+
+
+def test_leaves_that_are_not_floating_pass_uncounted():
+    tx = jaxmp.record_ranges()
+    grads = {"w": jnp.ones(2), "i": np.zeros(3, jax.dtypes.float0), "none": None}
+    updates, state = tx.update(grads, tx.init(grads), extra=1)
+    assert updates is grads
+    assert state.exponents.sum() == 2
+    _, state = tx.update({}, tx.init({}))
+    assert state.steps == 1
+
+
+def test_a_step_that_is_not_counted_costs_a_byte_for_each_value():
+    # What a cond reads is in memory: float32 updates there would cost six bytes.
+    tx = jaxmp.record_ranges()
+    jaxpr = jax.make_jaxpr(tx.update)({"w": jnp.ones((4, 4))}, tx.init(1.0))
+    (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
+    sizes = [var.aval.size * var.aval.dtype.itemsize for var in cond.invars[1:]]
+    assert sum(sizes) == 16
+
+
+def test_options_are_checked():
+    with pytest.raises(ValueError, match="`every` must be at least 1"):
+        jaxmp.record_ranges(every=0)
+    with pytest.raises(TypeError, match="`every` must be an integer"):
+        jaxmp.record_ranges(every=1.5)
+
+
+# Sharded arrays
+
+
+def mesh(shape=(8,), names=("data",)):
+    return jax.sharding.Mesh(np.array(jax.devices("cpu")[:8]).reshape(shape), names)
+
+
+@pytest.mark.parametrize(
+    "spec", [("x",), (None, "x"), ("x", "y"), (("x", "y"),), ("y", "x")]
+)
+def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
+    x = np.resize(ADVERSARIAL, (16, 24))
+    sharding = NamedSharding(mesh((4, 2), ("x", "y")), PartitionSpec(*spec))
+    sharded = {"w": jax.device_put(x, sharding)}
+    histogram = jax.jit(jaxmp.exponent_histogram)
+    np.testing.assert_array_equal(histogram(sharded), expected_histogram(x, -40, 16))
+    assert jaxmp.range_report(sharded) == jaxmp.range_report({"w": x})
+    assert jaxmp.suggest_loss_scale(sharded) == jaxmp.suggest_loss_scale(x)
+    tx = jaxmp.record_ranges()
+    update = jax.jit(tx.update)
+    updates, state = update(sharded, tx.init(sharded))
+    assert updates["w"].sharding.is_equivalent_to(sharding, 2)
+    chex.assert_trees_all_equal(state, tx.update({"w": x}, tx.init(x))[1])
+    for compiled in (histogram.lower(sharded), update.lower(sharded, state)):
+        assert "all-gather" not in compiled.compile().as_text()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axis_name_adds_over_devices(check_vma):
+    x = np.resize(ADVERSARIAL, (8, 30))
+    tx = jaxmp.record_ranges(axis_name="data")
+
+    @jax.jit
+    @lambda f: jax.shard_map(
+        f,
+        mesh=mesh(),
+        in_specs=(PartitionSpec("data"), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=check_vma,
+    )
+    def record(x, state):
+        return tx.update(x, state)[1]
+
+    whole = jaxmp.record_ranges()
+    state = record(x, tx.init(x))
+    chex.assert_trees_all_equal(state, whole.update(x, whole.init(x))[1])

@@ -1,0 +1,238 @@
+"""Trees: casts, checks and selections, leaf by leaf and for every kind of leaf."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+
+FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
+KEY = jax.random.key(0)
+# Leaves that have no range to lose, and so are never cast and always finite.
+OTHERS = {
+    "int": jnp.arange(3),
+    "bool": jnp.array([True, False]),
+    "uint8": np.arange(2, dtype=np.uint8),
+    "key": KEY,
+    "raw key": jax.random.PRNGKey(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+    "None": None,
+    "MaskedNode": optax.MaskedNode(),
+    "empty": {},
+    "string": "adam",
+}
+
+
+def bits(tree):
+    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
+
+    def leaf_bits(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if is_key else x
+        return x.dtype, x.shape, np.asarray(data).tobytes()
+
+    return jax.tree.map(leaf_bits, tree)
+
+
+def same_objects(tree, other):
+    """Tells whether every leaf of one tree is that of the other."""
+    return jax.tree.structure(tree) == jax.tree.structure(other) and all(
+        a is b for a, b in zip(*map(jax.tree.leaves, (tree, other)), strict=True)
+    )
+
+
+# cast_tree
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("leaf", [jnp.ones(2), np.ones(2), np.float64(2)], ids=repr)
+def test_every_floating_array_is_cast(leaf, dtype):
+    cast = jaxmp.cast_tree({"a": leaf}, dtype)["a"]
+    assert cast.dtype == dtype
+    assert cast.shape == leaf.shape
+    np.testing.assert_array_equal(np.float32(cast), np.float32(leaf))
+
+
+@pytest.mark.parametrize("leaf", [*OTHERS.values(), 2.5, 1j, jnp.ones(1, complex)])
+def test_no_other_leaf_is_cast(leaf):
+    assert same_objects(jaxmp.cast_tree([leaf], jnp.float16), [leaf])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_leaf_of_the_dtype_is_the_same_object(dtype):
+    x = jnp.ones(2, dtype)
+    assert jaxmp.cast_tree([x], dtype)[0] is x
+
+
+# all_finite
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, jnp.float8_e5m2, jnp.complex64])
+@pytest.mark.parametrize("poison", [jnp.inf, -jnp.inf, jnp.nan])
+def test_one_bad_entry_of_one_leaf_is_found(dtype, poison):
+    bad = jnp.ones(64, dtype).at[-1].set(poison)
+    good = jnp.full(64, jnp.finfo(dtype).max, dtype)
+    assert jaxmp.all_finite({"a": good, "b": (good, good)})
+    assert not jaxmp.all_finite({"a": good, "b": (good, bad)})
+    assert not jax.jit(jaxmp.all_finite)((good, bad))
+
+
+@pytest.mark.parametrize("part", [complex(jnp.nan, 0), complex(0, jnp.inf)])
+def test_each_part_of_a_complex_number_counts(part):
+    assert not jaxmp.all_finite(jnp.array([1j, part]))
+
+
+@pytest.mark.parametrize("leaf", OTHERS.values(), ids=OTHERS)
+def test_what_is_not_floating_is_finite(leaf):
+    assert jaxmp.all_finite([leaf])
+    assert not jaxmp.all_finite([leaf, jnp.nan])
+
+
+@pytest.mark.parametrize("tree", [None, {}, [], [jnp.ones((0, 3))], 1.0, np.float32(2)])
+def test_the_answer_is_a_bool_scalar(tree):
+    finite = jaxmp.all_finite(tree)
+    assert finite
+    assert (finite.shape, finite.dtype) == ((), jnp.bool_)
+
+
+def test_subnormals_and_the_largest_number_are_finite():
+    limits = jnp.finfo(jnp.float32)
+    assert jaxmp.all_finite(jnp.array([limits.smallest_subnormal, limits.max, -0.0]))
+
+
+def test_an_axis_makes_devices_agree():
+    x = jnp.ones((4, 2)).at[2, 0].set(jnp.inf)
+    alone = jax.vmap(jaxmp.all_finite)(x)
+    together = jax.vmap(lambda x: jaxmp.all_finite(x, axis_name="i"), axis_name="i")(x)
+    assert alone.tolist() == [True, True, False, True]
+    assert together.tolist() == [False] * 4
+
+
+# select_tree
+
+TREE = {
+    "w": jnp.array([1.5, -0.0, jnp.nan], jnp.float16),
+    "n": jnp.arange(2),
+    "key": jax.random.split(KEY),
+    "none": None,
+    "masked": optax.MaskedNode(),
+}
+OTHER_TREE = {
+    **TREE,
+    "w": jnp.array([0.0, 0.0, jnp.inf], jnp.float16),
+    "n": -jnp.arange(2),
+    "key": jax.random.split(jax.random.key(1)),
+}
+
+
+@pytest.mark.parametrize("select", [jaxmp.select_tree, jax.jit(jaxmp.select_tree)])
+@pytest.mark.parametrize("pred", [True, np.False_, jnp.array(True)])
+def test_one_tree_is_selected_bit_for_bit(select, pred):
+    selected = select(pred, TREE, OTHER_TREE)
+    assert bits(selected) == bits(TREE if pred else OTHER_TREE)
+
+
+@pytest.mark.parametrize(
+    "pred", [1, 1.0, jnp.ones(2, bool), np.ones((1,), bool), jnp.int32(0)], ids=repr
+)
+def test_a_predicate_that_is_no_bool_scalar_is_refused(pred):
+    with pytest.raises(TypeError, match=r"bool scalar as `pred`, but got \w+\[.*\]"):
+        jaxmp.select_tree(pred, TREE, OTHER_TREE)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"a": {}}, "same structure"),
+        ({"a": {"w": None}}, "same structure"),
+        ({"a": {"w": jnp.ones(3)}}, r"`a/w` is float32\[2\] .* float32\[3\]"),
+        ({"a": {"w": jnp.ones((1, 2))}}, r"`a/w` is float32\[2\] .* float32\[1, 2\]"),
+        ({"a": {"w": jnp.ones(2, jnp.float16)}}, r"float32\[2\] .* float16\[2\]"),
+        ({"a": {"w": jnp.ones(2, jnp.int32)}}, r"float32\[2\] .* int32\[2\]"),
+    ],
+)
+def test_two_trees_that_differ_are_named(other, message):
+    with pytest.raises(ValueError, match=message):
+        jaxmp.select_tree(True, {"a": {"w": jnp.ones(2)}}, other)
+
+
+# unscale
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "scale", [2**15, 2.0**15, np.float32(2**15), jnp.asarray(2.0**15)], ids=repr
+)
+def test_gradients_are_divided_in_float32(dtype, scale):
+    # Also by a weakly typed scale: float16 alone would give 0 for the second.
+    grads = jaxmp.unscale(jnp.array([2.0**-10, 2.0**-14], dtype), scale)
+    assert grads.dtype == jnp.float32
+    np.testing.assert_array_equal(grads, [2.0**-25, 2.0**-29])
+
+
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("exponent", [-126, -64, -5, 24, 63, 64, 65, 126, 127])
+def test_no_scale_is_too_large_to_divide_by(exponent, constant):
+    # XLA multiplies by the reciprocal, and that of 2^127 is subnormal: 0.
+    scale = np.float32(2.0**exponent)
+    exponents = np.arange(-126, 128)
+    exponents = exponents[(exponents - exponent >= -126) & (exponents - exponent < 128)]
+    x = np.float32([*(1.25 * 2.0**exponents), -0.0, np.inf, -np.inf])
+    if constant:
+        result = jax.jit(lambda x: jaxmp.unscale(x, jnp.asarray(scale)))(x)
+    else:
+        result = jax.jit(jaxmp.unscale)(x, scale)
+    assert bits(result) == bits(x / scale)
+
+
+@pytest.mark.parametrize(
+    "scale", [3.0, 2.0**126 * 1.5, float(jnp.finfo("float32").max)]
+)
+def test_a_scale_that_is_no_power_of_two_rounds_once_or_twice(scale):
+    x = np.float32(scale) * np.linspace(2.0**-20, 1, 7, dtype=np.float32)
+    eps = float(jnp.finfo(jnp.float32).eps)
+    np.testing.assert_allclose(
+        jax.jit(jaxmp.unscale)(x, scale), np.float64(x) / scale, rtol=2 * eps
+    )
+
+
+@pytest.mark.parametrize("poison", [jnp.inf, -jnp.inf, jnp.nan])
+@pytest.mark.parametrize("scale", [1, 2.0**15])
+def test_an_overflow_stays_visible(poison, scale):
+    grads = jaxmp.unscale({"w": jnp.array([1, poison], jnp.float16)}, scale)
+    assert not jaxmp.all_finite(grads)
+
+
+@pytest.mark.parametrize("leaf", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("scale", [1, 2.0**15])
+def test_unscaling_passes_other_leaves_through(leaf, scale):
+    assert same_objects(jaxmp.unscale([leaf], scale), [leaf])
+
+
+def test_wider_and_complex_gradients_keep_their_dtype():
+    with jax.enable_x64(True):
+        grads = {"f64": jnp.ones(1, jnp.float64), "c64": jnp.ones(1, jnp.complex64)}
+        unscaled = jaxmp.unscale(grads, jnp.float32(2))
+        assert {name: g.dtype for name, g in unscaled.items()} == {
+            name: g.dtype for name, g in grads.items()
+        }
+        assert unscaled["f64"] == unscaled["c64"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (0, "`loss_scale` must be finite and positive in float32, but is 0"),
+        (-1.0, "finite and positive in float32, but is -1.0"),
+        (float("inf"), "but is inf"),
+        (float("nan"), "but is nan"),
+        (2.0**128, "finite and positive in float32"),
+        (1e-39, "finite and positive in float32"),
+        (jnp.ones(2), r"`loss_scale` must be a scalar, but has the shape \[2\]"),
+    ],
+)
+def test_a_scale_that_cannot_be_one_is_refused(scale, message):
+    with pytest.raises(ValueError, match=message):
+        jaxmp.unscale(jnp.ones(2), scale)
