@@ -159,18 +159,18 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
         flat = jax.flatten_util.ravel_pytree(grads)[0]
         return optax.apply_updates(params, updates), opt_state, (flat == 0).mean()
 
-    evaluate = jax.jit(lambda params: loss_fn(params, held_out, held_out[:, 1:].size))
+    evaluate = jax.jit(lambda params, rows: loss_fn(params, rows, rows[:, 1:].size))
 
     rng = np.random.default_rng(seed)
     bar = progress.add_task(f"{setting}, seed {seed}", total=config.updates)
-    losses, history, zeros = [(0, float(evaluate(params)))], [], math.nan
+    losses, history, zeros = [(0, float(evaluate(params, held_out)))], [], math.nan
     for update in range(1, config.updates + 1):
         batch = training[rng.choice(len(training), rows, replace=False)]
         params, opt_state, zeros = train_step(params, opt_state, batch)
         state = jaxmp.get_loss_scale_state(opt_state)._replace(inner_state=None)
         history.append(jax.device_get(state))  # a copy, because the next step donates
         if update % 5 == 0 or update == config.updates:
-            losses.append((update, float(evaluate(params))))
+            losses.append((update, float(evaluate(params, held_out))))
         progress.update(bar, completed=update)
     if not progress.console.is_terminal:
         loss = losses[-1][1]
