@@ -1,7 +1,5 @@
 """English text that every Python has, as characters or as words."""
 
-from __future__ import annotations
-
 import ast
 import collections
 import pydoc_data.topics

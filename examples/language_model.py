@@ -25,8 +25,6 @@ References:
     https://arxiv.org/abs/1710.03740.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics
@@ -41,11 +39,13 @@ import jax
 import numpy as np
 import optax
 import tyro
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import jaxmp
+import jaxmp.plots
 
 # The name of a run: its policy, and the wrapper that owns the loss scale. The dynamic
 # one starts too high on purpose and grows after 10 good updates instead of 2000, so
@@ -84,7 +84,8 @@ class Config:
 
     policy: tuple[str, ...] = tuple(SETTINGS)
     """Any of float32, bfloat16, float16, float16-static, float16-dynamic."""
-    seeds: tuple[int, ...] = (0,)
+    seeds: int = 1
+    """Runs of each setting."""
     full: bool = False
     """Accumulate the whole global batch instead of one worker's share."""
     level: Literal["character", "word"] = "character"
@@ -191,7 +192,7 @@ def results_table(results: list[Result], title: str) -> Table:
             setting,
             loss,
             f"2^{math.log2(runs[0].history[-1].loss_scale):.0f}",
-            f"{statistics.mean(int(r.history[-1].skipped) for r in runs):g}",
+            f"{statistics.mean(int(r.history[-1].skipped) for r in runs):.3g}",
             f"{np.mean([r.zeros for r in runs]):.1%}",
         )
     return table
@@ -199,18 +200,14 @@ def results_table(results: list[Result], title: str) -> Table:
 
 def draw(results: list[Result], path: Path) -> None:
     """Draws the losses of the first seed, and the scale of the dynamic run."""
-    from matplotlib.figure import Figure
-
-    from jaxmp import plots
-
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for result in results:
-        if result.seed == results[0].seed:
+        if result.seed == 0:
             updates, losses = zip(*result.losses, strict=True)
             left.plot(updates, losses, label=result.setting, **LINES[result.setting])
-        if result.setting == "float16-dynamic" and result.seed == results[0].seed:
-            plots.loss_scale(result.history, ax=right)
+        if result.setting == "float16-dynamic" and result.seed == 0:
+            jaxmp.plots.loss_scale(result.history, ax=right)
             right.set(title="The scale of float16-dynamic", xlabel="update")
     left.set(title="Loss on held-out text", xlabel="update", ylabel="nats per token")
     left.legend(frameon=False)
@@ -237,7 +234,7 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
         results = [
             train(setting, seed, config, tokens, progress)
             for setting in config.policy
-            for seed in config.seeds
+            for seed in range(config.seeds)
         ]
     console.print(results_table(results, title))
     if config.figure:

@@ -23,8 +23,6 @@ References:
     "Out-of-memory issues" of https://github.com/google-research/bert.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -42,6 +40,7 @@ import optax
 import tyro
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress, track
 from rich.table import Table
@@ -61,7 +60,8 @@ class Config:
 
     policy: tuple[str, ...] = ("float32", "mixed_bfloat16", "mixed_float16")
     """The policies to compare; the first is what the others are measured against."""
-    seeds: tuple[int, ...] = (0,)
+    seeds: int = 1
+    """Runs of each policy."""
     full: bool = False
     """Train five times as long, and count the memory of BERT-base."""
     updates: int = 100
@@ -354,12 +354,10 @@ def largest_batches(policies, gpu, limit: float, show) -> dict[str, list[int]]:
 
 def draw(results: list[Result], batches, gigabytes: float, path: Path) -> None:
     """Draws the losses of the first seed, and the largest batches where counted."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9 if batches else 5, 3.8), layout="constrained")
     left, *right = np.ravel(figure.subplots(1, 2 if batches else 1))
     lines = (("0.75", "-", 5), ("black", "--", 1.5), ("black", ":", 2.5))
-    seed = [result for result in results if result.seed == results[0].seed]
+    seed = [result for result in results if result.seed == 0]
     for result, (color, style, width) in zip(seed, itertools.cycle(lines)):
         updates, losses = zip(*result.losses, strict=True)
         look = {"color": color, "linestyle": style, "linewidth": width}
@@ -386,7 +384,7 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
         results = [
             train(policy, seed, config, _text.split(tokens, LENGTH), updates, progress)
             for policy in config.policy
-            for seed in config.seeds
+            for seed in range(config.seeds)
         ]
     console.print(training_table(results, config.policy, updates))
 

@@ -19,22 +19,32 @@ import cnn_zoo
 import detector
 
 
+@pytest.fixture(autouse=True)
+def keys_that_compile_fast():
+    with jax.default_prng_impl("rbg"):
+        yield
+
+
 def run(main, config):
     """Returns the results of a program, and what an 80-column terminal showed."""
     console = Console(record=True, width=80, file=io.StringIO())
     return main(config, console), console.export_text()
 
 
-def test_the_detector_needs_a_loss_scale_in_float16_and_only_there(tmp_path):
-    names = ("float32", "float16 unscaled", "float16 static 8", "float16 dynamic")
+def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path):
+    names = ("float32", "float16 unscaled", "float16 dynamic")
     figure = tmp_path / "detector.png"
-    config = detector.Config(policy=names, steps=250, figure=figure)
+    config = detector.Config(
+        policy=names, steps=220, learning_rate=1.2e-2, figure=figure
+    )
     results, shown = run(detector.main, config)
-    reached = {name: runs[0].f1 for name, runs in results.items()}
-    assert reached["float32"] > 0.3
-    assert reached["float16 unscaled"] < reached["float32"] / 2
-    assert reached["float16 static 8"] == pytest.approx(reached["float32"], abs=0.15)
-    assert reached["float16 dynamic"] == pytest.approx(reached["float32"], abs=0.15)
+    full, unscaled, dynamic = (runs[0].losses[-20:].mean() for runs in results.values())
+    assert unscaled > 1.4 * full
+    assert dynamic == pytest.approx(full, rel=0.05)
+    full, unscaled, dynamic = (runs[0].f1 for runs in results.values())
+    assert full > 0.2
+    assert unscaled < full / 2
+    assert dynamic == pytest.approx(full, abs=0.1)
     assert results["float16 unscaled"][0].skipped == 0  # it underflows, not overflows
     assert "one worker's 35 canvases of 980" in shown
     assert "divided by 882,000 anchors" in " ".join(shown.split())
@@ -74,14 +84,17 @@ def test_the_detector_finds_what_it_is_told():
 def test_sixteen_bits_reach_what_float32_reaches_in_the_zoo(tmp_path):
     figure = tmp_path / "cnn_zoo.png"
     networks = ("plain", "residual, BatchNorm")
-    config = cnn_zoo.Config(network=networks, seeds=1, epochs=4, figure=figure)
+    config = cnn_zoo.Config(
+        policy=("float32", "mixed_float16"),
+        network=networks,
+        seeds=1,
+        epochs=4,
+        figure=figure,
+    )
     results, shown = run(cnn_zoo.main, config)
     for network in networks:
         accuracy = {p: cell.accuracies[0] for p, cell in results[network].items()}
         assert accuracy["float32"] > 0.8
-        assert accuracy["mixed_bfloat16"] == pytest.approx(
-            accuracy["float32"], abs=0.06
-        )
         assert accuracy["mixed_float16"] == pytest.approx(accuracy["float32"], abs=0.06)
         assert network in shown
     assert 0 < figure.stat().st_size < 200_000
@@ -89,7 +102,6 @@ def test_sixteen_bits_reach_what_float32_reaches_in_the_zoo(tmp_path):
 
 @pytest.mark.parametrize("network", cnn_zoo.NETWORKS)
 def test_every_network_of_the_zoo_computes_in_the_policy(network):
-
     model, x = cnn_zoo.NETWORKS[network], jnp.ones((2, 8, 8, 1))
     init = partial(model.init, train=False)
     variables = jax.eval_shape(init, jax.random.key(0), x)
