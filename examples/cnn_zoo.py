@@ -253,7 +253,8 @@ def draw(results: dict[str, dict[str, Cell]], path: Path) -> None:
     ax.set_yticks(range(len(results)), list(results))
     ax.invert_yaxis()
     ax.set_xlabel("test accuracy; each run, their mean and standard deviation")
-    ax.legend()
+    ax.xaxis.set_major_formatter("{x:.0%}")
+    ax.legend(loc="lower left", frameon=False)
     figure.savefig(path, dpi=90)
 
 

@@ -145,7 +145,12 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         return losses.sum() / count
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    # Without the option XLA's CPU keeps some 16-bit results in float32.
+    @partial(
+        jax.jit,
+        donate_argnums=(0, 1),
+        compiler_options={"xla_allow_excess_precision": False},
+    )
     def train_step(params, opt_state, batch):
         grad_fn = jaxmp.value_and_grad(
             loss_fn,
