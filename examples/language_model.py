@@ -39,6 +39,7 @@ import jax
 import numpy as np
 import optax
 import tyro
+from jax.flatten_util import ravel_pytree
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
@@ -103,15 +104,16 @@ class LanguageModel(nn.Module):
     features: int
 
     @nn.compact
-    def __call__(self, tokens):
+    def __call__(self, tokens: jax.Array) -> jax.Array:
         # Embeddings of size 1, because the first update needs something to go on.
         unit = nn.initializers.normal(1.0)
-        x = nn.Embed(self.vocabulary, self.features, embedding_init=unit)(tokens)
+        x: Any = nn.Embed(self.vocabulary, self.features, embedding_init=unit)(tokens)
         for _ in range(2):
             cell = nn.OptimizedLSTMCell(self.features)
             # By itself, nn.RNN starts from zeros of the cell's `param_dtype`. These are
             # float32, and would promote all the recurrent products, in silence.
-            carry = cell.initialize_carry(jax.random.key(0), x[:, 0].shape)
+            shape = (len(tokens), self.features)
+            carry = cell.initialize_carry(jax.random.key(0), shape)
             x = nn.RNN(cell)(x, initial_carry=jaxmp.cast_tree(carry, x.dtype))
         return nn.Dense(self.vocabulary)(x)
 
@@ -162,7 +164,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
         )
         _, grads = grad_fn(params, batch, global_rows * LENGTH)
         updates, opt_state = tx.update(grads, opt_state, params)
-        flat = jax.flatten_util.ravel_pytree(grads)[0]
+        flat = ravel_pytree(grads)[0]
         return optax.apply_updates(params, updates), opt_state, (flat == 0).mean()
 
     evaluate = jax.jit(lambda params, rows: loss_fn(params, rows, rows[:, 1:].size))

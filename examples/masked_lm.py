@@ -5,7 +5,7 @@ update, as 32 micro-batches of 8. The same step runs in float32 and in mixed pre
 It learns the same; what a micro-batch leaves for its backward pass takes little more
 than half of the bytes.
 
-    python examples/masked_lm.py            # trains a small one, two minutes on a CPU
+    python examples/masked_lm.py            # trains a small one, minutes on a CPU
     python examples/masked_lm.py --full     # longer, and counts the memory of BERT-base
 
 The bytes come in two kinds. Residuals are what JAX keeps from the forward pass for the
@@ -272,7 +272,7 @@ def peak_bytes(
         (params, jax.eval_shape(tx.init, params), batch),
     )
     lowered = jax.jit(train_step, donate_argnums=(0, 1)).lower(*args)
-    memory = lowered.compile(compiler_options=options).memory_analysis()
+    memory: Any = lowered.compile(compiler_options=options).memory_analysis()
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
