@@ -56,6 +56,7 @@ class Size(NamedTuple):
     networks: dict[str, Network]
     copied: int  # numbers
     matrix: int  # rows and columns
+    fitted: tuple[str, ...]  # contestants whose largest batches are looked for
     lengths: tuple[int, ...]  # of sequences
     budget_mib: int
     tries: int  # of batch sizes
@@ -85,6 +86,7 @@ FULL = Size(
     networks=networks.NETWORKS,
     copied=2**28,
     matrix=8192,
+    fitted=("float32", "jaxmp cast", "jaxmp autocast"),
     lengths=(64, 128, 256, 512, 1024),
     budget_mib=24 * 1024,
     tries=6,
@@ -94,17 +96,17 @@ TINY = Size(
     plan=(
         "ceilings",
         "step mlp float16",
-        "optimizer mlp float16",
+        "optimizer mlp bfloat16",
         "torch",
         "batches gpt",
-        "step mlp bfloat16",
     ),
     networks={
-        "mlp": networks.mlp(8, features=16, width=16, layers=1, classes=10),
+        "mlp": networks.mlp(8, features=16, layers=0, classes=10),
         "gpt": networks.gpt(1, layers=1, width=16, heads=2, vocabulary=32, length=8),
     },
     copied=2**16,
     matrix=64,
+    fitted=("float32", "jaxmp cast"),
     lengths=(8,),
     budget_mib=16,
     tries=2,
@@ -257,7 +259,7 @@ def batches(name: str, size: Size) -> Iterator[dict[str, Any]]:
     for length in size.lengths:
         found = {}
         unit = max(1, 1024 // length)  # batches are multiples of this
-        for contestant_name in ("float32", "jaxmp cast", "jaxmp autocast"):
+        for contestant_name in size.fitted:
             if time.monotonic() > effort.until:
                 effort.report(f"{length}, {contestant_name}: left out, time is over")
                 continue
