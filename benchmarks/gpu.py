@@ -150,7 +150,9 @@ def main(arguments: list[str]) -> None:
         hardware = hardware or part["hardware"]
         rows["left out"] += part["rows"].pop("left out", [])
         rows |= part["rows"]
-        results.save(options.output, hardware, ["gpu", *arguments], rows)
+        results.save(
+            options.output, _key(hardware), hardware, ["gpu", *arguments], rows
+        )
     if hardware is None:
         raise SystemExit("Nothing was measured.")
     print(f"saved to {options.output}")
@@ -183,7 +185,9 @@ def run_here(options: argparse.Namespace, arguments: list[str]) -> None:
         except Exception as error:  # the other sections go on
             report(f"failed, {first_line(error)}")
         show(f"{name}, after {time.monotonic() - start:.0f} s", rows.get(name, ()))
-        results.save(options.output, device(), ["gpu", *arguments], rows)
+        results.save(
+            options.output, _key(device()), device(), ["gpu", *arguments], rows
+        )
 
 
 def groups(options: argparse.Namespace) -> list[list[str]]:
@@ -345,6 +349,11 @@ def _size(options):
     return size._replace(budget_mib=options.budget_mib or size.budget_mib)
 
 
+def _key(hardware):
+    """Returns the name of results, so that those of two GPUs keep beside each other."""
+    return hardware.split(",")[0]
+
+
 def _process(name):
     """Returns which sections share a process with one: those that return the same."""
     kind = name.split()[0]
@@ -379,7 +388,10 @@ def _in_a_process(group, seconds, options, report):
                 report(f"{', '.join(group)}: ended with {done.returncode}")
         except subprocess.TimeoutExpired:
             report(f"{', '.join(group)}: stopped, the time is over")
-        return json.loads(output.read_text()) if output.exists() else None
+        if not output.exists():
+            return None
+        (part,) = json.loads(output.read_text()).values()
+        return part
 
 
 def _nvidia_smi(query):

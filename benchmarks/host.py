@@ -27,6 +27,7 @@ from .timing import interleaved, ratio, spread
 
 FLOOR, NATIVE = "by hand", "Flax's own dtype"
 PEERS = ("jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx")
+TRACED = ("float32", NATIVE, *(name for name in steps.CONTESTANTS if name != "float32"))
 GOALS = {
     "dispatch": "jaxmp cast: at most 1.05 of plain containers",
     "tracing": "at most 1.10 of float32 for cast, 1.5 for autocast",
@@ -39,7 +40,7 @@ class Options:
     """How much to measure, and where to save it."""
 
     parts: tuple[str, ...] = ("dispatch", "tracing", "importing")
-    traced: tuple[str, ...] = ("float32", NATIVE, *list(steps.CONTESTANTS)[:-1])
+    traced: tuple[str, ...] = TRACED
     layers: int = 12
     """Of the GPT that is traced."""
     rounds: int = 9
@@ -57,7 +58,9 @@ def main(arguments: list[str]) -> None:
         rows[part] = list(measure[part](options))
         show(f"{part} (goal: {GOALS[part]})", rows[part])
     load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    results.save(options.output, f"{hardware()}, {load}", ["host", *arguments], rows)
+    results.save(
+        options.output, "host", f"{hardware()}, {load}", ["host", *arguments], rows
+    )
 
 
 def dispatch(options: Options) -> Iterator[dict[str, Any]]:

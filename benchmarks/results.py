@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import pathlib
 import platform
+import shlex
 from typing import Any
 
 FOLDER = pathlib.Path(__file__).parent / "results"
@@ -21,17 +22,21 @@ LIBRARIES = (
 )
 
 
-def save(path: pathlib.Path, hardware: str, arguments: list[str], rows: Any) -> None:
-    """Writes results as JSON, with all that is needed to make them again.
+def save(
+    path: pathlib.Path, name: str, hardware: str, arguments: list[str], rows: Any
+) -> None:
+    """Puts results into a JSON file, with all that is needed to make them again.
 
     Args:
-        path: The file.
+        path: The file. What it holds under other names stays.
+        name: The name of the results in it.
         hardware: What was measured on.
         arguments: The command line after ``python -m benchmarks``.
         rows: The results.
     """
-    results = {
-        "command": " ".join(["python -m benchmarks", *arguments]),
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[name] = {
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
         "date": datetime.date.today().isoformat(),
         "hardware": hardware,
         "versions": {"python": platform.python_version()} | _versions(),

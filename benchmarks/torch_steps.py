@@ -154,7 +154,9 @@ def main(arguments: list[str]) -> None:
             line = str(error).strip().splitlines()[0]
             rows["left out"].append(f"torch, {setting}: {line}")
         hardware = torch.cuda.get_device_name() if CUDA else "CPU"
-        results.save(options.output, hardware, ["torch_steps", *arguments], rows)
+        results.save(
+            options.output, hardware, hardware, ["torch_steps", *arguments], rows
+        )
     show("torch", rows["torch"])
     print(*rows["left out"], sep="\n")
 

@@ -13,7 +13,15 @@ from jax.typing import ArrayLike
 
 from ._checks import as_scale
 from ._grad import loss_and_aux
-from ._jaxpr import JaxprEqn, Literal, bind, closed_consts, located_at, open_jaxpr
+from ._jaxpr import (
+    JaxprEqn,
+    Literal,
+    bind,
+    closed_consts,
+    context_of,
+    located_at,
+    open_jaxpr,
+)
 from ._tree import widen
 
 
@@ -126,7 +134,7 @@ def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> li
 
     for eqn in open_jaxpr(jaxpr).eqns:
         values = [read(atom) for atom in eqn.invars]
-        with located_at(eqn):
+        with located_at(eqn), context_of(eqn):
             if inner := _called_once(eqn):
                 values = _add_to_named(inner, values, addends)
             else:

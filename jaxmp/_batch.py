@@ -89,4 +89,6 @@ def _split(x: Any, steps: int) -> jax.Array | None:
     if is_scalar_key(x):
         return jax.random.split(x, steps)
     x = jnp.asarray(x)
-    return x.reshape(steps, x.shape[0] // steps, *x.shape[1:])
+    # Every k-th row, not the first B/k: of a batch that is sharded over devices, each
+    # micro-batch then has its part on each device, and no row has to move.
+    return x.reshape(x.shape[0] // steps, steps, *x.shape[1:]).swapaxes(0, 1)

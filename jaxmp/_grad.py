@@ -111,8 +111,9 @@ def value_and_grad(
             gradients are of dtype float0, as those of ``jax.value_and_grad``.
         accum_steps: The number of micro-batches.
         batch_argnums: The positional arguments to split: each array in them on its
-            leading axis, in contiguous equal parts. A scalar PRNG key is split into
-            one for each micro-batch. What is not an array passes through.
+            leading axis. Row ``i`` goes to micro-batch ``i % accum_steps``, so that
+            no row of a sharded batch leaves its device. A scalar PRNG key is split
+            into one for each micro-batch. What is not an array passes through.
         reduction: ``"mean"`` averages losses and gradients over the micro-batches
             and over ``axis_name``, for a loss that is a mean over the batch.
             ``"sum"`` adds them, for one that divides by the count of the whole

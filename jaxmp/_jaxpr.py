@@ -84,16 +84,17 @@ def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(fun)(*avals)
 
 
-@contextlib.contextmanager
-def located_at(eqn: JaxprEqn) -> Iterator[None]:
-    """Emits with the named scopes, the source line and the context of ``eqn``."""
+def located_at(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
+    """Emits with the named scopes and the source line of ``eqn``."""
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    # `ctx` carries the mesh and the compute type under which the user's line ran.
-    with (
-        source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack),
-        eqn.ctx.manager,  # pyright: ignore[reportAttributeAccessIssue]
-    ):
-        yield
+    return source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=name_stack
+    )
+
+
+def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
+    """Emits under the mesh and the compute type under which the user's line ran."""
+    return eqn.ctx.manager  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:

@@ -113,6 +113,7 @@ class Demand(NamedTuple):
 
     narrow: frozenset  # Somebody would take it in 16 bits.
     other: frozenset  # Somebody reads it who is no contraction.
+    rules: Sequence[str]  # of the equations, see :meth:`Caster.rule`
 
 
 class Caster:
@@ -196,7 +197,7 @@ class Caster:
             scope: Named scopes around ``jaxpr``.
         """
         body = _jaxpr.open_jaxpr(jaxpr)
-        narrow = self.demand(jaxpr, wanted, scope).narrow
+        narrow, _, rules = self.demand(jaxpr, wanted, scope)
         consts = [_given(const) for const in _jaxpr.closed_consts(jaxpr)]
         inputs = zip([*body.constvars, *body.invars], [*consts, *values], strict=True)
         env = dict(inputs)
@@ -204,12 +205,11 @@ class Caster:
         def read(atom):
             return _literal(atom) if isinstance(atom, Literal) else env[atom]
 
-        for eqn in body.eqns:
-            here = scope + _jaxpr.scope_names(eqn)
+        for eqn, rule in zip(body.eqns, rules, strict=True):
             ins = [read(atom) for atom in eqn.invars]
             wants = tuple(var in narrow for var in eqn.outvars)
-            with _jaxpr.located_at(eqn):
-                outs = self.apply(eqn, ins, wants, here)
+            with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
+                outs = self.apply(eqn, rule, ins, wants, scope)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in body.outvars]
 
@@ -235,11 +235,11 @@ class Caster:
         return "deny"
 
     def apply(
-        self, eqn: Equation, ins: list[Value], wanted: tuple, scope: tuple
+        self, eqn: Equation, rule: str, ins: list[Value], wanted: tuple, scope: tuple
     ) -> list[Value]:
-        """Replays one equation."""
-        rule = self.rule(eqn, scope)
+        """Replays one equation of a jaxpr inside ``scope`` by its rule."""
         if rule == "call":
+            scope = scope + _jaxpr.scope_names(eqn)
             outs = self.call(eqn, ins, wanted, scope)
         elif rule == "retype" and ins[0].narrow:
             return ins
@@ -559,7 +559,7 @@ class Caster:
         memo = self._demands.setdefault(jaxpr, {})
         if key not in memo:
             body = _jaxpr.open_jaxpr(jaxpr)
-            narrow, other = set(), set()
+            narrow, other, rules = set(), set(), []
 
             def note(uses):
                 for var, take, read in uses:
@@ -572,16 +572,16 @@ class Caster:
                 for var, want in zip(body.outvars, wanted, strict=False)
             )
             for eqn in reversed(body.eqns):
-                note(self.uses(eqn, narrow, other, scope))
-            memo[key] = Demand(frozenset(narrow), frozenset(other))
+                here = scope + _jaxpr.scope_names(eqn)
+                rules.append(self.rule(eqn, here))
+                note(self.uses(eqn, rules[-1], narrow, other, here))
+            memo[key] = Demand(frozenset(narrow), frozenset(other), rules[::-1])
         return memo[key]
 
     def uses(
-        self, eqn: Equation, narrow: set, other: set, scope: tuple
+        self, eqn: Equation, rule: str, narrow: set, other: set, scope: tuple
     ) -> Iterator[tuple[Any, bool, bool]]:
         """Yields, for each input of ``eqn``, which of the two sets it belongs to."""
-        scope = scope + _jaxpr.scope_names(eqn)
-        rule = self.rule(eqn, scope)
         wanted = tuple(var in narrow for var in eqn.outvars)
         if rule == "call" and eqn.primitive.name not in _BOUNDARIES:
             layout = _jaxpr.call_layout(eqn)
@@ -773,8 +773,10 @@ def _accumulated(
 
     moving = [_is_inexact(var) for var in eqn.invars]
     args = [x for x, m in zip(operands, moving, strict=True) if m]
-    # XLA:CPU has no bfloat16 product with a float32 result in every layout.
-    if linear or (dtype == jnp.bfloat16 and jax.default_backend() == "cpu"):
+    # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
+    # convolves in float32. XLA:CPU has no such bfloat16 product in every layout.
+    on_cpu = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    if linear or on_cpu or eqn.primitive.name == "conv_general_dilated":
         return lax.convert_element_type(product(args, dtype), jnp.float32)
     accumulate = jax.custom_jvp(lambda *args: product(args, jnp.float32))
     accumulate.defjvp(rule, symbolic_zeros=True)

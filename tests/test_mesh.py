@@ -67,7 +67,8 @@ def collectives(fun, tmp_path, *args, **options):
     (dump,) = tmp_path.glob("*after_spmd-partition*")
     found, computation = [], ""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", dump.read_text()))
-    pattern = r"= (\w+)\[([\d,]*)\]\S* (all-reduce|all-gather|reduce-scatter)\("
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    pattern = rf"= (\w+)\[([\d,]*)\]\S* ({kinds})\("
     for line in dump.read_text().splitlines():
         if line.endswith("{"):
             computation = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line).group(1)
@@ -208,7 +209,7 @@ def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
     (value, aux), grad = jax.jit(step)(jnp.float32(2), x, jax.random.key(0))
     assert aux["noise"].shape == (8, 2)
     assert len(np.unique(aux["noise"])) == 16
-    np.testing.assert_array_equal(aux["x"], x.reshape(8, 2, 2))
+    np.testing.assert_array_equal(aux["x"], x.reshape(8, 2, 2).swapaxes(1, 2))
     np.testing.assert_allclose(grad, aux["noise"].mean(), rtol=4 * EPS["float32"])
     np.testing.assert_allclose(value, 2 * grad, rtol=4 * EPS["float32"])
 
@@ -569,6 +570,18 @@ def test_gathering_before_the_cast_would_move_float32(tmp_path):
 
     found = collectives(forward, tmp_path, params, X)
     assert {c.dtype for c in found if c.kind == "all-gather"} == {"f32"}
+
+
+def test_micro_batches_move_no_rows_under_jit(tmp_path):
+    grad_fn = jaxmp.value_and_grad(
+        loss_of(MODEL.apply), accum_steps=4, batch_argnums=(1, 2)
+    )
+    data = jax.device_put((X, Y), NamedSharding(DATA, P("data")))
+    params = jax.device_put(PARAMS, NamedSharding(DATA, P()))
+    found = collectives(grad_fn, tmp_path, params, *data)
+    assert {c.kind for c in found} == {"all-reduce"}
+    sizes = {x.size for x in jax.tree.leaves(PARAMS)} | {1}  # gradients and the loss
+    assert {c.size for c in found} <= sizes
 
 
 @pytest.mark.parametrize("steps", [1, 4])
