@@ -161,11 +161,14 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
     scale = jax.lax.optimization_barrier(scale)
     factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
     divisor = scale * factor
+    return jax.tree.map(
+        lambda x: _divided(x, factor, divisor) if is_inexact(x) else x, widen(tree)
+    )
 
-    def divide(x):
-        return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 
-    return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
+@jax.jit  # JAX traces it once for all leaves of one shape
+def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
+    return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 
 
 def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
