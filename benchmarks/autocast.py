@@ -1,9 +1,9 @@
 """Autocast against float32 and against Flax's own 16 bits, on many models.
 
 Prints four tables and saves them: how exact each model is, how long tracing takes, how
-much the backward pass keeps according to JAX, and how much memory the step takes when it
-is compiled for a GPU (extra ``aot``). All of it is computed on a CPU; none of it is a
-step time.
+much the backward pass keeps according to JAX, and how much memory the step takes when
+compiled for a GPU (extra ``aot``). All of it is computed on a CPU; none of it is a step
+time.
 """
 
 import functools
