@@ -5,6 +5,8 @@ import os
 # XLA's threads. With fewer than devices that wait in independent collectives, JAX
 # 0.10.2 waits for ever on CPU devices.
 os.environ.setdefault("NPROC", "64")
+# Also where there is a GPU, and where the compiler for one makes JAX look for it.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 

@@ -161,6 +161,13 @@ class Network(NamedTuple):
         rows = [self.example(random) for _ in range(size or self.batch_size)]
         return np.stack([x for x, _ in rows]), np.stack([y for _, y in rows])
 
+    def shapes(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes and dtypes of a batch, to compile for."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self.batch_size, *x.shape[1:]), x.dtype),
+            self.batch(1),
+        )
+
 
 def mlp(batch_size: int, features: int, **sizes: Any) -> Network:
     """Returns an MLP on vectors."""

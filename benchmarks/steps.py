@@ -110,7 +110,7 @@ def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
     return loss_fn
 
 
-def by_hand(network, dtype, accum_steps, tx=None):
+def by_hand(network, dtype, accum_steps, tx=None, skips=False):
     """Casts once, and neither scales nor checks: the least that can be done."""
     tx = tx or optax.adam(LEARNING_RATE)
     grad_fn = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
@@ -123,10 +123,19 @@ def by_hand(network, dtype, accum_steps, tx=None):
         updates, opt_state = tx.update(
             _cast(grads, jnp.float32), state.opt_state, state.params
         )
-        params = optax.apply_updates(state.params, updates)
-        return State(params, stats, opt_state), loss
+        new = State(optax.apply_updates(state.params, updates), stats, opt_state)
+        if skips:
+            finite = [jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]
+            finite = jnp.stack(finite).all()
+            new = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, state)
+        return new, loss
 
     return tx, _nothing, step
+
+
+def by_hand_skipping(network, dtype, accum_steps):
+    """The hand-written step that also checks the gradients and skips, unscaled."""
+    return by_hand(network, dtype, accum_steps, skips=True)
 
 
 def accumulated(grad_fn, steps):
@@ -341,6 +350,7 @@ def mpx(network, dtype, accum_steps):
 # scale, and a step.
 CONTESTANTS = {
     "by hand": by_hand,
+    "by hand, skipping": by_hand_skipping,
     "jaxmp cast": jaxmp_cast,
     "jaxmp modules": jaxmp_modules,
     "jaxmp autocast": jaxmp_autocast,

@@ -200,7 +200,7 @@ def _is_in_linen(linen: Any, fun: Callable) -> bool:
     """
     context = getattr(linen.module, "_context", None)
     stack = getattr(context, "module_stack", [fun])  # ends with None outside modules
-    owner = getattr(fun, "__self__", fun)
+    owner: Any = getattr(fun, "__self__", fun)
     bound = isinstance(owner, linen.Module) and owner.scope is not None
     return bound or stack[-1] is not None
 

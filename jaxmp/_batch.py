@@ -28,9 +28,9 @@ def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps:
             check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
         parts = [_split(x, steps) for _, x in entries]
 
-        def add_micro_batch(totals, parts):
+        def add_micro_batch(totals, i):
             leaves = [
-                whole if part is None else part
+                whole if part is None else _part(part, i)
                 for (_, whole), part in zip(entries, parts, strict=True)
             ]
             micro = structure.unflatten(leaves)
@@ -41,7 +41,7 @@ def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps:
             return totals, (loss, aux)
 
         zeros = jax.tree.map(_wide_zeros, params)
-        grads, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, parts)
+        grads, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, jnp.arange(steps))
         return losses.sum(), grads, aux
 
     return accumulated
@@ -83,7 +83,7 @@ def _wide_zeros(x: Any) -> jax.Array | None:
 
 
 def _split(x: Any, steps: int) -> jax.Array | None:
-    """Splits an array of the batch into ``[steps, ...]``, and a key into as many."""
+    """Splits an array of the batch into ``[rows, steps, ...]``, a key into as many."""
     if not is_array(x):
         return None
     if is_scalar_key(x):
@@ -91,4 +91,10 @@ def _split(x: Any, steps: int) -> jax.Array | None:
     x = jnp.asarray(x)
     # Every k-th row, not the first B/k: of a batch that is sharded over devices, each
     # micro-batch then has its part on each device, and no row has to move.
-    return x.reshape(x.shape[0] // steps, steps, *x.shape[1:]).swapaxes(0, 1)
+    return x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+
+
+def _part(split: jax.Array, i: jax.Array) -> jax.Array:
+    """Returns what :func:`_split` made for micro-batch ``i``, read where it lies."""
+    axis = min(1, split.ndim - 1)  # a scalar key has no rows
+    return jax.lax.dynamic_index_in_dim(split, i, axis, keepdims=False)

@@ -773,8 +773,10 @@ def _accumulated(
 
     moving = [_is_inexact(var) for var in eqn.invars]
     args = [x for x, m in zip(operands, moving, strict=True) if m]
-    # XLA:CPU has no bfloat16 product with a float32 result in every layout.
-    if linear or (dtype == jnp.bfloat16 and jax.default_backend() == "cpu"):
+    # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
+    # convolves in float32. XLA:CPU has no such bfloat16 product in every layout.
+    on_cpu = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
+    if linear or on_cpu or eqn.primitive.name == "conv_general_dilated":
         return lax.convert_element_type(product(args, dtype), jnp.float32)
     accumulate = jax.custom_jvp(lambda *args: product(args, jnp.float32))
     accumulate.defjvp(rule, symbolic_zeros=True)

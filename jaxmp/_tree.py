@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -61,7 +63,17 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
-    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if is_inexact(x)]
+    # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves. So
+    # the same parameter of every layer goes into one. It is known by its name, because
+    # leaves of different sharding would have to move to be reduced together, and under
+    # `jit` their shardings are not known here.
+    groups = collections.defaultdict(list)
+    for path, x in jax.tree.leaves_with_path(tree):
+        if is_inexact(x):
+            flags = jnp.isfinite(x)
+            name = re.sub(r"\d+", "", path_name(path))
+            groups[name, jax.typeof(flags)].append(flags)
+    flags = [flag for group in groups.values() for flag in _all_of_each(group)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
     axes = as_axes(axis_name)
     if not axes:
@@ -154,6 +166,16 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
         return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 
     return jax.tree.map(lambda x: divide(x) if is_inexact(x) else x, widen(tree))
+
+
+def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Reduces bool arrays of one shape to bool scalars, all in one reduction."""
+
+    def both(xs, ys):
+        return [jnp.logical_and(x, y) for x, y in zip(xs, ys, strict=True)]
+
+    true = [jnp.array(True)] * len(arrays)
+    return jax.lax.reduce(arrays, true, both, tuple(range(arrays[0].ndim)))
 
 
 def widen(tree: T) -> T:

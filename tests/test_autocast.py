@@ -337,6 +337,25 @@ def test_normalisation_and_softmax_run_in_float32_inside_16_bit_work():
     assert all(c == {"float16"} for c in contractions(grad, W, X))
 
 
+def test_a_convolution_is_16_bit_throughout():
+    # Of a float32 result on a GPU, XLA makes a convolution of float32 operands.
+    def loss(w, x):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dimensions)
+        return jnp.square(y).mean()
+
+    w, x = jnp.ones((3, 3, 2, 4)), jnp.ones((2, 8, 8, 2))
+    cast = jaxmp.autocast(jax.value_and_grad(loss, argnums=(0, 1)), jnp.float16)
+    convolutions = [
+        {v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)}
+        for eqn in traced(cast, w, x)
+        if eqn.primitive.name == "conv_general_dilated"
+    ]
+    assert convolutions == [{"float16"}] * 3
+    _, grads = jax.eval_shape(cast, w, x)
+    assert {grad.dtype.name for grad in grads} == {"float32"}
+
+
 def test_activations_between_products_stay_16_bit():
     def fun(w, b, x):
         for _ in range(3):

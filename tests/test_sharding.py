@@ -1,5 +1,6 @@
 """Eight devices: one decision, one scale, and the numbers of a single device."""
 
+import re
 from functools import partial
 
 import chex
@@ -98,6 +99,26 @@ def test_the_flag_is_global_under_jit():
     finite = jax.jit(jaxmp.all_finite)(grads)
     assert finite.sharding.is_fully_replicated
     assert not finite
+
+
+def test_no_gradient_moves_to_be_checked():
+    # Alike but for a number in their names, and sharded in three ways.
+    specs = [P("data"), P(None, "data"), P(), P("data")]
+    grads = {f"layer_{i}": jnp.ones((8, 8), jnp.float16) for i in range(4)}
+
+    def shard(x, spec):
+        return jax.device_put(x, NamedSharding(MESH, spec))
+
+    for poisoned in [None, *grads]:
+        tree = dict(grads)
+        if poisoned:
+            tree[poisoned] = tree[poisoned].at[7, 7].set(jnp.inf)
+        tree = dict(zip(tree, map(shard, tree.values(), specs), strict=True))
+        assert jax.jit(jaxmp.all_finite)(tree) == (poisoned is None)
+    compiled = jax.jit(jaxmp.all_finite).lower(tree).compile().as_text()
+    moved = re.findall(r"= (.*) (?:all-|collective-|reduce-)\S+\(", compiled)
+    assert moved
+    assert not [line for line in moved if "f16" in line]
 
 
 # shard_map

@@ -79,6 +79,19 @@ def test_one_bad_entry_of_one_leaf_is_found(dtype, poison):
     assert not jax.jit(jaxmp.all_finite)((good, bad))
 
 
+def test_a_bad_entry_is_found_in_every_leaf_of_a_deep_tree():
+    # Leaves alike but for a number in their names are looked at together.
+    layer = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.float16)}
+    tree = {"layer_10": layer, "layer_9": layer, "scales": [jnp.ones(()), 1.0, 2]}
+    leaves, structure = jax.tree.flatten(tree)
+    assert jaxmp.all_finite(tree)
+    for i, leaf in enumerate(leaves[:-1]):
+        bad = jnp.ravel(leaf).at[-1].set(jnp.nan).reshape(jnp.shape(leaf))
+        poisoned = structure.unflatten([*leaves[:i], bad, *leaves[i + 1 :]])
+        assert not jaxmp.all_finite(poisoned)
+        assert not jax.jit(jaxmp.all_finite)(poisoned)
+
+
 @pytest.mark.parametrize("part", [complex(jnp.nan, 0), complex(0, jnp.inf)])
 def test_each_part_of_a_complex_number_counts(part):
     assert not jaxmp.all_finite(jnp.array([1j, part]))

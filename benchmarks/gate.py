@@ -1,0 +1,124 @@
+"""The machinery of jaxmp must cost what skipping costs, and no more.
+
+Small networks of each kind, compiled for an H200 in seconds and without a GPU, and held
+against hand-written 16-bit training that neither scales nor checks nor skips. What is
+small is the number of layers; what moves through memory has the size it has in use.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from . import h200
+from .machinery import FLOOR, count
+from .networks import gpt, mlp, resnet
+from .steps import contestant
+
+NETWORKS = {
+    "mlp": mlp(256, features=1024, width=1024, layers=2),
+    "gpt": gpt(16, layers=1, width=256, heads=4, vocabulary=1024, length=256),
+    "cnn": resnet(32, image=64, stages=(1,), width=128, bottleneck=False),
+}
+# Network, contestant, micro-batches.
+STEPS = [
+    ("mlp", "jaxmp cast", 1),
+    ("mlp", "jaxmp modules", 1),
+    ("mlp", "jaxmp autocast", 1),
+    ("mlp", "jaxmp cast", 4),
+    ("gpt", "jaxmp cast", 1),
+    ("gpt", "jaxmp cast", 4),
+    ("cnn", "jaxmp cast", 1),
+    ("cnn", "jaxmp autocast", 1),
+]
+
+
+class Check(NamedTuple):
+    """A number and the most that it may be."""
+
+    step: str
+    what: str
+    found: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the number is in its limit."""
+        return self.found <= self.limit
+
+
+def main(arguments: list[str]) -> None:
+    """Prints every number with its limit; exits with 1 if one is above."""
+    if arguments:
+        raise SystemExit("usage: python -m benchmarks gate")
+    jax.config.update("jax_platforms", "cpu")
+    if reason := h200.unavailable():
+        raise SystemExit(f"gate cannot compile for a GPU: {reason}")
+    table = Table("step", "what", "found", "at most", "", title=h200.DEVICE)
+    results = []
+    for check in gate():
+        results.append(check.holds)
+        mark = "" if check.holds else "[bold red]too much"
+        table.add_row(*check[:2], f"{check.found:.3f}", f"{check.limit:g}", mark)
+    Console().print(table)
+    raise SystemExit(not all(results))
+
+
+def gate() -> Iterator[Check]:
+    """Yields the checks of all steps."""
+    for name, contestant_name, accum_steps in STEPS:
+        step = f"{name}, {contestant_name}, {accum_steps} micro-batches"
+        found = measured(name, contestant_name, accum_steps)
+        yield from checks(step, found, floor(name, accum_steps))
+
+
+@functools.cache
+def floor(name: str, accum_steps: int) -> dict[str, Any]:
+    """Counts in the hand-written step of a network, once."""
+    return measured(name, FLOOR, accum_steps)
+
+
+def measured(name: str, contestant_name: str, accum_steps: int) -> dict[str, Any]:
+    """Compiles a step of one of the gate's networks and counts."""
+    step = contestant(contestant_name, NETWORKS[name], accum_steps=accum_steps)
+    which = {"contestant": contestant_name, "accum_steps": accum_steps}
+    return which | count(step, NETWORKS[name])
+
+
+def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[Check]:
+    """Yields what must hold of a step.
+
+    Args:
+        step: Its name.
+        found: What :func:`measured` counted in it.
+        floor: The same of the hand-written step.
+    """
+    n = floor["parameters"]
+    wide = sum(k for kind, k in found["products"].items() if _is_wide(kind))
+    yield Check(step, "products of float32 operands", wide, 0)
+    # `last_finite` is written and not read, so that JAX drops it from the arguments.
+    yield Check(step, "bytes not donated", found["state"] - found["aliased"], 1)
+    copies = found["parameter_copies"] - floor["parameter_copies"]
+    yield Check(step, "more copies of a parameter", copies, 0)
+    if found["contestant"] == "jaxmp autocast":
+        return  # it keeps float32 gradients on purpose
+    more = (found["bytes"] - floor["bytes"]) / n
+    if found["accum_steps"] == 1:
+        # The check reads 16-bit gradients once more: 2N.
+        yield Check(step, "more bytes, in N", more, 2.1)
+    else:
+        # It reads their float32 sums. Where weights are most of what moves, as in the
+        # MLP, that alone is more than 1%.
+        yield Check(step, "more bytes, in N", more, 4.1)
+        if floor["bytes"] > 400 * n:
+            yield Check(step, "bytes", found["bytes"] / floor["bytes"], 1.01)
+    memory = [x["temp"] - x["workspace"] for x in (found, floor)]
+    yield Check(step, "temporary memory", memory[0] / memory[1], 1.02)
+
+
+def _is_wide(kind: str) -> bool:
+    """Tells whether a product such as ``matmul f16 x f32 -> f32`` reads float32."""
+    return "f32" in kind.split(" -> ")[0].split()

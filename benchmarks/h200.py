@@ -1,0 +1,80 @@
+"""Compiles for an NVIDIA H200, on a machine that need not have one.
+
+JAX's plugin for CUDA brings the compiler, and ``h200.txtpb`` says to it what it would
+ask the GPU. Nothing runs: what comes back is the program, as text, and its memory.
+"""
+
+import functools
+import importlib.metadata
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+DEVICE = "NVIDIA H200"
+# The compiler that the numbers are of. Another one fuses in another way.
+JAXLIB = "0.10.2"
+OPTIONS = {
+    # Without a GPU no candidates can be timed: matrix products go to cuBLAS.
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    # The machine code of a kernel is not looked at, so it need not be good.
+    "xla_backend_optimization_level": 0,
+}
+
+
+def unavailable() -> str | None:
+    """Returns why this machine cannot compile for a GPU, or None if it can."""
+    found = importlib.metadata.version("jaxlib")
+    if found != JAXLIB:
+        return f"the numbers are those of jaxlib {JAXLIB}, and here is {found}"
+    try:
+        plugin = importlib.metadata.version("jax-cuda12-plugin")
+    except importlib.metadata.PackageNotFoundError:
+        plugin = "not installed"
+    if plugin != JAXLIB:
+        return (
+            f"it needs jax-cuda12-plugin {JAXLIB}, which is {plugin}; "
+            "`pip install 'jaxmp[aot]'` installs it"
+        )
+    if jax.config.jax_platforms != "cpu":
+        return "JAX looks for a GPU here; set `JAX_PLATFORMS=cpu`"
+    return None
+
+
+def compiled(fun: Callable[..., Any], donated: Any, *args: Any) -> jax.stages.Compiled:
+    """Compiles a function for an H200.
+
+    Args:
+        fun: The function.
+        donated: Its first argument, which is donated: a pytree of arrays, or of
+            anything with a shape and a dtype.
+        *args: Its other arguments, of the same kind.
+
+    Returns:
+        The executable. It has its program, ``as_text()``, and ``memory_analysis()``.
+    """
+    sharding = SingleDeviceSharding(_topology().devices[0])
+    leaves, structure = jax.tree.flatten((donated, args))
+
+    def flat(donated, args):
+        donated, args = structure.unflatten(donated + args)
+        return jax.tree.leaves(fun(donated, *args))
+
+    # Leaves, because jmp's loss scale cannot hold the descriptions that JAX puts in
+    # the place of arrays here.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in leaves]
+    split = len(jax.tree.leaves(donated))
+    lowered = jax.jit(flat, donate_argnums=0).lower(shapes[:split], shapes[split:])
+    return lowered.compile(compiler_options=OPTIONS)
+
+
+@functools.cache
+def _topology():
+    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x1"
+    )

@@ -1,0 +1,299 @@
+"""What a compiled GPU program does, counted from its text.
+
+``Compiled.as_text()`` of a GPU program is what runs: each fusion and each library call
+in it is a kernel that reads its operands from memory and writes its results. So the
+bytes that move can be added up, and the kernels counted, without running anything.
+
+They are counted as the kernels work: of an operand that is only sliced or gathered
+from, the part that is read; of a buffer that is updated in place, the part that is
+written; of a library call not its workspace. A loop counts as often as it runs, and a
+conditional as its dearest branch.
+"""
+
+import collections
+import math
+import re
+from typing import NamedTuple
+
+# No kernels: they name memory, or wait for what was counted when it started.
+FREE = {
+    "after-all",
+    "async-done",
+    "async-update",
+    "bitcast",
+    "constant",
+    "copy-done",
+    "get-tuple-element",
+    "parameter",
+    "tuple",
+}
+# These read of their first operand as much as they return.
+READ_A_PART = {"dynamic-slice", "gather", "slice"}
+# These write into their first operand, and where it is an argument of the kernel, in
+# place: the operand that they write, and how often its bytes move.
+WRITE_IN_PLACE = {"dynamic-update-slice": (1, 1), "scatter": (2, 2)}
+PRODUCTS = {
+    "__cublas$": "matmul",
+    "__cudnn$conv": "convolution",
+    "dot": "matmul",
+    "convolution": "convolution",
+}
+
+
+class Work(NamedTuple):
+    """What a program does in one call."""
+
+    bytes: int  # read from memory and written to it
+    kernels: int
+    copies: collections.Counter[str]  # by shape
+    products: collections.Counter[str]  # by kind and dtypes
+    workspace: int  # bytes of the largest that a library call asks for
+
+    def plus(self, other: "Work", times: int = 1) -> "Work":
+        """Returns this work and after it the other, so many times."""
+        return Work(
+            self.bytes + times * other.bytes,
+            self.kernels + times * other.kernels,
+            self.copies + _times(other.copies, times),
+            self.products + _times(other.products, times),
+            max(self.workspace, other.workspace),
+        )
+
+
+class Instruction(NamedTuple):
+    """A line of a computation."""
+
+    name: str
+    shape: str  # with dtypes; that of a tuple in parentheses
+    opcode: str
+    operands: list[str]
+    attributes: str
+
+    def called(self, attribute: str) -> list[str]:
+        """Returns the computations that an attribute names."""
+        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%\S+)", self.attributes)
+        return re.findall(r"%([\w.\-]+)", found[1]) if found else []
+
+
+class Computation(NamedTuple):
+    """Instructions by name, and which of them is the result."""
+
+    instructions: dict[str, Instruction]
+    root: str
+
+    def behind(self, name: str) -> Instruction:
+        """Returns the instruction that a name stands for, without bitcasts."""
+        instruction = self.instructions[name]
+        if instruction.opcode == "bitcast":
+            return self.behind(instruction.operands[0])
+        return instruction
+
+
+def work(text: str) -> Work:
+    """Counts what a compiled program does in one call.
+
+    Args:
+        text: The program, ``compiled.as_text()`` of a GPU executable.
+
+    Returns:
+        A :class:`Work`.
+
+    Raises:
+        ValueError: If a loop does not say how often it runs.
+    """
+    computations, entry = parse(text)
+    return _work(entry, computations)
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """Returns the computations of a program by name, and the name of its entry."""
+    computations, name, entry = {}, "", ""
+    instructions, root = {}, ""
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name, instructions = header[2], {}
+            entry = name if header[1] else entry
+        elif line == "}":
+            computations[name] = Computation(instructions, root)
+        elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line):
+            shape, rest = _until_balanced(line[found.end() :])
+            opcode, rest = re.match(r" ([\w\-]+)(.*)", rest).groups()
+            operands, attributes = _until_balanced(rest)
+            operands = re.findall(r"%([\w.\-]+)", operands)
+            if opcode == "parameter":  # whose number stands where operands do
+                attributes = re.match(r"\((\d+)\)", rest)[1]
+            root = found[2] if found[1] else root
+            instructions[found[2]] = Instruction(
+                found[2], shape, opcode, operands, attributes
+            )
+    return computations, entry
+
+
+def arrays(shape: str) -> list[tuple[str, int]]:
+    """Returns the dtype and the number of elements of each array of a shape.
+
+    Examples:
+        >>> arrays("(f16[3,2]{1,0}, s32[])")
+        [('f16', 6), ('s32', 1)]
+    """
+    found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
+    return [(d, math.prod(int(n) for n in s.split(",") if n)) for d, s in found]
+
+
+def bytes_of(shape: str) -> int:
+    """Returns the bytes of an array, or of all arrays of a tuple.
+
+    Examples:
+        >>> bytes_of("(f16[3,2]{1,0}, s32[], pred[5]{0})")
+        21
+    """
+    return sum(_bits(dtype) * size // 8 for dtype, size in arrays(shape))
+
+
+def _bits(dtype: str) -> int:
+    return 8 if dtype == "pred" else int(re.match(r"[a-z]+(\d+)", dtype)[1])
+
+
+def _times(counter, times):
+    return collections.Counter({key: times * n for key, n in counter.items()})
+
+
+def _until_balanced(text: str) -> tuple[str, str]:
+    """Splits off the first word, or what stands in the first pair of parentheses."""
+    if not text.startswith("("):
+        word, space, rest = text.partition(" ")
+        return word, space + rest
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[: i + 1], text[i + 1 :]
+    raise ValueError(f"The parentheses do not match in `{text}`.")
+
+
+def _work(name: str, computations: dict[str, Computation]) -> Work:
+    total = Work(0, 0, collections.Counter(), collections.Counter(), 0)
+    computation = computations[name]
+    for instruction in computation.instructions.values():
+        opcode = instruction.opcode
+        if opcode in FREE:
+            continue
+        if opcode == "while":
+            (body,) = instruction.called("body")
+            total = total.plus(_work(body, computations), _trip_count(instruction))
+        elif opcode == "conditional":
+            branches = instruction.called("branch_computations") or [
+                *instruction.called("true_computation"),
+                *instruction.called("false_computation"),
+            ]
+            total = total.plus(max(_work(branch, computations) for branch in branches))
+        elif opcode in ("call", "async-start"):
+            for called in instruction.called("to_apply") + instruction.called("calls"):
+                total = total.plus(_work(called, computations))
+        else:
+            total = total.plus(_kernel(instruction, computation, computations))
+    return total
+
+
+def _trip_count(loop: Instruction) -> int:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if found is None:
+        raise ValueError(f"The loop `{loop.name}` does not say how often it runs.")
+    return int(found[1])
+
+
+def _kernel(instruction, computation, computations) -> Work:
+    """Returns the work of one kernel."""
+    if instruction.opcode == "fusion":
+        body = computations[instruction.called("calls")[0]]
+    else:
+        body = _alone(instruction, computation)
+    reads = collections.Counter()
+    for inner in body.instructions.values():
+        if inner.opcode == "parameter":
+            operand = instruction.operands[int(inner.attributes)]
+            reads[operand] += _read(inner, body)
+    for operand, count in reads.items():  # one that is used twice is read once
+        reads[operand] = min(count, bytes_of(computation.instructions[operand].shape))
+    written = sum(_written(output, body) for output in _outputs(body))
+    opcodes = {inner.opcode for inner in body.instructions.values()} - FREE
+    copies = opcodes and opcodes <= {"copy", "copy-start"}
+    return Work(
+        bytes=reads.total() + written,
+        kernels=1,
+        copies=collections.Counter([instruction.shape] if copies else []),
+        products=_products(body, computations),
+        workspace=max(map(_workspace, body.instructions.values())),
+    )
+
+
+def _alone(instruction, computation) -> Computation:
+    """Returns an instruction as if it were a fusion of one."""
+    body = {instruction.name: instruction}
+    for i, name in enumerate(instruction.operands):
+        shape = computation.instructions[name].shape
+        body[name] = Instruction(name, shape, "parameter", [], str(i))
+    return Computation(body, instruction.name)
+
+
+def _outputs(body: Computation) -> list[Instruction]:
+    """Returns what a fusion writes."""
+    root = body.behind(body.root)
+    names = root.operands if root.opcode == "tuple" else [root.name]
+    return [body.behind(name) for name in names]
+
+
+def _is_in_place(instruction: Instruction, body: Computation) -> bool:
+    return (
+        instruction.opcode in WRITE_IN_PLACE
+        and body.behind(instruction.operands[0]).opcode == "parameter"
+    )
+
+
+def _written(output: Instruction, body: Computation) -> int:
+    if _is_in_place(output, body):
+        operand, times = WRITE_IN_PLACE[output.opcode]
+        return times * bytes_of(body.instructions[output.operands[operand]].shape)
+    return bytes_of(output.shape) - _workspace(output)
+
+
+def _workspace(instruction: Instruction) -> int:
+    """Returns the bytes of a library call's results that are not numbers."""
+    if instruction.opcode != "custom-call":
+        return 0
+    return sum(
+        size for dtype, size in arrays(instruction.shape) if dtype in ("s8", "u8")
+    )
+
+
+def _read(parameter: Instruction, body: Computation) -> int:
+    """Returns how many bytes of a parameter the body reads."""
+    outputs = _outputs(body)
+    total = 0
+    for user in body.instructions.values():
+        if user.opcode == "bitcast":
+            continue  # its users are looked at
+        for i, operand in enumerate(user.operands):
+            if body.behind(operand).name != parameter.name:
+                continue
+            if i == 0 and user.opcode in READ_A_PART:
+                total += bytes_of(user.shape)
+            elif not (i == 0 and user in outputs and _is_in_place(user, body)):
+                total += bytes_of(parameter.shape)
+    return total
+
+
+def _products(body: Computation, computations) -> collections.Counter[str]:
+    """Returns the matrix products and convolutions of a kernel, with their dtypes."""
+    found = collections.Counter()
+    for instruction in body.instructions.values():
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        opcode = target[1] if target else instruction.opcode
+        for kind, name in PRODUCTS.items():
+            if opcode.startswith(kind):
+                shapes = [body.instructions[x].shape for x in instruction.operands[:2]]
+                dtypes = [arrays(s)[0][0] for s in (*shapes, instruction.shape)]
+                found[f"{name} {dtypes[0]} x {dtypes[1]} -> {dtypes[2]}"] += 1
+        for called in instruction.called("calls"):
+            found += _products(computations[called], computations)
+    return found

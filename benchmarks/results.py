@@ -1,0 +1,56 @@
+"""How benchmarks keep what they measured."""
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import shlex
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).parent / "results"
+LIBRARIES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "jaxmp",
+    "jmp",
+    "mixed-precision-for-JAX",
+    "equinox",
+    "torch",
+)
+
+
+def save(
+    path: pathlib.Path, name: str, hardware: str, arguments: list[str], rows: Any
+) -> None:
+    """Puts results into a JSON file, with all that is needed to make them again.
+
+    Args:
+        path: The file. What it holds under other names stays.
+        name: The name of the results in it.
+        hardware: What was measured on.
+        arguments: The command line after ``python -m benchmarks``.
+        rows: The results.
+    """
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[name] = {
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware,
+        "versions": {"python": platform.python_version()} | _versions(),
+        "rows": rows,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

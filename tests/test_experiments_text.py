@@ -1,0 +1,148 @@
+"""The two experiments on text teach what they say, in their quick form."""
+
+import io
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxmp
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+sys.path.append(str(EXAMPLES))
+
+import _text  # noqa: E402
+import language_model  # noqa: E402
+import masked_lm  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def keys_that_compile_fast():
+    with jax.default_prng_impl("rbg"):
+        yield
+
+
+def terminal():
+    return Console(record=True, width=80, file=io.StringIO())
+
+
+# The text
+
+
+def test_the_text_is_english_and_long_enough_for_a_global_batch():
+    text = _text.read()
+    tokens = _text.as_characters(text)
+    assert len(tokens) == len(text) > 1_000_000
+    assert tokens.dtype == np.int32
+    assert set(np.unique(tokens)) <= set(range(96))
+    start = "".join(_text.CHARACTERS[i] for i in tokens[:1000])
+    assert start == re.sub("[^\n -~]", " ", text[:1000])
+    words = _text.as_words("The cat and the dog\nand THE 7 cats.", 4)
+    assert words.tolist() == [1, 0, 2, 1, 0, 2, 1, 0, 0, 3]
+
+
+def test_every_tenth_row_is_held_out():
+    training, held_out = _text.split(np.arange(1003), 10)
+    np.testing.assert_array_equal(held_out, np.arange(1000).reshape(10, 10, 10)[:, 9])
+    assert len(training) == 90
+
+
+# The language model
+
+
+def test_float16_learns_from_half_a_million_characters_only_with_a_scale(tmp_path):
+    console = terminal()
+    config = language_model.Config(
+        policy=("float32", "float16", "float16-dynamic"),
+        updates=45,
+        figure=tmp_path / "curves.png",
+    )
+    results = language_model.main(config, console)
+    full, unscaled, dynamic = (r.losses[-1][1] for r in results)
+    assert full < 2.8
+    assert unscaled > full + 0.5
+    assert abs(dynamic - full) < 0.1
+    scale = results[2].history[-1]
+    assert 0 < scale.skipped < 20
+    assert scale.loss_scale > 2**15
+    printed = console.export_text()
+    assert "each divided by the global count, 524,288" in " ".join(printed.split())
+    assert f"{unscaled:.2f}" in printed
+    assert "…" not in printed
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def products(fun, *args):
+    """Returns the dtypes of the matrix products in a function's jaxpr."""
+    lines = str(jax.make_jaxpr(fun)(*args)).splitlines()
+    return [re.search(r":(\w+)\[", x)[1] for x in lines if "dot_general[" in x]
+
+
+@pytest.mark.parametrize(("policy", "dtype"), [("mixed_float16", "f16")])
+def test_all_products_of_the_lstm_are_in_16_bits(policy, dtype):
+    model = language_model.LanguageModel(96, 8)
+    tokens = np.zeros((2, 3), np.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    found = products(jaxmp.with_policy(model.apply, policy), params, tokens)
+    assert found == [dtype] * 5  # two in each layer, and the output
+
+
+def test_an_unknown_setting_ends_in_one_sentence():
+    with pytest.raises(SystemExit, match=r"'float61'.*float16-dynamic"):
+        language_model.main(language_model.Config(policy=("float61",)))
+
+
+# The masked model
+
+
+def test_the_masked_model_learns_the_same_in_mixed_precision():
+    console = terminal()
+    config = masked_lm.Config(policy=("float32", "mixed_float16"), updates=12)
+    results = masked_lm.main(config, console)
+    for result in results:
+        assert result.losses[-1][1] < result.losses[0][1] - 1
+    full, mixed = (r.losses[-1][1] for r in results)
+    assert abs(mixed - full) < 0.1
+    printed = console.export_text()
+    assert "Loss at the end" in printed
+    assert "Residuals of 8 rows" in printed
+    assert "GPU" in printed or "compiled for" in printed
+    assert "…" not in printed
+
+
+def test_residuals_take_little_more_than_half_of_the_bytes():
+    full, bfloat16, float16 = (
+        masked_lm.residual_bytes(masked_lm.BERT_BASE, policy, 8, 128)
+        for policy in ("float32", "mixed_bfloat16", "mixed_float16")
+    )
+    assert bfloat16 == float16
+    assert 0.5 < float16 / full < 0.75
+
+
+def test_masking_shows_what_bert_shows():
+    rows = np.arange(40 * 100).reshape(40, 100) % 1000
+    batch = masked_lm.mask(np.random.default_rng(0), rows)
+    assert batch.positions.shape == batch.targets.shape == (40, 15)
+    assert all(len(set(row)) == 15 for row in batch.positions)
+    shown = np.take_along_axis(batch.tokens, batch.positions, 1)
+    assert abs((shown == masked_lm.VOCABULARY).mean() - 0.8) < 0.1
+    assert abs((shown == batch.targets).mean() - 0.1) < 0.05
+    np.put_along_axis(batch.tokens, batch.positions, batch.targets, 1)
+    np.testing.assert_array_equal(batch.tokens, rows)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(100, 9), (99, 8), (10, 0), (1e6, 99999)])
+def test_the_largest_batch_is_found_exactly(limit, rows):
+    tried = []
+
+    def peak(n):
+        tried.append(n)
+        return 10 + 10 * n
+
+    assert masked_lm.largest_batch(peak, limit) == rows
+    assert len(tried) <= 6
+    assert len(set(tried)) == len(tried)

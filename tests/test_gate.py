@@ -1,0 +1,92 @@
+"""jaxmp's machinery, compiled for an H200, costs what skipping costs."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from benchmarks import gate, h200, hlo, machinery
+from benchmarks.networks import TINY
+from benchmarks.steps import contestant, contestants
+from jaxmp import _loss_scale
+
+UNAVAILABLE = h200.unavailable()
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
+
+
+@pytest.mark.parametrize("step", gate.STEPS, ids=str)
+def test_a_step_costs_what_skipping_costs(step):
+    name, _, accum_steps = step
+    found, floor = gate.measured(*step), gate.floor(name, accum_steps)
+    for check in gate.checks(str(step), found, floor):
+        assert check.holds, check
+
+
+def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
+    def new_or_old(finite, new, old):
+        return jax.lax.cond(finite, lambda: new, lambda: old)
+
+    monkeypatch.setattr(_loss_scale, "_new_or_old", new_or_old)
+    monkeypatch.setattr(gate, "STEPS", [("mlp", "jaxmp cast", 1)])
+    failed = {check.what for check in gate.gate() if not check.holds}
+    assert failed == {"more bytes, in N", "more copies of a parameter"}
+    with pytest.raises(SystemExit, match="True"):
+        gate.main([])
+    assert capsys.readouterr().out.count("too much") == len(failed)
+
+
+def test_a_product_in_float32_does_not_pass():
+    found = gate.measured("mlp", "float32", 1)
+    checks = gate.checks("mlp", found, gate.floor("mlp", 1))
+    assert "products of float32 operands" in {c.what for c in checks if not c.holds}
+
+
+def test_what_is_not_donated_does_not_pass():
+    step = contestant("jaxmp cast", gate.NETWORKS["mlp"])
+    state, batch = jax.eval_shape(step.init), gate.NETWORKS["mlp"].shapes()
+    kept = h200.compiled(lambda _, *args: step.step(*args), (), state, batch)
+    assert kept.memory_analysis().alias_size_in_bytes == 0
+
+
+def test_checking_a_deep_model_takes_tens_of_kernels():
+    layer = {"kernel": (512, 512), "scale": (512,), "bias": (512,)}
+    shapes = {f"layer_{i}": layer for i in range(24)}
+    grads = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float16),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    size = sum(x.size for x in jax.tree.leaves(grads))
+    work = hlo.work(
+        h200.compiled(lambda _, g: jaxmp.all_finite(g), (), grads).as_text()
+    )
+    assert work.kernels < 10  # of 72 leaves
+    assert work.bytes < 2.01 * size
+
+
+def test_the_same_program_gives_the_same_numbers_and_a_table(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(machinery, "NETWORKS", TINY)
+    options = ["--networks", "mlp", "--contestants", "by hand", "jmp"]
+    for name in "ab":
+        machinery.main(
+            [*options, "--accum-steps", "1", "--output", str(tmp_path / name)]
+        )
+    a, b = (json.loads((tmp_path / name).read_text())["mlp"] for name in "ab")
+    assert a["rows"] == b["rows"]
+    assert [row["contestant"] for row in a["rows"]] == ["by hand", "jmp"]
+    assert a["versions"]["jax"] == jax.__version__
+    assert "H200" in a["hardware"]
+    assert a["command"].startswith("python -m benchmarks machinery --networks mlp")
+    assert "mlp, 0.0M parameters" in capsys.readouterr().out
+
+
+def test_a_contestant_that_cannot_take_part_is_named():
+    lines = []
+    found = contestants(TINY["mlp"], ["mpx"], accum_steps=2, report=lines.append)
+    assert list(found) == []
+    assert len(lines) == 1
+    assert lines[0].startswith("mpx is left out: ")

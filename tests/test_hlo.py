@@ -1,0 +1,142 @@
+"""Bytes, kernels and dtypes, counted in programs that can be counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import h200, hlo
+
+UNAVAILABLE = h200.unavailable()
+needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
+
+
+def program(entry, *computations):
+    """Returns the text of a program, its computations given as name and lines."""
+    return "\n".join(
+        f"{'ENTRY ' * (name == 'main')}%{name} (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
+        for name, lines in [*computations, ("main", entry)]
+    )
+
+
+ADD = (
+    "add",
+    """  %a = f32[100]{0} parameter(0)
+  %b = f32[100]{0} parameter(1)
+  ROOT %sum = f32[100]{0} add(%a, %b)""",
+)
+
+
+def test_a_fusion_moves_its_operands_and_its_result():
+    entry = """  %x = f32[100]{0} parameter(0), metadata={op_name="x"}
+  %y = f32[100]{0} parameter(1)
+  ROOT %z = f32[100]{0} fusion(%x, /*index=1*/%y), kind=kLoop, calls=%add"""
+    work = hlo.work(program(entry, ADD))
+    assert (work.bytes, work.kernels) == (12 * 100, 1)
+    assert not work.copies
+    assert not work.products
+
+
+def test_what_is_read_twice_moves_once():
+    entry = """  %x = f32[100]{0} parameter(0)
+  ROOT %z = f32[100]{0} fusion(%x, %x), kind=kLoop, calls=%add"""
+    assert hlo.work(program(entry, ADD)).bytes == 8 * 100
+
+
+def test_names_of_memory_are_free():
+    entry = """  %x = (f32[100]{0}, f32[10,10]{1,0}) parameter(0)
+  %y = f32[100]{0} get-tuple-element(%x), index=0
+  %z = f32[10,10]{1,0} bitcast(%y)
+  ROOT %t = (f32[10,10]{1,0}, f32[100]{0}) tuple(%z, %y)"""
+    assert hlo.work(program(entry))[:2] == (0, 0)
+
+
+def test_a_slice_reads_and_an_update_in_place_writes_a_part():
+    body = (
+        "body",
+        """  %buffer = f32[100]{0} parameter(0)
+  %source = f32[1000]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %part = f32[10]{0} dynamic-slice(%source, %i), dynamic_slice_sizes={10}
+  %flat = f32[100]{0} bitcast(%buffer)
+  ROOT %new = f32[100]{0} dynamic-update-slice(%flat, %part, %i)""",
+    )
+    entry = """  %x = f32[100]{0} parameter(0)
+  %y = f32[1000]{0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %z = f32[100]{0} fusion(%x, %y, %i), kind=kLoop, calls=%body"""
+    read, written, index = 4 * 10, 4 * 10, 4
+    assert hlo.work(program(entry, body)).bytes == read + written + index
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    body = (
+        "body",
+        """  %t = (s32[], f32[100]{0}) parameter(0)
+  %x = f32[100]{0} get-tuple-element(%t), index=1
+  %i = s32[] get-tuple-element(%t), index=0
+  %y = f32[100]{0} fusion(%x, %x), kind=kLoop, calls=%add
+  ROOT %u = (s32[], f32[100]{0}) tuple(%i, %y)""",
+    )
+    entry = """  %t = (s32[], f32[100]{0}) parameter(0)
+  ROOT %w = (s32[], f32[100]{0}) while(%t), condition=%c, body=%body"""
+    known = ', backend_config={"known_trip_count":{"n":"7"}}'
+    work = hlo.work(program(entry + known, ADD, body))
+    assert (work.bytes, work.kernels) == (7 * 800, 7)
+    with pytest.raises(ValueError, match="`w` does not say how often"):
+        hlo.work(program(entry, ADD, body))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "true_computation=%one, false_computation=%none",
+        "branch_computations={%none, %one}",
+    ],
+)
+def test_a_conditional_counts_as_its_dearest_branch(names):
+    one = ("one", ADD[1].replace("ROOT %sum", "ROOT %s"))
+    none = ("none", "  ROOT %a = f32[100]{0} parameter(0)")
+    entry = f"""  %p = pred[] parameter(0)
+  %x = f32[100]{{0}} parameter(1)
+  ROOT %z = f32[100]{{0}} conditional(%p, %x, %x), {names}"""
+    assert hlo.work(program(entry, one, none))[:2] == (1200, 1)
+
+
+def test_copies_and_products_are_told_apart():
+    entry = """  %x = f16[8,4]{1,0} parameter(0)
+  %y = f16[4,2]{1,0} parameter(1)
+  %c = f16[8,4]{0,1} copy(%x)
+  %m = (f32[8,2]{1,0}, s8[1024]{0}) custom-call(%c, %y), custom_call_target="__cublas$"
+  ROOT %z = f32[8,2]{1,0} get-tuple-element(%m), index=0"""
+    work = hlo.work(program(entry))
+    assert work.copies == {"f16[8,4]{0,1}": 1}
+    assert work.products == {"matmul f16 x f16 -> f32": 1}
+    copied, multiplied = 2 * 64, 64 + 16 + 64  # and its workspace does not move
+    assert (work.bytes, work.workspace) == (copied + multiplied, 1024)
+
+
+@needs_compiler
+def test_real_programs_are_what_they_say():
+    def compiled(fun, *args):
+        return hlo.work(h200.compiled(lambda _, *args: fun(*args), (), *args).as_text())
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    half = jax.ShapeDtypeStruct((256, 256), jnp.float16)
+    image = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.bfloat16)
+    filters = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.bfloat16)
+    assert compiled(jnp.add, x, x.update(dtype=jnp.float32))[:2] == (12 * x.size, 1)
+    assert compiled(jnp.matmul, half, half).products == {"matmul f16 x f16 -> f16": 1}
+
+    def conv(x, w):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=dimensions
+        )
+
+    products = compiled(conv, image, filters).products
+    assert products == {"convolution bf16 x bf16 -> bf16": 1}
+
+    def loop(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c) @ c, None), x, length=5)[0]
+
+    assert compiled(loop, x).products == {"matmul f32 x f32 -> f32": 5}

@@ -1,0 +1,30 @@
+"""The contestants of the benchmarks take part, and keep the form of their state."""
+
+import jax
+import pytest
+
+from benchmarks.networks import TINY
+from benchmarks.steps import CONTESTANTS, contestants
+
+
+def form(tree):
+    """Returns the structure, shapes and dtypes of a pytree."""
+    leaves = [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    return jax.tree.structure(tree), leaves
+
+
+@pytest.mark.parametrize("accum_steps", [1, 4])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_step_keeps_the_form_of_its_state(dtype, accum_steps):
+    network, left_out, taking_part = TINY["mlp"], [], []
+    options = {"dtype": dtype, "accum_steps": accum_steps}
+    for step in contestants(network, **options, report=left_out.append):
+        state = jax.eval_shape(step.init)
+        after, loss = jax.eval_shape(step.step, state, network.shapes())
+        assert form(after) == form(state), step.name
+        assert {x.dtype.name for x in jax.tree.leaves(state.params)} == {"float32"}
+        assert (loss.shape, loss.dtype) == ((), "float32")
+        taking_part.append(step.name)
+    assert len(taking_part) + len(left_out) == len(CONTESTANTS)
+    optional = {"mpx", "flax DynamicScale"}  # a library, and a loss scale for float16
+    assert set(CONTESTANTS) - set(taking_part) <= optional
