@@ -35,7 +35,7 @@ class Contestant(NamedTuple):
     """A training step that may be run or compiled."""
 
     name: str
-    init: Callable[[], State]  # to be jitted, or to be given to `jax.eval_shape`
+    init: Callable[..., State]  # of nothing, or of the model's variables; to be jitted
     step: Any  # jitted; `step(state, batch)` is `(state, loss)`; donates the state
 
 
@@ -88,8 +88,9 @@ def contestant(
     tx, loss_scale, step = CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
     x, _ = network.batch(1)
 
-    def init():
-        variables = network.model.init(jax.random.key(0), x)
+    def init(variables=None):
+        if variables is None:
+            variables = network.model.init(jax.random.key(0), x)
         params = variables["params"]
         stats = variables.get("batch_stats", {})
         return State(params, stats, tx.init(params), loss_scale())

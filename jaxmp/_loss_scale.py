@@ -398,15 +398,19 @@ def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
     """Returns the update, or the zero that leaves a parameter as it is."""
     if getattr(update, "dtype", None) == jax.dtypes.float0:
         return update
+    return _update_or_zero(finite, update)
+
+
+@jax.jit  # JAX traces it once for all leaves of one shape
+def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
     # Negative, because -0.0 + 0.0 is 0.0.
-    nothing = -jnp.zeros([], jnp.result_type(update))
-    return jnp.where(finite, update, nothing)
+    return jnp.where(finite, update, -jnp.zeros([], update.dtype))
 
 
-def _new_or_old(finite: jax.Array, new: Any, old: Any) -> jax.Array:
+@jax.jit
+def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Selects one of two states of ``inner``, in the dtype of the old one."""
-    old = jnp.asarray(old)
-    if jnp.result_type(new) != old.dtype:
+    if new.dtype != old.dtype:
         new = jnp.asarray(new, old.dtype)
     return jnp.where(finite, new, old)
 

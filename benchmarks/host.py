@@ -1,0 +1,213 @@
+"""What jaxmp costs outside of compiled code: calls, tracing and importing.
+
+All of it is time of the CPU, in the thread that does the work, because that hardly
+depends on what else the machine does. Ratios are medians over rounds, each of them
+between two neighbours in time, with their quartiles.
+"""
+
+import dataclasses
+import gc
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from . import networks, results, steps
+from .tables import show
+from .timing import interleaved, ratio, spread
+
+FLOOR, NATIVE = "by hand", "Flax's own dtype"
+PEERS = ("jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx")
+TRACED = ("float32", NATIVE, *(name for name in steps.CONTESTANTS if name != "float32"))
+GOALS = {
+    "dispatch": "jaxmp cast: at most 1.05 of plain containers",
+    "tracing": "at most 1.10 of float32 for cast, 1.5 for autocast",
+    "importing": "at most 50 ms after jax and optax",
+}
+
+
+@dataclasses.dataclass
+class Options:
+    """How much to measure, and where to save it."""
+
+    parts: tuple[str, ...] = ("dispatch", "tracing", "importing")
+    traced: tuple[str, ...] = TRACED
+    layers: int = 12
+    """Of the GPT that is traced."""
+    rounds: int = 9
+    calls: int = 50
+    """Of a step, in one sample."""
+    output: pathlib.Path = results.FOLDER / "host.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables and saves them."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks host")
+    rows = {}
+    for part in options.parts:
+        measure = {"dispatch": dispatch, "tracing": tracing, "importing": importing}
+        rows[part] = list(measure[part](options))
+        show(f"{part} (goal: {GOALS[part]})", rows[part])
+    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    results.save(
+        options.output, "host", f"{hardware()}, {load}", ["host", *arguments], rows
+    )
+
+
+def dispatch(options: Options) -> Iterator[dict[str, Any]]:
+    """Yields what a call costs, of a step that hands its state on and computes nothing.
+
+    The state is that of a GPT with 77 arrays of parameters, donated. What it is
+    compared with are as many arrays in the containers of a hand-written step.
+    """
+    network = networks.gpt(1, layers=6, width=4, heads=1, vocabulary=4, length=4)
+    batch = jax.device_put(network.batch())
+    states, samplers = {}, {}
+    for contestant in steps.contestants(network, (FLOOR, *PEERS)):
+        shapes = jax.eval_shape(contestant.init)
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        states[contestant.name] = state
+        plain = _in_plain_containers(state, states[FLOOR])
+        samplers[contestant.name] = _caller(state, batch, options.calls)
+        samplers[contestant.name, "plain"] = _caller(plain, batch, options.calls)
+    times = interleaved(samplers, 3 * options.rounds)
+    for name, state in states.items():
+        yield {
+            "step": name,
+            "arrays": len(jax.tree.leaves(state)),
+            "call (µs)": 1e6 * float(np.median(times[name])),
+            "of plain containers": ratio(times[name], times[name, "plain"]),
+            f"of {FLOOR}": ratio(times[name], times[FLOOR]),
+        }
+
+
+def tracing(options: Options) -> Iterator[dict[str, Any]]:
+    """Yields how long JAX takes to trace a training step, and to lower it for XLA."""
+    network = networks.NETWORKS["gpt-160m"]
+    network = network._replace(model=network.model.clone(layers=options.layers))
+    tracers, lowerings = {}, {}
+    for name in options.traced:
+        try:
+            tracers[name] = _tracer(name, network, lowerings.setdefault(name, []))
+        except steps.Unavailable as reason:
+            print(f"{name} is left out: {reason}")
+    for trace in tracers.values():  # to fill the caches that all of them share
+        trace()
+    for lowering in lowerings.values():
+        lowering.clear()
+    traces = interleaved(tracers, options.rounds)
+    times = {name: np.add(traces[name], lowerings[name]) for name in tracers}
+    for name in tracers:
+        yield {
+            "step": name,
+            "trace (s)": float(np.median(traces[name])),
+            "lower (s)": float(np.median(lowerings[name])),
+            "both, of float32": ratio(times[name], times["float32"]),
+            "of Flax's own dtype": ratio(times[name], times[NATIVE]),
+            f"of {FLOOR}": ratio(times[name], times[FLOOR]),
+        }
+
+
+def importing(options: Options) -> Iterator[dict[str, Any]]:
+    """Yields what ``import jaxmp`` takes in a new process, after other imports."""
+    before = ("jax, optax", "jax, optax, jax.extend", "jax, optax, flax")
+    samplers = {loaded: _importer(loaded) for loaded in before}
+    samplers[before[0]]()  # writes bytecode, and warms the file cache
+    for loaded, times in interleaved(samplers, options.rounds).items():
+        yield {"after": loaded, "import jaxmp (ms)": spread(times)}
+
+
+def hardware() -> str:
+    """Describes the processor, and the GPU if there is one."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = [x.partition(":")[2].strip() for x in lines if "model name" in x]
+        name = next(iter(models), name)
+    devices = [d.device_kind for d in jax.devices() if d.platform != "cpu"]
+    return ", ".join([f"{name}, {os.cpu_count()} cores", *devices])
+
+
+def _in_plain_containers(state, floor):
+    """Returns a hand-written state with as many arrays as ``state``."""
+    more = len(jax.tree.leaves(state)) - len(jax.tree.leaves(floor))
+    return floor._replace(loss_scale=tuple(jnp.zeros(()) for _ in range(more)))
+
+
+def _caller(state, batch, calls):
+    """Returns a sampler of the seconds that one call takes."""
+    step = jax.jit(lambda state, batch: (state, jnp.float32(0)), donate_argnums=0)
+    # A copy, because two callers cannot donate one array.
+    held = [step(jax.tree.map(jnp.copy, state), batch)[0]]
+
+    def sample():
+        state = held.pop()
+        start = time.thread_time()
+        for _ in range(calls):
+            state, _ = step(state, batch)
+        seconds = time.thread_time() - start
+        held.append(jax.block_until_ready(state))
+        return seconds / calls
+
+    return sample
+
+
+def _tracer(name, network, lowering):
+    """Returns a sampler of seconds of tracing; appends those of lowering to a list."""
+
+    def fresh_step():  # or JAX would remember what it has traced
+        if name != NATIVE:
+            return steps.contestant(name, network).step
+        native = network._replace(model=network.with_dtype(jnp.float16))
+        return steps.by_hand(native, jnp.dtype(jnp.float32), 1)[2]
+
+    kept = "float32" if name == NATIVE else name
+    state = jax.eval_shape(steps.contestant(kept, network).init)
+    leaves, structure = jax.tree.flatten(state)
+    batch = network.batch()
+
+    def sample():
+        step = fresh_step()
+
+        def flat(leaves, batch):  # because jmp's loss scale cannot be lowered
+            return jax.tree.leaves(step(structure.unflatten(leaves), batch))
+
+        gc.collect()
+        start = time.thread_time()
+        traced = jax.jit(flat, donate_argnums=0).trace(leaves, batch)
+        middle = time.thread_time()
+        traced.lower()
+        lowering.append(time.thread_time() - middle)
+        return middle - start
+
+    return sample
+
+
+def _importer(loaded):
+    """Returns a sampler of the milliseconds that a new process imports jaxmp for."""
+    code = f"import time, {loaded}; start = time.thread_time(); import jaxmp; " + (
+        "print(1e3 * (time.thread_time() - start))"
+    )
+    # As after `pip install`, which compiles what it installs.
+    environment = {
+        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
+    }
+
+    def sample():
+        command = [sys.executable, "-c", code]
+        output = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
+        return float(output.stdout)
+
+    return sample
