@@ -8,16 +8,15 @@ time.
 
 import functools
 import gc
+import os
 import time
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 import jaxmp
 
-from . import h200, models, results
+from . import h200, models, results, tables
 from .measure import contractions_of, denied_of, relative_error, run
 
 DTYPES = (jnp.float16, jnp.bfloat16)
@@ -104,17 +103,19 @@ def memory():
 
 def main(arguments: list[str]) -> None:
     """Prints the tables and saves them; arguments choose families."""
-    tables = {
-        "exactness": list(exactness(arguments)),
-        "tracing": list(tracing()),
-        "residuals (MiB)": list(residuals()),
-        f"temporary memory, compiled for {h200.DEVICE} (MiB)": list(memory()),
+    jax.config.update("jax_platforms", "cpu")
+    sections = {
+        "exactness": lambda: exactness(arguments),
+        "tracing": tracing,
+        "residuals (MiB)": residuals,
+        f"temporary memory, compiled for {h200.DEVICE} (MiB)": memory,
     }
-    console = Console(width=140)
-    for title, rows in tables.items():
-        if rows:
-            console.print(_table(title, rows))
-    results.save(RESULTS, "CPU", ["autocast", *arguments], tables)
+    hardware = f"CPU, {os.cpu_count()} cores"
+    for title, section in sections.items():
+        rows = list(section())
+        tables.show(title, rows)
+        results.save(RESULTS, title, hardware, ["autocast", *arguments], rows)
+    print(f"saved to {RESULTS}")
 
 
 def _transformers():
@@ -199,16 +200,3 @@ class _sizes:
 
     def __exit__(self, *_):
         vars(models).update(self.before)
-
-
-def _table(title, rows):
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    return table
-
-
-def _text(value):
-    if isinstance(value, float):
-        return f"{value:.1e}" if value < 0.01 else f"{value:.4g}"
-    return "-" if value is None else str(value)
