@@ -1,28 +1,26 @@
 """Autocast against float32 and against Flax's own 16 bits, on many models.
 
-Prints three tables and saves them: how exact each model is, how long tracing takes,
-and how much the backward pass keeps. All of it is computed on a CPU; none of it is a
-step time.
+Prints four tables and saves them: how exact each model is, how long tracing takes, how
+much the backward pass keeps according to JAX, and how much memory the step takes when
+compiled for a GPU (extra ``aot``). All of it is computed on a CPU; none of it is a step
+time.
 """
 
 import functools
 import gc
-import json
-import pathlib
+import os
 import time
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 import jaxmp
 
-from . import models
+from . import h200, models, results, tables
 from .measure import contractions_of, denied_of, relative_error, run
 
 DTYPES = (jnp.float16, jnp.bfloat16)
-RESULTS = pathlib.Path(__file__).parent / "results" / "autocast.json"
+RESULTS = results.FOLDER / "autocast.json"
 LAYERS, REPEATS = 12, 5
 
 
@@ -85,6 +83,43 @@ def tracing():
 
 def residuals():
     """Yields the MiB that the backward pass of a transformer keeps, before XLA."""
+    for title, params, losses in _transformers():
+        row = {name: _kept(loss, params) for name, loss in losses.items()}
+        yield {"transformer": title} | row
+
+
+def memory():
+    """Yields the MiB of temporary memory of its gradients, compiled for a GPU."""
+    if reason := h200.unavailable():
+        print(f"no memory on a GPU: {reason}")
+        return
+    for title, params, losses in _transformers():
+        grads = {name: jax.value_and_grad(loss) for name, loss in losses.items()}
+        outside = jaxmp.autocast(jax.value_and_grad(losses["float32"]))
+        grads["autocast around the gradient"] = outside
+        row = {name: _temporary(grad, params) for name, grad in grads.items()}
+        yield {"transformer": title} | row
+
+
+def main(arguments: list[str]) -> None:
+    """Prints the tables and saves them; arguments choose families."""
+    jax.config.update("jax_platforms", "cpu")
+    sections = {
+        "exactness": lambda: exactness(arguments),
+        "tracing": tracing,
+        "residuals (MiB)": residuals,
+        f"temporary memory, compiled for {h200.DEVICE} (MiB)": memory,
+    }
+    hardware = f"CPU, {os.cpu_count()} cores"
+    for title, section in sections.items():
+        rows = list(section())
+        tables.show(title, rows)
+        results.save(RESULTS, title, hardware, ["autocast", *arguments], rows)
+    print(f"saved to {RESULTS}")
+
+
+def _transformers():
+    """Yields a title, parameters and losses: float32, Flax's own bfloat16, autocast."""
     sizes = {"WIDTH": 256, "HEADS": 4, "BATCH": 8}
     for length in (64, 256):
         tokens = jnp.zeros((sizes["BATCH"], length), jnp.int32)
@@ -94,31 +129,16 @@ def residuals():
             exact = _decoder(float32_softmax=True)._replace(**data)
             params = jax.eval_shape(functools.partial(models.linen_params, family))
             loss = models.linen_loss(family)
-            native = [models.linen_loss(f, jnp.bfloat16) for f in (family, exact)]
-            yield {
-                "transformer": f"{LAYERS} layers, length {length}",
-                "float32": _kept(loss, params),
-                "native bfloat16": _kept(native[0], params),
-                "native, softmax float32": _kept(native[1], params),
-                "autocast bfloat16": _kept(jaxmp.autocast(loss), params),
-            }
-
-
-def main(arguments: list[str]) -> None:
-    """Prints the tables and saves them; arguments choose families."""
-    results = {
-        "jax": jax.__version__,
-        "exactness": list(exactness(arguments)),
-        "tracing": list(tracing()),
-        "residuals (MiB)": list(residuals()),
-    }
-    console = Console(width=140)
-    for title, rows in results.items():
-        if title != "jax":
-            console.print(_table(title, rows))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"saved to {RESULTS}")
+            yield (
+                f"{LAYERS} layers, length {length}",
+                params,
+                {
+                    "float32": loss,
+                    "native bfloat16": models.linen_loss(family, jnp.bfloat16),
+                    "native, softmax float32": models.linen_loss(exact, jnp.bfloat16),
+                    "autocast bfloat16": jaxmp.autocast(loss),
+                },
+            )
 
 
 def _decoder(**settings):
@@ -163,6 +183,11 @@ def _kept(loss, params):
     return sum(aval.size * aval.dtype.itemsize for aval in kept) / 2**20
 
 
+def _temporary(grad, params):
+    compiled = h200.compiled(lambda params: (params, grad(params)), params)
+    return compiled.memory_analysis().temp_size_in_bytes / 2**20
+
+
 class _sizes:
     """Sets the sizes of :mod:`benchmarks.models` for a while."""
 
@@ -175,16 +200,3 @@ class _sizes:
 
     def __exit__(self, *_):
         vars(models).update(self.before)
-
-
-def _table(title, rows):
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    return table
-
-
-def _text(value):
-    if isinstance(value, float):
-        return f"{value:.1e}" if value < 0.01 else f"{value:.4g}"
-    return "-" if value is None else str(value)
