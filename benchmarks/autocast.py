@@ -103,6 +103,9 @@ def memory():
 
 def main(arguments: list[str]) -> None:
     """Prints the tables and saves them; arguments choose families."""
+    if unknown := set(arguments) - {*models.LINEN, *models.NNX}:
+        known = ", ".join(models.LINEN)
+        raise SystemExit(f"no family is called {unknown.pop()!r}. There are: {known}")
     jax.config.update("jax_platforms", "cpu")
     sections = {
         "exactness": lambda: exactness(arguments),
@@ -114,8 +117,11 @@ def main(arguments: list[str]) -> None:
     for title, section in sections.items():
         rows = list(section())
         tables.show(title, rows)
+        if arguments or not rows:  # a part must not replace the whole
+            continue
         results.save(RESULTS, title, hardware, ["autocast", *arguments], rows)
-    print(f"saved to {RESULTS}")
+    if not arguments:
+        print(f"saved to {RESULTS}")
 
 
 def _transformers():

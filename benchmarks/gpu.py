@@ -333,11 +333,15 @@ def _options(arguments):
     parser.add_argument("--only", action="append", help="a section; may be repeated")
     parser.add_argument("--budget-mib", type=int, help="memory of `batch sizes`")
     parser.add_argument("--here", action="store_true", help="start no processes")
-    parser.add_argument(
-        "--output", type=pathlib.Path, default=results.FOLDER / "gpu.json"
-    )
+    parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args(arguments)
+    if options.output is None:  # what `--tiny` gives is no result
+        folder = pathlib.Path(tempfile.gettempdir())
+        folder = folder if options.tiny else results.FOLDER
+        options.output = folder / "gpu.json"
     plan = _size(options).plan
+    if options.here and not options.only:
+        options.only = [name for name in plan if name != "torch"]
     for name in options.only or ():
         if name not in plan:
             parser.error(f"there is no section {name!r}; there are: {', '.join(plan)}")

@@ -30,7 +30,10 @@ def unavailable() -> str | None:
     """Returns why this machine cannot compile for a GPU, or None if it can."""
     found = importlib.metadata.version("jaxlib")
     if found != JAXLIB:
-        return f"the numbers are those of jaxlib {JAXLIB}, and here is {found}"
+        return (
+            f"the numbers are those of jaxlib {JAXLIB}, and here is {found}; "
+            f"`pip install 'jax[cuda12-local]=={JAXLIB}'` installs it"
+        )
     try:
         plugin = importlib.metadata.version("jax-cuda12-plugin")
     except importlib.metadata.PackageNotFoundError:
@@ -38,7 +41,7 @@ def unavailable() -> str | None:
     if plugin != JAXLIB:
         return (
             f"it needs jax-cuda12-plugin {JAXLIB}, which is {plugin}; "
-            "`pip install 'jaxmp[aot]'` installs it"
+            f"`pip install 'jax[cuda12-local]=={JAXLIB}'` installs it"
         )
     if jax.config.jax_platforms != "cpu":
         return "JAX looks for a GPU here; set `JAX_PLATFORMS=cpu`"

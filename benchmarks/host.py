@@ -95,7 +95,7 @@ def tracing(options: Options) -> Iterator[dict[str, Any]]:
     network = networks.NETWORKS["gpt-160m"]
     network = network._replace(model=network.model.clone(layers=options.layers))
     tracers, lowerings = {}, {}
-    for name in options.traced:
+    for name in dict.fromkeys(("float32", NATIVE, FLOOR, *options.traced)):
         try:
             tracers[name] = _tracer(name, network, lowerings.setdefault(name, []))
         except steps.Unavailable as reason:

@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> None:
                     report=lambda line: console.print(line, highlight=False),
                 )
             ]
-            console.print(table(found))
+            if found:
+                console.print(table(found))
             rows += found
         key = name if options.dtype == "float16" else f"{name} {options.dtype}"
         command = ["machinery", *_arguments(options, name)]

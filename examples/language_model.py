@@ -3,8 +3,8 @@
 A two-layer LSTM learns to predict the next character of English text. Its loss is the
 mean over a global batch of 524,288 characters, so that what one character contributes
 to a gradient is at most 2^-19, mostly far less, and float16 turns into zero what is at
-or below 2^-25. Unscaled, it learns how frequent each character is, a loss of 3.3, and
-no more. With a loss scale it learns as float32 does, and so does bfloat16, unscaled.
+or below 2^-25. Unscaled, it learns less than how frequent each character is, a loss of
+3.3. With a loss scale it learns as float32 does, and so does bfloat16, unscaled.
 
     python examples/language_model.py            # one worker's share, a minute
     python examples/language_model.py --full     # the whole global batch

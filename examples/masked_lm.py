@@ -394,7 +394,7 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
     console.print(training_table(results, config.policy, updates))
 
     # Of the 16-bit policies one is enough: the other needs the same bytes.
-    policies = config.policy[0], config.policy[-1]
+    policies = tuple(dict.fromkeys((config.policy[0], config.policy[-1])))
     gpu = find_gpu()
     if isinstance(gpu, str):
         console.print(f"The memory of a GPU is not counted: {gpu}.")

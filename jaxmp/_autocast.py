@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -200,9 +201,18 @@ def _is_in_linen(linen: Any, fun: Callable) -> bool:
     """
     context = getattr(linen.module, "_context", None)
     stack = getattr(context, "module_stack", [fun])  # ends with None outside modules
-    owner: Any = getattr(fun, "__self__", fun)
-    bound = isinstance(owner, linen.Module) and owner.scope is not None
+    inner: Any = inspect.unwrap(fun)  # of `value_and_grad`, the loss
+    cells = getattr(inner, "__closure__", None) or ()
+    known = [inner, getattr(inner, "__self__", None), *map(_contents, cells)]
+    bound = any(isinstance(x, linen.Module) and x.scope is not None for x in known)
     return bound or stack[-1] is not None
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return None
 
 
 def _name(fun: Callable) -> str:

@@ -17,6 +17,9 @@ from ._checks import as_axes, as_scale, check_axes_are_bound
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
 
+# Leaves that are checked in one reduction. XLA's compilers are slow with hundreds.
+_AT_ONCE = 32
+
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:
     """Casts the floating arrays of a pytree to one dtype.
@@ -64,16 +67,21 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         False
     """
     # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves. So
-    # the same parameter of every layer goes into one. It is known by its name, because
-    # leaves of different sharding would have to move to be reduced together, and under
-    # `jit` their shardings are not known here.
+    # the same parameter of many layers goes into one. It is known by its name, because
+    # under `jit` shardings are not known here, and where leaves of one reduction are
+    # sharded in different ways their flags have to move (the leaves never do).
     groups = collections.defaultdict(list)
     for path, x in jax.tree.leaves_with_path(tree):
         if is_inexact(x):
             flags = jnp.isfinite(x)
             name = re.sub(r"\d+", "", path_name(path))
             groups[name, jax.typeof(flags)].append(flags)
-    flags = [flag for group in groups.values() for flag in _all_of_each(group)]
+    flags = [
+        flag
+        for group in groups.values()
+        for start in range(0, len(group), _AT_ONCE)
+        for flag in _all_of_each(group[start : start + _AT_ONCE])
+    ]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
     axes = as_axes(axis_name)
     if not axes:

@@ -203,6 +203,20 @@ def test_a_linen_module_wrapped_inside_another_is_refused_where_it_would_leak(wr
     jaxmp.autocast(nn.Dense(4).init)(models.KEY, jnp.ones((2, 4)))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda x: f(x), jax.grad])
+def test_a_bound_linen_module_is_refused_where_it_would_leak(wrap):
+    net = models.nn.BatchNorm(use_running_average=False)
+    x = jnp.ones((2, 4))
+    bound = net.bind(net.init(models.KEY, x), mutable=["batch_stats"])
+
+    def loss(x):
+        return bound(x).sum()
+
+    fun = bound if wrap is not jax.grad else loss
+    with pytest.raises(TypeError, match="Wrap the outermost call"):
+        jaxmp.autocast(wrap(fun))(x)
+
+
 def test_a_linen_path_stays_float32_forward_and_backward_also_under_remat():
     loss, params = linen("transformer remat")
     paths = {"float32_paths": ["Dense_0"]}  # the head, not the layers' own Dense_0

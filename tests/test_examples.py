@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import pickle
 import shutil
 import signal
@@ -82,7 +83,9 @@ def test_the_command_of_the_readme_runs():
     assert done.returncode == 0, done.stderr
     assert "Test accuracy" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert done.stderr == ""
+    # The compiler for GPUs (extra `aot`) says that it sees none.
+    own = re.compile(r".*(cudart_stub|before absl::InitializeLog).*\n")
+    assert own.sub("", done.stderr) == ""
 
 
 @pytest.mark.parametrize("mode", ["cast", "autocast"])
@@ -160,7 +163,7 @@ def test_accumulation_keeps_the_statistics_of_the_last_micro_batch(small):
     state = digits.create_state(digits.Config(policy="float32"), data, 10)
     images, labels = data.train_batch(0, 0, 20)
     _, (expected, _) = jax.jit(digits.loss_fn)(
-        state.params, state, images[15:], labels[15:]
+        state.params, state, images[3::4], labels[3::4]
     )
     state, metrics = digits.train_step(state, images, labels, 4)
     assert metrics["loss"].shape == metrics["accuracy"].shape == ()

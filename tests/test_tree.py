@@ -83,9 +83,11 @@ def test_a_bad_entry_is_found_in_every_leaf_of_a_deep_tree():
     # Leaves alike but for a number in their names are looked at together.
     layer = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3, jnp.float16)}
     tree = {"layer_10": layer, "layer_9": layer, "scales": [jnp.ones(()), 1.0, 2]}
+    tree |= {f"deep_{i}": jnp.ones(2) for i in range(40)}  # more than at once
     leaves, structure = jax.tree.flatten(tree)
     assert jaxmp.all_finite(tree)
-    for i, leaf in enumerate(leaves[:-1]):
+    for i in [0, 31, 32, *range(len(leaves) - 7, len(leaves) - 1)]:
+        leaf = leaves[i]
         bad = jnp.ravel(leaf).at[-1].set(jnp.nan).reshape(jnp.shape(leaf))
         poisoned = structure.unflatten([*leaves[:i], bad, *leaves[i + 1 :]])
         assert not jaxmp.all_finite(poisoned)
