@@ -2,8 +2,8 @@
 
 import io
 import os
-import re
 import pickle
+import re
 import shutil
 import signal
 import subprocess
