@@ -75,6 +75,7 @@ LINES: dict[str, dict[str, Any]] = {
     "float16-dynamic": {"color": "#4878a8", "marker": "o", "markersize": 3},
 }
 LENGTH = 32  # tokens to predict in a row of text
+ROWS = {"character": 16384, "word": 4096}  # of the global batch
 MICRO_BATCHES = 64  # of --full
 WORKERS = 128  # the quick form is one of them
 
@@ -132,7 +133,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     policy, wrapper = SETTINGS[setting]
     training, held_out = _text.split(tokens, LENGTH + 1)
     held_out = held_out[:512]
-    global_rows = 16384 if config.level == "character" else 4096
+    global_rows = ROWS[config.level]
     rows = global_rows if config.full else global_rows // WORKERS
 
     model = LanguageModel(int(tokens.max()) + 1, config.features)
@@ -226,10 +227,9 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
     if unknown := set(config.policy) - set(SETTINGS):
         sys.exit(f"No setting {min(unknown)!r}. There are: {', '.join(SETTINGS)}.")
     text = _text.read()
-    if config.level == "character":
-        tokens, count = _text.as_characters(text), 16384 * LENGTH
-    else:
-        tokens, count = _text.as_words(text, 8000), 4096 * LENGTH
+    is_words = config.level == "word"
+    tokens = _text.as_words(text, 8000) if is_words else _text.as_characters(text)
+    count = ROWS[config.level] * LENGTH
     if config.full:
         title = f"The whole global batch of {count:,} {config.level}s"
     else:

@@ -10,10 +10,9 @@ than half of the bytes.
 
 The bytes come in two kinds. Residuals are what JAX keeps from the forward pass for the
 backward pass; they can be counted anywhere. Peak memory is what the program compiled
-for a GPU allocates; it needs a GPU, or its compiler alone: with `jax-cuda12-plugin` and
-`jax-cuda12-pjrt` of JAX's version installed without CUDA, the step is compiled for an
-H200. (The memory of a program compiled for a CPU says nothing: the CPU has no 16-bit
-arithmetic, and XLA adds float32 copies.)
+for a GPU allocates; it needs a GPU, or its compiler alone (the extra `aot`, on Linux),
+with which the step is compiled for an H200. (The memory of a program compiled for a CPU
+says nothing: the CPU has no 16-bit arithmetic, and XLA adds float32 copies.)
 
 With `--full`, the table that BERT's users know: the largest batch that fits in
 `--gigabytes`, for sequences of 64 to 512 words.
@@ -171,8 +170,8 @@ class Result(NamedTuple):
     opt_state: optax.OptState
 
 
-def train(policy: str, seed: int, config: Config, rows, updates, progress) -> Result:
-    training, held_out = rows
+def train(policy: str, seed: int, config: Config, text, updates, progress) -> Result:
+    training, held_out = text
     tx, loss_fn, train_step = make_step(
         SMALL, policy, config.learning_rate, MICRO_BATCHES
     )
@@ -215,25 +214,15 @@ def shapes(model: MaskedLM, rows: int, length: int) -> tuple[Any, Batch]:
     return jax.eval_shape(model.init, key, batch.tokens, batch.positions), batch
 
 
-def nbytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def residual_bytes(model: MaskedLM, policy: str, rows: int, length: int) -> int:
-    """Counts what the forward pass leaves for the backward pass.
+    """Counts what the forward pass leaves for the backward pass, by JAX's account.
 
-    That is what the linearised loss holds, each array once, without the parameters
-    themselves. XLA keeps less where it can compute again.
+    XLA keeps less where it can compute again.
     """
     _, loss_fn, _ = make_step(model, policy, 1e-3, 1)
     params, batch = shapes(model, rows, length)
     compute = jax.eval_shape(jaxmp.get_policy(policy).cast_to_compute, params)
-
-    def backward(params, batch):
-        return jax.vjp(lambda params: loss_fn(params, batch), params)[1]
-
-    jaxpr = jax.make_jaxpr(backward)(compute, batch).jaxpr
-    return nbytes([x.aval for x in {*jaxpr.outvars} - {*jaxpr.invars}])
+    return sum(jaxmp.audit(loss_fn)(compute, batch).residual_bytes.values())
 
 
 def find_gpu() -> tuple[Any, dict[str, Any]] | str:
@@ -384,10 +373,10 @@ def draw(results: list[Result], batches, gigabytes: float, path: Path) -> None:
 def main(config: Config, console: Console | None = None) -> list[Result]:
     console = console or Console()
     updates = config.updates * (5 if config.full else 1)
-    tokens = _text.as_words(_text.read(), VOCABULARY)
+    text = _text.split(_text.as_words(_text.read(), VOCABULARY), LENGTH)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         results = [
-            train(policy, seed, config, _text.split(tokens, LENGTH), updates, progress)
+            train(policy, seed, config, text, updates, progress)
             for policy in config.policy
             for seed in range(config.seeds)
         ]

@@ -73,9 +73,9 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     groups = collections.defaultdict(list)
     for path, x in jax.tree.leaves_with_path(tree):
         if is_inexact(x):
-            flags = jnp.isfinite(x)
+            is_finite = jnp.isfinite(x)
             name = re.sub(r"\d+", "", path_name(path))
-            groups[name, jax.typeof(flags)].append(flags)
+            groups[name, jax.typeof(is_finite)].append(is_finite)
     flags = [
         flag
         for group in groups.values()

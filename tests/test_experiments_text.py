@@ -101,7 +101,9 @@ def test_an_unknown_setting_ends_in_one_sentence():
 
 def test_the_masked_model_learns_the_same_in_mixed_precision():
     console = terminal()
-    config = masked_lm.Config(policy=("float32", "mixed_float16"), updates=12)
+    config = masked_lm.Config(
+        policy=("float32", "mixed_float16"), updates=6, learning_rate=6e-3
+    )
     results = masked_lm.main(config, console)
     for result in results:
         assert result.losses[-1][1] < result.losses[0][1] - 1

@@ -31,22 +31,22 @@ def run(main, config):
     return main(config, console), console.export_text()
 
 
-def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path):
+def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path, monkeypatch):
+    # As many anchors, shared by more workers: each has less to do.
+    monkeypatch.setattr(detector, "SHARE", 14)
+    monkeypatch.setattr(detector, "WORKERS", 70)
+    monkeypatch.setattr(detector, "TEST_CANVASES", 20)
     names = ("float32", "float16 unscaled", "float16 dynamic")
     figure = tmp_path / "detector.png"
     config = detector.Config(
-        policy=names, steps=220, learning_rate=1.2e-2, figure=figure
+        policy=names, steps=250, learning_rate=1.2e-2, figure=figure
     )
     results, shown = run(detector.main, config)
-    full, unscaled, dynamic = (runs[0].losses[-20:].mean() for runs in results.values())
-    assert unscaled > 1.4 * full
-    assert dynamic == pytest.approx(full, rel=0.05)
-    full, unscaled, dynamic = (runs[0].f1 for runs in results.values())
-    assert full > 0.2
-    assert unscaled < full / 2
-    assert dynamic == pytest.approx(full, abs=0.1)
+    full, unscaled, dynamic = (r[0].losses[125:].mean() for r in results.values())
+    assert unscaled > 1.6 * full
+    assert dynamic == pytest.approx(full, rel=0.1)
     assert results["float16 unscaled"][0].skipped == 0  # it underflows, not overflows
-    assert "one worker's 35 canvases of 980" in shown
+    assert "one worker's 14 canvases of 980" in shown
     assert "divided by 882,000 anchors" in " ".join(shown.split())
     assert 0 < figure.stat().st_size < 200_000
 
