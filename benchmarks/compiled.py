@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .steps import Contestant, Unavailable, contestant
+from .steps import FLOOR, Contestant, Unavailable, contestant
 from .timing import interleaved, ratio
 
-FLOOR = "by hand"
 MIB = 2**20
 
 

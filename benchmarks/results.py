@@ -3,10 +3,13 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shlex
 from typing import Any
+
+import jax
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 LIBRARIES = (
@@ -44,6 +47,18 @@ def save(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def hardware() -> str:
+    """Describes the processor, and the GPU if there is one."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = [x.partition(":")[2].strip() for x in lines if "model name" in x]
+        name = next(iter(models), name)
+    devices = [d.device_kind for d in jax.devices() if d.platform != "cpu"]
+    return ", ".join([f"{name}, {os.cpu_count()} cores", *devices])
 
 
 def _versions() -> dict[str, str]:
