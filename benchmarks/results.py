@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 
+import jaxmp
+
 FOLDER = pathlib.Path(__file__).parent / "results"
 LIBRARIES = (
     "jax",
     "jaxlib",
     "flax",
     "optax",
-    "jaxmp",
     "jmp",
     "mixed-precision-for-JAX",
     "equinox",
@@ -46,7 +47,10 @@ def save(
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    # Put in place as a whole, because a program may be killed while it writes.
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.replace(path)
 
 
 def hardware() -> str:
@@ -62,7 +66,7 @@ def hardware() -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"jaxmp": jaxmp.__version__}  # which need not be installed
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)
