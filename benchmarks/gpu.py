@@ -14,6 +14,7 @@ account.
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -291,33 +293,37 @@ def batches(name: str, size: Size) -> Iterator[dict[str, Any]]:
     budget = min(budget, limit)
     fields = ("layers", "width", "heads", "vocabulary")
     sizes = {field: getattr(size.networks[name].model, field) for field in fields}
-    for length in size.lengths:
-        found = {}
+
+    def search(case):
+        length, name = case
         unit = max(1, 1024 // length)  # batches are multiples of this
         network = networks.gpt(unit, length=length, **sizes)
-        for contestant_name in size.fitted:
-            step_of = _compiler(contestant_name, network, options)
-            n, needed = largest_batch(
-                lambda n, step_of=step_of: peak(step_of(n)),
-                budget,
-                tries=size.tries,
-                until=effort.until,
-            )
+        step_of = _compiler(name, network, options)
+        n, needed = largest_batch(
+            lambda n: peak(step_of(n)), budget, tries=size.tries, until=effort.until
+        )
+        return n * unit, needed, step_of(n) if n else None
+
+    cases = list(itertools.product(size.lengths, size.fitted))
+    batch_of = {}
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = zip(cases, pool.map(search, cases), strict=True)
+        for (length, contestant_name), (batch, needed, step) in found:
             if time.monotonic() > effort.until:
                 effort.report(f"{length}, {contestant_name}: cut, the time is over")
-            if n == 0:
+            if step is None:
                 effort.report(f"{length}, {contestant_name}: no batch was found")
                 continue
-            found[contestant_name] = n * unit
-            reference = found.get("float32")
+            batch_of[length, contestant_name] = batch
+            reference = batch_of.get((length, "float32"))
             yield {
                 "length": length,
                 "step": contestant_name,
-                "batch": n * unit,
-                "of float32's": n * unit / reference if reference else None,
+                "batch": batch,
+                "of float32's": batch / reference if reference else None,
                 "peak MiB": needed / MIB,
                 "budget MiB": budget / MIB,
-                "has run": _runs(step_of(n), effort.report),
+                "has run": _runs(step, effort.report),
             }
 
 
