@@ -49,7 +49,7 @@ from .tables import show
 from .timing import spread
 
 ROOT = pathlib.Path(__file__).parent.parent
-RESERVED = {"torch": 1 / 6, "batches": 1 / 5}  # of the time, whatever comes before
+RESERVED = {"torch": 1 / 5, "batches": 1 / 6}  # of the time, whatever comes before
 GRACE = 20.0  # seconds that a process has for the measurement in hand
 # To search for batches: quickly, and without what XLA does when memory is short, which
 # is to compute things twice; that would fit larger batches, at a price unseen.

@@ -1,4 +1,4 @@
-"""The same models in PyTorch, trained with ``torch.amp``, eager and compiled.
+"""The five models in PyTorch, trained with ``torch.amp``, eager and compiled.
 
 Those of :mod:`benchmarks.networks`, with what PyTorch recommends: fused Adam,
 channels last for images, and ``GradScaler`` for float16. "fused" attention is PyTorch's
@@ -187,10 +187,10 @@ class Setting(NamedTuple):
 
 
 def settings(tiny: bool) -> Iterator[Setting]:
-    """Yields settings, the most important ones first."""
+    """Yields settings, the eager ones first: to compile a model takes a minute."""
     names = ("gpt-160m", "resnet-50", "mlp", "gpt-12m", "resnet-18")
     dtypes = (("float16", False), ("float32", False), ("float32", True))
-    # On a CPU, compiling takes a C++ compiler and a minute.
+    # On a CPU, compiling takes a C++ compiler too.
     for compiled in (False,) if tiny else (False, True):
         for dtype, tf32 in (*dtypes, ("bfloat16", False)):
             for network in networks.TINY if tiny else names:
