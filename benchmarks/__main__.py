@@ -12,7 +12,11 @@ def main() -> None:
     names = sorted(set(names) - {"__main__"})
     if sys.argv[1:2] not in [[name] for name in names]:
         raise SystemExit(f"usage: python -m benchmarks {{{','.join(names)}}} [options]")
-    importlib.import_module(f"benchmarks.{sys.argv[1]}").main(sys.argv[2:])
+    try:
+        benchmark = importlib.import_module(f"benchmarks.{sys.argv[1]}")
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{sys.argv[1]} is short of a library: {error}") from None
+    benchmark.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

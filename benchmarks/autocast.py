@@ -8,7 +8,6 @@ time.
 
 import functools
 import gc
-import os
 import time
 
 import jax
@@ -84,7 +83,10 @@ def tracing():
 def residuals():
     """Yields the MiB that the backward pass of a transformer keeps, before XLA."""
     for title, params, losses in _transformers():
-        row = {name: _kept(loss, params) for name, loss in losses.items()}
+        row = {
+            name: sum(jaxmp.audit(loss)(params).residual_bytes.values()) / 2**20
+            for name, loss in losses.items()
+        }
         yield {"transformer": title} | row
 
 
@@ -113,13 +115,12 @@ def main(arguments: list[str]) -> None:
         "residuals (MiB)": residuals,
         f"temporary memory, compiled for {h200.DEVICE} (MiB)": memory,
     }
-    hardware = f"CPU, {os.cpu_count()} cores"
     for title, section in sections.items():
         rows = list(section())
         tables.show(title, rows)
         if arguments or not rows:  # a part must not replace the whole
             continue
-        results.save(RESULTS, title, hardware, ["autocast", *arguments], rows)
+        results.save(RESULTS, title, results.hardware(), ["autocast", *arguments], rows)
     if not arguments:
         print(f"saved to {RESULTS}")
 
@@ -180,13 +181,6 @@ def _seconds(make, params):
         jax.make_jaxpr(fun)(params)
         times.append(time.process_time() - start)
     return min(times)
-
-
-def _kept(loss, params):
-    jaxpr = jax.make_jaxpr(lambda params: jax.vjp(loss, params)[1])(params).jaxpr
-    kept = {id(var): var.aval for var in jaxpr.outvars}  # each of them once
-    kept = [kept[id(v)] for eqn in jaxpr.eqns for v in eqn.outvars if id(v) in kept]
-    return sum(aval.size * aval.dtype.itemsize for aval in kept) / 2**20
 
 
 def _temporary(grad, params):

@@ -2,20 +2,18 @@
 
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .steps import Contestant, Unavailable, contestant
+from .steps import FLOOR, Contestant, Unavailable, contestant
 from .timing import interleaved, ratio
 
-FLOOR = "by hand"
 MIB = 2**20
 
 
@@ -54,12 +52,50 @@ def compare(variants: Sequence[Variant], effort: Effort) -> list[dict[str, Any]]
     Returns:
         A row for each that compiles and runs; a line is reported for each other.
     """
+    compiled = _compiled(variants, effort)
+    samplers, host = {}, {}
+    for label, c in compiled.items():
+        try:
+            samplers[label], host[label] = sampler(c, effort.seconds)
+        except jax.errors.JaxRuntimeError as error:
+            effort.report(f"{label} does not run: {first_line(error)}")
+    if not samplers:
+        return []
+    times = interleaved(samplers, effort.rounds, until=effort.until)
+    rounds = min(map(len, times.values()))
+    if rounds < effort.rounds:
+        effort.report(f"{rounds} of {effort.rounds} rounds, the time is over")
+    floor, float32 = times.get(FLOOR), times.get("float32")
+    return [
+        {
+            "step": label,
+            "ms": 1e3 * float(np.median(times[label])),
+            f"of {FLOOR}": ratio(times[label], floor) if floor else None,
+            "float32 over it": ratio(float32, times[label]) if float32 else None,
+            "host ms": 1e3 * float(np.median(host[label])),
+            "peak MiB": compiled[label].peak / MIB,
+            "of float32's": (
+                compiled[label].peak / compiled["float32"].peak if float32 else None
+            ),
+        }
+        for label in times
+    ]
+
+
+def _compiled(variants: Sequence[Variant], effort: Effort) -> dict[str, Compiled]:
+    """Compiles training steps, several at a time.
+
+    XLA times candidates for every product and convolution, and remembers the best. The
+    first step of a kind does that alone, and those like it wait and take what it has
+    found: that is quicker, and all of them are then made of the same kernels.
+    """
     batch_of = functools.cache(lambda network: jax.device_put(network.batch()))
     options = effort.compiler_options
     variables_of = functools.cache(lambda network: variables(network, options))
+    waiting: dict[Variant, tuple[Future, Future]] = {}
+    firsts: dict[Any, Future] = {}
     compiled = {}
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        waiting = {}
+    with ThreadPoolExecutor(2 * len(variants)) as pool:  # most of them wait
         for v in variants:
             try:
                 made = contestant(v.name, v.network, dtype=v.dtype)
@@ -67,8 +103,11 @@ def compare(variants: Sequence[Variant], effort: Effort) -> list[dict[str, Any]]
                 effort.report(f"{v.label} is left out: {reason}")
                 continue
             start = variables_of(v.network)
-            lowered = lower(made, start, batch_of(v.network), v.precision)
-            waiting[v] = [pool.submit(x.compile, options) for x in lowered]
+            init, step = lower(made, start, batch_of(v.network), v.precision)
+            kind = (v.name == "float32", v.precision)
+            future = pool.submit(_compile_after, firsts.get(kind), step, options)
+            firsts.setdefault(kind, future)
+            waiting[v] = pool.submit(init.compile, options), future
         for v, futures in waiting.items():
             try:
                 init, step = (future.result() for future in futures)
@@ -81,36 +120,13 @@ def compare(variants: Sequence[Variant], effort: Effort) -> list[dict[str, Any]]
                 batch_of(v.network),
                 peak(step),
             )
-    # The smallest first and each alone: JAX tells the peak of the process alone, and
-    # this way it is that of the step that has raised it.
-    in_use = {}
-    for label in sorted(compiled, key=lambda label: compiled[label].peak):
-        try:
-            in_use[label] = peak_in_use(compiled[label])
-        except jax.errors.JaxRuntimeError as error:
-            effort.report(f"{label} does not run: {first_line(error)}")
-            del compiled[label]
-    host: dict[str, list[float]] = {label: [] for label in compiled}
-    samplers = {
-        label: sampler(c, host[label], effort.seconds) for label, c in compiled.items()
-    }
-    for samples in host.values():
-        samples.clear()  # those of warming up
-    times = interleaved(samplers, effort.rounds, until=effort.until)
-    floor, float32 = times.get(FLOOR), times.get("float32")
-    return [
-        {
-            "step": label,
-            "ms": 1e3 * float(np.median(times[label])),
-            f"of {FLOOR}": ratio(times[label], floor) if floor else None,
-            "float32 over it": ratio(float32, times[label]) if float32 else None,
-            "host ms": 1e3 * float(np.median(host[label])),
-            "peak MiB, compiled": c.peak / MIB,
-            "of float32's": c.peak / compiled["float32"].peak if float32 else None,
-            "peak MiB, in use": in_use[label] and in_use[label] / MIB,
-        }
-        for label, c in compiled.items()
-    ]
+    return compiled
+
+
+def _compile_after(first, lowered, options):
+    if first is not None:
+        wait([first])  # also if that one fails
+    return lowered.compile(options)
 
 
 def variables(network: Any, compiler_options: Any = None) -> Any:
@@ -127,8 +143,8 @@ def lower(
 
     Args:
         made: The contestant.
-        start: The variables of its model.
-        batch: Arrays, or their shapes and dtypes.
+        start: The variables of its model: arrays, or their shapes and dtypes.
+        batch: The same of a batch.
         precision: Of float32 products.
 
     Returns:
@@ -160,44 +176,45 @@ def peak(compiled: jax.stages.Compiled) -> int:
     )
 
 
-def peak_in_use(compiled: Compiled) -> int | None:
-    """Runs a step, and returns the process's peak of memory if that has raised it."""
-
-    def so_far():  # None on a CPU
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-
-    before = so_far()
-    jax.block_until_ready(compiled.step(compiled.init(), compiled.batch))
-    return so_far() if so_far() > before else None
-
-
 def sampler(
-    compiled: Compiled, host: list[float], seconds: float
-) -> Callable[[], float]:
+    compiled: Compiled, seconds: float
+) -> tuple[Callable[[], float], list[float]]:
     """Returns a function that runs some steps and returns the seconds of one.
+
+    Every call makes the state anew, so that it is in memory no longer than the call.
 
     Args:
         compiled: The step.
-        host: Where to append the seconds until a step was handed over to the device.
-        seconds: About how long a sample takes: as many steps as that needs.
+        seconds: About how long a call takes: as many steps as that needs.
+
+    Returns:
+        The function; and a list, to which it appends the seconds that it took to hand
+        over its first step. The GPU is idle then: later steps would wait for it.
     """
-    held = [compiled.init()]
+    host = []
 
     def sample(calls):
-        leaves = held.pop()
+        leaves = jax.block_until_ready(compiled.init())
         start = time.perf_counter()
-        for _ in range(calls):
+        leaves, _ = compiled.step(leaves, compiled.batch)
+        host.append(time.perf_counter() - start)
+        for _ in range(calls - 1):
             leaves, _ = compiled.step(leaves, compiled.batch)
-        host.append((time.perf_counter() - start) / calls)
-        held.append(jax.block_until_ready(leaves))
+        jax.block_until_ready(leaves)
         return (time.perf_counter() - start) / calls
 
     sample(1)
-    return functools.partial(sample, max(1, math.ceil(seconds / sample(1))))
+    calls = max(1, math.ceil(seconds / sample(1)))
+    host.clear()  # of warming up
+    return functools.partial(sample, calls), host
 
 
 def largest_batch(
-    needed: Callable[[int], int], budget: int, *, tries: int = 6
+    needed: Callable[[int], int],
+    budget: int,
+    *,
+    tries: int = 6,
+    until: float = math.inf,
 ) -> tuple[int, int]:
     """Finds the largest batch that needs no more than a budget of memory.
 
@@ -205,9 +222,10 @@ def largest_batch(
         needed: From a batch size to bytes, about a straight line.
         budget: Bytes.
         tries: How many sizes to look at.
+        until: The search ends after this ``time.monotonic()``.
 
     Returns:
-        The largest size found and its bytes; zeros if not even 1 fits.
+        The largest size found and its bytes; zeros if none fits.
 
     Examples:
         >>> largest_batch(lambda size: 100 + 7 * size, 1000)
@@ -216,6 +234,8 @@ def largest_batch(
     fits, too_large = [(0, 0)], None
     size = 1
     for _ in range(tries):
+        if time.monotonic() > until:
+            break
         bytes_needed = needed(size)
         if bytes_needed <= budget:
             fits.append((size, bytes_needed))
@@ -237,4 +257,5 @@ def largest_batch(
 
 def first_line(error: Exception) -> str:
     """Returns what an error says, in short."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"

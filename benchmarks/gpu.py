@@ -3,32 +3,35 @@
 Ceilings first; then every contestant's training step and its optimizer alone, in turns;
 the same models in PyTorch; and the batches that fit in a budget of memory. It needs
 jax, flax, optax and jmp. What is missing, and what no time is left for, is left out
-with a line that says so. What is measured is saved after every section, the most
-important sections are the first, and the program ends in time whatever happens.
+with a line that says so. Every row is saved as soon as there is one, the most important
+sections are the first, and the program ends in time whatever happens.
 
 A step's time is that of the GPU as long as "host ms", the time that it takes to hand
-over a step, is the shorter one.
+over a step, is the shorter one. The peak is what a compiled step needs by its own
+account.
 """
 
 import argparse
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import networks, results
+from . import h200, networks, results
 from .compiled import (
     MIB,
     Effort,
@@ -38,7 +41,6 @@ from .compiled import (
     largest_batch,
     lower,
     peak,
-    variables,
 )
 from .networks import Network
 from .optimizer import GivenGradients
@@ -47,6 +49,11 @@ from .tables import show
 from .timing import spread
 
 ROOT = pathlib.Path(__file__).parent.parent
+RESERVED = {"torch": 1 / 5, "batches": 1 / 6}  # of the time, whatever comes before
+GRACE = 20.0  # seconds that a process has for the measurement in hand
+# To search for batches: quickly, and without what XLA does when memory is short, which
+# is to compute things twice; that would fit larger batches, at a price unseen.
+SEARCH = h200.OPTIONS | {"xla_disable_hlo_passes": "rematerialization"}
 
 
 class Size(NamedTuple):
@@ -67,12 +74,12 @@ FULL = Size(
     plan=(
         "ceilings",
         "step gpt-160m float16",
+        "step resnet-50 float16",
+        "step mlp float16",
         "optimizer gpt-160m float16",
+        "step gpt-160m bfloat16",
         "torch",
         "batches gpt-160m",
-        "step resnet-50 float16",
-        "step gpt-160m bfloat16",
-        "step mlp float16",
         "step gpt-12m float16",
         "step resnet-18 float16",
         "optimizer resnet-50 float16",
@@ -86,10 +93,10 @@ FULL = Size(
     networks=networks.NETWORKS,
     copied=2**28,
     matrix=8192,
-    fitted=("float32", "jaxmp cast", "jaxmp autocast"),
-    lengths=(64, 128, 256, 512, 1024),
+    fitted=("float32", "jaxmp cast"),
+    lengths=(256, 1024),
     budget_mib=24 * 1024,
-    tries=6,
+    tries=4,
     effort=Effort(),
 )
 TINY = Size(
@@ -102,7 +109,7 @@ TINY = Size(
     ),
     networks={
         "mlp": networks.mlp(8, features=16, layers=0, classes=10),
-        "gpt": networks.gpt(1, layers=1, width=16, heads=2, vocabulary=32, length=8),
+        "gpt": networks.gpt(1, layers=0, width=16, heads=2, vocabulary=32, length=8),
     },
     copied=2**16,
     matrix=64,
@@ -125,6 +132,9 @@ def main(arguments: list[str]) -> None:
     search for batch sizes needs a limit of memory, and one may crash.
     """
     options = _options(arguments)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    # Better now than after ten minutes, if nothing can be written there.
+    tempfile.TemporaryFile(dir=options.output.parent).close()
     if options.here:
         return run_here(options, arguments)
     until = time.monotonic() + options.seconds
@@ -135,59 +145,75 @@ def main(arguments: list[str]) -> None:
         print(line, flush=True)
         rows["left out"].append(line)
 
-    for group in groups(options):
-        names = ", ".join(group)
-        seconds = until - time.monotonic()
+    waiting = groups(options)
+    if ["torch"] in waiting and importlib.util.find_spec("torch") is None:
+        report("torch: left out, it is not installed")
+        waiting.remove(["torch"])
+    while waiting:
+        group = waiting.pop(0)
+        share, *later = (RESERVED.get(_process(g[0]), 0) for g in [group, *waiting])
+        seconds = until - time.monotonic() - options.seconds * sum(later)
+        if share and waiting:  # the last one may have all that is left
+            seconds = min(seconds, options.seconds * share)
         if seconds <= 0:
-            report(f"{names}: left out, the {options.seconds:.0f} seconds are over")
-            continue
-        if group == ["torch"] and importlib.util.find_spec("torch") is None:
-            report("torch: left out, it is not installed")
-            continue
-        part = _in_a_process(group, seconds, options, report)
-        if part is None:
-            continue
-        hardware = hardware or part["hardware"]
-        rows["left out"] += part["rows"].pop("left out", [])
-        rows |= part["rows"]
-        results.save(
-            options.output, _key(hardware), hardware, ["gpu", *arguments], rows
-        )
-    if hardware is None:
+            report(f"{', '.join(group)}: left out, the time is over")
+        else:
+            part, trouble = _in_a_process(group, seconds, options)
+            hardware = hardware or part["hardware"]
+            rows["left out"] += part["rows"].pop("left out", [])
+            rows |= {name: found for name, found in part["rows"].items() if found}
+            if trouble:  # costs the section that was in hand; or all, if none was
+                begun = [name for name in group if name in part["rows"]]
+                lost = begun[-1:] or group
+                report(f"{', '.join(lost)}: {trouble}")
+                if rest := group[group.index(lost[-1]) + 1 :]:
+                    waiting.insert(0, rest)
+        if hardware:
+            command = ["gpu", *arguments]
+            results.save(options.output, _key(hardware), hardware, command, rows)
+    if len(rows) == 1:
         raise SystemExit("Nothing was measured.")
     print(f"saved to {options.output}")
 
 
 def run_here(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Runs the sections of one process, and saves after each."""
+    """Runs the sections of one process, and saves every row as it comes."""
     if jax.default_backend() != "gpu" and not options.tiny:
         raise SystemExit(
             f"gpu needs an NVIDIA GPU, but JAX finds only {jax.devices()}. Install "
             "`jax[cuda12]` or `jax[cuda13]`, or try the program out with `--tiny`."
         )
     rows: dict[str, Any] = {"left out": []}
-    size = _size(options)
+    size, hardware = _size(options), device()
     until = time.monotonic() + options.seconds
+
+    def keep():
+        command = ["gpu", *arguments]
+        results.save(options.output, _key(hardware), hardware, command, rows)
+
     for name in options.only:
         kind, *words = name.split()
 
         def report(line, name=name):
             print(line, flush=True)
             rows["left out"].append(f"{name}: {line}")
+            keep()
 
         if time.monotonic() > until:
             report("left out, the time is over")
             continue
         start = time.monotonic()
+        rows[name] = []
+        keep()  # so that one sees what was in hand when the process was ended
+        effort = size.effort._replace(report=report, until=until)
         try:
-            effort = size.effort._replace(report=report, until=until)
-            rows[name] = list(KINDS[kind](*words, size._replace(effort=effort)))
+            for row in KINDS[kind](*words, size._replace(effort=effort)):
+                rows[name].append(row)
+                keep()
         except Exception as error:  # the other sections go on
+            traceback.print_exc()
             report(f"failed, {first_line(error)}")
-        show(f"{name}, after {time.monotonic() - start:.0f} s", rows.get(name, ()))
-        results.save(
-            options.output, _key(device()), device(), ["gpu", *arguments], rows
-        )
+        show(f"{name}, after {time.monotonic() - start:.0f} s", rows[name])
 
 
 def groups(options: argparse.Namespace) -> list[list[str]]:
@@ -212,28 +238,31 @@ def ceilings(size: Size) -> Iterator[dict[str, Any]]:
     x = jax.random.normal(keys[0], size.copied)
     rates = 2e-9 * x.nbytes / _seconds(jnp.negative, (x,), size.effort)
     yield {"ceiling": "reading and writing", "rate": spread(rates), "unit": "GB/s"}
-    for dtype, precision in (
-        ("float16", None),
-        ("bfloat16", None),
-        ("float32", "tensorfloat32"),
-        ("float32", "float32"),
+    for label, dtype, precision in (
+        ("float16", "float16", None),
+        ("bfloat16", "bfloat16", None),
+        ("float32 by TF32", "float32", "default"),
+        ("float32", "float32", "highest"),
     ):
         shape = (size.matrix, size.matrix)
         matrices = [jax.random.normal(key, shape, dtype) for key in keys]
         product = functools.partial(jnp.matmul, precision=precision)
         rates = 2e-12 * size.matrix**3 / _seconds(product, matrices, size.effort)
-        name = f"product of {dtype} matrices" + f" by {precision}" * bool(precision)
+        name = f"product of matrices, {label}"
         yield {"ceiling": name, "rate": spread(rates), "unit": "TFLOP/s"}
 
 
 def step(name: str, dtype: str, size: Size) -> list[dict[str, Any]]:
-    """Times the training step of every contestant, and of float32 twice."""
+    """Times the training step of every contestant, and of float32 twice.
+
+    By TF32 is what users get who ask for nothing; the other one asks for float32.
+    """
     network = size.networks[name]
     variants = [
         Variant(name, name, network, dtype) for name in CONTESTANTS if name != "float32"
     ]
-    float32 = Variant("float32", "float32", network, precision="float32")
-    tf32 = float32._replace(label="float32 by TF32", precision="tensorfloat32")
+    float32 = Variant("float32", "float32", network, precision="highest")
+    tf32 = float32._replace(label="float32 by TF32", precision="default")
     return compare([*variants, float32, tf32], size.effort)
 
 
@@ -252,65 +281,76 @@ def batches(name: str, size: Size) -> Iterator[dict[str, Any]]:
     """Yields the largest batch that fits in the budget, by the length of a sequence.
 
     Found by the memory that compiled steps need by their own account, and then run in
-    this process, which has the memory of the budget and no more.
+    this process, which has the memory of the budget and hardly more.
     """
     effort, options = size.effort, size.effort.compiler_options
     if jax.default_backend() == "gpu":
-        # The memory is the same without timing candidates for each product.
-        options = {"xla_gpu_autotune_level": 0}
+        options = SEARCH
+    budget = size.budget_mib * MIB
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", budget)
+    if limit > 1.05 * budget:
+        effort.report(f"what has run had {limit / MIB:.0f} MiB, not the budget's")
+    budget = min(budget, limit)
     fields = ("layers", "width", "heads", "vocabulary")
     sizes = {field: getattr(size.networks[name].model, field) for field in fields}
-    for length in size.lengths:
-        found = {}
+
+    def search(case):
+        length, name = case
         unit = max(1, 1024 // length)  # batches are multiples of this
-        for contestant_name in size.fitted:
+        network = networks.gpt(unit, length=length, **sizes)
+        step_of = _compiler(name, network, options)
+        n, needed = largest_batch(
+            lambda n: peak(step_of(n)), budget, tries=size.tries, until=effort.until
+        )
+        return n * unit, needed, step_of(n) if n else None
+
+    cases = list(itertools.product(size.lengths, size.fitted))
+    batch_of = {}
+    with ThreadPoolExecutor(len(cases)) as pool:
+        found = zip(cases, pool.map(search, cases), strict=True)
+        for (length, contestant_name), (batch, needed, step) in found:
             if time.monotonic() > effort.until:
-                effort.report(f"{length}, {contestant_name}: left out, time is over")
+                effort.report(f"{length}, {contestant_name}: cut, the time is over")
+            if step is None:
+                effort.report(f"{length}, {contestant_name}: no batch was found")
                 continue
-            network = networks.gpt(unit, length=length, **sizes)
-            trainer = _Trainer(contestant_name, network, options)
-            n, needed = largest_batch(
-                lambda n, trainer=trainer: peak(trainer.compiled(n)[1]),
-                size.budget_mib * MIB,
-                tries=size.tries,
-            )
-            found[contestant_name] = n * unit
-            reference = found.get("float32")
+            batch_of[length, contestant_name] = batch
+            reference = batch_of.get((length, "float32"))
             yield {
                 "length": length,
                 "step": contestant_name,
-                "batch": n * unit,
-                "of float32's": n * unit / reference if reference else None,
-                "peak MiB, compiled": needed / MIB,
-                "has run": n > 0 and trainer.runs(n, effort.report),
+                "batch": batch,
+                "of float32's": batch / reference if reference else None,
+                "peak MiB": needed / MIB,
+                "budget MiB": budget / MIB,
+                "has run": _runs(step, effort.report),
             }
 
 
-class _Trainer:
-    """A contestant at many batch sizes."""
+def _compiler(name, network, options):
+    """Returns a function from a number to a step, which takes that many batches."""
+    made = contestant(name, network)
+    x, _ = network.batch(1)
+    start = jax.eval_shape(network.model.init, jax.random.key(0), x)
 
-    def __init__(self, name, network, options):
-        self.network, self.options = network, options
-        self.contestant = contestant(name, network)
-        self.start = jax.tree.map(np.asarray, variables(network, options))
-        self.compiled = functools.cache(self.compiled)
+    @functools.cache
+    def compiled(n):
+        batch = network._replace(batch_size=n * network.batch_size).shapes()
+        _, step = lower(made, start, batch)
+        return step.compile(options)
 
-    def batch(self, n):
-        return jax.tree.map(lambda x: np.concatenate([x] * n), self.network.batch())
+    return compiled
 
-    def compiled(self, n):
-        init, step = lower(self.contestant, self.start, self.batch(n))
-        return init, step.compile(self.options)
 
-    def runs(self, n, report):
-        init, step = self.compiled(n)
-        try:
-            leaves = init.compile(self.options)(self.start)
-            jax.block_until_ready(step(leaves, self.batch(n)))
-        except jax.errors.JaxRuntimeError as error:
-            report(f"{n} x {self.network.batch_size}: {first_line(error)}")
-            return False
-        return True
+def _runs(step, report):
+    """Returns whether a step has room, which does not depend on its numbers."""
+    try:
+        args, _ = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.args_info)
+        jax.block_until_ready(step(*jax.device_put(args)))
+    except jax.errors.JaxRuntimeError as error:
+        report(f"does not run: {first_line(error)}")
+        return False
+    return True
 
 
 KINDS = {"ceilings": ceilings, "step": step, "optimizer": optimizer, "batches": batches}
@@ -331,13 +371,14 @@ def _options(arguments):
     parser.add_argument("--tiny", action="store_true", help="try it out, on a CPU too")
     parser.add_argument("--seconds", type=float, default=540.0, help="when to stop")
     parser.add_argument("--only", action="append", help="a section; may be repeated")
-    parser.add_argument("--budget-mib", type=int, help="memory of `batch sizes`")
+    parser.add_argument("--budget-mib", type=int, help="memory of `batches`")
     parser.add_argument("--here", action="store_true", help="start no processes")
-    parser.add_argument("--output", type=pathlib.Path)
+    parser.add_argument("--output", type=pathlib.Path, help="a file of JSON")
     options = parser.parse_args(arguments)
-    if options.output is None:  # what `--tiny` gives is no result
-        folder = pathlib.Path(tempfile.gettempdir())
-        folder = folder if options.tiny else results.FOLDER
+    if options.output is None:
+        # What `--tiny` gives is no result, and what `--only` gives is no whole one.
+        elsewhere = pathlib.Path(tempfile.gettempdir())
+        folder = elsewhere if options.tiny or options.only else results.FOLDER
         options.output = folder / "gpu.json"
     plan = _size(options).plan
     if options.here and not options.only:
@@ -361,50 +402,65 @@ def _key(hardware):
 def _process(name):
     """Returns which sections share a process with one: those that return the same."""
     kind = name.split()[0]
-    return kind if kind in ("torch", "batches") else "steps"
+    return kind if kind in RESERVED else "steps"
 
 
-def _in_a_process(group, seconds, options, report):
-    """Runs sections in a process of their own, and returns what it has saved."""
+def _in_a_process(group, seconds, options):
+    """Runs sections in a process of their own.
+
+    Returns:
+        What it has saved; and what has ended it before its time, if anything has.
+    """
     size = _size(options)
-    environment = {}
     if group == ["torch"]:
-        command, seconds = ["torch_steps"], min(seconds, 150.0)
+        command = ["torch_steps"]
     else:
         command = ["gpu", "--here", *(f"--only={name}" for name in group)]
         command.append(f"--budget-mib={size.budget_mib}")
-    if _process(group[0]) == "batches" and (total := _nvidia_smi("memory.total")):
-        fraction = size.budget_mib / float(total)
-        environment["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
     if options.tiny:
         command.append("--tiny")
+    # Without the user's settings of memory, which may contradict the limit.
+    environment = {k: v for k, v in os.environ.items() if "XLA_PYTHON_CLIENT" not in k}
+    if _process(group[0]) == "batches" and (total := _total_mib()):
+        # A hundredth more, for what lies beside a step, and because the total of
+        # NVIDIA's tool is a little more than CUDA's.
+        fraction = min(0.95, 1.01 * size.budget_mib / total)
+        environment["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.4f}"
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder) / "part.json"
         command += [f"--seconds={seconds:.0f}", f"--output={output}"]
+        command = [sys.executable, "-m", "benchmarks", *command]
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "benchmarks", *command],
-                cwd=ROOT,
-                env=os.environ | environment,
-                timeout=seconds + 20,
-            )
-            if done.returncode:
-                report(f"{', '.join(group)}: ended with {done.returncode}")
+            limit = seconds + GRACE
+            done = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit)
+            code = done.returncode
+            trouble = f"its process ended with {code}" if code else None
         except subprocess.TimeoutExpired:
-            report(f"{', '.join(group)}: stopped, the time is over")
+            trouble = "stopped, the time is over"
         if not output.exists():
-            return None
+            return {"hardware": None, "rows": {}}, trouble
         (part,) = json.loads(output.read_text()).values()
-        return part
+        return part, trouble
+
+
+def _total_mib():
+    """Returns the memory of the first GPU, or None if that is not to be known."""
+    try:
+        return float(_nvidia_smi("memory.total"))
+    except ValueError:
+        return None
 
 
 def _nvidia_smi(query):
-    """Asks NVIDIA's tool about the first GPU; returns "" where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return ""
+    """Asks NVIDIA's tool about the first GPU; returns "" if it does not answer."""
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
-    return lines[0].strip() if lines else ""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip()
 
 
 def _seconds(function, args, effort):

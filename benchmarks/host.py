@@ -9,7 +9,6 @@ import dataclasses
 import gc
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import time
@@ -22,10 +21,11 @@ import numpy as np
 import tyro
 
 from . import networks, results, steps
+from .steps import FLOOR
 from .tables import show
 from .timing import interleaved, ratio, spread
 
-FLOOR, NATIVE = "by hand", "Flax's own dtype"
+NATIVE = "Flax's own dtype"
 PEERS = ("jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx")
 TRACED = ("float32", NATIVE, *(name for name in steps.CONTESTANTS if name != "float32"))
 GOALS = {
@@ -52,15 +52,14 @@ class Options:
 def main(arguments: list[str]) -> None:
     """Prints the tables and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks host")
-    rows = {}
+    command = ["host", *arguments]
     for part in options.parts:
         measure = {"dispatch": dispatch, "tracing": tracing, "importing": importing}
-        rows[part] = list(measure[part](options))
-        show(f"{part} (goal: {GOALS[part]})", rows[part])
-    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    results.save(
-        options.output, "host", f"{hardware()}, {load}", ["host", *arguments], rows
-    )
+        rows = list(measure[part](options))
+        show(f"{part} (goal: {GOALS[part]})", rows)
+        load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+        hardware = f"{results.hardware()}, {load}"
+        results.save(options.output, part, hardware, command, rows)
 
 
 def dispatch(options: Options) -> Iterator[dict[str, Any]]:
@@ -124,18 +123,6 @@ def importing(options: Options) -> Iterator[dict[str, Any]]:
     samplers[before[0]]()  # writes bytecode, and warms the file cache
     for loaded, times in interleaved(samplers, options.rounds).items():
         yield {"after": loaded, "import jaxmp (ms)": spread(times)}
-
-
-def hardware() -> str:
-    """Describes the processor, and the GPU if there is one."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-        models = [x.partition(":")[2].strip() for x in lines if "model name" in x]
-        name = next(iter(models), name)
-    devices = [d.device_kind for d in jax.devices() if d.platform != "cpu"]
-    return ", ".join([f"{name}, {os.cpu_count()} cores", *devices])
 
 
 def _in_plain_containers(state, floor):

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from . import h200, hlo, results
+from .compiled import peak
 from .networks import NETWORKS, Network
-from .steps import CONTESTANTS, Contestant, contestants
+from .steps import CONTESTANTS, FLOOR, Contestant, contestants
 
-FLOOR = "by hand"
 HARDWARE = f"{h200.DEVICE}, compiled for and not run"
 
 
@@ -101,10 +101,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
         ),
         "temp": memory.temp_size_in_bytes,
         "workspace": work.workspace,
-        "peak": memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes,
+        "peak": peak(compiled),
         "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
         "aliased": memory.alias_size_in_bytes,
         "products": dict(sorted(work.products.items())),

@@ -3,10 +3,15 @@
 import datetime
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import shlex
 from typing import Any
+
+import jax
+
+import jaxmp
 
 FOLDER = pathlib.Path(__file__).parent / "results"
 LIBRARIES = (
@@ -14,7 +19,6 @@ LIBRARIES = (
     "jaxlib",
     "flax",
     "optax",
-    "jaxmp",
     "jmp",
     "mixed-precision-for-JAX",
     "equinox",
@@ -43,11 +47,26 @@ def save(
         "rows": rows,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    # Put in place as a whole, because a program may be killed while it writes.
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.replace(path)
+
+
+def hardware() -> str:
+    """Describes the processor, and the GPU if there is one."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        models = [x.partition(":")[2].strip() for x in lines if "model name" in x]
+        name = next(iter(models), name)
+    devices = [d.device_kind for d in jax.devices() if d.platform != "cpu"]
+    return ", ".join([f"{name}, {os.cpu_count()} cores", *devices])
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    found = {"jaxmp": jaxmp.__version__}  # which need not be installed
     for name in LIBRARIES:
         try:
             found[name] = importlib.metadata.version(name)

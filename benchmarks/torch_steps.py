@@ -1,6 +1,6 @@
-"""The GPT and the ResNet in PyTorch, trained with ``torch.amp``, eager and compiled.
+"""The five models in PyTorch, trained with ``torch.amp``, eager and compiled.
 
-The same models as :mod:`benchmarks.networks`, with what PyTorch recommends: fused Adam,
+Those of :mod:`benchmarks.networks`, with what PyTorch recommends: fused Adam,
 channels last for images, and ``GradScaler`` for float16. "fused" attention is PyTorch's
 own kernel, which does not write the matrix of weights to memory; "written" attention
 does the same arithmetic as the JAX models.
@@ -12,6 +12,7 @@ import itertools
 import math
 import pathlib
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,12 +21,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import networks, results
+from .compiled import MIB, first_line
 from .tables import show
 from .timing import spread
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-MIB = 2**20
+
+
+class MLP(nn.Sequential):
+    """Dense layers of one width."""
+
+    def __init__(self, model: networks.MLP, features: int):
+        """Takes the sizes from the model in JAX, and that of the vectors."""
+        widths = [features] + [model.width] * model.layers
+        pairs = itertools.pairwise(widths)
+        layers = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())]
+        super().__init__(*layers, nn.Linear(widths[-1], model.classes))
 
 
 def written_attention(q, k, v):
@@ -144,19 +156,22 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("torch_steps needs an NVIDIA GPU, or try `--tiny`.")
     until = time.monotonic() + options.seconds
     rows: dict[str, list] = {"torch": [], "left out": []}
+    hardware = torch.cuda.get_device_name() if CUDA else "CPU"
+    command = ["torch_steps", *arguments]
     for setting in settings(options.tiny):
-        if time.monotonic() > until:
-            rows["left out"].append(f"torch, {setting}: the time is over")
-            continue
-        try:
-            rows["torch"].append(measure(setting, options.tiny))
-        except RuntimeError as error:  # out of memory, or no compiler
-            line = str(error).strip().splitlines()[0]
-            rows["left out"].append(f"torch, {setting}: {line}")
-        hardware = torch.cuda.get_device_name() if CUDA else "CPU"
-        results.save(
-            options.output, hardware, hardware, ["torch_steps", *arguments], rows
-        )
+        over = time.monotonic() > until
+        if over:
+            line = f"torch, {setting} and those after it: left out, the time is over"
+            rows["left out"].append(line)
+        else:
+            try:
+                rows["torch"].append(measure(setting, options.tiny))
+            except Exception as error:  # out of memory, or no compiler
+                traceback.print_exc()
+                rows["left out"].append(f"torch, {setting}: {first_line(error)}")
+        results.save(options.output, hardware, hardware, command, rows)
+        if over:
+            break
     show("torch", rows["torch"])
     print(*rows["left out"], sep="\n")
 
@@ -172,20 +187,16 @@ class Setting(NamedTuple):
 
 
 def settings(tiny: bool) -> Iterator[Setting]:
-    """Yields settings, the most important ones first."""
-    gpt, resnet = ("gpt", "resnet") if tiny else ("gpt-160m", "resnet-50")
-    # On a CPU, compiling takes a C++ compiler and a minute.
-    for compiled in (False,) if tiny else (True, False):
-        for fused in (False, True):
-            yield Setting(gpt, "float16", compiled, fused)
-    for compiled in (False,) if tiny else (True, False):
-        yield Setting(resnet, "float16", compiled)
-        yield Setting(gpt, "float32", compiled)
-        yield Setting(gpt, "float32", compiled, tf32=True)
-        yield Setting(gpt, "bfloat16", compiled)
-        yield Setting(resnet, "float32", compiled)
-        yield Setting(resnet, "float32", compiled, tf32=True)
-        yield Setting(resnet, "bfloat16", compiled)
+    """Yields settings, the eager ones first: to compile a model takes a minute."""
+    names = ("gpt-160m", "resnet-50", "mlp", "gpt-12m", "resnet-18")
+    dtypes = (("float16", False), ("float32", False), ("float32", True))
+    # On a CPU, compiling takes a C++ compiler too.
+    for compiled in (False,) if tiny else (False, True):
+        for dtype, tf32 in (*dtypes, ("bfloat16", False)):
+            for network in networks.TINY if tiny else names:
+                yield Setting(network, dtype, compiled, tf32=tf32)
+                if network.startswith("gpt") and dtype == "float16":
+                    yield Setting(network, dtype, compiled, fused=True)
 
 
 def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
@@ -195,8 +206,6 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
     torch.compiler.reset()  # or it gives up compiling after a few models
     gc.collect()  # the model before
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
     step = training_step(setting, tiny)
 
     def sample(calls):
@@ -208,6 +217,8 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
         return (time.perf_counter() - start) / calls
 
     sample(1 if tiny else 3)
+    if CUDA:  # without what cuDNN has tried out
+        torch.cuda.reset_peak_memory_stats()
     calls = 1 if tiny else max(1, math.ceil(0.2 / sample(3)))
     times = [1e3 * sample(calls) for _ in range(2 if tiny else 7)]
     peak = torch.cuda.max_memory_allocated() / MIB if CUDA else None
@@ -218,12 +229,15 @@ def training_step(setting: Setting, tiny: bool) -> Callable[[], None]:
     """Returns a function that trains on the same batch whenever it is called."""
     network = (networks.TINY if tiny else networks.NETWORKS)[setting.network]
     x, y = (torch.from_numpy(part).to(DEVICE) for part in network.batch())
-    if isinstance(network.model, networks.GPT):
-        attention = fused_attention if setting.fused else written_attention
-        model = GPT(network.model, attention).to(DEVICE)
-    else:
-        model = ResNet(network.model).to(DEVICE, memory_format=torch.channels_last)
-        x = x.permute(0, 3, 1, 2)  # in memory still channels last
+    with DEVICE:
+        if isinstance(network.model, networks.GPT):
+            attention = fused_attention if setting.fused else written_attention
+            model = GPT(network.model, attention)
+        elif isinstance(network.model, networks.MLP):
+            model = MLP(network.model, x.shape[-1])
+        else:
+            model = ResNet(network.model).to(memory_format=torch.channels_last)
+            x = x.permute(0, 3, 1, 2)  # in memory still channels last
     y = y.long()
     dtype = getattr(torch, setting.dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=CUDA)

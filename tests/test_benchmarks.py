@@ -2,10 +2,12 @@
 
 import json
 import math
+import pathlib
+import subprocess
 
 import pytest
 
-from benchmarks import compiled, gpu, host, timing
+from benchmarks import compiled, gpu, host, results, timing
 from benchmarks.steps import CONTESTANTS
 
 
@@ -24,7 +26,7 @@ def saved(path, command):
     assert found["command"].startswith(f"python -m benchmarks {command}")
     assert found["date"][:2] == "20"
     assert found["hardware"]
-    assert {"python", "jax", "flax", "optax", "jmp"} <= set(found["versions"])
+    assert {"python", "jax", "flax", "optax", "jaxmp", "jmp"} <= set(found["versions"])
     sections = {k: v for k, v in found["rows"].items() if k != "left out"}
     for rows in sections.values():
         values = list(numbers(rows))
@@ -49,7 +51,7 @@ def test_gpu_runs_from_end_to_end_in_small(tmp_path):
         assert {"by hand", "jaxmp cast", "jaxmp autocast", "jmp", "float32"} <= measured
     for row in sections["batches gpt"]:
         assert row["has run"]
-        assert row["peak MiB, compiled"] <= gpu.TINY.budget_mib
+        assert row["peak MiB"] <= row["budget MiB"] == gpu.TINY.budget_mib
 
 
 def test_gpu_says_where_there_is_no_gpu():
@@ -57,16 +59,64 @@ def test_gpu_says_where_there_is_no_gpu():
         gpu.main(["--here", "--only=ceilings"])
 
 
+@pytest.mark.parametrize("code", [0, -6, None])  # None: killed when the time is over
+def test_a_process_that_ends_costs_the_section_in_hand(tmp_path, monkeypatch, code):
+    asked = []
+
+    def process(command, **options):
+        names = [x.removeprefix("--only=") for x in command if x.startswith("--only")]
+        asked.append(names)
+        assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in options["env"]
+        trouble = code != 0 and "step mlp float16" in names
+        rows = {name: [{"ms": 1.0}] for name in names}
+        if trouble:
+            rows = {"ceilings": [{"ms": 1.0}], "step mlp float16": []}
+        (path,) = (x for x in command if x.startswith("--output="))
+        path = pathlib.Path(path.removeprefix("--output="))
+        results.save(path, "GPU", "GPU", [], rows | {"left out": []})
+        if trouble and code is None:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, code if trouble else 0)
+
+    monkeypatch.setattr(gpu, "_nvidia_smi", lambda query: "[N/A]")
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(gpu.subprocess, "run", process)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    path = tmp_path / "gpu.json"
+    gpu.main(["--tiny", f"--output={path}"])
+    sections, left_out = saved(path, "gpu --tiny")
+    steps = ["ceilings", "step mlp float16", "optimizer mlp bfloat16"]
+    lines = ["torch: left out, it is not installed"]
+    if code == 0:
+        assert asked == [steps, ["batches gpt"]]
+    else:
+        assert asked == [steps, steps[2:], ["batches gpt"]]
+        reason = "its process ended with -6" if code else "stopped, the time is over"
+        lines.append(f"step mlp float16: {reason}")
+        steps.remove("step mlp float16")
+    assert list(sections) == [*steps, "batches gpt"]
+    assert left_out == lines
+
+
+def test_gpu_fails_where_nothing_is_measured(tmp_path, monkeypatch):
+    def process(command, **options):
+        return subprocess.CompletedProcess(command, 1, "No devices were found", "")
+
+    monkeypatch.setattr(gpu.subprocess, "run", process)
+    with pytest.raises(SystemExit, match="Nothing was measured"):
+        gpu.main(["--tiny", f"--output={tmp_path / 'gpu.json'}"])
+
+
 def test_host_runs_from_end_to_end_in_small(tmp_path):
     path = tmp_path / "host.json"
     traced = ["float32", host.NATIVE, "by hand", "jaxmp cast", "jmp"]
     arguments = f"--output {path} --layers 1 --rounds 1 --calls 2 --traced".split()
     host.main([*arguments, *traced])
-    sections, _ = saved(path, "host")
+    sections = json.loads(path.read_text())
     assert set(sections) == {"dispatch", "tracing", "importing"}
-    arrays = {row["step"]: row["arrays"] for row in sections["dispatch"]}
+    arrays = {row["step"]: row["arrays"] for row in sections["dispatch"]["rows"]}
     assert arrays["by hand"] == 3 * 77 + 1
-    assert [row["step"] for row in sections["tracing"]] == traced
+    assert [row["step"] for row in sections["tracing"]["rows"]] == traced
 
 
 @pytest.mark.parametrize("fixed", [0, 100, 990])
@@ -77,6 +127,10 @@ def test_the_largest_batch_is_found(fixed, slope):
 
     best = (1000 - fixed) // slope
     assert compiled.largest_batch(needed, 1000) == (best, needed(best) if best else 0)
+
+
+def test_the_search_for_a_batch_ends_in_time():
+    assert compiled.largest_batch(lambda size: size, 1000, until=0) == (0, 0)
 
 
 def test_samples_of_a_round_are_paired():
