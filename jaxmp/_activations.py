@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from ._jaxpr import (
     located_at,
     open_jaxpr,
 )
+from ._ranges import numbered
 from ._tree import widen
 
 
@@ -78,9 +78,7 @@ def activation_gradients(
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         # Closed over, because arguments such as `train=True` are no arrays.
-        traced = jax.make_jaxpr(lambda: fun(*args, **kwargs), return_shape=True)
-        jaxpr, result = traced()
-        structure = jax.tree.structure(result)
+        jaxpr = jax.make_jaxpr(lambda: loss_and_aux(fun(*args, **kwargs), has_aux)[0])()
         named = list(_named_values(jaxpr))
         # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
         addends = [
@@ -98,19 +96,17 @@ def activation_gradients(
             )
 
         def scaled_fun(addends):
-            values = _add_to_named(jaxpr, (), iter(addends))
-            loss, _ = loss_and_aux(structure.unflatten(values), has_aux)
+            (loss,) = _add_to_named(jaxpr, (), iter(addends))
             loss = widen(loss)
             return loss * scale.astype(loss.dtype)
 
         grads = jax.grad(scaled_fun)(addends)
-        times = Counter()
-        found = {}
-        for (name, _), grad in zip(named, grads, strict=True):
-            if grad is not None:
-                found[f"{name}#{times[name]}" if times[name] else name] = grad
-                times[name] += 1
-        return found
+        names = numbered(
+            name
+            for (name, _), addend in zip(named, addends, strict=True)
+            if addend is not None
+        )
+        return dict(zip(names, jax.tree.leaves(grads), strict=True))
 
     return wrapped
 

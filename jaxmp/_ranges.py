@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
+import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ._checks import as_count, check_number
+from ._checks import as_axes, as_count, check_axes_are_bound, check_number
+from ._jaxpr import varying_axes
 from ._policy import as_dtype
 from ._tree import AxisName, is_floating_array, path_name
 
@@ -59,9 +67,9 @@ def exponent_histogram(
         https://arxiv.org/abs/1710.03740.
     """
     _check_buckets(low, high)
-    named = _floating_leaves("exponent_histogram", tree)
-    leaves = [jnp.asarray(x) for _, x in named]
-    sizes = [x.size for x in leaves]
+    length = high - low + 1
+    leaves = [x for _, x in _floating_leaves("exponent_histogram", tree)]
+    sizes = [math.prod(jnp.shape(x)) for x in leaves]
     together = max(sizes, default=0) if per_leaf else sum(sizes)
     if together > np.iinfo(np.int32).max:
         raise ValueError(
@@ -69,10 +77,13 @@ def exponent_histogram(
             "to count together. Pass `per_leaf=True` and add on the host, or pass a "
             "part of the tree at a time."
         )
-    counts = [_count(_buckets(x, low, high), low, high).sum(0)[:-2] for x in leaves]
+    counts = [
+        _count(_exact_buckets(x, low, length), length).sum(0, dtype=jnp.int32)[:-2]
+        for x in leaves
+    ]
     if per_leaf:
         return jax.tree.structure(tree).unflatten(counts)
-    return sum(counts, jnp.zeros(high - low + 1, jnp.int32))
+    return sum(counts, jnp.zeros(length, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +102,14 @@ class RangeStats:
         nonfinite: Fraction that is Inf or NaN already.
         min: Smallest magnitude that is not zero.
         max: Largest finite magnitude.
-        size: Number of values. A fraction times the size is an integer, the count.
+        size: Number of values.
 
     Examples:
         >>> range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total
         RangeStats(zero=0.25, flushed=0.0, subnormal=0.0, normal=0.5, overflow=0.25, \
 nonfinite=0.0, min=1.0, max=1000000.0, size=4)
+        >>> range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total.counts["normal"]
+        2
     """
 
     zero: float
@@ -108,6 +121,13 @@ nonfinite=0.0, min=1.0, max=1000000.0, size=4)
     min: float
     max: float
     size: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The exact number of values of each class."""
+        # The fraction was rounded once, and so is the product: below 2^51 values the
+        # integer next to it is the count.
+        return {name: round(getattr(self, name) * self.size) for name in _CLASSES}
 
     @property
     def lost(self) -> float:
@@ -122,7 +142,8 @@ class RangeReport:
     Args:
         dtype: Name of the dtype.
         total: The :class:`RangeStats` of all leaves together.
-        leaves: Those of each leaf, by its path.
+        leaves: Those of each leaf, by its path. A path that comes again gets a
+            number, and what is no container has the path ``(root)``.
 
     Examples:
         >>> report = range_report({"w": jnp.array([0.0, 2.0**-25, 1.0, 3.0])})
@@ -138,7 +159,8 @@ class RangeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as nested dicts of strings and numbers, for a log."""
-        return dataclasses.asdict(self)
+        leaves = {path: _as_dict(stats) for path, stats in self.leaves.items()}
+        return {"dtype": self.dtype, "total": _as_dict(self.total), "leaves": leaves}
 
     def __str__(self) -> str:
         """Draws a table, the leaves that lose the largest fraction first."""
@@ -148,8 +170,9 @@ class RangeReport:
         rows: list[tuple[str, ...]] = [
             ("% of the values", *_CLASSES, "min", "max", "size")
         ]
+        width = _telling_width(list(self.leaves))
         for path, stats in [("total", self.total), *worst_first]:
-            path = path if len(path) <= 22 else "…" + path[-21:]
+            path = path if len(path) <= width else "…" + path[1 - width :]
             shares = [_percent(getattr(stats, name)) for name in _CLASSES]
             size = f"{stats.size}" if stats.size < 10**8 else f"{stats.size:.2e}"
             rows.append((path, *shares, f"{stats.min:.1e}", f"{stats.max:.1e}", size))
@@ -187,12 +210,13 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         b                   0       0         0 100.00        0         0 1.0e+00 1.0e+00    4
     """  # noqa: E501
     dtype = as_dtype(dtype, "`dtype`")
-    named = _floating_leaves("range_report", tree)
-    counts = [(path, _classify(x, dtype)) for path, x in named]
+    named = _floating_leaves("range_report", tree, on_host=True)
+    counts = [_classify(x, dtype) for _, x in named]
+    paths = numbered(path for path, _ in named)
     return RangeReport(
         dtype=dtype.name,
-        total=_stats([count for _, count in counts]),
-        leaves={path: _stats([count]) for path, count in counts},
+        total=_stats(counts),
+        leaves={p: _stats([n]) for p, n in zip(paths, counts, strict=True)},
     )
 
 
@@ -222,25 +246,33 @@ def record_ranges(
     ``optax.tree.get(opt_state, "RecordRangesState")``; give it to
     :func:`suggest_loss_scale` or to :func:`jaxmp.plots.exponents`.
 
-    Where Adam moves 28 bytes for each parameter in a step, this adds 1.2, and 3.3
-    with ``every=1``.
+    Where Adam moves 28 bytes for each parameter in a step, this adds 1.2 on a GPU, and
+    3.3 with ``every=1``.
 
     Args:
         every: Count the first step and every ``every``-th after it. The largest
             magnitude is that of all steps.
-        low: Exponent of the first bucket, which also counts what is below.
+        low: Exponent of the first bucket, which also counts what is below. A state
+            that was restored keeps the buckets that it has.
         high: Exponent of the last bucket, which also counts what is above.
         axis_name: Mesh axes over which the updates differ, inside ``shard_map`` or
             ``pmap``. Under ``jit`` the counts of sharded arrays are global anyway.
+            Updates that are the same on all devices count once, except where nothing
+            tells that they are: ``pmap``, and ``shard_map(check_vma=False)``.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
-        :class:`RecordRangesState`. The counts are float32, which does not overflow
-        and rounds beyond 2^24. Leaves that are not floating are not counted.
+        :class:`RecordRangesState`. The counts are float32. They do not overflow, are
+        exact up to 2^24, and beyond it each addition rounds to 24 bits: after a
+        thousand counted steps a bucket is wrong by less than 1 in 10,000, and what
+        adds less than 1 in 2^25 to its bucket is not seen. Leaves that are not
+        floating are not counted.
 
     Raises:
-        ValueError: If ``every`` is below 1 or ``low`` not below ``high``.
-        TypeError: If ``every`` is not an integer.
+        ValueError: If ``every`` is below 1 or ``low`` not below ``high``; in an
+            update, if the updates differ over mesh axes that are not in
+            ``axis_name``, or one of those does not exist.
+        TypeError: If ``every``, ``low`` or ``high`` is not an integer.
 
     Examples:
         >>> tx = optax.chain(record_ranges(every=1, low=-2, high=2), optax.sgd(0.1))
@@ -269,33 +301,44 @@ def record_ranges(
             max=jnp.zeros([], jnp.float32),
         )
 
-    def count(buckets):
-        # Each lane is exact; their sum may be more than an int32 holds.
-        counts = [_count(b, low, high).astype(jnp.float32).sum(0) for b in buckets]
-        counts = sum(counts, jnp.zeros(high - low + 3))
-        return counts if axis_name is None else jax.lax.psum(counts, axis_name)
-
-    def skip(buckets):
-        del buckets
-        return jnp.zeros(high - low + 3)
+    axes = as_axes(axis_name)
 
     def update_fn(updates, state, params=None, **extra_args):
         del params, extra_args
-        leaves = [x for x in jax.tree.leaves(updates) if is_floating_array(x)]
-        largest = jnp.stack([state.max, *map(_largest, leaves)]).max()
-        if axis_name is not None:
-            largest = jax.lax.pmax(largest, axis_name)
-        # What a cond reads has to be in memory. That is one byte for each value here;
-        # the updates themselves might exist only within a fusion.
-        buckets = [_buckets(x, low, high) for x in leaves]
-        counts = jax.lax.cond(state.steps % every == 0, count, skip, buckets)
+        check_axes_are_bound(axes)
+        length = state.exponents.shape[-1]
+        maxima = [_float32_bits(state.max)]
+        # XLA's compilers are slow with hundreds of operands and scatters. So the same
+        # parameter of many layers is counted at once; as in `all_finite`, it is known
+        # by its name, because that is likely to be sharded in the same way.
+        groups = collections.defaultdict(list)
+        for path, x in jax.tree.leaves_with_path(updates):
+            if is_floating_array(x):
+                _check_agreement(x, state, axes)
+                maxima.append(_largest(x))
+                # What a cond reads has to be in memory. That is one byte for each
+                # value here; the updates might exist only within a fusion.
+                buckets = _buckets(x, state.low, length)
+                name = re.sub(r"\d+", "", path_name(path))
+                groups[name, jax.typeof(buckets)].append(buckets)
+        largest = jnp.stack(maxima).max()
+        if axes:
+            largest = jax.lax.pmax(largest, axes)
+        old = (state.exponents, state.zeros, state.nonfinite)
+        exponents, zeros, nonfinite = jax.lax.cond(
+            state.steps % every == 0,
+            lambda old, buckets: _add_counts(old, buckets, length, axes),
+            lambda old, buckets: old,
+            old,
+            list(groups.values()),
+        )
         return updates, RecordRangesState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),
             low=state.low,
-            exponents=state.exponents + counts[:-2],
-            zeros=state.zeros + counts[-2],
-            nonfinite=state.nonfinite + counts[-1],
-            max=largest,
+            exponents=exponents,
+            zeros=zeros,
+            nonfinite=nonfinite,
+            max=jax.lax.bitcast_convert_type(largest, jnp.float32),
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -312,9 +355,11 @@ def suggest_loss_scale(
 
     Args:
         tree: What was seen in one or many steps: a pytree of floating arrays, of
-            :class:`RangeReport`, or of :class:`RecordRangesState`.
+            :class:`RangeReport`, or of :class:`RecordRangesState`. A state may have
+            leading axes, as ``vmap`` and ``scan`` stack it.
         dtype: The format.
-        headroom: Factor by which later values may be larger, a positive number.
+        headroom: Factor by which later values may be larger, a positive number or
+            scalar array.
 
     Returns:
         A power of two between 2^-126 and 2^127, as a Python float.
@@ -331,6 +376,8 @@ def suggest_loss_scale(
         >>> suggest_loss_scale(grads, headroom=8)
         524288.0
     """
+    if isinstance(headroom, (jax.Array, np.ndarray)) and headroom.shape == ():
+        headroom = headroom.item()
     check_number("headroom", headroom)
     if not 0 < headroom < math.inf:
         raise ValueError(
@@ -344,48 +391,61 @@ def suggest_loss_scale(
     def take_summary(x):
         if not isinstance(x, summaries):
             return x
-        maxima.append(x.total.max if isinstance(x, RangeReport) else float(x.max))
+        largest = x.total.max if isinstance(x, RangeReport) else np.max(x.max)
+        maxima.append(float(largest))
         return None
 
     arrays = jax.tree.map(
         take_summary, tree, is_leaf=lambda x: isinstance(x, summaries)
     )
-    for _, x in _floating_leaves("suggest_loss_scale", arrays):
-        maxima.append(_classify(x, dtype).max)
-    largest = max(maxima) * headroom
-    if largest == 0:
+    hint = (
+        "Pass gradients, what `jaxmp.range_report` returned, or what "
+        '`jaxmp.record_ranges` keeps: `optax.tree.get(opt_state, "RecordRangesState")`.'
+    )
+    named = _floating_leaves("suggest_loss_scale", arrays, hint, on_host=True)
+    maxima += [_classify(x, dtype).max for _, x in named]
+    if max(maxima) == 0:
         raise ValueError(
             "`suggest_loss_scale` needs a finite nonzero value, but there is none. "
             "Pass the gradients of a step that did not overflow."
         )
-    limit = float(jnp.finfo(dtype).max)
-    # The quotient of two mantissas in [1/2, 1) is in (1/2, 2), so that the exponent
-    # below is right or one too large.
-    exponent = math.frexp(limit)[1] - math.frexp(largest)[1]
-    if math.frexp(largest)[0] > math.frexp(limit)[0]:
-        exponent -= 1
+    # By mantissas and exponents, because the product may be too large for a float.
+    largest, factor = math.frexp(max(maxima)), math.frexp(headroom)
+    limit = math.frexp(float(jnp.finfo(dtype).max))
+    mantissa, carry = math.frexp(largest[0] * factor[0])
+    # The quotient of two mantissas in [1/2, 1) is in (1/2, 2), so that the difference
+    # of the exponents is right or one too large.
+    exponent = limit[1] - (largest[1] + factor[1] + carry) - (mantissa > limit[0])
     return 2.0 ** min(max(exponent, -126), 127)
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high"))
-def _buckets(x: jax.Array, low: int, high: int) -> jax.Array:
-    """Returns each element's bucket; the last two are for zeros and Inf or NaN."""
+def _exact_buckets(x: Any, low: int, length: int) -> jax.Array:
+    """Returns the buckets of an array or Python float, in the precision it has."""
+    if getattr(x, "dtype", np.float64) == np.float64:
+        with jax.enable_x64(True):  # or JAX would make a float32 of it
+            return _buckets(jnp.asarray(x), low, length)
+    return _buckets(jnp.asarray(x), low, length)
+
+
+@functools.partial(jax.jit, static_argnames="length")
+def _buckets(x: jax.Array, low: Any, length: int) -> jax.Array:
+    """Returns each element's bucket; two more are for zeros and for Inf or NaN."""
     bits, info = _magnitude_bits(x), jnp.finfo(x.dtype)
     # Integers, because XLA may flush subnormals to zero in arithmetic.
     field = (bits >> info.nmant).astype(jnp.int32)
     highest_bit = jnp.iinfo(bits.dtype).bits - 1 - jax.lax.clz(bits).astype(jnp.int32)
     exponent = info.minexp + jnp.where(field > 0, field - 1, highest_bit - info.nmant)
-    bucket = jnp.clip(exponent, low, high) - low
+    bucket = jnp.clip(exponent - low, 0, length - 1)
     # If nothing else used the bits, LLVM would compare floats here, and the CPU's
-    # takes subnormals for zeros. The exponent uses them, as `low` is below `high`.
-    bucket = jnp.where(bits == 0, high - low + 1, bucket)
-    bucket = jnp.where(jnp.isfinite(x), bucket, high - low + 2)
-    return bucket.astype(np.min_scalar_type(high - low + 2))
+    # takes subnormals for zeros. The exponent uses them, as there are two buckets.
+    bucket = jnp.where(bits == 0, length, bucket)
+    bucket = jnp.where(jnp.isfinite(x), bucket, length + 1)
+    return bucket.astype(np.min_scalar_type(length + 1))
 
 
-@functools.partial(jax.jit, static_argnames=("low", "high"))
-def _count(buckets: jax.Array, low: int, high: int) -> jax.Array:
-    """Counts elements into an int32 array of shape ``[_LANES, high - low + 3]``.
+@functools.partial(jax.jit, static_argnames="length")
+def _count(buckets: jax.Array, length: int) -> jax.Array:
+    """Counts elements into an int32 array of shape ``[_LANES, length + 2]``.
 
     A scatter, because it reads the array once. Comparing each element with each
     bucket reads it as often as there are buckets.
@@ -396,18 +456,68 @@ def _count(buckets: jax.Array, low: int, high: int) -> jax.Array:
         for i in range(buckets.ndim)
     ]
     lane = sum(places, jnp.zeros(buckets.shape, jnp.int32)) % _LANES
-    length = high - low + 3
-    counts = jnp.zeros(_LANES * length, jnp.int32).at[lane * length + buckets].add(1)
-    return counts.reshape(_LANES, length)
+    index = lane * (length + 2) + buckets
+    mesh, out_sharding = jax.typeof(buckets).sharding.mesh, None
+    if AxisType.Explicit in mesh.axis_types:  # JAX wants to know where the sum lies
+        out_sharding = NamedSharding(mesh, P(None))
+    counts = jnp.zeros(_LANES * (length + 2), jnp.int32)
+    counts = counts.at[index].add(1, out_sharding=out_sharding)
+    return counts.reshape(_LANES, length + 2)
+
+
+def _add_counts(
+    old: tuple[jax.Array, jax.Array, jax.Array],
+    groups: list[list[jax.Array]],
+    length: int,
+    axes: tuple[Any, ...],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds the counts of all devices to those of exponents, zeros, and Inf or NaN."""
+    counts = collections.defaultdict(lambda: jnp.zeros(length + 2, jnp.float32))
+    for group in groups:
+        buckets = jnp.stack(group)
+        # Each lane is exact; their sum may be more than an int32 holds.
+        lanes = _count(buckets, length).astype(jnp.float32)
+        counts[_axes_to_add(buckets, axes)] += lanes.sum(0)
+    total = jnp.zeros(length + 2, jnp.float32)
+    for apart, part in counts.items():
+        total += jax.lax.psum(part, apart) if apart else part
+    exponents, zeros, nonfinite = old
+    return exponents + total[:-2], zeros + total[-2], nonfinite + total[-1]
+
+
+def _axes_to_add(x: jax.Array, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the axes over which ``x`` differs, or all where JAX does not track it."""
+    if not axes or not varying_axes(jax.lax.axis_index(axes)):
+        return axes
+    return tuple(axis for axis in axes if axis in varying_axes(x))
+
+
+def _check_agreement(
+    x: jax.Array, state: RecordRangesState, axes: tuple[Any, ...]
+) -> None:
+    """Refuses updates that differ over devices where the counts are one for all."""
+    if apart := varying_axes(x) - varying_axes(state.exponents) - set(axes):
+        raise ValueError(
+            f"The updates differ over the mesh axes {sorted(map(str, apart))}, but the "
+            "counts of `record_ranges` are one for all. Pass these axes as `axis_name`."
+        )
 
 
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
-    """Returns the largest finite magnitude as a float32, 0 where there is none."""
+    """Returns the largest finite magnitude as the bits of a float32."""
     # Magnitudes are ordered as their bits are.
     bits = jnp.max(jnp.where(jnp.isfinite(x), _magnitude_bits(x), 0), initial=0)
     bits = bits.astype(f"uint{jnp.finfo(x.dtype).bits}")
-    return jax.lax.bitcast_convert_type(bits, x.dtype).astype(jnp.float32)
+    largest = jax.lax.bitcast_convert_type(bits, x.dtype)
+    if x.dtype == jnp.float64:
+        largest = jnp.minimum(largest, jnp.finfo(jnp.float32).max)
+    return _float32_bits(largest)
+
+
+def _float32_bits(x: jax.Array) -> jax.Array:
+    # Integers, because the CPU's maximum of floats takes subnormals for zeros.
+    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _magnitude_bits(x: jax.Array) -> jax.Array:
@@ -479,25 +589,68 @@ def _classify(x: Any, dtype: np.dtype) -> _Counts:
     )
 
 
-def _floating_leaves(function: str, tree: Any) -> list[tuple[str, Any]]:
+def _floating_leaves(
+    function: str,
+    tree: Any,
+    hint: str = "Pass the parameters or gradients only.",
+    *,
+    on_host: bool = False,
+) -> list[tuple[str, Any]]:
     """Returns the leaves with their paths, refusing those that are not floating."""
-    leaves = [(path_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
+    leaves = jax.tree.leaves_with_path(tree)
+    leaves = [(path_name(path) or "(root)", x) for path, x in leaves]
     for path, x in leaves:
         if not (isinstance(x, float) or is_floating_array(x)):
             kind = getattr(x, "dtype", type(x).__name__)
             raise TypeError(
-                f"`{function}` needs floating leaves, but `{path}` is {kind}. Pass "
-                "the parameters or gradients only."
+                f"`{function}` needs floating leaves, but `{path}` is {kind}. {hint}"
+            )
+        if on_host and isinstance(x, jax.core.Tracer):
+            raise TypeError(
+                f"`{function}` reads values on the host, but `{path}` is traced, by "
+                "`jax.jit` for one. Return it and call `jaxmp."
+                f"{function}` outside; `jaxmp.exponent_histogram` and "
+                "`jaxmp.record_ranges` count inside."
             )
     return leaves
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """Gives a number to each name that comes again: ``h``, ``h#1``."""
+    given = {}  # a dict keeps the order
+    for name in names:
+        choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(1)))
+        given[next(choice for choice in choices if choice not in given)] = None
+    return list(given)
+
+
+def _telling_width(paths: list[str]) -> int:
+    """Returns how long the shortened paths must be to tell all leaves apart."""
+    longest = max(map(len, paths), default=0)
+    for width in range(22, longest):
+        if len({path[1 - width :] for path in paths}) == len(paths):
+            return width
+    return max(longest, 22)
+
+
 def _check_buckets(low: int, high: int) -> None:
-    if operator.index(low) >= operator.index(high):
+    for name, value in (("low", low), ("high", high)):
+        try:
+            operator.index(value)
+        except TypeError:
+            raise TypeError(
+                f"`{name}` must be an integer, but is {value!r}. The usual buckets are "
+                "those from `low=-40` to `high=16`."
+            ) from None
+    if low >= high:
         raise ValueError(
             f"`low` must be below `high`, but they are {low} and {high}. "
             "The usual ones are -40 and 16."
         )
+
+
+def _as_dict(stats: RangeStats) -> dict[str, Any]:
+    return {**dataclasses.asdict(stats), "counts": stats.counts}
 
 
 def _percent(fraction: float) -> str:

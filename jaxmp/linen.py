@@ -83,6 +83,9 @@ def activation_gradients(
     name of its class. A module that returns what its last submodule returned adds
     nothing.
 
+    What is inside a loop is not seen, here neither: of a model with ``nn.scan`` over
+    its layers only the modules around it are there.
+
     Args:
         fun: Function that applies Linen models and returns the loss, a real floating
             scalar, or with ``has_aux`` a pair of it and anything.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import check_positive
-from ._loss_scale import LossScaleState
+from ._checks import as_scale, check_positive
+from ._loss_scale import LossScaleState, get_loss_scale_state
 from ._policy import as_dtype
 from ._ranges import (
     RecordRangesState,
@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
 # Told apart without colour: filled bars, hatched bars, a dashed outline.
 _VALUES: dict[str, Any] = {"color": "#4878a8"}
 _ZEROS: dict[str, Any] = {"fill": False, "edgecolor": "#4878a8", "hatch": "////"}
+_NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": "#c03020", "hatch": "xxxx"}
 _SCALED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
 _SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
 _NORMAL: dict[str, Any] = {"color": "0.92"}
@@ -40,24 +41,26 @@ def exponents(
     ranges: Any,
     dtype: DTypeLike = "float16",
     *,
-    loss_scale: float | None = None,
+    loss_scale: ArrayLike | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws the share of the values at each binary exponent, and the format's range.
 
-    Shares are of all values, on a logarithmic axis; zeros have a bar of their own.
-    Behind the bars are the ranges that a cast to ``dtype`` makes subnormal and
-    normal. What lies left of both becomes zero, and right of them Inf. A dashed
-    outline shows where the loss scale moves the values.
+    Shares are of all values, on a logarithmic axis; zeros have a bar of their own, and
+    so have Inf and NaN where there are any. Behind the bars are the ranges that a cast
+    to ``dtype`` makes subnormal and normal. What lies left of both becomes zero, and
+    right of them Inf. A dashed outline shows where the loss scale moves the values.
 
     Args:
         ranges: A pytree of floating arrays, or a :class:`jaxmp.RecordRangesState`,
-            in true units.
+            in true units. A state with leading axes, as ``vmap`` stacks it, is
+            summed; of the states after each step, draw the last.
         dtype: The format: float16, bfloat16, or a wider one.
-        loss_scale: The positive scale of the outline; 1 draws none. None takes
-            :func:`jaxmp.suggest_loss_scale` for float16, and 1 for the others, which
-            need no scale.
-        ax: Where to draw; None makes a new figure.
+        loss_scale: The positive scale of the outline, as a number or scalar array; 1
+            draws none. None takes :func:`jaxmp.suggest_loss_scale` for float16, and 1
+            for the others, which need no scale.
+        ax: Where to draw, the legend inside; None makes a new figure, with the legend
+            below.
 
     Returns:
         The axes. Save them with ``ax.figure.savefig(path)``.
@@ -88,9 +91,11 @@ def exponents(
     if loss_scale is None:
         fits = dtype != jnp.float16 or not counts.any()
         loss_scale = 1.0 if fits else suggest_loss_scale(ranges, dtype)
+    loss_scale = float(as_scale(loss_scale))
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
     shares = 100 * counts / size
+    special = 100 * zeros / size, 100 * nonfinite / size
 
     info = jnp.finfo(dtype)
     # Half of the smallest subnormal number and less rounds to zero.
@@ -99,7 +104,11 @@ def exponents(
     if dtype == jnp.float16:  # The others are far wider than what is to be seen.
         left, right = min(left, first_subnormal), max(right, info.maxexp)
 
-    ax = _new_axes() if ax is None else ax
+    gap = max(4, (right - left) / 20)
+    left_bar, right_bar = left - gap, right + gap  # of zeros, and of Inf and NaN
+
+    own_figure = ax is None
+    ax = _new_axes() if own_figure else ax
     for name, start, end, style in (
         ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
         ("normal", info.minexp, info.maxexp, _NORMAL),
@@ -109,41 +118,53 @@ def exponents(
             style = {**style, "linewidth": 0, "zorder": 0}
             ax.axvspan(start, end, label=f"{dtype.name} {name}", **style)
     ax.bar(edges[:-1], shares, 0.9, align="edge", **_VALUES, label=label)
-    ax.bar(left - 4, 100 * zeros / size, 2.0, **_ZEROS, label="zeros")
+    ax.bar(left_bar, special[0], gap / 2, **_ZEROS, label="zeros")
+    if nonfinite:
+        ax.bar(right_bar, special[1], gap / 2, **_NONFINITE, label="Inf or NaN")
     if loss_scale != 1:
         label = f"times {_power_of_two(loss_scale)}"
         ax.stairs(shares, edges + shift, **_SCALED, label=label)
 
-    seen = [share for share in (*shares, 100 * zeros / size) if share > 0]
+    seen = [share for share in (*shares, *special) if share > 0]
     ax.set_yscale("log")
     ax.set_ylim(10 ** math.floor(math.log10(min(seen, default=100)) - 0.01), 150)
-    ax.set_xlim(left - 6, right + 1)
-    spacing = 4 if right - left < 60 else 8 if right - left < 120 else 32
-    ticks = np.arange(math.ceil(left / spacing) * spacing, right + 1, spacing)
-    ax.set_xticks([left - 4, *ticks], ["zero", *(f"{tick:.0f}" for tick in ticks)])
+    ax.set_xlim(left_bar - gap / 2, right_bar + gap / 2 if nonfinite else right + 1)
+    spacing = 4
+    while right - left >= 15 * spacing:
+        spacing *= 2
+    exact = np.arange(math.ceil(left / spacing) * spacing, right + 1, spacing)
+    ticks = {left_bar: "zero"} | {x: f"{x:.0f}" for x in exact}
+    if nonfinite:
+        ticks[right_bar] = "Inf"
+    ax.set_xticks(list(ticks), ticks.values())
     ax.set_xlabel("log2 of the magnitude")
     ax.set_ylabel("% of the values")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False)
+    if own_figure:
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+        ax.legend(**below, ncols=3, frameon=False)
+    else:  # other axes may lie below
+        ax.legend(loc="best", fontsize="small", labelspacing=0.2, handlelength=1.5)
     return ax
 
 
 def loss_scale(
-    history: LossScaleState | Sequence[LossScaleState], *, ax: Axes | None = None
+    history: LossScaleState | Iterable[Any], *, ax: Axes | None = None
 ) -> Axes:
     """Draws the loss scale over the steps, and marks those that were skipped.
 
     Args:
         history: The state after each step, as :func:`jaxmp.get_loss_scale_state`
-            returns it, in a list; or one state with a leading axis over the steps, as
-            ``lax.scan`` stacks it. Keep copies where the training step donates its
-            state: ``jax.device_get(state._replace(inner_state=None))``.
+            returns it, or the optimizer state that holds it, in a list; or one
+            ``LossScaleState`` with a leading axis over the steps, as ``lax.scan``
+            stacks it. Keep copies where the training step donates its state:
+            ``jax.device_get(state._replace(inner_state=None))``.
         ax: Where to draw; None makes a new figure.
 
     Returns:
         The axes. Save them with ``ax.figure.savefig(path)``.
 
     Raises:
-        ValueError: If the history is empty.
+        ValueError: If the history is empty, or holds something without a loss scale.
 
     Examples:
         >>> import jaxmp.plots
@@ -156,7 +177,9 @@ def loss_scale(
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['loss scale', 'skipped (1)']
     """
-    states = [history] if isinstance(history, LossScaleState) else list(history)
+    if isinstance(history, LossScaleState):
+        history = [history]
+    states = [get_loss_scale_state(opt_state) for opt_state in history]
     if not states or not np.size(states[0].loss_scale):
         raise ValueError(
             "`loss_scale` needs the state of one step at least, but the history is "
@@ -167,7 +190,9 @@ def loss_scale(
     steps = np.arange(1, len(scales) + 1)
 
     ax = _new_axes() if ax is None else ax
-    ax.step(steps, scales, where="post", color="black", label="loss scale")
+    # Of a line with one point there is nothing to see.
+    style = {"color": "black", "marker": "." if len(steps) == 1 else None}
+    ax.step(steps, scales, where="post", label="loss scale", **style)
     if not finite.all():
         label = f"skipped ({np.count_nonzero(~finite)})"
         ax.plot(steps[~finite], scales[~finite], "x", color="#c03020", label=label)
@@ -180,18 +205,22 @@ def loss_scale(
 
 def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
     """Returns bucket edges and counts, zeros, Inf and NaN, and a name for the bars."""
-    label = "values"
     if isinstance(ranges, RecordRangesState):
-        low, counts = int(ranges.low), np.asarray(ranges.exponents, np.float64)
-        zeros, nonfinite = float(ranges.zeros), float(ranges.nonfinite)
-        if counts[0]:
-            label += f" (first bar: all below 2^{low + 1})"
+        low, length = int(np.ravel(ranges.low)[0]), np.shape(ranges.exponents)[-1]
+        counts = np.asarray(ranges.exponents, np.float64).reshape(-1, length).sum(0)
+        zeros, nonfinite = float(np.sum(ranges.zeros)), float(np.sum(ranges.nonfinite))
     else:
-        # Every exponent that a float32 can have, the subnormal ones included.
-        low = -149
-        counts = np.asarray(exponent_histogram(ranges, low=low, high=127), np.float64)
-        total = range_report(ranges).total
-        zeros, nonfinite = total.zero * total.size, total.nonfinite * total.size
+        # Every exponent that a float64 can have, the subnormal ones included.
+        low = -1074
+        counts = np.asarray(exponent_histogram(ranges, low=low, high=1023), np.float64)
+        total = range_report(ranges).total.counts
+        zeros, nonfinite = total["zero"], total["nonfinite"]
+    ends = []
+    if counts[0]:
+        ends.append(f"first bar: all below 2^{low + 1}")
+    if counts[-1]:
+        ends.append(f"last bar: all from 2^{low + len(counts) - 1}")
+    label = f"values ({', '.join(ends)})" if ends else "values"
     used = np.flatnonzero(counts)
     if not used.size:
         return np.arange(2), np.zeros(1), zeros, nonfinite, label

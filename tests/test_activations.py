@@ -97,6 +97,21 @@ def test_other_arguments_and_values_pass():
     }
 
 
+def test_names_that_collide_with_numbered_ones_are_all_there():
+    def loss_fn(x):
+        return sum(checkpoint_name(i * x, n) for i, n in enumerate(["h", "h#1", "h"]))
+
+    grads = jaxmp.activation_gradients(loss_fn)(1.0)
+    assert list(grads) == ["h", "h#1", "h#2"]
+
+
+def test_aux_can_be_anything():
+    def loss_fn(x):
+        return checkpoint_name(2 * x, "h"), "text"
+
+    assert jaxmp.activation_gradients(loss_fn, has_aux=True)(1.0)["h"] == 1
+
+
 def test_the_forward_pass_keeps_the_sign_of_zero():
     def loss_fn(x):
         is_negative = jnp.signbit(checkpoint_name(-x, "h"))

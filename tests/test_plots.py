@@ -59,6 +59,8 @@ def test_the_outline_is_moved_by_the_suggested_scale():
     assert outline.values[0] == 12.5
     by_hand = jaxmp.plots.exponents(VALUES, loss_scale=12.0)
     assert "times 12" in labels(by_hand)
+    for scale in (jnp.float32(8), np.array(8.0)):
+        assert "times 2^3" in labels(jaxmp.plots.exponents(VALUES, loss_scale=scale))
 
 
 @pytest.mark.parametrize(
@@ -96,6 +98,33 @@ def test_what_was_recorded_can_be_drawn(tmp_path):
     assert "values (first bar: all below 2^-19)" in labels(ax)
     assert "times 2^15" in labels(ax)
     render(ax, tmp_path)
+
+
+def test_the_last_bar_of_what_was_recorded_holds_all_above(tmp_path):
+    tx = jaxmp.record_ranges(high=-1)
+    ax = jaxmp.plots.exponents(tx.update(VALUES, tx.init(VALUES))[1])
+    assert "values (last bar: all from 2^-1)" in labels(ax)
+
+
+def test_stacked_states_are_drawn_as_one():
+    tx = jaxmp.record_ranges()
+    halves = VALUES.reshape(2, 4)
+    states = jax.vmap(lambda x: tx.update(x, tx.init(x))[1])(halves)
+    assert bars(jaxmp.plots.exponents(states)) == bars(jaxmp.plots.exponents(VALUES))
+
+
+def test_what_is_not_finite_has_a_bar(tmp_path):
+    ax = jaxmp.plots.exponents(VALUES)
+    (bar,) = ax.containers[labels_of_containers(ax).index("Inf or NaN")]
+    assert bar.get_height() == 12.5
+    assert bar.get_x() > 16
+    assert ax.get_xticklabels()[-1].get_text() == "Inf"
+    assert "Inf or NaN" not in labels(jaxmp.plots.exponents(VALUES[:5]))
+
+
+def test_float64_is_drawn_where_it_lies():
+    x = np.array([2.0**-1000, 2.0**-990])
+    assert bars(jaxmp.plots.exponents(x, "bfloat16")) == {-1000: 50.0, -990: 50.0}
 
 
 def test_zeros_alone_can_be_drawn(tmp_path):
@@ -142,12 +171,20 @@ def test_the_scale_is_drawn_with_the_skipped_steps(tmp_path):
 
 
 def test_a_run_without_skips_has_no_marks():
-    assert labels(jaxmp.plots.loss_scale(history([False]))) == ["loss scale"]
+    ax = jaxmp.plots.loss_scale(history([False]))
+    assert labels(ax) == ["loss scale"]
+    assert ax.lines[0].get_marker() == "."  # a line of one point would not show
+    chained = [(optax.EmptyState(), state) for state in history([False, False])]
+    assert len(jaxmp.plots.loss_scale(chained).lines[0].get_xdata()) == 2
 
 
 def test_axes_can_be_given_and_nothing_is_shown():
     left, right = Figure().subplots(1, 2)
     assert jaxmp.plots.exponents(VALUES, ax=left) is left
+    left.figure.canvas.draw()
+    legend = left.get_legend().get_window_extent()
+    assert left.bbox.containsx(legend.x0)
+    assert left.bbox.containsy(legend.y0)
     assert jaxmp.plots.loss_scale(history([True]), ax=right) is right
     code = (
         "import jaxmp.plots, sys; jaxmp.plots.exponents(1.0);"

@@ -1,5 +1,6 @@
 """Exponents, classes and scales against NumPy in float64, and what records them."""
 
+import contextlib
 import json
 import math
 
@@ -71,13 +72,11 @@ def expected_counts(x, dtype):
 
 
 def counts_of(stats):
-    """Returns the counts that the fractions stand for, checked to be integers."""
-    counts = {}
-    for name in expected_counts(np.zeros(1, np.float32), "float16"):
-        count = getattr(stats, name) * stats.size
-        assert count == pytest.approx(round(count), abs=1e-6)
-        counts[name] = round(count)
-    return counts
+    """Returns the counts, checked to be integers that the fractions stand for."""
+    for name, count in stats.counts.items():
+        assert type(count) is int
+        assert getattr(stats, name) == (count / stats.size if stats.size else 0)
+    return stats.counts
 
 
 # The histogram
@@ -119,7 +118,15 @@ def test_float64_is_counted_too():
     with jax.enable_x64(True):
         x = jnp.array([2.0**-1074, 2.0**-1000, 1.0, 2.0**1000])
         counts = jaxmp.exponent_histogram(x, low=-1074, high=1000)
+    assert counts.dtype == jnp.int32
     assert np.flatnonzero(counts).tolist() == [0, 74, 1074, 2074]
+
+
+def test_float64_is_counted_exactly_where_jax_would_round_it():
+    x = [np.array([2.0**-1074, 1 - 2.0**-40]), 2.0**1000]
+    count = lambda: jaxmp.exponent_histogram(x, low=-1074, high=1000)  # noqa: E731
+    for counts in (count(), jax.jit(count)()):
+        assert np.flatnonzero(counts).tolist() == [0, 1073, 2074]
 
 
 def test_more_than_an_int32_counts_is_refused():
@@ -146,6 +153,8 @@ def test_buckets_in_the_wrong_order_are_refused():
     ):
         with pytest.raises(ValueError, match=r"`low` must be below `high`.* 3 and 3"):
             function(low=3, high=3)
+        with pytest.raises(TypeError, match=r"`low` must be an integer, but is -40\.0"):
+            function(low=-40.0)
 
 
 # The report
@@ -198,7 +207,8 @@ def test_the_total_is_that_of_all_values():
 @pytest.mark.parametrize("tree", [{}, None, {"a": jnp.zeros((0, 3))}])
 def test_an_empty_tree_has_an_empty_report(tree):
     report = jaxmp.range_report(tree)
-    assert set(report.as_dict()["total"].values()) == {0}
+    total = report.as_dict()["total"]
+    assert set(total.pop("counts").values()) == set(total.values()) == {0}
     assert jaxmp.exponent_histogram(tree).sum() == 0
     assert "0 values as float16" in str(report)
 
@@ -210,8 +220,10 @@ def test_zeros_and_infinities_have_no_extremes():
 
 def test_a_report_is_plain_data():
     report = jaxmp.range_report({"w": jnp.ones(2, jnp.bfloat16)}, jnp.bfloat16)
-    expected = {"zero": 0.0, "flushed": 0.0, "subnormal": 0.0, "normal": 1.0}
-    expected |= {"overflow": 0.0, "nonfinite": 0.0, "min": 1.0, "max": 1.0, "size": 2}
+    counts = {"zero": 0, "flushed": 0, "subnormal": 0, "normal": 2}
+    counts |= {"overflow": 0, "nonfinite": 0}
+    expected = {name: count / 2 for name, count in counts.items()}
+    expected |= {"min": 1.0, "max": 1.0, "size": 2, "counts": counts}
     assert json.loads(json.dumps(report.as_dict())) == {
         "dtype": "bfloat16",
         "total": expected,
@@ -231,6 +243,34 @@ def test_the_table_is_aligned_with_the_worst_leaves_first():
     assert len({len(line) for line in lines[1:]}) == 1
     assert len(lines[1]) < 100
     assert "<0.01" in lines[5]  # one value in 100,000 overflows, and that shows
+
+
+def test_the_table_tells_the_layers_apart():
+    layer = {"self_attention": {"query": {"kernel": jnp.ones(1)}}}
+    tree = {"encoder": {f"layers_{i}": layer for i in range(3)}}
+    lines = str(jaxmp.range_report(tree)).splitlines()
+    names = [line.split()[0] for line in lines[3:]]
+    assert names == [f"…{i}/self_attention/query/kernel" for i in range(3)]
+
+
+def test_paths_that_are_spelled_the_same_are_all_reported():
+    report = jaxmp.range_report({"a": {"b": jnp.ones(1)}, "a/b": jnp.zeros(2)})
+    assert {path: stats.size for path, stats in report.leaves.items()} == {
+        "a/b": 1,
+        "a/b#1": 2,
+    }
+    assert list(jaxmp.range_report(1.0).leaves) == ["(root)"]
+
+
+def test_a_count_is_exact_where_its_fraction_is_rounded():
+    counts = jaxmp.range_report(np.r_[1e-9, np.ones(48)]).total.counts
+    assert (counts["flushed"], counts["normal"]) == (1, 48)
+
+
+@pytest.mark.parametrize("function", [jaxmp.range_report, jaxmp.suggest_loss_scale])
+def test_what_reads_values_refuses_traced_ones(function):
+    with pytest.raises(TypeError, match=r"on the host, but `w` is traced.*outside"):
+        jax.jit(lambda x: function({"w": x}) and x)(1.0)
 
 
 def test_an_unknown_format_is_refused():
@@ -261,6 +301,15 @@ def test_headroom_lowers_the_scale():
     assert scales == [2.0**15, 2.0**15, 2.0**14, 2.0**12, 2.0**16]
     with pytest.raises(ValueError, match="`headroom` must be finite and positive"):
         jaxmp.suggest_loss_scale(1.0, headroom=0)
+    with pytest.raises(TypeError, match="`headroom` must be a number"):
+        jaxmp.suggest_loss_scale(1.0, headroom="8")
+
+
+def test_headroom_can_be_an_array_and_beyond_all_floats():
+    assert jaxmp.suggest_loss_scale(1.0, headroom=jnp.float32(8)) == 2.0**12
+    assert jaxmp.suggest_loss_scale(2.0**-1000, headroom=2.0**1000) == 2.0**15
+    assert jaxmp.suggest_loss_scale(2.0**100, headroom=2.0**1000) == 2.0**-126
+    assert jaxmp.suggest_loss_scale(2.0**-100, headroom=2.0**-1074) == 2.0**127
 
 
 def test_the_statistics_of_many_steps_give_one_scale():
@@ -271,6 +320,15 @@ def test_the_statistics_of_many_steps_give_one_scale():
     assert jaxmp.suggest_loss_scale(report) == 2.0**13
     assert jaxmp.suggest_loss_scale([state, {"r": report}]) == 2.0**13
     assert jaxmp.suggest_loss_scale([state, {"g": jnp.array(16.0)}]) == 2.0**11
+    with pytest.raises(TypeError, match=r"Pass gradients.*RecordRangesState"):
+        jaxmp.suggest_loss_scale(optax.chain(tx, optax.adam(0.1)).init(1.0))
+
+
+def test_stacked_states_give_one_scale():
+    tx = jaxmp.record_ranges()
+    x = jnp.array([[1.0, 2.0], [4.0, 0.5]])
+    states = jax.vmap(lambda x: tx.update(x, tx.init(x))[1])(x)
+    assert jaxmp.suggest_loss_scale(states) == 2.0**13
 
 
 @pytest.mark.parametrize("tree", [{}, jnp.zeros(3), jnp.array([jnp.inf, jnp.nan])])
@@ -323,6 +381,33 @@ def test_the_maximum_is_that_of_all_steps():
     assert (state.exponents.sum(), state.max) == (1, 8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_maximum_may_be_subnormal(dtype):
+    # The CPU's maximum of floats would take them for zeros.
+    tx = jaxmp.record_ranges()
+    state, x = tx.init(1.0), np.array([2.0**-130, 0, 2.0**-131], dtype)
+    for update in (tx.update, jax.jit(tx.update)):
+        state = update(x, state)[1]
+        np.testing.assert_array_equal(np.asarray(state.max).view(np.int32), 2**19)
+
+
+def test_the_state_keeps_its_dtypes_under_x64():
+    tx = jaxmp.record_ranges(every=2)
+    with jax.enable_x64(True):
+        state, _ = run(tx, {"w": jnp.array([1.0, 1e300, -2.0])})
+        assert jaxmp.suggest_loss_scale(state) == 2.0**-113
+    expected = [x.dtype for x in tx.init(1.0)]
+    assert [x.dtype for x in state] == expected
+    assert (state.exponents.sum(), state.max) == (2, F32.max)
+
+
+def test_a_restored_state_keeps_its_buckets():
+    restored = jaxmp.record_ranges(low=-8, high=8).init(1.0)
+    _, state = jaxmp.record_ranges().update(jnp.array([1.0, 2.0**5]), restored)
+    assert state.low == -8
+    assert np.flatnonzero(state.exponents).tolist() == [8, 13]
+
+
 def test_the_wrapper_shows_the_finite_steps_only():
     grads = steps_of_gradients()
     record = jaxmp.record_ranges(every=1)
@@ -364,7 +449,16 @@ def test_a_step_that_is_not_counted_costs_a_byte_for_each_value():
     jaxpr = jax.make_jaxpr(tx.update)({"w": jnp.ones((4, 4))}, tx.init(1.0))
     (cond,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "cond"]
     sizes = [var.aval.size * var.aval.dtype.itemsize for var in cond.invars[1:]]
-    assert sum(sizes) == 16
+    counts = 4 * (57 + 2)  # what the state has counted so far
+    assert sum(sizes) == 16 + counts
+
+
+def test_the_same_parameter_of_many_layers_is_counted_at_once():
+    # Compilers are slow with hundreds of scatters.
+    tx = jaxmp.record_ranges()
+    grads = {f"layer_{i}": {"kernel": jnp.ones((2, 3))} for i in range(20)}
+    lowered = jax.jit(tx.update).lower(grads, tx.init(grads))
+    assert lowered.as_text().count("call @_count(") == 1
 
 
 def test_options_are_checked():
@@ -401,6 +495,23 @@ def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
         assert "all-gather" not in compiled.compile().as_text()
 
 
+@pytest.mark.parametrize("is_current", [True, False])
+def test_explicitly_sharded_arrays_are_counted(is_current):
+    x = np.resize(ADVERSARIAL, (16, 24))
+    explicit = jax.make_mesh(
+        (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    sharding = NamedSharding(explicit, PartitionSpec("x", "y"))
+    sharded = {"0": jax.device_put(x, sharding), "1": jax.device_put(x, sharding)}
+    tx = jaxmp.record_ranges()
+    with jax.set_mesh(explicit) if is_current else contextlib.nullcontext():
+        histogram = jaxmp.exponent_histogram(sharded)
+        _, state = jax.jit(tx.update)(sharded, tx.init(x))
+    np.testing.assert_array_equal(histogram, 2 * expected_histogram(x, -40, 16))
+    np.testing.assert_array_equal(state.exponents, histogram)
+    assert state.max == F32.max
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axis_name_adds_over_devices(check_vma):
     x = np.resize(ADVERSARIAL, (8, 30))
@@ -420,3 +531,31 @@ def test_axis_name_adds_over_devices(check_vma):
     whole = jaxmp.record_ranges()
     state = record(x, tx.init(x))
     chex.assert_trees_all_equal(state, whole.update(x, whole.init(x))[1])
+
+
+def test_updates_that_are_the_same_on_all_devices_count_once():
+    tx = jaxmp.record_ranges(axis_name="data")
+    record = jax.shard_map(
+        lambda x: tx.update({"same": jax.lax.psum(x, "data"), "own": x}, tx.init(x))[1],
+        mesh=mesh(),
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+    )
+    state = jax.jit(record)(jnp.ones((8, 3)))
+    assert state.exponents[40] == 8 * 3  # 1
+    assert state.exponents[43] == 3  # 1 + 1 + 1 + 1 + 1 + 1 + 1 + 1
+
+
+def test_devices_that_differ_or_do_not_exist_are_named():
+    def record(tx):
+        return jax.shard_map(
+            lambda x: tx.update(x, tx.init(x))[1],
+            mesh=mesh(),
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec(),
+        )
+
+    with pytest.raises(ValueError, match=r"differ over the mesh axes \['data'\]"):
+        jax.eval_shape(record(jaxmp.record_ranges()), jnp.ones(8))
+    with pytest.raises(ValueError, match="'rows' is not one"):
+        jaxmp.record_ranges(axis_name="rows").update(1.0, jaxmp.record_ranges().init(1))
