@@ -27,3 +27,11 @@ settings.load_profile("same")
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
+
+
+@pytest.fixture(scope="module")
+def compiled_in_a_hurry():
+    """Saves a quarter of the time where compiling takes most of it."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

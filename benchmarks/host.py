@@ -118,7 +118,7 @@ def tracing(options: Options) -> Iterator[dict[str, Any]]:
 
 def importing(options: Options) -> Iterator[dict[str, Any]]:
     """Yields what ``import jaxmp`` takes in a new process, after other imports."""
-    before = ("jax, optax", "jax, optax, jax.extend", "jax, optax, flax")
+    before = ("jax, optax", "jax, optax, flax")
     samplers = {loaded: _importer(loaded) for loaded in before}
     samplers[before[0]]()  # writes bytecode, and warms the file cache
     for loaded, times in interleaved(samplers, options.rounds).items():

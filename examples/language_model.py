@@ -29,7 +29,7 @@ import dataclasses
 import math
 import statistics
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -119,6 +119,12 @@ class LanguageModel(nn.Module):
         return nn.Dense(self.vocabulary)(x)
 
 
+@cache
+def initializer(model: LanguageModel) -> Any:
+    """Returns what makes the parameters; compiled once for all runs."""
+    return jax.jit(model.init)
+
+
 class Result(NamedTuple):
     """One run. The losses are nats per token on text that was held out."""
 
@@ -137,7 +143,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     rows = global_rows if config.full else global_rows // WORKERS
 
     model = LanguageModel(int(tokens.max()) + 1, config.features)
-    params = jax.jit(model.init)(jax.random.key(seed), training[:1, :-1])
+    params = initializer(model)(jax.random.key(seed), training[:1, :-1])
     apply = jaxmp.with_policy(model.apply, policy)
     # The gradient of one worker's share is small, and this epsilon is smaller.
     tx = wrapper(optax.adam(config.learning_rate, eps=1e-12))

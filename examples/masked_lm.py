@@ -26,7 +26,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,6 +161,12 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     return tx, loss_fn, train_step
 
 
+@cache
+def initializer(model: MaskedLM) -> Any:
+    """Returns what makes the parameters; compiled once for all runs."""
+    return jax.jit(model.init)
+
+
 class Result(NamedTuple):
     """One training run. The losses are nats per masked word that was held out."""
 
@@ -183,7 +189,7 @@ def train(policy: str, seed: int, config: Config, text, updates, progress) -> Re
     )
     evaluate = jax.jit(loss_fn)
     test = mask(np.random.default_rng(0), held_out[:512])
-    params = jax.jit(SMALL.init)(jax.random.key(seed), test.tokens, test.positions)
+    params = initializer(SMALL)(jax.random.key(seed), test.tokens, test.positions)
     opt_state = tx.init(params)
 
     rng = np.random.default_rng(seed)

@@ -1,10 +1,9 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions."""
 
-from ._activations import activation_gradients as activation_gradients
-from ._audit import DtypeReport as DtypeReport
-from ._audit import audit as audit
-from ._autocast import autocast as autocast
-from ._autocast import float32_region as float32_region
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import with_policy as with_policy
@@ -17,8 +16,6 @@ from ._loss_scale import last_step_finite as last_step_finite
 from ._loss_scale import loss_scaling as loss_scaling
 from ._loss_scale import static_loss_scale as static_loss_scale
 from ._mesh import init_shardings as init_shardings
-from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
-from ._op_lists import OpLists as OpLists
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
@@ -34,3 +31,36 @@ from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
 from ._tree import unscale as unscale
 from ._version import __version__ as __version__
+
+if _TYPE_CHECKING:
+    from ._activations import activation_gradients as activation_gradients
+    from ._audit import DtypeReport as DtypeReport
+    from ._audit import audit as audit
+    from ._autocast import autocast as autocast
+    from ._autocast import float32_region as float32_region
+    from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
+    from ._op_lists import OpLists as OpLists
+
+# Imported when first asked for: these read jaxprs, and `jax.extend`, which that takes,
+# imports Pallas, four times as long as all the rest of jaxmp.
+_LATER = {
+    "activation_gradients": "._activations",
+    "DtypeReport": "._audit",
+    "audit": "._audit",
+    "autocast": "._autocast",
+    "float32_region": "._autocast",
+    "DEFAULT_OPS": "._op_lists",
+    "OpLists": "._op_lists",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(_importlib.import_module(_LATER[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
     """Returns a loss scale as a float32 scalar, refusing what cannot be one."""
-    if isinstance(loss_scale, (int, float)):
+    if isinstance(loss_scale, (int, float, str)):
         check_positive("loss_scale", loss_scale)
         # Not a JAX array: that would start the backend, before a program that builds
         # its functions on import can call `jax.distributed.initialize`.

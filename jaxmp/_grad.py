@@ -20,10 +20,10 @@ from ._checks import (
     check_axes_are_bound,
     refuse_nnx_modules,
 )
-from ._jaxpr import vary, varying_axes
 from ._mesh import mesh_axes, over_mesh, own_keys
 from ._policy import get_policy
 from ._tree import AxisName, is_inexact, unscale, widen
+from ._varying import vary, varying_axes
 
 
 def with_policy(

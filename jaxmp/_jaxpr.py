@@ -281,35 +281,3 @@ def with_type_of(array: Any, aval: Any) -> jax.Array:
     return lax.convert_element_type_p.bind(
         array, new_dtype=aval.dtype, weak_type=weak, sharding=None
     )
-
-
-def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
-    """Marks the arrays of a pytree as differing over mesh axes.
-
-    Differentiating with respect to an array that ``shard_map(check_vma=True)`` knows
-    to be the same on all devices makes JAX sum the gradient itself, in the dtype of
-    the array. Marked first, the gradient stays local and the sum is ours. Where
-    nothing tracks this (``pmap``, ``vmap``) nothing is marked.
-    """
-    tracked = jax.sharding.get_abstract_mesh().manual_axes
-
-    def mark(x):
-        if not isinstance(x, jax.Array):
-            return x
-        same = set(tracked) - varying_axes(x)
-        names = tuple(name for name in axis_names if name in same)
-        if not names:
-            return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, names, to="varying")
-        return jax.lax.pvary(x, names)  # pyright: ignore  # JAX 0.8
-
-    return jax.tree.map(mark, tree)
-
-
-def varying_axes(x: jax.Array) -> frozenset[Any]:
-    """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "vma"):  # JAX 0.8
-        return aval.vma
-    return aval.manual_axis_type.varying

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from ._checks import as_count, check_number, check_positive
-from ._jaxpr import varying_axes
 from ._policy import get_policy
 from ._tree import AxisName, all_finite
+from ._varying import varying_axes
 
 
 class LossScaleState(NamedTuple):

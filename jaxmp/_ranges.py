@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from ._checks import as_axes, as_count, check_axes_are_bound, check_number
-from ._jaxpr import varying_axes
 from ._policy import as_dtype
 from ._tree import AxisName, is_floating_array, path_name
+from ._varying import varying_axes
 
 # Rows of counters that the elements of an array take turns in; a power of two. With
 # one row the atomic additions of a GPU would all meet in the few busy buckets.

@@ -23,6 +23,8 @@ from benchmarks.measure import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
 LINEN = ["mlp", "cnn", "transformer remat", "lstm", "gpt"]
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=["float16", "bfloat16"])

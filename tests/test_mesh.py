@@ -17,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
 GRID = Mesh(CPUS.reshape(4, 2), ("data", "model"))

@@ -5,13 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jaxmp
 
 PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_jaxpr"},
+    {"_version", "_checks", "_jaxpr", "_varying"},
     {"_tree", "_op_lists"},
     {"_policy", "_batch", "_replay"},
     {"_mesh"},
@@ -61,10 +63,18 @@ def run(code):
     ).stdout.split()
 
 
-def test_importing_jaxmp_loads_no_front_end_and_no_matplotlib():
+def test_importing_jaxmp_loads_no_front_end_and_nothing_slow():
     loaded = run("import jaxmp, sys; print(*sys.modules)")
     assert "optax" in loaded
-    assert not {"flax.linen", "flax.nnx", "matplotlib"} & set(loaded)
+    slow = {"flax.linen", "flax.nnx", "matplotlib", "jax.extend", "jaxmp._jaxpr"}
+    assert not slow & set(loaded)
+
+
+def test_a_name_that_is_imported_later_is_there_and_a_wrong_one_is_not():
+    code = "import jaxmp; print('audit' in dir(jaxmp), jaxmp.audit.__name__)"
+    assert run(code) == ["True", "audit"]
+    with pytest.raises(AttributeError, match="no attribute 'autocats'"):
+        jaxmp.autocats  # noqa: B018
 
 
 def test_building_functions_starts_no_backend():
@@ -80,7 +90,7 @@ print(jax.device_count("cpu"))
 
 
 def test_every_public_name_is_documented_with_an_example():
-    for name in vars(jaxmp):
+    for name in dir(jaxmp):
         thing = getattr(jaxmp, name)
         if name.startswith("_") or isinstance(thing, type(sys)):
             continue
