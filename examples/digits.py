@@ -201,7 +201,8 @@ def residual_bytes(state: State, images: Any, labels: Any) -> int:
     if state.autocast:
         loss = jaxmp.autocast(loss, state.autocast)
 
-    return sum(jaxmp.audit(loss)(state.params).residual_bytes.values())
+    report = jaxmp.audit(loss)(state.params)
+    return sum((report.residual_bytes or {}).values())
 
 
 def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:

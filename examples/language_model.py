@@ -120,9 +120,10 @@ class LanguageModel(nn.Module):
 
 
 @cache
-def initializer(model: LanguageModel) -> Any:
-    """Returns what makes the parameters; compiled once for all runs."""
-    return jax.jit(model.init)
+def make_model(vocabulary: int, features: int) -> tuple[LanguageModel, Any]:
+    """Returns a model and its init, which is compiled once for all runs."""
+    model = LanguageModel(vocabulary, features)
+    return model, jax.jit(model.init)
 
 
 class Result(NamedTuple):
@@ -142,8 +143,8 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     global_rows = ROWS[config.level]
     rows = global_rows if config.full else global_rows // WORKERS
 
-    model = LanguageModel(int(tokens.max()) + 1, config.features)
-    params = initializer(model)(jax.random.key(seed), training[:1, :-1])
+    model, init = make_model(int(tokens.max()) + 1, config.features)
+    params = init(jax.random.key(seed), training[:1, :-1])
     apply = jaxmp.with_policy(model.apply, policy)
     # The gradient of one worker's share is small, and this epsilon is smaller.
     tx = wrapper(optax.adam(config.learning_rate, eps=1e-12))

@@ -26,7 +26,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +111,7 @@ class MaskedLM(nn.Module):
 
 VOCABULARY = 2000
 SMALL = MaskedLM(VOCABULARY + 1, features=64, heads=4, layers=2)
+init_small = jax.jit(SMALL.init)  # compiled once for all runs
 BERT_BASE = MaskedLM(30522, features=768, heads=12, layers=12)
 
 
@@ -161,12 +162,6 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     return tx, loss_fn, train_step
 
 
-@cache
-def initializer(model: MaskedLM) -> Any:
-    """Returns what makes the parameters; compiled once for all runs."""
-    return jax.jit(model.init)
-
-
 class Result(NamedTuple):
     """One training run. The losses are nats per masked word that was held out."""
 
@@ -189,7 +184,7 @@ def train(policy: str, seed: int, config: Config, text, updates, progress) -> Re
     )
     evaluate = jax.jit(loss_fn)
     test = mask(np.random.default_rng(0), held_out[:512])
-    params = initializer(SMALL)(jax.random.key(seed), test.tokens, test.positions)
+    params = init_small(jax.random.key(seed), test.tokens, test.positions)
     opt_state = tx.init(params)
 
     rng = np.random.default_rng(seed)
@@ -228,7 +223,8 @@ def residual_bytes(model: MaskedLM, policy: str, rows: int, length: int) -> int:
     _, loss_fn, _ = make_step(model, policy, 1e-3, 1)
     params, batch = shapes(model, rows, length)
     compute = jax.eval_shape(jaxmp.get_policy(policy).cast_to_compute, params)
-    return sum(jaxmp.audit(loss_fn)(compute, batch).residual_bytes.values())
+    report = jaxmp.audit(loss_fn)(compute, batch)
+    return sum((report.residual_bytes or {}).values())
 
 
 def find_gpu() -> tuple[Any, dict[str, Any]] | str:
