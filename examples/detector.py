@@ -5,7 +5,7 @@
 
 The loss of a single-shot detector is a sum over few objects, divided by the number of
 all anchors in the global batch: 882,000 here. Every gradient is tiny, and the better
-the detector, the tinier. Unscaled float16 learns at first; then, as almost half of the
+the detector, the tinier. Unscaled float16 learns at first; then, as half of the
 activations' gradients turn into zero, its loss rises again. A static scale of 8, which
 was all that SSD needed in the paper, or a dynamic one brings back what float32 reaches.
 bfloat16 has float32's range and needs none. The images are canvases with some real
