@@ -253,7 +253,7 @@ def draw(results: dict[str, dict[str, Cell]], path: Path) -> None:
     ax.set_yticks(range(len(results)), list(results))
     ax.invert_yaxis()
     ax.set_xlabel("test accuracy; each run, their mean and standard deviation")
-    ax.xaxis.set_major_formatter("{x:.0%}")
+    ax.xaxis.set_major_formatter("{x:.1%}")
     ax.legend(loc="lower left", frameon=False)
     figure.savefig(path, dpi=90)
 
