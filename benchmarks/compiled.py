@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .steps import FLOOR, Contestant, Unavailable, contestant
+from .steps import FLOOR, Contestant, Unavailable, contestant, on_leaves
 from .timing import interleaved, ratio
 
 MIB = 2**20
@@ -149,13 +149,10 @@ def lower(
 
     Returns:
         A function of ``start`` that returns the leaves of a state; and a step that
-        takes and donates them. Of leaves, because jmp's loss scale cannot be lowered.
+        takes and donates them.
     """
     leaves, structure = jax.tree.flatten(jax.eval_shape(made.init, start))
-
-    def step(leaves, batch):
-        state, loss = made.step(structure.unflatten(leaves), batch)
-        return jax.tree.leaves(state), loss
+    step = on_leaves(made.step, structure)
 
     def init(start):  # a copy, because the step donates it
         return jax.tree.leaves(made.init(jax.tree.map(jnp.copy, start)))

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from . import h200
-from .machinery import FLOOR, count
+from .machinery import count
 from .networks import gpt, mlp, resnet
-from .steps import contestant
+from .steps import FLOOR, contestant
 
 NETWORKS = {
     "mlp": mlp(256, features=1024, width=1024, layers=2),

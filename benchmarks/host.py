@@ -164,14 +164,10 @@ def _tracer(name, network, lowering):
     batch = network.batch()
 
     def sample():
-        step = fresh_step()
-
-        def flat(leaves, batch):  # because jmp's loss scale cannot be lowered
-            return jax.tree.leaves(step(structure.unflatten(leaves), batch))
-
+        step = steps.on_leaves(fresh_step(), structure)
         gc.collect()
         start = time.thread_time()
-        traced = jax.jit(flat, donate_argnums=0).trace(leaves, batch)
+        traced = jax.jit(step, donate_argnums=0).trace(leaves, batch)
         middle = time.thread_time()
         traced.lower()
         lowering.append(time.thread_time() - middle)

@@ -99,6 +99,21 @@ def contestant(
     return Contestant(name, init, jax.jit(step, donate_argnums=0))
 
 
+def on_leaves(step: Any, structure: Any) -> Callable[..., Any]:
+    """Returns a step of the leaves of a state, for jmp's state cannot be lowered.
+
+    Args:
+        step: The ``step`` of a contestant.
+        structure: Of its state, as :func:`jax.tree.structure` returns it.
+    """
+
+    def flat(leaves, batch):
+        state, loss = step(structure.unflatten(leaves), batch)
+        return jax.tree.leaves(state), loss
+
+    return flat
+
+
 def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the loss that all train on, a float32 mean, and the new statistics."""
 

@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 import operator
-import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from jax.typing import DTypeLike
 
 from ._checks import as_axes, as_count, check_axes_are_bound, check_number
 from ._policy import as_dtype
-from ._tree import AxisName, is_floating_array, path_name
+from ._tree import AxisName, alike, is_floating_array, path_name
 from ._varying import varying_axes
 
 # Rows of counters that the elements of an array take turns in; a power of two. With
@@ -308,19 +307,14 @@ def record_ranges(
         check_axes_are_bound(axes)
         length = state.exponents.shape[-1]
         maxima = [_float32_bits(state.max)]
-        # XLA's compilers are slow with hundreds of operands and scatters. So the same
-        # parameter of many layers is counted at once; as in `all_finite`, it is known
-        # by its name, because that is likely to be sharded in the same way.
-        groups = collections.defaultdict(list)
+        entries = []
         for path, x in jax.tree.leaves_with_path(updates):
             if is_floating_array(x):
                 _check_agreement(x, state, axes)
                 maxima.append(_largest(x))
                 # What a cond reads has to be in memory. That is one byte for each
                 # value here; the updates might exist only within a fusion.
-                buckets = _buckets(x, state.low, length)
-                name = re.sub(r"\d+", "", path_name(path))
-                groups[name, jax.typeof(buckets)].append(buckets)
+                entries.append((path, _buckets(x, state.low, length)))
         largest = jnp.stack(maxima).max()
         if axes:
             largest = jax.lax.pmax(largest, axes)
@@ -330,7 +324,7 @@ def record_ranges(
             lambda old, buckets: _add_counts(old, buckets, length, axes),
             lambda old, buckets: old,
             old,
-            list(groups.values()),
+            alike(entries),  # XLA's compilers are slow with hundreds of scatters
         )
         return updates, RecordRangesState(
             steps=jnp.asarray(optax.safe_increment(state.steps)),

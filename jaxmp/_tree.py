@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -66,19 +66,11 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
-    # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves. So
-    # the same parameter of many layers goes into one. It is known by its name, because
-    # under `jit` shardings are not known here, and where leaves of one reduction are
-    # sharded in different ways their flags have to move (the leaves never do).
-    groups = collections.defaultdict(list)
-    for path, x in jax.tree.leaves_with_path(tree):
-        if is_inexact(x):
-            is_finite = jnp.isfinite(x)
-            name = re.sub(r"\d+", "", path_name(path))
-            groups[name, jax.typeof(is_finite)].append(is_finite)
+    # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves.
+    leaves = jax.tree.leaves_with_path(tree)
     flags = [
         flag
-        for group in groups.values()
+        for group in alike((p, jnp.isfinite(x)) for p, x in leaves if is_inexact(x))
         for start in range(0, len(group), _AT_ONCE)
         for flag in _all_of_each(group[start : start + _AT_ONCE])
     ]
@@ -177,6 +169,19 @@ def unscale(tree: T, loss_scale: ArrayLike) -> T:
 @jax.jit  # JAX traces it once for all leaves of one shape
 def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
     return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
+
+
+def alike(entries: Iterable[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
+    """Groups arrays with their paths: the same parameter of many layers, of one type.
+
+    It is known by its name, because under ``jit`` shardings are not known here, and
+    where arrays that go into one operation are sharded in different ways they move.
+    """
+    groups = collections.defaultdict(list)
+    for path, x in entries:
+        name = re.sub(r"\d+", "", path_name(path))
+        groups[name, jax.typeof(x)].append(x)
+    return list(groups.values())
 
 
 def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
