@@ -36,9 +36,12 @@ def autocast(
     ``fun`` is any function that JAX can trace, as it stands: a model's ``apply``, a
     loss, or a whole ``value_and_grad``. Products take their operands in 16 bits; sums,
     exponentials and whatever autocast does not know see the dtypes they were written
-    for; elementwise work follows its inputs. Put it around the differentiated
-    function where you can: in ``autocast(value_and_grad(loss))`` the backward pass
-    adds in float32, and gradients come out in float32 unrounded.
+    for; elementwise work follows its inputs. What comes from outside, is looked up, or
+    is computed from such values alone keeps its digits until 16-bit work reads it.
+
+    Put autocast around the differentiated function where you can: in
+    ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients
+    come out in float32 unrounded.
 
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
@@ -56,7 +59,7 @@ def autocast(
 
     Raises:
         ValueError: If the policy has overrides, or a path matches no named scope.
-        TypeError: If a Flax module is used in a way that would lose its state.
+        TypeError: If a Flax module or a Haiku transform would lose its state.
 
     Examples:
         >>> def loss(w, x):
@@ -142,7 +145,7 @@ def _compute_dtype(policy: str | jmp.Policy | DTypeLike | None) -> np.dtype:
 def _explained(fun: Callable) -> Iterator[None]:
     """Adds what autocast knows to errors of JAX and Flax."""
     try:
-        with _linen_state_kept(fun):
+        with _linen_state_kept(fun), _haiku_state_kept():
             yield
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         error.add_note(
@@ -191,6 +194,37 @@ def _linen_state_kept(fun: Callable) -> Iterator[None]:
                     "outermost call: `autocast(model.apply, ...)`, and initialise "
                     "without autocast."
                 )
+
+
+@contextlib.contextmanager
+def _haiku_state_kept() -> Iterator[None]:
+    """Raises where what a Haiku transform holds was created or changed inside.
+
+    It would hold tracers of a trace that is over.
+    """
+    haiku = sys.modules.get("haiku")  # who is in a transform has imported it
+    try:
+        before = haiku and set(map(id, _held_by_haiku(haiku)))
+    except ValueError:  # not in a transform
+        haiku = None
+    yield
+    if haiku is None:
+        return
+    for leaf in _held_by_haiku(haiku):
+        if isinstance(leaf, Tracer) and id(leaf) not in before:
+            raise TypeError(
+                "`autocast` was called inside of `hk.transform`, and a parameter, a "
+                "state or the random stream of the transform was created or changed "
+                "in it, which would leak a tracer. Wrap what Haiku returns: "
+                "`autocast(transformed.apply, ...)`, and initialise without autocast."
+            )
+
+
+def _held_by_haiku(haiku: Any) -> list[Any]:
+    """Returns the arrays of the transform that runs; ValueError if none does."""
+    haiku.running_init()
+    held = haiku.get_params(), haiku.get_initial_state(), haiku.get_current_state()
+    return jax.tree.leaves((held, haiku.maybe_get_rng_sequence_state()))
 
 
 def _is_in_linen(linen: Any, fun: Callable) -> bool:

@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import ShapedArray, Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
 from jax.extend.core import (
     ClosedJaxpr,
@@ -29,6 +31,7 @@ from jax.extend.core import (
     Var,
     jaxpr_as_fun,
 )
+from jax.interpreters import ad
 
 __all__ = [
     "ClosedJaxpr",
@@ -106,7 +109,12 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     # Up to 0.8 the functions of a call primitive came apart from its parameters.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     out = primitive.bind(*subfuns, *args, **params)
-    return list(out) if primitive.multiple_results else [out]
+    outs = list(out) if primitive.multiple_results else [out]
+    # A primitive may be evaluated at once to a number of Python's.
+    return [
+        x if hasattr(x, "dtype") else np.asarray(x, var.aval.dtype)  # pyright: ignore
+        for x, var in zip(outs, eqn.outvars, strict=True)
+    ]
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -195,6 +203,18 @@ def call_layout(eqn: JaxprEqn) -> CallLayout:
             return CallLayout([Body(param, params[param], inputs)])
 
 
+def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
+    """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes.
+
+    ``lax.platform_dependent`` holds a branch for each platform, of which one runs.
+    """
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return bodies
+    chosen = [i for i, names in enumerate(platforms) if names and "cuda" in names]
+    return [bodies[chosen[0] if chosen else -1]]  # the default comes last
+
+
 def bind_bodies(
     eqn: JaxprEqn, args: Sequence[Any], bodies: Sequence[ClosedJaxpr]
 ) -> list[Any]:
@@ -270,6 +290,28 @@ def trip_count(eqn: JaxprEqn) -> int | None:
         axes = params[name]
         return math.prod(params["mesh"].shape[axis] for axis in axes)
     return None if eqn.primitive.name == "while" else 1
+
+
+def zero_cotangent(zero: SymbolicZero, *, symbolic: bool) -> Any:
+    """Returns what the functions of ``jax.vjp`` take for a cotangent that is zero.
+
+    Args:
+        zero: The zero that a backward rule was given.
+        symbolic: Whether the rule behind the function has asked for symbolic zeros.
+    """
+    version, aval = jax.__version_info__, zero.aval
+    if version >= (0, 10, 1):
+        return ad.Zero(aval)
+    if symbolic and version < (0, 8, 1):
+        return zero
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)  # numbers that are zeros, in between
+
+
+def zero_tangent(array: jax.Array) -> SymbolicZero:
+    """Returns what a rule may return in the place of a tangent of zeros."""
+    return SymbolicZero(jax.typeof(array).to_tangent_aval())
 
 
 def with_type_of(array: Any, aval: Any) -> jax.Array:

@@ -6,11 +6,12 @@ original dtype or, if that was float32, the 16-bit one, and whoever is not known
 accept the latter gets the former back.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
-from ._op_lists import CALLS, EXACT, VIEWS, OpLists
+from ._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
@@ -29,10 +30,19 @@ Equation = Any  # a JaxprEqn, whose annotations know no shapes
 # float32, and what an inner autocast has decided already.
 FLOAT32_SCOPE = "jaxmp.float32"
 AUTOCAST_SCOPE = "jaxmp.autocast"
+# Named scopes that say why an operation stayed as it was, for the audit to read. What
+# the equation itself and the default lists say has none.
+KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
+KEPT_BY_OPS = "jaxmp.kept.ops"
+KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 
-# Operations in which a float32 input that is a bias, a scale or a mask meets the
-# 16-bit values that it belongs to, and follows them.
-_MEETS_INPUTS = {"add", "sub", "mul", "max", "min", "select_n", "concatenate"}
+# Operations in which a bias, a scale, a mask or an embedding joins 16-bit values, and
+# is rounded for it. Not a difference: what is left of it may be the digits lost.
+_JOINS = {"add", "mul"}
+# Besides products, what makes it worth going inside of what holds jaxprs.
+_STARTS = {"gather", "custom_vjp_call"}
+# Lookups of rows by numbers that the function was given.
+_LOOKUPS = {"gather", "dynamic_slice"}
 # Operations that stretch dimensions of size 1.
 _STRETCHES = {"add", "sub", "mul", "div", "rem", "atan2", "max", "min"}
 # Operations whose transpose adds up what they have copied.
@@ -41,6 +51,7 @@ _COPIES = {"broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"}
 _BOUNDARIES = {"custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"}
 
 _FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
+_HALVES = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 
 # With NumPy, because evaluating with JAX while tracing fails inside `shard_map`.
 _FOLDS: dict[str, Callable] = {
@@ -67,6 +78,10 @@ class Value:
     # right: vectors (biases, scales), scalars and what was boolean.
     source: int | None = None
     linear: bool = False  # comes from the tangents of a rule, to be transposed
+    outside: bool = False  # given, or computed from what was given alone
+    # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
+    # or what was put together of 16-bit values and others.
+    follows: bool = False
     _wide: Any = None
     _half: Any = None
 
@@ -75,7 +90,14 @@ class Value:
         # A layer that is called with its number is the same layer for each number.
         known = getattr(self.scalar, "dtype", None) == _FLOAT32
         scalar = self.scalar if known else None
-        return self.narrow, scalar, self.source, self.linear
+        return (
+            self.narrow,
+            scalar,
+            self.source,
+            self.linear,
+            self.outside,
+            self.follows,
+        )
 
     def on(self, array: Any) -> "Value":
         """Returns the same knowledge of what stands for the array inside a body."""
@@ -86,6 +108,10 @@ class Value:
         narrow, *known = self.facts()
         return Value(self.wide(), False, *known) if narrow else self
 
+    def is_zero(self) -> bool:
+        """Whether every entry is known to be zero."""
+        return self.scalar is not None and self.scalar == 0
+
     def wide(self) -> Any:
         """Returns the array in its original dtype."""
         if not self.narrow:
@@ -95,8 +121,8 @@ class Value:
         return self._wide
 
     def half(self, dtype: np.dtype) -> Any:
-        """Returns the array, which was float32, in 16 bits."""
-        if self.narrow:
+        """Returns the array in ``dtype``, which has 16 bits."""
+        if self.narrow or self.array.dtype == dtype:
             return self.array
         if not isinstance(self.array, jax.Array):  # a literal
             return np.asarray(self.array, dtype)
@@ -123,6 +149,9 @@ class Caster:
         """Starts with nothing rewritten."""
         self.dtype = dtype
         self.ops = ops
+        usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
+        dropped = usual - ops.allow - ops.infer
+        self.denied_by_user = dropped | ops.deny - DEFAULT_OPS.deny
         self.paths = {path: tuple(path.split("/")) for path in paths}
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._demands: Any = weakref.WeakKeyDictionary()
@@ -219,12 +248,12 @@ class Caster:
         kept = FLOAT32_SCOPE in scope or AUTOCAST_SCOPE in scope
         if kept or any(_is_under(path, scope) for path in self.paths.values()):
             return "deny"
-        if name in ops.allow and _is_contraction(eqn):
+        if name in ops.allow and _is_contraction(eqn, self.dtype):
             return "allow"
         # From 0.10 on `mul` may be told the dtype of its result.
         if (
             name in ops.infer
-            and not _is_square(eqn)
+            and not is_square(eqn)
             and eqn.params.get("out_dtype") is None
         ):
             return "infer"
@@ -250,15 +279,53 @@ class Caster:
                 case "infer":
                     arrays = self.follow(eqn, ins, wanted[0])
                 case _:
-                    arrays = _bind_wide(eqn, ins)
+                    with self.explained(eqn, scope):
+                        arrays = _bind_wide(eqn, ins)
             outs = self.values(eqn, arrays)
             scalar, source = _known_scalar(eqn, ins), _known_source(eqn, ins)
             for out in outs:
                 out.scalar, out.source = scalar, source
+            if rule != "allow":
+                self.note_origin(eqn, ins, outs)
         if any(value.linear for value in ins):
             for out in outs:
                 out.linear = True
         return outs
+
+    def explained(
+        self, eqn: Equation, scope: tuple
+    ) -> contextlib.AbstractContextManager:
+        """Writes into the program why ``eqn`` is denied, where only we know."""
+        name, here = eqn.primitive.name, scope + _jaxpr.scope_names(eqn)
+        reason = None
+        if any(_is_under(path, here) for path in self.paths.values()):
+            reason = KEPT_BY_PATHS
+        elif name in self.denied_by_user:
+            reason = KEPT_BY_OPS
+        elif name in CALLS and _takes_reference(eqn):
+            reason = KEPT_BY_REFERENCE
+        if reason is None or FLOAT32_SCOPE in here or AUTOCAST_SCOPE in here:
+            return contextlib.nullcontext()
+        return jax.named_scope(reason)
+
+    def note_origin(self, eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
+        """Notes which of ``outs`` have all digits of what was given, or follow."""
+        exact, floats, fits = eqn.primitive.name in EXACT, [], True
+        for value, var in zip(ins, eqn.invars, strict=True):
+            if _is_inexact(var) and value.scalar is None:
+                floats.append(value)
+            elif _is_float32(var):
+                fits &= not exact or self.survives(value)  # not a mask of -1e9
+        outside = all(value.outside for value in floats)
+        if exact and any(value.narrow for value in floats):
+            follows = all(v.narrow or v.outside or v.follows for v in floats)
+        else:
+            follows = all(value.outside or value.follows for value in floats)
+            follows &= any(value.follows for value in floats) or _looks_up_rows(eqn)
+        follows &= fits
+        for out, var in zip(outs, eqn.outvars, strict=True):
+            if _is_inexact(var) and not out.narrow:
+                out.outside, out.follows = outside, follows
 
     def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
@@ -275,10 +342,12 @@ class Caster:
         The result is the float32 accumulator unless somebody takes it in 16 bits.
         """
         operands = [
-            value.half(self.dtype) if _is_float32(var) else value.array
+            value.half(self.dtype) if _is_inexact(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        if "preferred_element_type" not in eqn.params:
+        if "preferred_element_type" not in eqn.params or not _is_float32(
+            eqn.outvars[0]
+        ):
             outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
             return [self.held(array, var) for array, var in outs]
         if wanted:
@@ -315,20 +384,18 @@ class Caster:
                     for value, var in zip(ins, eqn.invars, strict=True)
                 ],
             )
-        outs = _bind_wide(eqn, ins)
-        if name == "gather" and wanted and ins[0].source is not None:
-            # Looking up a table of embeddings begins the 16-bit work.
-            outs = [lax.convert_element_type(outs[0], self.dtype)]
-        return outs
+        return _bind_wide(eqn, ins)
 
     def yields(self, name: str, value: Value, size: int) -> bool:
         """Whether ``value`` lets an operation on ``size`` 16-bit numbers be narrow."""
-        if value.narrow:
-            return True
-        if value.scalar is not None:
-            return _survives(value.scalar, self.dtype)
-        follows = value.source is not None and value.source < size
-        return follows and name in _MEETS_INPUTS
+        if value.narrow or value.scalar is not None:
+            return self.survives(value)
+        smaller = value.source is not None and value.source < size
+        return (smaller or value.follows) and name in _JOINS
+
+    def survives(self, value: Value) -> bool:
+        """Whether ``value``, if it is a number, is one in 16 bits too."""
+        return value.scalar is None or _survives(value.scalar, self.dtype)
 
     def operand(self, name: str, value: Value, shape: tuple) -> Any:
         """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
@@ -354,7 +421,9 @@ class Caster:
         """Replays an equation that holds jaxprs, going inside."""
         contracts = any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
         if not contracts and not any(value.narrow for value in ins):
-            return self.values(eqn, _bind_wide(eqn, ins))
+            outs = self.values(eqn, _bind_wide(eqn, ins))
+            self.note_origin(eqn, ins, outs)
+            return outs
         match eqn.primitive.name:
             case "custom_jvp_call":
                 return self.custom_jvp(eqn, ins, wanted, scope)
@@ -366,9 +435,12 @@ class Caster:
                 return self.bodies(eqn, ins, wanted, scope)
 
     def contracts(self, jaxpr: Any) -> bool:
-        """Whether ``jaxpr`` may make 16-bit values out of float32 ones."""
+        """Whether ``jaxpr`` has something in it to decide or to know.
+
+        16-bit values may begin there, or embeddings, or be kept from it by the user.
+        """
         if jaxpr not in self._contracts:
-            starts = self.ops.allow | {"gather", "custom_vjp_call"}
+            starts = self.ops.allow | self.denied_by_user | _STARTS
             self._contracts[jaxpr] = any(
                 eqn.primitive.name in starts
                 or any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
@@ -383,8 +455,9 @@ class Caster:
         name, layout = eqn.primitive.name, _jaxpr.call_layout(eqn)
         keep = tuple(i in layout.fixed_out for i in range(len(wanted)))
         wanted = tuple(w and not k for w, k in zip(wanted, keep, strict=True))
+        # Of what a loop carries only the first value is here.
         ins = [
-            value.widened() if i in layout.fixed_in else value
+            Value(value.wide(), linear=value.linear) if i in layout.fixed_in else value
             for i, value in enumerate(ins)
         ]
         if name == "scan":
@@ -475,43 +548,55 @@ class Caster:
         """Replays a function together with the derivative rule of its own."""
         avals = [var.aval for var in eqn.invars]
         known = [value.on(None) for value in ins]  # keeps no tracer alive
-        moving = [i for i, var in enumerate(eqn.invars) if _is_inexact(var)]
         moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
         free = (False,) * len(wanted)
         new, facts = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scope)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
 
-        def differentiated(*args):
-            tangents = [_float0(aval) for aval in avals]
-            for i, tangent in zip(moving, args[len(avals) :], strict=True):
-                tangents[i] = tangent
-            primals_out, tangents_out = jax.jvp(
-                lambda *primals: _jaxpr.bind(eqn, primals),
-                args[: len(avals)],
-                tuple(tangents),
-            )
-            return [*primals_out, *(tangents_out[i] for i in moved)]
-
-        @function.defjvp
-        def _(primals, tangents):
-            jaxpr = _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
-            values = [x.on(primal) for x, primal in zip(known, primals, strict=True)]
-            values += [
-                Value(tangents[i], narrow=known[i].narrow, linear=True) for i in moving
+        def rule(primals, tangents):
+            # The rule is asked for what is differentiated, and for nothing else.
+            moving = [
+                i
+                for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
+                if _is_inexact(var) and not isinstance(x, SymbolicZero)
             ]
-            wants = (*wanted, *(wanted[i] for i in moved))
-            outs = self.replay(jaxpr, values, wants, scope)
+
+            def differentiated(*args):
+                args, tangents = args[: len(avals)], args[len(avals) :]
+                primals_out, tangents_out = jax.jvp(
+                    lambda *xs: _jaxpr.bind(eqn, _replaced(args, moving, xs)),
+                    [args[i] for i in moving],
+                    list(tangents),
+                )
+                return [*primals_out, *(tangents_out[i] for i in moved)]
+
+            with _explained_rule():
+                jaxpr = _jaxpr.trace(
+                    differentiated, [*avals, *(avals[i] for i in moving)]
+                )
+                values = [x.on(p) for x, p in zip(known, primals, strict=True)]
+                values += [
+                    Value(tangents[i], narrow=known[i].narrow, linear=True)
+                    for i in moving
+                ]
+                wants = (*wanted, *(wanted[i] for i in moved))
+                outs = self.replay(jaxpr, values, wants, scope)
             # Both must have the dtypes that the function has when it is only called.
             like = [*new.out_avals, *(new.out_avals[i] for i in moved)]
             arrays = [
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
             ]
-            tangents_out = [_float0(var.aval) for var in eqn.outvars]
-            for i, tangent in zip(moved, arrays[len(facts) :], strict=True):
-                tangents_out[i] = tangent
-            return arrays[: len(facts)], tangents_out
+            tangents_out = [
+                _jaxpr.zero_tangent(x) if out.is_zero() else x
+                for x, out in zip(arrays, outs, strict=True)
+            ]
+            nothing = [_float0(var.aval) for var in eqn.outvars]
+            return arrays[: len(facts)], _replaced(
+                nothing, moved, tangents_out[len(facts) :]
+            )
 
+        function.defjvp(rule, symbolic_zeros=True)
         arrays = function(*(x.array for x in ins))
         return [Value(x, *known) for x, known in zip(arrays, facts, strict=True)]
 
@@ -520,22 +605,45 @@ class Caster:
         closed_over = eqn.params["num_consts"]
         known = [value.widened().on(None) for value in ins]
 
-        def forward(*arrays):
+        @jax.custom_vjp
+        def function(*arrays):
             values = [x.on(array) for x, array in zip(known, arrays, strict=True)]
             return self.replay_wide(eqn.params["call_jaxpr"], values, scope)
 
-        def linearized(*arrays):
-            consts, args = arrays[:closed_over], arrays[closed_over:]
-            return jax.vjp(lambda *args: _jaxpr.bind(eqn, [*consts, *args]), *args)
+        def forward(*primals):
+            # The rule is asked for what is differentiated, and for nothing else.
+            moving = [i for i, primal in enumerate(primals) if primal.perturbed]
+            if any(i < closed_over for i in moving):
+                raise TypeError(
+                    "A `jax.custom_vjp` function closes over a value that is "
+                    "differentiated. Its rule has no gradient for it: pass the value "
+                    "as an argument."
+                )
 
-        def backward(pull, cotangents):
-            return (None,) * closed_over + pull(cotangents)
+            def linearized(*arrays):
+                return jax.vjp(
+                    lambda *args: _jaxpr.bind(eqn, _replaced(arrays, moving, args)),
+                    *(arrays[i] for i in moving),
+                )
 
-        function = jax.custom_vjp(forward)
-        function.defvjp(self.wrap(linearized, scope), self.wrap(backward, scope))
-        arrays = [value.wide() for value in ins]
-        consts = map(_undifferentiated, arrays[:closed_over])
-        return function(*consts, *arrays[closed_over:])
+            with _explained_rule():
+                outs, pull = self.wrap(linearized, scope)(*(p.value for p in primals))
+            return outs, (pull, dict.fromkeys(moving))
+
+        def backward(kept, cotangents):
+            pull, moving = kept
+            cotangents = [
+                _jaxpr.zero_cotangent(x, symbolic=eqn.params["symbolic_zeros"])
+                if isinstance(x, SymbolicZero)
+                else x
+                for x in cotangents
+            ]
+            with _explained_rule():
+                pulled = self.wrap(lambda pull, x: pull(x), scope)(pull, cotangents)
+            return tuple(_replaced([None] * len(ins), moving, pulled))
+
+        function.defvjp(forward, backward, symbolic_zeros=True)
+        return function(*(value.wide() for value in ins))
 
     def shard_map(self, eqn: Equation, ins: list[Value], scope: tuple) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
@@ -614,7 +722,12 @@ def _is_float32(atom: Any) -> bool:
 
 
 def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    return _is_inexact_dtype(atom.aval.dtype)
+
+
+@functools.cache
+def _is_inexact_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def _takes_reference(eqn: Equation) -> bool:
@@ -625,15 +738,21 @@ def _keeps_float32(eqn: Equation) -> bool:
     return _is_float32(eqn.invars[0]) and _is_float32(eqn.outvars[0])
 
 
-def _is_contraction(eqn: Equation) -> bool:
+def _is_contraction(eqn: Equation, dtype: np.dtype) -> bool:
     """Whether ``eqn`` is a float32 product with sums in it, at default precision.
+
+    Of a float32 and a 16-bit operand, or of two kinds of 16 bits, it is one as well:
+    JAX promotes them. A product that was written in one kind of 16 bits is not.
 
     Outer products are elementwise work: the angles of rotary embeddings are one, and
     their sine is wrong by half when they are rounded to float16.
     """
     params = eqn.params
-    atoms = filter(_is_inexact, (*eqn.invars, *eqn.outvars))
-    if not all(map(_is_float32, atoms)):
+    ins = {atom.aval.dtype for atom in eqn.invars if _is_inexact(atom)}
+    outs = {atom.aval.dtype for atom in eqn.outvars if _is_inexact(atom)}
+    if not ins <= {_FLOAT32, *_HALVES} or not outs <= {_FLOAT32, dtype}:
+        return False
+    if len(ins) == 1 and _FLOAT32 not in ins:
         return False
     precision = params.get("precision")
     precisions = precision if isinstance(precision, tuple) else (precision,)
@@ -648,7 +767,7 @@ def _is_contraction(eqn: Equation) -> bool:
     return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
 
 
-def _is_square(eqn: Equation) -> bool:
+def is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
 
     A cube does so sooner, but where it occurs, in GELU's approximation, it is
@@ -666,8 +785,9 @@ def _is_square(eqn: Equation) -> bool:
 def _given(array: Any) -> Value:
     """Returns a value that comes from outside: an argument or a constant."""
     if getattr(array, "dtype", None) != jnp.float32:
-        return Value(array)
-    return Value(array, source=0 if array.ndim <= 1 else array.size)
+        return Value(array, outside=True)
+    source = 0 if array.ndim <= 1 else array.size
+    return Value(array, source=source, outside=True)
 
 
 def _literal(atom: Any) -> Value:
@@ -701,9 +821,17 @@ def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
     return min(ins[0].source, eqn.outvars[0].aval.size)
 
 
+def _looks_up_rows(eqn: Equation) -> bool:
+    """Whether ``eqn`` takes rows out of a table: an embedding, and no schedule."""
+    if eqn.primitive.name not in _LOOKUPS or not _is_float32(eqn.invars[0]):
+        return False
+    chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
+    return chosen and math.prod(eqn.params["slice_sizes"]) > 1
+
+
 def _survives(scalar: Any, dtype: np.dtype) -> bool:
     """Whether a number is neither lost nor infinite in ``dtype``."""
-    size, limits = abs(float(scalar)), jnp.finfo(dtype)
+    size, limits = float(abs(scalar)), jnp.finfo(dtype)
     return (
         size == 0
         or not math.isfinite(size)
@@ -719,20 +847,24 @@ def _float0(aval: Any) -> Any:
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-@jax.custom_vjp
-def _undifferentiated(x: jax.Array) -> jax.Array:
-    """Refuses gradients for what a ``custom_vjp`` function closes over, as JAX does."""
-    return x
+@contextlib.contextmanager
+def _explained_rule() -> Iterator[None]:
+    """Adds to the errors of a derivative's rule where autocast should be."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "This is the rule of a custom derivative, inside `autocast` inside a "
+            "gradient. If it works without `autocast`, put `autocast` outside: "
+            "`autocast(jax.value_and_grad(loss))`."
+        )
+        raise
 
 
-def _refuse_cotangent(_, cotangent):
-    raise TypeError(
-        "A `jax.custom_vjp` function closes over a value that is differentiated. Its "
-        "rule has no gradient for it: pass the value as an argument."
-    )
-
-
-_undifferentiated.defvjp(lambda x: (x, None), _refuse_cotangent)
+def _replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
+    """Returns ``items`` with those at ``places`` replaced."""
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(i, item) for i, item in enumerate(items)]
 
 
 def _bind_wide(eqn: Equation, ins: list[Value]) -> list[Any]:
@@ -771,14 +903,26 @@ def _accumulated(
         out = accumulate(*primals)
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
+    def summed(*args):
+        return product(args, jnp.float32)
+
+    def widened(*args):
+        return summed(*(lax.convert_element_type(x, jnp.float32) for x in args))
+
+    @jax.custom_jvp
+    def accumulate(*args):
+        if dtype == jnp.bfloat16:
+            # XLA:CPU has no such product in every layout. The same sums in float32
+            # give the same numbers. The choice is made where the program is lowered.
+            return lax.platform_dependent(*args, cpu=widened, default=summed)
+        return summed(*args)
+
     moving = [_is_inexact(var) for var in eqn.invars]
     args = [x for x, m in zip(operands, moving, strict=True) if m]
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
-    # convolves in float32. XLA:CPU has no such bfloat16 product in every layout.
-    on_cpu = dtype == jnp.bfloat16 and jax.default_backend() == "cpu"
-    if linear or on_cpu or eqn.primitive.name == "conv_general_dilated":
+    # convolves in float32.
+    if linear or eqn.primitive.name == "conv_general_dilated":
         return lax.convert_element_type(product(args, dtype), jnp.float32)
-    accumulate = jax.custom_jvp(lambda *args: product(args, jnp.float32))
     accumulate.defjvp(rule, symbolic_zeros=True)
     return accumulate(*args)
 

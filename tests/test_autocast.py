@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -371,16 +373,162 @@ def test_activations_between_products_stay_16_bit():
     assert wide == []
 
 
-def test_an_embedding_begins_16_bit_work_and_a_mask_does_not_end_it():
+@pytest.mark.parametrize(
+    "embed",
+    [
+        lambda table, places, tokens: table[tokens] + places[: tokens.shape[1]],
+        lambda table, places, tokens: table[tokens] * 2.0 + jnp.sin(places[:3]),
+        lambda table, places, tokens: layer_norm(table[tokens] + places[:3], places[0]),
+        lambda table, places, tokens: jnp.where(
+            tokens[..., None] > 0, table[tokens], 0
+        ),
+        lambda table, places, tokens: jax.vmap(jax.vmap(lambda t: table[t]))(tokens),
+    ],
+    ids=["places", "scaled", "normed", "dropped", "vmap"],
+)
+def test_an_embedding_joins_the_residual_stream_in_16_bits(embed):
     def fun(table, places, w, tokens):
-        x = table[tokens] + places[: tokens.shape[1]]
-        x = x * (tokens > 0).astype(jnp.float32)[..., None]
+        x = embed(table, places, tokens)
+        x = x * (tokens > 0).astype(jnp.float32)[..., None]  # nor does a mask end it
+        x = x + layer_norm(x, w[0]) @ w
         return jnp.tanh(x) @ w
 
     tokens = jnp.ones((4, 3), int)
     eqns = traced(jaxmp.autocast(fun), W, X, W, tokens)
     (tanh,) = [e for e in eqns if e.primitive.name == "tanh"]
     assert tanh.outvars[0].aval.dtype == jnp.bfloat16
+
+
+def layer_norm(x, scale):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+# Weights that are kept in 16 bits.
+
+
+MIXED = {
+    "matmul": lambda x, w: x @ w,
+    "einsum": lambda x, w: jnp.einsum("bi,ij->bj", x, w),
+    "dot_general": lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ()))),
+    "reversed": lambda x, w: w @ x.T,
+    "conv": lambda x, w: lax.conv(
+        *promote_dtype(x[None, None], w[None, None, :3, :3]), (1, 1), "SAME"
+    ),
+    "batched": lambda x, w: jax.vmap(lambda x: w @ x)(x),
+    "promoted": lambda x, w: jnp.dot(*promote_dtype(x, w)),
+}
+
+
+def promote_dtype(x, w):
+    return x.astype(jnp.result_type(x, w)), w.astype(jnp.result_type(x, w))
+
+
+@pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("product", MIXED.values(), ids=MIXED.keys())
+def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
+    product, dtype, stored
+):
+    w = W.astype(stored)
+
+    def loss(x, w):
+        return jnp.square(product(x, w)).mean()
+
+    expected = jax.value_and_grad(loss, (0, 1))(X, w)
+    for fun in (
+        jaxmp.autocast(jax.value_and_grad(loss, (0, 1)), dtype),
+        jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1)),
+    ):
+        assert all(d == {jnp.dtype(dtype).name} for d in contractions(fun, X, w))
+        value, grads = fun(X, w)
+        chex.assert_trees_all_equal_dtypes(grads, expected[1])
+        assert relative_error(value, expected[0]) < 0.02
+        assert relative_error(grads, expected[1]) < 0.02
+        report = jaxmp.audit(fun)(X, w)
+        assert report.fraction_16bit == 1
+        assert not [k for k in report.kept if k.flops]
+
+
+def test_a_product_written_in_16_bits_stays_in_those():
+    w = W.astype(jnp.float16)
+    fun = jaxmp.autocast(lambda x: x @ x, jnp.bfloat16)
+    assert contractions(fun, w) == [{"float16"}]
+
+
+# The machine that traces.
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_what_a_program_becomes_does_not_depend_on_the_machine_that_traces(
+    monkeypatch, dtype, order
+):
+    def loss(w, x):
+        return jnp.exp(x @ w).mean()
+
+    def lowered(platform):
+        grad = {
+            "outside": lambda *args: jaxmp.autocast(jax.grad(loss), dtype)(*args),
+            "inside": lambda *args: jax.grad(jaxmp.autocast(loss, dtype))(*args),
+        }[order]
+        traced = jax.jit(grad).trace(W, X)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        return [x.split("->")[1] for x in text.splitlines() if "dot_general" in x]
+
+    products = lowered("cuda")
+    assert "xf32>" in products[0]  # the accumulator of the tensor cores
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert lowered("cuda") == products
+
+
+def test_a_cpu_gives_the_sums_that_a_gpu_would():
+    dtype = jnp.bfloat16
+
+    def fun(x, w):
+        return jnp.exp(x @ w)
+
+    rounded = X.astype(dtype).astype(jnp.float32), W.astype(dtype).astype(jnp.float32)
+    np.testing.assert_array_equal(jaxmp.autocast(fun, dtype)(X, W), fun(*rounded))
+
+
+def test_a_primitive_may_give_a_number_of_pythons():
+    size = Primitive("jaxmp_test_size")
+    size.def_impl(lambda x: 4)
+    size.def_abstract_eval(lambda x: ShapedArray((), jnp.dtype("int32")))
+
+    def fun(x):
+        return (x @ x) * size.bind(x), size.bind(x)
+
+    out, count = jaxmp.autocast(fun)(jnp.eye(4))
+    np.testing.assert_array_equal(out, 4 * jnp.eye(4))
+    assert (count, count.dtype) == (4, jnp.int32)
+
+
+# Haiku.
+
+
+def test_autocast_inside_of_a_haiku_transform_is_refused_where_it_would_leak():
+    hk = pytest.importorskip("haiku", reason="the extra `programs` has it")
+
+    def makes_parameters(x):
+        return jaxmp.autocast(lambda x: hk.Linear(4)(x))(x)
+
+    def uses_its_keys(x):
+        return jaxmp.autocast(lambda x: x + jax.random.normal(hk.next_rng_key(), ()))(x)
+
+    def keeps_state(x):
+        return jaxmp.autocast(lambda x: hk.set_state("mean", x.mean()))(x)
+
+    key = jax.random.key(0)
+    for fun in (makes_parameters, uses_its_keys, keeps_state):
+        with pytest.raises(TypeError, match=r"autocast\(transformed.apply"):
+            hk.transform_with_state(fun).init(key, X)
+    harmless = hk.transform(lambda x: jaxmp.autocast(lambda x: x @ x.T)(x))
+    assert harmless.apply({}, None, X).shape == (4, 4)
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4)(x)))
+    params = net.init(key, X)
+    assert contractions(jaxmp.autocast(net.apply), params, X) == [{"bfloat16"}]
 
 
 # Opting out.

@@ -1,0 +1,203 @@
+"""What is given or looked up keeps its digits until 16-bit work reads it."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+
+HALVES = (jnp.float16, jnp.bfloat16)
+both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+KEYS = jax.random.split(jax.random.key(0), 4)
+W = jax.random.normal(KEYS[0], (8, 8)) / 8**0.5
+# Rows that lie close together: in 16 bits their differences are noise.
+TABLE = 1 + 1e-3 * jax.random.normal(KEYS[1], (6, 8))
+SCHEDULE = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
+I, J = jnp.array([0, 1, 2, 3]), jnp.array([4, 5, 0, 1])  # noqa: E741
+X = jax.random.normal(KEYS[2], (4, 8))
+
+
+def with_product(fun):
+    """Returns ``fun`` so that something in it is read by a product as well."""
+    return lambda *args: (fun(*args), jax.tree.map(lambda x: x @ W, fun(*args)))
+
+
+def noised(t, x):
+    a = SCHEDULE[t][:, None] * jnp.ones(8)
+    return jnp.sqrt(a) * x + jnp.sqrt(1 - a) * x, a / (1 - a), 1 - a
+
+
+def coordinates(table):
+    d = table[I] - table[J]
+    return d / jnp.linalg.norm(d, axis=-1)[:, None], d / table[J], d
+
+
+OUTSIDE = {
+    "schedule": lambda: noised(jnp.array([0, 3, 500, 900]), X),
+    "coordinates": lambda: coordinates(TABLE),
+    "under vmap": lambda: jax.vmap(lambda i, j: TABLE[i] - TABLE[j])(I, J),
+    "under jit": lambda: jax.jit(coordinates)(TABLE),
+    "under remat": lambda: jax.checkpoint(coordinates)(TABLE),
+    "take": lambda: jnp.take(TABLE, I, axis=0) - jnp.take(TABLE, J, axis=0),
+    "one row": lambda: (TABLE[I[0]] - TABLE[J[0]])[None],
+    "slices": lambda: lax.dynamic_slice(TABLE, (I[1], I[0]), (2, 8)) - TABLE[:2],
+    "comparison": lambda: jnp.where(TABLE[I] > TABLE[J], TABLE[I], 0) - TABLE[J],
+    "power": lambda: TABLE[I] ** 3.5 - 1,
+    "argument": lambda: X - jnp.roll(X, 1),
+    "put together": lambda: jnp.concatenate([TABLE[I], X])[2:6] - TABLE[J],
+    "updated": lambda: X.at[0].set(TABLE[0])[:2] - TABLE[:2],
+    "sorted": lambda: jnp.diff(jnp.sort(TABLE, axis=0), axis=0)[:4],
+    "segments": lambda: jax.ops.segment_sum(TABLE[I] - TABLE[J], I, 4),
+}  # fmt: skip
+
+
+@both_dtypes
+@pytest.mark.parametrize("fun", OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):
+    kept, products = jaxmp.autocast(with_product(fun), dtype)()
+    jax.tree.map(np.testing.assert_array_equal, kept, fun())
+    exact = jax.tree.map(lambda x: x @ W, fun())
+    eps = float(jnp.finfo(dtype).eps)
+    for got, want in zip(*map(jax.tree.leaves, (products, exact)), strict=True):
+        assert relative_error(got, want) <= 2 * eps
+
+
+@both_dtypes
+def test_a_diffusion_loss_stays_finite_and_near(dtype):
+    def loss(w):
+        x_t, snr, _ = noised(jnp.array([0, 3, 500, 900]), X)
+        return (snr * (x_t @ w - X) ** 2).mean()
+
+    value, grad = jaxmp.autocast(jax.value_and_grad(loss), dtype)(W)
+    expected = jax.value_and_grad(loss)(W)
+    assert relative_error(value, expected[0]) < 0.02
+    assert relative_error(grad, expected[1]) < 0.02
+
+
+READERS = {
+    "difference": lambda rows, y: rows - y,
+    "difference from a vector": lambda rows, y: y - rows[0],
+    "ratio": lambda rows, y: y / rows,
+    "comparison": lambda rows, y: jnp.where(rows > y, 1.0, 2.0),
+    "slice": lambda rows, y: jnp.concatenate([rows[:, :2], y], 1)[:, :2] - rows[:, 2:4],
+    "slice of a vector": lambda rows, y: jnp.concatenate([rows[0], y[0]])[:8] - rows[1],
+    "choice": lambda rows, y: jnp.where(jnp.arange(4)[:, None] < 2, rows, y)[:2] - 1,
+    "padding": lambda rows, y: y.at[:2].set(rows[:2])[:2] - rows[1:3],
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+def test_a_lookup_that_meets_16_bit_values_keeps_its_digits_for_others(reader, dtype):
+    def fun(table, w):
+        rows = table[I]
+        met = reader(rows, X @ w)
+        return met, met @ w[: met.shape[-1]]  # a product takes it in 16 bits
+
+    def at_the_product(table, w):
+        x, w = (lax.reduce_precision(a, *bits(dtype)) for a in (X, w))
+        return reader(table[I], lax.reduce_precision(x @ w, *bits(dtype)))
+
+    got, _ = jaxmp.autocast(fun, dtype)(TABLE, W)
+    np.testing.assert_allclose(got, at_the_product(TABLE, W), rtol=1e-5, atol=1e-6)
+
+
+def bits(dtype):
+    info = jnp.finfo(dtype)
+    return info.nexp, info.nmant
+
+
+@pytest.mark.parametrize("kind", ["scan", "while"])
+def test_what_a_loop_carries_is_not_known_by_its_first_value(kind):
+    # The carry begins as zeros, and zero is a number that 16 bits have.
+    def fun(x, w):
+        def step(total, x):
+            y = (total * (x @ w)) @ w  # the last product wants all of it narrow
+            return total + 1e-4 * x + 0 * y, y
+
+        zeros = jnp.zeros(8)
+        if kind == "scan":
+            return lax.scan(step, zeros, x)
+        return lax.fori_loop(0, 4, lambda i, c: step(c, x[i])[0], zeros)
+
+    eqns = traced(jaxmp.autocast(fun), X, W)
+    dtypes = {e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "mul"}
+    assert dtypes == {jnp.dtype("float32")}
+
+
+# Random programs. Each value comes with what it was made of: "outside" of lookups and
+# arguments alone, "product" of one product of those, "mixed" of anything.
+
+
+def after(*kinds):
+    """Returns the kind of what an elementwise operation makes."""
+    return "outside" if set(kinds) == {"outside"} else "mixed"
+
+
+STEPS = {
+    "look up": lambda p, i, j: (TABLE[(I + i) % 6], "outside"),
+    "weigh": lambda p, i, j: (p[j][0] * SCHEDULE[I * 9 + i][:, None], after(p[j][1])),
+    "subtract": lambda p, i, j: (p[i][0] - p[j][0], after(p[i][1], p[j][1])),
+    "add": lambda p, i, j: (0.5 * (p[i][0] + p[j][0]), after(p[i][1], p[j][1])),
+    "divide": lambda p, i, j: (
+        p[i][0] / (2 + jnp.abs(p[j][0])),
+        after(p[i][1], p[j][1]),
+    ),
+    "normalise": lambda p, i, j: (
+        p[i][0] * lax.rsqrt((p[i][0] ** 2).mean(-1, keepdims=True) + 1e-3),
+        after(p[i][1]),
+    ),
+    "join": lambda p, i, j: (
+        jnp.concatenate([p[i][0], p[j][0]], 1)[:, 4:12],
+        after(p[i][1], p[j][1]),
+    ),
+    "squash": lambda p, i, j: (jnp.tanh(p[i][0]), after(p[i][1])),
+    "multiply": lambda p, i, j: (
+        p[i][0] @ W,
+        "product" if p[i][1] == "outside" else "mixed",
+    ),
+}  # fmt: skip
+
+steps = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9))
+
+
+def program(instructions):
+    """Returns a function of nothing that returns all its values, and their kinds."""
+    kinds = []
+
+    def run():
+        pool = [(X, "outside"), (TABLE[I], "outside"), (X @ W, "product")]
+        for name, i, j in instructions:
+            pool.append(STEPS[name](pool, i % len(pool), j % len(pool)))
+        kinds[:] = [kind for _, kind in pool]
+        return [value for value, _ in pool]
+
+    return run, kinds
+
+
+@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
+@hypothesis.given(st.lists(steps, min_size=1, max_size=8))
+def test_every_reader_of_any_program_sees_what_a_cast_at_the_product_gives(
+    instructions,
+):
+    run, kinds = program(instructions)
+    expected = run()
+    same = jaxmp.autocast(run, "float32")()
+    jax.tree.map(np.testing.assert_array_equal, same, expected)
+    for dtype in HALVES:
+        eps = float(jnp.finfo(dtype).eps)
+        values = jaxmp.autocast(run, dtype)()
+        largest = max(1.0, *(float(jnp.abs(x).max()) for x in expected))
+        for value, want, kind in zip(values, expected, kinds, strict=True):
+            assert value.dtype == want.dtype
+            if kind == "outside":
+                np.testing.assert_array_equal(value, want)
+            elif kind == "product":
+                assert jnp.abs(value - want).max() <= 4 * eps * largest
+            else:
+                assert jnp.abs(value - want).max() <= 32 * eps * largest

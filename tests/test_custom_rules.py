@@ -1,0 +1,192 @@
+"""Rules of the user's own see under autocast what JAX would give them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+import jaxmp
+from benchmarks.measure import contractions, relative_error
+
+W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
+X = jax.random.normal(jax.random.key(1), (4, 4))
+
+AROUND = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(x[None], w)[0],
+    "scan": lambda f: (
+        lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, None, length=2)[0]
+    ),
+}
+around = pytest.mark.parametrize("wrap", AROUND.values(), ids=AROUND.keys())
+# What is differentiated, as an autocast program is.
+ORDERS = {
+    "jax": jax.grad,
+    "outside": lambda f, i: jaxmp.autocast(jax.grad(f, i), jnp.float16),
+    "inside": lambda f, i: jax.grad(jaxmp.autocast(f, jnp.float16), i),
+}
+
+
+def watched_vjp(seen):
+    """Returns a product whose rules note what they are told of zeros."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w, x + w
+
+    def forward(x, w):
+        seen.append(("perturbed", x.perturbed, w.perturbed))
+        return (x.value @ w.value, x.value + w.value), (x.value, w.value)
+
+    def backward(kept, cotangents):
+        x, w = kept
+        zeros = [isinstance(c, SymbolicZero) for c in cotangents]
+        seen.append(("zero", *zeros))
+        y, s = (
+            jnp.zeros(c.aval.shape) if zero else c
+            for c, zero in zip(cotangents, zeros, strict=True)
+        )
+        return y @ w.T + s, x.T @ y + s
+
+    product.defvjp(forward, backward, symbolic_zeros=True)
+    return product
+
+
+def watched_jvp(seen):
+    @jax.custom_jvp
+    def product(x, w):
+        return x @ w, x + w
+
+    def rule(primals, tangents):
+        (x, w), zeros = primals, [isinstance(t, SymbolicZero) for t in tangents]
+        seen.append(("zero", *zeros))
+        t, u = (
+            jnp.zeros(t.shape) if zero else t
+            for t, zero in zip(tangents, zeros, strict=True)
+        )
+        return product(x, w), (t @ w + x @ u, t + u)
+
+    product.defjvp(rule, symbolic_zeros=True)
+    return product
+
+
+@around
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1)])
+@pytest.mark.parametrize("rule", [watched_vjp, watched_jvp])
+def test_rules_are_told_the_same_zeros_as_by_jax(rule, argnums, wrap):
+    told, grads = {}, {}
+    for name, order in ORDERS.items():
+        seen = []
+        product = rule(seen)
+
+        def loss(x, w, product=product):
+            # The second result is not used, so that its cotangent is zero.
+            return jnp.square(wrap(lambda x, w: product(x, w)[0])(x, w)).sum()
+
+        grads[name] = order(loss, argnums)(X, W)
+        told[name] = set(seen)
+    if wrap is not AROUND["remat"]:  # where JAX itself asks twice, and for more
+        assert told["inside"] == told["jax"]
+    for name in ("outside", "inside"):
+        assert relative_error(grads[name], grads["jax"]) < 5e-3
+
+
+@around
+def test_a_rule_without_symbolic_zeros_gets_arrays(wrap):
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w, x + w
+
+    def backward(kept, cotangents):
+        assert all(isinstance(c, jax.Array) for c in cotangents)
+        x, w = kept
+        return cotangents[0] @ w.T + cotangents[1], x.T @ cotangents[0] + cotangents[1]
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+
+    def loss(x, w):
+        return jnp.square(wrap(lambda x, w: product(x, w)[0])(x, w)).sum()
+
+    for order in ("outside", "inside"):
+        grad = ORDERS[order](loss, (0, 1))(X, W)
+        assert relative_error(grad, jax.grad(loss, (0, 1))(X, W)) < 5e-3
+
+
+TABLE = jnp.linspace(0, 1, 16).reshape(4, 4)
+
+
+@jax.custom_vjp
+def turned(x):
+    return x @ TABLE
+
+
+turned.defvjp(lambda x: (x @ TABLE, None), lambda _, g: (g @ TABLE.T,))
+
+
+@jax.custom_jvp
+def turned_forward(x):
+    return x @ TABLE
+
+
+turned_forward.defjvp(lambda p, t: (p[0] @ TABLE, t[0] @ TABLE))
+
+
+@pytest.mark.parametrize("rule", [turned, turned_forward], ids=["vjp", "jvp"])
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_a_rule_may_close_over_an_array_inside_scan_inside_vmap(rule, order):
+    def net(w, x):
+        def layer(h, w):
+            return rule(jnp.tanh(h @ w)), None
+
+        return (lax.scan(layer, x, w)[0] ** 2).mean()
+
+    def loss(w):
+        return jax.vmap(net, (None, 0))(w, X).mean()
+
+    stacked = jnp.stack([W, W])
+    grad = ORDERS[order](loss, 0)
+    assert relative_error(grad(stacked), jax.grad(loss)(stacked)) < 5e-3
+    assert all(dtypes == {"float16"} for dtypes in contractions(grad, stacked))
+
+
+def test_a_gradient_that_a_rule_refuses_is_refused_with_the_way_out():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def forward(x, w):
+        if x.perturbed:
+            raise TypeError("no gradient with respect to x")
+        return x.value @ w.value, x.value
+
+    product.defvjp(forward, lambda x, g: (None, x.T @ g), symbolic_zeros=True)
+
+    def loss(x, w):
+        return product(x, w).sum()
+
+    np.testing.assert_array_equal(
+        jax.grad(jaxmp.autocast(loss, "float16"), 1)(jnp.ones((4, 4)), W),
+        jax.grad(loss, 1)(jnp.ones((4, 4)), W),
+    )
+    with pytest.raises(TypeError, match="no gradient with respect to x") as error:
+        jax.grad(jaxmp.autocast(loss, "float16"))(X, W)
+    assert "autocast(jax.value_and_grad(loss))" in error.value.__notes__[0]
+
+
+def test_a_value_that_a_rule_closes_over_has_no_gradient_as_in_jax():
+    def loss(w):
+        @jax.custom_vjp
+        def product(x):
+            return x @ w
+
+        product.defvjp(lambda x: (product(x), None), lambda _, g: (g,))
+        return product(X).sum()
+
+    with pytest.raises(Exception, match=r"closed-over value|closes over a value"):
+        jax.grad(jax.jit(loss))(W)
+    with pytest.raises(TypeError, match="pass the value as an argument"):
+        jax.grad(jaxmp.autocast(loss))(W)
