@@ -24,10 +24,25 @@ from jax import lax
 
 from . import _jaxpr
 from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
-from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE
+from ._replay import (
+    AUTOCAST_SCOPE,
+    FLOAT32_SCOPE,
+    KEPT_BY_OPS,
+    KEPT_BY_PATHS,
+    KEPT_BY_REFERENCE,
+    is_square,
+)
 
 _WIDTH = 98  # of the table
 _CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+
+# What the named scopes say of an operation that autocast kept.
+_KEPT_BY = {
+    FLOAT32_SCOPE: "float32 region",
+    KEPT_BY_PATHS: "`float32_paths`",
+    KEPT_BY_OPS: "the lists in `ops`",
+    KEPT_BY_REFERENCE: "in a call that takes references",
+}
 
 # A line in one of these is nobody's mistake; the line that called it may be.
 _JAX = os.path.dirname(jax.__file__) + os.sep
@@ -278,6 +293,7 @@ class _Place(NamedTuple):
     shared: bool = False  # inside a function with the lines of another caller
     backward: bool = False
     trips: int = 1
+    opaque: str = ""  # the primitive around it that nothing is known of
 
     @property
     def instruction(self) -> tuple:
@@ -286,8 +302,8 @@ class _Place(NamedTuple):
     @property
     def module(self) -> str:
         # Our own marks and the subscripts of `einsum` are scopes, but no modules.
-        marks = (AUTOCAST_SCOPE, FLOAT32_SCOPE)
-        return "/".join(s for s in self.scopes if s not in marks and "->" not in s)
+        scopes = (s for s in self.scopes if not s.startswith("jaxmp."))
+        return "/".join(s for s in scopes if "->" not in s)
 
     @property
     def where(self) -> str:
@@ -314,6 +330,8 @@ class _Place(NamedTuple):
             shared=self.shared
             or (is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)),
             trips=self.trips * (_jaxpr.trip_count(eqn) or 1),
+            opaque=self.opaque
+            or ("" if eqn.primitive.name in CALLS else eqn.primitive.name),
         )
 
 
@@ -429,7 +447,7 @@ class _Walk:
                     [ins[i] for i in body.operands],
                     place.inside(eqn, body.jaxpr),
                 )
-                for body in layout.bodies
+                for body in _jaxpr.on_accelerator(eqn, layout.bodies)
             ]
 
         carries = [*zip(layout.fixed_in, layout.fixed_out, strict=True)]
@@ -585,12 +603,13 @@ class _Walk:
         name = eqn.primitive.name
         if name in VIEWS or name in ("convert_element_type", "iota"):
             return
-        if FLOAT32_SCOPE in place.scopes:
-            reason = "float32 region"
-        elif flops and not _is_default(eqn.params.get("precision")):
-            reason = "its `precision`"
+        written = next(filter(None, map(_KEPT_BY.get, place.scopes)), None)
+        if written is not None:
+            reason = written
         elif flops:
-            reason = "by `float32_paths`, `ops` or a custom_vjp"
+            reason = _why_kept(eqn, place)
+        elif is_square(eqn):
+            reason = "a square or a power"
         elif name in DEFAULT_OPS.deny:
             reason = "denied by list"
         elif name in DEFAULT_OPS.infer:
@@ -633,6 +652,20 @@ class _Walk:
             residual_bytes=residual_bytes,
             notes=tuple(self.notes),
         )
+
+
+def _why_kept(eqn: _jaxpr.JaxprEqn, place: _Place) -> str:
+    """Returns why autocast did not take a product in 16 bits."""
+    dtypes = {str(atom.aval.dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
+    if not _is_default(eqn.params.get("precision")):
+        return "its `precision`"
+    if place.opaque:
+        return f"inside of `{place.opaque}`"
+    if len(dtypes) > 1 or dtypes != {"float32"}:
+        return f"written in {' and '.join(sorted(dtypes))}"
+    if _jaxpr.is_differentiated(eqn):
+        return "derivative of what stayed float32"
+    return "where autocast does not see it"
 
 
 def _aval(atom: Any) -> Any:  # whose shape and dtype an `AbstractValue` may lack
@@ -735,7 +768,7 @@ def _handed_over(jaxpr: Any) -> dict[str, int] | None:
                     var = computed[atom]
                     handed[var] = narrowed.get(var, var.aval.dtype)
             continue
-        for sub in _jaxpr.sub_jaxprs(eqn):
+        for sub in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
             inner = _handed_over(sub)
             found = found or inner is not None
             sizes.update(inner or {})

@@ -482,15 +482,90 @@ def test_what_autocast_keeps_is_explained_and_no_leak():
     assert report.flops == {"bfloat16": 2 * MATMUL, "float32": 3 * MATMUL}
     assert not report.leaks
     reasons = {k.reason: k for k in report.kept if k.flops}
-    assert reasons.keys() == {
-        "its `precision`",
-        "float32 region",
-        "by `float32_paths`, `ops` or a custom_vjp",
-    }
-    assert reasons["by `float32_paths`, `ops` or a custom_vjp"].module == "head"
+    assert reasons.keys() == {"its `precision`", "float32 region", "`float32_paths`"}
+    assert reasons["`float32_paths`"].module == "head"
     denied = {k.operation for k in report.kept if k.reason == "denied by list"}
     assert {"exp", "reduce_sum"} <= denied
     assert "exp (1)" in str(report)
+
+
+def _with_a_reference(w, x):
+    total = jax.new_ref(jnp.zeros((8, 8)))
+
+    def step(i, x):
+        total[...] += x
+        return x @ w
+
+    return lax.fori_loop(0, 2, step, x) + total[...]
+
+
+@jax.custom_batching.custom_vmap
+def _opaque(x, w):
+    return x @ w
+
+
+@_opaque.def_vmap
+def _(axis_size, in_batched, x, w):
+    return x @ w, True
+
+
+KEPT = {
+    "its `precision`": lambda w, x: jnp.matmul(x, w, precision="highest"),
+    "float32 region": lambda w, x: jaxmp.float32_region(jnp.matmul)(x, w),
+    "`float32_paths`": lambda w, x: jax.named_scope("head")(jnp.matmul)(x, w),
+    "the lists in `ops`": lambda w, x: lax.conv(
+        x[None, None], w[None, None], (1, 1), "SAME"
+    ),
+    "in a call that takes references": _with_a_reference,
+    "inside of `custom_vmap_call`": lambda w, x: _opaque(x, w),
+    "written in float64": lambda w, x: x.astype("float64") @ w.astype("float64"),
+    "written in float16 and float32": lambda w, x: jnp.matmul(
+        x, w, preferred_element_type=jnp.float16
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", KEPT)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_the_reason_why_a_product_was_kept_is_the_true_one(reason, wrap):
+    fun = wrap(KEPT[reason])
+
+    def net(w, x):
+        with jax.named_scope("head" if reason == "`float32_paths`" else "body"):
+            return fun(w, x)
+
+    ops = jaxmp.DEFAULT_OPS.with_deny("conv_general_dilated")
+    paths = ("head",) if reason == "`float32_paths`" else ()
+    with jax.enable_x64("float64" in reason):
+        report = jaxmp.audit(jaxmp.autocast(net, ops=ops, float32_paths=paths))(
+            full(8, 8), full(8, 8)
+        )
+    assert {k.reason for k in report.kept if k.flops} == {reason}
+    assert {k.module for k in report.kept if k.flops} <= {"head", "body", "head/head"}
+
+
+def test_derivatives_of_outer_products_taken_outside_of_autocast_are_explained():
+    def loss(w, h):
+        energy = lambda h: (jnp.tanh(h) @ w).sum()  # noqa: E731
+        return (jax.grad(energy)(h) ** 2).sum()  # an outer product
+
+    args = full(16, 1), full(8, 16)
+    report = jaxmp.audit(jaxmp.autocast(jax.grad(loss)))(*args)
+    assert report.fraction_16bit == 1
+    report = jaxmp.audit(jax.grad(jaxmp.autocast(loss)))(*args)
+    reasons = {k.reason for k in report.kept if k.flops}
+    assert reasons == {"derivative of what stayed float32"}
+
+
+def test_squares_and_what_the_user_denies_are_named_as_such():
+    def fun(x):
+        y = x @ x
+        return jnp.tanh(y * y) @ x
+
+    ops = jaxmp.DEFAULT_OPS.with_deny("tanh")
+    report = jaxmp.audit(jaxmp.autocast(fun, ops=ops))(full(8, 8))
+    reasons = {k.operation: k.reason for k in report.kept}
+    assert reasons == {"mul": "a square or a power", "tanh": "the lists in `ops`"}
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])
