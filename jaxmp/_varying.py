@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
+
+# What `jax.grad` differentiates. A Python number is marked as well as an array.
+_NUMBERS = (jax.Array, np.ndarray, np.generic, float, complex)
 
 
 def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
@@ -18,7 +22,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     tracked = jax.sharding.get_abstract_mesh().manual_axes
 
     def mark(x):
-        if not isinstance(x, jax.Array):
+        if not isinstance(x, _NUMBERS):
             return x
         same = set(tracked) - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
@@ -31,7 +35,18 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def varying_axes(x: jax.Array) -> frozenset[Any]:
+def tracked_axes(axis_names: tuple[Any, ...]) -> frozenset[Any]:
+    """Returns those of the mesh axes for which JAX tracks what differs over them.
+
+    That is inside ``shard_map(check_vma=True)``. For ``check_vma=False``, ``pmap`` and
+    ``vmap`` nothing is known of any array.
+    """
+    return frozenset(
+        name for name in axis_names if name in varying_axes(jax.lax.axis_index(name))
+    )
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
     aval = jax.typeof(x)
     if hasattr(aval, "vma"):  # JAX 0.8

@@ -90,6 +90,8 @@ def over_devices(loss_fn, form, batched, **options):
     options["batch_argnums"] = batched
     if form == "mesh":
         return jaxmp.value_and_grad(loss_fn, mesh=DATA, **options)
+    if form == "unchecked shard_map":
+        options["shardings"] = P()  # the same on every device
     grad_fn = jaxmp.value_and_grad(loss_fn, axis_name="data", **options)
 
     def on_device(*args):
@@ -382,6 +384,8 @@ def test_an_overflow_on_one_device_skips_on_all(form):
         optax.adam(0.1), policy, axis_name="data" if inside else None
     )
     options = {"axis_name": "data"} if inside else {}
+    if form == "unchecked shard_map":
+        options["shardings"] = P()
     if form == "mesh":
         options = {"mesh": DATA, "batch_argnums": (1, 2)}
 

@@ -26,10 +26,10 @@ def loss_fn(params, x):
     return (x @ params["w"] + params["b"]).mean()
 
 
-def step(tx, params, state, x, axis_name=None):
-    grads = jaxmp.grad(
-        loss_fn, loss_scale=jaxmp.get_loss_scale(state), axis_name=axis_name
-    )(params, x)
+def step(tx, params, state, x, **over):
+    grads = jaxmp.grad(loss_fn, loss_scale=jaxmp.get_loss_scale(state), **over)(
+        params, x
+    )
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
 
@@ -124,6 +124,11 @@ def test_no_gradient_moves_to_be_checked():
 # shard_map
 
 
+def same_on_all(check_vma):
+    """Returns the options for parameters that are the same on every device."""
+    return {"axis_name": "data"} | ({} if check_vma else {"shardings": P()})
+
+
 def shard_map(fun, in_specs, out_specs, check_vma):
     return jax.jit(
         jax.shard_map(
@@ -147,7 +152,10 @@ def test_shard_map_is_the_run_of_one_device(with_axis, check_vma):
         axis_name="data" if with_axis else None,
     )
     sharded_step = shard_map(
-        partial(step, tx, axis_name="data"), (P(), P(), P("data")), P(), check_vma
+        partial(step, tx, **same_on_all(check_vma)),
+        (P(), P(), P("data")),
+        P(),
+        check_vma,
     )
     result = run(sharded_step, tx)
     chex.assert_trees_all_equal(result, run(partial(step, TX), TX))
@@ -207,7 +215,7 @@ def test_float16_gradients_are_averaged_in_float32(check_vma):
     # 8 times 2e4 is Inf in float16, and the mean is not.
     x = jnp.full(8, 2e4, jnp.float16)
     grad_fn = shard_map(
-        jaxmp.value_and_grad(lambda w, x: (w * x).sum(), axis_name="data"),
+        jaxmp.value_and_grad(lambda w, x: (w * x).sum(), **same_on_all(check_vma)),
         (P(), P("data")),
         P(),
         check_vma,
@@ -220,7 +228,8 @@ def test_float16_gradients_are_averaged_in_float32(check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_value_and_grad_is_that_of_one_device(check_vma):
     grad_fn = partial(jaxmp.value_and_grad, loss_fn, loss_scale=2.0**15)
-    sharded = shard_map(grad_fn(axis_name="data"), (P(), P("data")), P(), check_vma)
+    grad_fn = grad_fn(**same_on_all(check_vma))
+    sharded = shard_map(grad_fn, (P(), P("data")), P(), check_vma)
     expected = jax.value_and_grad(loss_fn)(PARAMS, X)
     chex.assert_trees_all_equal(sharded(PARAMS, X), expected)
 
