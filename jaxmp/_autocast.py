@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 

@@ -19,12 +19,12 @@ from ._tree import AxisName, is_inexact, path_name
 from ._varying import tracked_axes, varying_axes
 
 _CONSTRAINT = (
-    "Under `mesh=` of `jaxmp.value_and_grad` the function sees one device's part of the "
-    "batch, and cannot be constrained over the axes {axes} again. Leave them out of "
-    "`jax.lax.with_sharding_constraint`. Flax's logical constraints go with "
-    "`with flax.linen.logical_axis_rules([]):` around the call, or with rules without "
-    "these axes; those of boxed parameters with `flax.linen.meta.unbox(params)` before "
-    "it. Or leave `mesh=` out: under plain `jax.jit` the constraints work."
+    "Under `mesh=` of `jaxmp.value_and_grad` each device sees its part of the batch, "
+    "and the function cannot constrain an array over the axes {axes} again. Leave them "
+    "out of `jax.lax.with_sharding_constraint`. Flax's logical constraints are off in "
+    "`with flax.linen.logical_axis_rules([]):` around the call, and those of boxed "
+    "parameters after `flax.linen.meta.unbox(params)`. Or leave `mesh=` out: under "
+    "plain `jax.jit` the constraints work."
 )
 
 
@@ -191,7 +191,7 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
         jax.tree.leaves_with_path(params), jax.tree.leaves(said), strict=True
     ):
         known = varying_axes(x)
-        if is_inexact(x) and (wrong := (own & tracked_axes(tuple(own))) ^ known):
+        if is_inexact(x) and (wrong := (own & tracked_axes(own)) ^ known):
             axis = min(wrong, key=str)
             states = ("the same on every device", "sharded or different")
             raise ValueError(

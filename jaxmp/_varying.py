@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -35,14 +36,17 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def tracked_axes(axis_names: tuple[Any, ...]) -> frozenset[Any]:
+def tracked_axes(axis_names: Iterable[Any]) -> frozenset[Any]:
     """Returns those of the mesh axes for which JAX tracks what differs over them.
 
     That is inside ``shard_map(check_vma=True)``. For ``check_vma=False``, ``pmap`` and
     ``vmap`` nothing is known of any array.
     """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     return frozenset(
-        name for name in axis_names if name in varying_axes(jax.lax.axis_index(name))
+        name
+        for name in axis_names
+        if name in manual and name in varying_axes(jax.lax.axis_index(name))
     )
 
 
