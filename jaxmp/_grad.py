@@ -231,6 +231,13 @@ def value_and_grad(
         if axes:
             check_axes_are_bound(axes)
             own = sharded_axes(params_of(args), axes, own_axes)
+            if reduce_dtype and all(map(set(axes).issubset, jax.tree.leaves(own))):
+                warnings.warn(
+                    f"The `reduce_dtype` of {policy} is not used: every parameter is "
+                    f"sharded over {axes}, so that the collectives in the function sum "
+                    "their gradients, in its dtypes. Leave `r=` out of the policy.",
+                    stacklevel=2,
+                )
             for i in batched:
                 args[i] = own_keys(args[i], axes)
             for i in differentiated:
