@@ -20,12 +20,13 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     the array. Marked first, the gradient stays local and the sum is ours. Where
     nothing tracks this (``pmap``, ``vmap``) nothing is marked.
     """
-    tracked = jax.sharding.get_abstract_mesh().manual_axes
+    # Elsewhere JAX 0.8 would mark, too, and then sum when it transposes the mark.
+    tracked = tracked_axes(axis_names)
 
     def mark(x):
         if not isinstance(x, _NUMBERS):
             return x
-        same = set(tracked) - varying_axes(x)
+        same = tracked - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
         if not names:
             return x
