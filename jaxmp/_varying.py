@@ -18,7 +18,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     Differentiating with respect to an array that ``shard_map(check_vma=True)`` knows
     to be the same on all devices makes JAX sum the gradient itself, in the dtype of
     the array. Marked first, the gradient stays local and the sum is ours. Where
-    nothing tracks this (``pmap``, ``vmap``) nothing is marked.
+    nothing tracks this (``check_vma=False``, ``pmap``, ``vmap``) nothing is marked.
     """
     # Elsewhere JAX 0.8 would mark, too, and then sum when it transposes the mark.
     tracked = tracked_axes(axis_names)
