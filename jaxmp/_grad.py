@@ -228,6 +228,7 @@ def value_and_grad(
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
+        own = None
         if axes:
             check_axes_are_bound(axes)
             own = sharded_axes(params_of(args), axes, own_axes)

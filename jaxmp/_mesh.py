@@ -175,8 +175,8 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
                 "`shard_map(check_vma=True)`, which knows."
             )
         return jax.tree.map(varying_axes, params)
-    for axis in frozenset().union(*jax.tree.leaves(shardings)):
-        _check_axis_exists(axis)
+    for axis in frozenset().union(*jax.tree.leaves(shardings)) - set(axes):
+        _check_axis(axis, axes)
     try:
         said = jax.tree.map(
             lambda own, part: jax.tree.map(lambda _: own, part), shardings, params
@@ -226,20 +226,26 @@ def axes_of_shardings(shardings: Any) -> Any:
     return jax.tree.map(axes_of, shardings, is_leaf=lambda x: isinstance(x, P))
 
 
-def _check_axis_exists(axis: Any) -> None:
-    """Raises where ``shardings`` names an axis that is nowhere around."""
-    around = jax.sharding.get_abstract_mesh().axis_names
-    if axis in around:  # that of an axis which is not manual has no say
-        return
+def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:
+    """Raises where ``shardings`` names an axis that is not around, or not reduced."""
     try:
         jax.lax.axis_size(axis)
     except NameError:
+        around = jax.sharding.get_abstract_mesh().axis_names
+        if axis in around:  # but is not manual: JAX does what is needed
+            return
         known = f" of {around}" if around else ""
         raise ValueError(
             f"`shardings` names the mesh axis {axis!r}, but there is none around the "
             f"call. Pass PartitionSpecs with the axes{known} that the parameters are "
             "sharded over."
         ) from None
+    if not tracked_axes((axis,)):
+        raise ValueError(
+            f"`shardings` says that parameters are sharded over {axis!r}, which "
+            f"`axis_name={axes}` does not name. Without `check_vma=True` JAX adds up "
+            f"the losses of all devices along it. Pass `axis_name={(*axes, axis)}`."
+        )
 
 
 def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:

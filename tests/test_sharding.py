@@ -387,6 +387,15 @@ def test_an_axis_over_which_the_loss_is_one_may_be_left_out(name):
     assert_close(result, jax.value_and_grad(SHARDED[name][0])(params, ROWS))
 
 
+def test_without_the_check_an_axis_of_the_shardings_may_not_be_left_out():
+    # JAX would add up the losses over "model", each of which is the whole.
+    step = over_mesh("tensor", False, axis_name="data", shardings=TENSOR)
+    with pytest.raises(
+        ValueError, match=r"sharded over 'model'.*Pass `axis_name=\('data', 'model'\)`"
+    ):
+        jax.jit(step)(sharded_params("tensor"), ROWS)
+
+
 def test_sharded_parameters_under_autocast_and_an_inner_jit():
     params = sharded_params("fsdp")
     expected = jax.value_and_grad(fsdp_loss)(params, ROWS)
