@@ -162,9 +162,12 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
     Raises:
         ValueError: If that is not known, or what is said is not what JAX knows.
     """
-    tracked = tracked_axes(axes)
+
+    def known_axes(x):  # what is not floating has no gradient
+        return varying_axes(x) if is_inexact(x) else frozenset()
+
     if shardings is None:
-        if unknown := [axis for axis in axes if axis not in tracked]:
+        if unknown := sorted(set(axes) - tracked_axes(axes), key=str):
             raise ValueError(
                 f"`axis_name` names {unknown[0]!r}, an axis of "
                 "`shard_map(check_vma=False)`, `pmap` or `vmap`, where JAX does not "
@@ -174,7 +177,7 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
                 "or the `in_specs` of the parameters. Or use "
                 "`shard_map(check_vma=True)`, which knows."
             )
-        return jax.tree.map(varying_axes, params)
+        return jax.tree.map(known_axes, params)
     for axis in frozenset().union(*jax.tree.leaves(shardings)) - set(axes):
         _check_axis(axis, axes)
     try:
@@ -190,8 +193,8 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
     for (path, x), own in zip(
         jax.tree.leaves_with_path(params), jax.tree.leaves(said), strict=True
     ):
-        known = varying_axes(x)
-        if is_inexact(x) and (wrong := (own & tracked_axes(own)) ^ known):
+        known = known_axes(x)
+        if is_inexact(x) and (wrong := tracked_axes(own) ^ known):
             axis = min(wrong, key=str)
             states = ("the same on every device", "sharded or different")
             raise ValueError(
