@@ -6,7 +6,12 @@ Each process holds its part of every batch and a copy of the state. The data of 
 them overflow in one step; all skip it. At the end their parameters, loss scales and
 counters are the same, bit for bit.
 
-On real machines, start it on each with `--process-id` and the `--coordinator`.
+On real machines SLURM or Open MPI says who is who; each process prints what it holds:
+
+    srun --ntasks 8 python examples/multiprocess.py
+    mpirun -np 8 python examples/multiprocess.py
+
+Without them, start it on each with `--processes`, `--process-id` and `--coordinator`.
 """
 
 import dataclasses
@@ -42,10 +47,13 @@ class Config:
     """Trains a small ResNet in several processes, and compares what they hold."""
 
     processes: int = 2
+    """How many processes there are. SLURM and Open MPI say it themselves."""
+    devices: int = 1
+    """CPU devices of each process that is started on this machine."""
     policy: str = "mixed_float16"
     steps: int = 60
     batch_size: int = 100
-    """Rows of a batch over all processes together."""
+    """Rows of a batch over all devices of all processes together."""
     overflow_at: int = 20
     """The step in which the data of the last process overflow; -1 for none."""
     checkpoint_dir: Path | None = None
@@ -53,9 +61,42 @@ class Config:
     timeout: int = 300
     """Seconds after which a process that hangs is ended."""
     process_id: int | None = None
-    """Which process this is. Without it, all are started on this machine."""
+    """Which process this is. Without it, and without SLURM or Open MPI, all are started
+    on this machine."""
     coordinator: str = ""
     """Address and port of process 0."""
+
+
+def has_launcher() -> bool:
+    """Tells whether SLURM's `srun` or Open MPI's `mpirun` has started this process."""
+    # Not SLURM_PROCID: the shell of a batch job has that, too.
+    return not {"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ)
+
+
+def join(config: Config) -> None:
+    """Joins the other processes."""
+    if config.process_id is not None:
+        address, processes = config.coordinator, config.processes
+        jax.distributed.initialize(address, processes, config.process_id)
+        return
+    try:
+        jax.distributed.initialize()  # JAX reads the variables of the launcher
+    except ValueError as error:  # such as those of Open MPI 5, which name no address
+        sys.exit(
+            "The launcher's variables do not say where the processes are to meet. Pass "
+            "`--processes`, `--process-id` and `--coordinator` of each. "
+            f"JAX says: {error}"
+        )
+
+
+def check_batch(config: Config, devices: int) -> None:
+    """Ends the program where a batch cannot be split over all devices."""
+    if config.batch_size < 1 or config.batch_size % devices:
+        sys.exit(
+            "`--batch-size` must be a multiple of the number of all devices, but "
+            f"{config.batch_size} is not one of {devices}. Pass for example "
+            f"`--batch-size {max(1, round(config.batch_size / devices)) * devices}`."
+        )
 
 
 def digest(tree: Any) -> str:
@@ -73,7 +114,8 @@ def numbers(state: Any) -> tuple[Any, ...]:
 
 def work(config: Config) -> dict[str, Any]:
     """Trains as one of the processes, and returns what it came to."""
-    jax.distributed.initialize(config.coordinator, config.processes, config.process_id)
+    join(config)
+    check_batch(config, jax.device_count())
     mesh = Mesh(np.array(jax.devices()), ("data",))
     everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
@@ -81,13 +123,16 @@ def work(config: Config) -> dict[str, Any]:
     digits = DigitsConfig(policy=config.policy)
     # The same seed gives the same state in every process; one copy of it on each.
     state = jax.device_put(create_state(digits, data, config.steps), everywhere)
-    rows = config.batch_size // config.processes
+    rows = config.batch_size // jax.process_count()
     metrics: dict[str, Any] = {}
     mine = slice(jax.process_index() * rows, (jax.process_index() + 1) * rows)
     for step in range(config.steps):
         images, labels = data.train_batch(0, step, config.batch_size)
         images, labels = images[mine], labels[mine]
-        if step == config.overflow_at and jax.process_index() == config.processes - 1:
+        if (
+            step == config.overflow_at
+            and jax.process_index() == jax.process_count() - 1
+        ):
             images[0] = np.inf
         # One array of the whole batch, of which every process holds its rows.
         batch = [
@@ -126,8 +171,8 @@ def save_and_restore(path: Path, tree: Any) -> str:
 
 def start(config: Config) -> list[dict[str, Any]]:
     """Starts all processes on this machine, and returns what each came to."""
-    # One CPU device for each process.
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(config.devices)}
+    env = {**os.environ, **devices}
     flags = ["--coordinator", free_address()]
     for field in ("processes", "policy", "steps", "batch_size", "overflow_at"):
         flags += [f"--{field.replace('_', '-')}", str(getattr(config, field))]
@@ -176,18 +221,19 @@ def wait(workers: list[subprocess.Popen], logs: list[Path], seconds: int) -> Non
 
 
 def main(config: Config, console: Console | None = None) -> list[dict[str, Any]]:
-    if config.processes < 1 or config.batch_size % config.processes:
-        sys.exit(
-            "`--batch-size` must be a multiple of `--processes`, but "
-            f"{config.batch_size} is not one of {config.processes}."
-        )
+    alone = config.process_id is not None or has_launcher()
+    if not alone:  # the devices of other machines are counted when all have joined
+        for flag in ("processes", "devices"):
+            if (number := getattr(config, flag)) < 1:
+                sys.exit(f"`--{flag}` must be at least 1, but is {number}.")
+        check_batch(config, config.processes * config.devices)
     try:
         jaxmp.get_policy(config.policy)
     except ValueError as error:
         sys.exit(str(error))
     if config.steps < 1:
         sys.exit(f"`--steps` must be at least 1, but is {config.steps}.")
-    if config.process_id is not None:
+    if alone:
         # Whatever hangs in a collective ends with its traceback.
         faulthandler.dump_traceback_later(config.timeout, exit=True)
         result = work(config)

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -131,6 +132,13 @@ def _compute_dtype(policy: str | jmp.Policy | DTypeLike | None) -> np.dtype:
         raise ValueError(
             f"`autocast` uses the compute dtype of a policy only, but {policy} has "
             "overrides. Name the modules in `float32_paths` instead."
+        )
+    if policy.reduce_dtype is not None:
+        warnings.warn(
+            f"The `reduce_dtype` of {policy} is not used by `autocast`, which sums "
+            "nothing over devices. Give it to `jaxmp.value_and_grad(fun, policy, ...)` "
+            "with `axis_name` or `mesh`, and `autocast` a policy without `r=`.",
+            stacklevel=3,
         )
     if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ._batch import over_micro_batches
@@ -20,7 +22,7 @@ from ._checks import (
     check_axes_are_bound,
     refuse_nnx_modules,
 )
-from ._mesh import mesh_axes, over_mesh, own_keys
+from ._mesh import axes_of_shardings, mesh_axes, over_mesh, own_keys, sharded_axes
 from ._policy import get_policy
 from ._tree import AxisName, is_inexact, unscale, widen
 from ._varying import vary, varying_axes
@@ -84,6 +86,7 @@ def value_and_grad(
     reduction: str = "mean",
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    shardings: Any = None,
 ) -> Callable[..., Any]:
     """Differentiates a function under a loss scale and returns true gradients.
 
@@ -120,12 +123,20 @@ def value_and_grad(
             batch itself, such as that of the tokens that are not masked.
         axis_name: Mesh axes over which to reduce the loss and, in float32 or the
             policy's ``reduce_dtype``, the scaled gradients, inside ``shard_map`` or
-            ``pmap``. A scalar PRNG key of the batch then differs by device.
+            ``pmap``. A scalar PRNG key of the batch then differs by device. The
+            gradients of parameters that are sharded over such an axis (experts, FSDP
+            by hand) are not summed over it, because the collectives in ``fun`` have
+            done so; they are averaged only.
         mesh: A mesh over which to do that for you, where you are not inside
             ``shard_map``: the batch is split over ``axis_name`` (all its axes if that
             is None), and everything else is the same on every device. The gradients
             are reduced once, after the micro-batches. ``aux`` has a new leading axis,
             the devices.
+        shardings: Over which mesh axes the differentiated arguments are sharded: a
+            pytree of ``PartitionSpec`` or ``NamedSharding`` with their structure, or
+            a prefix of it. ``PartitionSpec()`` means the same on every device.
+            ``shard_map(check_vma=True)`` knows it; ``shard_map(check_vma=False)`` and
+            ``pmap`` do not, and there ``axis_name`` needs it.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -137,8 +148,9 @@ def value_and_grad(
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
             scalar, a leading axis cannot be divided, the mesh has no such axis, an
-            argument lies on other devices, or ``shard_map`` knows that the loss
-            differs over an axis which ``axis_name`` leaves out.
+            argument lies on other devices, ``shard_map`` knows that the loss
+            differs over an axis which ``axis_name`` leaves out, or ``shardings`` are
+            missing, do not fit or are not what ``shard_map`` knows.
         TypeError: If ``fun`` returns something else than a real floating scalar, or
             a differentiated leaf is not floating.
 
@@ -167,11 +179,29 @@ def value_and_grad(
                 "split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
             )
     axes = mesh_axes(axis_name, mesh)
+    if shardings is not None and (mesh is not None or not axes):
+        raise ValueError(
+            "`shardings` needs `axis_name`, inside `shard_map` or `pmap`. Under "
+            "`mesh=` the parameters are the same on every device and come gathered: "
+            "leave `shardings` out."
+        )
+    if reduce_dtype is not None and not axes:
+        warnings.warn(
+            f"The `reduce_dtype` of {policy} is not used: `value_and_grad` sums over "
+            "devices with `axis_name` (inside `shard_map`) or `mesh` only, and under "
+            "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
+            "two, or leave `r=` out of the policy.",
+            stacklevel=2,
+        )
+    # A mesh hands every device the whole parameters.
+    own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
     scale = as_scale(loss_scale)
 
     def scaled_fun(*args, **kwargs):
         loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
-        loss = widen(loss)
+        # An averaged loss, which `shard_map` knows to be the same on all devices, is to
+        # be differentiated on each, as one that differs is: our mean divides by them.
+        loss = vary(widen(loss), axes)
         return loss * scale.astype(loss.dtype), (loss, aux)
 
     grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
@@ -190,12 +220,25 @@ def value_and_grad(
         grads = jax.tree.map(lambda g: g if is_inexact(g) else None, widen(grads))
         return loss, grads, aux
 
+    def sum_over_copies(own, grad):
+        over = tuple(axis for axis in axes if axis not in own)
+        return grad if grad is None else _sum_over(grad, over, reduce_dtype)
+
     def device_grads(args, kwargs):
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
+        own = None
         if axes:
             check_axes_are_bound(axes)
+            own = sharded_axes(params_of(args), axes, own_axes)
+            if reduce_dtype and all(map(set(axes).issubset, jax.tree.leaves(own))):
+                warnings.warn(
+                    f"The `reduce_dtype` of {policy} is not used: every parameter is "
+                    f"sharded over {axes}, so that the collectives in the function sum "
+                    "their gradients, in its dtypes. Leave `r=` out of the policy.",
+                    stacklevel=2,
+                )
             for i in batched:
                 args[i] = own_keys(args[i], axes)
             for i in differentiated:
@@ -216,7 +259,7 @@ def value_and_grad(
             loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
         if axes:
             loss = jax.lax.psum(loss, axes)
-            grads = jax.tree.map(lambda g: _sum_over(g, axes, reduce_dtype), grads)
+            grads = jax.tree.map(sum_over_copies, own, grads)
         return loss, grads, aux
 
     @functools.wraps(fun, updated=())
@@ -335,6 +378,8 @@ def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
 
 def _sum_over(grad: jax.Array, axes: Any, reduce_dtype: Any) -> jax.Array:
     """Sums a gradient over devices in the dtype of the policy."""
+    if not axes:
+        return grad
     dtype = grad.dtype if reduce_dtype is None else reduce_dtype
     return jax.lax.psum(grad.astype(dtype), axes).astype(grad.dtype)
 

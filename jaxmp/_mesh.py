@@ -15,7 +15,17 @@ from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_array, is_scalar_key
 from ._checks import as_axes
-from ._tree import AxisName, path_name
+from ._tree import AxisName, is_inexact, path_name
+from ._varying import tracked_axes, varying_axes
+
+_CONSTRAINT = (
+    "Under `mesh=` of `jaxmp.value_and_grad` each device sees its part of the batch, "
+    "and the function cannot constrain an array over the axes {axes} again. Leave them "
+    "out of `jax.lax.with_sharding_constraint`. Flax's logical constraints are off in "
+    "`with flax.linen.logical_axis_rules([]):` around the call, and those of boxed "
+    "parameters after `flax.linen.meta.unbox(params)`. Or leave `mesh=` out: under "
+    "plain `jax.jit` the constraints work."
+)
 
 
 def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -101,14 +111,21 @@ def over_mesh(
 
         # Without the check of what varies, because a model need not know of it (a
         # scan over layers whose carry begins as zeros would be refused).
-        return jax.shard_map(
+        on_devices = jax.shard_map(
             on_device,
             mesh=mesh,
             in_specs=(specs,),
             out_specs=(P(), P(), P(axes)),
             axis_names=set(axes),
             check_vma=False,
-        )(arrays)
+        )
+        try:
+            return on_devices(arrays)
+        except ValueError as error:
+            # JAX says so of a sharding constraint on one of our axes, in several ways.
+            if "manual" in str(error).lower():
+                error.add_note(_CONSTRAINT.format(axes=", ".join(map(repr, axes))))
+            raise
 
     return split
 
@@ -124,6 +141,114 @@ def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
             f"{unknown.pop()!r} is not one. Pass one of them, or several as a tuple."
         )
     return axes
+
+
+def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
+    """Returns over which mesh axes each parameter is sharded.
+
+    Of a parameter that is sharded over an axis each device has a part, whose gradient
+    comes from the losses of all devices: the collectives in the function bring it
+    there. Of one that is the same everywhere each device has the gradient of its own
+    loss alone.
+
+    Args:
+        params: The differentiated arguments, not yet marked as varying.
+        axes: The bound axes over which the caller reduces.
+        shardings: What the user says, made by :func:`axes_of_shardings`, or None.
+
+    Returns:
+        A pytree with the structure of ``params`` and a frozenset for each leaf.
+
+    Raises:
+        ValueError: If that is not known, or what is said is not what JAX knows.
+    """
+
+    def known_axes(x):  # what is not floating has no gradient
+        return varying_axes(x) if is_inexact(x) else frozenset()
+
+    if shardings is None:
+        if unknown := sorted(set(axes) - tracked_axes(axes), key=str):
+            raise ValueError(
+                f"`axis_name` names {unknown[0]!r}, an axis of "
+                "`shard_map(check_vma=False)`, `pmap` or `vmap`, where JAX does not "
+                "know which parameters are the same on every device, so that their "
+                "gradients must be summed, and which are sharded. Pass "
+                "`shardings=jax.sharding.PartitionSpec()` where all are the same, "
+                "or the `in_specs` of the parameters. Or use "
+                "`shard_map(check_vma=True)`, which knows."
+            )
+        return jax.tree.map(known_axes, params)
+    for axis in frozenset().union(*jax.tree.leaves(shardings)) - set(axes):
+        _check_axis(axis, axes)
+    try:
+        said = jax.tree.map(
+            lambda own, part: jax.tree.map(lambda _: own, part), shardings, params
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            "`shardings` must have the structure of the differentiated arguments, or "
+            "of a prefix of them: one PartitionSpec serves a whole tree, and with "
+            f"several `argnums` a tuple has one for each. JAX says: {error}"
+        ) from error
+    for (path, x), own in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(said), strict=True
+    ):
+        known = known_axes(x)
+        if is_inexact(x) and (wrong := tracked_axes(own) ^ known):
+            axis = min(wrong, key=str)
+            states = ("the same on every device", "sharded or different")
+            raise ValueError(
+                f"`shardings` says that `{path_name(path) or 'the parameter'}` is "
+                f"{states[axis in own]} over the mesh axis {axis!r}, but "
+                f"`shard_map(check_vma=True)` knows that it is "
+                f"{states[axis in known]}. Leave `shardings` out, or pass the "
+                "`in_specs` of the parameters."
+            )
+    return said
+
+
+def axes_of_shardings(shardings: Any) -> Any:
+    """Returns, for each sharding in a pytree, a frozenset of the axes that it names."""
+
+    def axes_of(sharding):
+        spec = getattr(sharding, "spec", sharding)
+        if not isinstance(spec, P):
+            raise TypeError(
+                "`shardings` must be made of `jax.sharding.PartitionSpec` or "
+                f"`NamedSharding`, but got {sharding!r}. Pass the `in_specs` of the "
+                "parameters, such as `PartitionSpec()` for what is the same on every "
+                "device."
+            )
+        if P.UNCONSTRAINED in spec:
+            raise ValueError(
+                f"`shardings` must say how every axis is sharded, but {spec} has an "
+                "unconstrained one. Pass None in its place, or the name of an axis."
+            )
+        return frozenset(axis for entry in spec for axis in as_axes(entry))
+
+    return jax.tree.map(axes_of, shardings, is_leaf=lambda x: isinstance(x, P))
+
+
+def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:
+    """Raises where ``shardings`` names an axis that is not around, or not reduced."""
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        around = jax.sharding.get_abstract_mesh().axis_names
+        if axis in around:  # but is not manual: JAX does what is needed
+            return
+        known = f" of {around}" if around else ""
+        raise ValueError(
+            f"`shardings` names the mesh axis {axis!r}, but there is none around the "
+            f"call. Pass PartitionSpecs with the axes{known} that the parameters are "
+            "sharded over."
+        ) from None
+    if not tracked_axes((axis,)):
+        raise ValueError(
+            f"`shardings` says that parameters are sharded over {axis!r}, which "
+            f"`axis_name={axes}` does not name. Without `check_vma=True` JAX adds up "
+            f"the losses of all devices along it. Pass `axis_name={(*axes, axis)}`."
+        )
 
 
 def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -68,7 +69,8 @@ class Policy(jmp.Policy):
     ``overrides`` keep chosen parameters in another dtype than ``compute_dtype``, in
     :meth:`cast_to_compute` only. Each is a pair of a regular expression, searched in
     the leaf's path (``params/LayerNorm_0/scale``, beginning at the tree that is
-    cast), and a dtype; the last match wins. Leaves of a ``batch_stats`` collection
+    cast, and without the ``value`` of Flax's boxes), and a dtype; the last match wins.
+    Leaves of a ``batch_stats`` collection
     stay at least float32 in every cast, because running means lose small updates in
     16 bits; only an override changes that.
 
@@ -248,8 +250,7 @@ def unused_overrides(policy: Policy | str, tree: Any) -> tuple[str, ...]:
         >>> unused_overrides('c=f16,"haed/"=f32', {"head": {"w": jnp.ones(1)}})
         ('haed/',)
     """
-    leaves = jax.tree.leaves_with_path(tree)
-    paths = [path_name(path) for path, x in leaves if is_floating_array(x)]
+    paths = [path for path, x in _named_leaves(tree) if is_floating_array(x)]
     return tuple(
         pattern
         for pattern, _ in get_policy(policy).overrides
@@ -260,10 +261,39 @@ def unused_overrides(policy: Policy | str, tree: Any) -> tuple[str, ...]:
 def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
     """Casts each floating array to the dtype that belongs to its path."""
 
-    def cast(path, x):
-        return cast_tree(x, dtype_at(path_name(path))) if is_floating_array(x) else x
+    return jax.tree.structure(tree).unflatten(
+        cast_tree(x, dtype_at(path)) if is_floating_array(x) else x
+        for path, x in _named_leaves(tree)
+    )
 
-    return jax.tree.map_with_path(cast, tree)
+
+def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves with their paths, in which boxes do not appear.
+
+    Flax's boxes (``nn.Partitioned``, an NNX variable) add a last part to the path of
+    the parameter that they hold, mostly ``value``. Overrides name the parameter.
+    """
+
+    def walk(tree, prefix):
+        def is_box_inside(x):
+            return x is not tree and _is_box(x)
+
+        for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_box_inside):
+            path = (*prefix, *(path[1:] if _is_box(tree) else path))
+            if is_box_inside(x):
+                yield from walk(x, path)
+            else:
+                yield path_name(path), x
+
+    return walk(tree, ())
+
+
+def _is_box(x: Any) -> bool:
+    """Tells whether ``x`` is what Flax puts around a parameter to annotate it."""
+    # Who has a box has imported its module; jaxmp need not.
+    boxes = (("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable"))
+    kinds = (getattr(sys.modules.get(module), name, ()) for module, name in boxes)
+    return isinstance(x, tuple(kinds))
 
 
 def _default_dtype(path: str, dtype: np.dtype) -> np.dtype:

@@ -308,7 +308,12 @@ def test_one_micro_batch_of_activations_is_held_at_a_time():
 def test_accumulation_inside_shard_map_is_the_full_batch(check_vma, policy):
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
     step = jaxmp.value_and_grad(
-        loss_fn, policy, accum_steps=3, batch_argnums=(1, 2), axis_name="data"
+        loss_fn,
+        policy,
+        accum_steps=3,
+        batch_argnums=(1, 2),
+        axis_name="data",
+        shardings=None if check_vma else P(),
     )
     sharded = jax.shard_map(
         step,

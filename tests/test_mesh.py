@@ -90,6 +90,8 @@ def over_devices(loss_fn, form, batched, **options):
     options["batch_argnums"] = batched
     if form == "mesh":
         return jaxmp.value_and_grad(loss_fn, mesh=DATA, **options)
+    if form == "unchecked shard_map":
+        options["shardings"] = P()  # the same on every device
     grad_fn = jaxmp.value_and_grad(loss_fn, axis_name="data", **options)
 
     def on_device(*args):
@@ -382,6 +384,8 @@ def test_an_overflow_on_one_device_skips_on_all(form):
         optax.adam(0.1), policy, axis_name="data" if inside else None
     )
     options = {"axis_name": "data"} if inside else {}
+    if form == "unchecked shard_map":
+        options["shardings"] = P()
     if form == "mesh":
         options = {"mesh": DATA, "batch_argnums": (1, 2)}
 
@@ -693,6 +697,86 @@ def test_parameters_that_lie_on_no_mesh_are_named():
     tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
     with pytest.raises(ValueError, match=r"lie on one mesh.*device_put"):
         jaxmp.init_shardings(tx, PARAMS)
+
+
+def constrained_by_jax(params, x):
+    return jax.lax.with_sharding_constraint(x @ params, P("data")).mean()
+
+
+def constrained_on_its_mesh(params, x):
+    sharding = NamedSharding(DATA, P("data"))
+    return jax.lax.with_sharding_constraint(x @ params, sharding).mean()
+
+
+def constrained_by_flax(params, x):
+    return nn.with_logical_constraint(x @ params, ("batch", None)).mean()
+
+
+def boxed(params, x):
+    box = nn.Partitioned(params, (None, "data"))
+    return (x @ nn.meta.unbox(box)).mean()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [constrained_by_jax, constrained_on_its_mesh, constrained_by_flax, boxed],
+    ids=lambda f: f.__name__,
+)
+def test_a_constraint_on_an_axis_of_the_mesh_is_named_with_its_cure(loss):
+    step = jaxmp.value_and_grad(loss, batch_argnums=1, mesh=DATA)
+    if loss is not constrained_on_its_mesh:  # which JAX refuses when `jit` has traced
+        step = jax.jit(step)
+    rules = nn.logical_axis_rules([("batch", "data")])
+    args = jnp.ones((32, 8)), X
+    with jax.set_mesh(DATA), rules:
+        with pytest.raises(ValueError, match=r"(?i)manual") as caught:
+            step(*args)
+        cures = "'data' again.*logical_axis_rules.*meta.unbox.*leave `mesh=` out"
+        assert re.search(cures, " ".join(caught.value.__notes__))
+        jax.jit(jaxmp.value_and_grad(loss))(*args)  # the last of them
+        if loss is constrained_by_flax:
+            with nn.logical_axis_rules([]):
+                step(*args)
+
+
+def test_other_errors_under_a_mesh_carry_no_note():
+    def loss(params, x):
+        raise ValueError("no")
+
+    step = jaxmp.value_and_grad(loss, batch_argnums=1, mesh=DATA)
+    with pytest.raises(ValueError, match="no") as caught:
+        step(1.0, jnp.ones(8))
+    assert "constrain" not in " ".join(getattr(caught.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("function", ["value_and_grad", "grad", "autocast"])
+def test_a_reduce_dtype_that_nothing_uses_is_said_aloud(function):
+    policy = "p=f32,c=bf16,o=f32,r=bf16"
+    cure = "with `axis_name`" if function == "autocast" else "Pass one of the two"
+    with pytest.warns(UserWarning, match=f"`reduce_dtype`.*is not used.*{cure}"):
+        getattr(jaxmp, function)(lambda w: w, policy)
+
+
+def test_a_reduce_dtype_is_not_used_where_every_parameter_is_sharded():
+    policy = "p=f32,c=f32,o=f32,r=bf16"
+    w = 1 + jnp.arange(8) / 2**12  # rounds in bfloat16
+    summed = jnp.full(1, 1.0)
+
+    def loss(params, x):
+        return (params["own"] * x + params.get("same", 0)).sum()
+
+    def run(params):
+        specs = {"own": P("data"), "same": P()}
+        specs = {name: specs[name] for name in params}
+        grad_fn = jaxmp.grad(loss, policy, axis_name="data")
+        on_devices = jax.shard_map(
+            grad_fn, mesh=DATA, in_specs=(specs, P("data")), out_specs=specs
+        )
+        return jax.jit(on_devices)(params, w)["own"]
+
+    np.testing.assert_array_equal(run({"own": w, "same": summed}), w / 8)
+    with pytest.warns(UserWarning, match="`reduce_dtype`.*is not used.*every"):
+        run({"own": w})
 
 
 @pytest.mark.parametrize("text", ["c=f16,r=f32", "p=f32,c=bf16,o=f32,reduce=bf16"])

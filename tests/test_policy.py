@@ -1,8 +1,10 @@
 """Policies: their strings, their casts, and what they refuse."""
 
+import itertools
 import pickle
 import re
 from functools import partial
+from typing import Any
 
 import chex
 import flax.linen as nn
@@ -11,6 +13,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 import pytest
+from flax import nnx, struct
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -231,6 +234,69 @@ def test_o2_keeps_normalisation_parameters_in_float32():
         "scale",
     }
     assert jaxmp.unused_overrides("O2", variables) == ()
+
+
+class Own(struct.PyTreeNode, nn.meta.AxisMetadata):
+    """A box that calls what it holds by another name."""
+
+    array: Any
+
+    def unbox(self):
+        return self.array
+
+    def replace_boxed(self, val):
+        return self.replace(array=val)
+
+    def add_axis(self, index, params):
+        return self
+
+    def remove_axis(self, index, params):
+        return self
+
+
+BOXES = {
+    "Partitioned": lambda x: nn.Partitioned(x, ("model",)),
+    "LogicallyPartitioned": lambda x: nn.LogicallyPartitioned(x, ("embed",)),
+    "own": Own,
+    "box in a box": lambda x: nn.Partitioned(Own(x), (None,)),
+    "nnx.Param": nnx.Param,
+}
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=BOXES.keys())
+def test_overrides_match_boxed_parameters_as_unboxed_ones(box):
+    # Two of the names are those that boxes give to what they hold.
+    names = "scale", "kernel", "value", "array"
+    unboxed = {"layer": {name: jnp.ones(2) for name in names}}
+    boxed = jax.tree.map(box, unboxed)
+    patterns = "scale$", "^layer/value$", "/array$", "value/", "kernel/value", "kernel"
+    for used in itertools.permutations(patterns, 2):
+        policy = jaxmp.get_policy("c=bf16").with_overrides(*((p, F32) for p in used))
+        expected = policy.cast_to_compute(unboxed)
+        chex.assert_trees_all_equal_dtypes(
+            jax.tree.leaves(policy.cast_to_compute(boxed)), jax.tree.leaves(expected)
+        )
+        unused = jaxmp.unused_overrides(policy, unboxed)
+        assert jaxmp.unused_overrides(policy, boxed) == unused
+    assert jax.tree.structure(policy.cast_to_compute(boxed)) == jax.tree.structure(
+        boxed
+    )
+
+
+def test_a_tree_in_a_box_keeps_its_own_names():
+    policy = jaxmp.get_policy("c=bf16").with_overrides(("^cell/value$", "f32"))
+    tree = {"cell": nn.Partitioned({"kernel": jnp.ones(2), "value": jnp.ones(2)}, ())}
+    held = policy.cast_to_compute(tree)["cell"].value
+    assert (held["kernel"].dtype, held["value"].dtype) == (BF16, F32)
+
+
+def test_overrides_match_the_parameters_of_an_nnx_module_by_their_names():
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    policy = jaxmp.get_policy("c=bf16").with_overrides(("^scale$", "f32"))
+    for tree in (model, nnx.state(model, nnx.Param)):
+        cast = nnx.state(policy.cast_to_compute(tree))
+        assert (cast["scale"].dtype, cast["bias"].dtype) == (F32, BF16)
+        assert jaxmp.unused_overrides(policy, tree) == ()
 
 
 def test_other_output_dtypes_keep_the_overrides():

@@ -1,6 +1,8 @@
 """Checkpoints across topologies, and real processes that must agree."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -141,7 +143,9 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_topology(saved):
 def test_two_processes_agree_though_the_data_of_one_overflow(tmp_path):
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=80, file=nowhere)
-        config = multiprocess.Config(steps=4, overflow_at=2, checkpoint_dir=tmp_path)
+        config = multiprocess.Config(
+            steps=4, overflow_at=2, checkpoint_dir=tmp_path, devices=2
+        )
         first, second = multiprocess.main(config, console)
     assert first == second
     assert "All 2 processes agree" in console.export_text()
@@ -164,8 +168,100 @@ def test_two_processes_agree_though_the_data_of_one_overflow(tmp_path):
     assert multiprocess.digest(restored) == first["Digest of the state"]
 
 
+PROGRAM = str(EXAMPLES / "multiprocess.py")
+LAUNCHERS = {
+    "slurm": lambda i, job: {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_STEP_NODELIST": "127.0.0.1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(i),
+        "SLURM_LOCALID": str(i),
+    },
+    "open mpi": lambda i, job: {
+        "OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:34911",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(i),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
+    },
+    "open mpi 5": lambda i, job: {  # names no address
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(i),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
+    },
+}
+
+
+def launch(tmp_path, launcher, *arguments):
+    """Runs two processes of two devices as a launcher does, and returns their ends."""
+    # JAX makes the port of the coordinator from the number of the job.
+    first = 2**16 - 2**12
+    job = next(n for n in range(os.getpid() % 2**12, 2**12) if is_free(first + n))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    command = ["timeout", "-k", "5", "300", sys.executable, *arguments]
+    workers = []
+    for i in range(2):
+        with (
+            (tmp_path / str(i)).open("w") as out,
+            (tmp_path / f"e{i}").open("w") as err,
+        ):
+            variables = LAUNCHERS[launcher](i, job)
+            workers.append(
+                subprocess.Popen(
+                    command,
+                    env={**env, "PYTHONPATH": str(EXAMPLES.parent), **variables},
+                    stdout=out,
+                    stderr=err,
+                )
+            )
+    return [
+        (
+            worker.wait(),
+            (tmp_path / str(i)).read_text(),
+            (tmp_path / f"e{i}").read_text(),
+        )
+        for i, worker in enumerate(workers)
+    ]
+
+
+def is_free(port):
+    with socket.socket() as free:
+        return free.connect_ex(("127.0.0.1", port)) != 0
+
+
+# Everything but the training, which would take most of the time.
+JOIN = f"""
+import sys; sys.path.insert(0, {str(EXAMPLES)!r})
+import jax, multiprocess
+def work(config):
+    multiprocess.join(config)
+    return jax.process_index(), jax.process_count(), jax.device_count()
+multiprocess.work = work
+multiprocess.main(multiprocess.Config())
+"""
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "open mpi"])
+def test_a_launcher_needs_no_flags(tmp_path, launcher):
+    for i, (code, out, errors) in enumerate(launch(tmp_path, launcher, "-c", JOIN)):
+        assert code == 0, errors
+        assert json.loads(out.splitlines()[-1]) == [i, 2, 4]
+
+
+def test_a_batch_is_split_over_all_devices_of_all_processes(tmp_path):
+    # Two processes divide it, and their four devices do not.
+    for code, _, errors in launch(tmp_path, "slurm", PROGRAM, "--batch-size", "6"):
+        assert code == 1
+        assert "of all devices, but 6 is not one of 4. Pass for example" in errors
+
+
+def test_a_launcher_that_names_no_address_is_told(tmp_path):
+    for code, _, errors in launch(tmp_path, "open mpi 5", PROGRAM):
+        assert code == 1
+        assert "Pass `--processes`, `--process-id` and `--coordinator`" in errors
+
+
 def test_a_process_that_waits_in_vain_ends_in_time():
-    command = [sys.executable, str(EXAMPLES / "multiprocess.py"), "--process-id", "0"]
+    command = [sys.executable, PROGRAM, "--process-id", "0"]
     command += ["--timeout", "10", "--coordinator", multiprocess.free_address()]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
@@ -200,7 +296,11 @@ def test_one_that_fails_or_hangs_ends_the_wait(tmp_path, code, seconds, message)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"processes": 3}, "multiple of `--processes`, but 100 is not"),
+        ({"processes": 3}, "of all devices, but 100 is not one of 3.*-size 99`"),
+        ({"devices": 4, "batch_size": 4}, "but 4 is not one of 8.*-size 8`"),
+        ({"batch_size": 0}, "`--batch-size` must be"),
+        ({"processes": 0}, "`--processes` must be at least 1"),
+        ({"devices": 0}, "`--devices` must be at least 1"),
         ({"policy": "float61"}, "float61"),
         ({"steps": 0}, "`--steps` must be at least 1"),
     ],
