@@ -1,8 +1,7 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions."""
 
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
@@ -70,7 +69,7 @@ __all__ = [
     "with_policy",
 ]
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from ._activations import activation_gradients as activation_gradients
     from ._audit import DtypeReport as DtypeReport
     from ._audit import Kept as Kept
@@ -98,9 +97,9 @@ _LATER = {
 # `dir`, so that nothing but their use loads Flax's front ends and matplotlib.
 _FRONT_ENDS = ("linen", "nnx", "plots")
 
-if not _TYPE_CHECKING:  # a type checker would take every name for a good one
+if not _typing.TYPE_CHECKING:  # to a type checker every name would be a good one
 
-    def __getattr__(name: str) -> _Any:
+    def __getattr__(name: str) -> _typing.Any:
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
         if name not in _LATER:

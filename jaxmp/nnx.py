@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jmp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ._autocast import autocast as _autocast
 from ._grad import value_and_grad as _value_and_grad
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: str | jmp.Policy | None = None,
     *,
-    loss_scale: ArrayLike = 1.0,
+    loss_scale: Any = 1.0,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function of an NNX module, as ``nnx.value_and_grad`` does.
 
     ``fun(model, *args)`` sees the parameters in compute dtype, and everything else in
@@ -38,7 +41,7 @@ def value_and_grad(
             real floating scalar, or with ``has_aux`` a pair of it and anything.
         policy: None where the module casts for itself (built with ``dtype=...``);
             otherwise a policy, or its string.
-        loss_scale: A positive scalar, best a power of two.
+        loss_scale: As for :func:`jaxmp.value_and_grad`, such as the ``nnx.Optimizer``.
         wrt: NNX filter of the variables to differentiate.
         has_aux: Whether ``fun`` returns a pair.
 
@@ -82,10 +85,10 @@ def value_and_grad(
 
 
 def autocast(
-    fun: Callable[..., Any],
+    fun: Callable[P, T],
     policy: str | jmp.Policy | DTypeLike | None = None,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, T]:
     """Runs a function of an NNX module in mixed precision, its state kept.
 
     As :func:`jaxmp.autocast`, for ``fun(model, *args)``. What ``fun`` changes in the
