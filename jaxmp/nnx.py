@@ -65,6 +65,8 @@ def value_and_grad(
         {'bias': 'float32', 'kernel': 'float32'}
     """
 
+    call: Callable[..., Any] = fun  # of a copy of the module
+
     @functools.wraps(fun, updated=())
     def wrapped(model, *args, **kwargs):
         graphdef, params, rest = nnx.split(model, wrt, ...)
@@ -72,7 +74,7 @@ def value_and_grad(
         def pure(params, rest, *args, **kwargs):
             # A copy, so that `fun` cannot write to variables of the caller's trace.
             copy = nnx.merge(graphdef, params, rest, copy=True)
-            result = fun(copy, *args, **kwargs)
+            result = call(copy, *args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, nnx.state(copy, nnx.Not(wrt)))
 
@@ -115,6 +117,8 @@ def autocast(
         (dtype('float32'), True)
     """
 
+    call: Callable[..., Any] = fun  # of a copy of the module
+
     @functools.wraps(fun, updated=())
     def wrapped(model, *args, **kwargs):
         graphdef, state = nnx.split(model)
@@ -123,7 +127,7 @@ def autocast(
         def pure(state, *args, **kwargs):
             # A copy, so that `fun` cannot write to variables of the caller's trace.
             copy = nnx.merge(graphdef, state, copy=True)
-            return fun(copy, *args, **kwargs), nnx.state(copy)
+            return call(copy, *args, **kwargs), nnx.state(copy)
 
         out, state = _autocast(pure, policy, **options)(state, *args, **kwargs)
         nnx.update(model, state)
