@@ -222,7 +222,7 @@ def _jaxmp_step(value_and_grad, policy, accum_steps):
 
     def step(state, batch):
         grad_fn = value_and_grad(
-            loss_scale=jaxmp.get_loss_scale(state.opt_state),
+            loss_scale=state.opt_state,
             has_aux=True,
             accum_steps=accum_steps,
             batch_argnums=(2, 3),

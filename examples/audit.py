@@ -9,6 +9,7 @@ nothing, and names the culprit and its line.
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -47,7 +48,7 @@ def audit(args: Args, norm_dtype: jax.typing.DTypeLike | None) -> jaxmp.DtypeRep
     model = MLP(args.blocks, norm_dtype)
     x = jax.ShapeDtypeStruct((args.batch, args.width), jnp.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
-    apply = jaxmp.with_policy(model.apply, policy)
+    apply: Any = jaxmp.with_policy(model.apply, policy)
 
     def loss(variables, x):
         return jnp.mean(apply(variables, x) ** 2)

@@ -158,7 +158,7 @@ def train(
     network: str, policy: str, config: Config, data: Dataset, console: Console
 ) -> Cell:
     model = NETWORKS[network]
-    apply = jaxmp.with_policy(model.apply, policy)
+    apply: Any = jaxmp.with_policy(model.apply, policy)
     seeds, epochs = config.seeds or 2, config.epochs or 8
     steps_per_epoch = len(data.train_images) // config.batch_size
     steps = epochs * steps_per_epoch
@@ -178,8 +178,7 @@ def train(
         compiler_options={"xla_allow_excess_precision": False},
     )
     def train_step(params, batch_stats, opt_state, images, labels):
-        scale = jaxmp.get_loss_scale(opt_state)
-        grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=scale, has_aux=True)
+        grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=opt_state, has_aux=True)
         (_, new_stats), grads = grad_fn(params, batch_stats, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
         # The optimizer skips a step that overflows; the running statistics must, too.

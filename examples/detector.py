@@ -238,7 +238,7 @@ def train(
     else:
         tx = jaxmp.static_loss_scale(adam, scale)
     model = Detector()
-    apply = jaxmp.with_policy(model.apply, policy)
+    apply: Any = jaxmp.with_policy(model.apply, policy)
     workers = WORKERS if config.full else 1  # whose gradients are computed
 
     def loss_fn(params, images, boxes, labels):
@@ -253,7 +253,7 @@ def train(
     def train_step(params, opt_state, *batch):
         loss, grads = jaxmp.value_and_grad(
             loss_fn,
-            loss_scale=jaxmp.get_loss_scale(opt_state),
+            loss_scale=opt_state,
             accum_steps=workers,
             batch_argnums=(1, 2, 3),
             reduction="sum",  # because the loss divides by all anchors itself
@@ -286,7 +286,7 @@ def train(
 
 def activation_gradients(params: Any, batch: Canvases) -> dict[str, jax.Array]:
     """Returns the float32 gradients of all activations, as one worker has them."""
-    apply = jaxmp.with_policy(Detector().apply, "float32")
+    apply: Any = jaxmp.with_policy(Detector().apply, "float32")
 
     def loss_fn(params, images, boxes, labels):
         return multibox_loss(apply(params, images), boxes, labels)

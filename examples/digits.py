@@ -148,7 +148,7 @@ def loss_fn(params, state, images, labels):
 def train_step(state, images, labels, accum_steps):
     grad_fn = jaxmp.value_and_grad(
         loss_fn,
-        loss_scale=jaxmp.get_loss_scale(state.opt_state),
+        loss_scale=state,
         has_aux=True,
         accum_steps=accum_steps,
         batch_argnums=(2, 3),

@@ -145,7 +145,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
 
     model, init = make_model(int(tokens.max()) + 1, config.features)
     params = init(jax.random.key(seed), training[:1, :-1])
-    apply = jaxmp.with_policy(model.apply, policy)
+    apply: Any = jaxmp.with_policy(model.apply, policy)
     # The gradient of one worker's share is small, and this epsilon is smaller.
     tx = wrapper(optax.adam(config.learning_rate, eps=1e-12))
     opt_state = tx.init(params)
@@ -165,7 +165,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
         grad_fn = jaxmp.value_and_grad(
             loss_fn,
             policy,
-            loss_scale=jaxmp.get_loss_scale(opt_state),
+            loss_scale=opt_state,
             accum_steps=MICRO_BATCHES if config.full else 1,
             batch_argnums=1,
             reduction="sum",  # each micro-batch divides by the count of the whole

@@ -141,7 +141,7 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     tx = jaxmp.loss_scaling(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(learning_rate)), policy
     )
-    apply = jaxmp.with_policy(model.apply, policy)
+    apply: Any = jaxmp.with_policy(model.apply, policy)
 
     def loss_fn(params, batch):
         logits = apply(params, batch.tokens, batch.positions)
@@ -152,7 +152,7 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
         loss, grads = jaxmp.value_and_grad(
             loss_fn,
             policy,
-            loss_scale=jaxmp.get_loss_scale(opt_state),
+            loss_scale=opt_state,
             accum_steps=accum_steps,
             batch_argnums=1,
         )(params, batch)

@@ -110,7 +110,7 @@ def training_step(
         loss, grads = jaxmp.value_and_grad(
             loss_fn,
             policy,
-            loss_scale=jaxmp.get_loss_scale(state),
+            loss_scale=state,
             accum_steps=steps,
             batch_argnums=(1, 2),
             mesh=mesh if form == "mesh" else None,

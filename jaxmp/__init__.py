@@ -1,8 +1,7 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions."""
 
 import importlib as _importlib
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
+import typing as _typing
 
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
@@ -15,6 +14,7 @@ from ._loss_scale import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale import last_step_finite as last_step_finite
 from ._loss_scale import loss_scaling as loss_scaling
 from ._loss_scale import static_loss_scale as static_loss_scale
+from ._loss_scale import unscale as unscale
 from ._mesh import init_shardings as init_shardings
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
@@ -29,12 +29,51 @@ from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
-from ._tree import unscale as unscale
 from ._version import __version__ as __version__
 
-if _TYPE_CHECKING:
+__all__ = [
+    "DEFAULT_OPS",
+    "DtypeReport",
+    "Kept",
+    "Leak",
+    "LossScaleState",
+    "OpLists",
+    "Policy",
+    "RangeReport",
+    "RangeStats",
+    "RecordRangesState",
+    "activation_gradients",
+    "all_finite",
+    "audit",
+    "autocast",
+    "cast_tree",
+    "check_loss_scale",
+    "dynamic_loss_scale",
+    "exponent_histogram",
+    "float32_region",
+    "get_loss_scale",
+    "get_loss_scale_state",
+    "get_policy",
+    "grad",
+    "init_shardings",
+    "last_step_finite",
+    "loss_scaling",
+    "range_report",
+    "record_ranges",
+    "select_tree",
+    "static_loss_scale",
+    "suggest_loss_scale",
+    "unscale",
+    "unused_overrides",
+    "value_and_grad",
+    "with_policy",
+]
+
+if _typing.TYPE_CHECKING:
     from ._activations import activation_gradients as activation_gradients
     from ._audit import DtypeReport as DtypeReport
+    from ._audit import Kept as Kept
+    from ._audit import Leak as Leak
     from ._audit import audit as audit
     from ._autocast import autocast as autocast
     from ._autocast import float32_region as float32_region
@@ -46,20 +85,28 @@ if _TYPE_CHECKING:
 _LATER = {
     "activation_gradients": "._activations",
     "DtypeReport": "._audit",
+    "Kept": "._audit",
+    "Leak": "._audit",
     "audit": "._audit",
     "autocast": "._autocast",
     "float32_region": "._autocast",
     "DEFAULT_OPS": "._op_lists",
     "OpLists": "._op_lists",
 }
+# Imported when first asked for too, or by `import jaxmp.linen`. They are no names of
+# `dir`, so that nothing but their use loads Flax's front ends and matplotlib.
+_FRONT_ENDS = ("linen", "nnx", "plots")
 
+if not _typing.TYPE_CHECKING:  # to a type checker every name would be a good one
 
-def __getattr__(name: str) -> _Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_importlib.import_module(_LATER[name], __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> _typing.Any:
+        if name in _FRONT_ENDS:
+            return _importlib.import_module(f".{name}", __name__)
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_importlib.import_module(_LATER[name], __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from ._checks import as_scale
+from ._checks import as_scale, check_function
 from ._grad import loss_and_aux
 from ._jaxpr import (
     JaxprEqn,
@@ -21,13 +20,16 @@ from ._jaxpr import (
     located_at,
     open_jaxpr,
 )
+from ._loss_scale import scale_in
 from ._ranges import numbered
 from ._tree import widen
 
+P = ParamSpec("P")
+
 
 def activation_gradients(
-    fun: Callable[..., Any], *, loss_scale: ArrayLike = 1.0, has_aux: bool = False
-) -> Callable[..., dict[str, jax.Array]]:
+    fun: Callable[P, Any], *, loss_scale: Any = 1.0, has_aux: bool = False
+) -> Callable[P, dict[str, jax.Array]]:
     """Differentiates a loss with respect to the activations that have a name.
 
     A value gets its name from JAX: ``jax.ad_checkpoint.checkpoint_name(x, "hidden")``.
@@ -45,7 +47,8 @@ def activation_gradients(
     Args:
         fun: Function that returns a real floating scalar, the loss, or with
             ``has_aux`` a pair of it and anything.
-        loss_scale: A positive scalar, multiplied with the loss in float32.
+        loss_scale: A positive scalar, multiplied with the loss in float32, or an
+            optimizer state that holds one.
         has_aux: Whether ``fun`` returns a pair.
 
     Returns:
@@ -73,12 +76,21 @@ def activation_gradients(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3, shows
         the histogram of such gradients, https://arxiv.org/abs/1710.03740.
     """
-    scale = as_scale(loss_scale)
+    check_function(
+        "activation_gradients",
+        fun,
+        "activation_gradients(loss_fn)",
+        "Pass the loss, a function that calls `model.apply(params, x)`.",
+    )
+    scale = as_scale(scale_in(loss_scale))
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         # Closed over, because arguments such as `train=True` are no arrays.
-        jaxpr = jax.make_jaxpr(lambda: loss_and_aux(fun(*args, **kwargs), has_aux)[0])()
+        def loss():
+            return loss_and_aux(fun(*args, **kwargs), has_aux, fun)[0]
+
+        jaxpr = jax.make_jaxpr(loss)()
         named = list(_named_values(jaxpr))
         # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
         addends = [

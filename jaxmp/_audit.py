@@ -15,7 +15,7 @@ import sysconfig
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from . import _jaxpr
+from ._checks import check_function
 from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
 from ._replay import (
     AUTOCAST_SCOPE,
@@ -32,6 +33,8 @@ from ._replay import (
     KEPT_BY_REFERENCE,
     is_square,
 )
+
+P = ParamSpec("P")
 
 _WIDTH = 98  # of the table
 _CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
@@ -69,6 +72,13 @@ class Leak:
         flops: FLOPs of the products that are float32 on its account. Two causes of
             one product both count it.
         share: ``flops`` as a share of all the FLOPs.
+
+    Examples:
+        >>> x, scale = jnp.ones((8, 8), jnp.bfloat16), jnp.ones(8)
+        >>> report = jaxmp.audit(lambda x, scale: (x * scale) @ x)(x, scale)
+        >>> (leak,) = report.leaks
+        >>> leak.source, leak.kind, leak.meets_16bit, leak.share
+        ('scale', 'argument', True, 1.0)
     """
 
     source: str
@@ -102,6 +112,14 @@ class Kept:
         flops: FLOPs, where it is a product.
         module: Named scopes of a product, else of the first such operation.
         where: ``file:line`` of a product, else of the first such operation.
+
+    Examples:
+        >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
+        >>> x = jnp.ones((8, 8))
+        >>> report = jaxmp.audit(jaxmp.autocast(kept_in_float32))(x, x)
+        >>> (row,) = report.kept
+        >>> row.operation, row.count, row.flops
+        ('dot_general', 1, 1024.0)
     """
 
     operation: str
@@ -145,7 +163,7 @@ class DtypeReport:
         return "\n".join(_lines(self))
 
 
-def audit(fun: Callable) -> Callable[..., DtypeReport]:
+def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     """Reports in which dtypes ``fun`` multiplies matrices, and why not in 16 bits.
 
     Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Give
@@ -190,14 +208,10 @@ def audit(fun: Callable) -> Callable[..., DtypeReport]:
         >>> print(*report.leaks)
         scale (float32) meets 16-bit
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`audit` expects a function, but got {type(fun).__name__}. Type "
-            "`audit(fun)(*args)`."
-        )
+    check_function("audit", fun, "audit(fun)", "Type `audit(model.apply)(params, x)`.")
 
     @functools.wraps(fun)
-    def audited(*args: Any, **kwargs: Any) -> DtypeReport:
+    def audited(*args: P.args, **kwargs: P.kwargs) -> DtypeReport:
         flat, leaves, names = _flattened(fun, args, kwargs)
         jaxpr = jax.make_jaxpr(flat)(*leaves)
         body = _jaxpr.open_jaxpr(jaxpr)

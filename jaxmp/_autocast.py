@@ -9,7 +9,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.core
@@ -18,20 +18,23 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import refuse_nnx_modules
+from ._checks import check_function, refuse_nnx_modules, short
 from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import get_policy
 from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def autocast(
-    fun: Callable,
+    fun: Callable[P, T],
     policy: str | jmp.Policy | DTypeLike | None = None,
     *,
     ops: OpLists = DEFAULT_OPS,
     float32_paths: Iterable[str] = (),
-) -> Callable:
+) -> Callable[P, T]:
     """Runs the matrix products and convolutions of ``fun`` in 16 bits.
 
     ``fun`` is any function that JAX can trace, as it stands: a model's ``apply``, a
@@ -73,10 +76,17 @@ def autocast(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3,
         https://arxiv.org/abs/1710.03740.
     """
-    if not callable(fun):
+    check_function(
+        "autocast",
+        fun,
+        "autocast(fun, policy)",
+        "Pass its `apply`, `autocast(model.apply, policy)`, or a function that calls "
+        "it, such as the loss.",
+    )
+    if not isinstance(ops, OpLists):
         raise TypeError(
-            f"`autocast` needs a function, but got {type(fun).__name__}. "
-            "Write `autocast(model.apply)`, and call the result."
+            f"`ops` must be an `OpLists`, but is {short(ops)}. Pass for example "
+            '`ops=jaxmp.DEFAULT_OPS.with_deny("tanh")`.'
         )
     dtype = _compute_dtype(policy)
     if dtype == jnp.float32:
@@ -93,7 +103,7 @@ def autocast(
     return autocast_fun
 
 
-def float32_region(fun: Callable) -> Callable:
+def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
     """Keeps ``fun`` in the dtypes that it was written in, inside an autocast function.
 
     Its inputs are brought back to float32. For a few lines,
@@ -112,6 +122,13 @@ def float32_region(fun: Callable) -> Callable:
         >>> bool((jaxmp.autocast(f)(x) == f(x)).all())
         True
     """
+
+    check_function(
+        "float32_region",
+        fun,
+        "float32_region(fun)",
+        "Pass a function that calls `model.apply`.",
+    )
 
     @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):

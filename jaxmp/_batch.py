@@ -67,6 +67,39 @@ def check_leading_axis(path: Any, x: Any, parts: int, by: str) -> None:
         )
 
 
+def check_batch_is_whole(
+    args: Sequence[Any], batched: Sequence[int], differentiated: Sequence[int]
+) -> None:
+    """Raises where a part of the batch, such as its labels, is not to be split.
+
+    Broadcasting would hide it: the loss would be wrong, and nothing would say so. An
+    argument counts as such where all its arrays have as many rows as the batch.
+    """
+    leaves = jax.tree.leaves([args[i] for i in batched])
+    rows = {x.shape[0] for x in leaves if is_array(x) and x.ndim}
+    for i, arg in enumerate(args):
+        if i in (*batched, *differentiated):
+            continue
+        if (found := _rows(arg)) and found <= rows:
+            raise ValueError(
+                f"Argument {i} has {found.pop()} rows as the batch has, but is not in "
+                f"`batch_argnums`, and so would not be split with it. Pass "
+                f"`batch_argnums={(*sorted(batched), i)}` if it belongs to the batch. "
+                "If it is the same for every row, pass it by keyword."
+            )
+
+
+def _rows(arg: Any) -> set[Any]:
+    """Returns the lengths of leading axes, and None where there is more than arrays.
+
+    One level is looked at: a batch is an array or holds some, and what holds
+    dictionaries of arrays is the state of a model.
+    """
+    leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is not arg)
+    shapes = [x.shape if is_array(x) else (None,) for x in leaves if x is not None]
+    return {shape[0] for shape in shapes if shape}
+
+
 def is_array(x: Any) -> bool:
     """Tells whether ``x`` is an array, as opposed to a Python number or an object."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))

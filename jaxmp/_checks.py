@@ -5,10 +5,12 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -41,9 +43,9 @@ def check_positive(name: str, value: float) -> None:
 
 def check_number(name: str, value: float) -> None:
     """Raises unless a value is a real number."""
-    if not isinstance(value, numbers.Real):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(
-            f"`{name}` must be a number, but is {value!r}. Pass a Python float."
+            f"`{name}` must be a number, but is {short(value)}. Pass a Python float."
         )
 
 
@@ -62,11 +64,36 @@ def as_count(name: str, value: int) -> int:
     return count
 
 
+def as_positions(name: str, numbers: Any) -> int | tuple[int, ...]:
+    """Returns positions of arguments as ints, one or several as they were given."""
+    several = isinstance(numbers, (tuple, list, range)) or np.ndim(numbers) == 1
+    positions: list[int] = []
+    given: list[Any] = list(numbers) if several else [numbers]
+    for number in given:
+        try:
+            if isinstance(number, (bool, np.bool_)):  # an index in Python, and a slip
+                raise TypeError
+            positions.append(operator.index(number))
+        except TypeError:
+            raise TypeError(
+                f"`{name}` must be the position of an argument or several, but is "
+                f"{short(numbers)}. Pass integers that count from 0, such as "
+                f"`{name}=1` or `{name}=(1, 2)`."
+            ) from None
+    return tuple(positions) if several else positions[0]
+
+
 def as_axes(axis_name: Any) -> tuple[Any, ...]:
     """Returns one axis name or several as a tuple; none where there is None."""
     if axis_name is None:
         return ()
-    return tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not all(isinstance(axis, Hashable) for axis in axes):
+        raise TypeError(
+            f"`axis_name` must be the name of a mesh axis or several, but is "
+            f'{short(axis_name)}. Pass for example `axis_name="data"`.'
+        )
+    return axes
 
 
 def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
@@ -82,6 +109,68 @@ def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
                 f"{known} but {axis!r} is not one. Pass the name of a mesh axis inside "
                 "`jax.shard_map`, and no `axis_name` under plain `jax.jit`."
             ) from None
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises where a name, a sharding or devices stand in the place of a mesh."""
+    if mesh is None or isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        return
+    cure = 'Pass for example `mesh=jax.sharding.Mesh(jax.devices(), ("data",))`.'
+    if isinstance(mesh, jax.sharding.NamedSharding):
+        cure = "Pass the mesh in it: `mesh=sharding.mesh`."
+    elif isinstance(mesh, str):
+        cure += f" Inside `shard_map`, pass `axis_name={mesh!r}` and no mesh."
+    raise TypeError(
+        f"`mesh` must be a `jax.sharding.Mesh`, but is {short(mesh)}. {cure}"
+    )
+
+
+def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
+    """Raises where a model, a policy or a result stands in the place of a function.
+
+    Args:
+        name: The name of our function.
+        fun: What it was given.
+        call: How our function is called.
+        for_model: What to type for a model that is no function.
+    """
+    linen = sys.modules.get("flax.linen")  # who has a module has imported it
+    got = type(fun).__name__
+    if linen is not None and isinstance(fun, linen.Module) and _is_top_level(fun):
+        got, cure = f"the Linen module `{got}`", for_model
+    elif linen and isinstance(fun, type) and issubclass(fun, linen.Module):
+        got, cure = f"the class `{fun.__name__}`", f"Make a model of it. {for_model}"
+    elif callable(fun):
+        return
+    elif hasattr(fun, "apply"):  # of `hk.transform`
+        cure = for_model
+    elif isinstance(fun, (str, jmp.Policy)):
+        cure = f"The function comes first: `{call}`."
+    else:
+        got = got if isinstance(fun, (dict, list)) else describe(fun)
+        cure = f"Pass the function itself, and call the result: `{call}(*args)`."
+    raise TypeError(f"`{name}` needs a function, but got {got}. {cure}")
+
+
+def describe(x: Any) -> str:
+    """Says what something is in the words of its user."""
+    kind = type(x).__name__
+    if hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, type):
+        return f"an array {x.dtype}{list(x.shape)}"
+    if isinstance(x, (tuple, list)) and kind in ("tuple", "list"):
+        return f"a {kind} of {len(x)}"
+    if callable(x) and hasattr(x, "__name__"):
+        return f"the {kind} `{x.__name__}`"
+    text = repr(x)  # of a state, all its arrays
+    if len(text) > 60 or "\n" in text:
+        return f"an object of type {kind}"
+    return f"{text} of type {kind}"
+
+
+def short(x: Any) -> str:
+    """Returns how something is spelled, or what it is where that is long."""
+    text = repr(x)
+    return describe(x) if callable(x) or len(text) > 60 or "\n" in text else text
 
 
 def refuse_nnx_modules(
@@ -102,3 +191,8 @@ def refuse_nnx_modules(
                 "whose running statistics or random streams would be updated in a "
                 f"copy and lost. Use {remedy}."
             )
+
+
+def _is_top_level(module: Any) -> bool:
+    """Tells whether a Linen module is neither bound nor a part of another."""
+    return module.scope is None and module.parent is None

@@ -6,31 +6,36 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
-from ._batch import over_micro_batches
+from ._batch import check_batch_is_whole, over_micro_batches
 from ._checks import (
     as_count,
+    as_positions,
     as_scale,
     check_axes_are_bound,
+    check_function,
+    check_mesh,
+    describe,
     refuse_nnx_modules,
 )
+from ._loss_scale import scale_in, unscale
 from ._mesh import axes_of_shardings, mesh_axes, over_mesh, own_keys, sharded_axes
 from ._policy import get_policy
-from ._tree import AxisName, is_inexact, unscale, widen
+from ._tree import AxisName, is_inexact, widen
 from ._varying import vary, varying_axes
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def with_policy(
-    fun: Callable[..., Any], policy: str | jmp.Policy
-) -> Callable[..., Any]:
+
+def with_policy(fun: Callable[P, T], policy: str | jmp.Policy) -> Callable[P, T]:
     """Puts a function under a policy: arguments in compute, results in output dtype.
 
     Put it around ``model.apply``, not around the loss: targets and labels must keep
@@ -51,7 +56,7 @@ def with_policy(
     Raises:
         TypeError: When called with an NNX module that holds running statistics or
             random number generators: casting copies it, so their updates would be
-            lost.
+            lost. And if ``fun`` is not a function.
 
     Examples:
         >>> def double(x):
@@ -61,23 +66,30 @@ def with_policy(
         computes in bfloat16
         dtype('float32')
     """
+    check_function(
+        "with_policy",
+        fun,
+        "with_policy(fun, policy)",
+        "Pass its `apply`: `with_policy(model.apply, policy)`.",
+    )
     policy = get_policy(policy)
+    cast_fun: Callable[..., T] = fun  # whose arguments have other dtypes
 
     @functools.wraps(fun, updated=())
-    def wrapped(*args, **kwargs):
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
         refuse_nnx_modules("with_policy", (args, kwargs))
-        args = [policy.cast_to_compute(arg) for arg in args]
-        kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
-        return policy.cast_to_output(fun(*args, **kwargs))
+        cast_args = [policy.cast_to_compute(arg) for arg in args]
+        cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
+        return policy.cast_to_output(cast_fun(*cast_args, **cast_kwargs))
 
     return wrapped
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: str | jmp.Policy | None = None,
     *,
-    loss_scale: ArrayLike = 1.0,
+    loss_scale: Any = 1.0,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     allow_int: bool = False,
@@ -87,7 +99,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function under a loss scale and returns true gradients.
 
     In the place of ``jax.value_and_grad``. The loss is multiplied by ``loss_scale``
@@ -107,7 +119,9 @@ def value_and_grad(
             differentiated arguments are cast to compute dtype once, and the 16-bit
             copies are what ``fun`` sees. A penalty on the parameters then belongs
             into the optimizer.
-        loss_scale: A positive scalar, best a power of two.
+        loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
+            anything else that :func:`jaxmp.get_loss_scale` takes; or a positive
+            scalar, best a power of two.
         argnums: The positional argument or arguments to differentiate.
         has_aux: Whether ``fun`` returns a pair.
         allow_int: Whether leaves that are not floating may be differentiated; their
@@ -116,7 +130,10 @@ def value_and_grad(
         batch_argnums: The positional arguments to split: each array in them on its
             leading axis. Row ``i`` goes to micro-batch ``i % accum_steps``, so that
             no row of a sharded batch leaves its device. A scalar PRNG key is split
-            into one for each micro-batch. What is not an array passes through.
+            into one for each micro-batch. What is not an array passes through. Pass
+            by keyword what is the same for every row: it is never split, whereas an
+            array in another position with as many rows as the batch is refused, as
+            labels forgotten here would give a wrong loss.
         reduction: ``"mean"`` averages losses and gradients over the micro-batches
             and over ``axis_name``, for a loss that is a mean over the batch.
             ``"sum"`` adds them, for one that divides by the count of the whole
@@ -147,12 +164,13 @@ def value_and_grad(
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
-            scalar, a leading axis cannot be divided, the mesh has no such axis, an
-            argument lies on other devices, ``shard_map`` knows that the loss
-            differs over an axis which ``axis_name`` leaves out, or ``shardings`` are
-            missing, do not fit or are not what ``shard_map`` knows.
-        TypeError: If ``fun`` returns something else than a real floating scalar, or
-            a differentiated leaf is not floating.
+            scalar, a leading axis cannot be divided, a part of the batch is not in
+            ``batch_argnums``, the mesh has no such axis, an argument lies on other
+            devices, ``shard_map`` knows that the loss differs over an axis which
+            ``axis_name`` leaves out, or ``shardings`` are missing, do not fit or are
+            not what ``shard_map`` knows.
+        TypeError: If ``fun`` returns something else than a real floating scalar, a
+            differentiated leaf is not floating, or an argument is of another kind.
 
     Examples:
         >>> def loss_fn(w, x):
@@ -167,7 +185,18 @@ def value_and_grad(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
         https://arxiv.org/abs/1710.03740.
     """
+    check_function(
+        "value_and_grad",
+        fun,
+        "value_and_grad(loss_fn, policy)",
+        "Pass the loss, a function of the parameters and the batch that calls "
+        "`model.apply(params, x)`.",
+    )
     policy = None if policy is None else get_policy(policy)
+    check_mesh(mesh)
+    argnums = as_positions("argnums", argnums)
+    if batch_argnums is not None:
+        batch_argnums = as_positions("batch_argnums", batch_argnums)
     reduce_dtype = None if policy is None else policy.reduce_dtype
     steps = as_count("accum_steps", accum_steps)
     if reduction not in ("mean", "sum"):
@@ -195,10 +224,11 @@ def value_and_grad(
         )
     # A mesh hands every device the whole parameters.
     own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
+    loss_scale = scale_in(loss_scale)
     scale = as_scale(loss_scale)
 
     def scaled_fun(*args, **kwargs):
-        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
+        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux, fun)
         # An averaged loss, which `shard_map` knows to be the same on all devices, is to
         # be differentiated on each, as one that differs is: our mean divides by them.
         loss = vary(widen(loss), axes)
@@ -268,12 +298,19 @@ def value_and_grad(
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
+        if not isinstance(argnums, int) and not 0 < len(argnums) == len(differentiated):
+            raise ValueError(
+                f"`argnums={argnums}` must name one argument or more, each once. Pass "
+                "`argnums=0` for the first."
+            )
         if both := set(batched) & set(differentiated):
             raise ValueError(
                 f"Argument {min(both)} is in `argnums` and in `batch_argnums`. The "
                 "gradients add up over the batch, so the batch itself cannot be "
                 "differentiated. Take it out of one."
             )
+        if steps > 1 or (mesh is not None and mesh.size > 1):
+            check_batch_is_whole(args, batched, differentiated)
         if policy is not None:
             for i in differentiated:
                 args[i] = policy.cast_to_compute(args[i])
@@ -292,12 +329,12 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: str | jmp.Policy | None = None,
     *,
     has_aux: bool = False,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, Any]:
     """Differentiates as :func:`value_and_grad` does, and returns the gradients alone.
 
     Args:
@@ -327,7 +364,7 @@ def grad(
     return wrapped
 
 
-def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def loss_and_aux(result: Any, has_aux: bool, fun: Any = None) -> tuple[Any, Any]:
     """Takes apart what the user's function returned, and checks the loss."""
     if not has_aux:
         loss, aux = result, None
@@ -336,7 +373,7 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     else:
         raise TypeError(
             "With `has_aux=True` the function must return a pair `(loss, aux)`, but "
-            f"it returned {_describe(result)}."
+            f"it returned {describe(result)}."
         )
     is_array = isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float))
     if not (
@@ -345,21 +382,15 @@ def loss_and_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
         and jnp.issubdtype(jnp.result_type(loss), jnp.floating)
     ):
         hint = "Average it with `.mean()`, and" if is_array else "For a pair,"
+        is_model = callable(fun) and not hasattr(fun, "__name__")
+        if is_array and is_model and not isinstance(fun, functools.partial):
+            hint = f"If that is a model ({type(fun).__name__}), pass its loss, and"
         raise TypeError(
             "The function to differentiate must return a real floating scalar, the "
-            f"loss, but it returned {_describe(loss)}. {hint} pass `has_aux=True` "
+            f"loss, but it returned {describe(loss)}. {hint} pass `has_aux=True` "
             "where more than the loss comes back."
         )
     return loss, aux
-
-
-def _describe(x: Any) -> str:
-    """Says what something is in the words of its user."""
-    if hasattr(x, "dtype"):
-        return f"an array {x.dtype}{list(x.shape)}"
-    if isinstance(x, tuple):
-        return f"a tuple of {len(x)}"
-    return f"{x!r} of type {type(x).__name__}"
 
 
 def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
@@ -386,11 +417,11 @@ def _sum_over(grad: jax.Array, axes: Any, reduce_dtype: Any) -> jax.Array:
 
 def _positions(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:
     """Returns argument positions as indices from 0, refusing what is not there."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+    numbers = (argnums,) if isinstance(argnums, int) else argnums or ()
     for number in numbers:
         if not -len(args) <= number < len(args):
             raise TypeError(
                 f"`{name}={argnums}` needs more positional arguments than the "
                 f"{len(args)} given. Pass them by position, not by keyword."
             )
-    return tuple(number % len(args) for number in numbers)
+    return tuple(dict.fromkeys(number % len(args) for number in numbers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.core
@@ -13,10 +13,12 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, check_number, check_positive
+from ._checks import as_count, as_scale, check_number, check_positive, short
 from ._policy import get_policy
-from ._tree import AxisName, all_finite
+from ._tree import AxisName, all_finite, is_inexact, widen
 from ._varying import varying_axes
+
+T = TypeVar("T")
 
 
 class LossScaleState(NamedTuple):
@@ -30,6 +32,26 @@ class LossScaleState(NamedTuple):
     inner_state: optax.OptState
 
 
+if TYPE_CHECKING:
+
+    class _Update(Protocol):
+        def __call__(
+            self,
+            updates: optax.Updates,
+            state: Any,
+            params: optax.Params | None = None,
+            **extra_args: Any,
+        ) -> tuple[optax.Updates, LossScaleState]: ...
+
+    class LossScaling(optax.GradientTransformationExtraArgs):
+        """What type checkers know of our transformations: the type of their state."""
+
+        init: Callable[[optax.Params], LossScaleState]  # pyright: ignore
+        update: _Update  # pyright: ignore
+else:
+    LossScaling = optax.GradientTransformationExtraArgs
+
+
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -41,7 +63,7 @@ def dynamic_loss_scale(
     max_scale: float = 2.0**24,
     hysteresis: int = 1,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Applies ``inner`` on finite steps, skips the others, and adapts the loss scale.
 
     The gradients come in true units, as :func:`jaxmp.value_and_grad` returns them;
@@ -135,7 +157,7 @@ def static_loss_scale(
     scale: float = 1.0,
     *,
     axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Applies ``inner`` on finite steps and skips the others, under a fixed scale.
 
     The scale is written to the state on every step, so that a state restored from a
@@ -171,7 +193,7 @@ def loss_scaling(
     inner: optax.GradientTransformation,
     policy: str | jmp.Policy,
     **options: Any,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Gives ``inner`` the loss scale that a policy needs.
 
     That is :func:`dynamic_loss_scale` where the policy computes in float16, and
@@ -275,6 +297,11 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
         0
     """
     found = list(_loss_scale_states(opt_state))
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError(
+            "`opt_state` must be the state of an optimizer, but is the optimizer. Pass "
+            "what `tx.init(params)` and `tx.update(grads, opt_state, params)` return."
+        )
     if not found:
         raise ValueError(
             "`opt_state` must hold a loss scale, but there is no `LossScaleState` in "
@@ -334,13 +361,105 @@ def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
         )
 
 
+def unscale(tree: T, loss_scale: Any) -> T:
+    """Divides scaled gradients by the loss scale, in at least float32.
+
+    For hand-written loops: :func:`jaxmp.value_and_grad` has done it already.
+
+    Args:
+        tree: Pytree of gradients of the scaled loss, of any shapes.
+        loss_scale: The positive scalar that the loss was multiplied by, or an
+            optimizer state with it.
+
+    Returns:
+        A pytree of the same structure, its floating leaves at least float32. Leaves
+        that are neither floating nor complex pass through. Inf and NaN stay visible.
+
+    Raises:
+        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive.
+        TypeError: If the arguments are swapped.
+
+    Examples:
+        >>> unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
+        {'w': Array([1.8626451e-09], dtype=float32)}
+    """
+    if _is_scale(tree) and not _is_scale(loss_scale):
+        raise TypeError(
+            "`unscale(grads, loss_scale)` takes the gradients first, but the first "
+            f"argument is {short(tree)} and the second {short(loss_scale)}. Swap them."
+        )
+    loss_scale = scale_in(loss_scale)
+    scale = as_scale(loss_scale)
+    if isinstance(loss_scale, (int, float)) and loss_scale == 1:
+        return widen(tree)
+    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
+    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
+    # before; the barrier keeps XLA from seeing through a constant scale.
+    scale = jax.lax.optimization_barrier(scale)
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
+    divisor = scale * factor
+    return jax.tree.map(
+        lambda x: _divided(x, factor, divisor) if is_inexact(x) else x, widen(tree)
+    )
+
+
+def scale_in(loss_scale: Any) -> Any:
+    """Takes the loss scale out of a state that holds one; a scalar stays as it is."""
+    if _is_number(loss_scale):
+        return loss_scale
+    cure = ""
+    if isinstance(loss_scale, (str, jmp.Policy)):
+        cure = "A policy is another argument, `policy=`."
+    elif isinstance(loss_scale, optax.GradientTransformation):
+        cure = "That is the optimizer; its state is what `tx.init(params)` returns."
+    elif loss_scale is None or callable(loss_scale):
+        cure = "Leave it out where there is no scale."
+    if cure:
+        raise TypeError(
+            "`loss_scale` must be a positive scalar, or an optimizer state that holds "
+            f"one, but is {short(loss_scale)}. Pass `loss_scale=opt_state`. {cure}"
+        )
+    return get_loss_scale(loss_scale)
+
+
+def _is_number(x: Any) -> bool:
+    """Tells whether ``x`` is an array or a number, also in a variable of NNX."""
+    return hasattr(x, "dtype") or isinstance(x, (int, float, complex))
+
+
+def _is_scale(x: Any) -> bool:
+    """Tells whether ``x`` looks like a loss scale: a scalar, or a state with one."""
+    if _is_number(x):
+        return jnp.shape(x) == ()
+    return any(True for _ in _loss_scale_states(x))
+
+
+def _check_optimizer(inner: Any) -> None:
+    """Raises where what is to be wrapped is not an optimizer."""
+    if callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    ):
+        return
+    cure = "Pass for example `optax.adam(1e-3)`."
+    if isinstance(inner, (str, jmp.Policy)):
+        cure = 'It comes first: `loss_scaling(optax.adam(1e-3), "mixed_float16")`.'
+    elif callable(inner):
+        name = getattr(inner, "__name__", "adam")
+        cure = f"Call it, with its options: `{name}(1e-3)`."
+    raise TypeError(
+        f"The optimizer to wrap must be an optax transformation, but is {short(inner)}."
+        f" {cure}"
+    )
+
+
 def _skipping(
     inner: optax.GradientTransformation,
     init_scale: float,
     adapt: Callable[[LossScaleState], LossScaleState],
     axis_name: AxisName | None,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale."""
+    _check_optimizer(inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -354,6 +473,12 @@ def _skipping(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
+        if not isinstance(state, LossScaleState):
+            raise TypeError(
+                "`tx.update(grads, opt_state, params)` needs the state that "
+                f"`tx.init(params)` made, a `LossScaleState`, but got {short(state)}. "
+                "Begin with `opt_state = tx.init(params)`."
+            )
         finite = all_finite(updates, axis_name=axis_name)
         _check_agreement(finite, state.loss_scale, axis_name)
         updates, inner_state = inner.update(
@@ -377,7 +502,7 @@ def _skipping(
         )
         return updates, adapt(counted)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return LossScaling(init_fn, update_fn)
 
 
 def _check_agreement(
@@ -402,6 +527,11 @@ def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
 
 
 @jax.jit  # JAX traces it once for all leaves of one shape
+def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
+    return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
+
+
+@jax.jit
 def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
     # Negative, because -0.0 + 0.0 is 0.0.
     return jnp.where(finite, update, -jnp.zeros([], update.dtype))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_array, is_scalar_key
-from ._checks import as_axes
+from ._checks import as_axes, short
 from ._tree import AxisName, is_inexact, path_name
 from ._varying import tracked_axes, varying_axes
 
@@ -54,7 +54,12 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> init(params).inner_state[0].mu["w"].sharding == params["w"].sharding
         True
     """
-    shardings = jax.tree.map(lambda x: x.sharding, params)
+    if not callable(getattr(tx, "init", None)):
+        raise TypeError(
+            f"`init_shardings(tx, params)` takes the optimizer first, but got "
+            f"{short(tx)}. Pass for example `optax.adam(1e-3)`."
+        )
+    shardings = jax.tree.map(lambda x: getattr(x, "sharding", "no device"), params)
     leaves = jax.tree.leaves(shardings)
     meshes: set[Any] = {getattr(sharding, "mesh", None) for sharding in leaves}
     if len(meshes) != 1 or None in meshes:

@@ -185,6 +185,19 @@ class OpLists:
         }
         return OpLists(**{**lists, to: lists[to] | names})
 
+    def __repr__(self) -> str:
+        """Spells how the lists differ from the default ones, which are long."""
+        names = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        default = {name: getattr(DEFAULT_OPS, name) for name in names}
+        if frozenset().union(*default.values()) - frozenset().union(*names.values()):
+            lists = (f"{name}={sorted(ops)}" for name, ops in names.items())
+            return f"OpLists({', '.join(lists)})"
+        text = "DEFAULT_OPS"
+        for name, ops in names.items():
+            if moved := sorted(ops - default[name]):
+                text += f".with_{name}({', '.join(map(repr, moved))})"
+        return text
+
     def __str__(self) -> str:
         """Lists the names, one paragraph a list."""
         return "\n".join(

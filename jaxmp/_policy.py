@@ -7,7 +7,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +104,18 @@ class Policy(jmp.Policy):
 
     overrides: tuple[tuple[str, np.dtype], ...] = ()
     reduce_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
+
+    if TYPE_CHECKING:  # the fields are dtypes, and what they are made of may be more
+
+        def __init__(
+            self,
+            param_dtype: DTypeLike,
+            compute_dtype: DTypeLike,
+            output_dtype: DTypeLike,
+            overrides: Iterable[tuple[str, DTypeLike]] = (),
+            *,
+            reduce_dtype: DTypeLike | None = None,
+        ) -> None: ...
 
     def __post_init__(self):
         """Normalises the dtypes, so that equal policies are equal."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import as_axes, as_scale, check_axes_are_bound
+from ._checks import as_axes, check_axes_are_bound, short
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -40,6 +40,11 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
         >>> cast_tree({"w": jnp.ones(2), "step": jnp.arange(1)}, jnp.bfloat16)
         {'step': Array([0], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
+    if _is_tree(dtype):
+        raise TypeError(
+            "`cast_tree(tree, dtype)` takes the tree first and a dtype second, but the "
+            f"second is {short(dtype)}. Pass for example `jnp.bfloat16` there."
+        )
     dtype = np.dtype(dtype)
     return jax.tree.map(lambda x: x.astype(dtype) if needs_cast(x, dtype) else x, tree)
 
@@ -105,11 +110,15 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         >>> select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    if jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+    is_tree = not jax.tree_util.all_leaves([pred])
+    if is_tree or jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+        got = type(pred).__name__
+        if not is_tree:
+            got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise TypeError(
-            f"`select_tree` needs a bool scalar as `pred`, but got "
-            f"{jnp.result_type(pred)}{list(jnp.shape(pred))}. "
-            "Pass `jaxmp.last_step_finite(opt_state)` or `jaxmp.all_finite(grads)`."
+            f"`select_tree(pred, on_true, on_false)` needs a bool scalar as `pred`, "
+            f"but got {got}. Pass `jaxmp.last_step_finite(opt_state)` or "
+            "`jaxmp.all_finite(grads)` first."
         )
     structures = jax.tree.structure(on_true), jax.tree.structure(on_false)
     if structures[0] != structures[1]:
@@ -130,45 +139,6 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         return jnp.where(pred, new, old)
 
     return jax.tree.map_with_path(select, on_true, on_false)
-
-
-def unscale(tree: T, loss_scale: ArrayLike) -> T:
-    """Divides scaled gradients by the loss scale, in at least float32.
-
-    For hand-written loops: :func:`jaxmp.value_and_grad` has done it already.
-
-    Args:
-        tree: Pytree of gradients of the scaled loss, of any shapes.
-        loss_scale: The positive scalar that the loss was multiplied by.
-
-    Returns:
-        A pytree of the same structure, its floating leaves at least float32. Leaves
-        that are neither floating nor complex pass through. Inf and NaN stay visible.
-
-    Raises:
-        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive.
-
-    Examples:
-        >>> unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
-        {'w': Array([1.8626451e-09], dtype=float32)}
-    """
-    scale = as_scale(loss_scale)
-    if isinstance(loss_scale, (int, float)) and loss_scale == 1:
-        return widen(tree)
-    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
-    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
-    # before; the barrier keeps XLA from seeing through a constant scale.
-    scale = jax.lax.optimization_barrier(scale)
-    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
-    divisor = scale * factor
-    return jax.tree.map(
-        lambda x: _divided(x, factor, divisor) if is_inexact(x) else x, widen(tree)
-    )
-
-
-@jax.jit  # JAX traces it once for all leaves of one shape
-def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
-    return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 
 
 def alike(entries: Iterable[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
@@ -231,3 +201,10 @@ def is_floating_array(x: Any) -> bool:
 def needs_cast(x: Any, dtype: np.dtype) -> bool:
     """Tells whether casting the leaf ``x`` to ``dtype`` would change it."""
     return is_floating_array(x) and x.dtype != dtype
+
+
+def _is_tree(x: Any) -> bool:
+    """Tells whether ``x`` is an array or holds some, and so is no dtype."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return True
+    return x is not None and not jax.tree_util.all_leaves([x])

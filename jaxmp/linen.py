@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import flax.linen as nn
 import jax
@@ -12,9 +12,12 @@ import jmp
 from jax.ad_checkpoint import checkpoint_name
 
 from ._activations import activation_gradients as _activation_gradients
+from ._checks import check_function, short
 from ._grad import with_policy as _with_policy
 from ._policy import get_policy
 from ._tree import cast_tree, is_floating_array, path_name
+
+P = ParamSpec("P")
 
 
 def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any]:
@@ -39,6 +42,9 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
         ``model.apply``, to be differentiated, jitted, or given to a Flax
         ``TrainState`` as its ``apply_fn``.
 
+    Raises:
+        TypeError: If ``model`` is not a Linen model, or bound to variables.
+
     Examples:
         >>> import flax.linen as nn
         >>> model = nn.Sequential([nn.LayerNorm(), nn.Dense(2)])
@@ -52,6 +58,17 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
         >>> product_dtype(with_policy(model, "O2"))
         'f16'
     """
+    if not isinstance(model, nn.Module) or model.scope is not None:
+        cure = "Pass the model itself: `jaxmp.linen.with_policy(model, policy)`."
+        if isinstance(model, nn.Module):
+            cure = "It is bound to variables: `model.unbind()` gives it back without."
+        elif isinstance(model, (str, jmp.Policy)):
+            cure = "The model comes first, and then the policy."
+        raise TypeError(
+            f"`jaxmp.linen.with_policy` needs a Linen model that is not bound, but got "
+            f"{short(model)}. {cure} For other models and functions there is "
+            "`jaxmp.with_policy`."
+        )
     policy = get_policy(policy)
     compute_dtype = policy.compute_dtype
 
@@ -73,8 +90,8 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
 
 
 def activation_gradients(
-    fun: Callable[..., Any], **options: Any
-) -> Callable[..., dict[str, jax.Array]]:
+    fun: Callable[P, Any], **options: Any
+) -> Callable[P, dict[str, jax.Array]]:
     """Differentiates a loss with respect to what its Linen modules return.
 
     Like :func:`jaxmp.activation_gradients`, and each floating array that a method of
@@ -113,6 +130,13 @@ def activation_gradients(
         layers_0 (4, 8) float16
         layers_2 (4, 2) float16
     """
+
+    check_function(
+        "jaxmp.linen.activation_gradients",
+        fun,
+        "activation_gradients(loss_fn)",
+        "Pass the loss, a function that calls `model.apply(params, x)`.",
+    )
 
     @functools.wraps(fun, updated=())
     def named(*args, **kwargs):

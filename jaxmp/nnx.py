@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jmp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ._autocast import autocast as _autocast
 from ._grad import value_and_grad as _value_and_grad
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[P, Any],
     policy: str | jmp.Policy | None = None,
     *,
-    loss_scale: ArrayLike = 1.0,
+    loss_scale: Any = 1.0,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function of an NNX module, as ``nnx.value_and_grad`` does.
 
     ``fun(model, *args)`` sees the parameters in compute dtype, and everything else in
@@ -38,7 +41,7 @@ def value_and_grad(
             real floating scalar, or with ``has_aux`` a pair of it and anything.
         policy: None where the module casts for itself (built with ``dtype=...``);
             otherwise a policy, or its string.
-        loss_scale: A positive scalar, best a power of two.
+        loss_scale: As for :func:`jaxmp.value_and_grad`, such as the ``nnx.Optimizer``.
         wrt: NNX filter of the variables to differentiate.
         has_aux: Whether ``fun`` returns a pair.
 
@@ -62,6 +65,8 @@ def value_and_grad(
         {'bias': 'float32', 'kernel': 'float32'}
     """
 
+    call: Callable[..., Any] = fun  # of a copy of the module
+
     @functools.wraps(fun, updated=())
     def wrapped(model, *args, **kwargs):
         graphdef, params, rest = nnx.split(model, wrt, ...)
@@ -69,7 +74,7 @@ def value_and_grad(
         def pure(params, rest, *args, **kwargs):
             # A copy, so that `fun` cannot write to variables of the caller's trace.
             copy = nnx.merge(graphdef, params, rest, copy=True)
-            result = fun(copy, *args, **kwargs)
+            result = call(copy, *args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             return loss, (aux, nnx.state(copy, nnx.Not(wrt)))
 
@@ -82,10 +87,10 @@ def value_and_grad(
 
 
 def autocast(
-    fun: Callable[..., Any],
+    fun: Callable[P, T],
     policy: str | jmp.Policy | DTypeLike | None = None,
     **options: Any,
-) -> Callable[..., Any]:
+) -> Callable[P, T]:
     """Runs a function of an NNX module in mixed precision, its state kept.
 
     As :func:`jaxmp.autocast`, for ``fun(model, *args)``. What ``fun`` changes in the
@@ -112,6 +117,8 @@ def autocast(
         (dtype('float32'), True)
     """
 
+    call: Callable[..., Any] = fun  # of a copy of the module
+
     @functools.wraps(fun, updated=())
     def wrapped(model, *args, **kwargs):
         graphdef, state = nnx.split(model)
@@ -120,7 +127,7 @@ def autocast(
         def pure(state, *args, **kwargs):
             # A copy, so that `fun` cannot write to variables of the caller's trace.
             copy = nnx.merge(graphdef, state, copy=True)
-            return fun(copy, *args, **kwargs), nnx.state(copy)
+            return call(copy, *args, **kwargs), nnx.state(copy)
 
         out, state = _autocast(pure, policy, **options)(state, *args, **kwargs)
         nnx.update(model, state)

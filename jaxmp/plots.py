@@ -8,10 +8,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from ._checks import as_scale, check_positive
-from ._loss_scale import LossScaleState, get_loss_scale_state
+from ._loss_scale import LossScaleState, get_loss_scale_state, scale_in
 from ._policy import as_dtype
 from ._ranges import (
     RecordRangesState,
@@ -41,7 +41,7 @@ def exponents(
     ranges: Any,
     dtype: DTypeLike = "float16",
     *,
-    loss_scale: ArrayLike | None = None,
+    loss_scale: Any = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draws the share of the values at each binary exponent, and the format's range.
@@ -56,9 +56,10 @@ def exponents(
             in true units. A state with leading axes, as ``vmap`` stacks it, is
             summed; of the states after each step, draw the last.
         dtype: The format: float16, bfloat16, or a wider one.
-        loss_scale: The positive scale of the outline, as a number or scalar array; 1
-            draws none. None takes :func:`jaxmp.suggest_loss_scale` for float16, and 1
-            for the others, which need no scale.
+        loss_scale: The positive scale of the outline, as a number or scalar array, or
+            an optimizer state that holds one; 1 draws none. None takes
+            :func:`jaxmp.suggest_loss_scale` for float16, and 1 for the others, which
+            need no scale.
         ax: Where to draw, the legend inside; None makes a new figure, with the legend
             below.
 
@@ -91,7 +92,7 @@ def exponents(
     if loss_scale is None:
         fits = dtype != jnp.float16 or not counts.any()
         loss_scale = 1.0 if fits else suggest_loss_scale(ranges, dtype)
-    loss_scale = float(as_scale(loss_scale))
+    loss_scale = float(as_scale(scale_in(loss_scale)))
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
     shares = 100 * counts / size

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -409,6 +411,78 @@ def test_it_composes_with_vmap_and_with_itself():
 def test_nothing_of_the_function_but_its_name_is_copied():
     assert jaxmp.value_and_grad(loss_fn).__name__ == "loss_fn"
     jaxmp.value_and_grad(partial(loss_fn, y=Y))(PARAMS, X)
+
+
+# A state in the place of a scale
+
+
+def states_with_a_scale():
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16", init_scale=2.0**10)
+    chained = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return {
+        "scale": 2.0**10,
+        "state": tx.init(PARAMS),
+        "chain": chained.init(PARAMS),
+        "TrainState": TrainState.create(apply_fn=len, params=PARAMS, tx=chained),
+        "nnx.Optimizer": optimizer,
+        "its state": optimizer.opt_state,
+        "params and state": (PARAMS, tx.init(PARAMS)),
+    }
+
+
+@pytest.mark.parametrize("name", states_with_a_scale())
+def test_a_state_stands_for_the_scale_in_it_wherever_a_scale_is_taken(name):
+    def loss_fn(w):  # whose gradient is 2^-26, zero in float16, and 2^-16 when scaled
+        return jnp.float32(checkpoint_name(w.astype(jnp.float16), "w")) * 2.0**-26
+
+    state, w = states_with_a_scale()[name], jnp.float32(1)
+    assert jaxmp.grad(loss_fn)(w) == 0
+    assert jaxmp.grad(loss_fn, loss_scale=state)(w) == 2.0**-26
+    assert jaxmp.value_and_grad(loss_fn, loss_scale=state)(w)[1] == 2.0**-26
+    assert jaxmp.unscale(jnp.float16(1.0), state) == 2.0**-10
+    assert jaxmp.activation_gradients(loss_fn, loss_scale=state)(w)["w"] == 2.0**-16
+    if not name.startswith("nnx"):  # a graph object
+        scaled = jax.jit(lambda s: jaxmp.grad(loss_fn, loss_scale=s)(w))(state)
+        assert scaled == 2.0**-26
+
+
+def test_a_scale_that_changes_is_followed_in_a_scan():
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.0), growth_interval=2, init_scale=8)
+    w = jnp.float32(1)
+
+    def step(state, _):
+        _, grads = jaxmp.value_and_grad(lambda w: w * w, loss_scale=state)(w)
+        return tx.update(grads, state, w)[1], (grads, jaxmp.get_loss_scale(state))
+
+    _, (grads, scales) = jax.lax.scan(step, tx.init(w), length=4)
+    assert scales.tolist() == [8, 8, 16, 16]
+    assert grads.tolist() == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "argnums",
+    [1, np.int64(1), np.uint8(1), np.int32(-1), np.array(1), [0, 1], (np.int8(1), 0)],
+)
+def test_positions_are_what_they_are_in_jax(argnums):
+    def f(w, v):
+        return w * v**2
+
+    expected = jax.value_and_grad(f, argnums)(3.0, 5.0)
+    chex.assert_trees_all_equal(
+        jaxmp.value_and_grad(f, argnums=argnums)(3.0, 5.0), expected
+    )
+    policy = jaxmp.value_and_grad(f, "float32", argnums=argnums)(3.0, 5.0)
+    chex.assert_trees_all_equal(policy, expected)
+
+
+@pytest.mark.parametrize(
+    "batch", [np.int64(1), np.int8(-1), [np.int32(1)], range(1, 2)]
+)
+def test_positions_of_the_batch_may_be_numpys(batch):
+    grad = jaxmp.grad(lambda w, x: (w * x).mean(), accum_steps=2, batch_argnums=batch)
+    assert grad(1.0, jnp.arange(4.0)) == 1.5
 
 
 # What is refused

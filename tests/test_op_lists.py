@@ -78,3 +78,14 @@ def test_an_unknown_primitive_sees_the_dtypes_it_was_written_for():
 
     jax.make_jaxpr(jaxmp.autocast(lambda x: unknown.bind(x @ x) @ x))(jax.numpy.eye(2))
     assert set(map(str, seen)) == {"float32"}
+
+
+def test_lists_are_spelled_by_what_differs_from_the_default():
+    ops = jaxmp.DEFAULT_OPS
+    names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
+    few = jaxmp.OpLists("dot_general", (), ("add", "mul"))
+    moved = ops.with_allow("exp").with_deny("tanh", "scan").with_infer("log")
+    for lists, length in ((ops, 12), (moved, 100), (few, 80)):
+        assert eval(repr(lists), names) == lists
+        assert len(repr(lists)) < length
+    assert repr(ops.with_deny("tanh")) == "DEFAULT_OPS.with_deny('tanh')"

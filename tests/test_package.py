@@ -1,6 +1,9 @@
 """The house: who may import whom, and what importing jaxmp loads."""
 
 import ast
+import inspect
+import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +71,54 @@ def test_importing_jaxmp_loads_no_front_end_and_nothing_slow():
     assert "optax" in loaded
     slow = {"flax.linen", "flax.nnx", "matplotlib", "jax.extend", "jaxmp._jaxpr"}
     assert not slow & set(loaded)
+
+
+def test_all_names_everything_public_and_nothing_else():
+    # Written out, because type checkers read it, and sorted, because people do.
+    public = {
+        name
+        for name in dir(jaxmp)
+        if not name.startswith("_") and not isinstance(getattr(jaxmp, name), type(sys))
+    }
+    assert set(jaxmp.__all__) == public
+    assert jaxmp.__all__ == sorted(jaxmp.__all__)
+    names = {}
+    exec("from jaxmp import *", names)
+    assert set(names) >= public
+    assert names["autocast"] is jaxmp.autocast
+
+
+def test_importing_everything_loads_no_front_end():
+    loaded = run("from jaxmp import *; import sys; print(*sys.modules)")
+    assert "jaxmp._autocast" in loaded
+    assert not {"jaxmp.linen", "jaxmp.nnx", "flax.nnx", "matplotlib"} & set(loaded)
+
+
+@pytest.mark.parametrize("name", sorted(FRONT_ENDS))
+def test_a_front_end_is_imported_by_its_use(name):
+    code = f"""
+import jaxmp, sys
+assert "{name}" not in dir(jaxmp)
+print(jaxmp.{name}.__name__, jaxmp.{name} is sys.modules["jaxmp.{name}"])
+"""
+    assert run(code) == [f"jaxmp.{name}", "True"]
+
+
+def test_help_shows_every_public_name_with_what_it_does():
+    text = pydoc.plain(pydoc.render_doc(jaxmp))
+    for name in jaxmp.__all__:
+        thing = getattr(jaxmp, name)
+        assert re.search(rf"^    (class )?{name}\b", text, re.M), name
+        if name != "DEFAULT_OPS":
+            assert thing.__doc__.splitlines()[0] in text, name
+
+
+@pytest.mark.parametrize("name", ["autocast", "with_policy", "audit", "grad"])
+def test_help_of_a_function_fits_a_screen(name):
+    text = pydoc.plain(pydoc.render_doc(getattr(jaxmp, name)))
+    rows = sum(max(1, -(-len(row) // 88)) for row in text.splitlines())
+    assert rows <= 56
+    assert len(str(inspect.signature(getattr(jaxmp, name)))) < 250
 
 
 def test_a_name_that_is_imported_later_is_there_and_a_wrong_one_is_not():

@@ -1,0 +1,411 @@
+"""What a newcomer types first and wrong is answered with what to type instead."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+import jaxmp.linen
+
+PARAMS = {"w": jnp.ones(3)}
+X, Y = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
+MODEL, POLICY = nn.Dense(2), jaxmp.get_policy("mixed_float16")
+VARIABLES = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
+TX = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
+STATE = TX.init(PARAMS)
+MESH = Mesh(jax.devices()[:2], ("data",))
+BATCH = {"batch_argnums": (1, 2)}
+
+
+class Transformed(NamedTuple):  # as `hk.transform` returns it
+    init: Callable
+    apply: Callable
+
+
+HAIKU = Transformed(MODEL.init, MODEL.apply)
+
+
+def loss_fn(params, x, y):
+    return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+def vag(**options):
+    return jaxmp.value_and_grad(loss_fn, **options)
+
+
+def returning(result, **options):
+    return jaxmp.value_and_grad(lambda w: result, **options)(1.0)
+
+
+# What is typed, and what of the answer tells how it should have been.
+SLIPS = {
+    # The optimizer
+    "policy first": (lambda: jaxmp.loss_scaling("O1", optax.adam(1.0)), "comes first"),
+    "a Policy first": (lambda: jaxmp.loss_scaling(POLICY, TX), "comes first"),
+    "adam not called": (
+        lambda: jaxmp.loss_scaling(optax.adam, "O1"),
+        r"function `adam`. Call it.*`adam\(1e-3\)`",
+    ),
+    "adam not called, dynamic": (
+        lambda: jaxmp.dynamic_loss_scale(optax.adam),
+        "Call it",
+    ),
+    "adam not called, static": (
+        lambda: jaxmp.static_loss_scale(optax.adam, 8),
+        "Call it",
+    ),
+    "a state for the optimizer": (
+        lambda: jaxmp.loss_scaling(STATE, "O1"),
+        "type LossScaleState. Pass for example `optax.adam",
+    ),
+    "static swapped": (
+        lambda: jaxmp.static_loss_scale(8, optax.adam(1.0)),
+        "`scale` must be a number",
+    ),
+    "static given a policy": (
+        lambda: jaxmp.static_loss_scale(optax.adam(1.0), "O1"),
+        "`scale` must be a number, but is 'O1'",
+    ),
+    "no init: params": (lambda: TX.update(PARAMS, PARAMS, PARAMS), r"`opt_state = tx"),
+    "no init: None": (
+        lambda: TX.update(PARAMS, None, PARAMS),
+        r"but got None.*tx.init",
+    ),
+    "no init: inner": (
+        lambda: TX.update(PARAMS, optax.adam(1.0).init(PARAMS), PARAMS),
+        "but got a tuple of 2.*tx.init",
+    ),
+    "init not called": (
+        lambda: TX.update(PARAMS, TX.init, PARAMS),
+        "got the function.*tx.init",
+    ),
+    "state before gradients": (
+        lambda: TX.update(STATE, PARAMS, PARAMS),
+        r"`tx.update\(grads, opt_state, params\)`",
+    ),
+    "scale of the optimizer": (
+        lambda: jaxmp.get_loss_scale(TX),
+        r"is the optimizer. Pass what `tx.init\(params\)`",
+    ),
+    "check of the optimizer": (lambda: jaxmp.check_loss_scale(TX), "is the optimizer"),
+    "shardings swapped": (
+        lambda: jaxmp.init_shardings(PARAMS, TX),
+        r"`init_shardings\(tx, params\)` takes the optimizer first",
+    ),
+    "shardings of adam": (
+        lambda: jaxmp.init_shardings(optax.adam, PARAMS),
+        "optimizer first, but got the function `adam`",
+    ),
+    "shardings of NumPy": (
+        lambda: jaxmp.init_shardings(TX, {"w": np.ones(3)}),
+        "lie on one mesh",
+    ),
+    # A function
+    "cast a Linen model": (
+        lambda: jaxmp.with_policy(MODEL, "O1"),
+        r"module `Dense`.*`with_policy\(model.apply, policy\)`",
+    ),
+    "cast a Linen class": (
+        lambda: jaxmp.with_policy(nn.Dense, "O1"),
+        "class `Dense`. Make a model of it",
+    ),
+    "cast a Haiku model": (
+        lambda: jaxmp.with_policy(HAIKU, "O1"),
+        r"`with_policy\(model.apply, policy\)`",
+    ),
+    "cast, swapped": (
+        lambda: jaxmp.with_policy("O1", MODEL.apply),
+        r"function comes first: `with_policy\(fun, policy\)`",
+    ),
+    "cast a result": (
+        lambda: jaxmp.with_policy(X, "O1"),
+        r"array float32\[4, 3\]. Pass the function itself",
+    ),
+    "differentiate a Linen model": (lambda: jaxmp.value_and_grad(MODEL), "the loss,"),
+    "differentiate a Haiku model": (lambda: jaxmp.grad(HAIKU), "Pass the loss"),
+    "differentiate a callable model": (
+        lambda: jaxmp.grad(eqx.nn.Linear(3, 2, key=jax.random.key(0)))(X[0]),
+        r"array float32\[2\]. If that is a model \(Linear\), pass its loss",
+    ),
+    "differentiate a loss": (
+        lambda: jaxmp.value_and_grad(loss_fn(PARAMS, X, Y)),
+        r"array float32\[\]. Pass the function itself, and call the result",
+    ),
+    "differentiate parameters": (lambda: jaxmp.grad(PARAMS), "function, but got dict"),
+    "differentiate, swapped": (
+        lambda: jaxmp.value_and_grad("O1", loss_fn),
+        "function comes first",
+    ),
+    "autocast, swapped": (
+        lambda: jaxmp.autocast("mixed_float16", loss_fn),
+        r"function comes first: `autocast\(fun, policy\)`",
+    ),
+    "autocast a Policy": (lambda: jaxmp.autocast(POLICY), "function comes first"),
+    "autocast as torch has it": (lambda: jaxmp.autocast("cuda"), "needs a function"),
+    "autocast a result": (
+        lambda: jaxmp.autocast(loss_fn(PARAMS, X, Y)),
+        r"Pass the function itself, and call the result: `autocast\(fun, policy\)\(",
+    ),
+    "autocast a Linen model": (lambda: jaxmp.autocast(MODEL), "`autocast.model.apply"),
+    "autocast a Haiku model": (lambda: jaxmp.autocast(HAIKU), "`autocast.model.apply"),
+    "autocast with a name for lists": (
+        lambda: jaxmp.autocast(loss_fn, ops="tanh"),
+        r"`ops=jaxmp.DEFAULT_OPS.with_deny\(",
+    ),
+    "float32 of a result": (lambda: jaxmp.float32_region(X), "Pass the function"),
+    "float32 of a model": (lambda: jaxmp.float32_region(MODEL), "calls `model.apply`"),
+    "audit a result": (lambda: jaxmp.audit(X), r"`audit\(fun\)\(\*args\)`"),
+    "audit a model": (
+        lambda: jaxmp.audit(MODEL),
+        r"`audit\(model.apply\)\(params, x\)`",
+    ),
+    "activations of a model": (
+        lambda: jaxmp.linen.activation_gradients(MODEL),
+        "Pass the loss",
+    ),
+    "activations of a loss": (
+        lambda: jaxmp.activation_gradients(loss_fn(PARAMS, X, Y)),
+        "Pass the function itself",
+    ),
+    # A Linen model
+    "Linen: apply": (
+        lambda: jaxmp.linen.with_policy(MODEL.apply, "O2"),
+        r"method `apply`. Pass the model itself: `jaxmp.linen.with_policy\(model",
+    ),
+    "Linen: swapped": (
+        lambda: jaxmp.linen.with_policy("O2", MODEL),
+        "model comes first",
+    ),
+    "Linen: class": (lambda: jaxmp.linen.with_policy(nn.Dense, "O2"), "model itself"),
+    "Linen: bound": (
+        lambda: jaxmp.linen.with_policy(MODEL.bind(VARIABLES), "O2"),
+        r"bound to variables: `model.unbind\(\)`",
+    ),
+    "Linen: another library": (
+        lambda: jaxmp.linen.with_policy(HAIKU, "O2"),
+        "there is `jaxmp.with_policy`",
+    ),
+    # The loss scale
+    "a policy for a scale": (
+        lambda: vag(loss_scale=POLICY),
+        "another argument, `policy",
+    ),
+    "a name for a scale": (lambda: vag(loss_scale="O1"), "another argument, `policy"),
+    "the optimizer for a scale": (lambda: vag(loss_scale=TX), r"returns|`tx.init"),
+    "None for a scale": (lambda: vag(loss_scale=None), "Leave it out"),
+    "a function for a scale": (
+        lambda: vag(loss_scale=jaxmp.get_loss_scale),
+        "`loss_scale=opt_state`",
+    ),
+    "a flag for a scale": (
+        lambda: vag(loss_scale=True),
+        "must be a number, but is True",
+    ),
+    "a state without a scale": (
+        lambda: vag(loss_scale=optax.adam(1.0).init(PARAMS)),
+        "Wrap the optimizer with `jaxmp.loss_scaling",
+    ),
+    "parameters for a scale": (
+        lambda: vag(loss_scale=PARAMS),
+        "no `LossScaleState` in",
+    ),
+    "an optimizer for a scale, in activations": (
+        lambda: jaxmp.activation_gradients(loss_fn, loss_scale=TX),
+        "That is the optimizer",
+    ),
+    "unscale swapped": (
+        lambda: jaxmp.unscale(2.0**15, PARAMS),
+        r"`unscale\(grads, loss_scale\)` takes the gradients first.*Swap",
+    ),
+    "unscale swapped, with a state": (
+        lambda: jaxmp.unscale(STATE, PARAMS),
+        "Swap them",
+    ),
+    "unscale with a policy": (lambda: jaxmp.unscale(PARAMS, "O1"), "another argument"),
+    "unscale by gradients": (
+        lambda: jaxmp.unscale(PARAMS, PARAMS),
+        "no `LossScaleState`",
+    ),
+    # The mesh
+    "a name for a mesh": (
+        lambda: vag(mesh="data", **BATCH),
+        r"`mesh=jax.sharding.Mesh\(jax.devices\(\).*`axis_name='data'`",
+    ),
+    "a sharding for a mesh": (
+        lambda: vag(mesh=NamedSharding(MESH, P("data")), **BATCH),
+        "`mesh=sharding.mesh`",
+    ),
+    "devices for a mesh": (lambda: vag(mesh=jax.devices(), **BATCH), r"Mesh\(jax.dev"),
+    "axis names for a mesh": (lambda: vag(mesh=("data",), **BATCH), r"Mesh\(jax.devic"),
+    "a tree for an axis": (
+        lambda: jaxmp.all_finite("data", axis_name=PARAMS),
+        '`axis_name="data"`',
+    ),
+    # Positions
+    "argnums by name": (lambda: vag(argnums="params"), "`argnums=1`"),
+    "argnums a flag": (lambda: vag(argnums=True), "count from 0"),
+    "argnums a fraction": (lambda: vag(argnums=1.0), "count from 0"),
+    "argnums None": (lambda: vag(argnums=None), "count from 0"),
+    "argnums the parameters": (lambda: vag(argnums=PARAMS), "count from 0"),
+    "no argnums": (lambda: vag(argnums=())(PARAMS, X, Y), "Pass `argnums=0`"),
+    "argnums twice": (lambda: vag(argnums=(0, -3))(PARAMS, X, Y), "each once"),
+    "batch by name": (lambda: vag(batch_argnums="x"), "`batch_argnums=1`"),
+    "batch a flag": (lambda: vag(batch_argnums=(1, True)), "`batch_argnums=1`"),
+    "batch the batch": (lambda: vag(batch_argnums=(X, Y)), "`batch_argnums=1`"),
+    "arguments by keyword": (lambda: vag()(params=PARAMS, x=X, y=Y), "by position"),
+    # Trees
+    "select swapped": (
+        lambda: jaxmp.select_tree(PARAMS, PARAMS, jnp.array(True)),
+        r"`select_tree\(pred, on_true, on_false\)`.*got dict.*last_step_finite",
+    ),
+    "select by a state": (
+        lambda: jaxmp.select_tree(STATE, PARAMS, PARAMS),
+        r"Pass `jaxmp.last_step_finite\(opt_state\)`",
+    ),
+    "cast_tree swapped": (
+        lambda: jaxmp.cast_tree(jnp.float16, PARAMS),
+        r"`cast_tree\(tree, dtype\)` takes the tree first",
+    ),
+    "cast_tree swapped, an array": (
+        lambda: jaxmp.cast_tree("float16", X),
+        "takes the tree first",
+    ),
+    "cast_tree swapped, a NumPy array": (
+        lambda: jaxmp.cast_tree(np.float16, np.ones(2)),
+        "takes the tree first",
+    ),
+    # What the loss returns
+    "a tuple": (lambda: returning((jnp.ones(()), X)), "tuple of 2.*`has_aux=True`"),
+    "a list": (lambda: returning([jnp.ones(()), X]), "list of 2.*`has_aux=True`"),
+    "a dict": (lambda: returning({"loss": jnp.ones((4, 4))}), "type dict.*`has_aux"),
+    "nothing": (lambda: returning(None), "None of type NoneType"),
+    "a loss for each row": (lambda: returning(Y), r"float32\[4\].*`.mean\(\)`"),
+    "a list with aux": (lambda: returning([1.0, X], has_aux=True), "pair.*list of 2"),
+    "three with aux": (
+        lambda: returning((1.0, X, Y), has_aux=True),
+        "pair.*tuple of 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("typed", "answer"), SLIPS.values(), ids=SLIPS.keys())
+def test_a_slip_is_answered_with_a_sentence(typed, answer):
+    with pytest.raises((TypeError, ValueError), match=answer) as error:
+        typed()
+    message = str(error.value)
+    assert message.endswith(".")
+    assert "`" in message
+    assert len(message) < 400
+
+
+def test_what_looks_like_a_slip_and_is_none_passes():
+    scale = jaxmp.get_loss_scale(STATE)
+    jaxmp.unscale(jnp.float32(2), scale)  # one gradient, and it is a scalar
+    jaxmp.cast_tree(PARAMS, np.dtype("float16"))
+    jaxmp.select_tree(np.True_, PARAMS, PARAMS)
+    jaxmp.autocast(MODEL.apply)(VARIABLES, X)
+    jaxmp.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))(X[0])
+    jaxmp.with_policy(MODEL.bind(VARIABLES), "mixed_float16")(X)
+    jaxmp.grad(lambda w, x: w, mesh=MESH, batch_argnums=1)(1.0, X)
+    jaxmp.grad(lambda w: w, mesh=MESH.abstract_mesh, batch_argnums=1)
+    duck = SimpleNamespace(init=TX.init, update=TX.update)
+    assert jaxmp.static_loss_scale(duck).init(PARAMS).loss_scale == 1
+
+
+def test_a_slip_leaves_the_state_as_it_was():
+    state = TrainState.create(apply_fn=MODEL.apply, params=PARAMS, tx=TX)
+    with pytest.raises(TypeError, match=r"tx\.init"):
+        state.replace(opt_state=PARAMS).apply_gradients(grads=PARAMS)
+    state = state.apply_gradients(grads=PARAMS)
+    assert jaxmp.get_loss_scale(state) == 2.0**15
+
+
+# Labels that are forgotten in `batch_argnums`
+
+
+@pytest.mark.parametrize(
+    "labels", [Y, np.ones(4), {"y": Y}, (Y, None), [Y, Y[:, None]]]
+)
+@pytest.mark.parametrize(
+    "options", [{"accum_steps": 4}, {"mesh": MESH}], ids=["accumulated", "mesh"]
+)
+def test_labels_that_are_not_split_with_the_batch_are_refused(labels, options):
+    def loss_of_a_tree(params, x, labels):
+        return loss_fn(params, x, jax.tree.leaves(labels)[0])
+
+    forgetful = jaxmp.value_and_grad(loss_of_a_tree, batch_argnums=1, **options)
+    with pytest.raises(ValueError, match=r"Argument 2 has 4 rows.*Pass `.*=\(1, 2\)`"):
+        forgetful(PARAMS, X, labels)
+    with pytest.raises(ValueError, match="Argument 2 has 4 rows"):
+        jax.jit(forgetful)(PARAMS, X, labels)
+
+
+@pytest.mark.parametrize(
+    "batch_argnums", [(1, 2), [-2, -1], (2, 1, 1), np.array([1, 2])]
+)
+def test_the_answer_to_forgotten_labels_is_right(batch_argnums):
+    whole = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
+    split = vag(accum_steps=4, batch_argnums=batch_argnums)(PARAMS, X, Y)
+    np.testing.assert_array_equal(split[0], whole[0])
+    np.testing.assert_array_equal(split[1]["w"], whole[1]["w"])
+
+
+def test_what_has_as_many_rows_by_chance_passes_by_keyword():
+    def loss_fn(params, x, table):  # of four classes, as the batch has four rows
+        return jnp.mean(x @ params["w"] * table.sum())
+
+    table = jnp.arange(4.0)
+    grad = jaxmp.grad(loss_fn, accum_steps=2, batch_argnums=1)
+    with pytest.raises(ValueError, match="pass it by keyword"):
+        grad(PARAMS, X, table)
+    expected = jax.grad(loss_fn)(PARAMS, X, table)["w"]
+    np.testing.assert_array_equal(grad(PARAMS, X, table=table)["w"], expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"BatchNorm_0": {"mean": jnp.ones(4), "var": jnp.ones(4)}},  # four channels
+        {"kernel": jnp.ones((4, 2)), "bias": jnp.ones(2)},
+        TrainState.create(apply_fn=len, params={"w": jnp.ones(4)}, tx=optax.sgd(1.0)),
+        jax.random.key(0),
+        jnp.float32(4),
+        jnp.ones((3, 4)),
+        (Y, 0.5),
+        None,
+        4,
+        "four",
+        True,
+    ],
+    ids=str,
+)
+def test_what_is_no_part_of_the_batch_passes(other):
+    grad = jaxmp.grad(lambda w, x, other: w * x.mean(), accum_steps=2, batch_argnums=1)
+    assert grad(1.0, X, other) == X.mean()
+
+
+def test_parameters_are_never_taken_for_a_part_of_the_batch():
+    grad = jaxmp.grad(lambda w, x: (w * x.mean()).sum(), accum_steps=2, batch_argnums=1)
+    np.testing.assert_array_equal(grad(jnp.ones(4), X), X.mean())
+    both = jaxmp.grad(lambda x, w, v: (w * v).sum() * x.mean(), argnums=(1, 2),
+                      accum_steps=2, batch_argnums=0)  # fmt: skip
+    np.testing.assert_array_equal(both(X, Y, jnp.ones(4))[0], X.mean())
+
+
+def test_a_batch_that_stays_whole_is_not_looked_at():
+    one = Mesh(jax.devices()[:1], ("data",))
+    for options in ({}, {"accum_steps": 1}, {"mesh": one}):
+        grad = jaxmp.grad(loss_fn, batch_argnums=1, **options)
+        expected = jax.grad(loss_fn)(PARAMS, X, Y)
+        np.testing.assert_array_equal(grad(PARAMS, X, Y)["w"], expected["w"])
