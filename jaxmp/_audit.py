@@ -670,7 +670,7 @@ class _Walk:
 
 def _why_kept(eqn: _jaxpr.JaxprEqn, place: _Place) -> str:
     """Returns why autocast did not take a product in 16 bits."""
-    dtypes = {str(atom.aval.dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
+    dtypes = {str(_aval(atom).dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
     if not _is_default(eqn.params.get("precision")):
         return "its `precision`"
     if place.opaque:

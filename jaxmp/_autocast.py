@@ -227,15 +227,9 @@ def _haiku_state_kept() -> Iterator[None]:
 
     It would hold tracers of a trace that is over.
     """
-    haiku = sys.modules.get("haiku")  # who is in a transform has imported it
-    try:
-        before = haiku and set(map(id, _held_by_haiku(haiku)))
-    except ValueError:  # not in a transform
-        haiku = None
+    before = set(map(id, _held_by_haiku()))
     yield
-    if haiku is None:
-        return
-    for leaf in _held_by_haiku(haiku):
+    for leaf in _held_by_haiku():
         if isinstance(leaf, Tracer) and id(leaf) not in before:
             raise TypeError(
                 "`autocast` was called inside of `hk.transform`, and a parameter, a "
@@ -245,9 +239,15 @@ def _haiku_state_kept() -> Iterator[None]:
             )
 
 
-def _held_by_haiku(haiku: Any) -> list[Any]:
-    """Returns the arrays of the transform that runs; ValueError if none does."""
-    haiku.running_init()
+def _held_by_haiku() -> list[Any]:
+    """Returns the arrays of the Haiku transform that runs, if one does."""
+    haiku = sys.modules.get("haiku")  # who is in a transform has imported it
+    if haiku is None:
+        return []
+    try:
+        haiku.running_init()
+    except ValueError:  # not in a transform
+        return []
     held = haiku.get_params(), haiku.get_initial_state(), haiku.get_current_state()
     return jax.tree.leaves((held, haiku.maybe_get_rng_sequence_state()))
 

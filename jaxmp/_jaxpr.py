@@ -292,11 +292,11 @@ def trip_count(eqn: JaxprEqn) -> int | None:
     return None if eqn.primitive.name == "while" else 1
 
 
-def zero_cotangent(zero: SymbolicZero, *, symbolic: bool) -> Any:
+def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
     """Returns what the functions of ``jax.vjp`` take for a cotangent that is zero.
 
     Args:
-        zero: The zero that a backward rule was given.
+        zero: The ``SymbolicZero`` that a backward rule was given.
         symbolic: Whether the rule behind the function has asked for symbolic zeros.
     """
     version, aval = jax.__version_info__, zero.aval
