@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -21,14 +20,12 @@ from ._checks import (
     refuse_nnx_modules,
 )
 from ._mesh import mesh_axes, over_mesh, own_keys
-from ._policy import get_policy
+from ._policy import PolicyLike, get_policy
 from ._tree import AxisName, is_inexact, unscale, widen
 from ._varying import vary, varying_axes
 
 
-def with_policy(
-    fun: Callable[..., Any], policy: str | jmp.Policy
-) -> Callable[..., Any]:
+def with_policy(fun: Callable[..., Any], policy: PolicyLike) -> Callable[..., Any]:
     """Puts a function under a policy: arguments in compute, results in output dtype.
 
     Put it around ``model.apply``, not around the loss: targets and labels must keep
@@ -40,7 +37,7 @@ def with_policy(
         fun: The function, such as a Linen model's ``apply``. The floating arrays
             among its arguments are cast with :meth:`Policy.cast_to_compute`, each
             argument as a tree of its own; everything else passes through.
-        policy: A policy, or its string.
+        policy: A policy, its string, or a dtype.
 
     Returns:
         A function with the signature of ``fun``. Its results are cast with
@@ -73,7 +70,7 @@ def with_policy(
 
 def value_and_grad(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     loss_scale: ArrayLike = 1.0,
     argnums: int | Sequence[int] = 0,
@@ -100,7 +97,8 @@ def value_and_grad(
         fun: Function that returns a real floating scalar, the loss, or with
             ``has_aux`` a pair of it and anything. Return a float32 loss: the gradient
             of a float16 one overflows at a ``loss_scale`` of 2**16.
-        policy: None where ``fun`` casts for itself, the usual case. With a policy the
+        policy: None where ``fun`` casts for itself, the usual case: nothing is cast.
+            With a policy (or its string, or a dtype) the
             differentiated arguments are cast to compute dtype once, and the 16-bit
             copies are what ``fun`` sees. A penalty on the parameters then belongs
             into the optimizer.
@@ -139,8 +137,8 @@ def value_and_grad(
             scalar, a leading axis cannot be divided, the mesh has no such axis, an
             argument lies on other devices, or ``shard_map`` knows that the loss
             differs over an axis which ``axis_name`` leaves out.
-        TypeError: If ``fun`` returns something else than a real floating scalar, or
-            a differentiated leaf is not floating.
+        TypeError: If ``fun`` returns something else than a real floating scalar, a
+            differentiated leaf is not floating, or ``policy`` is a number.
 
     Examples:
         >>> def loss_fn(w, x):
@@ -155,6 +153,11 @@ def value_and_grad(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
         https://arxiv.org/abs/1710.03740.
     """
+    if isinstance(policy, (int, np.integer, tuple, list)):
+        raise TypeError(
+            "The second argument of `jaxmp.value_and_grad` is the policy, but is "
+            f"{policy!r}. Pass `argnums={policy!r}` to choose what to differentiate."
+        )
     policy = None if policy is None else get_policy(policy)
     reduce_dtype = None if policy is None else policy.reduce_dtype
     steps = as_count("accum_steps", accum_steps)
@@ -250,7 +253,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     has_aux: bool = False,
     **options: Any,

@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jmp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from ._autocast import autocast as _autocast
 from ._grad import value_and_grad as _value_and_grad
+from ._policy import PolicyLike
 
 
 def value_and_grad(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     loss_scale: ArrayLike = 1.0,
     wrt: Any = nnx.Param,
@@ -83,7 +83,7 @@ def value_and_grad(
 
 def autocast(
     fun: Callable[..., Any],
-    policy: str | jmp.Policy | DTypeLike | None = None,
+    policy: PolicyLike | None = None,
     **options: Any,
 ) -> Callable[..., Any]:
     """Runs a function of an NNX module in mixed precision, its state kept.
