@@ -14,14 +14,12 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
-import jmp
 import numpy as np
-from jax.typing import DTypeLike
 
 from ._checks import check_function, refuse_nnx_modules, short
 from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
-from ._policy import get_policy
+from ._policy import PolicyLike, get_policy
 from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
 
 P = ParamSpec("P")
@@ -30,7 +28,7 @@ T = TypeVar("T")
 
 def autocast(
     fun: Callable[P, T],
-    policy: str | jmp.Policy | DTypeLike | None = None,
+    policy: PolicyLike | None = None,
     *,
     ops: OpLists = DEFAULT_OPS,
     float32_paths: Iterable[str] = (),
@@ -50,8 +48,8 @@ def autocast(
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
             strings, NumPy arrays) reach it as they are.
-        policy: A policy, its name or a 16-bit dtype, of which the compute dtype is
-            used; bfloat16 by default. Under a float32 policy nothing changes.
+        policy: A policy, its string, or a dtype, of which the compute dtype is used;
+            None is bfloat16. Under a float32 policy nothing changes.
         ops: Which primitives to allow, to deny and to let follow.
         float32_paths: Named scopes, such as those that Linen gives its modules, to
             keep in float32 forward and backward. ``"head"``, or ``"Net/head"``, is a
@@ -138,12 +136,10 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
     return in_float32
 
 
-def _compute_dtype(policy: str | jmp.Policy | DTypeLike | None) -> np.dtype:
+def _compute_dtype(policy: PolicyLike | None) -> np.dtype:
     """Returns the compute dtype of a policy, refusing what autocast has no use for."""
     if policy is None:
         return np.dtype(jnp.bfloat16)
-    if not isinstance(policy, (str, jmp.Policy)):
-        policy = np.dtype(policy).name  # a dtype is the policy of its name
     policy = get_policy(policy)
     if policy.overrides:
         raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -17,35 +18,65 @@ from jax.typing import ArrayLike
 
 def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
     """Returns a loss scale as a float32 scalar, refusing what cannot be one."""
-    if isinstance(loss_scale, (int, float, str)):
-        check_positive("loss_scale", loss_scale)
-        # Not a JAX array: that would start the backend, before a program that builds
-        # its functions on import can call `jax.distributed.initialize`.
-        return np.float32(loss_scale)
-    if jnp.shape(loss_scale) != ():
-        raise ValueError(
-            f"`loss_scale` must be a scalar, but has the shape "
-            f"{list(jnp.shape(loss_scale))}. Pass `jaxmp.get_loss_scale(opt_state)`."
+    known = known_number("loss_scale", loss_scale)
+    if known is None:
+        return jnp.asarray(loss_scale, jnp.float32)
+    check_positive("loss_scale", known)
+    if isinstance(loss_scale, jax.Array):
+        return jnp.asarray(loss_scale, jnp.float32)
+    # Not a JAX array: that would start the backend, before a program that builds
+    # its functions on import can call `jax.distributed.initialize`.
+    return np.float32(known)
+
+
+def known_number(name: str, value: Any) -> Any:
+    """Returns a number or scalar array as a Python number, or None if it is traced.
+
+    A value that is not on a device of this process is not known either.
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
+        return value
+    if not hasattr(value, "dtype"):
+        raise TypeError(
+            f"`{name}` must be a number, but is {value!r}. Pass a Python float."
         )
-    return jnp.asarray(loss_scale, jnp.float32)
+    value = plain_array(value)
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"`{name}` must be a scalar, but has the shape {list(jnp.shape(value))}. "
+            "Pass `jaxmp.get_loss_scale(opt_state)`, or a Python float."
+        )
+    is_number = any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    )
+    if not is_number or isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"`{name}` must be a number, but is {value!r} of dtype {value.dtype}. "
+            "Pass a Python float."
+        )
+    if isinstance(value, jax.core.Tracer):
+        return None
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return None
+    return jax.device_get(value).item()
 
 
-def check_positive(name: str, value: float) -> None:
-    """Raises unless a number is a positive normal float32."""
-    check_number(name, value)
+def plain_array(x: Any) -> Any:
+    """Takes an array, or its abstract shape, out of the variable of NNX around it."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        return x
+    (value,) = jax.tree.leaves(x)
+    return value if isinstance(value, jax.ShapeDtypeStruct) else x[...]
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raises unless a number is a positive normal float32, as far as it is known."""
+    value = known_number(name, value)
     limits = np.finfo(np.float32)
-    if not float(limits.tiny) <= value <= float(limits.max):
+    if value is not None and not float(limits.tiny) <= value <= float(limits.max):
         raise ValueError(
             f"`{name}` must be finite and positive in float32, but is {value}. "
             "Pass a power of two such as 2.0**15."
-        )
-
-
-def check_number(name: str, value: float) -> None:
-    """Raises unless a value is a real number."""
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(
-            f"`{name}` must be a number, but is {short(value)}. Pass a Python float."
         )
 
 

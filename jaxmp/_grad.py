@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -27,7 +26,7 @@ from ._checks import (
 )
 from ._loss_scale import scale_in, unscale
 from ._mesh import axes_of_shardings, mesh_axes, over_mesh, own_keys, sharded_axes
-from ._policy import get_policy
+from ._policy import PolicyLike, get_policy
 from ._tree import AxisName, is_inexact, widen
 from ._varying import vary, varying_axes
 
@@ -35,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def with_policy(fun: Callable[P, T], policy: str | jmp.Policy) -> Callable[P, T]:
+def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
     """Puts a function under a policy: arguments in compute, results in output dtype.
 
     Put it around ``model.apply``, not around the loss: targets and labels must keep
@@ -47,7 +46,7 @@ def with_policy(fun: Callable[P, T], policy: str | jmp.Policy) -> Callable[P, T]
         fun: The function, such as a Linen model's ``apply``. The floating arrays
             among its arguments are cast with :meth:`Policy.cast_to_compute`, each
             argument as a tree of its own; everything else passes through.
-        policy: A policy, or its string.
+        policy: A policy, its string, or a dtype.
 
     Returns:
         A function with the signature of ``fun``. Its results are cast with
@@ -87,7 +86,7 @@ def with_policy(fun: Callable[P, T], policy: str | jmp.Policy) -> Callable[P, T]
 
 def value_and_grad(
     fun: Callable[P, Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     loss_scale: Any = 1.0,
     argnums: int | Sequence[int] = 0,
@@ -115,7 +114,8 @@ def value_and_grad(
         fun: Function that returns a real floating scalar, the loss, or with
             ``has_aux`` a pair of it and anything. Return a float32 loss: the gradient
             of a float16 one overflows at a ``loss_scale`` of 2**16.
-        policy: None where ``fun`` casts for itself, the usual case. With a policy the
+        policy: None where ``fun`` casts for itself, the usual case: nothing is cast.
+            With a policy (or its string, or a dtype) the
             differentiated arguments are cast to compute dtype once, and the 16-bit
             copies are what ``fun`` sees. A penalty on the parameters then belongs
             into the optimizer.
@@ -192,6 +192,11 @@ def value_and_grad(
         "Pass the loss, a function of the parameters and the batch that calls "
         "`model.apply(params, x)`.",
     )
+    if isinstance(policy, (int, np.integer, tuple, list)):
+        raise TypeError(
+            "The second argument of `jaxmp.value_and_grad` is the policy, but is "
+            f"{policy!r}. Pass `argnums={policy!r}` to choose what to differentiate."
+        )
     policy = None if policy is None else get_policy(policy)
     check_mesh(mesh)
     argnums = as_positions("argnums", argnums)
@@ -330,7 +335,7 @@ def value_and_grad(
 
 def grad(
     fun: Callable[P, Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     has_aux: bool = False,
     **options: Any,

@@ -13,8 +13,15 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, as_scale, check_number, check_positive, short
-from ._policy import get_policy
+from ._checks import (
+    as_count,
+    as_scale,
+    check_positive,
+    known_number,
+    plain_array,
+    short,
+)
+from ._policy import PolicyLike, get_policy
 from ._tree import AxisName, all_finite, is_inexact, widen
 from ._varying import varying_axes
 
@@ -118,33 +125,48 @@ def dynamic_loss_scale(
     check_positive("init_scale", init_scale)
     check_positive("min_scale", min_scale)
     check_positive("max_scale", max_scale)
-    if not min_scale <= init_scale <= max_scale:
+    # What `optax.inject_hyperparams` sets is traced in an update, and not known here.
+    low, first, high = (
+        known_number("scale", scale) for scale in (min_scale, init_scale, max_scale)
+    )
+    if None not in (low, first, high) and not low <= first <= high:
         raise ValueError(
-            f"`init_scale` must lie in [min_scale, max_scale], but {init_scale} is not "
-            f"in [{min_scale}, {max_scale}]. Move the scale or the bounds."
+            f"`init_scale` must lie in [min_scale, max_scale], but {first} is not "
+            f"in [{low}, {high}]. Move the scale or the bounds."
         )
-    check_number("growth_factor", growth_factor)
-    check_number("backoff_factor", backoff_factor)
+    growth = known_number("growth_factor", growth_factor)
+    backoff = known_number("backoff_factor", backoff_factor)
     limits = np.finfo(np.float32)
-    if not 1 + float(limits.eps) <= growth_factor <= float(limits.max):
+    if growth is not None and not 1 + float(limits.eps) <= growth <= float(limits.max):
         raise ValueError(
             f"`growth_factor` must be above 1 and finite in float32, but is "
-            f"{growth_factor}. The usual one is 2.0."
+            f"{growth}. The usual one is 2.0."
         )
-    if not 0 < backoff_factor <= 1 - float(limits.epsneg):
+    if backoff is not None and not 0 < backoff <= 1 - float(limits.epsneg):
         raise ValueError(
             f"`backoff_factor` must lie between 0 and 1 in float32, but is "
-            f"{backoff_factor}. The usual one is 0.5."
+            f"{backoff}. The usual one is 0.5."
         )
-    interval = as_count("growth_interval", growth_interval)
-    patience = as_count("hysteresis", hysteresis)
+    interval, patience = (
+        jnp.asarray(count, jnp.int32)
+        if isinstance(count, jax.core.Tracer)
+        else as_count(name, count)
+        for name, count in (
+            ("growth_interval", growth_interval),
+            ("hysteresis", hysteresis),
+        )
+    )
+
+    factor_up, top, factor_down, bottom = map(
+        _as_float32, (growth_factor, max_scale, backoff_factor, min_scale)
+    )
 
     def adapt(state: LossScaleState) -> LossScaleState:
         grows = state.good_steps >= interval
         shrinks = state.bad_steps >= patience
         scale = state.loss_scale
-        grown = jnp.minimum(scale * np.float32(growth_factor), np.float32(max_scale))
-        shrunk = jnp.maximum(scale * np.float32(backoff_factor), np.float32(min_scale))
+        grown = jnp.minimum(scale * factor_up, top)
+        shrunk = jnp.maximum(scale * factor_down, bottom)
         scale = jnp.where(grows, grown, jnp.where(shrinks, shrunk, scale))
         good_steps = jnp.where(grows, 0, state.good_steps)
         return state._replace(loss_scale=scale, good_steps=good_steps)
@@ -191,7 +213,7 @@ def static_loss_scale(
 
 def loss_scaling(
     inner: optax.GradientTransformation,
-    policy: str | jmp.Policy,
+    policy: PolicyLike,
     **options: Any,
 ) -> LossScaling:
     """Gives ``inner`` the loss scale that a policy needs.
@@ -203,7 +225,7 @@ def loss_scaling(
 
     Args:
         inner: The optimizer of the float32 parameters.
-        policy: A policy, or its string.
+        policy: A policy, its string, or a dtype.
         **options: Options of :func:`dynamic_loss_scale`. They are checked under every
             policy and used under float16; ``axis_name`` is always used.
 
@@ -222,6 +244,13 @@ def loss_scaling(
         32768.0
         1.0
     """
+    if "options" in options:
+        raise TypeError(
+            "`optax.inject_hyperparams` does not see the options of `loss_scaling`. "
+            "Inject those of the optimizer, `jaxmp.loss_scaling("
+            "optax.inject_hyperparams(optax.adam)(1e-3), policy)`, or those of "
+            "`jaxmp.dynamic_loss_scale`, which takes no policy."
+        )
     known = list(inspect.signature(dynamic_loss_scale).parameters)[1:]
     if unknown := sorted(set(options) - set(known)):
         raise TypeError(
@@ -240,13 +269,16 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
     Args:
         opt_state: A state with one :class:`LossScaleState` in it: of the
             transformation itself, of an ``optax.chain``, a Flax ``TrainState``, an
-            ``nnx.Optimizer``.
+            ``nnx.Optimizer``. An abstract one, of ``jax.eval_shape``, has an abstract
+            scale.
 
     Returns:
         A float32 array of shape ``[]``.
 
     Raises:
-        ValueError: If there is no loss-scale state in it, or more than one.
+        ValueError: If there is no loss-scale state in it, or more than one; or if it
+            lies inside a wrapper that withholds gradients from it, such as
+            ``optax.MultiSteps``, whose place is inside.
 
     Examples:
         >>> tx = optax.chain(optax.clip(1.0), loss_scaling(optax.sgd(0.1), "float16"))
@@ -314,12 +346,20 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
             f"`opt_state` must hold one loss scale, but holds {len(found)}. Wrap an "
             "optimizer once, and pass the state of one optimizer at a time."
         )
+    state, hidden_by = found[0]
+    if hidden_by is not None:
+        raise ValueError(
+            f"The loss scale in `opt_state` does not see every step: `{hidden_by}` "
+            "withholds gradients from it, so that an overflow can pass unseen and the "
+            "scale stay too large for ever. Put it inside: "
+            f"`jaxmp.loss_scaling({hidden_by}(...), policy)`."
+        )
     arrays = {
-        name: _plain_array(field)
-        for name, field in found[0]._asdict().items()
+        name: plain_array(field)
+        for name, field in state._asdict().items()
         if name != "inner_state"
     }
-    return found[0]._replace(**arrays)
+    return state._replace(**arrays)
 
 
 def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
@@ -336,6 +376,7 @@ def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
     Raises:
         FloatingPointError: If as many steps in a row have been skipped.
         ValueError: As :func:`get_loss_scale`.
+        TypeError: If the state has no values: in ``jax.jit``, or an abstract one.
 
     Examples:
         >>> tx = loss_scaling(optax.sgd(0.1), "float16")
@@ -343,10 +384,10 @@ def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
     """
     limit = as_count("max_skipped_in_a_row", max_skipped_in_a_row)
     state = get_loss_scale_state(opt_state)
-    if isinstance(state.bad_steps, jax.core.Tracer):
+    if isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         raise TypeError(
-            "`check_loss_scale` needs concrete values, but was called while JAX traced "
-            "a function. Call it outside `jax.jit`, between two steps."
+            "`check_loss_scale` needs concrete values, but was given a state that is "
+            "abstract, or traced by JAX. Call it outside `jax.jit`, between two steps."
         )
     bad_steps = np.max(state.bad_steps)
     if bad_steps >= limit:
@@ -486,11 +527,7 @@ def _skipping(
         )
         # A select fuses into the update; a cond would copy every buffer.
         updates = jax.tree.map(lambda u: _keep_or_skip(finite, u), updates)
-        inner_state = jax.tree.map(
-            lambda new, old: _new_or_old(finite, new, old),
-            inner_state,
-            state.inner_state,
-        )
+        inner_state = _select_state(finite, inner_state, state.inner_state)
         one_more = optax.safe_increment
         counted = LossScaleState(
             loss_scale=state.loss_scale,
@@ -503,6 +540,14 @@ def _skipping(
         return updates, adapt(counted)
 
     return LossScaling(init_fn, update_fn)
+
+
+def _as_float32(x: Any) -> Any:
+    """Returns a checked option as a constant, or kept in float32's range if traced."""
+    if not isinstance(x, jax.core.Tracer):
+        return np.float32(x)
+    limits = jnp.finfo(jnp.float32)
+    return jnp.clip(x.astype(jnp.float32), limits.tiny, limits.max)
 
 
 def _check_agreement(
@@ -521,9 +566,11 @@ def _check_agreement(
 
 def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
     """Returns the update, or the zero that leaves a parameter as it is."""
-    if getattr(update, "dtype", None) == jax.dtypes.float0:
-        return update
-    return _update_or_zero(finite, update)
+    if _is_array(update) and not jnp.issubdtype(
+        jnp.result_type(update), jax.dtypes.extended
+    ):
+        return _update_or_zero(finite, update)
+    return update  # nothing that is added to a parameter: a PRNG key, a name
 
 
 @jax.jit  # JAX traces it once for all leaves of one shape
@@ -533,26 +580,116 @@ def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
 
 @jax.jit
 def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
+    update = jnp.asarray(update)  # a Python number, where `jax.disable_jit` is on
+    if update.dtype == jnp.bool_:
+        return jnp.logical_and(finite, update)
     # Negative, because -0.0 + 0.0 is 0.0.
     return jnp.where(finite, update, -jnp.zeros([], update.dtype))
+
+
+def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Selects one of two states of ``inner``, leaf by leaf where that is possible."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return _choose(finite, new, old)
+
+    def select(new, old):
+        if new is old or getattr(new, "dtype", None) == jax.dtypes.float0:
+            return new
+        if not (_is_array(new) and _is_array(old)):
+            return _choose(finite, new, old)
+        if jnp.shape(new) != jnp.shape(old) and not isinstance(finite, jax.core.Tracer):
+            return _choose(finite, new, old)
+        return _new_or_old(finite, new, old)
+
+    return jax.tree.map(select, new, old)
+
+
+def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns one of two things that no array operation can select from."""
+    if isinstance(finite, jax.core.Tracer):
+        kinds = [jax.tree.map(lambda x: type(x).__name__, x) for x in (old, new)]
+        raise TypeError(
+            "An update changes the state of the inner optimizer in a way that a "
+            f"skipped step could not undo inside `jax.jit`, from\n  {kinds[0]}\nto\n"
+            f"  {kinds[1]}\nMake its `init` return the structure that its `update` "
+            "returns, or call `tx.update` outside `jax.jit`."
+        )
+    return new if finite else old
 
 
 @jax.jit
 def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Selects one of two states of ``inner``, in the dtype of the old one."""
+    # Python numbers, where `jax.disable_jit` is on.
+    new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:
-        new = jnp.asarray(new, old.dtype)
+        new = new.astype(old.dtype)
     return jnp.where(finite, new, old)
 
 
-def _loss_scale_states(tree: Any) -> Iterator[LossScaleState]:
-    """Finds the loss-scale states in a pytree, also one inside another."""
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaleState)):
-        if isinstance(leaf, LossScaleState):
-            yield leaf
-            yield from _loss_scale_states(leaf.inner_state)
+def _is_array(x: Any) -> bool:
+    """Tells whether ``x`` is an array or a number that JAX can select from."""
+    if isinstance(x, (np.ndarray, np.generic)):  # not of float0, nor of strings
+        return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
+    return isinstance(x, (jax.Array, int, float, complex))
 
 
-def _plain_array(x: Any) -> Any:
-    """Takes an array out of the variable that NNX wraps it in."""
-    return x if isinstance(x, (jax.Array, np.ndarray)) else x[...]
+# What withholds gradients from the transformation inside it, by the name of its state.
+_WITHHOLDING = {
+    "ApplyIfFiniteState": "optax.apply_if_finite",
+    "ConditionallyMaskState": "optax.conditionally_mask",
+    "ConditionallyTransformState": "optax.conditionally_transform",
+    "MaybeUpdateState": "optax.maybe_update",
+    "MultiStepsState": "optax.MultiSteps",
+    "SAMState": "optax.contrib.sam",
+}
+# What makes zeros of gradients, and so hides them from what comes after it in a chain.
+_ZEROING = {
+    "ApplyEvery": "optax.apply_every",
+    "ApplyIfFiniteState": "optax.apply_if_finite",
+    "ConditionallyMaskState": "optax.conditionally_mask",
+    "MultiStepsState": "optax.MultiSteps",
+    "ZeroNansState": "optax.zero_nans",
+}
+
+
+def _loss_scale_states(
+    tree: Any, hidden_by: str | None = None
+) -> Iterator[tuple[LossScaleState, str | None]]:
+    """Finds the loss-scale states in a pytree, also one inside another.
+
+    Each comes with the name of the transformation of optax that hides overflows from
+    it, or None.
+    """
+    if isinstance(tree, LossScaleState):
+        yield tree, hidden_by
+        yield from _loss_scale_states(tree.inner_state)
+        return
+    # An opaque `sam`, which has no cache, withholds nothing.
+    if getattr(tree, "cache", ...) is not None:
+        hidden_by = hidden_by or _WITHHOLDING.get(type(tree).__name__)
+
+    def is_part(x: Any) -> bool:
+        name = type(x).__name__
+        return x is not tree and (
+            isinstance(x, LossScaleState)
+            or type(x) is tuple  # the state of a chain
+            or name in _WITHHOLDING
+            or name in _ZEROING
+        )
+
+    for part in jax.tree.leaves(tree, is_leaf=is_part):
+        if is_part(part):
+            yield from _loss_scale_states(part, hidden_by)
+            if type(tree) is tuple:
+                hidden_by = hidden_by or _zeroing_in(part)
+
+
+def _zeroing_in(tree: Any) -> str | None:
+    """Returns the name of what makes zeros of gradients in a part of a chain."""
+
+    def is_zeroing(x: Any) -> bool:
+        return isinstance(x, LossScaleState) or type(x).__name__ in _ZEROING
+
+    parts = jax.tree.leaves(tree, is_leaf=is_zeroing)
+    return next(filter(None, (_ZEROING.get(type(x).__name__) for x in parts)), None)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._tree import cast_tree, is_floating_array, path_name, wide_dtype
+from ._dtypes import DTYPES, NAMES, as_dtype, parse_dtype, suggest
+from ._tree import cast_tree, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
 
-# The names of each dtype; the first is the one that str(policy) uses.
-_NAMES = {
-    np.dtype(jnp.float16): ("f16", "float16"),
-    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
-    np.dtype(jnp.float32): ("full", "f32", "float32"),
-    np.dtype(jnp.float64): ("f64", "float64"),
-}
-_DTYPES = {name: dtype for dtype, names in _NAMES.items() for name in names}
+# What is taken wherever a policy is: one of jaxmp's or jmp's, its string, or a dtype
+# for everything.
+PolicyLike: TypeAlias = str | jmp.Policy | DTypeLike
 
 _KEYS = {
     "p": "param_dtype",
@@ -39,18 +33,23 @@ _KEYS = {
     "reduce": "reduce_dtype",
 }
 
-# What Flax and Haiku call the parameters of a normalisation: anything named scale,
-# and the bias, offset or weight of LayerNorm_0, batch_norm, norm2, ln_1, bn...
+# What Flax, Haiku, Equinox and Keras call the parameters of a normalisation: anything
+# named scale, gamma or beta, and the bias, offset or weight of LayerNorm_0, batch_norm,
+# norm2, layer_normalization, ln_1, bn... It looks at each part of a path once.
 _NORMALIZATION = (
-    r"(?i)((^|/)scale|(norm(?!al(?![a-z]))[^/]*|(^|[/_])(ln|bn)([_\d][^/]*)?)"
-    r"/(bias|offset|weight))(/value)?$"
+    r"(?i)(^|/)(scale|gamma|beta"
+    r"|(?=[^/]*(norm(?!al(?![a-z]))|(?<![^/_])(ln|bn|gn)[_\d/]))"
+    r"[^/]*/(bias|offset|shift|weight))(/value)?$"
 )
+# The key in a policy's string that stands for that regular expression.
+_NORMALIZATION_KEY = "norm"
+
 _SHORTHANDS = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
     "O0": "p=f32,c=f32,o=f32",
     "O1": "p=f32,c=f16,o=f32",
-    "O2": f'p=f32,c=f16,o=f32,"{_NORMALIZATION}"=f32',
+    "O2": "p=f32,c=f16,o=f32,norm=f32",
     "O3": "p=f16,c=f16,o=f16",
 }
 
@@ -179,40 +178,51 @@ class Policy(jmp.Policy):
 
     def __str__(self) -> str:
         """Spells the policy so that :func:`get_policy` reads it back."""
+        if self == get_policy("O2"):
+            return "O2"
         parts = [
             ("p", self.param_dtype),
             ("c", self.compute_dtype),
             ("o", self.output_dtype),
         ]
         for pattern, dtype in self.overrides:
-            parts.append(('"' + pattern.replace('"', '""') + '"', dtype))
+            key = '"' + pattern.replace('"', '""') + '"'
+            if pattern == _NORMALIZATION:
+                key = _NORMALIZATION_KEY
+            parts.append((key, dtype))
         if self.reduce_dtype is not None:
             parts.append(("r", self.reduce_dtype))
-        return ",".join(f"{key}={_NAMES[dtype][0]}" for key, dtype in parts)
+        return ",".join(f"{key}={NAMES[dtype][0]}" for key, dtype in parts)
 
     def __repr__(self) -> str:
         """Spells the call that makes the policy."""
         return f"get_policy({str(self)!r})"
 
 
-def get_policy(policy: str | jmp.Policy) -> Policy:
-    """Returns the policy that a string names.
+def get_policy(policy: PolicyLike) -> Policy:
+    """Returns the policy that a string or a dtype names.
 
-    Three spellings are understood:
+    Four spellings are understood, here and wherever a function takes a policy:
 
     - jmp's, ``p=f32,c=f16,o=f32``, or ``params=``, ``compute=``, ``output=``. Params
       default to float32, compute to params, and output to compute. A regular
-      expression in double quotes is the key of an override, ``"head/"=f32``; and
-      ``r=`` or ``reduce=`` is the dtype of sums over devices.
+      expression in double quotes is the key of an override, ``"head/"=f32``;
+      ``norm=f32`` is that of the normalisation parameters; and ``r=`` or ``reduce=``
+      is the dtype of sums over devices.
     - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
       which is float16, on a TPU bfloat16.
+    - the dtype itself, ``jnp.bfloat16`` or ``np.dtype("float32")``.
     - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
       and outputs), and Apex's ``O0`` (float32), ``O1`` (``mixed_float16``), ``O2``
-      (the same with float32 normalisation parameters; use it with
-      :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
+      (the same with ``norm=f32``; use it with :func:`jaxmp.linen.with_policy`) and
+      ``O3`` (float16 throughout).
+
+    None is no policy: :func:`jaxmp.value_and_grad` then casts nothing,
+    :func:`jaxmp.autocast` computes in bfloat16, and everything else refuses it.
 
     Args:
-        policy: The string, or a policy of jaxmp's (returned as it is) or jmp's.
+        policy: The string or dtype, or a policy of jaxmp's (returned as it is) or
+            jmp's.
 
     Returns:
         A :class:`Policy`.
@@ -220,7 +230,7 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     Raises:
         ValueError: If the string has an unknown name, an unknown or repeated key, or
             a dtype that is not in the list.
-        TypeError: If ``policy`` is neither a string nor a policy.
+        TypeError: If ``policy`` is neither a string, nor a dtype, nor a policy.
 
     Examples:
         >>> get_policy("c=bf16")
@@ -230,29 +240,33 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, (type, np.dtype)):
+        dtype = as_dtype(policy, "A dtype that is given as the policy")
+        return Policy(dtype, dtype, dtype)
     if not isinstance(policy, (str, jmp.Policy)):
         raise TypeError(
-            f"`get_policy` needs a string or a policy, but got {policy!r}. "
-            'Pass for example "mixed_float16" or "p=f32,c=bf16,o=f32".'
+            f"`get_policy` needs a string or a policy, but got {policy!r}. Pass for "
+            'example "mixed_float16" or "p=f32,c=bf16,o=f32", or a dtype such as '
+            "`jnp.bfloat16`."
         )
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     text = _SHORTHANDS.get(policy.strip(), policy)
     if "=" not in text:
-        names = ("half", *_DTYPES, *_SHORTHANDS)
-        dtype = _parse_dtype(text, f"the policy {policy!r}", names)
+        names = ("half", *DTYPES, *_SHORTHANDS)
+        dtype = parse_dtype(text, f"the policy {policy!r}", names)
         return Policy(dtype, dtype, dtype)
     return _parse_parts(text)
 
 
-def unused_overrides(policy: Policy | str, tree: Any) -> tuple[str, ...]:
+def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
     """Returns the override patterns of a policy that match no floating leaf.
 
     A pattern with a typo changes nothing and says nothing; a test that this is empty
     for the model's variables finds it.
 
     Args:
-        policy: A policy, or its string.
+        policy: A policy, its string, or a dtype.
         tree: The pytree that :meth:`Policy.cast_to_compute` is given.
 
     Returns:
@@ -262,7 +276,7 @@ def unused_overrides(policy: Policy | str, tree: Any) -> tuple[str, ...]:
         >>> unused_overrides('c=f16,"haed/"=f32', {"head": {"w": jnp.ones(1)}})
         ('haed/',)
     """
-    paths = [path for path, x in _named_leaves(tree) if is_floating_array(x)]
+    paths = [path for path, x in _named_leaves(tree) if is_floating(x)]
     return tuple(
         pattern
         for pattern, _ in get_policy(policy).overrides
@@ -274,7 +288,7 @@ def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
     """Casts each floating array to the dtype that belongs to its path."""
 
     return jax.tree.structure(tree).unflatten(
-        cast_tree(x, dtype_at(path)) if is_floating_array(x) else x
+        cast_tree(x, dtype_at(path)) if is_floating(x) else x
         for path, x in _named_leaves(tree)
     )
 
@@ -327,22 +341,26 @@ def _parse_parts(text: str) -> Policy:
         pattern, rest, comma = part.groups()
         position = part.end()
         if pattern is not None:
-            overrides.append((pattern.replace('""', '"'), _parse_dtype(rest, where)))
+            overrides.append((pattern.replace('""', '"'), parse_dtype(rest, where)))
             continue
         key, equals, value = rest.partition("=")
+        if equals and key.strip() == _NORMALIZATION_KEY:
+            overrides.append((_NORMALIZATION, parse_dtype(value, where)))
+            continue
         field = _KEYS.get(key.strip())
         if not equals or field is None:
             raise ValueError(
                 f"`{rest.strip()}` in {where} is not understood. Expected parts like "
-                f"`c=f16`, whose key is one of {', '.join(_KEYS)}, or a regex in "
-                f"double quotes.{_suggest(key.strip(), _KEYS)}"
+                f"`c=f16`, whose key is one of {', '.join(_KEYS)}, "
+                f"{_NORMALIZATION_KEY}, or a regex in double quotes."
+                f"{suggest(key.strip(), _KEYS)}"
             )
         if field in dtypes:
             raise ValueError(
                 f"`{rest.strip()}` in {where} repeats a key: `{field}` is "
                 f"{dtypes[field].name} already. Keep one of the two."
             )
-        dtypes[field] = _parse_dtype(value, where)
+        dtypes[field] = parse_dtype(value, where)
     param = dtypes.get("param_dtype", np.dtype(np.float32))
     compute = dtypes.get("compute_dtype", param)
     output = dtypes.get("output_dtype", compute)
@@ -353,37 +371,6 @@ def _parse_parts(text: str) -> Policy:
         tuple(overrides),
         reduce_dtype=dtypes.get("reduce_dtype"),
     )
-
-
-def _parse_dtype(
-    name: str, where: str, accepted: Iterable[str] = ("half", *_DTYPES)
-) -> np.dtype:
-    name = name.strip()
-    if name == "half":
-        return np.dtype(jmp.half_dtype())
-    if name in _DTYPES:
-        return _DTYPES[name]
-    raise ValueError(
-        f"`{name}` in {where} is not a name that jaxmp knows. "
-        f"Expected one of {', '.join(accepted)}.{_suggest(name, accepted)}"
-    )
-
-
-def as_dtype(dtype: Any, where: str) -> np.dtype:
-    """Normalises a dtype, refusing what is not one of the four."""
-    if isinstance(dtype, str):
-        return _parse_dtype(dtype, where)
-    try:
-        normal = np.dtype(dtype)
-    except TypeError:
-        normal = np.dtype(object)
-    # NumPy reads both None and Python's float as float64, which nobody means here.
-    if dtype is None or dtype is float or normal not in _NAMES:
-        raise ValueError(
-            f"{where} must be float16, bfloat16, float32 or float64, but is "
-            f"{dtype!r}. Pass for example `jnp.bfloat16`."
-        )
-    return normal
 
 
 def _as_override(pair: Any) -> tuple[str, np.dtype]:
@@ -401,9 +388,3 @@ def _as_override(pair: Any) -> tuple[str, np.dtype]:
             f"in a leaf's path: {error}. Pass a string such as `LayerNorm_0/scale`."
         ) from error
     return str(pattern), as_dtype(dtype, f"the override {pattern!r}")
-
-
-def _suggest(name: str, accepted: Iterable[str]) -> str:
-    """Says which accepted name is nearest to ``name``, if one is near."""
-    near = difflib.get_close_matches(name, list(accepted), n=1, cutoff=0.5)
-    return f" Did you mean `{near[0]}`?" if near else ""

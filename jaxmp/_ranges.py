@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ._checks import as_axes, as_count, check_axes_are_bound, check_number
-from ._policy import as_dtype
+from ._checks import as_axes, as_count, check_axes_are_bound, known_number
+from ._dtypes import as_dtype
 from ._tree import AxisName, alike, is_floating_array, path_name
 from ._varying import varying_axes
 
@@ -370,10 +370,8 @@ def suggest_loss_scale(
         >>> suggest_loss_scale(grads, headroom=8)
         524288.0
     """
-    if isinstance(headroom, (jax.Array, np.ndarray)) and headroom.shape == ():
-        headroom = headroom.item()
-    check_number("headroom", headroom)
-    if not 0 < headroom < math.inf:
+    headroom = known_number("headroom", headroom)
+    if headroom is None or not 0 < headroom < math.inf:
         raise ValueError(
             f"`headroom` must be finite and positive, but is {headroom}. Pass for "
             "example 8, for gradients that may become eight times as large."
@@ -450,7 +448,7 @@ def _count(buckets: jax.Array, length: int) -> jax.Array:
         for i in range(buckets.ndim)
     ]
     lane = sum(places, jnp.zeros(buckets.shape, jnp.int32)) % _LANES
-    index = lane * (length + 2) + buckets
+    index = lane * (length + 2) + buckets.astype(jnp.int32)
     mesh, out_sharding = jax.typeof(buckets).sharding.mesh, None
     if AxisType.Explicit in mesh.axis_types:  # JAX wants to know where the sum lies
         out_sharding = NamedSharding(mesh, P(None))

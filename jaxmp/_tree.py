@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from ._checks import as_axes, check_axes_are_bound, short
+from ._dtypes import as_dtype
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -45,8 +46,16 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
             "`cast_tree(tree, dtype)` takes the tree first and a dtype second, but the "
             f"second is {short(dtype)}. Pass for example `jnp.bfloat16` there."
         )
-    dtype = np.dtype(dtype)
-    return jax.tree.map(lambda x: x.astype(dtype) if needs_cast(x, dtype) else x, tree)
+    dtype = as_dtype(dtype, "`dtype`", narrower=True)
+
+    def cast(x):
+        if not needs_cast(x, dtype):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype, weak_type=False)
+        return x.astype(dtype)
+
+    return jax.tree.map(cast, tree)
 
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -198,9 +207,16 @@ def is_floating_array(x: Any) -> bool:
     )
 
 
+def is_floating(x: Any) -> bool:
+    """Tells whether ``x`` is a floating array, NumPy scalar or abstract array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+    return is_floating_array(x)
+
+
 def needs_cast(x: Any, dtype: np.dtype) -> bool:
     """Tells whether casting the leaf ``x`` to ``dtype`` would change it."""
-    return is_floating_array(x) and x.dtype != dtype
+    return is_floating(x) and x.dtype != dtype
 
 
 def _is_tree(x: Any) -> bool:

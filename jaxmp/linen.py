@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
@@ -14,13 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from ._activations import activation_gradients as _activation_gradients
 from ._checks import check_function, short
 from ._grad import with_policy as _with_policy
-from ._policy import get_policy
+from ._policy import PolicyLike, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
 P = ParamSpec("P")
 
 
-def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any]:
+def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
     """Puts a Linen model under a policy that keeps some parameters in float32.
 
     Like :func:`jaxmp.with_policy` of ``model.apply``, and the results of submodules
@@ -29,13 +30,14 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
     every product after it a float32 one. Here the norm itself is computed in float32
     and nothing after it.
 
-    A submodule's result is cast where all floating arrays it was called with are in
-    compute dtype, and where the module has no ``dtype`` of its own: a head built with
-    ``dtype=jnp.float32`` returns float32.
+    A submodule's result is cast unless the module has a ``dtype`` of its own, or was
+    called with a floating array in another dtype than the compute dtype. So a head
+    built with ``dtype=jnp.float32`` returns float32, also through the modules around
+    it, and what follows it stays float32.
 
     Args:
         model: A Linen module, not bound to variables.
-        policy: A policy, or its string, such as ``"O2"``.
+        policy: A policy, its string, such as ``"O2"``, or a dtype.
 
     Returns:
         A function ``apply(variables, *args, **kwargs)`` with the signature of
@@ -72,17 +74,29 @@ def with_policy(model: nn.Module, policy: str | jmp.Policy) -> Callable[..., Any
     policy = get_policy(policy)
     compute_dtype = policy.compute_dtype
 
-    def bring_back(next_fun, args, kwargs, context):
-        result = next_fun(*args, **kwargs)
-        if not context.module.path or getattr(context.module, "dtype", None):
-            return result
-        arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_floating_array(x)]
-        if arrays and all(x.dtype == compute_dtype for x in arrays):
-            return cast_tree(result, compute_dtype)
-        return result
-
     @functools.wraps(model.apply, updated=())
     def apply(*args, **kwargs):
+        # Results of modules with a dtype of their own, by id. Weak, so that no tracer
+        # outlives its trace and no id is used again.
+        chosen = weakref.WeakValueDictionary()
+
+        def bring_back(next_fun, args, kwargs, context):
+            result = next_fun(*args, **kwargs)
+            module = context.module
+            # `nn.share_scope` gives a submodule the path of the module around it.
+            if not module.path and not isinstance(module.parent, nn.Module):
+                return result
+            if getattr(module, "dtype", None) is not None:
+                arrays = jax.tree.leaves(result)
+                chosen.update({id(x): x for x in arrays if isinstance(x, jax.Array)})
+                return result
+            arrays = filter(is_floating_array, jax.tree.leaves((args, kwargs)))
+            if any(x.dtype != compute_dtype for x in arrays):
+                return result
+            return jax.tree.map(
+                lambda x: x if id(x) in chosen else cast_tree(x, compute_dtype), result
+            )
+
         with nn.intercept_methods(bring_back):
             return model.apply(*args, **kwargs)
 

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import jmp
 from flax import nnx
-from jax.typing import DTypeLike
 
 from ._autocast import autocast as _autocast
 from ._grad import value_and_grad as _value_and_grad
+from ._policy import PolicyLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 def value_and_grad(
     fun: Callable[P, Any],
-    policy: str | jmp.Policy | None = None,
+    policy: PolicyLike | None = None,
     *,
     loss_scale: Any = 1.0,
     wrt: Any = nnx.Param,
@@ -88,7 +87,7 @@ def value_and_grad(
 
 def autocast(
     fun: Callable[P, T],
-    policy: str | jmp.Policy | DTypeLike | None = None,
+    policy: PolicyLike | None = None,
     **options: Any,
 ) -> Callable[P, T]:
     """Runs a function of an NNX module in mixed precision, its state kept.

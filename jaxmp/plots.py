@@ -11,8 +11,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ._checks import as_scale, check_positive
+from ._dtypes import as_dtype
 from ._loss_scale import LossScaleState, get_loss_scale_state, scale_in
-from ._policy import as_dtype
 from ._ranges import (
     RecordRangesState,
     exponent_histogram,

@@ -543,7 +543,7 @@ def test_empty_trees_and_none_leaves_pass():
         ({"loss_scale": 1e39}, ValueError, "finite and positive"),
         ({"loss_scale": jnp.ones(2)}, ValueError, r"must be a scalar.*\[2\]"),
         ({"policy": "float17"}, ValueError, "Did you mean `float1"),
-        ({"policy": jnp.float16}, TypeError, "needs a string or a policy"),
+        ({"policy": jnp.float16(1)}, TypeError, "needs a string or a policy"),
     ],
     ids=str,
 )

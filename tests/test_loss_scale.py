@@ -292,6 +292,12 @@ def test_flax_serialization_round_trips():
 
 # Where the state is found
 
+GETTERS = [
+    jaxmp.get_loss_scale,
+    jaxmp.get_loss_scale_state,
+    jaxmp.last_step_finite,
+    jaxmp.check_loss_scale,
+]
 ADAM = jaxmp.loss_scaling(optax.adam(1.0), "mixed_float16", init_scale=8)
 PARAMS = {"w": jnp.ones(2), "loss_scale": jnp.full(3, 5.0)}
 
@@ -310,7 +316,6 @@ HOLDERS = {
     "itself": lambda: ADAM.init(PARAMS),
     "chain": lambda: optax.chain(optax.clip(1.0), ADAM).init(PARAMS),
     "masked": lambda: optax.masked(ADAM, {"w": True, "loss_scale": False}).init(PARAMS),
-    "MultiSteps": lambda: optax.MultiSteps(ADAM, 2).init(PARAMS),
     "dict": lambda: {"generator": ADAM.init(PARAMS), "other": None},
     "TrainState": train_state,
     "TrainState.opt_state": lambda: train_state().opt_state,
@@ -343,15 +348,7 @@ def test_a_vmapped_state_gives_one_scale_each():
     assert jaxmp.get_loss_scale(state).tolist() == [8, 8, 8]
 
 
-@pytest.mark.parametrize(
-    "get",
-    [
-        jaxmp.get_loss_scale,
-        jaxmp.get_loss_scale_state,
-        jaxmp.last_step_finite,
-        jaxmp.check_loss_scale,
-    ],
-)
+@pytest.mark.parametrize("get", GETTERS)
 @pytest.mark.parametrize(
     ("opt_state", "message"),
     [
@@ -373,6 +370,127 @@ def test_a_vmapped_state_gives_one_scale_each():
 def test_no_state_or_several_are_refused(get, opt_state, message):
     with pytest.raises(ValueError, match=message):
         get(opt_state)
+
+
+INNER_MASK = {"w": True, "loss_scale": False}
+
+
+def every_other(step, **_):
+    return step % 2 == 0
+
+
+SKIPPING = {
+    "optax.apply_if_finite": partial(optax.apply_if_finite, max_consecutive_errors=9),
+    "optax.MultiSteps": partial(optax.MultiSteps, every_k_schedule=2),
+    "optax.conditionally_mask": lambda tx: optax.conditionally_mask(tx, every_other),
+    "optax.conditionally_transform": lambda tx: optax.conditionally_transform(
+        tx, every_other
+    ),
+    "optax.contrib.sam": lambda tx: optax.contrib.sam(tx, optax.sgd(0.1)),
+}
+AROUND = {
+    "itself": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.scale(1.0), tx),
+    "named_chain": lambda tx: optax.named_chain(("z", optax.scale(1.0)), ("a", tx)),
+    "masked": lambda tx: optax.masked(tx, INNER_MASK),
+    "partition": lambda tx: optax.partition(
+        {"a": tx, "b": optax.sgd(1.0)}, {"w": "a", "loss_scale": "b"}
+    ),
+    "lookahead": lambda tx: optax.lookahead(tx, 2, 0.5),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize(("name", "skipping"), SKIPPING.items(), ids=SKIPPING)
+def test_a_wrapper_that_skips_for_itself_is_refused_by_name(name, skipping, around):
+    params = PARAMS
+    if around is AROUND["lookahead"]:
+        params = optax.LookaheadParams(PARAMS, PARAMS)
+    tx = around(skipping(AROUND["chain"](ADAM)))
+    state = jax.eval_shape(tx.init, params)
+    message = rf"{name}.*Put it inside: `jaxmp.loss_scaling\({name}\(\.\.\.\), policy"
+    for get in GETTERS:
+        with pytest.raises(ValueError, match=message):
+            get(state)
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_what_withholds_nothing_is_welcome_around(around):
+    params = PARAMS
+    if around is AROUND["lookahead"]:
+        params = optax.LookaheadParams(PARAMS, PARAMS)
+    state = around(ADAM).init(params)
+    assert jaxmp.get_loss_scale(state) == 8
+    grads = jax.tree.map(lambda x: x.at[0].set(jnp.inf), PARAMS)
+    _, state = around(ADAM).update(grads, state, params)
+    assert jaxmp.get_loss_scale(state) == 4
+    assert not jaxmp.last_step_finite(state)
+
+
+@pytest.mark.parametrize("skipping", SKIPPING.values(), ids=SKIPPING)
+def test_inside_it_a_wrapper_that_skips_is_welcome(skipping):
+    tx = jaxmp.loss_scaling(skipping(optax.adam(1.0)), "O1", init_scale=8)
+    grads = jax.tree.map(lambda x: x.at[0].set(jnp.inf), PARAMS)
+    _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    assert jaxmp.get_loss_scale(state) == 4
+    assert not jaxmp.last_step_finite(state)
+    assert jaxmp.get_loss_scale_state(state).skipped == 1
+
+
+def test_an_opaque_sam_withholds_nothing():
+    tx = optax.contrib.sam(ADAM, optax.sgd(0.1), opaque_mode=True)
+    assert jaxmp.get_loss_scale(tx.init(PARAMS)) == 8
+
+
+HIDING = {
+    "optax.zero_nans": optax.zero_nans(),
+    "optax.apply_every": optax.apply_every(2),
+    "optax.apply_if_finite": optax.apply_if_finite(optax.clip(1.0), 9),
+    "optax.MultiSteps": optax.MultiSteps(optax.identity(), 2),
+    "optax.conditionally_mask": optax.conditionally_mask(optax.clip(1.0), every_other),
+}
+
+
+@pytest.mark.parametrize(("name", "hiding"), HIDING.items(), ids=HIDING)
+def test_what_zeroes_gradients_before_the_wrapper_in_a_chain_is_refused(name, hiding):
+    for before in (hiding, optax.chain(optax.clip(1.0), hiding)):
+        state = optax.chain(before, ADAM).init(PARAMS)
+        with pytest.raises(ValueError, match=f"{name}.*Put it inside"):
+            jaxmp.get_loss_scale(state)
+    assert jaxmp.get_loss_scale(optax.chain(ADAM, hiding).init(PARAMS)) == 8
+    inside = jaxmp.dynamic_loss_scale(optax.chain(hiding, optax.sgd(1.0)), init_scale=8)
+    assert jaxmp.get_loss_scale(inside.init(PARAMS)) == 8
+
+
+def test_what_holds_a_hidden_loss_scale_is_looked_into():
+    tx = optax.MultiSteps(ADAM, 2)
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=tx)
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.chain(tx), wrt=nnx.Param)
+    restored = flax.serialization.from_bytes(
+        tx.init(PARAMS), flax.serialization.to_bytes(tx.init(PARAMS))
+    )
+    for holder in (state, state.opt_state, optimizer, {"a": restored}):
+        with pytest.raises(ValueError, match=r"optax\.MultiSteps"):
+            jaxmp.get_loss_scale(holder)
+    with pytest.raises(ValueError, match=r"optax\.MultiSteps"):
+        jax.jit(jaxmp.last_step_finite)(tx.init(PARAMS))
+
+
+# Abstract states
+
+
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_an_abstract_state_gives_abstract_fields(holder):
+    state = jax.eval_shape(holder)
+    scale = jaxmp.get_loss_scale(state)
+    finite = jaxmp.last_step_finite(state)
+    assert scale == jax.ShapeDtypeStruct((), jnp.float32)
+    assert finite == jax.ShapeDtypeStruct((), jnp.bool_)
+    fields = jaxmp.get_loss_scale_state(state)[:-1]
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in fields)
+    with pytest.raises(TypeError, match=r"`check_loss_scale` needs .* values"):
+        jaxmp.check_loss_scale(state)
 
 
 # A stuck run
@@ -495,3 +613,79 @@ def test_a_policy_that_is_none_is_refused():
 def test_any_number_will_do_as_the_first_scale(init_scale):
     state = dynamic(init_scale=init_scale).init(jnp.zeros([]))
     assert (state.loss_scale, state.loss_scale.dtype) == (8, jnp.float32)
+
+
+SCALARS = [np.array(8), np.array(8.0), np.float16(8), jnp.array(8), jnp.array(8.0),
+           jnp.array(8, jnp.bfloat16)]  # fmt: skip
+
+
+@pytest.mark.parametrize("init_scale", SCALARS, ids=repr)
+def test_any_array_of_a_number_will_do_as_a_scale(init_scale):
+    state = dynamic(init_scale=init_scale).init(jnp.zeros([]))
+    assert (state.loss_scale, state.loss_scale.dtype) == (8, jnp.float32)
+    tx = jaxmp.static_loss_scale(optax.sgd(1.0), init_scale)
+    assert scales(tx, [1, 0]) == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [(jnp.array(0.0), ValueError), (np.array(np.nan), ValueError),
+     (jnp.float32(jnp.inf), ValueError), (np.float16(-1), ValueError),
+     (jnp.ones(1), ValueError), (jnp.array(True), TypeError), (8j, TypeError)],
+)  # fmt: skip
+def test_an_array_that_is_no_scale_is_refused(scale, error):
+    for name in ("init_scale", "min_scale", "max_scale"):
+        with pytest.raises(error, match=f"`{name}` must be"):
+            dynamic(**{name: scale})
+    with pytest.raises(error, match="`scale` must be"):
+        jaxmp.static_loss_scale(optax.sgd(1.0), scale)
+
+
+# Injected hyperparameters
+
+
+def injected_run(make, hyperparams, finite):
+    """Runs under jit, with hyperparameters set from outside before the last step."""
+    tx, params = make(), jnp.ones(2)
+    state, update, seen = jax.jit(tx.init)(params), jax.jit(tx.update), []
+    for i, ok in enumerate(finite):
+        if i == len(finite) - 1:
+            state.hyperparams.update(hyperparams)
+        _, state = update(jnp.full(2, 1.0 if ok else jnp.nan), state, params)
+        seen.append(jaxmp.get_loss_scale(state).item())
+    assert jaxmp.last_step_finite(state) == finite[-1]
+    jaxmp.check_loss_scale(state)
+    return seen
+
+
+def test_optax_injects_the_options_of_a_dynamic_scale():
+    def make():
+        inject = optax.inject_hyperparams(jaxmp.dynamic_loss_scale)
+        return inject(optax.sgd(1.0), init_scale=8.0, growth_interval=2)
+
+    assert injected_run(make, {}, [1, 1, 0, 0]) == [8, 16, 8, 4]
+    backoff = {"backoff_factor": jnp.float32(0.25)}
+    assert injected_run(make, backoff, [1, 1, 0, 0]) == [8, 16, 8, 2]
+    patience = {"hysteresis": jnp.int32(2)}
+    assert injected_run(make, patience, [1, 1, 1, 0]) == [8, 16, 16, 16]
+    with pytest.raises(ValueError, match="`init_scale` must be finite and positive"):
+        optax.inject_hyperparams(jaxmp.dynamic_loss_scale)(
+            optax.sgd(1.0), init_scale=-8.0
+        ).init(jnp.ones(2))
+
+
+def test_optax_injects_a_static_scale_and_its_schedule():
+    inject = optax.inject_hyperparams(jaxmp.static_loss_scale)
+    constant = partial(inject, optax.sgd(1.0), 8.0)
+    assert injected_run(constant, {"scale": jnp.float32(4)}, [1, 0, 1]) == [8, 8, 4]
+    rising = partial(inject, optax.sgd(1.0), lambda step: 8.0 * 2**step)
+    assert injected_run(rising, {}, [1, 1, 0]) == [8, 16, 32]
+
+
+def test_injecting_where_options_cannot_be_seen_says_what_to_type():
+    inject = optax.inject_hyperparams(jaxmp.loss_scaling)
+    tx = inject(optax.sgd(1.0), "mixed_float16", init_scale=8.0)
+    with pytest.raises(TypeError, match=r"`jaxmp.loss_scaling\(optax.inject_hyperpar"):
+        tx.init(jnp.ones(2))
+    inside = optax.inject_hyperparams(optax.sgd)(1.0)
+    assert scales(jaxmp.loss_scaling(inside, "O1", init_scale=8), [0]) == [4]

@@ -442,6 +442,94 @@ def test_integer_parameters_keep_their_updates(poison):
     np.testing.assert_array_equal(updates["n"], [0, 0] if poison else [0, 1])
 
 
+KEYS = jax.random.split(jax.random.key(0), 2)
+LEAVES = {
+    "bool": (jnp.array([True, False]), jnp.array([False, False])),
+    "int": (jnp.array([3, -4]), jnp.array([0, 0])),
+    "uint": (jnp.array([3, 4], jnp.uint8), jnp.array([0, 0], jnp.uint8)),
+    "numpy bool": (np.array([True]), np.array([False])),
+    "key": (KEYS, KEYS),
+    "float0": (np.zeros(2, jax.dtypes.float0),) * 2,
+    "complex": (jnp.array([1j]), jnp.array([-0j])),
+    "float8": (jnp.ones(2, jnp.float8_e5m2), -jnp.zeros(2, jnp.float8_e5m2)),
+    "number": (2.5, -0.0),
+    "text": ("adam", "adam"),
+    "none": (None, None),
+}
+
+
+@pytest.mark.parametrize(("update", "zero"), LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("jit", [True, False])
+def test_updates_of_every_kind_pass_and_leave_no_trace(update, zero, jit):
+    # They are what `inner` makes them; `jax.grad` gives floats and float0 only.
+    inner = optax.stateless(lambda u, p: {"w": u["w"], "other": update})
+    tx = jaxmp.dynamic_loss_scale(inner)
+    state = tx.init({"w": jnp.ones(1)})
+    for finite, expected in ((True, update), (False, zero)):
+        with jax.disable_jit(not jit):
+            grads = {"w": jnp.where(finite, jnp.ones(1), jnp.nan)}
+            updates, new_state = tx.update(grads, state)
+        assert new_state.last_finite == finite
+        if isinstance(expected, (str, type(None))):
+            assert updates["other"] == expected
+        else:
+            expected = jax.tree.map(jnp.asarray, expected) if finite or jit else zero
+            assert bits(jnp_tree(updates["other"])) == bits(jnp_tree(expected))
+
+
+def jnp_tree(x):
+    """Returns an array, and leaves what JAX has no arrays of."""
+    is_float0 = getattr(x, "dtype", None) == jax.dtypes.float0
+    return x if is_float0 else jnp.asarray(x)
+
+
+def counting(start, update):
+    """Returns an optimizer of a state that ``update`` changes."""
+    return optax.GradientTransformation(
+        lambda params: start, lambda u, s, p=None: (u, update(s))
+    )
+
+
+STATES = {
+    "text that stays": ({"n": 0, "x": "a"}, lambda s: {**s, "n": s["n"] + 1}),
+    "text that changes": ("a", lambda s: s + "b"),
+    "a number": (0, lambda s: s + 1),
+    "a bool": (True, lambda s: not s),
+    "NumPy": (np.zeros(2), lambda s: s + 1),
+    "None becomes an array": (None, lambda s: jnp.ones(2)),
+    "an array becomes None": (jnp.ones(2), lambda s: None),
+    "a tuple grows": ((), lambda s: (*s, jnp.ones(1))),
+    "a shape changes": (jnp.zeros(()), lambda s: jnp.ones(3)),
+    "a key": (KEYS[0], lambda s: jax.random.fold_in(s, 1)),
+    "float0": (np.zeros(2, jax.dtypes.float0), lambda s: np.zeros(2, s.dtype)),
+}
+
+
+@pytest.mark.parametrize(("start", "update"), STATES.values(), ids=STATES)
+@pytest.mark.parametrize("jit", [True, False])
+def test_inner_states_that_optax_alone_takes_pass_and_are_skipped(start, update, jit):
+    inner, grads = counting(start, update), jnp.ones(2)
+    tx = jaxmp.dynamic_loss_scale(inner)
+    with jax.disable_jit(not jit):
+        _, plain = inner.update(grads, inner.init(grads))
+        _, good = tx.update(grads, tx.init(grads))
+        _, bad = tx.update(grads * jnp.nan, tx.init(grads))
+    for ours, expected in ((good, plain), (bad, start)):
+        ours = ours.inner_state
+        assert jax.tree.structure(ours) == jax.tree.structure(expected)
+        for x, y in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+            assert jnp.shape(x) == jnp.shape(y) if not isinstance(y, str) else x == y
+            if getattr(y, "dtype", None) != jax.dtypes.float0:
+                assert np.all(x == y)
+    assert (good.skipped, bad.skipped) == (0, 1)
+
+
+def test_a_state_that_jit_cannot_skip_is_explained():
+    tx = jaxmp.dynamic_loss_scale(counting(None, lambda s: jnp.ones(2)))
+    with pytest.raises(TypeError, match=r"skipped step could not undo.*\n.*None"):
+        jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))
+
+
 def test_complex_parameters_skip_too():
     params = jnp.array([1j, complex(-0.0, -0.0)])
     tx = jaxmp.dynamic_loss_scale(optax.sgd(0.5))

@@ -16,7 +16,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_jaxpr", "_varying"},
+    {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
     {"_tree", "_op_lists"},
     {"_policy", "_batch", "_replay"},
     {"_mesh"},

@@ -3,6 +3,7 @@
 import itertools
 import pickle
 import re
+import time
 from functools import partial
 from typing import Any
 
@@ -11,13 +12,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
+import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import nnx, struct
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
 
 F16, BF16, F32, F64 = (
     np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)
@@ -87,7 +92,8 @@ def test_the_string_of_a_policy_reads_back(p, c, o, overrides):
 
 
 BAD = {
-    "fp16": "`fp16` in the policy 'fp16'.*Did you mean `f16`",
+    "fp16": "`fp16` in the policy 'fp16'.*Did you mean `mixed_float16`",
+    "c=fp16": "`fp16` in the policy 'c=fp16'.*Did you mean `float16`",
     "float": "`float` in the policy",
     "int8": "`int8` in the policy",
     "": "`` in the policy ''",
@@ -128,7 +134,115 @@ def test_a_bad_override_is_refused(override):
         jaxmp.get_policy("float16").with_overrides(override)
 
 
-@pytest.mark.parametrize("policy", [None, 16, jnp.float16])
+MEANT = {
+    "mixed_float16": "fp16 FP16 float16_mixed f16-mixed mixed_fp16 mixed_f16 mixed-16 "
+    "mixed_half 16-mixed 16 amp AMP apex_amp mixed auto_mixed_precision fp16_full_eval "
+    "16-bit float-16 mix_float16 mixed_float_16",
+    "mixed_bfloat16": "bf16-mixed mixed-bf16 mixed_bf16 bfloat16_mixed mixed_bfloat "
+    "bf16_full_eval bfp16 brain16 amp_bf16",
+    "float32": "fp32 32 32-true mixed_float32 mixed_f32 tf32 float32-true",
+    "float64": "fp64 64-true mixed_float64",
+    "float16": "16-true Float16",
+    "bfloat16": "bf16-true",
+    "O2": "o2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"), [(t, m) for m, texts in MEANT.items() for t in texts.split()]
+)
+def test_a_name_of_another_library_is_answered_by_what_it_means(text, meant):
+    with pytest.raises(ValueError, match=f"Did you mean `{meant}`"):
+        jaxmp.get_policy(text)
+
+
+@given(st.text("fmix_-ploat16bh", max_size=8), st.sampled_from(["mix", "amp"]))
+def test_no_mixed_name_leads_to_sixteen_bit_parameters(rest, word):
+    for text in (rest + word, word + rest, f"p={word}{rest}", f"p={rest}_{word}"):
+        try:
+            jaxmp.get_policy(text)
+        except ValueError as error:
+            found = re.search(r"(?:Did you mean `|get_policy\(\")([^`\"]+)", str(error))
+            if found and found[1] not in ("p", "params", "compute", "output"):
+                assert jaxmp.get_policy(found[1]).param_dtype in (F32, F64), text
+
+
+def test_a_mixed_name_as_a_dtype_is_explained():
+    message = r'whole policy: `get_policy\("mixed_float16"\)`'
+    with pytest.raises(ValueError, match=message):
+        jaxmp.get_policy("p=mixed_float16,c=f16")
+    with pytest.raises(ValueError, match=message):
+        jaxmp.Policy("float16_mixed", "f16", "f32")
+
+
+SPELLINGS = [jnp.float16, np.float16, np.dtype("float16"), ml_dtypes.bfloat16, "f16"]
+TREE = {"w": jnp.ones((2, 2))}
+
+
+@pytest.mark.parametrize("policy", [*SPELLINGS, jmp.get_policy("c=f16")], ids=repr)
+def test_one_spelling_of_a_policy_is_taken_everywhere(policy):
+    named = jaxmp.get_policy(policy)
+    assert jaxmp.get_policy(named) is named
+    half = named.compute_dtype
+    x = jnp.ones((2, 2))
+
+    def seen(x):
+        dtypes.append(x.dtype)
+        return jnp.sum(x.astype(jnp.float32))
+
+    dtypes = []
+    jaxmp.with_policy(seen, policy)(x)
+    jaxmp.value_and_grad(seen, policy)(x)
+    jaxmp.grad(seen, policy)(x)
+    assert {str(d) for d in dtypes} == {str(half)}
+    assert jaxmp.unused_overrides(policy, TREE) == ()
+    state = jaxmp.loss_scaling(optax.sgd(1.0), policy).init(TREE)
+    assert state.loss_scale == (2.0**15 if half == F16 else 1)
+    assert str(half) in jaxmp.audit(jaxmp.autocast(jnp.matmul, policy))(x, x).flops
+    model = nn.Dense(2)
+    variables = model.init(jax.random.key(0), x)
+    apply = jaxmp.linen.with_policy(model, policy)
+    assert apply(variables, x).dtype == named.output_dtype
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    assert jaxmp.nnx.autocast(lambda m, x: m(x), policy)(linear, x).dtype == F32
+    jaxmp.nnx.value_and_grad(lambda m: seen(m.kernel[...]), policy)(linear)
+    assert {str(d) for d in dtypes} == {str(half)}
+
+
+def test_none_is_no_policy():
+    def seen(x):
+        assert x.dtype == F32
+        return x.sum()
+
+    x = jnp.ones((2, 2))
+    jaxmp.value_and_grad(seen, None)(x)
+    assert "bfloat16" in jaxmp.audit(jaxmp.autocast(jnp.matmul, None))(x, x).flops
+    for function in (
+        jaxmp.get_policy,
+        partial(jaxmp.with_policy, seen),
+        partial(jaxmp.loss_scaling, optax.sgd(1.0)),
+        partial(jaxmp.unused_overrides, tree=TREE),
+        partial(jaxmp.linen.with_policy, nn.Dense(2)),
+    ):
+        with pytest.raises(TypeError, match="but got None"):
+            function(None)
+
+
+@pytest.mark.parametrize("dtype", [int, float, jnp.int8, np.dtype("c8"), np.longdouble])
+def test_a_dtype_that_no_policy_has_is_no_policy(dtype):
+    with pytest.raises(ValueError, match="given as the policy must be float16"):
+        jaxmp.get_policy(dtype)
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), [0], np.int64(1), True])
+@pytest.mark.parametrize("function", [jaxmp.value_and_grad, jaxmp.grad])
+def test_argnums_in_the_place_of_the_policy_are_told_apart(function, argnums):
+    message = "second argument .* is the policy.* Pass `argnums="
+    with pytest.raises(TypeError, match=message):
+        function(lambda x: x, argnums)
+
+
+@pytest.mark.parametrize("policy", [None, 16, 1.5, (), jnp.ones(1)])
 def test_what_is_neither_string_nor_policy_is_refused(policy):
     with pytest.raises(TypeError, match="needs a string or a policy"):
         jaxmp.get_policy(policy)
@@ -297,6 +411,113 @@ def test_overrides_match_the_parameters_of_an_nnx_module_by_their_names():
         cast = nnx.state(policy.cast_to_compute(tree))
         assert (cast["scale"].dtype, cast["bias"].dtype) == (F32, BF16)
         assert jaxmp.unused_overrides(policy, tree) == ()
+
+
+# Paths of normalisation parameters as their libraries spell them, and others.
+NORMALISATION = """
+    mlp/~/layer_norm/scale       mlp/~/layer_norm/offset     res/~/batch_norm/offset
+    net/~/instance_norm_1/scale  group_norm/offset           rms_norm/scale
+    layers/0/norm/weight         layers/0/norm1/bias         blocks/1/layer_norm/weight
+    attention/ln_q/weight        bn/bias                     gn1/weight
+    layer_normalization/gamma    batch_normalization_1/beta  group_normalization/gamma
+    unit/LayerNorm_0/gamma       gamma                       block/beta
+    norm/scale/value             norm/bias/value             BatchNorm_0/shift
+"""
+OTHERS = """
+    linear/weight     Dense_0/bias     normal/bias      norm_mlp/kernel  gamma/kernel
+    beta_net/bias     plan/bias        sign/bias        vln/weight       norm/Dense_0/bias
+    scaled/weight     gammas           norm/mean        pre_norm/attention/weight
+"""  # noqa: E501
+
+
+def nested(paths):
+    """Returns a tree with an array at each path, whose last part is its own key."""
+    return {path: jnp.ones(1) for path in paths.split()}
+
+
+def test_o2_knows_the_normalisations_of_every_library():
+    cast = jaxmp.get_policy("O2").cast_to_compute(
+        {**nested(NORMALISATION), **nested(OTHERS)}
+    )
+    assert {p for p, x in cast.items() if x.dtype == F32} == set(NORMALISATION.split())
+
+
+def test_o2_keeps_the_normalisations_of_haiku_equinox_and_nnx():
+    hk, eqx = pytest.importorskip("haiku"), pytest.importorskip("equinox")
+
+    class Block(eqx.Module):
+        norm: eqx.nn.LayerNorm
+        linear: eqx.nn.Linear
+
+    def net(x):
+        x = hk.nets.MLP([2])(hk.LayerNorm(-1, True, True)(x))
+        return hk.BatchNorm(True, True, 0.9)(x, is_training=True)
+
+    def init(key):
+        haiku, _ = hk.transform_with_state(net).init(key, jnp.ones((2, 2)))
+        equinox = Block(eqx.nn.LayerNorm(2), eqx.nn.Linear(2, 2, key=key))
+        norm = nnx.BatchNorm(2, rngs=nnx.Rngs(key))
+        return haiku, equinox, nnx.state({"bn": norm}, nnx.Param)
+
+    trees = eqx.filter_eval_shape(init, jax.random.key(0))
+    for tree, kept in zip(trees, (4, 2, 2), strict=True):
+        cast = jaxmp.get_policy("O2").cast_to_compute(tree)
+        assert sum(x.dtype == F32 for x in jax.tree.leaves(cast)) == kept
+
+
+@pytest.mark.parametrize(
+    "text", ["O2", "p=f32,c=bf16,o=f32,norm=f32", 'c=f16,norm=f32,"head/"=f32,norm=f16']
+)
+def test_the_normalisation_override_is_spelled_by_its_key(text):
+    policy = jaxmp.get_policy(text)
+    for spelled in (str(policy), repr(policy)):
+        assert "(?i)" not in spelled
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert eval(repr(policy), {"get_policy": jaxmp.get_policy}) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_o2_is_called_o2():
+    o2 = jaxmp.get_policy("O2")
+    assert (str(o2), repr(o2)) == ("O2", "get_policy('O2')")
+    assert str(o2.with_output_dtype("f16")) == "p=full,c=f16,o=f16,norm=full"
+    with pytest.raises(ValueError, match="but O2 has overrides"):
+        jaxmp.autocast(jnp.sin, o2)
+
+
+@pytest.mark.parametrize(
+    "part", ["norm", "ln_", "_ln", "norm/", "/ln", "scale", "a", "/", "normal", "bn/b"]
+)
+def test_the_search_for_normalisations_is_linear_in_the_path(part):
+    # A quadratic one takes minutes for each.
+    path = part * (100_000 // len(part)) + "x"
+    start = time.perf_counter()
+    tree = {path: jnp.ones(1), path + "/norm/bias": jnp.ones(1)}
+    cast = jaxmp.get_policy("O2").cast_to_compute(tree)
+    assert time.perf_counter() - start < 5
+    assert [cast[name].dtype for name in tree] == [F16, F32]
+
+
+# Abstract trees
+
+
+@pytest.mark.parametrize("cast", ["cast_to_param", "cast_to_compute", "cast_to_output"])
+def test_an_abstract_tree_is_cast_as_its_arrays_would_be(cast):
+    tree = {
+        "head": {"w": jnp.ones((2, 3))},
+        "body": {"w": jnp.ones(2, jnp.bfloat16), "x": jnp.array(1.0)},
+        "n": jnp.arange(2),
+        "batch_stats": {"mean": jnp.ones(2)},
+        "key": jax.random.key(0),
+        "none": None,
+    }
+    policy = jaxmp.get_policy('p=bf16,c=f16,o=f16,"head/"=f32')
+    cast = getattr(policy, cast)
+    abstract = jax.eval_shape(lambda: tree)
+    assert cast(abstract) == jax.eval_shape(cast, tree)
+    assert policy.cast_to_compute(abstract)["head"] == abstract["head"]
+    assert jaxmp.unused_overrides(policy, abstract) == ()
+    assert jaxmp.unused_overrides('"haed/"=f32', abstract) == ("haed/",)
 
 
 def test_other_output_dtypes_keep_the_overrides():

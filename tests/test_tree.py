@@ -1,10 +1,14 @@
 """Trees: casts, checks and selections, leaf by leaf and for every kind of leaf."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
@@ -64,6 +68,48 @@ def test_no_other_leaf_is_cast(leaf):
 def test_a_leaf_of_the_dtype_is_the_same_object(dtype):
     x = jnp.ones(2, dtype)
     assert jaxmp.cast_tree([x], dtype)[0] is x
+
+
+@pytest.mark.parametrize("name", ["f16", "bf16", "f32", "full", "half", "bfloat16"])
+def test_a_name_is_the_dtype_that_it_is_in_a_policy(name):
+    # NumPy's "f16" has 16 bytes, and its "half" and "f32" are not ours either.
+    expected = jaxmp.get_policy(name).cast_to_param({"w": np.ones(2)})["w"].dtype
+    assert jaxmp.cast_tree({"w": np.ones(2)}, name)["w"].dtype == expected
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [int, float, bool, complex, None, object, np.longdouble, "int8", "f2", "c8", "O",
+     jnp.int32, jnp.complex64, np.dtype("V2"), jnp.ones(1), 16, "floa16"],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("tree", [{}, {"w": np.full(2, 1.75, "f")}], ids=["{}", "w"])
+def test_what_is_no_floating_dtype_is_refused(tree, dtype):
+    with pytest.raises(ValueError, match="`dtype`"):
+        jaxmp.cast_tree(tree, dtype)
+
+
+def test_narrower_floats_are_cast_to_but_are_no_policy():
+    assert jaxmp.cast_tree([jnp.ones(2)], jnp.float8_e5m2)[0].dtype == jnp.float8_e5m2
+    with pytest.raises(ValueError, match="must be float16"):
+        jaxmp.get_policy(jnp.float8_e5m2)
+
+
+def test_an_abstract_array_is_cast_and_keeps_its_sharding():
+    mesh = jax.make_mesh((8,), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+    tree = {
+        "w": jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding),
+        "weak": jax.eval_shape(lambda: jnp.array(1.0)),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+        "key": jax.eval_shape(lambda: KEY),
+    }
+    cast = jaxmp.cast_tree(tree, "f16")
+    assert cast["w"] == jax.ShapeDtypeStruct((8, 2), jnp.float16, sharding=sharding)
+    assert cast["w"].sharding == sharding
+    assert cast["weak"] == jax.eval_shape(lambda: jnp.array(1, jnp.float16))
+    assert (cast["n"], cast["key"]) == (tree["n"], tree["key"])
+    assert jaxmp.cast_tree(cast, "f16")["w"] is cast["w"]
 
 
 # all_finite
@@ -246,8 +292,58 @@ def test_wider_and_complex_gradients_keep_their_dtype():
         (2.0**128, "finite and positive in float32"),
         (1e-39, "finite and positive in float32"),
         (jnp.ones(2), r"`loss_scale` must be a scalar, but has the shape \[2\]"),
+        (np.ones(1), r"`loss_scale` must be a scalar, but has the shape \[1\]"),
+        (np.float32(0), "but is 0.0"),
+        (np.float16(np.inf), "but is inf"),
+        (np.array(np.inf), "but is inf"),
+        (np.array(1e39), "but is 1e"),
+        (np.int64(-1), "but is -1"),
+        (np.array(0), "but is 0"),
+        (jnp.array(-4.0), "but is -4.0"),
+        (jnp.array(jnp.nan), "but is nan"),
+        (jnp.array(jnp.inf, jnp.float16), "but is inf"),
+        (jnp.array(0, jnp.bfloat16), "but is 0.0"),
+        (jnp.int32(0), "but is 0"),
     ],
 )
 def test_a_scale_that_cannot_be_one_is_refused(scale, message):
     with pytest.raises(ValueError, match=message):
         jaxmp.unscale(jnp.ones(2), scale)
+    with pytest.raises(ValueError, match=message):
+        jaxmp.value_and_grad(lambda x: x, loss_scale=scale)
+    with pytest.raises(ValueError, match=message):  # a constant of the jitted function
+        jax.jit(lambda x: jaxmp.unscale(x, scale))(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "scale",
+    ["8", None, [8], 8j, np.bool_(True), jnp.array(True), jnp.array(8j), KEY,
+     jax.ShapeDtypeStruct((), jnp.float32)],
+    ids=repr,
+)  # fmt: skip
+def test_a_scale_that_is_no_number_is_refused(scale):
+    with pytest.raises(TypeError, match="`loss_scale` must be a number"):
+        jaxmp.unscale(jnp.ones(2), scale)
+    with pytest.raises(TypeError, match="`loss_scale` must be a number"):
+        jaxmp.value_and_grad(lambda x: x, loss_scale=scale)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [8, 8.0, np.int8(8), np.float16(8), np.array(8), jnp.array(8), jnp.array(8.0),
+     jnp.array(8, jnp.bfloat16), Fraction(8)],
+    ids=repr,
+)  # fmt: skip
+def test_any_real_number_will_do_as_a_scale(scale):
+    assert jaxmp.unscale(jnp.ones(1), scale) == 0.125
+    assert jaxmp.grad(lambda x: x**2, loss_scale=scale)(3.0) == 6
+    if not isinstance(scale, Fraction):  # which is no argument of a jitted function
+        assert jax.jit(jaxmp.unscale)(jnp.ones(1), scale) == 0.125
+
+
+def test_a_traced_scale_is_not_looked_at():
+    # A check of the value would wait for the device in each step, or fail.
+    jaxpr = jax.make_jaxpr(jaxmp.unscale)(jnp.ones(1), jnp.array(0.0))
+    primitives = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert not primitives & {"pure_callback", "io_callback", "debug_callback"}
+    assert jnp.isinf(jax.jit(jaxmp.unscale)(jnp.ones(1), jnp.array(0.0)))

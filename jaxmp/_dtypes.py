@@ -1,0 +1,94 @@
+"""The names of dtypes, how a dtype is read, and what a wrong name may have meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import jmp
+import numpy as np
+
+# The names of each dtype; the first is the one that str(policy) uses.
+NAMES = {
+    np.dtype(jnp.float16): ("f16", "float16"),
+    np.dtype(jnp.bfloat16): ("bf16", "bfloat16"),
+    np.dtype(jnp.float32): ("full", "f32", "float32"),
+    np.dtype(jnp.float64): ("f64", "float64"),
+}
+DTYPES = {name: dtype for dtype, names in NAMES.items() for name in names}
+
+_NOT_DTYPES = (float, np.floating, np.inexact, np.number, np.generic)
+
+
+def as_dtype(dtype: Any, where: str, *, narrower: bool = False) -> np.dtype:
+    """Normalises a dtype, refusing what is not one of the four.
+
+    With ``narrower`` the floating dtypes of fewer than 16 bits are taken as well.
+    """
+    if isinstance(dtype, str):
+        return parse_dtype(dtype, where)
+    # NumPy reads None, Python's float and the abstract kinds as float64, which nobody
+    # means here, and an array as its dtype.
+    is_dtype = isinstance(dtype, (type, np.dtype))
+    if not is_dtype or any(dtype is kind for kind in _NOT_DTYPES):
+        normal = np.dtype(object)
+    else:
+        normal = np.dtype(dtype)
+    is_narrower = normal.itemsize < 2 and jnp.issubdtype(normal, jnp.floating)
+    if not (normal in NAMES or (narrower and is_narrower)):
+        raise ValueError(
+            f"{where} must be float16, bfloat16, float32 or float64, but is "
+            f"{dtype!r}. Pass for example `jnp.bfloat16`."
+        )
+    return normal
+
+
+def parse_dtype(
+    name: str, where: str, accepted: Iterable[str] = ("half", *DTYPES)
+) -> np.dtype:
+    """Returns the dtype of a name, refusing what is not in the list."""
+    name = name.strip()
+    if name == "half":
+        return np.dtype(jmp.half_dtype())
+    if name in DTYPES:
+        return DTYPES[name]
+    raise ValueError(
+        f"`{name}` in {where} is not a name that jaxmp knows. "
+        f"Expected one of {', '.join(accepted)}.{suggest(name, accepted)}"
+    )
+
+
+def suggest(name: str, accepted: Iterable[str]) -> str:
+    """Says which accepted name was meant, if that can be told."""
+    accepted = list(accepted)
+    spelled = {known.lower(): known for known in accepted}
+    nearest = spelled.get(name.lower()) or _of_other_libraries(name, accepted)
+    if nearest is None:
+        near = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
+        nearest = near[0] if near else None
+    if nearest is None:
+        return ""
+    if nearest not in accepted:
+        return f' `{nearest}` is a whole policy: `get_policy("{nearest}")`.'
+    return f" Did you mean `{nearest}`?"
+
+
+def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
+    """Returns what a name such as ``bf16-mixed``, ``amp`` or ``fp32`` means here.
+
+    The nearest spelling would not do: that of ``float16_mixed`` is ``float16``, which
+    has 16-bit parameters.
+    """
+    name = name.lower()
+    bits = next((bits for bits in ("16", "32", "64") if bits in name), None)
+    if bits is None and "half" in name:
+        bits = "16"
+    is_mixed = any(word in name for word in ("mix", "amp", "auto"))
+    kind = "bfloat" if "b" in name.replace("bit", "") else "float"
+    if bits in ("32", "64"):
+        return f"float{bits}"
+    if is_mixed or (bits and "mixed_float16" in accepted and "true" not in name):
+        return f"mixed_{kind}16"
+    return f"{kind}16" if bits else None
