@@ -35,6 +35,7 @@ from ._version import __version__ as __version__
 if _TYPE_CHECKING:
     from ._activations import activation_gradients as activation_gradients
     from ._audit import DtypeReport as DtypeReport
+    from ._audit import assert_16bit as assert_16bit
     from ._audit import audit as audit
     from ._autocast import autocast as autocast
     from ._autocast import float32_region as float32_region
@@ -46,6 +47,7 @@ if _TYPE_CHECKING:
 _LATER = {
     "activation_gradients": "._activations",
     "DtypeReport": "._audit",
+    "assert_16bit": "._audit",
     "audit": "._audit",
     "autocast": "._autocast",
     "float32_region": "._autocast",

@@ -132,6 +132,19 @@ class DtypeReport:
         wide = sum(n for name, n in self.flops.items() if _is_wide(jnp.dtype(name)))
         return 1 - wide / total if total else 1.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        Examples:
+            >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+            >>> jaxmp.audit(jnp.matmul)(w, w).as_dict()["flops"]
+            {'float32': 1024.0}
+        """
+        fields = dataclasses.asdict(self)
+        for name in ("leaks", "kept", "notes"):
+            fields[name] = list(fields[name])
+        return {"fraction_16bit": self.fraction_16bit, **fields}
+
     def __str__(self) -> str:
         """Renders a table of at most 98 columns."""
         return "\n".join(_lines(self))
@@ -209,6 +222,51 @@ def audit(fun: Callable) -> Callable[..., DtypeReport]:
         return walk.report(residuals)
 
     return audited
+
+
+def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Fails with the whole report unless ``fun`` multiplies matrices in 16 bits only.
+
+    One line of a test keeps float32 from coming back. What :func:`jaxmp.autocast`
+    left in float32 fails as well, since it is as slow as a leak. Where that is wanted
+    (``float32_paths``, ``float32_region``), write
+    ``report = jaxmp.audit(fun)(*args)`` and ``assert not report.leaks, report``.
+
+    Args:
+        fun: Function that JAX can trace. It does not run.
+        *args: Its arguments, as :func:`jaxmp.audit` takes them.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        AssertionError: If a product of ``fun`` is float32 or wider.
+        TypeError: If ``fun`` is not callable.
+
+    Examples:
+        >>> def model(w, x):
+        ...     return jnp.tanh(x @ w) @ w
+        >>> w = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+        >>> jaxmp.assert_16bit(model, w, w)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`assert_16bit` expects a function, but got {type(fun).__name__}. Type "
+            "`assert_16bit(fun, *args)`."
+        )
+    report = audit(fun)(*args, **kwargs)
+    if report.fraction_16bit < 1:
+        name = getattr(fun, "__qualname__", type(fun).__name__)
+        problem = (
+            f"`assert_16bit` expects all matrix products and convolutions of `{name}` "
+            f"in 16 bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
+        )
+        if report.leaks:
+            problem += " Change the lines under `float32 because of`."
+        if report.kept:
+            problem += (
+                " If autocast keeps products in float32 because you said so, type "
+                "`assert not jaxmp.audit(fun)(*args).leaks` instead."
+            )
+        raise AssertionError(f"{textwrap.fill(problem, _WIDTH - 16)}\n\n{report}")
 
 
 def _flattened(
@@ -322,10 +380,11 @@ class _Place(NamedTuple):
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         # JAX traces its own jitted functions once, with the lines of the first caller.
         is_jit = eqn.primitive.name in ("jit", "pjit")
+        trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared
             or (is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)),
-            trips=self.trips * (_jaxpr.trip_count(eqn) or 1),
+            trips=self.trips * (1 if trips is None else trips),
         )
 
 
@@ -404,7 +463,7 @@ class _Walk:
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
         rank, name = 0, f"constant {aval.dtype}{[*aval.shape]}"
-        if aval.size == 1:
+        if aval.size == 1 and not isinstance(value, _jaxpr.Tracer):
             rank, name = 3, _number(value)
         key = ("constant", id(value))
         return _Value(self.cause(rank, key, name, "constant", aval.dtype))
@@ -526,7 +585,7 @@ class _Walk:
         wide_out = any(_is_wide_var(var.aval) for var in eqn.outvars)
         roots = self.roots(eqn, floats, wide, place) if wide or wide_out else 0
         touched = any(value.touched for _, value in floats)
-        if self.recording:
+        if self.recording and place.trips:
             flops = _flops(eqn) * place.trips
             if flops:
                 self.product(eqn, wide, roots, flops, place)
@@ -593,7 +652,9 @@ class _Walk:
         A number that meets an array, or one without a dtype that meets one with, leaves
         its dtype as it was. So does one in the line of an operation on other values.
         """
-        roots = _union([(a, v) for a, v in operands if not isinstance(a, _jaxpr.Literal)])
+        roots = _union(
+            [(a, v) for a, v in operands if not isinstance(a, _jaxpr.Literal)]
+        )
         roots = roots or _union(operands)
         for numbers in reversed(self.ranks[3:]):
             roots = roots & ~numbers or roots
@@ -886,7 +947,8 @@ def _sizes(dtypes: dict[Any, Any]) -> Counter[str]:
     """Adds up the bytes of variables, each in the dtype that is given for it."""
     sizes: Counter[str] = Counter()
     for var, dtype in dtypes.items():
-        sizes[str(dtype)] += var.aval.size * getattr(dtype, "itemsize", 0)
+        # `int`, as shapes may hold NumPy's.
+        sizes[str(dtype)] += int(var.aval.size) * getattr(dtype, "itemsize", 0)
     return sizes
 
 
@@ -904,7 +966,7 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
         yield "float32 because of"
         yield from _table(
             [
-                (f"{leak.share:.1%}", str(leak), _news(leak), _base(leak))
+                (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
                 for leak in report.leaks[:rows]
             ]
         )
@@ -953,12 +1015,6 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
 
 def _base(row: Leak | Kept) -> str:
     return os.path.basename(row.where)
-
-
-def _news(leak: Leak) -> str:
-    """Returns the module, if the path of the argument does not say it already."""
-    inner = leak.module.partition("/")[2]
-    return "" if inner and inner in leak.source else leak.module
 
 
 def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
