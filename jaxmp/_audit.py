@@ -363,14 +363,22 @@ class _Place(NamedTuple):
     def where(self) -> str:
         return f"{self.user[0]}:{self.user[1]}" if self.user else ""
 
-    def of(self, eqn: _jaxpr.JaxprEqn) -> "_Place":
-        """Returns the place of ``eqn`` in these surroundings."""
+    def of(self, eqn: _jaxpr.JaxprEqn, before: "_Place") -> "_Place":
+        """Returns the place of ``eqn`` in these surroundings.
+
+        Some of JAX's own rules for ``grad`` write equations without a line. They
+        belong to the equation before.
+        """
+        scopes = self.scopes + _jaxpr.scope_names(eqn)
         user, author = self.user, self.author
         if not self.shared:
             own = _lines_of(eqn)
             user, author = own if own[0] else (user, own[1] or author)
+            if own == (None, None):
+                user, author = before.user, before.author
+                scopes = before.scopes if scopes == self.scopes else scopes
         return self._replace(
-            scopes=self.scopes + _jaxpr.scope_names(eqn),
+            scopes=scopes,
             user=user,
             author=author,
             backward=self.backward or _jaxpr.is_transposed(eqn),
@@ -379,7 +387,7 @@ class _Place(NamedTuple):
     def inside(self, eqn: _jaxpr.JaxprEqn, jaxpr: Any) -> "_Place":
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         # JAX traces its own jitted functions once, with the lines of the first caller.
-        is_jit = eqn.primitive.name in ("jit", "pjit")
+        is_jit = eqn.primitive.name in ("jit", "pjit", "custom_jvp_call")
         trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared
@@ -389,9 +397,15 @@ class _Place(NamedTuple):
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def _is_everybodys(file: str) -> bool:
     in_stdlib = file.startswith(_STDLIB) and "-packages" not in file
-    return not (in_stdlib or file.startswith((_JAX, _OWN)) or _LIBRARIES.search(file))
+    return in_stdlib or file.startswith(_JAX) or file == __file__
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    is_library = file.startswith(_OWN) or _LIBRARIES.search(file)
+    return not (_is_everybodys(file) or is_library)
 
 
 def _caller() -> Any:
@@ -406,7 +420,7 @@ def _lines_of(eqn: _jaxpr.JaxprEqn) -> tuple[Any, Any]:
     """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
     author = None
     for frame in _jaxpr.frames(eqn):
-        if not frame[0].startswith(_JAX):
+        if not _is_everybodys(frame[0]):
             author = author or frame
             if _is_users(frame[0]):
                 return frame, author
@@ -504,8 +518,9 @@ class _Walk:
                 return self.number(atom, place)
             return env[atom]
 
+        place = around
         for eqn in body.eqns:
-            place = around.of(eqn)
+            place = around.of(eqn, before=place)
             ins = [read(atom, place) for atom in eqn.invars]
             if eqn.primitive.name in CALLS:
                 outs = self.call(eqn, ins, place)
@@ -652,10 +667,8 @@ class _Walk:
         A number that meets an array, or one without a dtype that meets one with, leaves
         its dtype as it was. So does one in the line of an operation on other values.
         """
-        roots = _union(
-            [(a, v) for a, v in operands if not isinstance(a, _jaxpr.Literal)]
-        )
-        roots = roots or _union(operands)
+        arrays = [(a, v) for a, v in operands if not isinstance(a, _jaxpr.Literal)]
+        roots = _union(arrays or operands)
         for numbers in reversed(self.ranks[3:]):
             roots = roots & ~numbers or roots
         return roots
