@@ -254,7 +254,7 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
         )
     report = audit(fun)(*args, **kwargs)
     if report.fraction_16bit < 1:
-        name = getattr(fun, "__qualname__", type(fun).__name__)
+        name = getattr(fun, "__name__", type(fun).__name__)
         problem = (
             f"`assert_16bit` expects all matrix products and convolutions of `{name}` "
             f"in 16 bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
