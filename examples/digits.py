@@ -10,8 +10,10 @@ The data are scikit-learn's scanned digits, so nothing is downloaded. `--data ci
 import dataclasses
 import math
 import os
+import shlex
 import statistics
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -224,6 +226,34 @@ def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:
     return checkpoints
 
 
+def restore(checkpoints: ocp.CheckpointManager, config: Config, state: State) -> State:
+    """Restores the newest checkpoint, or says how to go on without it."""
+    *before, newest = sorted(checkpoints.all_steps())
+    # One structure under every policy, so that any run can go on as any.
+    target = ocp.args.StandardRestore(state)
+    try:
+        return cast(State, checkpoints.restore(newest, args=target))
+    except Exception as error:  # of what kind, depends on which file is damaged
+        # Only the newest goes, and only by the user's hand: it may be worth mending.
+        path = Path(str(config.checkpoint_dir), str(newest))
+        reason = " ".join(str(error).split())[:200]
+        problem = (
+            f"The checkpoint `{path}` cannot be restored: it is damaged, or of another "
+            f"model ({type(error).__name__}: {reason})."
+        )
+        cure = (
+            f"To go on from step {before[-1]}, type"
+            if before
+            else ("There is no other. To begin again, type")
+        )
+        command = f"    rm -r {shlex.quote(str(path))}"
+        sys.exit(
+            "\n".join(
+                [*textwrap.wrap(problem, 98), cure, command, "and run the same again."]
+            )
+        )
+
+
 def make_mesh(devices: int) -> Mesh:
     """Lines up the devices, or as many CPU devices where there are too few."""
     found = jax.devices()
@@ -246,9 +276,7 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
     if checkpoints and config.resume:
         newest = checkpoints.latest_step()
         if newest is not None:
-            # One structure under every policy, so that any run can go on as any.
-            target = ocp.args.StandardRestore(state)
-            state = cast(State, checkpoints.restore(newest, args=target))
+            state = restore(checkpoints, config, state)
         where = "the start" if newest is None else f"step {newest}"
         progress.console.print(f"{config.policy} goes on from {where}")
 
