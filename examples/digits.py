@@ -13,7 +13,6 @@ import os
 import shlex
 import statistics
 import sys
-import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -234,23 +233,14 @@ def restore(checkpoints: ocp.CheckpointManager, config: Config, state: State) ->
     try:
         return cast(State, checkpoints.restore(newest, args=target))
     except Exception as error:  # of what kind, depends on which file is damaged
-        # Only the newest goes, and only by the user's hand: it may be worth mending.
         path = Path(str(config.checkpoint_dir), str(newest))
-        reason = " ".join(str(error).split())[:200]
-        problem = (
-            f"The checkpoint `{path}` cannot be restored: it is damaged, or of another "
-            f"model ({type(error).__name__}: {reason})."
-        )
-        cure = (
-            f"To go on from step {before[-1]}, type"
-            if before
-            else ("There is no other. To begin again, type")
-        )
-        command = f"    rm -r {shlex.quote(str(path))}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        on = f"go on from step {before[-1]}" if before else "begin again"
+        # By the user's hand, for it may be worth mending.
         sys.exit(
-            "\n".join(
-                [*textwrap.wrap(problem, 98), cure, command, "and run the same again."]
-            )
+            f"The checkpoint of step {newest}, `{path}`, cannot be restored: it is "
+            f"damaged, or of another model ({reason}). To {on}, delete it and run the "
+            f"same command once more:\n    rm -r {shlex.quote(str(path))}"
         )
 
 
