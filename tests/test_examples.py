@@ -1,5 +1,6 @@
 """The examples teach what they say, and a killed run goes on as if it had not been."""
 
+import gc
 import gzip
 import io
 import os
@@ -277,6 +278,23 @@ DAMAGES = {
 }
 
 
+# What is left of a restore that failed, Orbax's event loop, is collected at once, lest
+# it warn in a later test.
+left_by_orbax = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+
+
+def refusal_to_resume(folder):
+    with pytest.raises(SystemExit) as stopped:
+        run(checkpoint_dir=folder, resume=True, **KILLED)
+    message = str(stopped.value)
+    del stopped
+    gc.collect()
+    return message
+
+
+@left_by_orbax
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     small, killed, tmp_path, damage
@@ -284,36 +302,34 @@ def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     folder = copy_of(killed, tmp_path)
     damage(folder / "6")
     before = sorted(path for path in folder.rglob("*"))
-    with pytest.raises(SystemExit) as stopped:
-        run(checkpoint_dir=folder, resume=True, **KILLED)
-    message = str(stopped.value)
+    message = refusal_to_resume(folder)
     assert f"step 6, `{folder / '6'}`, cannot be restored: it is damaged" in message
     assert "To go on from step 5, delete it and run the same command" in message
     assert sorted(path for path in folder.rglob("*")) == before
 
 
+@left_by_orbax
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     small, killed, tmp_path
 ):
     folder = copy_of(killed, tmp_path / "my run")
     DAMAGES["truncated numbers"](folder / "6")
-    with pytest.raises(SystemExit) as stopped:
-        run(checkpoint_dir=folder, resume=True, **KILLED)
-    (command,) = re.findall("^    (rm .*)$", str(stopped.value), re.M)
+    message = refusal_to_resume(folder)
+    (command,) = re.findall("^    (rm .*)$", message, re.M)
     subprocess.run(command, shell=True, check=True)
     resumed, printed = run(checkpoint_dir=folder, resume=True, **KILLED)
     assert "goes on from step 5" in printed
     assert resumed.state.step == 10
 
 
+@left_by_orbax
 def test_where_the_only_checkpoint_is_damaged_the_run_begins_again(
     small, killed, tmp_path
 ):
     folder = copy_of(killed, tmp_path)
     shutil.rmtree(folder / "5")
     DAMAGES["empty folder"](folder / "6")
-    with pytest.raises(SystemExit, match="To begin again, delete it"):
-        run(checkpoint_dir=folder, resume=True, **KILLED)
+    assert "To begin again, delete it" in refusal_to_resume(folder)
 
 
 def test_a_checkpoint_that_was_being_written_is_passed_over(killed, tmp_path):
