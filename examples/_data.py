@@ -200,7 +200,9 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         order = state[1]
         order = order.decode() if isinstance(order, bytes) else order
-        self.dtype = self.dtype.newbyteorder(order)
+        if order not in ("<", ">", "|", "="):
+            raise _NotABatchError(f"expected numbers, but found the byte order {order}")
+        self.dtype = np.dtype(f"{order}{self.dtype.str[1:]}")
 
 
 class _Array:
