@@ -1,9 +1,10 @@
 """The data of the examples: scanned digits, or CIFAR-10 from its Python batches."""
 
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import sklearn.datasets
@@ -110,7 +111,9 @@ def _load_cifar10_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     advice = f"Unpack {CIFAR10_URL} into D and pass `--data-dir D`."
     if not path.is_file():
         looked = path.parent if path.parent.is_dir() else path.parent.parent
-        if looked.is_dir():
+        if path.is_dir():
+            found = "it is a folder"
+        elif looked.is_dir():
             found = ", ".join(sorted(p.name for p in looked.iterdir())) or "nothing"
             found = f"`{looked}` holds {found}"
         else:
@@ -118,19 +121,117 @@ def _load_cifar10_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise FileNotFoundError(
             f"CIFAR-10 needs the file `{path}`, but {found}. {advice}"
         )
-    problem = f"`{path}` ({path.stat().st_size:,} bytes) is not a whole CIFAR-10 batch"
-    advice = f"The file may have been cut short. {advice}"
     try:
         with path.open("rb") as file:
-            batch = pickle.load(file, encoding="bytes")  # only what you trust
-        data, labels = batch[b"data"], np.asarray(batch[b"labels"], np.int32)
-    except (EOFError, KeyError, TypeError, ValueError, pickle.UnpicklingError) as error:
+            return _images_and_labels(_DataUnpickler(file, encoding="bytes").load())
+    except Exception as error:  # a damaged pickle may raise any
+        reason = str(error)
+        if not isinstance(error, _NotABatchError):
+            reason = f"{type(error).__name__}: {reason}"
+        reason = "".join(c if c.isprintable() else "?" for c in reason[:300])
         raise ValueError(
-            f"{problem}: {type(error).__name__}: {error}. {advice}"
+            f"`{path}` ({path.stat().st_size:,} bytes) is not a whole CIFAR-10 batch: "
+            f"{reason}. The file may have been cut short, or be another one. {advice}"
         ) from error
-    if data.dtype != np.uint8 or data.shape != (len(labels), 3072):
-        raise ValueError(
-            f"{problem}: expected uint8[{len(labels)}, 3072] for its {len(labels)} "
-            f"labels, but found {data.dtype}{list(data.shape)}. {advice}"
+
+
+class _NotABatchError(ValueError):
+    """What a file holds in place of a batch, in words."""
+
+
+def _images_and_labels(batch: Any) -> tuple[np.ndarray, np.ndarray]:
+    if not isinstance(batch, dict):
+        raise _NotABatchError(f"expected a dict, but found a {type(batch).__name__}")
+    # Python 2 wrote its keys as bytes; whoever saved it again may have strings.
+    batch = {k.decode() if isinstance(k, bytes) else k: v for k, v in batch.items()}
+    missing = {"data", "labels"} - batch.keys()
+    if missing:
+        raise _NotABatchError(
+            f"expected `data` and `labels`, but found {', '.join(map(str, batch))}"
         )
-    return data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
+    labels, data = (
+        x.array if isinstance(x, _Array) else x
+        for x in (batch["labels"], batch["data"])
+    )
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or labels.dtype.kind not in "iu" or not labels.size:
+        raise _NotABatchError(
+            "expected a list of integers as `labels`, but found "
+            f"{labels.dtype}{[*labels.shape]}"
+        )
+    if labels.min() < 0 or labels.max() > 9:
+        raise _NotABatchError(
+            f"expected labels from 0 to 9, but found {labels.min()} to {labels.max()}"
+        )
+    if not isinstance(data, np.ndarray):
+        found = f"a {type(data).__name__}"
+    else:
+        found = f"{data.dtype}{[*data.shape]}"
+    if found != f"uint8[{len(labels)}, 3072]":
+        raise _NotABatchError(
+            f"expected uint8[{len(labels)}, 3072] for its {len(labels)} labels, but "
+            f"found {found}"
+        )
+    images = data.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return images, labels.astype(np.int32)
+
+
+# A pickle is a program, and NumPy trusts it as well: a made-up dtype can point into
+# memory. So nothing of NumPy's own is called, and all that a file brings are numbers.
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Reads arrays of numbers in lists and dicts, and runs no code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("numpy._core.", "numpy.core.")  # from NumPy 2 on
+        if f"{module}.{name}" not in _STAND_INS:
+            raise _NotABatchError(f"expected numbers, but found `{module}.{name}`")
+        return _STAND_INS[f"{module}.{name}"]
+
+
+class _Dtype:
+    def __init__(self, name: Any, *_: Any):
+        name = name.decode() if isinstance(name, bytes) else name
+        if not re.fullmatch("[iuf][1248]", name):
+            raise _NotABatchError(f"expected numbers, but found the dtype `{name}`")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        order = state[1]
+        order = order.decode() if isinstance(order, bytes) else order
+        if order not in ("<", ">", "|", "="):
+            raise _NotABatchError(f"expected numbers, but found the byte order {order}")
+        self.dtype = np.dtype(f"{order}{self.dtype.str[1:]}")
+
+
+class _Array:
+    def __init__(self, *_: Any):
+        self.array = np.zeros(0)  # until its state is set
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, data = state
+        array = np.frombuffer(data, dtype.dtype)
+        self.array = array.reshape(shape, order="F" if is_fortran else "C")
+
+
+def _array_of_buffer(buffer: Any, dtype: Any, shape: Any, order: str) -> _Array:
+    array = _Array()
+    array.__setstate__((1, shape, dtype, order == "F", buffer))
+    return array
+
+
+def _bytes_of(text: str, _: str) -> bytes:
+    return text.encode("latin1")  # how Python 3 writes bytes for Python 2
+
+
+_STAND_INS = {
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": _Array,
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy.core.multiarray.scalar": lambda dtype, data: np.frombuffer(
+        data, dtype.dtype
+    )[0],
+    "numpy.core.numeric._frombuffer": _array_of_buffer,
+    "_codecs.encode": _bytes_of,
+}

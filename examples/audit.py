@@ -60,16 +60,16 @@ def main(args: Args) -> None:
     console = Console()
 
     console.rule("[bold]nn.LayerNorm()")
-    console.print(Text(str(audit(args, norm_dtype=None))))
+    console.print(Text(str(audit(args, norm_dtype=None))), soft_wrap=True)
 
     console.print()
     console.rule("[bold]nn.LayerNorm(dtype=jnp.bfloat16)")
     console.print("The scale and the statistics stay float32, the result does not.\n")
     report = audit(args, norm_dtype=jnp.bfloat16)
-    console.print(Text(str(report)))
+    console.print(Text(str(report)), soft_wrap=True)
 
     console.print("\nKeep it so, in a test:")
-    console.print("    assert report.fraction_16bit == 1 and not report.leaks")
+    console.print("    jaxmp.assert_16bit(jax.grad(loss), variables, x)")
     assert report.fraction_16bit == 1
     assert not report.leaks
 

@@ -10,6 +10,7 @@ The data are scikit-learn's scanned digits, so nothing is downloaded. `--data ci
 import dataclasses
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -224,6 +225,25 @@ def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:
     return checkpoints
 
 
+def restore(checkpoints: ocp.CheckpointManager, config: Config, state: State) -> State:
+    """Restores the newest checkpoint, or says how to go on without it."""
+    *before, newest = sorted(checkpoints.all_steps())
+    # One structure under every policy, so that any run can go on as any.
+    target = ocp.args.StandardRestore(state)
+    try:
+        return cast(State, checkpoints.restore(newest, args=target))
+    except Exception as error:  # of what kind, depends on which file is damaged
+        path = Path(str(config.checkpoint_dir), str(newest))
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        on = f"go on from step {before[-1]}" if before else "begin again"
+        # By the user's hand, for it may be worth mending.
+        sys.exit(
+            f"The checkpoint of step {newest}, `{path}`, cannot be restored: it is "
+            f"damaged, or of another model ({reason}). To {on}, delete it and run the "
+            f"same command once more:\n    rm -r {shlex.quote(str(path))}"
+        )
+
+
 def make_mesh(devices: int) -> Mesh:
     """Lines up the devices, or as many CPU devices where there are too few."""
     found = jax.devices()
@@ -246,9 +266,7 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
     if checkpoints and config.resume:
         newest = checkpoints.latest_step()
         if newest is not None:
-            # One structure under every policy, so that any run can go on as any.
-            target = ocp.args.StandardRestore(state)
-            state = cast(State, checkpoints.restore(newest, args=target))
+            state = restore(checkpoints, config, state)
         where = "the start" if newest is None else f"step {newest}"
         progress.console.print(f"{config.policy} goes on from {where}")
 

@@ -44,6 +44,7 @@ __all__ = [
     "RecordRangesState",
     "activation_gradients",
     "all_finite",
+    "assert_16bit",
     "audit",
     "autocast",
     "cast_tree",
@@ -74,6 +75,7 @@ if _typing.TYPE_CHECKING:
     from ._audit import DtypeReport as DtypeReport
     from ._audit import Kept as Kept
     from ._audit import Leak as Leak
+    from ._audit import assert_16bit as assert_16bit
     from ._audit import audit as audit
     from ._autocast import autocast as autocast
     from ._autocast import float32_region as float32_region
@@ -87,6 +89,7 @@ _LATER = {
     "DtypeReport": "._audit",
     "Kept": "._audit",
     "Leak": "._audit",
+    "assert_16bit": "._audit",
     "audit": "._audit",
     "autocast": "._autocast",
     "float32_region": "._autocast",

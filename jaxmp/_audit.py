@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import re
+import sys
 import sysconfig
 import textwrap
 from collections import Counter
@@ -52,7 +53,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
-    r"[/\\]site-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]"
+    r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]"
     r"|^<frozen"
 )
 
@@ -63,12 +64,16 @@ class Leak:
 
     Attributes:
         source: The argument's path, the constant, or the operation that casts.
-        kind: ``"argument"``, ``"constant"`` or ``"cast"``.
+        kind: ``"argument"``, ``"constant"``, ``"cast"`` or, where an operation that
+            JAX alone knows made it float32, ``"unknown"``.
         dtype: The dtype that ``source`` brought in.
         meets_16bit: Whether it turned 16-bit work into float32; if not, nothing that
             it meets was 16-bit to begin with.
         module: Named scopes (Linen module path) where that happened.
-        where: The line of the caller's code, ``file:line``.
+        where: The line of the caller's code, ``file:line``. For a number in the code it
+            is the line where the number stands, also if it is handed on from there to
+            a jitted function. Where all the code is a library's, the line that called
+            the audit.
         flops: FLOPs of the products that are float32 on its account. Two causes of
             one product both count it.
         share: ``flops`` as a share of all the FLOPs.
@@ -92,6 +97,8 @@ class Leak:
 
     def __str__(self) -> str:
         """Says what happened, without place and size."""
+        if self.kind == "unknown":
+            return self.source
         if self.kind == "cast":
             return f"{self.source} from 16-bit to {self.dtype}"
         source = f"{self.source} ({self.dtype})"
@@ -158,6 +165,19 @@ class DtypeReport:
         wide = sum(n for name, n in self.flops.items() if _is_wide(jnp.dtype(name)))
         return 1 - wide / total if total else 1.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        Examples:
+            >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+            >>> jaxmp.audit(jnp.matmul)(w, w).as_dict()["flops"]
+            {'float32': 1024.0}
+        """
+        fields = dataclasses.asdict(self)
+        for name in ("leaks", "kept", "notes"):
+            fields[name] = list(fields[name])
+        return {"fraction_16bit": self.fraction_16bit, **fields}
+
     def __str__(self) -> str:
         """Renders a table of at most 98 columns."""
         return "\n".join(_lines(self))
@@ -175,10 +195,14 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       counted.
     * **Leaks**: each float32 product is charged to the float32 arguments and array
       constants that reach it through float32 values; if there are none, to the casts
-      from 16 bits; if there are none either, to arrays made in float32. A scalar
-      constant is charged only where it meets a 16-bit array itself. Float32 work that
-      never reaches a product (softmax, normalisation, loss) is no leak. A backward
-      product has the causes of the forward products of its line and module.
+      from 16 bits; if there are none either, to arrays made in float32; and at the
+      very last to numbers. A number is charged before all others where it meets a
+      16-bit array itself, here or in a jitted function that it is handed to; one that
+      meets other float32 values changes nothing. Float32 work that never reaches a
+      product (softmax, normalisation, loss) is no leak. A backward product has the
+      causes of the forward products of its line and module. No float32 product is
+      without a cause: below 1, ``report.fraction_16bit`` has its reasons in
+      ``report.leaks`` or ``report.kept``.
     * **Residuals**: if ``fun`` computes gradients, what its forward passes hand to
       its backward passes; otherwise, what differentiating it with respect to all its
       floating arguments would keep.
@@ -220,13 +244,58 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             walk.argument(name, var.aval)
             for name, var in zip(names, body.invars, strict=True)
         ]
-        walk.run(jaxpr, inputs, _Place())
+        walk.run(jaxpr, inputs, _Place(user=_caller()))
         residuals = _handed_over(jaxpr)
         if residuals is None:
             residuals = _would_keep(flat, leaves)
         return walk.report(residuals)
 
     return audited
+
+
+def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
+    """Fails with the whole report unless ``fun`` multiplies matrices in 16 bits only.
+
+    One line of a test keeps float32 from coming back. What :func:`jaxmp.autocast`
+    left in float32 fails as well, since it is as slow as a leak. Where that is wanted
+    (``float32_paths``, ``float32_region``), write
+    ``report = jaxmp.audit(fun)(*args)`` and ``assert not report.leaks, report``.
+
+    Args:
+        fun: Function that JAX can trace. It does not run.
+        *args: Its arguments, as :func:`jaxmp.audit` takes them.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        AssertionError: If a product of ``fun`` is float32 or wider.
+        TypeError: If ``fun`` is not callable.
+
+    Examples:
+        >>> def model(w, x):
+        ...     return jnp.tanh(x @ w) @ w
+        >>> w = jax.ShapeDtypeStruct((8, 8), jnp.bfloat16)
+        >>> jaxmp.assert_16bit(model, w, w)
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`assert_16bit` expects a function, but got {type(fun).__name__}. Type "
+            "`assert_16bit(fun, *args)`."
+        )
+    report = audit(fun)(*args, **kwargs)
+    if report.fraction_16bit < 1:
+        name = getattr(fun, "__name__", type(fun).__name__)
+        problem = (
+            f"`assert_16bit` expects all matrix products and convolutions of `{name}` "
+            f"in 16 bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
+        )
+        if report.leaks:
+            problem += " Change the lines under `float32 because of`."
+        if report.kept:
+            problem += (
+                " If autocast keeps products in float32 because you said so, type "
+                "`assert not jaxmp.audit(fun)(*args).leaks` instead."
+            )
+        raise AssertionError(f"{textwrap.fill(problem, _WIDTH - 16)}\n\n{report}")
 
 
 def _flattened(
@@ -294,6 +363,7 @@ class _Cause:
     kind: str
     dtype: str
     place: Any = None  # (module, where) of the first meeting
+    stays: bool = False  # in that place, wherever it meets something
     meets_16bit: bool = False
     flops: float = 0.0
 
@@ -323,14 +393,22 @@ class _Place(NamedTuple):
     def where(self) -> str:
         return f"{self.user[0]}:{self.user[1]}" if self.user else ""
 
-    def of(self, eqn: _jaxpr.JaxprEqn) -> "_Place":
-        """Returns the place of ``eqn`` in these surroundings."""
+    def of(self, eqn: _jaxpr.JaxprEqn, before: "_Place") -> "_Place":
+        """Returns the place of ``eqn`` in these surroundings.
+
+        Some of JAX's own rules for ``grad`` write equations without a line. They
+        belong to the equation before.
+        """
+        scopes = self.scopes + _jaxpr.scope_names(eqn)
         user, author = self.user, self.author
         if not self.shared:
             own = _lines_of(eqn)
             user, author = own if own[0] else (user, own[1] or author)
+            if own == (None, None):
+                user, author = before.user, before.author
+                scopes = before.scopes if scopes == self.scopes else scopes
         return self._replace(
-            scopes=self.scopes + _jaxpr.scope_names(eqn),
+            scopes=scopes,
             user=user,
             author=author,
             backward=self.backward or _jaxpr.is_transposed(eqn),
@@ -339,27 +417,42 @@ class _Place(NamedTuple):
     def inside(self, eqn: _jaxpr.JaxprEqn, jaxpr: Any) -> "_Place":
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         # JAX traces its own jitted functions once, with the lines of the first caller.
-        is_jit = eqn.primitive.name in ("jit", "pjit")
+        is_jit = eqn.primitive.name in ("jit", "pjit", "custom_jvp_call")
+        trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared
             or (is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)),
-            trips=self.trips * (_jaxpr.trip_count(eqn) or 1),
+            trips=self.trips * (1 if trips is None else trips),
             opaque=self.opaque
             or ("" if eqn.primitive.name in CALLS else eqn.primitive.name),
         )
 
 
 @functools.cache
+def _is_everybodys(file: str) -> bool:
+    in_stdlib = file.startswith(_STDLIB) and "-packages" not in file
+    return in_stdlib or file.startswith(_JAX) or file == __file__
+
+
+@functools.cache
 def _is_users(file: str) -> bool:
-    in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
-    return not (in_stdlib or file.startswith((_JAX, _OWN)) or _LIBRARIES.search(file))
+    is_library = file.startswith(_OWN) or _LIBRARIES.search(file)
+    return not (_is_everybodys(file) or is_library)
+
+
+def _caller() -> Any:
+    """Returns the innermost running frame outside all libraries, as JAX's frames."""
+    frame = sys._getframe()
+    while frame and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame and (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
 
 
 def _lines_of(eqn: _jaxpr.JaxprEqn) -> tuple[Any, Any]:
     """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
     author = None
     for frame in _jaxpr.frames(eqn):
-        if not frame[0].startswith(_JAX):
+        if not _is_everybodys(frame[0]):
             author = author or frame
             if _is_users(frame[0]):
                 return frame, author
@@ -374,8 +467,9 @@ class _Walk:
         self.causes: list[_Cause] = []
         self.index: dict[Any, int] = {}  # of a cause, by what tells it from others
         # Causes are charged in this order: arguments, array constants and whatever
-        # was seen to promote; casts; arrays and numbers made in float32.
-        self.ranks = [0, 0, 0]
+        # was seen to promote; casts; arrays made in float32; float32 numbers; numbers
+        # without a dtype of their own.
+        self.ranks = [0, 0, 0, 0, 0]
         self.placed = 0  # causes of which it is known where they matter
         self.met = 0  # those that have met something 16-bit
         self.forward: dict[Any, int] = {}  # causes of forward products, by place
@@ -394,8 +488,10 @@ class _Walk:
     def settle(self, causes: int, place: _Place, *, meets_16bit: bool) -> None:
         """Remembers where causes first met something else, at best 16-bit."""
         for bit in _bits(causes & ~(self.met if meets_16bit else self.placed)):
-            self.causes[bit].place = (place.module, place.where)
-            self.causes[bit].meets_16bit = meets_16bit
+            cause = self.causes[bit]
+            if not cause.stays:
+                cause.place = (place.module, place.where)
+            cause.meets_16bit = meets_16bit
         self.placed |= causes
         self.met |= causes if meets_16bit else 0
 
@@ -413,10 +509,33 @@ class _Walk:
         if not _is_wide_var(aval):
             return _Value(touched=_is_narrow_var(aval))
         rank, name = 0, f"constant {aval.dtype}{[*aval.shape]}"
-        if aval.size == 1:
-            rank, name = 2, _number(value)
+        if aval.size == 1 and not isinstance(value, _jaxpr.Tracer):
+            rank, name = 3, _number(value)
         key = ("constant", id(value))
         return _Value(self.cause(rank, key, name, "constant", aval.dtype))
+
+    def number(self, literal: _jaxpr.Literal, place: _Place) -> _Value:
+        """Returns what is known of a number that stands in the code."""
+        aval = _aval(literal)
+        if not _is_wide_var(aval):
+            return _Value()  # and no 16-bit work: a bare number is none
+        text = _number(literal.val)
+        # What JAX's own functions compute with is nobody's mistake either.
+        weak = place.shared or getattr(aval, "weak_type", False)
+        key = ("number", text, weak, place.module, place.where)
+        root = self.cause(4 if weak else 3, key, text, "constant", aval.dtype)
+        cause = self.causes[root.bit_length() - 1]
+        cause.place, cause.stays = (place.module, place.where), True
+        return _Value(root)
+
+    def unknown(self, place: _Place, name: str, aval: Any) -> int:
+        """Returns the bit of a float32 value of which nothing is known."""
+        at = os.path.basename(place.where) or name
+        source = f"{aval.dtype} of unknown origin at {at}"
+        key = ("unknown", source, place.module, place.where)
+        root = self.cause(2, key, source, "unknown", aval.dtype)
+        self.settle(root, place, meets_16bit=False)
+        return root
 
     def run(self, jaxpr: Any, inputs: Sequence[_Value], around: _Place) -> list[_Value]:
         """Walks a jaxpr and returns what is known of its outputs."""
@@ -426,15 +545,15 @@ class _Walk:
             zip([*body.constvars, *body.invars], [*consts, *inputs], strict=True)
         )
 
-        def read(atom):
+        def read(atom, place):
             if isinstance(atom, _jaxpr.Literal):
-                # A number in the code counts only where it meets 16 bits itself.
-                return self.constant(atom.val) if np.size(atom.val) > 1 else _Value()
+                return self.number(atom, place)
             return env[atom]
 
+        place = around
         for eqn in body.eqns:
-            place = around.of(eqn)
-            ins = [read(atom) for atom in eqn.invars]
+            place = around.of(eqn, before=place)
+            ins = [read(atom, place) for atom in eqn.invars]
             if eqn.primitive.name in CALLS:
                 outs = self.call(eqn, ins, place)
             elif eqn.primitive.name != "pallas_call" and any(_jaxpr.sub_jaxprs(eqn)):
@@ -442,9 +561,13 @@ class _Walk:
             else:
                 outs = self.operation(eqn, ins, place)
             for var, out in zip(eqn.outvars, outs, strict=True):
-                known = _Value(touched=_is_narrow_var(var.aval))
-                env[var] = out if _is_wide_var(var.aval) else known
-        return [read(atom) for atom in body.outvars]
+                if not _is_wide_var(var.aval):
+                    out = _Value(touched=_is_narrow_var(var.aval))
+                elif not out.roots:
+                    roots = self.unknown(place, eqn.primitive.name, var.aval)
+                    out = out._replace(roots=roots)
+                env[var] = out
+        return [read(atom, around) for atom in body.outvars]
 
     def call(
         self, eqn: _jaxpr.JaxprEqn, ins: list[_Value], place: _Place
@@ -509,18 +632,22 @@ class _Walk:
         wide_out = any(_is_wide_var(var.aval) for var in eqn.outvars)
         roots = self.roots(eqn, floats, wide, place) if wide or wide_out else 0
         touched = any(value.touched for _, value in floats)
-        if self.recording:
+        if self.recording and place.trips:
             flops = _flops(eqn) * place.trips
             if flops:
                 self.product(eqn, wide, roots, flops, place)
             elif wide_out and AUTOCAST_SCOPE in place.scopes:
                 self.keep(eqn, 0.0, place)
 
-        cast_at = None
+        cast_at, here = None, (place.instruction, place.author)
+        arrays = [v for a, v in wide if not isinstance(a, _jaxpr.Literal)]
         if name == "convert_element_type" and floats and not wide:
-            cast_at = (place.instruction, place.author)
+            cast_at = here
         elif name in VIEWS and len(floats) == 1:
             cast_at = floats[0][1].cast_at
+        elif arrays and all(value.cast_at == here for value in arrays):
+            # Still inside the call that widened them, if no other cause was found.
+            cast_at = here if roots == self.strongest(wide) else None
         return [_Value(roots, touched, cast_at)] * len(eqn.outvars)
 
     def roots(
@@ -536,15 +663,20 @@ class _Walk:
         for atom, value in wide:
             here = value.cast_at and value.cast_at[0] == place.instruction
             (widened if here else others).append((atom, value))
-        roots = _union(others or wide)
-        if widened and others and not roots & ~self.ranks[2]:
-            if all(value.cast_at[1] == place.author for _, value in widened):
-                roots |= self.promote(others, place)
+        roots = self.strongest(others or wide)
+        own_dtype = roots & ~self.ranks[4]
+        weak = not roots & (self.ranks[0] | self.ranks[1])
+        if widened and others and weak and _is_wide_var(eqn.outvars[0].aval):
+            if not own_dtype:
+                roots = _union(widened)
+            elif all(value.cast_at[1] == place.author for _, value in widened):
+                self.promote(own_dtype, place)
             else:  # widened a step earlier, on purpose
-                roots |= _union(widened)
-        if roots or any(not isinstance(atom, _jaxpr.Literal) for atom, _ in wide):
-            return roots
+                roots = self.strongest(wide)
         name, out = eqn.primitive.name, _aval(eqn.outvars[0])
+        is_number = out.size == 1 and name in (*VIEWS, "convert_element_type")
+        if any(is_number or not isinstance(a, _jaxpr.Literal) for a, _ in wide):
+            return roots
         is_cast = bool(floats) and not wide
         if is_cast:
             source = "cast" if name == "convert_element_type" else name
@@ -553,27 +685,31 @@ class _Walk:
         else:
             made_at = os.path.basename(place.where) or name
             source = f"{out.dtype}{[*out.shape]} made at {made_at}"
+            if wide:
+                source += f" of {', '.join(_number(atom.val) for atom, _ in wide)}"
             key = ("made", source, place.module, place.where)
-            root = self.cause(2, key, source, "constant", out.dtype)
+            rank = 2 if out.size > 1 else 3
+            root = self.cause(rank, key, source, "constant", out.dtype)
         self.settle(root, place, meets_16bit=is_cast)
         return root
 
-    def promote(self, others: list, place: _Place) -> int:
-        """Charges numbers and arrays made in float32 with what they widened here."""
-        roots = _union(others)
-        for atom, _ in others:
-            if isinstance(atom, _jaxpr.Literal):
-                roots |= self.number(atom.val, place)
-        self.ranks[0] |= roots
-        self.ranks[2] &= ~roots
-        self.settle(roots, place, meets_16bit=True)
+    def strongest(self, operands: list) -> int:
+        """Returns the causes of operands, of numbers only where there is nothing else.
+
+        A number that meets an array, or one without a dtype that meets one with, leaves
+        its dtype as it was. So does one in the line of an operation on other values.
+        """
+        arrays = [(a, v) for a, v in operands if not isinstance(a, _jaxpr.Literal)]
+        roots = _union(arrays or operands)
+        for numbers in reversed(self.ranks[3:]):
+            roots = roots & ~numbers or roots
         return roots
 
-    def number(self, value: Any, place: _Place) -> int:
-        """Returns the bit of a float32 number in the code."""
-        text = _number(value)
-        key = ("number", text, place.module, place.where)
-        return self.cause(0, key, text, "constant", jax.typeof(value).dtype)
+    def promote(self, roots: int, place: _Place) -> None:
+        """Charges numbers and arrays made in float32 with what they widened here."""
+        self.ranks = [rank & ~roots for rank in self.ranks]
+        self.ranks[0] |= roots
+        self.settle(roots, place, meets_16bit=True)
 
     def note_meetings(self, floats: list, place: _Place) -> None:
         """Settles the causes that come with some operands and not with others."""
@@ -596,7 +732,7 @@ class _Walk:
         dtypes = [_aval(atom).dtype for atom in eqn.invars[:2]]
         dtype = str(max(dtypes, key=lambda d: d.itemsize))
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
-        key = (place.instruction, eqn.primitive.name)
+        key = (_without_repeats(place.scopes), place.user, eqn.primitive.name)
         if not wide:
             if _is_wide_var(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, roots)
@@ -680,6 +816,22 @@ def _why_kept(eqn: _jaxpr.JaxprEqn, place: _Place) -> str:
     if _jaxpr.is_differentiated(eqn):
         return "derivative of what stayed float32"
     return "where autocast does not see it"
+
+
+def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``a/b/c`` for ``a/b/a/b/c``.
+
+    The backward pass of a remat or a cond has the scopes around it once more in each
+    line, or once less, than the forward pass.
+    """
+    once: list[str] = []
+    for scope in scopes:
+        once.append(scope)
+        for n in range(1, len(once) // 2 + 1):
+            if once[-n:] == once[-2 * n : -n]:
+                del once[-n:]
+                break
+    return tuple(once)
 
 
 def _aval(atom: Any) -> Any:  # whose shape and dtype an `AbstractValue` may lack
@@ -855,7 +1007,8 @@ def _sizes(dtypes: dict[Any, Any]) -> Counter[str]:
     """Adds up the bytes of variables, each in the dtype that is given for it."""
     sizes: Counter[str] = Counter()
     for var, dtype in dtypes.items():
-        sizes[str(dtype)] += var.aval.size * getattr(dtype, "itemsize", 0)
+        # `int`, as shapes may hold NumPy's.
+        sizes[str(dtype)] += int(var.aval.size) * getattr(dtype, "itemsize", 0)
     return sizes
 
 
@@ -873,7 +1026,7 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
         yield "float32 because of"
         yield from _table(
             [
-                (f"{leak.share:.1%}", str(leak), _news(leak), _base(leak))
+                (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
                 for leak in report.leaks[:rows]
             ]
         )
@@ -922,12 +1075,6 @@ def _lines(report: DtypeReport, rows: int = 12) -> Iterator[str]:
 
 def _base(row: Leak | Kept) -> str:
     return os.path.basename(row.where)
-
-
-def _news(leak: Leak) -> str:
-    """Returns the module, if the path of the argument does not say it already."""
-    inner = leak.module.partition("/")[2]
-    return "" if inner and inner in leak.source else leak.module
 
 
 def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:

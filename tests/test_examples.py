@@ -1,11 +1,14 @@
 """The examples teach what they say, and a killed run goes on as if it had not been."""
 
+import gc
+import gzip
 import io
 import os
 import pickle
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from functools import partial
@@ -253,6 +256,90 @@ def test_checkpoints_are_not_mixed_up(killed, tmp_path):
         run(checkpoint_dir=killed, **KILLED)
 
 
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest(checkpoint):
+    """The file that holds the numbers."""
+    return max(checkpoint.rglob("d/*"), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = {
+    "truncated numbers": lambda checkpoint: halve(largest(checkpoint)),
+    "empty numbers": lambda checkpoint: largest(checkpoint).write_bytes(b""),
+    "missing numbers": lambda checkpoint: largest(checkpoint).unlink(),
+    "truncated index": lambda c: halve(c / "default" / "manifest.ocdbt"),
+    "missing index": lambda c: (c / "default" / "manifest.ocdbt").unlink(),
+    "truncated names": lambda c: halve(c / "default" / "_METADATA"),
+    "missing names": lambda c: (c / "default" / "_METADATA").unlink(),
+    "no state": lambda checkpoint: shutil.rmtree(checkpoint / "default"),
+    "empty folder": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir()),
+}
+
+
+# What is left of a restore that failed, Orbax's event loop, is collected at once, lest
+# it warn in a later test.
+left_by_orbax = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
+
+
+def refusal_to_resume(folder):
+    with pytest.raises(SystemExit) as stopped:
+        run(checkpoint_dir=folder, resume=True, **KILLED)
+    message = str(stopped.value)
+    del stopped
+    gc.collect()
+    return message
+
+
+@left_by_orbax
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
+    small, killed, tmp_path, damage
+):
+    folder = copy_of(killed, tmp_path)
+    damage(folder / "6")
+    before = sorted(path for path in folder.rglob("*"))
+    message = refusal_to_resume(folder)
+    assert f"step 6, `{folder / '6'}`, cannot be restored: it is damaged" in message
+    assert "To go on from step 5, delete it and run the same command" in message
+    assert sorted(path for path in folder.rglob("*")) == before
+
+
+@left_by_orbax
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    small, killed, tmp_path
+):
+    folder = copy_of(killed, tmp_path / "my run")
+    DAMAGES["truncated numbers"](folder / "6")
+    message = refusal_to_resume(folder)
+    (command,) = re.findall("^    (rm .*)$", message, re.M)
+    subprocess.run(command, shell=True, check=True)
+    resumed, printed = run(checkpoint_dir=folder, resume=True, **KILLED)
+    assert "goes on from step 5" in printed
+    assert resumed.state.step == 10
+
+
+@left_by_orbax
+def test_where_the_only_checkpoint_is_damaged_the_run_begins_again(
+    small, killed, tmp_path
+):
+    folder = copy_of(killed, tmp_path)
+    shutil.rmtree(folder / "5")
+    DAMAGES["empty folder"](folder / "6")
+    assert "To begin again, delete it" in refusal_to_resume(folder)
+
+
+def test_a_checkpoint_that_was_being_written_is_passed_over(killed, tmp_path):
+    folder = copy_of(killed, tmp_path)
+    (folder / "6").rename(folder / "6.orbax-checkpoint-tmp-0")
+    config = digits.Config(checkpoint_dir=folder, resume=True)
+    checkpoints = digits.open_checkpoints(config)
+    assert checkpoints.latest_step() == 5
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -381,6 +468,199 @@ def test_a_file_of_another_kind_is_refused(cifar, batch):
     path = cifar / "cifar-10-batches-py" / "data_batch_5"
     path.write_bytes(pickle.dumps(batch))
     with pytest.raises(ValueError, match=r"data_batch_5.* is not a whole CIFAR-10"):
+        _data.load_cifar10(cifar)
+
+
+def python_2_pickle(data, labels):
+    """The bytes of a batch as Python 2 and NumPy 1 wrote it for CIFAR-10."""
+
+    def text(string):
+        return b"U" + bytes([len(string)]) + string
+
+    numbers = b"".join(b"K" + bytes([label]) for label in labels)
+    rows = struct.pack("<I", data.size) + data.tobytes()
+    return (
+        b"\x80\x02}q\x01("
+        + text(b"batch_label")
+        + text(b"training batch 1 of 5")
+        + text(b"labels")
+        + b"]q\x05("
+        + numbers
+        + b"e"
+        + text(b"data")
+        + b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+        + b"K\x00\x85"
+        + text(b"b")
+        + b"\x87R(K\x01M"
+        + struct.pack("<H", len(data))
+        + b"M\x00\x0c\x86cnumpy\ndtype\n"
+        + text(b"u1")
+        + b"K\x00K\x01\x87R(K\x03"
+        + text(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
+        + rows
+        + b"tb"
+        + text(b"filenames")
+        + b"]("
+        + text(b"leptodactylus.png")
+        + b"eu."
+    )
+
+
+DATA = np.random.default_rng(0).integers(0, 256, (3, 3072), np.uint8)
+LABELS = [9, 0, 4]
+WHOLE_BATCHES = {
+    "python 2": python_2_pickle(DATA, LABELS),
+    "arrays of labels": pickle.dumps({"data": DATA, "labels": np.array(LABELS)}),
+    "big-endian labels": pickle.dumps(
+        {"data": DATA, "labels": np.array(LABELS, ">i8")}, protocol=2
+    ),
+    "numpy integers": pickle.dumps(
+        {"data": DATA, "labels": [np.int64(x) for x in LABELS]}, protocol=2
+    ),
+    "columns first": pickle.dumps({"data": np.asfortranarray(DATA), "labels": LABELS}),
+} | {
+    f"protocol {protocol}": pickle.dumps(
+        {b"data": DATA, b"labels": LABELS, "coarse": None}, protocol
+    )
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
+}
+
+
+@pytest.mark.parametrize("numpy", [b"numpy._core.", b"numpy.core."])
+@pytest.mark.parametrize("batch", WHOLE_BATCHES.values(), ids=WHOLE_BATCHES.keys())
+def test_a_cifar10_file_of_any_python_and_numpy_is_read(tmp_path, batch, numpy):
+    path = tmp_path / "data_batch_1"
+    # Names in new pickles are preceded by their length, those in old ones end a line.
+    if b"cnumpy._core" in batch:
+        batch = batch.replace(b"numpy._core.", numpy)
+    path.write_bytes(batch)
+    images, labels = _data._load_cifar10_batch(path)
+    np.testing.assert_array_equal(
+        images, DATA.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    )
+    assert images.dtype == np.uint8
+    assert labels.tolist() == LABELS
+    assert labels.dtype == np.int32
+
+
+class Calls:
+    """Pickles as a call."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+CALLS = {
+    "exec": Calls(exec, ("import pathlib; pathlib.Path(path).touch()",)),
+    "system": Calls(os.system, ("touch ran",)),
+    "load": Calls(np.load, ("ran.npy",)),
+    "eval": Calls(eval, ("open('ran', 'w')",)),
+    "getattr": Calls(getattr, (DATA, "tofile")),
+    "a class": Calls(io.FileIO, ("ran", "w")),
+    "a decoder": Calls(__import__("codecs").decode, (b"", "zip")),
+}
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 5])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_no_code_in_a_cifar10_file_runs(tmp_path, monkeypatch, call, protocol):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "data_batch_1"
+    for batch in (call, {b"data": DATA, b"labels": LABELS, b"other": [call]}):
+        path.write_bytes(pickle.dumps(batch, protocol))
+        with pytest.raises(ValueError, match=r"data_batch_1` .* but found `\w+\.\w+`"):
+            _data._load_cifar10_batch(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["data_batch_1"]
+
+
+def of(**changed):
+    return pickle.dumps({"data": DATA, "labels": LABELS} | changed, protocol=2)
+
+
+DAMAGED_BATCHES = {
+    "empty": b"",
+    "damaged module": of().replace(b"numpy", b"nunpy"),
+    "damaged attribute": of().replace(b"ndarray", b"ndarrby"),
+    "damaged function": of().replace(b"_reconstruct", b"_reconstrust"),
+    "damaged dtype": of().replace(b"u1", b"O8"),
+    "no dict": pickle.dumps([DATA, LABELS]),
+    "only a number": pickle.dumps(3),
+    "no data": pickle.dumps({"labels": LABELS}),
+    "CIFAR-100": pickle.dumps({b"data": DATA, b"fine_labels": LABELS}),
+    "lists for rows": of(data=DATA.tolist()),
+    "bytes for rows": of(data=DATA.tobytes()),
+    "no rows": of(data=None),
+    "floating rows": of(data=DATA.astype(np.float32)),
+    "images": of(data=DATA.reshape(3, 3, 32, 32)),
+    "too few columns": of(data=DATA[:, 1:]),
+    "too few rows": of(data=DATA[1:]),
+    "objects": of(data=DATA.astype(object)),
+    "no images": of(data=DATA[:0], labels=[]),
+    "too few labels": of(labels=LABELS[1:]),
+    "label 10": of(labels=[0, 10, 1]),
+    "label 300": of(labels=[0, 300, 1]),
+    "label -1": of(labels=[0, -1, 1]),
+    "label 2**70": of(labels=[0, 2**70, 1]),
+    "floating labels": of(labels=[0.5, 1.0, 2.0]),
+    "bool labels": of(labels=[True, False, True]),
+    "words": of(labels=["cat", "dog", "frog"]),
+    "one label": of(labels=3),
+    "no labels": of(labels=None),
+    "ragged labels": of(labels=[1, [2, 3], 4]),
+    "gzip": gzip.compress(of()),
+    "text": b"version https://git-lfs.github.com/spec/v1\n",
+    "a web page": b"<!DOCTYPE html><html>404</html>",
+    "a numpy file": b"\x93NUMPY\x01\x00v\x00",
+}
+
+
+@pytest.mark.parametrize("batch", DAMAGED_BATCHES.values(), ids=DAMAGED_BATCHES.keys())
+def test_a_damaged_cifar10_file_ends_in_one_clear_message(cifar, batch):
+    path = cifar / "cifar-10-batches-py" / "data_batch_2"
+    path.write_bytes(batch)
+    with pytest.raises(SystemExit) as stopped:  # what `--data cifar10` shows
+        run(data="cifar10", data_dir=cifar)
+    message = str(stopped.value)
+    assert message.startswith(
+        f"`{path}` ({len(batch):,} bytes) is not a whole CIFAR-10"
+    )
+    assert "Unpack https://" in message
+    assert message.isprintable()
+    assert len(message) < 700 + len(str(path))
+
+
+def test_a_cifar10_file_damaged_at_random_is_read_or_refused(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "data_batch_1"
+    for whole in (python_2_pickle(DATA[:1], [3]), of(), pickle.dumps({"data": DATA})):
+        header = np.flatnonzero(np.frombuffer(whole, np.uint8) != 0)
+        for _ in range(200):
+            batch = bytearray(whole)
+            for at in rng.choice(header, rng.integers(1, 4)):
+                batch[at] = rng.integers(256)
+            path.write_bytes(
+                batch[: rng.integers(len(batch))] if rng.random() < 0.3 else batch
+            )
+            try:
+                images, labels = _data._load_cifar10_batch(path)
+            except ValueError as error:
+                refusal = str(error)
+            else:
+                refusal = None
+                assert images.shape == (len(labels), 32, 32, 3)
+                assert set(labels) <= set(range(10))
+            assert refusal is None or str(path) in refusal
+
+
+def test_a_folder_in_place_of_a_cifar10_file_is_named(cifar):
+    path = cifar / "cifar-10-batches-py" / "data_batch_3"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_3`, but it is a folder"):
         _data.load_cifar10(cifar)
 
 
