@@ -1,0 +1,120 @@
+"""What holds for a program under autocast, whoever wrote it.
+
+A program is a function without arguments that builds a loss and what it is given. The
+parameters are its first argument. Nothing else is asked of it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from benchmarks.measure import relative_error, run
+
+DTYPES = {"mixed_float16": jnp.float16, "mixed_bfloat16": jnp.bfloat16}
+POLICIES = ("float32", *DTYPES)
+
+
+def outside(loss, policy, **options):
+    """Puts autocast around the gradient, where it is best."""
+    return jaxmp.autocast(jax.value_and_grad(loss, **options), policy)
+
+
+def inside(loss, policy, **options):
+    """Differentiates what autocast has made."""
+    return jax.value_and_grad(jaxmp.autocast(loss, policy), **options)
+
+
+ORDERS = (outside, inside)
+
+
+class Program(NamedTuple):
+    """A loss, and what it is called with."""
+
+    loss: Callable
+    args: tuple  # it is differentiated with respect to the first
+    has_aux: bool = False
+    # Relative errors that are allowed, in epsilons of the 16-bit dtype: a layer rounds
+    # two operands by half an epsilon each, forward and backward, and there are a few.
+    tolerance: float = 4.0
+    kept: str = ""  # why autocast leaves some of the products in float32
+
+
+def programs(*builders: Callable[[], Program]) -> Callable:
+    """Gives a test each of the programs, under each policy, in both orders."""
+
+    def decorate(test):
+        for mark in (
+            pytest.mark.parametrize("program", builders, ids=lambda f: f.__name__),
+            pytest.mark.parametrize("policy", POLICIES),
+            pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__),
+        ):
+            test = mark(test)
+        return test
+
+    return decorate
+
+
+@functools.cache
+def in_float32(build: Callable[[], Program]) -> tuple[Program, Any]:
+    """Returns a program, with what comes of it as it was written."""
+    program = build()
+    grad_fn = jax.value_and_grad(program.loss, has_aux=program.has_aux)
+    return program, run(grad_fn, *program.args)[0]
+
+
+def hold(build: Callable[[], Program], policy: str, order: Callable) -> None:
+    """Runs a program under a policy, and compares loss, gradients and what it returns.
+
+    Under float32 nothing changes, in any bit. In 16 bits all is near, has the dtypes
+    that it had, and is finite where it was; the products take 16-bit operands.
+    """
+    program, expected = in_float32(build)
+    grad_fn = order(program.loss, policy, has_aux=program.has_aux)
+    got = run(grad_fn, *program.args)[0]
+    if policy == "float32":
+        chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
+        chex.assert_trees_all_equal(got, expected)
+        return
+    near(got, expected, DTYPES[policy], program.tolerance)
+    multiplies_in_16_bits(jaxmp.audit(grad_fn)(*program.args), program.kept)
+
+
+def near(got: Any, expected: Any, dtype: Any, tolerance: float) -> None:
+    """Compares each output, a pytree, with that of float32."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
+    chex.assert_trees_all_equal(finite(got), finite(expected))
+    for one, other in zip(got, expected, strict=True):
+        error = relative_error(floats(one), floats(other))
+        limit = tolerance * float(jnp.finfo(dtype).eps)
+        assert error <= limit, f"{error:.2e} > {limit:.2e}, tolerance {tolerance}"
+
+
+def finite(tree: Any) -> Any:
+    """Returns where the numbers of a pytree are finite."""
+    return [jnp.isfinite(x) for x in floats(tree)]
+
+
+def floats(tree: Any) -> list:
+    """Returns the floating leaves of a pytree, finite parts only where Inf."""
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def multiplies_in_16_bits(report: jaxmp.DtypeReport, kept: str = "") -> None:
+    """Asks that every product is 16-bit, or stays float32 for the reason ``kept``."""
+    reasons = {k.reason for k in report.kept if k.flops}
+    if not kept:
+        assert report.fraction_16bit == 1, str(report)
+        assert not report.leaks, str(report)
+        return
+    named = sum(k.flops for k in report.kept)
+    assert reasons, str(report)
+    assert all(kept in reason for reason in reasons), str(report)
+    assert math.isclose(named, report.flops["float32"]), str(report)
