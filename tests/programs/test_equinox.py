@@ -1,32 +1,27 @@
 """Equinox: modules that are pytrees, and loops with rules of their own."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
-from laws import Program, hold, near, programs
-
-import jaxmp
+from laws import KEY, Program, drawn, hold, normal, programs
 
 eqx = pytest.importorskip("equinox", reason="Equinox is in the extra `programs`")
 eqxi = pytest.importorskip("equinox.internal")
 
-KEY = jax.random.key(0)
 
-
-def normal(n, *shape):
-    return jax.random.normal(jax.random.fold_in(KEY, n), shape)
-
-
-def split(model, loss):
-    """Returns a loss of the model's arrays, and these."""
+def split(make, loss):
+    """Returns a loss of the arrays of a model, and these."""
+    model = drawn(eqx.filter_eval_shape(make, key=KEY))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     return lambda params, *args: loss(eqx.combine(params, static), *args), params
 
 
 def mlp():
-    model = eqx.nn.MLP(8, 4, 32, 2, key=KEY)
     x, y = normal(1, 16, 8), normal(2, 16, 4)
-    loss, params = split(model, lambda f, x, y: jnp.mean((jax.vmap(f)(x) - y) ** 2))
+    make = partial(eqx.nn.MLP, 8, 4, 32, 2)
+    loss, params = split(make, lambda f, x, y: jnp.mean((jax.vmap(f)(x) - y) ** 2))
     return Program(loss, (params, x, y))
 
 
@@ -35,9 +30,8 @@ class Recurrent(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, key):
-        first, second = jax.random.split(key)
-        self.cell = eqx.nn.GRUCell(3, 16, key=first)
-        self.head = eqx.nn.Linear(16, "scalar", key=second)
+        self.cell = eqx.nn.GRUCell(3, 16, key=key)
+        self.head = eqx.nn.Linear(16, "scalar", key=key)
 
     def __call__(self, xs):
         def step(h, x):
@@ -55,33 +49,33 @@ def rnn_in_a_scan():
         logits = jax.vmap(model)(xs)
         return jnp.mean(jnp.logaddexp(0, logits) - labels * logits)
 
-    loss, params = split(Recurrent(KEY), loss_fn)
+    loss, params = split(Recurrent, loss_fn)
     return Program(loss, (params, xs, labels))
 
 
 class Denoiser(eqx.Module):
-    """Mixes patches and channels in turn, told of the time."""
+    """Mixes the patches of an image and their features in turn, told of the time."""
 
     into: eqx.nn.Conv2d
-    across: list
+    across: eqx.nn.MLP
+    along: eqx.nn.MLP
     norms: list
-    out: eqx.nn.ConvTranspose2d
+    out: eqx.nn.Linear
 
     def __init__(self, key):
-        keys = jax.random.split(key, 6)
-        self.into = eqx.nn.Conv2d(2, 12, 2, stride=2, key=keys[0])
-        self.across = [eqx.nn.MLP(16, 16, 24, 1, key=k) for k in keys[1:3]]
-        self.norms = [eqx.nn.LayerNorm((12, 16)) for _ in keys[1:3]]
-        self.out = eqx.nn.ConvTranspose2d(12, 1, 2, stride=2, key=keys[3])
+        self.into = eqx.nn.Conv2d(2, 12, 2, stride=2, key=key)
+        self.across = eqx.nn.MLP(16, 16, 24, 1, key=key)
+        self.along = eqx.nn.MLP(12, 12, 24, 1, key=key)
+        self.norms = [eqx.nn.LayerNorm((12, 16)) for _ in range(2)]
+        self.out = eqx.nn.Linear(12, 4, key=key)
 
     def __call__(self, t, image):
         time = jnp.broadcast_to(t / 5, (1, *image.shape[1:]))
-        h = self.into(jnp.concatenate([image, time]))
-        shape = h.shape
-        h = h.reshape(shape[0], -1)
-        for mix, norm in zip(self.across, self.norms, strict=True):
-            h = h + jax.vmap(mix)(norm(h))
-        return self.out(h.reshape(shape))
+        h = self.into(jnp.concatenate([image, time])).reshape(12, 16)
+        h = h + jax.vmap(self.across)(self.norms[0](h))
+        h = h + jax.vmap(self.along)(self.norms[1](h).T).T
+        patches = jax.vmap(self.out)(h.T).reshape(4, 4, 2, 2)
+        return patches.swapaxes(1, 2).reshape(image.shape)
 
 
 def diffusion():
@@ -89,8 +83,7 @@ def diffusion():
     images = normal(1, 4, 1, 8, 8)
 
     def loss_fn(model, images, key):
-        def one(image, t, key):
-            noise = jax.random.normal(key, image.shape)
+        def one(image, t, noise):
             kept = jnp.exp(-t / 2)
             std = jnp.sqrt(jnp.maximum(-jnp.expm1(-t), 1e-5))
             score = model(t, image * kept + std * noise)
@@ -100,9 +93,10 @@ def diffusion():
         n = len(images)
         # One time of each of n stretches of equal length.
         t = (jnp.arange(n) + jax.random.uniform(time_key, (n,))) * 5 / n
-        return jax.vmap(one)(images, t, jax.random.split(noise_key, n)).mean()
+        noise = jax.random.normal(noise_key, images.shape)
+        return jax.vmap(one)(images, t, noise).mean()
 
-    loss, params = split(Denoiser(KEY), loss_fn)
+    loss, params = split(Denoiser, loss_fn)
     return Program(loss, (params, images, KEY))
 
 
@@ -125,8 +119,31 @@ def checkpointed_loop():
     return Program(loss, (w, x))
 
 
+def loop_with_buffers():
+    """A loop that writes each of its states into a buffer."""
+    w, x = normal(1, 8, 8) / 4, normal(2, 3, 8)
+
+    def one(w, x):
+        def body(carry):
+            step, x, out = carry
+            x = x + 0.1 * jnp.tanh(w @ x)
+            return step + 1, x, out.at[step].set(x)
+
+        start = 0, x, jnp.zeros((8, 8))
+        loop = eqxi.while_loop(
+            lambda carry: carry[0] < 6,
+            body,
+            start,
+            max_steps=8,
+            buffers=lambda carry: carry[2],
+            kind="checkpointed",
+        )
+        return (loop[2] ** 2).mean()
+
+    return Program(lambda w, x: jax.vmap(one, (None, 0))(w, x).mean(), (w, x))
+
+
 def attention_with_dropout():
-    attend = eqx.nn.MultiheadAttention(2, 16, dropout_p=0.25, key=KEY)
     x = normal(1, 3, 10, 16)
     mask = jnp.tril(jnp.ones((10, 10), bool))
 
@@ -136,7 +153,8 @@ def attention_with_dropout():
 
         return (jax.vmap(one)(x, keys) ** 2).mean()
 
-    loss, params = split(attend, loss_fn)
+    make = partial(eqx.nn.MultiheadAttention, 2, 16, dropout_p=0.25)
+    loss, params = split(make, loss_fn)
     return Program(loss, (params, x, jax.random.split(KEY, 3)))
 
 
@@ -145,6 +163,7 @@ def attention_with_dropout():
     rnn_in_a_scan,
     diffusion,
     checkpointed_loop,
+    loop_with_buffers,
     attention_with_dropout,
 )
 def test_equinox_programs_are_what_they_were(program, policy, order):
