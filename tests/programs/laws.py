@@ -42,8 +42,9 @@ class Program(NamedTuple):
     loss: Callable
     args: tuple  # it is differentiated with respect to the first
     has_aux: bool = False
-    # Relative errors that are allowed, in epsilons of the 16-bit dtype: a layer rounds
-    # two operands by half an epsilon each, forward and backward, and there are a few.
+    # Relative errors that are allowed, in epsilons of the 16-bit dtype. A layer rounds
+    # two operands by half an epsilon each, forward and backward, and there are a few;
+    # 8 where norms of few numbers, or steps in time, make more of it.
     tolerance: float = 4.0
     kept: str = ""  # why autocast leaves some of the products in float32
 
