@@ -44,9 +44,10 @@ class Program(NamedTuple):
     has_aux: bool = False
     # Relative errors that are allowed, in epsilons of the 16-bit dtype. A layer rounds
     # two operands by half an epsilon each, forward and backward, and there are a few;
-    # 8 where norms of few numbers, or steps in time, make more of it.
+    # 8 where norms of few numbers, or steps in time, make more of it, and 16 where the
+    # gates of a relu stand where a rounding turns them.
     tolerance: float = 4.0
-    kept: str = ""  # why autocast leaves some of the products in float32
+    wide: bool = False  # whether there are products that autocast leaves in float32
 
 
 def programs(*builders: Callable[[], Program]) -> Callable:
@@ -127,7 +128,7 @@ def hold(build: Callable[[], Program], policy: str, order: Callable) -> None:
     got = run(grad_fn, *program.args)[0]
     near(got, in_float32(build), DTYPES[policy], program.tolerance)
     if policy == "mixed_float16":  # the other has the same products
-        multiplies_in_16_bits(jaxmp.audit(grad_fn)(*program.args), program.kept)
+        multiplies_in_16_bits(jaxmp.audit(grad_fn)(*program.args), program.wide)
 
 
 def near(got: Any, expected: Any, dtype: Any, tolerance: float) -> None:
@@ -146,19 +147,18 @@ def finite(tree: Any) -> Any:
 
 
 def floats(tree: Any) -> list:
-    """Returns the floating leaves of a pytree, finite parts only where Inf."""
+    """Returns the floating leaves of a pytree."""
     leaves = map(jnp.asarray, jax.tree.leaves(tree))
     return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def multiplies_in_16_bits(report: jaxmp.DtypeReport, kept: str = "") -> None:
-    """Asks that every product is 16-bit, or stays float32 for the reason ``kept``."""
-    reasons = {k.reason for k in report.kept if k.flops}
-    if not kept:
+def multiplies_in_16_bits(report: jaxmp.DtypeReport, wide: bool = False) -> None:
+    """Asks that every product is 16-bit, or if ``wide`` is named with a true reason."""
+    assert not report.leaks, str(report)
+    if not wide:
         assert report.fraction_16bit == 1, str(report)
-        assert not report.leaks, str(report)
         return
-    named = sum(k.flops for k in report.kept)
-    assert reasons, str(report)
-    assert all(kept in reason for reason in reasons), str(report)
-    assert math.isclose(named, report.flops["float32"]), str(report)
+    assert math.isclose(sum(k.flops for k in report.kept), report.flops["float32"])
+    # None of these programs has float32 paths or lists of its own.
+    reasons = {k.reason for k in report.kept if k.flops}
+    assert not any("float32_paths" in reason for reason in reasons), str(report)

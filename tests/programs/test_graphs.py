@@ -1,12 +1,8 @@
 """Networks on graphs and on points in space, with jraph, e3nn and neither."""
 
-from types import SimpleNamespace
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from laws import KEY, Program, drawn, hold, normal, programs
 
@@ -58,7 +54,8 @@ def forces():
         got = -jax.grad(energy)(positions, params, nodes)
         return jnp.mean((got - aims) ** 2)
 
-    return Program(loss, (params, nodes, positions, aims), tolerance=8)
+    # Differentiated twice: JAX transposes products that sum over one term.
+    return Program(loss, (params, nodes, positions, aims), tolerance=8, wide=True)
 
 
 def jraph_network():
@@ -83,12 +80,12 @@ def jraph_network():
                 dense = nn.Dense(8, name=name)
                 return jraph.concatenated_args(lambda x: nn.relu(dense(x)))
 
-            graph = jraph.GraphNetwork(layer("edges"), layer("nodes"), layer("all"))(
-                graph
-            )
-            convolve = jraph.GraphConvolution(nn.Dense(8), add_self_edges=True)
-            graph = convolve(graph)
-            return jraph.GraphNetwork(None, None, layer("last"))(graph).globals
+            all_three = layer("edges"), layer("nodes"), layer("globals")
+            graph = jraph.GraphNetwork(*all_three)(graph)
+            graph = jraph.GraphConvolution(nn.Dense(8), add_self_edges=True)(graph)
+            graph = jraph.GraphNetwork(None, layer("last"), layer("out"))(graph)
+            return graph.globals
+
     model = Net()
 
     def loss(params, graph, labels):
@@ -104,7 +101,6 @@ def e3nn_network():
     """Tensor products of spherical harmonics, as potentials of molecules use them."""
     e3nn = pytest.importorskip("e3nn_jax", reason="e3nn-jax is in the extra `programs`")
     flax_e3nn = pytest.importorskip("e3nn_jax.flax")
-    model = flax_e3nn.Linear("4x0e + 4x1o")
 
     class Net(nn.Module):
         @nn.compact
@@ -121,7 +117,6 @@ def e3nn_network():
             weights = nn.Dense(12, name="radial")(nn.silu(nn.Dense(8)(far)))
             message = message * weights
             arrived = e3nn.scatter_sum(message, dst=RECEIVERS, output_size=8)
-            arrived = e3nn.gate(arrived) if False else arrived
             return flax_e3nn.Linear("0e", name="out")(arrived).array
 
     model, positions = Net(), normal(2, 8, 3)
@@ -130,7 +125,7 @@ def e3nn_network():
         return jnp.mean((model.apply(params, positions) - 1) ** 2)
 
     params = drawn(jax.eval_shape(model.init, KEY, positions))
-    return Program(loss, (params, positions))
+    return Program(loss, (params, positions), wide=True)  # as for the forces
 
 
 @programs(message_passing, forces, jraph_network, e3nn_network)

@@ -35,7 +35,7 @@ def net_with_state():
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean(), state
 
-    return Program(loss, (params, state, images, labels), has_aux=True, tolerance=8)
+    return Program(loss, (params, state, images, labels), has_aux=True, tolerance=16)
 
 
 def language_model(tokens):

@@ -32,7 +32,9 @@ def variational_inference():
 
 def residual_net():
     """A residual network of combinators, with norms by statistics of the batch."""
-    main = stax.serial(stax.BatchNorm(), stax.Relu, stax.Conv(8, (3, 3), (1, 1), "SAME"))
+    main = stax.serial(
+        stax.BatchNorm(), stax.Relu, stax.Conv(8, (3, 3), (1, 1), "SAME")
+    )
     block = stax.serial(
         stax.FanOut(2), stax.parallel(main, stax.Identity), stax.FanInSum
     )
@@ -69,7 +71,8 @@ def kernel_regression():
         return evidence + (predicted**2).mean()
 
     params = {"width": jnp.float32(1.3), "noise": jnp.float32(-1.0)}
-    return Program(loss, (params, x, y, new), tolerance=16)
+    # JAX's solvers multiply at the highest precision, which autocast respects.
+    return Program(loss, (params, x, y, new), wide=True)
 
 
 def speech():
@@ -106,7 +109,7 @@ def many_losses():
             + optax.log_cosh(out, y).mean()
             + optax.cosine_distance(out, y, epsilon=1e-6).mean()
             + optax.sigmoid_focal_loss(out, hot).mean()
-            + optax.poly_loss_cross_entropy(out, hot).mean()
+            + optax.losses.poly_loss_cross_entropy(out, hot).mean()
             + optax.kl_divergence(jax.nn.log_softmax(out), jax.nn.softmax(y)).mean()
             + optax.ntxent(out, labels, temperature=0.5).mean()
             + optax.hinge_loss(out, 2 * hot - 1).mean()
