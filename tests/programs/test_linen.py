@@ -1,5 +1,6 @@
 """Linen: the kinds of models that Flax's examples have, each in a few lines."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def test_cached_decoding_gives_what_the_whole_sequence_gives(policy):
     (cache, _), expected = run(decoded, params, prompt)[0]
     decode = jaxmp.autocast(decoded, policy)
     (cast_cache, _), got = run(decode, params, prompt)[0]
-    jax.tree.map(lambda x, y: x.dtype == y.dtype or pytest.fail(), cast_cache, cache)
+    chex.assert_trees_all_equal_dtypes(cast_cache, cache)
     if policy == "float32":
         np.testing.assert_array_equal(got, expected)
         return

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from laws import Program, drawn, hold, normal, programs
 
@@ -44,16 +43,28 @@ def potential_energy():
 def evidence():
     """The negative evidence lower bound of a normal guide."""
     model = numpyro_model()
-    infer = pytest.importorskip("numpyro.infer")
-    guide = infer.autoguide.AutoNormal(model)
-    x, y = normal(3, 16, 3), normal(4, 16)
-    svi = infer.SVI(model, guide, optax.sgd(0.1), infer.Trace_ELBO(num_particles=2))
-    params = svi.get_params(svi.init(jax.random.key(0), x, y))
+    numpyro = pytest.importorskip("numpyro")
+    dist = pytest.importorskip("numpyro.distributions")
+    elbo = pytest.importorskip("numpyro.infer").Trace_ELBO(num_particles=2)
+    shapes = {"first": (3, 8), "last": (8,), "noise": ()}
+
+    def guide(x, y):
+        for name, shape in shapes.items():
+            mean = numpyro.param(f"{name} mean", jnp.zeros(shape))
+            log_std = numpyro.param(f"{name} std", jnp.zeros(shape))
+            sample = dist.Normal(mean, jnp.exp(log_std)).to_event(len(shape))
+            if name == "noise":
+                positive = dist.transforms.ExpTransform()
+                sample = dist.TransformedDistribution(sample, positive)
+            numpyro.sample(name, sample)
+
+    params = {f"{k} mean": normal(1, *shape) for k, shape in shapes.items()}
+    params |= {f"{k} std": normal(2, *shape) - 2 for k, shape in shapes.items()}
 
     def loss(params, key, x, y):
-        return svi.loss.loss(key, params, model, guide, x, y)
+        return elbo.loss(key, params, model, guide, x, y)
 
-    return Program(loss, (params, jax.random.key(1), x, y))
+    return Program(loss, (params, jax.random.key(1), normal(3, 16, 3), normal(4, 16)))
 
 
 def random_effects():
