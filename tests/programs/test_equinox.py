@@ -5,7 +5,22 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from laws import KEY, Program, drawn, hold, normal, programs
+from laws import (
+    DTYPES,
+    KEY,
+    ORDERS,
+    Program,
+    drawn,
+    hold,
+    multiplies_in_16_bits,
+    near,
+    normal,
+    outside,
+    programs,
+)
+
+import jaxmp
+from benchmarks.measure import run
 
 eqx = pytest.importorskip("equinox", reason="Equinox is in the extra `programs`")
 eqxi = pytest.importorskip("equinox.internal")
@@ -121,9 +136,9 @@ def checkpointed_loop():
 
 def loop_with_buffers():
     """A loop that writes each of its states into a buffer."""
-    w, x = normal(1, 8, 8) / 4, normal(2, 3, 8)
+    w, x = normal(1, 8, 8) / 4, normal(2, 8)
 
-    def one(w, x):
+    def loss(w, x):
         def body(carry):
             step, x, out = carry
             x = x + 0.1 * jnp.tanh(w @ x)
@@ -140,7 +155,7 @@ def loop_with_buffers():
         )
         return (loop[2] ** 2).mean()
 
-    return Program(lambda w, x: jax.vmap(one, (None, 0))(w, x).mean(), (w, x))
+    return Program(loss, (w, x))
 
 
 def attention_with_dropout():
@@ -168,3 +183,43 @@ def attention_with_dropout():
 )
 def test_equinox_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
+
+
+@pytest.mark.parametrize("policy", DTYPES)
+def test_an_equinox_model_is_cast(policy):
+    model = drawn(eqx.filter_eval_shape(eqx.nn.MLP, 8, 4, 32, 2, key=KEY))
+
+    def apply(model, x):
+        return jax.vmap(model)(x)
+
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    cast = jaxmp.with_policy(lambda p, x: apply(eqx.combine(p, static), x), policy)
+    x = normal(1, 16, 8)
+    near([cast(params, x)], [apply(model, x)], DTYPES[policy], 4)
+    multiplies_in_16_bits(jaxmp.audit(cast)(params, x))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
+def test_each_example_has_a_gradient_of_its_own(order):
+    program = mlp()
+    params, x, y = program.args
+    rows = params, x[:, None], y[:, None]
+
+    def each(grad_fn):
+        return jax.vmap(grad_fn, (None, 0, 0))
+
+    expected = run(each(jax.value_and_grad(program.loss)), *rows)[0]
+    got = run(each(order(program.loss, "mixed_float16")), *rows)[0]
+    near(got, expected, jnp.float16, 4)
+    if order is outside:  # which may be around `vmap` as well
+        grad_fn = each(jax.value_and_grad(program.loss))
+        got = run(jaxmp.autocast(grad_fn, "mixed_float16"), *rows)[0]
+        near(got, expected, jnp.float16, 4)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
+def test_what_is_not_compiled_is_near_what_is(order):
+    program = checkpointed_loop()
+    grad_fn = order(program.loss, "mixed_bfloat16")
+    expected = run(jax.value_and_grad(program.loss), *program.args)[0]
+    near(grad_fn(*program.args), expected, jnp.bfloat16, 4)
