@@ -118,6 +118,17 @@ def many_losses():
     return Program(loss, (params, x, y, labels))
 
 
+def clipped_probabilities():
+    """A cross-entropy on probabilities, kept away from 0 and 1 by as much as counts."""
+    x, labels = normal(1, 8, 16), jnp.arange(8.0)[:, None] % 2
+
+    def loss(w, x, labels):
+        p = jnp.clip(jax.nn.sigmoid(8 * x @ w), 1e-7, 1 - 1e-7)
+        return -jnp.mean(labels * jnp.log(p) + (1 - labels) * jnp.log(1 - p))
+
+    return Program(loss, (drawn(jnp.zeros((16, 4))), x, labels))
+
+
 def schedule_lookup():
     """The weights of a diffusion loss, looked up by the step of each row."""
     kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
@@ -137,6 +148,7 @@ def schedule_lookup():
     kernel_regression,
     speech,
     many_losses,
+    clipped_probabilities,
     schedule_lookup,
 )
 def test_programs_of_jax_are_what_they_were(program, policy, order):
