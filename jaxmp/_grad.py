@@ -18,12 +18,18 @@ from ._checks import (
     as_count,
     as_scale,
     check_axes_are_bound,
-    refuse_nnx_modules,
+    refuse_lost_updates,
 )
-from ._mesh import mesh_axes, over_mesh, own_keys
+from ._mesh import agreed, mesh_axes, over_mesh, own_keys, own_streams
 from ._policy import get_policy
 from ._tree import AxisName, is_inexact, unscale, widen
 from ._varying import vary, varying_axes
+
+_CLOSE_OVER = (
+    "Inside `jaxmp.nnx.value_and_grad(fun, policy)`, which has cast the parameters, "
+    "close over it: `jaxmp.with_policy(model, policy)(x)`. Elsewhere use "
+    "`jaxmp.nnx.autocast(fun, policy)` in the place of `with_policy`."
+)
 
 
 def with_policy(
@@ -47,9 +53,8 @@ def with_policy(
         :meth:`Policy.cast_to_output`.
 
     Raises:
-        TypeError: When called with an NNX module that holds running statistics or
-            random number generators: casting copies it, so their updates would be
-            lost.
+        TypeError: If ``fun`` changes an NNX object among its arguments: casting has
+            copied it, so the update would be lost.
 
     Examples:
         >>> def double(x):
@@ -60,13 +65,13 @@ def with_policy(
         dtype('float32')
     """
     policy = get_policy(policy)
+    checked = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        refuse_nnx_modules("with_policy", (args, kwargs))
         args = [policy.cast_to_compute(arg) for arg in args]
         kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
-        return policy.cast_to_output(fun(*args, **kwargs))
+        return policy.cast_to_output(checked(*args, **kwargs))
 
     return wrapped
 
@@ -156,7 +161,54 @@ def value_and_grad(
         https://arxiv.org/abs/1710.03740.
     """
     policy = None if policy is None else get_policy(policy)
-    reduce_dtype = None if policy is None else policy.reduce_dtype
+    cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
+    checked = refuse_lost_updates("value_and_grad", cure, fun)
+    grads_of = gradients(
+        cast=None if policy is None else policy.cast_to_compute,
+        reduce_dtype=None if policy is None else policy.reduce_dtype,
+        loss_scale=loss_scale,
+        argnums=argnums,
+        allow_int=allow_int,
+        accum_steps=accum_steps,
+        batch_argnums=batch_argnums,
+        reduction=reduction,
+        axis_name=axis_name,
+        mesh=mesh,
+    )
+
+    def stateless(state, *args, **kwargs):
+        return *loss_and_aux(checked(*args, **kwargs), has_aux), state
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        loss, aux, grads, _ = grads_of(stateless, {}, args, kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def gradients(
+    *,
+    cast: Callable[[Any], Any] | None,
+    reduce_dtype: Any,
+    loss_scale: ArrayLike,
+    argnums: int | Sequence[int],
+    allow_int: bool,
+    accum_steps: int,
+    batch_argnums: int | Sequence[int] | None,
+    reduction: str,
+    axis_name: AxisName | None,
+    mesh: jax.sharding.Mesh | None,
+) -> Callable[..., Any]:
+    """Returns what differentiates a function that may change some state.
+
+    The options are those of :func:`value_and_grad`; ``cast`` is applied to each of
+    the differentiated arguments. What comes back takes ``(fun, state, args, kwargs)``
+    and returns ``(loss, aux, gradients, changes)``. ``fun(state, *args, **kwargs)``
+    returns ``(loss, aux, changes)``. The state and the changes are dicts of arrays.
+    Each micro-batch sees the changes of the one before. Each device has random
+    streams of its own, and the changes of all devices come back as one.
+    """
     steps = as_count("accum_steps", accum_steps)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'`reduction` must be "mean" or "sum", but is {reduction!r}.')
@@ -169,13 +221,6 @@ def value_and_grad(
     axes = mesh_axes(axis_name, mesh)
     scale = as_scale(loss_scale)
 
-    def scaled_fun(*args, **kwargs):
-        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux)
-        loss = widen(loss)
-        return loss * scale.astype(loss.dtype), (loss, aux)
-
-    grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
-
     def params_of(args):
         return (
             args[argnums]
@@ -183,14 +228,20 @@ def value_and_grad(
             else tuple(args[i] for i in argnums)
         )
 
-    def micro_grads(args, kwargs):
-        grads, (loss, aux) = grad_fun(*args, **kwargs)
+    def micro_grads(fun, args, kwargs, state):
+        def scaled_fun(*args):
+            loss, aux, changes = fun(state, *args, **kwargs)
+            loss = widen(loss)
+            return loss * scale.astype(loss.dtype), (loss, aux, changes)
+
+        grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
+        grads, (loss, aux, changes) = grad_fun(*args)
         # Gradients of integers, of dtype float0, can be neither added nor sent. They
         # are put back at the end.
         grads = jax.tree.map(lambda g: g if is_inexact(g) else None, widen(grads))
-        return loss, grads, aux
+        return loss, grads, aux, changes
 
-    def device_grads(args, kwargs):
+    def device_grads(fun, args, kwargs, state):
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
@@ -200,13 +251,11 @@ def value_and_grad(
                 args[i] = own_keys(args[i], axes)
             for i in differentiated:
                 args[i] = vary(args[i], axes)
-        if steps == 1:
-            loss, grads, aux = micro_grads(args, kwargs)
-        else:
-            accumulated = over_micro_batches(
-                micro_grads, params_of(args), batched, steps
-            )
-            loss, grads, aux = accumulated(args, kwargs)
+            state = vary(own_streams(state, axes), axes)
+        grads_of = functools.partial(micro_grads, fun)
+        if steps > 1:
+            grads_of = over_micro_batches(grads_of, params_of(args), batched, steps)
+        loss, grads, aux, changes = grads_of(args, kwargs, state)
         _check_sum_is_ours(loss, params_of(args), axis_name)
         parts = steps * math.prod(map(jax.lax.axis_size, axes))
         if reduction == "mean" and parts > 1:
@@ -217,11 +266,12 @@ def value_and_grad(
         if axes:
             loss = jax.lax.psum(loss, axes)
             grads = jax.tree.map(lambda g: _sum_over(g, axes, reduce_dtype), grads)
-        return loss, grads, aux
+            changes = {
+                k: agreed(x, axes) if k in state else x for k, x in changes.items()
+            }
+        return loss, grads, aux, changes
 
-    @functools.wraps(fun, updated=())
-    def wrapped(*args, **kwargs):
-        refuse_nnx_modules("value_and_grad", (args, kwargs))
+    def grads_of(fun, state, args, kwargs):
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
@@ -231,21 +281,21 @@ def value_and_grad(
                 "gradients add up over the batch, so the batch itself cannot be "
                 "differentiated. Take it out of one."
             )
-        if policy is not None:
+        if cast is not None:
             for i in differentiated:
-                args[i] = policy.cast_to_compute(args[i])
-        grads_of = device_grads
+                args[i] = cast(args[i])
+        run = functools.partial(device_grads, fun)
         if mesh is not None:
-            grads_of = over_mesh(device_grads, mesh, axes, batched, steps)
-        loss, grads, aux = grads_of(args, kwargs)
+            run = over_mesh(run, mesh, axes, batched, steps)
+        loss, grads, aux, changes = run(args, kwargs, state)
         grads = jax.tree.map(
             lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
             params_of(args),
             unscale(grads, loss_scale),
         )
-        return ((loss, aux) if has_aux else loss), grads
+        return loss, aux, grads, changes
 
-    return wrapped
+    return grads_of
 
 
 def grad(
