@@ -211,6 +211,8 @@ class _Arguments:
             self.paths.update(dict.fromkeys(jax.tree.leaves(x), path))
             if isinstance(x, nnx.Param):
                 self.to_cast.update(jax.tree.leaves(x))
+            elif isinstance(x, nnx.BatchStat):  # float32, also where differentiated
+                self.to_cast.difference_update(jax.tree.leaves(x))
 
     def without_state(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments with no more of NNX objects than is differentiated."""
@@ -351,7 +353,7 @@ def _part(tree: Any, wrt: Any) -> Any:
             return x
         if wrt is None or isinstance(x.state, nnx.Variable):
             return None if wrt is None else x.state
-        return x.state.filter(wrt)
+        return nnx.filter_state(x.state, wrt)
 
     return jax.tree.map(part, tree, is_leaf=_is_node)
 
@@ -367,9 +369,9 @@ def _differentiated(
     argnums: Any, wrt: Any
 ) -> tuple[int | tuple[int, ...], dict[int, Any]]:
     """Returns the positions to differentiate, and the filter of each."""
-    single = isinstance(argnums, nnx.DiffState) or hasattr(argnums, "__index__")
+    several = isinstance(argnums, Sequence)
     filters = {}
-    for entry in (argnums,) if single else argnums:
+    for entry in argnums if several else (argnums,):
         if not isinstance(entry, nnx.DiffState):
             entry = nnx.DiffState(operator.index(entry), wrt)
         if entry.argnum in filters:
@@ -378,7 +380,7 @@ def _differentiated(
                 "with `nnx.DiffState(argnum, filter)` for several kinds of variables."
             )
         filters[entry.argnum] = entry.filter
-    return next(iter(filters)) if single else tuple(filters), filters
+    return tuple(filters) if several else next(iter(filters)), filters
 
 
 def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
