@@ -252,10 +252,10 @@ def gradients(
             for i in differentiated:
                 args[i] = vary(args[i], axes)
             state = vary(own_streams(state, axes), axes)
-        grads_of = functools.partial(micro_grads, fun)
+        run = functools.partial(micro_grads, fun)
         if steps > 1:
-            grads_of = over_micro_batches(grads_of, params_of(args), batched, steps)
-        loss, grads, aux, changes = grads_of(args, kwargs, state)
+            run = over_micro_batches(run, params_of(args), batched, steps)
+        loss, grads, aux, changes = run(args, kwargs, state)
         _check_sum_is_ours(loss, params_of(args), axis_name)
         parts = steps * math.prod(map(jax.lax.axis_size, axes))
         if reduction == "mean" and parts > 1:
@@ -324,7 +324,9 @@ def grad(
         >>> grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
         Array(6., dtype=float32)
     """
-    value_and_grad_fun = value_and_grad(fun, policy, has_aux=has_aux, **options)
+    cure = "Use `jaxmp.nnx.value_and_grad`, which returns the gradients second."
+    checked = refuse_lost_updates("grad", cure, fun)
+    value_and_grad_fun = value_and_grad(checked, policy, has_aux=has_aux, **options)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

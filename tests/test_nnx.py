@@ -688,6 +688,51 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
         chex.assert_trees_all_equal(*values, values[0])
 
 
+def test_two_networks_train_against_each_other():
+    def discriminate(critic, maker, x):
+        return jnp.mean(nnx.softplus(-critic(x)) + nnx.softplus(critic(maker(x))))
+
+    def deceive(maker, critic, x):
+        return jnp.mean(nnx.softplus(-critic(maker(x))))
+
+    def run(value_and_grad):
+        maker, critic = Lora(nnx.Rngs(0)), net()
+
+        @nnx.jit
+        def step(maker, critic, maker_opt, critic_opt, x):
+            loss, grads = value_and_grad(discriminate)(critic, maker, x)
+            critic_opt.update(critic, grads)
+            other, grads = value_and_grad(deceive)(maker, critic, x)
+            maker_opt.update(maker, grads)
+            return loss, other
+
+        sgd = optax.sgd(0.125)
+        opts = [nnx.Optimizer(m, sgd, wrt=nnx.Param) for m in (maker, critic)]
+        losses = [step(maker, critic, *opts, X) for _ in range(2)]
+        return losses, snapshot((maker, critic, opts))
+
+    expected = run(nnx.value_and_grad)
+    chex.assert_trees_all_equal(run(jaxmp.nnx.value_and_grad), expected)
+    actual = run(partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16"))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, atol=0.05)
+
+
+def test_a_module_that_writes_its_own_parameters_is_that_of_flax():
+    def make():
+        linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        return nnx.SpectralNorm(linear, rngs=nnx.Rngs(1))
+
+    def loss_fn(model, x):
+        return model(x, update_stats=True).mean()
+
+    ours, theirs = make(), make()
+    expected = nnx.value_and_grad(loss_fn)(theirs, X)
+    actual = jaxmp.nnx.value_and_grad(loss_fn)(ours, X)
+    chex.assert_trees_all_equal(actual, expected)
+    chex.assert_trees_all_equal(snapshot(ours), snapshot(theirs))
+
+
 # The functions that are not in `jaxmp.nnx`
 
 
@@ -702,6 +747,24 @@ PLAIN = {
             lambda *args, **kwargs: jaxmp.value_and_grad(
                 lambda w, args, kwargs: (f(*args, **kwargs), w)[1]
             )(1.0, args, kwargs)
+        ),
+        "`jaxmp.nnx.value_and_grad`, which takes the same",
+    ),
+    "grad": (
+        lambda f: (
+            lambda *args, **kwargs: jaxmp.grad(
+                lambda w, args, kwargs: (f(*args, **kwargs), w)[1]
+            )(1.0, args, kwargs)
+        ),
+        "`jaxmp.nnx.value_and_grad`, which returns the gradients second",
+    ),
+    "accum_steps": (
+        lambda f: (
+            lambda *args, **kwargs: jaxmp.value_and_grad(
+                lambda w, x, args, kwargs: (f(*args, **kwargs), w)[1],
+                accum_steps=2,
+                batch_argnums=1,
+            )(1.0, X, args, kwargs)
         ),
         "`jaxmp.nnx.value_and_grad`",
     ),
