@@ -161,9 +161,8 @@ def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     if is_inexact(x):
         return jax.lax.pmean(x.astype(wide_dtype(x)), axes).astype(x.dtype)
     first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
-    return jax.lax.psum(
-        first.astype(jnp.promote_types(x.dtype, jnp.int8)), axes
-    ).astype(x.dtype)
+    summable = first.astype(jnp.promote_types(x.dtype, jnp.int8))  # a bool is not
+    return jax.lax.psum(summable, axes).astype(x.dtype)
 
 
 def _check_devices(path: Any, x: Any, mesh: Mesh) -> None:

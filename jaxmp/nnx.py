@@ -50,7 +50,9 @@ def value_and_grad(
     average, stays in its own dtype and keeps its digits; to find out, ``fun`` is
     then traced twice. Inside ``fun``, call the module under the policy too,
     ``jaxmp.with_policy(model, policy)(x)``, so that its inputs are in compute dtype
-    and its outputs in float32; or cast them yourself.
+    and its outputs in float32; or cast them yourself. An ``nnx.BatchNorm`` without a
+    ``dtype`` of its own may return float32, because of its statistics: build it with
+    one, or use :func:`jaxmp.nnx.autocast`, which needs none of this.
 
     With ``accum_steps`` each micro-batch goes on from the state that the one before
     has left: dropout masks differ, running statistics see every micro-batch, and what
@@ -229,7 +231,8 @@ class _PureCall:
 
     The state is what the NNX objects hold and what is not differentiated. Parameters
     are cast, except those that ``fun`` is known to write: these belong to the state,
-    as they are.
+    as they are. What it writes is only known once it has been traced, and then the
+    call is made again.
     """
 
     def __init__(
