@@ -145,7 +145,8 @@ def value_and_grad(
             argument lies on other devices, or ``shard_map`` knows that the loss
             differs over an axis which ``axis_name`` leaves out.
         TypeError: If ``fun`` returns something else than a real floating scalar, or
-            a differentiated leaf is not floating.
+            a differentiated leaf is not floating; or if it changes an NNX object among
+            its arguments, which it has as a copy.
 
     Examples:
         >>> def loss_fn(w, x):
