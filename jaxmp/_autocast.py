@@ -16,7 +16,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_function, refuse_nnx_modules, short
+from ._checks import check_function, refuse_lost_updates, short
 from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
@@ -90,11 +90,12 @@ def autocast(
     if dtype == jnp.float32:
         return float32_region(fun)
     paths = (float32_paths,) if isinstance(float32_paths, str) else float32_paths
-    cast = Caster(dtype, ops, tuple(paths)).wrap(fun)
+    cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
+    checked = refuse_lost_updates("autocast", cure, fun)
+    cast = Caster(dtype, ops, tuple(paths)).wrap(checked)
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
-        refuse_nnx_modules("autocast", (args, kwargs), "`jaxmp.nnx.autocast`")
         with jax.named_scope(AUTOCAST_SCOPE), _explained(fun):
             return cast(*args, **kwargs)
 
@@ -177,8 +178,10 @@ def _explained(fun: Callable) -> Iterator[None]:
     except Exception as error:
         if type(error).__name__ == "TraceContextError":  # of flax.nnx
             error.add_note(
-                f"`{_name(fun)}` changes an NNX module while `autocast` traces it. "
-                "Use `jaxmp.nnx.autocast`, and pass the module as an argument."
+                f"`{_name(fun)}` changes an NNX object that did not come to it as an "
+                "argument of `jaxmp.nnx.autocast`. Pass it as one; and where "
+                f"`{_name(fun)}` itself transforms a function that changes it, use "
+                "`nnx.scan`, `nnx.grad` and their like, not those of JAX."
             )
         raise
 

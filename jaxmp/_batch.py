@@ -11,38 +11,47 @@ import numpy as np
 
 from ._tree import is_inexact, path_name, wide_dtype
 
-# Returns the loss, the gradients and aux for positional and keyword arguments.
-GradFun = Callable[[Sequence[Any], dict[str, Any]], tuple[jax.Array, Any, Any]]
+# Takes positional and keyword arguments and a dict of state. Returns the loss, the
+# gradients, aux and a dict of what has changed in the state.
+GradFun = Callable[
+    [Sequence[Any], dict[str, Any], dict[str, Any]],
+    tuple[jax.Array, Any, Any, dict[str, Any]],
+]
 
 
 def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps: int):
     """Returns ``fun`` with its batch taken in ``steps`` parts, one after the other.
 
     The losses are added, the gradients with respect to ``params`` are added in at
-    least float32, and every ``aux`` is kept along a new leading axis.
+    least float32, and every ``aux`` is kept along a new leading axis. Each part sees
+    the state as the one before has left it.
     """
 
-    def accumulated(args, kwargs):
+    def accumulated(args, kwargs, state):
         entries, structure = jax.tree.flatten_with_path({i: args[i] for i in batched})
         for path, x in entries:
             check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
         parts = [_split(x, steps) for _, x in entries]
+        changed = set()
 
-        def add_micro_batch(totals, i):
+        def add_micro_batch(carry, i):
+            totals, state = carry
             leaves = [
                 whole if part is None else _part(part, i)
                 for (_, whole), part in zip(entries, parts, strict=True)
             ]
             micro = structure.unflatten(leaves)
-            loss, grads, aux = fun(
-                [micro.get(i, arg) for i, arg in enumerate(args)], kwargs
+            loss, grads, aux, changes = fun(
+                [micro.get(i, arg) for i, arg in enumerate(args)], kwargs, state
             )
+            changed.update(changes)
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-            return totals, (loss, aux)
+            return (totals, state | changes), (loss, aux)
 
-        zeros = jax.tree.map(_wide_zeros, params)
-        grads, (losses, aux) = jax.lax.scan(add_micro_batch, zeros, jnp.arange(steps))
-        return losses.sum(), grads, aux
+        carry = jax.tree.map(_wide_zeros, params), state
+        carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
+        grads, state = carry
+        return losses.sum(), grads, aux, {name: state[name] for name in changed}
 
     return accumulated
 

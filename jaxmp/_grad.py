@@ -22,16 +22,30 @@ from ._checks import (
     check_function,
     check_mesh,
     describe,
-    refuse_nnx_modules,
+    refuse_lost_updates,
 )
 from ._loss_scale import scale_in, unscale
-from ._mesh import axes_of_shardings, mesh_axes, over_mesh, own_keys, sharded_axes
-from ._policy import PolicyLike, get_policy
+from ._mesh import (
+    agreed,
+    axes_of_shardings,
+    mesh_axes,
+    over_mesh,
+    own_keys,
+    own_streams,
+    sharded_axes,
+)
+from ._policy import Policy, PolicyLike, get_policy
 from ._tree import AxisName, is_inexact, widen
 from ._varying import vary, varying_axes
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_CLOSE_OVER = (
+    "Inside `jaxmp.nnx.value_and_grad(fun, policy)`, which has cast the parameters, "
+    "close over it: `jaxmp.with_policy(model, policy)(x)`. Elsewhere use "
+    "`jaxmp.nnx.autocast(fun, policy)` in the place of `with_policy`."
+)
 
 
 def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
@@ -53,9 +67,8 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         :meth:`Policy.cast_to_output`.
 
     Raises:
-        TypeError: When called with an NNX module that holds running statistics or
-            random number generators: casting copies it, so their updates would be
-            lost. And if ``fun`` is not a function.
+        TypeError: If ``fun`` changes an NNX object among its arguments: casting has
+            copied it, so the update would be lost. And if ``fun`` is not a function.
 
     Examples:
         >>> def double(x):
@@ -72,14 +85,14 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         "Pass its `apply`: `with_policy(model.apply, policy)`.",
     )
     policy = get_policy(policy)
-    cast_fun: Callable[..., T] = fun  # whose arguments have other dtypes
+    # Its arguments have other dtypes than those that it is given.
+    checked: Callable[..., T] = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        refuse_nnx_modules("with_policy", (args, kwargs))
         cast_args = [policy.cast_to_compute(arg) for arg in args]
         cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
-        return policy.cast_to_output(cast_fun(*cast_args, **cast_kwargs))
+        return policy.cast_to_output(checked(*cast_args, **cast_kwargs))
 
     return wrapped
 
@@ -169,7 +182,8 @@ def value_and_grad(
             devices, ``shard_map`` knows that the loss differs over an axis which
             ``axis_name`` leaves out, or ``shardings`` are missing, do not fit or are
             not what ``shard_map`` knows.
-        TypeError: If ``fun`` returns something else than a real floating scalar, a
+        TypeError: If ``fun`` returns something else than a real floating scalar or
+            changes an NNX object among its arguments, which it has as a copy; or if a
             differentiated leaf is not floating, or an argument is of another kind.
 
     Examples:
@@ -198,6 +212,56 @@ def value_and_grad(
             f"{policy!r}. Pass `argnums={policy!r}` to choose what to differentiate."
         )
     policy = None if policy is None else get_policy(policy)
+    cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
+    checked = refuse_lost_updates("value_and_grad", cure, fun)
+    grads_of = gradients(
+        policy,
+        cast=None if policy is None else policy.cast_to_compute,
+        loss_scale=loss_scale,
+        argnums=argnums,
+        allow_int=allow_int,
+        accum_steps=accum_steps,
+        batch_argnums=batch_argnums,
+        reduction=reduction,
+        axis_name=axis_name,
+        mesh=mesh,
+        shardings=shardings,
+    )
+
+    def stateless(state, *args, **kwargs):
+        return *loss_and_aux(checked(*args, **kwargs), has_aux, fun), state
+
+    @functools.wraps(fun, updated=())
+    def wrapped(*args, **kwargs):
+        loss, aux, grads, _ = grads_of(stateless, {}, args, kwargs)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def gradients(
+    policy: Policy | None,
+    *,
+    cast: Callable[[Any], Any] | None,
+    loss_scale: Any,
+    argnums: int | Sequence[int],
+    allow_int: bool,
+    accum_steps: int,
+    batch_argnums: int | Sequence[int] | None,
+    reduction: str,
+    axis_name: AxisName | None,
+    mesh: jax.sharding.Mesh | None,
+    shardings: Any,
+) -> Callable[..., Any]:
+    """Returns what differentiates a function that may change some state.
+
+    The options are those of :func:`value_and_grad`; ``cast`` is applied to each of
+    the differentiated arguments. What comes back takes ``(fun, state, args, kwargs)``
+    and returns ``(loss, aux, gradients, changes)``. ``fun(state, *args, **kwargs)``
+    returns ``(loss, aux, changes)``. The state and the changes are dicts of arrays.
+    Each micro-batch sees the changes of the one before. Each device has random
+    streams of its own, and the changes of all devices come back as one.
+    """
     check_mesh(mesh)
     argnums = as_positions("argnums", argnums)
     if batch_argnums is not None:
@@ -225,21 +289,12 @@ def value_and_grad(
             "devices with `axis_name` (inside `shard_map`) or `mesh` only, and under "
             "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
             "two, or leave `r=` out of the policy.",
-            stacklevel=2,
+            stacklevel=3,
         )
     # A mesh hands every device the whole parameters.
     own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
     loss_scale = scale_in(loss_scale)
     scale = as_scale(loss_scale)
-
-    def scaled_fun(*args, **kwargs):
-        loss, aux = loss_and_aux(fun(*args, **kwargs), has_aux, fun)
-        # An averaged loss, which `shard_map` knows to be the same on all devices, is to
-        # be differentiated on each, as one that differs is: our mean divides by them.
-        loss = vary(widen(loss), axes)
-        return loss * scale.astype(loss.dtype), (loss, aux)
-
-    grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
 
     def params_of(args):
         return (
@@ -248,18 +303,27 @@ def value_and_grad(
             else tuple(args[i] for i in argnums)
         )
 
-    def micro_grads(args, kwargs):
-        grads, (loss, aux) = grad_fun(*args, **kwargs)
+    def micro_grads(fun, args, kwargs, state):
+        def scaled_fun(*args):
+            loss, aux, changes = fun(state, *args, **kwargs)
+            # An averaged loss, which `shard_map` knows to be the same on all devices,
+            # is to be differentiated on each, as one that differs is: our mean divides
+            # by them.
+            loss = vary(widen(loss), axes)
+            return loss * scale.astype(loss.dtype), (loss, aux, changes)
+
+        grad_fun = jax.grad(scaled_fun, argnums, has_aux=True, allow_int=allow_int)
+        grads, (loss, aux, changes) = grad_fun(*args)
         # Gradients of integers, of dtype float0, can be neither added nor sent. They
         # are put back at the end.
         grads = jax.tree.map(lambda g: g if is_inexact(g) else None, widen(grads))
-        return loss, grads, aux
+        return loss, grads, aux, changes
 
     def sum_over_copies(own, grad):
         over = tuple(axis for axis in axes if axis not in own)
         return grad if grad is None else _sum_over(grad, over, reduce_dtype)
 
-    def device_grads(args, kwargs):
+    def device_grads(fun, args, kwargs, state):
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
@@ -278,13 +342,11 @@ def value_and_grad(
                 args[i] = own_keys(args[i], axes)
             for i in differentiated:
                 args[i] = vary(args[i], axes)
-        if steps == 1:
-            loss, grads, aux = micro_grads(args, kwargs)
-        else:
-            accumulated = over_micro_batches(
-                micro_grads, params_of(args), batched, steps
-            )
-            loss, grads, aux = accumulated(args, kwargs)
+            state = vary(own_streams(state, axes), axes)
+        run = functools.partial(micro_grads, fun)
+        if steps > 1:
+            run = over_micro_batches(run, params_of(args), batched, steps)
+        loss, grads, aux, changes = run(args, kwargs, state)
         _check_sum_is_ours(loss, params_of(args), axis_name)
         parts = steps * math.prod(map(jax.lax.axis_size, axes))
         if reduction == "mean" and parts > 1:
@@ -295,11 +357,12 @@ def value_and_grad(
         if axes:
             loss = jax.lax.psum(loss, axes)
             grads = jax.tree.map(sum_over_copies, own, grads)
-        return loss, grads, aux
+            changes = {
+                k: agreed(x, axes) if k in state else x for k, x in changes.items()
+            }
+        return loss, grads, aux, changes
 
-    @functools.wraps(fun, updated=())
-    def wrapped(*args, **kwargs):
-        refuse_nnx_modules("value_and_grad", (args, kwargs))
+    def grads_of(fun, state, args, kwargs):
         args = list(args)
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
@@ -316,21 +379,21 @@ def value_and_grad(
             )
         if steps > 1 or (mesh is not None and mesh.size > 1):
             check_batch_is_whole(args, batched, differentiated)
-        if policy is not None:
+        if cast is not None:
             for i in differentiated:
-                args[i] = policy.cast_to_compute(args[i])
-        grads_of = device_grads
+                args[i] = cast(args[i])
+        run = functools.partial(device_grads, fun)
         if mesh is not None:
-            grads_of = over_mesh(device_grads, mesh, axes, batched, steps)
-        loss, grads, aux = grads_of(args, kwargs)
+            run = over_mesh(run, mesh, axes, batched, steps)
+        loss, grads, aux, changes = run(args, kwargs, state)
         grads = jax.tree.map(
             lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
             params_of(args),
             unscale(grads, loss_scale),
         )
-        return ((loss, aux) if has_aux else loss), grads
+        return loss, aux, grads, changes
 
-    return wrapped
+    return grads_of
 
 
 def grad(
@@ -359,7 +422,9 @@ def grad(
         >>> grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
         Array(6., dtype=float32)
     """
-    value_and_grad_fun = value_and_grad(fun, policy, has_aux=has_aux, **options)
+    cure = "Use `jaxmp.nnx.value_and_grad`, which returns the gradients second."
+    checked = refuse_lost_updates("grad", cure, fun)
+    value_and_grad_fun = value_and_grad(checked, policy, has_aux=has_aux, **options)
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

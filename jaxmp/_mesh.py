@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_array, is_scalar_key
 from ._checks import as_axes, short
-from ._tree import AxisName, is_inexact, path_name
+from ._tree import AxisName, is_inexact, path_name, wide_dtype
 from ._varying import tracked_axes, varying_axes
 
 _CONSTRAINT = (
@@ -86,15 +86,16 @@ def over_mesh(
     """Returns ``fun`` with its batch split over the axes of a mesh.
 
     Inside, ``fun`` sees the part of its device, and returns a loss and gradients that
-    are the same on all. Every ``aux`` is kept along a new leading axis.
+    are the same on all, as the changes of the state are. Every ``aux`` is kept along a
+    new leading axis.
     """
     devices = math.prod(mesh.shape[axis] for axis in axes)
     over = f"{devices} devices"
     if steps > 1:
         over = f"`accum_steps={steps}` on {over}"
 
-    def split(args, kwargs):
-        entries, structure = jax.tree.flatten_with_path((tuple(args), kwargs))
+    def split(args, kwargs, state):
+        entries, structure = jax.tree.flatten_with_path((tuple(args), kwargs, state))
         arrays, specs = {}, {}
         for number, (path, x) in enumerate(entries):
             if not is_array(x):
@@ -111,8 +112,9 @@ def over_mesh(
 
         def on_device(arrays):
             leaves = [arrays.get(number, x) for number, (_, x) in enumerate(entries)]
-            loss, grads, aux = fun(*structure.unflatten(leaves))
-            return loss, grads, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+            loss, grads, aux, changes = fun(*structure.unflatten(leaves))
+            aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+            return loss, grads, aux, changes
 
         # Without the check of what varies, because a model need not know of it (a
         # scan over layers whose carry begins as zeros would be refused).
@@ -120,7 +122,7 @@ def over_mesh(
             on_device,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=(P(), P(), P(axes)),
+            out_specs=(P(), P(), P(axes), P()),
             axis_names=set(axes),
             check_vma=False,
         )
@@ -264,15 +266,44 @@ def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:
     )
 
 
+def own_streams(state: dict[str, Any], axes: tuple[Any, ...]) -> dict[str, Any]:
+    """Gives each device its own PRNG keys, of whatever shape, in place of those."""
+    device = jax.lax.axis_index(axes)
+
+    def own(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), device)
+        return keys.reshape(x.shape)
+
+    return {name: own(x) for name, x in state.items()}
+
+
+def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Makes one value of those of all devices: their mean, or that of the first one.
+
+    The mean is for what is floating or complex, such as running statistics. Anything
+    else, such as a count, is taken to be the same on all.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = agreed(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if is_inexact(x):
+        return jax.lax.pmean(x.astype(wide_dtype(x)), axes).astype(x.dtype)
+    first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
+    summable = first.astype(jnp.promote_types(x.dtype, jnp.int8))  # a bool is not
+    return jax.lax.psum(summable, axes).astype(x.dtype)
+
+
 def _check_devices(path: Any, x: Any, mesh: Mesh) -> None:
     """Raises where an argument has been put on other devices than those of the mesh."""
     if isinstance(x, jax.core.Tracer) or not getattr(x, "committed", False):
         return
     there = x.sharding.device_set
     if there != set(mesh.devices.flat):
-        kind = "positional" if path[0].idx == 0 else "keyword"
+        kinds = "positional argument", "keyword argument", "NNX variable"
         raise ValueError(
-            f"`mesh` has {mesh.size} devices, but the {kind} argument "
+            f"`mesh` has {mesh.size} devices, but the {kinds[path[0].idx]} "
             f"`{path_name(path[1:])}` was put on {len(there)}, which are not the same: "
             f"{x.sharding}. Put it there with "
             "`jax.device_put(x, jax.sharding.NamedSharding(mesh, P()))`."

@@ -1,19 +1,26 @@
-"""Flax NNX: gradients and autocast of modules, with their state kept."""
+"""Flax NNX: gradients and autocast of functions that change the objects they get."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from ._autocast import autocast as _autocast
-from ._grad import value_and_grad as _value_and_grad
-from ._policy import PolicyLike
+from ._grad import gradients, loss_and_aux
+from ._policy import Policy, PolicyLike, get_policy
+from ._tree import AxisName, is_floating_array, path_name
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
 
 
 def value_and_grad(
@@ -21,37 +28,73 @@ def value_and_grad(
     policy: PolicyLike | None = None,
     *,
     loss_scale: Any = 1.0,
+    argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
+    allow_int: bool = False,
+    accum_steps: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
+    axis_name: AxisName | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    shardings: Any = None,
 ) -> Callable[P, tuple[Any, Any]]:
-    """Differentiates a function of an NNX module, as ``nnx.value_and_grad`` does.
+    """Differentiates a function of NNX objects, as ``nnx.value_and_grad`` does.
 
-    ``fun(model, *args)`` sees the parameters in compute dtype, and everything else in
-    the module as it is: running statistics stay float32. Its updates of statistics
-    and random streams reach the caller's module. The gradients are in true units and
-    at least float32, as those of :func:`jaxmp.value_and_grad`.
+    NNX objects may be anywhere in the arguments: modules, ``nnx.Rngs``, metrics,
+    optimizers, alone, in containers, by keyword or twice. What ``fun`` changes in
+    them reaches the caller's objects. The gradients are in true units and at least
+    float32, as those of :func:`jaxmp.value_and_grad`.
 
-    The parameters alone are cast. Inside ``fun``, call the module under the policy
-    too, ``jaxmp.with_policy(model, policy)(x)``, so that its inputs are in compute
-    dtype and its outputs in float32; or cast them yourself.
+    With a policy, ``fun`` sees every ``nnx.Param`` of every argument in compute dtype,
+    whether it is differentiated or not. All else is as it is: statistics, streams,
+    optimizer states. A parameter that ``fun`` itself writes, such as a moving
+    average, stays in its own dtype and keeps its digits; to find out, ``fun`` is
+    then traced twice. Inside ``fun``, call the module under the policy too,
+    ``jaxmp.with_policy(model, policy)(x)``, so that its inputs are in compute dtype
+    and its outputs in float32; or cast them yourself. An ``nnx.BatchNorm`` without a
+    ``dtype`` of its own may return float32, because of its statistics: build it with
+    one, or use :func:`jaxmp.nnx.autocast`, which needs none of this.
+
+    With ``accum_steps`` each micro-batch goes on from the state that the one before
+    has left: dropout masks differ, running statistics see every micro-batch, and what
+    comes back is the state after the last. With ``mesh`` or ``axis_name`` each device
+    has random streams of its own; floating state, such as running statistics, comes
+    back as the mean over the devices, and what is not floating, such as counts, must
+    be the same on all and comes back from the first.
 
     Args:
-        fun: Function of an NNX module and other arguments that returns the loss, a
-            real floating scalar, or with ``has_aux`` a pair of it and anything.
-        policy: None where the module casts for itself (built with ``dtype=...``);
-            otherwise a policy, or its string.
+        fun: Function that returns the loss, a real floating scalar, or with
+            ``has_aux`` a pair of it and anything.
+        policy: None where the modules cast for themselves (built with ``dtype=...``);
+            otherwise a policy, or its string. Its overrides are searched in the path
+            of a variable in its argument, such as ``norm/scale``.
         loss_scale: As for :func:`jaxmp.value_and_grad`, such as the ``nnx.Optimizer``.
-        wrt: NNX filter of the variables to differentiate.
+        argnums: The positional argument or arguments to differentiate, by number or
+            as ``nnx.DiffState``, which brings a filter of its own. Their arrays that
+            are in no NNX object are differentiated as by ``jax.value_and_grad``.
+        wrt: NNX filter of the variables to differentiate, where ``argnums`` has none.
         has_aux: Whether ``fun`` returns a pair.
+        allow_int: As for :func:`jaxmp.value_and_grad`.
+        accum_steps: The number of micro-batches.
+        batch_argnums: The positional arguments to split. NNX objects are not split.
+        reduction: As for :func:`jaxmp.value_and_grad`.
+        axis_name: As for :func:`jaxmp.value_and_grad`.
+        mesh: As for :func:`jaxmp.value_and_grad`.
+        shardings: As for :func:`jaxmp.value_and_grad`.
 
     Returns:
-        A function ``(model, *args)`` that returns ``(loss, gradients)`` or
-        ``((loss, aux), gradients)``. The gradients are an ``nnx.State``, as
+        A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
+        ``((loss, aux), gradients)``. The gradients have the structure that
+        ``nnx.value_and_grad`` gives them: an ``nnx.State`` for a module, as
         ``nnx.Optimizer.update`` takes it.
 
     Raises:
-        TypeError: If ``fun`` returns something else than a real floating scalar.
-        ValueError: If ``loss_scale`` is not a positive scalar.
+        TypeError: If ``fun`` returns something else than a real floating scalar, or
+            an argument is not there.
+        ValueError: As :func:`jaxmp.value_and_grad`; if a variable is differentiated
+            in one argument and not in another; or if, with micro-batches or a mesh,
+            ``fun`` makes new variables or changes the shape of one.
 
     Examples:
         >>> from flax import nnx
@@ -63,23 +106,39 @@ def value_and_grad(
         >>> jax.tree.map(lambda g: str(g.dtype), nnx.to_pure_dict(grads))
         {'bias': 'float32', 'kernel': 'float32'}
     """
-
-    call: Callable[..., Any] = fun  # of a copy of the module
+    policy = None if policy is None else get_policy(policy)
+    positions, filters = _differentiated(argnums, wrt)
+    fixed = accum_steps != 1 or mesh is not None
+    grads_of = gradients(
+        policy,
+        cast=None,
+        loss_scale=loss_scale,
+        argnums=positions,
+        allow_int=allow_int,
+        accum_steps=accum_steps,
+        batch_argnums=batch_argnums,
+        reduction=reduction,
+        axis_name=axis_name,
+        mesh=mesh,
+        shardings=shardings,
+    )
 
     @functools.wraps(fun, updated=())
-    def wrapped(model, *args, **kwargs):
-        graphdef, params, rest = nnx.split(model, wrt, ...)
-
-        def pure(params, rest, *args, **kwargs):
-            # A copy, so that `fun` cannot write to variables of the caller's trace.
-            copy = nnx.merge(graphdef, params, rest, copy=True)
-            result = call(copy, *args, **kwargs)
-            loss, aux = result if has_aux else (result, None)
-            return loss, (aux, nnx.state(copy, nnx.Not(wrt)))
-
-        grad_fun = _value_and_grad(pure, policy, loss_scale=loss_scale, has_aux=True)
-        (loss, (aux, rest)), grads = grad_fun(params, rest, *args, **kwargs)
-        nnx.update(model, rest)
+    def wrapped(*args, **kwargs):
+        args, kwargs = _by_position(fun, args, kwargs)
+        _check_batch(args, batch_argnums)
+        with nnx.update_context(_TAG):
+            arguments = _Arguments(args, kwargs, filters)
+            written = frozenset()
+            while True:
+                call = _PureCall(fun, has_aux, arguments, policy, written, fixed)
+                given = arguments.without_state(call.leaves)
+                loss, aux, grads, changes = grads_of(call, call.state, *given)
+                if not call.written:
+                    break
+                written |= call.written
+            outputs = call.objects_after(changes), aux
+            _, aux = nnx.from_tree(outputs, ctxtag=_TAG, is_inner=False)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -90,15 +149,17 @@ def autocast(
     policy: PolicyLike | None = None,
     **options: Any,
 ) -> Callable[P, T]:
-    """Runs a function of an NNX module in mixed precision, its state kept.
+    """Runs a function of NNX objects in mixed precision, and keeps what it changes.
 
-    As :func:`jaxmp.autocast`, for ``fun(model, *args)``. What ``fun`` changes in the
-    module (running statistics, random streams, parameters) reaches the caller's
-    module. It works under ``nnx.jit``, and inside or around ``nnx.value_and_grad``;
-    around it is better.
+    As :func:`jaxmp.autocast`, for functions that ``nnx.jit`` can take: NNX objects may
+    be anywhere in the arguments and in what ``fun`` returns, and what ``fun`` changes
+    in them (parameters, running statistics, random streams, metrics, optimizers, new
+    attributes) reaches the caller's objects. ``fun`` may be a whole training step. It
+    works under ``nnx.jit``, and inside or around ``nnx.value_and_grad``; around it is
+    better.
 
     Args:
-        fun: Function of an NNX module and other arguments.
+        fun: Function of NNX objects and of anything else.
         policy: As for :func:`jaxmp.autocast`.
         **options: The keyword arguments of :func:`jaxmp.autocast`.
 
@@ -115,21 +176,271 @@ def autocast(
         >>> norm.mean.dtype, bool((norm.mean[...] > 0).all())
         (dtype('float32'), True)
     """
-
-    call: Callable[..., Any] = fun  # of a copy of the module
+    _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
+    call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
-    def wrapped(model, *args, **kwargs):
-        graphdef, state = nnx.split(model)
+    def wrapped(*args, **kwargs):
+        with nnx.update_context(_TAG):
+            inputs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+            leaves, structure = jax.tree.flatten(inputs)
 
-        @functools.wraps(fun, updated=())
-        def pure(state, *args, **kwargs):
-            # A copy, so that `fun` cannot write to variables of the caller's trace.
-            copy = nnx.merge(graphdef, state, copy=True)
-            return call(copy, *args, **kwargs), nnx.state(copy)
+            @functools.wraps(fun, updated=())
+            def pure(leaves):
+                inputs = structure.unflatten(leaves)
+                args, kwargs = nnx.from_tree(inputs, ctxtag=_TAG, is_inner=True)
+                result = call(*args, **kwargs)
+                return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
-        out, state = _autocast(pure, policy, **options)(state, *args, **kwargs)
-        nnx.update(model, state)
-        return out
+            result = _autocast(pure, policy, **options)(leaves)
+            return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped
+
+
+class _Arguments:
+    """The arguments of one call as numbered leaves, and what each of them is."""
+
+    def __init__(self, args: Any, kwargs: Any, filters: dict[int, Any]):
+        self.filters = {i % len(args): f for i, f in filters.items() if args}
+        _check_shared(args, kwargs, self.filters)
+        tree = nnx.to_tree((args, kwargs), ctxtag=_TAG)
+        entries, self.structure = jax.tree.flatten_with_path(tree)
+        self.leaves = [leaf for _, leaf in entries]
+        self.numbers = {path: number for number, (path, _) in enumerate(entries)}
+        numbers = list(range(len(entries)))
+        args, kwargs = self.without_state(numbers)
+        self.given: list[int] = jax.tree.leaves((args, kwargs))
+        differentiated = [arg for i, arg in enumerate(args) if i in self.filters]
+        self.to_cast: set[int] = set(jax.tree.leaves(differentiated))
+        self.paths: dict[int, Any] = {}
+        for path, x in _variables(self.structure.unflatten(numbers)):
+            self.paths.update(dict.fromkeys(jax.tree.leaves(x), path))
+            if isinstance(x, nnx.Param):
+                self.to_cast.update(jax.tree.leaves(x))
+            elif isinstance(x, nnx.BatchStat):  # float32, also where differentiated
+                self.to_cast.difference_update(jax.tree.leaves(x))
+
+    def without_state(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
+        """Returns the arguments with no more of NNX objects than is differentiated."""
+        args, kwargs = self.structure.unflatten(leaves)
+        args = [_part(arg, self.filters.get(i)) for i, arg in enumerate(args)]
+        return tuple(args), _part(kwargs, None)
+
+    def name(self, number: int) -> str:
+        return path_name(self.paths[number][1:])
+
+
+class _PureCall:
+    """One call of ``fun`` as the pure function that :func:`gradients` differentiates.
+
+    The state is what the NNX objects hold and what is not differentiated. Parameters
+    are cast, except those that ``fun`` is known to write: these belong to the state,
+    as they are. What it writes is only known once it has been traced, and then the
+    call is made again.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        has_aux: bool,
+        arguments: _Arguments,
+        policy: Policy | None,
+        known: frozenset[int],
+        fixed: bool,
+    ):
+        self.fun, self.has_aux, self.arguments = fun, has_aux, arguments
+        self.fixed = fixed  # whether the state must keep its structure and shapes
+        self.leaves = list(arguments.leaves)
+        if policy is not None:
+            for number in arguments.to_cast - known:
+                name = path_name(arguments.paths[number][2:])
+                cast = policy.cast_to_compute({name: self.leaves[number]})
+                self.leaves[number] = cast[name]
+        held = set(range(len(self.leaves))).difference(arguments.given)
+        held = {n for n in held if isinstance(self.leaves[n], jax.Array)} | known
+        self.keys = {n: f"{arguments.name(n)} #{n}" for n in held}
+        self.state = {key: jnp.asarray(self.leaves[n]) for n, key in self.keys.items()}
+        # What a trace of `fun` finds out:
+        self.written: set[int] = set()  # what it writes and `known` does not have
+        self.structure: Any = None  # of the NNX objects afterwards
+        self.sources: list[Any] = []  # of their leaves: a number, a key or a constant
+
+    def __call__(self, state, *args, **kwargs):
+        leaves = [state.get(self.keys.get(n), x) for n, x in enumerate(self.leaves)]
+        given = jax.tree.leaves((args, kwargs))
+        for number, x in zip(self.arguments.given, given, strict=True):
+            leaves[number] = x
+        inputs = self.arguments.structure.unflatten(leaves)
+        args, kwargs = nnx.from_tree(inputs, ctxtag=_TAG, is_inner=True)
+        loss, aux = loss_and_aux(self.fun(*args, **kwargs), self.has_aux)
+        outputs = _objects((args, kwargs)), aux
+        objects, aux = nnx.to_tree(outputs, ctxtag=_TAG)
+        return loss, aux, self.changes(objects, leaves)
+
+    def changes(self, objects: Any, leaves: Sequence[Any]) -> dict[str, jax.Array]:
+        """Returns what ``fun`` has changed; nothing if it must be traced again."""
+        entries, self.structure = jax.tree.flatten_with_path(objects)
+        number_of = {id(x): number for number, x in enumerate(leaves)}
+        self.sources, changes = [], {}
+        for path, x in entries:
+            number = self.arguments.numbers.get(path)
+            if number is not None and x is leaves[number]:
+                self.sources.append(number)
+                continue
+            if number is None and self.fixed:
+                _refuse_new(path)
+            # A parameter that is copied to another variable keeps its digits, too.
+            for n in (number, number_of.get(id(x))):
+                if n is not None and self.leaves[n] is not self.arguments.leaves[n]:
+                    self.written.add(n)
+            if not isinstance(x, jax.Array) and not self.fixed:
+                self.sources.append(_Constant(x))
+                continue
+            if number is None:
+                key = f"new #{len(self.sources)}"
+            elif number in self.keys:
+                key = self.keys[number]
+                x = self.as_before(number, x)
+            else:
+                self.written.add(number)
+                continue
+            changes[key] = x
+            self.sources.append(key)
+        return {} if self.written else changes
+
+    def as_before(self, number: int, x: Any) -> jax.Array:
+        """Returns the new value of a variable in its own dtype."""
+        x, old = jnp.asarray(x), jnp.asarray(self.arguments.leaves[number])
+        if is_floating_array(x) and is_floating_array(old):
+            x = x.astype(old.dtype)
+        if self.fixed and (x.shape, x.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"The function changes `{self.arguments.name(number)}` from "
+                f"{old.dtype}{list(old.shape)} to {x.dtype}{list(x.shape)}. With "
+                "`accum_steps` or `mesh` a variable must keep its shape and dtype."
+            )
+        return x
+
+    def objects_after(self, changes: dict[str, jax.Array]) -> Any:
+        """Returns the NNX objects as ``fun`` has left them."""
+
+        def leaf(source):
+            if isinstance(source, _Constant):
+                return source.value
+            is_key = isinstance(source, str)
+            return changes[source] if is_key else self.arguments.leaves[source]
+
+        return self.structure.unflatten(map(leaf, self.sources))
+
+
+class _Constant(NamedTuple):
+    value: Any  # that is no array
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.extract.NodeStates)
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
+
+
+def _objects(tree: Any) -> Any:
+    """Returns a pytree with None in the place of what is not an NNX object."""
+    return jax.tree.map(
+        lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object
+    )
+
+
+def _part(tree: Any, wrt: Any) -> Any:
+    """Returns a pytree with, of its NNX objects, the variables of a filter alone."""
+
+    def part(x):
+        if not _is_node(x):
+            return x
+        if wrt is None or isinstance(x.state, nnx.Variable):
+            return None if wrt is None else x.state
+        return nnx.filter_state(x.state, wrt)
+
+    return jax.tree.map(part, tree, is_leaf=_is_node)
+
+
+def _variables(tree: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the variables and the other leaves of a split pytree with their paths."""
+    tree = jax.tree.map(lambda x: x.state if _is_node(x) else x, tree, is_leaf=_is_node)
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    yield from jax.tree.leaves_with_path(tree, is_leaf=is_variable)
+
+
+def _differentiated(
+    argnums: Any, wrt: Any
+) -> tuple[int | tuple[int, ...], dict[int, Any]]:
+    """Returns the positions to differentiate, and the filter of each."""
+    several = isinstance(argnums, Sequence)
+    filters = {}
+    for entry in argnums if several else (argnums,):
+        if not isinstance(entry, nnx.DiffState):
+            entry = nnx.DiffState(operator.index(entry), wrt)
+        if entry.argnum in filters:
+            raise ValueError(
+                f"`argnums` names the argument {entry.argnum} twice. Give it once, "
+                "with `nnx.DiffState(argnum, filter)` for several kinds of variables."
+            )
+        filters[entry.argnum] = entry.filter
+    return tuple(filters) if several else next(iter(filters)), filters
+
+
+def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Gives keyword arguments their positions, as ``nnx.value_and_grad`` does."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (
+        TypeError,
+        ValueError,
+    ):  # has no signature, or will say itself what is wrong
+        return args, kwargs
+    return bound.args, bound.kwargs
+
+
+def _check_shared(args: Any, kwargs: Any, filters: dict[int, Any]) -> None:
+    """Raises where only some of the occurrences of a variable are differentiated."""
+    seen: dict[int, bool] = {}
+    for i, arg in enumerate((*args, kwargs)):
+        wanted = nnx.filterlib.to_predicate(filters.get(i))
+        for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
+            for path, x in nnx.iter_graph(node):
+                if not isinstance(x, nnx.Variable):
+                    continue
+                is_wanted = (x is node and i in filters) or wanted(path, x)
+                if seen.setdefault(id(x), is_wanted) != is_wanted:
+                    raise ValueError(
+                        f"The {type(x).__name__} `{'/'.join(map(str, path))}` is in "
+                        "two arguments, and differentiated in one of them only. Pass "
+                        "the object once, or name both arguments in `argnums`."
+                    )
+
+
+def _check_batch(args: Any, batch_argnums: Any) -> None:
+    """Raises where the batch holds variables, which would not be split."""
+    numbers = batch_argnums if isinstance(batch_argnums, Sequence) else (batch_argnums,)
+    for i, arg in enumerate(args):
+        if i not in numbers and i - len(args) not in numbers:
+            continue
+        for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
+            for _, x in nnx.iter_graph(node):
+                if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngState):
+                    raise ValueError(
+                        f"`batch_argnums` names the argument {i}, which holds the NNX "
+                        f"object `{type(node).__name__}`. Objects are not split: take "
+                        "the argument out, or pass arrays."
+                    )
+
+
+def _refuse_new(path: Any) -> None:
+    raise ValueError(
+        f"The function makes the variable `{path_name(path[1:])}`. With `accum_steps` "
+        "or `mesh` it cannot be handed on. Make it before, or take it out with "
+        "`nnx.pop` inside of the function and return it beside the loss, with "
+        "`has_aux=True`."
+    )

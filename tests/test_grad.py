@@ -588,14 +588,3 @@ def test_a_batch_that_cannot_be_split_is_named(batch, message):
 def test_a_bad_position_is_named(options, error, message):
     with pytest.raises(error, match=message):
         jaxmp.grad(lambda w, **batch: w, **options)(1.0, x=jnp.ones(4))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [jaxmp.value_and_grad, partial(jaxmp.with_policy, policy="float16")],
-    ids=["value_and_grad", "with_policy"],
-)
-def test_an_nnx_module_that_would_lose_its_updates_is_refused(function):
-    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"`BatchNorm`.*lost.*`jaxmp.nnx`"):
-        function(lambda model, x: model(x).sum())(model, jnp.ones((3, 2)))

@@ -1,0 +1,862 @@
+"""NNX: whatever a function changes in the objects it gets reaches the caller."""
+
+import math
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxmp
+import jaxmp.nnx
+
+FULL, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
+POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
+X = jnp.linspace(-1, 1, 32).reshape(8, 4)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+class Noisy(nnx.Module):
+    """Takes its random numbers from the caller."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x, rngs):
+        return self.dropout(self.linear(x), rngs=rngs)
+
+
+class Counter(nnx.Pytree):
+    def __init__(self):
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+
+
+def net():
+    return Net(nnx.Rngs(0))
+
+
+def snapshot(tree):
+    """Copies everything that NNX objects hold, keys as their data."""
+
+    def pure(x):
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.array(x)
+
+    return jax.tree.map(pure, nnx.to_pure_dict(nnx.state([tree])))
+
+
+def assign(variable, value):
+    variable[...] = value
+
+
+def optimizer():
+    return nnx.Optimizer(
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param
+    )
+
+
+def update_optimizer(opt):
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(1))
+    opt.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+
+
+# What there is, and what a function may do to it.
+KINDS = {
+    "rngs": (lambda: nnx.Rngs(5), lambda rngs: rngs.noise()),
+    "optimizer": (optimizer, update_optimizer),
+    "metric": (lambda: nnx.metrics.Average(), lambda m: m.update(values=jnp.ones(3))),
+    "statistics": (
+        lambda: nnx.BatchNorm(4, rngs=nnx.Rngs(0)),
+        lambda norm: norm(jnp.ones((2, 4)) * 3),
+    ),
+    "parameters": (
+        lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+        lambda model: assign(model.kernel, model.kernel[...] * 0.5),
+    ),
+    "pytree": (Counter, lambda c: assign(c.count, c.count[...] + 1)),
+    "variable": (
+        lambda: nnx.Variable(jnp.ones(2)),
+        lambda v: assign(v, v[...] * 2),
+    ),
+}
+# How an object may be passed beside `x`, and how the function finds it again.
+POSITIONS = {
+    "first": (lambda o: ((o, X), {}), lambda a, k: a[0]),
+    "second": (lambda o: ((X, o), {}), lambda a, k: a[1]),
+    "keyword": (lambda o: ((X,), {"o": o}), lambda a, k: k["o"]),
+    "tuple": (lambda o: ((X, (1, o)), {}), lambda a, k: a[1][1]),
+    "dict": (lambda o: ((X, {"a": [o]}), {}), lambda a, k: a[1]["a"][0]),
+}
+kinds = pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS.keys())
+positions = pytest.mark.parametrize(
+    ("place", "find"), POSITIONS.values(), ids=POSITIONS.keys()
+)
+
+
+@kinds
+@positions
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_autocast_brings_back_every_change(make, change, place, find, jit):
+    def fun(*args, **kwargs):
+        change(find(args, kwargs))
+        return X @ X.T
+
+    expected, changed = make(), make()
+    change(expected)
+    args, kwargs = place(changed)
+    out = jit(jaxmp.nnx.autocast(fun, "float16"))(*args, **kwargs)
+    assert out.dtype == FULL
+    chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
+
+
+@kinds
+@positions
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_value_and_grad_brings_back_every_change(make, change, place, find, policy):
+    def loss_fn(w, *args, **kwargs):
+        change(find(args, kwargs))
+        return w.sum()
+
+    expected, changed = make(), make()
+    change(expected)
+    args, kwargs = place(changed)
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy, loss_scale=8.0)
+    loss, grad = grad_fn(jnp.ones(2), *args, **kwargs)
+    assert (loss, grad.tolist()) == (2, [1, 1])
+    chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
+
+
+def step(model, optimizer, teacher, metric, x, value_and_grad=nnx.value_and_grad):
+    """A step of training with all that people do in one."""
+
+    def loss_fn(model, teacher, x):
+        target = teacher(x)
+        return jnp.mean((model(x) - jax.lax.stop_gradient(target) - x) ** 2)
+
+    loss, grads = value_and_grad(loss_fn)(model, teacher, x)
+    optimizer.update(model, grads)
+    metric.update(values=loss)
+    params, averages = nnx.state(model, nnx.Param), nnx.state(teacher, nnx.Param)
+    new = jax.tree.map(lambda a, p: 0.75 * a + 0.25 * p, averages, params)
+    nnx.update(teacher, new)
+    return loss
+
+
+def trained(wrap, steps=3):
+    model, teacher, metric = net(), net(), nnx.metrics.Average()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.05, momentum=0.5), wrt=nnx.Param)
+    run = wrap(step)
+    losses = [run(model, optimizer, teacher, metric, X) for _ in range(steps)]
+    return losses, snapshot((model, optimizer, teacher, metric))
+
+
+ORDERS = {
+    "around": lambda policy: partial(jaxmp.nnx.autocast, policy=policy),
+    "inside": lambda policy: (
+        lambda step: partial(
+            step,
+            value_and_grad=lambda f: nnx.value_and_grad(jaxmp.nnx.autocast(f, policy)),
+        )
+    ),
+    "around ours": lambda policy: (
+        lambda step: jaxmp.nnx.autocast(
+            partial(step, value_and_grad=jaxmp.nnx.value_and_grad), policy
+        )
+    ),
+    "inside ours": lambda policy: (
+        lambda step: partial(
+            step,
+            value_and_grad=lambda f: jaxmp.nnx.value_and_grad(
+                jaxmp.nnx.autocast(f, policy), loss_scale=2.0**10
+            ),
+        )
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plainly_trained():
+    return trained(nnx.jit)
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_a_whole_step_in_float32_is_that_of_flax_bit_for_bit(order, plainly_trained):
+    actual = trained(lambda step: nnx.jit(order("float32")(step)))
+    chex.assert_trees_all_equal(actual, plainly_trained)
+
+
+def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
+    expected = trained(lambda step: step, steps=1)
+    actual = trained(partial(jaxmp.nnx.autocast, policy="float32"), steps=1)
+    chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_a_whole_step_in_16_bits_keeps_every_dtype(order, dtype, plainly_trained):
+    losses, state = trained(lambda step: nnx.jit(order(dtype)(step)))
+    expected, plain_state = plainly_trained
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, plain_state)
+    np.testing.assert_allclose(losses, expected, rtol=16 * jnp.finfo(dtype).eps)
+    assert state[0][1]["step"] == 3
+    assert losses != expected  # or nothing ran in 16 bits
+
+
+def test_a_whole_step_without_jit_changes_all_that_it_changes_with_it(plainly_trained):
+    _, state = trained(partial(jaxmp.nnx.autocast, policy="bfloat16"))
+    chex.assert_trees_all_close(state, plainly_trained[1], atol=0.02)
+
+
+def test_shared_references_are_shared_inside_and_afterwards():
+    model = net()
+
+    def fun(pair, again, *, rest):
+        assert pair[0] is again is rest["model"]
+        again.head.bias[...] += 1
+        again.extra = pair[0].inner
+        return pair[0].head.bias[...]
+
+    out = jaxmp.nnx.autocast(fun)((model, 1), model, rest={"model": model})
+    assert out.tolist() == model.head.bias[...].tolist() == [1, 1, 1, 1]
+    assert model.extra is model.inner
+
+
+def test_modules_may_be_returned():
+    model = net()
+
+    def fun(model, x):
+        new = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        new.kernel[...] = x.T @ x
+        return model, {"new": new}, model.head, x
+
+    same, made, head, _ = jaxmp.nnx.autocast(fun, "float16")(model, X)
+    assert same is model
+    assert head is model.head
+    assert made["new"].kernel.dtype == FULL
+    np.testing.assert_allclose(made["new"].kernel[...], X.T @ X, rtol=1e-3)
+
+    (_, aux), _ = jaxmp.nnx.value_and_grad(
+        lambda model, x: (model(x).sum(), fun(model, x)), "float16", has_aux=True
+    )(model, X)
+    assert aux[0] is model
+    assert aux[2] is model.head
+    assert isinstance(aux[1]["new"], nnx.Linear)
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
+def test_what_a_function_sows_or_makes_is_there_afterwards():
+    def fun(model, x):
+        model.sow(nnx.Intermediate, "seen", x.sum())
+        model.made = nnx.Variable(x)
+        model.name = "called"
+        return model(x).sum()
+
+    for wrap in (jaxmp.nnx.autocast, jaxmp.nnx.value_and_grad):
+        model = net()
+        wrap(fun)(model, X)
+        np.testing.assert_array_equal(model.made[...], X)
+        assert model.name == "called"
+        assert jax.tree.leaves(nnx.pop(model, nnx.Intermediate)) == [X.sum()]
+
+
+def test_what_is_no_array_reaches_the_function_as_it_is():
+    class Flagged(nnx.Module):
+        def __init__(self):
+            self.flag, self.name = True, "a"
+            self.number = nnx.Variable(3)
+
+    def number(model):
+        return nnx.to_pure_dict(nnx.state(model))["number"]
+
+    def fun(model, *args):
+        values = (model.flag, model.name, number(model), *args)
+        assert [type(x) for x in values] == [
+            bool,
+            str,
+            int,
+            int,
+            str,
+            float,
+            np.ndarray,
+        ]
+        model.number = nnx.Variable(4)
+        return jnp.ones(())
+
+    args = (Flagged(), 1, "s", 2.0, np.ones(2))
+    jaxmp.nnx.autocast(fun)(*args)
+    assert number(args[0]) == 4
+    args[0].number = nnx.Variable(3)
+    jaxmp.nnx.value_and_grad(lambda w, *args: w * fun(*args))(1.0, *args)
+    assert number(args[0]) == 4
+
+
+def test_it_works_under_scan_vmap_and_remat():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(key))
+
+    layers = make(jax.random.split(jax.random.key(0), 3))
+    counter = Counter()
+
+    def layer(carry, model):
+        x, counter = carry
+        counter.count[...] += 1
+        return nnx.relu(model(x)), counter
+
+    def run(wrap):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def scanned(carry, model):
+            return wrap(layer)(carry, model)
+
+        return scanned((X, counter), layers)[0]
+
+    expected = run(lambda f: f)
+    for wrap in (
+        partial(jaxmp.nnx.autocast, policy="float16"),
+        lambda f: nnx.remat(jaxmp.nnx.autocast(f, "float16")),
+        lambda f: jaxmp.nnx.autocast(nnx.remat(f), "float16"),
+    ):
+        np.testing.assert_allclose(run(wrap), expected, atol=0.02)
+    outer = jaxmp.nnx.autocast(nnx.vmap(lambda m: m(X), in_axes=0), "float16")
+    assert outer(layers).shape == (3, 8, 4)
+    grad_fn = nnx.vmap(
+        jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2), "mixed_float16"),
+        in_axes=(0, None),
+    )
+    _, grads = grad_fn(layers, X)
+    assert grads["kernel"].shape == (3, 4, 4)
+    assert counter.count[...] == 12
+
+
+# Gradients
+
+
+def pair_loss(models, x, scale=1.0):
+    return jnp.mean(models["a"](models["b"](x)) ** 2) * scale
+
+
+def two():
+    return {"a": net(), "b": nnx.Linear(4, 4, rngs=nnx.Rngs(1))}
+
+
+def three(a, x, b):
+    return jnp.mean((a(x) - b(x)) ** 2)
+
+
+LIKE_FLAX = {
+    "module": (lambda m, x: m(x).mean(), lambda: (net(), X), {}),
+    "dict": (pair_loss, lambda: (two(), X), {}),
+    "dict and number": (pair_loss, lambda: (two(), X, 2.0), {"argnums": (0, 2)}),
+    "third": (three, lambda: (net(), X, net()), {"argnums": 2}),
+    "two": (three, lambda: (net(), X, net()), {"argnums": (0, 2)}),
+    "list": (three, lambda: (net(), X, net()), {"argnums": [2, 0]}),
+    "array": (three, lambda: (net(), X, net()), {"argnums": 1}),
+    "filter": (
+        three,
+        lambda: (net(), X, net()),
+        {"argnums": nnx.DiffState(0, nnx.PathContains("kernel"))},
+    ),
+    "filters": (
+        three,
+        lambda: (net(), X, net()),
+        {"argnums": (nnx.DiffState(0, nnx.BatchStat), 2, 1)},
+    ),
+    "variable": (
+        lambda v, x: (v[...] * x).sum(),
+        lambda: (nnx.BatchStat(jnp.ones(4)), X),
+        {},
+    ),
+    "state": (
+        lambda state, x: (x @ state["kernel"][...]).mean(),
+        lambda: (nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0))), X),
+        {},
+    ),
+    "pytree": (
+        lambda p, x: (p["w"] * x).sum(),
+        lambda: ({"w": jnp.ones(4)}, X),
+        {},
+    ),
+    "shared": (
+        lambda a, b, x: (a(x) + b(x)).mean(),
+        lambda: (lambda m: (m, m, X))(net()),
+        {"argnums": (0, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("fun", "make", "options"), LIKE_FLAX.values(), ids=LIKE_FLAX.keys()
+)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_gradients_and_state_are_those_of_flax(fun, make, options, has_aux):
+    def loss_fn(*args):
+        return (fun(*args), {"x": args[1]}) if has_aux else fun(*args)
+
+    options = {**options, "has_aux": has_aux}
+    args, own_args = make(), make()
+    expected = nnx.value_and_grad(loss_fn, **options)(*args)
+    actual = jaxmp.nnx.value_and_grad(loss_fn, **options)(*own_args)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal(jax.tree.leaves(actual), jax.tree.leaves(expected))
+    chex.assert_trees_all_equal(snapshot(own_args), snapshot(args))
+
+    scaled = jaxmp.nnx.value_and_grad(loss_fn, "mixed_bfloat16", **options)(*make())
+    assert jax.tree.structure(scaled) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(scaled[1], expected[1])
+
+
+def test_the_differentiated_argument_may_come_by_keyword():
+    expected = nnx.value_and_grad(three)(net(), X, net())
+    actual = jaxmp.nnx.value_and_grad(three)(b=net(), a=net(), x=X)
+    chex.assert_trees_all_equal(actual, expected)
+
+
+def test_a_position_twice_and_one_that_is_not_there_are_refused():
+    with pytest.raises(ValueError, match="names the argument 0 twice"):
+        jaxmp.nnx.value_and_grad(three, argnums=(0, nnx.DiffState(0, nnx.Param)))
+    with pytest.raises(TypeError, match="`argnums=3` needs more positional"):
+        jaxmp.nnx.value_and_grad(three, argnums=3)(net(), X, net())
+
+
+def test_a_variable_differentiated_in_one_argument_only_is_refused():
+    model = net()
+    with pytest.raises(ValueError, match="The Param `bias` is in two arguments"):
+        jaxmp.nnx.value_and_grad(lambda a, b: a(X).sum())(model.head, {"b": model.head})
+
+
+class Lora(nnx.Module):
+    def __init__(self, rngs):
+        self.low = nnx.LoRALinear(4, 4, lora_rank=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.head = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.head(self.low(x)))  # float32 after Flax's BatchNorm
+
+
+# Where a teacher may be, and how the function finds it.
+TEACHERS = {
+    "container": (lambda m, t: (((m, t), X), {}), lambda a, k: a[0]),
+    "argument": (lambda m, t: ((m, X, t), {}), lambda a, k: (a[0], a[2])),
+    "keyword": (lambda m, t: ((m, X), {"t": t}), lambda a, k: (a[0], k["t"])),
+}
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam])
+@pytest.mark.parametrize(("place", "find"), TEACHERS.values(), ids=TEACHERS.keys())
+def test_all_parameters_are_in_compute_dtype_and_come_back_as_they_were(
+    wrt, place, find
+):
+    student, teacher = Lora(nnx.Rngs(0)), Lora(nnx.Rngs(1))
+    seen = {}
+
+    def loss_fn(*args, **kwargs):
+        outs = []
+        for module in find(args, kwargs):
+            for path, x in nnx.to_flat_state(nnx.state(module)):
+                seen.setdefault(path[-1], set()).add(x.dtype)
+            outs.append(jaxmp.with_policy(module, "mixed_float16")(args[1]))
+        return jnp.mean((outs[0] - outs[1]) ** 2)
+
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, "mixed_float16", wrt=wrt)
+    args, kwargs = place(student, teacher)
+    assert jaxmp.audit(grad_fn)(*args, **kwargs).fraction_16bit == 1
+    assert seen.pop("mean") == seen.pop("var") == {np.dtype(FULL)}
+    assert set.union(*seen.values()) == {np.dtype(HALF)}
+
+    before = jax.tree.leaves(nnx.state((student, teacher), nnx.Param))
+    _, grads = nnx.jit(grad_fn)(*args, **kwargs)
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(FULL)}
+    after = jax.tree.leaves(nnx.state((student, teacher), nnx.Param))
+    chex.assert_trees_all_equal(after, before)
+    for module in student, teacher:
+        assert module.norm.mean.dtype == FULL
+        assert (module.norm.mean[...] != 0).all()
+
+
+def test_overrides_are_searched_in_the_path_of_a_variable():
+    policy = jaxmp.get_policy("mixed_float16").with_overrides(("^norm/scale$", FULL))
+    seen = {}
+
+    def loss_fn(model):
+        seen.update(scale=model.norm.scale.dtype, bias=model.norm.bias.dtype)
+        return model(X).sum()
+
+    jaxmp.nnx.value_and_grad(loss_fn, policy)(net())
+    assert seen == {"scale": FULL, "bias": HALF}
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_parameter_that_the_function_writes_keeps_its_digits(steps):
+    def loss_fn(model, x, teacher, target):
+        # An average in bfloat16 would never move.
+        teacher.kernel[...] = 0.999 * teacher.kernel[...] + 0.001
+        nnx.update(target, nnx.state(model))
+        model.bias[...] = model.bias[...] + 2.0**-20
+        return model(x).mean() + teacher(x).mean()
+
+    def linear(key):
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(key))
+
+    model, teacher, target = linear(0), linear(1), linear(2)
+    kernel = np.array(model.kernel[...])
+    teacher.kernel[...] = jnp.ones((4, 4)) * 2
+    grad_fn = jaxmp.nnx.value_and_grad(
+        loss_fn, "mixed_bfloat16", accum_steps=steps, batch_argnums=1
+    )
+    _, grads = grad_fn(model, X, teacher, target)
+    expected = 1 + 0.999**steps
+    np.testing.assert_allclose(teacher.kernel[...], expected, rtol=1e-6)
+    np.testing.assert_array_equal(target.kernel[...], kernel)
+    np.testing.assert_array_equal(model.kernel[...], kernel)
+    np.testing.assert_array_equal(model.bias[...], 2.0**-20)
+    dtypes = {x.dtype for x in jax.tree.leaves(snapshot((model, teacher, target)))}
+    assert dtypes == {np.dtype(FULL)}
+    assert {g.dtype for g in jax.tree.leaves(grads)} == {np.dtype(FULL)}
+
+
+def test_a_parameter_that_is_only_read_stays_the_same_array():
+    model = net()
+    before = model.inner.kernel[...]
+    jaxmp.nnx.value_and_grad(lambda m: m(X).mean(), "mixed_float16")(model)
+    assert model.inner.kernel[...] is before
+
+
+def sequential(loss_fn, model, *rest, steps):
+    """Gradients of the micro-batches one after the other, by Flax."""
+    grads = [
+        nnx.value_and_grad(loss_fn)(model, X[i::steps], *rest) for i in range(steps)
+    ]
+    losses, grads = zip(*grads, strict=True)
+    total = jax.tree.map(lambda *g: sum(g) / steps, *grads)
+    return sum(losses) / steps, total
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+def test_micro_batches_hand_their_state_on(jit):
+    def loss_fn(model, x, metric):
+        loss = jnp.mean(model(x) ** 2)
+        metric.update(values=loss)
+        return loss
+
+    ours, theirs = [(net(), nnx.metrics.Average()) for _ in range(2)]
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, accum_steps=4, batch_argnums=1)
+    loss, grads = jit(lambda m, x, metric: grad_fn(m, x, metric))(ours[0], X, ours[1])
+    expected = sequential(loss_fn, *theirs, steps=4)
+    chex.assert_trees_all_close((loss, grads), expected, atol=1e-6)
+    chex.assert_trees_all_close(snapshot(ours), snapshot(theirs), atol=1e-6)
+    assert ours[0].dropout.rngs.count[...] == 4
+    assert ours[1].count[...] == 4
+
+
+@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+def test_each_micro_batch_has_its_own_mask(policy):
+    def loss_fn(model, x, rngs):
+        mask = model(x, rngs) != 0
+        return (model.linear.kernel[...] * 1.0).sum(), mask
+
+    rngs = nnx.Rngs(0)
+    ones = jnp.ones((8, 4))
+    (_, masks), _ = jaxmp.nnx.value_and_grad(
+        loss_fn, policy, has_aux=True, accum_steps=4, batch_argnums=1
+    )(Noisy(nnx.Rngs(1)), ones, rngs)
+    assert masks.shape == (4, 2, 4)
+    assert len({mask.tobytes() for mask in np.array(masks)}) == 4
+    assert rngs.default.count[...] == 4
+    assert rngs.default.key[...] == nnx.Rngs(0).default.key[...]
+
+
+def cached(model, x):
+    model.cache = nnx.Cache(x)
+    return model(x).mean()
+
+
+def grown(model, x):
+    mean = model.norm.mean[...]
+    model.norm.mean = nnx.BatchStat(jnp.concatenate([mean, mean]))
+    return model.head(jnp.ones((2, 8))).mean()
+
+
+@pytest.mark.parametrize(
+    ("fun", "message"),
+    [
+        (cached, "makes the variable `0/.*cache.*`nnx.pop`"),
+        (grown, r"`0/norm/mean` from float32\[8\] to float32\[16\]"),
+    ],
+)
+@pytest.mark.parametrize("where", ["accum_steps", "mesh"])
+def test_with_micro_batches_or_a_mesh_the_state_keeps_its_form(fun, message, where):
+    model = net()
+    before = snapshot(model)
+    options = {
+        "accum_steps": {"accum_steps": 2},
+        "mesh": {"mesh": Mesh(jax.devices()[:2], ("data",))},
+    }[where]
+    with pytest.raises(ValueError, match=message):
+        jaxmp.nnx.value_and_grad(fun, batch_argnums=1, **options)(model, X)
+    chex.assert_trees_all_equal(snapshot(model), before)
+
+
+def test_variables_are_no_batch():
+    with pytest.raises(
+        ValueError, match=r"`batch_argnums` names the argument 1.*Cache"
+    ):
+        jaxmp.nnx.value_and_grad(lambda m, x: m(x[...]).sum(), batch_argnums=1)(
+            net(), nnx.Cache(X)
+        )
+
+
+@pytest.mark.parametrize("how", ["mesh", "axis_name", "axis_name, unchecked"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
+    devices, rate = 4, 0.5
+    mesh = Mesh(jax.devices()[:devices], ("data",))
+
+    def loss_fn(model, x, rngs, metric):
+        noise = jax.random.uniform(rngs(), (2,))
+        metric.update(values=x)
+        model.norm(x)
+        return (model(x).mean(), noise) if how == "mesh" else model(x).mean()
+
+    class Plain(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+            self.norm = nnx.BatchNorm(4, momentum=rate, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model, rngs, metric = Plain(), nnx.Rngs(3), nnx.metrics.Average()
+    key = rngs.default.key[...]
+    x = jnp.arange(64.0).reshape(16, 4) ** 2 / 64
+    options = {"accum_steps": steps, "batch_argnums": 1, "axis_name": "data"}
+    if how == "mesh":
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, has_aux=True, mesh=mesh, **options)
+        (_, noise), grads = nnx.jit(grad_fn)(model, x, rngs, metric)
+        assert len(np.unique(noise)) == 2 * devices * steps
+    else:
+        inner = jaxmp.nnx.value_and_grad(loss_fn, **options)
+        graphdef, state = nnx.split((model, rngs, metric))
+
+        def on_device(state, x):
+            model, rngs, metric = nnx.merge(graphdef, state)
+            _, grads = inner(model, x, rngs, metric)
+            return nnx.state((model, rngs, metric)), grads
+
+        spec = jax.sharding.PartitionSpec
+        state, grads = jax.jit(
+            jax.shard_map(
+                on_device,
+                mesh=mesh,
+                in_specs=(spec(), spec("data")),
+                out_specs=spec(),
+                check_vma="unchecked" not in how,
+            )
+        )(state, x)
+        nnx.update((model, rngs, metric), state)
+
+    assert rngs.default.key[...] == key
+    assert rngs.default.count[...] == steps
+    parts = x.reshape(devices, 4 // steps, steps, 4)
+    mean = jnp.zeros((devices, 4))
+    for i in range(steps):
+        mean = (1 - rate) * parts[:, :, i].mean(1) + rate * mean
+    np.testing.assert_allclose(model.norm.mean[...], mean.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(metric.compute(), x.mean(), rtol=1e-5)
+    assert metric.count[...] == 64 // devices
+    expected = nnx.grad(lambda m: m(x).mean())(model)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5)
+    for leaf in jax.tree.leaves(nnx.state((model, metric))):
+        values = [np.array(shard.data) for shard in leaf.addressable_shards]
+        chex.assert_trees_all_equal(*values, values[0])
+
+
+def test_two_networks_train_against_each_other():
+    def discriminate(critic, maker, x):
+        return jnp.mean(nnx.softplus(-critic(x)) + nnx.softplus(critic(maker(x))))
+
+    def deceive(maker, critic, x):
+        return jnp.mean(nnx.softplus(-critic(maker(x))))
+
+    def run(value_and_grad):
+        maker, critic = Lora(nnx.Rngs(0)), net()
+
+        @nnx.jit
+        def step(maker, critic, maker_opt, critic_opt, x):
+            loss, grads = value_and_grad(discriminate)(critic, maker, x)
+            critic_opt.update(critic, grads)
+            other, grads = value_and_grad(deceive)(maker, critic, x)
+            maker_opt.update(maker, grads)
+            return loss, other
+
+        sgd = optax.sgd(0.125)
+        opts = [nnx.Optimizer(m, sgd, wrt=nnx.Param) for m in (maker, critic)]
+        losses = [step(maker, critic, *opts, X) for _ in range(2)]
+        return losses, snapshot((maker, critic, opts))
+
+    expected = run(nnx.value_and_grad)
+    chex.assert_trees_all_equal(run(jaxmp.nnx.value_and_grad), expected)
+    actual = run(partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16"))
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_close(actual, expected, atol=0.05)
+
+
+def test_a_module_that_writes_its_own_parameters_is_that_of_flax():
+    def make():
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    def loss_fn(model, x):  # as `nnx.SpectralNorm` does
+        kernel = model.kernel[...]
+        model.kernel[...] = kernel / jnp.linalg.norm(kernel)
+        return model(x).mean()
+
+    ours, theirs = make(), make()
+    expected = nnx.value_and_grad(loss_fn)(theirs, X)
+    actual = jaxmp.nnx.value_and_grad(loss_fn)(ours, X)
+    chex.assert_trees_all_equal(actual, expected)
+    chex.assert_trees_all_equal(snapshot(ours), snapshot(theirs))
+
+
+# The functions that are not in `jaxmp.nnx`
+
+
+PLAIN = {
+    "autocast": (jaxmp.autocast, "`jaxmp.nnx.autocast`"),
+    "with_policy": (
+        partial(jaxmp.with_policy, policy="mixed_float16"),
+        r"`jaxmp.with_policy\(model, policy\)\(x\)`.*`jaxmp.nnx.autocast\(fun, ",
+    ),
+    "value_and_grad": (
+        lambda f: (
+            lambda *args, **kwargs: jaxmp.value_and_grad(
+                lambda w, args, kwargs: (f(*args, **kwargs), w)[1]
+            )(1.0, args, kwargs)
+        ),
+        "`jaxmp.nnx.value_and_grad`, which takes the same",
+    ),
+    "grad": (
+        lambda f: (
+            lambda *args, **kwargs: jaxmp.grad(
+                lambda w, args, kwargs: (f(*args, **kwargs), w)[1]
+            )(1.0, args, kwargs)
+        ),
+        "`jaxmp.nnx.value_and_grad`, which returns the gradients second",
+    ),
+    "accum_steps": (
+        lambda f: (
+            lambda *args, **kwargs: jaxmp.value_and_grad(
+                lambda w, x, args, kwargs: (f(*args, **kwargs), w)[1],
+                accum_steps=2,
+                batch_argnums=1,
+            )(1.0, X, args, kwargs)
+        ),
+        "`jaxmp.nnx.value_and_grad`",
+    ),
+}
+plain = pytest.mark.parametrize(("wrap", "cure"), PLAIN.values(), ids=PLAIN.keys())
+
+
+# Flax writes a float32 sum into what `with_policy` has cast.
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
+@kinds
+@positions
+@plain
+def test_an_object_that_is_changed_in_a_copy_is_refused(
+    wrap, cure, make, change, place, find
+):
+    def fun(*args, **kwargs):
+        change(find(args, kwargs))
+        return jnp.ones(())
+
+    thing = make()
+    before = snapshot(thing)
+    args, kwargs = place(thing)
+    name = type(thing).__name__
+    with pytest.raises(TypeError, match=f"`{name}`.*lost.*{cure}"):
+        wrap(fun)(*args, **kwargs)
+    chex.assert_trees_all_equal(snapshot(thing), before)
+    with jax.checking_leaks():
+        jax.jit(lambda: 0)()
+
+
+@plain
+def test_the_message_names_the_variable(wrap, cure):
+    with pytest.raises(
+        TypeError, match=r"changed its variable `.*m/dropout/rngs/count`"
+    ):
+        wrap(lambda x, model: model["m"].dropout(x).sum())(X, {"m": net()})
+
+
+@kinds
+@plain
+def test_an_object_that_is_only_read_passes(wrap, cure, make, change):
+    thing = make()
+    wrap(lambda thing, x: (jax.tree.leaves(thing), x.sum())[1])(thing, X)
+
+
+@plain
+def test_modules_in_evaluation_pass(wrap, cure):
+    model = net()
+    model.eval()
+    wrap(lambda x, model: model(x).sum())(X, model)
+
+
+def test_an_audit_only_looks():
+    report = jaxmp.audit(lambda model, x: model(x))(net(), X)
+    assert report.fraction_16bit == 0
+
+
+def test_the_advice_inside_of_a_gradient_works():
+    model = net()
+
+    def loss_fn(model, x, call):
+        return call(model)(x).mean()
+
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, "mixed_float16")
+    call = jaxmp.with_policy(lambda m, x: m.dropout(x), "mixed_float16")
+    with pytest.raises(TypeError, match=r"close over it: `jaxmp\.with_policy"):
+        grad_fn(model, X, lambda m: partial(call, m))
+    grad_fn(model, X, lambda m: jaxmp.with_policy(m, "mixed_float16"))
+    assert model.dropout.rngs.count[...] == 1
+
+
+@pytest.mark.parametrize("wrap", [jaxmp.autocast, jaxmp.nnx.autocast])
+def test_a_module_from_outside_is_explained(wrap):
+    model = net()
+    with pytest.raises(Exception, match="different trace level") as error:
+        wrap(lambda x: model(x))(X)
+    assert any(
+        "as an argument of `jaxmp.nnx.autocast`" in n for n in error.value.__notes__
+    )
+
+
+def test_a_cache_is_filled_step_by_step():
+    attention = nnx.MultiHeadAttention(
+        2, 4, decode=True, rngs=nnx.Rngs(0), use_bias=False
+    )
+    attention.init_cache((1, 4, 4))
+    decode = jaxmp.nnx.autocast(lambda x, state: state["model"](x), "bfloat16")
+    outs = [decode(X[None, i : i + 1], {"model": attention}) for i in range(4)]
+    assert attention.cache_index[...] == 4
+    assert attention.cached_key.dtype == FULL
+    assert math.prod(attention.cached_key.shape) == np.count_nonzero(
+        attention.cached_key[...]
+    )
+    assert {out.dtype for out in outs} == {np.dtype(FULL)}
