@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
-from ._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
+from ._op_lists import CALLS, DEFAULT_OPS, EXACT, STEEP, VIEWS, OpLists
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
@@ -36,9 +36,11 @@ KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
 KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 
-# Operations in which a bias, a scale, a mask or an embedding joins 16-bit values, and
-# is rounded for it. Not a difference: what is left of it may be the digits lost.
-_JOINS = {"add", "mul"}
+# Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
+# difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
+_JOINS = {"add"}
+# Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
+_LEAVES_RANGE = {"mul", "integer_pow"}
 # Besides products, what makes it worth going inside of what holds jaxprs.
 _STARTS = {"gather", "custom_vjp_call"}
 # Lookups of rows by numbers that the function was given.
@@ -80,7 +82,7 @@ class Value:
     linear: bool = False  # comes from the tangents of a rule, to be transposed
     outside: bool = False  # given, or computed from what was given alone
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
-    # or what was put together of 16-bit values and others.
+    # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
     _wide: Any = None
     _half: Any = None
@@ -139,7 +141,12 @@ class Demand(NamedTuple):
 
     narrow: frozenset  # Somebody would take it in 16 bits.
     other: frozenset  # Somebody reads it who is no contraction.
+    steep: frozenset  # Somebody needs its last digits: it is not rounded.
     rules: Sequence[str]  # of the equations, see :meth:`Caster.rule`
+
+    def wants(self, eqn: Equation) -> tuple[bool | None, ...]:
+        """Tells of each output whether it is wanted in 16 bits; None if in no case."""
+        return _wants(eqn, self.narrow, self.steep)
 
 
 class Caster:
@@ -222,11 +229,12 @@ class Caster:
         Args:
             jaxpr: Open or closed jaxpr.
             values: Its inputs.
-            wanted: For each output, whether somebody would take it in 16 bits.
+            wanted: For each output, whether somebody would take it in 16 bits, and
+                None where somebody needs its last digits.
             scope: Named scopes around ``jaxpr``.
         """
         body = _jaxpr.open_jaxpr(jaxpr)
-        narrow, _, rules = self.demand(jaxpr, wanted, scope)
+        demand = self.demand(jaxpr, wanted, scope)
         consts = [_given(const) for const in _jaxpr.closed_consts(jaxpr)]
         inputs = zip([*body.constvars, *body.invars], [*consts, *values], strict=True)
         env = dict(inputs)
@@ -234,9 +242,9 @@ class Caster:
         def read(atom):
             return _literal(atom) if isinstance(atom, Literal) else env[atom]
 
-        for eqn, rule in zip(body.eqns, rules, strict=True):
+        for eqn, rule in zip(body.eqns, demand.rules, strict=True):
             ins = [read(atom) for atom in eqn.invars]
-            wants = tuple(var in narrow for var in eqn.outvars)
+            wants = demand.wants(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
                 outs = self.apply(eqn, rule, ins, wants, scope)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -310,14 +318,15 @@ class Caster:
 
     def note_origin(self, eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
         """Notes which of ``outs`` have all digits of what was given, or follow."""
-        exact, floats, fits = eqn.primitive.name in EXACT, [], True
+        name, floats, fits = eqn.primitive.name, [], True
+        exact = name in EXACT
         for value, var in zip(ins, eqn.invars, strict=True):
             if _is_inexact(var) and value.scalar is None:
                 floats.append(value)
             elif _is_float32(var):
                 fits &= not exact or self.survives(value)  # not a mask of -1e9
         outside = all(value.outside for value in floats)
-        if exact and any(value.narrow for value in floats):
+        if (exact or name in _LEAVES_RANGE) and any(value.narrow for value in floats):
             follows = all(v.narrow or v.outside or v.follows for v in floats)
         else:
             follows = all(value.outside or value.follows for value in floats)
@@ -369,7 +378,7 @@ class Caster:
         floats = [value for value, var in operands if _is_float32(var)]
         size = max((value.array.size for value in floats if value.narrow), default=0)
         exact = name in EXACT and all(value.narrow for value in floats)
-        narrow = size and (wanted or exact)
+        narrow = size and (wanted or exact) and name != "integer_pow"
         if narrow and all(self.yields(name, value, size) for value in floats):
             if name in _COPIES:
                 outs = _bind_wide(eqn, ins)
@@ -403,8 +412,8 @@ class Caster:
         stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
         if value.scalar is not None or (value.narrow and not stretched):
             return value.half(self.dtype)
-        if not value.narrow and name != "mul":
-            # A mask of -1e9 must not become -inf. A factor may: that is an overflow.
+        if value.outside:
+            # A mask of -1e9 must not become -inf.
             array = _saturated(array, self.dtype)
         if stretched:
             # The transpose of stretching is a sum, which is to run in float32.
@@ -454,7 +463,7 @@ class Caster:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         name, layout = eqn.primitive.name, _jaxpr.call_layout(eqn)
         keep = tuple(i in layout.fixed_out for i in range(len(wanted)))
-        wanted = tuple(w and not k for w, k in zip(wanted, keep, strict=True))
+        wanted = self.wanted_inside(layout, wanted, scope)
         # Of what a loop carries only the first value is here.
         ins = [
             Value(value.wide(), linear=value.linear) if i in layout.fixed_in else value
@@ -661,41 +670,66 @@ class Caster:
         """Looks backward through ``jaxpr`` for what its values are used for.
 
         What no contraction takes, neither directly nor through operations of the
-        infer list, is computed in float32: softmax logits, variances, gradients.
+        infer list, is computed in float32: softmax logits, variances, gradients. And
+        so is what a steep function or a divisor is computed from elementwise: a
+        probability next to its logarithm. Contractions then round it for themselves.
         """
         key = wanted, self.prefix(scope)
         memo = self._demands.setdefault(jaxpr, {})
         if key not in memo:
             body = _jaxpr.open_jaxpr(jaxpr)
-            narrow, other, rules = set(), set(), []
+            narrow, other, steep, rules = set(), set(), set(), []
 
             def note(uses):
-                for var, take, read in uses:
+                for var, take, read, digits in uses:
                     if not isinstance(var, Literal):
                         narrow.update([var] if take and _is_float32(var) else ())
                         other.update([var] if read else ())
+                        steep.update([var] if digits and _is_float32(var) else ())
 
             note(
-                (var, want, True)
+                (var, want, True, want is None)
                 for var, want in zip(body.outvars, wanted, strict=False)
             )
             for eqn in reversed(body.eqns):
                 here = scope + _jaxpr.scope_names(eqn)
                 rules.append(self.rule(eqn, here))
-                note(self.uses(eqn, rules[-1], narrow, other, here))
-            memo[key] = Demand(frozenset(narrow), frozenset(other), rules[::-1])
+                wants = _wants(eqn, narrow, steep)
+                note(self.uses(eqn, rules[-1], wants, other, here))
+            memo[key] = Demand(*map(frozenset, (narrow, other, steep)), rules[::-1])
         return memo[key]
 
+    def wanted_inside(
+        self, layout: _jaxpr.CallLayout, wanted: tuple, scope: tuple
+    ) -> tuple:
+        """Returns what is wanted of the bodies of an equation.
+
+        A loop reads what it carries once more, and so does its test.
+        """
+        wanted = tuple(w and i not in layout.fixed_out for i, w in enumerate(wanted))
+        steep = True
+        while steep:
+            steep = {
+                layout.fixed_out[i - layout.fixed_in.start]
+                for body in layout.bodies
+                for i, var in zip(
+                    body.operands, _jaxpr.open_jaxpr(body.jaxpr).invars, strict=True
+                )
+                if i in layout.fixed_in
+                and var in self.demand(body.jaxpr, wanted, scope).steep
+            }
+            steep = {i for i in steep if wanted[i] is not None}
+            wanted = tuple(None if i in steep else w for i, w in enumerate(wanted))
+        return wanted
+
     def uses(
-        self, eqn: Equation, rule: str, narrow: set, other: set, scope: tuple
-    ) -> Iterator[tuple[Any, bool, bool]]:
-        """Yields, for each input of ``eqn``, which of the two sets it belongs to."""
-        wanted = tuple(var in narrow for var in eqn.outvars)
-        if rule == "call" and eqn.primitive.name not in _BOUNDARIES:
+        self, eqn: Equation, rule: str, wanted: tuple, other: set, scope: tuple
+    ) -> Iterator[tuple[Any, bool, bool, bool]]:
+        """Yields, for each input of ``eqn``, which of the three sets it belongs to."""
+        name = eqn.primitive.name
+        if rule == "call" and name not in _BOUNDARIES:
             layout = _jaxpr.call_layout(eqn)
-            wanted = tuple(
-                w and i not in layout.fixed_out for i, w in enumerate(wanted)
-            )
+            wanted = self.wanted_inside(layout, wanted, scope)
             for body in layout.bodies:
                 demand = self.demand(body.jaxpr, wanted, scope)
                 inner = _jaxpr.open_jaxpr(body.jaxpr).invars
@@ -705,13 +739,17 @@ class Caster:
                         eqn.invars[i],
                         var in demand.narrow and not fixed,
                         var in demand.other or fixed,
+                        var in demand.steep,
                     )
             return
         take = rule == "allow" or (rule in ("infer", "retype") and any(wanted))
-        viewed = rule in ("infer", "retype") and eqn.primitive.name in VIEWS
+        viewed = rule in ("infer", "retype") and name in VIEWS
         read = rule != "allow" and not (viewed and other.isdisjoint(eqn.outvars))
-        for var in eqn.invars:
-            yield var, take, read
+        # Sums even out what was rounded; elementwise work hands it on.
+        handed = name in self.ops.infer or name == "square" or rule == "retype"
+        digits = name in STEEP or (None in wanted and handed)
+        for i, var in enumerate(eqn.invars):
+            yield var, take, read, digits or i == _divisor(eqn)
 
 
 # What an equation is.
@@ -765,6 +803,18 @@ def _is_contraction(eqn: Equation, dtype: np.dtype) -> bool:
     inner = len(contracted) + len(batch)
     terms = math.prod(lhs.shape[i] for i in contracted)
     return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
+
+
+def _wants(eqn: Equation, narrow: Any, steep: Any) -> tuple[bool | None, ...]:
+    return tuple(None if var in steep else var in narrow for var in eqn.outvars)
+
+
+def _divisor(eqn: Equation) -> int | None:
+    """Returns which input of ``eqn`` is a divisor, if one is."""
+    name = eqn.primitive.name
+    if name == "integer_pow" and eqn.params["y"] < 0:
+        return 0
+    return 1 if name == "div" else None
 
 
 def is_square(eqn: Equation) -> bool:

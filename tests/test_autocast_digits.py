@@ -201,3 +201,144 @@ def test_every_reader_of_any_program_sees_what_a_cast_at_the_product_gives(
                 assert jnp.abs(value - want).max() <= 4 * eps * largest
             else:
                 assert jnp.abs(value - want).max() <= 32 * eps * largest
+
+
+# Values that are computed from products, and have readers of two kinds.
+
+
+ROWS = jax.random.normal(jax.random.key(3), (8, 16))
+V = jax.random.normal(jax.random.key(4), (16, 16)) / 4
+
+
+def squashed_policy(w):
+    action = jnp.tanh(ROWS @ w * 2)
+    return jnp.log(1 - action * action + 1e-6).mean() + ((action @ w) ** 2).mean()
+
+
+def clipped_cross_entropy(w):
+    p = jnp.clip(jax.nn.sigmoid(ROWS @ w * 8), 1e-7, 1 - 1e-7)
+    return -(jnp.log(p) + jnp.log(1 - p)).mean()
+
+
+def log_odds(w):
+    p = jax.nn.sigmoid(ROWS @ w * 4)
+    return ((jnp.log(p) - jnp.log1p(-p)) @ w).mean()
+
+
+def quantiles(w):
+    return (jax.scipy.special.ndtri(jax.nn.sigmoid(ROWS @ w * 3)) @ w).mean()
+
+
+def odds(w):
+    p = jax.nn.sigmoid(ROWS @ w * 2)
+    return (p / (1 - p + 1e-7)).mean() + (p @ w).mean()
+
+
+def carried_probability(w):
+    def step(p, _):  # read by the logarithm of the next step
+        return jax.nn.sigmoid((p @ w) * 6), jnp.log(1 - p + 1e-7).mean() + (
+            p @ w
+        ).mean()
+
+    return lax.scan(step, jax.nn.sigmoid(ROWS @ w), None, length=2)[1].sum()
+
+
+def nested_probability(w):
+    p = jax.jit(lambda x: jax.checkpoint(jax.nn.sigmoid)(x * 6))(ROWS @ w)
+    return jax.jit(lambda p: -jnp.log(1 - p + 1e-7))(p).mean() + (p @ w).mean()
+
+
+STEEP = [
+    squashed_policy,
+    clipped_cross_entropy,
+    log_odds,
+    quantiles,
+    odds,
+    carried_probability,
+    nested_probability,
+]
+
+
+def cube(w):
+    return (jnp.tanh(1e-5 * (ROWS @ w * 50) ** 3) @ w).mean()
+
+
+def fourth_power(w):
+    h = ROWS @ w * 20
+    return ((h / jnp.sum(h**4, -1, keepdims=True) ** 0.25) @ w).mean()
+
+
+def gelu(w):
+    return (jax.nn.gelu(ROWS @ w * 40) @ w).mean()
+
+
+def scaled(scale):
+    scale = jnp.asarray(scale)
+
+    def loss(w):
+        return (jnp.tanh(ROWS @ w * scale / scale) @ w).mean()
+
+    return loss
+
+
+OUT_OF_RANGE = {
+    "cube": cube,
+    "fourth power": fourth_power,
+    "gelu": gelu,
+    "large scale": scaled(np.float32(1e5)),
+    "large scales": scaled(np.full(16, 1e6, np.float32)),
+    "small scale": scaled(np.float32(1e-8)),
+    "scales of rows": scaled(np.linspace(1, 1e6, 8, dtype=np.float32)[:, None]),
+}
+
+
+def orders(loss, dtype):
+    yield jaxmp.autocast(jax.value_and_grad(loss), dtype)
+    yield jax.value_and_grad(jaxmp.autocast(loss, dtype))
+
+
+@both_dtypes
+@pytest.mark.parametrize("loss", STEEP)
+def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
+    value, grad = jax.value_and_grad(loss)(V)
+    for order in orders(loss, dtype):
+        got, got_grad = order(V)
+        eps = float(jnp.finfo(dtype).eps)
+        assert relative_error(got, value) <= eps
+        assert relative_error(got_grad, grad) <= 2 * eps
+
+
+@both_dtypes
+@pytest.mark.parametrize("loss", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE.keys())
+def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, dtype):
+    value, grad = jax.value_and_grad(loss)(V)
+    for order in orders(loss, dtype):
+        got, got_grad = order(V)
+        eps = float(jnp.finfo(dtype).eps)
+        assert relative_error(got, value) <= 4 * eps
+        assert relative_error(got_grad, grad) <= 4 * eps
+
+
+@both_dtypes
+def test_a_transformer_keeps_its_residual_stream_in_16_bits(dtype):
+    def layer_norm(x, scale):
+        x = x - x.mean(-1, keepdims=True)
+        return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    def block(x, w, scale):
+        h = layer_norm(x, scale)
+        x = x + jax.nn.softmax((h @ w) @ h.T) @ (h @ w)
+        return x + jax.nn.gelu(layer_norm(x, scale) @ w) @ w
+
+    def net(w, scale, table, tokens):
+        x = table[tokens] + table[:8]
+        for _ in range(3):
+            x = block(x, w, scale)
+        return x @ w
+
+    eqns = traced(jaxmp.autocast(net, dtype), V, V[0], V, jnp.arange(8))
+    adds = [e for e in eqns if e.primitive.name == "add"]
+    streams = [e for e in adds if {v.aval.shape for v in e.invars} == {(8, 16)}]
+    narrow = [e for e in streams if e.outvars[0].aval.dtype == dtype]
+    assert len(narrow) == 6 + 3  # two in each block, and one in each GELU
+    assert len(streams) == 6 + 3 + 1  # and the embedding's, in float32
