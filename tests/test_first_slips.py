@@ -388,7 +388,7 @@ def test_what_has_as_many_rows_by_chance_passes_by_keyword():
         "four",
         True,
     ],
-    ids=str,
+    ids=lambda other: type(other).__name__,
 )
 def test_what_is_no_part_of_the_batch_passes(other):
     grad = jaxmp.grad(lambda w, x, other: w * x.mean(), accum_steps=2, batch_argnums=1)
