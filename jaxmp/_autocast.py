@@ -39,7 +39,8 @@ def autocast(
     loss, or a whole ``value_and_grad``. Products take their operands in 16 bits; sums,
     exponentials and whatever autocast does not know see the dtypes they were written
     for; elementwise work follows its inputs. What comes from outside, is looked up, or
-    is computed from such values alone keeps its digits until 16-bit work reads it.
+    is computed from such values alone keeps its digits until 16-bit work reads it, and
+    so does what a logarithm, an exponential or a divisor is computed from.
 
     Put autocast around the differentiated function where you can: in
     ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients

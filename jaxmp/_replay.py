@@ -320,13 +320,14 @@ class Caster:
         """Notes which of ``outs`` have all digits of what was given, or follow."""
         name, floats, fits = eqn.primitive.name, [], True
         exact = name in EXACT
+        mixes = exact or (name in _LEAVES_RANGE and not is_square(eqn))
         for value, var in zip(ins, eqn.invars, strict=True):
             if _is_inexact(var) and value.scalar is None:
                 floats.append(value)
             elif _is_float32(var):
                 fits &= not exact or self.survives(value)  # not a mask of -1e9
         outside = all(value.outside for value in floats)
-        if (exact or name in _LEAVES_RANGE) and any(value.narrow for value in floats):
+        if mixes and any(value.narrow for value in floats):
             follows = all(v.narrow or v.outside or v.follows for v in floats)
         else:
             follows = all(value.outside or value.follows for value in floats)
@@ -820,8 +821,8 @@ def _divisor(eqn: Equation) -> int | None:
 def is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
 
-    A cube does so sooner, but where it occurs, in GELU's approximation, it is
-    squashed at once.
+    A cube does so sooner. Where it occurs, in GELU's approximation, it joins the value
+    that it was made of, and is squashed at once.
     """
     name, ins = eqn.primitive.name, eqn.invars
     if name == "integer_pow":

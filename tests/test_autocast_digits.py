@@ -268,6 +268,11 @@ def fourth_power(w):
     return ((h / jnp.sum(h**4, -1, keepdims=True) ** 0.25) @ w).mean()
 
 
+def polynomial(w):
+    h = ROWS @ w * 300
+    return (jnp.tanh(1e-5 * (h + h * h + h**2)) @ w).mean()
+
+
 def gelu(w):
     return (jax.nn.gelu(ROWS @ w * 40) @ w).mean()
 
@@ -285,6 +290,7 @@ OUT_OF_RANGE = {
     "cube": cube,
     "fourth power": fourth_power,
     "gelu": gelu,
+    "polynomial": polynomial,
     "large scale": scaled(np.float32(1e5)),
     "large scales": scaled(np.full(16, 1e6, np.float32)),
     "small scale": scaled(np.float32(1e-8)),
