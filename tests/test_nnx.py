@@ -652,7 +652,8 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
         (_, noise), grads = nnx.jit(grad_fn)(model, x, rngs, metric)
         assert len(np.unique(noise)) == 2 * devices * steps
     else:
-        inner = jaxmp.nnx.value_and_grad(loss_fn, **options)
+        spec = jax.sharding.PartitionSpec
+        inner = jaxmp.nnx.value_and_grad(loss_fn, shardings=spec(), **options)
         graphdef, state = nnx.split((model, rngs, metric))
 
         def on_device(state, x):
@@ -660,7 +661,6 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
             _, grads = inner(model, x, rngs, metric)
             return nnx.state((model, rngs, metric)), grads
 
-        spec = jax.sharding.PartitionSpec
         state, grads = jax.jit(
             jax.shard_map(
                 on_device,
