@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,7 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import check_function, refuse_lost_updates, short
+from ._checks import check_function, refuse_lost_updates, short, warn
 from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
@@ -149,11 +148,10 @@ def _compute_dtype(policy: PolicyLike | None) -> np.dtype:
             "overrides. Name the modules in `float32_paths` instead."
         )
     if policy.reduce_dtype is not None:
-        warnings.warn(
+        warn(
             f"The `reduce_dtype` of {policy} is not used by `autocast`, which sums "
             "nothing over devices. Give it to `jaxmp.value_and_grad(fun, policy, ...)` "
-            "with `axis_name` or `mesh`, and `autocast` a policy without `r=`.",
-            stacklevel=3,
+            "with `axis_name` or `mesh`, and `autocast` a policy without `r=`."
         )
     if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(

@@ -6,6 +6,7 @@ import functools
 import numbers
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -35,7 +36,7 @@ def known_number(name: str, value: Any) -> Any:
 
     A value that is not on a device of this process is not known either.
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, np.generic):
+    if isinstance(value, numbers.Real) and not isinstance(value, (np.generic, bool)):
         return value
     if not hasattr(value, "dtype"):
         raise TypeError(
@@ -157,6 +158,14 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
+def warn(message: str) -> None:
+    """Warns at the line that called jaxmp, however deep inside of it this is."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("jaxmp"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
 def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
     """Raises where a model, a policy or a result stands in the place of a function.
 
@@ -235,6 +244,13 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
         return result
 
     return checked
+
+
+def note_nnx_objects(error: Exception, tree: Any, note: str) -> None:
+    """Adds a note to an error where there are NNX objects in a pytree."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and _nnx_leaves(nnx, tree):
+        error.add_note(note)
 
 
 def _nnx_leaves(nnx: Any, tree: Any) -> dict[Any, tuple[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -22,7 +21,9 @@ from ._checks import (
     check_function,
     check_mesh,
     describe,
+    note_nnx_objects,
     refuse_lost_updates,
+    warn,
 )
 from ._loss_scale import scale_in, unscale
 from ._mesh import (
@@ -36,7 +37,7 @@ from ._mesh import (
 )
 from ._policy import Policy, PolicyLike, get_policy
 from ._tree import AxisName, is_inexact, widen
-from ._varying import vary, varying_axes
+from ._varying import tracked_axes, vary, varying_axes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -199,18 +200,7 @@ def value_and_grad(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
         https://arxiv.org/abs/1710.03740.
     """
-    check_function(
-        "value_and_grad",
-        fun,
-        "value_and_grad(loss_fn, policy)",
-        "Pass the loss, a function of the parameters and the batch that calls "
-        "`model.apply(params, x)`.",
-    )
-    if isinstance(policy, (int, np.integer, tuple, list)):
-        raise TypeError(
-            "The second argument of `jaxmp.value_and_grad` is the policy, but is "
-            f"{policy!r}. Pass `argnums={policy!r}` to choose what to differentiate."
-        )
+    check_loss_function("value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
     cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
     checked = refuse_lost_updates("value_and_grad", cure, fun)
@@ -233,7 +223,12 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        loss, aux, grads, _ = grads_of(stateless, {}, args, kwargs)
+        try:
+            loss, aux, grads, _ = grads_of(stateless, {}, args, kwargs)
+        except TypeError as error:
+            note = f"There are NNX objects in the arguments. {cure}"
+            note_nnx_objects(error, (args, kwargs), note)
+            raise
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
@@ -284,12 +279,11 @@ def gradients(
             "leave `shardings` out."
         )
     if reduce_dtype is not None and not axes:
-        warnings.warn(
+        warn(
             f"The `reduce_dtype` of {policy} is not used: `value_and_grad` sums over "
             "devices with `axis_name` (inside `shard_map`) or `mesh` only, and under "
             "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
-            "two, or leave `r=` out of the policy.",
-            stacklevel=3,
+            "two, or leave `r=` out of the policy."
         )
     # A mesh hands every device the whole parameters.
     own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
@@ -328,15 +322,18 @@ def gradients(
         differentiated = _positions(argnums, args, "argnums")
         batched = _positions(batch_argnums, args, "batch_argnums")
         own = None
+        apart = {}
         if axes:
             check_axes_are_bound(axes)
+            # What differs by device before the call, such as a sharded buffer or the
+            # moving average of a sharded parameter, differs after it.
+            apart = {name: varying_axes(x) for name, x in state.items()}
             own = sharded_axes(params_of(args), axes, own_axes)
             if reduce_dtype and all(map(set(axes).issubset, jax.tree.leaves(own))):
-                warnings.warn(
+                warn(
                     f"The `reduce_dtype` of {policy} is not used: every parameter is "
                     f"sharded over {axes}, so that the collectives in the function sum "
-                    "their gradients, in its dtypes. Leave `r=` out of the policy.",
-                    stacklevel=2,
+                    "their gradients, in its dtypes. Leave `r=` out of the policy."
                 )
             for i in batched:
                 args[i] = own_keys(args[i], axes)
@@ -348,6 +345,7 @@ def gradients(
             run = over_micro_batches(run, params_of(args), batched, steps)
         loss, grads, aux, changes = run(args, kwargs, state)
         _check_sum_is_ours(loss, params_of(args), axis_name)
+        _check_state_is_known(own, changes, state)
         parts = steps * math.prod(map(jax.lax.axis_size, axes))
         if reduction == "mean" and parts > 1:
             # Before the sum, which then does not overflow where the mean does not;
@@ -358,7 +356,10 @@ def gradients(
             loss = jax.lax.psum(loss, axes)
             grads = jax.tree.map(sum_over_copies, own, grads)
             changes = {
-                k: agreed(x, axes) if k in state else x for k, x in changes.items()
+                name: agreed(x, tuple(a for a in axes if a not in apart[name]))
+                if name in state
+                else x
+                for name, x in changes.items()
             }
         return loss, grads, aux, changes
 
@@ -422,6 +423,7 @@ def grad(
         >>> grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
         Array(6., dtype=float32)
     """
+    check_loss_function("grad", fun, policy)
     cure = "Use `jaxmp.nnx.value_and_grad`, which returns the gradients second."
     checked = refuse_lost_updates("grad", cure, fun)
     value_and_grad_fun = value_and_grad(checked, policy, has_aux=has_aux, **options)
@@ -432,6 +434,22 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def check_loss_function(name: str, fun: Any, policy: Any) -> None:
+    """Raises where something else stands in the place of the loss or the policy."""
+    check_function(
+        name,
+        fun,
+        f"{name}(loss_fn, policy)",
+        "Pass the loss, a function of the parameters and the batch that calls "
+        "`model.apply(params, x)`.",
+    )
+    if isinstance(policy, (int, np.integer, tuple, list)):
+        raise TypeError(
+            f"The second argument of `jaxmp.{name}` is the policy, but is {policy!r}. "
+            f"Pass `argnums={policy!r}` to choose what to differentiate."
+        )
 
 
 def loss_and_aux(result: Any, has_aux: bool, fun: Any = None) -> tuple[Any, Any]:
@@ -475,6 +493,20 @@ def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
                 "`axis_name` to `jaxmp.value_and_grad`, or average the float32 loss "
                 "in `fun` with `jax.lax.pmean`."
             )
+
+
+def _check_state_is_known(own: Any, changes: dict, state: dict) -> None:
+    """Refuses to average state that may be sharded as the parameters beside it are."""
+    sharded = frozenset().union(*jax.tree.leaves(own))
+    unknown = sharded - tracked_axes(sharded)
+    names = [name for name, x in changes.items() if name in state and is_inexact(x)]
+    if unknown and names:
+        raise ValueError(
+            f"The function changes `{names[0].partition(' #')[0]}`, and parameters are "
+            f"sharded over {sorted(map(str, unknown))}, where JAX does not know "
+            "whether it is sharded as they are, or to be averaged. Use "
+            "`shard_map(check_vma=True)`, which knows."
+        )
 
 
 def _sum_over(grad: jax.Array, axes: Any, reduce_dtype: Any) -> jax.Array:

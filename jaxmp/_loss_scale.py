@@ -203,6 +203,7 @@ def static_loss_scale(
         >>> get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
+    _check_optimizer(inner)
     check_positive("scale", scale)
 
     def adapt(state: LossScaleState) -> LossScaleState:

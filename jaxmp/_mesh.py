@@ -285,6 +285,8 @@ def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     The mean is for what is floating or complex, such as running statistics. Anything
     else, such as a count, is taken to be the same on all.
     """
+    if not axes:
+        return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = agreed(jax.random.key_data(x), axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

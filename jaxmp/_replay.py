@@ -181,8 +181,11 @@ class Caster:
             def flat(*arrays):
                 nonlocal results
                 args, kwargs = in_tree.unflatten(_merge(leaves, arrays))
-                results = jax.tree.flatten(fun(*args, **kwargs))
-                return _arrays(results[0])
+                outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+                # Nothing holds a tracer when its trace is over.
+                known = [_ARRAY if isinstance(x, jax.Array) else x for x in outs]
+                results = known, out_tree
+                return _arrays(outs)
 
             arrays = _arrays(leaves)
             jaxpr = _jaxpr.trace(flat, arrays)
@@ -939,9 +942,14 @@ def _accumulated(
     such a rule, and is rounded on the way like those.
     """
 
+    moving = [_is_inexact(var) for var in eqn.invars]
+    args = [x for x, m in zip(operands, moving, strict=True) if m]
+    # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
+    fixed = [None if m else x for x, m in zip(operands, moving, strict=True)]
+
     def product(args, out_dtype):
         rest = iter(args)
-        args = [next(rest) if m else x for x, m in zip(operands, moving, strict=True)]
+        args = [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
         return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
 
     def rule(primals, tangents):
@@ -968,8 +976,6 @@ def _accumulated(
             return lax.platform_dependent(*args, cpu=widened, default=summed)
         return summed(*args)
 
-    moving = [_is_inexact(var) for var in eqn.invars]
-    args = [x for x, m in zip(operands, moving, strict=True) if m]
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.
     if linear or eqn.primitive.name == "conv_general_dilated":
@@ -981,6 +987,9 @@ def _accumulated(
 # Pytrees and paths.
 
 
+_ARRAY = object()  # stands for an array in what a function has returned
+
+
 def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
@@ -988,7 +997,10 @@ def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
 def _merge(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Puts ``arrays`` where ``leaves`` has JAX arrays."""
     rest = iter(arrays)
-    return [next(rest) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    return [
+        next(rest) if leaf is _ARRAY or isinstance(leaf, jax.Array) else leaf
+        for leaf in leaves
+    ]
 
 
 def _is_under(path: tuple, scope: tuple) -> bool:

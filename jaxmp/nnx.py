@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ._autocast import autocast as _autocast
-from ._grad import gradients, loss_and_aux
+from ._checks import as_positions
+from ._grad import check_loss_function, gradients, loss_and_aux
 from ._policy import Policy, PolicyLike, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
@@ -106,8 +107,11 @@ def value_and_grad(
         >>> jax.tree.map(lambda g: str(g.dtype), nnx.to_pure_dict(grads))
         {'bias': 'float32', 'kernel': 'float32'}
     """
+    check_loss_function("nnx.value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
     positions, filters = _differentiated(argnums, wrt)
+    if batch_argnums is not None:
+        batch_argnums = as_positions("batch_argnums", batch_argnums)
     fixed = accum_steps != 1 or mesh is not None
     grads_of = gradients(
         policy,
@@ -125,7 +129,8 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        args, kwargs = _by_position(fun, args, kwargs)
+        batched = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
+        args, kwargs = _by_position(fun, args, kwargs, (*filters, *(batched or ())))
         _check_batch(args, batch_argnums)
         with nnx.update_context(_TAG):
             arguments = _Arguments(args, kwargs, filters)
@@ -177,6 +182,7 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
+    dtype = None if policy is None else get_policy(policy).compute_dtype
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
@@ -192,7 +198,7 @@ def autocast(
                 result = call(*args, **kwargs)
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
-            result = _autocast(pure, policy, **options)(leaves)
+            result = _autocast(pure, dtype, **options)(leaves)
             return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped
@@ -261,6 +267,9 @@ class _PureCall:
         held = {n for n in held if isinstance(self.leaves[n], jax.Array)} | known
         self.keys = {n: f"{arguments.name(n)} #{n}" for n in held}
         self.state = {key: jnp.asarray(self.leaves[n]) for n, key in self.keys.items()}
+        if policy is not None:
+            # A weak type would become 16-bit where it meets a parameter that was cast.
+            self.state = {key: x.astype(x.dtype) for key, x in self.state.items()}
         # What a trace of `fun` finds out:
         self.written: set[int] = set()  # what it writes and `known` does not have
         self.structure: Any = None  # of the NNX objects afterwards
@@ -377,11 +386,11 @@ def _differentiated(
     argnums: Any, wrt: Any
 ) -> tuple[int | tuple[int, ...], dict[int, Any]]:
     """Returns the positions to differentiate, and the filter of each."""
-    several = isinstance(argnums, Sequence)
+    several = isinstance(argnums, (Sequence, np.ndarray)) and np.ndim(argnums) > 0
     filters = {}
     for entry in argnums if several else (argnums,):
         if not isinstance(entry, nnx.DiffState):
-            entry = nnx.DiffState(operator.index(entry), wrt)
+            entry = nnx.DiffState(as_positions("argnums", entry), wrt)
         if entry.argnum in filters:
             raise ValueError(
                 f"`argnums` names the argument {entry.argnum} twice. Give it once, "
@@ -391,8 +400,15 @@ def _differentiated(
     return tuple(filters) if several else next(iter(filters)), filters
 
 
-def _by_position(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Gives keyword arguments their positions, as ``nnx.value_and_grad`` does."""
+def _by_position(
+    fun: Callable[..., Any], args: Any, kwargs: Any, needed: Sequence[int]
+) -> Any:
+    """Gives keyword arguments their positions, where one of those is asked for.
+
+    Otherwise they stay what they are: a keyword says that nothing is to be split.
+    """
+    if all(-len(args) <= i < len(args) for i in needed):
+        return args, kwargs
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
     except (
