@@ -103,8 +103,19 @@ _CALL = """
     shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"""
 
 CALLS = frozenset(_CALL.split())
-# Functions that make much of the last digits: log(1 - p) of a p near 1.
-STEEP = frozenset(_STEEP.split()) - {"square", "cbrt", "atan", "asinh", "mulhi"}
+# Readers that make much of the last digits, log(1 - p) of a p near 1 for one: steep
+# functions, solvers, and opaque code, which sees exactly what it was written for.
+_READS_NO_DIGITS = """
+    square cbrt atan asinh mulhi fft householder_product ormqr debug_callback
+    debug_print check inspect_sharding"""
+STEEP = frozenset(" ".join([_STEEP, _SOLVE, _OPAQUE, "sqrt"]).split()) - frozenset(
+    _READS_NO_DIGITS.split()
+)
+# Denied, and what is lost before them is lost behind them too.
+_HANDS_ON = """
+    square reduce_prod cumprod scatter scatter-mul convert_element_type complex real
+    imag"""
+HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
-from ._op_lists import CALLS, DEFAULT_OPS, EXACT, STEEP, VIEWS, OpLists
+from ._op_lists import CALLS, DEFAULT_OPS, EXACT, HANDS_ON, STEEP, VIEWS, OpLists
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
@@ -89,8 +89,9 @@ class Value:
 
     def facts(self) -> tuple:
         """Returns what matters to those who are given the array, hashable."""
-        # A layer that is called with its number is the same layer for each number.
-        known = getattr(self.scalar, "dtype", None) == _FLOAT32
+        # A layer that is called with its number is the same layer for each number. Zero
+        # fills what was dropped, also the integer that `jnp.where` is often given.
+        known = getattr(self.scalar, "dtype", None) == _FLOAT32 or self.is_zero()
         scalar = self.scalar if known else None
         return (
             self.narrow,
@@ -380,7 +381,7 @@ class Caster:
         """Applies an operation of the infer list in the dtype of its inputs."""
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         floats = [value for value, var in operands if _is_float32(var)]
-        size = max((value.array.size for value in floats if value.narrow), default=0)
+        size = max((v.array.size for v in floats if self.begins(name, v)), default=0)
         exact = name in EXACT and all(value.narrow for value in floats)
         narrow = size and (wanted or exact) and name != "integer_pow"
         if narrow and all(self.yields(name, value, size) for value in floats):
@@ -398,6 +399,11 @@ class Caster:
                 ],
             )
         return _bind_wide(eqn, ins)
+
+    def begins(self, name: str, value: Value) -> bool:
+        """Whether ``value`` lets an operation be narrow that others may follow."""
+        made = value.follows and not value.outside  # of 16-bit values and a scale
+        return value.narrow or (made and name in _JOINS)
 
     def yields(self, name: str, value: Value, size: int) -> bool:
         """Whether ``value`` lets an operation on ``size`` 16-bit numbers be narrow."""
@@ -689,7 +695,7 @@ class Caster:
                     if not isinstance(var, Literal):
                         narrow.update([var] if take and _is_float32(var) else ())
                         other.update([var] if read else ())
-                        steep.update([var] if digits and _is_float32(var) else ())
+                        steep.update([var] if digits and _is_inexact(var) else ())
 
             note(
                 (var, want, True, want is None)
@@ -700,7 +706,8 @@ class Caster:
                 rules.append(self.rule(eqn, here))
                 wants = _wants(eqn, narrow, steep)
                 note(self.uses(eqn, rules[-1], wants, other, here))
-            memo[key] = Demand(*map(frozenset, (narrow, other, steep)), rules[::-1])
+            sets = frozenset(narrow), frozenset(other), frozenset(steep)
+            memo[key] = Demand(*sets, rules[::-1])
         return memo[key]
 
     def wanted_inside(
@@ -747,13 +754,22 @@ class Caster:
                     )
             return
         take = rule == "allow" or (rule in ("infer", "retype") and any(wanted))
+        take &= not _scales_far(eqn)
         viewed = rule in ("infer", "retype") and name in VIEWS
         read = rule != "allow" and not (viewed and other.isdisjoint(eqn.outvars))
         # Sums even out what was rounded; elementwise work hands it on.
-        handed = name in self.ops.infer or name == "square" or rule == "retype"
+        handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         digits = name in STEEP or (None in wanted and handed)
+        inside = self.steep_inside(eqn, scope) if name in _BOUNDARIES else ()
         for i, var in enumerate(eqn.invars):
-            yield var, take, read, digits or i == _divisor(eqn)
+            yield var, take, read, digits or i == _divisor(eqn) or i in inside
+
+    def steep_inside(self, eqn: Equation, scope: tuple) -> set[int]:
+        """Returns the inputs of which the body of ``eqn`` needs the last digits."""
+        jaxpr = next(_jaxpr.sub_jaxprs(eqn))
+        steep = self.demand(jaxpr, (False,) * len(eqn.outvars), scope).steep
+        inner = _jaxpr.open_jaxpr(jaxpr).invars
+        return {i for i, var in enumerate(inner) if var in steep}
 
 
 # What an equation is.
@@ -819,6 +835,14 @@ def _divisor(eqn: Equation) -> int | None:
     if name == "integer_pow" and eqn.params["y"] < 0:
         return 0
     return 1 if name == "div" else None
+
+
+def _scales_far(eqn: Equation) -> bool:
+    """Whether ``eqn`` brings a value back into range, or takes it out of it."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return False
+    numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and _is_float32(x)]
+    return any(np.ndim(x) == 0 and not 2**-8 <= abs(x or 1) <= 2**8 for x in numbers)
 
 
 def is_square(eqn: Equation) -> bool:

@@ -390,7 +390,7 @@ def _differentiated(
     filters = {}
     for entry in argnums if several else (argnums,):
         if not isinstance(entry, nnx.DiffState):
-            entry = nnx.DiffState(as_positions("argnums", entry), wrt)
+            entry = nnx.DiffState(as_positions("argnums", entry), wrt)  # pyright: ignore
         if entry.argnum in filters:
             raise ValueError(
                 f"`argnums` names the argument {entry.argnum} twice. Give it once, "
