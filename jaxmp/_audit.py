@@ -421,6 +421,7 @@ class _Place(NamedTuple):
         trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared
+            or "branches_platforms" in eqn.params
             or (is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)),
             trips=self.trips * (1 if trips is None else trips),
             opaque=self.opaque

@@ -292,6 +292,43 @@ def trip_count(eqn: JaxprEqn) -> int | None:
     return None if eqn.primitive.name == "while" else 1
 
 
+def summed_by_platform(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
+    """Applies a product to bfloat16 operands and returns its float32 sums.
+
+    XLA:CPU has no such product in every layout. The same sums of widened operands give
+    the same numbers there. The choice is made where the program is lowered.
+    """
+    params = tuple(sorted(eqn.params.items()))
+    jaxpr = _summed_by_platform(eqn.primitive, params, tuple(map(jax.typeof, args)))
+    env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    for choice in jaxpr.jaxpr.eqns:
+        outs = bind(choice, [env[atom] for atom in choice.invars])
+        env.update(zip(choice.outvars, outs, strict=True))
+    return env[jaxpr.jaxpr.outvars[0]]
+
+
+@functools.lru_cache(maxsize=4096)  # Tracing two branches takes long.
+def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> Any:
+    options: Any = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
+
+    def summed(*args):
+        return primitive.bind(*args, **options)
+
+    def widened(*args):
+        wide = jnp.float32
+        return summed(
+            *(
+                lax.convert_element_type(x, wide) if x.dtype == jnp.bfloat16 else x
+                for x in args
+            )
+        )
+
+    def choose(*args):
+        return [lax.platform_dependent(*args, cpu=widened, default=summed)]
+
+    return trace(choose, avals)
+
+
 def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
     """Returns what the functions of ``jax.vjp`` take for a cotangent that is zero.
 

@@ -986,19 +986,13 @@ def _accumulated(
         out = accumulate(*primals)
         return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
 
-    def summed(*args):
-        return product(args, jnp.float32)
-
-    def widened(*args):
-        return summed(*(lax.convert_element_type(x, jnp.float32) for x in args))
-
     @jax.custom_jvp
     def accumulate(*args):
-        if dtype == jnp.bfloat16:
-            # XLA:CPU has no such product in every layout. The same sums in float32
-            # give the same numbers. The choice is made where the program is lowered.
-            return lax.platform_dependent(*args, cpu=widened, default=summed)
-        return summed(*args)
+        if dtype == jnp.float16:
+            return product(args, jnp.float32)
+        rest = iter(args)
+        args = [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
+        return _jaxpr.summed_by_platform(eqn, args)
 
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.
