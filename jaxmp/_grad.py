@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -219,7 +220,8 @@ def value_and_grad(
     )
 
     def stateless(state, *args, **kwargs):
-        return *loss_and_aux(checked(*args, **kwargs), has_aux, fun), state
+        user = inspect.unwrap(fun)  # of `grad`, what it was given
+        return *loss_and_aux(checked(*args, **kwargs), has_aux, user), state
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -466,7 +467,7 @@ def scale_in(loss_scale: Any) -> Any:
 
 def _is_number(x: Any) -> bool:
     """Tells whether ``x`` is an array or a number, also in a variable of NNX."""
-    return hasattr(x, "dtype") or isinstance(x, (int, float, complex))
+    return hasattr(x, "dtype") or isinstance(x, numbers.Number)
 
 
 def _is_scale(x: Any) -> bool:

@@ -269,7 +269,10 @@ class _PureCall:
         self.state = {key: jnp.asarray(self.leaves[n]) for n, key in self.keys.items()}
         if policy is not None:
             # A weak type would become 16-bit where it meets a parameter that was cast.
-            self.state = {key: x.astype(x.dtype) for key, x in self.state.items()}
+            self.state = {
+                key: x.astype(x.dtype) if is_floating_array(x) else x
+                for key, x in self.state.items()
+            }
         # What a trace of `fun` finds out:
         self.written: set[int] = set()  # what it writes and `known` does not have
         self.structure: Any = None  # of the NNX objects afterwards

@@ -71,7 +71,7 @@ SLIPS = {
     ),
     "static swapped": (
         lambda: jaxmp.static_loss_scale(8, optax.adam(1.0)),
-        "`scale` must be a number",
+        "The optimizer to wrap must be an optax transformation, but is 8",
     ),
     "static given a policy": (
         lambda: jaxmp.static_loss_scale(optax.adam(1.0), "O1"),

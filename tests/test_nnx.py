@@ -762,10 +762,10 @@ PLAIN = {
     "accum_steps": (
         lambda f: (
             lambda *args, **kwargs: jaxmp.value_and_grad(
-                lambda w, x, args, kwargs: (f(*args, **kwargs), w)[1],
+                lambda w, x, *, args, kwargs: (f(*args, **kwargs), w)[1],
                 accum_steps=2,
                 batch_argnums=1,
-            )(1.0, X, args, kwargs)
+            )(1.0, X, args=args, kwargs=kwargs)
         ),
         "`jaxmp.nnx.value_and_grad`",
     ),

@@ -80,7 +80,7 @@ def test_a_name_is_the_dtype_that_it_is_in_a_policy(name):
 @pytest.mark.parametrize(
     "dtype",
     [int, float, bool, complex, None, object, np.longdouble, "int8", "f2", "c8", "O",
-     jnp.int32, jnp.complex64, np.dtype("V2"), jnp.ones(1), 16, "floa16"],
+     jnp.int32, jnp.complex64, np.dtype("V2"), 16, "floa16"],
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("tree", [{}, {"w": np.full(2, 1.75, "f")}], ids=["{}", "w"])
@@ -317,15 +317,21 @@ def test_a_scale_that_cannot_be_one_is_refused(scale, message):
 
 @pytest.mark.parametrize(
     "scale",
-    ["8", None, [8], 8j, np.bool_(True), jnp.array(True), jnp.array(8j), KEY,
+    ["8", None, 8j, True, np.bool_(True), jnp.array(True), jnp.array(8j), KEY,
      jax.ShapeDtypeStruct((), jnp.float32)],
     ids=repr,
 )  # fmt: skip
 def test_a_scale_that_is_no_number_is_refused(scale):
-    with pytest.raises(TypeError, match="`loss_scale` must be a number"):
+    message = "`loss_scale` must be a (number|positive scalar, or an optimizer state)"
+    with pytest.raises(TypeError, match=message):
         jaxmp.unscale(jnp.ones(2), scale)
-    with pytest.raises(TypeError, match="`loss_scale` must be a number"):
+    with pytest.raises(TypeError, match=message):
         jaxmp.value_and_grad(lambda x: x, loss_scale=scale)
+
+
+def test_a_list_in_the_place_of_a_scale_is_searched_for_a_state():
+    with pytest.raises(ValueError, match="must hold a loss scale"):
+        jaxmp.unscale(jnp.ones(2), [8])
 
 
 @pytest.mark.parametrize(

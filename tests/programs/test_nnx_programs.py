@@ -121,7 +121,8 @@ def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, cast, policy):
     near([got_losses], [losses], DTYPES[policy], 8)
 
     def counts(tree):
-        return [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, float)]
+        leaves = jax.tree.leaves(tree)
+        return [x for x in leaves if not jnp.issubdtype(x.dtype, jnp.floating)]
 
     chex.assert_trees_all_equal(counts(got), counts(expected))
 
