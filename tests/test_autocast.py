@@ -531,6 +531,25 @@ def test_autocast_inside_of_a_haiku_transform_is_refused_where_it_would_leak():
     assert contractions(jaxmp.autocast(net.apply), params, X) == [{"bfloat16"}]
 
 
+@pytest.mark.parametrize("order", ["forward", "outside", "inside"])
+@pytest.mark.parametrize("name", ["tanh", "scan", "custom_jvp", "remat"])
+def test_nothing_holds_a_tracer_when_its_trace_is_over(name, order):
+    programs = {
+        "tanh": lambda w, x: jnp.tanh(x @ w).mean(),
+        "scan": lambda w, x: lax.scan(lambda c, _: (c @ w, None), x, None, 2)[0].mean(),
+        "custom_jvp": lambda w, x: jax.nn.relu(x @ w).mean(),
+        "remat": lambda w, x: jax.checkpoint(lambda x: jnp.exp(x @ w))(x).mean(),
+    }
+    loss = programs[name]
+    fun = {
+        "forward": jaxmp.autocast(loss),
+        "outside": jaxmp.autocast(jax.grad(loss)),
+        "inside": jax.grad(jaxmp.autocast(loss)),
+    }[order]
+    with jax.checking_leaks():
+        jax.jit(fun)(W, X)
+
+
 # Opting out.
 
 

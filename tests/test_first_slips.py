@@ -142,6 +142,19 @@ SLIPS = {
         lambda: jaxmp.value_and_grad(loss_fn(PARAMS, X, Y)),
         r"array float32\[\]. Pass the function itself, and call the result",
     ),
+    "a gradient of a Linen model": (lambda: jaxmp.grad(MODEL), "the loss,"),
+    "a gradient with its argnums second": (
+        lambda: jaxmp.grad(loss_fn, 0),
+        r"second argument of `jaxmp.grad` is the policy.*argnums=0",
+    ),
+    "a gradient of NNX with its argnums second": (
+        lambda: jaxmp.nnx.value_and_grad(loss_fn, 0),
+        r"second argument of `jaxmp.nnx.value_and_grad` is the policy.*argnums=0",
+    ),
+    "a gradient of NNX, swapped": (
+        lambda: jaxmp.nnx.value_and_grad("mixed_float16", loss_fn),
+        "function comes first",
+    ),
     "differentiate parameters": (lambda: jaxmp.grad(PARAMS), "function, but got dict"),
     "differentiate, swapped": (
         lambda: jaxmp.value_and_grad("O1", loss_fn),

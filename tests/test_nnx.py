@@ -860,3 +860,71 @@ def test_a_cache_is_filled_step_by_step():
         attention.cached_key[...]
     )
     assert {out.dtype for out in outs} == {np.dtype(FULL)}
+
+
+class Averaged(nnx.Module):
+    """A sharded weight and its moving average."""
+
+    def __init__(self, weight):
+        self.weight = nnx.Param(weight)
+        self.average = nnx.Param(weight)
+
+    def __call__(self, x):
+        self.average[...] = 0.5 * self.average[...] + 0.5 * self.weight[...]
+        weight = jax.lax.all_gather(self.weight[...], "data", tiled=True)
+        return jnp.tanh(x @ weight)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_state_that_is_sharded_is_not_averaged_over_the_shards(checked):
+    mesh, spec = Mesh(jax.devices()[:4], ("data",)), jax.sharding.PartitionSpec
+    weight = jnp.arange(32.0).reshape(8, 4) / 32
+    grad_fn = jaxmp.nnx.value_and_grad(
+        lambda model, x: (model(x) ** 2).mean(),
+        wrt=nnx.PathContains("weight"),
+        axis_name="data",
+        shardings=None if checked else spec("data"),
+    )
+
+    def step(weight, x):
+        model = Averaged(weight)
+        grad_fn(model, x)
+        return model.average[...]
+
+    rows = spec("data")
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=checked
+    )
+    if checked:
+        np.testing.assert_array_equal(run(weight, jnp.ones((4, 8))), weight)
+        return
+    with pytest.raises(ValueError, match=r"`0/average`.*check_vma=True"):
+        run(weight, jnp.ones((4, 8)))
+
+
+def test_a_keyword_argument_is_not_split():
+    def loss_fn(model, x, table):
+        return (model(x) @ table).mean()
+
+    model, x, table = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), jnp.ones((4, 3)), jnp.eye(4)
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, accum_steps=2, batch_argnums=1)
+    loss, _ = grad_fn(model, x, table=table)
+    np.testing.assert_allclose(loss, loss_fn(model, x, table), rtol=1e-6)
+    with pytest.raises(ValueError, match="pass it by keyword"):
+        grad_fn(model, x, table)
+
+
+def test_state_of_a_weak_type_keeps_its_digits_beside_cast_parameters():
+    class Tracked(nnx.Module):
+        def __init__(self):
+            self.weight = nnx.Param(jnp.ones(2))
+            self.mean = nnx.Variable(jnp.array(1 / 3))  # weakly typed
+
+        def __call__(self):
+            self.mean[...] = 0.9 * self.mean[...] + 0.1 * self.weight[...].mean()
+            return self.weight[...].sum()
+
+    model = Tracked()
+    jaxmp.nnx.value_and_grad(lambda m: m(), "mixed_bfloat16")(model)
+    expected = 0.3 + float(jnp.bfloat16(0.1))  # of the cast parameter's mean
+    np.testing.assert_allclose(model.mean[...], expected, rtol=1e-6)
