@@ -160,8 +160,9 @@ def check_mesh(mesh: Any) -> None:
 
 def warn(message: str) -> None:
     """Warns at the line that called jaxmp, however deep inside of it this is."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals["__name__"].startswith("jaxmp"):
+    ours, frame, level = __package__, sys._getframe(1), 2
+    # Code that was given to `exec` may have no name.
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == ours:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

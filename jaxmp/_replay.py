@@ -971,9 +971,12 @@ def _accumulated(
     # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
     fixed = [None if m else x for x, m in zip(operands, moving, strict=True)]
 
-    def product(args, out_dtype):
+    def complete(args):
         rest = iter(args)
-        args = [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
+        return [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
+
+    def product(args, out_dtype):
+        args = complete(args)
         return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
 
     def rule(primals, tangents):
@@ -990,9 +993,7 @@ def _accumulated(
     def accumulate(*args):
         if dtype == jnp.float16:
             return product(args, jnp.float32)
-        rest = iter(args)
-        args = [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
-        return _jaxpr.summed_by_platform(eqn, args)
+        return _jaxpr.summed_by_platform(eqn, complete(args))
 
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.
