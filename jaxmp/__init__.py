@@ -3,28 +3,28 @@
 import importlib as _importlib
 import typing as _typing
 
+from ._exponents import RecordRangesState as RecordRangesState
+from ._exponents import exponent_histogram as exponent_histogram
+from ._exponents import record_ranges as record_ranges
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import with_policy as with_policy
-from ._loss_scale import LossScaleState as LossScaleState
-from ._loss_scale import check_loss_scale as check_loss_scale
 from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from ._loss_scale import get_loss_scale as get_loss_scale
-from ._loss_scale import get_loss_scale_state as get_loss_scale_state
-from ._loss_scale import last_step_finite as last_step_finite
 from ._loss_scale import loss_scaling as loss_scaling
 from ._loss_scale import static_loss_scale as static_loss_scale
-from ._loss_scale import unscale as unscale
+from ._loss_scale_state import LossScaleState as LossScaleState
+from ._loss_scale_state import check_loss_scale as check_loss_scale
+from ._loss_scale_state import get_loss_scale as get_loss_scale
+from ._loss_scale_state import get_loss_scale_state as get_loss_scale_state
+from ._loss_scale_state import last_step_finite as last_step_finite
+from ._loss_scale_state import unscale as unscale
 from ._mesh import init_shardings as init_shardings
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
 from ._ranges import RangeReport as RangeReport
 from ._ranges import RangeStats as RangeStats
-from ._ranges import RecordRangesState as RecordRangesState
-from ._ranges import exponent_histogram as exponent_histogram
 from ._ranges import range_report as range_report
-from ._ranges import record_ranges as record_ranges
 from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree

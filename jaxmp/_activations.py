@@ -20,9 +20,8 @@ from ._jaxpr import (
     located_at,
     open_jaxpr,
 )
-from ._loss_scale import scale_in
-from ._ranges import numbered
-from ._tree import widen
+from ._loss_scale_state import scale_in
+from ._tree import numbered, widen
 
 P = ParamSpec("P")
 

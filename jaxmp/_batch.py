@@ -7,9 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ._tree import is_inexact, path_name, wide_dtype
+from ._tree import is_array, is_inexact, path_name, wide_dtype
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.
@@ -107,11 +106,6 @@ def _rows(arg: Any) -> set[Any]:
     leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is not arg)
     shapes = [x.shape if is_array(x) else (None,) for x in leaves if x is not None]
     return {shape[0] for shape in shapes if shape}
-
-
-def is_array(x: Any) -> bool:
-    """Tells whether ``x`` is an array, as opposed to a Python number or an object."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def is_scalar_key(x: Any) -> bool:

@@ -26,7 +26,7 @@ from ._checks import (
     refuse_lost_updates,
     warn,
 )
-from ._loss_scale import scale_in, unscale
+from ._loss_scale_state import scale_in, unscale
 from ._mesh import (
     agreed,
     axes_of_shardings,

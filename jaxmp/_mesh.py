@@ -13,9 +13,9 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._batch import GradFun, check_leading_axis, is_array, is_scalar_key
+from ._batch import GradFun, check_leading_axis, is_scalar_key
 from ._checks import as_axes, short
-from ._tree import AxisName, is_inexact, path_name, wide_dtype
+from ._tree import AxisName, is_array, is_inexact, path_name, wide_dtype
 from ._varying import tracked_axes, varying_axes
 
 _CONSTRAINT = (

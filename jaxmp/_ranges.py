@@ -1,88 +1,22 @@
-"""Where the values of a pytree lie in the range of a 16-bit format."""
+"""What a cast to a 16-bit format would do to values, reported on the host."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import itertools
 import math
-import operator
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from ._checks import as_axes, as_count, check_axes_are_bound, known_number
+from ._checks import known_number
 from ._dtypes import as_dtype
-from ._tree import AxisName, alike, is_floating_array, path_name
-from ._varying import varying_axes
-
-# Rows of counters that the elements of an array take turns in; a power of two. With
-# one row the atomic additions of a GPU would all meet in the few busy buckets.
-_LANES = 64
+from ._exponents import RecordRangesState, floating_leaves
+from ._tree import numbered
 
 _CLASSES = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
-
-
-def exponent_histogram(
-    tree: Any, *, low: int = -40, high: int = 16, per_leaf: bool = False
-) -> Any:
-    """Counts the entries of a pytree by binary exponent.
-
-    A finite nonzero ``x`` counts under ``floor(log2(abs(x)))``, clipped to
-    ``[low, high]``; exactly, also where ``x`` is subnormal. Zeros, Inf and NaN are
-    not counted. Works under ``jit``; the counts of sharded arrays are global.
-
-    Args:
-        tree: Pytree of floating arrays of any shapes; dtypes may differ.
-        low: Exponent of the first bucket.
-        high: Exponent of the last bucket.
-        per_leaf: Whether to count each leaf for itself.
-
-    Returns:
-        An int32 array of shape ``[high - low + 1]``; with ``per_leaf`` a pytree of
-        the structure of ``tree`` with such an array for each leaf.
-
-    Raises:
-        TypeError: If a leaf is not floating.
-        ValueError: If ``low`` is not below ``high``, or there are more entries to
-            count together than an int32 holds.
-
-    Examples:
-        >>> grads = {"w": jnp.array([1.0, 3.0, 2.0**-30, 0.0])}
-        >>> exponent_histogram(grads, low=-2, high=2).tolist()
-        [1, 0, 1, 1, 0]
-
-    References:
-        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
-        https://arxiv.org/abs/1710.03740.
-    """
-    _check_buckets(low, high)
-    length = high - low + 1
-    leaves = [x for _, x in _floating_leaves("exponent_histogram", tree)]
-    sizes = [math.prod(jnp.shape(x)) for x in leaves]
-    together = max(sizes, default=0) if per_leaf else sum(sizes)
-    if together > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"`exponent_histogram` counts in int32, but was given {together} entries "
-            "to count together. Pass `per_leaf=True` and add on the host, or pass a "
-            "part of the tree at a time."
-        )
-    counts = [
-        _count(_exact_buckets(x, low, length), length).sum(0, dtype=jnp.int32)[:-2]
-        for x in leaves
-    ]
-    if per_leaf:
-        return jax.tree.structure(tree).unflatten(counts)
-    return sum(counts, jnp.zeros(length, jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +143,7 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         b                   0       0         0 100.00        0         0 1.0e+00 1.0e+00    4
     """  # noqa: E501
     dtype = as_dtype(dtype, "`dtype`")
-    named = _floating_leaves("range_report", tree, on_host=True)
+    named = floating_leaves("range_report", tree, on_host=True)
     counts = [_classify(x, dtype) for _, x in named]
     paths = numbered(path for path, _ in named)
     return RangeReport(
@@ -217,125 +151,6 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         total=_stats(counts),
         leaves={p: _stats([n]) for p, n in zip(paths, counts, strict=True)},
     )
-
-
-class RecordRangesState(NamedTuple):
-    """State of :func:`record_ranges`: counts of the values of the counted steps."""
-
-    steps: jax.Array  # int32[], updates since init
-    low: jax.Array  # int32[], exponent of the first bucket
-    exponents: jax.Array  # float32[buckets], finite nonzero values by binary exponent
-    zeros: jax.Array  # float32[], values that were zero
-    nonfinite: jax.Array  # float32[], values that were Inf or NaN
-    max: jax.Array  # float32[], largest finite magnitude in all steps
-
-
-def record_ranges(
-    *,
-    every: int = 10,
-    low: int = -40,
-    high: int = 16,
-    axis_name: AxisName | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Records the exponents of the updates that pass through, and changes nothing.
-
-    Place it where the values of interest pass: first in a chain for the gradients. In
-    the wrapper of :func:`jaxmp.loss_scaling` it sees the finite steps only; outside,
-    before it, the overflows too. Find the state with
-    ``optax.tree.get(opt_state, "RecordRangesState")``; give it to
-    :func:`suggest_loss_scale` or to :func:`jaxmp.plots.exponents`.
-
-    Where Adam moves 28 bytes for each parameter in a step, this adds 1.2 on a GPU, and
-    3.3 with ``every=1``.
-
-    Args:
-        every: Count the first step and every ``every``-th after it. The largest
-            magnitude is that of all steps.
-        low: Exponent of the first bucket, which also counts what is below. A state
-            that was restored keeps the buckets that it has.
-        high: Exponent of the last bucket, which also counts what is above.
-        axis_name: Mesh axes over which the updates differ, inside ``shard_map`` or
-            ``pmap``. Under ``jit`` the counts of sharded arrays are global anyway.
-            Updates that are the same on all devices count once, except where nothing
-            tells that they are: ``pmap``, and ``shard_map(check_vma=False)``.
-
-    Returns:
-        A :class:`optax.GradientTransformationExtraArgs` whose state is a
-        :class:`RecordRangesState`. The counts are float32. They do not overflow, are
-        exact up to 2^24, and beyond it each addition rounds to 24 bits: after a
-        thousand counted steps a bucket is wrong by less than 1 in 10,000, and what
-        adds less than 1 in 2^25 to its bucket is not seen. Leaves that are not
-        floating are not counted.
-
-    Raises:
-        ValueError: If ``every`` is below 1 or ``low`` not below ``high``; in an
-            update, if the updates differ over mesh axes that are not in
-            ``axis_name``, or one of those does not exist.
-        TypeError: If ``every``, ``low`` or ``high`` is not an integer.
-
-    Examples:
-        >>> tx = optax.chain(record_ranges(every=1, low=-2, high=2), optax.sgd(0.1))
-        >>> opt_state = tx.init(jnp.zeros(3))
-        >>> for grads in ([1.0, 3.0, 0.0], [0.25, 1.0, jnp.inf]):
-        ...     _, opt_state = tx.update(jnp.array(grads), opt_state)
-        >>> ranges = optax.tree.get(opt_state, "RecordRangesState")
-        >>> ranges.exponents.tolist(), ranges.zeros.item(), ranges.max.item()
-        ([1.0, 0.0, 2.0, 1.0, 0.0], 1.0, 3.0)
-
-    References:
-        Micikevicius et al., "Mixed Precision Training", ICLR 2018, figure 3,
-        https://arxiv.org/abs/1710.03740.
-    """
-    every = as_count("every", every)
-    _check_buckets(low, high)
-
-    def init_fn(params):
-        del params
-        return RecordRangesState(
-            steps=jnp.zeros([], jnp.int32),
-            low=jnp.array(low, jnp.int32),
-            exponents=jnp.zeros(high - low + 1, jnp.float32),
-            zeros=jnp.zeros([], jnp.float32),
-            nonfinite=jnp.zeros([], jnp.float32),
-            max=jnp.zeros([], jnp.float32),
-        )
-
-    axes = as_axes(axis_name)
-
-    def update_fn(updates, state, params=None, **extra_args):
-        del params, extra_args
-        check_axes_are_bound(axes)
-        length = state.exponents.shape[-1]
-        maxima = [_float32_bits(state.max)]
-        entries = []
-        for path, x in jax.tree.leaves_with_path(updates):
-            if is_floating_array(x):
-                _check_agreement(x, state, axes)
-                maxima.append(_largest(x))
-                # What a cond reads has to be in memory. That is one byte for each
-                # value here; the updates might exist only within a fusion.
-                entries.append((path, _buckets(x, state.low, length)))
-        largest = jnp.stack(maxima).max()
-        if axes:
-            largest = jax.lax.pmax(largest, axes)
-        old = (state.exponents, state.zeros, state.nonfinite)
-        exponents, zeros, nonfinite = jax.lax.cond(
-            state.steps % every == 0,
-            lambda old, buckets: _add_counts(old, buckets, length, axes),
-            lambda old, buckets: old,
-            old,
-            alike(entries),  # XLA's compilers are slow with hundreds of scatters
-        )
-        return updates, RecordRangesState(
-            steps=jnp.asarray(optax.safe_increment(state.steps)),
-            low=state.low,
-            exponents=exponents,
-            zeros=zeros,
-            nonfinite=nonfinite,
-            max=jax.lax.bitcast_convert_type(largest, jnp.float32),
-        )
-
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def suggest_loss_scale(
@@ -394,7 +209,7 @@ def suggest_loss_scale(
         "Pass gradients, what `jaxmp.range_report` returned, or what "
         '`jaxmp.record_ranges` keeps: `optax.tree.get(opt_state, "RecordRangesState")`.'
     )
-    named = _floating_leaves("suggest_loss_scale", arrays, hint, on_host=True)
+    named = floating_leaves("suggest_loss_scale", arrays, hint, on_host=True)
     maxima += [_classify(x, dtype).max for _, x in named]
     if max(maxima) == 0:
         raise ValueError(
@@ -409,115 +224,6 @@ def suggest_loss_scale(
     # of the exponents is right or one too large.
     exponent = limit[1] - (largest[1] + factor[1] + carry) - (mantissa > limit[0])
     return 2.0 ** min(max(exponent, -126), 127)
-
-
-def _exact_buckets(x: Any, low: int, length: int) -> jax.Array:
-    """Returns the buckets of an array or Python float, in the precision it has."""
-    if getattr(x, "dtype", np.float64) == np.float64:
-        with jax.enable_x64(True):  # or JAX would make a float32 of it
-            return _buckets(jnp.asarray(x), low, length)
-    return _buckets(jnp.asarray(x), low, length)
-
-
-@functools.partial(jax.jit, static_argnames="length")
-def _buckets(x: jax.Array, low: Any, length: int) -> jax.Array:
-    """Returns each element's bucket; two more are for zeros and for Inf or NaN."""
-    bits, info = _magnitude_bits(x), jnp.finfo(x.dtype)
-    # Integers, because XLA may flush subnormals to zero in arithmetic.
-    field = (bits >> info.nmant).astype(jnp.int32)
-    highest_bit = jnp.iinfo(bits.dtype).bits - 1 - jax.lax.clz(bits).astype(jnp.int32)
-    exponent = info.minexp + jnp.where(field > 0, field - 1, highest_bit - info.nmant)
-    bucket = jnp.clip(exponent - low, 0, length - 1)
-    # If nothing else used the bits, LLVM would compare floats here, and the CPU's
-    # takes subnormals for zeros. The exponent uses them, as there are two buckets.
-    bucket = jnp.where(bits == 0, length, bucket)
-    bucket = jnp.where(jnp.isfinite(x), bucket, length + 1)
-    return bucket.astype(np.min_scalar_type(length + 1))
-
-
-@functools.partial(jax.jit, static_argnames="length")
-def _count(buckets: jax.Array, length: int) -> jax.Array:
-    """Counts elements into an int32 array of shape ``[_LANES, length + 2]``.
-
-    A scatter, because it reads the array once. Comparing each element with each
-    bucket reads it as often as there are buckets.
-    """
-    # No ravel: that would gather an array which is sharded along a later axis.
-    places = [
-        jax.lax.broadcasted_iota(jnp.int32, buckets.shape, i)
-        for i in range(buckets.ndim)
-    ]
-    lane = sum(places, jnp.zeros(buckets.shape, jnp.int32)) % _LANES
-    index = lane * (length + 2) + buckets.astype(jnp.int32)
-    mesh, out_sharding = jax.typeof(buckets).sharding.mesh, None
-    if AxisType.Explicit in mesh.axis_types:  # JAX wants to know where the sum lies
-        out_sharding = NamedSharding(mesh, P(None))
-    counts = jnp.zeros(_LANES * (length + 2), jnp.int32)
-    counts = counts.at[index].add(1, out_sharding=out_sharding)
-    return counts.reshape(_LANES, length + 2)
-
-
-def _add_counts(
-    old: tuple[jax.Array, jax.Array, jax.Array],
-    groups: list[list[jax.Array]],
-    length: int,
-    axes: tuple[Any, ...],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds the counts of all devices to those of exponents, zeros, and Inf or NaN."""
-    counts = collections.defaultdict(lambda: jnp.zeros(length + 2, jnp.float32))
-    for group in groups:
-        buckets = jnp.stack(group)
-        # Each lane is exact; their sum may be more than an int32 holds.
-        lanes = _count(buckets, length).astype(jnp.float32)
-        counts[_axes_to_add(buckets, axes)] += lanes.sum(0)
-    total = jnp.zeros(length + 2, jnp.float32)
-    for apart, part in counts.items():
-        total += jax.lax.psum(part, apart) if apart else part
-    exponents, zeros, nonfinite = old
-    return exponents + total[:-2], zeros + total[-2], nonfinite + total[-1]
-
-
-def _axes_to_add(x: jax.Array, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the axes over which ``x`` differs, or all where JAX does not track it."""
-    if not axes or not varying_axes(jax.lax.axis_index(axes)):
-        return axes
-    return tuple(axis for axis in axes if axis in varying_axes(x))
-
-
-def _check_agreement(
-    x: jax.Array, state: RecordRangesState, axes: tuple[Any, ...]
-) -> None:
-    """Refuses updates that differ over devices where the counts are one for all."""
-    if apart := varying_axes(x) - varying_axes(state.exponents) - set(axes):
-        raise ValueError(
-            f"The updates differ over the mesh axes {sorted(map(str, apart))}, but the "
-            "counts of `record_ranges` are one for all. Pass these axes as `axis_name`."
-        )
-
-
-@jax.jit
-def _largest(x: jax.Array) -> jax.Array:
-    """Returns the largest finite magnitude as the bits of a float32."""
-    # Magnitudes are ordered as their bits are.
-    bits = jnp.max(jnp.where(jnp.isfinite(x), _magnitude_bits(x), 0), initial=0)
-    bits = bits.astype(f"uint{jnp.finfo(x.dtype).bits}")
-    largest = jax.lax.bitcast_convert_type(bits, x.dtype)
-    if x.dtype == jnp.float64:
-        largest = jnp.minimum(largest, jnp.finfo(jnp.float32).max)
-    return _float32_bits(largest)
-
-
-def _float32_bits(x: jax.Array) -> jax.Array:
-    # Integers, because the CPU's maximum of floats takes subnormals for zeros.
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-
-
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of ``abs(x)`` as an integer of at least 32 bits."""
-    width = jnp.finfo(x.dtype).bits
-    bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
-    bits = bits.astype(f"uint{max(width, 32)}")
-    return bits & (2 ** (width - 1) - 1)
 
 
 class _Counts(NamedTuple):
@@ -581,41 +287,6 @@ def _classify(x: Any, dtype: np.dtype) -> _Counts:
     )
 
 
-def _floating_leaves(
-    function: str,
-    tree: Any,
-    hint: str = "Pass the parameters or gradients only.",
-    *,
-    on_host: bool = False,
-) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, refusing those that are not floating."""
-    leaves = jax.tree.leaves_with_path(tree)
-    leaves = [(path_name(path) or "(root)", x) for path, x in leaves]
-    for path, x in leaves:
-        if not (isinstance(x, float) or is_floating_array(x)):
-            kind = getattr(x, "dtype", type(x).__name__)
-            raise TypeError(
-                f"`{function}` needs floating leaves, but `{path}` is {kind}. {hint}"
-            )
-        if on_host and isinstance(x, jax.core.Tracer):
-            raise TypeError(
-                f"`{function}` reads values on the host, but `{path}` is traced, by "
-                "`jax.jit` for one. Return it and call `jaxmp."
-                f"{function}` outside; `jaxmp.exponent_histogram` and "
-                "`jaxmp.record_ranges` count inside."
-            )
-    return leaves
-
-
-def numbered(names: Iterable[str]) -> list[str]:
-    """Gives a number to each name that comes again: ``h``, ``h#1``."""
-    given = {}  # a dict keeps the order
-    for name in names:
-        choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(1)))
-        given[next(choice for choice in choices if choice not in given)] = None
-    return list(given)
-
-
 def _telling_width(paths: list[str]) -> int:
     """Returns how long the shortened paths must be to tell all leaves apart."""
     longest = max(map(len, paths), default=0)
@@ -623,22 +294,6 @@ def _telling_width(paths: list[str]) -> int:
         if len({path[1 - width :] for path in paths}) == len(paths):
             return width
     return max(longest, 22)
-
-
-def _check_buckets(low: int, high: int) -> None:
-    for name, value in (("low", low), ("high", high)):
-        try:
-            operator.index(value)
-        except TypeError:
-            raise TypeError(
-                f"`{name}` must be an integer, but is {value!r}. The usual buckets are "
-                "those from `low=-40` to `high=16`."
-            ) from None
-    if low >= high:
-        raise ValueError(
-            f"`low` must be below `high`, but they are {low} and {high}. "
-            "The usual ones are -40 and 16."
-        )
 
 
 def _as_dict(stats: RangeStats) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -192,6 +193,20 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def numbered(names: Iterable[str]) -> list[str]:
+    """Gives a number to each name that comes again: ``h``, ``h#1``."""
+    given = {}  # a dict keeps the order
+    for name in names:
+        choices = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(1)))
+        given[next(choice for choice in choices if choice not in given)] = None
+    return list(given)
+
+
+def is_array(x: Any) -> bool:
+    """Tells whether ``x`` is an array, as opposed to a Python number or an object."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
 def is_inexact(x: Any) -> bool:
     """Tells whether ``x`` is a floating or complex array or Python number."""
     dtype = getattr(x, "dtype", None)
@@ -202,9 +217,7 @@ def is_inexact(x: Any) -> bool:
 
 def is_floating_array(x: Any) -> bool:
     """Tells whether ``x`` is a floating array or NumPy scalar."""
-    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and jnp.issubdtype(
-        x.dtype, jnp.floating
-    )
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_floating(x: Any) -> bool:
@@ -221,6 +234,4 @@ def needs_cast(x: Any, dtype: np.dtype) -> bool:
 
 def _is_tree(x: Any) -> bool:
     """Tells whether ``x`` is an array or holds some, and so is no dtype."""
-    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        return True
-    return x is not None and not jax.tree_util.all_leaves([x])
+    return is_array(x) or (x is not None and not jax.tree_util.all_leaves([x]))

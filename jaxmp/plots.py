@@ -12,13 +12,9 @@ from jax.typing import DTypeLike
 
 from ._checks import as_scale, check_positive
 from ._dtypes import as_dtype
-from ._loss_scale import LossScaleState, get_loss_scale_state, scale_in
-from ._ranges import (
-    RecordRangesState,
-    exponent_histogram,
-    range_report,
-    suggest_loss_scale,
-)
+from ._exponents import RecordRangesState, exponent_histogram
+from ._loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
+from ._ranges import range_report, suggest_loss_scale
 
 try:
     from matplotlib.axes import Axes

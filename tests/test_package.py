@@ -18,10 +18,9 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
     {"_tree", "_op_lists"},
-    {"_policy", "_batch", "_replay"},
-    {"_mesh"},
-    {"_loss_scale"},
-    {"_grad", "_autocast", "_audit", "_ranges"},
+    {"_policy", "_batch", "_replay", "_exponents", "_loss_scale_state"},
+    {"_mesh", "_loss_scale", "_ranges"},
+    {"_grad", "_autocast", "_audit"},
     {"_activations"},
     {"linen", "nnx", "plots"},
     {"__init__"},

@@ -1,0 +1,316 @@
+"""The loss scale in an optimizer state: how it is found, refused, checked and used."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import jmp
+import numpy as np
+import optax
+
+from ._checks import as_count, as_scale, plain_array, short
+from ._tree import is_inexact, widen
+
+T = TypeVar("T")
+
+# What withholds gradients from the transformation inside it, by the name of its state.
+_WITHHOLDING = {
+    "ApplyIfFiniteState": "optax.apply_if_finite",
+    "ConditionallyMaskState": "optax.conditionally_mask",
+    "ConditionallyTransformState": "optax.conditionally_transform",
+    "MaybeUpdateState": "optax.maybe_update",
+    "MultiStepsState": "optax.MultiSteps",
+    "SAMState": "optax.contrib.sam",
+}
+# What makes zeros of gradients, and so hides them from what comes after it in a chain.
+_ZEROING = {
+    "ApplyEvery": "optax.apply_every",
+    "ApplyIfFiniteState": "optax.apply_if_finite",
+    "ConditionallyMaskState": "optax.conditionally_mask",
+    "MultiStepsState": "optax.MultiSteps",
+    "ZeroNansState": "optax.zero_nans",
+}
+
+
+class LossScaleState(NamedTuple):
+    """State of the three loss-scale transformations, the same for every policy."""
+
+    loss_scale: jax.Array  # float32[], finite and positive
+    good_steps: jax.Array  # int32[], finite steps in a row since the last growth
+    bad_steps: jax.Array  # int32[], skipped steps in a row
+    skipped: jax.Array  # int32[], skipped steps since init
+    last_finite: jax.Array  # bool[], whether the last step was finite
+    inner_state: optax.OptState
+
+
+def get_loss_scale(opt_state: Any) -> jax.Array:
+    """Returns the loss scale, wherever it sits in an optimizer state.
+
+    Args:
+        opt_state: A state with one :class:`LossScaleState` in it: of the
+            transformation itself, of an ``optax.chain``, a Flax ``TrainState``, an
+            ``nnx.Optimizer``. An abstract one, of ``jax.eval_shape``, has an abstract
+            scale.
+
+    Returns:
+        A float32 array of shape ``[]``.
+
+    Raises:
+        ValueError: If there is no loss-scale state in it, or more than one; or if it
+            lies inside a wrapper that withholds gradients from it, such as
+            ``optax.MultiSteps``, whose place is inside.
+
+    Examples:
+        >>> scaled = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> tx = optax.chain(optax.clip(1.0), scaled)
+        >>> get_loss_scale(tx.init({"loss_scale": jnp.ones(2)})).item()
+        32768.0
+    """
+    return get_loss_scale_state(opt_state).loss_scale
+
+
+def last_step_finite(opt_state: Any) -> jax.Array:
+    """Tells whether the last step was finite, and so was not skipped.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`.
+
+    Returns:
+        A bool array of shape ``[]``, true before the first step.
+
+    Raises:
+        ValueError: As :func:`get_loss_scale`.
+
+    Examples:
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> params = jnp.ones(2)
+        >>> _, opt_state = tx.update(params * jnp.nan, tx.init(params), params)
+        >>> last_step_finite(opt_state).item()
+        False
+    """
+    return get_loss_scale_state(opt_state).last_finite
+
+
+def get_loss_scale_state(opt_state: Any) -> LossScaleState:
+    """Returns the whole loss-scale state, to log its counters.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`.
+
+    Returns:
+        A :class:`LossScaleState` of plain arrays, also where NNX had wrapped them;
+        its ``inner_state`` is as it was found.
+
+    Raises:
+        ValueError: As :func:`get_loss_scale`.
+
+    Examples:
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> get_loss_scale_state(tx.init(jnp.ones(2))).skipped.item()
+        0
+    """
+    found = list(_loss_scale_states(opt_state))
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError(
+            "`opt_state` must be the state of an optimizer, but is the optimizer. Pass "
+            "what `tx.init(params)` and `tx.update(grads, opt_state, params)` return."
+        )
+    if not found:
+        raise ValueError(
+            "`opt_state` must hold a loss scale, but there is no `LossScaleState` in "
+            f"the {type(opt_state).__name__} given. Wrap the optimizer with "
+            "`jaxmp.loss_scaling(optimizer, policy)`; restore a checkpoint with "
+            "`tx.init(params)` as the target, so that the state keeps its type."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"`opt_state` must hold one loss scale, but holds {len(found)}. Wrap an "
+            "optimizer once, and pass the state of one optimizer at a time."
+        )
+    state, hidden_by = found[0]
+    if hidden_by is not None:
+        raise ValueError(
+            f"The loss scale in `opt_state` does not see every step: `{hidden_by.name}`"
+            " withholds gradients from it, so that an overflow can pass unseen and the "
+            "scale stay too large for ever. Put it inside: "
+            f"`jaxmp.loss_scaling({hidden_by.inside}, policy)`."
+        )
+    arrays = {
+        name: plain_array(field)
+        for name, field in state._asdict().items()
+        if name != "inner_state"
+    }
+    return state._replace(**arrays)
+
+
+def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
+    """Raises once a run skips nothing but steps. Call it on the host now and then.
+
+    With the default options, 29 skipped steps in a row lead from the largest scale to
+    the smallest; whatever overflows then is not a matter of the scale.
+
+    Args:
+        opt_state: As in :func:`get_loss_scale`, with concrete values, of any leading
+            shape when the training step is vmapped.
+        max_skipped_in_a_row: The number of steps from which on this raises.
+
+    Raises:
+        FloatingPointError: If as many steps in a row have been skipped.
+        ValueError: As :func:`get_loss_scale`.
+        TypeError: If the state has no values: in ``jax.jit``, or an abstract one.
+
+    Examples:
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> check_loss_scale(tx.init(jnp.ones(2)))
+    """
+    limit = as_count("max_skipped_in_a_row", max_skipped_in_a_row)
+    state = get_loss_scale_state(opt_state)
+    if isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        raise TypeError(
+            "`check_loss_scale` needs concrete values, but was given a state that is "
+            "abstract, or traced by JAX. Call it outside `jax.jit`, between two steps."
+        )
+    bad_steps = np.max(state.bad_steps)
+    if bad_steps >= limit:
+        raise FloatingPointError(
+            f"The last {bad_steps} steps had Inf or NaN gradients and were skipped "
+            f"(loss_scale {state.loss_scale}, {state.skipped} skipped since init). "
+            "The scale no longer helps. Likely causes: the loss or a parameter is NaN "
+            "or Inf already; the learning rate is too high; an operation overflows "
+            "float16 in the forward pass (a mask of -1e9, a square, a large sum); or "
+            "the input data is not finite. Look at the loss, and try the same step "
+            "under the policy `float32` with `jax.debug_nans(True)`."
+        )
+
+
+def unscale(tree: T, loss_scale: Any) -> T:
+    """Divides scaled gradients by the loss scale, in at least float32.
+
+    For hand-written loops: :func:`jaxmp.value_and_grad` has done it already.
+
+    Args:
+        tree: Pytree of gradients of the scaled loss, of any shapes.
+        loss_scale: The positive scalar that the loss was multiplied by, or an
+            optimizer state with it.
+
+    Returns:
+        A pytree of the same structure, its floating leaves at least float32. Leaves
+        that are neither floating nor complex pass through. Inf and NaN stay visible.
+
+    Raises:
+        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive.
+        TypeError: If the arguments are swapped.
+
+    Examples:
+        >>> unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
+        {'w': Array([1.8626451e-09], dtype=float32)}
+    """
+    if _is_scale(tree) and not _is_scale(loss_scale):
+        raise TypeError(
+            "`unscale(grads, loss_scale)` takes the gradients first, but the first "
+            f"argument is {short(tree)} and the second {short(loss_scale)}. Swap them."
+        )
+    loss_scale = scale_in(loss_scale)
+    scale = as_scale(loss_scale)
+    if isinstance(loss_scale, (int, float)) and loss_scale == 1:
+        return widen(tree)
+    # XLA turns a division by a scalar into a multiplication by its reciprocal, which
+    # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
+    # before; the barrier keeps XLA from seeing through a constant scale.
+    scale = jax.lax.optimization_barrier(scale)
+    factor = jnp.where(scale > 2.0**64, 2.0**-64, jnp.ones_like(scale))
+    divisor = scale * factor
+    return jax.tree.map(
+        lambda x: _divided(x, factor, divisor) if is_inexact(x) else x, widen(tree)
+    )
+
+
+def scale_in(loss_scale: Any) -> Any:
+    """Takes the loss scale out of a state that holds one; a scalar stays as it is."""
+    if _is_number(loss_scale):
+        return loss_scale
+    cure = ""
+    if isinstance(loss_scale, (str, jmp.Policy)):
+        cure = "A policy is another argument, `policy=`."
+    elif isinstance(loss_scale, optax.GradientTransformation):
+        cure = "That is the optimizer; its state is what `tx.init(params)` returns."
+    elif loss_scale is None or callable(loss_scale):
+        cure = "Leave it out where there is no scale."
+    if cure:
+        raise TypeError(
+            "`loss_scale` must be a positive scalar, or an optimizer state that holds "
+            f"one, but is {short(loss_scale)}. Pass `loss_scale=opt_state`. {cure}"
+        )
+    return get_loss_scale(loss_scale)
+
+
+@jax.jit  # JAX traces it once for all leaves of one shape
+def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
+    return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
+
+
+def _is_number(x: Any) -> bool:
+    """Tells whether ``x`` is an array or a number, also in a variable of NNX."""
+    return hasattr(x, "dtype") or isinstance(x, numbers.Number)
+
+
+def _is_scale(x: Any) -> bool:
+    """Tells whether ``x`` looks like a loss scale: a scalar, or a state with one."""
+    if _is_number(x):
+        return jnp.shape(x) == ()
+    return any(True for _ in _loss_scale_states(x))
+
+
+class _Hiding(NamedTuple):
+    """A transformation of optax that hides overflows from a loss scale."""
+
+    name: str
+    inside: str  # how it is spelled as the optimizer to wrap
+
+
+def _loss_scale_states(
+    tree: Any, hidden_by: _Hiding | None = None
+) -> Iterator[tuple[LossScaleState, _Hiding | None]]:
+    """Finds the loss-scale states in a pytree, also one inside another.
+
+    Each comes with what hides overflows from it, or None.
+    """
+    if isinstance(tree, LossScaleState):
+        yield tree, hidden_by
+        yield from _loss_scale_states(tree.inner_state)
+        return
+    # An opaque `sam`, which has no cache, withholds nothing.
+    name = _WITHHOLDING.get(type(tree).__name__)
+    if name is not None and getattr(tree, "cache", ...) is not None:
+        hidden_by = hidden_by or _Hiding(name, f"{name}(...)")
+
+    def is_part(x: Any) -> bool:
+        kind = type(x).__name__
+        return x is not tree and (
+            isinstance(x, LossScaleState)
+            or type(x) is tuple  # the state of a chain
+            or kind in _WITHHOLDING
+            or kind in _ZEROING
+        )
+
+    for part in jax.tree.leaves(tree, is_leaf=is_part):
+        if is_part(part):
+            yield from _loss_scale_states(part, hidden_by)
+            if type(tree) is tuple and (zeroing := _zeroing_in(part)):
+                chain = f"optax.chain({zeroing}(...), optimizer)"
+                hidden_by = hidden_by or _Hiding(zeroing, chain)
+
+
+def _zeroing_in(tree: Any) -> str | None:
+    """Returns the name of what makes zeros of gradients in a part of a chain."""
+
+    def is_zeroing(x: Any) -> bool:
+        return isinstance(x, LossScaleState) or type(x).__name__ in _ZEROING
+
+    parts = jax.tree.leaves(tree, is_leaf=is_zeroing)
+    return next(filter(None, (_ZEROING.get(type(x).__name__) for x in parts)), None)
