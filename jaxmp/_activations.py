@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ._checks import as_scale, check_function
-from ._grad import loss_and_aux
+from ._differentiate import loss_and_aux
 from ._jaxpr import (
     JaxprEqn,
     Literal,

@@ -18,12 +18,17 @@ GradFun = Callable[
 ]
 
 
-def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps: int):
+def over_micro_batches(
+    fun: GradFun,
+    params_of: Callable[[Sequence[Any]], Any],
+    batched: Sequence[int],
+    steps: int,
+) -> GradFun:
     """Returns ``fun`` with its batch taken in ``steps`` parts, one after the other.
 
-    The losses are added, the gradients with respect to ``params`` are added in at
-    least float32, and every ``aux`` is kept along a new leading axis. Each part sees
-    the state as the one before has left it.
+    The losses are added, the gradients with respect to ``params_of(args)`` are added
+    in at least float32, and every ``aux`` is kept along a new leading axis. Each part
+    sees the state as the one before has left it.
     """
 
     def accumulated(args, kwargs, state):
@@ -47,7 +52,7 @@ def over_micro_batches(fun: GradFun, params: Any, batched: Sequence[int], steps:
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
             return (totals, state | changes), (loss, aux)
 
-        carry = jax.tree.map(_wide_zeros, params), state
+        carry = jax.tree.map(_wide_zeros, params_of(args)), state
         carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
         grads, state = carry
         return losses.sum(), grads, aux, {name: state[name] for name in changed}

@@ -85,6 +85,8 @@ def check_positive(name: str, value: Any) -> None:
 def as_count(name: str, value: int) -> int:
     """Returns a number of steps as an int, refusing what is not at least 1."""
     try:
+        if isinstance(value, bool):  # an index in Python, and a slip
+            raise TypeError
         count = operator.index(value)
     except TypeError:
         raise TypeError(
@@ -116,12 +118,20 @@ def as_positions(name: str, numbers: Any) -> int | tuple[int, ...]:
     return tuple(positions) if several else positions[0]
 
 
+def as_tuple(positions: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns one checked position or several as a tuple; none where there is None."""
+    return (positions,) if isinstance(positions, int) else positions or ()
+
+
 def as_axes(axis_name: Any) -> tuple[Any, ...]:
     """Returns one axis name or several as a tuple; none where there is None."""
     if axis_name is None:
         return ()
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not all(isinstance(axis, Hashable) for axis in axes):
+    if not all(
+        isinstance(axis, Hashable) and not isinstance(axis, numbers.Number)
+        for axis in axes
+    ):
         raise TypeError(
             f"`axis_name` must be the name of a mesh axis or several, but is "
             f'{short(axis_name)}. Pass for example `axis_name="data"`.'
@@ -220,7 +230,10 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
 
     An NNX object that crosses a JAX transformation as a pytree arrives as a copy, and
     what ``fun`` changes in it would be lost. One that is only read may pass.
+    A function that raises already, in the name of another of ours, comes back as it is.
     """
+    if getattr(fun, "refuses_lost_updates", False):
+        return fun
 
     @functools.wraps(fun, updated=())
     def checked(*args, **kwargs):
@@ -244,6 +257,7 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
                 )
         return result
 
+    vars(checked)["refuses_lost_updates"] = True
     return checked
 
 

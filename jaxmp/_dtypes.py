@@ -82,6 +82,8 @@ def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
     has 16-bit parameters.
     """
     name = name.lower()
+    if name in ("float", "single"):  # the nearest spelling of `float` is `float64`
+        return "float32"
     bits = next((bits for bits in ("16", "32", "64") if bits in name), None)
     if bits is None and "half" in name:
         bits = "16"

@@ -120,10 +120,10 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         >>> select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    is_tree = not jax.tree_util.all_leaves([pred])
-    if is_tree or jnp.shape(pred) != () or jnp.result_type(pred) != jnp.bool_:
+    is_number = is_array(pred) or isinstance(pred, (bool, int, float, complex))
+    if not is_number or jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
         got = type(pred).__name__
-        if not is_tree:
+        if is_number:
             got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise TypeError(
             f"`select_tree(pred, on_true, on_false)` needs a bool scalar as `pred`, "

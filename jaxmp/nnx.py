@@ -13,8 +13,13 @@ import numpy as np
 from flax import nnx
 
 from ._autocast import autocast as _autocast
-from ._checks import as_positions
-from ._grad import check_loss_function, gradients, loss_and_aux
+from ._checks import as_positions, as_tuple
+from ._differentiate import (
+    as_options,
+    check_loss_function,
+    differentiate,
+    loss_and_aux,
+)
 from ._policy import Policy, PolicyLike, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
@@ -110,12 +115,8 @@ def value_and_grad(
     check_loss_function("nnx.value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
     positions, filters = _differentiated(argnums, wrt)
-    if batch_argnums is not None:
-        batch_argnums = as_positions("batch_argnums", batch_argnums)
-    fixed = accum_steps != 1 or mesh is not None
-    grads_of = gradients(
+    options = as_options(
         policy,
-        cast=None,
         loss_scale=loss_scale,
         argnums=positions,
         allow_int=allow_int,
@@ -126,19 +127,22 @@ def value_and_grad(
         mesh=mesh,
         shardings=shardings,
     )
+    batched = as_tuple(options.batch_argnums)
+    fixed = options.steps > 1 or options.mesh is not None
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        batched = (batch_argnums,) if isinstance(batch_argnums, int) else batch_argnums
-        args, kwargs = _by_position(fun, args, kwargs, (*filters, *(batched or ())))
-        _check_batch(args, batch_argnums)
+        args, kwargs = _by_position(fun, args, kwargs, (*filters, *batched))
+        _check_batch(args, batched)
         with nnx.update_context(_TAG):
             arguments = _Arguments(args, kwargs, filters)
             written = frozenset()
             while True:
                 call = _PureCall(fun, has_aux, arguments, policy, written, fixed)
                 given = arguments.without_state(call.leaves)
-                loss, aux, grads, changes = grads_of(call, call.state, *given)
+                loss, aux, grads, changes = differentiate(
+                    options, call, call.state, *given
+                )
                 if not call.written:
                     break
                 written |= call.written
@@ -440,11 +444,10 @@ def _check_shared(args: Any, kwargs: Any, filters: dict[int, Any]) -> None:
                     )
 
 
-def _check_batch(args: Any, batch_argnums: Any) -> None:
+def _check_batch(args: Any, batched: Sequence[int]) -> None:
     """Raises where the batch holds variables, which would not be split."""
-    numbers = batch_argnums if isinstance(batch_argnums, Sequence) else (batch_argnums,)
     for i, arg in enumerate(args):
-        if i not in numbers and i - len(args) not in numbers:
+        if i not in batched and i - len(args) not in batched:
             continue
         for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
             for _, x in nnx.iter_graph(node):

@@ -20,6 +20,7 @@ ROWS = [
     {"_tree", "_op_lists"},
     {"_policy", "_batch", "_replay", "_exponents", "_loss_scale_state"},
     {"_mesh", "_loss_scale", "_ranges"},
+    {"_differentiate"},
     {"_grad", "_autocast", "_audit"},
     {"_activations"},
     {"linen", "nnx", "plots"},

@@ -1,0 +1,379 @@
+"""How a loss is differentiated: scaled, by micro-batches, over devices, unscaled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ._batch import GradFun, check_batch_is_whole, over_micro_batches
+from ._checks import (
+    as_count,
+    as_positions,
+    as_scale,
+    as_tuple,
+    check_axes_are_bound,
+    check_function,
+    check_mesh,
+    describe,
+    warn,
+)
+from ._loss_scale_state import scale_in, unscale
+from ._mesh import (
+    agreed,
+    axes_of_shardings,
+    mesh_axes,
+    over_mesh,
+    own_keys,
+    own_streams,
+    sharded_axes,
+)
+from ._policy import Policy
+from ._tree import AxisName, is_array, is_inexact, widen
+from ._varying import tracked_axes, vary, varying_axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Options:
+    """The options of ``value_and_grad``, checked; :func:`as_options` makes them."""
+
+    policy: Policy | None
+    loss_scale: Any  # the number or array; a Python number 1 divides nothing
+    scale: jax.Array | np.float32  # the same as a float32 scalar
+    argnums: int | tuple[int, ...]
+    allow_int: bool
+    steps: int  # micro-batches
+    batch_argnums: int | tuple[int, ...] | None
+    reduction: str
+    axis_name: AxisName | None  # as it was given
+    axes: tuple[Any, ...]  # over which to reduce
+    mesh: jax.sharding.Mesh | None
+    own_axes: Any  # over which parameters are sharded; None where JAX is to know
+
+    @property
+    def reduce_dtype(self) -> np.dtype | None:
+        """The dtype in which gradients are summed over devices, None for their own."""
+        return None if self.policy is None else self.policy.reduce_dtype
+
+    def params(self, args: Sequence[Any]) -> Any:
+        """Returns the differentiated arguments, as ``jax.grad`` returns gradients."""
+        if isinstance(self.argnums, int):
+            return args[self.argnums]
+        return tuple(args[i] for i in self.argnums)
+
+
+def as_options(
+    policy: Policy | None,
+    *,
+    loss_scale: Any,
+    argnums: Any,
+    allow_int: bool,
+    accum_steps: int,
+    batch_argnums: Any,
+    reduction: str,
+    axis_name: AxisName | None,
+    mesh: jax.sharding.Mesh | None,
+    shardings: Any,
+) -> Options:
+    """Checks the options of ``value_and_grad``, and brings each into one form."""
+    check_mesh(mesh)
+    argnums = as_positions("argnums", argnums)
+    if batch_argnums is not None:
+        batch_argnums = as_positions("batch_argnums", batch_argnums)
+    steps = as_count("accum_steps", accum_steps)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'`reduction` must be "mean" or "sum", but is {reduction!r}.')
+    for name, needs in (("accum_steps", steps > 1), ("mesh", mesh is not None)):
+        if needs and batch_argnums is None:
+            raise ValueError(
+                f"`{name}` needs `batch_argnums`, the positions of the arguments to "
+                "split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
+            )
+    axes = mesh_axes(axis_name, mesh)
+    if shardings is not None and (mesh is not None or not axes):
+        raise ValueError(
+            "`shardings` needs `axis_name`, inside `shard_map` or `pmap`. Under "
+            "`mesh=` the parameters are the same on every device and come gathered: "
+            "leave `shardings` out."
+        )
+    if policy is not None and policy.reduce_dtype is not None and not axes:
+        warn(
+            f"The `reduce_dtype` of {policy} is not used: `value_and_grad` sums over "
+            "devices with `axis_name` (inside `shard_map`) or `mesh` only, and under "
+            "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
+            "two, or leave `r=` out of the policy."
+        )
+    # A mesh hands every device the whole parameters.
+    own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
+    loss_scale = scale_in(loss_scale)
+    return Options(
+        policy=policy,
+        loss_scale=loss_scale,
+        scale=as_scale(loss_scale),
+        argnums=argnums,
+        allow_int=allow_int,
+        steps=steps,
+        batch_argnums=batch_argnums,
+        reduction=reduction,
+        axis_name=axis_name,
+        axes=axes,
+        mesh=mesh,
+        own_axes=own_axes,
+    )
+
+
+def differentiate(
+    options: Options,
+    fun: Callable[..., Any],
+    state: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    cast: Callable[[Any], Any] | None = None,
+) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
+    """Differentiates a function that may change some state.
+
+    Each micro-batch sees the changes of the one before. Each device has random
+    streams of its own, and the changes of all devices come back as one.
+
+    Args:
+        options: What is differentiated, and how.
+        fun: Called as ``fun(state, *args, **kwargs)``, returns
+            ``(loss, aux, changes)``.
+        state: Dict of arrays, as the changes are.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        cast: What each of the differentiated arguments goes through before.
+
+    Returns:
+        ``(loss, aux, gradients, changes)``, in true units.
+    """
+    args = list(args)
+    differentiated = _indices(options.argnums, args, "argnums")
+    batched = _indices(options.batch_argnums, args, "batch_argnums")
+    _check_apart(options.argnums, differentiated, batched)
+    mesh = options.mesh
+    if options.steps > 1 or (mesh is not None and mesh.size > 1):
+        check_batch_is_whole(args, batched, differentiated)
+    if cast is not None:
+        for i in differentiated:
+            args[i] = cast(args[i])
+    run = _scaled(options, fun)
+    run = _over_batch(options, run, batched)
+    if options.axes:
+        run = _over_devices(options, run, differentiated, batched)
+    if mesh is not None:
+        run = over_mesh(run, mesh, options.axes, batched, options.steps)
+    loss, grads, aux, changes = run(args, kwargs, state)
+    grads = jax.tree.map(
+        lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
+        options.params(args),
+        unscale(grads, options.loss_scale),
+    )
+    return loss, aux, grads, changes
+
+
+def check_loss_function(name: str, fun: Any, policy: Any) -> None:
+    """Raises where something else stands in the place of the loss or the policy."""
+    check_function(
+        name,
+        fun,
+        f"{name}(loss_fn, policy)",
+        "Pass the loss, a function of the parameters and the batch that calls "
+        "`model.apply(params, x)`.",
+    )
+    if isinstance(policy, (int, np.integer, tuple, list)):
+        raise TypeError(
+            f"The second argument of `jaxmp.{name}` is the policy, but is {policy!r}. "
+            f"Pass `argnums={policy!r}` to choose what to differentiate."
+        )
+
+
+def loss_and_aux(result: Any, has_aux: bool, fun: Any = None) -> tuple[Any, Any]:
+    """Takes apart what the user's function returned, and checks the loss."""
+    if not has_aux:
+        loss, aux = result, None
+    elif isinstance(result, tuple) and len(result) == 2:
+        loss, aux = result
+    else:
+        raise TypeError(
+            "With `has_aux=True` the function must return a pair `(loss, aux)`, but "
+            f"it returned {describe(result)}."
+        )
+    is_number = is_array(loss) or isinstance(loss, (int, float))
+    if not (
+        is_number
+        and jnp.shape(loss) == ()
+        and jnp.issubdtype(jnp.result_type(loss), jnp.floating)
+    ):
+        hint = "Average it with `.mean()`, and" if is_number else "For a pair,"
+        is_model = callable(fun) and not hasattr(fun, "__name__")
+        if is_number and is_model and not isinstance(fun, functools.partial):
+            hint = f"If that is a model ({type(fun).__name__}), pass its loss, and"
+        raise TypeError(
+            "The function to differentiate must return a real floating scalar, the "
+            f"loss, but it returned {describe(loss)}. {hint} pass `has_aux=True` "
+            "where more than the loss comes back."
+        )
+    return loss, aux
+
+
+def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
+    """Differentiates the scaled loss of one micro-batch on one device."""
+
+    def scaled(args, kwargs, state):
+        def scaled_fun(*args):
+            loss, aux, changes = fun(state, *args, **kwargs)
+            # An averaged loss, which `shard_map` knows to be the same on all devices,
+            # is to be differentiated on each, as one that differs is: our mean divides
+            # by them.
+            loss = vary(widen(loss), options.axes)
+            return loss * options.scale.astype(loss.dtype), (loss, aux, changes)
+
+        grad_fun = jax.grad(
+            scaled_fun, options.argnums, has_aux=True, allow_int=options.allow_int
+        )
+        grads, (loss, aux, changes) = grad_fun(*args)
+        # Gradients of integers, of dtype float0, can be neither added nor sent. They
+        # are put back at the end.
+        grads = jax.tree.map(lambda g: g if is_inexact(g) else None, widen(grads))
+        return loss, grads, aux, changes
+
+    return scaled
+
+
+def _over_batch(options: Options, run: GradFun, batched: Sequence[int]) -> GradFun:
+    """Adds up what one device has of the sum or the mean over the whole batch."""
+    if options.steps > 1:
+        run = over_micro_batches(run, options.params, batched, options.steps)
+
+    def over_batch(args, kwargs, state):
+        loss, grads, aux, changes = run(args, kwargs, state)
+        _check_sum_is_ours(loss, options.params(args), options.axis_name)
+        parts = options.steps * math.prod(map(jax.lax.axis_size, options.axes))
+        if options.reduction == "mean" and parts > 1:
+            # Before the sum, which then does not overflow where the mean does not;
+            # and a product, because a division by the count would merge with that by
+            # the scale, and the largest scales times a count are Inf.
+            loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
+        return loss, grads, aux, changes
+
+    return over_batch
+
+
+def _over_devices(
+    options: Options,
+    run: GradFun,
+    differentiated: Sequence[int],
+    batched: Sequence[int],
+) -> GradFun:
+    """Sums over the mesh axes what each device has of the loss and the gradients."""
+    axes, dtype = options.axes, options.reduce_dtype
+
+    def over_devices(args, kwargs, state):
+        check_axes_are_bound(axes)
+        # What differs by device before the call, such as a sharded buffer or the
+        # moving average of a sharded parameter, differs after it.
+        apart = {name: varying_axes(x) for name, x in state.items()}
+        own = sharded_axes(options.params(args), axes, options.own_axes)
+        if dtype and all(map(set(axes).issubset, jax.tree.leaves(own))):
+            warn(
+                f"The `reduce_dtype` of {options.policy} is not used: every parameter "
+                f"is sharded over {axes}, so that the collectives in the function sum "
+                "their gradients, in its dtypes. Leave `r=` out of the policy."
+            )
+        args = list(args)
+        for i in batched:
+            args[i] = own_keys(args[i], axes)
+        for i in differentiated:
+            args[i] = vary(args[i], axes)
+        state = vary(own_streams(state, axes), axes)
+        loss, grads, aux, changes = run(args, kwargs, state)
+        _check_state_is_known(own, changes, state)
+        loss = jax.lax.psum(loss, axes)
+        grads = jax.tree.map(
+            lambda own, grad: _sum_over(grad, _without(axes, own), dtype), own, grads
+        )
+        changes = {
+            name: agreed(x, _without(axes, apart[name])) if name in state else x
+            for name, x in changes.items()
+        }
+        return loss, grads, aux, changes
+
+    return over_devices
+
+
+def _without(axes: tuple[Any, ...], some: frozenset[Any]) -> tuple[Any, ...]:
+    return tuple(axis for axis in axes if axis not in some)
+
+
+def _sum_over(grad: jax.Array | None, axes: tuple[Any, ...], dtype: Any) -> Any:
+    """Sums a gradient over devices in the dtype of the policy."""
+    if grad is None or not axes:
+        return grad
+    dtype = grad.dtype if dtype is None else dtype
+    return jax.lax.psum(grad.astype(dtype), axes).astype(grad.dtype)
+
+
+def _indices(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:
+    """Returns argument positions as indices from 0, refusing what is not there."""
+    numbers = as_tuple(argnums)
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise TypeError(
+                f"`{name}={argnums}` needs more positional arguments than the "
+                f"{len(args)} given. Pass them by position, not by keyword."
+            )
+    return tuple(dict.fromkeys(number % len(args) for number in numbers))
+
+
+def _check_apart(
+    argnums: Any, differentiated: Sequence[int], batched: Sequence[int]
+) -> None:
+    """Raises where an argument is named twice, or is differentiated and split."""
+    if not isinstance(argnums, int) and not 0 < len(argnums) == len(differentiated):
+        raise ValueError(
+            f"`argnums={argnums}` must name one argument or more, each once. Pass "
+            "`argnums=0` for the first."
+        )
+    if both := set(batched) & set(differentiated):
+        raise ValueError(
+            f"Argument {min(both)} is in `argnums` and in `batch_argnums`. The "
+            "gradients add up over the batch, so the batch itself cannot be "
+            "differentiated. Take it out of one."
+        )
+
+
+def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
+    """Refuses a loss of each device whose gradients JAX has summed over devices."""
+    for x in filter(is_inexact, jax.tree.leaves(params)):
+        if apart := varying_axes(loss) - varying_axes(x):
+            raise ValueError(
+                f"The loss differs over the mesh axes {sorted(map(str, apart))} and "
+                f"the parameters do not, but `axis_name={axis_name!r}` does not name "
+                "them. JAX would add up the gradients itself: their sum and not their "
+                "mean, in 16 bits where `fun` computes in 16 bits. Pass these axes as "
+                "`axis_name` to `jaxmp.value_and_grad`, or average the float32 loss "
+                "in `fun` with `jax.lax.pmean`."
+            )
+
+
+def _check_state_is_known(own: Any, changes: dict, state: dict) -> None:
+    """Refuses to average state that may be sharded as the parameters beside it are."""
+    sharded = frozenset().union(*jax.tree.leaves(own))
+    unknown = sharded - tracked_axes(sharded)
+    names = [name for name, x in changes.items() if name in state and is_inexact(x)]
+    if unknown and names:
+        raise ValueError(
+            f"The function changes `{names[0].partition(' #')[0]}`, and parameters are "
+            f"sharded over {sorted(map(str, unknown))}, where JAX does not know "
+            "whether it is sharded as they are, or to be averaged. Use "
+            "`shard_map(check_vma=True)`, which knows."
+        )
