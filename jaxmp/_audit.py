@@ -8,7 +8,6 @@ matrix product or a convolution is charged to is what its float32 operands come 
 import dataclasses
 import functools
 import inspect
-import math
 import os
 import re
 import sys
@@ -21,31 +20,23 @@ from typing import Any, NamedTuple, ParamSpec
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from . import _jaxpr
+from . import _jaxpr, _scopes
 from ._checks import check_function
-from ._op_lists import CALLS, DEFAULT_OPS, VIEWS
-from ._replay import (
-    AUTOCAST_SCOPE,
-    FLOAT32_SCOPE,
-    KEPT_BY_OPS,
-    KEPT_BY_PATHS,
-    KEPT_BY_REFERENCE,
-    is_square,
-)
+from ._op_lists import CALLS, DEFAULT_OPS, VIEWS, is_square
+from ._products import flops as flops_of
+from ._products import has_default_precision
 
 P = ParamSpec("P")
 
 _WIDTH = 98  # of the table
-_CONTRACTIONS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
 
 # What the named scopes say of an operation that autocast kept.
 _KEPT_BY = {
-    FLOAT32_SCOPE: "float32 region",
-    KEPT_BY_PATHS: "`float32_paths`",
-    KEPT_BY_OPS: "the lists in `ops`",
-    KEPT_BY_REFERENCE: "in a call that takes references",
+    _scopes.FLOAT32: "float32 region",
+    _scopes.KEPT_BY_PATHS: "`float32_paths`",
+    _scopes.KEPT_BY_OPS: "the lists in `ops`",
+    _scopes.KEPT_BY_REFERENCE: "in a call that takes references",
 }
 
 # A line in one of these is nobody's mistake; the line that called it may be.
@@ -385,9 +376,7 @@ class _Place(NamedTuple):
 
     @property
     def module(self) -> str:
-        # Our own marks and the subscripts of `einsum` are scopes, but no modules.
-        scopes = (s for s in self.scopes if not s.startswith("jaxmp."))
-        return "/".join(s for s in scopes if "->" not in s)
+        return _scopes.module_of(self.scopes)
 
     @property
     def where(self) -> str:
@@ -634,10 +623,10 @@ class _Walk:
         roots = self.roots(eqn, floats, wide, place) if wide or wide_out else 0
         touched = any(value.touched for _, value in floats)
         if self.recording and place.trips:
-            flops = _flops(eqn) * place.trips
+            flops = flops_of(eqn) * place.trips
             if flops:
                 self.product(eqn, wide, roots, flops, place)
-            elif wide_out and AUTOCAST_SCOPE in place.scopes:
+            elif wide_out and _scopes.AUTOCAST in place.scopes:
                 self.keep(eqn, 0.0, place)
 
         cast_at, here = None, (place.instruction, place.author)
@@ -738,7 +727,7 @@ class _Walk:
             if _is_wide_var(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, roots)
             return
-        if AUTOCAST_SCOPE in place.scopes:
+        if _scopes.AUTOCAST in place.scopes:
             return self.keep(eqn, flops, place)
         if place.backward:
             roots = self.forward.get(key) or roots
@@ -808,7 +797,7 @@ class _Walk:
 def _why_kept(eqn: _jaxpr.JaxprEqn, place: _Place) -> str:
     """Returns why autocast did not take a product in 16 bits."""
     dtypes = {str(_aval(atom).dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
-    if not _is_default(eqn.params.get("precision")):
+    if not has_default_precision(eqn):
         return "its `precision`"
     if place.opaque:
         return f"inside of `{place.opaque}`"
@@ -867,53 +856,6 @@ def _bits(number: int) -> Iterator[int]:
         lowest = number & -number
         yield lowest.bit_length() - 1
         number ^= lowest
-
-
-def _is_default(precision: Any) -> bool:
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
-
-
-def _flops(eqn: _jaxpr.JaxprEqn) -> float:
-    """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
-    name, params = eqn.primitive.name, eqn.params
-    if name not in _CONTRACTIONS or not jnp.issubdtype(
-        _aval(eqn.invars[0]).dtype, jnp.inexact
-    ):
-        return 0.0
-    lhs, rhs = (_aval(atom).shape for atom in eqn.invars[:2])
-    if name == "conv_general_dilated":
-        return _convolution_flops(eqn)
-    if name == "dot_general":
-        (contracted, rhs_contracted), (batch, rhs_batch) = params["dimension_numbers"]
-        group = ()
-    else:
-        numbers = params["ragged_dot_dimension_numbers"]
-        (contracted, rhs_contracted), (batch, rhs_batch) = numbers.dot_dimension_numbers
-        group = numbers.rhs_group_dimensions
-    taken = {*rhs_contracted, *rhs_batch, *group}
-    rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
-    summed = math.prod(lhs[i] for i in contracted)
-    if summed <= 1 or max(len(lhs), len(rhs)) == len(contracted) + len(batch):
-        return 0.0
-    return 2.0 * math.prod(lhs) * rhs_free
-
-
-def _convolution_flops(eqn: _jaxpr.JaxprEqn) -> float:
-    """Counts what is multiplied, neither padding nor the zeros of a dilation."""
-    params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    lhs, rhs = (_aval(atom).shape for atom in eqn.invars[:2])
-    out = _aval(eqn.outvars[0]).shape
-    batch, features, *window = numbers.out_spec
-    products = out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
-    for i, dim in enumerate(window):
-        taps = np.arange(rhs[numbers.rhs_spec[2 + i]]) * params["rhs_dilation"][i]
-        starts = np.arange(out[dim]) * params["window_strides"][i]
-        at = starts[:, None] + taps - params["padding"][i][0]
-        dilation = params["lhs_dilation"][i]
-        inside = (at >= 0) & (at <= (lhs[numbers.lhs_spec[2 + i]] - 1) * dilation)
-        products *= int(np.sum(inside & (at % dilation == 0)))
-    return 2.0 * products
 
 
 # Residuals

@@ -15,11 +15,12 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
+from . import _scopes
 from ._checks import check_function, refuse_lost_updates, short, warn
 from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
-from ._replay import AUTOCAST_SCOPE, FLOAT32_SCOPE, Caster
+from ._replay import Caster
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
-        with jax.named_scope(AUTOCAST_SCOPE), _explained(fun):
+        with jax.named_scope(_scopes.AUTOCAST), _explained(fun):
             return cast(*args, **kwargs)
 
     return autocast_fun
@@ -131,7 +132,7 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):
-        with jax.named_scope(FLOAT32_SCOPE):
+        with jax.named_scope(_scopes.FLOAT32):
             return fun(*args, **kwargs)
 
     return in_float32

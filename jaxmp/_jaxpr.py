@@ -35,6 +35,7 @@ from jax.interpreters import ad
 
 __all__ = [
     "ClosedJaxpr",
+    "Equation",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
@@ -44,6 +45,10 @@ __all__ = [
     "Var",
     "jaxpr_as_fun",
 ]
+
+Equation = Any  # a JaxprEqn, whose annotations know no shapes
+
+_FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -65,6 +70,56 @@ def in_avals(jaxpr: Any) -> list[Any]:
 def out_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the outputs of a jaxpr, open or closed."""
     return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
+
+
+def interpret(
+    jaxpr: Any,
+    inputs: Sequence[Any],
+    apply: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    const: Callable[[Any], Any] = lambda const: const,
+    literal: Callable[[Any], Any] = lambda literal: literal.val,
+) -> list[Any]:
+    """Goes through the equations of a jaxpr, of arrays or of anything else.
+
+    Args:
+        jaxpr: Open or closed jaxpr.
+        inputs: What stands for its inputs.
+        apply: Takes an equation and a list of what stands for its inputs, and returns
+            what stands for each of its outputs.
+        const: Makes such a thing of a constant that the jaxpr carries.
+        literal: Makes such a thing of a ``Literal``.
+
+    Returns:
+        What stands for the outputs of the jaxpr.
+    """
+    body = open_jaxpr(jaxpr)
+    consts = [const(x) for x in closed_consts(jaxpr)]
+    given = zip([*body.constvars, *body.invars], [*consts, *inputs], strict=True)
+    env: dict[Any, Any] = dict(given)
+
+    def read(atom):
+        return literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in body.eqns:
+        outs = apply(eqn, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in body.outvars]
+
+
+def is_float32(atom: Any) -> bool:
+    """Whether a variable or literal of a jaxpr is float32."""
+    return getattr(atom.aval, "dtype", None) == _FLOAT32
+
+
+def is_inexact(atom: Any) -> bool:
+    """Whether a variable or literal of a jaxpr is floating or complex."""
+    return _is_inexact_dtype(atom.aval.dtype)
+
+
+@functools.cache
+def _is_inexact_dtype(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
@@ -161,6 +216,41 @@ def live_primitives() -> dict[str, Primitive]:
     return {primitive.name: primitive for primitive in found}
 
 
+# What the primitives that hold jaxprs do, by name. JAX has renamed some.
+CALL_KINDS = {
+    "jit": "jit",
+    "pjit": "jit",
+    "closed_call": "call",
+    "core_call": "call",
+    "eval_jaxpr": "call",
+    "checkpoint": "remat",
+    "remat": "remat",
+    "remat2": "remat",
+    "scan": "scan",
+    "while": "while",
+    "cond": "cond",
+    "shard_map": "shard_map",
+    "custom_jvp_call": "custom_jvp",
+    "custom_vjp_call": "custom_vjp",
+    "custom_vjp_call_jaxpr": "custom_vjp",
+}
+
+
+def call_kind(eqn: JaxprEqn) -> str:
+    """Returns what an equation does with the jaxprs that it holds, empty if unknown."""
+    return CALL_KINDS.get(eqn.primitive.name, "")
+
+
+def is_cast(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` changes the dtype of an array, or its weak type."""
+    return eqn.primitive.name == "convert_element_type"
+
+
+def is_kernel(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a Pallas kernel, whose jaxpr works on references."""
+    return eqn.primitive.name == "pallas_call"
+
+
 class Body(NamedTuple):
     """A jaxpr inside an equation, and which inputs of the equation it reads."""
 
@@ -184,7 +274,7 @@ class CallLayout(NamedTuple):
 def call_layout(eqn: JaxprEqn) -> CallLayout:
     """Describes an equation that calls, repeats or chooses between jaxprs."""
     params, inputs = eqn.params, range(len(eqn.invars))
-    match eqn.primitive.name:
+    match call_kind(eqn):
         case "scan":
             consts, carries = scan_counts(eqn)
             body = Body("jaxpr", params["jaxpr"], inputs)
@@ -203,14 +293,19 @@ def call_layout(eqn: JaxprEqn) -> CallLayout:
             return CallLayout([Body(param, params[param], inputs)])
 
 
+def chooses_platform(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a ``lax.platform_dependent``: a branch for each platform."""
+    return "branches_platforms" in eqn.params
+
+
 def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
     """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes.
 
     ``lax.platform_dependent`` holds a branch for each platform, of which one runs.
     """
-    platforms = eqn.params.get("branches_platforms")
-    if platforms is None:
+    if not chooses_platform(eqn):
         return bodies
+    platforms = eqn.params["branches_platforms"]
     chosen = [i for i, names in enumerate(platforms) if names and "cuda" in names]
     return [bodies[chosen[0] if chosen else -1]]  # the default comes last
 
@@ -233,18 +328,24 @@ def bind_bodies(
 
 def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[Any]:
     """Applies a ``shard_map`` equation with another function as its body."""
-    # The parameter was `manual_axes` up to 0.8. The public function is called, since
-    # only it puts the mesh axes in scope while `body` is traced.
+    # The public function is called, since only it puts the mesh axes in scope while
+    # `body` is traced.
     params: dict[str, Any] = eqn.params
-    old, new = "manual_axes", "newly_manual_axes"
     return jax.shard_map(
         body,
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=params[new if new in params else old],
+        axis_names=_manual_axes(eqn),
         check_vma=params["check_vma"],
     )(*args)
+
+
+def _manual_axes(eqn: JaxprEqn) -> Any:
+    """Returns the mesh axes that a ``shard_map`` equation maps over."""
+    # The parameter was `manual_axes` up to 0.8.
+    new = "newly_manual_axes"
+    return eqn.params[new if new in eqn.params else "manual_axes"]
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
@@ -281,15 +382,13 @@ def defined_in(jaxpr: Any) -> str:
 
 def trip_count(eqn: JaxprEqn) -> int | None:
     """Returns how often the body of an equation runs, None if nobody knows."""
-    if eqn.primitive.name == "scan":
+    kind = call_kind(eqn)
+    if kind == "scan":
         return eqn.params["length"]
-    if eqn.primitive.name == "shard_map":  # on every device along its axes
-        params = eqn.params
-        # The parameter was `manual_axes` up to 0.8.
-        name = "manual_axes" if "manual_axes" in params else "newly_manual_axes"
-        axes = params[name]
-        return math.prod(params["mesh"].shape[axis] for axis in axes)
-    return None if eqn.primitive.name == "while" else 1
+    if kind == "shard_map":  # on every device along its axes
+        sizes = eqn.params["mesh"].shape
+        return math.prod(sizes[axis] for axis in _manual_axes(eqn))
+    return None if kind == "while" else 1
 
 
 def summed_by_platform(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
@@ -300,11 +399,7 @@ def summed_by_platform(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
     """
     params = tuple(sorted(eqn.params.items()))
     jaxpr = _summed_by_platform(eqn.primitive, params, tuple(map(jax.typeof, args)))
-    env = dict(zip(jaxpr.jaxpr.invars, args, strict=True))
-    for choice in jaxpr.jaxpr.eqns:
-        outs = bind(choice, [env[atom] for atom in choice.invars])
-        env.update(zip(choice.outvars, outs, strict=True))
-    return env[jaxpr.jaxpr.outvars[0]]
+    return interpret(jaxpr, args, bind)[0]
 
 
 @functools.lru_cache(maxsize=4096)  # Tracing two branches takes long.

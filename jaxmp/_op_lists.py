@@ -14,13 +14,22 @@ them, and an infer list that may do either. Sources, named at each group below:
 
 import dataclasses
 import difflib
+import math
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
-from ._jaxpr import Primitive, live_primitives
+import numpy as np
 
-# Matrix products and convolutions: what tensor cores do. [guide], [torch]
-_ALLOW = "dot_general conv_general_dilated ragged_dot_general"
+from ._jaxpr import (
+    CALL_KINDS,
+    Equation,
+    Literal,
+    Primitive,
+    is_float32,
+    live_primitives,
+)
+from ._products import PRODUCTS
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """
@@ -97,12 +106,8 @@ _OPAQUE = """
     reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"""
 
-# Primitives that hold jaxprs: autocast goes inside. JAX has renamed some.
-_CALL = """
-    jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 scan while cond
-    shard_map custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr"""
-
-CALLS = frozenset(_CALL.split())
+# Primitives that hold jaxprs: autocast goes inside.
+CALLS = frozenset(CALL_KINDS)
 # Readers that make much of the last digits, log(1 - p) of a p near 1 for one: steep
 # functions, solvers, and opaque code, which sees exactly what it was written for.
 _READS_NO_DIGITS = """
@@ -118,6 +123,76 @@ _HANDS_ON = """
 HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
+
+# Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
+# difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
+JOINS = frozenset({"add"})
+# Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
+LEAVES_RANGE = frozenset({"mul", "integer_pow"})
+# Besides products, what makes it worth going inside of what holds jaxprs.
+STARTS = frozenset({"gather", "custom_vjp_call"})
+# Operations that stretch dimensions of size 1.
+STRETCHES = frozenset(["add", "sub", "mul", "div", "rem", "atan2", "max", "min"])
+# Operations whose transpose adds up what they have copied.
+COPIES = frozenset(
+    ["broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"]
+)
+
+# What is known of numbers while tracing. With NumPy, because evaluating with JAX while
+# tracing fails inside `shard_map`.
+FOLDS: dict[str, Callable] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+}
+
+
+def is_square(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
+
+    A cube does so sooner. Where it occurs, in GELU's approximation, it joins the value
+    that it was made of, and is squashed at once.
+    """
+    ins = eqn.invars
+    if is_power(eqn):
+        return eqn.params["y"] != 3
+    is_product = eqn.primitive.name == "mul"
+    return is_product and not isinstance(ins[0], Literal) and ins[0] is ins[1]
+
+
+def is_power(eqn: Equation) -> bool:
+    """Whether ``eqn`` raises its input to an integer power."""
+    return eqn.primitive.name == "integer_pow"
+
+
+def divisor(eqn: Equation) -> int | None:
+    """Returns which input of ``eqn`` is a divisor, if one is."""
+    if is_power(eqn) and eqn.params["y"] < 0:
+        return 0
+    return 1 if eqn.primitive.name == "div" else None
+
+
+def scales_far(eqn: Equation) -> bool:
+    """Whether ``eqn`` brings a value back into range, or takes it out of it."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return False
+    numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and is_float32(x)]
+    return any(np.ndim(x) == 0 and not 2**-8 <= abs(x or 1) <= 2**8 for x in numbers)
+
+
+def looks_up_rows(eqn: Equation) -> bool:
+    """Whether ``eqn`` takes rows out of a table: an embedding, and no schedule."""
+    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+        return False
+    chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
+    many = math.prod(eqn.params["slice_sizes"]) > 1
+    return is_float32(eqn.invars[0]) and chosen and many
 
 
 def _name(primitive: str | Primitive) -> str:
@@ -226,10 +301,10 @@ class OpLists:
 
 _INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])
 _DENY = " ".join([_STEEP, _SUM, _SOLVE, _FORMAT, _DISCRETE, _OPAQUE])
-_KNOWN = frozenset(" ".join([_ALLOW, _INFER, _DENY]).split()) | CALLS
+_KNOWN = frozenset(" ".join([_INFER, _DENY]).split()) | PRODUCTS | CALLS
 
 DEFAULT_OPS = OpLists(
-    allow=frozenset(_ALLOW.split()),
+    allow=PRODUCTS,
     deny=frozenset(_DENY.split()),
     infer=frozenset(_INFER.split()),
 )

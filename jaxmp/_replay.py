@@ -21,52 +21,48 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
-from ._jaxpr import ClosedJaxpr, Literal, ShapedArray
-from ._op_lists import CALLS, DEFAULT_OPS, EXACT, HANDS_ON, STEEP, VIEWS, OpLists
+from ._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    Literal,
+    ShapedArray,
+    is_float32,
+    is_inexact,
+)
+from ._op_lists import (
+    CALLS,
+    COPIES,
+    DEFAULT_OPS,
+    EXACT,
+    FOLDS,
+    HANDS_ON,
+    JOINS,
+    LEAVES_RANGE,
+    STARTS,
+    STEEP,
+    STRETCHES,
+    VIEWS,
+    OpLists,
+    divisor,
+    is_square,
+    looks_up_rows,
+    scales_far,
+)
+from ._products import PRODUCTS, has_default_precision, is_matrix_product
+from ._scopes import (
+    KEPT_BY_OPS,
+    KEPT_BY_PATHS,
+    KEPT_BY_REFERENCE,
+    check_paths,
+    is_decided,
+    is_under,
+)
 
-Equation = Any  # a JaxprEqn, whose annotations know no shapes
-
-# Equations in these named scopes stay as they were written: what the user keeps in
-# float32, and what an inner autocast has decided already.
-FLOAT32_SCOPE = "jaxmp.float32"
-AUTOCAST_SCOPE = "jaxmp.autocast"
-# Named scopes that say why an operation stayed as it was, for the audit to read. What
-# the equation itself and the default lists say has none.
-KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
-KEPT_BY_OPS = "jaxmp.kept.ops"
-KEPT_BY_REFERENCE = "jaxmp.kept.reference"
-
-# Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
-# difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
-_JOINS = {"add"}
-# Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
-_LEAVES_RANGE = {"mul", "integer_pow"}
-# Besides products, what makes it worth going inside of what holds jaxprs.
-_STARTS = {"gather", "custom_vjp_call"}
-# Lookups of rows by numbers that the function was given.
-_LOOKUPS = {"gather", "dynamic_slice"}
-# Operations that stretch dimensions of size 1.
-_STRETCHES = {"add", "sub", "mul", "div", "rem", "atan2", "max", "min"}
-# Operations whose transpose adds up what they have copied.
-_COPIES = {"broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"}
 # Functions with rules of their own, and a mesh: float32 at their boundary.
-_BOUNDARIES = {"custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map"}
+_BOUNDARIES = {"custom_vjp", "shard_map"}
 
 _FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
 _HALVES = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
-
-# With NumPy, because evaluating with JAX while tracing fails inside `shard_map`.
-_FOLDS: dict[str, Callable] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-}
 
 
 @dataclasses.dataclass(slots=True)
@@ -191,28 +187,13 @@ class Caster:
             arrays = _arrays(leaves)
             jaxpr = _jaxpr.trace(flat, arrays)
             if scope is None:
-                self.check_paths(jaxpr)
+                check_paths(self.paths, jaxpr)
             values = [_given(array) for array in arrays]
             outs = self.replay_wide(jaxpr, values, scope or ())
             leaves, out_tree = results
             return out_tree.unflatten(_merge(leaves, outs))
 
         return wrapped
-
-    def check_paths(self, jaxpr: Any) -> None:
-        """Refuses paths that name nothing in ``jaxpr``."""
-        if not self.paths:
-            return
-        scopes = set(_scopes(jaxpr))
-        for path, names in self.paths.items():
-            if not any(_is_under(names, scope) for scope in scopes):
-                seen = sorted({"/".join(scope[:3]) for scope in scopes if scope})
-                raise ValueError(
-                    f"`float32_paths` has `{path}`, but no named scope of the function "
-                    f"matches it. Its scopes are: {', '.join(seen[:20]) or 'none'}. "
-                    "Linen names its modules; elsewhere use `jaxmp.float32_region`, "
-                    "or `jax.named_scope` and that name."
-                )
 
     def replay_wide(
         self, jaxpr: Any, values: Sequence[Value], scope: tuple = ()
@@ -257,8 +238,8 @@ class Caster:
     def rule(self, eqn: Equation, scope: tuple) -> str:
         """Returns how to treat ``eqn``: allow, infer, retype, call or deny."""
         name, ops = eqn.primitive.name, self.ops
-        kept = FLOAT32_SCOPE in scope or AUTOCAST_SCOPE in scope
-        if kept or any(_is_under(path, scope) for path in self.paths.values()):
+        kept = is_decided(scope)
+        if kept or any(is_under(path, scope) for path in self.paths.values()):
             return "deny"
         if name in ops.allow and _is_contraction(eqn, self.dtype):
             return "allow"
@@ -310,13 +291,13 @@ class Caster:
         """Writes into the program why ``eqn`` is denied, where only we know."""
         name, here = eqn.primitive.name, scope + _jaxpr.scope_names(eqn)
         reason = None
-        if any(_is_under(path, here) for path in self.paths.values()):
+        if any(is_under(path, here) for path in self.paths.values()):
             reason = KEPT_BY_PATHS
         elif name in self.denied_by_user:
             reason = KEPT_BY_OPS
         elif name in CALLS and _takes_reference(eqn):
             reason = KEPT_BY_REFERENCE
-        if reason is None or FLOAT32_SCOPE in here or AUTOCAST_SCOPE in here:
+        if reason is None or is_decided(here):
             return contextlib.nullcontext()
         return jax.named_scope(reason)
 
@@ -324,27 +305,27 @@ class Caster:
         """Notes which of ``outs`` have all digits of what was given, or follow."""
         name, floats, fits = eqn.primitive.name, [], True
         exact = name in EXACT
-        mixes = exact or (name in _LEAVES_RANGE and not is_square(eqn))
+        mixes = exact or (name in LEAVES_RANGE and not is_square(eqn))
         for value, var in zip(ins, eqn.invars, strict=True):
-            if _is_inexact(var) and value.scalar is None:
+            if is_inexact(var) and value.scalar is None:
                 floats.append(value)
-            elif _is_float32(var):
+            elif is_float32(var):
                 fits &= not exact or self.survives(value)  # not a mask of -1e9
         outside = all(value.outside for value in floats)
         if mixes and any(value.narrow for value in floats):
             follows = all(v.narrow or v.outside or v.follows for v in floats)
         else:
             follows = all(value.outside or value.follows for value in floats)
-            follows &= any(value.follows for value in floats) or _looks_up_rows(eqn)
+            follows &= any(value.follows for value in floats) or looks_up_rows(eqn)
         follows &= fits
         for out, var in zip(outs, eqn.outvars, strict=True):
-            if _is_inexact(var) and not out.narrow:
+            if is_inexact(var) and not out.narrow:
                 out.outside, out.follows = outside, follows
 
     def values(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
         return [
-            Value(array, narrow=_is_float32(var) and array.dtype == self.dtype)
+            Value(array, narrow=is_float32(var) and array.dtype == self.dtype)
             for array, var in zip(arrays, eqn.outvars, strict=True)
         ]
 
@@ -356,12 +337,10 @@ class Caster:
         The result is the float32 accumulator unless somebody takes it in 16 bits.
         """
         operands = [
-            value.half(self.dtype) if _is_inexact(var) else value.array
+            value.half(self.dtype) if is_inexact(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        if "preferred_element_type" not in eqn.params or not _is_float32(
-            eqn.outvars[0]
-        ):
+        if "preferred_element_type" not in eqn.params or not is_float32(eqn.outvars[0]):
             outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
             return [self.held(array, var) for array, var in outs]
         if wanted:
@@ -372,7 +351,7 @@ class Caster:
     def held(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
         fits = array.dtype == var.aval.dtype
-        fits |= _is_float32(var) and array.dtype == self.dtype
+        fits |= is_float32(var) and array.dtype == self.dtype
         return array if fits else lax.convert_element_type(array, var.aval.dtype)
 
     # What follows its inputs.
@@ -380,21 +359,19 @@ class Caster:
     def follow(self, eqn: Equation, ins: list[Value], wanted: bool) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
-        floats = [value for value, var in operands if _is_float32(var)]
+        floats = [value for value, var in operands if is_float32(var)]
         size = max((v.array.size for v in floats if self.begins(name, v)), default=0)
         exact = name in EXACT and all(value.narrow for value in floats)
         narrow = size and (wanted or exact) and name != "integer_pow"
         if narrow and all(self.yields(name, value, size) for value in floats):
-            if name in _COPIES:
+            if name in COPIES:
                 outs = _bind_wide(eqn, ins)
                 return [lax.convert_element_type(out, self.dtype) for out in outs]
             shape = eqn.outvars[0].aval.shape
             return _jaxpr.bind(
                 eqn,
                 [
-                    self.operand(name, value, shape)
-                    if _is_float32(var)
-                    else value.array
+                    self.operand(name, value, shape) if is_float32(var) else value.array
                     for value, var in zip(ins, eqn.invars, strict=True)
                 ],
             )
@@ -403,14 +380,14 @@ class Caster:
     def begins(self, name: str, value: Value) -> bool:
         """Whether ``value`` lets an operation be narrow that others may follow."""
         made = value.follows and not value.outside  # of 16-bit values and a scale
-        return value.narrow or (made and name in _JOINS)
+        return value.narrow or (made and name in JOINS)
 
     def yields(self, name: str, value: Value, size: int) -> bool:
         """Whether ``value`` lets an operation on ``size`` 16-bit numbers be narrow."""
         if value.narrow or value.scalar is not None:
             return self.survives(value)
         smaller = value.source is not None and value.source < size
-        return (smaller or value.follows) and name in _JOINS
+        return (smaller or value.follows) and name in JOINS
 
     def survives(self, value: Value) -> bool:
         """Whether ``value``, if it is a number, is one in 16 bits too."""
@@ -419,7 +396,7 @@ class Caster:
     def operand(self, name: str, value: Value, shape: tuple) -> Any:
         """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
         array = value.array
-        stretched = name in _STRETCHES and value.scalar is None and array.shape != shape
+        stretched = name in STRETCHES and value.scalar is None and array.shape != shape
         if value.scalar is not None or (value.narrow and not stretched):
             return value.half(self.dtype)
         if value.outside:
@@ -459,7 +436,7 @@ class Caster:
         16-bit values may begin there, or embeddings, or be kept from it by the user.
         """
         if jaxpr not in self._contracts:
-            starts = self.ops.allow | self.denied_by_user | _STARTS
+            starts = self.ops.allow | self.denied_by_user | STARTS
             self._contracts[jaxpr] = any(
                 eqn.primitive.name in starts
                 or any(map(self.contracts, _jaxpr.sub_jaxprs(eqn)))
@@ -567,7 +544,7 @@ class Caster:
         """Replays a function together with the derivative rule of its own."""
         avals = [var.aval for var in eqn.invars]
         known = [value.on(None) for value in ins]  # keeps no tracer alive
-        moved = [i for i, var in enumerate(eqn.outvars) if _is_inexact(var)]
+        moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
         free = (False,) * len(wanted)
         new, facts = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scope)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
@@ -577,7 +554,7 @@ class Caster:
             moving = [
                 i
                 for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
-                if _is_inexact(var) and not isinstance(x, SymbolicZero)
+                if is_inexact(var) and not isinstance(x, SymbolicZero)
             ]
 
             def differentiated(*args):
@@ -693,9 +670,9 @@ class Caster:
             def note(uses):
                 for var, take, read, digits in uses:
                     if not isinstance(var, Literal):
-                        narrow.update([var] if take and _is_float32(var) else ())
+                        narrow.update([var] if take and is_float32(var) else ())
                         other.update([var] if read else ())
-                        steep.update([var] if digits and _is_inexact(var) else ())
+                        steep.update([var] if digits and is_inexact(var) else ())
 
             note(
                 (var, want, True, want is None)
@@ -738,7 +715,7 @@ class Caster:
     ) -> Iterator[tuple[Any, bool, bool, bool]]:
         """Yields, for each input of ``eqn``, which of the three sets it belongs to."""
         name = eqn.primitive.name
-        if rule == "call" and name not in _BOUNDARIES:
+        if rule == "call" and _jaxpr.call_kind(eqn) not in _BOUNDARIES:
             layout = _jaxpr.call_layout(eqn)
             wanted = self.wanted_inside(layout, wanted, scope)
             for body in layout.bodies:
@@ -754,15 +731,19 @@ class Caster:
                     )
             return
         take = rule == "allow" or (rule in ("infer", "retype") and any(wanted))
-        take &= not _scales_far(eqn)
+        take &= not scales_far(eqn)
         viewed = rule in ("infer", "retype") and name in VIEWS
         read = rule != "allow" and not (viewed and other.isdisjoint(eqn.outvars))
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         digits = name in STEEP or (None in wanted and handed)
-        inside = self.steep_inside(eqn, scope) if name in _BOUNDARIES else ()
+        inside = (
+            self.steep_inside(eqn, scope)
+            if _jaxpr.call_kind(eqn) in _BOUNDARIES
+            else ()
+        )
         for i, var in enumerate(eqn.invars):
-            yield var, take, read, digits or i == _divisor(eqn) or i in inside
+            yield var, take, read, digits or i == divisor(eqn) or i in inside
 
     def steep_inside(self, eqn: Equation, scope: tuple) -> set[int]:
         """Returns the inputs of which the body of ``eqn`` needs the last digits."""
@@ -775,25 +756,12 @@ class Caster:
 # What an equation is.
 
 
-def _is_float32(atom: Any) -> bool:
-    return getattr(atom.aval, "dtype", None) == _FLOAT32
-
-
-def _is_inexact(atom: Any) -> bool:
-    return _is_inexact_dtype(atom.aval.dtype)
-
-
-@functools.cache
-def _is_inexact_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
-
-
 def _takes_reference(eqn: Equation) -> bool:
     return not all(isinstance(v.aval, ShapedArray) for v in eqn.invars)
 
 
 def _keeps_float32(eqn: Equation) -> bool:
-    return _is_float32(eqn.invars[0]) and _is_float32(eqn.outvars[0])
+    return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
 
 
 def _is_contraction(eqn: Equation, dtype: np.dtype) -> bool:
@@ -801,60 +769,20 @@ def _is_contraction(eqn: Equation, dtype: np.dtype) -> bool:
 
     Of a float32 and a 16-bit operand, or of two kinds of 16 bits, it is one as well:
     JAX promotes them. A product that was written in one kind of 16 bits is not.
-
-    Outer products are elementwise work: the angles of rotary embeddings are one, and
-    their sine is wrong by half when they are rounded to float16.
     """
-    params = eqn.params
-    ins = {atom.aval.dtype for atom in eqn.invars if _is_inexact(atom)}
-    outs = {atom.aval.dtype for atom in eqn.outvars if _is_inexact(atom)}
+    ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
+    outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
     if not ins <= {_FLOAT32, *_HALVES} or not outs <= {_FLOAT32, dtype}:
         return False
     if len(ins) == 1 and _FLOAT32 not in ins:
         return False
-    precision = params.get("precision")
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    if any(p not in (None, lax.Precision.DEFAULT) for p in precisions):
+    if not has_default_precision(eqn):
         return False
-    if eqn.primitive.name != "dot_general":
-        return True
-    lhs, rhs = (var.aval for var in eqn.invars)
-    (contracted, _), (batch, _) = params["dimension_numbers"]
-    inner = len(contracted) + len(batch)
-    terms = math.prod(lhs.shape[i] for i in contracted)
-    return terms > 1 and max(lhs.ndim, rhs.ndim) > inner
+    return eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn)
 
 
 def _wants(eqn: Equation, narrow: Any, steep: Any) -> tuple[bool | None, ...]:
     return tuple(None if var in steep else var in narrow for var in eqn.outvars)
-
-
-def _divisor(eqn: Equation) -> int | None:
-    """Returns which input of ``eqn`` is a divisor, if one is."""
-    name = eqn.primitive.name
-    if name == "integer_pow" and eqn.params["y"] < 0:
-        return 0
-    return 1 if name == "div" else None
-
-
-def _scales_far(eqn: Equation) -> bool:
-    """Whether ``eqn`` brings a value back into range, or takes it out of it."""
-    if eqn.primitive.name not in ("mul", "div"):
-        return False
-    numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and _is_float32(x)]
-    return any(np.ndim(x) == 0 and not 2**-8 <= abs(x or 1) <= 2**8 for x in numbers)
-
-
-def is_square(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
-
-    A cube does so sooner. Where it occurs, in GELU's approximation, it joins the value
-    that it was made of, and is squashed at once.
-    """
-    name, ins = eqn.primitive.name, eqn.invars
-    if name == "integer_pow":
-        return eqn.params["y"] != 3
-    return name == "mul" and not isinstance(ins[0], Literal) and ins[0] is ins[1]
 
 
 # What is known of a value.
@@ -879,10 +807,10 @@ def _known_scalar(eqn: Equation, ins: list[Value]) -> Any:
     name, scalars = eqn.primitive.name, [value.scalar for value in ins]
     if not scalars or any(scalar is None for scalar in scalars):
         return None
-    if name in _FOLDS:
+    if name in FOLDS:
         with np.errstate(all="ignore"):
-            return _FOLDS[name](*scalars)
-    if name == "convert_element_type" and _is_float32(eqn.outvars[0]):
+            return FOLDS[name](*scalars)
+    if name == "convert_element_type" and is_float32(eqn.outvars[0]):
         return np.float32(scalars[0])
     return scalars[0] if name in VIEWS and len(ins) == 1 else None
 
@@ -893,18 +821,10 @@ def _known_source(eqn: Equation, ins: list[Value]) -> int | None:
     if name == "convert_element_type":
         boolean = eqn.invars[0].aval.dtype == jnp.bool_
         return 0 if boolean else ins[0].source
-    alone = not any(map(_is_float32, eqn.invars[1:]))
+    alone = not any(map(is_float32, eqn.invars[1:]))
     if name not in VIEWS or not alone or ins[0].source is None:
         return None
     return min(ins[0].source, eqn.outvars[0].aval.size)
-
-
-def _looks_up_rows(eqn: Equation) -> bool:
-    """Whether ``eqn`` takes rows out of a table: an embedding, and no schedule."""
-    if eqn.primitive.name not in _LOOKUPS or not _is_float32(eqn.invars[0]):
-        return False
-    chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
-    return chosen and math.prod(eqn.params["slice_sizes"]) > 1
 
 
 def _survives(scalar: Any, dtype: np.dtype) -> bool:
@@ -966,7 +886,7 @@ def _accumulated(
     such a rule, and is rounded on the way like those.
     """
 
-    moving = [_is_inexact(var) for var in eqn.invars]
+    moving = [is_inexact(var) for var in eqn.invars]
     args = [x for x, m in zip(operands, moving, strict=True) if m]
     # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
     fixed = [None if m else x for x, m in zip(operands, moving, strict=True)]
@@ -1020,21 +940,3 @@ def _merge(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
         next(rest) if leaf is _ARRAY or isinstance(leaf, jax.Array) else leaf
         for leaf in leaves
     ]
-
-
-def _is_under(path: tuple, scope: tuple) -> bool:
-    """Whether ``scope`` lies in ``path``, which may leave out the outermost name.
-
-    The outermost name of a Linen model is its class; differentiation repeats it.
-    """
-    starts = (i for i in range(len(scope)) if i == 0 or scope[i - 1] == scope[0])
-    return any(scope[i : i + len(path)] == path for i in starts)
-
-
-def _scopes(jaxpr: Any, scope: tuple = ()) -> Iterator[tuple]:
-    """Yields the named scopes of every equation."""
-    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-        here = scope + _jaxpr.scope_names(eqn)
-        yield here
-        for body in _jaxpr.sub_jaxprs(eqn):
-            yield from _scopes(body, here)

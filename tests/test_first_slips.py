@@ -265,6 +265,14 @@ SLIPS = {
         lambda: jaxmp.all_finite("data", axis_name=PARAMS),
         '`axis_name="data"`',
     ),
+    "a number for an axis": (
+        lambda: vag(axis_name=5),
+        "name of a mesh axis or several, but is 5",
+    ),
+    "a number among axes": (
+        lambda: jaxmp.all_finite(PARAMS, axis_name=("data", 0)),
+        "name of a mesh axis or several",
+    ),
     # Positions
     "argnums by name": (lambda: vag(argnums="params"), "`argnums=1`"),
     "argnums a flag": (lambda: vag(argnums=True), "count from 0"),
@@ -285,6 +293,10 @@ SLIPS = {
     "select by a state": (
         lambda: jaxmp.select_tree(STATE, PARAMS, PARAMS),
         r"Pass `jaxmp.last_step_finite\(opt_state\)`",
+    ),
+    "select by a word": (
+        lambda: jaxmp.select_tree("finite", PARAMS, PARAMS),
+        r"needs a bool scalar as `pred`, but got str\. Pass",
     ),
     "cast_tree swapped": (
         lambda: jaxmp.cast_tree(jnp.float16, PARAMS),

@@ -17,7 +17,8 @@ PACKAGE = Path(jaxmp.__file__).parent
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
-    {"_tree", "_op_lists"},
+    {"_tree", "_products", "_scopes"},
+    {"_op_lists"},
     {"_policy", "_batch", "_replay", "_exponents", "_loss_scale_state"},
     {"_mesh", "_loss_scale", "_ranges"},
     {"_differentiate"},

@@ -140,7 +140,7 @@ MEANT = {
     "16-bit float-16 mix_float16 mixed_float_16",
     "mixed_bfloat16": "bf16-mixed mixed-bf16 mixed_bf16 bfloat16_mixed mixed_bfloat "
     "bf16_full_eval bfp16 brain16 amp_bf16",
-    "float32": "fp32 32 32-true mixed_float32 mixed_f32 tf32 float32-true",
+    "float32": "fp32 32 32-true mixed_float32 mixed_f32 tf32 float32-true float single",
     "float64": "fp64 64-true mixed_float64",
     "float16": "16-true Float16",
     "bfloat16": "bf16-true",

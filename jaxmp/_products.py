@@ -1,0 +1,82 @@
+"""What a matrix product is, at which precision, and how many FLOPs it has."""
+
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from ._jaxpr import Equation, is_inexact
+
+# Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
+# Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+
+def is_matrix_product(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a convolution or a floating matrix product with sums in it.
+
+    An outer product is elementwise work: the angles of rotary embeddings are one, and
+    their sine is wrong by half when they are rounded to float16. A product of two
+    vectors, for each entry of a batch, is no work for tensor cores either.
+    """
+    name = eqn.primitive.name
+    if name not in PRODUCTS or not is_inexact(eqn.invars[0]):
+        return False
+    if name == "conv_general_dilated":
+        return True
+    lhs, rhs = (atom.aval for atom in eqn.invars[:2])
+    (contracted, _), (batch, _) = _dimension_numbers(eqn)
+    terms = math.prod(lhs.shape[i] for i in contracted)
+    return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
+
+
+def has_default_precision(eqn: Equation) -> bool:
+    """Whether the user has asked for no ``precision`` of a product in particular."""
+    precision = eqn.params.get("precision")
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
+
+
+def flops(eqn: Equation) -> float:
+    """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
+    if not is_matrix_product(eqn):
+        return 0.0
+    if eqn.primitive.name == "conv_general_dilated":
+        return _convolution_flops(eqn)
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    (_, contracted), (_, batch) = _dimension_numbers(eqn)
+    taken = {*contracted, *batch, *_group_dimensions(eqn)}
+    rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
+    return 2.0 * math.prod(lhs) * rhs_free
+
+
+def _dimension_numbers(eqn: Equation) -> Any:
+    """Returns the contracted and the batch dimensions, each of both operands."""
+    if eqn.primitive.name == "dot_general":
+        return eqn.params["dimension_numbers"]
+    return eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+
+
+def _group_dimensions(eqn: Equation) -> Any:
+    """Returns the dimensions of the second operand that the groups of rows choose."""
+    if eqn.primitive.name == "dot_general":
+        return ()
+    return eqn.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+
+
+def _convolution_flops(eqn: Equation) -> float:
+    """Counts what is multiplied, neither padding nor the zeros of a dilation."""
+    params, numbers = eqn.params, eqn.params["dimension_numbers"]
+    lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    out = eqn.outvars[0].aval.shape
+    batch, features, *window = numbers.out_spec
+    products = out[batch] * out[features] * rhs[numbers.rhs_spec[1]]
+    for i, dim in enumerate(window):
+        taps = np.arange(rhs[numbers.rhs_spec[2 + i]]) * params["rhs_dilation"][i]
+        starts = np.arange(out[dim]) * params["window_strides"][i]
+        at = starts[:, None] + taps - params["padding"][i][0]
+        dilation = params["lhs_dilation"][i]
+        inside = (at >= 0) & (at <= (lhs[numbers.lhs_spec[2 + i]] - 1) * dilation)
+        products *= int(np.sum(inside & (at % dilation == 0)))
+    return 2.0 * products
