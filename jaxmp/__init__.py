@@ -70,7 +70,12 @@ __all__ = [
     "with_policy",
 ]
 
-if _typing.TYPE_CHECKING:
+# Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
+# longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
+_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations")
+_FRONT_ENDS = ("linen", "nnx", "plots")
+
+if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._activations import activation_gradients as activation_gradients
     from ._audit import DtypeReport as DtypeReport
     from ._audit import Kept as Kept
@@ -81,36 +86,17 @@ if _typing.TYPE_CHECKING:
     from ._autocast import float32_region as float32_region
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
-
-# Imported when first asked for: these read jaxprs, and `jax.extend`, which that takes,
-# imports Pallas, four times as long as all the rest of jaxmp.
-_LATER = {
-    "activation_gradients": "._activations",
-    "DtypeReport": "._audit",
-    "Kept": "._audit",
-    "Leak": "._audit",
-    "assert_16bit": "._audit",
-    "audit": "._audit",
-    "autocast": "._autocast",
-    "float32_region": "._autocast",
-    "DEFAULT_OPS": "._op_lists",
-    "OpLists": "._op_lists",
-}
-# Imported when first asked for too, or by `import jaxmp.linen`. They are no names of
-# `dir`, so that nothing but their use loads Flax's front ends and matplotlib.
-_FRONT_ENDS = ("linen", "nnx", "plots")
-
-if not _typing.TYPE_CHECKING:  # to a type checker every name would be a good one
+else:
 
     def __getattr__(name: str) -> _typing.Any:
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(_importlib.import_module(_LATER[name], __name__), name)
-        globals()[name] = value
-        return value
+        for module in _READ_JAXPRS if name in __all__ else ():
+            names = vars(_importlib.import_module(f".{module}", __name__))
+            if name in names:
+                return globals().setdefault(name, names[name])
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *__all__})

@@ -456,8 +456,8 @@ def test_what_zeroes_gradients_before_the_wrapper_in_a_chain_is_refused(name, hi
     for before in (hiding, optax.chain(optax.clip(1.0), hiding)):
         state = optax.chain(before, ADAM).init(PARAMS)
         # With the optimizer, which would be lost if only `name` were wrapped.
-        inside = rf"loss_scaling\(optax\.chain\({name}\(\.\.\.\), optimizer\), pol"
-        with pytest.raises(ValueError, match=f"{name}.*Put it inside: `jaxmp.{inside}"):
+        cure = rf"loss_scaling\(optax\.chain\({name}\(\.\.\.\), optimizer\), pol"
+        with pytest.raises(ValueError, match=f"{name}.*Put it inside: `jaxmp.{cure}"):
             jaxmp.get_loss_scale(state)
     assert jaxmp.get_loss_scale(optax.chain(ADAM, hiding).init(PARAMS)) == 8
     inside = jaxmp.dynamic_loss_scale(optax.chain(hiding, optax.sgd(1.0)), init_scale=8)
