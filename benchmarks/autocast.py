@@ -6,12 +6,14 @@ compiled for a GPU (extra ``aot``). All of it is computed on a CPU; none of it i
 time.
 """
 
+import dataclasses
 import functools
 import gc
 import time
 
 import jax
 import jax.numpy as jnp
+import tyro
 
 import jaxmp
 
@@ -21,6 +23,14 @@ from .measure import contractions_of, denied_of, relative_error, run
 DTYPES = (jnp.float16, jnp.bfloat16)
 RESULTS = results.FOLDER / "autocast.json"
 LAYERS, REPEATS = 12, 5
+
+
+@dataclasses.dataclass
+class Options:
+    """What to print. Only the whole is saved."""
+
+    families: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Whose exactness to look at; all if none is named."""
 
 
 def exactness(names=()):
@@ -84,7 +94,7 @@ def residuals():
     """Yields the MiB that the backward pass of a transformer keeps, before XLA."""
     for title, params, losses in _transformers():
         row = {
-            name: sum(jaxmp.audit(loss)(params).residual_bytes.values()) / 2**20
+            name: sum((jaxmp.audit(loss)(params).residual_bytes or {}).values()) / 2**20
             for name, loss in losses.items()
         }
         yield {"transformer": title} | row
@@ -104,13 +114,14 @@ def memory():
 
 
 def main(arguments: list[str]) -> None:
-    """Prints the tables and saves them; arguments choose families."""
-    if unknown := set(arguments) - {*models.LINEN, *models.NNX}:
+    """Prints the tables and saves them, unless families are chosen."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks autocast")
+    if unknown := set(options.families) - {*models.LINEN, *models.NNX}:
         known = ", ".join(models.LINEN)
         raise SystemExit(f"no family is called {unknown.pop()!r}. There are: {known}")
     jax.config.update("jax_platforms", "cpu")
     sections = {
-        "exactness": lambda: exactness(arguments),
+        "exactness": lambda: exactness(options.families),
         "tracing": tracing,
         "residuals (MiB)": residuals,
         f"temporary memory, compiled for {h200.DEVICE} (MiB)": memory,
@@ -118,34 +129,27 @@ def main(arguments: list[str]) -> None:
     for title, section in sections.items():
         rows = list(section())
         tables.show(title, rows)
-        if arguments or not rows:  # a part must not replace the whole
-            continue
-        results.save(RESULTS, title, results.hardware(), ["autocast", *arguments], rows)
-    if not arguments:
-        print(f"saved to {RESULTS}")
+        if rows and not options.families:  # a part must not replace the whole
+            results.save(RESULTS, title, results.hardware(), ["autocast"], rows)
 
 
 def _transformers():
     """Yields a title, parameters and losses: float32, Flax's own bfloat16, autocast."""
-    sizes = {"WIDTH": 256, "HEADS": 4, "BATCH": 8}
     for length in (64, 256):
-        tokens = jnp.zeros((sizes["BATCH"], length), jnp.int32)
-        with _sizes(LENGTH=length, **sizes):
-            data = {"inputs": tokens, "loss": _mean_of_logits}
-            family = _decoder()._replace(**data)
-            exact = _decoder(float32_softmax=True)._replace(**data)
-            params = jax.eval_shape(functools.partial(models.linen_params, family))
-            loss = models.linen_loss(family)
-            yield (
-                f"{LAYERS} layers, length {length}",
-                params,
-                {
-                    "float32": loss,
-                    "native bfloat16": models.linen_loss(family, jnp.bfloat16),
-                    "native, softmax float32": models.linen_loss(exact, jnp.bfloat16),
-                    "autocast bfloat16": jaxmp.autocast(loss),
-                },
-            )
+        sizes = {"width": 256, "length": length}
+        tokens = jnp.zeros((models.BATCH, length), jnp.int32)
+        data = {"inputs": tokens, "loss": _mean_of_logits}
+        family = _decoder(**sizes)._replace(**data)
+        exact = _decoder(**sizes, float32_softmax=True)._replace(**data)
+        params = jax.eval_shape(functools.partial(models.linen_params, family))
+        loss = models.linen_loss(family)
+        losses = {
+            "float32": loss,
+            "native bfloat16": models.linen_loss(family, jnp.bfloat16),
+            "native, softmax float32": models.linen_loss(exact, jnp.bfloat16),
+            "autocast bfloat16": jaxmp.autocast(loss),
+        }
+        yield f"{LAYERS} layers, length {length}", params, losses
 
 
 def _decoder(**settings):
@@ -184,19 +188,5 @@ def _seconds(make, params):
 
 
 def _temporary(grad, params):
-    compiled = h200.compiled(lambda params: (params, grad(params)), params)
+    compiled = h200.compiled(lambda p: (p, grad(p)), params, donated=1)
     return compiled.memory_analysis().temp_size_in_bytes / 2**20
-
-
-class _sizes:
-    """Sets the sizes of :mod:`benchmarks.models` for a while."""
-
-    def __init__(self, **sizes):
-        self.sizes = sizes
-
-    def __enter__(self):
-        self.before = {name: getattr(models, name) for name in self.sizes}
-        vars(models).update(self.sizes)
-
-    def __exit__(self, *_):
-        vars(models).update(self.before)

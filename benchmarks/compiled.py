@@ -162,7 +162,7 @@ def lower(
     return jax.jit(init).lower(start), lowered
 
 
-def peak(compiled: jax.stages.Compiled) -> int:
+def peak(compiled: Any) -> int:
     """Returns the bytes that a compiled program needs, by its own account."""
     memory = compiled.memory_analysis()
     return (
@@ -208,9 +208,9 @@ def sampler(
 
 def largest_batch(
     needed: Callable[[int], int],
-    budget: int,
+    budget: float,
     *,
-    tries: int = 6,
+    tries: float = math.inf,
     until: float = math.inf,
 ) -> tuple[int, int]:
     """Finds the largest batch that needs no more than a budget of memory.
@@ -228,28 +228,21 @@ def largest_batch(
         >>> largest_batch(lambda size: 100 + 7 * size, 1000)
         (128, 996)
     """
-    fits, too_large = [(0, 0)], None
-    size = 1
-    for _ in range(tries):
-        if time.monotonic() > until:
+    known: dict[int, int] = {}
+    fits, size = 0, 1
+    while len(known) < tries and time.monotonic() <= until:
+        known[size] = needed(size)
+        fits = max((n for n in known if known[n] <= budget), default=0)
+        too_large = min((n for n in known if known[n] > budget), default=math.inf)
+        if too_large == fits + 1:
             break
-        bytes_needed = needed(size)
-        if bytes_needed <= budget:
-            fits.append((size, bytes_needed))
-        else:
-            too_large = size
-        below, used = fits[-1]
-        if too_large == below + 1:
-            break
-        if len(fits) < 3:
-            size = 4 * below if too_large is None else (below + too_large) // 2
-            continue
-        before, used_before = fits[-2]
-        slope = (used - used_before) / (below - before)
-        size = below + max(1, int((budget - used) / slope))
-        if too_large is not None:
-            size = min(size, too_large - 1)
-    return fits[-1]
+        size = 4
+        if len(known) > 1:
+            # The two that are nearest to the budget lie on about the same line.
+            a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
+            size = a + (budget - known[a]) * (b - a) / (known[b] - known[a])
+        size = int(min(max(size, fits + 1), too_large - 1))
+    return fits, known.get(fits, 0)
 
 
 def first_line(error: Exception) -> str:

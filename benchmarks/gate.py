@@ -9,14 +9,11 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
-from rich.console import Console
-from rich.table import Table
-
 from . import h200
 from .machinery import count
 from .networks import gpt, mlp, resnet
 from .steps import FLOOR, contestant
+from .tables import show
 
 NETWORKS = {
     "mlp": mlp(256, features=1024, width=1024, layers=2),
@@ -54,17 +51,11 @@ def main(arguments: list[str]) -> None:
     """Prints every number with its limit; exits with 1 if one is above."""
     if arguments:
         raise SystemExit("usage: python -m benchmarks gate")
-    jax.config.update("jax_platforms", "cpu")
-    if reason := h200.unavailable():
-        raise SystemExit(f"gate cannot compile for a GPU: {reason}")
-    table = Table("step", "what", "found", "at most", "", title=h200.DEVICE)
-    results = []
-    for check in gate():
-        results.append(check.holds)
-        mark = "" if check.holds else "[bold red]too much"
-        table.add_row(*check[:2], f"{check.found:.3f}", f"{check.limit:g}", mark)
-    Console().print(table)
-    raise SystemExit(not all(results))
+    h200.require("gate")
+    found = list(gate())
+    marks = {True: "", False: "[bold red]too much"}
+    show(h200.DEVICE, [c._asdict() | {"": marks[c.holds]} for c in found])
+    raise SystemExit(not all(c.holds for c in found))
 
 
 def gate() -> Iterator[Check]:

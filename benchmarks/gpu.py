@@ -2,16 +2,16 @@
 
 Ceilings first; then every contestant's training step and its optimizer alone, in turns;
 the same models in PyTorch; and the batches that fit in a budget of memory. It needs
-jax, flax, optax and jmp. What is missing, and what no time is left for, is left out
-with a line that says so. Every row is saved as soon as there is one, the most important
-sections are the first, and the program ends in time whatever happens.
+jax, flax, optax, jmp, rich and tyro. What is missing, and what no time is left for, is
+left out with a line that says so. Every row is saved as soon as there is one, the most
+important sections are the first, and the program ends in time whatever happens.
 
 A step's time is that of the GPU as long as "host ms", the time that it takes to hand
 over a step, is the shorter one. The peak is what a compiled step needs by its own
 account.
 """
 
-import argparse
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -30,8 +30,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 
-from . import h200, networks, results
+from . import h200, networks, results, timing
 from .compiled import (
     MIB,
     Effort,
@@ -42,6 +43,7 @@ from .compiled import (
     lower,
     peak,
 )
+from .measure import IN_A_HURRY
 from .networks import Network
 from .optimizer import GivenGradients
 from .steps import CONTESTANTS, contestant
@@ -49,6 +51,7 @@ from .tables import show
 from .timing import spread
 
 ROOT = pathlib.Path(__file__).parent.parent
+FITTED = ("float32", "jaxmp cast")  # whose largest batches are looked for
 RESERVED = {"torch": 1 / 5, "batches": 1 / 6}  # of the time, whatever comes before
 GRACE = 20.0  # seconds that a process has for the measurement in hand
 # To search for batches: quickly, and without what XLA does when memory is short, which
@@ -63,7 +66,6 @@ class Size(NamedTuple):
     networks: dict[str, Network]
     copied: int  # numbers
     matrix: int  # rows and columns
-    fitted: tuple[str, ...]  # contestants whose largest batches are looked for
     lengths: tuple[int, ...]  # of sequences
     budget_mib: int
     tries: int  # of batch sizes
@@ -93,7 +95,6 @@ FULL = Size(
     networks=networks.NETWORKS,
     copied=2**28,
     matrix=8192,
-    fitted=("float32", "jaxmp cast"),
     lengths=(256, 1024),
     budget_mib=24 * 1024,
     tries=4,
@@ -113,16 +114,52 @@ TINY = Size(
     },
     copied=2**16,
     matrix=64,
-    fitted=("float32", "jaxmp cast"),
     lengths=(8,),
     budget_mib=16,
     tries=2,
     effort=Effort(
         rounds=2,
         seconds=0,
-        compiler_options={"xla_backend_optimization_level": 0},  # in a hurry
+        compiler_options=IN_A_HURRY,
     ),
 )
+
+
+@dataclasses.dataclass
+class Options:
+    """What to measure, how long, and where to save it."""
+
+    tiny: bool = False
+    """Try it out, on a CPU too."""
+    seconds: float = 540.0
+    """When to stop."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A section; may be repeated."""
+    budget_mib: int | None = None
+    """Memory of `batches`."""
+    here: bool = False
+    """Start no processes."""
+    output: pathlib.Path | None = None
+    """A file of JSON."""
+
+    @property
+    def size(self) -> Size:
+        """What is measured, and how large it is."""
+        size = TINY if self.tiny else FULL
+        return size._replace(budget_mib=self.budget_mib or size.budget_mib)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """What was asked for, or all that this process can do."""
+        plan = self.size.plan
+        return self.only or tuple(x for x in plan if not (self.here and x == "torch"))
+
+    @property
+    def path(self) -> pathlib.Path:
+        """The file, which is elsewhere if the results are none, or not the whole."""
+        elsewhere = pathlib.Path(tempfile.gettempdir())
+        folder = elsewhere if self.tiny or self.only else results.FOLDER
+        return self.output or folder / "gpu.json"
 
 
 def main(arguments: list[str]) -> None:
@@ -132,9 +169,9 @@ def main(arguments: list[str]) -> None:
     search for batch sizes needs a limit of memory, and one may crash.
     """
     options = _options(arguments)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.path.parent.mkdir(parents=True, exist_ok=True)
     # Better now than after ten minutes, if nothing can be written there.
-    tempfile.TemporaryFile(dir=options.output.parent).close()
+    tempfile.TemporaryFile(dir=options.path.parent).close()
     if options.here:
         return run_here(options, arguments)
     until = time.monotonic() + options.seconds
@@ -170,13 +207,13 @@ def main(arguments: list[str]) -> None:
                     waiting.insert(0, rest)
         if hardware:
             command = ["gpu", *arguments]
-            results.save(options.output, _key(hardware), hardware, command, rows)
+            results.save(options.path, _key(hardware), hardware, command, rows)
     if len(rows) == 1:
         raise SystemExit("Nothing was measured.")
-    print(f"saved to {options.output}")
+    print(f"saved to {options.path}")
 
 
-def run_here(options: argparse.Namespace, arguments: list[str]) -> None:
+def run_here(options: Options, arguments: list[str]) -> None:
     """Runs the sections of one process, and saves every row as it comes."""
     if jax.default_backend() != "gpu" and not options.tiny:
         raise SystemExit(
@@ -184,14 +221,14 @@ def run_here(options: argparse.Namespace, arguments: list[str]) -> None:
             "`jax[cuda12]` or `jax[cuda13]`, or try the program out with `--tiny`."
         )
     rows: dict[str, Any] = {"left out": []}
-    size, hardware = _size(options), device()
+    size, hardware = options.size, device()
     until = time.monotonic() + options.seconds
 
     def keep():
         command = ["gpu", *arguments]
-        results.save(options.output, _key(hardware), hardware, command, rows)
+        results.save(options.path, _key(hardware), hardware, command, rows)
 
-    for name in options.only:
+    for name in options.sections:
         kind, *words = name.split()
 
         def report(line, name=name):
@@ -216,26 +253,16 @@ def run_here(options: argparse.Namespace, arguments: list[str]) -> None:
         show(f"{name}, after {time.monotonic() - start:.0f} s", rows[name])
 
 
-def groups(options: argparse.Namespace) -> list[list[str]]:
+def groups(options: Options) -> list[list[str]]:
     """Returns the sections by process, in their order."""
-    names = [
-        name
-        for name in _size(options).plan
-        if options.only is None or name in options.only
-    ]
-    found: list[list[str]] = []
-    for name in names:
-        if found and _process(name) == _process(found[-1][0]):
-            found[-1].append(name)
-        else:
-            found.append([name])
-    return found
+    names = [name for name in options.size.plan if name in options.sections]
+    return [list(group) for _, group in itertools.groupby(names, _process)]
 
 
 def ceilings(size: Size) -> Iterator[dict[str, Any]]:
     """Yields how fast the GPU copies and multiplies, which nothing surpasses."""
     keys = jax.random.split(jax.random.key(0))
-    x = jax.random.normal(keys[0], size.copied)
+    x = jax.random.normal(keys[0], (size.copied,))
     rates = 2e-9 * x.nbytes / _seconds(jnp.negative, (x,), size.effort)
     yield {"ceiling": "reading and writing", "rate": spread(rates), "unit": "GB/s"}
     for label, dtype, precision in (
@@ -304,7 +331,7 @@ def batches(name: str, size: Size) -> Iterator[dict[str, Any]]:
         )
         return n * unit, needed, step_of(n) if n else None
 
-    cases = list(itertools.product(size.lengths, size.fitted))
+    cases = list(itertools.product(size.lengths, FITTED))
     batch_of = {}
     with ThreadPoolExecutor(len(cases)) as pool:
         found = zip(cases, pool.map(search, cases), strict=True)
@@ -362,36 +389,14 @@ def device() -> str:
     return jax.devices()[0].device_kind + (f", driver {driver}" if driver else "")
 
 
-def _options(arguments):
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _options(arguments: list[str]) -> Options:
+    options = tyro.cli(
+        Options, args=arguments, prog="python -m benchmarks gpu", description=__doc__
     )
-    parser.add_argument("--tiny", action="store_true", help="try it out, on a CPU too")
-    parser.add_argument("--seconds", type=float, default=540.0, help="when to stop")
-    parser.add_argument("--only", action="append", help="a section; may be repeated")
-    parser.add_argument("--budget-mib", type=int, help="memory of `batches`")
-    parser.add_argument("--here", action="store_true", help="start no processes")
-    parser.add_argument("--output", type=pathlib.Path, help="a file of JSON")
-    options = parser.parse_args(arguments)
-    if options.output is None:
-        # What `--tiny` gives is no result, and what `--only` gives is no whole one.
-        elsewhere = pathlib.Path(tempfile.gettempdir())
-        folder = elsewhere if options.tiny or options.only else results.FOLDER
-        options.output = folder / "gpu.json"
-    plan = _size(options).plan
-    if options.here and not options.only:
-        options.only = [name for name in plan if name != "torch"]
-    for name in options.only or ():
-        if name not in plan:
-            parser.error(f"there is no section {name!r}; there are: {', '.join(plan)}")
+    if unknown := set(options.only) - set(options.size.plan):
+        known = ", ".join(options.size.plan)
+        raise SystemExit(f"there is no section {unknown.pop()!r}; there are: {known}")
     return options
-
-
-def _size(options):
-    size = TINY if options.tiny else FULL
-    return size._replace(budget_mib=options.budget_mib or size.budget_mib)
 
 
 def _key(hardware):
@@ -411,7 +416,7 @@ def _in_a_process(group, seconds, options):
     Returns:
         What it has saved; and what has ended it before its time, if anything has.
     """
-    size = _size(options)
+    size = options.size
     if group == ["torch"]:
         command = ["torch_steps"]
     else:
@@ -465,15 +470,9 @@ def _nvidia_smi(query):
 
 def _seconds(function, args, effort):
     """Returns samples of the seconds of a call, as an array."""
-    function = jax.jit(function)
-
-    def sample(calls):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function(*args)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / calls
-
-    sample(1)
-    calls = max(1, int(effort.seconds / sample(1)))
-    return np.array([sample(calls) for _ in range(effort.rounds)])
+    return timing.of_calls(
+        functools.partial(jax.jit(function), *args),
+        jax.block_until_ready,
+        seconds=effort.seconds,
+        rounds=effort.rounds,
+    )

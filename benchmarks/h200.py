@@ -14,15 +14,16 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from .measure import IN_A_HURRY
+
 DEVICE = "NVIDIA H200"
+HARDWARE = f"{DEVICE}, compiled for and not run"
 # The compiler that the numbers are of. Another one fuses in another way.
 JAXLIB = "0.10.2"
-OPTIONS = {
+OPTIONS = IN_A_HURRY | {
     # Without a GPU no candidates can be timed: matrix products go to cuBLAS.
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
-    # The machine code of a kernel is not looked at, so it need not be good.
-    "xla_backend_optimization_level": 0,
 }
 
 
@@ -43,34 +44,41 @@ def unavailable() -> str | None:
             f"it needs jax-cuda12-plugin {JAXLIB}, which is {plugin}; "
             f"`pip install 'jax[cuda12-local]=={JAXLIB}'` installs it"
         )
-    if jax.config.jax_platforms != "cpu":
+    if jax.config.jax_platforms != "cpu":  # pyright: ignore[reportAttributeAccessIssue]
         return "JAX looks for a GPU here; set `JAX_PLATFORMS=cpu`"
     return None
 
 
-def compiled(fun: Callable[..., Any], donated: Any, *args: Any) -> jax.stages.Compiled:
+def require(benchmark: str) -> None:
+    """Ends a benchmark with the reason where this machine cannot compile for a GPU."""
+    jax.config.update("jax_platforms", "cpu")
+    if reason := unavailable():
+        raise SystemExit(f"{benchmark} cannot compile for a GPU: {reason}")
+
+
+def compiled(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
     """Compiles a function for an H200.
 
     Args:
         fun: The function.
-        donated: Its first argument, which is donated: a pytree of arrays, or of
-            anything with a shape and a dtype.
-        *args: Its other arguments, of the same kind.
+        *args: Its arguments: pytrees of arrays, or of anything with a shape and a
+            dtype.
+        donated: How many of them, from the first on, are donated.
 
     Returns:
-        The executable. It has its program, ``as_text()``, and ``memory_analysis()``.
+        The ``jax.stages.Compiled``. It has its program, ``as_text()``, and
+        ``memory_analysis()``.
     """
     sharding = SingleDeviceSharding(_topology().devices[0])
-    leaves, structure = jax.tree.flatten((donated, args))
+    leaves, structure = jax.tree.flatten(args)
 
-    def flat(donated, args):
-        donated, args = structure.unflatten(donated + args)
-        return jax.tree.leaves(fun(donated, *args))
+    def flat(donated, others):
+        return jax.tree.leaves(fun(*structure.unflatten(donated + others)))
 
     # Leaves, because jmp's loss scale cannot hold the descriptions that JAX puts in
     # the place of arrays here.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in leaves]
-    split = len(jax.tree.leaves(donated))
+    split = len(jax.tree.leaves(args[:donated]))
     lowered = jax.jit(flat, donate_argnums=0).lower(shapes[:split], shapes[split:])
     return lowered.compile(compiler_options=OPTIONS)
 

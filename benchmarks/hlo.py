@@ -32,6 +32,9 @@ READ_A_PART = {"dynamic-slice", "gather", "slice"}
 # These write into their first operand, and where it is an argument of the kernel, in
 # place: the operand that they write, and how often its bytes move.
 WRITE_IN_PLACE = {"dynamic-update-slice": (1, 1), "scatter": (2, 2)}
+# The attributes that name what a conditional chooses from, and what a call calls.
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+CALLS = ("to_apply", "calls")
 PRODUCTS = {
     "__cublas$": "matmul",
     "__cudnn$conv": "convolution",
@@ -67,12 +70,13 @@ class Instruction(NamedTuple):
     shape: str  # with dtypes; that of a tuple in parentheses
     opcode: str
     operands: list[str]
-    attributes: str
+    attributes: str  # of a parameter its number, of a constant its value
 
-    def called(self, attribute: str) -> list[str]:
-        """Returns the computations that an attribute names."""
-        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%\S+)", self.attributes)
-        return re.findall(r"%([\w.\-]+)", found[1]) if found else []
+    def called(self, *attributes: str) -> list[str]:
+        """Returns the computations that some attributes name."""
+        pattern = rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%\S+)"
+        found = re.findall(pattern, self.attributes)
+        return re.findall(r"%([\w.\-]+)", " ".join(found))
 
 
 class Computation(NamedTuple):
@@ -107,8 +111,9 @@ def work(text: str) -> Work:
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
     """Returns the computations of a program by name, and the name of its entry."""
-    computations, name, entry = {}, "", ""
-    instructions, root = {}, ""
+    computations: dict[str, Computation] = {}
+    instructions: dict[str, Instruction] = {}
+    name = entry = root = ""
     for line in text.splitlines():
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             name, instructions = header[2], {}
@@ -117,11 +122,11 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             computations[name] = Computation(instructions, root)
         elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line):
             shape, rest = _until_balanced(line[found.end() :])
-            opcode, rest = re.match(r" ([\w\-]+)(.*)", rest).groups()
-            operands, attributes = _until_balanced(rest)
-            operands = re.findall(r"%([\w.\-]+)", operands)
-            if opcode == "parameter":  # whose number stands where operands do
-                attributes = re.match(r"\((\d+)\)", rest)[1]
+            opcode, bracket, rest = rest.lstrip().partition("(")
+            inside, attributes = _until_balanced(bracket + rest)
+            if opcode in ("parameter", "constant"):
+                attributes = inside[1:-1]
+            operands = re.findall(r"%([\w.\-]+)", inside)
             root = found[2] if found[1] else root
             instructions[found[2]] = Instruction(
                 found[2], shape, opcode, operands, attributes
@@ -147,11 +152,12 @@ def bytes_of(shape: str) -> int:
         >>> bytes_of("(f16[3,2]{1,0}, s32[], pred[5]{0})")
         21
     """
-    return sum(_bits(dtype) * size // 8 for dtype, size in arrays(shape))
+    return sum(bits(dtype) * size // 8 for dtype, size in arrays(shape))
 
 
-def _bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.match(r"[a-z]+(\d+)", dtype)[1])
+def bits(dtype: str) -> int:
+    """Returns the bits of a number, whose dtype is spelled as XLA does."""
+    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
 
 
 def _times(counter, times):
@@ -182,13 +188,10 @@ def _work(name: str, computations: dict[str, Computation]) -> Work:
             (body,) = instruction.called("body")
             total = total.plus(_work(body, computations), _trip_count(instruction))
         elif opcode == "conditional":
-            branches = instruction.called("branch_computations") or [
-                *instruction.called("true_computation"),
-                *instruction.called("false_computation"),
-            ]
+            branches = instruction.called(*BRANCHES)
             total = total.plus(max(_work(branch, computations) for branch in branches))
         elif opcode in ("call", "async-start"):
-            for called in instruction.called("to_apply") + instruction.called("calls"):
+            for called in instruction.called(*CALLS):
                 total = total.plus(_work(called, computations))
         else:
             total = total.plus(_kernel(instruction, computation, computations))

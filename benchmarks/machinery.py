@@ -10,15 +10,12 @@ from typing import Any, Literal
 
 import jax
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from . import h200, hlo, results
 from .compiled import peak
 from .networks import NETWORKS, Network
 from .steps import CONTESTANTS, FLOOR, Contestant, contestants
-
-HARDWARE = f"{h200.DEVICE}, compiled for and not run"
+from .tables import show
 
 
 @dataclasses.dataclass
@@ -35,10 +32,7 @@ class Options:
 def main(arguments: list[str]) -> None:
     """Prints a table for each network and number of micro-batches, and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks machinery")
-    jax.config.update("jax_platforms", "cpu")
-    if reason := h200.unavailable():
-        raise SystemExit(f"machinery cannot compile for a GPU: {reason}")
-    console = Console(width=132)
+    h200.require("machinery")
     for name in options.networks:
         rows = []
         for accum_steps in options.accum_steps:
@@ -51,27 +45,14 @@ def main(arguments: list[str]) -> None:
                     options.contestants,
                     dtype=options.dtype,
                     accum_steps=accum_steps,
-                    report=lambda line: console.print(line, highlight=False),
                 )
             ]
             if found:
-                console.print(table(found))
+                show(*table(found))
             rows += found
         key = name if options.dtype == "float16" else f"{name} {options.dtype}"
-        command = ["machinery", *_arguments(options, name)]
-        results.save(options.output, key, HARDWARE, command, rows)
-
-
-def _arguments(options: Options, network: str) -> list[str]:
-    """Returns the command line that does the same for one network."""
-    default, words = Options(), ["--networks", network]
-    if options.contestants != default.contestants:
-        words += ["--contestants", *options.contestants]
-    if options.accum_steps != default.accum_steps:
-        words += ["--accum-steps", *map(str, options.accum_steps)]
-    if options.dtype != default.dtype:
-        words += ["--dtype", options.dtype]
-    return words
+        command = ["machinery", *arguments]
+        results.save(options.output, key, h200.HARDWARE, command, rows)
 
 
 def count(contestant: Contestant, network: Network) -> dict[str, Any]:
@@ -86,7 +67,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
     """
     state = jax.eval_shape(contestant.init)
     params = jax.tree.leaves(state.params)
-    compiled = h200.compiled(contestant.step, state, network.shapes())
+    compiled = h200.compiled(contestant.step, state, network.shapes(), donated=1)
     work = hlo.work(compiled.as_text())
     memory = compiled.memory_analysis()
     sizes = {x.size for x in params}
@@ -108,8 +89,8 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Returns a table of contestants on one network, measured from the floor."""
+def table(rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """Returns contestants on one network, measured from the floor, with a title."""
     floor = next((r for r in rows if r["contestant"] == FLOOR), rows[0])
     n = floor["parameters"]
     title = (
@@ -117,30 +98,23 @@ def table(rows: list[dict[str, Any]]) -> Table:
         f"{floor['accum_steps']} micro-batches; {floor['contestant']}: "
         f"{floor['bytes'] / n:.1f}N bytes, {floor['kernels']} kernels"
     )
-    result = Table(title=title)
-    for column in COLUMNS:
-        result.add_column(column, justify="right" if result.columns else "left")
-    for row in rows:
-        result.add_row(
-            row["contestant"],
-            f"{(row['bytes'] - floor['bytes']) / n:+.2f}N",
-            f"{row['kernels'] - floor['kernels']:+d}",
-            f"{row['parameter_copies'] - floor['parameter_copies']:+d}",
-            f"{row['temp'] / 2**20:.0f} ({row['temp'] / floor['temp']:.3f})",
-            f"{row['peak'] / 2**20:.0f} ({row['peak'] / floor['peak']:.3f})",
-            f"{row['aliased'] / row['state']:.0%}",
-            "\n".join(f"{n} {kind}" for kind, n in row["products"].items()),
-        )
-    return result
 
+    def more(row, what):
+        return row[what] - floor[what]
 
-COLUMNS = (
-    "contestant",
-    "bytes",
-    "kernels",
-    "copies of a parameter",
-    "temp MiB (of floor)",
-    "peak MiB (of floor)",
-    "donated",
-    "products",
-)
+    def of_floor(row, what):
+        return f"{row[what] / 2**20:.0f} ({row[what] / floor[what]:.3f})"
+
+    return title, [
+        {
+            "contestant": row["contestant"],
+            "bytes": f"{more(row, 'bytes') / n:+.2f}N",
+            "kernels": f"{more(row, 'kernels'):+d}",
+            "copies of a parameter": f"{more(row, 'parameter_copies'):+d}",
+            "temp MiB (of floor)": of_floor(row, "temp"),
+            "peak MiB (of floor)": of_floor(row, "peak"),
+            "donated": f"{row['aliased'] / row['state']:.0%}",
+            "products": "\n".join(f"{n} {kind}" for kind, n in row["products"].items()),
+        }
+        for row in rows
+    ]

@@ -1,11 +1,16 @@
 """What tests and benchmarks of autocast look at, and how they run it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp import _jaxpr
+from jaxmp import _jaxpr, _products
+
+# For programs whose speed does not matter: they are read, or run once.
+IN_A_HURRY: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 
 def equations(jaxpr):
@@ -33,11 +38,15 @@ def contractions(fun, *args):
 
 
 def contractions_of(jaxpr):
-    """Returns the operand dtypes of every product in a jaxpr, but outer products."""
+    """Returns the same of a jaxpr, whose outer products are left out.
+
+    Unlike :func:`jaxmp._products.is_matrix_product` it counts products of vectors too,
+    so that tests see in which dtype autocast leaves them.
+    """
     return [
         {d.name for d in dtypes(eqn)}
         for eqn in equations(jaxpr)
-        if eqn.primitive.name in jaxmp.DEFAULT_OPS.allow
+        if eqn.primitive.name in _products.PRODUCTS
         and eqn.params.get("dimension_numbers") != (((), ()), ((), ()))
     ]
 
@@ -71,5 +80,5 @@ def relative_error(tree, reference):
 def run(fun, *args):
     """Returns ``fun(*args)`` and its jaxpr, compiled in a hurry."""
     trace = jax.jit(fun).trace(*args)
-    fast = {"xla_backend_optimization_level": 0}
-    return trace.lower().compile(compiler_options=fast)(*args), trace.jaxpr
+    compiled = trace.lower().compile(compiler_options=IN_A_HURRY)
+    return compiled(*args), trace.jaxpr

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 KEY = jax.random.key(0)
@@ -71,8 +72,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Maps a sequence to a sequence."""
+        width = x.shape[-1]
         q, k, v = (
-            nn.DenseGeneral((HEADS, WIDTH // HEADS), dtype=self.dtype, name=name)(x)
+            nn.DenseGeneral((HEADS, width // HEADS), dtype=self.dtype, name=name)(x)
             for name in ("query", "key", "value")
         )
         if self.rope:
@@ -89,7 +91,7 @@ class Attention(nn.Module):
                 dtype=self.dtype,
                 force_fp32_for_softmax=self.float32_softmax,
             )
-        return nn.DenseGeneral(WIDTH, axis=(-2, -1), dtype=self.dtype)(out)
+        return nn.DenseGeneral(width, axis=(-2, -1), dtype=self.dtype)(out)
 
 
 class Block(nn.Module):
@@ -108,8 +110,8 @@ class Block(nn.Module):
         y = Attention(self.dtype, self.rope, self.fused, self.float32_softmax)(y)
         x = x + nn.Dropout(self.dropout, deterministic=not self.dropout)(y)
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * WIDTH, dtype=self.dtype)(y))
-        y = nn.Dense(WIDTH, dtype=self.dtype)(y)
+        y = nn.gelu(nn.Dense(4 * x.shape[-1], dtype=self.dtype)(y))
+        y = nn.Dense(x.shape[-1], dtype=self.dtype)(y)
         return x + nn.Dropout(self.dropout, deterministic=not self.dropout)(y), None
 
 
@@ -118,6 +120,8 @@ class Transformer(nn.Module):
 
     dtype: Any = None
     layers: int = 1
+    width: int = WIDTH
+    length: int = LENGTH
     scanned: bool = False
     remat: bool = False
     tied: bool = False
@@ -128,10 +132,11 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """Maps tokens to logits."""
-        embed = nn.Embed(VOCABULARY, WIDTH, dtype=self.dtype)
+        embed = nn.Embed(VOCABULARY, self.width, dtype=self.dtype)
         x = embed(tokens)
         if not self.tied:
-            x = x + nn.Embed(LENGTH, WIDTH, dtype=self.dtype)(jnp.arange(x.shape[1]))
+            places = nn.Embed(self.length, self.width, dtype=self.dtype)
+            x = x + places(jnp.arange(x.shape[1]))
         block = nn.remat(Block) if self.remat else Block
         softmax = self.float32_softmax
         settings = (self.dtype, self.tied, self.fused, softmax, self.dropout)
@@ -160,8 +165,8 @@ class LSTM(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Maps a sequence of vectors to logits."""
-        x = nn.RNN(nn.OptimizedLSTMCell(WIDTH, dtype=self.dtype))(x)
-        return nn.Dense(10, dtype=self.dtype)(x[:, -1])
+        states: Any = nn.RNN(nn.OptimizedLSTMCell(WIDTH, dtype=self.dtype))(x)
+        return nn.Dense(10, dtype=self.dtype)(states[:, -1])
 
 
 class VAE(nn.Module):
@@ -214,7 +219,7 @@ class MoE(nn.Module):
         expert = gates.argmax(-1)
         order = jnp.argsort(expert)
         sizes = jnp.bincount(expert, length=self.experts)
-        y, up, down = nn.dtypes.promote_dtype(x[order], up, down, dtype=self.dtype)
+        y, up, down = promote_dtype(x[order], up, down, dtype=self.dtype)
         y = nn.relu(lax.ragged_dot(y, up, sizes))
         y = lax.ragged_dot(y, down, sizes)
         return y * gates.max(-1)[order][:, None], order

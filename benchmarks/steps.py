@@ -266,8 +266,8 @@ def jmp_recipe(network, dtype, accum_steps):
         loss_scale = loss_scale.adjust(finite)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), stats, opt_state
-        new = jmp.select_tree(finite, new, state[:3])
-        return State(*new, loss_scale), loss
+        params, stats, opt_state = jmp.select_tree(finite, new, state[:3])
+        return State(params, stats, opt_state, loss_scale), loss
 
     def loss_scale():
         if dtype == jnp.float16:

@@ -2,17 +2,21 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
+Samples = Sequence[float] | np.ndarray
+Name = TypeVar("Name", bound=Hashable)
+
 
 def interleaved(
-    samplers: Mapping[str, Callable[[], float]],
+    samplers: Mapping[Name, Callable[[], float]],
     rounds: int,
     *,
     until: float = math.inf,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Takes samples in turns, so that what disturbs one disturbs all.
 
     Args:
@@ -24,7 +28,7 @@ def interleaved(
         The times of each, of equal lengths: those of one round belong together.
     """
     names = list(samplers)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     for i in range(rounds):
         if i and time.monotonic() > until:
             break
@@ -34,12 +38,41 @@ def interleaved(
     return times
 
 
-def ratio(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+def of_calls(
+    call: Callable[[], Any],
+    wait: Callable[[Any], Any],
+    *,
+    seconds: float,
+    rounds: int,
+) -> np.ndarray:
+    """Returns samples of the seconds that one call takes.
+
+    Args:
+        call: Starts some work.
+        wait: Waits for what the last call of a sample has returned.
+        seconds: About how long a sample takes: as many calls as that needs.
+        rounds: The number of samples.
+    """
+
+    def sample(calls):
+        result = None
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        wait(result)
+        return (time.perf_counter() - start) / calls
+
+    sample(1)
+    calls = max(1, math.ceil(seconds / sample(1)))
+    return np.array([sample(calls) for _ in range(rounds)])
+
+
+def ratio(times: Samples, reference: Samples) -> dict[str, float]:
     """Returns the median and the quartiles of the ratios, round by round."""
     return spread(np.divide(times, reference))
 
 
-def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+def spread(values: Samples) -> dict[str, float]:
     """Returns the median and the quartiles."""
     low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
     return {"median": float(median), "low": float(low), "high": float(high)}

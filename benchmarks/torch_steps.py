@@ -6,7 +6,7 @@ own kernel, which does not write the matrix of weights to memory; "written" atte
 does the same arithmetic as the JAX models.
 """
 
-import argparse
+import dataclasses
 import gc
 import itertools
 import math
@@ -16,11 +16,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import nn
+import torch  # pyright: ignore[reportMissingImports]
+import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+import tyro
+from torch import nn  # pyright: ignore[reportMissingImports]
 
-from . import networks, results
+from . import networks, results, timing
 from .compiled import MIB, first_line
 from .tables import show
 from .timing import spread
@@ -144,14 +145,21 @@ def convolution(inputs, outputs, size, strides):
     return conv, nn.BatchNorm2d(outputs)
 
 
+@dataclasses.dataclass
+class Options:
+    """How long to measure, and where to save it."""
+
+    tiny: bool = False
+    """Try it out, on a CPU too."""
+    seconds: float = 150.0
+    """When to stop."""
+    output: pathlib.Path = results.FOLDER / "torch.json"
+    """A file of JSON."""
+
+
 def main(arguments: list[str]) -> None:
     """Times the training steps, prints a table and saves it."""
-    parser = argparse.ArgumentParser("python -m benchmarks torch_steps")
-    parser.add_argument("--tiny", action="store_true", help="try it out, on a CPU too")
-    parser.add_argument("--seconds", type=float, default=150.0, help="when to stop")
-    output = results.FOLDER / "torch.json"
-    parser.add_argument("--output", type=pathlib.Path, default=output)
-    options = parser.parse_args(arguments)
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks torch_steps")
     if not (CUDA or options.tiny):
         raise SystemExit("torch_steps needs an NVIDIA GPU, or try `--tiny`.")
     until = time.monotonic() + options.seconds
@@ -208,19 +216,17 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     gc.collect()  # the model before
     step = training_step(setting, tiny)
 
-    def sample(calls):
-        start = time.perf_counter()
-        for _ in range(calls):
-            step()
-        if CUDA:
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / calls
-
-    sample(1 if tiny else 3)
+    for _ in range(1 if tiny else 3):
+        step()
     if CUDA:  # without what cuDNN has tried out
         torch.cuda.reset_peak_memory_stats()
-    calls = 1 if tiny else max(1, math.ceil(0.2 / sample(3)))
-    times = [1e3 * sample(calls) for _ in range(2 if tiny else 7)]
+
+    def wait(_):
+        if CUDA:
+            torch.cuda.synchronize()
+
+    effort = {"seconds": 0.0, "rounds": 2} if tiny else {"seconds": 0.2, "rounds": 7}
+    times = 1e3 * timing.of_calls(step, wait, **effort)
     peak = torch.cuda.max_memory_allocated() / MIB if CUDA else None
     return setting._asdict() | {"ms": spread(times), "peak MiB": peak}
 
@@ -236,6 +242,7 @@ def training_step(setting: Setting, tiny: bool) -> Callable[[], None]:
         elif isinstance(network.model, networks.MLP):
             model = MLP(network.model, x.shape[-1])
         else:
+            assert isinstance(network.model, networks.ResNet)
             model = ResNet(network.model).to(memory_format=torch.channels_last)
             x = x.permute(0, 3, 1, 2)  # in memory still channels last
     y = y.long()

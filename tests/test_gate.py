@@ -46,7 +46,7 @@ def test_a_product_in_float32_does_not_pass():
 def test_what_is_not_donated_does_not_pass():
     step = contestant("jaxmp cast", gate.NETWORKS["mlp"])
     state, batch = jax.eval_shape(step.init), gate.NETWORKS["mlp"].shapes()
-    kept = h200.compiled(lambda _, *args: step.step(*args), (), state, batch)
+    kept = h200.compiled(step.step, state, batch)
     assert kept.memory_analysis().alias_size_in_bytes == 0
 
 
@@ -59,9 +59,7 @@ def test_checking_a_deep_model_takes_tens_of_kernels():
         is_leaf=lambda x: isinstance(x, tuple),
     )
     size = sum(x.size for x in jax.tree.leaves(grads))
-    work = hlo.work(
-        h200.compiled(lambda _, g: jaxmp.all_finite(g), (), grads).as_text()
-    )
+    work = hlo.work(h200.compiled(jaxmp.all_finite, grads).as_text())
     assert work.kernels < 10  # of 72 leaves
     assert work.bytes < 2.01 * size
 
