@@ -1,6 +1,5 @@
 """Training in Linen and NNX: what stays float32, what is 16-bit, what is skipped."""
 
-from collections import Counter
 from functools import cache, partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from flax.training.train_state import TrainState
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+from benchmarks.measure import contractions, equations
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -107,27 +107,6 @@ def dtypes(tree):
     return {x.dtype for x in jax.tree.leaves(tree)}
 
 
-def equations(jaxpr):
-    """Yields every equation, those of inner jaxprs included."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for sub in value if isinstance(value, (tuple, list)) else (value,):
-                sub = getattr(sub, "jaxpr", sub)
-                if hasattr(sub, "eqns"):
-                    yield from equations(sub)
-
-
-def contractions(fun, *args):
-    """Counts the products and convolutions by the dtypes that they multiply."""
-    products = {"dot_general", "conv_general_dilated"}
-    return Counter(
-        tuple(x.aval.dtype for x in eqn.invars)
-        for eqn in equations(jax.make_jaxpr(fun)(*args).jaxpr)
-        if eqn.primitive.name in products
-    )
-
-
 # Linen
 
 
@@ -163,7 +142,7 @@ def test_batch_stats_are_float32_throughout():
     ]
     assert len(stats) == 2
     assert {var.aval.shape for var in stats} == shapes
-    for eqn in equations(jaxpr.jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "convert_element_type":
             assert eqn.invars[0] not in stats
 
@@ -206,10 +185,11 @@ def test_modules_with_dtypes_of_their_own_need_no_other_step(policy):
     jax.tree.map(
         partial(np.testing.assert_allclose, atol=TOLERANCE[policy]), grads, expected
     )
-    counted = contractions(
+    found = contractions(
         jax.grad(loss_fn, has_aux=True), own.params, own, X, Y, jax.random.key(0)
     )
-    assert set(counted) == {(types.compute_dtype,) * 2}
+    assert found
+    assert all(dtypes == {types.compute_dtype.name} for dtypes in found)
 
 
 def test_one_compilation_over_good_and_skipped_steps():
@@ -314,7 +294,8 @@ MODELS = {"conv": Net(), **{kind: Layers(kind) for kind in ("plain", "remat", "s
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_under_o2_every_contraction_is_16_bit(model):
     ours = all_contractions(jaxmp.linen.with_policy(model, "O2"), model)
-    assert set(ours) == {(F16, F16)}
+    assert ours
+    assert all(dtypes == {"float16"} for dtypes in ours)
     # As many as under a policy without float32 parameters, where nothing can leak.
     full = all_contractions(jaxmp.with_policy(model.apply, "O1"), model)
     assert ours == full
@@ -324,8 +305,8 @@ def test_under_o2_every_contraction_is_16_bit(model):
             all_contractions(leaking, model)
     else:  # a float32 norm scale, and all that comes after it
         leaked = all_contractions(leaking, model)
-        assert leaked[F32, F32] > 0
-        assert leaked.total() == ours.total()
+        assert {"float32"} in leaked
+        assert len(leaked) == len(ours)
 
 
 def test_under_o2_norms_compute_in_float32():
@@ -339,7 +320,7 @@ def test_under_o2_norms_compute_in_float32():
     def float32_images(jaxpr):
         return {
             eqn.primitive.name
-            for eqn in equations(jaxpr.jaxpr)
+            for eqn in equations(jaxpr)
             for x in eqn.outvars
             if getattr(x.aval, "shape", ()) == (8, 6, 6, 8) and x.aval.dtype == F32
         }
