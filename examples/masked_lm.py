@@ -6,27 +6,20 @@ It learns the same; what a micro-batch leaves for its backward pass takes little
 than half of the bytes.
 
     python examples/masked_lm.py            # trains a small one, minutes on a CPU
-    python examples/masked_lm.py --full     # longer, and counts the memory of BERT-base
+    python examples/masked_lm.py --full     # longer, and counts the bytes of BERT-base
 
-The bytes come in two kinds. Residuals are what JAX keeps from the forward pass for the
-backward pass; they can be counted anywhere. Peak memory is what the program compiled
-for a GPU allocates; it needs a GPU, or its compiler alone (the extra `aot`, on Linux),
-with which the step is compiled for an H200. (The memory of a program compiled for a CPU
-says nothing: the CPU has no 16-bit arithmetic, and XLA adds float32 copies.)
-
-With `--full`, the table that BERT's users know: the largest batch that fits in
-`--gigabytes`, for sequences of 64 to 512 words.
+The bytes are residuals: what JAX keeps from the forward pass for the backward pass,
+which can be counted anywhere. How much memory a GPU then needs, and how large a batch
+fits, is counted by `python -m benchmarks memory`.
 
 References:
-    Devlin et al., "BERT", NAACL 2019, https://arxiv.org/abs/1810.04805; the section
-    "Out-of-memory issues" of https://github.com/google-research/bert.
+    Devlin et al., "BERT", NAACL 2019, https://arxiv.org/abs/1810.04805.
 """
 
 import dataclasses
 import itertools
 import math
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,20 +30,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 from rich.table import Table
 
 import jaxmp
 
 MICRO_BATCHES, ROWS = 32, 8  # of an update, and the rows of each
 LENGTH = 64  # words in a row of the text that the small model learns
-LENGTHS = 64, 128, 256, 384, 512  # for which the largest batch is looked for
 MASKED = 0.15  # share of the words to fill in
-H200 = Path(__file__).parents[1] / "benchmarks" / "h200.txtpb"
 
 
 @dataclasses.dataclass
@@ -62,12 +51,10 @@ class Config:
     seeds: int = 1
     """Runs of each policy."""
     full: bool = False
-    """Train five times as long, and count the memory of BERT-base."""
+    """Train five times as long, and count the bytes of BERT-base."""
     updates: int = 60
     """Of the quick form."""
     learning_rate: float = 3e-3
-    gigabytes: float = 12.0
-    """The memory that the largest batch must fit into."""
     figure: Path | None = None
     """Where to save the picture, as PNG."""
 
@@ -227,66 +214,6 @@ def residual_bytes(model: MaskedLM, policy: str, rows: int, length: int) -> int:
     return sum((report.residual_bytes or {}).values())
 
 
-def find_gpu() -> tuple[Any, dict[str, Any]] | str:
-    """Returns a GPU, or an H200 to compile for, with options; or why there is none."""
-    try:
-        return jax.devices("gpu")[0], {}
-    except RuntimeError:
-        pass
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=H200.read_text(), topology="1x1x1"
-        )
-    except Exception as error:  # what it raises is another thing in each JAX
-        return f"no GPU, and no compiler for one ({str(error).splitlines()[0]})"
-    # Without a GPU, no kernels can be timed.
-    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-    return topology.devices[0], options
-
-
-def peak_bytes(
-    gpu: tuple[Any, dict[str, Any]],
-    model: MaskedLM,
-    policy: str,
-    rows: int,
-    length: int,
-    accum_steps: int = 1,
-) -> int:
-    """Returns what the training step, compiled for a GPU, allocates there."""
-    device, options = gpu
-    tx, _, train_step = make_step(model, policy, 1e-4, accum_steps)
-    params, batch = shapes(model, rows, length)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=SingleDeviceSharding(device)
-        ),
-        (params, jax.eval_shape(tx.init, params), batch),
-    )
-    lowered = jax.jit(train_step, donate_argnums=(0, 1)).lower(*args)
-    memory: Any = lowered.compile(compiler_options=options).memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-    )
-
-
-def largest_batch(peak, limit: float) -> int:
-    """Returns the largest number of rows for which ``peak(rows) <= limit``."""
-    known = {rows: peak(rows) for rows in (4, 8)}
-    while True:
-        fits = max((n for n in known if known[n] <= limit), default=0)
-        breaks = min((n for n in known if known[n] > limit), default=math.inf)
-        if breaks == fits + 1:
-            return fits
-        # Memory is nearly a line, so the two nearest points tell where to look.
-        a, b = sorted(known, key=lambda n: abs(known[n] - limit))[:2]
-        guess = a + int((limit - known[a]) * (b - a) / (known[b] - known[a]))
-        rows = int(min(max(guess, fits + 1), breaks - 1))
-        known[rows] = peak(rows)
-
-
 def make_table(title: str, columns) -> Table:
     table = Table("", *columns, title=title)
     for column in table.columns[1:]:
@@ -324,51 +251,27 @@ def add_bytes(table: Table, name: str, sizes: list[int]) -> None:
     table.add_row(name, first, *map(str.__add__, others, shares))
 
 
-def memory_table(model: MaskedLM, length: int, policies, gpu, title: str) -> Table:
-    """Counts the bytes of an update, in micro-batches and at once."""
+def memory_table(model: MaskedLM, length: int, policies, title: str) -> Table:
+    """Counts the residuals of an update, in micro-batches and at once."""
     table = make_table(title, policies)
-    whole = MICRO_BATCHES * ROWS
-    for name, rows in (f"{ROWS} rows", ROWS), (f"{whole} rows", whole):
+    for rows in ROWS, MICRO_BATCHES * ROWS:
         sizes = [residual_bytes(model, policy, rows, length) for policy in policies]
-        add_bytes(table, f"Residuals of {name}", sizes)
-    if gpu:
-        for name, steps in ("in micro-batches", MICRO_BATCHES), ("at once", 1):
-            sizes = [peak_bytes(gpu, model, p, whole, length, steps) for p in policies]
-            add_bytes(table, f"Peak of the update, {name}", sizes)
+        add_bytes(table, f"Residuals of {rows} rows", sizes)
     return table
 
 
-def largest_batches(policies, gpu, limit: float, show) -> dict[str, list[int]]:
-    """Returns for each policy the largest batches of BERT-base, by length."""
-    batches = {policy: [] for policy in policies}
-    for length in show(LENGTHS):
-        for policy in policies:
-            peak = partial(peak_bytes, gpu, BERT_BASE, policy, length=length)
-            batches[policy].append(largest_batch(peak, limit))
-    return batches
-
-
-def draw(results: list[Result], batches, gigabytes: float, path: Path) -> None:
-    """Draws the losses of the first seed, and the largest batches where counted."""
-    figure = Figure(figsize=(9 if batches else 5, 3.8), layout="constrained")
-    left, *right = np.ravel(figure.subplots(1, 2 if batches else 1))
+def draw(results: list[Result], path: Path) -> None:
+    """Draws the losses of the first seed."""
+    figure = Figure(figsize=(4.5, 3.8), layout="constrained")
+    ax = figure.subplots()
     lines = (("0.75", "-", 5), ("black", "--", 1.5), ("black", ":", 2.5))
     seed = [result for result in results if result.seed == 0]
     for result, (color, style, width) in zip(seed, itertools.cycle(lines)):
         updates, losses = zip(*result.losses, strict=True)
         look = {"color": color, "linestyle": style, "linewidth": width}
-        left.plot(updates, losses, label=result.policy, **look)
-    left.set(title="Loss on held-out text", xlabel="update", ylabel="nats per word")
-    left.legend(frameon=False)
-    for ax in right:
-        for i, (policy, rows) in enumerate(batches.items()):
-            places = np.arange(len(LENGTHS)) + (i - 0.5) * 0.4
-            look = {"color": ("0.75", "#4878a8")[i], "hatch": ("", "//")[i]}
-            ax.bar_label(ax.bar(places, rows, 0.4, label=policy, **look), fontsize=8)
-        ax.set_xticks(range(len(LENGTHS)), map(str, LENGTHS))
-        ax.set(title=f"Largest batch of BERT-base in {gigabytes:g} GB")
-        ax.set(xlabel="words in a row", ylabel="rows")
-        ax.legend(frameon=False)
+        ax.plot(updates, losses, label=result.policy, **look)
+    ax.set(title="Loss on held-out text", xlabel="update", ylabel="nats per word")
+    ax.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -386,29 +289,15 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
 
     # Of the 16-bit policies one is enough: the other needs the same bytes.
     policies = tuple(dict.fromkeys((config.policy[0], config.policy[-1])))
-    gpu = find_gpu()
-    if isinstance(gpu, str):
-        console.print(f"The memory of a GPU is not counted: {gpu}.")
-        gpu = None
-    else:
-        console.print(f"Memory as compiled for: {gpu[0].device_kind}")
-    if config.full:
-        title = "BERT-base, 32 x 8 rows of 128 words"
-        console.print(memory_table(BERT_BASE, 128, policies, gpu, title))
-    else:
-        title = f"The small model, 32 x 8 rows of {LENGTH} words"
-        console.print(memory_table(SMALL, LENGTH, policies, gpu, title))
-    batches = {}
-    if config.full and gpu:
-        show = partial(track, console=console, disable=not console.is_terminal)
-        batches = largest_batches(policies, gpu, config.gigabytes * 1e9, show)
-        title = f"The largest batch of BERT-base in {config.gigabytes:g} GB"
-        table = make_table(title, policies)
-        for length, *rows in zip(LENGTHS, *batches.values(), strict=True):
-            table.add_row(f"{length} words", *map(str, rows))
-        console.print(table)
+    name, model, length = (
+        ("BERT-base", BERT_BASE, 128)
+        if config.full
+        else ("The small model", SMALL, LENGTH)
+    )
+    title = f"{name}, {MICRO_BATCHES} x {ROWS} rows of {length} words"
+    console.print(memory_table(model, length, policies, title))
     if config.figure:
-        draw(results, batches, config.gigabytes, config.figure)
+        draw(results, config.figure)
     return results
 
 

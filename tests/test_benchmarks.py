@@ -7,8 +7,20 @@ import subprocess
 
 import pytest
 
-from benchmarks import compiled, gpu, host, results, timing
+from benchmarks import (
+    collectives,
+    compiled,
+    gpu,
+    h200,
+    host,
+    memory,
+    results,
+    timing,
+)
 from benchmarks.steps import CONTESTANTS
+
+UNAVAILABLE = h200.unavailable()
+needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 
 def numbers(rows):
@@ -119,6 +131,61 @@ def test_host_runs_from_end_to_end_in_small(tmp_path):
     assert [row["step"] for row in sections["tracing"]["rows"]] == traced
 
 
+def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
+    def peak_bytes(model, policy, rows, length, accum_steps=1):
+        size = 2 if policy == "mixed_float16" else 4
+        return size * rows * length // accum_steps
+
+    monkeypatch.setattr(memory, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(memory.h200, "unavailable", lambda: None)
+    path = tmp_path / "memory.json"
+    arguments = ["--lengths", "10", "100", "--gigabytes", "1e-5"]
+    memory.main([*arguments, f"--output={path}"])
+    updates, batches = (x["rows"] for x in json.loads(path.read_text()).values())
+    assert [row["micro-batches"] for row in updates] == [32, 1] * 2
+    assert {row["share"] for row in updates} == {0.5}
+    assert batches == [
+        {"words in a row": 10, "float32": 250, "mixed_float16": 500},
+        {"words in a row": 100, "float32": 25, "mixed_float16": 50},
+    ]
+
+
+@needs_compiler
+def test_a_gpu_needs_less_memory_for_a_mixed_update():
+    tiny = memory.masked_lm.MaskedLM(32, features=32, heads=2, layers=1)
+    full, mixed = (
+        memory.peak_bytes(tiny, policy, 512, 64) for policy in memory.POLICIES
+    )
+    assert 0.5 < mixed / full < 0.75
+
+
+@pytest.mark.parametrize(
+    ("layout", "policy", "steps", "per_parameter"),
+    [
+        ("data parallel, mesh", "mixed_bfloat16", 4, 2 * 4),
+        ("data parallel, jit", "mixed_bfloat16", 1, 2 * 2),
+        ("FSDP, jit", "mixed_bfloat16", 1, 3 * 2),  # gathered twice, in loops
+        ("FSDP, mesh", "mixed_bfloat16", 4, 2 + 2 * 4),
+    ],
+)
+def test_collectives_count_what_the_rings_of_eight_devices_send(
+    layout, policy, steps, per_parameter
+):
+    options = collectives.Options(width=64, blocks=3)
+    step, args = collectives.training_step(options, layout, policy, steps, 8)
+    sent = collectives.sent_bytes(collectives.partitioned(step, *args))
+    parameters = 8 * options.blocks * options.width**2
+    assert sum(sent.values()) == pytest.approx(per_parameter * parameters * 7 / 8, 1e-3)
+
+
+def test_collectives_gives_a_row_for_each_policy_that_differs():
+    options = collectives.Options(
+        devices=(8,), layouts=("FSDP, mesh",), width=16, accum_steps=(1,)
+    )
+    rows = list(collectives.measured(options))
+    assert [row["policy"] for row in rows] == list(collectives.POLICIES)
+
+
 @pytest.mark.parametrize("fixed", [0, 100, 990])
 @pytest.mark.parametrize("slope", [1, 7, 500])
 def test_the_largest_batch_is_found(fixed, slope):
@@ -127,6 +194,20 @@ def test_the_largest_batch_is_found(fixed, slope):
 
     best = (1000 - fixed) // slope
     assert compiled.largest_batch(needed, 1000) == (best, needed(best) if best else 0)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(100, 9), (99, 8), (10, 0), (1e6, 99999)])
+def test_the_largest_batch_is_found_in_few_tries(limit, rows):
+    tried = []
+
+    def needed(size):
+        tried.append(size)
+        return 10 + 10 * size
+
+    assert compiled.largest_batch(needed, limit)[0] == rows
+    assert len(tried) <= 6
+    assert len(set(tried)) == len(tried)
+    assert compiled.largest_batch(needed, limit, tries=2)[0] in (0, 4)
 
 
 def test_the_search_for_a_batch_ends_in_time():

@@ -531,6 +531,7 @@ def test_empty_trees_and_none_leaves_pass():
         ({"reduction": "max"}, ValueError, '"mean" or "sum", but is \'max\''),
         ({"accum_steps": 0}, ValueError, "`accum_steps` must be at least 1"),
         ({"accum_steps": 2.0}, TypeError, "`accum_steps` must be an integer"),
+        ({"accum_steps": True}, TypeError, "must be an integer, but is True"),
         ({"accum_steps": 2}, ValueError, "needs `batch_argnums`"),
         ({"loss_scale": 0}, ValueError, "`loss_scale` must be finite and positive"),
         ({"loss_scale": -1.0}, ValueError, "finite and positive"),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import h200, hlo
+from benchmarks.collectives import collectives, sent_bytes
 
 UNAVAILABLE = h200.unavailable()
 needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
@@ -115,10 +116,54 @@ def test_copies_and_products_are_told_apart():
     assert (work.bytes, work.workspace) == (copied + multiplied, 1024)
 
 
+@pytest.mark.parametrize(
+    ("groups", "devices"),
+    [
+        ("{}", 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("[2,4]<=[8]", 4),
+        ("mesh['a'=4,'b'=2] {'b'}", 2),
+        ("mesh['a'=2,'b'=2,'c'=2], device_ids=([2,4]T(1,0)) {'a','c'}", 4),
+    ],
+)
+def test_a_collective_goes_over_its_group_of_devices(groups, devices):
+    entry = f"""  %x = bf16[10,100]{{1,0}} parameter(0)
+  ROOT %g = bf16[10,100]{{1,0}} all-gather(%x), replica_groups={groups}, others"""
+    (found,) = collectives("HloModule m, num_partitions=8\n" + program(entry))
+    assert found[:5] == ("all-gather", "bf16", 1000, 1, devices)
+    assert found.sent == 2000 * (devices - 1) / devices
+
+
+def test_a_group_of_devices_that_is_not_understood_is_refused():
+    entry = "  ROOT %g = f32[] all-reduce(), replica_groups=all"
+    with pytest.raises(ValueError, match="`g` has unknown groups: all"):
+        collectives(program(entry))
+
+
+def test_a_collective_in_a_loop_runs_as_often():
+    body = ("body", "  ROOT %s = f32[8]{0} all-reduce(), replica_groups=[1,4]<=[4]")
+    test = (
+        "test",
+        """  %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %n), direction=LT""",
+    )
+    entry = """  %t = f32[8]{0} parameter(0)
+  ROOT %w = f32[8]{0} while(%t), condition=%test, body=%body"""
+    (found,) = collectives(program(entry, body, test))
+    assert (found.times, found.sent) == (3, 3 * 32 * 2 * 3 / 4)
+
+
+def test_an_all_reduce_that_is_sliced_sends_what_a_reduce_scatter_does():
+    entry = """  %x = f32[8]{0} parameter(0)
+  %s = f32[8]{0} all-reduce(%x), replica_groups={{0,1,2,3}}
+  ROOT %part = f32[2]{0} dynamic-slice(%s, %i), dynamic_slice_sizes={2}"""
+    assert sent_bytes(program(entry)) == {"reduce-scatter f32": 32 * 3 / 4}
+
+
 @needs_compiler
 def test_real_programs_are_what_they_say():
     def compiled(fun, *args):
-        return hlo.work(h200.compiled(lambda _, *args: fun(*args), (), *args).as_text())
+        return hlo.work(h200.compiled(fun, *args).as_text())
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     half = jax.ShapeDtypeStruct((256, 256), jnp.float16)

@@ -1,8 +1,6 @@
 """Many devices: what is reduced and gathered, where, and in which dtype."""
 
-import collections
 import functools
-import math
 import re
 
 import chex
@@ -16,6 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from benchmarks.collectives import collectives, partitioned
+from benchmarks.hlo import bits
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -23,7 +23,6 @@ CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
 GRID = Mesh(CPUS.reshape(4, 2), ("data", "model"))
 EPS = {d: float(jnp.finfo(d).eps) for d in ("float32", "bfloat16", "float16")}
-BITS = {"f32": 32, "f16": 16, "bf16": 16, "s32": 32, "u32": 32, "pred": 8}
 
 
 class MLP(nn.Module):
@@ -53,31 +52,9 @@ def assert_close(a, b, eps):
     chex.assert_trees_all_close(a, b, rtol=0, atol=16 * eps * largest)
 
 
-Collective = collections.namedtuple("Collective", "kind dtype size in_loop")
-
-
-def collectives(fun, tmp_path, *args, **options):
-    """Reads the collectives of a function off its HLO after SPMD partitioning."""
-    jax.jit(fun, **options).lower(*args).compile(
-        compiler_options={
-            "xla_backend_optimization_level": 0,  # it is read and not run
-            "xla_dump_to": str(tmp_path),
-            "xla_dump_hlo_pass_re": "spmd.*",
-            "xla_dump_hlo_as_text": True,
-        }
-    )
-    (dump,) = tmp_path.glob("*after_spmd-partition*")
-    found, computation = [], ""
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", dump.read_text()))
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    pattern = rf"= (\w+)\[([\d,]*)\]\S* ({kinds})\("
-    for line in dump.read_text().splitlines():
-        if line.endswith("{"):
-            computation = re.match(r"(?:ENTRY )?%?([\w.\-]+)", line).group(1)
-        for dtype, dims, kind in re.findall(pattern, line):
-            size = math.prod(int(n) for n in dims.split(",") if n)
-            found.append(Collective(kind, dtype, size, computation in bodies))
-    return found
+def exchanged(fun, *args):
+    """Returns the collectives of a function."""
+    return collectives(partitioned(jax.jit(fun), *args))
 
 
 # Gradients over a mesh
@@ -144,7 +121,7 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
 
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
 @pytest.mark.parametrize("reduce", [None, "f32", "bf16", "f16"])
-def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce, tmp_path):
+def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     text = f"p=f32,c={compute},o=f32" + (f",r={reduce}" if reduce else "")
     step = jaxmp.value_and_grad(
         loss_of(jaxmp.with_policy(MODEL.apply, text)),
@@ -153,13 +130,13 @@ def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce, tmp_path
         batch_argnums=(1, 2),
         mesh=DATA,
     )
-    found = collectives(step, tmp_path, PARAMS, X, Y)
+    found = exchanged(step, PARAMS, X, Y)
     sums = [c for c in found if c.kind == "all-reduce" and c.size > 1]
     assert sorted(c.size for c in sums) == sorted(
         x.size for x in jax.tree.leaves(PARAMS)
     )
     assert {c.dtype for c in sums} == {reduce or "f32"}
-    assert not any(c.in_loop for c in found)
+    assert {c.times for c in found} == {1}  # outside of the loop
 
 
 @pytest.mark.parametrize("reduce", ["", ",r=f16"])
@@ -544,7 +521,7 @@ def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
 @pytest.mark.parametrize(
     ("mesh", "axes"), [(DATA, ("data",)), (GRID, ("data", "model"))], ids=["8", "4x2"]
 )
-def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name, tmp_path):
+def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name):
     policy = jaxmp.get_policy(name)
     shardings = fsdp_shardings(mesh, *axes)
     params = jax.device_put(PARAMS, shardings)
@@ -556,17 +533,17 @@ def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name, tmp_path):
         weights = jax.lax.with_sharding_constraint(weights, NamedSharding(mesh, P()))
         return jaxmp.with_policy(MODEL.apply, policy)(weights, x)
 
-    found = collectives(forward, tmp_path, params, x)
+    found = exchanged(forward, params, x)
     gathered = [c for c in found if c.kind == "all-gather"]
-    bits = sum(BITS[c.dtype] * c.size for c in gathered)
+    moved = sum(bits(c.dtype) * c.size for c in gathered)
     whole = sum(x.size for x in jax.tree.leaves(PARAMS))
     wide = 32 if name == "float32" else 16
-    assert {BITS[c.dtype] for c in gathered} == {wide}
+    assert {bits(c.dtype) for c in gathered} == {wide}
     rounds = 1 if mesh is DATA else 1.6  # matrices are gathered over one axis first
-    assert whole * wide <= bits <= rounds * whole * wide
+    assert whole * wide <= moved <= rounds * whole * wide
 
 
-def test_gathering_before_the_cast_would_move_float32(tmp_path):
+def test_gathering_before_the_cast_would_move_float32():
     policy = jaxmp.get_policy("mixed_bfloat16")
     params = jax.device_put(PARAMS, fsdp_shardings(DATA, "data"))
 
@@ -574,24 +551,24 @@ def test_gathering_before_the_cast_would_move_float32(tmp_path):
         params = jax.lax.with_sharding_constraint(params, NamedSharding(DATA, P()))
         return jaxmp.with_policy(MODEL.apply, policy)(params, x)
 
-    found = collectives(forward, tmp_path, params, X)
+    found = exchanged(forward, params, X)
     assert {c.dtype for c in found if c.kind == "all-gather"} == {"f32"}
 
 
-def test_micro_batches_move_no_rows_under_jit(tmp_path):
+def test_micro_batches_move_no_rows_under_jit():
     grad_fn = jaxmp.value_and_grad(
         loss_of(MODEL.apply), accum_steps=4, batch_argnums=(1, 2)
     )
     data = jax.device_put((X, Y), NamedSharding(DATA, P("data")))
     params = jax.device_put(PARAMS, NamedSharding(DATA, P()))
-    found = collectives(grad_fn, tmp_path, params, *data)
+    found = exchanged(grad_fn, params, *data)
     assert {c.kind for c in found} == {"all-reduce"}
     sizes = {x.size for x in jax.tree.leaves(PARAMS)} | {1}  # gradients and the loss
     assert {c.size for c in found} <= sizes
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_mesh_gathers_pinned_copies_in_sixteen_bits_and_once(steps, tmp_path):
+def test_a_mesh_gathers_pinned_copies_in_sixteen_bits_and_once(steps):
     shardings = fsdp_shardings(DATA, "data")
     params = jax.device_put(PARAMS, shardings)
     policy = jaxmp.get_policy("mixed_bfloat16")
@@ -606,11 +583,11 @@ def test_a_mesh_gathers_pinned_copies_in_sixteen_bits_and_once(steps, tmp_path):
     def step(params, x, y):
         return grad_fn(policy.cast_to_compute(params, shardings=shardings), x, y)
 
-    found = collectives(step, tmp_path, params, X, Y)
+    found = exchanged(step, params, X, Y)
     gathers = [c for c in found if c.kind == "all-gather"]
     assert sum(c.size for c in gathers) == sum(x.size for x in jax.tree.leaves(PARAMS))
     assert {c.dtype for c in gathers} == {"bf16"}
-    assert not any(c.in_loop for c in found)
+    assert {c.times for c in found} == {1}  # outside of the loop
 
 
 # What is refused
