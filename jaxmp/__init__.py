@@ -26,6 +26,9 @@ from ._ranges import exponent_histogram as exponent_histogram
 from ._ranges import range_report as range_report
 from ._ranges import record_ranges as record_ranges
 from ._ranges import suggest_loss_scale as suggest_loss_scale
+from ._report import DtypeReport as DtypeReport
+from ._report import Kept as Kept
+from ._report import Leak as Leak
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -72,9 +75,6 @@ __all__ = [
 
 if _typing.TYPE_CHECKING:
     from ._activations import activation_gradients as activation_gradients
-    from ._audit import DtypeReport as DtypeReport
-    from ._audit import Kept as Kept
-    from ._audit import Leak as Leak
     from ._audit import assert_16bit as assert_16bit
     from ._audit import audit as audit
     from ._autocast import autocast as autocast
@@ -86,9 +86,6 @@ if _typing.TYPE_CHECKING:
 # imports Pallas, four times as long as all the rest of jaxmp.
 _LATER = {
     "activation_gradients": "._activations",
-    "DtypeReport": "._audit",
-    "Kept": "._audit",
-    "Leak": "._audit",
     "assert_16bit": "._audit",
     "audit": "._audit",
     "autocast": "._autocast",

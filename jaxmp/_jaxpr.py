@@ -246,9 +246,19 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
+def is_iota(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` makes an array that counts, from nothing."""
+    return eqn.primitive.name == "iota"
+
+
 def is_kernel(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel, whose jaxpr works on references."""
     return eqn.primitive.name == "pallas_call"
+
+
+def given_name(eqn: JaxprEqn) -> str | None:
+    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
 class Body(NamedTuple):

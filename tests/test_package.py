@@ -17,10 +17,10 @@ PACKAGE = Path(jaxmp.__file__).parent
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
-    {"_tree", "_products", "_scopes"},
-    {"_op_lists"},
-    {"_policy", "_batch", "_replay"},
-    {"_mesh"},
+    {"_tree", "_products", "_scopes", "_report", "_residuals"},
+    {"_op_lists", "_places"},
+    {"_policy", "_batch", "_replay", "_kept"},
+    {"_mesh", "_leaks"},
     {"_loss_scale"},
     {"_grad", "_autocast", "_audit", "_ranges"},
     {"_activations"},
