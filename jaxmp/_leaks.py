@@ -92,15 +92,16 @@ class Value(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A floating input of an equation, and what is known of it."""
+    """A floating input of an equation."""
 
     atom: Any
     value: Value
+    is_wide: bool  # of more than 16 bits
 
     @property
-    def is_literal(self) -> bool:
-        """Whether it is a number that stands in the equation."""
-        return isinstance(self.atom, _jaxpr.Literal)
+    def is_array(self) -> bool:
+        """Whether it is given or computed, and no number in the code."""
+        return not isinstance(self.atom, _jaxpr.Literal)
 
 
 class Walk:
@@ -132,7 +133,7 @@ class Walk:
         def apply(eqn, ins):
             nonlocal place
             place = around.of(eqn, before=place)
-            ins = [self.value(x, place) for x in ins]
+            ins = [self.read(x, place) for x in ins]
             if _jaxpr.call_kind(eqn):
                 outs = self.call(eqn, ins, place)
             elif any(_jaxpr.sub_jaxprs(eqn)) and not _jaxpr.is_kernel(eqn):
@@ -147,7 +148,7 @@ class Walk:
         outs = _jaxpr.interpret(
             jaxpr, inputs, apply, const=self.constant, literal=lambda literal: literal
         )
-        return [self.value(x, around) for x in outs]
+        return [self.read(x, around) for x in outs]
 
     # What is known of a value
 
@@ -169,8 +170,8 @@ class Walk:
         key = ("constant", id(array))
         return _from(self.cause(key, turn, "constant", name, aval))
 
-    def value(self, x: Value | _jaxpr.Literal, place: Place) -> Value:
-        """Returns what is known of what is read, perhaps a number in the code."""
+    def read(self, x: Value | _jaxpr.Literal, place: Place) -> Value:
+        """Returns what is known of an input, which may be a number in the code."""
         if not isinstance(x, _jaxpr.Literal):
             return x
         aval: Any = x.aval
@@ -265,107 +266,91 @@ class Walk:
             self.note("a Pallas kernel, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
             return []
-        floats = [
-            Operand(atom, value)
+        operands = [
+            Operand(atom, value, is_wide(atom.aval))
             for atom, value in zip(eqn.invars, ins, strict=True)
             if is_wide(atom.aval) or is_narrow(atom.aval)
         ]
-        wide = [x for x in floats if is_wide(x.atom.aval)]
+        wide_in = any(x.is_wide for x in operands)
         wide_out = any(is_wide(var.aval) for var in eqn.outvars)
         causes: Causes = frozenset()
-        if wide or wide_out:
-            causes = self.causes_of(eqn, floats, wide, place)
+        if wide_in or wide_out:
+            causes = self.causes_of(eqn, operands, place)
         if place.trips:
             flops = flops_of(eqn) * place.trips
             if flops:
-                self.product(eqn, wide, causes, flops, place)
+                self.product(eqn, causes, flops, place)
             elif wide_out and _scopes.AUTOCAST in place.scopes:
                 self.keep(eqn, 0.0, place)
-
-        widened_at = None
-        arrays = [x.value for x in wide if not x.is_literal]
-        if _jaxpr.is_cast(eqn) and floats and not wide:
-            widened_at = place
-        elif eqn.primitive.name in VIEWS and len(floats) == 1:
-            widened_at = floats[0].value.widened_at
-        elif arrays and all(place.is_in_call_of(x.widened_at) for x in arrays):
-            # Still inside the call that widened them, if no other cause was found.
-            widened_at = place if causes == _joint(wide) else None
-        from_16bit = any(x.value.from_16bit for x in floats)
-        return [Value(causes, from_16bit, widened_at)] * len(eqn.outvars)
+        value = Value(
+            causes,
+            from_16bit=any(x.value.from_16bit for x in operands),
+            widened_at=_widened_at(eqn, operands, causes, place),
+        )
+        return [value] * len(eqn.outvars)
 
     def causes_of(
-        self,
-        eqn: _jaxpr.Equation,
-        floats: list[Operand],
-        wide: list[Operand],
-        place: Place,
+        self, eqn: _jaxpr.Equation, operands: list[Operand], place: Place
     ) -> Causes:
         """Returns the causes of what ``eqn`` computes from or to float32.
 
-        What computes float32 from 16 bits, from numbers or from nothing is a cause
-        itself. All else has the causes of its operands; but where one was widened only
-        because of what it meets here, that is the cause.
-
-        Args:
-            eqn: The equation.
-            floats: Its floating operands.
-            wide: Those of them that have more than 16 bits.
-            place: Where it is.
+        What makes float32 of 16 bits, of numbers or of nothing is a cause itself. All
+        else has the causes of its float32 operands, except where one of them was
+        widened in the same line because of what it meets here: that is the cause then.
         """
-        _note_meetings(floats, place)
-        if all(x.is_literal for x in wide) and not (wide and _hands_on_number(eqn)):
-            return frozenset({self.made_by(eqn, floats, wide, place)})
+        _note_meetings(operands, place)
+        wide = [x for x in operands if x.is_wide]
+        has_arrays = any(x.is_array for x in wide)
+        if not has_arrays and not (wide and _hands_on_number(eqn)):
+            return frozenset({self.made_by(eqn, operands, place)})
+
         widened = [x for x in wide if place.is_in_line_of(x.value.widened_at)]
         others = [x for x in wide if not place.is_in_line_of(x.value.widened_at)]
         causes = _joint(others or wide)
-        is_weak = all(cause.turn > Turn.CAST for cause in causes)
-        if widened and others and is_weak and is_wide(eqn.outvars[0].aval):
-            own_dtype = [c for c in causes if c.turn is not Turn.BARE_NUMBER]
-            if not own_dtype:
-                return _union(widened)
-            if not all(place.is_in_call_of(x.value.widened_at) for x in widened):
-                return _joint(wide)  # widened a step earlier, on purpose
-            for cause in own_dtype:
-                cause.promote(place)
+        if not (widened and others and is_wide(eqn.outvars[0].aval)):
+            return causes
+        if any(cause.turn <= Turn.CAST for cause in causes):
+            return causes
+        wideners = [c for c in causes if c.turn is not Turn.BARE_NUMBER]
+        if not wideners:  # a number without a dtype widens nothing
+            return _union(widened)
+        if not all(place.is_in_call_of(x.value.widened_at) for x in widened):
+            return _joint(wide)  # widened a step earlier, on purpose
+        for cause in wideners:
+            cause.promote(place)
         return causes
 
     def made_by(
-        self,
-        eqn: _jaxpr.Equation,
-        floats: list[Operand],
-        wide: list[Operand],
-        place: Place,
+        self, eqn: _jaxpr.Equation, operands: list[Operand], place: Place
     ) -> Cause:
         """Returns the cause that ``eqn`` is: a cast, or what it makes in float32."""
-        name, out = eqn.primitive.name, eqn.outvars[0].aval
-        is_cast = bool(floats) and not wide
+        operation, out = eqn.primitive.name, eqn.outvars[0].aval
+        wide = [x for x in operands if x.is_wide]
+        is_cast = bool(operands) and not wide
         if is_cast:
-            source = "cast" if _jaxpr.is_cast(eqn) else name
-            cause = self.cause_at(place, Turn.CAST, "cast", source, out)
+            name = "cast" if _jaxpr.is_cast(eqn) else operation
+            cause = self.cause_at(place, Turn.CAST, "cast", name, out)
         else:
-            made = f"{out.dtype}{[*out.shape]} made at {place.line or name}"
+            name = f"{out.dtype}{[*out.shape]} made at {place.line or operation}"
             if wide:
-                made += f" of {', '.join(_number(x.atom.val) for x in wide)}"
+                name += f" of {', '.join(_number(x.atom.val) for x in wide)}"
             turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
-            cause = self.cause_at(place, turn, "constant", made, out)
+            cause = self.cause_at(place, turn, "constant", name, out)
         cause.meet(place, is_16bit=is_cast)
         return cause
 
     def product(
-        self,
-        eqn: _jaxpr.Equation,
-        wide: list[Operand],
-        causes: Causes,
-        flops: float,
-        place: Place,
+        self, eqn: _jaxpr.Equation, causes: Causes, flops: float, place: Place
     ) -> None:
-        """Adds a matrix product or convolution to the totals and to its causes."""
+        """Adds a matrix product or convolution to the totals and to its causes.
+
+        A backward product has the causes of the forward products in its place.
+        """
         dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
         dtype = str(max(dtypes, key=lambda d: d.itemsize))
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
         key = (_without_repeats(place.scopes), place.user, eqn.primitive.name)
-        if not wide:
+        if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, causes)
             return
@@ -399,12 +384,15 @@ class Walk:
 
 
 def _from(cause: Cause) -> Value:
+    """Returns what is known of a value that is a cause."""
     return Value(frozenset({cause}))
 
 
 def _union(operands: list[Operand]) -> Causes:
     """Returns the causes of any of the operands."""
-    return frozenset().union(*(x.value.causes for x in operands))
+    sets = {x.value.causes for x in operands}
+    # A set with the causes of hundreds of arguments is best shared.
+    return sets.pop() if len(sets) == 1 else frozenset().union(*sets)
 
 
 def _joint(operands: list[Operand]) -> Causes:
@@ -413,21 +401,39 @@ def _joint(operands: list[Operand]) -> Causes:
     A number that meets an array, or one without a dtype that meets one with, leaves
     its dtype as it was. So does one in the line of an operation on other values.
     """
-    causes = _union([x for x in operands if not x.is_literal] or operands)
-    for turn in (Turn.BARE_NUMBER, Turn.NUMBER):
-        causes = frozenset(c for c in causes if c.turn is not turn) or causes
-    return causes
+    causes = _union([x for x in operands if x.is_array] or operands)
+    turns = {cause.turn for cause in causes}
+    if all(turn <= Turn.MADE_ARRAY for turn in turns):
+        return causes
+    last = max(min(turns), Turn.MADE_ARRAY)
+    return frozenset(cause for cause in causes if cause.turn <= last)
 
 
-def _note_meetings(floats: list[Operand], place: Place) -> None:
+def _note_meetings(operands: list[Operand], place: Place) -> None:
     """Lets the causes that come with some operands and not with others meet those."""
-    if len(floats) < 2:
+    if len(operands) < 2:
         return
-    for i, x in enumerate(floats):
-        others = floats[:i] + floats[i + 1 :]
+    for i, x in enumerate(operands):
+        others = operands[:i] + operands[i + 1 :]
         is_16bit = any(other.value.from_16bit for other in others)
         for cause in x.value.causes - _union(others):
             cause.meet(place, is_16bit=is_16bit)
+
+
+def _widened_at(
+    eqn: _jaxpr.Equation, operands: list[Operand], causes: Causes, place: Place
+) -> Place | None:
+    """Returns where the result was widened, if nothing else has happened since."""
+    wide = [x for x in operands if x.is_wide]
+    if _jaxpr.is_cast(eqn) and operands and not wide:
+        return place
+    if eqn.primitive.name in VIEWS and len(operands) == 1:
+        return operands[0].value.widened_at
+    arrays = [x.value for x in wide if x.is_array]
+    if arrays and all(place.is_in_call_of(x.widened_at) for x in arrays):
+        # Still inside the call that widened them, if no other cause was found.
+        return place if causes == _joint(wide) else None
+    return None
 
 
 def _hands_on_number(eqn: _jaxpr.Equation) -> bool:

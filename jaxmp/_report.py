@@ -18,7 +18,7 @@ _ROWS = 12  # of leaks, and of products that autocast kept
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """One root cause of float32 products.
+    """One cause of float32 products.
 
     Attributes:
         source: The argument's path, the constant, or the operation that casts.
@@ -102,7 +102,7 @@ class DtypeReport:
     Attributes:
         flops: FLOPs of matrix products and convolutions by the dtype of their inputs,
             the wider one where they differ.
-        leaks: Root causes of float32 products, worst first, each once.
+        leaks: Causes of float32 products, worst first, each once.
         kept: What autocast left in float32 on purpose, products first.
         residual_bytes: Bytes by dtype of what the forward pass computes and keeps for
             the backward pass, arguments left out. None if JAX cannot differentiate
