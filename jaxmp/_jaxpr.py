@@ -303,6 +303,11 @@ def call_layout(eqn: JaxprEqn) -> CallLayout:
             return CallLayout([Body(param, params[param], inputs)])
 
 
+def takes_reference(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` reads or writes something else than values."""
+    return not all(isinstance(var.aval, ShapedArray) for var in eqn.invars)
+
+
 def chooses_platform(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` is a ``lax.platform_dependent``: a branch for each platform."""
     return "branches_platforms" in eqn.params

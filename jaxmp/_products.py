@@ -20,15 +20,19 @@ def is_matrix_product(eqn: Equation) -> bool:
     their sine is wrong by half when they are rounded to float16. A product of two
     vectors, for each entry of a batch, is no work for tensor cores either.
     """
-    name = eqn.primitive.name
-    if name not in PRODUCTS or not is_inexact(eqn.invars[0]):
+    if eqn.primitive.name not in PRODUCTS or not is_inexact(eqn.invars[0]):
         return False
-    if name == "conv_general_dilated":
+    if is_convolution(eqn):
         return True
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
     terms = math.prod(lhs.shape[i] for i in contracted)
     return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
+
+
+def is_convolution(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a convolution."""
+    return eqn.primitive.name == "conv_general_dilated"
 
 
 def has_default_precision(eqn: Equation) -> bool:
@@ -42,7 +46,7 @@ def flops(eqn: Equation) -> float:
     """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
     if not is_matrix_product(eqn):
         return 0.0
-    if eqn.primitive.name == "conv_general_dilated":
+    if is_convolution(eqn):
         return _convolution_flops(eqn)
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
     (_, contracted), (_, batch) = _dimension_numbers(eqn)

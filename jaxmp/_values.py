@@ -1,0 +1,182 @@
+"""What autocast knows of a value while it replays a jaxpr."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _jaxpr
+from ._jaxpr import Equation, is_float32, is_inexact
+from ._op_lists import (
+    EXACT,
+    FOLDS,
+    LEAVES_RANGE,
+    VIEWS,
+    is_square,
+    looks_up_rows,
+)
+
+_FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
+
+
+class Known(NamedTuple):
+    """What is known of a value beside its array, hashable."""
+
+    narrow: bool
+    scalar: Any
+    source_size: int | None
+    linear: bool
+    outside: bool
+    follows: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value during the replay, and what is known of it."""
+
+    array: Any  # array, tracer or literal: the original dtype, 16-bit if `narrow`
+    narrow: bool = False
+    scalar: Any = None  # what every entry equals, where that is known while tracing
+    # Size of the float32 input of which this is a view; 0 where narrowing is always
+    # right: vectors (biases, scales), scalars and what was boolean.
+    source_size: int | None = None
+    linear: bool = False  # comes from the tangents of a rule, to be transposed
+    outside: bool = False  # given, or computed from what was given alone
+    # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
+    # or what was made of 16-bit values and others, or of 16-bit values out of range.
+    follows: bool = False
+    _original: Any = None
+    _in_16bit: Any = None
+
+    def known(self) -> Known:
+        """Returns what matters to those who are given the array."""
+        # A layer that is called with its number is the same layer for each number. Zero
+        # fills what was dropped, also the integer that `jnp.where` is often given.
+        told = getattr(self.scalar, "dtype", None) == _FLOAT32 or self.is_zero()
+        return Known(
+            self.narrow,
+            self.scalar if told else None,
+            self.source_size,
+            self.linear,
+            self.outside,
+            self.follows,
+        )
+
+    def widened(self) -> "Value":
+        """Returns the value in its original dtype."""
+        if not self.narrow:
+            return self
+        return Value(self.original(), *self.known()._replace(narrow=False))
+
+    def is_zero(self) -> bool:
+        """Whether every entry is known to be zero."""
+        return self.scalar is not None and self.scalar == 0
+
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether the value, if it is a number, is one in ``dtype`` too."""
+        return self.scalar is None or _fits(self.scalar, dtype)
+
+    def original(self) -> Any:
+        """Returns the array in its original dtype."""
+        if not self.narrow:
+            return self.array
+        if self._original is None:  # Shared, so that its cotangents add up in float32.
+            self._original = lax.convert_element_type(self.array, jnp.float32)
+        return self._original
+
+    def in_16bit(self, dtype: np.dtype) -> Any:
+        """Returns the array in ``dtype``, which has 16 bits."""
+        if self.narrow or self.array.dtype == dtype:
+            return self.array
+        if not isinstance(self.array, jax.Array):  # a literal
+            return np.asarray(self.array, dtype)
+        if self._in_16bit is None or self.source_size is not None:
+            # A weight is rounded anew for each use, so that its gradients are widened
+            # before they add up over the steps of a loop. An activation, as in Flax,
+            # is rounded once, so that it is also kept once for the backward pass.
+            self._in_16bit = lax.convert_element_type(self.array, dtype)
+        return self._in_16bit
+
+
+def given(array: Any) -> Value:
+    """Returns a value that comes from outside: an argument or a constant."""
+    if getattr(array, "dtype", None) != jnp.float32:
+        return Value(array, outside=True)
+    size = 0 if array.ndim <= 1 else array.size
+    return Value(array, source_size=size, outside=True)
+
+
+def literal(atom: Any) -> Value:
+    """Returns the value of a literal."""
+    if atom.aval.shape or not jnp.issubdtype(atom.aval.dtype, np.number):
+        return Value(atom.val)
+    return Value(atom.val, scalar=np.asarray(atom.val, atom.aval.dtype)[()])
+
+
+def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
+    """Notes what every entry of ``outs`` equals, and of which inputs they are views."""
+    scalar, source_size = _scalar_of(eqn, ins), _source_size_of(eqn, ins)
+    for out in outs:
+        out.scalar, out.source_size = scalar, source_size
+
+
+def note_origin(
+    eqn: Equation, ins: list[Value], outs: list[Value], dtype: np.dtype
+) -> None:
+    """Notes which of ``outs`` have all digits of what was given, or follow."""
+    floats, fit = [], True
+    exact = eqn.primitive.name in EXACT
+    mixes = exact or (eqn.primitive.name in LEAVES_RANGE and not is_square(eqn))
+    for value, var in zip(ins, eqn.invars, strict=True):
+        if is_inexact(var) and value.scalar is None:
+            floats.append(value)
+        elif is_float32(var):
+            fit &= not exact or value.fits(dtype)  # not a mask of -1e9
+    outside = all(value.outside for value in floats)
+    if mixes and any(value.narrow for value in floats):
+        follows = all(v.narrow or v.outside or v.follows for v in floats)
+    else:
+        follows = all(value.outside or value.follows for value in floats)
+        follows &= any(value.follows for value in floats) or looks_up_rows(eqn)
+    follows &= fit
+    for out, var in zip(outs, eqn.outvars, strict=True):
+        if is_inexact(var) and not out.narrow:
+            out.outside, out.follows = outside, follows
+
+
+def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:
+    """Returns what every entry of the result equals, or None."""
+    name, scalars = eqn.primitive.name, [value.scalar for value in ins]
+    if not scalars or any(scalar is None for scalar in scalars):
+        return None
+    if name in FOLDS:
+        with np.errstate(all="ignore"):
+            return FOLDS[name](*scalars)
+    if _jaxpr.is_cast(eqn) and is_float32(eqn.outvars[0]):
+        return np.float32(scalars[0])
+    return scalars[0] if name in VIEWS and len(ins) == 1 else None
+
+
+def _source_size_of(eqn: Equation, ins: list[Value]) -> int | None:
+    """Returns the size of the float32 input that the result is a view of, or None."""
+    if _jaxpr.is_cast(eqn):
+        boolean = eqn.invars[0].aval.dtype == jnp.bool_
+        return 0 if boolean else ins[0].source_size
+    alone = not any(map(is_float32, eqn.invars[1:]))
+    if eqn.primitive.name not in VIEWS or not alone or ins[0].source_size is None:
+        return None
+    return min(ins[0].source_size, eqn.outvars[0].aval.size)
+
+
+def _fits(scalar: Any, dtype: np.dtype) -> bool:
+    """Whether a number is neither lost nor infinite in ``dtype``."""
+    size, limits = float(abs(scalar)), jnp.finfo(dtype)
+    return (
+        size == 0
+        or not math.isfinite(size)
+        or float(limits.tiny) <= size <= float(limits.max)
+    )
