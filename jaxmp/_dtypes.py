@@ -1,4 +1,4 @@
-"""The names of dtypes, how a dtype is read, and what a wrong name may have meant."""
+"""The names of dtypes, which are wide, and what a wrong name may have meant."""
 
 from __future__ import annotations
 

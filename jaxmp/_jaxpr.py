@@ -371,15 +371,19 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     )
 
 
-def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
+def frames(
+    eqn: JaxprEqn, is_wanted: Callable[[str], bool] = lambda file: True
+) -> Iterator[tuple[str, int, int]]:
     """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
 
-    Innermost first. JAX may have cut the outer end, never the inner one.
+    Innermost first, and only those in files that are wanted, as it takes long to find a
+    line. JAX may have cut the outer end, never the inner one.
     """
     traceback = eqn.source_info.traceback
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
-            yield code.co_filename, _line(code, instruction), instruction
+            if is_wanted(code.co_filename):
+                yield code.co_filename, _line(code, instruction), instruction
 
 
 @functools.cache

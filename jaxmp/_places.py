@@ -114,21 +114,22 @@ def caller() -> Frame | None:
 def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:
     """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
     author = None
-    for frame in _jaxpr.frames(eqn):
-        if not _is_everybodys(frame[0]):
-            author = author or frame
-            if _is_users(frame[0]):
-                return frame, author
+    for frame in _jaxpr.frames(eqn, is_wanted=_is_somebodys):
+        author = author or frame
+        if _is_users(frame[0]):
+            return frame, author
     return None, author
 
 
 @functools.cache
 def _is_users(file: str) -> bool:
+    """Whether a file is neither JAX's nor another library's."""
     is_library = file.startswith(_OWN) or _LIBRARIES.search(file)
-    return not (_is_everybodys(file) or is_library)
+    return _is_somebodys(file) and not is_library
 
 
 @functools.cache
-def _is_everybodys(file: str) -> bool:
+def _is_somebodys(file: str) -> bool:
+    """Whether a file is neither JAX's nor Python's, nor around all that is audited."""
     in_stdlib = file.startswith(_STDLIB) and "-packages" not in file
-    return in_stdlib or file.startswith(_JAX) or file in _TRACING
+    return not (in_stdlib or file.startswith(_JAX) or file in _TRACING)
