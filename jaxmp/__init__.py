@@ -26,6 +26,9 @@ from ._ranges import RangeReport as RangeReport
 from ._ranges import RangeStats as RangeStats
 from ._ranges import range_report as range_report
 from ._ranges import suggest_loss_scale as suggest_loss_scale
+from ._report import DtypeReport as DtypeReport
+from ._report import Kept as Kept
+from ._report import Leak as Leak
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -77,9 +80,6 @@ _FRONT_ENDS = ("linen", "nnx", "plots")
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._activations import activation_gradients as activation_gradients
-    from ._audit import DtypeReport as DtypeReport
-    from ._audit import Kept as Kept
-    from ._audit import Leak as Leak
     from ._audit import assert_16bit as assert_16bit
     from ._audit import audit as audit
     from ._autocast import autocast as autocast

@@ -13,10 +13,11 @@ from ._checks import as_scale, check_function
 from ._differentiate import loss_and_aux
 from ._jaxpr import (
     JaxprEqn,
-    Literal,
     bind,
-    closed_consts,
+    call_kind,
     context_of,
+    given_name,
+    interpret,
     located_at,
     open_jaxpr,
 )
@@ -125,33 +126,27 @@ def activation_gradients(
 def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
     """Yields name and type of what ``checkpoint_name`` has named, in order."""
     for eqn in open_jaxpr(jaxpr).eqns:
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"], eqn.outvars[0].aval
+        if (name := given_name(eqn)) is not None:
+            yield name, eqn.outvars[0].aval
         elif inner := _called_once(eqn):
             yield from _named_values(inner)
 
 
 def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
     """Evaluates a jaxpr with the next addend, or None, added to each named value."""
-    env = dict(zip(open_jaxpr(jaxpr).constvars, closed_consts(jaxpr), strict=True))
-    env.update(zip(open_jaxpr(jaxpr).invars, args, strict=True))
 
-    def read(atom):
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in open_jaxpr(jaxpr).eqns:
-        values = [read(atom) for atom in eqn.invars]
+    def apply(eqn, values):
         with located_at(eqn), context_of(eqn):
             if inner := _called_once(eqn):
-                values = _add_to_named(inner, values, addends)
-            else:
-                values = bind(eqn, values)
-        if eqn.primitive.name == "name" and (addend := next(addends)) is not None:
-            values = [values[0] + addend]
-        env.update(zip(eqn.outvars, values, strict=True))
-    return [read(atom) for atom in open_jaxpr(jaxpr).outvars]
+                return _add_to_named(inner, values, addends)
+            values = bind(eqn, values)
+        if given_name(eqn) is not None and (addend := next(addends)) is not None:
+            return [values[0] + addend]
+        return values
+
+    return interpret(jaxpr, args, apply)
 
 
 def _called_once(eqn: JaxprEqn) -> Any:
     """Returns the jaxpr of a ``jit`` or ``checkpoint``, None for anything else."""
-    return eqn.params["jaxpr"] if eqn.primitive.name in ("jit", "remat2") else None
+    return eqn.params["jaxpr"] if call_kind(eqn) in ("jit", "remat") else None

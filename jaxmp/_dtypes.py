@@ -1,8 +1,9 @@
-"""The names of dtypes, how a dtype is read, and what a wrong name may have meant."""
+"""The names of dtypes, which are wide, and what a wrong name may have meant."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -94,3 +95,20 @@ def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
     if is_mixed or (bits and "mixed_float16" in accepted and "true" not in name):
         return f"mixed_{kind}16"
     return f"{kind}16" if bits else None
+
+
+def is_wide(x: Any) -> bool:
+    """Whether a dtype, or what has one, is floating or complex and over 16 bits."""
+    return _inexact_bytes(getattr(x, "dtype", x)) > 2
+
+
+def is_narrow(x: Any) -> bool:
+    """Whether a dtype, or what has one, is floating and of at most 16 bits."""
+    return 0 < _inexact_bytes(getattr(x, "dtype", x)) <= 2
+
+
+@functools.cache
+def _inexact_bytes(dtype: Any) -> int:
+    """Returns the size of a floating or complex dtype, 0 for all else."""
+    is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
+    return dtype.itemsize if is_inexact else 0

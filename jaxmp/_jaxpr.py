@@ -246,9 +246,19 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
+def is_iota(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` makes an array that counts, from nothing."""
+    return eqn.primitive.name == "iota"
+
+
 def is_kernel(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel, whose jaxpr works on references."""
     return eqn.primitive.name == "pallas_call"
+
+
+def given_name(eqn: JaxprEqn) -> str | None:
+    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
 class Body(NamedTuple):
@@ -361,15 +371,19 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     )
 
 
-def frames(eqn: JaxprEqn) -> Iterator[tuple[str, int, int]]:
+def frames(
+    eqn: JaxprEqn, is_wanted: Callable[[str], bool] = lambda file: True
+) -> Iterator[tuple[str, int, int]]:
     """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
 
-    Innermost first. JAX may have cut the outer end, never the inner one.
+    Innermost first, and only those in files that are wanted, as it takes long to find a
+    line. JAX may have cut the outer end, never the inner one.
     """
     traceback = eqn.source_info.traceback
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
-            yield code.co_filename, _line(code, instruction), instruction
+            if is_wanted(code.co_filename):
+                yield code.co_filename, _line(code, instruction), instruction
 
 
 @functools.cache

@@ -941,6 +941,21 @@ def test_nothing_runs_and_static_arguments_stay_static():
     assert report.flops == {"bfloat16": 3 * MATMUL}
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_is_printed_changes_nothing(wide):
+    def fun(x, w, says):
+        y = x.astype(FULL) if wide else x
+        says(y)
+        return y @ w
+
+    def says(y):
+        jax.debug.print("{y} {s}", y=y, s=np.float32(2))
+
+    args = half(8, 8), half(8, 8)
+    printed = jaxmp.audit(functools.partial(fun, says=says))(*args)
+    assert printed == jaxmp.audit(functools.partial(fun, says=lambda _: None))(*args)
+
+
 def test_the_table_is_narrow_and_plain_however_long_the_names():
     name = "a_parameter_with_quite_a_long_name"
     params = {name: {f"{name}_{i}": full(8) for i in range(30)}}

@@ -17,10 +17,18 @@ PACKAGE = Path(jaxmp.__file__).parent
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
-    {"_tree", "_products", "_scopes"},
-    {"_op_lists"},
-    {"_policy", "_batch", "_plan", "_values", "_exponents", "_loss_scale_state"},
-    {"_mesh", "_replay", "_loss_scale", "_ranges"},
+    {"_tree", "_products", "_scopes", "_report", "_residuals"},
+    {"_op_lists", "_places"},
+    {
+        "_policy",
+        "_batch",
+        "_plan",
+        "_values",
+        "_kept",
+        "_exponents",
+        "_loss_scale_state",
+    },
+    {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges"},
     {"_differentiate"},
     {"_grad", "_autocast", "_audit"},
     {"_activations"},

@@ -1,0 +1,52 @@
+"""Why autocast left an operation in float32, read from the program that it wrote."""
+
+from . import _jaxpr, _scopes
+from ._op_lists import DEFAULT_OPS, VIEWS, is_square
+from ._places import Place
+from ._products import has_default_precision
+
+# What the user, or autocast's own marks, say of all that is in a scope.
+_SCOPES = {
+    _scopes.FLOAT32: "float32 region",
+    _scopes.KEPT_BY_PATHS: "`float32_paths`",
+    _scopes.KEPT_BY_OPS: "the lists in `ops`",
+    _scopes.KEPT_BY_REFERENCE: "in a call that takes references",
+}
+
+
+def computes(eqn: _jaxpr.Equation) -> bool:
+    """Whether ``eqn`` does more than moving, casting or counting."""
+    moves = eqn.primitive.name in VIEWS
+    return not (moves or _jaxpr.is_cast(eqn) or _jaxpr.is_iota(eqn))
+
+
+def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
+    """Returns why autocast did not take ``eqn`` in 16 bits."""
+    name = eqn.primitive.name
+    for scope in place.scopes:
+        if scope in _SCOPES:
+            return _SCOPES[scope]
+    if is_product:
+        return _why_product(eqn, place)
+    if is_square(eqn):
+        return "a square or a power"
+    if name in DEFAULT_OPS.deny:
+        return "denied by list"
+    if name in DEFAULT_OPS.infer:
+        return "float32 work around it"
+    if name in DEFAULT_OPS.allow:
+        return "no matrix product"
+    return "in no list"
+
+
+def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
+    if not has_default_precision(eqn):
+        return "its `precision`"
+    if place.opaque:
+        return f"inside of `{place.opaque}`"
+    dtypes = {str(atom.aval.dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
+    if dtypes != {"float32"}:
+        return f"written in {' and '.join(sorted(dtypes))}"
+    if _jaxpr.is_differentiated(eqn):
+        return "derivative of what stayed float32"
+    return "where autocast does not see it"

@@ -1,0 +1,463 @@
+"""What made products float32: one walk follows every float32 value to its causes.
+
+A cause is where float32 came from: an argument, a constant, a cast from 16 bits, an
+array or a number made in float32. A leak is a cause that products are charged to.
+``Walk.causes_of`` says which causes a value has, ``Turn`` which of them are charged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from . import _jaxpr, _scopes
+from ._dtypes import is_narrow, is_wide
+from ._kept import computes, why_kept
+from ._op_lists import VIEWS
+from ._places import Place
+from ._products import flops as flops_of
+from ._report import DtypeReport, Kept, Leak
+
+
+class Turn(enum.IntEnum):
+    """When a cause is charged: a product is charged to its causes of the first turn."""
+
+    ARGUMENT = 1  # or an array constant, or whatever was seen to widen 16-bit values
+    CAST = 2
+    MADE_ARRAY = 3  # in float32, or by an operation that nothing is known of
+    NUMBER = 4  # with a float32 dtype of its own
+    BARE_NUMBER = 5  # without one
+
+
+@dataclasses.dataclass(eq=False)
+class Cause:
+    """Where float32 came from, and where it first mattered."""
+
+    turn: Turn
+    kind: str
+    name: str
+    dtype: str
+    written_at: Place | None = None  # only of a number that stands in the code
+    met_at: Place | None = None  # where it first met something, at best 16-bit
+    meets_16bit: bool = False
+    flops: float = 0.0
+
+    def meet(self, place: Place, *, is_16bit: bool) -> None:
+        """Remembers where this met something else."""
+        if self.met_at is None or (is_16bit and not self.meets_16bit):
+            self.met_at, self.meets_16bit = place, is_16bit
+
+    def promote(self, place: Place) -> None:
+        """Lets this be charged like an argument, as it widens 16-bit values here."""
+        self.turn = Turn.ARGUMENT
+        self.meet(place, is_16bit=True)
+
+    def leak(self, total: float) -> Leak:
+        """Returns the row of the report. ``total`` are the FLOPs of all products."""
+        place = self.written_at or self.met_at
+        assert place is not None, "a product is a place too"
+        return Leak(
+            source=self.name,
+            kind=self.kind,
+            dtype=self.dtype,
+            meets_16bit=self.meets_16bit,
+            module=place.module,
+            where=place.where,
+            flops=self.flops,
+            share=self.flops / total,
+        )
+
+
+Causes = frozenset[Cause]
+
+
+class Value(NamedTuple):
+    """What the walk knows of a value.
+
+    There are no causes if it has at most 16 bits: whatever made it wide is undone.
+    """
+
+    causes: Causes = frozenset()
+    from_16bit: bool = False  # computed from something 16-bit
+    widened_at: Place | None = None  # if nothing else has happened since
+
+    def __or__(self, other: Value) -> Value:
+        return Value(self.causes | other.causes, self.from_16bit or other.from_16bit)
+
+
+class Operand(NamedTuple):
+    """A floating input of an equation."""
+
+    atom: Any
+    value: Value
+    is_wide: bool  # of more than 16 bits
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is given or computed, and no number in the code."""
+        return not isinstance(self.atom, _jaxpr.Literal)
+
+
+class Walk:
+    """Follows float32 values through a jaxpr and adds up its products."""
+
+    def __init__(self):
+        self.flops: dict[str, float] = {}
+        self.kept: dict[Any, Kept] = {}
+        self.notes: dict[str, None] = {}  # an ordered set
+        self.causes: dict[Any, Cause] = {}  # by what tells one from another
+        self.forward: dict[Any, Causes] = {}  # of forward products, by place
+
+    def report(self, residual_bytes: dict[str, int] | None) -> DtypeReport:
+        """Returns what was found, the worst first."""
+        total = sum(self.flops.values())
+        leaks = [cause.leak(total) for cause in self.causes.values() if cause.flops]
+        return DtypeReport(
+            flops=dict(sorted(self.flops.items(), key=lambda item: -item[1])),
+            leaks=tuple(sorted(leaks, key=lambda leak: -leak.flops)),
+            kept=tuple(sorted(self.kept.values(), key=lambda k: (-k.flops, -k.count))),
+            residual_bytes=residual_bytes,
+            notes=tuple(self.notes),
+        )
+
+    def run(self, jaxpr: Any, inputs: Sequence[Value], around: Place) -> list[Value]:
+        """Walks a jaxpr and returns what is known of its outputs."""
+        place = around
+
+        def apply(eqn, ins):
+            nonlocal place
+            place = around.of(eqn, before=place)
+            ins = [self.read(x, place) for x in ins]
+            if _jaxpr.call_kind(eqn):
+                outs = self.call(eqn, ins, place)
+            elif any(_jaxpr.sub_jaxprs(eqn)) and not _jaxpr.is_kernel(eqn):
+                outs = self.unknown_call(eqn, ins, place)
+            else:
+                outs = self.operation(eqn, ins, place)
+            return [
+                self.output(eqn, var.aval, out, place)
+                for var, out in zip(eqn.outvars, outs, strict=True)
+            ]
+
+        outs = _jaxpr.interpret(
+            jaxpr, inputs, apply, const=self.constant, literal=lambda literal: literal
+        )
+        return [self.read(x, around) for x in outs]
+
+    # What is known of a value
+
+    def argument(self, name: str, aval: Any) -> Value:
+        """Returns what is known of an argument."""
+        if not is_wide(aval):
+            return Value(from_16bit=is_narrow(aval))
+        key = ("argument", len(self.causes))
+        return _from(self.cause(key, Turn.ARGUMENT, "argument", name, aval))
+
+    def constant(self, array: Any) -> Value:
+        """Returns what is known of an array that the jaxpr carries."""
+        aval = jax.typeof(array)
+        if not is_wide(aval):
+            return Value(from_16bit=is_narrow(aval))
+        turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
+        if aval.size == 1 and not isinstance(array, _jaxpr.Tracer):
+            turn, name = Turn.NUMBER, _number(array)
+        key = ("constant", id(array))
+        return _from(self.cause(key, turn, "constant", name, aval))
+
+    def read(self, x: Value | _jaxpr.Literal, place: Place) -> Value:
+        """Returns what is known of an input, which may be a number in the code."""
+        if not isinstance(x, _jaxpr.Literal):
+            return x
+        aval: Any = x.aval
+        if not is_wide(aval):
+            return Value()  # and not from 16 bits: a number has no dtype to keep
+        # What JAX's own functions compute with is nobody's mistake either.
+        is_bare = place.shared or getattr(aval, "weak_type", False)
+        turn = Turn.BARE_NUMBER if is_bare else Turn.NUMBER
+        cause = self.cause_at(place, turn, "constant", _number(x.val), aval)
+        cause.written_at = place
+        return _from(cause)
+
+    def output(
+        self, eqn: _jaxpr.Equation, aval: Any, value: Value, place: Place
+    ) -> Value:
+        """Returns what is known of a result, whose type undoes causes or asks for one.
+
+        No float32 value is without a cause.
+        """
+        if not is_wide(aval):
+            return Value(from_16bit=is_narrow(aval))
+        if value.causes:
+            return value
+        name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
+        cause = self.cause_at(place, Turn.MADE_ARRAY, "unknown", name, aval)
+        cause.meet(place, is_16bit=False)
+        return value._replace(causes=frozenset({cause}))
+
+    def cause(self, key: Any, turn: Turn, kind: str, name: str, aval: Any) -> Cause:
+        """Returns a cause, new or known."""
+        if key not in self.causes:
+            self.causes[key] = Cause(turn, kind, name, str(aval.dtype))
+        return self.causes[key]
+
+    def cause_at(
+        self, place: Place, turn: Turn, kind: str, name: str, aval: Any
+    ) -> Cause:
+        """Returns the cause of this name in a line."""
+        key = (kind, name, turn, place.module, place.where)
+        return self.cause(key, turn, kind, name, aval)
+
+    # What equations do
+
+    def call(self, eqn: _jaxpr.Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Walks the bodies of an equation; a loop until its carry has settled."""
+        layout = _jaxpr.call_layout(eqn)
+        if _jaxpr.trip_count(eqn) is None:
+            self.note("a while loop, counted as one trip", place)
+
+        def bodies(place: Place) -> list[list[Value]]:
+            return [
+                self.run(
+                    body.jaxpr,
+                    [ins[i] for i in body.operands],
+                    place.inside(eqn, body.jaxpr),
+                )
+                for body in _jaxpr.on_accelerator(eqn, layout.bodies)
+            ]
+
+        carries = [*zip(layout.fixed_in, layout.fixed_out, strict=True)]
+        while carries:
+            outs = bodies(place._replace(trips=0))[-1]
+            fed_back = {i: ins[i] | outs[j] for i, j in carries}
+            if all(fed_back[i] == ins[i] for i in fed_back):
+                break
+            ins = [fed_back.get(i, value) for i, value in enumerate(ins)]
+
+        *others, outs = bodies(place)
+        if _jaxpr.call_kind(eqn) == "cond":
+            for other in others:
+                outs = [a | b for a, b in zip(outs, other, strict=True)]
+        elif _jaxpr.call_kind(eqn) == "while":  # which may not run at all
+            outs = [outs[j] | ins[i] for i, j in carries]
+        return outs
+
+    def unknown_call(
+        self, eqn: _jaxpr.Equation, ins: list[Value], place: Place
+    ) -> list[Value]:
+        """Walks the jaxprs of an equation of which nothing else is known."""
+        mixed = functools.reduce(Value.__or__, ins, Value())
+        for jaxpr in _jaxpr.sub_jaxprs(eqn):
+            inputs = [mixed] * len(_jaxpr.in_avals(jaxpr))
+            for out in self.run(jaxpr, inputs, place.inside(eqn, jaxpr)):
+                mixed |= out
+        return [mixed] * len(eqn.outvars)
+
+    def operation(
+        self, eqn: _jaxpr.Equation, ins: list[Value], place: Place
+    ) -> list[Value]:
+        """Follows one equation without jaxprs."""
+        if _jaxpr.is_kernel(eqn):
+            self.note("a Pallas kernel, its products not counted", place)
+        if not eqn.outvars:  # printed, and nothing more
+            return []
+        operands = [
+            Operand(atom, value, is_wide(atom.aval))
+            for atom, value in zip(eqn.invars, ins, strict=True)
+            if is_wide(atom.aval) or is_narrow(atom.aval)
+        ]
+        wide_in = any(x.is_wide for x in operands)
+        wide_out = any(is_wide(var.aval) for var in eqn.outvars)
+        causes: Causes = frozenset()
+        if wide_in or wide_out:
+            causes = self.causes_of(eqn, operands, place)
+        if place.trips:
+            flops = flops_of(eqn) * place.trips
+            if flops:
+                self.product(eqn, causes, flops, place)
+            elif wide_out and _scopes.AUTOCAST in place.scopes:
+                self.keep(eqn, 0.0, place)
+        value = Value(
+            causes,
+            from_16bit=any(x.value.from_16bit for x in operands),
+            widened_at=_widened_at(eqn, operands, causes, place),
+        )
+        return [value] * len(eqn.outvars)
+
+    def causes_of(
+        self, eqn: _jaxpr.Equation, operands: list[Operand], place: Place
+    ) -> Causes:
+        """Returns the causes of what ``eqn`` computes from or to float32.
+
+        What makes float32 of 16 bits, of numbers or of nothing is a cause itself. All
+        else has the causes of its float32 operands, except where one of them was
+        widened in the same line because of what it meets here: that is the cause then.
+        """
+        _note_meetings(operands, place)
+        wide = [x for x in operands if x.is_wide]
+        has_arrays = any(x.is_array for x in wide)
+        if not has_arrays and not (wide and _hands_on_number(eqn)):
+            return frozenset({self.made_by(eqn, operands, place)})
+
+        widened = [x for x in wide if place.is_in_line_of(x.value.widened_at)]
+        others = [x for x in wide if not place.is_in_line_of(x.value.widened_at)]
+        causes = _joint(others or wide)
+        if not (widened and others and is_wide(eqn.outvars[0].aval)):
+            return causes
+        if any(cause.turn <= Turn.CAST for cause in causes):
+            return causes
+        wideners = [c for c in causes if c.turn is not Turn.BARE_NUMBER]
+        if not wideners:  # a number without a dtype widens nothing
+            return _union(widened)
+        if not all(place.is_in_call_of(x.value.widened_at) for x in widened):
+            return _joint(wide)  # widened a step earlier, on purpose
+        for cause in wideners:
+            cause.promote(place)
+        return causes
+
+    def made_by(
+        self, eqn: _jaxpr.Equation, operands: list[Operand], place: Place
+    ) -> Cause:
+        """Returns the cause that ``eqn`` is: a cast, or what it makes in float32."""
+        operation, out = eqn.primitive.name, eqn.outvars[0].aval
+        wide = [x for x in operands if x.is_wide]
+        is_cast = bool(operands) and not wide
+        if is_cast:
+            name = "cast" if _jaxpr.is_cast(eqn) else operation
+            cause = self.cause_at(place, Turn.CAST, "cast", name, out)
+        else:
+            name = f"{out.dtype}{[*out.shape]} made at {place.line or operation}"
+            if wide:
+                name += f" of {', '.join(_number(x.atom.val) for x in wide)}"
+            turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
+            cause = self.cause_at(place, turn, "constant", name, out)
+        cause.meet(place, is_16bit=is_cast)
+        return cause
+
+    def product(
+        self, eqn: _jaxpr.Equation, causes: Causes, flops: float, place: Place
+    ) -> None:
+        """Adds a matrix product or convolution to the totals and to its causes.
+
+        A backward product has the causes of the forward products in its place.
+        """
+        dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
+        dtype = str(max(dtypes, key=lambda d: d.itemsize))
+        self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
+        key = (_without_repeats(place.scopes), place.user, eqn.primitive.name)
+        if not any(map(is_wide, dtypes)):
+            if is_wide(eqn.outvars[0].aval) and not place.backward:
+                self.forward.setdefault(key, causes)
+            return
+        if _scopes.AUTOCAST in place.scopes:
+            return self.keep(eqn, flops, place)
+        if place.backward:
+            causes = self.forward.get(key) or causes
+        else:
+            self.forward[key] = self.forward.get(key, frozenset()) | causes
+        first = min((cause.turn for cause in causes), default=None)
+        for cause in causes:
+            if cause.turn == first:
+                cause.meet(place, is_16bit=False)
+                cause.flops += flops
+
+    def keep(self, eqn: _jaxpr.Equation, flops: float, place: Place) -> None:
+        """Adds to what autocast left in float32, with the reason."""
+        if not computes(eqn):
+            return
+        name = eqn.primitive.name
+        reason = why_kept(eqn, place, is_product=bool(flops))
+        key = (name, reason, flops and (place.module, place.where))
+        row = self.kept.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
+        self.kept[key] = dataclasses.replace(
+            row, count=row.count + place.trips, flops=row.flops + flops
+        )
+
+    def note(self, text: str, place: Place) -> None:
+        """Remembers what could not be counted exactly."""
+        self.notes[f"{place.line or 'somewhere'}: {text}"] = None
+
+
+def _from(cause: Cause) -> Value:
+    """Returns what is known of a value that is a cause."""
+    return Value(frozenset({cause}))
+
+
+def _union(operands: list[Operand]) -> Causes:
+    """Returns the causes of any of the operands."""
+    sets = {x.value.causes for x in operands}
+    # A set with the causes of hundreds of arguments is best shared.
+    return sets.pop() if len(sets) == 1 else frozenset().union(*sets)
+
+
+def _joint(operands: list[Operand]) -> Causes:
+    """Returns the causes of operands, of numbers only where there is nothing else.
+
+    A number that meets an array, or one without a dtype that meets one with, leaves
+    its dtype as it was. So does one in the line of an operation on other values.
+    """
+    causes = _union([x for x in operands if x.is_array] or operands)
+    turns = {cause.turn for cause in causes}
+    if all(turn <= Turn.MADE_ARRAY for turn in turns):
+        return causes
+    last = max(min(turns), Turn.MADE_ARRAY)
+    return frozenset(cause for cause in causes if cause.turn <= last)
+
+
+def _note_meetings(operands: list[Operand], place: Place) -> None:
+    """Lets the causes that come with some operands and not with others meet those."""
+    if len(operands) < 2:
+        return
+    for i, x in enumerate(operands):
+        others = operands[:i] + operands[i + 1 :]
+        is_16bit = any(other.value.from_16bit for other in others)
+        for cause in x.value.causes - _union(others):
+            cause.meet(place, is_16bit=is_16bit)
+
+
+def _widened_at(
+    eqn: _jaxpr.Equation, operands: list[Operand], causes: Causes, place: Place
+) -> Place | None:
+    """Returns where the result was widened, if nothing else has happened since."""
+    wide = [x for x in operands if x.is_wide]
+    if _jaxpr.is_cast(eqn) and operands and not wide:
+        return place
+    if eqn.primitive.name in VIEWS and len(operands) == 1:
+        return operands[0].value.widened_at
+    arrays = [x.value for x in wide if x.is_array]
+    if arrays and all(place.is_in_call_of(x.widened_at) for x in arrays):
+        # Still inside the call that widened them, if no other cause was found.
+        return place if causes == _joint(wide) else None
+    return None
+
+
+def _hands_on_number(eqn: _jaxpr.Equation) -> bool:
+    """Whether ``eqn`` returns its operand, a number, in another shape or dtype."""
+    moves = eqn.primitive.name in VIEWS or _jaxpr.is_cast(eqn)
+    return moves and eqn.outvars[0].aval.size == 1
+
+
+def _number(value: Any) -> str:
+    """Spells a number with its dtype."""
+    return f"{jax.typeof(value).dtype}({np.asarray(value).item():g})"
+
+
+def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``a/b/c`` for ``a/b/a/b/c``.
+
+    The backward pass of a remat or a cond has the scopes around it once more in each
+    line, or once less, than the forward pass.
+    """
+    once: list[str] = []
+    for scope in scopes:
+        once.append(scope)
+        for n in range(1, len(once) // 2 + 1):
+            if once[-n:] == once[-2 * n : -n]:
+                del once[-n:]
+                break
+    return tuple(once)

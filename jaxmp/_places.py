@@ -1,0 +1,135 @@
+"""Where an operation of a jaxpr stands: its module, the line behind it, what is around.
+
+A line in JAX, in a library of layers or in Python's own is nobody's mistake; the line
+that called it may be.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import sysconfig
+from typing import Any, NamedTuple
+
+import jax
+
+from . import _jaxpr, _scopes
+
+Frame = tuple[str, int, int]  # file, line, position in the bytecode
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_OWN = os.path.dirname(__file__) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_LIBRARIES = re.compile(
+    r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]"
+    r"|^<frozen"
+)
+# These trace what is audited, so that they are around all of it.
+_TRACING = (_OWN + "_audit.py", _OWN + "_residuals.py")
+
+
+class Place(NamedTuple):
+    """Where an operation is: its surroundings, or its own place in them."""
+
+    scopes: tuple[str, ...] = ()
+    user: Frame | None = None  # innermost frame outside of all libraries
+    author: Frame | None = None  # the same outside of JAX only
+    shared: bool = False  # inside a function with the lines of another caller
+    backward: bool = False
+    trips: int = 1  # how often this runs, 0 where nothing is counted
+    opaque: str = ""  # the primitive around it that nothing is known of
+
+    @property
+    def module(self) -> str:
+        """The named scopes, without our own marks."""
+        return _scopes.module_of(self.scopes)
+
+    @property
+    def where(self) -> str:
+        """The user's line as ``file:line``, empty if there is none."""
+        return f"{self.user[0]}:{self.user[1]}" if self.user else ""
+
+    @property
+    def line(self) -> str:
+        """The same without the file's folders."""
+        return os.path.basename(self.where)
+
+    def is_in_line_of(self, other: Place | None) -> bool:
+        """Whether one instruction of the user's stands behind both."""
+        if other is None:
+            return False
+        return self.scopes == other.scopes and self.user == other.user
+
+    def is_in_call_of(self, other: Place | None) -> bool:
+        """Whether one call of a function of JAX stands behind both."""
+        if other is None:
+            return False
+        return self.is_in_line_of(other) and self.author == other.author
+
+    def of(self, eqn: _jaxpr.Equation, before: Place) -> Place:
+        """Returns the place of ``eqn`` in these surroundings.
+
+        Some of JAX's own rules for ``grad`` write equations without a line. They
+        belong to the equation before.
+        """
+        scopes = self.scopes + _jaxpr.scope_names(eqn)
+        user, author = self.user, self.author
+        if not self.shared:
+            own = _frames_of(eqn)
+            user, author = own if own[0] else (user, own[1] or author)
+            if own == (None, None):
+                user, author = before.user, before.author
+                scopes = before.scopes if scopes == self.scopes else scopes
+        return self._replace(
+            scopes=scopes,
+            user=user,
+            author=author,
+            backward=self.backward or _jaxpr.is_transposed(eqn),
+        )
+
+    def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
+        """Returns the surroundings of what is inside ``eqn``, which is here."""
+        kind = _jaxpr.call_kind(eqn)
+        # JAX traces its own jitted functions once, with the lines of the first caller.
+        is_jit = kind in ("jit", "custom_jvp")
+        is_jax = is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)
+        trips = _jaxpr.trip_count(eqn)
+        return self._replace(
+            shared=self.shared or _jaxpr.chooses_platform(eqn) or is_jax,
+            trips=self.trips * (1 if trips is None else trips),
+            opaque=self.opaque or ("" if kind else eqn.primitive.name),
+        )
+
+
+def caller() -> Frame | None:
+    """Returns the innermost running frame outside of all libraries."""
+    frame = sys._getframe()
+    while frame and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame and (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+
+
+def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:
+    """Returns the innermost frames of ``eqn`` outside all libraries and outside JAX."""
+    author = None
+    for frame in _jaxpr.frames(eqn, is_wanted=_is_somebodys):
+        author = author or frame
+        if _is_users(frame[0]):
+            return frame, author
+    return None, author
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file is neither JAX's nor another library's."""
+    is_library = file.startswith(_OWN) or _LIBRARIES.search(file)
+    return _is_somebodys(file) and not is_library
+
+
+@functools.cache
+def _is_somebodys(file: str) -> bool:
+    """Whether a file is neither JAX's nor Python's, nor around all that is audited."""
+    in_stdlib = file.startswith(_STDLIB) and "-packages" not in file
+    return not (in_stdlib or file.startswith(_JAX) or file in _TRACING)

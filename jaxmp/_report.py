@@ -1,0 +1,257 @@
+"""What an audit finds, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from ._dtypes import is_wide
+
+WIDTH = 98  # of the table
+_ROWS = 12  # of leaks, and of products that autocast kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """One cause of float32 products.
+
+    Attributes:
+        source: The argument's path, the constant, or the operation that casts.
+        kind: ``"argument"``, ``"constant"``, ``"cast"`` or, where an operation that
+            JAX alone knows made it float32, ``"unknown"``.
+        dtype: The dtype that ``source`` brought in.
+        meets_16bit: Whether it turned 16-bit work into float32; if not, nothing that
+            it meets was 16-bit to begin with.
+        module: Named scopes (Linen module path) where that happened.
+        where: The line of the caller's code, ``file:line``. For a number in the code it
+            is the line where the number stands, also if it is handed on from there to
+            a jitted function. Where all the code is a library's, the line that called
+            the audit.
+        flops: FLOPs of the products that are float32 on its account. Two causes of
+            one product both count it.
+        share: ``flops`` as a share of all the FLOPs.
+
+    Examples:
+        >>> x, scale = jnp.ones((8, 8), jnp.bfloat16), jnp.ones(8)
+        >>> report = jaxmp.audit(lambda x, scale: (x * scale) @ x)(x, scale)
+        >>> (leak,) = report.leaks
+        >>> leak.source, leak.kind, leak.meets_16bit, leak.share
+        ('scale', 'argument', True, 1.0)
+    """
+
+    source: str
+    kind: str
+    dtype: str
+    meets_16bit: bool
+    module: str
+    where: str
+    flops: float
+    share: float
+
+    def __str__(self) -> str:
+        """Says what happened, without place and size."""
+        if self.kind == "unknown":
+            return self.source
+        if self.kind == "cast":
+            return f"{self.source} from 16-bit to {self.dtype}"
+        source = f"{self.source} ({self.dtype})"
+        if self.kind == "constant":  # whose name says the dtype
+            source = self.source
+        met = "16-bit" if self.meets_16bit else self.dtype
+        return f"{source} meets {met}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What :func:`jaxmp.autocast` left in float32, and why.
+
+    Attributes:
+        operation: Name of the JAX primitive.
+        reason: Why it stayed.
+        count: How many times it runs.
+        flops: FLOPs, where it is a product.
+        module: Named scopes of a product, else of the first such operation.
+        where: ``file:line`` of a product, else of the first such operation.
+
+    Examples:
+        >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
+        >>> x = jnp.ones((8, 8))
+        >>> report = jaxmp.audit(jaxmp.autocast(kept_in_float32))(x, x)
+        >>> (row,) = report.kept
+        >>> row.operation, row.count, row.flops
+        ('dot_general', 1, 1024.0)
+    """
+
+    operation: str
+    reason: str
+    count: int
+    flops: float
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DtypeReport:
+    """What :func:`jaxmp.audit` found.
+
+    Attributes:
+        flops: FLOPs of matrix products and convolutions by the dtype of their inputs,
+            the wider one where they differ.
+        leaks: Causes of float32 products, worst first, each once.
+        kept: What autocast left in float32 on purpose, products first.
+        residual_bytes: Bytes by dtype of what the forward pass computes and keeps for
+            the backward pass, arguments left out. None if JAX cannot differentiate
+            the function.
+        notes: What could not be counted exactly.
+    """
+
+    flops: dict[str, float]
+    leaks: tuple[Leak, ...]
+    kept: tuple[Kept, ...]
+    residual_bytes: dict[str, int] | None
+    notes: tuple[str, ...]
+
+    @property
+    def fraction_16bit(self) -> float:
+        """Share of the FLOPs in at most 16 bits, 1 if there are no products."""
+        total = sum(self.flops.values())
+        wide = sum(n for name, n in self.flops.items() if is_wide(jnp.dtype(name)))
+        return 1 - wide / total if total else 1.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        Examples:
+            >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+            >>> jaxmp.audit(jnp.matmul)(w, w).as_dict()["flops"]
+            {'float32': 1024.0}
+        """
+        fields = dataclasses.asdict(self)
+        for name in ("leaks", "kept", "notes"):
+            fields[name] = list(fields[name])
+        return {"fraction_16bit": self.fraction_16bit, **fields}
+
+    def __str__(self) -> str:
+        """Renders a table of at most 98 columns."""
+        return "\n".join(_lines(self))
+
+
+# The table
+
+
+def _lines(report: DtypeReport) -> Iterator[str]:
+    """Yields the lines of the table, an empty one between its parts."""
+    yield from _dtype_lines(report)
+    for part in (_leak_lines, _kept_lines, _residual_lines, _note_lines):
+        if lines := [*part(report)]:
+            yield ""
+            yield from lines
+
+
+def _dtype_lines(report: DtypeReport) -> Iterator[str]:
+    total = sum(report.flops.values())
+    products = "matrix product and convolution FLOPs"
+    yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
+    for dtype, flops in report.flops.items():
+        yield f"  {dtype:<10}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
+
+
+def _leak_lines(report: DtypeReport) -> Iterator[str]:
+    if not report.leaks:
+        return
+    yield "float32 because of"
+    yield from _table(
+        [
+            (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
+            for leak in report.leaks[:_ROWS]
+        ]
+    )
+    if len(report.leaks) > _ROWS:
+        yield f"  and {len(report.leaks) - _ROWS} more in `report.leaks`"
+    if not any(leak.meets_16bit for leak in report.leaks):
+        yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
+
+
+def _kept_lines(report: DtypeReport) -> Iterator[str]:
+    """Yields a line for each product, and one for each reason for all the rest."""
+    if not report.kept:
+        return
+    total = sum(report.flops.values())
+    yield "kept in float32 by autocast"
+    products = [kept for kept in report.kept if kept.flops]
+    yield from _table(
+        [
+            (
+                f"{kept.flops / total:.1%}",
+                f"{kept.operation}, {kept.reason}",
+                kept.module,
+                _base(kept),
+            )
+            for kept in products[:_ROWS]
+        ]
+    )
+    if len(products) > _ROWS:
+        yield f"  and {len(products) - _ROWS} more in `report.kept`"
+    names: dict[str, list[str]] = {}
+    for kept in report.kept:
+        if not kept.flops:
+            names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
+    for reason, operations in names.items():
+        yield from textwrap.wrap(
+            f"{reason}: {', '.join(operations)}",
+            width=WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+
+
+def _residual_lines(report: DtypeReport) -> Iterator[str]:
+    if not report.residual_bytes:
+        return
+    yield "kept for the backward pass"
+    for dtype, size in report.residual_bytes.items():
+        yield f"  {dtype:<10}{_unit(size, 1024):>10}B"
+
+
+def _note_lines(report: DtypeReport) -> Iterator[str]:
+    return (f"note: {note}" for note in report.notes)
+
+
+def _base(row: Leak | Kept) -> str:
+    """Returns the line without its folders."""
+    return os.path.basename(row.where)
+
+
+def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
+    """Aligns columns. Text that finds no room loses its beginning, modules first."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    excess = sum(widths) + 2 * len(widths) - WIDTH
+    for column, least in ((2, 16), (1, 16), (3, 8)):
+        cut = min(max(excess, 0), max(widths[column] - least, 0)) if widths else 0
+        if cut:
+            widths[column] -= cut
+            excess -= cut
+    for row in cells:
+        clipped = [
+            text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+            for text, width in zip(row, widths, strict=True)
+        ]
+        first, *rest = map(str.ljust, clipped, widths)
+        columns = [first.strip().rjust(widths[0]), *filter(None, rest)]
+        yield f"  {'  '.join(columns)}".rstrip()
+
+
+def _unit(number: float, base: int) -> str:
+    """Spells a number with a prefix for its power of 1000 or 1024."""
+    prefixes = (
+        ["", "Ki", "Mi", "Gi", "Ti"] if base == 1024 else ["", "k", "M", "G", "T"]
+    )
+    power = 0
+    while number >= base and power < len(prefixes) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.4g} {prefixes[power]}"

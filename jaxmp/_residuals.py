@@ -1,0 +1,125 @@
+"""What forward passes keep for backward passes, in bytes by dtype.
+
+A residual is a value that a forward pass computes and a backward pass reads. Arguments
+are none: they are there anyway.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _jaxpr
+from ._dtypes import is_narrow, is_wide
+
+
+def residual_bytes(
+    jaxpr: Any, fun: Callable, args: Sequence[Any]
+) -> dict[str, int] | None:
+    """Returns the bytes of the residuals of a function, by dtype.
+
+    Args:
+        jaxpr: What ``fun`` was traced to.
+        fun: Function of arrays that returns a list of arrays.
+        args: Its arguments, or types of them.
+
+    Returns:
+        What the forward passes in ``jaxpr`` hand to its backward passes, or, where
+        there are none, what differentiating ``fun`` would keep. None if JAX cannot
+        differentiate it.
+    """
+    handed_over = _handed_over(jaxpr)
+    return _of_derivative(fun, args) if handed_over is None else handed_over
+
+
+def _handed_over(jaxpr: Any) -> dict[str, int] | None:
+    """Returns the bytes that forward passes in ``jaxpr`` hand to backward passes.
+
+    None if there is no backward pass in it.
+    """
+    body, found, sizes = _jaxpr.open_jaxpr(jaxpr), False, Counter()
+    computed, narrowed = _computed(body), _only_narrowed(body)
+    residuals = {}
+    for eqn in body.eqns:
+        if _jaxpr.is_transposed(eqn):
+            found = True
+            for atom in eqn.invars:
+                if not isinstance(atom, _jaxpr.Literal) and atom in computed:
+                    var = computed[atom]
+                    residuals[var] = narrowed.get(var, var.aval.dtype)
+            continue
+        for sub in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
+            inner = _handed_over(sub)
+            found = found or inner is not None
+            sizes.update(inner or {})
+    sizes.update(_sizes(residuals))
+    return dict(sizes.most_common()) if found else None
+
+
+def _of_derivative(fun: Callable, args: Sequence[Any]) -> dict[str, int] | None:
+    """Returns the bytes of what differentiating a function would keep."""
+    try:
+        # The function that `vjp` returns is a pytree of the residuals.
+        jaxpr, shapes = jax.make_jaxpr(
+            lambda *arrays: jax.vjp(fun, *arrays), return_shape=True
+        )(*args)
+    except (TypeError, ValueError, NotImplementedError):
+        return None
+    body = _jaxpr.open_jaxpr(jaxpr)
+    computed = _computed(body)
+    residuals = {}
+    for atom in body.outvars[len(jax.tree.leaves(shapes[0])) :]:
+        if not isinstance(atom, _jaxpr.Literal) and atom in computed:
+            var = computed[atom]
+            residuals[var] = var.aval.dtype
+    return dict(_sizes(residuals).most_common())
+
+
+def _computed(body: Any) -> dict[Any, Any]:
+    """Maps what a forward pass computes to what a compiler would keep of it.
+
+    A float32 copy of a 16-bit value costs nothing to make again.
+    """
+    computed = {}
+    for eqn in body.eqns:
+        if not _jaxpr.is_transposed(eqn):
+            computed.update((var, var) for var in eqn.outvars)
+            if _jaxpr.is_cast(eqn):
+                old, new = eqn.invars[0], eqn.outvars[0]
+                if is_narrow(old.aval) and is_wide(new.aval):
+                    if old in computed:
+                        computed[new] = computed[old]
+                    else:  # an argument
+                        del computed[new]
+    return computed
+
+
+def _only_narrowed(body: Any) -> dict[Any, Any]:
+    """Maps float32 values that the backward pass reads in 16 bits only to that dtype.
+
+    The compiler sees that the forward pass has narrowed them already.
+    """
+    readers: dict[Any, set] = {}
+    for eqn in body.eqns:
+        if _jaxpr.is_transposed(eqn):
+            dtype = eqn.outvars[0].aval.dtype if _jaxpr.is_cast(eqn) else None
+            for atom in eqn.invars:
+                if not isinstance(atom, _jaxpr.Literal):
+                    readers.setdefault(atom, set()).add(dtype)
+    return {
+        var: dtype
+        for var, dtypes in readers.items()
+        for dtype in dtypes
+        if len(dtypes) == 1 and dtype is not None and is_wide(var.aval)
+        if dtype.itemsize <= 2
+    }
+
+
+def _sizes(dtypes: dict[Any, Any]) -> Counter[str]:
+    """Adds up the bytes of variables, each in the dtype that is given for it."""
+    sizes: Counter[str] = Counter()
+    for var, dtype in dtypes.items():
+        # `int`, as shapes may hold NumPy's.
+        sizes[str(dtype)] += int(var.aval.size) * getattr(dtype, "itemsize", 0)
+    return sizes
