@@ -335,6 +335,8 @@ class Walk:
             if wide:
                 name += f" of {', '.join(_number(x.atom.val) for x in wide)}"
             turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
+            if wide and place.shared:  # spread by JAX, as `hypot` does from 0.12 on
+                turn = Turn.BARE_NUMBER
             cause = self.cause_at(place, turn, "constant", name, out)
         cause.meet(place, is_16bit=is_cast)
         return cause
