@@ -227,7 +227,7 @@ def collectives(program: str) -> list[Collective]:
         for line in lines:
             if line.opcode == "while":
                 (body,) = line.called("body")
-                run(body, times * _trip_count(line, computations))
+                run(body, times * hlo.trip_count(line, computations))
             elif line.opcode in ("call", "conditional"):
                 for called in line.called(*hlo.CALLS, *hlo.BRANCHES):
                     run(called, times)
@@ -241,19 +241,6 @@ def collectives(program: str) -> list[Collective]:
 
     run(entry, 1)
     return found
-
-
-def _trip_count(loop, computations):
-    """Returns how often a loop runs that ``scan`` has written: from 0 to a constant."""
-    (test,) = loop.called("condition")
-    constants = [
-        x.attributes
-        for x in computations[test].instructions.values()
-        if x.opcode == "constant"
-    ]
-    if len(constants) != 1:
-        raise ValueError(f"The loop `{loop.name}` does not say how often it runs.")
-    return int(constants[0])
 
 
 def _group_size(collective):

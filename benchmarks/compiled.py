@@ -1,4 +1,4 @@
-"""Training steps compiled for the device at hand: their times and their memory."""
+"""Training steps compiled for the device at hand, and the memory of compiled code."""
 
 import functools
 import math
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .steps import FLOOR, Contestant, Unavailable, contestant, on_leaves
-from .timing import interleaved, ratio
+from .timing import calls_for, interleaved, ratio
 
 MIB = 2**20
 
@@ -200,8 +200,7 @@ def sampler(
         jax.block_until_ready(leaves)
         return (time.perf_counter() - start) / calls
 
-    sample(1)
-    calls = max(1, math.ceil(seconds / sample(1)))
+    calls = calls_for(seconds, sample)
     host.clear()  # of warming up
     return functools.partial(sample, calls), host
 

@@ -186,7 +186,9 @@ def _work(name: str, computations: dict[str, Computation]) -> Work:
             continue
         if opcode == "while":
             (body,) = instruction.called("body")
-            total = total.plus(_work(body, computations), _trip_count(instruction))
+            total = total.plus(
+                _work(body, computations), trip_count(instruction, computations)
+            )
         elif opcode == "conditional":
             branches = instruction.called(*BRANCHES)
             total = total.plus(max(_work(branch, computations) for branch in branches))
@@ -198,11 +200,19 @@ def _work(name: str, computations: dict[str, Computation]) -> Work:
     return total
 
 
-def _trip_count(loop: Instruction) -> int:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
-    if found is None:
+def trip_count(loop: Instruction, computations: dict[str, Computation]) -> int:
+    """Returns how often a loop runs, as XLA says or as its test does.
+
+    The loops that ``scan`` writes run from 0 to the constant in their test.
+    """
+    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+        return int(found[1])
+    (test,) = loop.called("condition")
+    tested = computations[test].instructions if test in computations else {}
+    constants = [x.attributes for x in tested.values() if x.opcode == "constant"]
+    if len(constants) != 1 or not constants[0].isdigit():
         raise ValueError(f"The loop `{loop.name}` does not say how often it runs.")
-    return int(found[1])
+    return int(constants[0])
 
 
 def _kernel(instruction, computation, computations) -> Work:

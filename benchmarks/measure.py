@@ -1,4 +1,4 @@
-"""What tests and benchmarks of autocast look at, and how they run it."""
+"""What tests and benchmarks look at in programs, and how they run what is only read."""
 
 from typing import Any
 

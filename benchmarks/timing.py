@@ -62,9 +62,14 @@ def of_calls(
         wait(result)
         return (time.perf_counter() - start) / calls
 
-    sample(1)
-    calls = max(1, math.ceil(seconds / sample(1)))
+    calls = calls_for(seconds, sample)
     return np.array([sample(calls) for _ in range(rounds)])
+
+
+def calls_for(seconds: float, sample: Callable[[int], float]) -> int:
+    """Returns how many calls take about so long. The first call only warms up."""
+    sample(1)
+    return max(1, math.ceil(seconds / sample(1)))
 
 
 def ratio(times: Samples, reference: Samples) -> dict[str, float]:

@@ -74,7 +74,8 @@ __all__ = [
 ]
 
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
-# longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
+# longer than all the rest of jaxmp. The front ends take Flax's own, or
+# matplotlib; no name of `dir`, they are loaded by nothing but their use.
 _READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations")
 _FRONT_ENDS = ("linen", "nnx", "plots")
 

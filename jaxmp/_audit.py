@@ -1,7 +1,8 @@
 """Which products of a function run in which dtype, and what made them float32.
 
-The function is traced, never run. One walk over its jaxpr finds the products and their
-causes, another what forward passes keep for backward passes.
+The function is traced, never run. One walk over its jaxpr finds the products and the
+causes of float32 (:mod:`jaxmp._leaks`), another what forward passes hand to backward
+passes (:mod:`jaxmp._residuals`).
 """
 
 import functools
@@ -11,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import jax
-import numpy as np
 
 from . import _jaxpr
 from ._checks import check_function
@@ -19,7 +19,7 @@ from ._leaks import Walk
 from ._places import Place, caller
 from ._report import WIDTH, DtypeReport
 from ._residuals import residual_bytes
-from ._tree import path_name
+from ._tree import is_array, path_name
 
 P = ParamSpec("P")
 
@@ -137,10 +137,11 @@ def _flattened(
 ) -> tuple[Callable, list[Any], list[str]]:
     """Returns ``fun`` on its array leaves, these leaves and their names."""
     paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
+    # Also the abstract ones.
+    is_traced = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
     parameters = _parameters(fun, len(args))
     leaves, names = [], []
-    for ((part, first, *rest), leaf), traced in zip(paths, is_array, strict=True):
+    for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
         if traced:
             path = path_name(tuple(rest))
             name = first.key if part.idx else parameters[first.idx]
@@ -153,10 +154,10 @@ def _flattened(
         arrays = iter(arrays)
         args, kwargs = tree.unflatten(
             next(arrays) if traced else leaf
-            for (_, leaf), traced in zip(paths, is_array, strict=True)
+            for (_, leaf), traced in zip(paths, is_traced, strict=True)
         )
         out = jax.tree.leaves(fun(*args, **kwargs))
-        return [x for x in out if isinstance(x, (jax.Array, np.ndarray, np.generic))]
+        return [x for x in out if is_array(x)]
 
     return flat, leaves, names
 

@@ -1,4 +1,4 @@
-"""Mixed precision for a function as it stands."""
+"""Mixed precision for a function as it stands, and regions that stay float32."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ._jaxpr import Tracer
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
 from ._replay import Caster
+from ._tree import path_name
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -211,7 +212,7 @@ def _linen_state_kept(fun: Callable) -> Iterator[None]:
     for scope, before in variables.items():
         for path, leaf in jax.tree.leaves_with_path(scope.variables()):
             if isinstance(leaf, Tracer) and id(leaf) not in before:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                name = path_name(path)
                 raise TypeError(
                     f"`autocast` wraps a Linen module inside another, and `{name}` was "
                     "created or changed in it, which would leak a tracer. Wrap the "

@@ -1,4 +1,4 @@
-"""How a loss is differentiated: scaled, by micro-batches, over devices, unscaled."""
+"""How a loss is differentiated: scaled, by micro-batches, summed over devices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Options:
     scale: jax.Array | np.float32  # the same as a float32 scalar
     argnums: int | tuple[int, ...]
     allow_int: bool
-    steps: int  # micro-batches
+    accum_steps: int
     batch_argnums: int | tuple[int, ...] | None
     reduction: str
     axis_name: AxisName | None  # as it was given
@@ -87,10 +87,10 @@ def as_options(
     argnums = as_positions("argnums", argnums)
     if batch_argnums is not None:
         batch_argnums = as_positions("batch_argnums", batch_argnums)
-    steps = as_count("accum_steps", accum_steps)
+    accum_steps = as_count("accum_steps", accum_steps)
     if reduction not in ("mean", "sum"):
         raise ValueError(f'`reduction` must be "mean" or "sum", but is {reduction!r}.')
-    for name, needs in (("accum_steps", steps > 1), ("mesh", mesh is not None)):
+    for name, needs in (("accum_steps", accum_steps > 1), ("mesh", mesh is not None)):
         if needs and batch_argnums is None:
             raise ValueError(
                 f"`{name}` needs `batch_argnums`, the positions of the arguments to "
@@ -119,7 +119,7 @@ def as_options(
         scale=as_scale(loss_scale),
         argnums=argnums,
         allow_int=allow_int,
-        steps=steps,
+        accum_steps=accum_steps,
         batch_argnums=batch_argnums,
         reduction=reduction,
         axis_name=axis_name,
@@ -160,7 +160,7 @@ def differentiate(
     batched = _indices(options.batch_argnums, args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
     mesh = options.mesh
-    if options.steps > 1 or (mesh is not None and mesh.size > 1):
+    if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
     if cast is not None:
         for i in differentiated:
@@ -170,7 +170,7 @@ def differentiate(
     if options.axes:
         run = _over_devices(options, run, differentiated, batched)
     if mesh is not None:
-        run = over_mesh(run, mesh, options.axes, batched, options.steps)
+        run = over_mesh(run, mesh, options.axes, batched, options.accum_steps)
     loss, grads, aux, changes = run(args, kwargs, state)
     grads = jax.tree.map(
         lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
@@ -251,13 +251,13 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
 
 def _over_batch(options: Options, run: GradFun, batched: Sequence[int]) -> GradFun:
     """Adds up what one device has of the sum or the mean over the whole batch."""
-    if options.steps > 1:
-        run = over_micro_batches(run, options.params, batched, options.steps)
+    if options.accum_steps > 1:
+        run = over_micro_batches(run, options.params, batched, options.accum_steps)
 
     def over_batch(args, kwargs, state):
         loss, grads, aux, changes = run(args, kwargs, state)
         _check_sum_is_ours(loss, options.params(args), options.axis_name)
-        parts = options.steps * math.prod(map(jax.lax.axis_size, options.axes))
+        parts = options.accum_steps * math.prod(map(jax.lax.axis_size, options.axes))
         if options.reduction == "mean" and parts > 1:
             # Before the sum, which then does not overflow where the mean does not;
             # and a product, because a division by the count would merge with that by

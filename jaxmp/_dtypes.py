@@ -1,4 +1,4 @@
-"""The names of dtypes, which are wide, and what a wrong name may have meant."""
+"""How the name of a dtype is read, what a wrong one may have meant; wide and narrow."""
 
 from __future__ import annotations
 

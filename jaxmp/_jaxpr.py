@@ -48,7 +48,7 @@ __all__ = [
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
-_FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
+FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
@@ -109,7 +109,7 @@ def interpret(
 
 def is_float32(atom: Any) -> bool:
     """Whether a variable or literal of a jaxpr is float32."""
-    return getattr(atom.aval, "dtype", None) == _FLOAT32
+    return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
 def is_inexact(atom: Any) -> bool:
@@ -203,10 +203,19 @@ def _scope_names(name_stack: source_info_util.NameStack) -> tuple[str, ...]:
 
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` was written by differentiation, forward or backward."""
-    return any(
-        type(entry).__name__ == "Transform" and entry.name in ("jvp", "transpose")
-        for entry in eqn.source_info.name_stack.stack
-    )
+    return any(name in ("jvp", "transpose") for name in _transforms(eqn))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` belongs to a backward pass."""
+    return "transpose" in _transforms(eqn)
+
+
+def _transforms(eqn: JaxprEqn) -> Iterator[str]:
+    """Yields the names of the transformations that have written ``eqn``."""
+    for entry in eqn.source_info.name_stack.stack:
+        if type(entry).__name__ == "Transform":
+            yield entry.name
 
 
 def live_primitives() -> dict[str, Primitive]:
@@ -249,6 +258,11 @@ def is_cast(eqn: JaxprEqn) -> bool:
 def is_iota(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` makes an array that counts, from nothing."""
     return eqn.primitive.name == "iota"
+
+
+def is_told_dtype(eqn: JaxprEqn) -> bool:
+    """Whether an elementwise ``eqn`` is told the dtype of its result."""
+    return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on
 
 
 def is_kernel(eqn: JaxprEqn) -> bool:
@@ -363,14 +377,6 @@ def _manual_axes(eqn: JaxprEqn) -> Any:
     return eqn.params[new if new in eqn.params else "manual_axes"]
 
 
-def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` belongs to a backward pass."""
-    return any(
-        type(entry).__name__ == "Transform" and entry.name == "transpose"
-        for entry in eqn.source_info.name_stack.stack
-    )
-
-
 def frames(
     eqn: JaxprEqn, is_wanted: Callable[[str], bool] = lambda file: True
 ) -> Iterator[tuple[str, int, int]]:
@@ -408,39 +414,6 @@ def trip_count(eqn: JaxprEqn) -> int | None:
         sizes = eqn.params["mesh"].shape
         return math.prod(sizes[axis] for axis in _manual_axes(eqn))
     return None if kind == "while" else 1
-
-
-def summed_by_platform(eqn: JaxprEqn, args: Sequence[Any]) -> jax.Array:
-    """Applies a product to bfloat16 operands and returns its float32 sums.
-
-    XLA:CPU has no such product in every layout. The same sums of widened operands give
-    the same numbers there. The choice is made where the program is lowered.
-    """
-    params = tuple(sorted(eqn.params.items()))
-    jaxpr = _summed_by_platform(eqn.primitive, params, tuple(map(jax.typeof, args)))
-    return interpret(jaxpr, args, bind)[0]
-
-
-@functools.lru_cache(maxsize=4096)  # Tracing two branches takes long.
-def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> Any:
-    options: Any = {**dict(params), "preferred_element_type": np.dtype(np.float32)}
-
-    def summed(*args):
-        return primitive.bind(*args, **options)
-
-    def widened(*args):
-        wide = jnp.float32
-        return summed(
-            *(
-                lax.convert_element_type(x, wide) if x.dtype == jnp.bfloat16 else x
-                for x in args
-            )
-        )
-
-    def choose(*args):
-        return [lax.platform_dependent(*args, cpu=widened, default=summed)]
-
-    return trace(choose, avals)
 
 
 def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:

@@ -1,7 +1,7 @@
-"""Why autocast left an operation in float32, read from the program that it wrote."""
+"""For the audit: why autocast left an operation in float32."""
 
 from . import _jaxpr, _scopes
-from ._op_lists import DEFAULT_OPS, VIEWS, is_square
+from ._op_lists import DEFAULT_OPS, VIEWS, is_steep_power
 from ._places import Place
 from ._products import has_default_precision
 
@@ -28,7 +28,7 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
             return _SCOPES[scope]
     if is_product:
         return _why_product(eqn, place)
-    if is_square(eqn):
+    if is_steep_power(eqn):
         return "a square or a power"
     if name in DEFAULT_OPS.deny:
         return "denied by list"

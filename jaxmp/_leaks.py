@@ -26,13 +26,17 @@ from ._report import DtypeReport, Kept, Leak
 
 
 class Turn(enum.IntEnum):
-    """When a cause is charged: a product is charged to its causes of the first turn."""
+    """When a cause is charged: a product is charged to its causes of the first turn.
+
+    What was given or cast can be changed at one place; what was made in float32 may
+    follow from it, and a number seldom makes anything float32.
+    """
 
     ARGUMENT = 1  # or an array constant, or whatever was seen to widen 16-bit values
     CAST = 2
     MADE_ARRAY = 3  # in float32, or by an operation that nothing is known of
     NUMBER = 4  # with a float32 dtype of its own
-    BARE_NUMBER = 5  # without one
+    BARE_NUMBER = 5  # without one, or of JAX's own
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,7 +81,7 @@ class Cause:
 Causes = frozenset[Cause]
 
 
-class Value(NamedTuple):
+class Origin(NamedTuple):
     """What the walk knows of a value.
 
     There are no causes if it has at most 16 bits: whatever made it wide is undone.
@@ -87,15 +91,15 @@ class Value(NamedTuple):
     from_16bit: bool = False  # computed from something 16-bit
     widened_at: Place | None = None  # if nothing else has happened since
 
-    def __or__(self, other: Value) -> Value:
-        return Value(self.causes | other.causes, self.from_16bit or other.from_16bit)
+    def __or__(self, other: Origin) -> Origin:
+        return Origin(self.causes | other.causes, self.from_16bit or other.from_16bit)
 
 
 class Operand(NamedTuple):
     """A floating input of an equation."""
 
     atom: Any
-    value: Value
+    value: Origin
     is_wide: bool  # of more than 16 bits
 
     @property
@@ -126,7 +130,7 @@ class Walk:
             notes=tuple(self.notes),
         )
 
-    def run(self, jaxpr: Any, inputs: Sequence[Value], around: Place) -> list[Value]:
+    def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:
         """Walks a jaxpr and returns what is known of its outputs."""
         place = around
 
@@ -152,31 +156,31 @@ class Walk:
 
     # What is known of a value
 
-    def argument(self, name: str, aval: Any) -> Value:
+    def argument(self, name: str, aval: Any) -> Origin:
         """Returns what is known of an argument."""
         if not is_wide(aval):
-            return Value(from_16bit=is_narrow(aval))
+            return Origin(from_16bit=is_narrow(aval))
         key = ("argument", len(self.causes))
         return _from(self.cause(key, Turn.ARGUMENT, "argument", name, aval))
 
-    def constant(self, array: Any) -> Value:
+    def constant(self, array: Any) -> Origin:
         """Returns what is known of an array that the jaxpr carries."""
         aval = jax.typeof(array)
         if not is_wide(aval):
-            return Value(from_16bit=is_narrow(aval))
+            return Origin(from_16bit=is_narrow(aval))
         turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
         if aval.size == 1 and not isinstance(array, _jaxpr.Tracer):
             turn, name = Turn.NUMBER, _number(array)
         key = ("constant", id(array))
         return _from(self.cause(key, turn, "constant", name, aval))
 
-    def read(self, x: Value | _jaxpr.Literal, place: Place) -> Value:
+    def read(self, x: Origin | _jaxpr.Literal, place: Place) -> Origin:
         """Returns what is known of an input, which may be a number in the code."""
         if not isinstance(x, _jaxpr.Literal):
             return x
         aval: Any = x.aval
         if not is_wide(aval):
-            return Value()  # and not from 16 bits: a number has no dtype to keep
+            return Origin()  # and not from 16 bits: a number has no dtype to keep
         # What JAX's own functions compute with is nobody's mistake either.
         is_bare = place.shared or getattr(aval, "weak_type", False)
         turn = Turn.BARE_NUMBER if is_bare else Turn.NUMBER
@@ -185,14 +189,14 @@ class Walk:
         return _from(cause)
 
     def output(
-        self, eqn: _jaxpr.Equation, aval: Any, value: Value, place: Place
-    ) -> Value:
+        self, eqn: _jaxpr.Equation, aval: Any, value: Origin, place: Place
+    ) -> Origin:
         """Returns what is known of a result, whose type undoes causes or asks for one.
 
         No float32 value is without a cause.
         """
         if not is_wide(aval):
-            return Value(from_16bit=is_narrow(aval))
+            return Origin(from_16bit=is_narrow(aval))
         if value.causes:
             return value
         name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
@@ -215,13 +219,15 @@ class Walk:
 
     # What equations do
 
-    def call(self, eqn: _jaxpr.Equation, ins: list[Value], place: Place) -> list[Value]:
+    def call(
+        self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
+    ) -> list[Origin]:
         """Walks the bodies of an equation; a loop until its carry has settled."""
         layout = _jaxpr.call_layout(eqn)
         if _jaxpr.trip_count(eqn) is None:
             self.note("a while loop, counted as one trip", place)
 
-        def bodies(place: Place) -> list[list[Value]]:
+        def bodies(place: Place) -> list[list[Origin]]:
             return [
                 self.run(
                     body.jaxpr,
@@ -248,10 +254,10 @@ class Walk:
         return outs
 
     def unknown_call(
-        self, eqn: _jaxpr.Equation, ins: list[Value], place: Place
-    ) -> list[Value]:
+        self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
+    ) -> list[Origin]:
         """Walks the jaxprs of an equation of which nothing else is known."""
-        mixed = functools.reduce(Value.__or__, ins, Value())
+        mixed = functools.reduce(Origin.__or__, ins, Origin())
         for jaxpr in _jaxpr.sub_jaxprs(eqn):
             inputs = [mixed] * len(_jaxpr.in_avals(jaxpr))
             for out in self.run(jaxpr, inputs, place.inside(eqn, jaxpr)):
@@ -259,8 +265,8 @@ class Walk:
         return [mixed] * len(eqn.outvars)
 
     def operation(
-        self, eqn: _jaxpr.Equation, ins: list[Value], place: Place
-    ) -> list[Value]:
+        self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
+    ) -> list[Origin]:
         """Follows one equation without jaxprs."""
         if _jaxpr.is_kernel(eqn):
             self.note("a Pallas kernel, its products not counted", place)
@@ -282,7 +288,7 @@ class Walk:
                 self.product(eqn, causes, flops, place)
             elif wide_out and _scopes.AUTOCAST in place.scopes:
                 self.keep(eqn, 0.0, place)
-        value = Value(
+        value = Origin(
             causes,
             from_16bit=any(x.value.from_16bit for x in operands),
             widened_at=_widened_at(eqn, operands, causes, place),
@@ -335,7 +341,7 @@ class Walk:
             if wide:
                 name += f" of {', '.join(_number(x.atom.val) for x in wide)}"
             turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
-            if wide and place.shared:  # spread by JAX, as `hypot` does from 0.12 on
+            if wide and place.shared:  # spread by one of JAX's own functions
                 turn = Turn.BARE_NUMBER
             cause = self.cause_at(place, turn, "constant", name, out)
         cause.meet(place, is_16bit=is_cast)
@@ -385,9 +391,9 @@ class Walk:
         self.notes[f"{place.line or 'somewhere'}: {text}"] = None
 
 
-def _from(cause: Cause) -> Value:
+def _from(cause: Cause) -> Origin:
     """Returns what is known of a value that is a cause."""
-    return Value(frozenset({cause}))
+    return Origin(frozenset({cause}))
 
 
 def _union(operands: list[Operand]) -> Causes:

@@ -1,4 +1,4 @@
-"""Loss scales as optax transformations that skip the steps that overflowed."""
+"""Loss scales as optax transformations: how they grow, shrink and skip a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients and optimizer states on a mesh of devices."""
+"""What lies where on a mesh of devices: batches, keys, state, optimizer states."""
 
 from __future__ import annotations
 

@@ -153,8 +153,10 @@ FOLDS: dict[str, Callable] = {
 }
 
 
-def is_square(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a power: squares leave the range of float16 beyond 256.
+def is_steep_power(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a square or another power, but a cube.
+
+    Squares leave the range of float16 beyond 256.
 
     A cube does so sooner. Where it occurs, in GELU's approximation, it joins the value
     that it was made of, and is squashed at once.
@@ -208,7 +210,7 @@ class OpLists:
     denied.
 
     Attributes:
-        allow: Run in 16 bits where they are true contractions.
+        allow: Run in 16 bits where they are matrix products with sums in them.
         deny: Run in the dtypes that the function was written in.
         infer: Run in 16 bits where their inputs are 16-bit.
 

@@ -10,13 +10,13 @@ logarithm. Products then round it for themselves.
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
-from ._jaxpr import Equation, is_float32, is_inexact
+from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     CALLS,
     DEFAULT_OPS,
@@ -26,7 +26,7 @@ from ._op_lists import (
     VIEWS,
     OpLists,
     divisor,
-    is_square,
+    is_steep_power,
     scales_far,
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
@@ -34,6 +34,7 @@ from ._scopes import (
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
+    Scopes,
     is_decided,
     is_under,
 )
@@ -49,8 +50,16 @@ Want = Literal["16-bit", "original", "digits"]
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
 
-_FLOAT32 = np.dtype(np.float32)
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+
+
+class Use(NamedTuple):
+    """A variable, and what one of its readers does with it."""
+
+    var: Any
+    in_16bit: bool  # takes it in 16 bits
+    otherwise: bool  # reads it, and is no product
+    digits: bool  # needs its last digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +69,20 @@ class Plan:
     Attributes:
         jaxpr: The open jaxpr.
         rules: For each of its equations, how to treat it.
-        narrow: Variables that somebody would take in 16 bits.
-        other: Variables that somebody reads who is no product.
-        steep: Variables of which somebody needs the last digits.
+        in_16bit: Variables that somebody would take in 16 bits.
+        otherwise: Variables that somebody reads who is no product.
+        digits: Variables of which somebody needs the last digits.
     """
 
     jaxpr: Any
     rules: Sequence[Rule]
-    narrow: frozenset[Any]
-    other: frozenset[Any]
-    steep: frozenset[Any]
+    in_16bit: frozenset[Any]
+    otherwise: frozenset[Any]
+    digits: frozenset[Any]
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for."""
-        return _wanted(eqn.outvars, self.narrow, self.steep)
+        return _wanted(eqn.outvars, self.in_16bit, self.digits)
 
     def __str__(self) -> str:
         """Writes a line for each equation: its rule, its results, what they are for."""
@@ -102,33 +111,30 @@ class Planner:
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
 
-    def plan(
-        self, jaxpr: Any, wanted: Sequence[Want], scope: tuple[str, ...] = ()
-    ) -> Plan:
+    def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
 
         Args:
             jaxpr: The jaxpr.
             wanted: What its outputs are wanted for. The test of a loop has one output,
                 and is given what is wanted of the body.
-            scope: Named scopes around it.
+            scopes: Named scopes around it.
         """
-        key = wanted, self.relevant(scope)
+        key = wanted, self.relevant(scopes)
         memo = self._plans.setdefault(jaxpr, {})
         if key not in memo:
-            memo[key] = self._planned(_jaxpr.open_jaxpr(jaxpr), wanted, scope)
+            memo[key] = self._planned(_jaxpr.open_jaxpr(jaxpr), wanted, scopes)
         return memo[key]
 
-    def rule(self, eqn: Equation, scope: tuple[str, ...]) -> Rule:
-        """Returns how to treat ``eqn``, which is in ``scope``."""
+    def rule(self, eqn: Equation, scopes: Scopes) -> Rule:
+        """Returns how to treat ``eqn``, which is in ``scopes``."""
         name, ops = eqn.primitive.name, self.ops
-        if is_decided(scope) or self._is_in_paths(scope):
+        if is_decided(scopes) or self._is_in_paths(scopes):
             return "deny"
         if name in ops.allow and _gains_from_16bit(eqn, self.dtype):
             return "allow"
-        # From 0.10 on `mul` may be told the dtype of its result.
-        told = eqn.params.get("out_dtype") is not None
-        if name in ops.infer and not is_square(eqn) and not told:
+        is_told = _jaxpr.is_told_dtype(eqn)
+        if name in ops.infer and not is_steep_power(eqn) and not is_told:
             return "infer"
         if _jaxpr.is_cast(eqn) and _stays_float32(eqn):
             return "retype"  # Only a weak type becomes a strong one.
@@ -136,14 +142,14 @@ class Planner:
             return "call"
         return "deny"
 
-    def reason(self, eqn: Equation, scope: tuple[str, ...]) -> str | None:
-        """Returns why ``eqn``, which is in ``scope``, is denied, where only we know.
+    def reason(self, eqn: Equation, scopes: Scopes) -> str | None:
+        """Returns why ``eqn``, which is in ``scopes``, is denied, where only we know.
 
         The reason is the name of a scope, see :mod:`jaxmp._scopes`.
         """
-        if is_decided(scope):
+        if is_decided(scopes):
             return None
-        if self._is_in_paths(scope):
+        if self._is_in_paths(scopes):
             return KEPT_BY_PATHS
         if eqn.primitive.name in self._denied_by_user:
             return KEPT_BY_OPS
@@ -165,15 +171,15 @@ class Planner:
             )
         return self._matters[jaxpr]
 
-    def relevant(self, scope: tuple[str, ...]) -> tuple[str, ...]:
+    def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
-        return scope if self.paths else ()
+        return scopes if self.paths else ()
 
     def wanted_inside(
         self,
         layout: _jaxpr.CallLayout,
         wanted: Sequence[Want],
-        scope: tuple[str, ...],
+        scopes: Scopes,
     ) -> tuple[Want, ...]:
         """Returns what is wanted of the bodies of an equation.
 
@@ -185,43 +191,45 @@ class Planner:
             for i, want in enumerate(wanted)
         )
         while True:
-            steep = {
+            digits = {
                 carried[i - layout.fixed_in.start]
                 for body in layout.bodies
                 for i, var in zip(
                     body.operands, _jaxpr.open_jaxpr(body.jaxpr).invars, strict=True
                 )
                 if i in layout.fixed_in
-                and var in self.plan(body.jaxpr, inside, scope).steep
+                and var in self.plan(body.jaxpr, inside, scopes).digits
             }
-            if all(inside[i] == "digits" for i in steep):
+            if all(inside[i] == "digits" for i in digits):
                 return inside
             inside = tuple(
-                "digits" if i in steep else want for i, want in enumerate(inside)
+                "digits" if i in digits else want for i, want in enumerate(inside)
             )
 
-    def _planned(
-        self, jaxpr: Any, wanted: Sequence[Want], scope: tuple[str, ...]
-    ) -> Plan:
-        narrow, other, steep, rules = set(), set(), set(), []
+    def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
+        in_16bit, otherwise, digits, rules = set(), set(), set(), []
 
         def note(uses):
-            for var, take, read, digits in uses:
-                if not isinstance(var, _jaxpr.Literal):
-                    narrow.update([var] if take and is_float32(var) else ())
-                    other.update([var] if read else ())
-                    steep.update([var] if digits and is_inexact(var) else ())
+            for use in uses:
+                if isinstance(use.var, _jaxpr.Literal):
+                    continue
+                if use.in_16bit and is_float32(use.var):
+                    in_16bit.add(use.var)
+                if use.otherwise:
+                    otherwise.add(use.var)
+                if use.digits and is_inexact(use.var):
+                    digits.add(use.var)
 
         note(
-            (var, want == "16-bit", True, want == "digits")
+            Use(var, want == "16-bit", True, want == "digits")
             for var, want in zip(jaxpr.outvars, wanted, strict=False)
         )
         for eqn in reversed(jaxpr.eqns):
-            here = scope + _jaxpr.scope_names(eqn)
+            here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
-            wants = _wanted(eqn.outvars, narrow, steep)
-            note(self._uses(eqn, rules[-1], wants, other, here))
-        sets = frozenset(narrow), frozenset(other), frozenset(steep)
+            wants = _wanted(eqn.outvars, in_16bit, digits)
+            note(self._uses(eqn, rules[-1], wants, otherwise, here))
+        sets = map(frozenset, (in_16bit, otherwise, digits))
         return Plan(jaxpr, rules[::-1], *sets)
 
     def _uses(
@@ -229,58 +237,67 @@ class Planner:
         eqn: Equation,
         rule: Rule,
         wanted: tuple[Want, ...],
-        other: set[Any],
-        scope: tuple[str, ...],
-    ) -> Iterator[tuple[Any, bool, bool, bool]]:
-        """Yields, for each input of ``eqn``, which of the three sets it belongs to."""
+        otherwise: set[Any],
+        scopes: Scopes,
+    ) -> Iterator[Use]:
+        """Yields what ``eqn`` does with each of its inputs.
+
+        Args:
+            eqn: The equation.
+            rule: How it is treated.
+            wanted: What its outputs are wanted for.
+            otherwise: Variables after it that somebody reads who is no product.
+            scopes: Named scopes around it.
+        """
         name, kind = eqn.primitive.name, _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
-            yield from self._uses_inside(eqn, wanted, scope)
+            yield from self._uses_inside(eqn, wanted, scopes)
             return
         passed = rule in ("infer", "retype")
-        take = rule == "allow" or (passed and "16-bit" in wanted)
-        take &= not scales_far(eqn)
+        in_16bit = rule == "allow" or (passed and "16-bit" in wanted)
+        in_16bit &= not scales_far(eqn)
         viewed = passed and name in VIEWS
-        read = rule != "allow" and not (viewed and other.isdisjoint(eqn.outvars))
+        read = rule != "allow" and not (viewed and otherwise.isdisjoint(eqn.outvars))
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         digits = name in STEEP or ("digits" in wanted and handed)
-        inside = self._steep_inside(eqn, scope) if kind in _BOUNDARIES else ()
+        inside = self._digits_inside(eqn, scopes) if kind in _BOUNDARIES else ()
         for i, var in enumerate(eqn.invars):
-            yield var, take, read, digits or i == divisor(eqn) or i in inside
+            exact = digits or i == divisor(eqn) or i in inside
+            yield Use(var, in_16bit, read, exact)
 
     def _uses_inside(
-        self, eqn: Equation, wanted: tuple[Want, ...], scope: tuple[str, ...]
-    ) -> Iterator[tuple[Any, bool, bool, bool]]:
-        """Yields the same of what the jaxprs in ``eqn`` do with its inputs."""
+        self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes
+    ) -> Iterator[Use]:
+        """Yields what the jaxprs in ``eqn`` do with its inputs."""
         layout = _jaxpr.call_layout(eqn)
-        wanted = self.wanted_inside(layout, wanted, scope)
+        wanted = self.wanted_inside(layout, wanted, scopes)
         for body in layout.bodies:
-            plan = self.plan(body.jaxpr, wanted, scope)
+            plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.open_jaxpr(body.jaxpr).invars
             for i, var in zip(body.operands, inner, strict=True):
                 fixed = i in layout.fixed_in
-                yield (
+                yield Use(
                     eqn.invars[i],
-                    var in plan.narrow and not fixed,
-                    var in plan.other or fixed,
-                    var in plan.steep,
+                    in_16bit=var in plan.in_16bit and not fixed,
+                    otherwise=var in plan.otherwise or fixed,
+                    digits=var in plan.digits,
                 )
 
-    def _steep_inside(self, eqn: Equation, scope: tuple[str, ...]) -> set[int]:
+    def _digits_inside(self, eqn: Equation, scopes: Scopes) -> set[int]:
         """Returns the inputs of which the body of ``eqn`` needs the last digits."""
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
-        steep = self.plan(jaxpr, ("original",) * len(eqn.outvars), scope).steep
+        digits = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes).digits
         inner = _jaxpr.open_jaxpr(jaxpr).invars
-        return {i for i, var in enumerate(inner) if var in steep}
+        return {i for i, var in enumerate(inner) if var in digits}
 
-    def _is_in_paths(self, scope: tuple[str, ...]) -> bool:
-        return any(is_under(path, scope) for path in self.paths.values())
+    def _is_in_paths(self, scopes: Scopes) -> bool:
+        return any(is_under(path, scopes) for path in self.paths.values())
 
 
-def _wanted(outs: Sequence[Any], narrow: Any, steep: Any) -> tuple[Want, ...]:
+def _wanted(outs: Sequence[Any], in_16bit: Any, digits: Any) -> tuple[Want, ...]:
     return tuple(
-        "digits" if var in steep else "16-bit" if var in narrow else "original"
+        "digits" if var in digits else "16-bit" if var in in_16bit else "original"
         for var in outs
     )
 
@@ -298,9 +315,9 @@ def _gains_from_16bit(eqn: Equation, dtype: np.dtype) -> bool:
     """
     ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
     outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
-    if not ins <= {_FLOAT32, *_16BIT} or not outs <= {_FLOAT32, dtype}:
+    if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
         return False
-    if len(ins) == 1 and _FLOAT32 not in ins:
+    if len(ins) == 1 and FLOAT32 not in ins:
         return False
     is_product = eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn)
     return is_product and has_default_precision(eqn)

@@ -1,12 +1,16 @@
-"""What a matrix product is, at which precision, and how many FLOPs it has."""
+"""What a matrix product is, its precision, its FLOPs, and its sums in float32."""
 
+import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._jaxpr import Equation, is_inexact
+from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, is_inexact, trace
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
@@ -20,7 +24,9 @@ def is_matrix_product(eqn: Equation) -> bool:
     their sine is wrong by half when they are rounded to float16. A product of two
     vectors, for each entry of a batch, is no work for tensor cores either.
     """
-    if eqn.primitive.name not in PRODUCTS or not is_inexact(eqn.invars[0]):
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    if not any(map(is_inexact, eqn.invars[:2])):
         return False
     if is_convolution(eqn):
         return True
@@ -53,6 +59,39 @@ def flops(eqn: Equation) -> float:
     taken = {*contracted, *batch, *_group_dimensions(eqn)}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
     return 2.0 * math.prod(lhs) * rhs_free
+
+
+def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
+    """Applies a product to bfloat16 operands and returns its float32 sums.
+
+    XLA:CPU has no such product in every layout. The same sums of widened operands give
+    the same numbers there. The choice is made where the program is lowered.
+    """
+    params = tuple(sorted(eqn.params.items()))
+    jaxpr = _summed_by_platform(eqn.primitive, params, tuple(map(jax.typeof, args)))
+    return interpret(jaxpr, args, bind)[0]
+
+
+@functools.lru_cache(maxsize=4096)  # Tracing two branches takes long.
+def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> Any:
+    options: Any = {**dict(params), "preferred_element_type": FLOAT32}
+
+    def summed(*args):
+        return primitive.bind(*args, **options)
+
+    def widened(*args):
+        wide = jnp.float32
+        return summed(
+            *(
+                lax.convert_element_type(x, wide) if x.dtype == jnp.bfloat16 else x
+                for x in args
+            )
+        )
+
+    def choose(*args):
+        return [lax.platform_dependent(*args, cpu=widened, default=summed)]
+
+    return trace(choose, avals)
 
 
 def _dimension_numbers(eqn: Equation) -> Any:

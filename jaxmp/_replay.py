@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,16 @@ from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import Planner, Rule, Want
-from ._products import is_convolution
-from ._scopes import check_paths
+from ._products import is_convolution, summed_by_platform
+from ._scopes import Scopes, check_paths
 from ._values import Known, Value, given, literal, note_number, note_origin
 
-Scope = tuple[str, ...]
+
+class Rewritten(NamedTuple):
+    """A jaxpr in mixed precision, and what is known of its outputs."""
+
+    jaxpr: ClosedJaxpr
+    known: tuple[Known, ...]
 
 
 class Caster:
@@ -40,12 +45,12 @@ class Caster:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
-    def wrap(self, fun: Callable, scope: Scope | None = None) -> Callable:
+    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
         """Returns ``fun``, a function of pytrees, in mixed precision.
 
         Args:
             fun: Function that JAX can trace.
-            scope: Named scopes around it, None for a function of the user.
+            scopes: Named scopes around it, None for a function of the user.
         """
 
         def wrapped(*args, **kwargs):
@@ -64,28 +69,32 @@ class Caster:
 
             arrays = _arrays(leaves)
             jaxpr = _jaxpr.trace(flat, arrays)
-            if scope is None:
+            if scopes is None:
                 check_paths(self.planner.paths, jaxpr)
             values = [given(array) for array in arrays]
-            outs = self.replay_as_written(jaxpr, values, scope or ())
+            outs = self.replay_as_written(jaxpr, values, scopes or ())
             leaves, out_tree = results
             return out_tree.unflatten(_merge(leaves, outs))
 
         return wrapped
 
     def replay_as_written(
-        self, jaxpr: Any, values: Sequence[Value], scope: Scope = ()
+        self, jaxpr: Any, values: Sequence[Value], scopes: Scopes = ()
     ) -> list[jax.Array]:
         """Replays ``jaxpr`` and returns its outputs in their original types."""
         avals = _jaxpr.out_avals(jaxpr)
-        outs = self.replay(jaxpr, values, ("original",) * len(avals), scope)
+        outs = self.replay(jaxpr, values, ("original",) * len(avals), scopes)
         return [
             _jaxpr.with_type_of(out.original(), aval)
             for out, aval in zip(outs, avals, strict=True)
         ]
 
     def replay(
-        self, jaxpr: Any, values: Sequence[Value], wanted: Sequence[Want], scope: Scope
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        wanted: Sequence[Want],
+        scopes: Scopes,
     ) -> list[Value]:
         """Replays ``jaxpr`` under the ambient trace.
 
@@ -93,15 +102,15 @@ class Caster:
             jaxpr: Open or closed jaxpr.
             values: Its inputs.
             wanted: What its outputs are wanted for.
-            scope: Named scopes around ``jaxpr``.
+            scopes: Named scopes around ``jaxpr``.
         """
-        plan = self.planner.plan(jaxpr, wanted, scope)
+        plan = self.planner.plan(jaxpr, wanted, scopes)
         rules = iter(plan.rules)
 
         def apply(eqn, ins):
             wants = plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                return self.apply(eqn, next(rules), ins, wants, scope)
+                return self.apply(eqn, next(rules), ins, wants, scopes)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
 
@@ -111,11 +120,11 @@ class Caster:
         rule: Rule,
         ins: list[Value],
         wanted: tuple[Want, ...],
-        scope: Scope,
+        scopes: Scopes,
     ) -> list[Value]:
-        """Replays one equation of a jaxpr inside ``scope`` by its rule."""
+        """Replays one equation of a jaxpr inside ``scopes`` by its rule."""
         if rule == "call":
-            outs = self.call(eqn, ins, wanted, scope + _jaxpr.scope_names(eqn))
+            outs = self.call(eqn, ins, wanted, scopes + _jaxpr.scope_names(eqn))
         elif rule == "retype" and ins[0].narrow:
             return ins
         else:
@@ -125,7 +134,7 @@ class Caster:
                 case "infer":
                     arrays = self.inferred(eqn, ins, wanted[0])
                 case _:
-                    with self.explained(eqn, scope):
+                    with self.with_reason(eqn, scopes):
                         arrays = _bind_as_written(eqn, ins)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
@@ -136,11 +145,11 @@ class Caster:
                 out.linear = True
         return outs
 
-    def explained(
-        self, eqn: Equation, scope: Scope
+    def with_reason(
+        self, eqn: Equation, scopes: Scopes
     ) -> contextlib.AbstractContextManager:
         """Writes into the program why ``eqn`` is denied, for the audit to read."""
-        reason = self.planner.reason(eqn, scope + _jaxpr.scope_names(eqn))
+        reason = self.planner.reason(eqn, scopes + _jaxpr.scope_names(eqn))
         return jax.named_scope(reason) if reason else contextlib.nullcontext()
 
     def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
@@ -179,7 +188,7 @@ class Caster:
 
     def inferred(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
-        if not self.is_narrow(eqn, ins, want):
+        if not self.runs_in_16bit(eqn, ins, want):
             return _bind_as_written(eqn, ins)
         name = eqn.primitive.name
         if name in COPIES:
@@ -192,7 +201,7 @@ class Caster:
         ]
         return _jaxpr.bind(eqn, operands)
 
-    def is_narrow(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
+    def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
         """Whether an operation of the infer list runs in 16 bits."""
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         floats = [value for value, var in operands if is_float32(var)]
@@ -231,7 +240,7 @@ class Caster:
     # Primitives that hold jaxprs.
 
     def call(
-        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scope: Scope
+        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
     ) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside where that matters."""
         matters = any(map(self.planner.matters, _jaxpr.sub_jaxprs(eqn)))
@@ -241,65 +250,66 @@ class Caster:
             return outs
         match _jaxpr.call_kind(eqn):
             case "custom_jvp":
-                return self.custom_jvp(eqn, ins, wanted, scope)
+                return self.custom_jvp(eqn, ins, wanted, scopes)
             case "custom_vjp":
-                return self.results(eqn, self.custom_vjp(eqn, ins, scope))
+                return self.results(eqn, self.custom_vjp(eqn, ins, scopes))
             case "shard_map":
-                return self.results(eqn, self.shard_map(eqn, ins, scope))
+                return self.results(eqn, self.shard_map(eqn, ins, scopes))
             case _:
-                return self.bodies(eqn, ins, wanted, scope)
+                return self.bodies(eqn, ins, wanted, scopes)
 
     def bodies(
-        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scope: Scope
+        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
     ) -> list[Value]:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         fixed = tuple(i in layout.fixed_out for i in range(len(wanted)))
-        wanted = self.planner.wanted_inside(layout, wanted, scope)
+        wanted = self.planner.wanted_inside(layout, wanted, scopes)
         # Of what a loop carries only the first value is here.
         ins = [
             Value(x.original(), linear=x.linear) if i in layout.fixed_in else x
             for i, x in enumerate(ins)
         ]
         if kind == "scan":
-            ins = self.hoisted(layout, ins, wanted, scope)
+            ins = self.hoisted(layout, ins, wanted, scopes)
 
         def rewritten(fixed):
             return [
                 self.rewritten(
-                    body.jaxpr, [ins[i] for i in body.operands], wanted, fixed, scope
+                    body.jaxpr, [ins[i] for i in body.operands], wanted, fixed, scopes
                 )
                 for body in layout.bodies
             ]
 
         new = rewritten(fixed)
         if kind == "cond":
-            by_output = zip(*(known for _, known in new), strict=True)
+            by_output = zip(*(body.known for body in new), strict=True)
             narrow = [[known.narrow for known in branches] for branches in by_output]
             if any(any(n) and not all(n) for n in narrow):
                 # Branches must agree, so one that returns float32 decides.
                 new = rewritten(tuple(not all(n) for n in narrow))
-        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], [j for j, _ in new])
+        jaxprs = [body.jaxpr for body in new]
+        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):
             return self.results(eqn, arrays)
-        return [Value(x, *known) for x, known in zip(arrays, new[0][1], strict=True)]
+        return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
 
     def hoisted(
         self,
         layout: _jaxpr.CallLayout,
         ins: list[Value],
         wanted: tuple[Want, ...],
-        scope: Scope,
+        scopes: Scopes,
     ) -> list[Value]:
         """Narrows the weights of a scan before it, where that costs no precision.
 
         Gradients that come back through a scan would be added in 16 bits, so only a
         scan that has been differentiated already qualifies: an accumulation.
         """
-        plan = self.planner.plan(layout.bodies[0].jaxpr, wanted, scope)
+        plan = self.planner.plan(layout.bodies[0].jaxpr, wanted, scopes)
         if not any(map(_jaxpr.is_differentiated, plan.jaxpr.eqns)):
             return ins
-        weights = plan.narrow - plan.other
+        weights = plan.in_16bit - plan.otherwise
         return [
             dataclasses.replace(value, array=value.in_16bit(self.dtype), narrow=True)
             if var in weights and i < layout.fixed_in.start
@@ -313,26 +323,26 @@ class Caster:
         ins: Sequence[Value],
         wanted: tuple[Want, ...],
         fixed: tuple[bool, ...],
-        scope: Scope,
-    ) -> tuple[ClosedJaxpr, tuple[Known, ...]]:
-        """Returns ``jaxpr`` in mixed precision, and what is known of its outputs.
+        scopes: Scopes,
+    ) -> Rewritten:
+        """Returns ``jaxpr`` in mixed precision.
 
         Args:
             jaxpr: Body of an equation.
             ins: What it is given.
             wanted: What its outputs are wanted for.
             fixed: For each output, whether it must have its original dtype.
-            scope: Named scopes around ``jaxpr``.
+            scopes: Named scopes around ``jaxpr``.
         """
         known = tuple(x.known() for x in ins)
-        key = known, wanted, fixed, self.planner.relevant(scope)
+        key = known, wanted, fixed, self.planner.relevant(scopes)
         memo = self._rewritten.setdefault(jaxpr, {})
         if key not in memo:
             known_outs = []
 
             def body(*arrays):
-                values = [Value(x, *k) for x, k in zip(arrays, known, strict=True)]
-                outs = self.replay(jaxpr, values, wanted, scope)
+                values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
+                outs = self.replay(jaxpr, values, wanted, scopes)
                 # The test of a loop has one output, and its body has others.
                 for i, is_fixed in zip(range(len(outs)), fixed, strict=False):
                     if is_fixed:
@@ -344,21 +354,19 @@ class Caster:
                 aval.update(dtype=self.dtype, weak_type=False) if value.narrow else aval
                 for aval, value in zip(_jaxpr.in_avals(jaxpr), ins, strict=True)
             ]
-            memo[key] = _jaxpr.trace(body, avals), tuple(known_outs)
+            memo[key] = Rewritten(_jaxpr.trace(body, avals), tuple(known_outs))
         return memo[key]
 
     def custom_jvp(
-        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scope: Scope
+        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
     ) -> list[Value]:
         """Replays a function together with the derivative rule of its own."""
         avals = [var.aval for var in eqn.invars]
         known = [value.known() for value in ins]  # keeps no tracer alive
         moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
         free = (False,) * len(wanted)
-        new, known_outs = self.rewritten(
-            eqn.params["call_jaxpr"], ins, wanted, free, scope
-        )
-        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new))
+        new = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scopes)
+        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
 
         def rule(primals, tangents):
             # The rule is asked for what is differentiated, and for nothing else.
@@ -381,15 +389,16 @@ class Caster:
                 jaxpr = _jaxpr.trace(
                     differentiated, [*avals, *(avals[i] for i in moving)]
                 )
-                values = [Value(p, *k) for p, k in zip(primals, known, strict=True)]
+                values = [k.of(x) for k, x in zip(known, primals, strict=True)]
                 values += [
                     Value(tangents[i], narrow=known[i].narrow, linear=True)
                     for i in moving
                 ]
                 wants: tuple[Want, ...] = (*wanted, *(wanted[i] for i in moved))
-                outs = self.replay(jaxpr, values, wants, scope)
+                outs = self.replay(jaxpr, values, wants, scopes)
             # Both must have the dtypes that the function has when it is only called.
-            like = [*new.out_avals, *(new.out_avals[i] for i in moved)]
+            avals_out = _jaxpr.out_avals(new.jaxpr)
+            like = [*avals_out, *(avals_out[i] for i in moved)]
             arrays = [
                 _jaxpr.with_type_of(out.array, aval)
                 for out, aval in zip(outs, like, strict=True)
@@ -399,22 +408,22 @@ class Caster:
                 for x, out in zip(arrays, outs, strict=True)
             ]
             nothing = [_float0(var.aval) for var in eqn.outvars]
-            results = len(known_outs)
+            results = len(new.known)
             return arrays[:results], _replaced(nothing, moved, tangents_out[results:])
 
         function.defjvp(rule, symbolic_zeros=True)
         arrays = function(*(x.array for x in ins))
-        return [Value(x, *k) for x, k in zip(arrays, known_outs, strict=True)]
+        return [k.of(x) for k, x in zip(new.known, arrays, strict=True)]
 
-    def custom_vjp(self, eqn: Equation, ins: list[Value], scope: Scope) -> list[Any]:
+    def custom_vjp(self, eqn: Equation, ins: list[Value], scopes: Scopes) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
         closed_over = eqn.params["num_consts"]
         known = [value.widened().known() for value in ins]
 
         @jax.custom_vjp
         def function(*arrays):
-            values = [Value(x, *k) for x, k in zip(arrays, known, strict=True)]
-            return self.replay_as_written(eqn.params["call_jaxpr"], values, scope)
+            values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
+            return self.replay_as_written(eqn.params["call_jaxpr"], values, scopes)
 
         def forward(*primals):
             # The rule is asked for what is differentiated, and for nothing else.
@@ -433,7 +442,7 @@ class Caster:
                 )
 
             with _noted_as_rule():
-                outs, pull = self.wrap(linearized, scope)(*(p.value for p in primals))
+                outs, pull = self.wrap(linearized, scopes)(*(p.value for p in primals))
             return outs, (pull, dict.fromkeys(moving))
 
         def backward(residuals, cotangents):
@@ -445,19 +454,19 @@ class Caster:
                 for x in cotangents
             ]
             with _noted_as_rule():
-                pulled = self.wrap(lambda pull, x: pull(x), scope)(pull, cotangents)
+                pulled = self.wrap(lambda pull, x: pull(x), scopes)(pull, cotangents)
             return tuple(_replaced([None] * len(ins), moving, pulled))
 
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function(*(value.original() for value in ins))
 
-    def shard_map(self, eqn: Equation, ins: list[Value], scope: Scope) -> list[Any]:
+    def shard_map(self, eqn: Equation, ins: list[Value], scopes: Scopes) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
         known = [value.widened().known() for value in ins]
 
         def body(*shards):
-            values = [Value(x, *k) for x, k in zip(shards, known, strict=True)]
-            return self.replay_as_written(eqn.params["jaxpr"], values, scope)
+            values = [k.of(x) for k, x in zip(known, shards, strict=True)]
+            return self.replay_as_written(eqn.params["jaxpr"], values, scopes)
 
         return _jaxpr.bind_shard_map(eqn, [value.original() for value in ins], body)
 
@@ -520,7 +529,7 @@ def _accumulated(
     def accumulate(*args):
         if dtype == jnp.float16:
             return product(args, jnp.float32)
-        return _jaxpr.summed_by_platform(eqn, complete(args))
+        return summed_by_platform(eqn, complete(args))
 
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.

@@ -1,4 +1,4 @@
-"""What forward passes keep for backward passes, in bytes by dtype.
+"""What forward passes hand to backward passes, in bytes by dtype.
 
 A residual is a value that a forward pass computes and a backward pass reads. Arguments
 are none: they are there anyway.
@@ -26,8 +26,8 @@ def residual_bytes(
 
     Returns:
         What the forward passes in ``jaxpr`` hand to its backward passes, or, where
-        there are none, what differentiating ``fun`` would keep. None if JAX cannot
-        differentiate it.
+        there are none, what differentiating ``fun`` would make them hand over. None
+        if JAX cannot differentiate it.
     """
     handed_over = _handed_over(jaxpr)
     return _of_derivative(fun, args) if handed_over is None else handed_over
@@ -58,7 +58,7 @@ def _handed_over(jaxpr: Any) -> dict[str, int] | None:
 
 
 def _of_derivative(fun: Callable, args: Sequence[Any]) -> dict[str, int] | None:
-    """Returns the bytes of what differentiating a function would keep."""
+    """Returns the bytes of the residuals that differentiating would make."""
     try:
         # The function that `vjp` returns is a pytree of the residuals.
         jaxpr, shapes = jax.make_jaxpr(
@@ -77,7 +77,7 @@ def _of_derivative(fun: Callable, args: Sequence[Any]) -> dict[str, int] | None:
 
 
 def _computed(body: Any) -> dict[Any, Any]:
-    """Maps what a forward pass computes to what a compiler would keep of it.
+    """Maps what a forward pass computes to what a compiler would store of it.
 
     A float32 copy of a 16-bit value costs nothing to make again.
     """
@@ -96,7 +96,7 @@ def _computed(body: Any) -> dict[Any, Any]:
 
 
 def _only_narrowed(body: Any) -> dict[Any, Any]:
-    """Maps float32 values that the backward pass reads in 16 bits only to that dtype.
+    """Maps float32 values to the narrow dtype that is all the backward pass reads.
 
     The compiler sees that the forward pass has narrowed them already.
     """

@@ -1,4 +1,4 @@
-"""Named scopes: what jaxmp writes into a program and reads there again."""
+"""Named scopes: float32 regions, ``float32_paths``, and why autocast kept float32."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,49 +16,53 @@ KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 
 
-def is_decided(scope: tuple[str, ...]) -> bool:
-    """Whether the user or an inner autocast has decided what is in ``scope``."""
-    return FLOAT32 in scope or AUTOCAST in scope
+# Names of the scopes around something, the outermost first.
+Scopes = tuple[str, ...]
 
 
-def is_under(path: tuple[str, ...], scope: tuple[str, ...]) -> bool:
-    """Whether ``scope`` lies in ``path``, which may leave out the outermost name.
+def is_decided(scopes: Scopes) -> bool:
+    """Whether the user or an inner autocast has decided what is in ``scopes``."""
+    return FLOAT32 in scopes or AUTOCAST in scopes
+
+
+def is_under(path: Scopes, scopes: Scopes) -> bool:
+    """Whether ``scopes`` lie in ``path``, which may leave out the outermost name.
 
     The outermost name of a Linen model is its class; differentiation repeats it.
     """
-    starts = (i for i in range(len(scope)) if i == 0 or scope[i - 1] == scope[0])
-    return any(scope[i : i + len(path)] == path for i in starts)
+    starts = (i for i in range(len(scopes)) if i == 0 or scopes[i - 1] == scopes[0])
+    return any(scopes[i : i + len(path)] == path for i in starts)
 
 
-def module_of(scope: tuple[str, ...]) -> str:
-    """Returns the module path in ``scope``.
+def module_of(scopes: Scopes) -> str:
+    """Returns the module path in ``scopes``.
 
     Our own marks and the subscripts of ``einsum`` are scopes, but no modules.
     """
-    names = (name for name in scope if not name.startswith("jaxmp."))
+    names = (name for name in scopes if not name.startswith("jaxmp."))
     return "/".join(name for name in names if "->" not in name)
 
 
-def check_paths(paths: Mapping[str, tuple[str, ...]], jaxpr: Any) -> None:
+def check_paths(paths: Mapping[str, Scopes], jaxpr: Any) -> None:
     """Refuses ``float32_paths`` that name nothing in ``jaxpr``."""
     if not paths:
         return
-    scopes = set(_scopes(jaxpr))
+    seen = set(_all_scopes(jaxpr))
     for path, names in paths.items():
-        if not any(is_under(names, scope) for scope in scopes):
-            seen = sorted({"/".join(scope[:3]) for scope in scopes if scope})
+        if not any(is_under(names, scopes) for scopes in seen):
+            known = sorted({"/".join(scopes[:3]) for scopes in seen if scopes})
             raise ValueError(
                 f"`float32_paths` has `{path}`, but no named scope of the function "
-                f"matches it. Its scopes are: {', '.join(seen[:20]) or 'none'}. "
+                f"matches it. Its scopes are: {', '.join(known[:20]) or 'none'}. "
                 "Linen names its modules; elsewhere use `jaxmp.float32_region`, "
                 "or `jax.named_scope` and that name."
             )
 
 
-def _scopes(jaxpr: Any, scope: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _all_scopes(jaxpr: Any, scopes: Scopes = ()) -> Iterator[Scopes]:
     """Yields the named scopes of every equation."""
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-        here = scope + _jaxpr.scope_names(eqn)
+        here = scopes + _jaxpr.scope_names(eqn)
         yield here
         for body in _jaxpr.sub_jaxprs(eqn):
-            yield from _scopes(body, here)
+            yield from _all_scopes(body, here)

@@ -10,17 +10,15 @@ import numpy as np
 from jax import lax
 
 from . import _jaxpr
-from ._jaxpr import Equation, is_float32, is_inexact
+from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     EXACT,
     FOLDS,
     LEAVES_RANGE,
     VIEWS,
-    is_square,
+    is_steep_power,
     looks_up_rows,
 )
-
-_FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
 
 
 class Known(NamedTuple):
@@ -32,6 +30,10 @@ class Known(NamedTuple):
     linear: bool
     outside: bool
     follows: bool
+
+    def of(self, array: Any) -> "Value":
+        """Returns a value of which this is known: what stands for it elsewhere."""
+        return Value(array, **self._asdict())
 
 
 @dataclasses.dataclass(slots=True)
@@ -56,7 +58,7 @@ class Value:
         """Returns what matters to those who are given the array."""
         # A layer that is called with its number is the same layer for each number. Zero
         # fills what was dropped, also the integer that `jnp.where` is often given.
-        told = getattr(self.scalar, "dtype", None) == _FLOAT32 or self.is_zero()
+        told = getattr(self.scalar, "dtype", None) == FLOAT32 or self.is_zero()
         return Known(
             self.narrow,
             self.scalar if told else None,
@@ -70,7 +72,7 @@ class Value:
         """Returns the value in its original dtype."""
         if not self.narrow:
             return self
-        return Value(self.original(), *self.known()._replace(narrow=False))
+        return self.known()._replace(narrow=False).of(self.original())
 
     def is_zero(self) -> bool:
         """Whether every entry is known to be zero."""
@@ -130,7 +132,7 @@ def note_origin(
     """Notes which of ``outs`` have all digits of what was given, or follow."""
     floats, fit = [], True
     exact = eqn.primitive.name in EXACT
-    mixes = exact or (eqn.primitive.name in LEAVES_RANGE and not is_square(eqn))
+    mixes = exact or (eqn.primitive.name in LEAVES_RANGE and not is_steep_power(eqn))
     for value, var in zip(ins, eqn.invars, strict=True):
         if is_inexact(var) and value.scalar is None:
             floats.append(value)

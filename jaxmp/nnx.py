@@ -128,7 +128,7 @@ def value_and_grad(
         shardings=shardings,
     )
     batched = as_tuple(options.batch_argnums)
-    fixed = options.steps > 1 or options.mesh is not None
+    fixed = options.accum_steps > 1 or options.mesh is not None
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
@@ -242,7 +242,7 @@ class _Arguments:
 
 
 class _PureCall:
-    """One call of ``fun`` as the pure function that :func:`gradients` differentiates.
+    """One call of ``fun`` as the pure function that ``differentiate`` takes.
 
     The state is what the NNX objects hold and what is not differentiated. Parameters
     are cast, except those that ``fun`` is known to write: these belong to the state,

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import pydoc
 import re
 import subprocess
@@ -30,8 +31,7 @@ ROWS = [
     },
     {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges"},
     {"_differentiate"},
-    {"_grad", "_autocast", "_audit"},
-    {"_activations"},
+    {"_grad", "_autocast", "_audit", "_activations"},
     {"linen", "nnx", "plots"},
     {"__init__"},
 ]
@@ -66,6 +66,12 @@ def test_what_is_not_public_in_jax_stays_in_one_file():
         assert not private or path.stem == "_jaxpr", (path.name, private)
         text = path.read_text()
         assert "jax.__version" not in text or path.stem == "_jaxpr", path.name
+
+
+def test_the_files_that_trace_what_is_audited_are_there():
+    from jaxmp._places import _TRACING
+
+    assert all(map(os.path.exists, _TRACING))
 
 
 def run(code):

@@ -111,3 +111,19 @@ def test_a_plan_is_made_once_for_each_wish(wanted):
     jaxpr = jax.make_jaxpr(jnp.tanh)(X)
     assert planner.plan(jaxpr, (wanted,)) is planner.plan(jaxpr, (wanted,))
     assert planner.plan(jaxpr, (wanted,)).wanted(jaxpr.eqns[0]) == (wanted,)
+
+
+@pytest.mark.parametrize("kind", [jnp.int8, jnp.bool_])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_product_with_integers_is_one_in_either_order(kind, swapped):
+    args = (jnp.ones((8, 8), kind), W)[:: -1 if swapped else 1]
+    assert rules(lax.dot, *args)["dot_general"] == "allow"
+
+
+def test_an_outer_product_is_elementwise_work_with_groups_too():
+    def outer(x, y):
+        return lax.ragged_dot(x, y, jnp.array([4], jnp.int32))
+
+    assert rules(outer, X, jnp.ones((1, 8, 8)))["ragged_dot_general"] == "allow"
+    thin = jnp.ones((4, 1)), jnp.ones((1, 1, 8))
+    assert rules(outer, *thin)["ragged_dot_general"] == "deny"
