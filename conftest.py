@@ -46,6 +46,16 @@ def pytest_configure(config):
         os.environ[name.upper()] = str(value)  # for the programs that tests start
 
 
+# The files with the longest tests. Begun last, one of them would keep a worker busy
+# while the others have nothing left to do.
+LONGEST = ("test_gate", "test_readme", "test_processes", "test_benchmarks", "test_ex")
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest tests first."""
+    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
+
+
 @pytest.fixture(autouse=True)
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""
