@@ -1,12 +1,16 @@
 """Eight CPU devices, the same examples on every run, and the docstrings' names."""
 
 import os
+import time
 
 # XLA's threads. With fewer than devices that wait in independent collectives, JAX
 # 0.10.2 waits for ever on CPU devices.
 os.environ.setdefault("NPROC", "64")
 # Also where there is a GPU, and where the compiler for one makes JAX look for it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most tests, and the programs that they start, compile for longer than they run. LLVM
+# does less then, and XLA's passes are the same.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax
 
@@ -16,11 +20,40 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 
 import jaxmp  # noqa: E402
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.load_profile("same")
+
+
+def pytest_configure(config):
+    """Keeps compiled programs in pytest's cache, for all workers and the next run."""
+    if not hasattr(config, "cache"):  # `-p no:cacheprovider`
+        return
+    folder = config.cache.mkdir("jax")
+    for old in folder.iterdir():
+        if old.stat().st_mtime < time.time() - 7 * 24 * 3600:
+            old.unlink(missing_ok=True)
+    options = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for the programs that tests start
+
+
+# The files with the longest tests. Begun last, one of them would keep a worker busy
+# while the others have nothing left to do.
+LONGEST = ("test_gate", "test_readme", "test_processes", "test_benchmarks", "test_ex")
+
+
+def pytest_collection_modifyitems(items):
+    """Puts the longest tests first."""
+    items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +62,44 @@ def names_of_the_docstrings(doctest_namespace):
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
 
 
-@pytest.fixture(scope="module")
-def compiled_in_a_hurry():
-    """Saves a quarter of the time where compiling takes most of it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+@pytest.fixture
+def optimized():
+    """Compiles with all optimizations, for programs that run for long."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def compiled_anew():
+    """Does without the cache, for what XLA writes down while it compiles."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+def failed_if_skipped(report):
+    """Turns a skip into a failure where nothing may be skipped.
+
+    Else tests/test_gate.py would be skipped everywhere, unseen, by the next jaxlib.
+    """
+    if report.skipped and not hasattr(report, "wasxfail"):
+        *_, reason = report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"JAXMP_NO_SKIPS is set, and this was skipped. {reason}"
+    return report
+
+
+if os.environ.get("JAXMP_NO_SKIPS"):
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport():
+        """Reports a skipped test."""
+        return failed_if_skipped((yield))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report():
+        """Reports a skipped module."""
+        return failed_if_skipped((yield))

@@ -547,7 +547,7 @@ def test_nothing_holds_a_tracer_when_its_trace_is_over(name, order):
         "inside": jax.grad(jaxmp.autocast(loss)),
     }[order]
     with jax.checking_leaks():
-        jax.jit(fun)(W, X)
+        jax.jit(fun).trace(W, X)
 
 
 # Opting out.

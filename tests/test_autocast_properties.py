@@ -5,13 +5,10 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error
-
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 SIZE = 4
 W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / SIZE**0.5

@@ -159,6 +159,7 @@ def test_a_gpu_needs_less_memory_for_a_mixed_update():
     assert 0.5 < mixed / full < 0.75
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize(
     ("layout", "policy", "steps", "per_parameter"),
     [
@@ -178,6 +179,7 @@ def test_collectives_count_what_the_rings_of_eight_devices_send(
     assert sum(sent.values()) == pytest.approx(per_parameter * parameters * 7 / 8, 1e-3)
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_collectives_gives_a_row_for_each_policy_that_differs():
     options = collectives.Options(
         devices=(8,), layouts=("FSDP, mesh",), width=16, accum_steps=(1,)

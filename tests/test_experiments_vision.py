@@ -31,6 +31,22 @@ def run(main, config):
     return main(config, console), console.export_text()
 
 
+def test_the_detector_runs_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(detector, "SHARE", 2)
+    monkeypatch.setattr(detector, "TEST_CANVASES", 2)
+    figure = tmp_path / "detector.png"
+    name = "float16 dynamic"
+    results, shown = run(
+        detector.main, detector.Config(policy=(name,), steps=10, figure=figure)
+    )
+    assert len(results[name][0].losses) == 10
+    assert np.isfinite(results[name][0].losses).all()
+    assert f"{name}, seed 0: loss" in shown
+    assert 0 < figure.stat().st_size < 200_000
+
+
+@pytest.mark.evidence
+@pytest.mark.usefixtures("optimized")
 def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path, monkeypatch):
     # As many anchors, shared by more workers: each has less to do.
     monkeypatch.setattr(detector, "SHARE", 14)
@@ -81,6 +97,25 @@ def test_the_detector_finds_what_it_is_told():
     assert detector.f1_score(0 * outputs, canvases) == 0
 
 
+def test_the_zoo_runs_from_end_to_end(tmp_path):
+    network, figure = "VGG-like", tmp_path / "cnn_zoo.png"
+    config = cnn_zoo.Config(
+        policy=("mixed_float16",),
+        network=(network,),
+        seeds=2,
+        epochs=1,
+        batch_size=500,
+        figure=figure,
+    )
+    results, shown = run(cnn_zoo.main, config)
+    accuracies = results[network]["mixed_float16"].accuracies
+    assert len(accuracies) == 2
+    assert f"{np.mean(accuracies):.1%} ±" in shown
+    assert 0 < figure.stat().st_size < 200_000
+
+
+@pytest.mark.evidence
+@pytest.mark.usefixtures("optimized")
 def test_float16_reaches_what_float32_reaches_in_the_zoo(tmp_path):
     network, figure = "residual, BatchNorm", tmp_path / "cnn_zoo.png"
     config = cnn_zoo.Config(

@@ -17,8 +17,6 @@ import jaxmp
 from benchmarks.collectives import collectives, partitioned
 from benchmarks.hlo import bits
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
 GRID = Mesh(CPUS.reshape(4, 2), ("data", "model"))
@@ -119,6 +117,7 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     assert_close(result, expected, EPS[policy.compute_dtype.name])
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("compute", ["bf16", "f16"])
 @pytest.mark.parametrize("reduce", [None, "f32", "bf16", "f16"])
 def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
@@ -517,6 +516,7 @@ def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
 # Gathers
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16", "float32"])
 @pytest.mark.parametrize(
     ("mesh", "axes"), [(DATA, ("data",)), (GRID, ("data", "model"))], ids=["8", "4x2"]
@@ -543,6 +543,7 @@ def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name):
     assert whole * wide <= moved <= rounds * whole * wide
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_gathering_before_the_cast_would_move_float32():
     policy = jaxmp.get_policy("mixed_bfloat16")
     params = jax.device_put(PARAMS, fsdp_shardings(DATA, "data"))
@@ -555,6 +556,7 @@ def test_gathering_before_the_cast_would_move_float32():
     assert {c.dtype for c in found if c.kind == "all-gather"} == {"f32"}
 
 
+@pytest.mark.usefixtures("compiled_anew")
 def test_micro_batches_move_no_rows_under_jit():
     grad_fn = jaxmp.value_and_grad(
         loss_of(MODEL.apply), accum_steps=4, batch_argnums=(1, 2)
@@ -567,6 +569,7 @@ def test_micro_batches_move_no_rows_under_jit():
     assert {c.size for c in found} <= sizes
 
 
+@pytest.mark.usefixtures("compiled_anew")
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_mesh_gathers_pinned_copies_in_sixteen_bits_and_once(steps):
     shardings = fsdp_shardings(DATA, "data")

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.collectives import collectives
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
 # Small integers and powers of two: every sum is exact, in any order.
 PARAMS = {"w": jnp.arange(16.0).reshape(8, 2) - 8, "b": jnp.array([1.0, -0.0])}

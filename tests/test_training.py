@@ -18,8 +18,6 @@ import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.measure import contractions, equations
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
 X = jax.random.normal(jax.random.key(1), (8, 6, 6, 3))

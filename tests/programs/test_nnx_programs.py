@@ -45,6 +45,12 @@ def made():
     )
 
 
+@pytest.fixture(scope="module")
+def usual(made):
+    """What Flax's own step comes to."""
+    return after(nnx.jit(step), made)
+
+
 def loss_fn(model, rngs, images, labels):
     return cross_entropy(model(images, rngs), labels).mean()
 
@@ -110,8 +116,8 @@ STEPS = [autocast_gradient, gradient_of_autocast, autocast_step]
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cast", STEPS, ids=lambda f: f.__name__)
-def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, cast, policy):
-    losses, expected = after(nnx.jit(step), made)
+def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, usual, cast, policy):
+    losses, expected = usual
     got_losses, got = after(nnx.jit(cast(policy)), made)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     if policy == "float32":
@@ -128,14 +134,14 @@ def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, cast, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_gradient_of_jaxmp_takes_the_stream_along(made, policy):
+def test_the_gradient_of_jaxmp_takes_the_stream_along(made, usual, policy):
     def with_policy(model, optimizer, metric, rngs, images, labels):
         loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, rngs, images, labels)
         optimizer.update(model, grads)
         metric.update(loss=loss)
         return loss
 
-    losses, expected = after(nnx.jit(step), made)
+    losses, expected = usual
     got_losses, got = after(nnx.jit(jaxmp.nnx.autocast(with_policy, policy)), made)
     chex.assert_trees_all_equal_shapes_and_dtypes(got, expected)
     tolerance = DTYPES.get(policy, jnp.float32)

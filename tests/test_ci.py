@@ -1,0 +1,28 @@
+"""What the legs of CI rely on."""
+
+import types
+from pathlib import Path
+
+from benchmarks import h200
+from conftest import failed_if_skipped
+
+CI = Path(__file__).parent.parent / ".ci"
+
+
+def test_a_leg_is_pinned_to_the_compiler_of_the_gate():
+    pinned = (CI / "gate.txt").read_text().splitlines()
+    for name in ("jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda12-pjrt"):
+        assert f"{name}=={h200.JAXLIB}" in pinned
+
+
+def test_a_skip_is_a_failure_where_nothing_may_be_skipped():
+    where = ("tests/test_gate.py", 1, "Skipped: no compiler")
+    skip = types.SimpleNamespace(skipped=True, outcome="skipped", longrepr=where)
+    report = failed_if_skipped(skip)
+    assert report.outcome == "failed"
+    assert "Skipped: no compiler" in report.longrepr
+    xfail = types.SimpleNamespace(
+        skipped=True, outcome="skipped", longrepr="", wasxfail=""
+    )
+    assert failed_if_skipped(xfail).outcome == "skipped"
+    assert failed_if_skipped(types.SimpleNamespace(skipped=False)).skipped is False
