@@ -18,7 +18,7 @@ import tyro
 import jaxmp
 
 from . import h200, models, results, tables
-from .measure import contractions_of, denied_of, relative_error, run
+from .measure import denied_of, product_dtypes_of, relative_error, run
 
 DTYPES = (jnp.float16, jnp.bfloat16)
 RESULTS = results.FOLDER / "autocast.json"
@@ -50,7 +50,7 @@ def exactness(names=()):
                 cast = jaxmp.autocast(jax.value_and_grad(loss), dtype)
                 (got, cast_grads), jaxpr = run(cast, params)
                 native_error = _native_error(native_loss(dtype), params, value, grads)
-                found = contractions_of(jaxpr)
+                found = product_dtypes_of(jaxpr)
                 wanted = {jnp.dtype(dtype).name}
                 yield {
                     "model": name,

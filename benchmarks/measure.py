@@ -32,12 +32,12 @@ def dtypes(eqn):
     return [d for d in found if jnp.issubdtype(d, jnp.floating)]
 
 
-def contractions(fun, *args):
+def product_dtypes(fun, *args):
     """Returns the operand dtypes of every matrix product and convolution."""
-    return contractions_of(jax.make_jaxpr(fun)(*args))
+    return product_dtypes_of(jax.make_jaxpr(fun)(*args))
 
 
-def contractions_of(jaxpr):
+def product_dtypes_of(jaxpr):
     """Returns the same of a jaxpr, whose outer products are left out.
 
     Unlike :func:`jaxmp._products.is_matrix_product` it counts products of vectors too,

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.measure import contractions, denied_in, relative_error, run, traced
+from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
 from jaxmp import _jaxpr
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) * 0.3
@@ -157,7 +157,7 @@ def test_rules_of_custom_derivatives_run_in_16_bits(fun, argnums, count):
     ):
         expected = jax.grad(loss, argnums)(W, X)
         assert relative_error(grad(W, X), expected) < 0.01
-        found = contractions(grad, W, X)
+        found = product_dtypes(grad, W, X)
         assert len(found) >= count
         assert all(dtypes == {"float16"} for dtypes in found)
 
@@ -177,7 +177,7 @@ def test_a_while_loop_keeps_its_carry_and_narrows_inside():
 
     cast = jaxmp.autocast(fun, jnp.float16)
     chex.assert_trees_all_close(cast(W, X), fun(W, X), atol=0.01)
-    assert contractions(cast, W, X) == [{"float16"}]
+    assert product_dtypes(cast, W, X) == [{"float16"}]
 
 
 def test_it_works_inside_vmap_and_shard_map_and_under_a_named_axis():
@@ -315,7 +315,7 @@ def test_a_float32_policy_changes_nothing():
     ],
 )
 def test_the_compute_dtype_of_the_policy_is_used(policy, name):
-    assert contractions(jaxmp.autocast(jnp.matmul, policy), X, W) == [{name}]
+    assert product_dtypes(jaxmp.autocast(jnp.matmul, policy), X, W) == [{name}]
 
 
 def test_explicit_dtypes_are_never_touched():
@@ -323,7 +323,7 @@ def test_explicit_dtypes_are_never_touched():
         return x @ x, x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16), x.astype(int)
 
     cast = jaxmp.autocast(fun, jnp.float16)
-    assert contractions(cast, W) == [{"float16"}, {"bfloat16"}]
+    assert product_dtypes(cast, W) == [{"float16"}, {"bfloat16"}]
     np.testing.assert_array_equal(cast(W)[1], fun(W)[1])
     half = W.astype(jnp.bfloat16)
     assert str(jax.make_jaxpr(cast)(half)) == str(jax.make_jaxpr(fun)(half))
@@ -336,7 +336,7 @@ def test_normalisation_and_softmax_run_in_float32_inside_16_bit_work():
 
     grad = jaxmp.autocast(jax.grad(loss_of(fun)), jnp.float16)
     assert denied_in(jnp.float16, grad, W, X) == []
-    assert all(c == {"float16"} for c in contractions(grad, W, X))
+    assert all(c == {"float16"} for c in product_dtypes(grad, W, X))
 
 
 def test_a_convolution_is_16_bit_throughout():
@@ -440,7 +440,7 @@ def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
         jaxmp.autocast(jax.value_and_grad(loss, (0, 1)), dtype),
         jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1)),
     ):
-        assert all(d == {jnp.dtype(dtype).name} for d in contractions(fun, X, w))
+        assert all(d == {jnp.dtype(dtype).name} for d in product_dtypes(fun, X, w))
         value, grads = fun(X, w)
         chex.assert_trees_all_equal_dtypes(grads, expected[1])
         assert relative_error(value, expected[0]) < 0.02
@@ -453,7 +453,7 @@ def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
 def test_a_product_written_in_16_bits_stays_in_those():
     w = W.astype(jnp.float16)
     fun = jaxmp.autocast(lambda x: x @ x, jnp.bfloat16)
-    assert contractions(fun, w) == [{"float16"}]
+    assert product_dtypes(fun, w) == [{"float16"}]
 
 
 # The machine that traces.
@@ -528,7 +528,7 @@ def test_autocast_inside_of_a_haiku_transform_is_refused_where_it_would_leak():
     assert harmless.apply({}, None, X).shape == (4, 4)
     net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(4)(x)))
     params = net.init(key, X)
-    assert contractions(jaxmp.autocast(net.apply), params, X) == [{"bfloat16"}]
+    assert product_dtypes(jaxmp.autocast(net.apply), params, X) == [{"bfloat16"}]
 
 
 @pytest.mark.parametrize("order", ["forward", "outside", "inside"])
@@ -571,7 +571,7 @@ def head_in_a_path(w, x):
 
 
 def in_float32(fun, *args):
-    return sum(c == {"float32"} for c in contractions(fun, *args))
+    return sum(c == {"float32"} for c in product_dtypes(fun, *args))
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import jaxmp
 import jaxmp.nnx
 from benchmarks import models
 from benchmarks.measure import (
-    contractions,
-    contractions_of,
     denied_of,
+    product_dtypes,
+    product_dtypes_of,
     relative_error,
     run,
 )
@@ -34,7 +34,7 @@ def linen(name):
 
 
 def check_16_bit(jaxpr, dtype):
-    found = contractions_of(jaxpr)
+    found = product_dtypes_of(jaxpr)
     assert found
     assert all(dtypes == {jnp.dtype(dtype).name} for dtypes in found)
 
@@ -246,7 +246,7 @@ def test_a_linen_path_stays_float32_forward_and_backward_also_under_remat():
         jaxmp.autocast(jax.value_and_grad(loss), **paths),
         jax.value_and_grad(jaxmp.autocast(loss, **paths)),
     ):
-        found = contractions(fun, params)
+        found = product_dtypes(fun, params)
         assert found.count({"float32"}) == 3
 
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.measure import contractions, denied_in, relative_error, traced
+from benchmarks.measure import denied_in, product_dtypes, relative_error, traced
 
 F16 = jnp.float16
 EYE = jnp.eye(4)
@@ -28,7 +28,7 @@ def test_products_with_a_float32_result_have_16_bit_derivatives(order):
         z = lax.ragged_dot(jnp.exp(y), jnp.stack([w, w]), groups)
         return jnp.exp(jnp.exp(z) @ w).sum()
 
-    found = contractions(order(loss, (0, 1)), EYE, EYE)
+    found = product_dtypes(order(loss, (0, 1)), EYE, EYE)
     assert len(found) >= 9
     assert all(dtypes == {"float16"} for dtypes in found)
 
@@ -102,14 +102,14 @@ def test_rotary_angles_and_other_outer_products_stay_float32():
     args = jnp.arange(4096.0), 10_000.0 ** (-jnp.arange(8.0) / 8)
     np.testing.assert_array_equal(jaxmp.autocast(angles, F16)(*args), angles(*args))
     vectors = jnp.full(8, 300.0), jnp.full(8, 300.0)
-    assert contractions(jaxmp.autocast(jnp.vdot), *vectors) == [{"float32"}]
+    assert product_dtypes(jaxmp.autocast(jnp.vdot), *vectors) == [{"float32"}]
 
 
 def test_products_at_higher_precision_stay_float32():
     def product(x):
         return jnp.matmul(x, x, precision="highest") @ x
 
-    assert contractions(jaxmp.autocast(product), EYE) == [{"float32"}, {"bfloat16"}]
+    assert product_dtypes(jaxmp.autocast(product), EYE) == [{"float32"}, {"bfloat16"}]
 
     def resize(x):
         return jax.image.resize(x, (8, 8), "linear")
@@ -226,7 +226,7 @@ def test_dot_product_attention_runs_in_float16_on_this_backend(order):
 
     x = jax.random.normal(jax.random.key(0), (2, 8, 2, 4))
     assert relative_error(jax.jit(order(loss))(x), jax.grad(loss)(x)) < 5e-3
-    assert all(dtypes == {"float16"} for dtypes in contractions(order(loss), x))
+    assert all(dtypes == {"float16"} for dtypes in product_dtypes(order(loss), x))
 
 
 def test_numbers_are_known_while_tracing_inside_shard_map_too():
@@ -270,11 +270,11 @@ def test_the_inner_autocast_wins():
         return lambda x: jaxmp.autocast(inner, policy)(x @ x) @ x
 
     for policy, name in [("bfloat16", "bfloat16"), ("float32", "float32")]:
-        found = contractions(jaxmp.autocast(outer(policy), F16), EYE)
+        found = product_dtypes(jaxmp.autocast(outer(policy), F16), EYE)
         assert found == [{"float16"}, {name}, {"float16"}]
     ops = jaxmp.DEFAULT_OPS.with_deny("dot_general")
     kept = jaxmp.autocast(inner, F16, ops=ops)
-    found = contractions(jaxmp.autocast(lambda x: kept(x @ x) @ x, F16), EYE)
+    found = product_dtypes(jaxmp.autocast(lambda x: kept(x @ x) @ x, F16), EYE)
     assert found == [{"float16"}, {"float32"}, {"float16"}]
     twice = jaxmp.autocast(jaxmp.autocast(inner, F16), F16)
     np.testing.assert_array_equal(twice(EYE / 3), jaxmp.autocast(inner, F16)(EYE / 3))
@@ -285,7 +285,7 @@ def test_weight_gradients_of_single_examples_stay_float32():
         return jnp.exp(x @ w).sum()
 
     examples = jax.vmap(jax.grad(loss), (None, 0))
-    found = contractions(jaxmp.autocast(examples, F16), EYE, EYE)
+    found = product_dtypes(jaxmp.autocast(examples, F16), EYE, EYE)
     assert {"float16"} in found
     assert {"float32"} in found
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
-from benchmarks.measure import contractions, relative_error
+from benchmarks.measure import product_dtypes, relative_error
 
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
 X = jax.random.normal(jax.random.key(1), (4, 4))
@@ -150,7 +150,7 @@ def test_a_rule_may_close_over_an_array_inside_scan_inside_vmap(rule, order):
     stacked = jnp.stack([W, W])
     grad = ORDERS[order](loss, 0)
     assert relative_error(grad(stacked), jax.grad(loss)(stacked)) < 5e-3
-    assert all(dtypes == {"float16"} for dtypes in contractions(grad, stacked))
+    assert all(dtypes == {"float16"} for dtypes in product_dtypes(grad, stacked))
 
 
 def test_a_gradient_that_a_rule_refuses_is_refused_with_the_way_out():

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import jaxmp
-from benchmarks.measure import contractions
+from benchmarks.measure import product_dtypes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -108,7 +108,7 @@ def test_all_products_of_the_lstm_are_in_16_bits():
     tokens = np.zeros((2, 3), np.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     apply = jaxmp.with_policy(model.apply, "mixed_float16")
-    found = contractions(apply, params, tokens)
+    found = product_dtypes(apply, params, tokens)
     assert found == [{"float16"}] * 5  # two in each layer, and the output
 
 

@@ -68,6 +68,21 @@ def test_what_is_not_public_in_jax_stays_in_one_file():
         assert "jax.__version" not in text or path.stem == "_jaxpr", path.name
 
 
+def test_names_of_primitives_stay_with_the_lists_of_them():
+    from jaxmp._jaxpr import CALL_KINDS
+
+    ops = jaxmp.DEFAULT_OPS
+    names = ops.allow | ops.deny | ops.infer | CALL_KINDS.keys()
+    lists = {"_jaxpr", "_op_lists", "_products"}
+    readers = {path for path in PACKAGE.glob("*.py") if "._jaxpr" in set(imports(path))}
+    assert {"_plan", "_replay", "_leaks"} <= {path.stem for path in readers}
+    for path in readers:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        found = strings & (names - set(CALL_KINDS.values()))
+        assert not found or path.stem in lists, (path.name, found)
+
+
 def test_the_files_that_trace_what_is_audited_are_there():
     from jaxmp._places import _TRACING
 

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from benchmarks.measure import contractions, equations
+from benchmarks.measure import equations, product_dtypes
 
 F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
@@ -183,7 +183,7 @@ def test_modules_with_dtypes_of_their_own_need_no_other_step(policy):
     jax.tree.map(
         partial(np.testing.assert_allclose, atol=TOLERANCE[policy]), grads, expected
     )
-    found = contractions(
+    found = product_dtypes(
         jax.grad(loss_fn, has_aux=True), own.params, own, X, Y, jax.random.key(0)
     )
     assert found
@@ -283,14 +283,14 @@ def test_remat_and_scan_change_nothing(kind, policy):
 def all_contractions(apply, model):
     state = make_state("O2", model, apply)
     grad_fn = jaxmp.grad(loss_fn, loss_scale=2.0**15, has_aux=True)
-    return contractions(grad_fn, state.params, state, X, Y, jax.random.key(0))
+    return product_dtypes(grad_fn, state.params, state, X, Y, jax.random.key(0))
 
 
 MODELS = {"conv": Net(), **{kind: Layers(kind) for kind in ("plain", "remat", "scan")}}
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-def test_under_o2_every_contraction_is_16_bit(model):
+def test_under_o2_every_product_is_16_bit(model):
     ours = all_contractions(jaxmp.linen.with_policy(model, "O2"), model)
     assert ours
     assert all(dtypes == {"float16"} for dtypes in ours)
