@@ -1,6 +1,7 @@
 """Many devices: what is reduced and gathered, where, and in which dtype."""
 
 import functools
+import itertools
 import re
 
 import chex
@@ -96,9 +97,18 @@ def on_one_device(name):
     return jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=8.0))(PARAMS, X, Y)
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("mesh", [DATA, GRID], ids=["data", "data x model"])
+ON_A_MESH = [
+    *itertools.product([DATA], ["float32", "mixed_bfloat16", "mixed_float16"], [1, 4]),
+    (GRID, "float32", 4),
+    # Over two axes the policies go the same way.
+    *(
+        pytest.param(GRID, *rest, marks=pytest.mark.evidence)
+        for rest in itertools.product(["mixed_bfloat16", "mixed_float16"], [1, 4])
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "name", "steps"), ON_A_MESH)
 def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     policy = jaxmp.get_policy(name)
     loss_fn = loss_of(jaxmp.with_policy(MODEL.apply, policy))
@@ -117,9 +127,18 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     assert_close(result, expected, EPS[policy.compute_dtype.name])
 
 
+SUMMED_IN = [
+    *(("bf16", reduce) for reduce in (None, "f32", "bf16", "f16")),
+    ("f16", "bf16"),
+    *(
+        pytest.param("f16", reduce, marks=pytest.mark.evidence)
+        for reduce in (None, "f32", "f16")
+    ),
+]
+
+
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("compute", ["bf16", "f16"])
-@pytest.mark.parametrize("reduce", [None, "f32", "bf16", "f16"])
+@pytest.mark.parametrize(("compute", "reduce"), SUMMED_IN)
 def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     text = f"p=f32,c={compute},o=f32" + (f",r={reduce}" if reduce else "")
     step = jaxmp.value_and_grad(

@@ -208,7 +208,9 @@ def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
     chex.assert_trees_all_equal(actual, expected)
 
 
-@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [HALF, pytest.param(BRAIN, marks=pytest.mark.evidence)], ids=str
+)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 def test_a_whole_step_in_16_bits_keeps_every_dtype(order, dtype, plainly_trained):
     losses, state = trained(lambda step: nnx.jit(order(dtype)(step)))
