@@ -1,6 +1,5 @@
 """Eight CPU devices, the same examples on every run, and the docstrings' names."""
 
-import gc
 import os
 import time
 
@@ -61,13 +60,6 @@ def pytest_collection_modifyitems(items):
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_garbage_is_looked_for_in_caches():
-    """Spares the collector what earlier modules have left in JAX's caches."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
