@@ -220,9 +220,11 @@ def _transforms(eqn: JaxprEqn) -> Iterator[str]:
 
 def live_primitives() -> dict[str, Primitive]:
     """Returns every primitive that exists in this process, by name."""
-    # There is no registry: a primitive is known by having been created.
-    found = (p for p in gc.get_objects() if isinstance(p, Primitive))
-    return {primitive.name: primitive for primitive in found}
+    # There is no registry: a primitive is known by having been created, or, where
+    # `gc.freeze` has hidden it, by its derivative.
+    rules = ad.primitive_jvps, ad.primitive_transposes
+    created = (x for x in gc.get_objects() if isinstance(x, Primitive))
+    return {p.name: p for p in itertools.chain(*rules, created)}
 
 
 # What the primitives that hold jaxprs do, by name. JAX has renamed some.

@@ -1,9 +1,11 @@
+import gc
 import subprocess
 import sys
 
 import jax
 import pytest
 from jax.extend.core import Primitive
+from jax.interpreters import ad
 
 import jaxmp
 from jaxmp._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
@@ -29,6 +31,18 @@ def test_no_primitive_is_in_two_lists():
     lists = [DEFAULT_OPS.allow, DEFAULT_OPS.deny, DEFAULT_OPS.infer, CALLS]
     assert sum(map(len, lists)) == len(frozenset.union(*lists))
     assert VIEWS <= EXACT <= DEFAULT_OPS.infer
+
+
+def test_a_primitive_on_a_frozen_heap_is_known_by_its_derivative():
+    frozen = Primitive("a_primitive_on_a_frozen_heap")
+    frozen.def_abstract_eval(lambda x: x)
+    ad.primitive_jvps[frozen] = lambda primals, tangents: (primals, tangents)
+    gc.freeze()
+    try:
+        assert frozen.name in DEFAULT_OPS.with_allow(frozen).allow
+    finally:
+        gc.unfreeze()
+        del ad.primitive_jvps[frozen]
 
 
 def test_lists_are_values():
