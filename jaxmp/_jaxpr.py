@@ -62,9 +62,14 @@ def closed_consts(jaxpr: Any) -> Sequence[Any]:
     return jaxpr.consts if isinstance(jaxpr, ClosedJaxpr) else ()
 
 
+def in_vars(jaxpr: Any) -> list[Any]:
+    """Returns the inputs of a jaxpr, open or closed."""
+    return open_jaxpr(jaxpr).invars
+
+
 def in_avals(jaxpr: Any) -> list[Any]:
     """Returns the types of the inputs of a jaxpr, open or closed."""
-    return [var.aval for var in open_jaxpr(jaxpr).invars]
+    return [var.aval for var in in_vars(jaxpr)]
 
 
 def out_avals(jaxpr: Any) -> list[Any]:

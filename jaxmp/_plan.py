@@ -67,14 +67,14 @@ class Plan:
     """How to treat the equations of a jaxpr, and what its variables are used for.
 
     Attributes:
-        jaxpr: The open jaxpr.
-        rules: For each of its equations, how to treat it.
+        eqns: The equations. Not the jaxpr: the plan must not keep it alive.
+        rules: For each of them, how to treat it.
         in_16bit: Variables that somebody would take in 16 bits.
         otherwise: Variables that somebody reads who is no product.
         digits: Variables of which somebody needs the last digits.
     """
 
-    jaxpr: Any
+    eqns: Sequence[Equation]
     rules: Sequence[Rule]
     in_16bit: frozenset[Any]
     otherwise: frozenset[Any]
@@ -92,7 +92,7 @@ class Plan:
                 f"{var.aval} {want}"
                 for var, want in zip(eqn.outvars, self.wanted(eqn), strict=True)
             )
-            for eqn, rule in zip(self.jaxpr.eqns, self.rules, strict=True)
+            for eqn, rule in zip(self.eqns, self.rules, strict=True)
         )
 
 
@@ -195,7 +195,7 @@ class Planner:
                 carried[i - layout.fixed_in.start]
                 for body in layout.bodies
                 for i, var in zip(
-                    body.operands, _jaxpr.open_jaxpr(body.jaxpr).invars, strict=True
+                    body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
                 )
                 if i in layout.fixed_in
                 and var in self.plan(body.jaxpr, inside, scopes).digits
@@ -230,7 +230,7 @@ class Planner:
             wants = _wanted(eqn.outvars, in_16bit, digits)
             note(self._uses(eqn, rules[-1], wants, otherwise, here))
         sets = map(frozenset, (in_16bit, otherwise, digits))
-        return Plan(jaxpr, rules[::-1], *sets)
+        return Plan(jaxpr.eqns, rules[::-1], *sets)
 
     def _uses(
         self,
@@ -274,7 +274,7 @@ class Planner:
         wanted = self.wanted_inside(layout, wanted, scopes)
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
-            inner = _jaxpr.open_jaxpr(body.jaxpr).invars
+            inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 fixed = i in layout.fixed_in
                 yield Use(
@@ -288,7 +288,7 @@ class Planner:
         """Returns the inputs of which the body of ``eqn`` needs the last digits."""
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
         digits = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes).digits
-        inner = _jaxpr.open_jaxpr(jaxpr).invars
+        inner = _jaxpr.in_vars(jaxpr)
         return {i for i, var in enumerate(inner) if var in digits}
 
     def _is_in_paths(self, scopes: Scopes) -> bool:

@@ -306,15 +306,16 @@ class Caster:
         Gradients that come back through a scan would be added in 16 bits, so only a
         scan that has been differentiated already qualifies: an accumulation.
         """
-        plan = self.planner.plan(layout.bodies[0].jaxpr, wanted, scopes)
-        if not any(map(_jaxpr.is_differentiated, plan.jaxpr.eqns)):
+        jaxpr = layout.bodies[0].jaxpr
+        plan = self.planner.plan(jaxpr, wanted, scopes)
+        if not any(map(_jaxpr.is_differentiated, plan.eqns)):
             return ins
-        weights = plan.in_16bit - plan.otherwise
+        weights, variables = plan.in_16bit - plan.otherwise, _jaxpr.in_vars(jaxpr)
         return [
             dataclasses.replace(value, array=value.in_16bit(self.dtype), narrow=True)
             if var in weights and i < layout.fixed_in.start
             else value
-            for i, (value, var) in enumerate(zip(ins, plan.jaxpr.invars, strict=True))
+            for i, (value, var) in enumerate(zip(ins, variables, strict=True))
         ]
 
     def rewritten(

@@ -1,5 +1,7 @@
 """Looking ahead, alone: a plan is made of a jaxpr, and nothing is emitted."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ def rules(fun, *args, **options):
 
 def wants(fun, *args, **options):
     plan, names = planned(fun, *args, **options)
-    found = [plan.wanted(eqn) for eqn in plan.jaxpr.eqns]
+    found = [plan.wanted(eqn) for eqn in plan.eqns]
     return {name: want for name, (want,) in zip(names, found, strict=True)}
 
 
@@ -127,3 +129,17 @@ def test_an_outer_product_is_elementwise_work_with_groups_too():
     assert rules(outer, X, jnp.ones((1, 8, 8)))["ragged_dot_general"] == "allow"
     thin = jnp.ones((4, 1)), jnp.ones((1, 1, 8))
     assert rules(outer, *thin)["ragged_dot_general"] == "deny"
+
+
+def test_a_plan_keeps_no_jaxpr_alive():
+    # An autocast function lives as long as the program, and may trace again and again.
+    planner = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS)
+    jaxpr = jax.make_jaxpr(lambda x: jax.checkpoint(jnp.tanh)(x @ W))(X)
+    for planned in (jaxpr, jaxpr.jaxpr, next(_jaxpr.sub_jaxprs(jaxpr.eqns[-1]))):
+        planner.plan(planned, ("original",))
+        planner.matters(planned)
+    assert len(planner._plans) >= 2
+    del jaxpr, planned
+    jax.clear_caches()
+    gc.collect()
+    assert len(planner._plans) == len(planner._matters) == 0
