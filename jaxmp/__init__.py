@@ -19,6 +19,10 @@ from ._loss_scale_state import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale_state import last_step_finite as last_step_finite
 from ._loss_scale_state import unscale as unscale
 from ._mesh import init_shardings as init_shardings
+from ._narrow_params import KahanSummationState as KahanSummationState
+from ._narrow_params import StochasticRoundingState as StochasticRoundingState
+from ._narrow_params import kahan_summation as kahan_summation
+from ._narrow_params import stochastic_rounding as stochastic_rounding
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
@@ -37,6 +41,7 @@ from ._version import __version__ as __version__
 __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
+    "KahanSummationState",
     "Kept",
     "Leak",
     "LossScaleState",
@@ -45,6 +50,7 @@ __all__ = [
     "RangeReport",
     "RangeStats",
     "RecordRangesState",
+    "StochasticRoundingState",
     "activation_gradients",
     "all_finite",
     "assert_16bit",
@@ -60,12 +66,14 @@ __all__ = [
     "get_policy",
     "grad",
     "init_shardings",
+    "kahan_summation",
     "last_step_finite",
     "loss_scaling",
     "range_report",
     "record_ranges",
     "select_tree",
     "static_loss_scale",
+    "stochastic_rounding",
     "suggest_loss_scale",
     "unscale",
     "unused_overrides",

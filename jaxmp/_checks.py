@@ -177,6 +177,29 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
+def check_optimizer(inner: Any, call: str) -> None:
+    """Raises where what is to be wrapped is not an optimizer.
+
+    Args:
+        inner: What was given.
+        call: How our wrapper is called.
+    """
+    if callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    ):
+        return
+    cure = "Pass for example `optax.adam(1e-3)`."
+    if isinstance(inner, (str, jmp.Policy)):
+        cure = f"It comes first: `{call}`."
+    elif callable(inner):
+        name = getattr(inner, "__name__", "adam")
+        cure = f"Call it, with its options: `{name}(1e-3)`."
+    raise TypeError(
+        f"The optimizer to wrap must be an optax transformation, but is {short(inner)}."
+        f" {cure}"
+    )
+
+
 def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
     """Raises where a model, a policy or a result stands in the place of a function.
 

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.core
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, check_positive, known_number, short
+from ._checks import (
+    as_count,
+    check_optimizer,
+    check_positive,
+    known_number,
+    short,
+)
 from ._loss_scale_state import LossScaleState
+from ._narrow_params import check_nothing_follows
 from ._policy import PolicyLike, get_policy
 from ._tree import AxisName, all_finite
 from ._varying import varying_axes
@@ -37,6 +43,8 @@ if TYPE_CHECKING:
         update: _Update  # pyright: ignore
 else:
     LossScaling = optax.GradientTransformationExtraArgs
+
+_CALL = 'loss_scaling(optax.adam(1e-3), "mixed_float16")'
 
 
 def dynamic_loss_scale(
@@ -183,7 +191,7 @@ def static_loss_scale(
         >>> jaxmp.get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
-    _check_optimizer(inner)
+    check_optimizer(inner, _CALL)
     check_positive("scale", scale)
 
     def adapt(state: LossScaleState) -> LossScaleState:
@@ -244,24 +252,6 @@ def loss_scaling(
     return static_loss_scale(inner, axis_name=options.get("axis_name"))
 
 
-def _check_optimizer(inner: Any) -> None:
-    """Raises where what is to be wrapped is not an optimizer."""
-    if callable(getattr(inner, "init", None)) and callable(
-        getattr(inner, "update", None)
-    ):
-        return
-    cure = "Pass for example `optax.adam(1e-3)`."
-    if isinstance(inner, (str, jmp.Policy)):
-        cure = 'It comes first: `loss_scaling(optax.adam(1e-3), "mixed_float16")`.'
-    elif callable(inner):
-        name = getattr(inner, "__name__", "adam")
-        cure = f"Call it, with its options: `{name}(1e-3)`."
-    raise TypeError(
-        f"The optimizer to wrap must be an optax transformation, but is {short(inner)}."
-        f" {cure}"
-    )
-
-
 def _skipping(
     inner: optax.GradientTransformation,
     init_scale: float,
@@ -269,17 +259,19 @@ def _skipping(
     axis_name: AxisName | None,
 ) -> LossScaling:
     """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale."""
-    _check_optimizer(inner)
+    check_optimizer(inner, _CALL)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
+        inner_state = inner.init(params)
+        check_nothing_follows(inner_state)
         return LossScaleState(
             loss_scale=jnp.array(init_scale, jnp.float32),
             good_steps=jnp.zeros([], jnp.int32),
             bad_steps=jnp.zeros([], jnp.int32),
             skipped=jnp.zeros([], jnp.int32),
             last_finite=jnp.array(True),
-            inner_state=inner.init(params),
+            inner_state=inner_state,
         )
 
     def update_fn(updates, state, params=None, **extra_args):

@@ -17,7 +17,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_dtypes", "_jaxpr", "_varying"},
+    {"_version", "_checks", "_dtypes", "_jaxpr", "_rounding", "_varying"},
     {"_tree", "_products", "_scopes", "_report", "_residuals"},
     {"_op_lists", "_places"},
     {
@@ -27,6 +27,7 @@ ROWS = [
         "_values",
         "_kept",
         "_exponents",
+        "_narrow_params",
         "_loss_scale_state",
     },
     {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges"},

@@ -1,0 +1,377 @@
+"""Optimizers of parameters that are stored in 16 bits, without float32 masters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from ._checks import check_optimizer, short
+from ._dtypes import as_dtype
+from ._rounding import join, noise_seeds, round_stochastically, split
+from ._tree import is_floating, path_name, widen
+
+_BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
+# What changes the updates of the transformation inside it, by the name of its state.
+_CHANGING = {
+    "LookaheadState": "optax.lookahead",
+    "ScheduleFreeState": "optax.contrib.schedule_free",
+    "SAMState": "optax.contrib.sam",
+}
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of :func:`stochastic_rounding`."""
+
+    steps: jax.Array  # uint32[], since init; each has random numbers of its own
+    inner_state: optax.OptState
+
+
+class KahanSummationState(NamedTuple):
+    """State of :func:`kahan_summation`."""
+
+    steps: jax.Array  # uint32[], since init; each has random numbers of its own
+    compensation: Any  # int16, of the shapes of the 16-bit parameters, else int16[]
+    inner_state: optax.OptState
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation,
+    *,
+    state_dtype: DTypeLike | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Trains bfloat16 parameters without float32 masters, rounding at random.
+
+    ``inner`` sees parameters and gradients in float32, and its state is float32. What
+    it makes of a bfloat16 parameter is rounded up or down at random, to the nearer
+    neighbour the more probably, so that the mean of many small updates is what they
+    add up to. Rounded to the nearest number, as ``optax.apply_updates`` does it, an
+    update below 1/512 of its parameter is lost, and a model stops learning.
+
+    A parameter with Adam takes 10 bytes, with ``state_dtype="bfloat16"`` 6, where
+    float32 masters take 12 and 2 more for their 16-bit copy. Float32 parameters are
+    updated as ``inner`` alone would; the program is the same for both.
+
+    Its updates are float32, and ``optax.apply_updates`` makes exactly the rounded
+    parameters of them. So nothing may change them: in a chain this comes last, with
+    everything else inside it, and only :func:`jaxmp.loss_scaling` goes around it,
+    which skips a step without a trace.
+
+    The random numbers depend on ``seed``, the step and the position of an element:
+    not on how arrays are sharded under ``jit``, and they are the same for all replicas,
+    also those of ``vmap``. They are made where they are used, never in memory.
+
+    Args:
+        inner: The optimizer, of float32 parameters as ever.
+        state_dtype: bfloat16 stores the state of ``inner`` so, except its scalars,
+            rounded in the same way; also that of float32 parameters. Rounded to the
+            nearest number, a second moment would stand still. None leaves it float32.
+        seed: Of the random numbers.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`StochasticRoundingState`.
+
+    Raises:
+        TypeError: If a parameter is float16 or narrower, or an argument is of another
+            kind.
+        ValueError: If ``state_dtype`` is another dtype, or there is such a wrapper
+            inside already.
+
+    Examples:
+        >>> def train(tx, params, state):
+        ...     def step(carry, _):
+        ...         params, state = carry
+        ...         updates, state = tx.update(jnp.ones(1000), state, params)
+        ...         return (optax.apply_updates(params, updates), state), None
+        ...     (params, _), _ = jax.lax.scan(step, (params, state), length=1000)
+        ...     return params.mean(dtype=jnp.float32)
+        >>> params = jnp.ones(1000, jnp.bfloat16)
+        >>> for tx in (optax.sgd(1e-4), stochastic_rounding(optax.sgd(1e-4))):
+        ...     print(f"{train(tx, params, tx.init(params)):.2f}")
+        1.00
+        0.90
+
+    References:
+        Zamirai et al., "Revisiting BFloat16 Training", 2020,
+        https://arxiv.org/abs/2010.06192.
+    """
+    return _without_masters(
+        "stochastic_rounding", inner, state_dtype, seed, StochasticRoundingState
+    )
+
+
+def kahan_summation(
+    inner: optax.GradientTransformation,
+    *,
+    state_dtype: DTypeLike | None = None,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Trains 16-bit parameters without float32 masters, keeping what rounding loses.
+
+    ``inner`` sees parameters and gradients in float32, and its state is float32. Its
+    updates are added to the parameter and its compensation, 16 bits more in the state:
+    how far the sum lies from the 16-bit number nearest to it. A bfloat16 parameter and
+    its compensation are a float32 number, bit for bit, so that training is that of
+    float32 masters with a bfloat16 copy. So are a float16 parameter (policy ``O3``) and
+    its compensation; below 2^-14, where float16 has fewer digits, a multiple of 2^-39.
+
+    A parameter with Adam takes 12 bytes, as with float32 masters but without their
+    16-bit copy, and with ``state_dtype="bfloat16"`` 8. Float32 parameters are updated
+    as ``inner`` alone would, and their compensation is a single 0; the program is the
+    same for all.
+
+    As for :func:`stochastic_rounding`, nothing may change the updates: in a chain this
+    comes last, and only :func:`jaxmp.loss_scaling` goes around it. The parameters may
+    be changed between two steps, because what is left of the compensation is at most
+    half of their spacing.
+
+    Args:
+        inner: The optimizer, of float32 parameters as ever.
+        state_dtype: As in :func:`stochastic_rounding`.
+        seed: Of the random numbers by which ``state_dtype`` rounds. Without it there
+            are none.
+
+    Returns:
+        A :class:`optax.GradientTransformationExtraArgs` whose state is a
+        :class:`KahanSummationState`.
+
+    Raises:
+        TypeError: If a parameter is narrower than 16 bits, or an argument is of another
+            kind.
+        ValueError: If ``state_dtype`` is another dtype, the state is that of parameters
+            of other dtypes, or there is such a wrapper inside already.
+
+    Examples:
+        >>> tx = kahan_summation(optax.sgd(1.0))
+        >>> params = jnp.ones(1, jnp.bfloat16)
+        >>> updates, state = tx.update(jnp.array([2.0**-12]), tx.init(params), params)
+        >>> optax.apply_updates(params, updates), state.compensation
+        (Array([1], dtype=bfloat16), Array([-4096], dtype=int16))
+
+    References:
+        Kahan, "Further remarks on reducing truncation errors", CACM 8(1), 1965; Zamirai
+        et al., "Revisiting BFloat16 Training", 2020, https://arxiv.org/abs/2010.06192;
+        https://pypi.org/project/bf16-fused-adam for the lower half of a float32 number
+        as the compensation.
+    """
+    return _without_masters(
+        "kahan_summation", inner, state_dtype, seed, KahanSummationState
+    )
+
+
+def check_nothing_follows(state: Any) -> None:
+    """Raises where something changes the updates of one of the two wrappers.
+
+    Args:
+        state: The state of an optimizer that may have one of them in it.
+    """
+    if not _has_wrapper(state):
+        return
+    rule = (
+        "The updates of `jaxmp.stochastic_rounding` and `jaxmp.kahan_summation` must "
+        "reach `optax.apply_updates` as they are, but "
+    )
+    if (name := _CHANGING.get(type(state).__name__)) is not None:
+        raise ValueError(
+            f"{rule}`{name}` is around one of them. Put it inside: "
+            f"`jaxmp.kahan_summation({name}(...))`."
+        )
+    if type(state) is tuple and any(map(_has_wrapper, state[:-1])):
+        raise ValueError(
+            f"{rule}something comes after one of them in an `optax.chain`. Put the "
+            "whole chain inside: `jaxmp.kahan_summation(optax.chain(...))`."
+        )
+
+    def is_part(x: Any) -> bool:
+        kind = type(x)
+        return x is not state and (kind is tuple or kind.__name__ in _CHANGING)
+
+    for part in jax.tree.leaves(state, is_leaf=is_part):
+        if is_part(part):
+            check_nothing_follows(part)
+
+
+def _without_masters(
+    name: str,
+    inner: optax.GradientTransformation,
+    state_dtype: DTypeLike | None,
+    seed: Any,
+    state_type: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Shows ``inner`` float32 parameters, and stores what it makes of them."""
+    check_optimizer(inner, f"jaxmp.{name}(optax.adam(1e-3))")
+    _check_seed(seed)
+    narrow = _as_state_dtype(state_dtype)
+    inner = optax.with_extra_args_support(inner)
+    compensated = state_type is KahanSummationState
+
+    def init_fn(params):
+        _check_params(name, params)
+        inner_state = inner.init(widen(params))
+        if _has_wrapper(inner_state):
+            raise ValueError(
+                f"`jaxmp.{name}` has another wrapper of its kind inside, and the "
+                "parameters would be rounded twice. Wrap the optimizer once."
+            )
+        # Mostly zeros. Other numbers are rounded to the nearest, this once.
+        inner_state = jax.tree.map(
+            lambda x: x.astype(narrow) if _is_kept(x, jnp.float32, narrow) else x,
+            inner_state,
+        )
+        fields: dict[str, Any] = {"steps": jnp.zeros([], jnp.uint32)}
+        if compensated:
+            fields["compensation"] = jax.tree.map(_no_compensation, params)
+        return state_type(inner_state=inner_state, **fields)
+
+    # So that an autocast around the whole step leaves it alone.
+    @jax.named_scope("jaxmp.float32")
+    def update_fn(updates, state, params=None, **extra_args):
+        _check_state(name, state, state_type)
+        _check_params(name, params)
+        leaves, structure = jax.tree.flatten(params)
+        wide, rests = widen(leaves), []
+        if compensated:
+            rests = structure.flatten_up_to(state.compensation)
+            _check_compensation(leaves, rests)
+            wide = [
+                join(p, rest) if _is_16_bit(p) else w
+                for p, w, rest in zip(leaves, wide, rests, strict=True)
+            ]
+        wide_state = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if _is_kept(x, narrow, narrow) else x,
+            state.inner_state,
+        )
+        updates, inner_state = inner.update(
+            widen(updates), wide_state, structure.unflatten(wide), **extra_args
+        )
+        changes = structure.flatten_up_to(updates)
+        states, state_structure = jax.tree.flatten(inner_state)
+        seeds = noise_seeds(seed, state.steps, len(leaves) + len(states))
+
+        for i, p in enumerate(leaves):
+            if not _is_16_bit(p):
+                continue
+            total = jnp.asarray(wide[i] + changes[i], jnp.float32)
+            if compensated:
+                stored, rests[i] = split(total, p.dtype)
+            else:
+                stored = round_stochastically(total, seeds[i])
+            changes[i] = _change(p, stored)
+        for i, x in enumerate(states):
+            if _is_kept(x, jnp.float32, narrow):
+                stored = round_stochastically(x, seeds[len(leaves) + i])
+                states[i] = stored.astype(narrow)
+
+        fields: dict[str, Any] = {"steps": state.steps + np.uint32(1)}
+        if compensated:
+            fields["compensation"] = structure.unflatten(rests)
+        return structure.unflatten(changes), state_type(
+            inner_state=state_structure.unflatten(states), **fields
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@jax.jit  # JAX traces it once for all leaves of one shape
+def _change(param: jax.Array, stored: jax.Array) -> jax.Array:
+    """Returns what must be added to a 16-bit parameter to make another of it.
+
+    The sum is exact: both are numbers of 8 or 11 digits, and where they are of very
+    different size, the smaller one lies on the grid of the update that led there.
+    """
+    param = param.astype(jnp.float32)
+    return jnp.where(stored == param, 0, stored - param)  # Inf - Inf is NaN
+
+
+def _is_16_bit(x: Any) -> bool:
+    return is_floating(x) and x.dtype in (_BFLOAT16, _FLOAT16)
+
+
+def _is_kept(x: Any, dtype: Any, narrow: np.dtype | None) -> bool:
+    """Tells whether a leaf of the inner state is stored in another dtype than used."""
+    is_stored = narrow is not None and is_floating(x)
+    return is_stored and x.ndim > 0 and x.dtype == dtype
+
+
+def _no_compensation(param: Any) -> jax.Array:
+    if _is_16_bit(param):
+        return jnp.zeros_like(param, jnp.int16)
+    return jnp.zeros([], jnp.int16)
+
+
+def _has_wrapper(state: Any) -> bool:
+    kinds = (StochasticRoundingState, KahanSummationState)
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
+    return any(isinstance(x, kinds) for x in leaves)
+
+
+def _as_state_dtype(state_dtype: DTypeLike | None) -> np.dtype | None:
+    """Returns the dtype in which the inner state is stored, None where as it is."""
+    if state_dtype is None:
+        return None
+    dtype = as_dtype(state_dtype, "`state_dtype`")
+    if dtype != _BFLOAT16:
+        raise ValueError(
+            f"`state_dtype` must be bfloat16 or None, but is {dtype.name}. Float16 "
+            "has no room for second moments; None leaves the state float32."
+        )
+    return dtype
+
+
+def _check_seed(seed: Any) -> None:
+    dtype = getattr(seed, "dtype", None)
+    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    is_int = isinstance(seed, int) and not isinstance(seed, bool)
+    if not is_int and not (is_array and seed.ndim == 0):
+        raise TypeError(
+            f"`seed` must be an integer, but is {short(seed)}. Pass for example "
+            "`seed=0`; the random numbers of each step are made of it."
+        )
+
+
+def _check_params(name: str, params: Any) -> None:
+    """Raises where there is a parameter that is not for this wrapper."""
+    if params is None:
+        raise ValueError(
+            f"`jaxmp.{name}` rounds parameters and needs them: "
+            "`tx.update(grads, opt_state, params)`."
+        )
+    for path, x in jax.tree.leaves_with_path(params):
+        if not is_floating(x) or x.dtype.itemsize > 2 or x.dtype == _BFLOAT16:
+            continue
+        if x.dtype == _FLOAT16 and name == "kahan_summation":
+            continue
+        cure = "Use `jaxmp.kahan_summation`." if x.dtype == _FLOAT16 else ""
+        kinds = "16-bit" if name == "kahan_summation" else "bfloat16"
+        raise TypeError(
+            f"`jaxmp.{name}` serves {kinds} and float32 parameters, but "
+            f"`{path_name(path)}` is {x.dtype.name}. {cure or 'Cast it to bfloat16.'}"
+        )
+
+
+def _check_state(name: str, state: Any, state_type: Any) -> None:
+    if not isinstance(state, state_type):
+        raise TypeError(
+            "`tx.update(grads, opt_state, params)` needs the state that "
+            f"`tx.init(params)` made, a `{state_type.__name__}`, but got "
+            f"{short(state)}. Begin with `opt_state = tx.init(params)`."
+        )
+
+
+def _check_compensation(params: list[Any], rests: list[Any]) -> None:
+    """Raises where the state was made for parameters of other dtypes or shapes."""
+    for p, rest in zip(params, rests, strict=True):
+        shape = jnp.shape(p) if _is_16_bit(p) else ()
+        if rest.shape != shape:
+            raise ValueError(
+                f"A parameter {jnp.result_type(p)}{list(jnp.shape(p))} has a "
+                f"compensation of the shape {list(rest.shape)}, as if it had another "
+                "dtype when the state was made. Cast first, "
+                "`params = policy.cast_to_param(params)`, then `tx.init(params)`."
+            )

@@ -1,0 +1,160 @@
+"""Float32 numbers in 16 bits: rounded at random, or beside what rounding takes away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# The two halves of a float32 number: the upper one is a bfloat16 number.
+_UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0x0000FFFF)
+# Float16 numbers have 10 bits of fraction, and exponents from -14 to 15.
+_FRACTION, _LOWEST, _HIGHEST = 10, -14, 15
+# The compensation of a float16 number counts in 2^-15 of the number's spacing. With the
+# 11 bits of the number these are 26, two more than those of float32.
+_PARTS = 2.0**15
+
+# JAX traces the jitted functions once for all arrays of one shape. There is no cast to
+# 16 bits and back in them: XLA leaves it out on a GPU, and with it the rounding.
+
+
+def noise_seeds(seed: Any, step: jax.Array, count: int) -> jax.Array:
+    """Returns two random numbers for each of the arrays that a step rounds.
+
+    Args:
+        seed: An integer.
+        step: uint32[].
+        count: How many arrays there are.
+
+    Returns:
+        A uint32 array of shape ``[count, 2]``.
+    """
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    seeds = jax.random.bits(key, (count, 2), jnp.uint32)
+    # Else XLA may compute them again for every element.
+    return jax.lax.optimization_barrier(seeds)
+
+
+def split(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Rounds a float32 array to 16-bit numbers, and returns what is left over.
+
+    Args:
+        x: A float32 array.
+        dtype: bfloat16 or float16.
+
+    Returns:
+        A float32 array of numbers of ``dtype``, the nearest ones, and an int16 array,
+        from which :func:`join` makes ``x`` again: exactly if ``dtype`` is bfloat16, and
+        for float16 where ``x`` lies in the range of its normal numbers.
+    """
+    return (_split_bfloat16 if dtype == jnp.bfloat16 else _split_float16)(x)
+
+
+def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
+    """Returns the float32 array that :func:`split` took apart.
+
+    Where the 16-bit number has been changed since, the result is nearer to it than to
+    any other number of its dtype, or half way.
+    """
+    is_bfloat16 = stored.dtype == jnp.bfloat16
+    return (_join_bfloat16 if is_bfloat16 else _join_float16)(stored, rest)
+
+
+@jax.jit
+def round_stochastically(x: jax.Array, seeds: jax.Array) -> jax.Array:
+    """Rounds a float32 array to bfloat16 numbers, up or down at random.
+
+    Of the two neighbours of a number the nearer one is the likelier, so that the mean
+    is the number. Bfloat16 numbers, Inf and NaN stay what they are, and nothing finite
+    becomes Inf: what lies beyond the largest bfloat16 number becomes that one.
+
+    Args:
+        x: A float32 array.
+        seeds: uint32[2], its row of :func:`noise_seeds`.
+
+    Returns:
+        A float32 array that a cast to bfloat16 does not change any more.
+    """
+    bits = _bits(x)
+    down, up = bits & _UPPER, (bits + _noise(x.shape, seeds)) & _UPPER
+    up = jnp.where(jnp.isfinite(_float(up)), up, down)
+    return jnp.where(jnp.isfinite(x), _float(up), x)
+
+
+@jax.jit
+def _split_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    bits = _bits(x)
+    nearest = (bits + np.uint32(0x8000)) & _UPPER
+    stored = jnp.where(jnp.isfinite(x), _float(nearest), x)
+    rest = jax.lax.bitcast_convert_type(bits - nearest, jnp.int32)
+    return stored, jnp.where(jnp.isfinite(stored), rest, 0).astype(jnp.int16)
+
+
+@jax.jit
+def _join_bfloat16(stored: jax.Array, rest: jax.Array) -> jax.Array:
+    stored = stored.astype(jnp.float32)
+    # Next to zero on one side, and to Inf on the other, there is NaN. No number has
+    # such a rest, but a parameter may have been set to zero or Inf since. The bits tell
+    # zero from subnormal numbers on every machine.
+    is_zero = (_bits(stored) << 1) == 0
+    rest = jnp.where(is_zero, jnp.maximum(rest, 0), rest).astype(jnp.int32)
+    joined = _bits(stored) + jax.lax.bitcast_convert_type(rest, jnp.uint32)
+    return jnp.where(jnp.isfinite(stored), _float(joined), stored)
+
+
+@jax.jit
+def _split_float16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    spacing = _float16_spacing(x)
+    stored = jnp.round(x / spacing) * spacing
+    rest = jnp.round((x - stored) / _float16_spacing(stored) * _PARTS)
+    in_range = jnp.abs(stored) <= np.float32(np.finfo(np.float16).max)
+    return stored, jnp.where(in_range, rest, 0).astype(jnp.int16)
+
+
+@jax.jit
+def _join_float16(stored: jax.Array, rest: jax.Array) -> jax.Array:
+    stored = stored.astype(jnp.float32)
+    return stored + rest.astype(jnp.float32) / _PARTS * _float16_spacing(stored)
+
+
+def _float16_spacing(x: jax.Array) -> jax.Array:
+    """Returns how far apart float16 numbers of the size of a float32 number lie."""
+    exponent = (_bits(x) >> 23) & np.uint32(0xFF)  # and 127
+    exponent = jnp.clip(exponent, np.uint32(127 + _LOWEST), np.uint32(127 + _HIGHEST))
+    return _float((exponent - np.uint32(_FRACTION)) << 23)
+
+
+def _noise(shape: tuple[int, ...], seeds: jax.Array) -> jax.Array:
+    """Returns random numbers from 0 to 0xFFFF, as a function of seeds and position.
+
+    Whoever holds a part of a sharded array computes that part. Threefry for every
+    element would take longer than an optimizer's reading and writing: some 80 integer
+    operations, of which an H200 does 3.5 in the time of a byte.
+    """
+    index = jnp.zeros(shape, jnp.uint32)
+    for axis, size in enumerate(shape):
+        position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        index = index * np.uint32(size & 0xFFFFFFFF) + position
+    return _hash(_hash(index + seeds[0]) ^ seeds[1]) & _LOWER
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """Mixes the bits of uint32 numbers, one to one.
+
+    References:
+        Wellons, "Prospecting for Hash Functions", 2018, with the constants of its
+        issue 19, https://github.com/skeeto/hash-prospector.
+    """
+    x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * np.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

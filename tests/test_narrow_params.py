@@ -1,0 +1,625 @@
+"""Without float32 masters nothing is lost, or nothing on the average."""
+
+from functools import partial
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import _rounding
+
+WRAPPERS = {
+    "stochastic": jaxmp.stochastic_rounding,
+    "stochastic, 16-bit state": partial(
+        jaxmp.stochastic_rounding, state_dtype="bfloat16"
+    ),
+    "Kahan": jaxmp.kahan_summation,
+    "Kahan, 16-bit state": partial(jaxmp.kahan_summation, state_dtype=jnp.bfloat16),
+}
+each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+PARAMS = {
+    "w": jnp.arange(-8, 8, dtype=jnp.bfloat16).reshape(8, 2) / 8,
+    "b": jnp.array([0.5, -0.0, 3.0]),  # float32
+}
+GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-6), PARAMS)
+
+
+def step_of(tx):
+    """Returns the training step that users write."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1))
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def train(tx, params, grads, length):
+    """Updates with the same gradients again and again."""
+
+    def step(carry, _):
+        return step_of(tx)(*carry, grads), None
+
+    return jax.lax.scan(step, (params, tx.init(params)), length=length)[0]
+
+
+def bits(tree):
+    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
+    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
+
+
+def full(params, state):
+    """Returns the float32 parameters of Kahan's."""
+    return jax.tree.map(_rounding.join, params, state.compensation)
+
+
+# What is lost
+
+
+def test_small_updates_stall_to_the_nearest_and_add_up_at_random():
+    params, grads = jnp.ones(4096, jnp.bfloat16), jnp.full(4096, 1e-4)
+    plain, _ = train(optax.sgd(1.0), params, grads, 1000)
+    rounded, _ = train(jaxmp.stochastic_rounding(optax.sgd(1.0)), params, grads, 1000)
+    assert np.all(plain == 1)
+    rounded = np.asarray(rounded, float)
+    # A walk of steps of one spacing, 2^-8, in a tenth of which it has moved.
+    error = np.sqrt(0.1 * 2.0**-8 / 4096)
+    assert abs(rounded.mean() - 0.9) < 4 * error
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_kahan_is_true_after_a_hundred_thousand_updates(dtype):
+    rng = np.random.default_rng(0)
+    updates = rng.normal(scale=1e-4, size=(100_000, 8)).astype(np.float32)
+    tx = jaxmp.kahan_summation(optax.sgd(1.0))
+    params = jnp.ones(8, dtype)
+
+    def step(carry, update):
+        return step_of(tx)(*carry, -update), None
+
+    found, state = jax.lax.scan(step, (params, tx.init(params)), updates)[0]
+    truth = 1 + updates.astype(float).sum(0)
+    assert np.max(abs(full(found, state) - truth)) < 2.0**-15
+    assert np.max(abs(truth - 1)) > 2.0**-7  # of which the parameters alone know little
+
+
+def test_kahan_trains_as_float32_masters_bit_for_bit():
+    # The gradient of what is stored, as under `mixed_bfloat16` that of a copy.
+    start = jnp.linspace(-2, 2, 64, dtype=jnp.bfloat16).astype(jnp.float32)
+    tx = optax.sgd(2.0**-7, momentum=0.5)  # a power of two: fused or not, the same
+    kahan = jaxmp.kahan_summation(tx)
+
+    def grad(copy):
+        return jnp.sin(3 * copy.astype(jnp.float32))
+
+    def both(carry, _):
+        masters, state, params, kahan_state = carry
+        copy = _rounding.split(masters, jnp.bfloat16)[0].astype(jnp.bfloat16)
+        masters, state = step_of(optax.with_extra_args_support(tx))(
+            masters, state, grad(copy)
+        )
+        params, kahan_state = step_of(kahan)(params, kahan_state, grad(params))
+        return (masters, state, params, kahan_state), None
+
+    params = start.astype(jnp.bfloat16)
+    carry = start, tx.init(start), params, kahan.init(params)
+    carry, _ = jax.lax.scan(both, carry, length=300)
+    masters, _, params, state = carry
+    assert bits(full(params, state)) == bits(masters)
+    assert np.max(abs(masters - start)) > 1e-2
+
+
+def test_second_moments_of_16_bits_do_not_freeze():
+    # 1000 gradients of 1 and 2000 of 0: 1 - 0.999^1000, times 0.999^2000.
+    truth = (1 - 0.999**1000) * 0.999**2000
+
+    def second_moment(tx, params):
+        def step(state, grad):
+            return tx.update(jnp.full(512, grad), state, params)[1], None
+
+        grads = jnp.repeat(jnp.array([1.0, 0.0]), jnp.array([1000, 2000]))
+        state = jax.lax.scan(step, tx.init(params), grads)[0]
+        return optax.tree.get(state, "nu")
+
+    params = jnp.ones(512, jnp.bfloat16)
+    found = second_moment(WRAPPERS["Kahan, 16-bit state"](optax.adam(1.0)), params)
+    assert found.dtype == jnp.bfloat16
+    assert abs(np.asarray(found, float).mean() / truth - 1) < 0.03
+    # To the nearest number, 0.999 of a moment is the moment.
+    assert jnp.bfloat16(0.5) * jnp.bfloat16(0.999) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_apply_updates_makes_what_was_rounded(dtype):
+    # Of parameters of any size, updates of any size, and such as cancel.
+    rng = np.random.default_rng(0)
+    params = np.arange(2**16, dtype=np.uint16).view(dtype)
+    params = params[np.isfinite(params.astype(np.float32))]
+    if dtype != np.float16:  # whose largest sums overflow, and subnormal ones are zeros
+        size = abs(params.astype(np.float32))
+        params = params[(size > 2.0**-90) & (size < 2.0**110)]
+    wide = params.astype(np.float32)
+    size = 2.0 ** rng.integers(-30, 10, params.shape)
+    for updates in (
+        np.float32(rng.normal(size=params.shape)),
+        wide * np.float32(size),
+        -wide * np.float32(1 + rng.normal(size=params.shape) / 2**20),
+        -wide,
+        np.nextafter(-wide, np.float32(0)),
+    ):
+        tx = jaxmp.kahan_summation(optax.sgd(-1.0))
+        made, state = jax.jit(step_of(tx))(params, tx.init(params), updates)
+        expected, rest = _rounding.split(wide + updates, dtype)
+        expected = np.asarray(expected.astype(dtype), np.float32)
+        np.testing.assert_array_equal(np.asarray(made, np.float32), expected)
+        np.testing.assert_array_equal(state.compensation, rest)
+
+
+def test_inf_and_nan_stay():
+    params = jnp.array([jnp.inf, -jnp.inf, jnp.nan, 1, 1], jnp.bfloat16)
+    grads = jnp.array([1, 1, 1, jnp.inf, jnp.nan])
+    for wrapper in ("stochastic", "Kahan"):
+        tx = WRAPPERS[wrapper](optax.sgd(1.0))
+        made, _ = jax.jit(step_of(tx))(params, tx.init(params), grads)
+        expected = [jnp.inf, -jnp.inf, jnp.nan, -jnp.inf, jnp.nan]
+        np.testing.assert_array_equal(np.asarray(made, float), expected)
+
+
+# What the optimizer sees, and what is stored
+
+
+def test_inner_sees_float32_alone():
+    seen = []
+
+    def update(updates, state, params, **extra_args):
+        seen.append((updates, state, params, sorted(extra_args)))
+        return updates, state
+
+    def init(params):
+        seen.append(params)
+        return {"moment": params, "scalar": jnp.float32(0), "count": jnp.arange(3)}
+
+    inner = optax.GradientTransformationExtraArgs(init, update)
+    params = {**PARAMS, "none": None, "count": jnp.arange(2)}
+    grads = {**jaxmp.cast_tree(GRADS, "float16"), "none": None, "count": jnp.arange(2)}
+    for wrap in WRAPPERS.values():
+        tx = wrap(inner)
+        state = tx.init(params)
+        jax.eval_shape(partial(tx.update, value=1.0), grads, state, params)
+    dtypes = {x.dtype for x in jax.tree.leaves([x[:3] for x in seen[1::2]])}
+    assert dtypes == {np.dtype("float32"), np.dtype("int32")}
+    assert all(x[3] == ["value"] for x in seen[1::2])
+    narrow = state.inner_state
+    assert narrow["moment"]["w"].dtype == narrow["moment"]["b"].dtype == jnp.bfloat16
+    assert narrow["scalar"].dtype == jnp.float32
+    assert narrow["count"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "dtype", "bytes_each"),
+    [
+        ("stochastic", "bfloat16", 10),
+        ("stochastic, 16-bit state", "bfloat16", 6),
+        ("Kahan", "bfloat16", 12),
+        ("Kahan, 16-bit state", "bfloat16", 8),
+        ("Kahan", "float16", 12),
+        ("stochastic, 16-bit state", "float32", 8),
+        ("Kahan, 16-bit state", "float32", 8),
+        ("Kahan", "float32", 12),
+    ],
+)
+def test_bytes_of_a_parameter_with_adam(wrapper, dtype, bytes_each):
+    params = jax.ShapeDtypeStruct((1000, 1000), dtype)
+    state = jax.eval_shape(WRAPPERS[wrapper](optax.adam(1e-3)).init, params)
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    assert round(stored / 1e6, 3) == bytes_each
+
+
+@pytest.mark.parametrize("wrapper", ["stochastic", "Kahan"])
+def test_float32_parameters_are_those_of_inner_bit_for_bit(wrapper):
+    params, inner = jaxmp.cast_tree(PARAMS, "float32"), optax.adamw(0.125)
+    ours, state = train(WRAPPERS[wrapper](inner), params, GRADS, 5)
+    alone, alone_state = train(optax.with_extra_args_support(inner), params, GRADS, 5)
+    assert bits(ours) == bits(alone)
+    assert bits(state.inner_state) == bits(alone_state)
+
+
+@each_wrapper
+def test_the_state_is_one_structure_for_every_dtype(wrap):
+    tx = wrap(optax.adamw(1e-3))
+    structures = {
+        jax.tree.structure(jax.eval_shape(tx.init, jaxmp.cast_tree(PARAMS, dtype)))
+        for dtype in ("float32", "bfloat16")
+    }
+    assert len(structures) == 1
+
+
+# Composition
+
+INNERS = {
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(0.5, 0.125, 4), weight_decay=0.5),
+    ),
+    "masked": optax.masked(optax.adam(0.25), {"w": True, "b": False}),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adamw)(0.25),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.25), 2),
+    "adafactor": optax.adafactor(0.25, min_dim_size_to_factor=2),
+}
+ALL_IN_ONE = optax.MultiSteps(
+    optax.multi_transform(
+        {
+            "adam": optax.chain(optax.clip(1.0), INNERS["inject_hyperparams"]),
+            "adafactor": INNERS["adafactor"],
+        },
+        {"w": "adafactor", "b": "adam"},
+    ),
+    2,
+)
+
+
+def skips_without_a_trace(tx):
+    """A skipped step changes nothing but the scale, another changes the parameters."""
+    step, params, state = jax.jit(step_of(tx)), PARAMS, tx.init(PARAMS)
+    kinds = jax.tree.map(jax.typeof, (params, state))
+    changed = []
+    for poison in (0.0, 0.0, jnp.inf, 0.0, jnp.nan, 0.0):
+        before = bits((params, state.inner_state))
+        grads = {**GRADS, "w": GRADS["w"].at[1].add(poison)}
+        params, state = step(params, state, grads)
+        assert jax.tree.map(jax.typeof, (params, state)) == kinds
+        if poison:
+            assert bits((params, state.inner_state)) == before
+        changed.append(bits(params) != before[0])
+    assert any(changed)
+    assert state.skipped == 2
+    assert step._cache_size() == 1
+
+
+def test_a_skipped_step_leaves_no_trace():
+    wrap = WRAPPERS["Kahan, 16-bit state"]
+    skips_without_a_trace(jaxmp.dynamic_loss_scale(wrap(ALL_IN_ONE)))
+
+
+def test_a_skipped_step_leaves_no_trace_at_random():
+    tx = WRAPPERS["stochastic, 16-bit state"](INNERS["chain"])
+    skips_without_a_trace(jaxmp.loss_scaling(tx, "bfloat16"))
+
+
+@pytest.mark.evidence
+@each_wrapper
+@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+def test_a_skipped_step_leaves_no_trace_in_any_optimizer(wrap, inner):
+    skips_without_a_trace(jaxmp.loss_scaling(wrap(inner), "float16", growth_interval=2))
+
+
+def test_the_loss_scale_may_be_inside_and_is_found():
+    inner = jaxmp.loss_scaling(INNERS["chain"], "float16")
+    tx = WRAPPERS["Kahan, 16-bit state"](inner)
+    step = jax.jit(step_of(tx))
+    params, state = step(PARAMS, tx.init(PARAMS), GRADS)
+    bad = jax.tree.map(lambda g: g * jnp.nan, GRADS)
+    after, skipped = step(params, state, bad)
+    assert bits((after, skipped.compensation)) == bits((params, state.compensation))
+    inner_states = [x.inner_state.inner_state for x in (skipped, state)]
+    assert bits(inner_states[0]) == bits(inner_states[1])
+    assert jaxmp.get_loss_scale(skipped) == 2.0**14
+
+
+def test_parts_of_a_model_may_have_it_alone():
+    tx = optax.multi_transform(
+        {
+            "narrow": jaxmp.stochastic_rounding(optax.sgd(1.0)),
+            "plain": optax.sgd(1.0),
+        },
+        {"w": "narrow", "b": "plain"},
+    )
+    params, _ = train(tx, PARAMS, GRADS, 3)
+    alone = jaxmp.stochastic_rounding(optax.sgd(1.0))
+    expected, _ = train(alone, {"w": PARAMS["w"]}, {"w": GRADS["w"]}, 3)
+    assert bits(params["w"]) == bits(expected["w"])
+    np.testing.assert_array_equal(params["b"], PARAMS["b"] - 3 * 2.0**-6)
+
+
+def test_hyperparameters_of_the_wrapper_can_be_injected():
+    make = optax.inject_hyperparams(jaxmp.stochastic_rounding)
+    tx = make(optax.sgd(1.0), seed=3, state_dtype="bfloat16")
+    params, state = jax.jit(step_of(tx))(PARAMS, tx.init(PARAMS), GRADS)
+    plain = jaxmp.stochastic_rounding(optax.sgd(1.0), seed=3)
+    expected, _ = jax.jit(step_of(plain))(PARAMS, plain.init(PARAMS), GRADS)
+    assert bits(params) == bits(expected)
+    assert state.hyperparams["seed"] == 3
+
+
+# Transformations of JAX
+
+MOMENTUM = optax.sgd(1e-3, momentum=0.75)  # whose program is smaller than Adam's
+TX = jaxmp.stochastic_rounding(MOMENTUM, state_dtype="bfloat16")
+KAHAN = jaxmp.kahan_summation(MOMENTUM, state_dtype="bfloat16")
+# Both in one program, which compiles faster than two.
+TXS = {"at random": TX, "Kahan": KAHAN}
+MATRIX = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8)
+PAIR = {name: {"w": MATRIX, "b": PARAMS["b"]} for name in TXS}
+
+
+def update_both(grads, state, params, **extra_args):
+    results = {
+        name: tx.update(grads[name], state[name], params[name])
+        for name, tx in TXS.items()
+    }
+    return tuple({name: r[i] for name, r in results.items()} for i in range(2))
+
+
+BOTH = optax.GradientTransformationExtraArgs(
+    lambda params: {name: tx.init(params[name]) for name, tx in TXS.items()},
+    update_both,
+)
+PAIR_GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-6), PAIR)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Parameters and state after three steps."""
+    step, params, state = jax.jit(step_of(BOTH)), PAIR, BOTH.init(PAIR)
+    for _ in range(3):
+        params, state = step(params, state, PAIR_GRADS)
+    return params, state
+
+
+def test_steps_scan_and_both_arguments_are_donated(trained):
+    assert bits(train(BOTH, PAIR, PAIR_GRADS, 3)) == bits(trained)
+    step = jax.jit(step_of(BOTH), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.copy, (PAIR, BOTH.init(PAIR)))
+    for _ in range(3):
+        given = jax.tree.leaves((params, state))
+        params, state = step(params, state, PAIR_GRADS)
+        assert all(x.is_deleted() for x in given)
+    assert step._cache_size() == 1
+    assert bits((params, state)) == bits(trained)
+
+
+def test_replicas_of_vmap_are_the_same_as_one(trained):
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), (PAIR, BOTH.init(PAIR)))
+    step = jax.jit(jax.vmap(step_of(BOTH), (0, 0, None)))
+    for _ in range(3):
+        stacked = step(*stacked, PAIR_GRADS)
+    first, *others = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3))
+    assert all(bits(other) == bits(first) for other in others)
+    # Another program, with other fusions.
+    chex.assert_trees_all_close(first, trained, rtol=2.0**-7, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sharding_changes_no_bit(kind, trained):
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind, kind))
+
+    def sharding(x):
+        return NamedSharding(mesh, P("rows", "columns") if x.ndim == 2 else P())
+
+    params = jax.device_put(PAIR, jax.tree.map(sharding, PAIR))
+    grads = jax.device_put(PAIR_GRADS, jax.tree.map(sharding, PAIR))
+    with jax.set_mesh(mesh):
+        shardings = {
+            name: jaxmp.init_shardings(tx, params[name]) for name, tx in TXS.items()
+        }
+        state = jax.jit(BOTH.init, out_shardings=shardings)(params)
+        step = jax.jit(step_of(BOTH))
+        for _ in range(3):
+            params, state = step(params, state, grads)
+    compensation = state["Kahan"].compensation
+    for x in (params["Kahan"], compensation, optax.tree.get(state["Kahan"], "trace")):
+        assert x["w"].sharding.is_equivalent_to(sharding(MATRIX), 2)
+    assert bits((params, state)) == bits(trained)
+
+
+@pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.evidence)]
+)
+def test_replicas_of_shard_map_stay_the_same(check_vma, trained):
+    mesh = Mesh(jax.devices()[:4], ("data",))
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P(), P(), P("data")),
+        out_specs=P() if check_vma else P("data"),
+        check_vma=check_vma,
+    )
+    def step(params, state, rows):
+        grads = jax.tree.map(lambda g: g * rows.sum(), PAIR_GRADS)
+        new = train(BOTH, params, jax.lax.pmean(grads, "data"), 3)
+        return new if check_vma else jax.tree.map(lambda x: x[None], new)
+
+    found = jax.jit(step)(PAIR, BOTH.init(PAIR), jnp.ones(4))
+    for i in () if check_vma else range(4):
+        assert bits(jax.tree.map(lambda x, i=i: x[i], found)) == bits(trained)
+    assert not check_vma or bits(found) == bits(trained)
+
+
+def test_an_autocast_around_the_whole_step_leaves_it_alone(trained):
+    step = jax.jit(jaxmp.autocast(step_of(BOTH), "bfloat16"))
+    params, state = PAIR, BOTH.init(PAIR)
+    for _ in range(3):
+        params, state = step(params, state, PAIR_GRADS)
+    assert bits((params, state)) == bits(trained)
+
+
+@pytest.mark.parametrize("tx", [TX, KAHAN], ids=["stochastic", "Kahan"])
+def test_tracing_takes_little_longer(tx):
+    params = {str(i): jnp.zeros((8, 8), jnp.bfloat16) for i in range(32)}
+
+    def lines(tx):
+        lowered = jax.jit(step_of(tx)).lower(params, tx.init(params), params)
+        return len(lowered.as_text().splitlines())
+
+    assert lines(tx) < 3 * lines(optax.with_extra_args_support(optax.adam(1e-3)))
+
+
+# Libraries
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_orbax_resumes_bit_for_bit(trained, tmp_path):
+    step = jax.jit(step_of(BOTH))
+    saved = step(PAIR, BOTH.init(PAIR), PAIR_GRADS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", saved)
+        checkpointer.wait_until_finished()
+        target = jax.eval_shape(lambda p: (p, BOTH.init(p)), PAIR)
+        params, state = checkpointer.restore(tmp_path / "1", target)
+    for _ in range(2):
+        params, state = step(params, state, PAIR_GRADS)
+    assert bits((params, state)) == bits(trained)
+
+
+def test_a_train_state_and_an_nnx_optimizer_train():
+    tx = jaxmp.loss_scaling(TX, "bfloat16")
+    model, x = nn.Dense(2, param_dtype=jnp.bfloat16), jnp.ones((1, 3))
+    state = TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx
+    )
+    grads = jax.grad(lambda p: model.apply(p, x).mean())(state.params)
+    trained = state.apply_gradients(grads=grads)
+    chex.assert_trees_all_equal_dtypes(trained.params, state.params)
+    assert bits(trained.params) != bits(state.params)
+
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+    optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(net, optimizer, x):
+        grad_fn = jaxmp.nnx.value_and_grad(
+            lambda net, x: net(x).mean(), loss_scale=optimizer
+        )
+        optimizer.update(net, grad_fn(net, x)[1])
+
+    before = bits(nnx.to_pure_dict(nnx.state(net)))
+    step(net, optimizer, x * jnp.nan)
+    assert bits(nnx.to_pure_dict(nnx.state(net))) == before
+    step(net, optimizer, x)
+    after = bits(nnx.to_pure_dict(nnx.state(net)))
+    assert after != before
+    assert net.kernel[...].dtype == jnp.bfloat16
+
+
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "O3"]
+
+
+def test_every_policy_trains_the_same_program():
+    # Steps of 2^-13, of which float16 keeps half near 1 and bfloat16 none.
+    target = jnp.linspace(0.75, 1.25, 32)
+    results, structures = {}, set()
+    for name in POLICIES:
+        policy = jaxmp.get_policy(name)
+        tx = jaxmp.loss_scaling(jaxmp.kahan_summation(optax.adam(2.0**-13)), policy)
+        params = policy.cast_to_param({"w": jnp.ones(32)})
+
+        def loss_fn(params):
+            return jnp.square(params["w"].astype(jnp.float32) - target).sum()
+
+        def step(carry, _, tx=tx, policy=policy, loss_fn=loss_fn):
+            params, state = carry
+            grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=state)
+            _, grads = jaxmp.autocast(grad_fn, policy)(params)
+            return step_of(tx)(params, state, grads), None
+
+        carry = params, tx.init(params)
+        (params, state), _ = jax.lax.scan(step, carry, length=1000)
+        structures.add(jax.tree.structure(state))
+        assert params["w"].dtype == policy.param_dtype
+        results[name] = float(loss_fn(params))
+    assert len(structures) == 1
+    start = float(jnp.square(1 - target).sum())
+    assert all(result < start / 4 for result in results.values()), results
+    assert max(results.values()) < 1.1 * min(results.values()) + 1e-3, results
+
+
+# Mistakes
+
+F16 = {"layer": {"w": jnp.ones(3, jnp.float16)}}
+F8 = {"w": jnp.ones(3, jnp.float8_e4m3fn)}
+SGD = optax.sgd(1.0)
+MISTAKES = {
+    "float16 at random": (
+        lambda: jaxmp.stochastic_rounding(SGD).init(F16),
+        r"`layer/w` is float16\. Use `jaxmp\.kahan_summation`",
+    ),
+    "float8": (lambda: jaxmp.kahan_summation(SGD).init(F8), "`w` is float8_e4m3fn"),
+    "no parameters": (
+        lambda: TX.update(GRADS, TX.init(PARAMS)),
+        r"`tx.update\(grads, opt_state, params\)`",
+    ),
+    "another state": (
+        lambda: TX.update(GRADS, KAHAN.init(PARAMS), PARAMS),
+        "a `StochasticRoundingState`, but got",
+    ),
+    "cast after init": (
+        lambda: KAHAN.update(
+            GRADS, KAHAN.init(jaxmp.cast_tree(PARAMS, "float32")), PARAMS
+        ),
+        r"bfloat16\[8, 2\] has a compensation of the shape \[\].*cast_to_param",
+    ),
+    "a policy for a dtype": (
+        lambda: jaxmp.stochastic_rounding(SGD, state_dtype="mixed_bfloat16"),
+        "`mixed_bfloat16` in `state_dtype`",
+    ),
+    "float16 moments": (
+        lambda: jaxmp.kahan_summation(SGD, state_dtype="float16"),
+        "must be bfloat16 or None, but is float16",
+    ),
+    "a key": (
+        lambda: jaxmp.stochastic_rounding(SGD, seed=jax.random.key(0)),
+        "`seed` must be an integer",
+    ),
+    "a fraction": (
+        lambda: jaxmp.stochastic_rounding(SGD, seed=0.5),
+        "`seed` must be an integer, but is 0.5",
+    ),
+    "not called": (
+        lambda: jaxmp.kahan_summation(optax.adam),
+        r"Call it, with its options: `adam\(1e-3\)`",
+    ),
+    "a policy": (
+        lambda: jaxmp.kahan_summation("bfloat16"),
+        r"It comes first: `jaxmp\.kahan_summation\(",
+    ),
+    "twice": (
+        lambda: jaxmp.stochastic_rounding(optax.chain(SGD, KAHAN)).init(PARAMS),
+        "Wrap the optimizer once",
+    ),
+    "something after it": (
+        lambda: jaxmp.loss_scaling(
+            optax.masked(optax.chain(TX, optax.scale(0.5)), {"w": True, "b": True}),
+            "bfloat16",
+        ).init(PARAMS),
+        r"`jaxmp\.kahan_summation\(optax\.chain\(\.\.\.\)\)`",
+    ),
+    "something around it": (
+        lambda: jaxmp.loss_scaling(
+            optax.contrib.schedule_free(TX, 0.5), "bfloat16"
+        ).init(PARAMS),
+        r"`optax\.contrib\.schedule_free` is around",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered(mistake, answer):
+    with pytest.raises((TypeError, ValueError), match=answer):
+        mistake()
+
+
+def test_the_end_of_a_chain_is_the_right_place():
+    tx = optax.chain(optax.clip(1.0), optax.chain(optax.clip(1.0), TX))
+    jaxmp.loss_scaling(tx, "bfloat16").init(PARAMS)
