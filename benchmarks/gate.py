@@ -3,13 +3,14 @@
 Small networks of each kind, compiled for an H200 in seconds and without a GPU, and held
 against hand-written 16-bit training that neither scales nor checks nor skips. What is
 small is the number of layers; what moves through memory has the size it has in use.
+Updates of parameters without float32 masters must move what they read and write once.
 """
 
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import h200
+from . import h200, narrow
 from .machinery import count
 from .networks import gpt, mlp, resnet
 from .steps import FLOOR, contestant
@@ -64,6 +65,15 @@ def gate() -> Iterator[Check]:
         step = f"{name}, {contestant_name}, {accum_steps} micro-batches"
         found = measured(name, contestant_name, accum_steps)
         yield from checks(step, found, floor(name, accum_steps))
+    for name in narrow.VARIANTS:
+        yield from narrow_checks(name)
+
+
+def narrow_checks(name: str) -> Iterator[Check]:
+    """Yields what must hold of an update without float32 masters."""
+    found = narrow.count(narrow.VARIANTS[name], NETWORKS["mlp"])
+    for what, limit in narrow.limits(narrow.VARIANTS[name]).items():
+        yield Check(f"update, {name}", what, found[what], limit)
 
 
 @functools.cache

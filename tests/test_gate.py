@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import gate, h200, hlo, machinery
+from benchmarks import gate, h200, hlo, machinery, narrow
 from benchmarks.networks import TINY
 from benchmarks.steps import contestant, contestants
-from jaxmp import _loss_scale
+from jaxmp import _loss_scale, _narrow_params
 
 UNAVAILABLE = h200.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
@@ -30,6 +30,7 @@ def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
 
     monkeypatch.setattr(_loss_scale, "_new_or_old", new_or_old)
     monkeypatch.setattr(gate, "STEPS", [("mlp", "jaxmp cast", 1)])
+    monkeypatch.setattr(narrow, "VARIANTS", {})
     failed = {check.what for check in gate.gate() if not check.holds}
     assert failed == {"more bytes, in N", "more copies of a parameter"}
     with pytest.raises(SystemExit, match="True"):
@@ -41,6 +42,33 @@ def test_a_product_in_float32_does_not_pass():
     found = gate.measured("mlp", "float32", 1)
     checks = gate.checks("mlp", found, gate.floor("mlp", 1))
     assert "products of float32 operands" in {c.what for c in checks if not c.holds}
+
+
+DEFAULT = ["stochastic, bfloat16 state", "Kahan, bfloat16 state", "Kahan, float16"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.evidence)
+        for name in narrow.VARIANTS
+    ],
+)
+def test_an_update_without_masters_moves_what_it_reads_and_writes(name):
+    # Else there would be random numbers in memory, or float32 copies.
+    for check in gate.narrow_checks(name):
+        assert check.holds, check
+
+
+def test_a_compensation_by_casts_does_not_pass(monkeypatch):
+    # On a CPU it does what it should.
+    def split(x, dtype):
+        stored = x.astype(dtype).astype(jnp.float32)
+        return stored, ((x - stored) * 2.0**20).astype(jnp.int16)
+
+    monkeypatch.setattr(_narrow_params, "split", split)
+    failed = {c.what for c in gate.narrow_checks("Kahan, float16") if not c.holds}
+    assert failed == {"roundings left out"}
 
 
 def test_what_is_not_donated_does_not_pass():
