@@ -70,7 +70,7 @@ VARIANTS = {
 class Options:
     """What to compile, and where to save the counts."""
 
-    network: str = "gpt"
+    network: str = "gpt-12m"
     """Whose parameters to update."""
     variants: tuple[str, ...] = tuple(VARIANTS)
     output: pathlib.Path = results.FOLDER / "narrow.json"

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import _text
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -86,14 +85,12 @@ class Config:
     O3, O3-kahan."""
     full: bool = False
     """Three seeds and 600 updates."""
+    seeds: int = 1
+    updates: int = 300
     features: int = 64
     learning_rate: float = 1e-4
     figure: Path | None = None
     """Where to save the curves, as PNG."""
-
-    @property
-    def updates(self) -> int:
-        return 600 if self.full else 300
 
 
 class Block(nn.Module):
@@ -149,12 +146,13 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     policy = jaxmp.get_policy(name)
     training, held_out = _text.split(tokens, LENGTH + 1)
     model, init = make_model(config.features)
+    apply: Any = model.apply
     params = policy.cast_to_param(init(jax.random.key(seed), training[:1, :-1]))
     tx = jaxmp.loss_scaling(wrap(optax.adamw(config.learning_rate)), policy)
     opt_state = tx.init(params)
 
     def loss_fn(params, rows):
-        logits = model.apply(params, rows[:, :-1])
+        logits = apply(params, rows[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:])
         return losses.mean()
 
@@ -190,8 +188,8 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
 
 def results_table(results: list[Result], config: Config) -> Table:
     columns = "Setting", "Policy", "Loss", "Held out", "Bytes a parameter"
-    seeds = len({r.seed for r in results})
-    title = f"After {config.updates} updates; {seeds} seed{'s' * (seeds > 1)}"
+    title = f"After {config.updates} updates; {config.seeds} seed"
+    title += "s" * (config.seeds > 1)
     table = Table(*columns, title=title)
     for setting in dict.fromkeys(r.setting for r in results):
         runs = [r for r in results if r.setting == setting]
@@ -231,12 +229,14 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
     console = console or Console()
     if unknown := set(config.setting) - set(SETTINGS):
         sys.exit(f"No setting {min(unknown)!r}. There are: {', '.join(SETTINGS)}.")
+    if config.full:
+        config = dataclasses.replace(config, seeds=3, updates=600)
     tokens = _text.as_characters(_text.read())
     with Progress(console=console, disable=not console.is_terminal) as progress:
         results = [
             train(setting, seed, config, tokens, progress)
             for setting in config.setting
-            for seed in range(3 if config.full else 1)
+            for seed in range(config.seeds)
         ]
     console.print(results_table(results, config))
     if config.figure:

@@ -252,7 +252,7 @@ def _without_masters(
         )
         changes = structure.flatten_up_to(updates)
         states, state_structure = jax.tree.flatten(inner_state)
-        seeds = noise_seeds(seed, state.steps, len(leaves) + len(states))
+        seeds = noise_seeds(seed, state.steps)
 
         for i, p in enumerate(leaves):
             if not _is_16_bit(p):
@@ -261,12 +261,12 @@ def _without_masters(
             if compensated:
                 stored, rests[i] = split(total, p.dtype)
             else:
-                stored = round_stochastically(total, seeds[i])
+                stored = round_stochastically(total, seeds, np.uint32(i))
             changes[i] = _change(p, stored)
         for i, x in enumerate(states):
             if _is_kept(x, jnp.float32, narrow):
-                stored = round_stochastically(x, seeds[len(leaves) + i])
-                states[i] = stored.astype(narrow)
+                number = np.uint32(len(leaves) + i)
+                states[i] = round_stochastically(x, seeds, number).astype(narrow)
 
         fields: dict[str, Any] = {"steps": state.steps + np.uint32(1)}
         if compensated:
@@ -328,7 +328,7 @@ def _check_seed(seed: Any) -> None:
     dtype = getattr(seed, "dtype", None)
     is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     is_int = isinstance(seed, int) and not isinstance(seed, bool)
-    if not is_int and not (is_array and seed.ndim == 0):
+    if not is_int and not (is_array and jnp.shape(seed) == ()):
         raise TypeError(
             f"`seed` must be an integer, but is {short(seed)}. Pass for example "
             "`seed=0`; the random numbers of each step are made of it."

@@ -20,21 +20,18 @@ _PARTS = 2.0**15
 # 16 bits and back in them: XLA leaves it out on a GPU, and with it the rounding.
 
 
-def noise_seeds(seed: Any, step: jax.Array, count: int) -> jax.Array:
-    """Returns two random numbers for each of the arrays that a step rounds.
+def noise_seeds(seed: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the two random numbers, uint32[], that the noise of a step is made of.
 
     Args:
         seed: An integer.
         step: uint32[].
-        count: How many arrays there are.
-
-    Returns:
-        A uint32 array of shape ``[count, 2]``.
     """
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-    seeds = jax.random.bits(key, (count, 2), jnp.uint32)
-    # Else XLA may compute them again for every element.
-    return jax.lax.optimization_barrier(seeds)
+    first, second = jax.random.bits(key, (2,), jnp.uint32)
+    # Else XLA may compute them again for every element. Two scalars, because it merges
+    # the kernels of several parameters that read one array, and splits others for it.
+    return jax.lax.optimization_barrier((first, second))
 
 
 def split(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -63,7 +60,9 @@ def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def round_stochastically(x: jax.Array, seeds: jax.Array) -> jax.Array:
+def round_stochastically(
+    x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
+) -> jax.Array:
     """Rounds a float32 array to bfloat16 numbers, up or down at random.
 
     Of the two neighbours of a number the nearer one is the likelier, so that the mean
@@ -72,13 +71,14 @@ def round_stochastically(x: jax.Array, seeds: jax.Array) -> jax.Array:
 
     Args:
         x: A float32 array.
-        seeds: uint32[2], its row of :func:`noise_seeds`.
+        seeds: What :func:`noise_seeds` returns.
+        number: uint32[], another one for each array of a step.
 
     Returns:
         A float32 array that a cast to bfloat16 does not change any more.
     """
     bits = _bits(x)
-    down, up = bits & _UPPER, (bits + _noise(x.shape, seeds)) & _UPPER
+    down, up = bits & _UPPER, (bits + _noise(x.shape, seeds, number)) & _UPPER
     up = jnp.where(jnp.isfinite(_float(up)), up, down)
     return jnp.where(jnp.isfinite(x), _float(up), x)
 
@@ -126,7 +126,7 @@ def _float16_spacing(x: jax.Array) -> jax.Array:
     return _float((exponent - np.uint32(_FRACTION)) << 23)
 
 
-def _noise(shape: tuple[int, ...], seeds: jax.Array) -> jax.Array:
+def _noise(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
     """Returns random numbers from 0 to 0xFFFF, as a function of seeds and position.
 
     Whoever holds a part of a sharded array computes that part. Threefry for every
@@ -137,7 +137,8 @@ def _noise(shape: tuple[int, ...], seeds: jax.Array) -> jax.Array:
     for axis, size in enumerate(shape):
         position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index * np.uint32(size & 0xFFFFFFFF) + position
-    return _hash(_hash(index + seeds[0]) ^ seeds[1]) & _LOWER
+    first = seeds[0] + number * np.uint32(0x9E3779B9)  # 2^32 by the golden ratio
+    return _hash(_hash(index + first) ^ (seeds[1] + number)) & _LOWER
 
 
 def _hash(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The two experiments on text teach what they say, in their quick form."""
+"""The experiments on text teach what they say, in their quick form."""
 
 import functools
 import io
@@ -20,6 +20,7 @@ sys.path.append(str(EXAMPLES))
 import _text  # noqa: E402
 import language_model  # noqa: E402
 import masked_lm  # noqa: E402
+import narrow  # noqa: E402
 
 _text.read = functools.cache(_text.read)  # which parses the standard library
 
@@ -177,3 +178,44 @@ def test_masking_shows_what_bert_shows():
     assert abs((shown == batch.targets).mean() - 0.1) < 0.05
     np.put_along_axis(batch.tokens, batch.positions, batch.targets, 1)
     np.testing.assert_array_equal(batch.tokens, rows)
+
+
+# Without masters
+
+
+def test_training_without_masters_runs_from_end_to_end(tmp_path, monkeypatch):
+    for name, value in {"LENGTH": 8, "ROWS": 2, "AT_ONCE": 2}.items():
+        monkeypatch.setattr(narrow, name, value)
+    console = terminal()
+    config = narrow.Config(
+        setting=("masters", "kahan-narrow"),
+        updates=4,
+        features=4,
+        figure=tmp_path / "curves.png",
+    )
+    masters, kahan = narrow.main(config, console)
+    assert len(masters.losses) == 2
+    np.testing.assert_allclose(kahan.losses, masters.losses, atol=0.05)
+    assert round(kahan.stored / kahan.parameters) == 8
+    printed = console.export_text()
+    assert "Bytes a parameter" in printed
+    assert f"{kahan.held_out:.3f}" in printed
+    assert "…" not in printed
+    assert (tmp_path / "curves.png").stat().st_size > 5_000
+
+
+@pytest.mark.evidence
+@pytest.mark.usefixtures("optimized")
+def test_16_bit_parameters_stall_unless_what_they_lose_is_kept():
+    results = narrow.main(narrow.Config(), terminal())
+    losses = {r.setting: r.losses[-1] for r in results}
+    masters = losses.pop("masters")
+    assert losses.pop("bfloat16") > masters + 0.2
+    assert losses.pop("O3") > masters + 0.2
+    assert all(abs(loss - masters) < 0.02 for loss in losses.values()), losses
+    each = {r.setting: round(r.stored / r.parameters) for r in results}
+    assert (each["masters"], each["kahan-narrow"], each["stochastic-narrow"]) == (
+        12,
+        8,
+        6,
+    )
