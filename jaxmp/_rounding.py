@@ -80,7 +80,7 @@ def round_stochastically(
     bits = _bits(x)
     down, up = bits & _UPPER, (bits + _noise(x.shape, seeds, number)) & _UPPER
     up = jnp.where(jnp.isfinite(_float(up)), up, down)
-    return jnp.where(jnp.isfinite(x), _float(up), x)
+    return _derived(x, jnp.where(jnp.isfinite(x), _float(up), x))
 
 
 @jax.jit
@@ -89,7 +89,8 @@ def _split_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     nearest = (bits + np.uint32(0x8000)) & _UPPER
     stored = jnp.where(jnp.isfinite(x), _float(nearest), x)
     rest = jax.lax.bitcast_convert_type(bits - nearest, jnp.int32)
-    return stored, jnp.where(jnp.isfinite(stored), rest, 0).astype(jnp.int16)
+    rest = jnp.where(jnp.isfinite(stored), rest, 0).astype(jnp.int16)
+    return _derived(x, stored), rest
 
 
 @jax.jit
@@ -101,7 +102,7 @@ def _join_bfloat16(stored: jax.Array, rest: jax.Array) -> jax.Array:
     is_zero = (_bits(stored) << 1) == 0
     rest = jnp.where(is_zero, jnp.maximum(rest, 0), rest).astype(jnp.int32)
     joined = _bits(stored) + jax.lax.bitcast_convert_type(rest, jnp.uint32)
-    return jnp.where(jnp.isfinite(stored), _float(joined), stored)
+    return _derived(stored, jnp.where(jnp.isfinite(stored), _float(joined), stored))
 
 
 @jax.jit
@@ -110,13 +111,27 @@ def _split_float16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     stored = jnp.round(x / spacing) * spacing
     rest = jnp.round((x - stored) / _float16_spacing(stored) * _PARTS)
     in_range = jnp.abs(stored) <= np.float32(np.finfo(np.float16).max)
-    return stored, jnp.where(in_range, rest, 0).astype(jnp.int16)
+    return _derived(x, stored), jnp.where(in_range, rest, 0).astype(jnp.int16)
 
 
 @jax.jit
 def _join_float16(stored: jax.Array, rest: jax.Array) -> jax.Array:
     stored = stored.astype(jnp.float32)
     return stored + rest.astype(jnp.float32) / _PARTS * _float16_spacing(stored)
+
+
+@jax.custom_jvp
+def _derived(x: jax.Array, rounded: jax.Array) -> jax.Array:
+    """Returns the second, with the derivative of the first, as that of a cast is.
+
+    Bits and integers have none, and a derivative through an update would be zero.
+    """
+    return rounded
+
+
+@_derived.defjvp
+def _derivative(primals: Any, tangents: Any) -> Any:
+    return _derived(*primals), tangents[0]
 
 
 def _float16_spacing(x: jax.Array) -> jax.Array:

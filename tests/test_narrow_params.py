@@ -3,7 +3,6 @@
 from functools import partial
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +11,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,13 +66,13 @@ def full(params, state):
 
 
 def test_small_updates_stall_to_the_nearest_and_add_up_at_random():
-    params, grads = jnp.ones(4096, jnp.bfloat16), jnp.full(4096, 1e-4)
+    params, grads = jnp.ones(1024, jnp.bfloat16), jnp.full(1024, 1e-4)
     plain, _ = train(optax.sgd(1.0), params, grads, 1000)
     rounded, _ = train(jaxmp.stochastic_rounding(optax.sgd(1.0)), params, grads, 1000)
     assert np.all(plain == 1)
     rounded = np.asarray(rounded, float)
     # A walk of steps of one spacing, 2^-8, in a tenth of which it has moved.
-    error = np.sqrt(0.1 * 2.0**-8 / 4096)
+    error = np.sqrt(0.1 * 2.0**-8 / 1024)
     assert abs(rounded.mean() - 0.9) < 4 * error
 
 
@@ -126,16 +124,16 @@ def test_second_moments_of_16_bits_do_not_freeze():
 
     def second_moment(tx, params):
         def step(state, grad):
-            return tx.update(jnp.full(512, grad), state, params)[1], None
+            return tx.update(jnp.full(128, grad), state, params)[1], None
 
         grads = jnp.repeat(jnp.array([1.0, 0.0]), jnp.array([1000, 2000]))
         state = jax.lax.scan(step, tx.init(params), grads)[0]
         return optax.tree.get(state, "nu")
 
-    params = jnp.ones(512, jnp.bfloat16)
-    found = second_moment(WRAPPERS["Kahan, 16-bit state"](optax.adam(1.0)), params)
+    params, rms = jnp.ones(128, jnp.bfloat16), optax.scale_by_rms(0.999)
+    found = second_moment(WRAPPERS["Kahan, 16-bit state"](rms), params)
     assert found.dtype == jnp.bfloat16
-    assert abs(np.asarray(found, float).mean() / truth - 1) < 0.03
+    assert abs(np.asarray(found, float).mean() / truth - 1) < 0.05
     # To the nearest number, 0.999 of a moment is the moment.
     assert jnp.bfloat16(0.5) * jnp.bfloat16(0.999) == 0.5
 
@@ -151,6 +149,8 @@ def test_apply_updates_makes_what_was_rounded(dtype):
         params = params[(size > 2.0**-90) & (size < 2.0**110)]
     wide = params.astype(np.float32)
     size = 2.0 ** rng.integers(-30, 10, params.shape)
+    tx = jaxmp.kahan_summation(optax.sgd(-1.0))
+    step = jax.jit(step_of(tx))
     for updates in (
         np.float32(rng.normal(size=params.shape)),
         wide * np.float32(size),
@@ -158,8 +158,7 @@ def test_apply_updates_makes_what_was_rounded(dtype):
         -wide,
         np.nextafter(-wide, np.float32(0)),
     ):
-        tx = jaxmp.kahan_summation(optax.sgd(-1.0))
-        made, state = jax.jit(step_of(tx))(params, tx.init(params), updates)
+        made, state = step(params, tx.init(params), updates)
         expected, rest = _rounding.split(wide + updates, dtype)
         expected = np.asarray(expected.astype(dtype), np.float32)
         np.testing.assert_array_equal(np.asarray(made, np.float32), expected)
@@ -243,6 +242,25 @@ def test_the_state_is_one_structure_for_every_dtype(wrap):
         for dtype in ("float32", "bfloat16")
     }
     assert len(structures) == 1
+
+
+def test_updates_have_the_derivatives_of_inner():
+    # As whoever learns a learning rate needs them.
+    def moved(learning_rate):
+        total = 0.0
+        for dtype in (jnp.bfloat16, jnp.float16):
+            params = jnp.ones(2, dtype)
+            for wrapper in ("stochastic", "Kahan")[dtype == jnp.float16 :]:
+                tx = WRAPPERS[wrapper](optax.sgd(learning_rate))
+                updates, state = tx.update(
+                    jnp.array([1.0, 3.0]), tx.init(params), params
+                )
+                again = optax.apply_updates(params, updates)
+                updates, _ = tx.update(jnp.array([1.0, 3.0]), state, again)
+                total += optax.apply_updates(again, updates).astype(jnp.float32).sum()
+        return total
+
+    assert jax.jit(jax.grad(moved))(0.125) == 3 * 2 * -4
 
 
 # Composition
@@ -332,6 +350,7 @@ def test_parts_of_a_model_may_have_it_alone():
     np.testing.assert_array_equal(params["b"], PARAMS["b"] - 3 * 2.0**-6)
 
 
+@pytest.mark.evidence
 def test_hyperparameters_of_the_wrapper_can_be_injected():
     make = optax.inject_hyperparams(jaxmp.stochastic_rounding)
     tx = make(optax.sgd(1.0), seed=3, state_dtype="bfloat16")
@@ -400,7 +419,10 @@ def test_replicas_of_vmap_are_the_same_as_one(trained):
     chex.assert_trees_all_close(first, trained, rtol=2.0**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind",
+    [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.evidence)],
+)
 def test_sharding_changes_no_bit(kind, trained):
     mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind, kind))
 
@@ -483,44 +505,37 @@ def test_orbax_resumes_bit_for_bit(trained, tmp_path):
     assert bits((params, state)) == bits(trained)
 
 
-def test_a_train_state_and_an_nnx_optimizer_train():
+def test_an_nnx_optimizer_trains_and_skips():
     tx = jaxmp.loss_scaling(TX, "bfloat16")
-    model, x = nn.Dense(2, param_dtype=jnp.bfloat16), jnp.ones((1, 3))
-    state = TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx
-    )
-    grads = jax.grad(lambda p: model.apply(p, x).mean())(state.params)
-    trained = state.apply_gradients(grads=grads)
-    chex.assert_trees_all_equal_dtypes(trained.params, state.params)
-    assert bits(trained.params) != bits(state.params)
-
     net = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     optimizer = nnx.Optimizer(net, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(net, optimizer, x):
-        grad_fn = jaxmp.nnx.value_and_grad(
-            lambda net, x: net(x).mean(), loss_scale=optimizer
-        )
-        optimizer.update(net, grad_fn(net, x)[1])
-
+    grads = nnx.state(net, nnx.Param)
     before = bits(nnx.to_pure_dict(nnx.state(net)))
-    step(net, optimizer, x * jnp.nan)
+    step = nnx.jit(lambda net, optimizer, grads: optimizer.update(net, grads))
+    step(net, optimizer, jax.tree.map(lambda g: g * jnp.nan, grads))
     assert bits(nnx.to_pure_dict(nnx.state(net))) == before
-    step(net, optimizer, x)
-    after = bits(nnx.to_pure_dict(nnx.state(net)))
-    assert after != before
+    step(net, optimizer, jax.tree.map(jnp.ones_like, grads))
+    assert bits(nnx.to_pure_dict(nnx.state(net))) != before
     assert net.kernel[...].dtype == jnp.bfloat16
+    assert jaxmp.get_loss_scale_state(optimizer).skipped == 1
 
 
-POLICIES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "O3"]
+POLICIES = ["mixed_bfloat16", "bfloat16", "O3"]
 
 
-def test_every_policy_trains_the_same_program():
+@pytest.mark.parametrize(
+    "policies",
+    [
+        POLICIES,
+        pytest.param(["float32", "mixed_float16"], marks=pytest.mark.evidence),
+    ],
+    ids=", ".join,
+)
+def test_every_policy_trains_the_same_program(policies):
     # Steps of 2^-13, of which float16 keeps half near 1 and bfloat16 none.
     target = jnp.linspace(0.75, 1.25, 32)
     results, structures = {}, set()
-    for name in POLICIES:
+    for name in policies:
         policy = jaxmp.get_policy(name)
         tx = jaxmp.loss_scaling(jaxmp.kahan_summation(optax.adam(2.0**-13)), policy)
         params = policy.cast_to_param({"w": jnp.ones(32)})
