@@ -187,9 +187,9 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
 
 
 def results_table(results: list[Result], config: Config) -> Table:
-    columns = "Setting", "Policy", "Loss", "Held out", "Bytes a parameter"
+    columns = "Setting", "Policy", "Loss", "Held out", "Bytes"
     title = f"After {config.updates} updates; {config.seeds} seed"
-    title += "s" * (config.seeds > 1)
+    title += "s" * (config.seeds > 1) + "; bytes of a parameter with its moments"
     table = Table(*columns, title=title)
     for setting in dict.fromkeys(r.setting for r in results):
         runs = [r for r in results if r.setting == setting]

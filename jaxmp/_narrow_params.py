@@ -60,7 +60,7 @@ def stochastic_rounding(
     Its updates are float32, and ``optax.apply_updates`` makes exactly the rounded
     parameters of them. So nothing may change them: in a chain this comes last, with
     everything else inside it, and only :func:`jaxmp.loss_scaling` goes around it,
-    which skips a step without a trace.
+    which skips a step without a trace, and refuses a chain in which something follows.
 
     The random numbers depend on ``seed``, the step and the position of an element:
     not on how arrays are sharded under ``jit``, and they are the same for all replicas,

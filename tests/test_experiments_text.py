@@ -198,7 +198,7 @@ def test_training_without_masters_runs_from_end_to_end(tmp_path, monkeypatch):
     np.testing.assert_allclose(kahan.losses, masters.losses, atol=0.05)
     assert round(kahan.stored / kahan.parameters) == 8
     printed = console.export_text()
-    assert "Bytes a parameter" in printed
+    assert "bytes of a parameter with its moments" in " ".join(printed.split())
     assert f"{kahan.held_out:.3f}" in printed
     assert "…" not in printed
     assert (tmp_path / "curves.png").stat().st_size > 5_000
@@ -211,7 +211,12 @@ def test_16_bit_parameters_stall_unless_what_they_lose_is_kept():
     losses = {r.setting: r.losses[-1] for r in results}
     masters = losses.pop("masters")
     assert losses.pop("bfloat16") > masters + 0.2
-    assert losses.pop("O3") > masters + 0.2
+    erratic, steady = (
+        next(r.losses for r in results if r.setting == name)
+        for name in ("O3", "masters")
+    )
+    assert np.max(np.abs(np.subtract(erratic, steady))) > 0.1
+    losses.pop("O3")
     assert all(abs(loss - masters) < 0.02 for loss in losses.values()), losses
     each = {r.setting: round(r.stored / r.parameters) for r in results}
     assert (each["masters"], each["kahan-narrow"], each["stochastic-narrow"]) == (
