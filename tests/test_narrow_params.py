@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -503,6 +504,17 @@ def test_orbax_resumes_bit_for_bit(trained, tmp_path):
     for _ in range(2):
         params, state = step(params, state, PAIR_GRADS)
     assert bits((params, state)) == bits(trained)
+
+
+@pytest.mark.evidence
+def test_a_train_state_trains(trained):
+    state = TrainState.create(apply_fn=len, params=PAIR, tx=BOTH)
+    step = jax.jit(lambda state: state.apply_gradients(grads=PAIR_GRADS))
+    for _ in range(3):
+        state = step(state)
+    chex.assert_trees_all_equal_dtypes((state.params, state.opt_state), trained)
+    # Another program, with other fusions.
+    chex.assert_trees_all_close(state.params, trained[0], rtol=2.0**-7, atol=1e-5)
 
 
 def test_an_nnx_optimizer_trains_and_skips():
