@@ -10,13 +10,21 @@ import jaxmp
 from benchmarks import gate, h200, hlo, machinery, narrow
 from benchmarks.networks import TINY
 from benchmarks.steps import contestant, contestants
+from conftest import rest_is_evidence
 from jaxmp import _loss_scale, _narrow_params
 
 UNAVAILABLE = h200.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 
-@pytest.mark.parametrize("step", gate.STEPS, ids=str)
+# Accumulation and autocast, in the network that compiles fast. CI's leg of the gate
+# compiles all.
+USUAL = [("mlp", "jaxmp autocast", 1), ("mlp", "jaxmp cast", 4)]
+
+
+@pytest.mark.parametrize(
+    "step", rest_is_evidence({str(s): [s] for s in gate.STEPS}, *map(str, USUAL))
+)
 def test_a_step_costs_what_skipping_costs(step):
     name, _, accum_steps = step
     found, floor = gate.measured(*step), gate.floor(name, accum_steps)
@@ -44,15 +52,13 @@ def test_a_product_in_float32_does_not_pass():
     assert "products of float32 operands" in {c.what for c in checks if not c.holds}
 
 
-DEFAULT = ["stochastic, bfloat16 state", "Kahan, bfloat16 state"]
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in DEFAULT else pytest.mark.evidence)
-        for name in narrow.VARIANTS
-    ],
+    rest_is_evidence(
+        {name: name for name in narrow.VARIANTS},
+        "stochastic, bfloat16 state",
+        "Kahan, bfloat16 state",
+    ),
 )
 def test_an_update_without_masters_moves_what_it_reads_and_writes(name):
     # Else there would be random numbers in memory, or float32 copies.
