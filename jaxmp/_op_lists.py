@@ -47,7 +47,7 @@ _COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
 # the GELU approximation; other integer powers are treated as squares are, below.
 _ROUND = """
     add sub mul div rem add_any atan2 sqrt sin cos tanh logistic erf erfc integer_pow
-    one_minus_square"""
+    one_minus_square select_and_scatter_add"""
 
 # Steep functions: float16 ends at 65504, exp(12) is beyond. [guide], [torch]
 _STEEP = """
@@ -58,9 +58,9 @@ _STEEP = """
 # Sums lose small terms and overflow: losses, means, norms, gradients. [guide], [torch]
 _SUM = """
     reduce_sum reduce_prod reduce cumsum cumprod cumlogsumexp reduce_window
-    reduce_window_sum select_and_scatter select_and_scatter_add
-    select_and_gather_add scatter scatter-add scatter-sub scatter-mul scatter-min
-    scatter-max psum psum_invariant unreduced_psum unreduced_pmax unreduced_pmin
+    reduce_window_sum select_and_scatter select_and_gather_add scatter scatter-add
+    scatter-sub scatter-mul scatter-min scatter-max psum psum_invariant unreduced_psum
+    unreduced_pmax unreduced_pmin
     reduce_scatter unreduced_reduce_scatter preduced symmetric_product"""
 
 # Solvers that exist, or converge, in float32 only. [torch], [jax]
@@ -124,6 +124,14 @@ HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 
+# What is moved or chosen from is the same number whether it is rounded before or after,
+# and compares the same with what was chosen from it if it is rounded before.
+_PICK = """
+    select_n clamp max min abs neg reduce_max reduce_min cummax cummin
+    reduce_window_max reduce_window_min select_and_scatter_add"""
+PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
+COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
+
 # Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
@@ -178,6 +186,35 @@ def divisor(eqn: Equation) -> int | None:
     if is_power(eqn) and eqn.params["y"] < 0:
         return 0
     return 1 if eqn.primitive.name == "div" else None
+
+
+def axes_of_softmax(
+    eqn: Equation, definition: Callable[[Any], Equation | None]
+) -> tuple[int, ...]:
+    """Returns the axes over which the result of ``eqn`` sums to one, if any is known.
+
+    It is a softmax then: exponentials, divided by their own sums.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+
+    def name(eqn):
+        return eqn.primitive.name if eqn else None
+
+    if name(eqn) != "div" or name(definition(eqn.invars[0])) != "exp":
+        return ()
+    spread = definition(eqn.invars[1])
+    if name(spread) not in ("broadcast_in_dim", "reshape"):
+        return ()
+    total = definition(spread.invars[0])
+    if name(total) != "reduce_sum" or total.invars[0] is not eqn.invars[0]:
+        return ()
+    axes, shape = total.params["axes"], list(eqn.outvars[0].aval.shape)
+    for i in axes:
+        shape[i] = 1
+    return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
 
 
 def scales_far(eqn: Equation) -> bool:
