@@ -238,6 +238,9 @@ def _name(primitive: str | Primitive) -> str:
     return primitive.name if isinstance(primitive, Primitive) else primitive
 
 
+_LISTS = ("allow", "deny", "infer")
+
+
 @dataclasses.dataclass(frozen=True)
 class OpLists:
     """Names of the primitives that autocast allows, denies and lets follow.
@@ -250,6 +253,8 @@ class OpLists:
         allow: Run in 16 bits where they are matrix products with sums in them.
         deny: Run in the dtypes that the function was written in.
         infer: Run in 16 bits where their inputs are 16-bit.
+        rounds_products: Whether every product of the allow list returns 16 bits, see
+            :meth:`with_rounded_products`.
 
     Examples:
         >>> ops = jaxmp.DEFAULT_OPS.with_deny("tanh", "logistic")
@@ -260,13 +265,14 @@ class OpLists:
     allow: frozenset[str]
     deny: frozenset[str]
     infer: frozenset[str]
+    rounds_products: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         """Normalises names and refuses unknown ones and contradictions."""
-        for field in dataclasses.fields(self):
-            names = getattr(self, field.name)
+        for field in _LISTS:
+            names = getattr(self, field)
             names = [names] if isinstance(names, (str, Primitive)) else names
-            object.__setattr__(self, field.name, frozenset(map(_name, names)))
+            object.__setattr__(self, field, frozenset(map(_name, names)))
         for name in sorted((self.allow | self.deny | self.infer) - _KNOWN):
             live = live_primitives()
             if name not in live:
@@ -304,38 +310,63 @@ class OpLists:
         """Returns lists in which ``primitives`` follow their inputs."""
         return self._moved("infer", primitives)
 
+    def with_rounded_products(self) -> "OpLists":
+        """Returns lists with which every product returns 16 bits, as in torch.amp.
+
+        By default a product returns its float32 sums to whoever computes in float32:
+        attention scores and logits to their softmax, weight gradients to the user.
+        Rounded, they take half of the memory traffic, and have the accuracy of a model
+        that is cast as a whole. Float32 regions and ``float32_paths`` still see the
+        sums. What leaves the range of float16 in the forward pass becomes its largest
+        number; in the backward pass it becomes infinite, so that the step is skipped.
+
+        Examples:
+            >>> ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+            >>> def scores(q, k):
+            ...     return jax.nn.softmax(q @ k.T)
+            >>> q = jnp.ones((2, 4))
+            >>> jaxmp.autocast(scores, ops=ops)(q, q).dtype
+            dtype('float32')
+
+        References:
+            PyTorch, "Autocast Op Reference", https://pytorch.org/docs/stable/amp.html
+        """
+        return dataclasses.replace(self, rounds_products=True)
+
     def _moved(self, to: str, primitives: tuple[str | Primitive, ...]) -> "OpLists":
         names = frozenset(map(_name, primitives))
         lists: dict[str, Any] = {
-            field.name: getattr(self, field.name) - names
-            for field in dataclasses.fields(self)
+            field: getattr(self, field) - names for field in _LISTS
         }
-        return OpLists(**{**lists, to: lists[to] | names})
+        return dataclasses.replace(self, **{**lists, to: lists[to] | names})
 
     def __repr__(self) -> str:
         """Spells how the lists differ from the default ones, which are long."""
-        names = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = {field: getattr(self, field) for field in _LISTS}
         default = {name: getattr(DEFAULT_OPS, name) for name in names}
         if frozenset().union(*default.values()) - frozenset().union(*names.values()):
-            lists = (f"{name}={sorted(ops)}" for name, ops in names.items())
+            lists = [f"{name}={sorted(ops)}" for name, ops in names.items()]
+            lists += ["rounds_products=True"] * self.rounds_products
             return f"OpLists({', '.join(lists)})"
         text = "DEFAULT_OPS"
         for name, ops in names.items():
             if moved := sorted(ops - default[name]):
                 text += f".with_{name}({', '.join(map(repr, moved))})"
-        return text
+        return text + ".with_rounded_products()" * self.rounds_products
 
     def __str__(self) -> str:
         """Lists the names, one paragraph a list."""
-        return "\n".join(
+        paragraphs = [
             textwrap.fill(
-                f"{field.name}: {' '.join(sorted(getattr(self, field.name)))}",
+                f"{field}: {' '.join(sorted(getattr(self, field)))}",
                 width=88,
                 subsequent_indent="    ",
                 break_on_hyphens=False,
             )
-            for field in dataclasses.fields(self)
-        )
+            for field in _LISTS
+        ]
+        paragraphs += ["Every product returns 16 bits."] * self.rounds_products
+        return "\n".join(paragraphs)
 
 
 _INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])

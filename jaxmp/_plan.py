@@ -58,6 +58,7 @@ class Use(enum.Flag):
     COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
     DIGITS = enum.auto()  # one needs its last digits
+    REGION = enum.auto()  # one is what the user keeps in float32
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -68,6 +69,7 @@ Want = Literal[
     "16-bit",  # in 16 bits, by others than products
     "original",  # nobody would take it in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
+    "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
 ]
 _USES: dict[Want, Use] = {
     "stored": Use.PRODUCT | Use.IN_16BIT,
@@ -76,6 +78,7 @@ _USES: dict[Want, Use] = {
     "16-bit": Use.IN_16BIT | Use.COMPUTES,
     "original": Use.COMPUTES,
     "digits": Use.DIGITS | Use.COMPUTES,
+    "rounded": Use.COMPUTES,
 }
 IN_16BIT: frozenset[Want] = frozenset(
     want for want, use in _USES.items() if Use.IN_16BIT in use
@@ -98,11 +101,13 @@ class Plan:
         eqns: The equations. Not the jaxpr: the plan must not keep it alive.
         rules: For each of them, how to treat it.
         uses: For each variable that is read, what its readers do with it.
+        rounds: Whether every product returns 16 bits.
     """
 
     eqns: Sequence[Equation]
     rules: Sequence[Rule]
     uses: Mapping[Any, Use]
+    rounds: bool = False
 
     def use(self, var: Any) -> Use:
         """Tells what the readers of ``var`` do with it."""
@@ -110,7 +115,12 @@ class Plan:
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for."""
-        return tuple(map(self.want, eqn.outvars))
+        wanted = tuple(map(self.want, eqn.outvars))
+        if self.rounds and eqn.primitive.name in PRODUCTS:
+            (out,), (want,) = eqn.outvars, wanted
+            if want not in IN_16BIT and Use.REGION not in self.use(out):
+                return ("rounded",)
+        return wanted
 
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
@@ -253,7 +263,7 @@ class Planner:
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
         uses: dict[Any, Use] = {}
-        plan = Plan(jaxpr.eqns, rules, uses)
+        plan = Plan(jaxpr.eqns, rules, uses, self.ops.rounds_products)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
@@ -289,14 +299,15 @@ class Planner:
         if rule == "call" and kind not in _BOUNDARIES:
             yield from self._uses_inside(eqn, after.wanted(eqn), scopes)
             return
-        use = self._use(eqn, rule, after)
+        kept = is_decided(scopes) or self._is_in_paths(scopes)
+        use = self._use(eqn, rule, after, kept)
         inside = self._digits_inside(eqn, scopes) if kind in _BOUNDARIES else ()
         for i, var in enumerate(eqn.invars):
             exact = i == divisor(eqn) or i in inside
             yield var, use | (Use.DIGITS if exact else Use.NOTHING)
 
-    def _use(self, eqn: Equation, rule: Rule, after: Plan) -> Use:
-        """Tells what ``eqn`` does with all of its inputs."""
+    def _use(self, eqn: Equation, rule: Rule, after: Plan, kept: bool) -> Use:
+        """Tells what ``eqn``, which the user may keep, does with all of its inputs."""
         name, wanted = eqn.primitive.name, after.wanted(eqn)
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
@@ -306,11 +317,12 @@ class Planner:
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
         if rule not in ("infer", "retype"):
-            return use | Use.OTHERWISE | Use.COMPUTES
+            use |= Use.OTHERWISE | Use.COMPUTES
+            return use | (Use.REGION if kept else Use.NOTHING)
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
         if name in VIEWS or rule == "retype":
-            read = Use.OTHERWISE | Use.COMPUTES | Use.MULTIPLIES
+            read = Use.OTHERWISE | Use.COMPUTES | Use.MULTIPLIES | Use.REGION
             for var in eqn.outvars:
                 use |= after.use(var) & read
         else:
@@ -334,7 +346,8 @@ class Planner:
             for i, var in zip(body.operands, inner, strict=True):
                 use = plan.use(var)
                 if i in layout.fixed_in:
-                    use = use & Use.DIGITS | Use.OTHERWISE | Use.COMPUTES
+                    lasting = Use.DIGITS | Use.REGION
+                    use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use
 
     def _digits_inside(self, eqn: Equation, scopes: Scopes) -> set[int]:

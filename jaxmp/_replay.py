@@ -184,6 +184,8 @@ class Caster:
             return [self.in_known_dtype(array, var) for array, var in outs]
         if want in IN_16BIT:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
+        if want == "rounded":
+            return [_rounded(eqn, operands, self.dtype)]
         linear = any(value.linear for value in ins)
         return [_accumulated(eqn, operands, self.dtype, linear)]
 
@@ -569,6 +571,19 @@ def _accumulated(
         return lax.convert_element_type(product(args, dtype), jnp.float32)
     accumulate.defjvp(rule, symbolic_zeros=True)
     return accumulate(*args)
+
+
+def _rounded(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+    """Returns a product in 16 bits that is not taken in them.
+
+    A score beyond the range of float16 has its softmax in float32, where it is finite.
+    In the backward pass such a number says that the step is to be skipped.
+    """
+    (out,) = _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+    if dtype == jnp.bfloat16 or _jaxpr.is_transposed(eqn):
+        return out
+    limit = np.asarray(jnp.finfo(dtype).max, dtype)
+    return lax.clamp(-limit, out, limit)
 
 
 # Rules of derivatives.
