@@ -321,15 +321,19 @@ class Planner:
             return use | (Use.REGION if kept else Use.NOTHING)
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
-        if name in VIEWS or rule == "retype":
-            read = Use.OTHERWISE | Use.COMPUTES | Use.MULTIPLIES | Use.REGION
-            for var in eqn.outvars:
-                use |= after.use(var) & read
-        else:
-            use |= Use.OTHERWISE
-        if (name in PICKS or rule == "retype") and not FOR_PRODUCT.isdisjoint(wanted):
-            return use | Use.PRODUCT
-        if name in VIEWS or name in COMPARES:
+        views = name in VIEWS or rule == "retype"
+        picks = name in PICKS or rule == "retype"
+        for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
+        use |= Use.PRODUCT if for_product else Use.NOTHING
+        # What is moved is read by all who read it afterwards, and so is what is chosen
+        # from, unless a product takes the result in 16 bits anyway.
+        read = Use.OTHERWISE if views else Use.NOTHING
+        if views or (picks and not for_product):
+            read |= Use.COMPUTES | Use.MULTIPLIES | Use.REGION
+        for var in eqn.outvars:
+            use |= after.use(var) & read
+        use |= Use.NOTHING if views else Use.OTHERWISE
+        if views or picks or name in COMPARES:
             return use
         transposed = name == "mul" and _jaxpr.is_transposed(eqn)
         return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
