@@ -316,9 +316,10 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
+        if kept:
+            use |= Use.REGION
         if rule not in ("infer", "retype"):
-            use |= Use.OTHERWISE | Use.COMPUTES
-            return use | (Use.REGION if kept else Use.NOTHING)
+            return use | Use.OTHERWISE | Use.COMPUTES
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
         views = name in VIEWS or rule == "retype"

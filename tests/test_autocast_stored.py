@@ -125,7 +125,9 @@ KEPT = {
     "of a divisor too": lambda w, x: (h := lax.max(normalised(w, x), 1.0)) @ w / h,
     "of a residual stream": stream,
     "subtracted too": lambda w, x: (h := normalised(w, x)) - lax.max(h, 0.0) @ w,
-    "summed too": lambda w, x: (h := normalised(w, x)).sum() + lax.max(h, 0.0) @ w,
+    "averaged and subtracted too": lambda w, x: (
+        lax.max((h := normalised(w, x)), 0.0) @ w + (h - h.mean(-1, keepdims=True)) ** 2
+    ),
     "the greatest, by its place": lambda w, x: (
         lax.max((h := normalised(w, x)), 0.0) @ w + lax.top_k(h, 8)[0]
     ),
