@@ -249,13 +249,14 @@ def _kernel(instruction, computation, computations) -> Work:
     opcodes = {inner.opcode for inner in body.instructions.values()} - FREE
     copies = opcodes and opcodes <= {"copy", "copy-start"}
     moved = reads.total() + written
+    flops = sum(product.flops() for product in products_of(body, computations))
     return Work(
         bytes=moved,
         kernels=1,
         copies=collections.Counter([instruction.shape] if copies else []),
         products=_products(body, computations),
         workspace=max(map(_workspace, body.instructions.values())),
-        seconds=roofline(moved, sum(p.flops() for p in _of_kernel(body, computations))),
+        seconds=roofline(moved, flops),
     )
 
 
@@ -318,7 +319,7 @@ def _read(parameter: Instruction, body: Computation) -> int:
 def _products(body: Computation, computations) -> collections.Counter[str]:
     """Returns the matrix products and convolutions of a kernel, with their dtypes."""
     found = collections.Counter()
-    for product in _of_kernel(body, computations):
+    for product in products_of(body, computations):
         lhs, rhs, result = (arrays(shape)[0][0] for shape in product.shapes)
         found[f"{product.name} {lhs} x {rhs} -> {result}"] += 1
     return found
@@ -349,7 +350,8 @@ class Product(NamedTuple):
         return 2.0 * math.prod(output) * math.prod(kernel) / features
 
 
-def _of_kernel(body: Computation, computations) -> Iterator[Product]:
+def products_of(body: Computation, computations) -> Iterator[Product]:
+    """Yields the matrix products and convolutions of a kernel."""
     for instruction in body.instructions.values():
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         opcode = target[1] if target else instruction.opcode
@@ -361,7 +363,7 @@ def _of_kernel(body: Computation, computations) -> Iterator[Product]:
                 shapes = lhs, rhs, instruction.shape
                 yield Product(name, opcode, shapes, instruction.attributes)
         for called in instruction.called("calls"):
-            yield from _of_kernel(computations[called], computations)
+            yield from products_of(computations[called], computations)
 
 
 def _sizes(shape: str) -> list[int]:
