@@ -135,6 +135,7 @@ COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 # Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
+FACTORS = frozenset({"mul"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 # Besides products, what makes it worth going inside of what holds jaxprs.

@@ -22,6 +22,7 @@ from ._op_lists import (
     CALLS,
     COMPARES,
     DEFAULT_OPS,
+    FACTORS,
     HANDS_ON,
     PICKS,
     STARTS,
@@ -336,7 +337,7 @@ class Planner:
         use |= Use.NOTHING if views else Use.OTHERWISE
         if views or picks or name in COMPARES:
             return use
-        transposed = name == "mul" and _jaxpr.is_transposed(eqn)
+        transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
         return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
 
     def _uses_inside(
