@@ -13,6 +13,7 @@ conditional as its dearest branch.
 import collections
 import math
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # No kernels: they name memory, or wait for what was counted when it started.
@@ -51,6 +52,7 @@ class Work(NamedTuple):
     copies: collections.Counter[str]  # by shape
     products: collections.Counter[str]  # by kind and dtypes
     workspace: int  # bytes of the largest that a library call asks for
+    seconds: float  # an estimate, see :func:`roofline`
 
     def plus(self, other: "Work", times: int = 1) -> "Work":
         """Returns this work and after it the other, so many times."""
@@ -60,6 +62,7 @@ class Work(NamedTuple):
             self.copies + _times(other.copies, times),
             self.products + _times(other.products, times),
             max(self.workspace, other.workspace),
+            self.seconds + times * other.seconds,
         )
 
 
@@ -107,6 +110,20 @@ def work(text: str) -> Work:
     """
     computations, entry = parse(text)
     return _work(entry, computations)
+
+
+def roofline(moved: float, flops: float) -> float:
+    """Returns the seconds that a kernel takes on an H200 at the least.
+
+    Its memory moves 4.8 TB/s and its tensor cores do 989 TFLOP/s in 16 bits (NVIDIA
+    H200 data sheet). No kernel reaches both, and launches and small kernels cost more:
+    what is added up from these is an estimate, and of use in comparisons.
+
+    Args:
+        moved: Bytes.
+        flops: Of products of 16-bit operands.
+    """
+    return max(moved / 4.8e12, flops / 989e12)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -178,7 +195,7 @@ def _until_balanced(text: str) -> tuple[str, str]:
 
 
 def _work(name: str, computations: dict[str, Computation]) -> Work:
-    total = Work(0, 0, collections.Counter(), collections.Counter(), 0)
+    total = Work(0, 0, collections.Counter(), collections.Counter(), 0, 0.0)
     computation = computations[name]
     for instruction in computation.instructions.values():
         opcode = instruction.opcode
@@ -231,12 +248,15 @@ def _kernel(instruction, computation, computations) -> Work:
     written = sum(_written(output, body) for output in _outputs(body))
     opcodes = {inner.opcode for inner in body.instructions.values()} - FREE
     copies = opcodes and opcodes <= {"copy", "copy-start"}
+    moved = reads.total() + written
+    flops = sum(product.flops() for product in products_of(body, computations))
     return Work(
-        bytes=reads.total() + written,
+        bytes=moved,
         kernels=1,
         copies=collections.Counter([instruction.shape] if copies else []),
         products=_products(body, computations),
         workspace=max(map(_workspace, body.instructions.values())),
+        seconds=roofline(moved, flops),
     )
 
 
@@ -299,14 +319,54 @@ def _read(parameter: Instruction, body: Computation) -> int:
 def _products(body: Computation, computations) -> collections.Counter[str]:
     """Returns the matrix products and convolutions of a kernel, with their dtypes."""
     found = collections.Counter()
+    for product in products_of(body, computations):
+        lhs, rhs, result = (arrays(shape)[0][0] for shape in product.shapes)
+        found[f"{product.name} {lhs} x {rhs} -> {result}"] += 1
+    return found
+
+
+class Product(NamedTuple):
+    """A matrix product or a convolution."""
+
+    name: str
+    target: str  # the library call, or the operation
+    shapes: tuple[str, str, str]  # of two operands and the result
+    attributes: str
+
+    def flops(self) -> float:
+        """Returns twice the numbers that it multiplies."""
+        lhs, rhs, result = map(_sizes, self.shapes)
+        if self.name == "matmul":
+            pattern = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]'
+            found = re.search(pattern, self.attributes)
+            contracted = re.findall(r"\d+", found[1]) if found else []
+            return 2.0 * math.prod(result) * math.prod(lhs[int(i)] for i in contracted)
+        # The layer that it belongs to has an output and a kernel.
+        output, kernel = result, rhs
+        if "Backward" in self.target:
+            output, kernel = (lhs, rhs) if "Input" in self.target else (rhs, result)
+        labels = re.search(r"dim_labels=\w+_(\w+)->", self.attributes)
+        features = kernel[labels[1].index("o")] if labels else 1
+        return 2.0 * math.prod(output) * math.prod(kernel) / features
+
+
+def products_of(body: Computation, computations) -> Iterator[Product]:
+    """Yields the matrix products and convolutions of a kernel."""
     for instruction in body.instructions.values():
         target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
         opcode = target[1] if target else instruction.opcode
         for kind, name in PRODUCTS.items():
             if opcode.startswith(kind):
-                shapes = [body.instructions[x].shape for x in instruction.operands[:2]]
-                dtypes = [arrays(s)[0][0] for s in (*shapes, instruction.shape)]
-                found[f"{name} {dtypes[0]} x {dtypes[1]} -> {dtypes[2]}"] += 1
+                lhs, rhs = (
+                    body.instructions[x].shape for x in instruction.operands[:2]
+                )
+                shapes = lhs, rhs, instruction.shape
+                yield Product(name, opcode, shapes, instruction.attributes)
         for called in instruction.called("calls"):
-            found += _products(computations[called], computations)
-    return found
+            yield from products_of(computations[called], computations)
+
+
+def _sizes(shape: str) -> list[int]:
+    """Returns the sizes of an array, or of the first of a tuple."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(n) for n in found[1].split(",") if n] if found else []

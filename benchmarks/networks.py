@@ -155,9 +155,11 @@ class Network(NamedTuple):
         """Returns the model with Flax's own ``dtype``."""
         return self.model.clone(dtype=dtype)
 
-    def batch(self, size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns inputs and labels, the same ones on every call."""
-        random = np.random.default_rng(0)
+    def batch(
+        self, size: int | None = None, seed: int = 0
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns inputs and labels, the same ones on every call with a seed."""
+        random = np.random.default_rng(seed)
         rows = [self.example(random) for _ in range(size or self.batch_size)]
         return np.stack([x for x, _ in rows]), np.stack([y for _, y in rows])
 
@@ -180,27 +182,56 @@ def mlp(batch_size: int, features: int, **sizes: Any) -> Network:
     return Network(model, batch_size, example)
 
 
-def gpt(batch_size: int, **sizes: Any) -> Network:
-    """Returns a GPT on random tokens."""
-    model = GPT(**sizes)
+def _label(random, image, classes):
+    return random.integers(classes, dtype=np.int32)
+
+
+def sequence_model(model: nn.Module, batch_size: int) -> Network:
+    """Returns a model that predicts the next token, on random ones.
+
+    Args:
+        model: With a ``vocabulary`` and a ``length``.
+        batch_size: Sequences in a batch.
+    """
+    sizes: Any = model
 
     def example(random):
-        tokens = random.integers(model.vocabulary, size=model.length + 1)
+        tokens = random.integers(sizes.vocabulary, size=sizes.length + 1)
         tokens = tokens.astype(np.int32)
         return tokens[:-1], tokens[1:]
 
     return Network(model, batch_size, example)
 
 
-def resnet(batch_size: int, image: int, **sizes: Any) -> Network:
-    """Returns a ResNet on square images."""
-    model = ResNet(**sizes)
+def image_classifier(
+    model: nn.Module, batch_size: int, image: int, labels: Callable[..., Any] = _label
+) -> Network:
+    """Returns a model of square images, on random ones.
+
+    Args:
+        model: With a number of ``classes``.
+        batch_size: Images in a batch.
+        image: Height and width of one.
+        labels: Makes the labels of an image from a generator, its size and the number
+            of classes; one label if not given.
+    """
+    sizes: Any = model
 
     def example(random):
         x = random.standard_normal((image, image, 3), np.float32)
-        return x, random.integers(model.classes, dtype=np.int32)
+        return x, labels(random, image, sizes.classes)
 
     return Network(model, batch_size, example)
+
+
+def gpt(batch_size: int, **sizes: Any) -> Network:
+    """Returns a GPT on random tokens."""
+    return sequence_model(GPT(**sizes), batch_size)
+
+
+def resnet(batch_size: int, image: int, **sizes: Any) -> Network:
+    """Returns a ResNet on square images."""
+    return image_classifier(ResNet(**sizes), batch_size, image)
 
 
 NETWORKS = {

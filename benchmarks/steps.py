@@ -206,14 +206,29 @@ def jaxmp_modules(network, dtype, accum_steps):
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
-def jaxmp_autocast(network, dtype, accum_steps):
+def jaxmp_autocast_rounded(network, dtype, accum_steps):
+    """Autocast around the gradient, with products that return 16 bits."""
+    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+    return jaxmp_autocast(network, dtype, accum_steps, ops)
+
+
+def jaxmp_autocast(network, dtype, accum_steps, ops=jaxmp.DEFAULT_OPS):
     """Autocast around the gradient of the float32 loss."""
     policy = jaxmp.get_policy(f"mixed_{dtype}")
     loss_fn = loss_of(network.model.apply)
 
     def grad_fn(**options):
-        return jaxmp.autocast(jaxmp.value_and_grad(loss_fn, **options), policy)
+        grad = jaxmp.value_and_grad(loss_fn, **options)
+        return jaxmp.autocast(grad, policy, ops=ops)
 
+    return _jaxmp_step(grad_fn, policy, accum_steps)
+
+
+def jaxmp_autocast_inside(network, dtype, accum_steps):
+    """Autocast around the float32 loss, inside the gradient."""
+    policy = jaxmp.get_policy(f"mixed_{dtype}")
+    loss_fn = jaxmp.autocast(loss_of(network.model.apply), policy)
+    grad_fn = partial(jaxmp.value_and_grad, loss_fn)
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
@@ -371,6 +386,8 @@ CONTESTANTS = {
     "jaxmp cast": jaxmp_cast,
     "jaxmp modules": jaxmp_modules,
     "jaxmp autocast": jaxmp_autocast,
+    "jaxmp autocast, rounded": jaxmp_autocast_rounded,
+    "jaxmp autocast, inside": jaxmp_autocast_inside,
     "jmp": jmp_recipe,
     "flax DynamicScale": flax_dynamic_scale,
     "optax apply_if_finite": apply_if_finite,

@@ -41,7 +41,10 @@ def autocast(
     exponentials and whatever autocast does not know see the dtypes they were written
     for; elementwise work follows its inputs. What comes from outside, is looked up, or
     is computed from such values alone keeps its digits until 16-bit work reads it, and
-    so does what a logarithm, an exponential or a divisor is computed from.
+    so does what a logarithm, an exponential or a divisor is computed from. A value is
+    stored as its readers take it: what only products take, moved or chosen from before,
+    is rounded before that, and a softmax that a product takes is read from there by
+    the backward pass.
 
     Put autocast around the differentiated function where you can: in
     ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients

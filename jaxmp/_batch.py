@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._tree import is_array, is_inexact, path_name, wide_dtype
+from ._varying import varying_axes
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.
@@ -37,8 +40,10 @@ def over_micro_batches(
             check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
         parts = [_split(x, steps) for _, x in entries]
         changed = set()
+        taken_apart: Any = None
 
         def add_micro_batch(carry, i):
+            nonlocal taken_apart
             totals, state = carry
             leaves = [
                 whole if part is None else _part(part, i)
@@ -50,14 +55,64 @@ def over_micro_batches(
             )
             changed.update(changes)
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-            return (totals, state | changes), (loss, aux)
+            together, taken_apart = _put_together(aux)
+            return (totals, state | changes), (loss, together)
 
         carry = jax.tree.map(_wide_zeros, params_of(args)), state
         carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
         grads, state = carry
+        aux = taken_apart(aux)
         return losses.sum(), grads, aux, {name: state[name] for name in changed}
 
     return accumulated
+
+
+# Arrays of at most so many numbers are kept together. The statistics of ResNet-50 are
+# 106 arrays, and each would be a kernel that writes it in every micro-batch.
+_SMALL = 2**14
+
+
+def _put_together(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
+    """Joins the small arrays of a pytree that are alike, to be stacked by a scan.
+
+    Returns:
+        Arrays, and a function that takes their stacks apart: it returns a pytree like
+        ``tree``, each leaf with a leading axis.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        groups.setdefault(_kind(leaf) or i, []).append(i)
+    arrays = [
+        jnp.concatenate([jnp.ravel(leaves[i]) for i in group])
+        if len(group) > 1
+        else leaves[group[0]]
+        for group in groups.values()
+    ]
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+
+    def taken_apart(stacks):
+        apart = [None] * len(shapes)
+        for stack, group in zip(stacks, groups.values(), strict=True):
+            parts = [stack]
+            if len(group) > 1:
+                ends = itertools.accumulate(math.prod(shapes[i]) for i in group)
+                parts = jnp.split(stack, [*ends][:-1], axis=1)
+            for i, part in zip(group, parts, strict=True):
+                apart[i] = part.reshape(stack.shape[0], *shapes[i])
+        return structure.unflatten(apart)
+
+    return arrays, taken_apart
+
+
+def _kind(leaf: Any) -> Any:
+    """Returns what arrays that are put together have in common, or None."""
+    if not isinstance(leaf, jax.Array) or leaf.size > _SMALL or not is_inexact(leaf):
+        return None
+    aval: Any = jax.typeof(leaf)
+    if aval.weak_type or any(aval.sharding.spec):
+        return None
+    return leaf.dtype, varying_axes(leaf)
 
 
 def check_leading_axis(path: Any, x: Any, parts: int, by: str) -> None:

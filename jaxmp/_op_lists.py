@@ -47,7 +47,7 @@ _COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
 # the GELU approximation; other integer powers are treated as squares are, below.
 _ROUND = """
     add sub mul div rem add_any atan2 sqrt sin cos tanh logistic erf erfc integer_pow
-    one_minus_square"""
+    one_minus_square select_and_scatter_add"""
 
 # Steep functions: float16 ends at 65504, exp(12) is beyond. [guide], [torch]
 _STEEP = """
@@ -58,9 +58,9 @@ _STEEP = """
 # Sums lose small terms and overflow: losses, means, norms, gradients. [guide], [torch]
 _SUM = """
     reduce_sum reduce_prod reduce cumsum cumprod cumlogsumexp reduce_window
-    reduce_window_sum select_and_scatter select_and_scatter_add
-    select_and_gather_add scatter scatter-add scatter-sub scatter-mul scatter-min
-    scatter-max psum psum_invariant unreduced_psum unreduced_pmax unreduced_pmin
+    reduce_window_sum select_and_scatter select_and_gather_add scatter scatter-add
+    scatter-sub scatter-mul scatter-min scatter-max psum psum_invariant unreduced_psum
+    unreduced_pmax unreduced_pmin
     reduce_scatter unreduced_reduce_scatter preduced symmetric_product"""
 
 # Solvers that exist, or converge, in float32 only. [torch], [jax]
@@ -124,9 +124,18 @@ HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 
+# What is moved or chosen from is the same number whether it is rounded before or after,
+# and compares the same with what was chosen from it if it is rounded before.
+_PICK = """
+    select_n clamp max min abs neg reduce_max reduce_min cummax cummin
+    reduce_window_max reduce_window_min select_and_scatter_add"""
+PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
+COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
+
 # Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
+FACTORS = frozenset({"mul"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
@@ -180,6 +189,35 @@ def divisor(eqn: Equation) -> int | None:
     return 1 if eqn.primitive.name == "div" else None
 
 
+def axes_of_softmax(
+    eqn: Equation, definition: Callable[[Any], Equation | None]
+) -> tuple[int, ...]:
+    """Returns the axes over which the result of ``eqn`` sums to one, if any is known.
+
+    It is a softmax then: exponentials, divided by their own sums.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+
+    def name(eqn):
+        return eqn.primitive.name if eqn else None
+
+    if name(eqn) != "div" or name(definition(eqn.invars[0])) != "exp":
+        return ()
+    spread = definition(eqn.invars[1])
+    if name(spread) not in ("broadcast_in_dim", "reshape"):
+        return ()
+    total = definition(spread.invars[0])
+    if name(total) != "reduce_sum" or total.invars[0] is not eqn.invars[0]:
+        return ()
+    axes, shape = total.params["axes"], list(eqn.outvars[0].aval.shape)
+    for i in axes:
+        shape[i] = 1
+    return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
+
+
 def scales_far(eqn: Equation) -> bool:
     """Whether ``eqn`` brings a value back into range, or takes it out of it."""
     if eqn.primitive.name not in ("mul", "div"):
@@ -201,6 +239,9 @@ def _name(primitive: str | Primitive) -> str:
     return primitive.name if isinstance(primitive, Primitive) else primitive
 
 
+_LISTS = ("allow", "deny", "infer")
+
+
 @dataclasses.dataclass(frozen=True)
 class OpLists:
     """Names of the primitives that autocast allows, denies and lets follow.
@@ -213,6 +254,8 @@ class OpLists:
         allow: Run in 16 bits where they are matrix products with sums in them.
         deny: Run in the dtypes that the function was written in.
         infer: Run in 16 bits where their inputs are 16-bit.
+        rounds_products: Whether every product of the allow list returns 16 bits, see
+            :meth:`with_rounded_products`.
 
     Examples:
         >>> ops = jaxmp.DEFAULT_OPS.with_deny("tanh", "logistic")
@@ -223,13 +266,14 @@ class OpLists:
     allow: frozenset[str]
     deny: frozenset[str]
     infer: frozenset[str]
+    rounds_products: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self):
         """Normalises names and refuses unknown ones and contradictions."""
-        for field in dataclasses.fields(self):
-            names = getattr(self, field.name)
+        for field in _LISTS:
+            names = getattr(self, field)
             names = [names] if isinstance(names, (str, Primitive)) else names
-            object.__setattr__(self, field.name, frozenset(map(_name, names)))
+            object.__setattr__(self, field, frozenset(map(_name, names)))
         for name in sorted((self.allow | self.deny | self.infer) - _KNOWN):
             live = live_primitives()
             if name not in live:
@@ -267,38 +311,63 @@ class OpLists:
         """Returns lists in which ``primitives`` follow their inputs."""
         return self._moved("infer", primitives)
 
+    def with_rounded_products(self) -> "OpLists":
+        """Returns lists with which every product returns 16 bits, as in torch.amp.
+
+        By default a product returns its float32 sums to whoever computes in float32:
+        attention scores and logits to their softmax, weight gradients to the user.
+        Rounded, they take half of the memory traffic, and have the accuracy of a model
+        that is cast as a whole. Float32 regions and ``float32_paths`` still see the
+        sums. What leaves the range of float16 in the forward pass becomes its largest
+        number; in the backward pass it becomes infinite, so that the step is skipped.
+
+        Examples:
+            >>> ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+            >>> def scores(q, k):
+            ...     return jax.nn.softmax(q @ k.T)
+            >>> q = jnp.ones((2, 4))
+            >>> jaxmp.autocast(scores, ops=ops)(q, q).dtype
+            dtype('float32')
+
+        References:
+            PyTorch, "Autocast Op Reference", https://pytorch.org/docs/stable/amp.html
+        """
+        return dataclasses.replace(self, rounds_products=True)
+
     def _moved(self, to: str, primitives: tuple[str | Primitive, ...]) -> "OpLists":
         names = frozenset(map(_name, primitives))
         lists: dict[str, Any] = {
-            field.name: getattr(self, field.name) - names
-            for field in dataclasses.fields(self)
+            field: getattr(self, field) - names for field in _LISTS
         }
-        return OpLists(**{**lists, to: lists[to] | names})
+        return dataclasses.replace(self, **{**lists, to: lists[to] | names})
 
     def __repr__(self) -> str:
         """Spells how the lists differ from the default ones, which are long."""
-        names = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = {field: getattr(self, field) for field in _LISTS}
         default = {name: getattr(DEFAULT_OPS, name) for name in names}
         if frozenset().union(*default.values()) - frozenset().union(*names.values()):
-            lists = (f"{name}={sorted(ops)}" for name, ops in names.items())
+            lists = [f"{name}={sorted(ops)}" for name, ops in names.items()]
+            lists += ["rounds_products=True"] * self.rounds_products
             return f"OpLists({', '.join(lists)})"
         text = "DEFAULT_OPS"
         for name, ops in names.items():
             if moved := sorted(ops - default[name]):
                 text += f".with_{name}({', '.join(map(repr, moved))})"
-        return text
+        return text + ".with_rounded_products()" * self.rounds_products
 
     def __str__(self) -> str:
         """Lists the names, one paragraph a list."""
-        return "\n".join(
+        paragraphs = [
             textwrap.fill(
-                f"{field.name}: {' '.join(sorted(getattr(self, field.name)))}",
+                f"{field}: {' '.join(sorted(getattr(self, field)))}",
                 width=88,
                 subsequent_indent="    ",
                 break_on_hyphens=False,
             )
-            for field in dataclasses.fields(self)
-        )
+            for field in _LISTS
+        ]
+        paragraphs += ["Every product returns 16 bits."] * self.rounds_products
+        return "\n".join(paragraphs)
 
 
 _INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])

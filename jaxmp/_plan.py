@@ -8,9 +8,10 @@ logarithm. Products then round it for themselves.
 """
 
 import dataclasses
+import enum
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +20,16 @@ from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     CALLS,
+    COMPARES,
     DEFAULT_OPS,
+    FACTORS,
     HANDS_ON,
+    PICKS,
     STARTS,
     STEEP,
     VIEWS,
     OpLists,
+    axes_of_softmax,
     divisor,
     is_steep_power,
     scales_far,
@@ -43,23 +48,50 @@ from ._scopes import (
 # value on whose type alone changes, go inside, or leave it in its original dtypes.
 Rule = Literal["allow", "infer", "retype", "call", "deny"]
 
-# What a value is wanted for: somebody would take it in 16 bits; nobody would; or
-# somebody needs its last digits, so that it is not rounded.
-Want = Literal["16-bit", "original", "digits"]
+
+class Use(enum.Flag):
+    """What the readers of a value do with it."""
+
+    NOTHING = 0
+    PRODUCT = enum.auto()  # one is a product, or moves it or chooses from it for one
+    IN_16BIT = enum.auto()  # one takes it in 16 bits
+    OTHERWISE = enum.auto()  # one reads it and is no product
+    COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
+    MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
+    DIGITS = enum.auto()  # one needs its last digits
+    REGION = enum.auto()  # one is what the user keeps in float32
+
+
+# What a value is wanted for, by whoever decides in which dtype it is computed.
+Want = Literal[
+    "stored",  # in 16 bits: a product takes it, and nobody computes with it
+    "kept",  # in 16 bits: so it is, and the backward pass multiplies by it
+    "product",  # in 16 bits, by a product; others compute with it
+    "16-bit",  # in 16 bits, by others than products
+    "original",  # nobody would take it in 16 bits
+    "digits",  # somebody needs its last digits, so that it is not rounded
+    "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
+]
+_USES: dict[Want, Use] = {
+    "stored": Use.PRODUCT | Use.IN_16BIT,
+    "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
+    "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
+    "16-bit": Use.IN_16BIT | Use.COMPUTES,
+    "original": Use.COMPUTES,
+    "digits": Use.DIGITS | Use.COMPUTES,
+    "rounded": Use.COMPUTES,
+}
+IN_16BIT: frozenset[Want] = frozenset(
+    want for want, use in _USES.items() if Use.IN_16BIT in use
+)
+FOR_PRODUCT: frozenset[Want] = frozenset(
+    want for want, use in _USES.items() if Use.PRODUCT in use
+)
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
 
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
-
-
-class Use(NamedTuple):
-    """A variable, and what one of its readers does with it."""
-
-    var: Any
-    in_16bit: bool  # takes it in 16 bits
-    otherwise: bool  # reads it, and is no product
-    digits: bool  # needs its last digits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,20 +101,43 @@ class Plan:
     Attributes:
         eqns: The equations. Not the jaxpr: the plan must not keep it alive.
         rules: For each of them, how to treat it.
-        in_16bit: Variables that somebody would take in 16 bits.
-        otherwise: Variables that somebody reads who is no product.
-        digits: Variables of which somebody needs the last digits.
+        uses: For each variable that is read, what its readers do with it.
+        rounds: Whether every product returns 16 bits.
     """
 
     eqns: Sequence[Equation]
     rules: Sequence[Rule]
-    in_16bit: frozenset[Any]
-    otherwise: frozenset[Any]
-    digits: frozenset[Any]
+    uses: Mapping[Any, Use]
+    rounds: bool = False
+
+    def use(self, var: Any) -> Use:
+        """Tells what the readers of ``var`` do with it."""
+        return self.uses.get(var, Use.NOTHING)
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for."""
-        return _wanted(eqn.outvars, self.in_16bit, self.digits)
+        wanted = tuple(map(self.want, eqn.outvars))
+        if self.rounds and eqn.primitive.name in PRODUCTS:
+            (out,), (want,) = eqn.outvars, wanted
+            if want not in IN_16BIT and Use.REGION not in self.use(out):
+                return ("rounded",)
+        return wanted
+
+    def want(self, var: Any) -> Want:
+        """Tells what ``var`` is wanted for."""
+        use = self.use(var)
+        if Use.DIGITS in use:
+            return "digits"
+        if Use.PRODUCT not in use:
+            return "16-bit" if Use.IN_16BIT in use else "original"
+        if Use.COMPUTES in use:
+            return "product"
+        return "kept" if Use.MULTIPLIES in use else "stored"
+
+    def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
+        """Returns the axes over which the result of ``eqn`` sums to one, if any."""
+        by_var = {id(var): eqn for eqn in self.eqns for var in eqn.outvars}
+        return axes_of_softmax(eqn, lambda atom: by_var.get(id(atom)))
 
     def __str__(self) -> str:
         """Writes a line for each equation: its rule, its results, what they are for."""
@@ -187,7 +242,7 @@ class Planner:
         """
         carried = layout.fixed_out
         inside: tuple[Want, ...] = tuple(
-            "original" if want == "16-bit" and i in carried else want
+            "original" if want in IN_16BIT and i in carried else want
             for i, want in enumerate(wanted)
         )
         while True:
@@ -198,7 +253,7 @@ class Planner:
                     body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
                 )
                 if i in layout.fixed_in
-                and var in self.plan(body.jaxpr, inside, scopes).digits
+                and Use.DIGITS in self.plan(body.jaxpr, inside, scopes).use(var)
             }
             if all(inside[i] == "digits" for i in digits):
                 return inside
@@ -207,99 +262,109 @@ class Planner:
             )
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
-        in_16bit, otherwise, digits, rules = set(), set(), set(), []
+        rules: list[Rule] = []
+        uses: dict[Any, Use] = {}
+        plan = Plan(jaxpr.eqns, rules, uses, self.ops.rounds_products)
 
-        def note(uses):
-            for use in uses:
-                if isinstance(use.var, _jaxpr.Literal):
-                    continue
-                if use.in_16bit and is_float32(use.var):
-                    in_16bit.add(use.var)
-                if use.otherwise:
-                    otherwise.add(use.var)
-                if use.digits and is_inexact(use.var):
-                    digits.add(use.var)
+        def note(var, use):
+            if isinstance(var, _jaxpr.Literal):
+                return
+            if not is_float32(var):
+                use &= ~(Use.PRODUCT | Use.IN_16BIT)
+            if not is_inexact(var):
+                use &= ~Use.DIGITS
+            uses[var] = uses.get(var, Use.NOTHING) | use
 
-        note(
-            Use(var, want == "16-bit", True, want == "digits")
-            for var, want in zip(jaxpr.outvars, wanted, strict=False)
-        )
+        for var, want in zip(jaxpr.outvars, wanted, strict=False):
+            note(var, _USES[want] | Use.OTHERWISE)
         for eqn in reversed(jaxpr.eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
-            wants = _wanted(eqn.outvars, in_16bit, digits)
-            note(self._uses(eqn, rules[-1], wants, otherwise, here))
-        sets = map(frozenset, (in_16bit, otherwise, digits))
-        return Plan(jaxpr.eqns, rules[::-1], *sets)
+            for var, use in self._uses(eqn, rules[-1], plan, here):
+                note(var, use)
+        rules.reverse()
+        return plan
 
     def _uses(
-        self,
-        eqn: Equation,
-        rule: Rule,
-        wanted: tuple[Want, ...],
-        otherwise: set[Any],
-        scopes: Scopes,
-    ) -> Iterator[Use]:
-        """Yields what ``eqn`` does with each of its inputs.
+        self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes
+    ) -> Iterator[tuple[Any, Use]]:
+        """Yields each input of ``eqn``, and what ``eqn`` does with it.
 
         Args:
             eqn: The equation.
             rule: How it is treated.
-            wanted: What its outputs are wanted for.
-            otherwise: Variables after it that somebody reads who is no product.
+            after: The plan of what comes after it.
             scopes: Named scopes around it.
         """
-        name, kind = eqn.primitive.name, _jaxpr.call_kind(eqn)
+        kind = _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
-            yield from self._uses_inside(eqn, wanted, scopes)
+            yield from self._uses_inside(eqn, after.wanted(eqn), scopes)
             return
-        passed = rule in ("infer", "retype")
-        in_16bit = rule == "allow" or (passed and "16-bit" in wanted)
-        in_16bit &= not scales_far(eqn)
-        viewed = passed and name in VIEWS
-        read = rule != "allow" and not (viewed and otherwise.isdisjoint(eqn.outvars))
-        # Sums even out what was rounded; elementwise work hands it on.
-        handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
-        digits = name in STEEP or ("digits" in wanted and handed)
+        kept = is_decided(scopes) or self._is_in_paths(scopes)
+        use = self._use(eqn, rule, after, kept)
         inside = self._digits_inside(eqn, scopes) if kind in _BOUNDARIES else ()
         for i, var in enumerate(eqn.invars):
-            exact = digits or i == divisor(eqn) or i in inside
-            yield Use(var, in_16bit, read, exact)
+            exact = i == divisor(eqn) or i in inside
+            yield var, use | (Use.DIGITS if exact else Use.NOTHING)
+
+    def _use(self, eqn: Equation, rule: Rule, after: Plan, kept: bool) -> Use:
+        """Tells what ``eqn``, which the user may keep, does with all of its inputs."""
+        name, wanted = eqn.primitive.name, after.wanted(eqn)
+        use = Use.DIGITS if name in STEEP else Use.NOTHING
+        # Sums even out what was rounded; elementwise work hands it on.
+        handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
+        if handed and "digits" in wanted:
+            use |= Use.DIGITS
+        if rule == "allow":
+            return use | Use.PRODUCT | Use.IN_16BIT
+        if kept:
+            use |= Use.REGION
+        if rule not in ("infer", "retype"):
+            return use | Use.OTHERWISE | Use.COMPUTES
+        if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
+            use |= Use.IN_16BIT
+        views = name in VIEWS or rule == "retype"
+        picks = name in PICKS or rule == "retype"
+        for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
+        use |= Use.PRODUCT if for_product else Use.NOTHING
+        # What is moved is read by all who read it afterwards, and so is what is chosen
+        # from, unless a product takes the result in 16 bits anyway.
+        read = Use.OTHERWISE if views else Use.NOTHING
+        if views or (picks and not for_product):
+            read |= Use.COMPUTES | Use.MULTIPLIES | Use.REGION
+        for var in eqn.outvars:
+            use |= after.use(var) & read
+        use |= Use.NOTHING if views else Use.OTHERWISE
+        if views or picks or name in COMPARES:
+            return use
+        transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
+        return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
 
     def _uses_inside(
         self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes
-    ) -> Iterator[Use]:
-        """Yields what the jaxprs in ``eqn`` do with its inputs."""
+    ) -> Iterator[tuple[Any, Use]]:
+        """Yields each input of ``eqn``, and what the jaxprs in it do with it."""
         layout = _jaxpr.call_layout(eqn)
         wanted = self.wanted_inside(layout, wanted, scopes)
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
-                fixed = i in layout.fixed_in
-                yield Use(
-                    eqn.invars[i],
-                    in_16bit=var in plan.in_16bit and not fixed,
-                    otherwise=var in plan.otherwise or fixed,
-                    digits=var in plan.digits,
-                )
+                use = plan.use(var)
+                if i in layout.fixed_in:
+                    lasting = Use.DIGITS | Use.REGION
+                    use = use & lasting | Use.OTHERWISE | Use.COMPUTES
+                yield eqn.invars[i], use
 
     def _digits_inside(self, eqn: Equation, scopes: Scopes) -> set[int]:
         """Returns the inputs of which the body of ``eqn`` needs the last digits."""
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
-        digits = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes).digits
+        plan = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes)
         inner = _jaxpr.in_vars(jaxpr)
-        return {i for i, var in enumerate(inner) if var in digits}
+        return {i for i, var in enumerate(inner) if Use.DIGITS in plan.use(var)}
 
     def _is_in_paths(self, scopes: Scopes) -> bool:
         return any(is_under(path, scopes) for path in self.paths.values())
-
-
-def _wanted(outs: Sequence[Any], in_16bit: Any, digits: Any) -> tuple[Want, ...]:
-    return tuple(
-        "digits" if var in digits else "16-bit" if var in in_16bit else "original"
-        for var in outs
-    )
 
 
 def _stays_float32(eqn: Equation) -> bool:

@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
-from ._plan import Planner, Rule, Want
+from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
 from ._products import is_convolution, summed_by_platform
 from ._scopes import Scopes, check_paths
 from ._values import Known, Value, given, literal, note_number, note_origin
@@ -68,7 +68,10 @@ class Caster:
                 return _arrays(outs)
 
             arrays = _arrays(leaves)
-            jaxpr = _jaxpr.trace(flat, arrays)
+            # With a rule that reads the weights, which are kept in 16 bits, and not the
+            # scores, which are not.
+            with jax.softmax_custom_jvp(True):
+                jaxpr = _jaxpr.trace(flat, arrays)
             if scopes is None:
                 check_paths(self.planner.paths, jaxpr)
             values = [given(array) for array in arrays]
@@ -110,7 +113,8 @@ class Caster:
         def apply(eqn, ins):
             wants = plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                return self.apply(eqn, next(rules), ins, wants, scopes)
+                outs = self.apply(eqn, next(rules), ins, wants, scopes)
+                return self.as_read(eqn, outs, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
 
@@ -140,6 +144,9 @@ class Caster:
             note_number(eqn, ins, outs)
             if rule != "allow":
                 note_origin(eqn, ins, outs, self.dtype)
+            if eqn.primitive.name in EXACT and any(x.kept is not None for x in ins):
+                for out in outs:
+                    out.kept = () if out.narrow else None
         if any(value.linear for value in ins):
             for out in outs:
                 out.linear = True
@@ -175,10 +182,31 @@ class Caster:
         if not accumulates or not is_float32(eqn.outvars[0]):
             outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
             return [self.in_known_dtype(array, var) for array, var in outs]
-        if want == "16-bit":
+        if want in IN_16BIT:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
+        if want == "rounded":
+            return [_rounded(eqn, operands, self.dtype)]
         linear = any(value.linear for value in ins)
         return [_accumulated(eqn, operands, self.dtype, linear)]
+
+    def as_read(self, eqn: Equation, outs: list[Value], plan: Plan) -> list[Value]:
+        """Returns what ``eqn`` computed as those who read it take it.
+
+        All of them read the same number, so what is chosen from it is found in it. That
+        which moves or chooses is given rounded values, or is left alone.
+        """
+        if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
+            return outs
+        read = []
+        for out, want in zip(outs, plan.wanted(eqn), strict=True):
+            if want in ("stored", "kept") and out.is_computed():
+                if want == "stored":
+                    out = out.stored(self.dtype)
+                else:
+                    axes = plan.axes_of_softmax(eqn)
+                    out = out.kept_for_backward(self.dtype, axes)
+            read.append(out)
+        return read
 
     def in_known_dtype(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
@@ -210,7 +238,8 @@ class Caster:
         if not size or is_power(eqn):
             return False
         exact = name in EXACT and all(value.narrow for value in floats)
-        if want != "16-bit" and not exact:
+        kept = any(value.kept is not None for value in floats)
+        if (want not in IN_16BIT or kept) and not exact:
             return False
         return all(self.may_join(name, value, size) for value in floats)
 
@@ -244,6 +273,8 @@ class Caster:
     ) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside where that matters."""
         matters = any(map(self.planner.matters, _jaxpr.sub_jaxprs(eqn)))
+        if not FOR_PRODUCT.isdisjoint(wanted):
+            matters |= any(value.is_computed() for value in ins)
         if not matters and not any(value.narrow for value in ins):
             outs = self.results(eqn, _bind_as_written(eqn, ins))
             note_origin(eqn, ins, outs, self.dtype)
@@ -310,7 +341,9 @@ class Caster:
         plan = self.planner.plan(jaxpr, wanted, scopes)
         if not any(map(_jaxpr.is_differentiated, plan.eqns)):
             return ins
-        weights, variables = plan.in_16bit - plan.otherwise, _jaxpr.in_vars(jaxpr)
+        variables = _jaxpr.in_vars(jaxpr)
+        read = Use.IN_16BIT | Use.OTHERWISE
+        weights = {v for v in variables if plan.use(v) & read == Use.IN_16BIT}
         return [
             dataclasses.replace(value, array=value.in_16bit(self.dtype), narrow=True)
             if var in weights and i < layout.fixed_in.start
@@ -538,6 +571,19 @@ def _accumulated(
         return lax.convert_element_type(product(args, dtype), jnp.float32)
     accumulate.defjvp(rule, symbolic_zeros=True)
     return accumulate(*args)
+
+
+def _rounded(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+    """Returns a product in 16 bits that is not taken in them.
+
+    A score beyond the range of float16 has its softmax in float32, where it is finite.
+    In the backward pass such a number says that the step is to be skipped.
+    """
+    (out,) = _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+    if dtype == jnp.bfloat16 or _jaxpr.is_transposed(eqn):
+        return out
+    limit = np.asarray(jnp.finfo(dtype).max, dtype)
+    return lax.clamp(-limit, out, limit)
 
 
 # Rules of derivatives.

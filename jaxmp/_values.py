@@ -30,6 +30,7 @@ class Known(NamedTuple):
     linear: bool
     outside: bool
     follows: bool
+    kept: tuple[int, ...] | None
 
     def of(self, array: Any) -> "Value":
         """Returns a value of which this is known: what stands for it elsewhere."""
@@ -51,6 +52,9 @@ class Value:
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
     # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
+    # Rounded for a product, and read from there by the backward pass, in float32: the
+    # axes over which it sums to one, if any.
+    kept: tuple[int, ...] | None = None
     _original: Any = None
     _in_16bit: Any = None
 
@@ -66,17 +70,24 @@ class Value:
             self.linear,
             self.outside,
             self.follows,
+            self.kept,
         )
 
     def widened(self) -> "Value":
         """Returns the value in its original dtype."""
         if not self.narrow:
             return self
-        return self.known()._replace(narrow=False).of(self.original())
+        return self.known()._replace(narrow=False, kept=None).of(self.original())
 
     def is_zero(self) -> bool:
         """Whether every entry is known to be zero."""
         return self.scalar is not None and self.scalar == 0
+
+    def is_computed(self) -> bool:
+        """Whether the value is float32 and was computed: neither given nor a number."""
+        if self.narrow or self.outside or self.scalar is not None:
+            return False
+        return getattr(self.array, "dtype", None) == FLOAT32
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is one in ``dtype`` too."""
@@ -87,8 +98,33 @@ class Value:
         if not self.narrow:
             return self.array
         if self._original is None:  # Shared, so that its cotangents add up in float32.
-            self._original = lax.convert_element_type(self.array, jnp.float32)
+            wide = lax.convert_element_type(self.array, jnp.float32)
+            if self.kept:
+                # What rounding has left of the sums is taken out again. Divided by its
+                # sums, a softmax is also what XLA has a kernel for.
+                wide = wide / jnp.sum(wide, self.kept, keepdims=True)
+            self._original = wide
         return self._original
+
+    def stored(self, dtype: np.dtype) -> "Value":
+        """Returns the value rounded, for all who read it."""
+        array = lax.convert_element_type(self.array, dtype)
+        return Value(array, narrow=True, linear=self.linear)
+
+    def kept_for_backward(self, dtype: np.dtype, axes: tuple[int, ...]) -> "Value":
+        """Returns the value rounded, and read from there by the backward pass.
+
+        Args:
+            dtype: Its dtype.
+            axes: Those over which it sums to one.
+        """
+        value = self.stored(dtype)
+        # XLA would keep what the value was computed from, and compute it anew.
+        value.array = lax.optimization_barrier(value.array)
+        # Of more than 2^14 weights the largest may round to zero, and so may the sum.
+        few = math.prod(value.array.shape[i] for i in axes) <= 2**14
+        value.kept = axes if few else ()
+        return value
 
     def in_16bit(self, dtype: np.dtype) -> Any:
         """Returns the array in ``dtype``, which has 16 bits."""

@@ -324,6 +324,39 @@ def test_accumulation_inside_shard_map_is_the_full_batch(check_vma, policy):
     allclose(jax.jit(sharded)(PARAMS, X, Y), expected, tolerance)
 
 
+def test_what_micro_batches_return_beside_the_loss_is_kept_for_each():
+    big = jnp.arange(2**15, dtype=jnp.float32)
+
+    def loss(w, x):
+        aux = {
+            "mean": x.mean(0),
+            "square": (x**2).mean(),
+            "matrix": x.T @ x,
+            "half": x[0].astype(jnp.bfloat16),
+            "other half": x.sum().astype(jnp.bfloat16),
+            "count": jnp.int32(x.shape[0]),
+            "none": None,
+            "key": jax.random.key(0),
+            "big": big * x[0, 0],
+            "number": 2.0,
+            "empty": jnp.zeros((0, 3)),
+        }
+        return (x @ w).mean(), aux
+
+    w, x = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
+    options = {"has_aux": True, "batch_argnums": 1}
+    fun = jaxmp.value_and_grad(loss, accum_steps=2, **options)
+    (_, aux), _ = jax.jit(fun)(w, x)
+    single = jaxmp.value_and_grad(loss, **options)
+    parts = [single(w, x[i::2])[0][1] for i in range(2)]
+    stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    chex.assert_trees_all_equal_shapes_and_dtypes(aux, stack)
+    chex.assert_trees_all_close(aux | {"key": 0}, stack | {"key": 0}, rtol=1e-6)
+    (scan,) = (eqn for eqn in traced(fun, w, x) if eqn.primitive.name == "scan")
+    # Gradient, loss, float32, bfloat16, the count, the key, the large one, the number.
+    assert len(scan.outvars) == 8
+
+
 def test_accumulation_keeps_gradients_of_integers_float0():
     params = {"w": jnp.float32(2), "n": jnp.arange(3), "key": jax.random.key(0)}
     grads = jaxmp.grad(

@@ -116,6 +116,55 @@ def test_copies_and_products_are_told_apart():
     assert (work.bytes, work.workspace) == (copied + multiplied, 1024)
 
 
+CONVOLUTION = 'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{}"'
+
+
+@pytest.mark.parametrize(
+    ("shapes", "call", "flops"),
+    [
+        (
+            "f16[8,4,16] f16[8,16,2] f32[8,4,2]",
+            """custom_call_target="__cublas$lt$matmul",
+            backend_config={"lhs_contracting_dimensions":["2"]}""",
+            2 * 8 * 4 * 16 * 2,
+        ),
+        (
+            "f16[2,9,9,3] f16[5,3,3,3] f16[2,7,7,5]",
+            CONVOLUTION.format("Forward"),
+            2 * 2 * 7 * 7 * 5 * 3 * 3 * 3,
+        ),
+        (
+            "f16[2,7,7,5] f16[5,3,3,3] f16[2,9,9,3]",
+            CONVOLUTION.format("BackwardInput"),
+            2 * 2 * 7 * 7 * 5 * 3 * 3 * 3,
+        ),
+        (
+            "f16[2,9,9,3] f16[2,7,7,5] f16[5,3,3,3]",
+            CONVOLUTION.format("BackwardFilter"),
+            2 * 2 * 7 * 7 * 5 * 3 * 3 * 3,
+        ),
+    ],
+    ids=["matmul", "convolution", "its input's gradient", "its kernel's gradient"],
+)
+def test_the_time_of_a_product_is_that_of_its_flops_or_of_its_bytes(
+    shapes, call, flops
+):
+    lhs, rhs, out = shapes.split()
+    entry = f"""  %x = {lhs} parameter(0)
+  %y = {rhs} parameter(1)
+  ROOT %m = ({out}, s8[64]) custom-call(%x, %y), {" ".join(call.split())}"""
+    computations, name = hlo.parse(program(entry))
+    (found,) = hlo.products_of(computations[name], computations)
+    assert found.flops() == flops
+    work = hlo.work(program(entry))
+    assert work.seconds == hlo.roofline(work.bytes, flops) > 0
+
+
+def test_a_kernel_waits_for_its_memory_or_for_its_arithmetic():
+    assert hlo.roofline(4.8e12, 1) == 1
+    assert hlo.roofline(1, 2 * 989e12) == 2
+
+
 @pytest.mark.parametrize(
     ("groups", "devices"),
     [

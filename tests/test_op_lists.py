@@ -103,3 +103,19 @@ def test_lists_are_spelled_by_what_differs_from_the_default():
         assert eval(repr(lists), names) == lists
         assert len(repr(lists)) < length
     assert repr(ops.with_deny("tanh")) == "DEFAULT_OPS.with_deny('tanh')"
+
+
+def test_rounded_products_are_a_value_of_the_lists():
+    ops = jaxmp.DEFAULT_OPS
+    rounded = ops.with_rounded_products()
+    assert rounded != ops
+    assert rounded == ops.with_rounded_products().with_rounded_products()
+    assert hash(rounded) == hash(ops.with_rounded_products())
+    both = ops.with_deny("tanh").with_rounded_products()
+    assert both == rounded.with_deny("tanh")
+    assert repr(both) == "DEFAULT_OPS.with_deny('tanh').with_rounded_products()"
+    assert "16 bits" in str(rounded)
+    assert "16 bits" not in str(ops)
+    few = jaxmp.OpLists("dot_general", (), "add", rounds_products=True)
+    names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
+    assert eval(repr(few), names) == few

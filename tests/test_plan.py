@@ -40,7 +40,7 @@ def test_a_plan_is_printed_line_by_line():
     plan, _ = planned(layer, X, W)
     assert str(plan).splitlines() == [
         "allow   dot_general             float32[4,8] 16-bit",
-        "infer   tanh                    float32[4,8] 16-bit",
+        "infer   tanh                    float32[4,8] stored",
         "allow   dot_general             float32[4,8] original",
         "deny    reduce_sum              float32[] original",
     ]

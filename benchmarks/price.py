@@ -1,0 +1,152 @@
+"""What autocast costs over casting the whole model, and what it gives for it.
+
+Networks of many families, compiled for an H200 (extra ``aot``; nothing runs): the bytes
+that a training step moves, its temporary memory, its kernels, and an estimate of its
+time. And beside it, computed on this machine on small networks of the same families,
+how far loss and gradients are from float32.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import jaxmp
+
+from . import h200, hlo, results
+from .families import FAMILIES, SMALL
+from .measure import IN_A_HURRY, relative_error
+from .steps import FLOOR, contestants, loss_of
+from .tables import show
+
+FORMS = (
+    FLOOR,
+    "jaxmp modules",
+    "jaxmp autocast",
+    "jaxmp autocast, rounded",
+    "jaxmp autocast, inside",
+)
+
+
+@dataclasses.dataclass
+class Options:
+    """What to compile, and where to save what is found."""
+
+    networks: tuple[str, ...] = tuple(FAMILIES)
+    forms: tuple[str, ...] = FORMS
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    accum_steps: tuple[int, ...] = (1, 4)
+    seeds: int = 3
+    """Of the errors."""
+    output: pathlib.Path = results.FOLDER / "price.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints a table of prices and one of errors for each dtype, and saves them."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks price")
+    h200.require("price")
+    command = ["price", *arguments]
+    for dtype in options.dtypes:
+        for accum_steps in options.accum_steps:
+            rows = list(prices(options.networks, options.forms, dtype, accum_steps))
+            title = f"{dtype}, {accum_steps} micro-batches"
+            show(f"{title}: over the model cast whole", table(rows))
+            results.save(options.output, title, h200.HARDWARE, command, rows)
+        rows = list(errors(options.networks, dtype, options.seeds))
+        title = f"{dtype}, errors"
+        show(f"{title} (of {options.seeds} seeds the mean)", rows)
+        results.save(options.output, title, results.hardware(), command, rows)
+
+
+def prices(
+    networks: tuple[str, ...], forms: tuple[str, ...], dtype: str, accum_steps: int
+) -> Iterator[dict[str, Any]]:
+    """Compiles training steps and yields what was counted in each."""
+    for name in networks:
+        network = FAMILIES[name]
+        for form in contestants(network, forms, dtype=dtype, accum_steps=accum_steps):
+            state = jax.eval_shape(form.init)
+            step = h200.compiled(form.step, state, network.shapes(), donated=1)
+            work = hlo.work(step.as_text())
+            yield {
+                "network": name,
+                "form": form.name,
+                "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+                "bytes": work.bytes,
+                "temp": step.memory_analysis().temp_size_in_bytes,
+                "kernels": work.kernels,
+                "seconds": work.seconds,
+            }
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows as shares of those of the model cast whole.
+
+    The bytes of autocast are shown a second time without those by which it differs on
+    purpose: weight gradients are float32, written once, and read by the check and by
+    the optimizer, with 2 bytes more each time.
+    """
+    floors = {row["network"]: row for row in rows if row["form"] == FLOOR}
+    shown = []
+    for row in rows:
+        floor = floors.get(row["network"], row)
+        wide = 6 * row["parameters"] if row["form"] == "jaxmp autocast" else 0
+        shown.append(
+            {
+                "network": row["network"],
+                "form": row["form"],
+                "GB": f"{row['bytes'] / 1e9:.3f}",
+                "bytes": f"{row['bytes'] / floor['bytes']:.3f}",
+                "less 6N": f"{(row['bytes'] - wide) / floor['bytes']:.3f}",
+                "temporary": f"{row['temp'] / floor['temp']:.3f}",
+                "kernels": row["kernels"],
+                "time (estimate)": f"{row['seconds'] / floor['seconds']:.3f}",
+            }
+        )
+    return shown
+
+
+def errors(
+    networks: tuple[str, ...], dtype: str, seeds: int
+) -> Iterator[dict[str, Any]]:
+    """Yields how far loss and gradients of small networks are from float32.
+
+    Each number is the mean over the seeds of parameters and batches.
+    """
+    rounded = jaxmp.DEFAULT_OPS.with_rounded_products()
+    for name in networks:
+        network = SMALL[name]
+        exact = loss_of(network.model.apply)
+        native = loss_of(network.with_dtype(jnp.dtype(dtype)).apply)
+        grad = jax.value_and_grad(exact, has_aux=True)
+        forms = {
+            "dtype=": jax.value_and_grad(native, has_aux=True),
+            "autocast": jaxmp.autocast(grad, dtype),
+            "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
+            "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
+        }
+        found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
+        compiled: dict[str, Any] = {}
+        for seed in range(seeds):
+            x, y = network.batch(seed=seed)
+            variables = jax.jit(network.model.init)(jax.random.key(seed), x)
+            args = variables["params"], variables.get("batch_stats", {}), x, y
+            compiled = compiled or {
+                form: jax.jit(fun).lower(*args).compile(compiler_options=IN_A_HURRY)
+                for form, fun in {"float32": grad, **forms}.items()
+            }
+            (loss, _), grads = compiled["float32"](*args)
+            for form, rows in found.items():
+                (got, _), got_grads = compiled[form](*args)
+                away = float(abs(got - loss) / abs(loss))
+                rows.append((away, float(relative_error(got_grads, grads))))
+        yield {"network": name} | {
+            f"{what}, {form}": float(np.mean([row[i] for row in rows]))
+            for i, what in enumerate(("loss", "gradient"))
+            for form, rows in found.items()
+        }

@@ -1,0 +1,310 @@
+"""A value is stored as its readers take it, and all of them read the same number.
+
+What a product takes, at most moved or chosen from before, is rounded before that, where
+nobody else computes with it; a softmax that a product takes is read from there by the
+backward pass.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import traced
+
+W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
+X = jax.random.normal(jax.random.key(1), (4, 8))
+SCALE = jnp.linspace(0.5, 2, 8)
+HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+ORDERS = {
+    "outside": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
+    "inside": lambda loss, dtype: jax.grad(jaxmp.autocast(loss, dtype)),
+}
+
+
+def normalised(w, x):
+    """Returns float32 values that were computed: sums, a root, a scale from outside."""
+    h = x @ w
+    h = h - h.mean(-1, keepdims=True)
+    return h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5) * SCALE
+
+
+def dtypes_of(name, fun, *args):
+    eqns = traced(fun, *args)
+    found = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == name]
+    assert found, name
+    return set(found)
+
+
+def error(found, expected):
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+def pooled(h):
+    image = h.reshape(1, 4, 8, 1)
+    window = (1, 2, 2, 1)
+    h = lax.reduce_window(image, -jnp.inf, lax.max, window, (1, 1, 1, 1), "SAME")
+    return h.reshape(4, 8)
+
+
+PICKS = {
+    "max": lambda h: lax.max(h, 0.0),
+    "select_n": lambda h: jnp.where(X > 0, h, 0.0),
+    "clamp": lambda h: lax.clamp(-1.0, h, 1.0),
+    "transpose": lambda h: h.T.T,
+    "reduce_window_max": pooled,
+    "concatenate": lambda h: jnp.concatenate([h[:2], h[2:]]),
+    "abs": jnp.abs,
+    "neg": jnp.negative,
+    "rev": lambda h: h[::-1],
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+def test_what_a_product_takes_is_moved_in_16_bits_and_is_the_same_number(name):
+    def fun(w, x):
+        return PICKS[name](normalised(w, x)) @ w
+
+    def at_the_product(w, x):
+        h = PICKS[name](jaxmp.autocast(normalised, HALF)(w, x))
+        return jnp.matmul(h.astype(HALF), w.astype(HALF), preferred_element_type=HALF)
+
+    cast = jaxmp.autocast(fun, HALF)
+    assert dtypes_of(name, cast, W, X) == {HALF}
+    got, expected = jax.jit(cast)(W, X), jax.jit(at_the_product)(W, X)
+    np.testing.assert_allclose(got, expected.astype(jnp.float32), rtol=2**-7, atol=0.01)
+
+
+WRAPPERS = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "custom_jvp": lambda f: jax.nn.relu,
+    "cond": lambda f: lambda h: lax.cond(X[0, 0] > 9, f, f, h),
+    "own jit in remat": lambda f: jax.checkpoint(jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
+@pytest.mark.parametrize("order", [*ORDERS, "forward"])
+def test_it_holds_inside_of_what_holds_jaxprs_and_in_both_orders(wrap, order):
+    def loss(w, x):
+        return (wrap(lambda h: lax.max(h, 0.0))(normalised(w, x)) @ w).sum()
+
+    fun = ORDERS.get(order, lambda loss, dtype: jaxmp.autocast(loss, dtype))(loss, HALF)
+    assert HALF in dtypes_of("max", fun, W, X)  # a remat computes it once more
+
+
+def test_it_holds_in_a_scan_over_layers():
+    def fun(ws, x):
+        def layer(x, w):
+            return lax.max(normalised(w, x), 0.0) @ w, None
+
+        return lax.scan(layer, x, ws)[0]
+
+    assert dtypes_of("max", jaxmp.autocast(fun, HALF), jnp.stack([W, W]), X) == {HALF}
+
+
+def stream(w, x):
+    """A residual stream, which is added to and looked at by its first operation."""
+    h = normalised(w, x)
+    return (h + lax.max(h, 0.0) @ w).sum()
+
+
+KEPT = {
+    "an input": lambda w, x: lax.max(x, 0.0) @ w,
+    "a weight": lambda w, x: x @ lax.max(w, 0.0),
+    "computed from inputs alone": lambda w, x: lax.max(x * 2 + 1, 0.0) @ w,
+    "nobody's operand": lambda w, x: lax.max(normalised(w, x), 0.0).sum(),
+    "of a logarithm too": lambda w, x: (
+        (h := lax.max(normalised(w, x), 1e-3)) @ w + jnp.log(h)
+    ),
+    "of a divisor too": lambda w, x: (h := lax.max(normalised(w, x), 1.0)) @ w / h,
+    "of a residual stream": stream,
+    "subtracted too": lambda w, x: (h := normalised(w, x)) - lax.max(h, 0.0) @ w,
+    "averaged and subtracted too": lambda w, x: (
+        lax.max((h := normalised(w, x)), 0.0) @ w + (h - h.mean(-1, keepdims=True)) ** 2
+    ),
+    "the greatest, by its place": lambda w, x: (
+        lax.max((h := normalised(w, x)), 0.0) @ w + lax.top_k(h, 8)[0]
+    ),
+    "of a float32 region": lambda w, x: jaxmp.float32_region(jnp.matmul)(
+        lax.max(normalised(w, x), 0.0), w
+    ),
+    "rounded to integers": lambda w, x: lax.max(jnp.floor(normalised(w, x)), 0.0) * 1,
+}
+
+
+@pytest.mark.parametrize("fun", KEPT.values(), ids=KEPT.keys())
+def test_what_else_is_moved_keeps_its_digits(fun):
+    assert dtypes_of("max", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
+
+
+def test_what_does_not_commute_with_rounding_comes_first():
+    def fun(w, x):
+        return jnp.floor(normalised(w, x)) @ w
+
+    assert dtypes_of("floor", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
+
+
+def test_a_mask_value_beyond_the_range_stays_finite():
+    def fun(w, x):
+        return jnp.where(X > 0, normalised(w, x), -1e9) @ w
+
+    cast = jaxmp.autocast(fun, jnp.float16)
+    assert dtypes_of("select_n", cast, W, X) == {SINGLE}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_the_gradient_of_pooling_follows_its_inputs(dtype):
+    def loss(w, x):
+        return ((pooled(lax.max(normalised(w, x), 0.0)) @ w) ** 2).sum()
+
+    grad = jaxmp.autocast(jax.grad(loss), dtype)
+    assert dtypes_of("select_and_scatter_add", grad, W, X) == {np.dtype(dtype)}
+    expected = jax.jit(jax.grad(loss))(W, X)
+    assert error(jax.jit(grad)(W, X), expected) < 16 * jnp.finfo(dtype).eps
+
+
+def greatest(h):
+    return jnp.where(h == h.max(-1, keepdims=True), h, 0.0)
+
+
+# Their derivatives, or they themselves, look for the result among the inputs.
+SEARCHES = {
+    "max of two": lambda h: lax.max(h, h[::-1]),
+    "min of two": lambda h: lax.min(h, h[::-1] / 2),
+    "maximum of an input": lambda h: jnp.maximum(h, X),
+    "reduce_max": lambda h: h.max(-1, keepdims=True) * jnp.ones((1, 8)),
+    "reduce_max, by its place": greatest,
+    "max pooling": pooled,
+    "clip": lambda h: jnp.clip(h, -1, 1),
+    "sort": lambda h: jnp.sort(h, axis=-1),
+    "the middle": lambda h: jnp.median(h, axis=-1, keepdims=True) * jnp.ones((1, 8)),
+    "the greatest three": lambda h: jnp.where(h >= lax.top_k(h, 3)[0][:, -1:], h, 0.0),
+    "in a jit": jax.jit(lambda h: h.max(-1, keepdims=True) * jnp.ones((1, 8))),
+    "in a remat": jax.checkpoint(lambda h: lax.max(h, h[::-1])),
+}
+
+
+def check_search(search, order, inner):
+    def loss(w, x):
+        return ((search(inner(w, x)) @ w) ** 2).sum()
+
+    expected = jax.jit(jax.grad(loss))(W, X)
+    found = jax.jit(ORDERS[order](loss, HALF))(W, X)
+    assert error(found, expected) < 0.1
+
+
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES.keys())
+def test_what_is_chosen_is_found_among_that_from_which_it_was_chosen(search):
+    check_search(search, "outside", normalised)
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES.keys())
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "inner", [normalised, lambda w, x: jnp.sin(x @ w * 3)], ids=["norm", "sine"]
+)
+def test_the_same_for_other_values_and_in_both_orders(search, order, inner):
+    check_search(search, order, inner)
+
+
+# The softmax.
+
+Q, V = (jax.random.normal(jax.random.key(i), (6, 8)) for i in (2, 3))
+
+
+def attention(softmax):
+    def loss(q, k, v):
+        return (softmax(4 * q @ k.T) @ v**2).sum()
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+def by_hand(s):
+    e = jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_the_backward_pass_reads_a_softmax_as_the_product_takes_it(dtype):
+    cast = jaxmp.autocast(attention(jax.nn.softmax), dtype)
+    kept = dtypes_of("optimization_barrier", cast, Q, Q, V)
+    assert kept == {np.dtype(dtype)}
+    loss, grads = jax.jit(cast)(Q, Q, V)
+    exact, expected = jax.jit(attention(jax.nn.softmax))(Q, Q, V)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(loss, exact, rtol=2 * eps)
+    for found, grad in zip(grads, expected, strict=True):
+        assert error(found, grad) < 4 * eps
+    # Rounded weights do not sum to one. Their gradient does not notice.
+    assert abs(grads[0].sum(-1) - expected[0].sum(-1)).max() < 16 * eps
+
+
+def test_who_computes_with_a_softmax_reads_all_its_digits():
+    def entropy(s):
+        p = jax.nn.softmax(s)
+        return p * -jnp.log(p + 1e-9)
+
+    for softmax in (entropy, lambda s: jax.nn.softmax(s) * 2, by_hand):
+        cast = jaxmp.autocast(attention(softmax), HALF)
+        names = {eqn.primitive.name for eqn in traced(cast, Q, Q, V)}
+        assert "optimization_barrier" not in names
+
+
+def test_a_softmax_over_very_many_is_finite():
+    def loss(s, v):
+        return (jax.nn.softmax(s) @ v).sum()
+
+    s, v = jnp.zeros((1, 2**15)), jnp.ones((2**15, 2))
+    grads = jax.jit(jaxmp.autocast(jax.grad(loss), jnp.float16))(s, v)
+    assert jnp.isfinite(grads).all()
+
+
+def test_a_softmax_may_be_differentiated_again():
+    def loss(q):
+        return attention(jax.nn.softmax)(q, Q, V)[0]
+
+    def twice(cast):
+        return jax.jit(jax.grad(lambda q: (cast(jax.grad(loss))(q) ** 2).sum()))(Q)
+
+    found = twice(lambda grad: jaxmp.autocast(grad, HALF))
+    assert error(found, twice(lambda grad: grad)) < 0.1
+
+
+# Rounded products.
+
+ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
+
+
+def test_every_product_can_return_16_bits():
+    fun = jax.value_and_grad(lambda w, x: jax.nn.logsumexp((x @ w) @ w))
+    default = dtypes_of("dot_general", jaxmp.autocast(fun), W, X)
+    assert default == {HALF, SINGLE}
+    assert dtypes_of("dot_general", jaxmp.autocast(fun, ops=ROUNDED), W, X) == {HALF}
+
+
+def test_a_region_sees_the_sums_all_the_same():
+    def fun(x, w):
+        return jaxmp.float32_region(jnp.exp)((x @ w).reshape(-1))
+
+    found = dtypes_of("dot_general", jaxmp.autocast(fun, ops=ROUNDED), X, W)
+    assert found == {SINGLE}
+
+
+def test_rounded_products_overflow_in_the_backward_pass_alone():
+    def loss(q, scale):
+        weights = jax.nn.softmax(q @ q.T)
+        return (weights @ q).sum() * scale
+
+    grad = jax.jit(jaxmp.autocast(jax.value_and_grad(loss), "float16", ops=ROUNDED))
+    q = 100 * jnp.eye(8)
+    value, grads = grad(q * 4, 1.0)
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(grads).all()
+    assert not jnp.isfinite(grad(q, 1e6)[1]).all()
