@@ -19,6 +19,9 @@ from ._loss_scale_state import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale_state import last_step_finite as last_step_finite
 from ._loss_scale_state import unscale as unscale
 from ._mesh import init_shardings as init_shardings
+from ._overflow_report import Fault as Fault
+from ._overflow_report import OperationRange as OperationRange
+from ._overflow_report import OverflowReport as OverflowReport
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
@@ -29,6 +32,7 @@ from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._report import DtypeReport as DtypeReport
 from ._report import Kept as Kept
 from ._report import Leak as Leak
+from ._scalars import scalars as scalars
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -37,10 +41,13 @@ from ._version import __version__ as __version__
 __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
+    "Fault",
     "Kept",
     "Leak",
     "LossScaleState",
     "OpLists",
+    "OperationRange",
+    "OverflowReport",
     "Policy",
     "RangeReport",
     "RangeStats",
@@ -54,6 +61,7 @@ __all__ = [
     "check_loss_scale",
     "dynamic_loss_scale",
     "exponent_histogram",
+    "find_overflow",
     "float32_region",
     "get_loss_scale",
     "get_loss_scale_state",
@@ -64,6 +72,7 @@ __all__ = [
     "loss_scaling",
     "range_report",
     "record_ranges",
+    "scalars",
     "select_tree",
     "static_loss_scale",
     "suggest_loss_scale",
@@ -76,7 +85,7 @@ __all__ = [
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or
 # matplotlib; no name of `dir`, they are loaded by nothing but their use.
-_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations")
+_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations", "_overflow")
 _FRONT_ENDS = ("linen", "nnx", "plots")
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
@@ -87,6 +96,7 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._autocast import float32_region as float32_region
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
+    from ._overflow import find_overflow as find_overflow
 else:
 
     def __getattr__(name: str) -> _typing.Any:

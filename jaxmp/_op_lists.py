@@ -124,6 +124,19 @@ HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 
+# The same magnitudes in another shape, order or place, or with another sign.
+_KEEPS_MAGNITUDES = """
+    reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy stop_gradient
+    name optimization_barrier tie device_put layout_constraint relayout
+    sharding_constraint reshard with_memory_space_constraint pbroadcast pvary pcast
+    neg abs"""
+KEEPS_MAGNITUDES = frozenset(_KEEPS_MAGNITUDES.split())
+# Elementwise arithmetic, each entry of the result from one entry of each operand.
+ARITHMETIC = frozenset(" ".join([_ROUND, _STEEP]).split())
+SUMS = frozenset(_SUM.split())
+# Operations that mean nothing but what they were written for.
+AS_WRITTEN = frozenset(" ".join([_FORMAT, _DISCRETE, _OPAQUE]).split())
+
 # Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
