@@ -19,6 +19,8 @@ class Case(NamedTuple):
     after_backward: bool  # whether it is the optimizer's
     by_autocast: bool
     nearest: OperationRange | None  # the 16-bit operation with the least headroom
+    losing: OperationRange | None  # that of the backward pass that loses most
+    swallowed: Fault | None  # an overflow of 16 bits that reached no result
     is_seen: bool  # whether all could be looked at
 
 
@@ -40,11 +42,26 @@ def _of_sound(case: Case) -> str:
     text = "All results are finite."
     if not case.is_seen:
         text = "All results are finite, but not all could be looked at: see the notes."
+    if case.swallowed is not None:
+        return (
+            f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
+            f"gave Inf where float32 would not, and what came after made a finite number "
+            "of it, as 1 / Inf is 0: the results may be wrong. "
+            f"{_cure(case, case.swallowed)}"
+        )
     near = case.nearest
     if near is not None and near.headroom < 1 and not near.backward:
         text += (
             f" But {near.operation} at {_line(near.where)} came up to {near.max:.4g}, "
             f"half of the largest number of {near.dtype} or more."
+        )
+    lost = case.losing
+    if lost is not None and lost.lost >= 0.5:
+        text += (
+            f" But in the backward pass {lost.lost:.0%} of what {lost.operation} gives "
+            f"at {_line(lost.where)} is zero or subnormal in {lost.dtype} and not in "
+            "float32. If it learns worse than in float32, the loss scale is too small: "
+            "`jaxmp.loss_scaling` and `jaxmp.suggest_loss_scale(grads)` find one."
         )
     return text
 

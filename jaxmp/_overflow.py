@@ -164,26 +164,34 @@ def _search(flat: Flat, jaxpr: Any, around: Place) -> OverflowReport:
     probe = found.probe
     moment = found.first()
     first: Any = None
-    number = wide = site = None
+    number: Any = None
+    wide = site = None
     if moment is not None:
         number, trips = found.site(moment)
         site, first = probe.sites[number], found.fault(number, trips)
         wide = False
         if _is_16bit(jaxpr):
             wide = _run(flat, jaxpr, around, wide=True).first() is None
+    else:
+        number = _swallowed(found, flat, jaxpr, around)
+        site = None if number is None else probe.sites[number]
     given, reaching = _given(found)
     operations = tuple(_ranges(found))
-    narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype)) and x.max]
+    narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
     backward = [i for i, x in enumerate(probe.sites) if x.place.backward]
     case = Case(
         first=first,
         given=reaching,
         written=any(x[0] == INF_WRITTEN for x in found.moments()),
         finite_in_float32=wide,
-        is_number=site is not None and bool(wide) and _is_number(site, first),
-        after_backward=bool(backward) and number is not None and number > backward[-1],
+        is_number=bool(first and wide) and _is_number(site, first),
+        after_backward=bool(first and backward) and number > backward[-1],
         by_autocast=site is not None and _scopes.AUTOCAST in site.place.scopes,
         nearest=min(narrow, key=lambda x: x.headroom, default=None),
+        losing=max(
+            (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
+        ),
+        swallowed=None if first or site is None else found.fault(number, ()),
         is_seen=not probe.notes,
     )
     return OverflowReport(
@@ -192,7 +200,7 @@ def _search(flat: Flat, jaxpr: Any, around: Place) -> OverflowReport:
         reached=_reached(flat, found, moment),
         reached_modules=_reached_modules(found, moment),
         given=given,
-        others=tuple(_others(found, number)),
+        others=tuple(_others(found, number if first else None)),
         finite_in_float32=wide,
         operations=operations,
         notes=tuple(probe.notes),
@@ -216,6 +224,25 @@ def _is_16bit(jaxpr: Any) -> bool:
     if any(is_narrow(atom.aval) for atom in atoms):
         return True
     return any(_is_16bit(sub) for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
+
+
+def _swallowed(found: _Found, flat: Flat, jaxpr: Any, around: Place) -> int | None:
+    """Returns the site of an Inf that is none in float32 and reached no result.
+
+    Of numbers in the code, such as masks of -1e9, that is as it should be.
+    """
+    numbers = [
+        number
+        for number, (site, counts) in enumerate(
+            zip(found.probe.sites, found.seen.rows.counts, strict=True)
+        )
+        if counts[BIRTHS] and counts[INF] and is_narrow(site.dtype)
+        if not _is_number(site, found.fault(number, ()))
+    ]
+    if not numbers:
+        return None
+    wide = _run(flat, jaxpr, around, wide=True).seen.rows.counts
+    return next((i for i in numbers if not wide[i, BIRTHS]), None)
 
 
 def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
