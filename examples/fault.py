@@ -126,7 +126,8 @@ def main(config: Config, console: Console | None = None) -> None:
     if config.figure and found is not None:
         import jaxmp.plots
 
-        jaxmp.plots.overflow(found).figure.savefig(config.figure, dpi=100)
+        figure: Any = jaxmp.plots.overflow(found).figure
+        figure.savefig(config.figure, dpi=100)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def _of_sound(case: Case) -> str:
     if case.swallowed is not None:
         return (
             f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
-            f"gave Inf where float32 would not, and what came after made a finite number "
-            "of it, as 1 / Inf is 0: the results may be wrong. "
+            "gave Inf where float32 would not, and what came after made a finite "
+            "number of it, as 1 / Inf is 0: the results may be wrong. "
             f"{_cure(case, case.swallowed)}"
         )
     near = case.nearest

@@ -163,35 +163,38 @@ def _search(flat: Flat, jaxpr: Any, around: Place) -> OverflowReport:
     found = _run(flat, jaxpr, around, wide=False)
     probe = found.probe
     moment = found.first()
-    first: Any = None
-    number: Any = None
-    wide = site = None
+    first = number = wide = swallowed = None
+    is_number = by_autocast = after_backward = False
     if moment is not None:
         number, trips = found.site(moment)
-        site, first = probe.sites[number], found.fault(number, trips)
+        first = found.fault(number, trips)
         wide = False
         if _is_16bit(jaxpr):
             wide = _run(flat, jaxpr, around, wide=True).first() is None
-    else:
-        number = _swallowed(found, flat, jaxpr, around)
-        site = None if number is None else probe.sites[number]
+        is_number = wide and _is_number(probe.sites[number], first)
+        backward = [i for i, x in enumerate(probe.sites) if x.place.backward]
+        after_backward = bool(backward) and number > backward[-1]
+    elif hidden := _swallowed(found, flat, jaxpr, around):
+        number = hidden[0]
+        swallowed = found.fault(number, ())
+    if number is not None:
+        by_autocast = _scopes.AUTOCAST in probe.sites[number].place.scopes
     given, reaching = _given(found)
     operations = tuple(_ranges(found))
     narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
-    backward = [i for i, x in enumerate(probe.sites) if x.place.backward]
     case = Case(
         first=first,
         given=reaching,
         written=any(x[0] == INF_WRITTEN for x in found.moments()),
         finite_in_float32=wide,
-        is_number=bool(first and wide) and _is_number(site, first),
-        after_backward=bool(first and backward) and number > backward[-1],
-        by_autocast=site is not None and _scopes.AUTOCAST in site.place.scopes,
+        is_number=is_number,
+        after_backward=after_backward,
+        by_autocast=by_autocast,
         nearest=min(narrow, key=lambda x: x.headroom, default=None),
         losing=max(
             (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
         ),
-        swallowed=None if first or site is None else found.fault(number, ()),
+        swallowed=swallowed,
         is_seen=not probe.notes,
     )
     return OverflowReport(
@@ -226,8 +229,8 @@ def _is_16bit(jaxpr: Any) -> bool:
     return any(_is_16bit(sub) for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
 
 
-def _swallowed(found: _Found, flat: Flat, jaxpr: Any, around: Place) -> int | None:
-    """Returns the site of an Inf that is none in float32 and reached no result.
+def _swallowed(found: _Found, flat: Flat, jaxpr: Any, around: Place) -> list[int]:
+    """Returns the sites of Inf that are none in float32 and reached no result.
 
     Of numbers in the code, such as masks of -1e9, that is as it should be.
     """
@@ -240,9 +243,9 @@ def _swallowed(found: _Found, flat: Flat, jaxpr: Any, around: Place) -> int | No
         if not _is_number(site, found.fault(number, ()))
     ]
     if not numbers:
-        return None
+        return []
     wide = _run(flat, jaxpr, around, wide=True).seen.rows.counts
-    return next((i for i in numbers if not wide[i, BIRTHS]), None)
+    return [i for i in numbers if not wide[i, BIRTHS]]
 
 
 def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:

@@ -3,9 +3,7 @@
 import inspect
 import json
 
-import equinox as eqx
 import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -344,18 +342,26 @@ def test_what_an_operation_loses_is_counted():
     assert bfloat.operations[0].lost == 0
 
 
-def test_models_of_other_libraries():
+def test_a_model_of_equinox():
+    eqx = pytest.importorskip("equinox")
     x = jnp.full((2, 3), 300.0)
-
     linear = eqx.nn.Linear(3, 3, key=jax.random.key(0))
     linear = jaxmp.cast_tree(linear, HALF)
     first = find(lambda m, x: jax.vmap(m)(x) * 3e4, linear, x.astype(HALF)).first
     assert first.kind == "Inf"
 
+
+def test_a_model_of_haiku():
+    hk = pytest.importorskip("haiku")
+    x = jnp.full((2, 3), 300.0)
     net = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3, name="big")(x) ** 2))
     params = net.init(jax.random.key(0), x)
     report = find(jaxmp.with_policy(net.apply, "mixed_float16"), params, 10 * x)
     assert report.first.operation == "integer_pow" or "big" in report.first.module
+
+
+def test_nnx_modules():
+    x = jnp.full((2, 3), 300.0)
 
     class Net(nnx.Module):
         def __init__(self):
