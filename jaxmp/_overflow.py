@@ -190,7 +190,12 @@ def _search(flat: Flat, jaxpr: Any, around: Place) -> OverflowReport:
         is_number=is_number,
         after_backward=after_backward,
         by_autocast=by_autocast,
-        nearest=min(narrow, key=lambda x: x.headroom, default=None),
+        # A mask of `finfo(dtype).min` has none, and is meant.
+        nearest=min(
+            (x for x in narrow if x.headroom > 0),
+            key=lambda x: x.headroom,
+            default=None,
+        ),
         losing=max(
             (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
         ),
