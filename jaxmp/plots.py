@@ -268,7 +268,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
     )
     upper.set_ylabel("headroom (powers of two)")
     lower.set_ylabel("% lost")
-    upper.legend(frameon=False)
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    upper.legend(**above, ncols=3, frameon=False)
     return upper
 
 
