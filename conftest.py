@@ -56,6 +56,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
 
 
+def rest_is_evidence(cases, *usual):
+    """Returns named cases for `parametrize`, all but the usual marked as evidence."""
+    assert set(usual) <= set(cases), set(usual) - set(cases)
+    return [
+        pytest.param(
+            *(case if type(case) is tuple else [case]),
+            id=name,
+            marks=() if name in usual else pytest.mark.evidence,
+        )
+        for name, case in cases.items()
+    ]
+
+
 @pytest.fixture(autouse=True)
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""

@@ -47,6 +47,7 @@ def saved(path, command):
     return sections, found["rows"].get("left out", [])
 
 
+@pytest.mark.evidence
 def test_gpu_runs_from_end_to_end_in_small(tmp_path):
     path = tmp_path / "gpu.json"
     gpu.main(["--tiny", f"--output={path}"])
@@ -64,6 +65,14 @@ def test_gpu_runs_from_end_to_end_in_small(tmp_path):
     for row in sections["batches gpt"]:
         assert row["has run"]
         assert row["peak MiB"] <= row["budget MiB"] == gpu.TINY.budget_mib
+
+
+def test_gpu_saves_what_it_measures(tmp_path):
+    path = tmp_path / "gpu.json"
+    gpu.main(["--tiny", "--here", "--only=ceilings", f"--output={path}"])
+    sections, left_out = saved(path, "gpu --tiny --here --only=ceilings")
+    assert len(sections["ceilings"]) == 5
+    assert left_out == []
 
 
 def test_gpu_says_where_there_is_no_gpu():
@@ -119,6 +128,15 @@ def test_gpu_fails_where_nothing_is_measured(tmp_path, monkeypatch):
         gpu.main(["--tiny", f"--output={tmp_path / 'gpu.json'}"])
 
 
+def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):
+    path = tmp_path / "host.json"
+    host.main(f"--output {path} --rounds 1 --calls 2 --parts dispatch".split())
+    (section,) = json.loads(path.read_text()).values()
+    arrays = {row["step"]: row["arrays"] for row in section["rows"]}
+    assert arrays["by hand"] == 3 * 77 + 1
+
+
+@pytest.mark.evidence
 def test_host_runs_from_end_to_end_in_small(tmp_path):
     path = tmp_path / "host.json"
     traced = ["float32", host.NATIVE, "by hand", "jaxmp cast", "jmp"]
@@ -150,6 +168,7 @@ def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.evidence
 @needs_compiler
 def test_a_gpu_needs_less_memory_for_a_mixed_update():
     tiny = memory.masked_lm.MaskedLM(32, features=32, heads=2, layers=1)

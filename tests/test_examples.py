@@ -24,6 +24,7 @@ from flax import nnx
 from rich.console import Console
 
 import jaxmp
+from conftest import rest_is_evidence
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -72,6 +73,8 @@ def everything(state):
     return state.step, state.params, state.batch_stats, state.opt_state
 
 
+# `.ci/run` runs it too. By default its `main` runs in this process, below.
+@pytest.mark.evidence
 def test_the_command_of_the_readme_runs():
     command = [sys.executable, EXAMPLES / "digits.py", "--policy", "mixed_float16"]
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
@@ -112,7 +115,10 @@ def compare(**config):
     return results
 
 
-@pytest.mark.parametrize("mode", ["cast", "autocast"])
+# The runs below are those of `cast`.
+@pytest.mark.parametrize(
+    "mode", [pytest.param("cast", marks=pytest.mark.evidence), "autocast"]
+)
 def test_three_strings_give_three_precisions_of_one_program(small, mode):
     compare(mode=mode, epochs=2, batch_size=500)
 
@@ -224,7 +230,9 @@ def test_a_killed_run_goes_on_bit_for_bit(small, killed, tmp_path):
     assert resumed.accuracy == whole.accuracy
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "policy", ["mixed_bfloat16", pytest.param("float32", marks=pytest.mark.evidence)]
+)
 def test_a_float16_run_goes_on_in_another_precision(small, killed, tmp_path, policy):
     result, _ = run(
         policy=policy, checkpoint_dir=copy_of(killed, tmp_path), resume=True, **KILLED
@@ -279,7 +287,10 @@ def refusal_to_resume(folder):
 
 
 @left_by_orbax
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize(
+    "damage",
+    rest_is_evidence(DAMAGES, "truncated numbers", "missing index", "no state"),
+)
 def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     small, killed, tmp_path, damage
 ):
@@ -401,6 +412,7 @@ def test_augmentation_moves_and_mirrors_whole_images():
     assert set(top) == set(left) == set(range(9))
 
 
+@pytest.mark.evidence
 def test_digits_trains_on_cifar10(small, cifar):
     result, printed = run(data="cifar10", data_dir=cifar, epochs=1, batch_size=20)
     assert result.state.step == 2

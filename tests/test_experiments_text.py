@@ -58,6 +58,7 @@ def test_every_tenth_row_is_held_out():
 # The language model
 
 
+@pytest.mark.evidence
 def test_the_language_model_runs_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(language_model, "LENGTH", 8)
     console = terminal()
@@ -120,6 +121,7 @@ def test_an_unknown_setting_ends_in_one_sentence():
 # The masked model
 
 
+@pytest.mark.evidence
 def test_the_masked_model_runs_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(masked_lm, "MICRO_BATCHES", 2)
     monkeypatch.setattr(masked_lm, "LENGTH", 20)

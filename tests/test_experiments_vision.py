@@ -31,6 +31,7 @@ def run(main, config):
     return main(config, console), console.export_text()
 
 
+@pytest.mark.evidence
 def test_the_detector_runs_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(detector, "SHARE", 2)
     monkeypatch.setattr(detector, "TEST_CANVASES", 2)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import jaxmp
 import jaxmp.nnx
+from conftest import rest_is_evidence
 
 FULL, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
@@ -105,13 +106,18 @@ POSITIONS = {
     "dict": (lambda o: ((X, {"a": [o]}), {}), lambda a, k: a[1]["a"][0]),
 }
 kinds = pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS.keys())
-positions = pytest.mark.parametrize(
-    ("place", "find"), POSITIONS.values(), ids=POSITIONS.keys()
+# Every kind as the first argument, and one of them in every other place.
+placed = pytest.mark.parametrize(
+    ("make", "change", "place", "find"),
+    rest_is_evidence(
+        {f"{k}-{p}": (*KINDS[k], *POSITIONS[p]) for k in KINDS for p in POSITIONS},
+        *(f"{k}-first" for k in KINDS),
+        *(f"rngs-{p}" for p in POSITIONS),
+    ),
 )
 
 
-@kinds
-@positions
+@placed
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
 def test_autocast_brings_back_every_change(make, change, place, find, jit):
     def fun(*args, **kwargs):
@@ -126,8 +132,7 @@ def test_autocast_brings_back_every_change(make, change, place, find, jit):
     chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
 
 
-@kinds
-@positions
+@placed
 @pytest.mark.parametrize("policy", [None, "mixed_float16"])
 def test_value_and_grad_brings_back_every_change(make, change, place, find, policy):
     def loss_fn(w, *args, **kwargs):
@@ -403,10 +408,16 @@ LIKE_FLAX = {
 }
 
 
+# Each without `has_aux`, and with it one module and several arguments.
 @pytest.mark.parametrize(
-    ("fun", "make", "options"), LIKE_FLAX.values(), ids=LIKE_FLAX.keys()
+    ("has_aux", "fun", "make", "options"),
+    rest_is_evidence(
+        {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
+        *(f"False-{k}" for k in LIKE_FLAX),
+        "True-module",
+        "True-two",
+    ),
 )
-@pytest.mark.parametrize("has_aux", [False, True])
 def test_gradients_and_state_are_those_of_flax(fun, make, options, has_aux):
     def loss_fn(*args):
         return (fun(*args), {"x": args[1]}) if has_aux else fun(*args)
@@ -777,8 +788,7 @@ plain = pytest.mark.parametrize(("wrap", "cure"), PLAIN.values(), ids=PLAIN.keys
 
 # Flax writes a float32 sum into what `with_policy` has cast.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
-@kinds
-@positions
+@placed
 @plain
 def test_an_object_that_is_changed_in_a_copy_is_refused(
     wrap, cure, make, change, place, find

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxmp
+from conftest import rest_is_evidence
 
 SCHEDULE = optax.linear_schedule(0.5, 0.125, 4)
 
@@ -128,11 +129,12 @@ def skips_without_a_trace(tx, params, grads):
 # Skipped steps
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [*ALIASES.values(), *COMPOSITIONS.values()],
-    ids=[*ALIASES, *COMPOSITIONS],
-)
+# One of each kind: with moments or without, factored, with keys, wants the loss, ...
+USUAL = ["adam", "adafactor", "noisy_sgd", "sgd", "polyak_sgd", "schedule_free"]
+USUAL += ["multi_transform", "inject_hyperparams", "MultiSteps", "apply_if_finite"]
+
+
+@pytest.mark.parametrize("inner", rest_is_evidence(ALIASES | COMPOSITIONS, *USUAL))
 def test_a_skipped_step_leaves_no_trace(inner):
     tx = jaxmp.dynamic_loss_scale(inner, init_scale=8, growth_interval=2)
     skips_without_a_trace(tx, PARAMS, GRADS)

@@ -140,6 +140,7 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_topology(saved):
 # Real processes. Each ends itself when its time is over, so that a hang is a failure.
 
 
+@pytest.mark.evidence
 def test_two_processes_agree_though_the_data_of_one_overflow(tmp_path):
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=80, file=nowhere)
@@ -228,25 +229,69 @@ def is_free(port):
         return free.connect_ex(("127.0.0.1", port)) != 0
 
 
-# Everything but the training, which would take most of the time.
+# In place of the example's training, which takes most of its time, three steps with one
+# weight, in the second of which the data of one process overflow.
 JOIN = f"""
 import sys; sys.path.insert(0, {str(EXAMPLES)!r})
-import jax, multiprocess
+import jax, numpy as np, optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jaxmp, multiprocess
+
+tx = jaxmp.dynamic_loss_scale(optax.sgd(0.5), init_scale=8, growth_interval=1)
+
+@jax.jit
+def step(w, state, x):
+    grad_fn = jaxmp.grad(lambda w, x: (w * x).mean(), loss_scale=state.loss_scale)
+    updates, state = tx.update(grad_fn(w, x), state, w)
+    return optax.apply_updates(w, updates), state
+
 def work(config):
     multiprocess.join(config)
-    return jax.process_index(), jax.process_count(), jax.device_count()
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    w, state = jax.device_put(
+        (np.float32(1), jax.jit(tx.init)(np.float32(1))), NamedSharding(mesh, P())
+    )
+    by_row = NamedSharding(mesh, P("data"))
+    for i in range(3):
+        overflows = i == 1 and jax.process_index() == 1
+        mine = np.full(2, np.inf if overflows else 1, np.float32)
+        x = jax.make_array_from_process_local_data(by_row, mine)
+        w, state = step(w, state, x)
+    joined = jax.process_index(), jax.process_count(), jax.device_count()
+    return joined, (float(w), int(state.skipped), float(state.loss_scale))
+
 multiprocess.work = work
 multiprocess.main(multiprocess.Config())
 """
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "open mpi"])
-def test_a_launcher_needs_no_flags(tmp_path, launcher):
+@pytest.mark.parametrize(
+    "launcher", ["slurm", pytest.param("open mpi", marks=pytest.mark.evidence)]
+)
+def test_processes_of_a_launcher_need_no_flags_and_skip_together(tmp_path, launcher):
     for i, (code, out, errors) in enumerate(launch(tmp_path, launcher, "-c", JOIN)):
         assert code == 0, errors
-        assert json.loads(out.splitlines()[-1]) == [i, 2, 4]
+        joined, agreed = json.loads(out.splitlines()[-1])
+        assert joined == [i, 2, 4]
+        assert agreed == [0, 1, 16]  # 1 - 2 * 0.5; 8, doubled, halved and doubled
 
 
+def test_a_batch_is_split_over_the_devices_that_have_joined(monkeypatch):
+    monkeypatch.setattr(multiprocess, "join", lambda config: None)
+    with pytest.raises(SystemExit, match="of all devices, but 12 is not one of 8"):
+        multiprocess.work(multiprocess.Config(batch_size=12))
+
+
+def test_where_jax_finds_no_address_the_error_says_what_to_pass(monkeypatch):
+    def initialize():
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(SystemExit, match=r"`--coordinator` of each\. JAX says: coord"):
+        multiprocess.join(multiprocess.Config())
+
+
+@pytest.mark.evidence
 def test_a_batch_is_split_over_all_devices_of_all_processes(tmp_path):
     # Two processes divide it, and their four devices do not.
     for code, _, errors in launch(tmp_path, "slurm", PROGRAM, "--batch-size", "6"):
@@ -254,6 +299,7 @@ def test_a_batch_is_split_over_all_devices_of_all_processes(tmp_path):
         assert "of all devices, but 6 is not one of 4. Pass for example" in errors
 
 
+@pytest.mark.evidence
 def test_a_launcher_that_names_no_address_is_told(tmp_path):
     for code, _, errors in launch(tmp_path, "open mpi 5", PROGRAM):
         assert code == 1
@@ -262,7 +308,7 @@ def test_a_launcher_that_names_no_address_is_told(tmp_path):
 
 def test_a_process_that_waits_in_vain_ends_in_time():
     command = [sys.executable, PROGRAM, "--process-id", "0"]
-    command += ["--timeout", "10", "--coordinator", multiprocess.free_address()]
+    command += ["--timeout", "2", "--coordinator", multiprocess.free_address()]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 1

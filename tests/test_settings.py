@@ -12,6 +12,7 @@ import pytest
 
 import jaxmp
 import jaxmp.linen
+from conftest import rest_is_evidence
 
 SETTINGS = {
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
@@ -95,8 +96,14 @@ def usual(program):
     return jax.tree.map(np.asarray, program())
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+# Without jit, each operation of a program is compiled alone.
+LONG = ["no jit-record_ranges", "no jit-linen"]
+CASES = {f"{s}-{p}": (SETTINGS[s], PROGRAMS[p]) for s in SETTINGS for p in PROGRAMS}
+
+
+@pytest.mark.parametrize(
+    ("setting", "program"), rest_is_evidence(CASES, *(set(CASES) - set(LONG)))
+)
 def test_a_setting_of_jax_changes_nothing(program, setting):
     expected = usual(program)
     with setting():

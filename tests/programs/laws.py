@@ -35,6 +35,7 @@ def inside(loss, policy, **options):
 
 
 ORDERS = (outside, inside)
+FIRST = ((outside, "float32"), (inside, "mixed_float16"))
 
 
 class Program(NamedTuple):
@@ -54,15 +55,15 @@ class Program(NamedTuple):
 def programs(*builders: Callable[[], Program]) -> Callable:
     """Gives a test each of the programs, under each policy, in both orders.
 
-    The first program of a library goes all ways but one, since the 16-bit dtypes go the
-    same way. Of the others float16 around the gradient is looked at; the rest is
-    evidence.
+    The first program of a library goes through float32 and both orders in float16; the
+    16-bit dtypes go the same way. Of the others float16 around the gradient is looked
+    at; the rest is evidence.
     """
     cases = []
     for build, policy, order in itertools.product(builders, POLICIES, ORDERS):
         usual = order is outside and policy == "mixed_float16"
         if build is builders[0]:
-            usual = order is outside or policy != "mixed_bfloat16"
+            usual = usual or (order, policy) in FIRST
         name = f"{order.__name__}-{policy}-{build.__name__}"
         marks = () if usual else pytest.mark.evidence
         cases.append(pytest.param(build, policy, order, id=name, marks=marks))
