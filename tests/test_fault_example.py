@@ -25,7 +25,11 @@ def line_of(text):
 @pytest.mark.parametrize(
     ("name", "text", "module", "words"),
     [
-        ("mask", "row 0 sees nothing", "Transformer/attention", "jnp.finfo(x.dtype)"),
+        pytest.param(
+            *("mask", "row 0 sees nothing", "Transformer/attention"),
+            "jnp.finfo(x.dtype)",
+            marks=pytest.mark.evidence,
+        ),
         ("logits", "no 1/sqrt(width)", "Transformer/attention", "x.astype(jnp.float32"),
     ],
 )
@@ -38,6 +42,7 @@ def test_an_overflow_of_the_forward_pass_is_named(name, text, module, words):
     assert words in report.advice
 
 
+@pytest.mark.evidence
 def test_an_overflow_that_becomes_a_zero_is_named():
     report = fault.report(fault.Config(width=8, length=4, rows=2), "norm")
     assert report.first is None  # the norm of what is too large is 0
@@ -49,6 +54,7 @@ def test_an_overflow_that_becomes_a_zero_is_named():
     assert f"Compute {line} in float32" in report.advice
 
 
+@pytest.mark.evidence
 def test_bad_data_and_a_large_count_and_a_sound_program_are_told_apart():
     small = fault.Config(width=8, length=4, rows=2)
     report = fault.report(small, "data")
