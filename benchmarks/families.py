@@ -238,7 +238,7 @@ class LSTM(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+        x: Any = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
         for _ in range(self.layers):
             x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)

@@ -23,6 +23,9 @@ from ._narrow_params import KahanSummationState as KahanSummationState
 from ._narrow_params import StochasticRoundingState as StochasticRoundingState
 from ._narrow_params import kahan_summation as kahan_summation
 from ._narrow_params import stochastic_rounding as stochastic_rounding
+from ._overflow_report import Fault as Fault
+from ._overflow_report import OperationRange as OperationRange
+from ._overflow_report import OverflowReport as OverflowReport
 from ._policy import Policy as Policy
 from ._policy import get_policy as get_policy
 from ._policy import unused_overrides as unused_overrides
@@ -33,6 +36,7 @@ from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._report import DtypeReport as DtypeReport
 from ._report import Kept as Kept
 from ._report import Leak as Leak
+from ._scalars import scalars as scalars
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -41,11 +45,14 @@ from ._version import __version__ as __version__
 __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
+    "Fault",
     "KahanSummationState",
     "Kept",
     "Leak",
     "LossScaleState",
     "OpLists",
+    "OperationRange",
+    "OverflowReport",
     "Policy",
     "RangeReport",
     "RangeStats",
@@ -60,6 +67,7 @@ __all__ = [
     "check_loss_scale",
     "dynamic_loss_scale",
     "exponent_histogram",
+    "find_overflow",
     "float32_region",
     "get_loss_scale",
     "get_loss_scale_state",
@@ -71,6 +79,7 @@ __all__ = [
     "loss_scaling",
     "range_report",
     "record_ranges",
+    "scalars",
     "select_tree",
     "static_loss_scale",
     "stochastic_rounding",
@@ -84,7 +93,7 @@ __all__ = [
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or
 # matplotlib; no name of `dir`, they are loaded by nothing but their use.
-_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations")
+_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations", "_overflow")
 _FRONT_ENDS = ("linen", "nnx", "plots")
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
@@ -95,6 +104,7 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._autocast import float32_region as float32_region
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
+    from ._overflow import find_overflow as find_overflow
 else:
 
     def __getattr__(name: str) -> _typing.Any:

@@ -6,7 +6,6 @@ passes (:mod:`jaxmp._residuals`).
 """
 
 import functools
-import inspect
 import textwrap
 from collections.abc import Callable
 from typing import Any, ParamSpec
@@ -15,11 +14,11 @@ import jax
 
 from . import _jaxpr
 from ._checks import check_function
+from ._flatten import flatten
 from ._leaks import Walk
 from ._places import Place, caller
 from ._report import WIDTH, DtypeReport
 from ._residuals import residual_bytes
-from ._tree import is_array, path_name
 
 P = ParamSpec("P")
 
@@ -77,12 +76,12 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
 
     @functools.wraps(fun)
     def audited(*args: P.args, **kwargs: P.kwargs) -> DtypeReport:
-        flat, leaves, names = _flattened(fun, args, kwargs)
-        jaxpr = jax.make_jaxpr(flat)(*leaves)
+        flat = flatten(fun, args, kwargs)
+        jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         walk = Walk()
-        inputs = map(walk.argument, names, _jaxpr.in_avals(jaxpr))
+        inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
         walk.run(jaxpr, [*inputs], Place(user=caller()))
-        return walk.report(residual_bytes(jaxpr, flat, leaves))
+        return walk.report(residual_bytes(jaxpr, flat.fun, flat.leaves))
 
     return audited
 
@@ -130,47 +129,3 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
                 "`assert not jaxmp.audit(fun)(*args).leaks` instead."
             )
         raise AssertionError(f"{textwrap.fill(problem, WIDTH - 16)}\n\n{report}")
-
-
-def _flattened(
-    fun: Callable, args: tuple, kwargs: dict
-) -> tuple[Callable, list[Any], list[str]]:
-    """Returns ``fun`` on its array leaves, these leaves and their names."""
-    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    # Also the abstract ones.
-    is_traced = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
-    parameters = _parameters(fun, len(args))
-    leaves, names = [], []
-    for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
-        if traced:
-            path = path_name(tuple(rest))
-            name = first.key if part.idx else parameters[first.idx]
-            if not path or isinstance(rest[0], jax.tree_util.SequenceKey):
-                path = f"{name}/{path}".rstrip("/")  # a number alone says nothing
-            leaves.append(leaf)
-            names.append(path)
-
-    def flat(*arrays):
-        arrays = iter(arrays)
-        args, kwargs = tree.unflatten(
-            next(arrays) if traced else leaf
-            for (_, leaf), traced in zip(paths, is_traced, strict=True)
-        )
-        out = jax.tree.leaves(fun(*args, **kwargs))
-        return [x for x in out if is_array(x)]
-
-    return flat, leaves, names
-
-
-def _parameters(fun: Callable, count: int) -> list[str]:
-    """Returns the names of at least ``count`` positional arguments."""
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):
-        parameters = []
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    names = [p.name for p in parameters if p.kind in positional]
-    return names + [f"argument {i}" for i in range(len(names), count)]

@@ -92,7 +92,7 @@ def _put_together(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
     shapes = [jnp.shape(leaf) for leaf in leaves]
 
     def taken_apart(stacks):
-        apart = [None] * len(shapes)
+        apart: list[Any] = [None] * len(shapes)
         for stack, group in zip(stacks, groups.values(), strict=True):
             parts = [stack]
             if len(group) > 1:

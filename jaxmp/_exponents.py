@@ -208,7 +208,7 @@ def _exact_buckets(x: Any, low: int, length: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="length")
 def _buckets(x: jax.Array, low: Any, length: int) -> jax.Array:
     """Returns each element's bucket; two more are for zeros and for Inf or NaN."""
-    bits, info = _magnitude_bits(x), jnp.finfo(x.dtype)
+    bits, info = magnitude_bits(x), jnp.finfo(x.dtype)
     # Integers, because XLA may flush subnormals to zero in arithmetic.
     field = (bits >> info.nmant).astype(jnp.int32)
     highest_bit = jnp.iinfo(bits.dtype).bits - 1 - jax.lax.clz(bits).astype(jnp.int32)
@@ -285,7 +285,7 @@ def _check_agreement(
 def _largest(x: jax.Array) -> jax.Array:
     """Returns the largest finite magnitude as the bits of a float32."""
     # Magnitudes are ordered as their bits are.
-    bits = jnp.max(jnp.where(jnp.isfinite(x), _magnitude_bits(x), 0), initial=0)
+    bits = jnp.max(jnp.where(jnp.isfinite(x), magnitude_bits(x), 0), initial=0)
     bits = bits.astype(f"uint{jnp.finfo(x.dtype).bits}")
     largest = jax.lax.bitcast_convert_type(bits, x.dtype)
     if x.dtype == jnp.float64:
@@ -298,7 +298,7 @@ def _float32_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
-def _magnitude_bits(x: jax.Array) -> jax.Array:
+def magnitude_bits(x: jax.Array) -> jax.Array:
     """Returns the bits of ``abs(x)`` as an integer of at least 32 bits."""
     width = jnp.finfo(x.dtype).bits
     bits = jax.lax.bitcast_convert_type(x, f"uint{width}")

@@ -127,11 +127,16 @@ def _is_inexact_dtype(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def is_jaxpr(x: Any) -> bool:
+    """Whether something is a jaxpr, open or closed."""
+    return isinstance(x, (Jaxpr, ClosedJaxpr))
+
+
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """Yields every jaxpr, open or closed, in the parameters of an equation."""
     for param in eqn.params.values():
         for item in param if isinstance(param, (tuple, list)) else (param,):
-            if isinstance(item, (Jaxpr, ClosedJaxpr)):
+            if is_jaxpr(item):
                 yield item
 
 
@@ -372,12 +377,88 @@ def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[A
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
         out_specs=list(params["out_specs"]),
-        axis_names=_manual_axes(eqn),
+        axis_names=manual_axes(eqn),
         check_vma=params["check_vma"],
     )(*args)
 
 
-def _manual_axes(eqn: JaxprEqn) -> Any:
+def map_shards(
+    eqn: JaxprEqn, args: Sequence[Any], scalars: Any, body: Callable
+) -> tuple[list[Any], Any]:
+    """Applies a ``shard_map`` equation with a body that knows more than the shards.
+
+    Args:
+        eqn: The equation.
+        args: Its inputs.
+        scalars: A pytree, the same on all devices.
+        body: Takes the list of shards and ``scalars``, and returns the list of shards
+            that the equation returns and another pytree, the same on all devices.
+    """
+    params: dict[str, Any] = eqn.params
+    same = jax.sharding.PartitionSpec()
+    return jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=(list(params["in_specs"]), same),
+        out_specs=(list(params["out_specs"]), same),
+        axis_names=manual_axes(eqn),
+        check_vma=params["check_vma"],
+    )(list(args), scalars)
+
+
+def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
+    """Returns the branch of a ``lax.platform_dependent`` that a platform takes."""
+    names = {"cuda", "rocm"} if platform == "gpu" else {platform}
+    platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
+    for choice, branch in zip(platforms, branches, strict=True):
+        if choice is None or names & set(choice):
+            return branch
+    return branches[-1]
+
+
+def is_remat(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` computes again, in a backward pass, what was not kept."""
+    return call_kind(eqn) == "remat" and eqn.params["differentiated"]
+
+
+def bind_remat(eqn: JaxprEqn, args: Sequence[Any], body: ClosedJaxpr) -> list[Any]:
+    """Applies such an equation with another body, and other inputs and outputs."""
+    consts = list(body.consts)
+
+    def without_consts(*args):  # for which an open jaxpr has no place
+        given = iter(args[: len(consts)])
+        inputs = args[len(consts) :]
+        return interpret(body, inputs, bind, const=lambda _: next(given))
+
+    jaxpr = trace(without_consts, [*consts, *args])
+    changed: dict[str, Any] = {"jaxpr": jaxpr.jaxpr}
+    if isinstance(eqn.params["prevent_cse"], tuple):  # a flag for each input
+        changed["prevent_cse"] = True
+    return list(eqn.primitive.bind(*consts, *args, **{**eqn.params, **changed}))
+
+
+def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns over which of some mesh axes ``eqn`` brings values together."""
+    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = named if isinstance(named, (tuple, list)) else (named,)
+    return tuple(axis for axis in axes if axis in named)
+
+
+def tests_finite(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` tells where an array is finite, or is not NaN."""
+    name, ins = eqn.primitive.name, eqn.invars
+    # `jnp.isnan` compares an array with itself.
+    is_self = len(ins) == 2 and ins[0] is ins[1]
+    return name == "is_finite" or (name in ("ne", "eq") and is_self)
+
+
+def reduces_tests(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` makes one truth value of many."""
+    name = eqn.primitive.name
+    return name in ("reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce")
+
+
+def manual_axes(eqn: JaxprEqn) -> Any:
     """Returns the mesh axes that a ``shard_map`` equation maps over."""
     # The parameter was `manual_axes` up to 0.8.
     new = "newly_manual_axes"
@@ -419,7 +500,7 @@ def trip_count(eqn: JaxprEqn) -> int | None:
         return eqn.params["length"]
     if kind == "shard_map":  # on every device along its axes
         sizes = eqn.params["mesh"].shape
-        return math.prod(sizes[axis] for axis in _manual_axes(eqn))
+        return math.prod(sizes[axis] for axis in manual_axes(eqn))
     return None if kind == "while" else 1
 
 

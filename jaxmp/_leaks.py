@@ -357,7 +357,7 @@ class Walk:
         dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
         dtype = str(max(dtypes, key=lambda d: d.itemsize))
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
-        key = (_without_repeats(place.scopes), place.user, eqn.primitive.name)
+        key = (_scopes.without_repeats(place.scopes), place.user, eqn.primitive.name)
         if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, causes)
@@ -453,19 +453,3 @@ def _hands_on_number(eqn: _jaxpr.Equation) -> bool:
 def _number(value: Any) -> str:
     """Spells a number with its dtype."""
     return f"{jax.typeof(value).dtype}({np.asarray(value).item():g})"
-
-
-def _without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns ``a/b/c`` for ``a/b/a/b/c``.
-
-    The backward pass of a remat or a cond has the scopes around it once more in each
-    line, or once less, than the forward pass.
-    """
-    once: list[str] = []
-    for scope in scopes:
-        once.append(scope)
-        for n in range(1, len(once) // 2 + 1):
-            if once[-n:] == once[-2 * n : -n]:
-                del once[-n:]
-                break
-    return tuple(once)

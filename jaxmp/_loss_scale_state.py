@@ -38,13 +38,22 @@ _ZEROING = {
 
 
 class LossScaleState(NamedTuple):
-    """State of the three loss-scale transformations, the same for every policy."""
+    """State of the three loss-scale transformations, the same for every policy.
 
-    loss_scale: jax.Array  # float32[], finite and positive
-    good_steps: jax.Array  # int32[], finite steps in a row since the last growth
-    bad_steps: jax.Array  # int32[], skipped steps in a row
-    skipped: jax.Array  # int32[], skipped steps since init
-    last_finite: jax.Array  # bool[], whether the last step was finite
+    Attributes:
+        loss_scale: float32[], what the loss is multiplied by; finite and positive.
+        good_steps: int32[], finite steps in a row since the scale grew last.
+        bad_steps: int32[], skipped steps in a row.
+        skipped: int32[], skipped steps since init.
+        last_finite: bool[], whether the last step was finite.
+        inner_state: The state of the optimizer inside.
+    """
+
+    loss_scale: jax.Array
+    good_steps: jax.Array
+    bad_steps: jax.Array
+    skipped: jax.Array
+    last_finite: jax.Array
     inner_state: optax.OptState
 
 

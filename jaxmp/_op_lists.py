@@ -47,7 +47,10 @@ _COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
 # the GELU approximation; other integer powers are treated as squares are, below.
 _ROUND = """
     add sub mul div rem add_any atan2 sqrt sin cos tanh logistic erf erfc integer_pow
-    one_minus_square select_and_scatter_add"""
+    one_minus_square"""
+
+# The gradient of pooling adds up the few cotangents of a window.
+_POOL = "select_and_scatter_add"
 
 # Steep functions: float16 ends at 65504, exp(12) is beyond. [guide], [torch]
 _STEEP = """
@@ -128,9 +131,21 @@ VIEWS = frozenset(_MOVE.split())
 # and compares the same with what was chosen from it if it is rounded before.
 _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
-    reduce_window_max reduce_window_min select_and_scatter_add"""
-PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
+    reduce_window_max reduce_window_min"""
+PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK, _POOL]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
+# The same magnitudes in another shape, order or place, or with another sign.
+_KEEPS_MAGNITUDES = """
+    reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy stop_gradient
+    name optimization_barrier tie device_put layout_constraint relayout
+    sharding_constraint reshard with_memory_space_constraint pbroadcast pvary pcast
+    neg abs"""
+KEEPS_MAGNITUDES = frozenset(_KEEPS_MAGNITUDES.split())
+# Elementwise arithmetic, each entry of the result from one entry of each operand.
+ARITHMETIC = frozenset(" ".join([_ROUND, _STEEP]).split())
+SUMS = frozenset(" ".join([_SUM, _POOL]).split())
+# Operations that mean nothing but what they were written for.
+AS_WRITTEN = frozenset(" ".join([_FORMAT, _DISCRETE, _OPAQUE]).split())
 
 # Where a bias, a mask or an embedding joins 16-bit values, and is rounded for it. Not a
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
@@ -201,16 +216,15 @@ def axes_of_softmax(
         definition: Returns the equation that computes a variable, None for an input.
     """
 
-    def name(eqn):
-        return eqn.primitive.name if eqn else None
+    def defined(atom, *names):
+        found = definition(atom)
+        return found if found and found.primitive.name in names else None
 
-    if name(eqn) != "div" or name(definition(eqn.invars[0])) != "exp":
+    if eqn.primitive.name != "div" or not defined(eqn.invars[0], "exp"):
         return ()
-    spread = definition(eqn.invars[1])
-    if name(spread) not in ("broadcast_in_dim", "reshape"):
-        return ()
-    total = definition(spread.invars[0])
-    if name(total) != "reduce_sum" or total.invars[0] is not eqn.invars[0]:
+    spread = defined(eqn.invars[1], "broadcast_in_dim", "reshape")
+    total = spread and defined(spread.invars[0], "reduce_sum")
+    if not spread or not total or total.invars[0] is not eqn.invars[0]:
         return ()
     axes, shape = total.params["axes"], list(eqn.outvars[0].aval.shape)
     for i in axes:
@@ -370,7 +384,7 @@ class OpLists:
         return "\n".join(paragraphs)
 
 
-_INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND])
+_INFER = " ".join([_MOVE, _CHOOSE, _COMMUNICATE, _ROUND, _POOL])
 _DENY = " ".join([_STEEP, _SUM, _SOLVE, _FORMAT, _DISCRETE, _OPAQUE])
 _KNOWN = frozenset(" ".join([_INFER, _DENY]).split()) | PRODUCTS | CALLS
 

@@ -27,7 +27,9 @@ _LIBRARIES = re.compile(
     r"|^<frozen"
 )
 # These trace what is audited, so that they are around all of it.
-_TRACING = (_OWN + "_audit.py", _OWN + "_residuals.py")
+_TRACING = tuple(
+    f"{_OWN}_{name}.py" for name in ("audit", "flatten", "overflow", "residuals")
+)
 
 
 class Place(NamedTuple):

@@ -165,7 +165,7 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
     if not report.leaks:
         return
     yield "float32 because of"
-    yield from _table(
+    yield from table(
         [
             (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
             for leak in report.leaks[:_ROWS]
@@ -184,7 +184,7 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
     yield "kept in float32 by autocast"
     products = [kept for kept in report.kept if kept.flops]
-    yield from _table(
+    yield from table(
         [
             (
                 f"{kept.flops / total:.1%}",
@@ -227,7 +227,7 @@ def _base(row: Leak | Kept) -> str:
     return os.path.basename(row.where)
 
 
-def _table(cells: list[tuple[str, ...]]) -> Iterator[str]:
+def table(cells: list[tuple[str, ...]]) -> Iterator[str]:
     """Aligns columns. Text that finds no room loses its beginning, modules first."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     excess = sum(widths) + 2 * len(widths) - WIDTH

@@ -43,6 +43,22 @@ def module_of(scopes: Scopes) -> str:
     return "/".join(name for name in names if "->" not in name)
 
 
+def without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns ``a/b/c`` for ``a/b/a/b/c``.
+
+    The backward pass of a remat or a cond has the scopes around it once more in each
+    line, or once less, than the forward pass.
+    """
+    once: list[str] = []
+    for scope in scopes:
+        once.append(scope)
+        for n in range(1, len(once) // 2 + 1):
+            if once[-n:] == once[-2 * n : -n]:
+                del once[-n:]
+                break
+    return tuple(once)
+
+
 def check_paths(paths: Mapping[str, Scopes], jaxpr: Any) -> None:
     """Refuses ``float32_paths`` that name nothing in ``jaxpr``."""
     if not paths:

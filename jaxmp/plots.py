@@ -1,9 +1,9 @@
-"""Pictures of ranges and loss scales, as matplotlib axes; needs ``jaxmp[plot]``."""
+"""Pictures of ranges, overflows and loss scales; needs ``jaxmp[plot]``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,9 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ._checks import as_scale, check_positive
-from ._dtypes import as_dtype
+from ._dtypes import as_dtype, is_narrow
 from ._exponents import RecordRangesState, exponent_histogram
 from ._loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
+from ._overflow_report import OverflowReport
 from ._ranges import range_report, suggest_loss_scale
 
 try:
@@ -31,6 +32,13 @@ _NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": "#c03020", "hatch": "x
 _SCALED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
 _SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
 _NORMAL: dict[str, Any] = {"color": "0.92"}
+_FORWARD: dict[str, Any] = {"color": "#4878a8", "label": "forward"}
+_BACKWARD: dict[str, Any] = {
+    "fill": False,
+    "edgecolor": "black",
+    "hatch": "////",
+    "label": "backward",
+}
 
 
 def exponents(
@@ -198,6 +206,75 @@ def loss_scale(
     ax.set_ylabel("loss scale")
     ax.legend(frameon=False)
     return ax
+
+
+def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
+    """Draws how near a program came to the ends of its formats, layer by layer.
+
+    Above, the powers of two that were left to the largest number, the least of each
+    module, forward and backward; where an operation was not finite there is a cross.
+    Below, the largest share of an operation's values that became zero or subnormal. The
+    modules are in the order of the program.
+
+    Args:
+        report: What :func:`jaxmp.find_overflow` returned.
+        ax: Two axes to draw on, the upper and the lower; None makes a new figure.
+
+    Returns:
+        The upper axes. Save them with ``ax.figure.savefig(path)``.
+
+    Raises:
+        ValueError: If no operation of the program computes in 16 bits.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> x = jnp.array([2.0, 200.0], jnp.float16)
+        >>> report = jaxmp.find_overflow(lambda x: x * x)(x / 2)
+        >>> jaxmp.plots.overflow(report).get_ylabel()
+        'headroom (powers of two)'
+    """
+    rows = [x for x in report.operations if is_narrow(jnp.dtype(x.dtype))]
+    if not rows:
+        raise ValueError(
+            "`overflow` draws what computes in 16 bits, but nothing in the report "
+            "does. Pass the report of a function in float16 or bfloat16."
+        )
+    modules = list(dict.fromkeys(row.module for row in rows))
+    if ax is None:
+        height = 4.5 + 0.1 * max(map(len, modules))
+        figure = Figure(figsize=(max(6, 0.3 * len(modules)), height))
+        figure.set_layout_engine("constrained")
+        upper, lower = figure.subplots(2, 1, sharex=True)
+    else:
+        upper, lower = ax
+    for backward, style, shift in ((False, _FORWARD, -0.2), (True, _BACKWARD, 0.2)):
+        parts = [
+            [x for x in rows if (x.module, x.backward) == (module, backward)]
+            for module in modules
+        ]
+        places = np.arange(len(modules)) + shift
+        least = [min((x.headroom for x in part), default=np.nan) for part in parts]
+        least = [x if math.isfinite(x) else np.nan for x in least]
+        lost = [100 * max((x.lost for x in part), default=0.0) for part in parts]
+        upper.bar(places, least, 0.38, **style)
+        lower.bar(places, lost, 0.38, **style)
+        bad = [i for i, part in enumerate(parts) if any(x.nonfinite for x in part)]
+        if bad:
+            label = None if backward and _has_crosses(upper) else "Inf or NaN"
+            at = [places[i] for i in bad]
+            upper.plot(at, [0.0] * len(at), "x", color="#c03020", label=label)
+    lower.set_xticks(
+        range(len(modules)), [x or "(no module)" for x in modules], rotation=90
+    )
+    upper.set_ylabel("headroom (powers of two)")
+    lower.set_ylabel("% lost")
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    upper.legend(**above, ncols=3, frameon=False)
+    return upper
+
+
+def _has_crosses(ax: Axes) -> bool:
+    return any(line.get_label() == "Inf or NaN" for line in ax.get_lines())
 
 
 def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:

@@ -19,7 +19,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_rounding", "_varying"},
     {"_tree", "_products", "_scopes", "_report", "_residuals"},
-    {"_op_lists", "_places"},
+    {"_op_lists", "_places", "_flatten", "_overflow_report", "_product_rules"},
     {
         "_policy",
         "_batch",
@@ -28,11 +28,15 @@ ROWS = [
         "_kept",
         "_exponents",
         "_narrow_params",
+        "_advice",
+        "_wide",
         "_loss_scale_state",
     },
-    {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges"},
-    {"_differentiate"},
-    {"_grad", "_autocast", "_audit", "_activations"},
+    {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges", "_look", "_scalars"},
+    {"_differentiate", "_trails"},
+    {"_table"},
+    {"_probe"},
+    {"_grad", "_autocast", "_audit", "_activations", "_overflow"},
     {"linen", "nnx", "plots"},
     {"__init__"},
 ]

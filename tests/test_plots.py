@@ -202,3 +202,35 @@ def test_without_matplotlib_the_error_says_what_to_install():
         [sys.executable, "-c", code], capture_output=True, text=True
     )
     assert "pip install 'jaxmp[plot]'" in failed.stderr
+
+
+# Overflows
+
+
+def test_overflow_draws_each_module_forward_and_backward():
+    def loss(w, x):
+        for name in ("first", "second"):
+            with jax.named_scope(name):
+                x = x @ w
+        return (x.astype(jnp.float32) ** 2).sum()
+
+    w = jnp.eye(2, dtype=jnp.float16) * 2.0
+    report = jaxmp.find_overflow(jax.grad(loss))(w, w * 2.0**8)
+    assert report.first.backward
+    upper = jaxmp.plots.overflow(report)
+    lower = upper.figure.axes[1]
+    labels = [x.get_text() for x in lower.get_xticklabels()]
+    assert {"first", "second"} <= set(labels)
+    names = [text.get_text() for text in upper.get_legend().get_texts()]
+    assert sorted(names) == ["Inf or NaN", "backward", "forward"]
+    heights = [bar.get_height() for bar in upper.patches]
+    least = min(x.headroom for x in report.operations if x.dtype == "float16")
+    assert np.nanmin(heights) == pytest.approx(least)
+    own = upper.figure.subplots(2, 1)
+    assert jaxmp.plots.overflow(report, ax=own) is own[0]
+
+
+def test_overflow_needs_16_bits():
+    report = jaxmp.find_overflow(jnp.exp)(1.0)
+    with pytest.raises(ValueError, match="nothing in the report does"):
+        jaxmp.plots.overflow(report)

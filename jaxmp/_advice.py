@@ -1,0 +1,138 @@
+"""What an Inf or NaN means, and what to type."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from ._overflow_report import Fault, OperationRange
+
+
+class Case(NamedTuple):
+    """What is known of a program that was searched."""
+
+    first: Fault | None
+    given: dict[str, tuple[int, int]]  # that reached a result
+    written: bool  # whether an Inf that stands in the code reached a result
+    finite_in_float32: bool | None
+    is_number: bool  # whether the fault is a number in the code, beyond its dtype
+    after_backward: bool  # whether it is the optimizer's
+    by_autocast: bool
+    nearest: OperationRange | None  # the 16-bit operation with the least headroom
+    losing: OperationRange | None  # that of the backward pass that loses most
+    swallowed: Fault | None  # an overflow of 16 bits that reached no result
+    is_seen: bool  # whether all could be looked at
+
+
+def advice(case: Case) -> str:
+    """Returns one or more sentences."""
+    sentences = []
+    if case.given:
+        sentences.append(_of_given(case.given))
+    if case.first is not None:
+        sentences.append(_of_fault(case, case.first))
+    if case.written:
+        sentences.append(
+            "An Inf that stands in the code reached a result, as it may be meant to."
+        )
+    return " ".join(sentences or [_of_sound(case)])
+
+
+def _of_sound(case: Case) -> str:
+    text = "All results are finite."
+    if not case.is_seen:
+        text = "All results are finite, but not all could be looked at: see the notes."
+    if case.swallowed is not None:
+        return (
+            f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
+            "gave Inf where float32 would not, and what came after made a finite "
+            "number of it, as 1 / Inf is 0: the results may be wrong. "
+            f"{_cure(case, case.swallowed)}"
+        )
+    near = case.nearest
+    if near is not None and near.headroom < 1 and not near.backward:
+        text += (
+            f" But {near.operation} at {_line(near.where)} came up to {near.max:.4g}, "
+            f"half of the largest number of {near.dtype} or more."
+        )
+    lost = case.losing
+    if lost is not None and lost.lost >= 0.5:
+        text += (
+            f" But in the backward pass {lost.lost:.0%} of what {lost.operation} gives "
+            f"at {_line(lost.where)} is zero or subnormal in {lost.dtype} and not in "
+            "float32. If it learns worse than in float32, the loss scale is too small: "
+            "`jaxmp.loss_scaling` and `jaxmp.suggest_loss_scale(grads)` find one."
+        )
+    return text
+
+
+def _of_given(given: dict[str, tuple[int, int]]) -> str:
+    leaves = []
+    for name, (nan, inf) in [*given.items()][:6]:
+        counts = [f"{nan} NaN"] * (nan > 0) + [f"{inf} Inf"] * (inf > 0)
+        leaves.append(f"`{name}` came in with {' and '.join(counts)}")
+    more = f", and {len(given) - 6} more did" if len(given) > 6 else ""
+    return (
+        f"{', '.join(leaves)}{more}, and a result has it: no precision helps. Look at "
+        "the data, or at the step that made these parameters."
+    )
+
+
+def _of_fault(case: Case, fault: Fault) -> str:
+    if case.is_number:
+        return (
+            f"A number in the code at {_line(fault.where)} is beyond {fault.dtype}, "
+            f"which ends at {fault.largest:.4g}, and became Inf. For a mask type "
+            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there."
+        )
+    if case.finite_in_float32 is False:
+        return (
+            "It is not finite in float32 either: the cause is the model or its data at "
+            f"{_line(fault.where)}, not the precision, and no loss scale helps."
+        )
+    if case.after_backward:
+        return (
+            f"It comes after the backward pass and only in {fault.dtype}: the "
+            "optimizer, or what else comes there, computes in 16 bits. Keep the "
+            'parameters and its state in float32, as `"mixed_float16"` does.'
+        )
+    if fault.backward:
+        return _of_backward(case, fault)
+    return (
+        f"The forward pass leaves {fault.dtype} here and is finite in float32. No loss "
+        f"scale helps. {_cure(case, fault)}"
+    )
+
+
+def _of_backward(case: Case, fault: Fault) -> str:
+    if fault.dtype != "float16":
+        return (
+            f"Only the backward pass leaves {fault.dtype}, which has the range of "
+            f"float32: no loss scale helps. {_cure(case, fault)}"
+        )
+    return (
+        "Only the backward pass overflows: the loss scale is too large for this step. "
+        "That passes: `jaxmp.loss_scaling` skips the step and halves the scale. If "
+        "there is none, or it comes again in every step, the gradients themselves "
+        f"leave float16. {_cure(case, fault)}"
+    )
+
+
+def _cure(case: Case, fault: Fault) -> str:
+    line, parts = _line(fault.where), fault.module.split("/")
+    if case.by_autocast:
+        region = f"`jaxmp.float32_region` around the function of {line}"
+        if len(parts) < 2:
+            return f"Put {region}."
+        return (
+            f'Type `float32_paths=("{fault.module}",)` in `autocast`, or put {region}.'
+        )
+    cure = f"Compute {line} in float32: `x.astype(jnp.float32)`"
+    if len(parts) < 2:
+        return f"{cure}."
+    inner = "/".join(parts[1:])
+    return f'{cure}, or `policy.with_overrides(("{inner}/", "float32"))`.'
+
+
+def _line(where: str) -> str:
+    return os.path.basename(where) or "this operation"

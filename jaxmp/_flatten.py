@@ -1,0 +1,62 @@
+"""A function and its arguments as flat arrays, each with a name."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from ._tree import is_array, path_name
+
+
+class Flat(NamedTuple):
+    """A function of arrays that returns a list of arrays."""
+
+    fun: Callable
+    leaves: list[Any]  # its arguments: arrays, or what has a shape and a dtype
+    names: list[str]  # of the leaves
+    out_names: list[str]  # of what it returns, once it has been traced
+
+
+def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
+    """Returns ``fun`` on its array leaves. Other leaves reach it as they are."""
+    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
+    # Also the abstract ones.
+    is_traced = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
+    parameters = _parameters(fun, len(args))
+    leaves, names, out_names = [], [], []
+    for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
+        if traced:
+            path = path_name(tuple(rest))
+            name = first.key if part.idx else parameters[first.idx]
+            if not path or isinstance(rest[0], jax.tree_util.SequenceKey):
+                path = f"{name}/{path}".rstrip("/")  # a number alone says nothing
+            leaves.append(leaf)
+            names.append(path)
+
+    def flat(*arrays):
+        arrays = iter(arrays)
+        args, kwargs = tree.unflatten(
+            next(arrays) if traced else leaf
+            for (_, leaf), traced in zip(paths, is_traced, strict=True)
+        )
+        outs = jax.tree.leaves_with_path(fun(*args, **kwargs))
+        outs = [(path, x) for path, x in outs if is_array(x)]
+        out_names[:] = [path_name(path) or "result" for path, _ in outs]
+        return [x for _, x in outs]
+
+    return Flat(flat, leaves, names, out_names)
+
+
+def _parameters(fun: Callable, count: int) -> list[str]:
+    """Returns the names of at least ``count`` positional arguments."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        parameters = []
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    names = [p.name for p in parameters if p.kind in positional]
+    return names + [f"argument {i}" for i in range(len(names), count)]

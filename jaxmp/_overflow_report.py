@@ -1,0 +1,222 @@
+"""What a search for an overflow finds, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ._report import WIDTH, table
+
+_ROWS = 6  # of each table
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An operation that made an Inf or a NaN.
+
+    Attributes:
+        operation: Name of the JAX primitive.
+        dtype: Of its result.
+        kind: ``"Inf"`` or ``"NaN"``.
+        where: The line of the caller's code, ``file:line``.
+        module: Named scopes: a Linen module's path, or those of ``jax.named_scope``.
+        backward: Whether it is of the backward pass. What a ``jax.checkpoint``
+            computes again is not.
+        trips: For each loop around it, the outermost first, the index of the slice that
+            a scan reads or the trip of a while loop.
+        inputs: Dtype, shape and largest finite magnitude of its floating inputs, the
+            first three, when it was not finite for the first time.
+        largest: The largest number of ``dtype``.
+
+    Examples:
+        >>> x = jnp.array([2.0, 300.0], jnp.float16)
+        >>> first = jaxmp.find_overflow(lambda x: x * x)(x).first
+        >>> first.operation, first.kind, first.backward, first.inputs[0]
+        ('mul', 'Inf', False, ('float16', (2,), 300.0))
+    """
+
+    operation: str
+    dtype: str
+    kind: str
+    where: str
+    module: str
+    backward: bool
+    trips: tuple[int, ...]
+    inputs: tuple[tuple[str, tuple[int, ...], float], ...]
+    largest: float
+
+    def __str__(self) -> str:
+        """Says what happened, in one line."""
+        line = os.path.basename(self.where)
+        words = [f"{self.operation} gives {self.kind} in {self.dtype}"]
+        words += [f"at {line}"] if line else []
+        words += [f"in {self.module}"] if self.module else []
+        words += ["in the backward pass"] if self.backward else []
+        words += [f"in trip {', '.join(map(str, self.trips))}"] if self.trips else []
+        return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationRange:
+    """What an operation computed, over all calls of its line in its module.
+
+    Attributes:
+        operation: Name of the JAX primitive.
+        dtype: Of its result.
+        where: The line of the caller's code, ``file:line``.
+        module: Named scopes.
+        backward: Whether it is of the backward pass.
+        size: How many values it gave.
+        max: Their largest finite magnitude.
+        min: Their smallest magnitude that is not zero, 0 if there is none.
+        headroom: Powers of two from ``max`` to the largest number of ``dtype``; Inf if
+            all is zero.
+        lost: The fraction that float32 holds, and that is zero or subnormal here,
+            because of this operation.
+        nonfinite: The fraction that is Inf or NaN.
+    """
+
+    operation: str
+    dtype: str
+    where: str
+    module: str
+    backward: bool
+    size: int
+    max: float
+    min: float
+    headroom: float
+    lost: float
+    nonfinite: float
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowReport:
+    """What :func:`jaxmp.find_overflow` found; ``str`` of it is a table.
+
+    Attributes:
+        first: The first operation whose Inf or NaN is in a result, or makes a test of
+            finiteness fail, although what came in was finite. None if there is none.
+        advice: What it means and what to type.
+        reached: The results that it reached.
+        reached_modules: The modules that it reached, in the order of the program.
+        given: Arguments that came in with Inf or NaN, by their path: how many values
+            are NaN and how many Inf.
+        others: All other operations that gave Inf or NaN of finite inputs: what a mask
+            or a ``where`` has swallowed, or what came later.
+        finite_in_float32: Whether the same program is finite where all of its 16-bit
+            work is done in float32. None if nobody had to ask.
+        operations: What each operation computed, in the order of the program.
+        notes: Where nothing could be seen.
+    """
+
+    first: Fault | None
+    advice: str
+    reached: tuple[str, ...]
+    reached_modules: tuple[str, ...]
+    given: dict[str, tuple[int, int]]
+    others: tuple[Fault, ...]
+    finite_in_float32: bool | None
+    operations: tuple[OperationRange, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        Examples:
+            >>> report = jaxmp.find_overflow(jnp.exp)(jnp.float16(12.0))
+            >>> report.as_dict()["first"]["operation"]
+            'exp'
+        """
+        return _plain(dataclasses.asdict(self))
+
+    def __str__(self) -> str:
+        """Renders a table of at most 98 columns."""
+        return "\n".join(_lines(self))
+
+
+def _lines(report: OverflowReport) -> Iterator[str]:
+    if report.first is None:
+        yield "no operation made an Inf or NaN that reached a result"
+    else:
+        yield from _fault_lines(report, report.first)
+    yield ""
+    yield from textwrap.wrap(report.advice, WIDTH)
+    if report.others:
+        yield ""
+        yield "also not finite, of finite inputs, later or without reaching a result"
+        yield from table(
+            [
+                (x.kind, f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
+                for x in report.others[:_ROWS]
+            ]
+        )
+        if len(report.others) > _ROWS:
+            yield f"  and {len(report.others) - _ROWS} more in `report.others`"
+    for title, rows in (
+        ("least headroom, in powers of two", _nearest(report)),
+        ("lost most: zero or subnormal here, and not in float32", _worst(report)),
+    ):
+        if rows:
+            yield ""
+            yield title
+            yield from table(rows)
+    if report.notes:
+        yield ""
+        yield from (f"note: {note}" for note in report.notes)
+
+
+def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
+    yield from textwrap.wrap(f"first: {fault}", WIDTH, subsequent_indent="  ")
+    for dtype, shape, largest in fault.inputs:
+        yield f"  of {dtype}{[*shape]} up to {largest:.4g}"
+    yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
+    for title, names in (
+        ("it reached", report.reached),
+        ("through", report.reached_modules),
+    ):
+        if names:
+            more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
+            text = f"{title} {', '.join(names[:_ROWS])}{more}"
+            yield from textwrap.wrap(
+                text, WIDTH, initial_indent="  ", subsequent_indent="    "
+            )
+
+
+def _nearest(report: OverflowReport) -> list[tuple[str, ...]]:
+    known = [x for x in report.operations if x.max > 0]
+    known.sort(key=lambda x: x.headroom)
+    return [
+        (f"{x.headroom:.1f}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
+        for x in known[:_ROWS]
+    ]
+
+
+def _worst(report: OverflowReport) -> list[tuple[str, ...]]:
+    losing = sorted(report.operations, key=lambda x: -x.lost)
+    return [
+        (f"{x.lost:.1%}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
+        for x in losing[:_ROWS]
+        if x.lost > 0
+    ]
+
+
+def _pass(row: Fault | OperationRange) -> str:
+    return " backward" if row.backward else ""
+
+
+def _base(row: Fault | OperationRange) -> str:
+    return os.path.basename(row.where)
+
+
+def _plain(x: Any) -> Any:
+    """Returns lists for tuples, and strings for numbers that JSON does not know."""
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, (tuple, list)):
+        return [*map(_plain, x)]
+    if isinstance(x, float) and x in (float("inf"), float("-inf")):
+        return str(x)
+    return x

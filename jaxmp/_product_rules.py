@@ -1,0 +1,74 @@
+"""Products of 16-bit operands, as those who read them take them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from . import _jaxpr
+from ._jaxpr import Equation, is_inexact
+from ._products import is_convolution, summed_by_platform
+
+
+def accumulated(
+    eqn: Equation, operands: list[Any], dtype: np.dtype, linear: bool
+) -> Any:
+    """Returns the float32 sums of a product of 16-bit operands.
+
+    JAX would differentiate it into products of 16-bit by float32, so it gets a rule by
+    which the products of its derivatives are 16-bit too. What is ``linear`` is part of
+    such a rule, and is rounded on the way like those.
+    """
+
+    moving = [is_inexact(var) for var in eqn.invars]
+    args = [x for x, m in zip(operands, moving, strict=True) if m]
+    # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
+    fixed = [None if m else x for x, m in zip(operands, moving, strict=True)]
+
+    def complete(args):
+        rest = iter(args)
+        return [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
+
+    def product(args, out_dtype):
+        args = complete(args)
+        return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
+
+    def rule(primals, tangents):
+        terms = [
+            product((*primals[:i], tangent, *primals[i + 1 :]), dtype)
+            for i, tangent in enumerate(tangents)
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        terms = [lax.convert_element_type(term, jnp.float32) for term in terms]
+        out = accumulate(*primals)
+        return out, functools.reduce(lax.add, terms) if terms else lax.full_like(out, 0)
+
+    @jax.custom_jvp
+    def accumulate(*args):
+        if dtype == jnp.float16:
+            return product(args, jnp.float32)
+        return summed_by_platform(eqn, complete(args))
+
+    # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
+    # convolves in float32.
+    if linear or is_convolution(eqn):
+        return lax.convert_element_type(product(args, dtype), jnp.float32)
+    accumulate.defjvp(rule, symbolic_zeros=True)
+    return accumulate(*args)
+
+
+def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+    """Returns a product in 16 bits that is not taken in them.
+
+    A score beyond the range of float16 has its softmax in float32, where it is finite.
+    In the backward pass such a number says that the step is to be skipped.
+    """
+    (out,) = _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+    if dtype == jnp.bfloat16 or _jaxpr.is_transposed(eqn):
+        return out
+    limit = np.asarray(jnp.finfo(dtype).max, dtype)
+    return lax.clamp(-limit, out, limit)

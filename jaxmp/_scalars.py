@@ -1,0 +1,78 @@
+"""What a training run logs of its optimizer state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._checks import plain_array
+from ._exponents import RecordRangesState
+from ._loss_scale_state import get_loss_scale_state
+
+
+def scalars(
+    opt_state: Any, step: Any = None, *, prefix: str = "mixed_precision/"
+) -> dict[str, Any]:
+    """Returns what to log after each step, as a flat dict of scalar arrays.
+
+    Works inside ``jit`` and outside. Outside, nothing waits for the device: the arrays
+    are those that the step will have computed. A logger turns them into numbers, or
+    ``jax.device_get`` does; take them every step, and turn them into numbers every
+    hundred. Inside a jitted step that donates its state, return them with the loss.
+
+    Args:
+        opt_state: A state with one :class:`LossScaleState` in it, as
+            :func:`jaxmp.get_loss_scale` takes it. Those of
+            :func:`jaxmp.record_ranges` in it are reported too.
+        step: How many steps have been taken, for ``skipped_share``.
+        prefix: What each name begins with: a section of TensorBoard or W&B.
+
+    Returns:
+        ``loss_scale``, ``good_steps`` and ``bad_steps`` in a row, ``skipped`` steps in
+        all, ``last_finite`` as 0 or 1; with ``step`` the share of the skipped steps,
+        ``skipped_share``; of recorded ranges ``max``, and
+        ``zero_share`` and ``nonfinite_share`` of the counted values. Where several are
+        recorded, of one tree of parameters each, that is the worst of them.
+
+    Raises:
+        ValueError: As :func:`jaxmp.get_loss_scale`.
+
+    Examples:
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> logged = jaxmp.scalars(tx.init(jnp.ones(2)), prefix="")
+        >>> {name: x.item() for name, x in logged.items()}
+        {'loss_scale': 32768.0, 'good_steps': 0, 'bad_steps': 0, 'skipped': 0, \
+'last_finite': 1.0}
+    """
+    state = get_loss_scale_state(opt_state)
+    found = {
+        "loss_scale": state.loss_scale,
+        "good_steps": state.good_steps,
+        "bad_steps": state.bad_steps,
+        "skipped": state.skipped,
+        "last_finite": jnp.asarray(state.last_finite, jnp.float32),
+    }
+    if step is not None:
+        found["skipped_share"] = state.skipped / jnp.maximum(step, 1)
+
+    def is_ranges(x):
+        return isinstance(x, RecordRangesState)
+
+    ranges = filter(is_ranges, jax.tree.leaves(opt_state, is_leaf=is_ranges))
+    recorded = [_of_ranges(x) for x in ranges]
+    for name in recorded[0] if recorded else ():
+        found[name] = jnp.stack([x[name] for x in recorded]).max()
+    return {f"{prefix}{name}": x for name, x in found.items()}
+
+
+def _of_ranges(state: RecordRangesState) -> dict[str, jax.Array]:
+    zeros, nonfinite = plain_array(state.zeros), plain_array(state.nonfinite)
+    total = plain_array(state.exponents).sum() + zeros + nonfinite
+    counted = jnp.maximum(total, 1)
+    return {
+        "max": plain_array(state.max),
+        "zero_share": zeros / counted,
+        "nonfinite_share": nonfinite / counted,
+    }
