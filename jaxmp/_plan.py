@@ -116,7 +116,7 @@ class Plan:
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for."""
-        wanted: tuple[Want, ...] = tuple(map(self.want, eqn.outvars))
+        wanted: tuple[Want, ...] = tuple(self.want(var) for var in eqn.outvars)
         if self.rounds and eqn.primitive.name in PRODUCTS:
             (out,), (want,) = eqn.outvars, wanted
             if want not in IN_16BIT and Use.REGION not in self.use(out):
