@@ -428,7 +428,11 @@ class Caster:
                     Value(tangents[i], narrow=known[i].narrow, linear=True)
                     for i in moving
                 ]
-                wants: tuple[Want, ...] = (*wanted, *(wanted[i] for i in moved))
+                # Nobody reads a tangent twice, so that none is kept.
+                wants: tuple[Want, ...] = (
+                    *wanted,
+                    *("16-bit" if wanted[i] in IN_16BIT else wanted[i] for i in moved),
+                )
                 outs = self.replay(jaxpr, values, wants, scopes)
             # Both must have the dtypes that the function has when it is only called.
             avals_out = _jaxpr.out_avals(new.jaxpr)
