@@ -23,12 +23,13 @@ USUAL = [("mlp", "jaxmp autocast", 1), ("mlp", "jaxmp cast", 4)]
 
 
 @pytest.mark.parametrize(
-    "step", rest_is_evidence({str(s): [s] for s in gate.STEPS}, *map(str, USUAL))
+    ("network", "contestant_name", "accum_steps"),
+    rest_is_evidence({str(step): step for step in gate.STEPS}, *map(str, USUAL)),
 )
-def test_a_step_costs_what_skipping_costs(step):
-    name, _, accum_steps = step
-    found, floor = gate.measured(*step), gate.floor(name, accum_steps)
-    for check in gate.checks(str(step), found, floor):
+def test_a_step_costs_what_skipping_costs(network, contestant_name, accum_steps):
+    found = gate.measured(network, contestant_name, accum_steps)
+    floor = gate.floor(network, accum_steps)
+    for check in gate.checks(contestant_name, found, floor):
         assert check.holds, check
 
 
