@@ -132,7 +132,7 @@ VIEWS = frozenset(_MOVE.split())
 _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
     reduce_window_max reduce_window_min"""
-PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK, _POOL]).split())
+PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """
@@ -202,6 +202,11 @@ def divisor(eqn: Equation) -> int | None:
     if is_power(eqn) and eqn.params["y"] < 0:
         return 0
     return 1 if eqn.primitive.name == "div" else None
+
+
+def only_compared(eqn: Equation) -> int | None:
+    """Returns which input of ``eqn`` only says where the others go, if one does."""
+    return 1 if eqn.primitive.name == _POOL else None
 
 
 def axes_of_softmax(

@@ -24,6 +24,7 @@ from ._op_lists import (
     DEFAULT_OPS,
     FACTORS,
     HANDS_ON,
+    JOINS,
     PICKS,
     STARTS,
     STEEP,
@@ -32,6 +33,7 @@ from ._op_lists import (
     axes_of_softmax,
     divisor,
     is_steep_power,
+    only_compared,
     scales_far,
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
@@ -57,6 +59,7 @@ class Use(enum.Flag):
     IN_16BIT = enum.auto()  # one takes it in 16 bits
     OTHERWISE = enum.auto()  # one reads it and is no product
     COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
+    ADDS = enum.auto()  # one adds to it
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
     DIGITS = enum.auto()  # one needs its last digits
     REGION = enum.auto()  # one is what the user keeps in float32
@@ -66,6 +69,7 @@ class Use(enum.Flag):
 Want = Literal[
     "stored",  # in 16 bits: a product takes it, and nobody computes with it
     "kept",  # in 16 bits: so it is, and the backward pass multiplies by it
+    "added",  # in 16 bits, by a product; others add to it
     "product",  # in 16 bits, by a product; others compute with it
     "16-bit",  # in 16 bits, by others than products
     "original",  # nobody would take it in 16 bits
@@ -75,6 +79,7 @@ Want = Literal[
 _USES: dict[Want, Use] = {
     "stored": Use.PRODUCT | Use.IN_16BIT,
     "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
+    "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
     "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
     "16-bit": Use.IN_16BIT | Use.COMPUTES,
     "original": Use.COMPUTES,
@@ -130,8 +135,10 @@ class Plan:
             return "digits"
         if Use.PRODUCT not in use:
             return "16-bit" if Use.IN_16BIT in use else "original"
-        if Use.COMPUTES in use:
+        if Use.COMPUTES in use or {Use.ADDS, Use.MULTIPLIES} <= set(use):
             return "product"
+        if Use.ADDS in use:
+            return "added"
         return "kept" if Use.MULTIPLIES in use else "stored"
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
@@ -304,6 +311,9 @@ class Planner:
         use = self._use(eqn, rule, after, kept)
         inside = self._digits_inside(eqn, scopes) if kind in _BOUNDARIES else ()
         for i, var in enumerate(eqn.invars):
+            if rule == "infer" and i == only_compared(eqn):
+                yield var, Use.OTHERWISE
+                continue
             exact = i == divisor(eqn) or i in inside
             yield var, use | (Use.DIGITS if exact else Use.NOTHING)
 
@@ -327,16 +337,26 @@ class Planner:
         picks = name in PICKS or rule == "retype"
         for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
         use |= Use.PRODUCT if for_product else Use.NOTHING
-        # What is moved is read by all who read it afterwards, and so is what is chosen
-        # from, unless a product takes the result in 16 bits anyway.
-        read = Use.OTHERWISE if views else Use.NOTHING
-        if views or (picks and not for_product):
-            read |= Use.COMPUTES | Use.MULTIPLIES | Use.REGION
+        moved = Use.NOTHING
         for var in eqn.outvars:
-            use |= after.use(var) & read
-        use |= Use.NOTHING if views else Use.OTHERWISE
-        if views or picks or name in COMPARES:
-            return use
+            moved |= after.use(var)
+        if views:
+            read = Use.OTHERWISE | Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.REGION
+            return use | moved & read
+        use |= Use.OTHERWISE
+        if picks:
+            # Who computes with what is chosen needs all that it is chosen from. But
+            # what a product takes may be added to, as in a residual network.
+            if for_product:
+                moved &= ~Use.ADDS
+            computed = moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES)
+            return use | moved & Use.REGION | (Use.COMPUTES if computed else use)
+        if name in COMPARES and all(
+            isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
+        ):
+            return use  # with a number
+        if name in JOINS:
+            return use | Use.ADDS
         transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
         return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
 
@@ -346,11 +366,15 @@ class Planner:
         """Yields each input of ``eqn``, and what the jaxprs in it do with it."""
         layout = _jaxpr.call_layout(eqn)
         wanted = self.wanted_inside(layout, wanted, scopes)
+        loops = _jaxpr.call_kind(eqn) in ("scan", "while")
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 use = plan.use(var)
+                if loops and i < layout.fixed_in.start:
+                    # Its gradient would add up in 16 bits, over all trips.
+                    use |= Use.COMPUTES
                 if i in layout.fixed_in:
                     lasting = Use.DIGITS | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES

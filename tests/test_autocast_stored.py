@@ -82,7 +82,6 @@ WRAPPERS = {
     "plain": lambda f: f,
     "jit": jax.jit,
     "remat": jax.checkpoint,
-    "custom_jvp": lambda f: jax.nn.relu,
     "cond": lambda f: lambda h: lax.cond(X[0, 0] > 9, f, f, h),
     "own jit in remat": lambda f: jax.checkpoint(jax.jit(f)),
 }
@@ -92,7 +91,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("order", [*ORDERS, "forward"])
 def test_it_holds_inside_of_what_holds_jaxprs_and_in_both_orders(wrap, order):
     def loss(w, x):
-        return (wrap(lambda h: lax.max(h, 0.0))(normalised(w, x)) @ w).sum()
+        return (wrap(jax.nn.relu)(normalised(w, x)) @ w).sum()
 
     fun = ORDERS.get(order, lambda loss, dtype: jaxmp.autocast(loss, dtype))(loss, HALF)
     assert HALF in dtypes_of("max", fun, W, X)  # a remat computes it once more
@@ -101,7 +100,7 @@ def test_it_holds_inside_of_what_holds_jaxprs_and_in_both_orders(wrap, order):
 def test_it_holds_in_a_scan_over_layers():
     def fun(ws, x):
         def layer(x, w):
-            return lax.max(normalised(w, x), 0.0) @ w, None
+            return jax.nn.relu(normalised(w, x)) @ w, None
 
         return lax.scan(layer, x, ws)[0]
 
@@ -112,6 +111,12 @@ def stream(w, x):
     """A residual stream, which is added to and looked at by its first operation."""
     h = normalised(w, x)
     return (h + lax.max(h, 0.0) @ w).sum()
+
+
+def twice(w, x):
+    """The same number by two equations, of which one is asked for the other."""
+    h, greatest = normalised(w, x), normalised(w, x).max(-1, keepdims=True)
+    return (jnp.where(h == greatest, lax.max(h, -9.0), 0.0) @ w).sum()
 
 
 KEPT = {
@@ -128,6 +133,13 @@ KEPT = {
     "averaged and subtracted too": lambda w, x: (
         lax.max((h := normalised(w, x)), 0.0) @ w + (h - h.mean(-1, keepdims=True)) ** 2
     ),
+    "of a residual stream, afterwards": lambda w, x: (
+        (y := lax.max(normalised(w, x), 0.0)) @ w + (y - x)
+    ),
+    "averaged afterwards": lambda w, x: (
+        lax.min(y := lax.max(normalised(w, x), 0.0), 6.0) @ w + y.mean()
+    ),
+    "compared with the same": twice,
     "the greatest, by its place": lambda w, x: (
         lax.max((h := normalised(w, x)), 0.0) @ w + lax.top_k(h, 8)[0]
     ),
@@ -161,7 +173,7 @@ def test_a_mask_value_beyond_the_range_stays_finite():
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
 def test_the_gradient_of_pooling_follows_its_inputs(dtype):
     def loss(w, x):
-        return ((pooled(lax.max(normalised(w, x), 0.0)) @ w) ** 2).sum()
+        return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
 
     grad = jaxmp.autocast(jax.grad(loss), dtype)
     assert dtypes_of("select_and_scatter_add", grad, W, X) == {np.dtype(dtype)}
@@ -212,6 +224,50 @@ def test_what_is_chosen_is_found_among_that_from_which_it_was_chosen(search):
 )
 def test_the_same_for_other_values_and_in_both_orders(search, order, inner):
     check_search(search, order, inner)
+
+
+def steps(w, x):
+    """A clipped state that is moved by less than its last digit in 16 bits."""
+    y = jax.nn.relu(x + 1e-3 * jnp.tanh(x @ w))
+    return ((y - x) ** 2).sum() * 1e6 + (y @ w).sum() * 1e-3
+
+
+def averages_out_of_range(w, x):
+    y = jax.nn.relu(normalised(w, x) * 1e5)
+    return y.mean() * 1e-5 + (jnp.minimum(y, 6.0) @ w).sum() * 1e-2
+
+
+def averages_of_subnormals(w, x):
+    y = jax.nn.relu(normalised(w, x) * 1e-9)
+    return y.mean() * 1e9 + (y @ w).sum()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (steps, HALF),
+        (twice, HALF),
+        (averages_out_of_range, jnp.float16),
+        (averages_of_subnormals, jnp.float16),
+    ],
+)
+def test_who_computes_with_what_was_chosen_sees_its_digits(loss, dtype, order):
+    x = abs(X) + 0.1
+    expected = jax.jit(jax.grad(loss))(W, x)
+    assert error(jax.jit(ORDERS[order](loss, dtype))(W, x), expected) < 0.02
+
+
+def test_the_gradient_of_what_a_loop_reads_adds_up_in_float32():
+    def loss(a, b, xs):
+        k = W + a @ b
+        return lax.scan(lambda c, x: (c, (x @ k).sum()), 0.0, xs)[1].sum()
+
+    a, b = jnp.ones((8, 2)) / 4, jnp.ones((2, 8)) / 4
+    xs = jnp.ones((2000, 1, 8))
+    expected = jax.jit(jax.grad(loss))(a, b, xs)
+    for order in ORDERS.values():
+        assert error(jax.jit(order(loss, HALF))(a, b, xs), expected) < 0.02
 
 
 # The softmax.
