@@ -152,12 +152,8 @@ class ViT(nn.Module):
         x = x.reshape(x.shape[0], -1, self.width)
         places = nn.initializers.normal(0.02)
         x = x + self.param("places", places, (1, *x.shape[1:])).astype(x.dtype)
-
-        def attention(q, k, v):
-            return nn.dot_product_attention(q, k, v)
-
         for _ in range(self.layers):
-            x = Block(self.heads, attention, self.dtype)(x)
+            x = Block(self.heads, nn.dot_product_attention, self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x).mean(1)
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 

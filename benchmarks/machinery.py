@@ -75,6 +75,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
         "parameters": sum(x.size for x in params),
         "bytes": work.bytes,
         "kernels": work.kernels,
+        "seconds": work.seconds,
         "parameter_copies": sum(
             n
             for shape, n in work.copies.items()

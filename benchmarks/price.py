@@ -18,8 +18,9 @@ import tyro
 
 import jaxmp
 
-from . import h200, hlo, results
+from . import h200, results
 from .families import FAMILIES, SMALL
+from .machinery import count
 from .measure import IN_A_HURRY, relative_error
 from .steps import FLOOR, contestants, loss_of
 from .tables import show
@@ -70,18 +71,7 @@ def prices(
     for name in networks:
         network = FAMILIES[name]
         for form in contestants(network, forms, dtype=dtype, accum_steps=accum_steps):
-            state = jax.eval_shape(form.init)
-            step = h200.compiled(form.step, state, network.shapes(), donated=1)
-            work = hlo.work(step.as_text())
-            yield {
-                "network": name,
-                "form": form.name,
-                "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
-                "bytes": work.bytes,
-                "temp": step.memory_analysis().temp_size_in_bytes,
-                "kernels": work.kernels,
-                "seconds": work.seconds,
-            }
+            yield {"network": name, "form": form.name} | count(form, network)
 
 
 def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -63,8 +63,8 @@ _SUM = """
     reduce_sum reduce_prod reduce cumsum cumprod cumlogsumexp reduce_window
     reduce_window_sum select_and_scatter select_and_gather_add scatter scatter-add
     scatter-sub scatter-mul scatter-min scatter-max psum psum_invariant unreduced_psum
-    unreduced_pmax unreduced_pmin
-    reduce_scatter unreduced_reduce_scatter preduced symmetric_product"""
+    unreduced_pmax unreduced_pmin reduce_scatter unreduced_reduce_scatter preduced
+    symmetric_product"""
 
 # Solvers that exist, or converge, in float32 only. [torch], [jax]
 _SOLVE = """
@@ -127,8 +127,7 @@ HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
 VIEWS = frozenset(_MOVE.split())
 
-# What is moved or chosen from is the same number whether it is rounded before or after,
-# and compares the same with what was chosen from it if it is rounded before.
+# What is moved or chosen from is the same number whether it is rounded before or after.
 _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
     reduce_window_max reduce_window_min"""

@@ -327,10 +327,9 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
-        if kept:
-            use |= Use.REGION
         if rule not in ("infer", "retype"):
-            return use | Use.OTHERWISE | Use.COMPUTES
+            use |= Use.OTHERWISE | Use.COMPUTES
+            return use | Use.REGION if kept else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
         views = name in VIEWS or rule == "retype"
@@ -349,8 +348,9 @@ class Planner:
             # what a product takes may be added to, as in a residual network.
             if for_product:
                 moved &= ~Use.ADDS
-            computed = moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES)
-            return use | moved & Use.REGION | (Use.COMPUTES if computed else use)
+            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES):
+                use |= Use.COMPUTES
+            return use | moved & Use.REGION
         if name in COMPARES and all(
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):

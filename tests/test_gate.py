@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import gate, h200, hlo, machinery, narrow
+from benchmarks import gate, h200, hlo, machinery, narrow, price
 from benchmarks.networks import TINY
 from benchmarks.steps import contestant, contestants
 from conftest import rest_is_evidence
@@ -123,3 +123,22 @@ def test_a_contestant_that_cannot_take_part_is_named():
     assert list(found) == []
     assert len(lines) == 1
     assert lines[0].startswith("mpx is left out: ")
+
+
+def test_the_price_of_autocast_is_counted_beside_its_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(price, "FAMILIES", TINY)
+    monkeypatch.setattr(price, "SMALL", TINY)
+    path = tmp_path / "price.json"
+    which = "--networks mlp --dtypes bfloat16 --accum-steps 1 --seeds 1 --forms"
+    forms = ["by hand", "jaxmp autocast, rounded"]
+    price.main([*which.split(), *forms, "--output", str(path)])
+    found = {name: x["rows"] for name, x in json.loads(path.read_text()).items()}
+    counted, errors = found["bfloat16, 1 micro-batches"], found["bfloat16, errors"]
+    assert [row["form"] for row in counted] == forms
+    for row in counted:
+        assert all("matmul bf16 x bf16" in kind for kind in row["products"])
+        assert row["seconds"] > 0.999 * row["bytes"] / 4.8e12
+    (row,) = errors
+    assert row.pop("network") == "mlp"
+    assert len(row) == 8
+    assert all(0 < error < 0.05 for error in row.values())
