@@ -136,9 +136,11 @@ def test_the_price_of_autocast_is_counted_beside_its_errors(tmp_path, monkeypatc
     counted, errors = found["bfloat16, 1 micro-batches"], found["bfloat16, errors"]
     assert [row["form"] for row in counted] == forms
     for row in counted:
-        assert all("matmul bf16 x bf16" in kind for kind in row["products"])
         assert row["seconds"] > 0.999 * row["bytes"] / 4.8e12
     (row,) = errors
     assert row.pop("network") == "mlp"
-    assert len(row) == 8
-    assert all(0 < error < 0.05 for error in row.values())
+    # A network this small has few units, and one that changes its side is far away: in
+    # Flax's own 16 bits as under autocast.
+    for form in ("autocast", "rounded", "inside"):
+        assert 0 < row[f"loss, {form}"] < row["loss, dtype="] < 1e-3
+        assert 0 < row[f"gradient, {form}"] < 1.01 * row["gradient, dtype="]
