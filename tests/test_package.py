@@ -19,7 +19,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_rounding", "_varying"},
     {"_tree", "_products", "_scopes", "_report", "_residuals"},
-    {"_op_lists", "_places", "_flatten", "_overflow_report", "_product_rules"},
+    {"_op_lists", "_places", "_flatten", "_overflow_report", "_product_rules", "_fp8"},
     {
         "_policy",
         "_batch",
