@@ -95,6 +95,8 @@ def _product(primitive: Primitive, params: tuple) -> Any:
         return float8_product(lhs, rhs), (lhs, rhs)
 
     def backward(operands, cotangent):
+        # Of both, since what is kept must not depend on what is differentiated: a
+        # scan under remat asks for it twice, and JAX remembers one answer.
         cotangent = cotangent.astype(_BFLOAT16)
         return tuple(
             _transposed(primitive, options, operands, i, cotangent) for i in (0, 1)
@@ -107,17 +109,17 @@ def _product(primitive: Primitive, params: tuple) -> Any:
 def _transposed(
     primitive: Primitive, options: Any, operands: Sequence[Any], i: int, cotangent: Any
 ) -> jax.Array:
-    """Returns the cotangent of an operand of a product."""
+    """Returns the cotangent of operand ``i`` of a product, from that of its result."""
     options = {**options, "preferred_element_type": _BFLOAT16}
 
-    def transposed(operand, other, cotangent):
+    def transposed(other, cotangent):
         def product(x):
             args = (x, other) if i == 0 else (other, x)
             return primitive.bind(*args, **options)
 
-        return jax.linear_transpose(product, operand)(cotangent)
+        return jax.linear_transpose(product, operands[i])(cotangent)
 
-    args = [operands[i], operands[1 - i], cotangent]
+    args = [operands[1 - i], cotangent]
     jaxpr = _jaxpr.trace(transposed, args)
 
     def apply(eqn, args):
