@@ -85,8 +85,9 @@ def _product(primitive: Primitive, params: tuple) -> Any:
 
     @jax.custom_vjp
     def float8_product(lhs, rhs):
-        (lhs, lhs_unit), (rhs, rhs_unit) = _scaled(lhs), _scaled(rhs)
-        out = primitive.bind(lhs, rhs, **options)
+        with jax.named_scope(_scopes.FLOAT8_SCALED):
+            (lhs, lhs_unit), (rhs, rhs_unit) = _scaled(lhs), _scaled(rhs)
+            out = primitive.bind(lhs, rhs, **options)
         # XLA hands one factor in the result's dtype on to the product. Both are powers
         # of two, and so is what they are multiplied to.
         return out * (lhs_unit * rhs_unit).astype(dtype)

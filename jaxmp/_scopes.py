@@ -14,9 +14,11 @@ AUTOCAST = "jaxmp.autocast"
 KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
 KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
-# Around an autocast function with products in float8, and around each of those.
+# Around an autocast function with products in float8, around each of those, and around
+# that part of it whose numbers are scaled.
 FLOAT8 = "jaxmp.float8"
 FLOAT8_PRODUCT = "jaxmp.float8.product"
+FLOAT8_SCALED = "jaxmp.float8.scaled"
 # These say why a product is not in float8, for the audit to read.
 KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
 KEPT_BATCHED = "jaxmp.16bit.batched"
