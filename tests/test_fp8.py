@@ -229,7 +229,9 @@ def test_all_else_is_as_under_bfloat16():
 def test_the_user_keeps_products_out_of_float8(where):
     def head(x, w):
         with jax.named_scope("head"):
-            return jnp.matmul(x, w, precision="highest" if where == "precision" else None)
+            return jnp.matmul(
+                x, w, precision="highest" if where == "precision" else None
+            )
 
     def fun(x, w):
         return head(x @ w, w)
@@ -266,7 +268,9 @@ def test_paths_reach_into_loops_and_both_passes():
 def test_paths_mean_nothing_without_float8_and_are_checked():
     with pytest.raises(ValueError, match=r"`bfloat16_paths` has `haed`, but no named"):
         fp8(loss, bfloat16_paths="haed")(PARAMS, X)
-    with pytest.raises(ValueError, match="out of float8, but this policy computes in f"):
+    with pytest.raises(
+        ValueError, match="out of float8, but this policy computes in f"
+    ):
         jaxmp.autocast(loss, "mixed_float16", bfloat16_paths="head")
     for policy in ("mixed_bfloat16", "float32"):
         cast = jaxmp.autocast(loss, policy, bfloat16_paths="head")
