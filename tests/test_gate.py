@@ -79,13 +79,19 @@ def test_a_compensation_by_casts_does_not_pass(monkeypatch):
     assert failed == {"roundings left out"}
 
 
-def test_products_with_weights_are_float8():
-    # One layer, scanned and rematerialised: the other forms are evidence.
-    decoder = gate.DECODER._replace(layers=1, rows=1, vocabulary=256)
+def test_products_of_layers_in_a_loop_are_float8():
+    # Decoders, in all their forms, are evidence.
+    def fun(weights, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) @ w, None))
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
     ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=256)
-    form = fp8.FORMS["scan, remat"]
-    found = fp8.count(decoder, form, "mixed_fp8", ops)
-    assert (found["float8"], found["others"]) == decoder.products(form)
+    cast = jaxmp.autocast(jax.grad(fun), "mixed_fp8", ops=ops)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    weights = jax.ShapeDtypeStruct((3, 256, 256), jnp.float32)
+    work = hlo.work(h200.compiled(cast, weights, x).as_text())
+    assert all(map(fp8.is_float8, work.products)), work.products
+    assert work.products.total() == 3 * (2 + 1 + 4)  # forward, once more, backward
 
 
 @pytest.mark.evidence
