@@ -4,6 +4,8 @@ import os
 
 # The notebooks run while the pages are built, on a CPU also where there is a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of their time is compilation.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jaxmp
 
@@ -31,6 +33,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_merge_streams = True
+nb_output_stderr = "remove"  # what JAX logs about the machine
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # every argument is described in words
@@ -53,6 +56,8 @@ html_theme_options = {
         "color-brand-primary": "#2f5d8c",
         "color-brand-content": "#2f5d8c",
         "color-brand-visited": "#5d4a8c",
+        "color-api-name": "#2f5d8c",
+        "color-api-pre-name": "#6b7a8c",
         "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, "
         "'DejaVu Sans Mono', monospace",
     },
@@ -60,6 +65,8 @@ html_theme_options = {
         "color-brand-primary": "#8ab4e0",
         "color-brand-content": "#8ab4e0",
         "color-brand-visited": "#b7a5e3",
+        "color-api-name": "#8ab4e0",
+        "color-api-pre-name": "#8494a6",
     },
 }
 pygments_style = "friendly"
