@@ -239,11 +239,11 @@ def copy_of(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "killed",
+    "checkpoints",
     ["killed", pytest.param("killed_by_the_system", marks=pytest.mark.evidence)],
 )
-def test_a_killed_run_goes_on_bit_for_bit(small, killed, tmp_path, request):
-    folder = copy_of(request.getfixturevalue(killed), tmp_path)
+def test_a_killed_run_goes_on_bit_for_bit(small, checkpoints, tmp_path, request):
+    folder = copy_of(request.getfixturevalue(checkpoints), tmp_path)
     steps = {int(p.name) for p in folder.iterdir() if p.name.isdigit()}
     assert max(steps) == 6  # after the 1st of 5 steps; the 7th and the 8th are lost
     whole, _ = run(**KILLED)

@@ -98,6 +98,8 @@ def test_the_detector_finds_what_it_is_told():
     assert detector.f1_score(0 * outputs, canvases) == 0
 
 
+# By default each of its networks is traced, below.
+@pytest.mark.evidence
 def test_the_zoo_runs_from_end_to_end(tmp_path):
     network, figure = "VGG-like", tmp_path / "cnn_zoo.png"
     config = cnn_zoo.Config(

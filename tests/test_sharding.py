@@ -387,7 +387,11 @@ def over_mesh(name, check_vma, wrap=lambda f: f, **options):
 @pytest.mark.parametrize(
     ("check_vma", "name"),
     rest_is_evidence(
-        {f"{check}-{name}": (check, name) for check in (True, False) for name in SHARDED},
+        {
+            f"{check}-{name}": (check, name)
+            for check in (True, False)
+            for name in SHARDED
+        },
         "True-experts",
         "True-tensor and fsdp",
         "False-fsdp",

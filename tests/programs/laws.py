@@ -67,6 +67,13 @@ def programs(*builders: Callable[[], Program]) -> Callable:
     return pytest.mark.parametrize(("program", "policy", "order"), cases)
 
 
+# The 16-bit dtypes go one way.
+in_16_bits = pytest.mark.parametrize(
+    "policy",
+    ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.evidence)],
+)
+
+
 def normal(seed: int, *shape: int) -> jax.Array:
     """Draws normal numbers, without a compiler."""
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
