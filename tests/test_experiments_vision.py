@@ -152,6 +152,8 @@ def test_in_two_stages_less_is_lost_without_a_scale(monkeypatch):
     assert two_stages < one_stage
 
 
+# By default each of its networks is traced, below.
+@pytest.mark.evidence
 def test_the_zoo_runs_from_end_to_end(tmp_path):
     network, figure = "VGG-like", tmp_path / "cnn_zoo.png"
     config = cnn_zoo.Config(
