@@ -19,7 +19,14 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_dtypes", "_jaxpr", "_rounding", "_varying"},
     {"_tree", "_products", "_scopes", "_report", "_residuals"},
-    {"_op_lists", "_places", "_flatten", "_overflow_report", "_product_rules"},
+    {
+        "_op_lists",
+        "_places",
+        "_flatten",
+        "_overflow_report",
+        "_product_rules",
+        "_sensitivity_report",
+    },
     {
         "_policy",
         "_batch",
@@ -33,10 +40,11 @@ ROWS = [
         "_loss_scale_state",
     },
     {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges", "_look", "_scalars"},
-    {"_differentiate", "_trails"},
+    {"_differentiate", "_trails", "_switches"},
     {"_table"},
     {"_probe"},
     {"_grad", "_autocast", "_audit", "_activations", "_overflow"},
+    {"_sensitivity"},
     {"linen", "nnx", "plots"},
     {"__init__"},
 ]
