@@ -139,7 +139,7 @@ def sensitivity(
             if not own.multiplies:
                 bar.expect("running autocast itself", 1)
                 kept = paths_keep(float32_paths=paths)
-                again = tuple(_errors_of(kept, step, search.arrays))
+                again = (*_errors_of(kept, step, search.arrays),)
                 bar.advance()
         return SensitivityReport(
             modules=tuple(sorted(rows, key=lambda row: -row.alone)),

@@ -55,6 +55,13 @@ class ModuleSensitivity:
     has_path: bool
 
     @property
+    def name(self) -> str:
+        """The path as the table has it."""
+        if self.has_path:
+            return self.path
+        return f"{self.path} (its own lines)" if self.path else _NO_MODULE
+
+    @property
     def alone(self) -> float:
         """The larger error with this module alone in 16 bits."""
         return max(self.loss_alone, self.gradients_alone)
@@ -184,7 +191,7 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
 def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
     cells = [
         (
-            _name(row),
+            row.name,
             _error(row.loss_alone),
             _error(row.gradients_alone),
             _error(row.loss_without),
@@ -203,12 +210,6 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
         yield f"  {name:<{width}}  {'  '.join(f'{x:>{n}}' for x, n in columns)}"
 
 
-def _name(row: ModuleSensitivity) -> str:
-    if row.has_path:
-        return row.path
-    return f"{row.path} (its own lines)" if row.path else _NO_MODULE
-
-
 def _conclusion(report: SensitivityReport) -> str:
     limit = f"{report.tolerance:g}"
     if not report.float32_paths and report.meets_tolerance:
@@ -225,7 +226,7 @@ def _conclusion(report: SensitivityReport) -> str:
     if rest and max(row.alone for row in rest) > report.tolerance:
         worst = max(rest, key=lambda row: row.alone)
         text += (
-            f" What is left is in {_name(worst)}: name its parts with "
+            f" What is left is in {worst.name}: name its parts with "
             "`jax.named_scope`, or put `jaxmp.float32_region` around them."
         )
     return text

@@ -138,7 +138,7 @@ class Program:
         return [x.array for x in frame.run(self.jaxpr, values, self.around)]
 
     def part_of(self, place: Place) -> str:
-        """Returns the module path of a place, which differentiation may have repeated."""
+        """Returns the module path of a place, the names that count."""
         names = module_of(without_repeats(place.scopes)).split("/")
         return "/".join(names[: self.depth])
 
