@@ -34,6 +34,7 @@ from ._ranges import RangeStats as RangeStats
 from ._ranges import range_report as range_report
 from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._report import DtypeReport as DtypeReport
+from ._report import Hazard as Hazard
 from ._report import Kept as Kept
 from ._report import Leak as Leak
 from ._scalars import scalars as scalars
@@ -48,6 +49,7 @@ __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
     "Fault",
+    "Hazard",
     "KahanSummationState",
     "Kept",
     "Leak",

@@ -32,6 +32,7 @@ from ._tree import all_finite, widen
 P = ParamSpec("P")
 
 _TRIED = 4  # modules in each step of the search
+_AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
 
 
 def sensitivity(
@@ -320,12 +321,13 @@ class _Search:
             Their paths, and the errors with these in float32.
         """
         rows = [row for row in rows if row.has_path]
-        if self.all.worst <= tolerance or not rows:
+        aim = _AIM * tolerance
+        if self.all.worst <= aim or not rows:
             return (), self.all
         on = np.ones(len(self.program.parts), bool)
         self.bar.expect("searching", 1)
         least = self.errors(on & ~np.any([self.masks[x.path] for x in rows], axis=0))
-        target = max(tolerance, 1.1 * least.worst)
+        target = max(aim, 1.1 * least.worst)
         chosen: list[ModuleSensitivity] = []
         now = self.all
         found = {

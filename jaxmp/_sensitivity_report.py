@@ -221,6 +221,11 @@ def _conclusion(report: SensitivityReport) -> str:
         return (
             f"In float32, these modules bring both errors to at most {limit}: {errors}."
         )
+    if max(with_paths) <= report.tolerance:
+        return (
+            f"The switches promised {_error(max(with_paths))}, but autocast itself "
+            f"comes to {errors}: ask for a smaller tolerance than {limit}."
+        )
     rest = [row for row in report.modules if not row.has_path]
     text = f"No choice of modules brings both errors to at most {limit}: {errors}."
     if rest and max(row.alone for row in rest) > report.tolerance:

@@ -311,11 +311,10 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     errors = [x for row in rows for x in (row.alone, row.without)]
     seen = [x for x in errors if 0 < x < math.inf] + [report.tolerance]
     low, high = min(seen) / 2, max(seen) * 2
-    for values, style, shift in (
-        ([row.alone for row in rows], _FORWARD | {"label": "alone in 16 bits"}, -0.2),
-        ([row.without for row in rows], _BACKWARD | {"label": "all but it"}, 0.2),
-    ):
-        left.barh(places + shift, [min(x, high) for x in values], 0.38, **style)
+    alone = [min(row.alone, high) for row in rows]
+    without = [min(row.without, high) for row in rows]
+    left.barh(places - 0.2, alone, 0.38, **{**_FORWARD, "label": "alone in 16 bits"})
+    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "all but it"})
     label = f"tolerance ({report.tolerance:g})"
     left.axvline(report.tolerance, **_SCALED, label=label)
     left.set_xscale("log")
