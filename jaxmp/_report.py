@@ -96,6 +96,36 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hazard:
+    """A matrix product that 16 bits make wrong, by what is made of it.
+
+    Attributes:
+        kind: ``"phase"`` of a sine, ``"distance"`` from |x|² + |y|² - 2xy,
+            ``"comparison"`` of results, an index that is looked up, or one-hot,
+            ``"inverse"`` of a matrix, or ``"sum"``, a product with ones.
+        why: What goes wrong, in words.
+        cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
+            or another formula.
+        module: Named scopes of the product.
+        where: ``file:line`` of the product.
+
+    Examples:
+        >>> def features(x, w):
+        ...     return jnp.sin(2 * jnp.pi * x @ w)
+        >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> (hazard,) = jaxmp.audit(features)(x, x).hazards
+        >>> hazard.kind, hazard.cure
+        ('phase', 'with jax.named_scope("jaxmp.float32"):')
+    """
+
+    kind: str
+    why: str
+    cure: str
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class DtypeReport:
     """What :func:`jaxmp.audit` found.
 
@@ -108,6 +138,8 @@ class DtypeReport:
             the backward pass, arguments left out. None if JAX cannot differentiate
             the function.
         notes: What could not be counted exactly.
+        hazards: Products that 16 bits make wrong, by what is made of them, where the
+            pattern is clear. Those that are computed in float32 on purpose are none.
     """
 
     flops: dict[str, float]
@@ -115,6 +147,7 @@ class DtypeReport:
     kept: tuple[Kept, ...]
     residual_bytes: dict[str, int] | None
     notes: tuple[str, ...]
+    hazards: tuple[Hazard, ...] = ()
 
     @property
     def fraction_16bit(self) -> float:
@@ -132,7 +165,7 @@ class DtypeReport:
             {'float32': 1024.0}
         """
         fields = dataclasses.asdict(self)
-        for name in ("leaks", "kept", "notes"):
+        for name in ("leaks", "kept", "notes", "hazards"):
             fields[name] = list(fields[name])
         return {"fraction_16bit": self.fraction_16bit, **fields}
 
@@ -147,7 +180,7 @@ class DtypeReport:
 def _lines(report: DtypeReport) -> Iterator[str]:
     """Yields the lines of the table, an empty one between its parts."""
     yield from _dtype_lines(report)
-    for part in (_leak_lines, _kept_lines, _residual_lines, _note_lines):
+    for part in (_leak_lines, _kept_lines, _hazard_lines, _residual_lines, _note_lines):
         if lines := [*part(report)]:
             yield ""
             yield from lines
@@ -210,6 +243,24 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
         )
 
 
+def _hazard_lines(report: DtypeReport) -> Iterator[str]:
+    """Yields two lines or more for each hazard: what it is, and what to type."""
+    if not report.hazards:
+        return
+    yield "wrong in 16 bits"
+    for row in report.hazards[:_ROWS]:
+        module = f" in {row.module}" if row.module else ""
+        yield from textwrap.wrap(
+            f"the product at {_base(row)}{module}: {row.why}",
+            width=WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+        yield f"    {row.cure}"
+    if len(report.hazards) > _ROWS:
+        yield f"  and {len(report.hazards) - _ROWS} more in `report.hazards`"
+
+
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
     if not report.residual_bytes:
         return
@@ -222,7 +273,7 @@ def _note_lines(report: DtypeReport) -> Iterator[str]:
     return (f"note: {note}" for note in report.notes)
 
 
-def _base(row: Leak | Kept) -> str:
+def _base(row: Leak | Kept | Hazard) -> str:
     """Returns the line without its folders."""
     return os.path.basename(row.where)
 
