@@ -33,6 +33,7 @@ ROWS = [
         "_loss_scale_state",
     },
     {"_mesh", "_replay", "_leaks", "_loss_scale", "_ranges", "_look", "_scalars"},
+    {"_gather", "_ungathered"},
     {"_differentiate", "_trails"},
     {"_table"},
     {"_probe"},
