@@ -132,6 +132,8 @@ _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
     reduce_window_max reduce_window_min"""
 PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
+# What brings the shards of an array to every device.
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """

@@ -111,9 +111,11 @@ class Caster:
         rules = iter(plan.rules)
 
         def apply(eqn, ins):
-            wants = plan.wanted(eqn)
+            rule, wants = next(rules), plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                outs = self.apply(eqn, next(rules), ins, wants, scopes)
+                if plan.gathers_in_16bit(eqn, rule):
+                    ins = [x.stored(self.dtype) if x.outside else x for x in ins]
+                outs = self.apply(eqn, rule, ins, wants, scopes)
                 return self.as_read(eqn, outs, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
