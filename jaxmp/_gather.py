@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from ._checks import as_axes
@@ -86,7 +85,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
             return all_gather(x, dims)
         if not dims:
             return x.astype(like.dtype)
-        return _gathered(jnp.asarray(x), dims, like.dtype, x.dtype, reduce_dtype)
+        return _gathered(jnp.asarray(x), dims, like.dtype, reduce_dtype)
 
     return jax.tree.map_with_path(gathered, tree, specs, dtypes)
 
@@ -111,30 +110,30 @@ def dims_of(spec: P, axes: Any) -> Dims:
     return tuple((dim, names) for dim, names in enumerate(named) if names)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gathered(x, dims, dtype, own_dtype, reduce_dtype):
-    del own_dtype, reduce_dtype
+# A derivative of its own, because that of a gather in 16 bits adds up in 16 bits. As a
+# rule for tangents it serves both modes, and JAX transposes gathers to sums.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _gathered(x, dims, dtype, reduce_dtype):
+    del reduce_dtype
     return all_gather(x.astype(dtype), dims)
 
 
-def _forward(x, dims, dtype, own_dtype, reduce_dtype):
-    return _gathered(x, dims, dtype, own_dtype, reduce_dtype), None
-
-
-def _backward(dims, dtype, own_dtype, reduce_dtype, _, grad):
-    wide = wide_dtype(np.dtype(own_dtype))
+@_gathered.defjvp
+def _gathered_jvp(dims, dtype, reduce_dtype, primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    wide = wide_dtype(x)
     if reduce_dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
         reduce_dtype = wide
-    grad, devices = grad.astype(wide), 1
+    tangent, scale = tangent.astype(wide), 1.0
     if reduce_dtype == jnp.float16:
-        # Whose sum overflows where the mean does not.
-        devices = math.prod(jax.lax.axis_size(axes) for _, axes in dims)
-        grad = grad * (1 / devices)
-    grad = sum_scatter(grad.astype(reduce_dtype), dims).astype(wide)
-    return ((grad * devices if devices > 1 else grad).astype(own_dtype),)
-
-
-_gathered.defvjp(_forward, _backward)
+        # The sum of a float16 overflows where the mean does not, which is what the
+        # transpose of this sends.
+        scale = math.prod(jax.lax.axis_size(axes) for _, axes in dims)
+        tangent = tangent * scale
+    tangent = all_gather(tangent.astype(reduce_dtype), dims).astype(wide)
+    if scale != 1:
+        tangent = tangent * (1 / scale)
+    return all_gather(x.astype(dtype), dims), tangent.astype(dtype)
 
 
 def _dims(path: Any, x: Any, spec: P) -> Dims:

@@ -132,8 +132,6 @@ _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
     reduce_window_max reduce_window_min"""
 PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
-# What brings the shards of an array to every device.
-GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """
@@ -154,8 +152,10 @@ JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
+# What brings the shards of an array to every device.
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
-STARTS = frozenset({"gather", "custom_vjp_call"})
+STARTS = frozenset({"gather", "custom_vjp_call"}) | GATHERS
 # Operations that stretch dimensions of size 1.
 STRETCHES = frozenset(["add", "sub", "mul", "div", "rem", "atan2", "max", "min"])
 # Operations whose transpose adds up what they have copied.

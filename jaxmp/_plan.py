@@ -151,8 +151,10 @@ class Plan:
         """
         if eqn.primitive.name not in GATHERS or rule != "infer":
             return False
-        read = self.use(eqn.outvars[0]) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
-        return read == Use.IN_16BIT and is_float32(eqn.invars[0])
+        (out,) = eqn.outvars
+        read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
+        in_16bit = read == Use.IN_16BIT or self.want(out) == "stored"
+        return in_16bit and is_float32(eqn.invars[0])
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
