@@ -22,7 +22,7 @@ from ._kept import computes, why_16bit, why_kept
 from ._op_lists import VIEWS
 from ._places import Place
 from ._products import flops as flops_of
-from ._report import DtypeReport, Kept, Leak
+from ._report import DtypeReport, Hazard, Kept, Leak
 
 
 class Turn(enum.IntEnum):
@@ -119,7 +119,9 @@ class Walk:
         self.causes: dict[Any, Cause] = {}  # by what tells one from another
         self.forward: dict[Any, Causes] = {}  # of forward products, by place
 
-    def report(self, residual_bytes: dict[str, int] | None) -> DtypeReport:
+    def report(
+        self, residual_bytes: dict[str, int] | None, hazards: tuple[Hazard, ...]
+    ) -> DtypeReport:
         """Returns what was found, the worst first."""
         total = sum(self.flops.values())
         leaks = [cause.leak(total) for cause in self.causes.values() if cause.flops]
@@ -130,6 +132,7 @@ class Walk:
             kept_16bit=_sorted(self.kept_16bit),
             residual_bytes=residual_bytes,
             notes=tuple(self.notes),
+            hazards=hazards,
         )
 
     def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:

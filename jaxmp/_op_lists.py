@@ -153,14 +153,29 @@ JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
+# What brings the shards of an array to every device.
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
-STARTS = frozenset({"gather", "custom_vjp_call"})
+STARTS = frozenset({"gather", "custom_vjp_call"}) | GATHERS
 # Operations that stretch dimensions of size 1.
 STRETCHES = frozenset(["add", "sub", "mul", "div", "rem", "atan2", "max", "min"])
 # Operations whose transpose adds up what they have copied.
 COPIES = frozenset(
     ["broadcast_in_dim", "gather", "tile", "pbroadcast", "pvary", "pcast"]
 )
+
+# For what no list can know: what is made of a product. Operations in which it stays a
+# sum of products, those that scale it, and those that are harmed by its rounding.
+LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
+SCALES = frozenset({"mul", "div"})
+PHASES = frozenset({"sin", "cos", "tan"})
+ORDERS = frozenset({"lt", "le", "gt", "ge"})
+CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
+INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
+INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
+LOOKS_UP = frozenset({"gather", "dynamic_slice"})
+TOTALS = frozenset({"reduce_sum"})
+JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
 # What is known of numbers while tracing. With NumPy, because evaluating with JAX while
 # tracing fails inside `shard_map`.
@@ -190,6 +205,18 @@ def is_steep_power(eqn: Equation) -> bool:
         return eqn.params["y"] != 3
     is_product = eqn.primitive.name == "mul"
     return is_product and not isinstance(ins[0], Literal) and ins[0] is ins[1]
+
+
+def is_square(eqn: Equation) -> bool:
+    """Whether ``eqn`` squares its input, in any spelling."""
+    if is_power(eqn):
+        return eqn.params["y"] == 2
+    return eqn.primitive.name == "square" or is_steep_power(eqn)
+
+
+def tests_equal(eqn: Equation) -> bool:
+    """Whether ``eqn`` tells where two arrays are equal."""
+    return eqn.primitive.name == "eq"
 
 
 def is_power(eqn: Equation) -> bool:

@@ -19,7 +19,7 @@ from . import _jaxpr, _scopes
 from ._advice import Case, advice
 from ._checks import check_function
 from ._dtypes import is_narrow
-from ._flatten import Flat, flatten
+from ._flatten import Flat, check_values, flatten
 from ._look import NOTHING, float32_of
 from ._overflow_report import Fault, OperationRange, OverflowReport
 from ._places import Place, caller
@@ -94,23 +94,11 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     @functools.wraps(fun, updated=())
     def searched(*args: P.args, **kwargs: P.kwargs) -> OverflowReport:
         flat = flatten(fun, args, kwargs)
-        _check_values(flat)
+        check_values("find_overflow", flat, "the arrays of the step that broke")
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         return _search(flat, jaxpr, Place(user=caller()))
 
     return searched
-
-
-def _check_values(flat: Flat) -> None:
-    """Refuses arguments without values."""
-    for name, x in zip(flat.names, flat.leaves, strict=True):
-        if isinstance(x, (jax.ShapeDtypeStruct, _jaxpr.Tracer)):
-            kind = "traced" if isinstance(x, _jaxpr.Tracer) else "abstract"
-            raise TypeError(
-                f"`find_overflow` needs values, but `{name}` is {kind}. Call it "
-                "outside of `jax.jit` and `jax.grad`, with the arrays of the step that "
-                "broke; `fun` itself may be jitted."
-            )
 
 
 class _Found(NamedTuple):

@@ -28,7 +28,8 @@ _LIBRARIES = re.compile(
 )
 # These trace what is audited, so that they are around all of it.
 _TRACING = tuple(
-    f"{_OWN}_{name}.py" for name in ("audit", "flatten", "overflow", "residuals")
+    f"{_OWN}_{name}.py"
+    for name in ("audit", "flatten", "overflow", "residuals", "sensitivity", "switches")
 )
 
 

@@ -85,6 +85,15 @@ def flops(eqn: Equation) -> float:
     return 2.0 * math.prod(lhs) * rhs_free
 
 
+def adds_up(eqn: Equation, i: int) -> bool:
+    """Whether a product only adds up its other operand if operand ``i`` is uniform."""
+    if is_convolution(eqn):
+        return i == 1
+    taken = {axis for axes in _dimension_numbers(eqn) for axis in axes[i]}
+    shape = eqn.invars[i].aval.shape
+    return all(n == 1 for axis, n in enumerate(shape) if axis not in taken)
+
+
 def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
     """Applies a product to bfloat16 operands and returns its float32 sums.
 

@@ -96,6 +96,36 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hazard:
+    """A matrix product that 16 bits make wrong, by what is made of it.
+
+    Attributes:
+        kind: ``"phase"`` of a sine, ``"distance"`` from |x|² + |y|² - 2xy,
+            ``"comparison"`` of results, an index that is looked up, or one-hot,
+            ``"inverse"`` of a matrix, or ``"sum"``, a product with ones.
+        why: What goes wrong, in words.
+        cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
+            or another formula.
+        module: Named scopes of the product.
+        where: ``file:line`` of the product.
+
+    Examples:
+        >>> def features(x, w):
+        ...     return jnp.sin(2 * jnp.pi * x @ w)
+        >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> (hazard,) = jaxmp.audit(features)(x, x).hazards
+        >>> hazard.kind, hazard.cure
+        ('phase', 'with jax.named_scope("jaxmp.float32"):')
+    """
+
+    kind: str
+    why: str
+    cure: str
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class DtypeReport:
     """What :func:`jaxmp.audit` found.
 
@@ -110,6 +140,8 @@ class DtypeReport:
             the backward pass, arguments left out. None if JAX cannot differentiate
             the function.
         notes: What could not be counted exactly.
+        hazards: Products that 16 bits make wrong, by what is made of them, where the
+            pattern is clear. Those that are computed in float32 on purpose are none.
     """
 
     flops: dict[str, float]
@@ -118,6 +150,7 @@ class DtypeReport:
     residual_bytes: dict[str, int] | None
     notes: tuple[str, ...]
     kept_16bit: tuple[Kept, ...] = ()
+    hazards: tuple[Hazard, ...] = ()
 
     @property
     def fraction_16bit(self) -> float:
@@ -144,7 +177,7 @@ class DtypeReport:
             {'float32': 1024.0}
         """
         fields = dataclasses.asdict(self)
-        for name in ("leaks", "kept", "notes", "kept_16bit"):
+        for name in ("leaks", "kept", "notes", "kept_16bit", "hazards"):
             fields[name] = list(fields[name])
         fractions = {
             "fraction_16bit": self.fraction_16bit,
@@ -167,6 +200,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _leak_lines,
         _kept_16bit_lines,
         _kept_lines,
+        _hazard_lines,
         _residual_lines,
         _note_lines,
     )
@@ -248,6 +282,24 @@ def _product_lines(
         yield f"  and {len(products) - _ROWS} more in `report.{field}`"
 
 
+def _hazard_lines(report: DtypeReport) -> Iterator[str]:
+    """Yields two lines or more for each hazard: what it is, and what to type."""
+    if not report.hazards:
+        return
+    yield "wrong in 16 bits"
+    for row in report.hazards[:_ROWS]:
+        module = f" in {row.module}" if row.module else ""
+        yield from textwrap.wrap(
+            f"the product at {_base(row)}{module}: {row.why}",
+            width=WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+        yield f"    {row.cure}"
+    if len(report.hazards) > _ROWS:
+        yield f"  and {len(report.hazards) - _ROWS} more in `report.hazards`"
+
+
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
     if not report.residual_bytes:
         return
@@ -260,7 +312,7 @@ def _note_lines(report: DtypeReport) -> Iterator[str]:
     return (f"note: {note}" for note in report.notes)
 
 
-def _base(row: Leak | Kept) -> str:
+def _base(row: Leak | Kept | Hazard) -> str:
     """Returns the line without its folders."""
     return os.path.basename(row.where)
 
