@@ -289,6 +289,20 @@ def test_an_inner_autocast_decides_for_itself():
     assert products(jaxmp.autocast(fp8(loss)), PARAMS, X).count((F8, F8)) == 2
 
 
+def test_the_tangents_of_a_rule_are_transposed_in_16_bits():
+    @jax.custom_jvp
+    def linear(x):
+        return x @ W
+
+    linear.defjvp(lambda primals, tangents: (linear(*primals), tangents[0] @ W))
+    grad = jax.grad(fp8(lambda x: jnp.sum(linear(x) ** 2)))
+    assert products(grad, X) == [(F8, F8), (BF16, BF16)]
+    (row,) = jaxmp.audit(grad)(X).kept_16bit
+    assert row.reason == "in the rule of a custom derivative"
+    outside = fp8(jax.grad(lambda x: jnp.sum(linear(x) ** 2)))
+    assert products(outside, X) == [(F8, F8), (F8, F8)]
+
+
 def test_what_is_made_or_stored_in_16_bits_is_taken_too():
     assert products(fp8(lambda x, w: x @ w), X, W.astype(BF16)) == [(F8, F8)]
     ops = OPS.with_rounded_products()
