@@ -169,6 +169,16 @@ def as_before(fun, *args):
 
 W = jnp.ones((32, 32))
 KEPT = {
+    "batched, in bfloat16": (
+        lambda x, w: jnp.einsum("bij,bkj->bik", *2 * [x.astype(BF16)]),
+        "batched",
+    ),
+    "small, in bfloat16": (
+        lambda x, w: jnp.dot(
+            x.astype(BF16), w[:, :8].astype(BF16), preferred_element_type=jnp.float32
+        ),
+        "no multiple of 16",
+    ),
     "batched": (lambda x, w: jnp.einsum("bij,bkj->bik", x, x), "batched"),
     "rows": (lambda x, w: x[0, :8] @ w, "no multiple of 16"),
     "terms": (lambda x, w: x[..., :24] @ w[:24], "no multiple of 16"),
@@ -303,8 +313,22 @@ def test_the_tangents_of_a_rule_are_transposed_in_16_bits():
     assert products(outside, X) == [(F8, F8), (F8, F8)]
 
 
-def test_what_is_made_or_stored_in_16_bits_is_taken_too():
-    assert products(fp8(lambda x, w: x @ w), X, W.astype(BF16)) == [(F8, F8)]
+def test_what_is_written_or_stored_in_16_bits_is_taken_too():
+    x, w = X.astype(BF16), W.astype(BF16)
+    for args in ((X, w), (x, W), (x, w)):
+        grad = fp8(jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), (0, 1)))
+        assert products(grad, *args) == 3 * [(F8, F8)]
+    kept = fp8(
+        lambda x, w: jax.named_scope("head")(jnp.dot)(x, w), bfloat16_paths="head"
+    )
+    assert products(kept, x, w) == [(BF16, BF16)]
+    (row,) = jaxmp.audit(kept)(x, w).kept_16bit
+    assert row.reason == "`bfloat16_paths`"
+    half = fp8(lambda x, w: x @ w)
+    assert products(half, x.astype("float16"), w.astype("float16")) != [(F8, F8)]
+    model = nn.Dense(64, dtype=BF16, param_dtype=BF16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert products(fp8(model.apply), variables, x) == [(F8, F8)]
     ops = OPS.with_rounded_products()
     cast = jaxmp.autocast(lambda x, w: x @ w, "mixed_fp8", ops=ops)
     assert products(cast, X, W) == [(F8, F8)]
