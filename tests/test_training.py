@@ -400,7 +400,6 @@ def plain_nnx():
     rest_is_evidence(
         {f"{p}-{own}": (p, own) for p in POLICIES for own in (False, True)},
         "float32-False",
-        "mixed_float16-False",
         "mixed_float16-True",
     ),
 )
