@@ -97,7 +97,7 @@ def test_a_composition_agrees_with_float32_and_keeps_its_types(steps):
 
 
 @pytest.mark.evidence
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=25)
 @some_steps
 def test_any_composition_agrees_with_float32_and_keeps_its_types(steps):
     agree_with_float32_and_keep_types(steps)
@@ -123,7 +123,7 @@ def test_a_gradient_can_be_taken_in_either_order(steps):
 
 
 @pytest.mark.evidence
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @few_steps
 def test_any_gradient_can_be_taken_in_either_order(steps):
     agree_in_either_order(steps)

@@ -131,7 +131,7 @@ def test_three_precisions_learn_the_same(mode):
         assert result.accuracy > 0.93
 
 
-# By default tests/test_mesh.py trains a part of a model with BatchNorm on four devices.
+# By default tests/test_mesh.py compares the gradients of `jit` over devices.
 @pytest.mark.evidence
 def test_four_devices_train_as_one_does(small):
     config = {"policy": "float32", "epochs": 1, "batch_size": 500}

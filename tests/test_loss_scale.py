@@ -80,7 +80,7 @@ def test_every_step_follows_the_rules(**drawn):
 
 
 @pytest.mark.evidence
-@settings(max_examples=100)
+@settings(max_examples=40)
 @any_rules
 def test_every_step_follows_any_rules(**drawn):
     follow_the_rules(**drawn)
