@@ -122,7 +122,10 @@ def test_a_skipped_step_starts_the_count_again():
     assert scales(tx, [1, 1, 0, 1, 1, 0, 1, 1, 1]) == [8, 8, 4, 4, 4, 2, 2, 2, 4]
 
 
-@pytest.mark.parametrize("good_steps", [2, 3, 1000, 2**31 - 1])
+evidence = partial(pytest.param, marks=pytest.mark.evidence)
+
+
+@pytest.mark.parametrize("good_steps", [2, evidence(3), evidence(1000), 2**31 - 1])
 def test_a_restored_counter_cannot_jump_over_the_interval(good_steps):
     tx = dynamic(init_scale=8, growth_interval=3)
     state = tx.init(jnp.zeros([]))._replace(good_steps=jnp.int32(good_steps))
@@ -138,7 +141,9 @@ def test_hysteresis_waits_for_as_many_skips_in_a_row():
     assert states.skipped.tolist() == [1, 2, 2, 3, 4, 5, 6, 6, 7]
 
 
-@pytest.mark.parametrize("max_scale", [65504.0, 2.0**24, 2.0**127, MAX])
+@pytest.mark.parametrize(
+    "max_scale", [65504.0, evidence(2.0**24), evidence(2.0**127), MAX]
+)
 def test_the_scale_stops_at_the_maximum(max_scale):
     # Keras's scale reaches Inf and stays there.
     tx = dynamic(growth_interval=1, max_scale=max_scale)
@@ -147,7 +152,7 @@ def test_the_scale_stops_at_the_maximum(max_scale):
     assert after == max_scale / 2
 
 
-@pytest.mark.parametrize("min_scale", [TINY, 0.25, 1.0, 2.0**-5])
+@pytest.mark.parametrize("min_scale", [TINY, evidence(0.25), evidence(1.0), 2.0**-5])
 def test_the_scale_stops_at_the_minimum(min_scale):
     # Keras's reaches 0 after 160 overflows; jmp forgets a minimum of 0.25 under jit.
     tx = dynamic(min_scale=min_scale, growth_interval=1)
