@@ -40,6 +40,7 @@ def scales(tx, finite):
 
 
 dynamic = partial(jaxmp.dynamic_loss_scale, optax.sgd(1.0))
+evidence = partial(pytest.param, marks=pytest.mark.evidence)
 
 
 # The numbers
@@ -122,9 +123,6 @@ def test_a_skipped_step_starts_the_count_again():
     assert scales(tx, [1, 1, 0, 1, 1, 0, 1, 1, 1]) == [8, 8, 4, 4, 4, 2, 2, 2, 4]
 
 
-evidence = partial(pytest.param, marks=pytest.mark.evidence)
-
-
 @pytest.mark.parametrize("good_steps", [2, evidence(3), evidence(1000), 2**31 - 1])
 def test_a_restored_counter_cannot_jump_over_the_interval(good_steps):
     tx = dynamic(init_scale=8, growth_interval=3)
@@ -177,10 +175,7 @@ def test_the_scale_grows_past_float16_as_a_power_of_two():
     ]
 
 
-@pytest.mark.parametrize(
-    "growth_interval",
-    [7, *(pytest.param(n, marks=pytest.mark.evidence) for n in (1, 2000))],
-)
+@pytest.mark.parametrize("growth_interval", [evidence(1), 7, evidence(2000)])
 def test_a_hundred_thousand_steps_keep_a_power_of_two(growth_interval):
     finite = jax.random.bernoulli(jax.random.key(growth_interval), 0.7, (100_000,))
     states = run(dynamic(growth_interval=growth_interval), finite)
