@@ -633,14 +633,14 @@ def test_an_axis_that_is_not_manual_has_no_say_in_the_shardings():
             ValueError,
             "has an unconstrained",
         ),
-        ({"shardings": P()}, ValueError, "`shardings` needs `axis_name`"),
+        ({"shardings": P()}, ValueError, "`shardings` needs `mesh`, or `axis_name`"),
         (
-            {"shardings": P(), "mesh": MESH, "batch_argnums": 1},
-            ValueError,
-            "same on every device and come gathered",
+            {"shardings": "data", "mesh": MESH, "batch_argnums": 1},
+            TypeError,
+            "but got 'data'",
         ),
     ],
-    ids=["string", "unconstrained", "no axis", "mesh"],
+    ids=["string", "unconstrained", "no axis", "string and mesh"],
 )
 def test_shardings_of_the_wrong_kind_are_named(options, error, message):
     with pytest.raises(error, match=message):
