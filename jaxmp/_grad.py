@@ -16,7 +16,7 @@ from ._differentiate import (
     differentiate,
     loss_and_aux,
 )
-from ._policy import PolicyLike, get_policy
+from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import AxisName
 
 P = ParamSpec("P")
@@ -50,6 +50,8 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
     Raises:
         TypeError: If ``fun`` changes an NNX object among its arguments: casting has
             copied it, so the update would be lost. And if ``fun`` is not a function.
+        ValueError: If the policy has a ``dot_dtype``, which only
+            :func:`jaxmp.autocast` can follow.
 
     Examples:
         >>> def double(x):
@@ -66,6 +68,7 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         "Pass its `apply`: `with_policy(model.apply, policy)`.",
     )
     policy = get_policy(policy)
+    check_casts(policy, "with_policy")
     # Its arguments have other dtypes than those that it is given.
     checked: Callable[..., T] = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)
 
@@ -92,6 +95,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
+    gather: bool = True,
 ) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function under a loss scale and returns true gradients.
 
@@ -146,8 +150,14 @@ def value_and_grad(
         shardings: Over which mesh axes the differentiated arguments are sharded: a
             pytree of ``PartitionSpec`` or ``NamedSharding`` with their structure, or
             a prefix of it. ``PartitionSpec()`` means the same on every device.
-            ``shard_map(check_vma=True)`` knows it; ``shard_map(check_vma=False)`` and
-            ``pmap`` do not, and there ``axis_name`` needs it.
+            With ``mesh`` they enter and the gradients leave as it says: the copy in
+            compute dtype is gathered once, and a reduce-scatter sums the gradients.
+            In a ``shard_map`` of yours it is what ``check_vma=True`` knows and
+            ``check_vma=False`` and ``pmap`` do not, where ``axis_name`` needs it.
+        gather: False, with ``mesh`` and ``shardings``, gives the function the shards
+            of its device as they are stored, for it to gather with
+            :func:`jaxmp.gather` where a layer begins. It is traced once more, to
+            find a shard that it does not gather.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -158,11 +168,12 @@ def value_and_grad(
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
-            scalar, a leading axis cannot be divided, a part of the batch is not in
-            ``batch_argnums``, the mesh has no such axis, an argument lies on other
-            devices, ``shard_map`` knows that the loss differs over an axis which
-            ``axis_name`` leaves out, or ``shardings`` are missing, do not fit or are
-            not what ``shard_map`` knows.
+            scalar, the policy has a ``dot_dtype``, a leading axis cannot be divided, a
+            part of the batch is not in ``batch_argnums``, the mesh has no such axis,
+            an argument lies on other devices, ``shard_map`` knows that the loss
+            differs over an axis which ``axis_name`` leaves out, ``shardings`` are
+            missing, do not fit or are not what ``shard_map`` knows, or a shard is
+            never gathered.
         TypeError: If ``fun`` returns something else than a real floating scalar or
             changes an NNX object among its arguments, which it has as a copy; or if a
             differentiated leaf is not floating, or an argument is of another kind.
@@ -182,6 +193,8 @@ def value_and_grad(
     """
     check_loss_function("value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
+    if policy is not None:
+        check_casts(policy, "value_and_grad")
     cast = None if policy is None else policy.cast_to_compute
     cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
     checked = refuse_lost_updates("value_and_grad", cure, fun)
@@ -196,6 +209,7 @@ def value_and_grad(
         axis_name=axis_name,
         mesh=mesh,
         shardings=shardings,
+        gather=gather,
     )
 
     def stateless(state, *args, **kwargs):

@@ -17,12 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
+from ._fp8 import why_16bit
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     CALLS,
     COMPARES,
     DEFAULT_OPS,
     FACTORS,
+    GATHERS,
     HANDS_ON,
     JOINS,
     PICKS,
@@ -38,9 +40,11 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
+    KEPT_BY_BFLOAT16_PATHS,
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
+    KEPT_IN_RULE,
     Scopes,
     is_decided,
     is_under,
@@ -63,6 +67,8 @@ class Use(enum.Flag):
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
     DIGITS = enum.auto()  # one needs its last digits
     REGION = enum.auto()  # one is what the user keeps in float32
+    # One is a loop that may yet be differentiated, and takes it in every trip.
+    TRIPS = enum.auto()
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -141,6 +147,18 @@ class Plan:
             return "added"
         return "kept" if Use.MULTIPLIES in use else "stored"
 
+    def gathers_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+        """Tells whether ``eqn`` gathers weights that everybody takes in 16 bits.
+
+        They then travel so. Not where their gradient would add up over a loop.
+        """
+        if eqn.primitive.name not in GATHERS or rule != "infer":
+            return False
+        (out,) = eqn.outvars
+        read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
+        in_16bit = read == Use.IN_16BIT or self.want(out) == "stored"
+        return in_16bit and is_float32(eqn.invars[0])
+
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
         by_var = {id(var): eqn for eqn in self.eqns for var in eqn.outvars}
@@ -161,11 +179,29 @@ class Plan:
 class Planner:
     """Plans jaxprs for one 16-bit dtype, one set of lists and one of paths."""
 
-    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
-        """Starts with nothing planned."""
+    def __init__(
+        self,
+        dtype: np.dtype,
+        ops: OpLists,
+        paths: Sequence[str] = (),
+        *,
+        float8: bool = False,
+        bfloat16_paths: Sequence[str] = (),
+    ):
+        """Starts with nothing planned.
+
+        Args:
+            dtype: The 16-bit dtype.
+            ops: The lists.
+            paths: Scopes that stay float32.
+            float8: Whether products are to take their operands in float8.
+            bfloat16_paths: Scopes in which they take them in ``dtype``.
+        """
         self.dtype = dtype
         self.ops = ops
-        self.paths = {path: tuple(path.split("/")) for path in paths}
+        self.paths = _split(paths)
+        self.float8 = float8
+        self.bfloat16_paths = _split(bfloat16_paths)
         usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
         dropped = usual - ops.allow - ops.infer
         self._denied_by_user = dropped | ops.deny - DEFAULT_OPS.deny
@@ -219,6 +255,19 @@ class Planner:
             return KEPT_BY_REFERENCE
         return None
 
+    def why_16bit(self, eqn: Equation, scopes: Scopes, linear: bool) -> str | None:
+        """Returns why an allowed ``eqn``, in ``scopes``, does not run in float8.
+
+        None if it does. The reason is the name of a scope, empty where there is none.
+        What is ``linear`` is to be transposed, which finding a scale cannot be.
+        """
+        if not self.float8:
+            return ""
+        reason = why_16bit(eqn, self.ops.min_size)
+        if reason is None and _is_in(self.bfloat16_paths, scopes):
+            return KEPT_BY_BFLOAT16_PATHS
+        return KEPT_IN_RULE if reason is None and linear else reason
+
     def matters(self, jaxpr: Any) -> bool:
         """Whether there is something in ``jaxpr`` to decide or to know.
 
@@ -235,7 +284,7 @@ class Planner:
 
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
-        return scopes if self.paths else ()
+        return scopes if self.paths or self.bfloat16_paths else ()
 
     def wanted_inside(
         self,
@@ -332,7 +381,7 @@ class Planner:
             return use | Use.REGION if kept else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
-        views = name in VIEWS or rule == "retype"
+        views = name in VIEWS or name in GATHERS or rule == "retype"
         picks = name in PICKS or rule == "retype"
         for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
         use |= Use.PRODUCT if for_product else Use.NOTHING
@@ -341,7 +390,7 @@ class Planner:
             moved |= after.use(var)
         if views:
             read = Use.OTHERWISE | Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.REGION
-            return use | moved & read
+            return use | moved & (read | Use.TRIPS)
         use |= Use.OTHERWISE
         if picks:
             # Who computes with what is chosen needs all that it is chosen from. But
@@ -370,11 +419,12 @@ class Planner:
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
+            written = any(map(_jaxpr.is_differentiated, plan.eqns))
             for i, var in zip(body.operands, inner, strict=True):
                 use = plan.use(var)
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
-                    use |= Use.COMPUTES
+                    use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
                 if i in layout.fixed_in:
                     lasting = Use.DIGITS | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
@@ -388,7 +438,15 @@ class Planner:
         return {i for i, var in enumerate(inner) if Use.DIGITS in plan.use(var)}
 
     def _is_in_paths(self, scopes: Scopes) -> bool:
-        return any(is_under(path, scopes) for path in self.paths.values())
+        return _is_in(self.paths, scopes)
+
+
+def _split(paths: Sequence[str]) -> dict[str, Scopes]:
+    return {path: tuple(path.split("/")) for path in paths}
+
+
+def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
+    return any(is_under(path, scopes) for path in paths.values())
 
 
 def _stays_float32(eqn: Equation) -> bool:

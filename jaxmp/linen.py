@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ._activations import activation_gradients as _activation_gradients
 from ._checks import check_function, short
 from ._grad import with_policy as _with_policy
-from ._policy import PolicyLike, get_policy
+from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
 P = ParamSpec("P")
@@ -46,6 +46,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
 
     Raises:
         TypeError: If ``model`` is not a Linen model, or bound to variables.
+        ValueError: If the policy has a ``dot_dtype``.
 
     Examples:
         >>> import flax.linen as nn
@@ -72,6 +73,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             "`jaxmp.with_policy`."
         )
     policy = get_policy(policy)
+    check_casts(policy, "jaxmp.linen.with_policy")
     compute_dtype = policy.compute_dtype
 
     @functools.wraps(model.apply, updated=())

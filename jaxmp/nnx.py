@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from ._differentiate import (
     differentiate,
     loss_and_aux,
 )
-from ._policy import Policy, PolicyLike, get_policy
+from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
 P = ParamSpec("P")
@@ -44,6 +45,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
+    gather: bool = True,
 ) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function of NNX objects, as ``nnx.value_and_grad`` does.
 
@@ -87,7 +89,9 @@ def value_and_grad(
         reduction: As for :func:`jaxmp.value_and_grad`.
         axis_name: As for :func:`jaxmp.value_and_grad`.
         mesh: As for :func:`jaxmp.value_and_grad`.
-        shardings: As for :func:`jaxmp.value_and_grad`.
+        shardings: As for :func:`jaxmp.value_and_grad`, in the structure of the
+            gradients or a prefix of it.
+        gather: As for :func:`jaxmp.value_and_grad`.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -114,6 +118,8 @@ def value_and_grad(
     """
     check_loss_function("nnx.value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
+    if policy is not None:
+        check_casts(policy, "jaxmp.nnx.value_and_grad")
     positions, filters = _differentiated(argnums, wrt)
     options = as_options(
         policy,
@@ -126,6 +132,7 @@ def value_and_grad(
         axis_name=axis_name,
         mesh=mesh,
         shardings=shardings,
+        gather=gather,
     )
     batched = as_tuple(options.batch_argnums)
     fixed = options.accum_steps > 1 or options.mesh is not None
@@ -186,7 +193,8 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
-    dtype = None if policy is None else get_policy(policy).compute_dtype
+    if policy is not None:  # of which a `reduce_dtype` has been warned about now
+        policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
@@ -202,7 +210,7 @@ def autocast(
                 result = call(*args, **kwargs)
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
-            result = _autocast(pure, dtype, **options)(leaves)
+            result = _autocast(pure, policy, **options)(leaves)
             return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped

@@ -1,4 +1,4 @@
-"""Pictures of ranges, overflows and loss scales; needs ``jaxmp[plot]``."""
+"""Pictures of ranges, overflows, errors and loss scales; needs ``jaxmp[plot]``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ._exponents import RecordRangesState, exponent_histogram
 from ._loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
 from ._overflow_report import OverflowReport
 from ._ranges import range_report, suggest_loss_scale
+from ._sensitivity_report import SensitivityReport
 
 try:
     from matplotlib.axes import Axes
@@ -295,6 +296,65 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
     _set_title(upper, "How near 16 bits came to their ends")
     _legend_inside(upper)
     return upper
+
+
+def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
+    """Draws what each module makes of 16 bits, and what it would cost in float32.
+
+    On the left, the larger relative error of loss and gradients, with the module alone
+    in 16 bits and with everything but the module; a dashed line is the tolerance, and a
+    bar that reaches the edge is of a result that is not finite. On the right, the
+    module's share of the FLOPs. The modules are in the order of the report, the worst
+    above; those in ``report.float32_paths`` are in bold.
+
+    Args:
+        report: What :func:`jaxmp.sensitivity` returned.
+        ax: Two axes to draw on, the left and the right; None makes a new figure.
+
+    Returns:
+        The left axes. Save them with ``ax.figure.savefig(path)``.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> def loss(w, x):
+        ...     with jax.named_scope("head"):
+        ...         return jnp.mean(x @ w)
+        >>> x = jnp.linspace(0, 1, 8).reshape(4, 2)
+        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 2)) / 3, x)
+        >>> jaxmp.plots.sensitivity(report).get_xlabel()
+        'relative error'
+    """
+    rows = report.modules
+    if ax is None:
+        figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)))
+        figure.set_layout_engine("constrained")
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    else:
+        left, right = ax
+    places = np.arange(len(rows))
+    errors = [x for row in rows for x in (row.alone, row.without)]
+    seen = [x for x in errors if 0 < x < math.inf] + [report.tolerance]
+    low, high = min(seen) / 2, max(seen) * 2
+    alone = [min(row.alone, high) for row in rows]
+    without = [min(row.without, high) for row in rows]
+    left.barh(places - 0.2, alone, 0.38, **{**_FORWARD, "label": "alone in 16 bits"})
+    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "all but it"})
+    label = f"tolerance ({report.tolerance:g})"
+    left.axvline(report.tolerance, **_SCALED, label=label)
+    left.set_xscale("log")
+    left.set_xlim(low, high)
+    left.set_xlabel("relative error")
+    left.set_yticks(places, [row.name for row in rows])
+    for row, text in zip(rows, left.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if row.path in report.float32_paths else "normal")
+    if not left.yaxis_inverted():  # shared, so for both
+        left.invert_yaxis()
+    right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
+    right.set_xlabel("% of the FLOPs")
+    right.tick_params(labelleft=False)
+    above = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
+    left.legend(**above, ncols=3, frameon=False)
+    return left
 
 
 def _has_crosses(ax: Axes) -> bool:
