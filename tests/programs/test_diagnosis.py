@@ -1,13 +1,11 @@
 """What the audit and the sensitivity say of programs of other libraries."""
 
-import functools
 import importlib
 import inspect
 
 import jax
-import jax.numpy as jnp
 import pytest
-from laws import KEY, Program, drawn, normal
+from laws import Program
 
 import jaxmp
 from jaxmp._hazards import Hazards
