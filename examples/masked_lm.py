@@ -100,6 +100,7 @@ VOCABULARY = 2000
 SMALL = MaskedLM(VOCABULARY + 1, features=64, heads=4, layers=2)
 init_small = jax.jit(SMALL.init)  # compiled once for all runs
 BERT_BASE = MaskedLM(30522, features=768, heads=12, layers=12)
+BERT_LARGE = MaskedLM(30522, features=1024, heads=16, layers=24)
 
 
 class Batch(NamedTuple):

@@ -6,6 +6,7 @@ import typing as _typing
 from ._exponents import RecordRangesState as RecordRangesState
 from ._exponents import exponent_histogram as exponent_histogram
 from ._exponents import record_ranges as record_ranges
+from ._gather import gather as gather
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._grad import with_policy as with_policy
@@ -75,6 +76,7 @@ __all__ = [
     "exponent_histogram",
     "find_overflow",
     "float32_region",
+    "gather",
     "get_loss_scale",
     "get_loss_scale_state",
     "get_policy",

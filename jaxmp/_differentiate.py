@@ -25,6 +25,7 @@ from ._checks import (
     describe,
     warn,
 )
+from ._gather import all_gather, dims_of, sum_scatter
 from ._loss_scale_state import scale_in, unscale
 from ._mesh import (
     agreed,
@@ -33,10 +34,11 @@ from ._mesh import (
     over_mesh,
     own_keys,
     own_streams,
+    parameter_specs,
     sharded_axes,
 )
 from ._policy import Policy
-from ._tree import AxisName, is_array, is_inexact, widen
+from ._tree import AxisName, is_array, is_inexact, path_name, widen
 from ._varying import tracked_axes, vary, varying_axes
 
 
@@ -56,6 +58,8 @@ class Options:
     axes: tuple[Any, ...]  # over which to reduce
     mesh: jax.sharding.Mesh | None
     own_axes: Any  # over which parameters are sharded; None where JAX is to know
+    shardings: Any  # of the parameters over the mesh, as they were given
+    gather: bool  # whether the function sees them whole
 
     @property
     def reduce_dtype(self) -> np.dtype | None:
@@ -67,6 +71,16 @@ class Options:
         if isinstance(self.argnums, int):
             return args[self.argnums]
         return tuple(args[i] for i in self.argnums)
+
+    def with_params(self, args: Sequence[Any], params: Any) -> list[Any]:
+        """Returns the arguments with others in the place of the differentiated."""
+        args = list(args)
+        if isinstance(self.argnums, int):
+            args[self.argnums] = params
+        else:
+            for i, param in zip(self.argnums, params, strict=True):
+                args[i] = param
+        return args
 
 
 def as_options(
@@ -81,6 +95,7 @@ def as_options(
     axis_name: AxisName | None,
     mesh: jax.sharding.Mesh | None,
     shardings: Any,
+    gather: bool,
 ) -> Options:
     """Checks the options of ``value_and_grad``, and brings each into one form."""
     check_mesh(mesh)
@@ -97,11 +112,19 @@ def as_options(
                 "split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
             )
     axes = mesh_axes(axis_name, mesh)
-    if shardings is not None and (mesh is not None or not axes):
+    if shardings is not None and not axes:
         raise ValueError(
-            "`shardings` needs `axis_name`, inside `shard_map` or `pmap`. Under "
-            "`mesh=` the parameters are the same on every device and come gathered: "
-            "leave `shardings` out."
+            "`shardings` needs `mesh`, or `axis_name` inside `shard_map` or `pmap`. "
+            "Under plain `jax.jit` the arrays have their shardings: leave it out."
+        )
+    if not isinstance(gather, bool):
+        raise TypeError(f"`gather` must be True or False, but is {gather!r}.")
+    if not gather and (mesh is None or shardings is None):
+        raise ValueError(
+            "`gather=False` needs `mesh` and `shardings`: the function then sees the "
+            "shards of its device, and gathers them with `jaxmp.gather`. Pass "
+            "`mesh=mesh, shardings=shardings`. Inside `shard_map` it sees them anyway: "
+            "leave `gather` out."
         )
     if policy is not None and policy.reduce_dtype is not None and not axes:
         warn(
@@ -110,8 +133,11 @@ def as_options(
             "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
             "two, or leave `r=` out of the policy."
         )
-    # A mesh hands every device the whole parameters.
-    own_axes = axes_of_shardings(shardings if mesh is None else PartitionSpec())
+    # A mesh hands every device the whole parameters, unless they are not gathered.
+    whole = mesh is not None and gather
+    own_axes = axes_of_shardings(PartitionSpec() if whole else shardings)
+    if mesh is not None:
+        axes_of_shardings(shardings)  # refuses what is none
     loss_scale = scale_in(loss_scale)
     return Options(
         policy=policy,
@@ -126,6 +152,8 @@ def as_options(
         axes=axes,
         mesh=mesh,
         own_axes=own_axes,
+        shardings=shardings if mesh is not None else None,
+        gather=gather,
     )
 
 
@@ -162,15 +190,33 @@ def differentiate(
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
+    specs: Any = None
+    if mesh is not None:
+        specs = parameter_specs(options.params(args), options.shardings, mesh)
     if cast is not None:
+        stored = options.params(args)
         for i in differentiated:
             args[i] = cast(args[i])
+        if not options.gather:  # `jaxmp.gather` casts the shards
+            args = options.with_params(
+                args,
+                jax.tree.map(
+                    lambda old, new, spec: old if dims_of(spec, options.axes) else new,
+                    stored,
+                    options.params(args),
+                    specs,
+                ),
+            )
+    if not options.gather:
+        fun = _with_gathered_shards(options, fun, specs)
     run = _scaled(options, fun)
     run = _over_batch(options, run, batched)
     if options.axes:
-        run = _over_devices(options, run, differentiated, batched)
+        run = _over_devices(options, run, differentiated, batched, specs)
     if mesh is not None:
-        run = over_mesh(run, mesh, options.axes, batched, options.accum_steps)
+        steps = options.accum_steps
+        axes, params_of = options.axes, options.params
+        run = over_mesh(run, mesh, axes, batched, steps, params_of, specs)
     loss, grads, aux, changes = run(args, kwargs, state)
     grads = jax.tree.map(
         lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
@@ -249,6 +295,64 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
     return scaled
 
 
+def _with_gathered_shards(
+    options: Options, fun: Callable[..., Any], specs: Any
+) -> Callable[..., Any]:
+    """Returns ``fun``, raising where its loss reads a shard that it never gathers."""
+    axes = [frozenset(_names(dims_of(s, options.axes))) for s in jax.tree.leaves(specs)]
+
+    def checked(state, *args, **kwargs):
+        # Reading jaxprs takes long to import.
+        from ._ungathered import never_gathered
+
+        params = options.params(args)
+        entries, structure = jax.tree.flatten_with_path(params)
+        own = {i: axes[i] for i, (_, x) in enumerate(entries) if is_inexact(x)}
+        own = {i: names for i, names in own.items() if names}
+
+        def loss(*shards):
+            leaves = [x for _, x in entries]
+            for i, shard in zip(own, shards, strict=True):
+                leaves[i] = shard
+            whole = options.with_params(args, structure.unflatten(leaves))
+            return fun(state, *whole, **kwargs)[0]
+
+        names = {i: path_name(entries[i][0]) or "the parameter" for i in own}
+        shards = [entries[i][1] for i in own]
+        try:
+            alone = never_gathered(loss, shards, list(own.values()))
+        except (TypeError, ValueError) as error:
+            some = ", ".join(f"`{name}`" for name in list(names.values())[:3])
+            error.add_note(_SHARDS.format(some=some))
+            raise
+        if alone:
+            number, axis = alone[0]
+            name = list(names.values())[number]
+            raise ValueError(
+                f"`{name}` is sharded over {axis!r}, and the loss reads the shard of "
+                f"each device as if it were all of it. {_CURE}"
+            )
+        return fun(state, *args, **kwargs)
+
+    return checked
+
+
+_CURE = (
+    "Where its layer begins, pass it through `jaxmp.gather(params, specs, policy)`, "
+    "with the PartitionSpecs of what is there. Or leave `gather=False` out: the "
+    "function then sees whole parameters."
+)
+_SHARDS = (
+    "Under `gather=False` of `jaxmp.value_and_grad` the function sees shards, such as "
+    f"those of {{some}}. {_CURE}"
+)
+
+
+def _names(dims: Any) -> list[Any]:
+    """Returns the mesh axes of sharded dimensions."""
+    return [axis for _, axes in dims for axis in axes]
+
+
 def _over_batch(options: Options, run: GradFun, batched: Sequence[int]) -> GradFun:
     """Adds up what one device has of the sum or the mean over the whole batch."""
     if options.accum_steps > 1:
@@ -273,9 +377,15 @@ def _over_devices(
     run: GradFun,
     differentiated: Sequence[int],
     batched: Sequence[int],
+    specs: Any,
 ) -> GradFun:
-    """Sums over the mesh axes what each device has of the loss and the gradients."""
+    """Sums over the mesh axes what each device has of the loss and the gradients.
+
+    Parameters that a mesh has sharded, as ``specs`` say, are gathered before, and
+    their gradients sharded by their sum.
+    """
     axes, dtype = options.axes, options.reduce_dtype
+    on_mesh = options.mesh is not None
 
     def over_devices(args, kwargs, state):
         check_axes_are_bound(axes)
@@ -283,7 +393,8 @@ def _over_devices(
         # moving average of a sharded parameter, differs after it.
         apart = {name: varying_axes(x) for name, x in state.items()}
         own = sharded_axes(options.params(args), axes, options.own_axes)
-        if dtype and all(map(set(axes).issubset, jax.tree.leaves(own))):
+        everything = all(map(set(axes).issubset, jax.tree.leaves(own)))
+        if dtype and everything and not on_mesh:
             warn(
                 f"The `reduce_dtype` of {options.policy} is not used: every parameter "
                 f"is sharded over {axes}, so that the collectives in the function sum "
@@ -292,14 +403,27 @@ def _over_devices(
         args = list(args)
         for i in batched:
             args[i] = own_keys(args[i], axes)
+        sharded = specs
+        if not (on_mesh and options.gather):
+            sharded = jax.tree.map(lambda _: PartitionSpec(), own)
+        whole = jax.tree.map(
+            lambda x, spec: all_gather(x, dims) if (dims := dims_of(spec, axes)) else x,
+            options.params(args),
+            sharded,
+        )
+        args = options.with_params(args, whole)
         for i in differentiated:
             args[i] = vary(args[i], axes)
         state = vary(own_streams(state, axes), axes)
         loss, grads, aux, changes = run(args, kwargs, state)
-        _check_state_is_known(own, changes, state)
+        if not on_mesh:  # where all state is the same on every device
+            _check_state_is_known(own, changes, state)
         loss = jax.lax.psum(loss, axes)
         grads = jax.tree.map(
-            lambda own, grad: _sum_over(grad, _without(axes, own), dtype), own, grads
+            lambda own, spec, grad: _sum_over(grad, _without(axes, own), spec, dtype),
+            own,
+            sharded,
+            grads,
         )
         changes = {
             name: agreed(x, _without(axes, apart[name])) if name in state else x
@@ -314,12 +438,17 @@ def _without(axes: tuple[Any, ...], some: frozenset[Any]) -> tuple[Any, ...]:
     return tuple(axis for axis in axes if axis not in some)
 
 
-def _sum_over(grad: jax.Array | None, axes: tuple[Any, ...], dtype: Any) -> Any:
-    """Sums a gradient over devices in the dtype of the policy."""
+def _sum_over(
+    grad: jax.Array | None, axes: tuple[Any, ...], spec: PartitionSpec, dtype: Any
+) -> Any:
+    """Sums a gradient over devices in the dtype of the policy, onto the shards."""
     if grad is None or not axes:
         return grad
-    dtype = grad.dtype if dtype is None else dtype
-    return jax.lax.psum(grad.astype(dtype), axes).astype(grad.dtype)
+    dims = dims_of(spec, axes)
+    part = sum_scatter(grad.astype(grad.dtype if dtype is None else dtype), dims)
+    if rest := _without(axes, frozenset(_names(dims))):
+        part = jax.lax.psum(part, rest)
+    return part.astype(grad.dtype)
 
 
 def _indices(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:

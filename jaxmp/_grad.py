@@ -92,6 +92,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
+    gather: bool = True,
 ) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function under a loss scale and returns true gradients.
 
@@ -146,8 +147,14 @@ def value_and_grad(
         shardings: Over which mesh axes the differentiated arguments are sharded: a
             pytree of ``PartitionSpec`` or ``NamedSharding`` with their structure, or
             a prefix of it. ``PartitionSpec()`` means the same on every device.
-            ``shard_map(check_vma=True)`` knows it; ``shard_map(check_vma=False)`` and
-            ``pmap`` do not, and there ``axis_name`` needs it.
+            With ``mesh`` they enter and the gradients leave as it says: the copy in
+            compute dtype is gathered once, and a reduce-scatter sums the gradients.
+            In a ``shard_map`` of yours it is what ``check_vma=True`` knows and
+            ``check_vma=False`` and ``pmap`` do not, where ``axis_name`` needs it.
+        gather: False, with ``mesh`` and ``shardings``, gives the function the shards
+            of its device as they are stored, for it to gather with
+            :func:`jaxmp.gather` where a layer begins. It is traced once more, to
+            find a shard that it does not gather.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -161,8 +168,8 @@ def value_and_grad(
             scalar, a leading axis cannot be divided, a part of the batch is not in
             ``batch_argnums``, the mesh has no such axis, an argument lies on other
             devices, ``shard_map`` knows that the loss differs over an axis which
-            ``axis_name`` leaves out, or ``shardings`` are missing, do not fit or are
-            not what ``shard_map`` knows.
+            ``axis_name`` leaves out, ``shardings`` are missing, do not fit or are
+            not what ``shard_map`` knows, or a shard is never gathered.
         TypeError: If ``fun`` returns something else than a real floating scalar or
             changes an NNX object among its arguments, which it has as a copy; or if a
             differentiated leaf is not floating, or an argument is of another kind.
@@ -196,6 +203,7 @@ def value_and_grad(
         axis_name=axis_name,
         mesh=mesh,
         shardings=shardings,
+        gather=gather,
     )
 
     def stateless(state, *args, **kwargs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -81,14 +81,22 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 
 
 def over_mesh(
-    fun: GradFun, mesh: Mesh, axes: tuple[Any, ...], batched: Sequence[int], steps: int
+    fun: GradFun,
+    mesh: Mesh,
+    axes: tuple[Any, ...],
+    batched: Sequence[int],
+    steps: int,
+    params_of: Callable[[Sequence[Any]], Any],
+    param_specs: Any,
 ):
     """Returns ``fun`` with its batch split over the axes of a mesh.
 
-    Inside, ``fun`` sees the part of its device, and returns a loss and gradients that
-    are the same on all, as the changes of the state are. Every ``aux`` is kept along a
-    new leading axis.
+    Inside, ``fun`` sees the part of its device, and returns a loss that is the same on
+    all, as the changes of the state are. Every ``aux`` is kept along a new leading
+    axis. The parameters, ``params_of(args)``, and their gradients lie as
+    ``param_specs`` says, of which ``fun`` sees shards over ``axes``.
     """
+    param_specs = jax.tree.leaves(param_specs)
     devices = math.prod(mesh.shape[axis] for axis in axes)
     over = f"{devices} devices"
     if steps > 1:
@@ -96,23 +104,31 @@ def over_mesh(
 
     def split(args, kwargs, state):
         entries, structure = jax.tree.flatten_with_path((tuple(args), kwargs, state))
+        numbers = jax.tree.leaves(
+            params_of(structure.unflatten(range(len(entries)))[0])
+        )
+        params = dict(zip(numbers, param_specs, strict=True))
         arrays, specs = {}, {}
         for number, (path, x) in enumerate(entries):
             if not is_array(x):
                 continue
             _check_devices(path, x, mesh)
-            specs[number] = P()
+            spec = params.get(number, P())
             if path[0].idx == 0 and path[1].idx in batched and not is_scalar_key(x):
                 check_leading_axis(path[1:], x, devices * steps, over)
-                specs[number] = P(axes)
-            arrays[number] = x
+                spec = P(axes)
+            specs[number], arrays[number] = _manual_spec(spec, axes), x
             if AxisType.Explicit in mesh.axis_types:
-                sharding = NamedSharding(mesh, specs[number])
-                arrays[number] = jax.sharding.reshard(x, sharding)
+                arrays[number] = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        # Of what is not floating there are no gradients.
+        grad_specs = [spec for n, spec in params.items() if is_inexact(entries[n][1])]
+        structure_of_grads: Any = None
 
         def on_device(arrays):
+            nonlocal structure_of_grads
             leaves = [arrays.get(number, x) for number, (_, x) in enumerate(entries)]
             loss, grads, aux, changes = fun(*structure.unflatten(leaves))
+            grads, structure_of_grads = jax.tree.flatten(grads)
             aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
             return loss, grads, aux, changes
 
@@ -122,19 +138,81 @@ def over_mesh(
             on_device,
             mesh=mesh,
             in_specs=(specs,),
-            out_specs=(P(), P(), P(axes), P()),
+            out_specs=(P(), [_manual_spec(s, axes) for s in grad_specs], P(axes), P()),
             axis_names=set(axes),
             check_vma=False,
         )
         try:
-            return on_devices(arrays)
+            loss, grads, aux, changes = on_devices(arrays)
         except ValueError as error:
             # JAX says so of a sharding constraint on one of our axes, in several ways.
             if "manual" in str(error).lower():
                 error.add_note(_CONSTRAINT.format(axes=", ".join(map(repr, axes))))
             raise
+        for i, spec in enumerate(grad_specs):
+            if spec != _manual_spec(spec, axes):  # the rest is the compiler's
+                grads[i] = _put(grads[i], NamedSharding(mesh, spec))
+        return loss, structure_of_grads.unflatten(grads), aux, changes
 
     return split
+
+
+def _manual_spec(spec: P, axes: tuple[Any, ...]) -> P:
+    """Returns what a spec says of some mesh axes."""
+    named = [tuple(a for a in as_axes(entry) if a in axes) for entry in spec]
+    return P(*(names or None for names in named))
+
+
+def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    put = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+    return put(x, sharding)
+
+
+def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
+    """Returns the PartitionSpec of each parameter, refusing what does not fit.
+
+    Args:
+        params: The differentiated arguments.
+        shardings: What the user says, None for parameters that are whole everywhere.
+        mesh: The mesh to shard them over.
+    """
+    if shardings is None:
+        return jax.tree.map(lambda _: P(), params)
+
+    def fitting(path, x, sharding):
+        name, spec = path_name(path) or "the parameter", as_spec(sharding)
+        here = getattr(sharding, "mesh", mesh)
+        if dict(here.shape) != dict(mesh.shape):
+            raise ValueError(
+                f"`shardings` puts `{name}` on a mesh of {dict(here.shape)}, but "
+                f"`mesh` has {dict(mesh.shape)}. Make both of the same mesh."
+            )
+        if len(spec) > jnp.ndim(x):
+            raise ValueError(
+                f"`shardings` says how {len(spec)} axes of `{name}` are sharded, "
+                f"{spec}, but its shape is {list(jnp.shape(x))}. Pass a PartitionSpec "
+                "with at most one entry for each of its axes."
+            )
+        for size, entry in zip(jnp.shape(x), spec, strict=False):
+            names = as_axes(entry)
+            if unknown := [axis for axis in names if axis not in mesh.axis_names]:
+                raise ValueError(
+                    f"`shardings` shards `{name}` over {unknown[0]!r}, which is no "
+                    f"axis of the mesh, {mesh.axis_names}. Pass one of these."
+                )
+            parts = math.prod(mesh.shape[axis] for axis in names)
+            if size % parts:
+                raise ValueError(
+                    f"`shardings` splits an axis of `{name}` into {parts} parts, "
+                    f"{spec}, but its shape is {list(jnp.shape(x))}. Shard another "
+                    f"axis of it, or pass `PartitionSpec()`: whole on every device."
+                )
+        return spec
+
+    whose = "the differentiated arguments"
+    shardings = spread_shardings(shardings, params, "shardings", whose)
+    return jax.tree.map_with_path(fitting, params, shardings)
 
 
 def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
@@ -187,16 +265,9 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
         return jax.tree.map(known_axes, params)
     for axis in frozenset().union(*jax.tree.leaves(shardings)) - set(axes):
         _check_axis(axis, axes)
-    try:
-        said = jax.tree.map(
-            lambda own, part: jax.tree.map(lambda _: own, part), shardings, params
-        )
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            "`shardings` must have the structure of the differentiated arguments, or "
-            "of a prefix of them: one PartitionSpec serves a whole tree, and with "
-            f"several `argnums` a tuple has one for each. JAX says: {error}"
-        ) from error
+    said = spread_shardings(
+        shardings, params, "shardings", "the differentiated arguments"
+    )
     for (path, x), own in zip(
         jax.tree.leaves_with_path(params), jax.tree.leaves(said), strict=True
     ):
@@ -218,22 +289,51 @@ def axes_of_shardings(shardings: Any) -> Any:
     """Returns, for each sharding in a pytree, a frozenset of the axes that it names."""
 
     def axes_of(sharding):
-        spec = getattr(sharding, "spec", sharding)
-        if not isinstance(spec, P):
-            raise TypeError(
-                "`shardings` must be made of `jax.sharding.PartitionSpec` or "
-                f"`NamedSharding`, but got {sharding!r}. Pass the `in_specs` of the "
-                "parameters, such as `PartitionSpec()` for what is the same on every "
-                "device."
-            )
-        if P.UNCONSTRAINED in spec:
-            raise ValueError(
-                f"`shardings` must say how every axis is sharded, but {spec} has an "
-                "unconstrained one. Pass None in its place, or the name of an axis."
-            )
-        return frozenset(axis for entry in spec for axis in as_axes(entry))
+        return frozenset(axis for entry in as_spec(sharding) for axis in as_axes(entry))
 
     return jax.tree.map(axes_of, shardings, is_leaf=lambda x: isinstance(x, P))
+
+
+def as_spec(sharding: Any, option: str = "shardings") -> P:
+    """Returns the PartitionSpec of a sharding that a user gave for an option."""
+    spec = getattr(sharding, "spec", sharding)
+    if not isinstance(spec, P):
+        raise TypeError(
+            f"`{option}` must be made of `jax.sharding.PartitionSpec` or "
+            f"`NamedSharding`, but got {short(sharding)}. Pass the `in_specs` of the "
+            "parameters, such as `PartitionSpec()` for what is the same on every "
+            "device."
+        )
+    if P.UNCONSTRAINED in spec:
+        raise ValueError(
+            f"`{option}` must say how every axis is sharded, but {spec} has an "
+            "unconstrained one. Pass None in its place, or the name of an axis."
+        )
+    return spec
+
+
+def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
+    """Gives to each leaf of a tree its sharding out of a prefix of the tree.
+
+    Args:
+        prefix: A pytree of anything but None, with P and NamedSharding as leaves.
+        tree: The tree.
+        option: The name of the option that ``prefix`` was given for.
+        whose: What the tree is, for the error.
+    """
+    try:
+        return jax.tree.map(
+            lambda own, part: jax.tree.map(lambda _: own, part),
+            prefix,
+            tree,
+            is_leaf=lambda x: isinstance(x, P),
+        )
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"`{option}` must have the structure of {whose}, or of a prefix: one "
+            "PartitionSpec serves a whole tree, and with several `argnums` a tuple "
+            f"has one for each. JAX says: {error}"
+        ) from error
 
 
 def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:

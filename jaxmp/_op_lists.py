@@ -152,8 +152,10 @@ JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
+# What brings the shards of an array to every device.
+GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
-STARTS = frozenset({"gather", "custom_vjp_call"})
+STARTS = frozenset({"gather", "custom_vjp_call"}) | GATHERS
 # Operations that stretch dimensions of size 1.
 STRETCHES = frozenset(["add", "sub", "mul", "div", "rem", "atan2", "max", "min"])
 # Operations whose transpose adds up what they have copied.

@@ -23,6 +23,7 @@ from ._op_lists import (
     COMPARES,
     DEFAULT_OPS,
     FACTORS,
+    GATHERS,
     HANDS_ON,
     JOINS,
     PICKS,
@@ -63,6 +64,8 @@ class Use(enum.Flag):
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
     DIGITS = enum.auto()  # one needs its last digits
     REGION = enum.auto()  # one is what the user keeps in float32
+    # One is a loop that may yet be differentiated, and takes it in every trip.
+    TRIPS = enum.auto()
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -140,6 +143,18 @@ class Plan:
         if Use.ADDS in use:
             return "added"
         return "kept" if Use.MULTIPLIES in use else "stored"
+
+    def gathers_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+        """Tells whether ``eqn`` gathers weights that everybody takes in 16 bits.
+
+        They then travel so. Not where their gradient would add up over a loop.
+        """
+        if eqn.primitive.name not in GATHERS or rule != "infer":
+            return False
+        (out,) = eqn.outvars
+        read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
+        in_16bit = read == Use.IN_16BIT or self.want(out) == "stored"
+        return in_16bit and is_float32(eqn.invars[0])
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
@@ -332,7 +347,7 @@ class Planner:
             return use | Use.REGION if kept else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
-        views = name in VIEWS or rule == "retype"
+        views = name in VIEWS or name in GATHERS or rule == "retype"
         picks = name in PICKS or rule == "retype"
         for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
         use |= Use.PRODUCT if for_product else Use.NOTHING
@@ -341,7 +356,7 @@ class Planner:
             moved |= after.use(var)
         if views:
             read = Use.OTHERWISE | Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.REGION
-            return use | moved & read
+            return use | moved & (read | Use.TRIPS)
         use |= Use.OTHERWISE
         if picks:
             # Who computes with what is chosen needs all that it is chosen from. But
@@ -370,11 +385,12 @@ class Planner:
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
+            written = any(map(_jaxpr.is_differentiated, plan.eqns))
             for i, var in zip(body.operands, inner, strict=True):
                 use = plan.use(var)
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
-                    use |= Use.COMPUTES
+                    use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
                 if i in layout.fixed_in:
                     lasting = Use.DIGITS | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES

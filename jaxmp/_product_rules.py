@@ -1,4 +1,4 @@
-"""Products of 16-bit operands, as those who read them take them."""
+"""Products of 16-bit operands, as those who read them take them; and their weights."""
 
 import functools
 from typing import Any
@@ -72,3 +72,20 @@ def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
         return out
     limit = np.asarray(jnp.finfo(dtype).max, dtype)
     return lax.clamp(-limit, out, limit)
+
+
+def gathered(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
+    """Gathers a weight in 16 bits; its gradient is added up as ``eqn`` would."""
+
+    @jax.custom_jvp
+    def gather(x):
+        return _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype)])[0]
+
+    @gather.defjvp
+    def rule(primals, tangents):
+        (tangent,) = tangents
+        wide = lax.convert_element_type(tangent, eqn.invars[0].aval.dtype)
+        (out,) = _jaxpr.bind(eqn, [wide])
+        return gather(*primals), lax.convert_element_type(out, dtype)
+
+    return gather(array)

@@ -23,7 +23,7 @@ from . import _jaxpr
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
-from ._product_rules import accumulated, rounded
+from ._product_rules import accumulated, gathered, rounded
 from ._scopes import Scopes, check_paths
 from ._values import Known, Value, given, literal, note_number, note_origin
 
@@ -111,9 +111,12 @@ class Caster:
         rules = iter(plan.rules)
 
         def apply(eqn, ins):
-            wants = plan.wanted(eqn)
+            rule, wants = next(rules), plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                outs = self.apply(eqn, next(rules), ins, wants, scopes)
+                if plan.gathers_in_16bit(eqn, rule) and ins[0].outside:
+                    array = gathered(eqn, ins[0].array, self.dtype)
+                    return [Value(array, narrow=True, outside=True)]
+                outs = self.apply(eqn, rule, ins, wants, scopes)
                 return self.as_read(eqn, outs, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)

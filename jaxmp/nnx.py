@@ -44,6 +44,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
+    gather: bool = True,
 ) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function of NNX objects, as ``nnx.value_and_grad`` does.
 
@@ -87,7 +88,9 @@ def value_and_grad(
         reduction: As for :func:`jaxmp.value_and_grad`.
         axis_name: As for :func:`jaxmp.value_and_grad`.
         mesh: As for :func:`jaxmp.value_and_grad`.
-        shardings: As for :func:`jaxmp.value_and_grad`.
+        shardings: As for :func:`jaxmp.value_and_grad`, in the structure of the
+            gradients or a prefix of it.
+        gather: As for :func:`jaxmp.value_and_grad`.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
@@ -126,6 +129,7 @@ def value_and_grad(
         axis_name=axis_name,
         mesh=mesh,
         shardings=shardings,
+        gather=gather,
     )
     batched = as_tuple(options.batch_argnums)
     fixed = options.accum_steps > 1 or options.mesh is not None

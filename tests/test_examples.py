@@ -121,7 +121,7 @@ def compare(**config):
     "mode", [pytest.param("cast", marks=pytest.mark.evidence), "autocast"]
 )
 def test_three_strings_give_three_precisions_of_one_program(small, mode, tmp_path):
-    results = compare(mode=mode, epochs=2, batch_size=500, log_dir=tmp_path)
+    results = compare(mode=mode, epochs=1, batch_size=500, log_dir=tmp_path)
     for result in results:
         logged = read_by_tensorboard(tmp_path / result.policy)
         steps = [*range(1, int(result.state.step) + 1)]
@@ -153,14 +153,14 @@ def test_three_precisions_learn_the_same(mode):
 
 
 def test_four_devices_train_as_one_does(small):
-    config = {"policy": "float32", "epochs": 2, "batch_size": 500}
+    config = {"policy": "float32", "epochs": 1, "batch_size": 500}
     alone, _ = run(**config)
     result, _ = run(devices=4, **config)
     kernel = jax.tree.leaves(result.state.params)[0]
     assert len(kernel.sharding.device_set) == 4
     assert kernel.sharding.is_fully_replicated
     assert abs(result.accuracy - alone.accuracy) < 0.02
-    # Float32 sums in another order, after six steps of Adam.
+    # Float32 sums in another order, after three steps of Adam.
     stats = result.state.batch_stats, alone.state.batch_stats
     chex.assert_trees_all_close(*stats, rtol=0.01, atol=0.01)
 
@@ -198,35 +198,60 @@ import os, signal, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 8)  # as here, so that all rounds alike
 sys.path[:0] = {[str(EXAMPLES), str(Path(__file__).parent)]!r}
-import test_examples, digits
+import test_examples
 from pathlib import Path
-test_examples.shrink(setattr)
-taken, train_step = 0, digits.train_step
 
-def step_and_die(*args):
-    global taken
-    result = train_step(*args)
-    taken += 1
-    if taken == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return result
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-digits.train_step = step_and_die
-test_examples.run(checkpoint_dir=Path(sys.argv[1]), **test_examples.KILLED)
+test_examples.run_until_dead(die, Path(sys.argv[1]), setattr)
 """
+
+
+def run_until_dead(die, folder, setattr):
+    """Begins a run that ends itself in its second epoch."""
+    shrink(setattr)
+    taken, train_step = 0, digits.train_step
+
+    def step_and_die(*args):
+        nonlocal taken
+        result = train_step(*args)
+        taken += 1
+        if taken == 8:
+            die()
+        return result
+
+    setattr(digits, "train_step", step_and_die)
+    with jax.default_prng_impl("rbg"):
+        run(checkpoint_dir=folder, **KILLED)
+
+
+class Killed(BaseException):
+    """Ends a run at once: it saves as it goes and has nothing to do in the end."""
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """The checkpoints of a float16 run that SIGKILL ended in its second epoch."""
+    """The checkpoints of a float16 run that ended in its second epoch."""
+
+    def die():
+        raise Killed
+
+    folder = tmp_path_factory.mktemp("run") / "checkpoints"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        run_until_dead(die, folder, patch.setattr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def killed_by_the_system(tmp_path_factory):
+    """The checkpoints of the same run, in a process that SIGKILL ended."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints"
     env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
         [sys.executable, "-c", KILL, folder], capture_output=True, timeout=300, env=env
     )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    steps = {int(p.name) for p in folder.iterdir() if p.name.isdigit()}
-    assert max(steps) == 6  # after the 1st of 5 steps; the 7th and the 8th are lost
     return folder
 
 
@@ -234,11 +259,16 @@ def copy_of(folder, tmp_path):
     return Path(shutil.copytree(folder, tmp_path / "checkpoints"))
 
 
-def test_a_killed_run_goes_on_bit_for_bit(small, killed, tmp_path):
+@pytest.mark.parametrize(
+    "checkpoints",
+    ["killed", pytest.param("killed_by_the_system", marks=pytest.mark.evidence)],
+)
+def test_a_killed_run_goes_on_bit_for_bit(small, checkpoints, tmp_path, request):
+    folder = copy_of(request.getfixturevalue(checkpoints), tmp_path)
+    steps = {int(p.name) for p in folder.iterdir() if p.name.isdigit()}
+    assert max(steps) == 6  # after the 1st of 5 steps; the 7th and the 8th are lost
     whole, _ = run(**KILLED)
-    resumed, printed = run(
-        checkpoint_dir=copy_of(killed, tmp_path), resume=True, **KILLED
-    )
+    resumed, printed = run(checkpoint_dir=folder, resume=True, **KILLED)
     assert "goes on from step 6" in printed
     bar = [line for line in printed.splitlines() if "skipped" in line][-1]
     for words in ("mixed_float16", "━", "2/2", "loss", "acc", "scale 2^"):

@@ -106,9 +106,10 @@ class Net(nn.Module):
 
 def fraction(model, policy=KEEP):
     """Returns what part of a model's products is in 16 bits under a policy."""
-    variables = model.init(jax.random.key(0), TOKENS)
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     apply = jaxmp.linen.with_policy(model, policy)
-    assert {x.dtype for x in jax.tree.leaves(apply(variables, TOKENS))} == {F32}
+    results = jax.tree.leaves(jax.eval_shape(apply, variables, TOKENS))
+    assert {x.dtype for x in results} == {F32}
     return jaxmp.audit(apply)(variables, TOKENS).fraction_16bit
 
 
@@ -141,10 +142,10 @@ def seen_dtypes(model, policy="O2"):
         seen["/".join(context.module.path)] = jax.tree.map(lambda x: x.dtype, result)
         return result
 
-    variables = model.init(jax.random.key(0), TOKENS)
+    variables = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
     apply = jaxmp.linen.with_policy(model, policy)
     with nn.intercept_methods(watch):  # the outer one sees what came back
-        apply(variables, TOKENS)
+        jax.eval_shape(apply, variables, TOKENS)
     return seen
 
 
@@ -209,9 +210,9 @@ def test_a_carry_keeps_its_dtype(cell):
             return nn.Dense(2)(nn.RNN(cell(8), name="rnn")(x))
 
     model = Model()
-    variables = model.init(jax.random.key(0), TOKENS)
-    expected = model.apply(variables, TOKENS)
-    result = jaxmp.linen.with_policy(model, KEEP)(variables, TOKENS)
+    variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
+    expected = jax.jit(model.apply)(variables, TOKENS)
+    result = jax.jit(jaxmp.linen.with_policy(model, KEEP))(variables, TOKENS)
     np.testing.assert_allclose(result, expected, atol=2.0**-6)
 
 

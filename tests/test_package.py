@@ -49,6 +49,7 @@ ROWS = [
         "_scalars",
         "_hazards",
     },
+    {"_gather", "_ungathered"},
     {"_differentiate", "_trails", "_switches"},
     {"_table"},
     {"_probe"},

@@ -35,7 +35,7 @@ def inside(loss, policy, **options):
 
 
 ORDERS = (outside, inside)
-FIRST = ((outside, "float32"), (inside, "mixed_float16"))
+USUAL = ("float32", "mixed_float16")
 
 
 class Program(NamedTuple):
@@ -55,19 +55,23 @@ class Program(NamedTuple):
 def programs(*builders: Callable[[], Program]) -> Callable:
     """Gives a test each of the programs, under each policy, in both orders.
 
-    The first program of a library goes through float32 and both orders in float16; the
-    16-bit dtypes go the same way. Of the second float16 around the gradient is looked
-    at; the rest is evidence.
+    Of each library the first program goes through float32 and float16, with autocast
+    around the gradient; the rest is evidence.
     """
     cases = []
     for build, policy, order in itertools.product(builders, POLICIES, ORDERS):
-        usual = order is outside and policy == "mixed_float16" and build in builders[:2]
-        if build is builders[0]:
-            usual = usual or (order, policy) in FIRST
+        first = build is builders[0] and order is outside
         name = f"{order.__name__}-{policy}-{build.__name__}"
-        marks = () if usual else pytest.mark.evidence
+        marks = () if first and policy in USUAL else pytest.mark.evidence
         cases.append(pytest.param(build, policy, order, id=name, marks=marks))
     return pytest.mark.parametrize(("program", "policy", "order"), cases)
+
+
+# The 16-bit dtypes go one way.
+in_16_bits = pytest.mark.parametrize(
+    "policy",
+    ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.evidence)],
+)
 
 
 def normal(seed: int, *shape: int) -> jax.Array:

@@ -1,0 +1,172 @@
+"""Parameters of which each device has a part: how the parts meet, and come apart."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from ._checks import as_axes
+from ._mesh import as_spec, spread_shardings
+from ._policy import PolicyLike, get_policy
+from ._tree import is_array, is_inexact, path_name, wide_dtype
+
+T = TypeVar("T")
+
+# The dimensions of an array that are sharded, each with its mesh axes.
+Dims = tuple[tuple[int, tuple[Any, ...]], ...]
+
+
+def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
+    """Gathers sharded parameters where a layer begins, in 16 bits.
+
+    For ``value_and_grad(..., mesh=mesh, shardings=shardings, gather=False)``, and for
+    a ``shard_map`` of your own. Forward, each device casts its shard and gets those of
+    the others: what travels is the copy in compute dtype. Backward, the gradients of
+    all devices are added in ``reduce_dtype``, and each device keeps the part of its
+    shard. The sum is the one that a single device would have, without a mean.
+
+    Put ``jax.checkpoint`` around the layer that begins with it, so that the backward
+    pass gathers again; the gathered copies of all layers would be kept otherwise.
+
+    Args:
+        tree: Pytree of shards. What is whole on every device is only cast.
+        specs: How the leaves are sharded as they are here: a pytree of
+            ``PartitionSpec`` or ``NamedSharding``, or a prefix of it. Of a stack of
+            layers, a scan has taken off the first axis, and so the first entry. Axes
+            that are left out, and those that ``shard_map`` leaves to the compiler,
+            are not gathered.
+        policy: Casts the leaves with :meth:`Policy.cast_to_compute`, whose paths begin
+            at ``tree``, and says in which dtype gradients are summed. None gathers
+            them as they are. Sums are in float32 unless it says otherwise.
+
+    Returns:
+        A pytree of the same structure, whole on every device.
+
+    Raises:
+        ValueError: If there is no such mesh axis here, or the specs do not fit.
+        TypeError: If the specs are something else.
+
+    Examples:
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh = Mesh(jax.devices(), ("data",))
+        >>> def loss_fn(w, x):
+        ...     w = gather(w, P("data"), "mixed_bfloat16")
+        ...     return jnp.mean(x.astype(w.dtype) @ w, dtype="float32")
+        >>> grad_fn = jaxmp.grad(
+        ...     loss_fn, mesh=mesh, batch_argnums=1, shardings=P("data"), gather=False
+        ... )
+        >>> grads = grad_fn(jnp.ones((16, 2)), jnp.ones((8, 16)))
+        >>> grads.shape, grads.dtype, grads.sharding.spec == P("data")
+        ((16, 2), dtype('float32'), True)
+
+    References:
+        Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+        Parameter Models", SC 2020, section 5, https://arxiv.org/abs/1910.02054.
+        Zhao et al., "PyTorch FSDP", VLDB 2023, sections 3.1 and 4.4,
+        https://arxiv.org/abs/2304.11277.
+    """
+    policy = None if policy is None else get_policy(policy)
+    specs = spread_shardings(specs, tree, "specs", "the tree that is gathered")
+    dtypes = jax.tree.map(_abstract, tree)
+    if policy is not None:
+        dtypes = policy.cast_to_compute(dtypes)
+    reduce_dtype = None if policy is None else policy.reduce_dtype
+
+    def gathered(path, x, spec, like):
+        if not is_array(x):
+            return x
+        dims = _dims(path, x, as_spec(spec, "specs"))
+        if not is_inexact(x):
+            return all_gather(x, dims)
+        if not dims:
+            return x.astype(like.dtype)
+        return _gathered(jnp.asarray(x), dims, like.dtype, reduce_dtype)
+
+    return jax.tree.map_with_path(gathered, tree, specs, dtypes)
+
+
+def all_gather(x: jax.Array, dims: Dims) -> jax.Array:
+    """Returns the whole array of which each device has a part."""
+    for dim, axes in dims:
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
+def sum_scatter(x: jax.Array, dims: Dims) -> jax.Array:
+    """Returns this device's part of the sum of an array over the axes of ``dims``."""
+    for dim, axes in reversed(dims):
+        x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return x
+
+
+def dims_of(spec: P, axes: Any) -> Dims:
+    """Returns which dimensions a spec shards over some mesh axes."""
+    named = [tuple(a for a in as_axes(entry) if a in axes) for entry in spec]
+    return tuple((dim, names) for dim, names in enumerate(named) if names)
+
+
+# A derivative of its own, because that of a gather in 16 bits adds up in 16 bits. As a
+# rule for tangents it serves both modes, and JAX transposes gathers to sums.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _gathered(x, dims, dtype, reduce_dtype):
+    del reduce_dtype
+    return all_gather(x.astype(dtype), dims)
+
+
+@_gathered.defjvp
+def _gathered_jvp(dims, dtype, reduce_dtype, primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    wide = wide_dtype(x)
+    if reduce_dtype is None or jnp.issubdtype(dtype, jnp.complexfloating):
+        reduce_dtype = wide
+    tangent, scale = tangent.astype(wide), 1.0
+    if reduce_dtype == jnp.float16:
+        # The sum of a float16 overflows where the mean does not, which is what the
+        # transpose of this sends.
+        scale = math.prod(jax.lax.axis_size(axes) for _, axes in dims)
+        tangent = tangent * scale
+    tangent = all_gather(tangent.astype(reduce_dtype), dims).astype(wide)
+    if scale != 1:
+        tangent = tangent * (1 / scale)
+    return all_gather(x.astype(dtype), dims), tangent.astype(dtype)
+
+
+def _dims(path: Any, x: Any, spec: P) -> Dims:
+    """Returns which dimensions of a leaf are to be gathered here."""
+    name = path_name(path) or "the array"
+    if len(spec) > x.ndim:
+        raise ValueError(
+            f"`specs` says how {len(spec)} axes of `{name}` are sharded, {spec}, but "
+            f"here its shape is {list(x.shape)}. Pass the PartitionSpec of what is "
+            "here: a scan over layers has taken off the first axis, and so the first "
+            "entry."
+        )
+    around = jax.sharding.get_abstract_mesh()
+    bound = []
+    for axis in (axis for entry in spec for axis in as_axes(entry)):
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            if around.manual_axes and axis in around.axis_names:
+                continue  # the compiler's, which gathers what is needed
+            here = f" but {around.manual_axes}" if around.manual_axes else " here"
+            raise ValueError(
+                f"`jaxmp.gather` is to gather `{name}` over {axis!r}, but there is no "
+                f"such mesh axis{here}. Call it inside the function of "
+                "`jaxmp.value_and_grad(..., mesh=mesh, shardings=shardings, "
+                "gather=False)` or of `jax.shard_map`, and name one of their axes. "
+                "Under plain `jax.jit` the compiler gathers: use "
+                "`policy.cast_to_compute(params, shardings=shardings)` there."
+            ) from None
+        bound.append(axis)
+    return dims_of(spec, bound)
+
+
+def _abstract(x: Any) -> Any:
+    """Describes an array without its numbers; what is none stays."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
