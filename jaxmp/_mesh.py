@@ -329,10 +329,11 @@ def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
             is_leaf=lambda x: isinstance(x, P),
         )
     except (TypeError, ValueError, KeyError) as error:
+        several = ", and with several `argnums` a tuple has one for each"
         raise ValueError(
             f"`{option}` must have the structure of {whose}, or of a prefix: one "
-            "PartitionSpec serves a whole tree, and with several `argnums` a tuple "
-            f"has one for each. JAX says: {error}"
+            f"PartitionSpec serves a whole tree{several * (option == 'shardings')}. "
+            f"JAX says: {error}"
         ) from error
 
 
