@@ -190,9 +190,9 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
             )
         if len(spec) > jnp.ndim(x):
             raise ValueError(
-                f"`shardings` says how {len(spec)} axes of `{name}` are sharded, "
-                f"{spec}, but its shape is {list(jnp.shape(x))}. Pass a PartitionSpec "
-                "with at most one entry for each of its axes."
+                f"`shardings` has {len(spec)} entries for `{name}`, {spec}, but its "
+                f"shape is {list(jnp.shape(x))}. Pass a PartitionSpec with at most one "
+                "entry for each of its axes."
             )
         for size, entry in zip(jnp.shape(x), spec, strict=False):
             names = as_axes(entry)

@@ -19,6 +19,7 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.collectives import collectives, partitioned
+from conftest import rest_is_evidence
 from jaxmp._ungathered import never_gathered
 
 CPUS = np.array(jax.devices("cpu")[:8])
@@ -49,8 +50,6 @@ ON_GRID = {
     "down": P(None, "model", "data"),
 }
 OF_ONE_MACHINE = {"up": P(None, "model"), "bias": P(), "down": P(None, "model")}
-SIZES = {name: x.size for name, x in PARAMS.items()}
-MATRICES = {SIZES["up"], SIZES["down"]}
 
 
 def layer(x, weights):
@@ -103,10 +102,10 @@ def put(specs, mesh, params=PARAMS):
 # Values
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_gradients_are_those_of_one_device_and_stay_on_the_shards(name):
-    policy, tolerance = POLICIES[name]
-
+@pytest.mark.parametrize(
+    ("policy", "tolerance"), rest_is_evidence(POLICIES, "float32", "float16")
+)
+def test_gradients_are_those_of_one_device_and_stay_on_the_shards(policy, tolerance):
     @jax.jit
     def run(params, x):
         return [
@@ -130,10 +129,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_may_be_sharded_over_several_axes(layout):
-    mesh, specs, axis_name = LAYOUTS[layout]
-
+@pytest.mark.parametrize(
+    ("mesh", "specs", "axis_name"),
+    rest_is_evidence(
+        LAYOUTS, "two axes, explicit", "the compiler's tensor parallelism"
+    ),
+)
+def test_parameters_may_be_sharded_over_several_axes(mesh, specs, axis_name):
     @jax.jit
     def run(params, x):
         options = {"specs": specs, "mesh": mesh, "axis_name": axis_name}
@@ -188,15 +190,17 @@ def test_a_float16_sum_does_not_overflow_where_the_mean_does_not():
 
 
 def test_what_is_no_float_is_gathered_without_a_gradient():
+    specs = {"w": P("data"), "n": P("data"), "one": P()}
+
     def loss(params, x):
-        params = jaxmp.gather(params, P("data"), "mixed_bfloat16")
+        params = jaxmp.gather(params, specs, "mixed_bfloat16")
         assert params["n"].dtype == jnp.int32
         return (params["w"] * params["n"] * x.sum() * params["one"]).sum() / 8
 
     grad_fn = jaxmp.grad(
         loss,
         mesh=DATA,
-        shardings={"w": P("data"), "n": P("data"), "one": P()},
+        shardings=specs,
         gather=False,
         allow_int=True,
         batch_argnums=1,
@@ -220,10 +224,11 @@ def exchanged(fun, *args):
     return [c for c in collectives(partitioned(jax.jit(fun), *args)) if c.size > 1]
 
 
+SUMS = {"float32": ("mixed_bfloat16", "f32"), "bfloat16": (SUMS_BF16, "bf16")}
+
+
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize(
-    ("policy", "reduce"), [("mixed_bfloat16", "f32"), (SUMS_BF16, "bf16")]
-)
+@pytest.mark.parametrize(("policy", "reduce"), rest_is_evidence(SUMS, "bfloat16"))
 def test_gathered_once_everything_is_sent_once(policy, reduce):
     found = exchanged(grad_of("once", policy, accum_steps=2), put(SPECS, DATA), X)
     sent = {(c.kind, c.dtype) for c in found}
@@ -233,7 +238,7 @@ def test_gathered_once_everything_is_sent_once(policy, reduce):
         ("all-reduce", reduce),  # of what is whole on every device
     }
     assert {c.times for c in found} == {1}
-    numbers = sum(MATRICES) if len(MATRICES) > 1 else 2 * min(MATRICES)
+    numbers = PARAMS["up"].size + PARAMS["down"].size
     gathers = [c for c in found if c.kind == "all-gather"]
     sums = [c for c in found if c.kind == "reduce-scatter"]
     assert sum(c.sent for c in gathers) == 2 * numbers * 7 / 8
@@ -242,9 +247,7 @@ def test_gathered_once_everything_is_sent_once(policy, reduce):
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize(
-    ("policy", "reduce"), [("mixed_bfloat16", "f32"), (SUMS_BF16, "bf16")]
-)
+@pytest.mark.parametrize(("policy", "reduce"), rest_is_evidence(SUMS, "float32"))
 def test_gathered_by_layer_no_more_than_a_layer_is_ever_whole(policy, reduce):
     step = grad_of("layers", policy, accum_steps=2)
     program = partitioned(jax.jit(step), put(SPECS, DATA), X)
@@ -257,16 +260,24 @@ def test_gathered_by_layer_no_more_than_a_layer_is_ever_whole(policy, reduce):
     assert kinds == {
         ("all-gather", "bf16"): 2 * 2 * 3 * 2,
         ("reduce-scatter", reduce): 2 * 3 * 2,
-        ("all-reduce", "f32"): 1,
+        ("all-reduce", reduce): 1,
     }
     assert {c.size for c in found if c.kind == "all-gather"} == {16 * 32}
     assert {c.times for c in found if c.kind == "all-reduce"} == {1}  # in no loop
     assert not re.findall(r"\[3,(?:16,32|32,16)\]", program)  # no whole stack
 
 
+ORDERS = {
+    f"{form}, {order}": (form, order)
+    for form in ("once", "layers")
+    for order in ("outside", "inside")
+}
+
+
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("order", ["outside", "inside"])
-@pytest.mark.parametrize("form", ["once", "layers"])
+@pytest.mark.parametrize(
+    ("form", "order"), rest_is_evidence(ORDERS, "once, outside", "layers, inside")
+)
 def test_autocast_gathers_in_sixteen_bits_and_sums_in_float32(form, order):
     options = {"mesh": DATA, "shardings": SPECS, "batch_argnums": 1, "accum_steps": 2}
     loss = loss_fn if form == "once" else by_layer(SPECS)
@@ -386,7 +397,7 @@ class Block(nn.Module):
 
 class Model(nn.Module):
     block: type[nn.Module] = Block
-    boxed: bool = False
+    boxed: bool = False  # as its blocks are
 
     @nn.compact
     def __call__(self, x):
@@ -398,7 +409,7 @@ class Model(nn.Module):
             length=3,
             **axes,
         )
-        return layers(self.boxed, name="layers")(x, None)[0]
+        return layers(boxed=self.boxed, name="layers")(x, None)[0]
 
 
 BLOCK = {
@@ -408,16 +419,19 @@ BLOCK = {
 }
 
 
-@pytest.mark.parametrize("boxed", [False, True])
+@pytest.mark.parametrize(
+    "boxed", [False, pytest.param(True, marks=pytest.mark.evidence)]
+)
 def test_layers_of_linen_gather_with_their_names_and_shapes(boxed):
-    plain = Model(Block, boxed)
+    plain = Model()
     if boxed:
         block = jaxmp.linen.gather(Block, policy="mixed_bfloat16")
     else:
         block = jaxmp.linen.gather(Block, BLOCK, "mixed_bfloat16")
     model = Model(block, boxed)
-    params = jax.jit(plain.init)(jax.random.key(0), X)
-    chex.assert_trees_all_equal(params, jax.jit(model.init)(jax.random.key(0), X))
+    params = jax.jit(model.init)(jax.random.key(0), X)
+    same = jax.jit(plain.init)(jax.random.key(0), X)
+    chex.assert_trees_all_equal(nn.meta.unbox(params), same)
     stack = jax.tree.map(lambda s: P(None, *s), BLOCK)
     shardings: Any = {"params": {"layers": stack}}
     if boxed:
@@ -439,7 +453,7 @@ def test_layers_of_linen_gather_with_their_names_and_shapes(boxed):
             gather=False,
             batch_argnums=1,
         )
-        return whole(params, x), by_layer(params, x)
+        return whole(nn.meta.unbox(params), x), by_layer(params, x)
 
     whole, result = run(params, X)
     assert_close(result, whole, 3e-2)
@@ -511,7 +525,7 @@ def run_with(loss=loss_fn, specs=SPECS, **options):
     ("specs", "message"),
     [
         ({"up": P()}, "structure of the differentiated arguments.*one for each.*JAX"),
-        (SPECS | {"bias": P(None, None, "data")}, r"3 axes of `bias`.*\[3, 32\]"),
+        (SPECS | {"bias": P(None, None, "data")}, r"3 entries for `bias`.*\[3, 32\]"),
         (SPECS | {"up": P("data")}, r"axis of `up` into 8 parts.*\[3, 16, 32\]"),
         (SPECS | {"up": P(None, "dta")}, r"`up` over 'dta', which is no.*\('data',\)"),
         (
@@ -555,7 +569,7 @@ def test_a_shard_that_is_never_gathered_is_named():
         run_with(reads_a_shard, gather=False)
     with pytest.raises(TypeError, match="dot_general") as caught:
         run_with(gather=False)
-    assert re.search("sees shards, such as those of `bias`", caught.value.__notes__[0])
+    assert re.search("sees shards, such as those of `down`", caught.value.__notes__[0])
 
 
 def test_collectives_of_the_user_gather_as_well():
@@ -576,7 +590,9 @@ def test_collectives_of_the_user_gather_as_well():
             return jnp.zeros(())
 
         jax.eval_shape(
-            jax.shard_map(on_device, mesh=DATA, in_specs=(specs,), out_specs=P()),
+            jax.shard_map(
+                on_device, mesh=DATA, in_specs=(specs,), out_specs=P(), check_vma=False
+            ),
             {"w": jnp.ones((8, 8)), "e": jnp.ones((8, 8, 8)), "v": jnp.ones((8, 8))},
         )
         return [names[number] for number, _ in found]
@@ -611,7 +627,7 @@ def test_collectives_of_the_user_gather_as_well():
             ValueError,
             r"structure of the tree that is gathered, or of a pre",
         ),
-        (SPECS, ValueError, r"3 axes of `down`.*\[32, 2\].*scan over layers has taken"),
+        (SPECS, ValueError, r"3 entries for `down`.*\[32, 2\].*scan over layers has"),
         (P("model"), ValueError, "`bias` over 'model', but.*no such mesh axis but"),
         ("data", TypeError, "`specs` must be made of.*but got 'data'"),
     ],
