@@ -50,22 +50,16 @@ class Decoder(NamedTuple):
     length: int = 1024
     head_size: int = 128
 
-    @property
-    def linear(self) -> int:
-        """How many products with weights a gradient has: three for each weight."""
-        return 3 * (4 * self.layers + 1)
+    def products(self, form: Form) -> tuple[int, int]:
+        """Returns how many products with weights and in attention a gradient has.
 
-    @property
-    def attention(self) -> int:
-        """How many products attention has: two forward, and two for each of them."""
-        return 6 * self.layers
-
-    def recomputed(self, form: Form) -> tuple[int, int]:
-        """Returns how many of both kinds are computed once more.
-
-        What leaves a layer is kept, so its last product is not.
+        Three for each weight, and six for two in attention; under remat those of the
+        forward pass once more, but for the last of a layer, whose result is kept.
         """
-        return (3 * self.layers, 2 * self.layers) if form.remat else (0, 0)
+        linear, attention = 3 * (4 * self.layers + 1), 6 * self.layers
+        if form.remat:
+            linear, attention = linear + 3 * self.layers, attention + 2 * self.layers
+        return form.accum_steps * linear, form.accum_steps * attention
 
     def params(self) -> dict[str, Any]:
         """Returns the types of the parameters, all float32."""

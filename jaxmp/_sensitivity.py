@@ -40,6 +40,7 @@ def sensitivity(
     policy: PolicyLike | None = None,
     *,
     tolerance: float = 0.05,
+    has_aux: bool = False,
     loss_scale: Any = None,
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
@@ -65,6 +66,8 @@ def sensitivity(
             :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
         tolerance: What neither relative error should exceed.
+        has_aux: Whether ``fun`` returns a pair, the loss and something else, which is
+            not looked at.
         loss_scale: What the loss is multiplied by for its gradients: a number, or an
             optimizer state that holds one. None is 1, and for float16 the largest
             power of two up to 2^15 with which they are finite.
@@ -109,7 +112,7 @@ def sensitivity(
         check_values("sensitivity", flat, "the parameters and a batch")
         around = Place(user=caller())
         own = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), around, flat.leaves)
-        is_loss = _is_loss(own.jaxpr)
+        is_loss = _returns_scalar(own.jaxpr) or has_aux
         if not is_loss and loss_scale is not None:
             raise ValueError(
                 "`loss_scale` is for a `fun` that returns a loss alone, but this one "
@@ -180,8 +183,8 @@ def _nothing(*args: Any) -> None:
     """Takes any arguments."""
 
 
-def _is_loss(jaxpr: Any) -> bool:
-    """Whether a function returns a scalar alone; false if it returns more."""
+def _returns_scalar(jaxpr: Any) -> bool:
+    """Whether a function returns a scalar alone; false if a scalar and more."""
     avals = _jaxpr.out_avals(jaxpr)
     if not avals or avals[0].shape or not jnp.issubdtype(avals[0].dtype, jnp.floating):
         first = f"{avals[0].dtype}{[*avals[0].shape]}" if avals else "nothing"
@@ -211,7 +214,7 @@ def _gradient(flat: Flat, count: int) -> Callable[..., list[jax.Array]]:
     def step(scale, *leaves):
         def loss(moved):
             replaced = dict(zip(moving, moved, strict=True))
-            (out,) = flat.fun(*(replaced.get(i, x) for i, x in enumerate(leaves)))
+            out, *_ = flat.fun(*(replaced.get(i, x) for i, x in enumerate(leaves)))
             return widen(out) * scale
 
         loss, grads = jax.value_and_grad(loss)([leaves[i] for i in moving])

@@ -198,7 +198,7 @@ def test_every_reader_sees_what_a_cast_at_the_product_gives(instructions):
 
 
 @pytest.mark.evidence
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=40)
 @programs
 def test_every_reader_of_any_program_sees_what_a_cast_at_the_product_gives(
     instructions,

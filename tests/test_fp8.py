@@ -13,10 +13,11 @@ import optax
 import pytest
 from flax import nnx
 from jax import export, lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from benchmarks import collectives
 from benchmarks.measure import traced
 from jaxmp import _fp8
 
@@ -229,7 +230,9 @@ def test_all_else_is_as_under_bfloat16():
 def test_the_user_keeps_products_out_of_float8(where):
     def head(x, w):
         with jax.named_scope("head"):
-            return jnp.matmul(x, w, precision="highest" if where == "precision" else None)
+            return jnp.matmul(
+                x, w, precision="highest" if where == "precision" else None
+            )
 
     def fun(x, w):
         return head(x @ w, w)
@@ -266,7 +269,9 @@ def test_paths_reach_into_loops_and_both_passes():
 def test_paths_mean_nothing_without_float8_and_are_checked():
     with pytest.raises(ValueError, match=r"`bfloat16_paths` has `haed`, but no named"):
         fp8(loss, bfloat16_paths="haed")(PARAMS, X)
-    with pytest.raises(ValueError, match="out of float8, but this policy computes in f"):
+    with pytest.raises(
+        ValueError, match="out of float8, but this policy computes in f"
+    ):
         jaxmp.autocast(loss, "mixed_float16", bfloat16_paths="head")
     for policy in ("mixed_bfloat16", "float32"):
         cast = jaxmp.autocast(loss, policy, bfloat16_paths="head")
@@ -462,6 +467,29 @@ def test_explicit_shardings_are_kept():
         w, x = jax.device_put(PARAMS["a"], P()), jax.device_put(X, P("data"))
         for grad in (fp8(jax.grad(fun)), jax.grad(fp8(fun))):
             assert distance(jax.jit(grad)(w, x), expected) < 0.05
+
+
+def test_sharded_weights_are_gathered_in_float8(compiled_anew):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    where = NamedSharding(mesh, P("data"))
+
+    def fun(params, x):
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        ({"a": jnp.ones((64, 128)), "b": jnp.ones((128, 64))}, jnp.ones((128, 64))),
+    )
+    sent = {}
+    for policy in ("mixed_bfloat16", "mixed_fp8"):
+        grad = jaxmp.autocast(jax.grad(fun), policy, ops=OPS)
+        jitted = jax.jit(grad, out_shardings={"a": where, "b": where})
+        found = collectives.collectives(collectives.partitioned(jitted, *args))
+        gathered = [(c.dtype, c.size) for c in found if c.kind == "all-gather"]
+        sent[policy] = [dtype for dtype, size in gathered if size > 1]
+    assert "bf16" in sent["mixed_bfloat16"]
+    assert set(sent["mixed_fp8"]) == {"f8e4m3fn"}
+    assert len(sent["mixed_fp8"]) <= len(sent["mixed_bfloat16"])
 
 
 # Other functions of jaxmp

@@ -381,9 +381,9 @@ def test_batch_norm_synchronises_over_the_axis():
 # Skips and states
 
 
-# Inside shard_map, tests/test_sharding.py holds the same of the wrapper.
+# Under plain `jit` and inside shard_map, tests/test_sharding.py holds the same.
 @pytest.mark.parametrize(
-    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "jit", "mesh")
+    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "mesh")
 )
 def test_an_overflow_on_one_device_skips_on_all(form):
     policy = jaxmp.get_policy("mixed_float16")

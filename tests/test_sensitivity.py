@@ -312,7 +312,8 @@ def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
     widths = [bar.get_width() for bar in ax.containers[0]]
     assert widths[0] == fourier().modules[0].alone
     assert ax.get_xscale() == "log"
-    assert any("0.05" in x.get_text() for x in ax.get_legend().get_texts())
+    (legend,) = ax.figure.legends
+    assert "tolerance (0.05)" in [x.get_text() for x in legend.get_texts()]
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
