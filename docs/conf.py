@@ -22,7 +22,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["README.md"]
 
 # Pages are plain Markdown, so that they read well in a repository browser too.
 myst_enable_extensions = ["colon_fence", "deflist"]
