@@ -139,11 +139,12 @@ def sensitivity(
             search = _Search(program, flat.leaves, scales, bar)
             rows = search.rows()
             paths, errors = search.paths(rows, tolerance)
-            again = None
+            again: tuple[float, float] | None = None
             if not own.multiplies:
                 bar.expect("running autocast itself", 1)
                 kept = paths_keep(float32_paths=paths)
-                again = (*_errors_of(kept, step, search.arrays),)
+                loss, gradients = _errors_of(kept, step, search.arrays)
+                again = loss, gradients
                 bar.advance()
         return SensitivityReport(
             modules=tuple(sorted(rows, key=lambda row: -row.alone)),

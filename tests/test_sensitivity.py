@@ -287,7 +287,8 @@ def test_switches_reach_what_is_inside(fun, dtype):
     cast = compiled(jaxmp.autocast(flat.fun, dtype), *flat.leaves)(*flat.leaves)
     eps = float(jnp.finfo(dtype).eps)
     assert max(map(float, _errors(run(off, *flat.leaves), exact))) < 1e-5
-    assert max(map(float, _errors(run(~off, *flat.leaves), cast))) < eps / 4
+    # XLA may make one operation of several, which round each: 1 - x² from JAX 0.12 on.
+    assert max(map(float, _errors(run(~off, *flat.leaves), cast))) < eps
     assert max(map(float, _errors(cast, exact))) > eps / 32
     assert "in" in program.parts
 
@@ -303,6 +304,7 @@ def test_the_table_has_at_most_98_columns_and_json_takes_the_dict():
 
 
 def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra `plot`")
     from jaxmp import plots
 
     ax = plots.sensitivity(fourier())
@@ -317,6 +319,7 @@ def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
+    pytest.importorskip("rich", reason="rich is in the extra `examples`")
     import rich.console
 
     text = io.StringIO()
