@@ -149,10 +149,10 @@ def test_a_sound_model_needs_nothing():
         with jax.named_scope("a"):
             h = jnp.tanh(x @ w["a"])
         with jax.named_scope("b"):
-            return jnp.mean((h @ w["b"]) ** 2)
+            return jnp.mean((h @ w["b"]) ** 2), h / 0  # something else
 
     w = {"a": jnp.ones((4, 4)) / 4, "b": jnp.ones((4, 2))}
-    report = measure(loss, w, X)
+    report = measure(loss, w, X, has_aux=True)
     assert report.float32_paths == ()
     assert report.line == ""
     assert "Nothing needs float32: both errors are at most 0.05." in str(report)
@@ -344,6 +344,8 @@ def test_what_cannot_be_measured_is_refused():
         measure(loss, jax.ShapeDtypeStruct((4, 4), jnp.float32), X)
     with pytest.raises(TypeError, match=r"the first result is float32\[8, 4\]"):
         measure(jnp.matmul, X, w)
+    with pytest.raises(TypeError, match="has_aux=True"):
+        measure(lambda w, x: (loss(w, x), w), w, X)
     with pytest.raises(TypeError, match="no floating array in it"):
         measure(lambda i, w: loss(w, X), jnp.arange(3), w)
     with pytest.raises(ValueError, match="found nothing in 16 bits"):
