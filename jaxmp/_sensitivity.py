@@ -116,7 +116,7 @@ def sensitivity(
         if not is_loss and not own.has_backward:
             raise TypeError(
                 "`sensitivity` expects a loss, but `fun` returns more than a scalar, "
-                "and computes no gradients. Type `sensitivity(fun, policy, has_aux=True)`, "
+                "and computes no gradients. Type `sensitivity(fun, has_aux=True)`, "
                 "which differentiates the first result."
             )
         if not is_loss and loss_scale is not None:
