@@ -124,7 +124,7 @@ def test_gradients_are_those_of_one_device_and_stay_on_the_shards(policy, tolera
 LAYOUTS = {
     "two axes": (GRID, ON_GRID, None),
     "two axes, explicit": (TYPED, ON_GRID, None),
-    "the compiler's tensor parallelism": (GRID, ON_GRID, "data"),
+    "tensor parallelism": (GRID, ON_GRID, "data"),
     "whole on each machine": (GRID, OF_ONE_MACHINE, None),
 }
 
