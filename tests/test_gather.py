@@ -132,7 +132,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("mesh", "specs", "axis_name"),
     rest_is_evidence(
-        LAYOUTS, "two axes, explicit", "the compiler's tensor parallelism"
+        LAYOUTS, "two axes, explicit", "tensor parallelism"
     ),
 )
 def test_parameters_may_be_sharded_over_several_axes(mesh, specs, axis_name):
