@@ -283,7 +283,7 @@ def test_a_batch_is_split_over_the_devices_that_have_joined(monkeypatch):
 
 
 def test_where_jax_finds_no_address_the_error_says_what_to_pass(monkeypatch):
-    def initialize():
+    def initialize(**options):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
