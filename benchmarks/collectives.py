@@ -231,12 +231,16 @@ def collectives(program: str) -> list[Collective]:
             elif line.opcode in ("call", "conditional"):
                 for called in line.called(*hlo.CALLS, *hlo.BRANCHES):
                     run(called, times)
-            elif line.opcode in RINGS:
+            elif (kind := line.opcode.removesuffix("-done")) in RINGS:
                 users = [x.opcode for x in lines if line.name in x.operands]
                 sliced = bool(users) and set(users) == {"dynamic-slice"}
-                devices = _group_size(line) or everyone
+                # A GPU starts it, and waits for the result where that is read.
+                start = line
+                if kind != line.opcode:
+                    start = computations[name].instructions[line.operands[0]]
+                devices = _group_size(start) or everyone
                 for dtype, size in hlo.arrays(line.shape):
-                    c = Collective(line.opcode, dtype, size, times, devices, sliced)
+                    c = Collective(kind, dtype, size, times, devices, sliced)
                     found.append(c)
 
     run(entry, 1)

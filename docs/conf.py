@@ -22,7 +22,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["README.md"]
 
 # Pages are plain Markdown, so that they read well in a repository browser too.
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -70,7 +69,7 @@ html_theme_options = {
     },
 }
 pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_dark_style = "github-dark"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

@@ -225,10 +225,14 @@ def train(
             )
             losses.append(float(loss))
         f1 = f1_score(predict(params, test.images), test)
-        state = jaxmp.get_loss_scale_state(opt_state)
+        logged = jaxmp.scalars(opt_state, prefix="")
         console.print(f"{name}: loss {losses[-1]:.3f}, F1 {f1:.2f}", highlight=False)
         yield Result(
-            f1, np.array(losses), float(state.loss_scale), int(state.skipped), params
+            f1=f1,
+            losses=np.array(losses),
+            loss_scale=float(logged["loss_scale"]),
+            skipped=int(logged["skipped"]),
+            params=params,
         )
 
 

@@ -230,11 +230,11 @@ def training_table(results: list[Result], policies, updates: int) -> Table:
     for name, which in ("Loss at the start", 0), ("Loss at the end", -1):
         losses = [[r.losses[which][1] for r in same] for same in runs]
         table.add_row(name, *map(mean_and_spread, losses))
-    states = [[jaxmp.get_loss_scale_state(r.opt_state) for r in same] for same in runs]
-    scales = [f"2^{math.log2(same[0].loss_scale):.0f}" for same in states]
+    logged = [[jaxmp.scalars(r.opt_state, prefix="") for r in same] for same in runs]
+    scales = [f"2^{math.log2(same[0]['loss_scale']):.0f}" for same in logged]
     table.add_row("Loss scale at the end", *scales)
     table.add_row(
-        "Skipped", *(str(sum(int(s.skipped) for s in same)) for same in states)
+        "Skipped", *(str(sum(int(x["skipped"]) for x in same)) for same in logged)
     )
     return table
 

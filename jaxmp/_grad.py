@@ -116,7 +116,7 @@ def value_and_grad(
             With a policy (or its string, or a dtype) the
             differentiated arguments are cast to compute dtype once, and the 16-bit
             copies are what ``fun`` sees. A penalty on the parameters then belongs
-            into the optimizer.
+            in the optimizer.
         loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
             anything else that :func:`jaxmp.get_loss_scale` takes; or a positive
             scalar, best a power of two.

@@ -100,7 +100,7 @@ class Hazard:
     """A matrix product that 16 bits make wrong, by what is made of it.
 
     Attributes:
-        kind: ``"phase"`` of a sine, ``"distance"`` from |x|² + |y|² - 2xy,
+        kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
             ``"comparison"`` of results, an index that is looked up, or one-hot,
             ``"inverse"`` of a matrix, or ``"sum"``, a product with ones.
         why: What goes wrong, in words.

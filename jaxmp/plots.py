@@ -325,6 +325,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         'relative error'
     """
     rows = report.modules
+    figure = None
     if ax is None:
         figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)))
         figure.set_layout_engine("constrained")
@@ -352,8 +353,12 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
     right.set_xlabel("% of the FLOPs")
     right.tick_params(labelleft=False)
-    above = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-    left.legend(**above, ncols=3, frameon=False)
+    _set_title(left, "What each module makes of 16 bits")
+    if figure is not None:
+        below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
+        figure.legend(handles=left.get_legend_handles_labels()[0], **below)
+    else:
+        left.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
     return left
 
 
