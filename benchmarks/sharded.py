@@ -72,33 +72,32 @@ def main(arguments: list[str]) -> None:
     """Prints peak memory and bytes sent, and saves them after each row."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks sharded")
     h200.require("sharded")
-    count = sum(x.size for x in jax.tree.leaves(shapes(options)))
-    title = f"GiB at the peak and GB sent, {count / 1e9:.2f} billion parameters"
-    rows = []
-    for row in measured(options):
-        print(row, flush=True)
-        rows.append(row)
-        command = ["sharded", *arguments]
-        results.save(options.output, title, h200.HARDWARE, command, rows)
-    tables.show(title, rows)
-
-
-def measured(options: Options) -> Iterator[dict[str, Any]]:
-    """Yields the peak and the bytes of each form."""
+    count = sum(x.size for x in jax.tree.leaves(shapes(options))) / 1e9
     for devices in options.devices:
-        for accum_steps in options.accum_steps:
-            for form in options.forms:
-                compiled = compile_step(options, form, devices, accum_steps)
-                sent = sent_bytes(compiled.as_text())
-                most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
-                yield {
-                    "form": form,
-                    "devices": devices,
-                    "micro-batches": accum_steps,
-                    "peak GiB": round(peak(compiled) / 2**30, 1),
-                    "GB sent": round(sum(sent.values()) / 1e9, 1),
-                    "of which": ", ".join(most),
-                }
+        title = f"{devices} devices, {count:.2f} billion parameters, by form"
+        rows = []
+        for row in measured(options, devices):
+            print(row, flush=True)
+            rows.append(row)
+            command = ["sharded", *arguments]
+            results.save(options.output, title, h200.HARDWARE, command, rows)
+        tables.show(title, rows)
+
+
+def measured(options: Options, devices: int) -> Iterator[dict[str, Any]]:
+    """Yields the peak and the bytes of each form."""
+    for accum_steps in options.accum_steps:
+        for form in options.forms:
+            compiled = compile_step(options, form, devices, accum_steps)
+            sent = sent_bytes(compiled.as_text())
+            most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
+            yield {
+                "form": form,
+                "micro-batches": accum_steps,
+                "peak GiB": round(peak(compiled) / 2**30, 1),
+                "GB sent": round(sum(sent.values()) / 1e9, 1),
+                "of which": ", ".join(most),
+            }
 
 
 def peak(compiled: Any) -> int:

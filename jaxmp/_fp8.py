@@ -7,7 +7,8 @@ are its gradients, bit for bit. The format has four bits of precision (E4M3), fo
 gradients too.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", 2022, sections 3 and 4,
-https://arxiv.org/abs/2209.05433. What is called current scaling there is per tensor.
+https://arxiv.org/abs/2209.05433. Scales that are found from the numbers themselves, and
+not from those of earlier steps, are called current scaling.
 """
 
 import functools

@@ -231,6 +231,8 @@ class Planner:
             return "deny"
         if name in ops.allow and _gains_from_16bit(eqn, self.dtype):
             return "allow"
+        if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
+            return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
         is_told = _jaxpr.is_told_dtype(eqn)
         if name in ops.infer and not is_steep_power(eqn) and not is_told:
             return "infer"
@@ -253,6 +255,8 @@ class Planner:
             return KEPT_BY_OPS
         if eqn.primitive.name in CALLS and _jaxpr.takes_reference(eqn):
             return KEPT_BY_REFERENCE
+        if self.float8 and _is_written_in(self.dtype, eqn):
+            return self.why_16bit(eqn, scopes, False)
         return None
 
     def why_16bit(self, eqn: Equation, scopes: Scopes, linear: bool) -> str | None:
@@ -451,6 +455,13 @@ def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
 
 def _stays_float32(eqn: Equation) -> bool:
     return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def _is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
+    if not is_matrix_product(eqn) or not has_default_precision(eqn):
+        return False
+    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
 def _gains_from_16bit(eqn: Equation, dtype: np.dtype) -> bool:

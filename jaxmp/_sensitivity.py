@@ -23,7 +23,7 @@ from ._flatten import Flat, check_values, flatten
 from ._loss_scale_state import scale_in
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._places import Place, caller
-from ._policy import PolicyLike
+from ._policy import PolicyLike, get_policy
 from ._scopes import is_under
 from ._sensitivity_report import ModuleSensitivity, SensitivityReport
 from ._switches import Program, compiled
@@ -54,14 +54,13 @@ def sensitivity(
     when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
     a tolerance, as a line to paste.
 
-    The module paths of one run are not those of another program: all are measured by
-    one, in which each rounding to 16 bits can be switched off. At the end autocast
-    itself is run with the paths that were found.
+    One compiled program stands for all of these choices: each rounding to 16 bits can
+    be switched off in it. At the end autocast itself is run with the paths found.
 
     Args:
         fun: Function that returns a scalar, differentiated with respect to the floating
-            arrays of its first argument; or one that returns a scalar and more, such as
-            ``jax.value_and_grad(loss)``, all of whose results are compared. If it
+            arrays of its first argument; or one that returns a scalar and gradients of
+            its own, as ``jax.value_and_grad(loss)`` does, all compared. If it
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
@@ -82,8 +81,8 @@ def sensitivity(
         :class:`SensitivityReport`.
 
     Raises:
-        TypeError: If ``fun`` is not callable, returns no scalar, or an argument has no
-            values.
+        TypeError: If ``fun`` is not callable, returns no scalar, or more without
+            gradients and ``has_aux``, or if an argument has no values.
         ValueError: If an option is out of range, or nothing in ``fun`` is in 16 bits.
         FloatingPointError: If the loss or its gradients are not finite in float32.
 
@@ -105,6 +104,7 @@ def sensitivity(
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
     _check_options(tolerance, depth)
+    policy = None if policy is None else get_policy(policy)
 
     @functools.wraps(fun, updated=())
     def measured(*args: P.args, **kwargs: P.kwargs) -> SensitivityReport:
@@ -113,6 +113,12 @@ def sensitivity(
         around = Place(user=caller())
         own = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), around, flat.leaves)
         is_loss = _returns_scalar(own.jaxpr) or has_aux
+        if not is_loss and not own.has_backward:
+            raise TypeError(
+                "`sensitivity` expects a loss, but `fun` returns more than a scalar, "
+                "and computes no gradients. Type `sensitivity(fun, has_aux=True)`, "
+                "which differentiates the first result."
+            )
         if not is_loss and loss_scale is not None:
             raise ValueError(
                 "`loss_scale` is for a `fun` that returns a loss alone, but this one "
@@ -139,11 +145,12 @@ def sensitivity(
             search = _Search(program, flat.leaves, scales, bar)
             rows = search.rows()
             paths, errors = search.paths(rows, tolerance)
-            again = None
+            again: tuple[float, float] | None = None
             if not own.multiplies:
                 bar.expect("running autocast itself", 1)
                 kept = paths_keep(float32_paths=paths)
-                again = (*_errors_of(kept, step, search.arrays),)
+                loss, gradients = _errors_of(kept, step, search.arrays)
+                again = loss, gradients
                 bar.advance()
         return SensitivityReport(
             modules=tuple(sorted(rows, key=lambda row: -row.alone)),
@@ -342,6 +349,8 @@ class _Search:
         while now.worst > target:
             if chosen:  # the first step is in the rows
                 left = [x for x in order if (on & self.masks[x.path]).any()][:_TRIED]
+                if not left:
+                    break
                 self.bar.expect("searching", len(left))
                 found = {x.path: self.errors(on & ~self.masks[x.path]) for x in left}
             candidates = [row for row in order if row.path in found]

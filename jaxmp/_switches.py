@@ -51,6 +51,7 @@ class Program:
         dtypes: Names of the 16-bit dtypes.
         multiplies: Whether there is a matrix product of 16-bit operands.
         has_autocast: Whether one of those is inside :func:`jaxmp.autocast`.
+        has_backward: Whether there is a backward pass.
         notes: What the switches do not reach.
     """
 
@@ -75,13 +76,14 @@ class Program:
         self.flops: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
-        self.multiplies = self.has_autocast = False
+        self.multiplies = self.has_autocast = self.has_backward = False
         parts: dict[str, None] = {}
         for eqn, place in self._equations(jaxpr, around):
             part, found = self.part_of(place), flops(eqn) * place.trips
             atoms = (*eqn.invars, *eqn.outvars)
             narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
             self.dtypes |= narrow
+            self.has_backward |= place.backward
             if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes

@@ -325,6 +325,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         'relative error'
     """
     rows = report.modules
+    figure = None
     if ax is None:
         figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)))
         figure.set_layout_engine("constrained")
@@ -353,7 +354,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     right.set_xlabel("% of the FLOPs")
     right.tick_params(labelleft=False)
     _set_title(left, "What each module makes of 16 bits")
-    if ax is None:
+    if figure is not None:
         below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
         figure.legend(handles=left.get_legend_handles_labels()[0], **below)
     else:

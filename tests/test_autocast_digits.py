@@ -63,7 +63,6 @@ OUTSIDE = {
         {f"{n}-{d.__name__}": (f, d) for n, f in OUTSIDE.items() for d in HALVES},
         *(f"{name}-float16" for name in OUTSIDE),
         "schedule-bfloat16",
-        "coordinates-bfloat16",
     ),
 )
 def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):

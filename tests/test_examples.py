@@ -342,7 +342,7 @@ def refusal_to_resume(folder):
 @left_by_orbax
 @pytest.mark.parametrize(
     "damage",
-    rest_is_evidence(DAMAGES, "truncated numbers", "missing index", "no state"),
+    rest_is_evidence(DAMAGES, "truncated numbers", "no state"),
 )
 def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     small, killed, tmp_path, damage

@@ -169,6 +169,16 @@ def as_before(fun, *args):
 
 W = jnp.ones((32, 32))
 KEPT = {
+    "batched, in bfloat16": (
+        lambda x, w: jnp.einsum("bij,bkj->bik", *2 * [x.astype(BF16)]),
+        "batched",
+    ),
+    "small, in bfloat16": (
+        lambda x, w: jnp.dot(
+            x.astype(BF16), w[:, :8].astype(BF16), preferred_element_type=jnp.float32
+        ),
+        "no multiple of 16",
+    ),
     "batched": (lambda x, w: jnp.einsum("bij,bkj->bik", x, x), "batched"),
     "rows": (lambda x, w: x[0, :8] @ w, "no multiple of 16"),
     "terms": (lambda x, w: x[..., :24] @ w[:24], "no multiple of 16"),
@@ -289,8 +299,36 @@ def test_an_inner_autocast_decides_for_itself():
     assert products(jaxmp.autocast(fp8(loss)), PARAMS, X).count((F8, F8)) == 2
 
 
-def test_what_is_made_or_stored_in_16_bits_is_taken_too():
-    assert products(fp8(lambda x, w: x @ w), X, W.astype(BF16)) == [(F8, F8)]
+def test_the_tangents_of_a_rule_are_transposed_in_16_bits():
+    @jax.custom_jvp
+    def linear(x):
+        return x @ W
+
+    linear.defjvp(lambda primals, tangents: (linear(*primals), tangents[0] @ W))
+    grad = jax.grad(fp8(lambda x: jnp.sum(linear(x) ** 2)))
+    assert products(grad, X) == [(F8, F8), (BF16, BF16)]
+    (row,) = jaxmp.audit(grad)(X).kept_16bit
+    assert row.reason == "in the rule of a custom derivative"
+    outside = fp8(jax.grad(lambda x: jnp.sum(linear(x) ** 2)))
+    assert products(outside, X) == [(F8, F8), (F8, F8)]
+
+
+def test_what_is_written_or_stored_in_16_bits_is_taken_too():
+    x, w = X.astype(BF16), W.astype(BF16)
+    for args in ((X, w), (x, W), (x, w)):
+        grad = fp8(jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), (0, 1)))
+        assert products(grad, *args) == 3 * [(F8, F8)]
+    kept = fp8(
+        lambda x, w: jax.named_scope("head")(jnp.dot)(x, w), bfloat16_paths="head"
+    )
+    assert products(kept, x, w) == [(BF16, BF16)]
+    (row,) = jaxmp.audit(kept)(x, w).kept_16bit
+    assert row.reason == "`bfloat16_paths`"
+    half = fp8(lambda x, w: x @ w)
+    assert products(half, x.astype("float16"), w.astype("float16")) != [(F8, F8)]
+    model = nn.Dense(64, dtype=BF16, param_dtype=BF16)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert products(fp8(model.apply), variables, x) == [(F8, F8)]
     ops = OPS.with_rounded_products()
     cast = jaxmp.autocast(lambda x, w: x @ w, "mixed_fp8", ops=ops)
     assert products(cast, X, W) == [(F8, F8)]
@@ -373,11 +411,14 @@ def test_a_scaled_loss_has_the_same_gradient_bit_for_bit():
         chex.assert_trees_all_equal(found, expected)
 
 
-def test_a_scan_a_remat_and_a_second_derivative_have_the_gradient_too():
+def test_a_scan_and_a_remat_have_the_gradient_too():
     expected = jax.jit(jax.grad(scanned))(PARAMS, X)
     for fun in (fp8(jax.grad(scanned)), jax.grad(jax.checkpoint(fp8(scanned)))):
         assert distance(jax.jit(fun)(PARAMS, X), expected) < 0.1
 
+
+@pytest.mark.evidence
+def test_a_second_derivative_is_one_of_the_same_products():
     def norm_of(grad):
         return jax.jit(jax.grad(lambda p: optax.tree.norm(grad(p, X)) ** 2))
 

@@ -124,7 +124,7 @@ def test_gradients_are_those_of_one_device_and_stay_on_the_shards(policy, tolera
 LAYOUTS = {
     "two axes": (GRID, ON_GRID, None),
     "two axes, explicit": (TYPED, ON_GRID, None),
-    "the compiler's tensor parallelism": (GRID, ON_GRID, "data"),
+    "tensor parallelism": (GRID, ON_GRID, "data"),
     "whole on each machine": (GRID, OF_ONE_MACHINE, None),
 }
 
@@ -132,7 +132,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     ("mesh", "specs", "axis_name"),
     rest_is_evidence(
-        LAYOUTS, "two axes, explicit", "the compiler's tensor parallelism"
+        LAYOUTS, "two axes, explicit", "tensor parallelism"
     ),
 )
 def test_parameters_may_be_sharded_over_several_axes(mesh, specs, axis_name):

@@ -144,7 +144,7 @@ def test_the_dtype_of_products_is_spelled_only_where_it_is_set():
     both = jaxmp.get_policy('c=bf16,"head"=f32,r=bf16,d=fp8')
     assert str(both) == 'p=full,c=bf16,o=bf16,"head"=full,r=bf16,d=fp8'
     for dtype in (jnp.float8_e5m2, jnp.bfloat16, float, 8):
-        with pytest.raises(ValueError, match="`dot_dtype` has .* for the operands"):
+        with pytest.raises(ValueError, match=r"`dot_dtype` has .* for the operands"):
             jaxmp.Policy("f32", "bf16", "f32", dot_dtype=dtype)
 
 

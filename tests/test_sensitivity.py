@@ -149,10 +149,10 @@ def test_a_sound_model_needs_nothing():
         with jax.named_scope("a"):
             h = jnp.tanh(x @ w["a"])
         with jax.named_scope("b"):
-            return jnp.mean((h @ w["b"]) ** 2)
+            return jnp.mean((h @ w["b"]) ** 2), h / 0  # something else
 
     w = {"a": jnp.ones((4, 4)) / 4, "b": jnp.ones((4, 2))}
-    report = measure(loss, w, X)
+    report = measure(loss, w, X, has_aux=True)
     assert report.float32_paths == ()
     assert report.line == ""
     assert "Nothing needs float32: both errors are at most 0.05." in str(report)
@@ -287,7 +287,8 @@ def test_switches_reach_what_is_inside(fun, dtype):
     cast = compiled(jaxmp.autocast(flat.fun, dtype), *flat.leaves)(*flat.leaves)
     eps = float(jnp.finfo(dtype).eps)
     assert max(map(float, _errors(run(off, *flat.leaves), exact))) < 1e-5
-    assert max(map(float, _errors(run(~off, *flat.leaves), cast))) < eps / 4
+    # XLA may make one operation of several, which round each: 1 - x² from JAX 0.12 on.
+    assert max(map(float, _errors(run(~off, *flat.leaves), cast))) < eps
     assert max(map(float, _errors(cast, exact))) > eps / 32
     assert "in" in program.parts
 
@@ -303,6 +304,7 @@ def test_the_table_has_at_most_98_columns_and_json_takes_the_dict():
 
 
 def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra `plot`")
     from jaxmp import plots
 
     ax = plots.sensitivity(fourier())
@@ -317,6 +319,7 @@ def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
 
 
 def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
+    pytest.importorskip("rich", reason="rich is in the extra `examples`")
     import rich.console
 
     text = io.StringIO()
@@ -341,6 +344,8 @@ def test_what_cannot_be_measured_is_refused():
         measure(loss, jax.ShapeDtypeStruct((4, 4), jnp.float32), X)
     with pytest.raises(TypeError, match=r"the first result is float32\[8, 4\]"):
         measure(jnp.matmul, X, w)
+    with pytest.raises(TypeError, match="has_aux=True"):
+        measure(lambda w, x: (loss(w, x), w), w, X)
     with pytest.raises(TypeError, match="no floating array in it"):
         measure(lambda i, w: loss(w, X), jnp.arange(3), w)
     with pytest.raises(ValueError, match="found nothing in 16 bits"):

@@ -111,7 +111,7 @@ def dtypes(tree):
 
 @pytest.mark.parametrize(
     "policy",
-    rest_is_evidence({name: name for name in POLICIES}, "float32", "mixed_float16"),
+    rest_is_evidence({name: name for name in POLICIES}, "mixed_float16"),
 )
 def test_a_train_state_trains_as_it_stands(policy):
     state = make_state(policy)
@@ -405,7 +405,7 @@ def plain_nnx():
     ("policy", "own_dtype"),
     rest_is_evidence(
         {f"{p}-{own}": (p, own) for p in POLICIES for own in (False, True)},
-        "float32-False",
+        "mixed_bfloat16-False",
         "mixed_float16-True",
     ),
 )
