@@ -57,7 +57,14 @@ def pytest_configure(config):
 
 # The files with the longest tests. Begun last, one of them would keep a worker busy
 # while the others have nothing left to do.
-LONGEST = ("test_gate", "test_readme", "test_processes", "test_benchmarks", "test_ex")
+LONGEST = (
+    "test_gate",
+    "test_docs",
+    "test_readme",
+    "test_processes",
+    "test_benchmarks",
+    "test_ex",
+)
 
 
 def pytest_collection_modifyitems(items):

@@ -24,8 +24,8 @@ from .tables import show
 RESULTS = results.FOLDER / "fault.json"
 NETWORKS = {
     "MLP": mlp(256, features=2048),
-    "GPT, 2 layers": gpt(32, layers=2, width=384, heads=6, vocabulary=2048, length=256),
-    "ResNet, 2 blocks": resnet(64, image=64, stages=(1, 1), bottleneck=False),
+    "GPT, 1 layer": gpt(32, layers=1, width=384, heads=6, vocabulary=2048, length=256),
+    "ResNet, 1 block": resnet(64, image=64, stages=(1,), bottleneck=False),
 }
 
 

@@ -5,6 +5,7 @@ input. Layers are written out and not scanned, so that every layer has its own l
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -128,14 +129,19 @@ class ResNet(nn.Module):
     width: int = 64
     bottleneck: bool = True
     classes: int = 1000
+    small_images: bool = False  # of CIFAR's kind, which are not made smaller at once
     dtype: Any = None
 
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
-        x = nn.Conv(self.width, (7, 7), 2, use_bias=False, dtype=self.dtype)(x)
+        side, strides = (3, 1) if self.small_images else (7, 2)
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        x = conv(self.width, (side, side), strides)(x)
         x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x)
-        x = nn.max_pool(nn.relu(x), (3, 3), (2, 2), "SAME")
+        x = nn.relu(x)
+        if not self.small_images:
+            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 strides = 2 if stage > 0 and block == 0 else 1

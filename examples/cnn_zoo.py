@@ -207,7 +207,7 @@ def train(
         variables = {"params": params, "batch_stats": batch_stats}
         correct = [int(count_correct(variables, *b)) for b in data.test_batches(1000)]
         accuracies.append(sum(correct) / len(data.test_labels))
-        skipped += int(jaxmp.get_loss_scale_state(opt_state).skipped)
+        skipped += int(jaxmp.scalars(opt_state, prefix="")["skipped"])
     shown = ", ".join(f"{accuracy:.1%}" for accuracy in accuracies)
     console.print(f"{network}, {policy}: {shown}", highlight=False)
     return Cell(accuracies, skipped)

@@ -2,6 +2,7 @@
 
     python examples/detector.py --figure detector.png
     python examples/detector.py --full --seeds 3
+    python examples/detector.py --two-stage --seeds 3
 
 The loss of a single-shot detector is a sum over few objects, divided by the number of
 all anchors in the global batch: 882,000 here. Every gradient is tiny, and the better
@@ -10,6 +11,10 @@ activations' gradients turn into zero, its loss rises again. A static scale of 8
 was all that SSD needed in the paper, or a dynamic one brings back what float32 reaches.
 bfloat16 has float32's range and needs none. The images are canvases with some real
 scanned digits, stretched to sides of 8 to 16 pixels.
+
+`--two-stage` proposes regions first and then looks at each of them, as Faster R-CNN
+does. Its losses are means over a few sampled regions and not over all anchors. It shows
+the ranges of both detectors' gradients side by side.
 
 `--full` computes the whole batch of 980 canvases for each update, in 28 micro-batches.
 The quick form computes one of 28 data-parallel workers: 35 canvases an update, with the
@@ -20,22 +25,36 @@ float32 and unscaled.
 References:
     Micikevicius et al., "Mixed Precision Training", ICLR 2018, sections 3.2 and 4.2,
     https://arxiv.org/abs/1710.03740. Liu et al., "SSD: Single Shot MultiBox Detector",
-    ECCV 2016, https://arxiv.org/abs/1512.02325.
+    ECCV 2016, https://arxiv.org/abs/1512.02325. Ren et al., "Faster R-CNN", NeurIPS
+    2015, https://arxiv.org/abs/1506.01497.
 """
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import _two_stage
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _canvases import (
+    ANCHORS,
+    CLASSES,
+    SIDES,
+    Canvases,
+    cells,
+    f1_score,
+    match,
+    moved,
+    paste_digits,
+    with_neighbours,
+)
 from _data import load_digits
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -64,15 +83,8 @@ LINES: dict[str, dict[str, Any]] = {
     "bfloat16": {"color": "black", "linestyle": ":", "linewidth": 2.5},
 }
 
-CANVAS, CELL, OBJECTS = 40, 4, 8  # pixels a side, pixels a cell, digits at most
-SIDES = (8, 12, 16)  # of anchors, in pixels: all nine pairs in each cell
-CLASSES = 11  # background and ten digits
 SHARE, WORKERS = 35, 28  # canvases of one worker, and the workers of one update
 TRAIN_CANVASES, TEST_CANVASES = 4000, 200
-
-_centers = (np.arange(CANVAS // CELL) + 0.5) * CELL
-_grid = np.meshgrid(_centers, _centers, SIDES, SIDES, indexing="ij")
-ANCHORS = np.stack(_grid, -1).reshape(-1, 4).astype(np.float32)  # y, x, height, width
 GLOBAL_ANCHORS = WORKERS * SHARE * len(ANCHORS)
 
 
@@ -88,14 +100,14 @@ class Config:
     learning_rate: float = 8e-3
     full: bool = False
     """Compute the whole global batch, not one worker's share: 28 times the work."""
+    two_stage: bool = False
+    """Propose regions first. The loss is a mean over few, not over all anchors."""
     figure: Path | None = None
     """Where to save the picture."""
 
-
-class Canvases(NamedTuple):
-    images: np.ndarray  # float32[N, 40, 40, 1]
-    boxes: np.ndarray  # float32[N, 8, 4]: center y, center x, height, width
-    labels: np.ndarray  # int32[N, 8], -1 where there is no digit
+    def kind(self) -> "Kind":
+        """Returns the detector that was asked for."""
+        return TWO_STAGE if self.two_stage else SINGLE_STAGE
 
 
 class Result(NamedTuple):
@@ -111,74 +123,20 @@ class Detector(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        cells = CANVAS // CELL
-        x = x.reshape(-1, cells, CELL, cells, CELL).swapaxes(2, 3)
-        x = x.reshape(-1, cells, cells, CELL**2)
+        x = cells(x)
         for width in (32, 48, 48):
             x = nn.relu(nn.Dense(width)(with_neighbours(x)))
         x = nn.Dense(len(SIDES) ** 2 * (CLASSES + 4))(x)
         return x.reshape(len(x), len(ANCHORS), CLASSES + 4)
 
 
-def with_neighbours(x: jax.Array) -> jax.Array:
-    """Sets each cell's neighbours beside it, so that a 3 x 3 convolution is a product.
-
-    In the loop over micro-batches, XLA's CPU takes 20 times as long for the gradients
-    of what is written as a convolution.
-    """
-    _, height, width, _ = x.shape
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    places = np.ndindex(3, 3)
-    return jnp.concatenate([x[:, i : i + height, j : j + width] for i, j in places], -1)
-
-
-def paste_digits(digits: Any, labels: Any, count: int, seed: int) -> Canvases:
-    rng = np.random.default_rng(seed)
-    canvases = Canvases(
-        np.zeros((count, CANVAS, CANVAS, 1), np.float32),
-        np.zeros((count, OBJECTS, 4), np.float32),
-        np.full((count, OBJECTS), -1, np.int32),
-    )
-    for image, boxes, classes in zip(*canvases, strict=True):
-        for n in range(OBJECTS):
-            height, width = rng.integers(8, 17, 2)
-            top = rng.integers(CANVAS - height + 1)
-            left = rng.integers(CANVAS - width + 1)
-            place = image[top : top + height, left : left + width]
-            if place.any():
-                continue
-            i = rng.integers(len(digits))
-            rows = np.arange(height) * 8 // height
-            columns = np.arange(width) * 8 // width
-            place[:] = digits[i][rows[:, None], columns] / 16
-            boxes[n] = top + height / 2, left + width / 2, height, width
-            classes[n] = labels[i]
-    return canvases
-
-
-def intersection_over_union(a: Any, b: Any) -> Any:
-    """Compares boxes ``[m, 4]`` with boxes ``[n, 4]``, of NumPy or JAX."""
-    a, b = a[:, None], b[None]
-    top = (a[..., :2] - a[..., 2:] / 2).clip(b[..., :2] - b[..., 2:] / 2)
-    bottom = (a[..., :2] + a[..., 2:] / 2).clip(max=b[..., :2] + b[..., 2:] / 2)
-    shared = (bottom - top).clip(0).prod(-1)
-    return shared / (a[..., 2:].prod(-1) + b[..., 2:].prod(-1) - shared)
-
-
-def match(boxes: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Gives each anchor of a canvas its class, 0 for background, and its offsets."""
-    iou = intersection_over_union(jnp.asarray(ANCHORS), boxes)
-    iou = jnp.where(labels >= 0, iou, 0)
-    best = iou.argmax(1)
-    target = jnp.where(iou.max(1) > 0.5, labels[best] + 1, 0)
-    box = jnp.where(target[:, None] > 0, boxes[best], ANCHORS)
-    shift = (box[:, :2] - ANCHORS[:, :2]) / ANCHORS[:, 2:]
-    return target, jnp.concatenate([shift, jnp.log(box[:, 2:] / ANCHORS[:, 2:])], 1)
-
-
-def multibox_loss(outputs: jax.Array, boxes: jax.Array, labels: jax.Array) -> jax.Array:
+def multibox_loss(
+    apply: Callable, params: Any, images: Any, boxes: Any, labels: Any, key: Any
+) -> jax.Array:
     """Sums over the digits' anchors and the hardest others; divides by all anchors."""
-    target, offsets = jax.vmap(match)(boxes, labels)
+    del key  # nothing is drawn
+    outputs = apply(params, images)
+    target, offsets, _ = jax.vmap(partial(match, ANCHORS))(boxes, labels)
     positive = target > 0
     logits, predicted_offsets = outputs[..., :CLASSES], outputs[..., CLASSES:]
     class_loss = optax.softmax_cross_entropy_with_integer_labels(logits, target)
@@ -193,35 +151,25 @@ def multibox_loss(outputs: jax.Array, boxes: jax.Array, labels: jax.Array) -> ja
     return (jnp.where(chosen, class_loss, 0).sum() + box_loss.sum()) / GLOBAL_ANCHORS
 
 
-def detect(outputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a canvas's boxes and digits, without those that overlap a better one."""
-    logits, offsets = outputs[:, :CLASSES], outputs[:, CLASSES:]
-    probabilities = np.exp(logits - logits.max(1, keepdims=True))
-    probabilities /= probabilities.sum(1, keepdims=True)
-    scores, digits = probabilities[:, 1:].max(1), probabilities[:, 1:].argmax(1)
-    center = ANCHORS[:, :2] + offsets[:, :2] * ANCHORS[:, 2:]
-    size = ANCHORS[:, 2:] * np.exp(offsets[:, 2:].clip(-2, 2))
-    boxes, found = np.concatenate([center, size], 1), []
-    for i in np.argsort(-scores):
-        if scores[i] < 0.5:
-            break
-        overlap = intersection_over_union(boxes[found], boxes[i : i + 1])
-        if not (overlap > 0.3).any():
-            found.append(i)
-    return boxes[found], digits[found]
+def find(apply: Callable, params: Any, images: Any) -> tuple[Any, Any]:
+    """Returns logits and boxes of all anchors."""
+    outputs = apply(params, images)
+    return outputs[..., :CLASSES], moved(jnp.asarray(ANCHORS), outputs[..., CLASSES:])
 
 
-def f1_score(outputs: np.ndarray, canvases: Canvases) -> float:
-    """Counts a digit as found where the class is right and half of the area agrees."""
-    right = detected = 0
-    for output, boxes, labels in zip(outputs, *canvases[1:], strict=True):
-        found, digits = detect(output)
-        hit = (intersection_over_union(found, boxes) > 0.5) & (
-            digits[:, None] == labels
-        )
-        right += hit.any(0).sum()
-        detected += len(found)
-    return float(2 * right / (detected + (canvases.labels >= 0).sum()))
+class Kind(NamedTuple):
+    """A detector: its model, its loss, and how it finds digits."""
+
+    name: str
+    model: nn.Module
+    loss_fn: Callable  # of apply, params, images, boxes, labels and a key
+    find: Callable
+
+
+SINGLE_STAGE = Kind("One stage", Detector(), multibox_loss, find)
+TWO_STAGE = Kind(
+    "Two stages", _two_stage.TwoStage(), _two_stage.loss_fn, _two_stage.find
+)
 
 
 def train(
@@ -237,12 +185,11 @@ def train(
         tx = jaxmp.loss_scaling(adam, policy)
     else:
         tx = jaxmp.static_loss_scale(adam, scale)
-    model = Detector()
-    apply: Any = jaxmp.with_policy(model.apply, policy)
-    workers = WORKERS if config.full else 1  # whose gradients are computed
-
-    def loss_fn(params, images, boxes, labels):
-        return multibox_loss(apply(params, images), boxes, labels)
+    kind = config.kind()
+    apply: Any = jaxmp.with_policy(kind.model.apply, policy)
+    # The two-stage loss is a mean, and needs nobody else's share.
+    all_workers = 1 if config.two_stage else WORKERS
+    workers = all_workers if config.full else 1  # whose gradients are computed
 
     # Without the option XLA's CPU keeps some 16-bit results in float32.
     @partial(
@@ -252,48 +199,53 @@ def train(
     )
     def train_step(params, opt_state, *batch):
         loss, grads = jaxmp.value_and_grad(
-            loss_fn,
+            partial(kind.loss_fn, apply),
             loss_scale=opt_state,
             accum_steps=workers,
             batch_argnums=(1, 2, 3),
             reduction="sum",  # because the loss divides by all anchors itself
         )(params, *batch)
         # The other workers' share, if they are not computed: as much as this one's.
-        loss, grads = jax.tree.map(lambda x: x * (WORKERS // workers), (loss, grads))
+        times = all_workers // workers
+        loss, grads = jax.tree.map(lambda x: x * times, (loss, grads))
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    init, predict = jax.jit(model.init), jax.jit(apply)
+    init, predict = jax.jit(kind.model.init), jax.jit(partial(kind.find, apply))
     for seed in range(config.seeds):
         params = init(jax.random.key(seed), data.images[:1])
         opt_state, losses = tx.init(params), []
         rng = np.random.default_rng(seed)
         name = f"{setting}, seed {seed}"
         hidden = not console.is_terminal
-        for _ in track(range(config.steps), name, console=console, disable=hidden):
+        for step in track(range(config.steps), name, console=console, disable=hidden):
             chosen = rng.integers(len(data.images), size=workers * SHARE)
             params, opt_state, loss = train_step(
-                params, opt_state, *(x[chosen] for x in data)
+                params, opt_state, *(x[chosen] for x in data), jax.random.key(step)
             )
             losses.append(float(loss))
-        f1 = f1_score(np.asarray(predict(params, test.images)), test)
-        state = jaxmp.get_loss_scale_state(opt_state)
+        f1 = f1_score(predict(params, test.images), test)
+        logged = jaxmp.scalars(opt_state, prefix="")
         console.print(f"{name}: loss {losses[-1]:.3f}, F1 {f1:.2f}", highlight=False)
         yield Result(
-            f1, np.array(losses), float(state.loss_scale), int(state.skipped), params
+            f1=f1,
+            losses=np.array(losses),
+            loss_scale=float(logged["loss_scale"]),
+            skipped=int(logged["skipped"]),
+            params=params,
         )
 
 
-def activation_gradients(params: Any, batch: Canvases) -> dict[str, jax.Array]:
+def activation_gradients(
+    kind: Kind, params: Any, batch: Canvases
+) -> dict[str, jax.Array]:
     """Returns the float32 gradients of all activations, as one worker has them."""
-    apply: Any = jaxmp.with_policy(Detector().apply, "float32")
-
-    def loss_fn(params, images, boxes, labels):
-        return multibox_loss(apply(params, images), boxes, labels)
-
-    grads = jax.jit(jaxmp.linen.activation_gradients(loss_fn))(params, *batch)
-    # What the model itself returns is only its last convolution's output, reshaped.
-    return {path: grad for path, grad in grads.items() if path != "Detector"}
+    loss_fn = partial(kind.loss_fn, jaxmp.with_policy(kind.model.apply, "float32"))
+    grads_fn = jax.jit(jaxmp.linen.activation_gradients(loss_fn))
+    grads = grads_fn(params, *batch, jax.random.key(0))
+    # What the model itself returns is only its layers' outputs, reshaped.
+    name = type(kind.model).__name__
+    return {path: grad for path, grad in grads.items() if path.split(".")[0] != name}
 
 
 def results_table(results: dict[str, list[Result]]) -> Table:
@@ -314,11 +266,12 @@ def results_table(results: dict[str, list[Result]]) -> Table:
     return table
 
 
-def draw(results: dict[str, list[Result]], grads: Any, path: Path) -> None:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    jaxmp.plots.exponents(grads, "float16", loss_scale=8.0, ax=left)
-    left.set_title("Gradients of the activations, and 8 times them")
+def draw(results: dict[str, list[Result]], grads: dict[str, Any], path: Path) -> None:
+    figure = Figure(figsize=(5.5 * (len(grads) + 1), 4), layout="constrained")
+    *ranges, right = figure.subplots(1, len(grads) + 1)
+    for axes, (name, tree) in zip(ranges, grads.items(), strict=True):
+        jaxmp.plots.exponents(tree, "float16", loss_scale=8.0, ax=axes)
+        axes.set_title(f"{name}: gradients of the activations, and 8 times them")
     for setting, runs in results.items():
         losses = np.mean([run.losses for run in runs], 0)
         window = max(1, len(losses) // 40)
@@ -337,34 +290,55 @@ def main(config: Config, console: Console | None = None) -> dict[str, list[Resul
         sys.exit(
             f"`--policy` knows no {unknown[0]!r}. Expected: {', '.join(SETTINGS)}."
         )
+    if config.two_stage and config.full:
+        sys.exit("`--two-stage` computes its whole batch as it is. Drop `--full`.")
     digits = load_digits()
     data = paste_digits(digits.train_images, digits.train_labels, TRAIN_CANVASES, 0)
     test = paste_digits(digits.test_images, digits.test_labels, TEST_CANVASES, 1)
-    if config.full:
-        batch = f"all {WORKERS * SHARE} canvases, in {WORKERS} micro-batches"
-    else:
-        batch = f"one worker's {SHARE} canvases of {WORKERS * SHARE}, standing for all"
-    console.print(
-        f"An update is {batch}; the loss is divided by {GLOBAL_ANCHORS:,} anchors."
-    )
+    console.print(description(config))
     results = {
         setting: list(train(setting, config, data, test, console))
         for setting in config.policy
     }
     console.print(results_table(results))
 
-    params = next(iter(results.values()))[0].params
-    grads = activation_gradients(params, Canvases(*(x[:SHARE] for x in data)))
-    for scale in (1, 8):
-        scaled = jax.tree.map(partial(jnp.multiply, scale), grads)
-        share = jaxmp.range_report(scaled, "float16").total
-        console.print(
-            f"Of the activations' gradients that are not zero, times {scale}, float16 "
-            f"turns {share.flushed / (1 - share.zero):.0%} into zero."
-        )
+    trained = {config.kind(): next(iter(results.values()))[0].params}
+    if config.two_stage:
+        console.print("And in one stage, whose loss is divided by all anchors:")
+        alone = dataclasses.replace(config, two_stage=False, seeds=1)
+        (result,) = train("float32", alone, data, test, console)
+        trained = {SINGLE_STAGE: result.params} | trained
+    batch = Canvases(*(x[:SHARE] for x in data))
+    grads = {
+        kind.name: activation_gradients(kind, params, batch)
+        for kind, params in trained.items()
+    }
+    for name, tree in grads.items():
+        for scale in (1, 8):
+            scaled = jax.tree.map(partial(jnp.multiply, scale), tree)
+            lost = jaxmp.range_report(scaled, "float16").total
+            share = lost.flushed / (1 - lost.zero)
+            console.print(
+                f"{name}: of the activations' gradients that are not zero, times "
+                f"{scale}, float16 turns {share:.0%} into zero."
+            )
     if config.figure:
         draw(results, grads, config.figure)
     return results
+
+
+def description(config: Config) -> str:
+    """Says what one update is."""
+    if config.two_stage:
+        return (
+            f"An update is {SHARE} canvases; the losses are means over "
+            f"{_two_stage.SAMPLED} anchors and some 30 regions of each."
+        )
+    if config.full:
+        batch = f"all {WORKERS * SHARE} canvases, in {WORKERS} micro-batches"
+    else:
+        batch = f"one worker's {SHARE} canvases of {WORKERS * SHARE}, standing for all"
+    return f"An update is {batch}; the loss is divided by {GLOBAL_ANCHORS:,} anchors."
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
+from tensorboardX import SummaryWriter
 
 import jaxmp
 
@@ -63,6 +64,8 @@ class Config:
     data: Literal["digits", "cifar10"] = "digits"
     data_dir: Path = Path("data")
     """The folder that holds `cifar-10-batches-py`."""
+    log_dir: Path | None = None
+    """Where to write what TensorBoard shows, a folder for each policy."""
     compare: bool = False
     """Train in float32, bfloat16 and float16, and print one table."""
 
@@ -165,12 +168,10 @@ def train_step(state, images, labels, accum_steps):
     # What the optimizer cannot skip by itself: an overflow made these Inf or NaN.
     finite = jaxmp.last_step_finite(new_state.opt_state)
     batch_stats = jaxmp.select_tree(finite, batch_stats, state.batch_stats)
-    scale = jaxmp.get_loss_scale_state(new_state.opt_state)
     metrics = {
         "loss": loss,
         "accuracy": accuracy.mean(),
-        "loss_scale": scale.loss_scale,
-        "skipped": scale.skipped,
+        **jaxmp.scalars(new_state.opt_state),
     }
     return new_state.replace(batch_stats=batch_stats), metrics
 
@@ -270,6 +271,7 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
         where = "the start" if newest is None else f"step {newest}"
         progress.console.print(f"{config.policy} goes on from {where}")
 
+    writer = config.log_dir and SummaryWriter(str(config.log_dir / config.policy))
     bar = progress.add_task(config.policy, total=steps, epoch="", shown="")
     seconds, metrics, shown, start = [], [], "", time.perf_counter()
     for step in range(int(state.step), steps):
@@ -291,7 +293,10 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
         if checkpoints and (epoch_ends or (step + 1) % config.checkpoint_every == 0):
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
         if epoch_ends:
+            log(writer, step + 1, metrics)
             metrics, start = [], time.perf_counter()
+    if writer:
+        writer.close()
     if checkpoints:
         checkpoints.close()
 
@@ -315,8 +320,18 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
 def describe(metrics: list[dict[str, Any]]) -> str:
     loss = statistics.mean(float(m["loss"]) for m in metrics)
     accuracy = statistics.mean(float(m["accuracy"]) for m in metrics)
-    scale, skipped = metrics[-1]["loss_scale"], metrics[-1]["skipped"]
+    scale = metrics[-1]["mixed_precision/loss_scale"]
+    skipped = metrics[-1]["mixed_precision/skipped"]
     return f"loss {loss:.3f} acc {accuracy:6.1%} scale {power(scale)} skipped {skipped}"
+
+
+def log(writer: SummaryWriter | None, step: int, metrics: list[dict]) -> None:
+    """Writes what some steps returned, of which ``step`` is the last."""
+    if writer is None:
+        return
+    for i, scalars in enumerate(jax.device_get(metrics), step + 1 - len(metrics)):
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, i)
 
 
 def power(scale: Any) -> str:
@@ -332,9 +347,11 @@ def results_table(results: list[Result], epochs: int) -> Table:
         "  in compute dtype": [f"{r.compute_bytes / 1e3:.0f} kB" for r in results],
         "Residuals of a batch": [f"{r.residual_bytes / 1e3:.0f} kB" for r in results],
     }
-    scales = [jaxmp.get_loss_scale_state(r.state.opt_state) for r in results]
-    rows["Loss scale at the end"] = [power(scale.loss_scale) for scale in scales]
-    rows["Skipped steps"] = [str(scale.skipped) for scale in scales]
+    logged = [jaxmp.scalars(r.state.opt_state, prefix="") for r in results]
+    rows["Loss scale at the end"] = [power(x["loss_scale"]) for x in logged]
+    rows["Skipped steps"] = [
+        f"{x['skipped']} ({x['skipped_share']:.0%})" for x in logged
+    ]
     table = Table("", *(r.policy for r in results), title="What it came to")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -86,11 +86,11 @@ def main(config: Config, console: Console | None = None) -> tuple[float, nnx.Opt
         images, labels = data.train_batch(config.seed, step, config.batch_size)
         loss = train_step(model, optimizer, images, labels)
         if (step + 1) % steps_per_epoch == 0:
-            state = jaxmp.get_loss_scale_state(optimizer.opt_state)
+            logged = jaxmp.scalars(optimizer, prefix="")
             console.print(
                 f"epoch {(step + 1) // steps_per_epoch:2}/{config.epochs}  "
-                f"loss {loss:.3f}  loss scale {state.loss_scale:,.0f}  "
-                f"skipped {state.skipped}",
+                f"loss {loss:.3f}  loss scale {logged['loss_scale']:,.0f}  "
+                f"skipped {logged['skipped']}",
                 highlight=False,
             )
             jaxmp.check_loss_scale(optimizer.opt_state)

@@ -133,6 +133,7 @@ class Result(NamedTuple):
     seed: int
     losses: list[tuple[int, float]]  # after how many updates, and how much
     history: list[jaxmp.LossScaleState]  # after each update
+    logged: dict[str, Any]  # after the last
     zeros: float  # share of exact zeros in the last gradient
 
 
@@ -191,7 +192,8 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     if not progress.console.is_terminal:
         loss = losses[-1][1]
         progress.console.print(f"{setting}, seed {seed}: loss {loss:.3f}")
-    return Result(setting, seed, losses, history, float(zeros))
+    logged = jax.device_get(jaxmp.scalars(opt_state, prefix=""))
+    return Result(setting, seed, losses, history, logged, float(zeros))
 
 
 def results_table(results: list[Result], title: str) -> Table:
@@ -206,8 +208,8 @@ def results_table(results: list[Result], title: str) -> Table:
         table.add_row(
             setting,
             loss,
-            f"2^{math.log2(runs[0].history[-1].loss_scale):.0f}",
-            f"{statistics.mean(int(r.history[-1].skipped) for r in runs):.3g}",
+            f"2^{math.log2(runs[0].logged['loss_scale']):.0f}",
+            f"{statistics.mean(int(r.logged['skipped']) for r in runs):.3g}",
             f"{np.mean([r.zeros for r in runs]):.1%}",
         )
     return table

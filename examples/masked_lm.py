@@ -100,6 +100,7 @@ VOCABULARY = 2000
 SMALL = MaskedLM(VOCABULARY + 1, features=64, heads=4, layers=2)
 init_small = jax.jit(SMALL.init)  # compiled once for all runs
 BERT_BASE = MaskedLM(30522, features=768, heads=12, layers=12)
+BERT_LARGE = MaskedLM(30522, features=1024, heads=16, layers=24)
 
 
 class Batch(NamedTuple):
@@ -229,11 +230,11 @@ def training_table(results: list[Result], policies, updates: int) -> Table:
     for name, which in ("Loss at the start", 0), ("Loss at the end", -1):
         losses = [[r.losses[which][1] for r in same] for same in runs]
         table.add_row(name, *map(mean_and_spread, losses))
-    states = [[jaxmp.get_loss_scale_state(r.opt_state) for r in same] for same in runs]
-    scales = [f"2^{math.log2(same[0].loss_scale):.0f}" for same in states]
+    logged = [[jaxmp.scalars(r.opt_state, prefix="") for r in same] for same in runs]
+    scales = [f"2^{math.log2(same[0]['loss_scale']):.0f}" for same in logged]
     table.add_row("Loss scale at the end", *scales)
     table.add_row(
-        "Skipped", *(str(sum(int(s.skipped) for s in same)) for same in states)
+        "Skipped", *(str(sum(int(x["skipped"]) for x in same)) for same in logged)
     )
     return table
 

@@ -35,9 +35,12 @@ from ._ranges import RangeStats as RangeStats
 from ._ranges import range_report as range_report
 from ._ranges import suggest_loss_scale as suggest_loss_scale
 from ._report import DtypeReport as DtypeReport
+from ._report import Hazard as Hazard
 from ._report import Kept as Kept
 from ._report import Leak as Leak
 from ._scalars import scalars as scalars
+from ._sensitivity_report import ModuleSensitivity as ModuleSensitivity
+from ._sensitivity_report import SensitivityReport as SensitivityReport
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -47,10 +50,12 @@ __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
     "Fault",
+    "Hazard",
     "KahanSummationState",
     "Kept",
     "Leak",
     "LossScaleState",
+    "ModuleSensitivity",
     "OpLists",
     "OperationRange",
     "OverflowReport",
@@ -58,6 +63,7 @@ __all__ = [
     "RangeReport",
     "RangeStats",
     "RecordRangesState",
+    "SensitivityReport",
     "StochasticRoundingState",
     "activation_gradients",
     "all_finite",
@@ -83,6 +89,7 @@ __all__ = [
     "record_ranges",
     "scalars",
     "select_tree",
+    "sensitivity",
     "static_loss_scale",
     "stochastic_rounding",
     "suggest_loss_scale",
@@ -95,7 +102,10 @@ __all__ = [
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or
 # matplotlib; no name of `dir`, they are loaded by nothing but their use.
-_READ_JAXPRS = ("_op_lists", "_autocast", "_audit", "_activations", "_overflow")
+_READ_JAXPRS = (
+    *("_op_lists", "_autocast", "_audit", "_activations", "_overflow"),
+    "_sensitivity",
+)
 _FRONT_ENDS = ("linen", "nnx", "plots")
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
@@ -107,6 +117,7 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
     from ._overflow import find_overflow as find_overflow
+    from ._sensitivity import sensitivity as sensitivity
 else:
 
     def __getattr__(name: str) -> _typing.Any:

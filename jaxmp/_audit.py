@@ -2,7 +2,8 @@
 
 The function is traced, never run. One walk over its jaxpr finds the products and the
 causes of float32 (:mod:`jaxmp._leaks`), another what forward passes hand to backward
-passes (:mod:`jaxmp._residuals`).
+passes (:mod:`jaxmp._residuals`), a third what is made of products
+(:mod:`jaxmp._hazards`).
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax
 from . import _jaxpr
 from ._checks import check_function
 from ._flatten import flatten
+from ._hazards import Hazards
 from ._leaks import Walk
 from ._places import Place, caller
 from ._report import WIDTH, DtypeReport
@@ -47,7 +49,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       its backward passes; otherwise, what differentiating it with respect to all its
       floating arguments would keep.
     * **Autocast**: products and arithmetic inside :func:`jaxmp.autocast` that stayed
-      float32 are no leaks; ``report.kept`` says why they stayed.
+      float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
+      asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
+    * **Hazards**: ``report.hazards`` has the products that are wrong in 16 bits because
+      of what is made of them: a phase, a distance, a choice, an inverse, a sum.
 
     Args:
         fun: Function that JAX can trace.
@@ -80,8 +85,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         walk = Walk()
         inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
-        walk.run(jaxpr, [*inputs], Place(user=caller()))
-        return walk.report(residual_bytes(jaxpr, flat.fun, flat.leaves))
+        around = Place(user=caller())
+        walk.run(jaxpr, [*inputs], around)
+        residuals = residual_bytes(jaxpr, flat.fun, flat.leaves)
+        return walk.report(residuals, Hazards().found(jaxpr, around))
 
     return audited
 

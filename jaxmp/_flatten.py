@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 
 from ._tree import is_array, path_name
 
@@ -46,6 +47,23 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
         return [x for _, x in outs]
 
     return Flat(flat, leaves, names, out_names)
+
+
+def check_values(function: str, flat: Flat, when: str) -> None:
+    """Refuses arguments without values.
+
+    Args:
+        function: Of jaxmp, which was given them.
+        flat: The function on its arguments.
+        when: What arguments to give it, for the message.
+    """
+    for name, x in zip(flat.names, flat.leaves, strict=True):
+        if isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+            kind = "traced" if isinstance(x, jax.core.Tracer) else "abstract"
+            raise TypeError(
+                f"`{function}` needs values, but `{name}` is {kind}. Call it outside "
+                f"of `jax.jit` and `jax.grad`, with {when}; `fun` itself may be jitted."
+            )
 
 
 def _parameters(fun: Callable, count: int) -> list[str]:

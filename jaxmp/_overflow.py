@@ -19,7 +19,7 @@ from . import _jaxpr, _scopes
 from ._advice import Case, advice
 from ._checks import check_function
 from ._dtypes import is_narrow
-from ._flatten import Flat, flatten
+from ._flatten import Flat, check_values, flatten
 from ._look import NOTHING, float32_of
 from ._overflow_report import Fault, OperationRange, OverflowReport
 from ._places import Place, caller
@@ -94,23 +94,11 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     @functools.wraps(fun, updated=())
     def searched(*args: P.args, **kwargs: P.kwargs) -> OverflowReport:
         flat = flatten(fun, args, kwargs)
-        _check_values(flat)
+        check_values("find_overflow", flat, "the arrays of the step that broke")
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         return _search(flat, jaxpr, Place(user=caller()))
 
     return searched
-
-
-def _check_values(flat: Flat) -> None:
-    """Refuses arguments without values."""
-    for name, x in zip(flat.names, flat.leaves, strict=True):
-        if isinstance(x, (jax.ShapeDtypeStruct, _jaxpr.Tracer)):
-            kind = "traced" if isinstance(x, _jaxpr.Tracer) else "abstract"
-            raise TypeError(
-                f"`find_overflow` needs values, but `{name}` is {kind}. Call it "
-                "outside of `jax.jit` and `jax.grad`, with the arrays of the step that "
-                "broke; `fun` itself may be jitted."
-            )
 
 
 class _Found(NamedTuple):
@@ -290,9 +278,9 @@ def _reached_modules(found: _Found, moment: Any) -> tuple[str, ...]:
 
 def _others(found: _Found, first: int | None) -> Iterator[Fault]:
     """Yields the other operations that have made Inf or NaN, each line once."""
-    told = set()
+    told, probe = set(), found.probe
     for number, counts in enumerate(found.seen.rows.counts):
-        if counts[BIRTHS] and number != first:
+        if counts[BIRTHS] and number != first and not _is_scaled(probe.sites[number]):
             moment = found.seen.rows.bits[number, KIND + 1 : -OPERANDS]
             trips = ()
             if moment[0] < GIVEN:
@@ -309,11 +297,20 @@ def _ranges(found: _Found) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Any, list[int]] = {}
     for number, site in enumerate(found.probe.sites):
-        if site.computes and found.seen.rows.counts[number, RUNS]:
+        if _is_looked_at(site) and found.seen.rows.counts[number, RUNS]:
             key = site.operation, site.dtype, site.place.where, _module(site.place)
             rows.setdefault((*key, site.place.backward), []).append(number)
     for key, numbers in rows.items():
         yield _range(found, key, numbers)
+
+
+def _is_looked_at(site: Site) -> bool:
+    """Whether a site makes numbers, and none that are scaled to fill float8."""
+    return site.computes and not _is_scaled(site)
+
+
+def _is_scaled(site: Site) -> bool:
+    return _scopes.FLOAT8_SCALED in site.place.scopes
 
 
 def _range(found: _Found, key: Any, numbers: list[int]) -> OperationRange:

@@ -11,6 +11,28 @@ from ._checks import plain_array
 from ._exponents import RecordRangesState
 from ._loss_scale_state import get_loss_scale_state
 
+# States of optax that count the steps that were taken, and those that gather the
+# gradients of several, so that the ones inside them count fewer.
+_COUNTING = {
+    "ScaleByAdamState",
+    "ScaleByAmsgradState",
+    "ScaleByBeliefState",
+    "ScaleByLionState",
+    "ScaleByNovogradState",
+    "ScaleByScheduleState",
+    "InjectStatefulHyperparamsState",
+    "FactoredState",
+}
+_GATHERING = {
+    "ApplyEvery",
+    "ApplyIfFiniteState",
+    "ConditionallyMaskState",
+    "ConditionallyTransformState",
+    "MaybeUpdateState",
+    "MultiStepsState",
+    "SAMState",
+}
+
 
 def scalars(
     opt_state: Any, step: Any = None, *, prefix: str = "mixed_precision/"
@@ -26,13 +48,16 @@ def scalars(
         opt_state: A state with one :class:`LossScaleState` in it, as
             :func:`jaxmp.get_loss_scale` takes it. Those of
             :func:`jaxmp.record_ranges` in it are reported too.
-        step: How many steps have been taken, for ``skipped_share``.
+        step: How many steps have been taken, for ``skipped_share``. None asks the
+            optimizer inside, which has counted those that were not skipped, as Adam
+            does.
         prefix: What each name begins with: a section of TensorBoard or W&B.
 
     Returns:
         ``loss_scale``, ``good_steps`` and ``bad_steps`` in a row, ``skipped`` steps in
-        all, ``last_finite`` as 0 or 1; with ``step`` the share of the skipped steps,
-        ``skipped_share``; of recorded ranges ``max``, and
+        all, ``last_finite`` as 0 or 1; the share of the skipped steps,
+        ``skipped_share``, where the number of steps is known; of recorded ranges
+        ``max``, and
         ``zero_share`` and ``nonfinite_share`` of the counted values. Where several are
         recorded, of one tree of parameters each, that is the worst of them.
 
@@ -54,6 +79,8 @@ def scalars(
         "skipped": state.skipped,
         "last_finite": jnp.asarray(state.last_finite, jnp.float32),
     }
+    if step is None and (taken := _steps_taken(state.inner_state)) is not None:
+        step = taken + state.skipped
     if step is not None:
         found["skipped_share"] = state.skipped / jnp.maximum(step, 1)
 
@@ -65,6 +92,18 @@ def scalars(
     for name in recorded[0] if recorded else ():
         found[name] = jnp.stack([x[name] for x in recorded]).max()
     return {f"{prefix}{name}": x for name, x in found.items()}
+
+
+def _steps_taken(state: Any) -> jax.Array | None:
+    """Returns how many steps an optimizer has counted, None if it counts none."""
+
+    def is_part(x):
+        return type(x).__name__ in _COUNTING | _GATHERING
+
+    parts = [*filter(is_part, jax.tree.leaves(state, is_leaf=is_part))]
+    if not parts or any(type(x).__name__ in _GATHERING for x in parts):
+        return None
+    return plain_array(parts[0].count)
 
 
 def _of_ranges(state: RecordRangesState) -> dict[str, jax.Array]:

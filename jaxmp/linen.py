@@ -16,7 +16,7 @@ from ._activations import activation_gradients as _activation_gradients
 from ._checks import check_function, short
 from ._gather import gather as _gather
 from ._grad import with_policy as _with_policy
-from ._policy import PolicyLike, get_policy
+from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
 P = ParamSpec("P")
@@ -48,6 +48,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
 
     Raises:
         TypeError: If ``model`` is not a Linen model, or bound to variables.
+        ValueError: If the policy has a ``dot_dtype``.
 
     Examples:
         >>> import flax.linen as nn
@@ -74,6 +75,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             "`jaxmp.with_policy`."
         )
     policy = get_policy(policy)
+    check_casts(policy, "jaxmp.linen.with_policy")
     compute_dtype = policy.compute_dtype
 
     @functools.wraps(model.apply, updated=())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from ._differentiate import (
     loss_and_aux,
 )
 from ._gather import gather as _gather
-from ._policy import Policy, PolicyLike, get_policy
+from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
 P = ParamSpec("P")
@@ -119,6 +120,8 @@ def value_and_grad(
     """
     check_loss_function("nnx.value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
+    if policy is not None:
+        check_casts(policy, "jaxmp.nnx.value_and_grad")
     positions, filters = _differentiated(argnums, wrt)
     options = as_options(
         policy,
@@ -252,7 +255,8 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
-    dtype = None if policy is None else get_policy(policy).compute_dtype
+    if policy is not None:  # of which a `reduce_dtype` has been warned about now
+        policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
@@ -268,7 +272,7 @@ def autocast(
                 result = call(*args, **kwargs)
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
-            result = _autocast(pure, dtype, **options)(leaves)
+            result = _autocast(pure, policy, **options)(leaves)
             return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped

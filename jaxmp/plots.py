@@ -1,4 +1,4 @@
-"""Pictures of ranges, overflows and loss scales; needs ``jaxmp[plot]``."""
+"""Pictures of ranges, overflows, errors and loss scales; needs ``jaxmp[plot]``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ._exponents import RecordRangesState, exponent_histogram
 from ._loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
 from ._overflow_report import OverflowReport
 from ._ranges import range_report, suggest_loss_scale
+from ._sensitivity_report import SensitivityReport
 
 try:
     from matplotlib.axes import Axes
@@ -64,8 +65,8 @@ def exponents(
             an optimizer state that holds one; 1 draws none. None takes
             :func:`jaxmp.suggest_loss_scale` for float16, and 1 for the others, which
             need no scale.
-        ax: Where to draw, the legend inside; None makes a new figure, with the legend
-            below.
+        ax: Where to draw, the legend inside and above the bars; None makes a new
+            figure, with the legend below.
 
     Returns:
         The axes. Save them with ``ax.figure.savefig(path)``.
@@ -93,9 +94,11 @@ def exponents(
             "`exponents` needs values to draw, but there are none. Pass gradients, or "
             "a `RecordRangesState` after its first step."
         )
+    scale_name = "loss scale"
     if loss_scale is None:
         fits = dtype != jnp.float16 or not counts.any()
         loss_scale = 1.0 if fits else suggest_loss_scale(ranges, dtype)
+        scale_name = "suggested loss scale"
     loss_scale = float(as_scale(scale_in(loss_scale)))
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
@@ -127,15 +130,19 @@ def exponents(
     if nonfinite:
         ax.bar(right_bar, special[1], gap / 2, **_NONFINITE, label="Inf or NaN")
     if loss_scale != 1:
-        label = f"times {_power_of_two(loss_scale)}"
+        label = f"times the {scale_name}, {_power_of_two(loss_scale)}"
         ax.stairs(shares, edges + shift, **_SCALED, label=label)
 
     seen = [share for share in (*shares, *special) if share > 0]
     ax.set_yscale("log")
-    ax.set_ylim(10 ** math.floor(math.log10(min(seen, default=100)) - 0.01), 150)
+    bottom = 10 ** math.floor(math.log10(min(seen, default=100)) - 0.01)
+    ax.set_ylim(bottom, 150)
     ax.set_xlim(left_bar - gap / 2, right_bar + gap / 2 if nonfinite else right + 1)
     spacing = 4
-    while right - left >= 15 * spacing:
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "axes have a figure"
+    most = max(4, 2.6 * ax.bbox.width / figure.dpi)  # labels that fit side by side
+    while right - left >= most * spacing:
         spacing *= 2
     exact = np.arange(math.ceil(left / spacing) * spacing, right + 1, spacing)
     ticks = {left_bar: "zero"} | {x: f"{x:.0f}" for x in exact}
@@ -144,11 +151,12 @@ def exponents(
     ax.set_xticks(list(ticks), ticks.values())
     ax.set_xlabel("log2 of the magnitude")
     ax.set_ylabel("% of the values")
+    _set_title(ax, f"{size:,.0f} values in the range of {dtype.name}")
     if own_figure:
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
         ax.legend(**below, ncols=3, frameon=False)
     else:  # other axes may lie below
-        ax.legend(loc="best", fontsize="small", labelspacing=0.2, handlelength=1.5)
+        _legend_inside(ax)
     return ax
 
 
@@ -157,12 +165,16 @@ def loss_scale(
 ) -> Axes:
     """Draws the loss scale over the steps, and marks those that were skipped.
 
+    A cross is at the scale under which the step overflowed; the line then goes down.
+
     Args:
-        history: The state after each step, as :func:`jaxmp.get_loss_scale_state`
-            returns it, or the optimizer state that holds it, in a list; or one
-            ``LossScaleState`` with a leading axis over the steps, as ``lax.scan``
-            stacks it. Keep copies where the training step donates its state:
-            ``jax.device_get(state._replace(inner_state=None))``.
+        history: The state that ``tx.init`` made and the state after each step, as
+            :func:`jaxmp.get_loss_scale_state` returns it, or the optimizer state that
+            holds it, in a list; or one ``LossScaleState`` with a leading axis over the
+            steps, as ``lax.scan`` stacks it. Keep copies where the training step
+            donates its state: ``jax.device_get(state._replace(inner_state=None))``.
+            Without the first state the line begins after the first step, if that was
+            skipped.
         ax: Where to draw; None makes a new figure.
 
     Returns:
@@ -174,7 +186,8 @@ def loss_scale(
     Examples:
         >>> import jaxmp.plots
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
-        >>> state, history = tx.init(jnp.ones(2)), []
+        >>> state = tx.init(jnp.ones(2))
+        >>> history = [state]
         >>> for grad in (1.0, jnp.inf, 1.0):
         ...     _, state = tx.update(jnp.full(2, grad), state)
         ...     history.append(jaxmp.get_loss_scale_state(state))
@@ -192,7 +205,16 @@ def loss_scale(
         )
     scales = np.concatenate([np.ravel(state.loss_scale) for state in states])
     finite = np.concatenate([np.ravel(state.last_finite) for state in states])
+    good, skipped = np.ravel(states[0].good_steps)[0], np.ravel(states[0].skipped)[0]
     steps = np.arange(1, len(scales) + 1)
+    if finite[0] and good == 0 and skipped == 0:  # as `tx.init` makes it
+        steps = steps - 1
+    elif finite[0] and good > 0:  # a step that did not change the scale
+        steps = np.concatenate([[0], steps])
+        scales = np.concatenate([scales[:1], scales])
+        finite = np.concatenate([[True], finite])
+    # A state holds the scale for the next step.
+    used = np.concatenate([scales[:1], scales[:-1]])
 
     ax = _new_axes() if ax is None else ax
     # Of a line with one point there is nothing to see.
@@ -200,11 +222,12 @@ def loss_scale(
     ax.step(steps, scales, where="post", label="loss scale", **style)
     if not finite.all():
         label = f"skipped ({np.count_nonzero(~finite)})"
-        ax.plot(steps[~finite], scales[~finite], "x", color="#c03020", label=label)
+        ax.plot(steps[~finite], used[~finite], "x", color="#c03020", label=label)
     ax.set_yscale("log", base=2)
     ax.set_xlabel("step")
     ax.set_ylabel("loss scale")
-    ax.legend(frameon=False)
+    _set_title(ax, f"The loss scale over {steps[-1]:,} steps")
+    _legend_inside(ax)
     return ax
 
 
@@ -262,15 +285,81 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         if bad:
             label = None if backward and _has_crosses(upper) else "Inf or NaN"
             at = [places[i] for i in bad]
-            upper.plot(at, [0.0] * len(at), "x", color="#c03020", label=label)
+            style = {"color": "#c03020", "clip_on": False, "zorder": 3}
+            upper.plot(at, [0.0] * len(at), "x", label=label, **style)
     lower.set_xticks(
         range(len(modules)), [x or "(no module)" for x in modules], rotation=90
     )
     upper.set_ylabel("headroom (powers of two)")
     lower.set_ylabel("% lost")
-    above = {"loc": "lower left", "bbox_to_anchor": (0, 1)}
-    upper.legend(**above, ncols=3, frameon=False)
+    lower.set_ylim(0, max(1.0, lower.get_ylim()[1]))
+    _set_title(upper, "How near 16 bits came to their ends")
+    _legend_inside(upper)
     return upper
+
+
+def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
+    """Draws what each module makes of 16 bits, and what it would cost in float32.
+
+    On the left, the larger relative error of loss and gradients, with the module alone
+    in 16 bits and with everything but the module; a dashed line is the tolerance, and a
+    bar that reaches the edge is of a result that is not finite. On the right, the
+    module's share of the FLOPs. The modules are in the order of the report, the worst
+    above; those in ``report.float32_paths`` are in bold.
+
+    Args:
+        report: What :func:`jaxmp.sensitivity` returned.
+        ax: Two axes to draw on, the left and the right; None makes a new figure.
+
+    Returns:
+        The left axes. Save them with ``ax.figure.savefig(path)``.
+
+    Examples:
+        >>> import jaxmp.plots
+        >>> def loss(w, x):
+        ...     with jax.named_scope("head"):
+        ...         return jnp.mean(x @ w)
+        >>> x = jnp.linspace(0, 1, 8).reshape(4, 2)
+        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 2)) / 3, x)
+        >>> jaxmp.plots.sensitivity(report).get_xlabel()
+        'relative error'
+    """
+    rows = report.modules
+    figure = None
+    if ax is None:
+        figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)))
+        figure.set_layout_engine("constrained")
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    else:
+        left, right = ax
+    places = np.arange(len(rows))
+    errors = [x for row in rows for x in (row.alone, row.without)]
+    seen = [x for x in errors if 0 < x < math.inf] + [report.tolerance]
+    low, high = min(seen) / 2, max(seen) * 2
+    alone = [min(row.alone, high) for row in rows]
+    without = [min(row.without, high) for row in rows]
+    left.barh(places - 0.2, alone, 0.38, **{**_FORWARD, "label": "alone in 16 bits"})
+    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "all but it"})
+    label = f"tolerance ({report.tolerance:g})"
+    left.axvline(report.tolerance, **_SCALED, label=label)
+    left.set_xscale("log")
+    left.set_xlim(low, high)
+    left.set_xlabel("relative error")
+    left.set_yticks(places, [row.name for row in rows])
+    for row, text in zip(rows, left.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if row.path in report.float32_paths else "normal")
+    if not left.yaxis_inverted():  # shared, so for both
+        left.invert_yaxis()
+    right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
+    right.set_xlabel("% of the FLOPs")
+    right.tick_params(labelleft=False)
+    _set_title(left, "What each module makes of 16 bits")
+    if figure is not None:
+        below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
+        figure.legend(handles=left.get_legend_handles_labels()[0], **below)
+    else:
+        left.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
+    return left
 
 
 def _has_crosses(ax: Axes) -> bool:
@@ -300,6 +389,33 @@ def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
         return np.arange(2), np.zeros(1), zeros, nonfinite, label
     edges = low + np.arange(used[0], used[-1] + 2)
     return edges, counts[used[0] : used[-1] + 1], zeros, nonfinite, label
+
+
+def _set_title(ax: Axes, title: str) -> None:
+    """Titles axes that have no title yet."""
+    if not any(ax.get_title(loc) for loc in ("left", "center", "right")):
+        ax.set_title(title, fontsize="medium")
+
+
+def _legend_inside(ax: Axes) -> None:
+    """Adds a legend at the top of the axes, and the room for it above what is drawn."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "axes have a figure"
+    close = {"labelspacing": 0.2, "handlelength": 1.5}
+    for columns, size in ((3, "small"), (2, "small"), (1, "small"), (1, "x-small")):
+        legend = ax.legend(loc="upper center", ncols=columns, fontsize=size, **close)
+        figure.draw_without_rendering()
+        if legend.get_window_extent().width <= ax.bbox.width:
+            break
+    taken = min(0.8, (ax.bbox.y1 - legend.get_window_extent().y0) / ax.bbox.height)
+    bottom, top = ax.get_ylim()
+    ticks = [x for x in ax.get_yticks() if bottom <= x <= top]
+    scale = ax.yaxis.get_transform()
+    low, high = scale.transform([bottom, top])
+    (higher,) = scale.inverted().transform([low + (high - low) / (1 - taken)])
+    ax.set_yticks(ticks)
+    ax.minorticks_off()
+    ax.set_ylim(bottom, higher)
 
 
 def _new_axes() -> Axes:

@@ -155,7 +155,7 @@ def model_loss(apply, variables, tokens):
 @pytest.mark.parametrize("block", [Block, nn.remat(Block), nn.jit(Block)])
 def test_modules_are_named_by_their_paths(block):
     model, tokens = Model(block), jnp.array([[0, 1, 2]])
-    variables = model.init(jax.random.key(0), tokens)
+    variables = jax.jit(model.init)(jax.random.key(0), tokens)
     apply = jaxmp.with_policy(model.apply, "mixed_float16")
     name = next(name for name in variables["params"] if "Block" in name)
     grads = jax.jit(
@@ -190,7 +190,7 @@ def test_every_array_of_a_result_has_a_name():
             return c.sum() + y.sum()
 
     x = jnp.ones((2, 3))
-    variables = Recurrent().init(jax.random.key(0), x)
+    variables = jax.jit(Recurrent().init)(jax.random.key(0), x)
     grads = jaxmp.linen.activation_gradients(
         lambda v: Recurrent().apply(v, x).astype(jnp.float32)
     )(variables)
@@ -202,9 +202,11 @@ def test_every_array_of_a_result_has_a_name():
 def test_a_policy_that_brings_results_back_is_seen_through():
     model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(2)])
     x = jnp.ones((2, 3))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     apply = jaxmp.linen.with_policy(model, "O2")
-    grads = jaxmp.linen.activation_gradients(lambda v: apply(v, x).sum())(variables)
+    grads = jax.jit(jaxmp.linen.activation_gradients(lambda v: apply(v, x).sum()))(
+        variables
+    )
     assert {name: str(g.dtype) for name, g in grads.items()} == {
         "layers_0": "float16",
         "layers_1": "float16",
@@ -214,7 +216,7 @@ def test_a_policy_that_brings_results_back_is_seen_through():
 
 def test_an_older_trace_is_refused_not_wrong():
     model, x = nn.Dense(2), jnp.ones((1, 3))
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
     loss_fn = jax.jit(lambda v: model.apply(v, x).sum())
     loss_fn(variables)
     with pytest.raises(ValueError, match=r"before `jax\.jit`"):

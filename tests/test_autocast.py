@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
+from conftest import rest_is_evidence
 from jaxmp import _jaxpr
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) * 0.3
@@ -111,26 +112,36 @@ def loss_of(fun):
 @pytest.mark.parametrize("name", COMPOSED)
 def test_values_keep_structure_and_dtypes_and_agree_with_float32(name):
     fun = COMPOSED[name]
-    (out, cast), (expected, plain) = (
-        run(f, W, X) for f in (jaxmp.autocast(fun, "float16"), fun)
-    )
+    cast = jaxmp.autocast(fun, "float16")
+    (out, expected), jaxpr = run(lambda *args: (cast(*args), fun(*args)), W, X)
     chex.assert_trees_all_equal_shapes_and_dtypes(out, expected)
     chex.assert_trees_all_close(out, expected, rtol=0.02, atol=0.02)
-    assert [a.weak_type for a in cast.out_avals] == [
-        a.weak_type for a in plain.out_avals
-    ]
+    weak = [a.weak_type for a in jaxpr.out_avals]
+    assert weak[: len(weak) // 2] == weak[len(weak) // 2 :]
 
 
-@pytest.mark.parametrize("name", COMPOSED)
+def run_all(funs, *args):
+    """Returns what each function gives, compiled as one program."""
+    return run(lambda *args: [fun(*args) for fun in funs], *args)[0]
+
+
+# Those with rules or bodies of their own; the values of all are compared above.
+DIFFERENTIATED = {"scan", "fori", "cond", "custom_jvp", "custom_vjp", "softmax"}
+DIFFERENTIATED |= {"remat with a policy", "vjp", "shard_map", "normalisation", "jit"}
+DIFFERENTIATED |= {"convolution", "ragged_dot", "solve", "sort", "constants"}
+
+
+@pytest.mark.parametrize(
+    "name", rest_is_evidence({name: name for name in COMPOSED}, *DIFFERENTIATED)
+)
 def test_gradients_agree_with_float32_in_every_order(name):
     loss = loss_of(COMPOSED[name])
-    expected, _ = run(jax.grad(loss), W, X)
     orders = [
         jaxmp.autocast(jax.grad(loss), jnp.float16),
         jax.grad(jax.jit(jaxmp.autocast(loss, jnp.float16))),
     ]
-    for grad in orders:
-        got, _ = run(grad, W, X)
+    expected, *grads = run_all([jax.grad(loss), *orders], W, X)
+    for got in grads:
         assert got.dtype == jnp.float32
         assert relative_error(got, expected) < 0.01
 
@@ -152,12 +163,13 @@ def test_rules_of_custom_derivatives_run_in_16_bits(fun, argnums, count):
     def loss(w, x):
         return lax.scan(lambda c, x: (c + fun(w, x).sum(), None), 0.0, x[None])[0]
 
-    for grad in (
+    orders = [
         jaxmp.autocast(jax.grad(loss, argnums), jnp.float16),
         jax.grad(jaxmp.autocast(loss, jnp.float16), argnums),
-    ):
-        expected = jax.grad(loss, argnums)(W, X)
-        assert relative_error(grad(W, X), expected) < 0.01
+    ]
+    expected, *grads = run_all([jax.grad(loss, argnums), *orders], W, X)
+    for grad, got in zip(orders, grads, strict=True):
+        assert relative_error(got, expected) < 0.01
         found = product_dtypes(grad, W, X)
         assert len(found) >= count
         assert all(dtypes == {"float16"} for dtypes in found)
@@ -186,10 +198,11 @@ def test_it_works_inside_vmap_and_shard_map_and_under_a_named_axis():
         return lax.psum(jnp.tanh(x @ w + w[0]) @ w, "i")
 
     cast, split = jaxmp.autocast(fun), (P(), P("i"))
-    expected = jax.vmap(fun, (None, 0), axis_name="i")(W, X)
-    out = jax.vmap(cast, (None, 0), axis_name="i")(W, X)
+    wraps = [jax.vmap(f, (None, 0), axis_name="i") for f in (fun, cast)]
+    expected, out = run_all(wraps, W, X)
     np.testing.assert_allclose(out, expected, atol=0.1)
-    out = jax.shard_map(cast, mesh=mesh(4), in_specs=split, out_specs=P())(W, X)
+    sharded = jax.shard_map(cast, mesh=mesh(4), in_specs=split, out_specs=P())
+    out = jax.jit(sharded)(W, X)
     np.testing.assert_allclose(out[0], expected[0], atol=0.1)
 
 
@@ -197,13 +210,14 @@ def test_second_derivatives_agree_with_float32():
     def fun(w):
         return jnp.sum(jnp.tanh(X @ w))
 
-    expected = jax.hessian(fun)(W)
-    for hessian in [
+    hessians = [
         jax.hessian(jaxmp.autocast(fun, jnp.float16)),
         jaxmp.autocast(jax.hessian(fun), jnp.float16),
         jax.jacfwd(jaxmp.autocast(jax.jacrev(fun), jnp.float16)),
-    ]:
-        assert relative_error(jax.jit(hessian)(W), expected) < 0.01
+    ]
+    expected, *results = run_all([jax.hessian(fun), *hessians], W)
+    for got in results:
+        assert relative_error(got, expected) < 0.01
 
 
 def test_nested_jit_keeps_name_shardings_and_donation():
@@ -425,9 +439,23 @@ def promote_dtype(x, w):
     return x.astype(jnp.result_type(x, w)), w.astype(jnp.result_type(x, w))
 
 
-@pytest.mark.parametrize("stored", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-@pytest.mark.parametrize("product", MIXED.values(), ids=MIXED.keys())
+# Each product with a weight of the other 16-bit dtype, and one in all four ways.
+HALVES = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype", "stored"),
+    rest_is_evidence(
+        {
+            f"{name}-{dtype}-{stored}": (MIXED[name], HALVES[dtype], HALVES[stored])
+            for name in MIXED
+            for dtype in HALVES
+            for stored in HALVES
+        },
+        *(f"{name}-float16-bfloat16" for name in MIXED),
+        *(f"dot_general-{dtype}-{stored}" for dtype in HALVES for stored in HALVES),
+    ),
+)
 def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
     product, dtype, stored
 ):
@@ -436,13 +464,13 @@ def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
     def loss(x, w):
         return jnp.square(product(x, w)).mean()
 
-    expected = jax.value_and_grad(loss, (0, 1))(X, w)
-    for fun in (
+    orders = [
         jaxmp.autocast(jax.value_and_grad(loss, (0, 1)), dtype),
         jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1)),
-    ):
+    ]
+    expected, *results = run_all([jax.value_and_grad(loss, (0, 1)), *orders], X, w)
+    for fun, (value, grads) in zip(orders, results, strict=True):
         assert all(d == {jnp.dtype(dtype).name} for d in product_dtypes(fun, X, w))
-        value, grads = fun(X, w)
         chex.assert_trees_all_equal_dtypes(grads, expected[1])
         assert relative_error(value, expected[0]) < 0.02
         assert relative_error(grads, expected[1]) < 0.02

@@ -10,6 +10,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
+from conftest import rest_is_evidence
 
 HALVES = (jnp.float16, jnp.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
@@ -56,8 +57,14 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-@both_dtypes
-@pytest.mark.parametrize("fun", OUTSIDE.values(), ids=OUTSIDE.keys())
+@pytest.mark.parametrize(
+    ("fun", "dtype"),
+    rest_is_evidence(
+        {f"{n}-{d.__name__}": (f, d) for n, f in OUTSIDE.items() for d in HALVES},
+        *(f"{name}-float16" for name in OUTSIDE),
+        "schedule-bfloat16",
+    ),
+)
 def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):
     kept, products = jaxmp.autocast(with_product(fun), dtype)()
     jax.tree.map(np.testing.assert_array_equal, kept, fun())
@@ -180,11 +187,25 @@ def program(instructions):
     return run, kinds
 
 
-@hypothesis.settings(deadline=None, max_examples=40, derandomize=True)
-@hypothesis.given(st.lists(steps, min_size=1, max_size=8))
+programs = hypothesis.given(st.lists(steps, min_size=1, max_size=8))
+
+
+@hypothesis.settings(max_examples=12)
+@programs
+def test_every_reader_sees_what_a_cast_at_the_product_gives(instructions):
+    every_reader_sees_it(instructions)
+
+
+@pytest.mark.evidence
+@hypothesis.settings(max_examples=40)
+@programs
 def test_every_reader_of_any_program_sees_what_a_cast_at_the_product_gives(
     instructions,
 ):
+    every_reader_sees_it(instructions)
+
+
+def every_reader_sees_it(instructions):
     run, kinds = program(instructions)
     expected = run()
     same = jaxmp.autocast(run, "float32")()
@@ -286,18 +307,14 @@ def solved(w):
 
 
 STEEP = [
-    learnt_schedule,
     masked_probability,
-    transmittance,
     log_of_complement_in_a_rule,
-    squashed_policy,
     clipped_cross_entropy,
-    log_odds,
-    quantiles,
     odds,
     carried_probability,
     nested_probability,
 ]
+ALSO_STEEP = [learnt_schedule, transmittance, squashed_policy, log_odds, quantiles]
 
 
 def cube(w):
@@ -347,9 +364,16 @@ def orders(loss, dtype):
 
 
 @pytest.mark.parametrize(
-    "dtype", [HALVES[0], pytest.param(HALVES[1], marks=pytest.mark.evidence)], ids=str
+    ("loss", "dtype"),
+    rest_is_evidence(
+        {
+            f"{loss.__name__}-{dtype.__name__}": (loss, dtype)
+            for loss in STEEP + ALSO_STEEP
+            for dtype in HALVES
+        },
+        *(f"{loss.__name__}-float16" for loss in STEEP),
+    ),
 )
-@pytest.mark.parametrize("loss", STEEP)
 def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
     value, grad = jax.value_and_grad(loss)(V)
     for order in orders(loss, dtype):
@@ -359,8 +383,14 @@ def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
         assert relative_error(got_grad, grad) <= 2 * eps
 
 
-@both_dtypes
-@pytest.mark.parametrize("loss", OUT_OF_RANGE.values(), ids=OUT_OF_RANGE.keys())
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    rest_is_evidence(
+        {f"{n}-{d.__name__}": (f, d) for n, f in OUT_OF_RANGE.items() for d in HALVES},
+        *(f"{name}-float16" for name in OUT_OF_RANGE),
+        "cube-bfloat16",
+    ),
+)
 def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, dtype):
     value, grad = jax.value_and_grad(loss)(V)
     for order in orders(loss, dtype):

@@ -22,9 +22,10 @@ from benchmarks.measure import (
     relative_error,
     run,
 )
+from conftest import rest_is_evidence
 
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
-USUAL = ["mlp", "cnn", "gpt"]
+USUAL = [("mlp", jnp.bfloat16)]
 LINEN = ["mlp", "cnn", "transformer remat", "lstm", "gpt"]
 
 
@@ -63,18 +64,16 @@ def check_as_good_as(native, loss, params, dtype, expected):
     assert relative_error(cast_grads, grads) < limit
 
 
-# The dtypes go one way, and one model shows it.
+# The dtypes go one way, and so do the models; NNX has a convolutional one by default.
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, jnp.float16) for name in USUAL),
-        ("mlp", jnp.bfloat16),
+        *USUAL,
         *(
             pytest.param(name, dtype, marks=pytest.mark.evidence)
             for name in LINEN
             for dtype in TOLERANCE
-            if (name, dtype) != ("mlp", jnp.bfloat16)
-            if dtype == jnp.bfloat16 or name not in USUAL
+            if (name, dtype) not in USUAL
         ),
     ],
 )
@@ -86,7 +85,11 @@ def test_linen_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
 
 # JAX's own attention does not run natively in float16 on a CPU.
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("cnn", jnp.float16), ("transformer", jnp.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("cnn", jnp.float16),
+        pytest.param("transformer", jnp.bfloat16, marks=pytest.mark.evidence),
+    ],
 )
 def test_nnx_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
     native, _ = models.nnx_loss(models.NNX[name], dtype)
@@ -94,7 +97,15 @@ def test_nnx_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
     check_as_good_as(native, *ours, dtype, in_float32(*ours))
 
 
-@pytest.mark.parametrize("name", [*LINEN, "transformer dropout"])
+@pytest.mark.parametrize(
+    "name",
+    rest_is_evidence(
+        {name: name for name in (*LINEN, "transformer dropout")},
+        "gpt",
+        "lstm",
+        "transformer remat",
+    ),
+)
 def test_linen_models_are_16_bit_when_differentiated_afterwards(name):
     loss, params = linen(name)
     grad = jax.grad(jaxmp.autocast(loss, jnp.float16))
@@ -142,6 +153,8 @@ def test_a_transformer_trains_to_the_loss_of_float32(policy):
     assert skipped < 20
 
 
+# By default the steps of tests/programs/test_nnx_programs.py do.
+@pytest.mark.evidence
 def test_nnx_state_is_kept_on_either_side_of_differentiation():
     family = models.NNX["cnn"]
 
@@ -174,7 +187,7 @@ def test_an_nnx_step_keeps_every_update():
     models_after = []
     for wrap in (lambda f: f, lambda f: jaxmp.nnx.autocast(f, "bfloat16")):
         model = family.model(rngs=nnx.Rngs(0))
-        loss = wrap(loss_fn)
+        loss = nnx.jit(wrap(loss_fn))
         for _ in range(2):
             loss(model, family.inputs)
         models_after.append(model)
@@ -277,6 +290,12 @@ def test_an_equinox_model_is_a_pytree_like_any_other():
     check_16_bit(jaxpr, jnp.float16)
     assert abs(got - value) < 1e-3 * value
     assert relative_error(cast_grads, grads) < 2e-3
+
     # The module itself is a pytree too, its functions and sizes static.
-    out = jaxmp.autocast(lambda model, x: jax.vmap(model)(x))(model, images)
-    np.testing.assert_allclose(out, jax.vmap(model)(images), atol=0.05)
+    def apply(model, x):
+        return jax.vmap(model)(x)
+
+    out, expected = (
+        eqx.filter_jit(f)(model, images) for f in (jaxmp.autocast(apply), apply)
+    )
+    np.testing.assert_allclose(out, expected, atol=0.05)

@@ -13,6 +13,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
+from conftest import rest_is_evidence
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -170,7 +171,9 @@ def test_a_mask_value_beyond_the_range_stays_finite():
     assert dtypes_of("select_n", cast, W, X) == {SINGLE}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
+)
 def test_the_gradient_of_pooling_follows_its_inputs(dtype):
     def loss(w, x):
         return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
@@ -211,7 +214,17 @@ def check_search(search, order, inner):
     assert error(found, expected) < 0.1
 
 
-@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES.keys())
+@pytest.mark.parametrize(
+    "search",
+    rest_is_evidence(
+        SEARCHES,
+        "max of two",
+        "reduce_max, by its place",
+        "max pooling",
+        "the greatest three",
+        "in a remat",
+    ),
+)
 def test_what_is_chosen_is_found_among_that_from_which_it_was_chosen(search):
     check_search(search, "outside", normalised)
 
@@ -242,15 +255,27 @@ def averages_of_subnormals(w, x):
     return y.mean() * 1e9 + (y @ w).sum()
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    ("loss", "dtype"),
-    [
+SEEN = {
+    f"{loss.__name__}-{order}": (loss, dtype, order)
+    for order in ORDERS
+    for loss, dtype in (
         (steps, HALF),
         (twice, HALF),
         (averages_out_of_range, jnp.float16),
         (averages_of_subnormals, jnp.float16),
-    ],
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "order"),
+    rest_is_evidence(
+        SEEN,
+        "steps-outside",
+        "twice-inside",
+        "averages_out_of_range-inside",
+        "averages_of_subnormals-outside",
+    ),
 )
 def test_who_computes_with_what_was_chosen_sees_its_digits(loss, dtype, order):
     x = abs(X) + 0.1

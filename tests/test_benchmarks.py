@@ -17,6 +17,7 @@ from benchmarks import (
     results,
     timing,
 )
+from benchmarks.networks import TINY
 from benchmarks.steps import CONTESTANTS
 
 UNAVAILABLE = h200.unavailable()
@@ -155,17 +156,27 @@ def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
         return size * rows * length // accum_steps
 
     monkeypatch.setattr(memory, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(memory, "count", lambda step, network: {"peak": 1.5e9})
+    monkeypatch.setattr(memory, "CIFAR", TINY["resnet"])
     monkeypatch.setattr(memory.h200, "unavailable", lambda: None)
     path = tmp_path / "memory.json"
     arguments = ["--lengths", "10", "100", "--gigabytes", "1e-5"]
     memory.main([*arguments, f"--output={path}"])
-    updates, batches = (x["rows"] for x in json.loads(path.read_text()).values())
-    assert [row["micro-batches"] for row in updates] == [32, 1] * 2
+    updates, batches, cifar = (x["rows"] for x in json.loads(path.read_text()).values())
+    assert [row["micro-batches"] for row in updates] == [32, 1] * 3
     assert {row["share"] for row in updates} == {0.5}
     assert batches == [
         {"words in a row": 10, "float32": 250, "mixed_float16": 500},
         {"words in a row": 100, "float32": 25, "mixed_float16": 50},
     ]
+    whole, mixed, o2, o3 = ([*row.values()][1:] for row in cifar)
+    n = whole[0]
+    assert whole == pytest.approx([n, 4e-6 * n, 4e-6 * n, 1.5])
+    assert mixed == pytest.approx([n, 4e-6 * n, 2e-6 * n, 1.5])
+    assert o3 == pytest.approx([n, 2e-6 * n, 2e-6 * n])
+    # Scales and biases of norms stay float32.
+    assert o2[1] == pytest.approx(4e-6 * n)
+    assert o3[2] < o2[2] < whole[2]
 
 
 @pytest.mark.evidence

@@ -1,6 +1,7 @@
 """The experiments on images teach what they say, in a short form."""
 
 import io
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import jaxmp
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
+import _canvases
+import _two_stage
 import cnn_zoo
 import detector
 
@@ -89,15 +92,68 @@ def test_the_detector_finds_what_it_is_told():
     """Targets turned back into outputs give an F1 of 1, so the metric can reach it."""
     data = detector.load_digits()
     canvases = detector.paste_digits(data.test_images, data.test_labels, 20, seed=1)
-    outputs = np.full((20, len(detector.ANCHORS), 15), 0, np.float32)
-    for output, boxes, labels in zip(outputs, *canvases[1:], strict=True):
-        target, offsets = detector.match(boxes, labels)
+    logits = np.zeros((20, len(detector.ANCHORS), 11), np.float32)
+    found = []
+    for output, boxes, labels in zip(logits, *canvases[1:], strict=True):
+        target, offsets, _ = detector.match(detector.ANCHORS, boxes, labels)
         output[np.arange(len(target)), np.asarray(target)] = 9
-        output[:, 11:] = offsets
-    assert detector.f1_score(outputs, canvases) > 0.95
-    assert detector.f1_score(0 * outputs, canvases) == 0
+        found.append(detector.moved(detector.ANCHORS, offsets))
+    assert detector.f1_score((logits, found), canvases) > 0.95
+    assert detector.f1_score((0 * logits, found), canvases) == 0
 
 
+def test_a_region_is_sampled_where_it_lies():
+    cells = _canvases.CANVAS // _canvases.CELL
+    places = (np.arange(cells) + 0.5) * _canvases.CELL
+    features = jnp.stack(jnp.meshgrid(places, places, indexing="ij"), -1)
+    regions = jnp.array([[20.0, 14.0, 8.0, 16.0]])  # from 16 to 24, and from 6 to 22
+    samples = _two_stage.pooled(features, regions).reshape(4, 4, 2)
+    np.testing.assert_allclose(samples[:, 0, 0], [17, 19, 21, 23], rtol=1e-6)
+    np.testing.assert_allclose(samples[0, :, 1], [8, 12, 16, 20], rtol=1e-6)
+
+
+def test_proposals_overlap_little_and_the_best_come_first():
+    anchors = jnp.asarray(detector.ANCHORS)
+    scores = jax.random.normal(jax.random.key(0), (len(anchors),))
+    regions = jax.jit(_two_stage.best_regions)(scores, jnp.zeros_like(anchors))
+    np.testing.assert_array_equal(regions[0], anchors[scores.argmax()])
+    overlap = _canvases.intersection_over_union(regions, regions)
+    assert (overlap - jnp.eye(len(regions))).max() <= 0.7
+
+
+def test_the_first_stage_takes_a_mean_over_half_and_half():
+    data = detector.load_digits()
+    canvases = detector.paste_digits(data.train_images, data.train_labels, 1, seed=0)
+    boxes, labels = canvases.boxes[0], canvases.labels[0]
+    target, offsets, _ = detector.match(detector.ANCHORS, boxes, labels)
+    loss = jax.jit(_two_stage.first_stage_loss)
+    right = jnp.where(target > 0, 9.0, -9.0)
+    key = jax.random.key(0)
+    assert loss(right, offsets, boxes, labels, key) < 1e-3
+    # All say that there is nothing: half of the sampled anchors are wrong by 9.
+    nothing = jnp.full_like(right, -9.0)
+    expected = 9 * min(32, int((target > 0).sum())) / 64
+    np.testing.assert_allclose(
+        loss(nothing, offsets, boxes, labels, key), expected, rtol=1e-3
+    )
+
+
+@pytest.mark.evidence
+@pytest.mark.usefixtures("optimized")
+def test_in_two_stages_less_is_lost_without_a_scale(monkeypatch):
+    monkeypatch.setattr(detector, "TEST_CANVASES", 20)
+    names = ("float32", "float16 unscaled")
+    config = detector.Config(policy=names, steps=150, two_stage=True)
+    results, shown = run(detector.main, config)
+    full, unscaled = (r[0].losses[100:].mean() for r in results.values())
+    assert unscaled == pytest.approx(full, rel=0.1)
+    lost = [int(x) for x in re.findall(r"float16\s+turns\s+(\d+)%", shown)]
+    one_stage, _, two_stages, _ = lost  # times 1 and times 8
+    assert two_stages < one_stage
+
+
+# By default each of its networks is traced, below.
+@pytest.mark.evidence
 def test_the_zoo_runs_from_end_to_end(tmp_path):
     network, figure = "VGG-like", tmp_path / "cnn_zoo.png"
     config = cnn_zoo.Config(
@@ -150,6 +206,7 @@ def test_every_network_of_the_zoo_computes_in_the_policy(network):
     ("main", "config", "message"),
     [
         (detector.main, detector.Config(policy=("float8",)), "float16 dynamic"),
+        (detector.main, detector.Config(two_stage=True, full=True), "Drop `--full`"),
         (cnn_zoo.main, cnn_zoo.Config(network=("AlexNet",)), "VGG-like"),
         (cnn_zoo.main, cnn_zoo.Config(policy=("float61",)), "float16"),
     ],

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.collectives import collectives, partitioned
 from benchmarks.hlo import bits
+from conftest import rest_is_evidence
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
@@ -97,18 +98,17 @@ def on_one_device(name):
     return jax.jit(jaxmp.value_and_grad(loss_fn, loss_scale=8.0))(PARAMS, X, Y)
 
 
-ON_A_MESH = [
-    *itertools.product([DATA], ["float32", "mixed_bfloat16", "mixed_float16"], [1, 4]),
-    (GRID, "float32", 4),
-    # Over two axes the policies go the same way.
-    *(
-        pytest.param(GRID, *rest, marks=pytest.mark.evidence)
-        for rest in itertools.product(["mixed_bfloat16", "mixed_float16"], [1, 4])
-    ),
-]
+POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
+ON_A_MESH = {
+    f"{len(mesh.axis_names)}-{name}-{steps}": (mesh, name, steps)
+    for mesh, name, steps in itertools.product([DATA, GRID], POLICIES, [1, 4])
+}
 
 
-@pytest.mark.parametrize(("mesh", "name", "steps"), ON_A_MESH)
+@pytest.mark.parametrize(
+    ("mesh", "name", "steps"),
+    rest_is_evidence(ON_A_MESH, "1-float32-1", "1-mixed_float16-4", "2-float32-4"),
+)
 def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     policy = jaxmp.get_policy(name)
     loss_fn = loss_of(jaxmp.with_policy(MODEL.apply, policy))
@@ -128,11 +128,18 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
 
 
 SUMMED_IN = [
-    *(("bf16", reduce) for reduce in (None, "f32", "bf16", "f16")),
+    ("bf16", None),
+    ("bf16", "f32"),
     ("f16", "bf16"),
     *(
-        pytest.param("f16", reduce, marks=pytest.mark.evidence)
-        for reduce in (None, "f32", "f16")
+        pytest.param(compute, reduce, marks=pytest.mark.evidence)
+        for compute, reduce in (
+            ("bf16", "bf16"),
+            ("bf16", "f16"),
+            ("f16", None),
+            ("f16", "f32"),
+            ("f16", "f16"),
+        )
     ),
 ]
 
@@ -157,8 +164,14 @@ def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     assert {c.times for c in found} == {1}  # outside of the loop
 
 
-@pytest.mark.parametrize("reduce", ["", ",r=f16"])
-@pytest.mark.parametrize("form", FORMS)
+SUMS = {
+    f"{form}{reduce}": (form, reduce) for form in FORMS for reduce in ("", ",r=f16")
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "reduce"), rest_is_evidence(SUMS, *FORMS, "unchecked shard_map,r=f16")
+)
 def test_a_float16_sum_does_not_overflow_where_the_mean_does_not(form, reduce):
     def loss_fn(w, x):
         return jnp.float32((w.astype(x.dtype) * x).mean())
@@ -184,16 +197,19 @@ def test_sum_serves_unequal_counts_of_tokens():
         return (losses * mask).sum() / count
 
     args = PARAMS, X, Y, mask, mask.sum()
-    for steps in (1, 2):
-        step = jaxmp.value_and_grad(
+    steps = [
+        jaxmp.value_and_grad(
             masked,
-            accum_steps=steps,
+            accum_steps=count,
             batch_argnums=(1, 2, 3),
             reduction="sum",
             mesh=DATA,
         )
-        expected = jax.jit(jax.value_and_grad(masked))(*args)
-        assert_close(jax.jit(step)(*args), expected, EPS["float32"])
+        for count in (1, 2)
+    ]
+    expected = jax.jit(jax.value_and_grad(masked))(*args)
+    for result in jax.jit(lambda *args: [step(*args) for step in steps])(*args):
+        assert_close(result, expected, EPS["float32"])
 
 
 def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
@@ -283,10 +299,10 @@ class Recurrent(nn.Module):
         return nn.RNN(nn.SimpleCell(8))(x.reshape(-1, 4, 8)).mean(1)
 
 
-LAYERS = [MLP, Conv, Attention, Scanned, Recurrent]
+LAYERS = {c.__name__: c for c in (MLP, Conv, Attention, Scanned, Recurrent)}
 
 
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("layer", rest_is_evidence(LAYERS, "Scanned", "Recurrent"))
 def test_layers_give_over_devices_what_they_give_on_one(layer):
     model = layer()
     params = jax.jit(model.init)(jax.random.key(0), X)
@@ -371,7 +387,10 @@ def test_batch_norm_synchronises_over_the_axis():
 # Skips and states
 
 
-@pytest.mark.parametrize("form", ["jit", "mesh", "shard_map", "unchecked shard_map"])
+# Under plain `jit` and inside shard_map, tests/test_sharding.py holds the same.
+@pytest.mark.parametrize(
+    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "mesh")
+)
 def test_an_overflow_on_one_device_skips_on_all(form):
     policy = jaxmp.get_policy("mixed_float16")
     inside = "shard_map" in form
@@ -425,7 +444,7 @@ def test_forgetting_axis_name_in_the_wrapper_is_named():
         step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P(), check_vma=True
     )
     with pytest.raises(ValueError, match=r"differ over.*'data'.*Pass.*`axis_name`"):
-        sharded(tx.init(jnp.ones(1)), jnp.ones(8))
+        jax.jit(sharded)(tx.init(jnp.ones(1)), jnp.ones(8))
 
 
 def test_forgetting_axis_name_in_the_gradients_is_named():
@@ -443,7 +462,7 @@ def test_forgetting_axis_name_in_the_gradients_is_named():
 
     args = jnp.float32(1), jnp.full(8, 2e4, jnp.float16)
     with pytest.raises(ValueError, match=r"loss differs over.*'data'.*`axis_name` to"):
-        step(loss_fn)(*args)
+        jax.jit(step(loss_fn))(*args)
     assert jax.jit(step(averaged))(*args)[0] == 2e4  # the user's own reduction stays
 
 
@@ -476,7 +495,7 @@ INNERS = {
 }
 
 
-@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS.keys())
+@pytest.mark.parametrize("inner", rest_is_evidence(INNERS, "adam", "factored"))
 def test_the_state_lies_where_the_parameters_lie_and_stays_there(inner):
     tx = jaxmp.loss_scaling(inner, "mixed_float16")
     shardings = fsdp_shardings(GRID, "data", "model")
@@ -512,8 +531,17 @@ def test_the_state_lies_where_the_parameters_lie_and_stays_there(inner):
     assert jaxmp.last_step_finite(state)
 
 
-@pytest.mark.parametrize("name", ["float32", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("axes", [(), ("data",), ("data", "model")], ids=str)
+SHARDED_OVER = {
+    f"{'-'.join(axes)}-{name}": (axes, name)
+    for axes in ((), ("data",), ("data", "model"))
+    for name in POLICIES
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "name"),
+    rest_is_evidence(SHARDED_OVER, "-mixed_float16", "data-model-mixed_bfloat16"),
+)
 def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
     policy = jaxmp.get_policy(name)
     shardings = fsdp_shardings(GRID, *axes)
@@ -536,9 +564,21 @@ def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16", "float32"])
 @pytest.mark.parametrize(
-    ("mesh", "axes"), [(DATA, ("data",)), (GRID, ("data", "model"))], ids=["8", "4x2"]
+    ("mesh", "axes", "name"),
+    rest_is_evidence(
+        {
+            f"{size}-{name}": (*placed, name)
+            for size, placed in (
+                ("8", (DATA, ("data",))),
+                ("4x2", (GRID, ("data", "model"))),
+            )
+            for name in POLICIES
+        },
+        "8-mixed_float16",
+        "8-float32",
+        "4x2-mixed_bfloat16",
+    ),
 )
 def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name):
     policy = jaxmp.get_policy(name)
@@ -657,7 +697,7 @@ def test_an_axis_that_is_not_around_is_named(function):
     with pytest.raises(
         ValueError, match=r"\('data',\), but 'dta' is not one. Pass the"
     ):
-        inside(w)
+        jax.jit(inside)(w)
     with pytest.raises(ValueError, match=r"no `axis_name` under plain"):
         jax.jit(call)(w)
 
@@ -716,10 +756,17 @@ def boxed(params, x):
     return (x @ nn.meta.unbox(box)).mean()
 
 
+CONSTRAINED = [constrained_by_jax, constrained_on_its_mesh, constrained_by_flax, boxed]
+
+
 @pytest.mark.parametrize(
     "loss",
-    [constrained_by_jax, constrained_on_its_mesh, constrained_by_flax, boxed],
-    ids=lambda f: f.__name__,
+    rest_is_evidence(
+        {f.__name__: f for f in CONSTRAINED},
+        "constrained_on_its_mesh",
+        "constrained_by_flax",
+        "boxed",
+    ),
 )
 def test_a_constraint_on_an_axis_of_the_mesh_is_named_with_its_cure(loss):
     step = jaxmp.value_and_grad(loss, batch_argnums=1, mesh=DATA)

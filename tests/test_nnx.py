@@ -201,12 +201,14 @@ def plainly_trained():
     return trained(nnx.jit)
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("order", rest_is_evidence(ORDERS, "around", "inside ours"))
 def test_a_whole_step_in_float32_is_that_of_flax_bit_for_bit(order, plainly_trained):
     actual = trained(lambda step: nnx.jit(order("float32")(step)))
     chex.assert_trees_all_equal(actual, plainly_trained)
 
 
+# By default `test_autocast_brings_back_every_change` calls without `jit`.
+@pytest.mark.evidence
 def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
     expected = trained(lambda step: step, steps=1)
     actual = trained(partial(jaxmp.nnx.autocast, policy="float32"), steps=1)
@@ -216,7 +218,7 @@ def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
 @pytest.mark.parametrize(
     "dtype", [HALF, pytest.param(BRAIN, marks=pytest.mark.evidence)], ids=str
 )
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("order", rest_is_evidence(ORDERS, "inside", "around ours"))
 def test_a_whole_step_in_16_bits_keeps_every_dtype(order, dtype, plainly_trained):
     losses, state = trained(lambda step: nnx.jit(order(dtype)(step)))
     expected, plain_state = plainly_trained
@@ -226,6 +228,7 @@ def test_a_whole_step_in_16_bits_keeps_every_dtype(order, dtype, plainly_trained
     assert losses != expected  # or nothing ran in 16 bits
 
 
+@pytest.mark.evidence
 def test_a_whole_step_without_jit_changes_all_that_it_changes_with_it(plainly_trained):
     _, state = trained(partial(jaxmp.nnx.autocast, policy="bfloat16"))
     chex.assert_trees_all_close(state, plainly_trained[1], atol=0.02)
@@ -408,12 +411,13 @@ LIKE_FLAX = {
 }
 
 
-# Each without `has_aux`, and with it one module and several arguments.
+# What differs most, without `has_aux`; with it one module and several arguments.
 @pytest.mark.parametrize(
     ("has_aux", "fun", "make", "options"),
     rest_is_evidence(
         {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
-        *(f"False-{k}" for k in LIKE_FLAX),
+        *(f"False-{k}" for k in ("module", "dict and number", "list", "filters")),
+        *(f"False-{k}" for k in ("variable", "state", "pytree", "shared")),
         "True-module",
         "True-two",
     ),
@@ -472,8 +476,19 @@ TEACHERS = {
 }
 
 
-@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam])
-@pytest.mark.parametrize(("place", "find"), TEACHERS.values(), ids=TEACHERS.keys())
+@pytest.mark.parametrize(
+    ("wrt", "place", "find"),
+    rest_is_evidence(
+        {
+            f"{wrt.__name__}-{name}": (wrt, *teacher)
+            for wrt in (nnx.Param, nnx.LoRAParam)
+            for name, teacher in TEACHERS.items()
+        },
+        "Param-container",
+        "Param-argument",
+        "LoRAParam-keyword",
+    ),
+)
 def test_all_parameters_are_in_compute_dtype_and_come_back_as_they_were(
     wrt, place, find
 ):
@@ -554,15 +569,16 @@ def test_a_parameter_that_is_only_read_stays_the_same_array():
 
 def sequential(loss_fn, model, *rest, steps):
     """Gradients of the micro-batches one after the other, by Flax."""
-    grads = [
-        nnx.value_and_grad(loss_fn)(model, X[i::steps], *rest) for i in range(steps)
-    ]
+    grad_fn = nnx.jit(nnx.value_and_grad(loss_fn))
+    grads = [grad_fn(model, X[i::steps], *rest) for i in range(steps)]
     losses, grads = zip(*grads, strict=True)
     total = jax.tree.map(lambda *g: sum(g) / steps, *grads)
     return sum(losses) / steps, total
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit", rest_is_evidence({"eager": lambda f: f, "jit": nnx.jit}, "jit")
+)
 def test_micro_batches_hand_their_state_on(jit):
     def loss_fn(model, x, metric):
         loss = jnp.mean(model(x) ** 2)
@@ -579,7 +595,9 @@ def test_micro_batches_hand_their_state_on(jit):
     assert ours[1].count[...] == 4
 
 
-@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=pytest.mark.evidence), "mixed_float16"]
+)
 def test_each_micro_batch_has_its_own_mask(policy):
     def loss_fn(model, x, rngs):
         mask = model(x, rngs) != 0
@@ -598,7 +616,7 @@ def test_each_micro_batch_has_its_own_mask(policy):
 
 def cached(model, x):
     model.cache = nnx.Cache(x)
-    return model(x).mean()
+    return model.inner(x).mean()
 
 
 def grown(model, x):
@@ -637,7 +655,7 @@ def test_variables_are_no_batch():
 
 
 @pytest.mark.parametrize("how", ["mesh", "axis_name", "axis_name, unchecked"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", rest_is_evidence({"1": 1, "2": 2}, "2"))
 def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
     devices, rate = 4, 0.5
     mesh = Mesh(jax.devices()[:devices], ("data",))
@@ -701,6 +719,7 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
         chex.assert_trees_all_equal(*values, values[0])
 
 
+@pytest.mark.evidence
 def test_two_networks_train_against_each_other():
     def discriminate(critic, maker, x):
         return jnp.mean(nnx.softplus(-critic(x)) + nnx.softplus(critic(maker(x))))
@@ -865,6 +884,7 @@ def test_a_cache_is_filled_step_by_step():
     )
     attention.init_cache((1, 4, 4))
     decode = jaxmp.nnx.autocast(lambda x, state: state["model"](x), "bfloat16")
+    decode = nnx.jit(decode)
     outs = [decode(X[None, i : i + 1], {"model": attention}) for i in range(4)]
     assert attention.cache_index[...] == 4
     assert attention.cached_key.dtype == FULL
@@ -904,8 +924,10 @@ def test_state_that_is_sharded_is_not_averaged_over_the_shards(checked):
         return model.average[...]
 
     rows = spec("data")
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=checked
+    run = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(rows, rows), out_specs=rows, check_vma=checked
+        )
     )
     if checked:
         np.testing.assert_array_equal(run(weight, jnp.ones((4, 8))), weight)

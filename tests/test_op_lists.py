@@ -53,11 +53,9 @@ def test_lists_are_values():
     assert moved.with_deny("tanh") == moved
 
 
-@pytest.mark.parametrize("primitive", [FLOAT32, FLOAT32.name])
-def test_a_primitive_of_the_users_own_can_be_moved(primitive):
-    for move, field in [("with_allow", "allow"), ("with_infer", "infer")]:
-        moved = getattr(DEFAULT_OPS, move)(primitive)
-        assert FLOAT32.name in getattr(moved, field)
+def test_a_primitive_of_the_users_own_can_be_moved():
+    assert FLOAT32.name in DEFAULT_OPS.with_allow(FLOAT32).allow
+    assert FLOAT32.name in DEFAULT_OPS.with_infer(FLOAT32.name).infer
 
 
 def test_a_name_that_nothing_has_suggests_the_nearest():
@@ -103,6 +101,27 @@ def test_lists_are_spelled_by_what_differs_from_the_default():
         assert eval(repr(lists), names) == lists
         assert len(repr(lists)) < length
     assert repr(ops.with_deny("tanh")) == "DEFAULT_OPS.with_deny('tanh')"
+
+
+def test_the_smallest_size_is_a_value_of_the_lists():
+    ops = jaxmp.DEFAULT_OPS
+    small = ops.with_fp8(min_size=16)
+    assert (ops.min_size, small.min_size) == (1024, 16)
+    assert small != ops
+    assert small.with_fp8(min_size=1024) == ops
+    assert hash(small.with_fp8(min_size=1024)) == hash(ops)
+    both = small.with_deny("tanh").with_rounded_products()
+    assert both.min_size == 16
+    names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
+    few = jaxmp.OpLists("dot_general", (), "add", min_size=16)
+    for lists in (small, both, few):
+        assert eval(repr(lists), names) == lists
+    assert repr(small) == "DEFAULT_OPS.with_fp8(min_size=16)"
+    assert "float8: products of sizes from 16 on" in str(small)
+    with pytest.raises(ValueError, match="`min_size` must be at least 1"):
+        ops.with_fp8(min_size=0)
+    with pytest.raises(TypeError, match="`min_size` must be an integer"):
+        ops.with_fp8(min_size=16.0)
 
 
 def test_rounded_products_are_a_value_of_the_lists():

@@ -129,9 +129,9 @@ def skips_without_a_trace(tx, params, grads):
 # Skipped steps
 
 
-# One of each kind: with moments or without, factored, with keys, wants the loss, ...
-USUAL = ["adam", "adafactor", "noisy_sgd", "sgd", "polyak_sgd", "schedule_free"]
-USUAL += ["multi_transform", "inject_hyperparams", "MultiSteps", "apply_if_finite"]
+# One of each kind: with moments, factored, with keys, wants the loss, ...
+USUAL = ["adam", "adafactor", "noisy_sgd", "polyak_sgd", "schedule_free"]
+USUAL += ["multi_transform", "MultiSteps", "apply_if_finite"]
 
 
 @pytest.mark.parametrize("inner", rest_is_evidence(ALIASES | COMPOSITIONS, *USUAL))
@@ -150,7 +150,9 @@ def test_a_static_scale_skips_without_a_trace():
     skips_without_a_trace(jaxmp.static_loss_scale(ALIASES["adamw"], 8), PARAMS, GRADS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.evidence)]
+)
 def test_sixteen_bit_parameters_skip_without_a_trace(dtype):
     # Moments would drift to float32; optax.apply_if_finite raises there.
     params, grads = jaxmp.cast_tree((PARAMS, GRADS), dtype)
@@ -165,7 +167,9 @@ INNERS = {
 }
 
 
-@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+@pytest.mark.parametrize(
+    "inner", rest_is_evidence(INNERS, "chain", "inject_hyperparams", "MultiSteps")
+)
 def test_the_run_is_that_of_inner_without_the_bad_steps(inner):
     # MultiSteps outside would keep an Inf in its accumulator for good.
     good = [jax.tree.map(lambda g, i=i: g * 0.5**i, GRADS) for i in range(5)]
@@ -341,7 +345,10 @@ def test_vmapped_replicas_are_independent():
         chex.assert_trees_all_equal(result[1][:-1], expected[1][:-1])
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "policy",
+    ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.evidence)],
+)
 def test_both_arguments_can_be_donated(policy):
     tx = jaxmp.loss_scaling(optax.adam(0.5), policy, growth_interval=2)
     step = jax.jit(step_of(tx), donate_argnums=(0, 1))
@@ -358,7 +365,7 @@ def test_both_arguments_can_be_donated(policy):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("inner", INNERS.values(), ids=INNERS)
+@pytest.mark.parametrize("inner", rest_is_evidence(INNERS, "MultiSteps"))
 def test_no_dtype_drifts_with_x64(inner):
     with jax.enable_x64(True):
         params, grads = (
@@ -373,10 +380,10 @@ def test_no_dtype_drifts_with_x64(inner):
 
 
 # Adam and others of optax itself promote int32 counts and floats.
-STRICT = ["sgd", "lion", "rmsprop", "adafactor"]
+STRICT = {name: ALIASES[name] for name in ("sgd", "lion", "rmsprop", "adafactor")}
 
 
-@pytest.mark.parametrize("inner", [ALIASES[name] for name in STRICT], ids=STRICT)
+@pytest.mark.parametrize("inner", rest_is_evidence(STRICT, "adafactor"))
 def test_strict_promotion_is_enough(inner):
     with jax.numpy_dtype_promotion("strict"):
         tx = jaxmp.dynamic_loss_scale(inner, growth_interval=2)
@@ -460,8 +467,15 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("update", "zero"), LEAVES.values(), ids=LEAVES)
-@pytest.mark.parametrize("jit", [True, False])
+# All in a program, and without `jit` what differs there.
+@pytest.mark.parametrize(
+    ("update", "zero", "jit"),
+    rest_is_evidence(
+        {f"{k}-{jit}": (*LEAVES[k], jit) for k in LEAVES for jit in (True, False)},
+        *(f"{name}-True" for name in LEAVES),
+        *(f"{name}-False" for name in ("int", "numpy bool", "float0", "number")),
+    ),
+)
 def test_updates_of_every_kind_pass_and_leave_no_trace(update, zero, jit):
     # They are what `inner` makes them; `jax.grad` gives floats and float0 only.
     inner = optax.stateless(lambda u, p: {"w": u["w"], "other": update})
@@ -507,8 +521,15 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(("start", "update"), STATES.values(), ids=STATES)
-@pytest.mark.parametrize("jit", [True, False])
+# All without `jit`, where more is taken.
+@pytest.mark.parametrize(
+    ("start", "update", "jit"),
+    rest_is_evidence(
+        {f"{k}-{jit}": (*STATES[k], jit) for k in STATES for jit in (True, False)},
+        *(f"{name}-False" for name in STATES),
+        *(f"{name}-True" for name in ("text that stays", "NumPy", "float0")),
+    ),
+)
 def test_inner_states_that_optax_alone_takes_pass_and_are_skipped(start, update, jit):
     inner, grads = counting(start, update), jnp.ones(2)
     tx = jaxmp.dynamic_loss_scale(inner)

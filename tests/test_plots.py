@@ -54,13 +54,14 @@ def test_the_bars_are_shares_of_all_values(tmp_path):
 def test_the_outline_is_moved_by_the_suggested_scale():
     ax = jaxmp.plots.exponents(VALUES)
     outline = ax.patches[-1].get_data()
-    assert labels(ax).count("times 2^15") == 1
+    assert labels(ax).count("times the suggested loss scale, 2^15") == 1
     assert (outline.edges[0], outline.edges[-1]) == (-30 + 15, 1 + 15)
     assert outline.values[0] == 12.5
     by_hand = jaxmp.plots.exponents(VALUES, loss_scale=12.0)
-    assert "times 12" in labels(by_hand)
+    assert "times the loss scale, 12" in labels(by_hand)
     for scale in (jnp.float32(8), np.array(8.0)):
-        assert "times 2^3" in labels(jaxmp.plots.exponents(VALUES, loss_scale=scale))
+        ax = jaxmp.plots.exponents(VALUES, loss_scale=scale)
+        assert "times the loss scale, 2^3" in labels(ax)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_what_was_recorded_can_be_drawn(tmp_path):
     ax = jaxmp.plots.exponents(state)
     assert bars(ax) == {-20: 12.5, -12: 12.5, -11: 12.5, 0: 25.0}
     assert "values (first bar: all below 2^-19)" in labels(ax)
-    assert "times 2^15" in labels(ax)
+    assert "times the suggested loss scale, 2^15" in labels(ax)
     render(ax, tmp_path)
 
 
@@ -152,40 +153,68 @@ def history(bad):
     states = [tx.init(jnp.zeros([]))]
     for is_bad in bad:
         states.append(tx.update(jnp.where(is_bad, jnp.inf, 1.0), states[-1])[1])
-    return states[1:]
+    return states
 
 
-def test_the_scale_is_drawn_with_the_skipped_steps(tmp_path):
-    states = history([False, True, False, False, True, True])
+@pytest.mark.parametrize("first", [0, 1], ids=["from init", "from the first step"])
+def test_the_scale_is_drawn_with_the_skipped_steps(first, tmp_path):
+    states = history([False, True, False, False, True, True])[first:]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
     for given in (states, stacked):
         ax = jaxmp.plots.loss_scale(given)
         scale, skipped = ax.lines
         assert scale.get_drawstyle() == "steps-post"
-        assert scale.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
-        assert np.log2(scale.get_ydata()).tolist() == [15, 14, 14, 15, 14, 13]
+        assert scale.get_xdata().tolist() == [0, 1, 2, 3, 4, 5, 6]
+        assert np.log2(scale.get_ydata()).tolist() == [15, 15, 14, 14, 15, 14, 13]
         assert skipped.get_xdata().tolist() == [2, 5, 6]
+        assert np.log2(skipped.get_ydata()).tolist() == [15, 15, 14]  # where it broke
         assert labels(ax) == ["loss scale", "skipped (3)"]
         assert (ax.get_xlabel(), ax.get_ylabel()) == ("step", "loss scale")
+        assert ax.get_title() == "The loss scale over 6 steps"
     render(ax, tmp_path)
 
 
+def test_the_first_scale_is_shown_although_the_first_step_is_skipped():
+    states = history([True, False])
+    scale, skipped = jaxmp.plots.loss_scale(states).lines
+    assert np.log2(scale.get_ydata()).tolist() == [15, 14, 14]
+    assert np.log2(skipped.get_ydata()).tolist() == [15]
+    scale, _ = jaxmp.plots.loss_scale(states[1:]).lines  # nothing tells the first one
+    assert scale.get_xdata().tolist() == [1, 2]
+
+
 def test_a_run_without_skips_has_no_marks():
-    ax = jaxmp.plots.loss_scale(history([False]))
+    ax = jaxmp.plots.loss_scale(history([])[:1])
     assert labels(ax) == ["loss scale"]
     assert ax.lines[0].get_marker() == "."  # a line of one point would not show
     chained = [(optax.EmptyState(), state) for state in history([False, False])]
-    assert len(jaxmp.plots.loss_scale(chained).lines[0].get_xdata()) == 2
+    assert len(jaxmp.plots.loss_scale(chained).lines[0].get_xdata()) == 3
 
 
 def test_axes_can_be_given_and_nothing_is_shown():
     left, right = Figure().subplots(1, 2)
     assert jaxmp.plots.exponents(VALUES, ax=left) is left
+    assert jaxmp.plots.loss_scale(history([True]), ax=right) is right
     left.figure.canvas.draw()
     legend = left.get_legend().get_window_extent()
     assert left.bbox.containsx(legend.x0)
     assert left.bbox.containsy(legend.y0)
-    assert jaxmp.plots.loss_scale(history([True]), ax=right) is right
+    highest = left.transData.transform((0, 100.0))[1]  # no bar is longer
+    assert highest < legend.y0
+    highest = right.transData.transform((0, 2.0**15))[1]
+    assert highest < right.get_legend().get_window_extent().y0
+
+
+def test_a_title_that_is_there_stays():
+    left, right = Figure().subplots(1, 2)
+    left.set_title("mine", loc="left")
+    jaxmp.plots.exponents(VALUES, ax=left)
+    assert (left.get_title(), left.get_title("left")) == ("", "mine")
+    jaxmp.plots.exponents(VALUES, ax=right)
+    assert right.get_title() == "8 values in the range of float16"
+
+
+def test_nothing_is_shown():
     code = (
         "import jaxmp.plots, sys; jaxmp.plots.exponents(1.0);"
         "print('matplotlib.pyplot' in sys.modules)"

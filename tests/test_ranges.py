@@ -361,7 +361,7 @@ def run(tx, grads):
     return jax.jit(lambda s, g: jax.lax.scan(step, s, g))(tx.init(params), grads)
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.evidence), 3])
 def test_the_recorded_steps_add_up_and_the_updates_pass_through(every):
     grads = steps_of_gradients()
     state, updates = run(jaxmp.record_ranges(every=every, low=-30, high=4), grads)
@@ -476,7 +476,15 @@ def mesh(shape=(8,), names=("data",)):
 
 
 @pytest.mark.parametrize(
-    "spec", [("x",), (None, "x"), ("x", "y"), (("x", "y"),), ("y", "x")]
+    "spec",
+    [
+        ("x", "y"),
+        (("x", "y"),),
+        *(
+            pytest.param(spec, marks=pytest.mark.evidence)
+            for spec in (("x",), (None, "x"), ("y", "x"))
+        ),
+    ],
 )
 def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
     x = np.resize(ADVERSARIAL, (16, 24))
@@ -495,7 +503,9 @@ def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
         assert "all-gather" not in compiled.compile().as_text()
 
 
-@pytest.mark.parametrize("is_current", [True, False])
+@pytest.mark.parametrize(
+    "is_current", [True, pytest.param(False, marks=pytest.mark.evidence)]
+)
 def test_explicitly_sharded_arrays_are_counted(is_current):
     x = np.resize(ADVERSARIAL, (16, 24))
     explicit = jax.make_mesh(

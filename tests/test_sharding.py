@@ -1,6 +1,6 @@
 """Eight devices: one decision, one scale, and the numbers of a single device."""
 
-from functools import partial
+from functools import cache, partial
 
 import chex
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.collectives import collectives
+from conftest import rest_is_evidence
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
 # Small integers and powers of two: every sum is exact, in any order.
@@ -47,6 +48,11 @@ def run(step, tx):
     return params, state
 
 
+@cache
+def on_one_device(tx):
+    return run(jax.jit(partial(step, tx)), tx)
+
+
 def put(tree, spec_of):
     return jax.tree.map(
         lambda x: jax.device_put(x, NamedSharding(MESH, spec_of(x))), tree
@@ -64,8 +70,21 @@ def by_row(x):
 # Plain jit
 
 
-@pytest.mark.parametrize("spec_of", [replicated, by_row])
-@pytest.mark.parametrize("tx", [TX, jaxmp.static_loss_scale(INNER, 8)])
+STATIC = jaxmp.static_loss_scale(INNER, 8)
+
+
+@pytest.mark.parametrize(
+    ("tx", "spec_of"),
+    rest_is_evidence(
+        {
+            f"{name}-{spec_of.__name__}": (tx, spec_of)
+            for name, tx in (("dynamic", TX), ("static", STATIC))
+            for spec_of in (replicated, by_row)
+        },
+        "dynamic-by_row",
+        "static-replicated",
+    ),
+)
 def test_jit_with_shardings_is_the_run_of_one_device(tx, spec_of):
     params = put(PARAMS, spec_of)
     state = put(tx.init(PARAMS), spec_of)
@@ -78,8 +97,7 @@ def test_jit_with_shardings_is_the_run_of_one_device(tx, spec_of):
             jax.tree.leaves((params, state)), jax.tree.leaves(shardings), strict=True
         ):
             assert result.sharding.is_equivalent_to(sharding, result.ndim)
-    expected = run(jax.jit(partial(step, tx)), tx)
-    chex.assert_trees_all_equal((params, state), expected)
+    chex.assert_trees_all_equal((params, state), on_one_device(tx))
     assert state.skipped == 2
     for x in state[:-1]:  # every device holds the same decision
         assert len({shard.data.item() for shard in x.addressable_shards}) == 1
@@ -140,8 +158,14 @@ def shard_map(fun, in_specs, out_specs, check_vma):
     )
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("with_axis", [True, False])
+@pytest.mark.parametrize(
+    ("with_axis", "check_vma"),
+    rest_is_evidence(
+        {f"{a}-{b}": (a, b) for a in (True, False) for b in (True, False)},
+        "True-True",
+        "False-False",
+    ),
+)
 def test_shard_map_is_the_run_of_one_device(with_axis, check_vma):
     # The gradients are reduced, so the wrapper may or may not name the axis.
     tx = jaxmp.dynamic_loss_scale(
@@ -157,13 +181,14 @@ def test_shard_map_is_the_run_of_one_device(with_axis, check_vma):
         check_vma,
     )
     result = run(sharded_step, tx)
-    chex.assert_trees_all_equal(result, run(partial(step, TX), TX))
+    chex.assert_trees_all_equal(result, on_one_device(TX))
     assert result[1].skipped == 2
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
-    ("device", "poison"), [(0, jnp.inf), (3, -jnp.inf), (7, jnp.nan)]
+    ("device", "poison"),
+    [(0, jnp.inf), pytest.param(3, -jnp.inf, marks=pytest.mark.evidence), (7, jnp.nan)],
 )
 def test_an_overflow_on_one_device_skips_on_all(device, poison, check_vma):
     # Each device owns a row of the parameters and sees the gradient of that alone.
@@ -261,7 +286,7 @@ def test_an_axis_of_vmap_serves_as_well():
     tx = jaxmp.dynamic_loss_scale(optax.sgd(1.0), axis_name="replica")
     params = jnp.ones((4, 2))
     state = jax.vmap(tx.init)(params)
-    update = jax.vmap(tx.update, axis_name="replica")
+    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
     updates, state = update(params.at[2, 0].set(jnp.inf), state)
     assert state.last_finite.tolist() == [False] * 4
     np.testing.assert_array_equal(updates, 0)
@@ -330,6 +355,12 @@ def sharded_params(name):
     }
 
 
+@cache
+def gradients_on_one_device(name):
+    grad_fn = jax.jit(jax.value_and_grad(SHARDED[name][0]))
+    return grad_fn(sharded_params(name), ROWS)
+
+
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
@@ -354,10 +385,21 @@ def over_mesh(name, check_vma, wrap=lambda f: f, **options):
     )
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("check_vma", "name"),
+    rest_is_evidence(
+        {
+            f"{check}-{name}": (check, name)
+            for check in (True, False)
+            for name in SHARDED
+        },
+        "True-tensor and fsdp",
+        "False-experts",
+        "False-fsdp",
+    ),
+)
 def test_gradients_of_sharded_parameters_are_those_of_one_device(check_vma, name):
-    loss, mesh, specs = SHARDED[name]
+    _, mesh, specs = SHARDED[name]
     params = sharded_params(name)
     shardings = None if check_vma else specs
 
@@ -371,9 +413,8 @@ def test_gradients_of_sharded_parameters_are_those_of_one_device(check_vma, name
         total = jax.tree.map(lambda x: x / mesh.size, total(params, x))
         return mean(params, x), parts(params, x), total
 
-    expected = jax.jit(jax.value_and_grad(loss))(params, ROWS)
     for result in run(params, ROWS):
-        assert_close(result, expected)
+        assert_close(result, gradients_on_one_device(name))
 
 
 @pytest.mark.parametrize("name", ["tensor", "tensor and fsdp"])
@@ -381,7 +422,7 @@ def test_an_axis_over_which_the_loss_is_one_may_be_left_out(name):
     # JAX knows that the loss is the same over "model", and counts it once.
     params = sharded_params(name)
     result = jax.jit(over_mesh(name, True, axis_name="data"))(params, ROWS)
-    assert_close(result, jax.value_and_grad(SHARDED[name][0])(params, ROWS))
+    assert_close(result, gradients_on_one_device(name))
 
 
 def test_without_the_check_an_axis_of_the_shardings_may_not_be_left_out():
@@ -395,7 +436,7 @@ def test_without_the_check_an_axis_of_the_shardings_may_not_be_left_out():
 
 def test_sharded_parameters_under_autocast_and_an_inner_jit():
     params = sharded_params("fsdp")
-    expected = jax.value_and_grad(fsdp_loss)(params, ROWS)
+    expected = gradients_on_one_device("fsdp")
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     for wrap in (jaxmp.autocast, jax.jit):
         result = jax.jit(over_mesh("fsdp", True, wrap))(params, ROWS)
@@ -465,11 +506,15 @@ def test_a_step_of_sharded_parameters_is_that_of_one_device(check_vma):
     trace = jax.tree.map(by_row, tx.init(PARAMS))
     both = specs, trace
     result = run(shard_map(sharded_step, (*both, P("data")), both, check_vma), tx)
-    chex.assert_trees_all_equal(result, run(partial(step, TX), TX))
+    chex.assert_trees_all_equal(result, on_one_device(TX))
     assert result[1].skipped == 2
 
 
-@pytest.mark.parametrize("over", [jax.vmap, jax.pmap])
+def compiled_vmap(*args, **kwargs):
+    return jax.jit(jax.vmap(*args, **kwargs))
+
+
+@pytest.mark.parametrize("over", [compiled_vmap, jax.pmap])
 def test_vmap_and_pmap_need_to_be_told(over):
     def loss(w, x):
         return ((x @ gather(w, "i")) ** 2).mean()

@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.networks import TINY
 from benchmarks.steps import CONTESTANTS, contestants
+from conftest import rest_is_evidence
 
 
 def form(tree):
@@ -13,8 +14,14 @@ def form(tree):
     return jax.tree.structure(tree), leaves
 
 
-@pytest.mark.parametrize("accum_steps", [1, 4])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "accum_steps"),
+    rest_is_evidence(
+        {f"{d}-{n}": (d, n) for d in ("float16", "bfloat16") for n in (1, 4)},
+        "float16-1",
+        "bfloat16-4",
+    ),
+)
 def test_a_step_keeps_the_form_of_its_state(dtype, accum_steps):
     network, left_out, taking_part = TINY["mlp"], [], []
     options = {"dtype": dtype, "accum_steps": accum_steps}

@@ -17,6 +17,7 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.measure import equations, product_dtypes
+from conftest import rest_is_evidence
 
 F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
@@ -108,7 +109,10 @@ def dtypes(tree):
 # Linen
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    rest_is_evidence({name: name for name in POLICIES}, "mixed_float16"),
+)
 def test_a_train_state_trains_as_it_stands(policy):
     state = make_state(policy)
     reference = make_state("float32")
@@ -145,8 +149,14 @@ def test_batch_stats_are_float32_throughout():
             assert eqn.invars[0] not in stats
 
 
-@pytest.mark.parametrize("poison", [np.inf, np.nan])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "poison"),
+    rest_is_evidence(
+        {f"{name}-{x}": (name, x) for name in POLICIES for x in (np.inf, np.nan)},
+        "float32-nan",
+        "mixed_float16-inf",
+    ),
+)
 def test_a_skipped_step_keeps_the_running_statistics(policy, poison):
     state, _ = train_step(make_state(policy), X, Y, jax.random.key(0))
     before = jax.tree.map(np.array, state)
@@ -167,7 +177,10 @@ def test_a_skipped_step_keeps_the_running_statistics(policy, poison):
     assert not jaxmp.all_finite(batch_stats)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("mixed_bfloat16", marks=pytest.mark.evidence), "mixed_float16"],
+)
 def test_modules_with_dtypes_of_their_own_need_no_other_step(policy):
     # Flax's own way; the cast of the policy then finds nothing to do in the modules.
     types = jaxmp.get_policy(policy)
@@ -244,8 +257,14 @@ class Layers(nn.Module):
         return nn.Dense(4)(x)
 
 
-@pytest.mark.parametrize("kind", ["remat", "scan"])
-@pytest.mark.parametrize("policy", ["float32", "O2"])
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    rest_is_evidence(
+        {f"{p}-{k}": (p, k) for p in ("float32", "O2") for k in ("remat", "scan")},
+        "float32-remat",
+        "O2-scan",
+    ),
+)
 def test_remat_and_scan_change_nothing(kind, policy):
     plain, other = Layers("plain"), Layers(kind)
     params = make_variables(plain)["params"]
@@ -384,7 +403,11 @@ def plain_nnx():
 
 @pytest.mark.parametrize(
     ("policy", "own_dtype"),
-    [*((policy, False) for policy in POLICIES), ("mixed_float16", True)],
+    rest_is_evidence(
+        {f"{p}-{own}": (p, own) for p in POLICIES for own in (False, True)},
+        "mixed_bfloat16-False",
+        "mixed_float16-True",
+    ),
 )
 def test_nnx_trains_under_each_policy(policy, own_dtype, plain_nnx):
     types = jaxmp.get_policy(policy)

@@ -12,6 +12,7 @@ from laws import (
     Program,
     drawn,
     hold,
+    in_16_bits,
     multiplies_in_16_bits,
     near,
     normal,
@@ -21,6 +22,7 @@ from laws import (
 
 import jaxmp
 from benchmarks.measure import run
+from conftest import rest_is_evidence
 
 eqx = pytest.importorskip("equinox", reason="Equinox is in the extra `programs`")
 eqxi = pytest.importorskip("equinox.internal")
@@ -185,7 +187,7 @@ def test_equinox_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
 
 
-@pytest.mark.parametrize("policy", DTYPES)
+@in_16_bits
 def test_an_equinox_model_is_cast(policy):
     model = drawn(eqx.filter_eval_shape(eqx.nn.MLP, 8, 4, 32, 2, key=KEY))
 
@@ -199,7 +201,9 @@ def test_an_equinox_model_is_cast(policy):
     multiplies_in_16_bits(jaxmp.audit(cast)(params, x))
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "order", rest_is_evidence({f.__name__: f for f in ORDERS}, "outside")
+)
 def test_each_example_has_a_gradient_of_its_own(order):
     program = mlp()
     params, x, y = program.args
@@ -217,6 +221,8 @@ def test_each_example_has_a_gradient_of_its_own(order):
         near(got, expected, jnp.float16, 4)
 
 
+# By default tests/test_autocast_digits.py runs its functions without `jit`.
+@pytest.mark.evidence
 @pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
 def test_what_is_not_compiled_is_near_what_is(order):
     program = mlp()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from laws import DTYPES, KEY, Program, drawn, hold, near, normal, programs
+from laws import DTYPES, KEY, Program, drawn, hold, in_16_bits, near, normal, programs
 
 import jaxmp
 from benchmarks.measure import run
@@ -67,7 +67,7 @@ def test_haiku_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
 
 
-@pytest.mark.parametrize("policy", DTYPES)
+@in_16_bits
 def test_a_haiku_net_is_cast(policy):
     net = hk.without_apply_rng(hk.transform(language_model))
     program = rnn()

@@ -21,6 +21,7 @@ from laws import (
 
 import jaxmp
 from benchmarks.measure import run
+from conftest import rest_is_evidence
 
 VOCABULARY = 13
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -90,7 +91,10 @@ def decoded(params, prompt):
     return jax.lax.scan(step, (cache, prompt), length=7)
 
 
-@pytest.mark.parametrize("policy", ["float32", *DTYPES])
+@pytest.mark.parametrize(
+    "policy",
+    rest_is_evidence({name: name for name in ("float32", *DTYPES)}, "mixed_float16"),
+)
 def test_cached_decoding_gives_what_the_whole_sequence_gives(policy):
     params, prompt = language_model_params(), TOKENS[:, 0]
     (cache, _), expected = run(decoded, params, prompt)[0]
@@ -274,6 +278,8 @@ def test_linen_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
 
 
+# By default the same of Haiku's and Equinox's modules.
+@pytest.mark.evidence
 @pytest.mark.parametrize("policy", DTYPES)
 def test_a_linen_transformer_is_cast(policy):
     def apply(params, tokens):

@@ -13,6 +13,7 @@ from laws import DTYPES, near, normal
 
 import jaxmp
 import jaxmp.nnx
+from conftest import rest_is_evidence
 
 POLICIES = ["float32", *DTYPES]
 IMAGES, LABELS = normal(1, 8, 8, 8, 1), jnp.arange(8) % 5
@@ -111,11 +112,21 @@ def autocast_step(policy):
     return jaxmp.nnx.autocast(step, policy)
 
 
+in_each_policy = pytest.mark.parametrize(
+    "policy", rest_is_evidence({name: name for name in POLICIES}, "mixed_float16")
+)
 STEPS = [autocast_gradient, gradient_of_autocast, autocast_step]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("cast", STEPS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("cast", "policy"),
+    rest_is_evidence(
+        {f"{f.__name__}-{policy}": (f, policy) for f in STEPS for policy in POLICIES},
+        "autocast_gradient-mixed_float16",
+        "gradient_of_autocast-mixed_float16",
+        "autocast_step-float32",
+    ),
+)
 def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, usual, cast, policy):
     losses, expected = usual
     got_losses, got = after(nnx.jit(cast(policy)), made)
@@ -133,7 +144,7 @@ def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, usual, cast, p
     chex.assert_trees_all_equal(counts(got), counts(expected))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@in_each_policy
 def test_the_gradient_of_jaxmp_takes_the_stream_along(made, usual, policy):
     def with_policy(model, optimizer, metric, rngs, images, labels):
         loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, rngs, images, labels)
@@ -168,7 +179,7 @@ def test_the_second_of_two_networks_is_differentiated(made):
     chex.assert_trees_all_equal(gradients(jaxmp.nnx.value_and_grad), expected)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@in_each_policy
 def test_a_game_of_two_networks_keeps_both_states(policy):
     generator = nnx.Sequential(
         nnx.Linear(4, 16, rngs=nnx.Rngs(0)),

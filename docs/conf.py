@@ -1,0 +1,75 @@
+"""How the documentation is built: `python -m sphinx -W docs build/docs`."""
+
+import os
+
+# The notebooks run while the pages are built, on a CPU also where there is a GPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of their time is compilation.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+import jaxmp
+
+project = "jaxmp"
+author = "the jaxmp authors"
+copyright = f"2026, {author}"
+version = release = jaxmp.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+
+# Pages are plain Markdown, so that they read well in a repository browser too.
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# A notebook holds no output; it is run here, and an exception in it ends the build.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 120
+nb_merge_streams = True
+nb_output_stderr = "remove"  # what JAX logs about the machine
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # every argument is described in words
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+# A name of jaxmp in a docstring must lead somewhere. Those of other libraries are
+# names only: the build needs no network.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!jaxmp\.).*")]
+
+html_theme = "furo"
+html_title = "jaxmp"
+html_static_path = ["_static"]
+html_css_files = ["jaxmp.css"]
+html_theme_options = {
+    "light_css_variables": {
+        "color-brand-primary": "#2f5d8c",
+        "color-brand-content": "#2f5d8c",
+        "color-brand-visited": "#5d4a8c",
+        "color-api-name": "#2f5d8c",
+        "color-api-pre-name": "#6b7a8c",
+        "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, "
+        "'DejaVu Sans Mono', monospace",
+    },
+    "dark_css_variables": {
+        "color-brand-primary": "#8ab4e0",
+        "color-brand-content": "#8ab4e0",
+        "color-brand-visited": "#b7a5e3",
+        "color-api-name": "#8ab4e0",
+        "color-api-pre-name": "#8494a6",
+    },
+}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,266 @@
+"""Products that 16 bits make wrong, by what is made of them.
+
+No list of operations can know these: the product is like any other, and what comes
+after it takes the float32 sums. But its operands were rounded, and that rounding is
+absolute: an error of 0.4% of a phase of 300 is a third of a turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _jaxpr, _scopes
+from ._dtypes import is_narrow
+from ._jaxpr import Equation
+from ._op_lists import (
+    CHOOSES,
+    FOLDS,
+    INVERTS,
+    JOINS_TERMS,
+    LINEAR,
+    LOOKS_UP,
+    ORDERS,
+    PHASES,
+    SCALES,
+    TOTALS,
+    VIEWS,
+    divisor,
+    is_square,
+    tests_equal,
+)
+from ._places import Place
+from ._products import PRODUCTS, adds_up, flops, has_default_precision
+from ._report import Hazard
+
+_REGION = 'with jax.named_scope("jaxmp.float32"):'
+
+# Why each kind is one, and the cure where it is another formula.
+_WHY = {
+    "phase": "its result is a phase, of which whole turns do not count",
+    "distance": "|x|² + |y|² - 2xy is a small difference of large numbers",
+    "comparison": "its results are compared, and those that are near change places",
+    "inverse": "the matrix is inverted or factorised, which makes more of its errors",
+    "sum": "it is a sum, written as a product with ones, and rounds what it adds",
+}
+_FORMULA = {
+    "distance": "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
+    "sum": "jnp.sum(x, axis=...)",
+}
+
+_LARGEST = 2**16  # of the constants of which the numbers are looked at
+
+Products = frozenset[int]
+_NONE: Products = frozenset()
+
+
+class Made(NamedTuple):
+    """What a value is made of."""
+
+    products: Products = _NONE  # it is a sum of these, scaled
+    twice: Products = _NONE  # those that are in it twice, as 2xy is
+    chosen: Products = _NONE  # it is an index that was chosen by these
+    given: bool = False  # from arguments and numbers alone
+    number: Any = None  # what every entry is, where that is known
+    doubled: bool = False  # it is twice something
+    squared: bool = False  # a square
+    squares: bool = False  # a sum with sums of squares in it
+    counts: bool = False  # 0, 1, 2...
+
+
+class Hazards:
+    """Follows products through a jaxpr to what is made of them."""
+
+    def __init__(self):
+        """Starts with nothing found."""
+        self._places: list[Place] = []  # of the products that are followed
+        self._is_cast: list[bool] = []
+        self._found: dict[Any, Hazard] = {}
+
+    def found(self, jaxpr: Any, around: Place) -> tuple[Hazard, ...]:
+        """Returns the hazards in a jaxpr, in the order of the program."""
+        given = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
+        self._run(jaxpr, given, around)
+        return tuple(self._found.values())
+
+    def _run(self, jaxpr: Any, inputs: Sequence[Made], around: Place) -> list[Made]:
+        def apply(eqn, ins):
+            if _jaxpr.call_kind(eqn):
+                return self._call(eqn, ins, around)
+            return [self._operation(eqn, ins, around)] * len(eqn.outvars)
+
+        return _jaxpr.interpret(jaxpr, inputs, apply, const=_constant, literal=_literal)
+
+    def _call(self, eqn: Equation, ins: list[Made], around: Place) -> list[Made]:
+        layout, place = _jaxpr.call_layout(eqn), around.of(eqn, before=around)
+        # What a loop carries is known before the first trip alone.
+        ins = [Made() if i in layout.fixed_in else x for i, x in enumerate(ins)]
+        results = [
+            self._run(
+                body.jaxpr,
+                [ins[i] for i in body.operands],
+                place.inside(eqn, body.jaxpr),
+            )
+            for body in _jaxpr.on_accelerator(eqn, layout.bodies)
+        ]
+        if _jaxpr.call_kind(eqn) == "cond":
+            return [_either(outs) for outs in zip(*results, strict=True)]
+        return results[-1]
+
+    def _operation(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
+        """Returns what the results of an equation are made of."""
+        if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
+            return Made()
+        if flops(eqn):
+            return self._product(eqn, ins, around)
+        name, counts = eqn.primitive.name, _jaxpr.is_iota(eqn)
+        if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
+            return ins[0]
+        self._look(eqn, ins)
+        made = Made(
+            given=all(x.given for x in ins),
+            number=_number(name, ins),
+            squared=is_square(eqn),
+            squares=name in PRODUCTS and eqn.invars[0] is eqn.invars[1],
+            counts=counts,
+        )
+        if name in CHOOSES:
+            return made._replace(chosen=ins[0].products)
+        if name in TOTALS:
+            squares = ins[0].squared or ins[0].squares
+            return made._replace(products=ins[0].products, squares=squares)
+        if name in LOOKS_UP:
+            ins = ins[:1]  # without the indices
+        if name in LINEAR:
+            return made._replace(
+                products=_union(x.products for x in ins),
+                twice=_union(x.twice for x in ins),
+                chosen=_union(x.chosen for x in ins),
+                squares=any(x.squares for x in ins),
+            )
+        if name in SCALES and not is_square(eqn):
+            x, factor = ins
+            if divisor(eqn) is None and (x.number is not None or not factor.given):
+                x, factor = factor, x
+            if factor.given:
+                is_two = factor.number is not None and abs(factor.number) == 2
+                return made._replace(
+                    products=x.products,
+                    twice=x.products if is_two else x.twice,
+                    chosen=x.chosen,
+                    doubled=is_two,
+                    squared=x.squared,
+                    squares=x.squares,
+                )
+        return made
+
+    def _product(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
+        place = around.of(eqn, before=around)
+        is_cast = any(is_narrow(x.aval) for x in eqn.invars[:2])
+        is_cast &= _scopes.AUTOCAST not in place.scopes
+        if place.backward or not _is_in_16bit(eqn, place):
+            return Made()
+        number = len(self._places)
+        self._places.append(place)
+        self._is_cast.append(is_cast)
+        one = frozenset({number})
+        uniform = [i for i in range(2) if ins[i].number not in (None, 0)]
+        if any(adds_up(eqn, i) for i in uniform):
+            self._note("sum", one)
+        return Made(products=one, twice=one if any(x.doubled for x in ins) else _NONE)
+
+    def _look(self, eqn: Equation, ins: list[Made]) -> None:
+        """Notes what ``eqn`` makes of products, if that is a hazard."""
+        name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
+        is_array = math.prod(shape) > 1
+        if name in PHASES:
+            self._note("phase", ins[0].products)
+        elif name in INVERTS:
+            self._note("inverse", ins[0].products)
+        elif name in JOINS_TERMS and any(x.squares for x in ins) and is_array:
+            self._note("distance", _union(x.twice for x in ins))
+        elif name in ORDERS and not any(x.number is not None for x in ins):
+            self._note("comparison", _union(x.products for x in ins))
+        elif name in LOOKS_UP:
+            self._note("comparison", _union(x.chosen for x in ins[1:]))
+        elif tests_equal(eqn) and any(x.counts for x in ins) and shape[1:]:  # one-hot
+            self._note("comparison", _union(x.chosen for x in ins))
+
+    def _note(self, kind: str, products: Products) -> None:
+        for number in sorted(products):
+            place = self._places[number]
+            row = Hazard(
+                kind=kind,
+                why=_WHY[kind],
+                cure=_cure(kind, place, is_cast=self._is_cast[number]),
+                module=_scopes.module_of(_scopes.without_repeats(place.scopes)),
+                where=place.where,
+            )
+            # A distance is compared, too, and once is enough.
+            first = self._found.setdefault((row.module, row.where), row)
+            if kind == "distance" and first.kind == "comparison":
+                self._found[row.module, row.where] = row
+
+
+def _is_in_16bit(eqn: Equation, place: Place) -> bool:
+    """Whether a product is in 16 bits, or would be in mixed precision."""
+    if any(is_narrow(x.aval) for x in eqn.invars[:2]):
+        return True
+    kept = _scopes.is_decided(place.scopes)
+    return not kept and has_default_precision(eqn) and _jaxpr.is_float32(eqn.invars[0])
+
+
+def _cure(kind: str, place: Place, *, is_cast: bool) -> str:
+    """Returns what to type."""
+    if kind in _FORMULA:
+        return _FORMULA[kind]
+    if is_cast:
+        return "x.astype(jnp.float32), for both operands"
+    module = _scopes.module_of(_scopes.without_repeats(place.scopes))
+    return f'float32_paths=("{module}",)' if "/" in module else _REGION
+
+
+def _constant(array: Any) -> Made:
+    """Returns what is known of an array that a jaxpr carries."""
+    number = None
+    is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
+    if is_known and isinstance(array.dtype, np.dtype):  # and no key
+        numbers = np.asarray(array)
+        if (numbers == numbers.flat[0]).all():
+            number = numbers.flat[0].item()
+    return Made(given=True, number=number)
+
+
+def _literal(literal: Any) -> Made:
+    number = literal.val if np.ndim(literal.val) == 0 else None
+    return Made(given=True, number=number)
+
+
+def _number(name: str, ins: list[Made]) -> Any:
+    """Returns what every entry of a result is, if that is known."""
+    numbers = [x.number for x in ins]
+    if name not in FOLDS or not numbers or any(x is None for x in numbers):
+        return None
+    with np.errstate(all="ignore"):
+        return FOLDS[name](*(np.float64(x) for x in numbers))
+
+
+def _union(sets: Any) -> Products:
+    return _NONE.union(*sets)
+
+
+def _either(values: Sequence[Made]) -> Made:
+    """Returns what is known of a value that is one of these."""
+    first = values[0]
+    if all(x == first for x in values):
+        return first
+    return Made(
+        products=_union(x.products for x in values),
+        twice=_union(x.twice for x in values),
+        chosen=_union(x.chosen for x in values),
+        given=all(x.given for x in values),
+        squares=any(x.squares for x in values),
+    )

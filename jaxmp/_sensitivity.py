@@ -1,0 +1,474 @@
+"""Which part of a model needs float32, measured.
+
+The loss and its gradients are computed once for each choice of the modules that round
+to 16 bits, by one compiled program (:mod:`jaxmp._switches`), and compared with those of
+float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _jaxpr
+from ._autocast import autocast
+from ._checks import as_scale, check_function, check_positive
+from ._flatten import Flat, check_values, flatten
+from ._loss_scale_state import scale_in
+from ._op_lists import DEFAULT_OPS, OpLists
+from ._places import Place, caller
+from ._policy import PolicyLike, get_policy
+from ._scopes import is_under
+from ._sensitivity_report import ModuleSensitivity, SensitivityReport
+from ._switches import Program, compiled
+from ._tree import all_finite, widen
+
+P = ParamSpec("P")
+
+_TRIED = 4  # modules in each step of the search
+_AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
+
+
+def sensitivity(
+    fun: Callable[P, Any],
+    policy: PolicyLike | None = None,
+    *,
+    tolerance: float = 0.05,
+    has_aux: bool = False,
+    loss_scale: Any = None,
+    ops: OpLists = DEFAULT_OPS,
+    depth: int | None = None,
+    progress: bool | None = None,
+) -> Callable[P, SensitivityReport]:
+    """Measures which modules of a model need float32, and names the fewest.
+
+    ``fun`` is a loss. For each module path in it (Linen and Haiku name theirs, and
+    ``jax.named_scope`` names anything), the report has the errors of the loss and of
+    the gradients, against float32 throughout, when that module alone is in 16 bits and
+    when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
+    a tolerance, as a line to paste.
+
+    One compiled program stands for all of these choices: each rounding to 16 bits can
+    be switched off in it. At the end autocast itself is run with the paths found.
+
+    Args:
+        fun: Function that returns a scalar, differentiated with respect to the floating
+            arrays of its first argument; or one that returns a scalar and gradients of
+            its own, as ``jax.value_and_grad(loss)`` does, all compared. If it
+            multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
+            :func:`jaxmp.autocast`), it is taken as it stands.
+        policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
+        tolerance: What neither relative error should exceed.
+        has_aux: Whether ``fun`` returns a pair, the loss and something else, which is
+            not looked at.
+        loss_scale: What the loss is multiplied by for its gradients: a number, or an
+            optimizer state that holds one. None is 1, and for float16 the largest
+            power of two up to 2^15 with which they are finite.
+        ops: As :func:`jaxmp.autocast` takes it.
+        depth: How many names of a path tell modules apart, for fewer rows: 2 are the
+            layers of a Linen model. None is all of them.
+        progress: Whether to show a progress bar; None does where there is a terminal,
+            and rich.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns a
+        :class:`SensitivityReport`.
+
+    Raises:
+        TypeError: If ``fun`` is not callable, returns no scalar, or more without
+            gradients and ``has_aux``, or if an argument has no values.
+        ValueError: If an option is out of range, or nothing in ``fun`` is in 16 bits.
+        FloatingPointError: If the loss or its gradients are not finite in float32.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     with jax.named_scope("features"):
+        ...         h = jnp.sin(x @ w["b"])
+        ...     with jax.named_scope("head"):
+        ...         return jnp.mean((h @ w["w"]) ** 2)
+        >>> w = {"b": jnp.full((2, 4), 33.3), "w": jnp.ones((4, 1))}
+        >>> report = jaxmp.sensitivity(loss)(w, jnp.full((8, 2), 3.33))
+        >>> report.float32_paths
+        ('features',)
+    """
+    check_function(
+        "sensitivity",
+        fun,
+        "sensitivity(fun, policy)",
+        "Pass the loss, a function that calls `model.apply(params, x)`.",
+    )
+    _check_options(tolerance, depth)
+    policy = None if policy is None else get_policy(policy)
+
+    @functools.wraps(fun, updated=())
+    def measured(*args: P.args, **kwargs: P.kwargs) -> SensitivityReport:
+        flat = flatten(fun, args, kwargs)
+        check_values("sensitivity", flat, "the parameters and a batch")
+        around = Place(user=caller())
+        own = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), around, flat.leaves)
+        is_loss = _returns_scalar(own.jaxpr) or has_aux
+        if not is_loss and not own.has_backward:
+            raise TypeError(
+                "`sensitivity` expects a loss, but `fun` returns more than a scalar, "
+                "and computes no gradients. Type `sensitivity(fun, has_aux=True)`, "
+                "which differentiates the first result."
+            )
+        if not is_loss and loss_scale is not None:
+            raise ValueError(
+                "`loss_scale` is for a `fun` that returns a loss alone, but this one "
+                "returns more: its own gradients. Give the scale to what computes "
+                "them, `jaxmp.value_and_grad(loss, loss_scale=...)`, and none to "
+                "`sensitivity`."
+            )
+        step = flat.fun
+        if is_loss:
+            step = _gradient(flat, len(flatten(_nothing, args[:1], {}).leaves))
+        paths_keep = functools.partial(autocast, step, policy, ops=ops)
+        in_16bit = step if own.multiplies else paths_keep()
+        arrays = [jnp.float32(1), *flat.leaves] if is_loss else flat.leaves
+        jaxpr = jax.make_jaxpr(in_16bit)(*arrays)
+        program = Program(jaxpr, around, flat.leaves, depth)
+        if not program.parts:
+            raise ValueError(
+                "`sensitivity` found nothing in 16 bits: the policy computes in "
+                "float32, or `fun` has no matrix product. Pass for example "
+                '`policy="mixed_bfloat16"`.'
+            )
+        scales = _scales(loss_scale, program) if is_loss else ()
+        with _Bar(progress) as bar:
+            search = _Search(program, flat.leaves, scales, bar)
+            rows = search.rows()
+            paths, errors = search.paths(rows, tolerance)
+            again: tuple[float, float] | None = None
+            if not own.multiplies:
+                bar.expect("running autocast itself", 1)
+                kept = paths_keep(float32_paths=paths)
+                loss, gradients = _errors_of(kept, step, search.arrays)
+                again = loss, gradients
+                bar.advance()
+        return SensitivityReport(
+            modules=tuple(sorted(rows, key=lambda row: -row.alone)),
+            dtype=" and ".join(sorted(program.dtypes)),
+            loss=search.all.loss,
+            gradients=search.all.gradients,
+            tolerance=float(tolerance),
+            float32_paths=paths,
+            loss_with_paths=errors.loss,
+            gradients_with_paths=errors.gradients,
+            measured=again,
+            is_cast=own.multiplies and not own.has_autocast,
+            loss_scale=search.scale,
+            notes=tuple(program.notes),
+        )
+
+    return measured
+
+
+# What is measured
+
+
+def _check_options(tolerance: float, depth: int | None) -> None:
+    if not 0 < tolerance < math.inf:
+        raise ValueError(
+            f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
+            "for example `tolerance=0.05`."
+        )
+    if depth is not None and depth < 1:
+        raise ValueError(
+            f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
+            "Linen model, and None for all modules."
+        )
+
+
+def _nothing(*args: Any) -> None:
+    """Takes any arguments."""
+
+
+def _returns_scalar(jaxpr: Any) -> bool:
+    """Whether a function returns a scalar alone; false if a scalar and more."""
+    avals = _jaxpr.out_avals(jaxpr)
+    if not avals or avals[0].shape or not jnp.issubdtype(avals[0].dtype, jnp.floating):
+        first = f"{avals[0].dtype}{[*avals[0].shape]}" if avals else "nothing"
+        raise TypeError(
+            "`sensitivity` expects a function that returns a floating scalar, or one "
+            f"first and then more, but the first result is {first}. Pass the loss, or "
+            "`jax.value_and_grad(loss)`."
+        )
+    return len(avals) == 1
+
+
+def _gradient(flat: Flat, count: int) -> Callable[..., list[jax.Array]]:
+    """Returns a function of the loss scale and the leaves: the loss and its gradients.
+
+    Args:
+        flat: The loss.
+        count: How many of its leaves are of the first argument.
+    """
+    first = enumerate(flat.leaves[:count])
+    moving = [i for i, x in first if jnp.issubdtype(x.dtype, jnp.floating)]
+    if not moving:
+        raise TypeError(
+            "`sensitivity` differentiates with respect to the first argument of `fun`, "
+            "but there is no floating array in it. Pass the parameters first."
+        )
+
+    def step(scale, *leaves):
+        def loss(moved):
+            replaced = dict(zip(moving, moved, strict=True))
+            out, *_ = flat.fun(*(replaced.get(i, x) for i, x in enumerate(leaves)))
+            return widen(out) * scale
+
+        loss, grads = jax.value_and_grad(loss)([leaves[i] for i in moving])
+        return [loss / scale, *(widen(grad) / scale for grad in grads)]
+
+    return step
+
+
+def _scales(loss_scale: Any, program: Program) -> list[float]:
+    """Returns the loss scales to try, one after the other."""
+    if loss_scale is not None:
+        scale = scale_in(loss_scale)
+        check_positive("loss_scale", scale)
+        return [float(as_scale(scale))]
+    return [2.0**i for i in range(15, -1, -1)] if "float16" in program.dtypes else [1.0]
+
+
+# How it is measured
+
+
+class _Errors(NamedTuple):
+    """Relative errors against float32."""
+
+    loss: float
+    gradients: float
+
+    @property
+    def worst(self) -> float:
+        return max(self)
+
+
+class _Search:
+    """One compiled program, and what it gives for some choices of its switches."""
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: Sequence[Any],
+        scales: Sequence[float],
+        bar: _Bar,
+    ):
+        """Compiles the program, and runs it with all switches off and all on."""
+        self.program, self.bar = program, bar
+        self.masks: dict[str, np.ndarray] = {}  # of rows, the parts in them
+        off = np.zeros(len(program.parts), bool)
+        self.scale, self.arrays = 1.0, leaves
+        bar.expect("compiling", 1)
+        first = [jnp.float32(1)] * bool(scales)
+        self.run = compiled(program.run, off, *first, *leaves)
+        bar.advance()
+        for scale in scales or [None]:
+            if scale is not None:
+                self.scale, self.arrays = scale, [jnp.float32(scale), *leaves]
+            self.reference = self.run(off, *self.arrays)
+            _check_finite(self.reference)
+            bar.expect("everything in 16 bits", 1)
+            self.all = self.errors(~off)
+            if self.all.gradients < math.inf or self.all.loss == math.inf:
+                break  # else the loss scale is too large, as in training at first
+
+    def errors(self, switches: np.ndarray) -> _Errors:
+        """Returns the errors with some parts in 16 bits."""
+        outs = self.run(switches, *self.arrays)
+        found = _Errors(*map(float, _errors(outs, self.reference)))
+        self.bar.advance()
+        return found
+
+    def rows(self) -> list[ModuleSensitivity]:
+        """Measures each module alone, and everything without it."""
+        parts = self.program.parts
+        self.bar.expect("modules", 2 * len(parts))
+        return [self.row(part) for part in parts]
+
+    def row(self, part: str) -> ModuleSensitivity:
+        """Measures one module."""
+        parts, named = self.program.parts, [*filter(None, self.program.parts)]
+        path = tuple(part.split("/"))
+        below = [x for x in named if part and is_under(path, tuple(x.split("/")))]
+        has_path = bool(part) and (len(below) < len(named) or len(named) == 1)
+        below = below if has_path else [part]
+        mask = np.array([x in below for x in parts])
+        self.masks[part] = mask
+        alone, without = self.errors(mask), self.errors(~mask)
+        by_part = self.program.flops
+        flops, total = sum(by_part[x] for x in below), sum(by_part.values())
+        return ModuleSensitivity(
+            path=part,
+            loss_alone=alone.loss,
+            gradients_alone=alone.gradients,
+            loss_without=without.loss,
+            gradients_without=without.gradients,
+            flops=flops,
+            share=flops / total if total else 0.0,
+            has_path=has_path,
+        )
+
+    def paths(
+        self, rows: Sequence[ModuleSensitivity], tolerance: float
+    ) -> tuple[tuple[str, ...], _Errors]:
+        """Searches for the fewest modules whose float32 meets the tolerance.
+
+        One after the other: the cheapest that is enough, else the one that takes away
+        most of the squared error for its FLOPs; at last those that were not needed are
+        left out again. Where nothing is enough, as near as all of them come.
+
+        Returns:
+            Their paths, and the errors with these in float32.
+        """
+        rows = [row for row in rows if row.has_path]
+        aim = _AIM * tolerance
+        if self.all.worst <= aim or not rows:
+            return (), self.all
+        on = np.ones(len(self.program.parts), bool)
+        self.bar.expect("searching", 1)
+        least = self.errors(on & ~np.any([self.masks[x.path] for x in rows], axis=0))
+        target = max(aim, 1.1 * least.worst)
+        chosen: list[ModuleSensitivity] = []
+        now = self.all
+        found = {
+            row.path: _Errors(row.loss_without, row.gradients_without) for row in rows
+        }
+        order = sorted(
+            rows, key=lambda x: _use(x, self.all, found[x.path]), reverse=True
+        )
+        while now.worst > target:
+            if chosen:  # the first step is in the rows
+                left = [x for x in order if (on & self.masks[x.path]).any()][:_TRIED]
+                if not left:
+                    break
+                self.bar.expect("searching", len(left))
+                found = {x.path: self.errors(on & ~self.masks[x.path]) for x in left}
+            candidates = [row for row in order if row.path in found]
+            enough = [x for x in candidates if found[x.path].worst <= target]
+            if enough:
+                best = min(enough, key=lambda x: x.flops)
+            else:
+                before = now
+                best = max(candidates, key=lambda x: _use(x, before, found[x.path]))
+            chosen.append(best)
+            on, now = on & ~self.masks[best.path], found[best.path]
+        return self.needed(chosen, now, target)
+
+    def needed(
+        self, chosen: list[ModuleSensitivity], errors: _Errors, target: float
+    ) -> tuple[tuple[str, ...], _Errors]:
+        """Leaves out, the dearest first, what the others make superfluous."""
+        if len(chosen) > 1:
+            self.bar.expect("searching", len(chosen))
+            for row in sorted(chosen, key=lambda x: -x.flops):
+                rest = [x for x in chosen if x is not row]
+                off = [self.masks[x.path] for x in rest]
+                found = self.errors(~np.any(off, axis=0)) if rest else self.all
+                if found.worst <= target:
+                    chosen, errors = rest, found
+        paths = {row.path for row in chosen}
+        return tuple(x for x in self.program.parts if x in paths), errors
+
+
+def _use(
+    row: ModuleSensitivity, before: _Errors, after: _Errors
+) -> tuple[float, float]:
+    """Returns how much error a module takes away for its FLOPs, to compare."""
+    gain = 0.0
+    if after.worst < math.inf:
+        gain = before.worst**2 - after.worst**2
+    return gain / (row.share + 0.01), row.alone
+
+
+def _errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> _Errors:
+    """Compiles and compares two functions."""
+    outs = [compiled(f, *arrays)(*arrays) for f in (fun, exact)]
+    return _Errors(*map(float, _errors(*outs)))
+
+
+@jax.jit
+def _errors(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the relative errors of the first result and of the others together."""
+    return (
+        _relative_error(outs[:1], reference[:1]),
+        _relative_error(outs[1:], reference[1:]),
+    )
+
+
+def _relative_error(xs: Sequence[Any], ys: Sequence[Any]) -> jax.Array:
+    pairs = [
+        (widen(x), widen(y))
+        for x, y in zip(xs, ys, strict=True)
+        if jnp.issubdtype(y.dtype, jnp.inexact) and y.size
+    ]
+    if not pairs:
+        return jnp.float32(0)
+    # Squares of small gradients would be zero.
+    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for _, y in pairs])
+    unit = jnp.where(top > 0, top, 1)
+    away = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
+    size = sum(jnp.sum(jnp.abs(y / unit) ** 2) for _, y in pairs)
+    error = jnp.sqrt(away) / jnp.where(top > 0, jnp.sqrt(size), 0)
+    error = jnp.where(away == 0, 0, error)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
+
+
+def _check_finite(reference: Sequence[Any]) -> None:
+    if not bool(all_finite(list(reference))):
+        raise FloatingPointError(
+            "`sensitivity` compares with float32, but the loss or its gradients are "
+            "not finite there. Type `jaxmp.find_overflow(fun)(*args)` to see the line "
+            "that breaks."
+        )
+
+
+class _Bar:
+    """A progress bar, where there is rich and somebody to look at it."""
+
+    def __init__(self, show: bool | None):
+        self.bar: Any = None
+        if show is False:
+            return
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ModuleNotFoundError as error:
+            if show:
+                raise ModuleNotFoundError(
+                    "`progress=True` needs rich. Install it with pip install rich"
+                ) from error
+            return
+        console = Console(stderr=True)
+        if show or console.is_terminal:
+            self.bar = Progress(console=console, transient=True)
+            self.task = self.bar.add_task("tracing", total=0)
+
+    def __enter__(self) -> _Bar:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def expect(self, text: str, steps: int) -> None:
+        """Says what comes next, and how many steps it takes."""
+        if self.bar:
+            total = self.bar.tasks[0].total + steps
+            self.bar.update(self.task, description=text, total=total)
+
+    def advance(self) -> None:
+        """Makes one step."""
+        if self.bar:
+            self.bar.advance(self.task)

@@ -1,0 +1,241 @@
+"""What each module makes of 16 bits, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ._report import WIDTH
+
+_ROWS = 24
+_NO_MODULE = "(in no module)"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleSensitivity:
+    """What one module, with all that is below it, makes of 16 bits.
+
+    Errors are relative: that of a loss of 2.02 in the place of 2 is 0.01; that of the
+    gradients is the length of their difference over their length. They are ``inf``
+    where a result is not finite.
+
+    Attributes:
+        path: The module path, empty for what is in no module.
+        loss_alone: Error of the loss with this module alone in 16 bits.
+        gradients_alone: Error of the gradients with this module alone in 16 bits.
+        loss_without: Error of the loss with everything but this module in 16 bits.
+        gradients_without: Error of the gradients, likewise.
+        flops: FLOPs of its matrix products and convolutions, forward and backward.
+        share: ``flops`` as a share of all the FLOPs.
+        has_path: Whether ``float32_paths`` can name it alone. What is in no module, or
+            in the outermost one but in none of its parts, has no path of its own, and
+            its row is for these lines alone.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     with jax.named_scope("phase"):
+        ...         return jnp.mean(jnp.sin(x @ w))
+        >>> w, x = jnp.full((2, 2), 33.3), jnp.full((8, 2), 3.33)
+        >>> report = jaxmp.sensitivity(loss, "bfloat16")(w, x)
+        >>> (row,) = report.modules
+        >>> row.path, row.gradients_alone > 0.1, row.gradients_without, row.share
+        ('phase', True, 0.0, 1.0)
+    """
+
+    path: str
+    loss_alone: float
+    gradients_alone: float
+    loss_without: float
+    gradients_without: float
+    flops: float
+    share: float
+    has_path: bool
+
+    @property
+    def name(self) -> str:
+        """The path as the table has it."""
+        if self.has_path:
+            return self.path
+        return f"{self.path} (its own lines)" if self.path else _NO_MODULE
+
+    @property
+    def alone(self) -> float:
+        """The larger error with this module alone in 16 bits."""
+        return max(self.loss_alone, self.gradients_alone)
+
+    @property
+    def without(self) -> float:
+        """The larger error with everything but this module in 16 bits."""
+        return max(self.loss_without, self.gradients_without)
+
+
+@dataclasses.dataclass(frozen=True)
+class SensitivityReport:
+    """What :func:`jaxmp.sensitivity` found.
+
+    Attributes:
+        modules: A row for each module path that touches 16 bits, the worst first.
+        dtype: The 16-bit dtype, or those that a function that casts by itself has.
+        loss: Error of the loss with everything in 16 bits.
+        gradients: Error of the gradients with everything in 16 bits.
+        tolerance: What neither of them should exceed.
+        float32_paths: The modules that should stay in float32 for that, found greedily;
+            empty if none need to.
+        loss_with_paths: Error of the loss with these in float32.
+        gradients_with_paths: Error of the gradients with these in float32.
+        measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
+            against the function as it stands. None for a function that casts by itself.
+        is_cast: Whether the function casts by itself, so that overrides of its policy
+            keep modules in float32.
+        loss_scale: What the loss was multiplied by for the gradients.
+        notes: What could not be switched to float32.
+    """
+
+    modules: tuple[ModuleSensitivity, ...]
+    dtype: str
+    loss: float
+    gradients: float
+    tolerance: float
+    float32_paths: tuple[str, ...]
+    loss_with_paths: float
+    gradients_with_paths: float
+    measured: tuple[float, float] | None
+    is_cast: bool
+    loss_scale: float
+    notes: tuple[str, ...]
+
+    @property
+    def meets_tolerance(self) -> bool:
+        """Whether the errors stay below the tolerance with ``float32_paths``."""
+        found = self.measured or (self.loss_with_paths, self.gradients_with_paths)
+        return max(found) <= self.tolerance
+
+    @property
+    def overrides(self) -> tuple[tuple[str, str], ...]:
+        """The same modules for ``policy.with_overrides(*report.overrides)``.
+
+        They match the parameters of a Linen model, or of any model whose parameters
+        have the names of its modules in their paths.
+        """
+        return tuple((_pattern(path), "float32") for path in self.float32_paths)
+
+    @property
+    def line(self) -> str:
+        """What to paste, empty if nothing needs float32."""
+        if not self.float32_paths:
+            return ""
+        if self.is_cast:
+            pairs = (f'(r"{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
+            return f"policy.with_overrides({', '.join(pairs)})"
+        names = ", ".join(f'"{path}"' for path in self.float32_paths)
+        return f"float32_paths=({names}{',' * (len(self.float32_paths) == 1)})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        An error of a result that is not finite is ``inf``, which Python's ``json``
+        writes as ``Infinity``.
+        """
+        fields = dataclasses.asdict(self)
+        for name in ("modules", "float32_paths", "notes"):
+            fields[name] = list(fields[name])
+        if self.measured is not None:
+            fields["measured"] = list(self.measured)
+        return {
+            **fields,
+            "meets_tolerance": self.meets_tolerance,
+            "overrides": [list(pair) for pair in self.overrides],
+            "line": self.line,
+        }
+
+    def __str__(self) -> str:
+        """Renders a table of at most 98 columns, and the line to paste."""
+        return "\n".join(_lines(self))
+
+
+def _pattern(path: str) -> str:
+    """Returns a regular expression for the parameters of a module."""
+    _, slash, inner = path.partition("/")
+    return rf"^(params/)?{re.escape(inner if slash else path)}/"
+
+
+def _lines(report: SensitivityReport) -> Iterator[str]:
+    errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
+    yield f"relative errors with everything in {report.dtype}: {errors}"
+    if report.loss_scale != 1:
+        yield f"with a loss scale of {report.loss_scale:g}"
+    yield ""
+    yield from _table(report.modules[:_ROWS])
+    if len(report.modules) > _ROWS:
+        yield f"  and {len(report.modules) - _ROWS} more in `report.modules`"
+    yield ""
+    yield from textwrap.wrap(_conclusion(report), WIDTH)
+    if report.line:
+        yield ""
+        yield from textwrap.wrap(
+            report.line,
+            WIDTH,
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    if report.notes:
+        yield ""
+        yield from (f"note: {note}" for note in report.notes)
+
+
+def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
+    cells = [
+        (
+            row.name,
+            _error(row.loss_alone),
+            _error(row.gradients_alone),
+            _error(row.loss_without),
+            _error(row.gradients_without),
+            f"{row.share:.1%}",
+        )
+        for row in rows
+    ]
+    width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 50)
+    yield f"  {'':<{width}}  {'alone in 16 bits':>18}  {'all but it':>18}"
+    head = ("module", *["loss", "gradients"] * 2, "FLOPs")
+    for name, *numbers in (head, *cells):
+        if len(name) > width:
+            name = "…" + name[len(name) - width + 1 :]
+        columns = zip(numbers, (8, 9, 8, 9, 6), strict=True)
+        yield f"  {name:<{width}}  {'  '.join(f'{x:>{n}}' for x, n in columns)}"
+
+
+def _conclusion(report: SensitivityReport) -> str:
+    limit = f"{report.tolerance:g}"
+    if not report.float32_paths and report.meets_tolerance:
+        return f"Nothing needs float32: both errors are at most {limit}."
+    with_paths = (report.loss_with_paths, report.gradients_with_paths)
+    loss, gradients = map(_error, report.measured or with_paths)
+    errors = f"loss {loss}, gradients {gradients}"
+    if report.meets_tolerance:
+        return (
+            f"In float32, these modules bring both errors to at most {limit}: {errors}."
+        )
+    if max(with_paths) <= report.tolerance:
+        return (
+            f"The switches promised {_error(max(with_paths))}, but autocast itself "
+            f"comes to {errors}: ask for a smaller tolerance than {limit}."
+        )
+    rest = [row for row in report.modules if not row.has_path]
+    text = f"No choice of modules brings both errors to at most {limit}: {errors}."
+    if rest and max(row.alone for row in rest) > report.tolerance:
+        worst = max(rest, key=lambda row: row.alone)
+        text += (
+            f" What is left is in {worst.name}: name its parts with "
+            "`jax.named_scope`, or put `jaxmp.float32_region` around them."
+        )
+    return text
+
+
+def _error(x: float) -> str:
+    return "0" if x == 0 else f"{x:.1e}"

@@ -1,0 +1,347 @@
+"""A program in which a switch for each part says whether it rounds to 16 bits.
+
+A jaxpr that computes in 16 bits is replayed in float32, and what it rounds is rounded
+where the switch of its module is on. So one compiled program stands for every choice of
+modules to keep in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _jaxpr
+from ._dtypes import is_narrow
+from ._jaxpr import Equation
+from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
+from ._places import Place
+from ._products import PRODUCTS, flops
+from ._scopes import AUTOCAST, module_of, without_repeats
+from ._varying import vary
+from ._wide import bind_wide, platform_of, wide_literal, widened
+
+_KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
+
+# Which part has rounded a value, where it is none.
+_NONE = -1
+
+
+class Value(NamedTuple):
+    """An array, float32 where it was written for 16 bits, and what is known of it."""
+
+    array: Any
+    # Whether it has been rounded, bool[] or True; None leaves that to its readers.
+    narrow: Any = None
+    part: int = _NONE  # whose switch alone has decided that
+
+
+class Program:
+    """A jaxpr with a switch for each module path in it that touches 16 bits.
+
+    Attributes:
+        parts: The module paths, in the order of the program; empty for what is in no
+            module.
+        flops: FLOPs of the matrix products and convolutions of each part.
+        dtypes: Names of the 16-bit dtypes.
+        multiplies: Whether there is a matrix product of 16-bit operands.
+        has_autocast: Whether one of those is inside :func:`jaxmp.autocast`.
+        has_backward: Whether there is a backward pass.
+        notes: What the switches do not reach.
+    """
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        around: Place,
+        arrays: Sequence[Any],
+        depth: int | None = None,
+    ):
+        """Looks for the parts.
+
+        Args:
+            jaxpr: The jaxpr, closed.
+            around: What is around its operations.
+            arrays: Its arguments.
+            depth: How many names of a module path tell one part from another; None is
+                all of them.
+        """
+        self.jaxpr, self.around, self.depth = jaxpr, around, depth
+        self.platform = platform_of(arrays)
+        self.flops: dict[str, float] = {}
+        self.notes: dict[str, None] = {}  # an ordered set
+        self.dtypes: set[str] = set()
+        self.multiplies = self.has_autocast = self.has_backward = False
+        parts: dict[str, None] = {}
+        for eqn, place in self._equations(jaxpr, around):
+            part, found = self.part_of(place), flops(eqn) * place.trips
+            atoms = (*eqn.invars, *eqn.outvars)
+            narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
+            self.dtypes |= narrow
+            self.has_backward |= place.backward
+            if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
+                self.multiplies = True
+                self.has_autocast |= AUTOCAST in place.scopes
+            if narrow:
+                parts[part] = None
+                self.flops[part] = self.flops.get(part, 0.0) + found
+                self._note(eqn, place)
+        self.parts = tuple(parts)
+
+    def _equations(self, jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
+        """Yields every equation that computes, and where it is."""
+        place = around
+        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+            place = around.of(eqn, before=place)
+            if _is_call(eqn):
+                for body in self.bodies(eqn):
+                    yield from self._equations(body, place.inside(eqn, body))
+            else:
+                yield eqn, place
+
+    def _note(self, eqn: Equation, place: Place) -> None:
+        name = eqn.primitive.name
+        if not any(is_narrow(x.aval) for x in eqn.invars) or _jaxpr.is_cast(eqn):
+            return
+        if name in AS_WRITTEN or name not in _KNOWN:
+            line = place.line or "somewhere"
+            self.notes[f"{line}: `{name}` stays in 16 bits throughout"] = None
+
+    def bodies(self, eqn: Equation) -> list[Any]:
+        """Returns the jaxprs in an equation that run on this machine."""
+        bodies = [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
+        if not _jaxpr.chooses_platform(eqn):
+            return bodies
+        # A product of 16-bit operands is widened first on a CPU, which gives the same
+        # numbers. The other branch says what is rounded.
+        for body in bodies:
+            names = [x.primitive.name for x in _jaxpr.open_jaxpr(body).eqns]
+            if len(names) == 1 and names[0] in PRODUCTS:
+                return [body]
+        return [_jaxpr.chosen_branch(eqn, self.platform)]
+
+    def run(self, switches: Any, *arrays: Any) -> list[Any]:
+        """Replays the jaxpr under the ambient trace.
+
+        Args:
+            switches: bool[parts], whether each part rounds to 16 bits.
+            *arrays: The arguments of the jaxpr.
+
+        Returns:
+            Its results, float32 where they were 16-bit.
+        """
+        frame = _Frame(self, switches)
+        values = [_given(x) for x in arrays]
+        return [x.array for x in frame.run(self.jaxpr, values, self.around)]
+
+    def part_of(self, place: Place) -> str:
+        """Returns the module path of a place, the names that count."""
+        names = module_of(without_repeats(place.scopes)).split("/")
+        return "/".join(names[: self.depth])
+
+
+def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
+    """Compiles a function for some arguments, with every rounding in it."""
+    options: Any = {"xla_allow_excess_precision": False}
+    if platform_of(jax.tree.leaves(args)) == "cpu":
+        options["xla_backend_optimization_level"] = 0  # compiles in a third of the time
+    return jax.jit(fun, compiler_options=options).lower(*args).compile()
+
+
+class _Frame:
+    """The replay of jaxprs, with the switches as they are here."""
+
+    def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
+        self.program, self.axes = program, axes
+        self.switches = [switches[i] for i in range(len(program.parts))]
+        self.numbers = {part: i for i, part in enumerate(program.parts)}
+
+    def run(self, jaxpr: Any, values: Sequence[Value], around: Place) -> list[Value]:
+        """Replays a jaxpr, open or closed."""
+        place = around
+
+        def apply(eqn, ins):
+            nonlocal place
+            place = around.of(eqn, before=place)
+            with _jaxpr.context_of(eqn):
+                return (self.call if _is_call(eqn) else self.operation)(eqn, ins, place)
+
+        return _jaxpr.interpret(jaxpr, values, apply, const=_given, literal=_literal)
+
+    # Operations
+
+    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Applies an equation, which rounds where the switch of its part is on.
+
+        A product rounds what it takes. All else is 16-bit work only if what it takes is
+        16-bit: so do autocast and JAX's promotion have it.
+        """
+        name, read = eqn.primitive.name, _narrow(eqn, ins)
+        if name in EXACT:
+            narrow, part = _together(read)
+            outs = bind_wide(eqn, [x.array for x in ins])
+            return [Value(x, narrow, part) for x in outs]
+        if not read and not any(is_narrow(x.aval) for x in eqn.outvars):
+            return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
+        part = self.program.part_of(place)
+        number = self.numbers[part]
+        is_product, is_made = name in PRODUCTS, _jaxpr.is_cast(eqn) and not read
+        switch = self.switches[number]
+        if not is_product:
+            switch = functools.reduce(_both, (x.narrow for x in read), switch)
+        owner = number if switch is self.switches[number] else _NONE
+        arrays = []
+        for x, var in zip(ins, eqn.invars, strict=True):
+            if is_narrow(var.aval) and (x.narrow is None or is_product):
+                x = _rounded(x, switch, owner, var.aval.dtype)
+            arrays.append(x.array)
+        outs = [Value(x) for x in bind_wide(eqn, arrays)]
+        if is_made and not part:
+            return outs  # weights, which are cast as a whole: their readers round
+        return [
+            _rounded(x, switch, owner, var.aval.dtype) if is_narrow(var.aval) else x
+            for x, var in zip(outs, eqn.outvars, strict=True)
+        ]
+
+    # What holds jaxprs
+
+    def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Replays an equation that calls, repeats or chooses between jaxprs."""
+        jaxprs = self.program.bodies(eqn)
+        bodies = [self.body(x, place.inside(eqn, x)) for x in jaxprs]
+        match _jaxpr.call_kind(eqn):
+            case "scan":
+                arrays = _scan(eqn, ins, bodies[0])
+            case "while":
+                arrays = _while_loop(eqn, ins, *bodies)
+            case "shard_map":
+                arrays = self.shard_map(eqn, ins, place)
+            case "cond" if not _jaxpr.chooses_platform(eqn):
+                index, *ins = ins
+                branches = [functools.partial(_of_arrays, x, ins) for x in bodies]
+                arrays = lax.switch(index.array, branches, [x.array for x in ins])
+            case kind:
+                ins = ins[1:] if kind == "cond" else ins  # without the platform
+                return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
+        return [Value(x) for x in arrays]
+
+    def body(self, jaxpr: Any, around: Place) -> Callable[[list[Value]], list[Any]]:
+        """Returns the replay of a jaxpr that is traced on its own."""
+        return lambda values: [x.array for x in self.run(jaxpr, values, around)]
+
+    def shard_map(self, eqn: Equation, ins: list[Value], place: Place) -> list[Any]:
+        """Replays a function of shards."""
+        (jaxpr,) = self.program.bodies(eqn)
+        axes = (*self.axes, *_jaxpr.manual_axes(eqn))
+
+        def body(shards, switches):
+            frame = _Frame(self.program, vary(switches, axes), axes)
+            values = [
+                Value(x, narrow=True if value.narrow is True else None)
+                for x, value in zip(shards, ins, strict=True)
+            ]
+            return frame.body(jaxpr, place.inside(eqn, jaxpr))(values), ()
+
+        arrays = [x.array for x in ins]
+        outs, _ = _jaxpr.map_shards(eqn, arrays, self.switches, body)
+        return outs
+
+
+def _scan(eqn: Equation, ins: list[Value], body: Callable) -> list[Any]:
+    n_consts, n_carry = _jaxpr.scan_counts(eqn)
+    n_fixed = n_consts + n_carry
+    consts, rest = ins[:n_consts], ins[n_fixed:]
+
+    def step(carry, slices):
+        carry = [Value(x) for x in carry]
+        slices = [x._replace(array=y) for x, y in zip(rest, slices, strict=True)]
+        outs = body([*consts, *carry, *slices])
+        return outs[:n_carry], outs[n_carry:]
+
+    carry, ys = lax.scan(
+        step,
+        [x.array for x in ins[n_consts:n_fixed]],
+        [x.array for x in rest],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params.get("unroll", 1),
+    )
+    return [*carry, *ys]
+
+
+def _while_loop(
+    eqn: Equation, ins: list[Value], test: Callable, body: Callable
+) -> list[Any]:
+    layout = _jaxpr.call_layout(eqn)
+    first = layout.fixed_in.start
+
+    def values(i, carry):
+        closed_over = [ins[j] for j in layout.bodies[i].operands if j < first]
+        return [*closed_over, *(Value(x) for x in carry)]
+
+    return lax.while_loop(
+        lambda carry: test(values(0, carry))[0],
+        lambda carry: body(values(1, carry)),
+        [x.array for x in ins[first:]],
+    )
+
+
+def _of_arrays(body: Callable, ins: list[Value], arrays: Sequence[Any]) -> list[Any]:
+    """Calls a body with other arrays, of which the same is known."""
+    return body([x._replace(array=y) for x, y in zip(ins, arrays, strict=True)])
+
+
+def _is_call(eqn: Equation) -> bool:
+    return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
+
+
+def _given(array: Any) -> Value:
+    """Returns what comes from outside. A 16-bit array stays what it is."""
+    return Value(widened(array), narrow=True)
+
+
+def _literal(literal: Any) -> Value:
+    return Value(wide_literal(literal), narrow=True)
+
+
+def _narrow(eqn: Equation, ins: list[Value]) -> list[Value]:
+    """Returns those of the inputs that were written for 16 bits."""
+    pairs = zip(ins, eqn.invars, strict=True)
+    return [x for x, var in pairs if is_narrow(var.aval)]
+
+
+def _both(x: Any, y: Any) -> Any:
+    """Returns whether both are true, where None says nothing."""
+    return x if y is None or y is True or y is x else jnp.logical_and(x, y)
+
+
+def _together(values: list[Value]) -> tuple[Any, int]:
+    """Returns whether what is moved or chosen from has been rounded, and by whom."""
+    values = [x for x in values if x.narrow is not True]
+    if not values:
+        return True, _NONE
+    parts = {x.part for x in values}
+    if len(parts) == 1 and _NONE not in parts:
+        return values[0].narrow, values[0].part
+    if any(x.narrow is None for x in values):
+        return None, _NONE
+    return functools.reduce(_both, (x.narrow for x in values)), _NONE
+
+
+def _rounded(value: Value, switch: Any, part: int, dtype: np.dtype) -> Value:
+    """Returns a value that is rounded if a switch is on."""
+    if value.narrow is True or (part != _NONE and value.part == part):
+        return value
+    array = _rounded_if(jnp.asarray(value.array), switch, dtype)
+    return Value(array, switch, part)
+
+
+@functools.partial(jax.jit, static_argnums=2)  # traced once for all arrays of one type
+def _rounded_if(x: jax.Array, switch: jax.Array, dtype: np.dtype) -> jax.Array:
+    narrow = lax.convert_element_type(x, dtype)
+    return jnp.where(switch, lax.convert_element_type(narrow, x.dtype), x)

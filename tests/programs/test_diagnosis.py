@@ -1,0 +1,109 @@
+"""What the audit and the sensitivity say of programs of other libraries."""
+
+import importlib
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from laws import KEY, Program, normal
+
+import jaxmp
+from jaxmp._hazards import Hazards
+from jaxmp._places import Place
+
+# The programs that have hazards, and which.
+WRONG = {}
+LIBRARIES = (
+    "diffrax",
+    "equinox",
+    "graphs",
+    "haiku",
+    "jax",
+    "linen",
+    "probabilistic",
+)
+
+
+def programs_of(library):
+    """Returns the functions that build programs of a library, by name."""
+    try:
+        module = importlib.import_module(f"test_{library}_programs")
+    except pytest.skip.Exception:  # a library that is not installed
+        return {}
+    return {
+        name: fun
+        for name, fun in vars(module).items()
+        if inspect.isfunction(fun)
+        and fun.__module__ == module.__name__
+        and not inspect.signature(fun).parameters
+        and not name.startswith("test_")
+    }
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_clean_programs_of_a_library_have_no_hazards(library):
+    for name, build in programs_of(library).items():
+        program = build()
+        if isinstance(program, Program):
+            grad = jax.value_and_grad(program.loss, has_aux=program.has_aux)
+            jaxpr = jax.make_jaxpr(jaxmp.autocast(grad))(*program.args)
+            kinds = {hazard.kind for hazard in Hazards().found(jaxpr, Place())}
+            assert kinds == WRONG.get(name, set()), name
+
+
+def measure(loss, *args, **options):
+    return jaxmp.sensitivity(loss, "bfloat16", progress=False, **options)(*args)
+
+
+@pytest.mark.evidence
+def test_an_equinox_model_is_measured_by_the_classes_of_its_layers():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(8, 4, 8, 2, key=KEY)  # with its activation among the leaves
+
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    report = measure(loss, model, normal(1, 8, 8), normal(2, 8, 4), tolerance=1e-3)
+    assert "eqx.nn.MLP/eqx.nn.Linear" in {row.path for row in report.modules}
+    assert 1e-3 < report.gradients < 0.1
+    assert report.float32_paths[0].startswith("eqx.nn.MLP")
+    assert report.meets_tolerance
+
+
+@pytest.mark.evidence
+def test_a_haiku_net_with_a_state_is_measured_by_its_modules():
+    program = programs_of("haiku")["net_with_state"]()
+    report = measure(program.loss, *program.args, has_aux=True, tolerance=2e-3)
+    paths = {row.path for row in report.modules}
+    assert {"conv2_d", "linear", "linear_1"} <= {x.split("/")[0] for x in paths}
+    assert 2e-3 < report.gradients < 0.2
+    kept = jaxmp.autocast(program.loss, float32_paths=report.float32_paths)
+    jax.eval_shape(kept, *program.args)  # each path is one of autocast's
+
+
+def test_nnx_modules_are_measured_by_the_scopes_around_them():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.features = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+            self.head = nnx.Linear(8, 1, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            with jax.named_scope("features"):
+                x = self.features(x)
+            x = jnp.sin(60 * x)
+            with jax.named_scope("head"):
+                return self.head(x)
+
+    net = Net(nnx.Rngs(0))
+
+    def loss(net, x):
+        return jnp.mean(net(x) ** 2)
+
+    report = measure(loss, net, normal(1, 8, 4))
+    assert report.float32_paths == ("features",)
+    assert report.meets_tolerance
+    (hazard,) = jaxmp.audit(jaxmp.autocast(loss))(net, normal(1, 8, 4)).hazards
+    assert (hazard.kind, hazard.module) == ("phase", "features")

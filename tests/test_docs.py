@@ -1,0 +1,133 @@
+"""The pages of the documentation: their programs run, and nothing is left out."""
+
+import ast
+import importlib.util
+import inspect
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
+import jaxmp.plots
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in DOCS.rglob("*.md")}
+OPTIONAL = {"equinox", "haiku"}  # in the extra `programs`
+
+
+def blocks(path):
+    """Returns the Python programs of a page, each at its line."""
+    text = path.read_text()
+    found = re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S)
+    return ["\n" * text[: m.start(1)].count("\n") + m[1] for m in found]
+
+
+WITH_CODE = {name: blocks(path) for name, path in PAGES.items() if blocks(path)}
+
+
+def imported(code):
+    """Returns the top packages that a program imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("name", WITH_CODE)
+def test_the_programs_of_a_page_run_in_their_order(name):
+    for module in OPTIONAL & {m for code in WITH_CODE[name] for m in imported(code)}:
+        if not importlib.util.find_spec(module):
+            pytest.skip(f"{module} is in the extra `programs`")
+    names = {"__name__": "page"}
+    before = jax.config.values.copy()
+    for code in WITH_CODE[name]:
+        exec(compile(code, str(PAGES[name]), "exec"), names)
+    assert jax.config.values == before
+
+
+def test_the_reference_has_every_public_name():
+    found = {}
+    for path in (DOCS / "api").glob("*.md"):
+        module = None
+        for line in path.read_text().splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split(":: ")[1]
+            elif match := re.match(r"\.\. auto(?:function|class|data):: (\w+)$", line):
+                found.setdefault(f"{module}.{match[1]}", []).append(path.name)
+    public = {f"jaxmp.{name}" for name in jaxmp.__all__}
+    for module in (jaxmp.linen, jaxmp.nnx, jaxmp.plots):
+        public |= {
+            f"{module.__name__}.{name}"
+            for name, thing in inspect.getmembers(module, callable)
+            if not name.startswith("_") and thing.__module__ == module.__name__
+        }
+    cure = "Add `.. autofunction:: NAME` to a page of docs/api, and NAME to its index."
+    assert public - set(found) == set(), cure
+    assert set(found) - public == set()
+    assert [name for name, pages in found.items() if len(pages) > 1] == []
+
+
+def test_the_index_of_the_reference_has_every_name():
+    index = (DOCS / "api/index.md").read_text()
+    for path in (DOCS / "api").glob("*.md"):
+        for name in re.findall(r"^\.\. auto\w+:: (\w+)$", path.read_text(), re.M):
+            assert re.search(rf"^   {name}$", index, re.M), (path.name, name)
+
+
+MARKDOWN = [*ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *PAGES.values()]
+
+
+def anchors(path):
+    """Returns the headings of a page as links spell them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    included = re.search(r"^```{include} (\S+)", path.read_text(), re.M)
+    more = anchors(path.parent / included[1]) if included else set()
+    words = (re.sub(r"[^\w\- ]", "", x.lower()) for x in headings)
+    return more | {x.replace(" ", "-") for x in words}
+
+
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda x: str(x.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        there = path.parent / name if name else path
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), target
+
+
+def test_the_notebooks_hold_no_output():
+    notebooks = list(DOCS.glob("*.ipynb"))
+    assert len(notebooks) == 2
+    for path in notebooks:
+        for cell in json.loads(path.read_text())["cells"]:
+            assert not cell.get("outputs"), f"clear the outputs of {path.name}"
+
+
+def test_what_is_released_has_absolute_links():
+    spec = importlib.util.spec_from_file_location(
+        "addresses", ROOT / ".ci/addresses.py"
+    )
+    addresses = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(addresses)
+    url = "https://example.org/owner/jaxmp"
+    readme = (ROOT / "README.md").read_text()
+    text = addresses.absolute_links(readme, url, "v1", ROOT)
+    assert f"({url}/raw/v1/examples/figures/detector.png)" in text
+    assert f"({url}/blob/v1/docs/policies.md#cast-a-model)" in text
+    assert f"({url}/tree/v1/docs)" in text
+    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
+    project = addresses.with_urls((ROOT / "pyproject.toml").read_text(), url, "v1")
+    assert tomllib.loads(project)["project"]["urls"]["Homepage"] == url
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.md"):
+        addresses.absolute_links("[a](nowhere.md)", url, "v1", ROOT)

@@ -1,0 +1,252 @@
+"""Products that 16 bits make wrong, by what is made of them."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct as Shape
+
+import jaxmp
+from benchmarks.families import SMALL
+from benchmarks.networks import TINY
+from conftest import rest_is_evidence
+from jaxmp._hazards import Hazards
+from jaxmp._places import Place
+
+X, Y = Shape((8, 4), jnp.float32), Shape((8, 4), jnp.float32)
+REGION = 'with jax.named_scope("jaxmp.float32"):'
+
+
+def fourier_features(x, y):
+    return jnp.sin(2 * jnp.pi * x @ y.T)  # here
+
+
+def of_two_terms(x, y):
+    phases = 2 * jnp.pi * (x @ y.T)  # here
+    return jnp.concatenate([jnp.cos(phases), jnp.sin(phases + 1)], axis=-1)
+
+
+def distances(x, y):
+    products = x @ y.T  # here
+    squares = (x**2).sum(1)[:, None] + (y**2).sum(1)
+    return jnp.sqrt(jnp.maximum(squares - 2 * products, 0))
+
+
+def distances_by_einsum(x, y):
+    def norms(x):
+        return jnp.einsum("ij,ij->i", x, x)
+
+    both = norms(x)[:, None] + norms(y)
+    return both - jnp.einsum("id,jd->ij", 2 * x, y)  # here
+
+
+def nearest_by_distance(x, y):
+    products = 2 * x @ y.T  # here
+    distances = (x * x).sum(1)[:, None] - products + (y * y).sum(1)
+    return y[distances.argmin(-1)]
+
+
+def nearest(x, y):
+    scores = x @ y.T  # here
+    return y[scores.argmax(-1)]
+
+
+def nearest_one_hot(x, y):
+    scores = x @ y.T  # here
+    return jax.nn.one_hot(scores.argmax(-1), 8)
+
+
+def greater(x, y):
+    return jnp.where(x @ y.T > x[:, :1], 1.0, 0.0)  # here
+
+
+def in_a_scan(x, y):
+    def step(carry, row):
+        return carry, jnp.sin(x @ row)  # here
+
+    return jax.lax.scan(step, 0, y)[1]
+
+
+def solved(x, y):
+    gram = x.T @ x  # here
+    return jnp.linalg.solve(gram + 1e-3 * jnp.eye(4), y.T)
+
+
+def factorised(x, y):
+    return jnp.linalg.cholesky(x.T @ x + jnp.eye(4))  # here
+
+
+def summed(x, y):
+    return x @ jnp.ones((4, 1))  # here
+
+
+def averaged(x, y):
+    return jnp.einsum("ij,j->i", x, jnp.full(4, 1 / 4))  # here
+
+
+WRONG = {
+    "phase": (fourier_features, "phase"),
+    "phases": (of_two_terms, "phase"),
+    "distance": (distances, "distance"),
+    "einsum": (distances_by_einsum, "distance"),
+    "nearest distance": (nearest_by_distance, "distance"),
+    "argmax": (nearest, "comparison"),
+    "one-hot": (nearest_one_hot, "comparison"),
+    "compared": (greater, "comparison"),
+    "scan": (in_a_scan, "phase"),
+    "solve": (solved, "inverse"),
+    "cholesky": (factorised, "inverse"),
+    "ones": (summed, "sum"),
+    "mean": (averaged, "sum"),
+}
+
+
+def hazards(fun, *args):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    return Hazards().found(jaxpr, Place())
+
+
+@pytest.mark.parametrize(("fun", "kind"), WRONG.values(), ids=WRONG.keys())
+def test_a_hazard_is_named_with_its_line_as_it_stands_and_under_autocast(fun, kind):
+    lines, start = inspect.getsourcelines(fun)
+    (line,) = [start + i for i, line in enumerate(lines) if "# here" in line]
+    gradient = jax.value_and_grad(lambda x, y: fun(x, y).sum())
+    for form in (fun, jaxmp.autocast(fun), jaxmp.autocast(gradient)):
+        (found,) = hazards(form, X, Y)
+        assert (found.kind, found.where) == (kind, f"{__file__}:{line}")
+        if kind in ("distance", "sum"):
+            assert found.cure.startswith("jnp.sum(")
+        else:
+            assert found.cure == REGION
+
+
+def test_the_audit_prints_it_with_the_cure_and_the_cure_cures():
+    def loss(x, y):
+        with jax.named_scope("net"), jax.named_scope("features"):
+            phases = x @ y.T
+        return jnp.sin(phases).sum()
+
+    report = jaxmp.audit(jaxmp.autocast(loss))(X, Y)
+    (hazard,) = report.hazards
+    assert hazard.cure == 'float32_paths=("net/features",)'
+    text = str(report)
+    assert "wrong in 16 bits" in text
+    assert f"test_hazards.py:{hazard.where.rpartition(':')[2]} in net/features" in text
+    assert max(map(len, text.splitlines())) <= 98
+    assert report.as_dict()["hazards"][0]["kind"] == "phase"
+    paths = ("net/features",)
+    assert not jaxmp.audit(jaxmp.autocast(loss, float32_paths=paths))(X, Y).hazards
+
+
+def test_what_was_cast_is_told_to_be_cast_back():
+    half = Shape((8, 4), jnp.float16)
+    (hazard,) = hazards(fourier_features, half, half)
+    assert hazard.cure == "x.astype(jnp.float32), for both operands"
+
+
+def in_a_region(x, y):
+    with jax.named_scope("jaxmp.float32"):
+        return jnp.sin(x @ y.T)
+
+
+def in_highest_precision(x, y):
+    return jnp.sin(jnp.dot(x, y.T, precision="highest"))
+
+
+def rotary(x, y):
+    angles = jnp.einsum("i,j->ij", jnp.arange(8.0), 1e-4 ** (jnp.arange(4.0) / 4))
+    return (x * jnp.sin(angles)) @ y.T
+
+
+def normalised_before(x, y):
+    h = x @ y.T
+    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True))
+    return jnp.sin(h)
+
+
+def accuracy(x, y):
+    return (x @ y.T).argmax(-1) == jnp.arange(8)
+
+
+def with_regularizer(x, y):
+    return 2 * (x @ y.T).mean() + 1e-3 * jnp.sum(y**2)
+
+
+def activated(x, y):
+    h = jax.nn.relu6(jax.nn.relu(x @ y.T))
+    return jnp.where(h > 1, jnp.tanh(h), jax.nn.leaky_relu(h)).max(-1)
+
+
+def from_zeros_and_of_ones(x, y):
+    return jnp.zeros((8, 4)) @ y.T + jnp.ones((8, 4)) @ y.T  # a batch of ones
+
+
+def routed(x, y):
+    gates = jax.nn.softmax(x @ y.T)
+    return jax.nn.one_hot(gates.argmax(-1), 8) * gates
+
+
+RIGHT = [
+    in_a_region,
+    in_highest_precision,
+    rotary,
+    normalised_before,
+    accuracy,
+    with_regularizer,
+    activated,
+    from_zeros_and_of_ones,
+    routed,
+]
+
+
+@pytest.mark.parametrize("fun", RIGHT, ids=[fun.__name__ for fun in RIGHT])
+def test_what_is_no_hazard_is_not_named(fun):
+    gradient = jax.value_and_grad(lambda x, y: fun(x, y).astype("float32").sum())
+    for form in (fun, jaxmp.autocast(gradient)):
+        assert not hazards(form, X, Y)
+
+
+NETWORKS = {f"tiny {name}": x for name, x in TINY.items()} | SMALL
+
+
+@pytest.mark.parametrize("network", rest_is_evidence(NETWORKS, "tiny gpt", "lstm"))
+def test_clean_networks_have_none(network):
+    x, _ = network.shapes()
+    variables = jax.eval_shape(network.model.init, jax.random.key(0), x)
+
+    def loss(variables, x):
+        out = network.model.apply(variables, x, mutable=["batch_stats"])[0]
+        return jnp.mean(jax.nn.log_softmax(out.astype(jnp.float32)))
+
+    for fun in (loss, jaxmp.autocast(jax.value_and_grad(loss))):
+        assert not hazards(fun, variables, x)
+
+
+def test_a_linen_model_is_told_the_path_to_keep():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            phases = nn.Dense(8, name="phases")(x)
+            return nn.Dense(1, name="head")(jnp.sin(phases))
+
+    net = Net()
+    params = jax.eval_shape(net.init, jax.random.key(0), X)
+    (hazard,) = hazards(jaxmp.autocast(net.apply), params, X)
+    assert hazard.module == "Net/phases"
+    assert hazard.cure == 'float32_paths=("Net/phases",)'
+
+
+def test_hazards_are_wrong_by_what_the_reasons_say():
+    # Not a law of ours, but of the numbers: each of them is far off in bfloat16.
+    random = np.random.default_rng(0)
+    x, y = (jnp.asarray(random.normal(9, 1, (8, 4)), jnp.float32) for _ in range(2))
+    allowed = functools.partial(jaxmp.autocast, policy="bfloat16")
+    phases = jnp.abs(allowed(fourier_features)(x, y) - fourier_features(x, y))
+    assert phases.max() > 0.6
+    apart = jnp.sum((x[:, None] - y) ** 2, -1)
+    off = jnp.abs(allowed(distances)(x, y) ** 2 - apart)
+    assert (off > apart / 2).any()

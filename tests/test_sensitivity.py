@@ -1,0 +1,360 @@
+"""Measuring which modules need float32."""
+
+import functools
+import io
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from conftest import rest_is_evidence
+from jaxmp._flatten import flatten
+from jaxmp._places import Place
+from jaxmp._sensitivity import _errors, _gradient
+from jaxmp._switches import Program, compiled
+
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.standard_normal((8, 4), np.float32), np.arange(8) % 3
+DTYPES = {"bfloat16": "bfloat16", "float16": "float16"}
+
+
+class Fourier(nn.Module):
+    """Features of which the phases are some hundreds, and a network on them."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = functools.partial(nn.Dense, use_bias=False)
+        x = jnp.sin(dense(8, name="phases")(x))
+        return dense(3, name="head")(nn.relu(dense(8, name="a")(x)))
+
+
+NET = Fourier()
+PARAMS = {
+    "params": {
+        "phases": {"kernel": 60 * RANDOM.standard_normal((4, 8), np.float32)},
+        "a": {"kernel": RANDOM.standard_normal((8, 8), np.float32) / 3},
+        "head": {"kernel": RANDOM.standard_normal((8, 3), np.float32) / 3},
+    }
+}
+
+
+def loss_of(apply):
+    def loss(params, x, y):
+        logits = apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+    return loss
+
+
+def measure(fun, *args, **options):
+    return jaxmp.sensitivity(fun, progress=False, **options)(*args)
+
+
+@functools.cache
+def fourier():
+    return measure(loss_of(NET.apply), PARAMS, X, Y, policy="mixed_bfloat16")
+
+
+def programs_of(fun, *args, dtype="bfloat16", **options):
+    """Returns the switched program of a function under autocast, and its arguments."""
+    flat = flatten(fun, args, {})
+    autocast = jaxmp.autocast(flat.fun, dtype, **options)
+    return Program(jax.make_jaxpr(autocast)(*flat.leaves), Place(), flat.leaves), flat
+
+
+def test_the_part_that_needs_float32_comes_first_and_is_the_line_to_paste():
+    report = fourier()
+    assert report.modules[0].path == "Fourier/phases"
+    assert report.modules[0].alone > 0.2 > 10 * report.modules[0].without
+    assert report.float32_paths == ("Fourier/phases",)
+    assert report.line == 'float32_paths=("Fourier/phases",)'
+    assert report.meets_tolerance
+    assert report.gradients > 0.2
+    without_path = {row.path for row in report.modules if not row.has_path}
+    assert without_path == {"Fourier", ""}  # no path but that of the whole net
+    rows = {row.path: row for row in report.modules}
+    # Of x[8, 4] @ w[4, 8] and its one gradient, that of w, and of the others' three.
+    assert rows["Fourier/phases"].flops == 2 * 2 * 8 * 4 * 8
+    assert rows["Fourier/a"].flops == 3 * 2 * 8 * 8 * 8
+    assert sum(row.share for row in report.modules) == pytest.approx(1)
+
+
+@pytest.mark.evidence
+def test_what_is_pasted_gives_autocast_the_errors_that_were_told():
+    report, loss = fourier(), loss_of(NET.apply)
+    exact = jax.jit(jax.value_and_grad(loss))(PARAMS, X, Y)
+    paths = {"float32_paths": report.float32_paths}
+    cast = jaxmp.autocast(jax.value_and_grad(loss), "mixed_bfloat16", **paths)
+    got = jax.jit(cast)(PARAMS, X, Y)
+    errors = [float(x) for x in _errors(*(jax.tree.leaves(x) for x in (got, exact)))]
+    # XLA leaves out some of the roundings here.
+    assert report.measured == pytest.approx(errors, abs=2**-8)
+    told = (report.loss_with_paths, report.gradients_with_paths)
+    assert told == pytest.approx(report.measured, abs=2**-8)
+
+
+def test_switches_stand_for_the_float32_paths_of_autocast():
+    flat = flatten(loss_of(NET.apply), (PARAMS, X, Y), {})
+    step = _gradient(flat, len(flat.leaves) - 2)
+    arrays = [jnp.float32(1), *flat.leaves]
+    program = Program(jax.make_jaxpr(jaxmp.autocast(step))(*arrays), Place(), arrays)
+    n = len(program.parts)
+    run = compiled(program.run, np.zeros(n, bool), *arrays)
+    for paths in [(), ("Fourier/phases",), ("Fourier/a", "Fourier/head")]:
+        kept = jaxmp.autocast(step, float32_paths=paths)
+        real = compiled(kept, *arrays)(*arrays)
+        got = run(np.array([x not in paths for x in program.parts]), *arrays)
+        apart = [float(x) for x in _errors(got, real)]
+        assert max(apart) < (2**-8 if paths else 1e-6), (paths, apart)
+
+
+def test_a_function_that_casts_by_itself_is_told_its_overrides():
+    policy = jaxmp.get_policy("mixed_bfloat16")
+    apply = jaxmp.with_policy(NET.apply, policy)
+    report = measure(loss_of(apply), PARAMS, X, Y)
+    assert report.is_cast
+    assert report.measured is None
+    assert report.overrides == ((r"^(params/)?phases/", "float32"),)
+    assert report.line == r'policy.with_overrides((r"^(params/)?phases/", "float32"))'
+    kept = eval(report.line).cast_to_compute(PARAMS)["params"]
+    assert kept["phases"]["kernel"].dtype == jnp.float32
+    assert kept["head"]["kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.evidence
+def test_a_function_under_autocast_is_taken_as_it_stands():
+    loss = jaxmp.autocast(loss_of(NET.apply), "bfloat16")
+    report = measure(loss, PARAMS, X, Y, policy="float16")
+    assert report.dtype == "bfloat16"
+    assert report.line == fourier().line
+
+
+def test_gradients_of_the_users_own_are_compared_as_they_are():
+    own = jax.value_and_grad(loss_of(NET.apply))
+    report = measure(own, PARAMS, X, Y)
+    assert report.modules == fourier().modules
+    with pytest.raises(ValueError, match="its own gradients"):
+        measure(own, PARAMS, X, Y, loss_scale=8.0)
+
+
+def test_a_sound_model_needs_nothing():
+    def loss(w, x):
+        with jax.named_scope("a"):
+            h = jnp.tanh(x @ w["a"])
+        with jax.named_scope("b"):
+            return jnp.mean((h @ w["b"]) ** 2), h / 0  # something else
+
+    w = {"a": jnp.ones((4, 4)) / 4, "b": jnp.ones((4, 2))}
+    report = measure(loss, w, X, has_aux=True)
+    assert report.float32_paths == ()
+    assert report.line == ""
+    assert "Nothing needs float32: both errors are at most 0.05." in str(report)
+
+
+def test_what_has_no_path_of_its_own_is_told():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return jnp.mean(jnp.sin(x @ w["w"]) @ w["v"])
+
+    def unnamed(w, x):
+        return loss(w, jnp.sin(x @ w["u"]))
+
+    w = {"u": jnp.full((4, 4), 99.9), "v": jnp.ones((4, 1)), "w": jnp.ones((4, 4)) / 9}
+    report = measure(unnamed, w, X)
+    assert report.float32_paths == ()
+    assert not report.meets_tolerance
+    assert "What is left is in (in no module)" in " ".join(str(report).split())
+
+
+def test_paths_are_as_few_and_as_cheap_as_the_tolerance_allows():
+    # Three phases in a module; two of them are wrong, the third, the dearest, is not.
+    def loss(w, x):
+        with jax.named_scope("net"):
+            total = 0.0
+            for name in "abc":
+                with jax.named_scope(name):
+                    total += jnp.sin(x @ w[name]).mean()
+            with jax.named_scope("head"):
+                return total + jnp.mean(x @ w["head"])
+
+    large = jnp.full((4, 4), 99.9)
+    w = {"a": large, "b": large + 11, "c": jnp.ones((4, 64)) / 9, "head": large}
+    report = measure(loss, w, X, tolerance=0.02)
+    assert report.float32_paths == ("net/a", "net/b")
+    assert report.meets_tolerance
+
+
+def test_the_loss_scale_is_one_that_training_would_find():
+    def loss(w, x):
+        with jax.named_scope("head"):
+            return 1e3 * jnp.mean((x @ w) ** 2)
+
+    w = jnp.ones((4, 4))
+    report = measure(loss, w, X, policy="float16")
+    assert report.float32_paths == ()
+    assert 1 < report.loss_scale < 2**15
+    assert report.gradients < 0.01
+    # With none, or too large a one, half of the gradients are gone.
+    assert measure(loss, w / 2**30, X, policy="float16", loss_scale=1).gradients > 0.1
+    assert measure(loss, w, X, policy="float16", loss_scale=2.0**15).gradients == np.inf
+
+
+@pytest.mark.evidence
+def test_depth_makes_rows_of_layers():
+    def loss(w, x):
+        for layer in ("l0", "l1"):
+            for name in "ab":
+                with jax.named_scope(f"{layer}/{name}"):
+                    x = jnp.tanh(x @ w)
+        return x.mean()
+
+    report = measure(loss, jnp.eye(4), X, depth=1)
+    assert sorted(row.path for row in report.modules if row.path) == ["l0", "l1"]
+
+
+# What a function may be made of. Each has a product in the scope `in`, in a body.
+
+
+def product(x, w):
+    with jax.named_scope("in"):
+        return jnp.tanh(x @ w)
+
+
+def in_scan(w, x):
+    def step(x, w):
+        return product(x, w), x.sum()
+
+    x, sums = jax.lax.scan(step, x, jnp.stack([w, w]))
+    return x.sum() + sums.sum()
+
+
+def in_while(w, x):
+    def step(state):
+        return state[0] + 1, product(state[1], w)
+
+    return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1].sum()
+
+
+def in_cond(w, x):
+    return jax.lax.cond(x[0, 0] > -9, product, lambda x, w: x, x, w).sum()
+
+
+@jax.custom_vjp
+def with_rule(x, w):
+    return product(x, w)
+
+
+with_rule.defvjp(lambda x, w: (product(x, w), (x, w)), lambda r, t: (t, r[0].T @ t))
+
+
+def in_shards(w, x):
+    mesh = Mesh(jax.devices()[:2], "d")
+    spec = P("d")
+
+    def shard(x, w):
+        return jax.lax.psum(product(x, w).sum(), "d")
+
+    specs = {"in_specs": (spec, P()), "out_specs": P()}
+    return jax.shard_map(shard, mesh=mesh, **specs)(x, w)
+
+
+BODIES = {
+    "scan": jax.value_and_grad(in_scan),
+    "while": lambda w, x: (in_while(w, x), x),
+    "cond": jax.value_and_grad(in_cond),
+    "jit": jax.value_and_grad(lambda w, x: jax.jit(product)(x, w).sum()),
+    "remat": jax.value_and_grad(lambda w, x: jax.checkpoint(product)(x, w).sum()),
+    "rule": jax.value_and_grad(lambda w, x: with_rule(x, w).sum()),
+    "shards": jax.value_and_grad(in_shards),
+}
+
+
+@pytest.mark.parametrize("fun", rest_is_evidence(BODIES, "scan", "rule", "shards"))
+@pytest.mark.parametrize("dtype", rest_is_evidence(DTYPES, "bfloat16"))
+def test_switches_reach_what_is_inside(fun, dtype):
+    w = jnp.asarray(RANDOM.standard_normal((4, 4), np.float32))
+    program, flat = programs_of(fun, w, X, dtype=dtype)
+    off = np.zeros(len(program.parts), bool)
+    run = compiled(program.run, off, *flat.leaves)
+    exact = compiled(flat.fun, *flat.leaves)(*flat.leaves)
+    cast = compiled(jaxmp.autocast(flat.fun, dtype), *flat.leaves)(*flat.leaves)
+    eps = float(jnp.finfo(dtype).eps)
+    assert max(map(float, _errors(run(off, *flat.leaves), exact))) < 1e-5
+    # XLA may make one operation of several, which round each: 1 - x² from JAX 0.12 on.
+    assert max(map(float, _errors(run(~off, *flat.leaves), cast))) < eps
+    assert max(map(float, _errors(cast, exact))) > eps / 32
+    assert "in" in program.parts
+
+
+def test_the_table_has_at_most_98_columns_and_json_takes_the_dict():
+    report = fourier()
+    assert max(map(len, str(report).splitlines())) <= 98
+    assert 'float32_paths=("Fourier/phases",)' in str(report)
+    fields = json.loads(json.dumps(report.as_dict()))
+    assert fields["float32_paths"] == ["Fourier/phases"]
+    assert fields["modules"][0]["path"] == "Fourier/phases"
+    assert fields["meets_tolerance"] is True
+
+
+def test_the_picture_has_a_bar_for_each_module_and_the_tolerance():
+    pytest.importorskip("matplotlib", reason="matplotlib is in the extra `plot`")
+    from jaxmp import plots
+
+    ax = plots.sensitivity(fourier())
+    names = [text.get_text() for text in ax.get_yticklabels()]
+    assert names[0] == "Fourier/phases"
+    assert len(names) == len(fourier().modules)
+    widths = [bar.get_width() for bar in ax.containers[0]]
+    assert widths[0] == fourier().modules[0].alone
+    assert ax.get_xscale() == "log"
+    (legend,) = ax.figure.legends
+    assert "tolerance (0.05)" in [x.get_text() for x in legend.get_texts()]
+
+
+def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
+    pytest.importorskip("rich", reason="rich is in the extra `examples`")
+    import rich.console
+
+    text = io.StringIO()
+    usual = rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda stderr: usual(file=text, force_terminal=True)
+    )
+
+    def loss(w, x):
+        return jnp.mean(x @ w)
+
+    jaxmp.sensitivity(loss, progress=True)(jnp.eye(4), X)
+    assert "100%" in text.getvalue()
+
+
+def test_what_cannot_be_measured_is_refused():
+    def loss(w, x):
+        return jnp.mean(x @ w)
+
+    w = jnp.eye(4)
+    with pytest.raises(TypeError, match="`w` is abstract"):
+        measure(loss, jax.ShapeDtypeStruct((4, 4), jnp.float32), X)
+    with pytest.raises(TypeError, match=r"the first result is float32\[8, 4\]"):
+        measure(jnp.matmul, X, w)
+    with pytest.raises(TypeError, match="has_aux=True"):
+        measure(lambda w, x: (loss(w, x), w), w, X)
+    with pytest.raises(TypeError, match="no floating array in it"):
+        measure(lambda i, w: loss(w, X), jnp.arange(3), w)
+    with pytest.raises(ValueError, match="found nothing in 16 bits"):
+        measure(loss, w, X, policy="float32")
+    with pytest.raises(FloatingPointError, match="find_overflow"):
+        measure(loss, w / 0, X)
+    with pytest.raises(ValueError, match="`tolerance` must be a positive"):
+        measure(loss, w, X, tolerance=0.0)
+    with pytest.raises(ValueError, match="`depth` must be at least 1"):
+        measure(loss, w, X, depth=0)
+    with pytest.raises(TypeError, match="the loss"):
+        jaxmp.sensitivity(NET)
