@@ -41,6 +41,7 @@ LAYOUTS = {
     "data parallel, mesh": (P(), P(), "mesh"),
     "FSDP, jit": (P(None, ALL), P(None, ALL), "jit"),
     "FSDP, mesh": (P(None, ALL), P(None, ALL), "mesh"),
+    "FSDP, mesh and shardings": (P(None, ALL), P(None, ALL), "shards"),
     "FSDP x TP, jit": (P(None, "data", "model"), P(None, "model", "data"), "jit"),
 }
 POLICIES = ("float32", "mixed_bfloat16", "p=f32,c=bf16,o=f32,r=bf16")
@@ -162,7 +163,8 @@ def training_step(
             loss_scale=state,
             accum_steps=accum_steps,
             batch_argnums=(1, 2),
-            mesh=mesh if form == "mesh" else None,
+            mesh=None if form == "jit" else mesh,
+            shardings=where if form == "shards" else None,
         )(weights, x, y)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss

@@ -34,6 +34,7 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 nb_output_stderr = "remove"  # what JAX logs about the machine
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # every argument is described in words
 autodoc_preserve_defaults = True

@@ -16,6 +16,7 @@ import faulthandler
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -225,10 +226,18 @@ def main(config: Config) -> list[subprocess.CompletedProcess]:
             print(f"Process {i}: {end.stdout.splitlines()[-1]}")
         elif end.returncode == -signal.SIGKILL:
             print(f"Process {i} was killed.")
+        elif died := who_died(end.stderr):
+            print(f"Process {i} ended, because process {died} was not heard of.")
         else:
-            said = [line for line in end.stderr.splitlines() if "task" in line]
-            print(f"Process {i} ended: {(said or [end.stderr])[-1]}")
+            print(f"Process {i} ended:\n{end.stderr}")
     return ends
+
+
+def who_died(errors: str) -> str:
+    """Returns the numbers of the processes that JAX says have died, if it says so."""
+    said = r"(?:unhealthy \(stopped sending heartbeats\):|heartbeat timeout.*, Task:)"
+    found = re.search(rf"{said}\s*(\d+(?:[,\s]+\d+)*)", errors)
+    return " ".join(re.findall(r"\d+", found[1])) if found else ""
 
 
 if __name__ == "__main__":

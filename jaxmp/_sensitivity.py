@@ -265,22 +265,35 @@ class _Search:
     ):
         """Compiles the program, and runs it with all switches off and all on."""
         self.program, self.bar = program, bar
-        self.masks: dict[str, np.ndarray] = {}  # of rows, the parts in them
+        self.masks = {part: self.mask(part) for part in program.parts}
         off = np.zeros(len(program.parts), bool)
         self.scale, self.arrays = 1.0, leaves
         bar.expect("compiling", 1)
         first = [jnp.float32(1)] * bool(scales)
         self.run = compiled(program.run, off, *first, *leaves)
         bar.advance()
-        for scale in scales or [None]:
-            if scale is not None:
-                self.scale, self.arrays = scale, [jnp.float32(scale), *leaves]
+        bar.expect("everything in 16 bits", 1)
+        if scales:
+            self.settle(leaves, scales, off)
+        else:
+            self.reference = self.run(off, *leaves)
+        _check_finite(self.reference)
+        self.all = self.errors(~off)
+
+    def settle(
+        self, leaves: Sequence[Any], scales: Sequence[float], off: np.ndarray
+    ) -> None:
+        """Takes the first loss scale with which the gradients are finite."""
+        on: np.ndarray | None = None
+        for self.scale in scales:
+            self.arrays = [jnp.float32(self.scale), *leaves]
             self.reference = self.run(off, *self.arrays)
-            _check_finite(self.reference)
-            bar.expect("everything in 16 bits", 1)
-            self.all = self.errors(~off)
-            if self.all.gradients < math.inf or self.all.loss == math.inf:
-                break  # else the loss scale is too large, as in training at first
+            if on is None:
+                # A forward pass that overflows needs a cure before it needs a scale.
+                cures = (~mask for mask in (off, *self.masks.values()))
+                on = next((x for x in cures if self.errors(x).loss < math.inf), off)
+            if self.errors(on).gradients < math.inf:
+                return
 
     def errors(self, switches: np.ndarray) -> _Errors:
         """Returns the errors with some parts in 16 bits."""
@@ -297,16 +310,10 @@ class _Search:
 
     def row(self, part: str) -> ModuleSensitivity:
         """Measures one module."""
-        parts, named = self.program.parts, [*filter(None, self.program.parts)]
-        path = tuple(part.split("/"))
-        below = [x for x in named if part and is_under(path, tuple(x.split("/")))]
-        has_path = bool(part) and (len(below) < len(named) or len(named) == 1)
-        below = below if has_path else [part]
-        mask = np.array([x in below for x in parts])
-        self.masks[part] = mask
+        mask, by_part = self.masks[part], self.program.flops
         alone, without = self.errors(mask), self.errors(~mask)
-        by_part = self.program.flops
-        flops, total = sum(by_part[x] for x in below), sum(by_part.values())
+        inside = zip(by_part.values(), mask, strict=True)
+        flops, total = sum(x for x, is_in in inside if is_in), sum(by_part.values())
         return ModuleSensitivity(
             path=part,
             loss_alone=alone.loss,
@@ -315,8 +322,23 @@ class _Search:
             gradients_without=without.gradients,
             flops=flops,
             share=flops / total if total else 0.0,
-            has_path=has_path,
+            has_path=self.has_path(part),
         )
+
+    def below(self, part: str) -> list[str]:
+        """Returns the parts that ``float32_paths`` means by the name of one."""
+        path, named = tuple(part.split("/")), filter(None, self.program.parts)
+        return [x for x in named if part and is_under(path, tuple(x.split("/")))]
+
+    def has_path(self, part: str) -> bool:
+        """Whether ``float32_paths`` can name a part and not all parts with it."""
+        named = [*filter(None, self.program.parts)]
+        return bool(part) and (len(self.below(part)) < len(named) or len(named) == 1)
+
+    def mask(self, part: str) -> np.ndarray:
+        """Returns which parts are in the row of one."""
+        inside = self.below(part) if self.has_path(part) else [part]
+        return np.array([x in inside for x in self.program.parts])
 
     def paths(
         self, rows: Sequence[ModuleSensitivity], tolerance: float

@@ -217,6 +217,11 @@ def _conclusion(report: SensitivityReport) -> str:
     with_paths = (report.loss_with_paths, report.gradients_with_paths)
     loss, gradients = map(_error, report.measured or with_paths)
     errors = f"loss {loss}, gradients {gradients}"
+    if report.is_cast and report.meets_tolerance:
+        return (
+            f"In float32, these modules should bring both errors to at most {limit}: "
+            f"{errors}. Run again with the policy below to see."
+        )
     if report.meets_tolerance:
         return (
             f"In float32, these modules bring both errors to at most {limit}: {errors}."

@@ -131,9 +131,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     ("mesh", "specs", "axis_name"),
-    rest_is_evidence(
-        LAYOUTS, "two axes, explicit", "tensor parallelism"
-    ),
+    rest_is_evidence(LAYOUTS, "two axes, explicit", "tensor parallelism"),
 )
 def test_parameters_may_be_sharded_over_several_axes(mesh, specs, axis_name):
     @jax.jit

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from benchmarks.families import SMALL
 from conftest import rest_is_evidence
 from jaxmp._flatten import flatten
 from jaxmp._places import Place
@@ -204,6 +205,42 @@ def test_the_loss_scale_is_one_that_training_would_find():
     # With none, or too large a one, half of the gradients are gone.
     assert measure(loss, w / 2**30, X, policy="float16", loss_scale=1).gradients > 0.1
     assert measure(loss, w, X, policy="float16", loss_scale=2.0**15).gradients == np.inf
+
+
+def test_a_forward_pass_that_overflows_is_cured():
+    def apply(w, x):
+        with jax.named_scope("hidden"):
+            h = jax.nn.relu(x @ w)
+        with jax.named_scope("scores"):
+            return (100 * h) ** 2 @ w
+
+    apply = jaxmp.with_policy(apply, "mixed_float16")
+    report = measure(lambda w, x: apply(w, x).mean(), jnp.ones((4, 4)), X)
+    assert report.loss == report.gradients == np.inf
+    without = {row.path: row.loss_without for row in report.modules}
+    assert without["hidden"] == np.inf
+    assert without["scores"] < 0.01
+    assert report.float32_paths == ("scores",)
+    assert report.meets_tolerance
+    assert "inf" in str(report)
+    assert json.loads(json.dumps(report.as_dict()))["loss"] == np.inf
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize(
+    "name", ["gpt, scanned", "mixture of experts", "lstm", "u-net"]
+)
+def test_switches_stand_for_autocast_in_whole_networks(name):
+    network = SMALL[name]
+    x, y = network.batch()
+    params = jax.jit(network.model.init)(jax.random.key(0), x)
+    gradient = jax.value_and_grad(loss_of(network.model.apply))
+    program, flat = programs_of(gradient, params, x, y)
+    on = np.ones(len(program.parts), bool)
+    got = compiled(program.run, on, *flat.leaves)(on, *flat.leaves)
+    autocast = jaxmp.autocast(flat.fun, "bfloat16")
+    real = compiled(autocast, *flat.leaves)(*flat.leaves)
+    assert max(map(float, _errors(got, real))) < 2**-9
 
 
 @pytest.mark.evidence
