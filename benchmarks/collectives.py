@@ -41,6 +41,7 @@ LAYOUTS = {
     "data parallel, mesh": (P(), P(), "mesh"),
     "FSDP, jit": (P(None, ALL), P(None, ALL), "jit"),
     "FSDP, mesh": (P(None, ALL), P(None, ALL), "mesh"),
+    "FSDP, mesh and shardings": (P(None, ALL), P(None, ALL), "shards"),
     "FSDP x TP, jit": (P(None, "data", "model"), P(None, "model", "data"), "jit"),
 }
 POLICIES = ("float32", "mixed_bfloat16", "p=f32,c=bf16,o=f32,r=bf16")
@@ -162,7 +163,8 @@ def training_step(
             loss_scale=state,
             accum_steps=accum_steps,
             batch_argnums=(1, 2),
-            mesh=mesh if form == "mesh" else None,
+            mesh=None if form == "jit" else mesh,
+            shardings=where if form == "shards" else None,
         )(weights, x, y)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
@@ -231,12 +233,16 @@ def collectives(program: str) -> list[Collective]:
             elif line.opcode in ("call", "conditional"):
                 for called in line.called(*hlo.CALLS, *hlo.BRANCHES):
                     run(called, times)
-            elif line.opcode in RINGS:
+            elif (kind := line.opcode.removesuffix("-done")) in RINGS:
                 users = [x.opcode for x in lines if line.name in x.operands]
                 sliced = bool(users) and set(users) == {"dynamic-slice"}
-                devices = _group_size(line) or everyone
+                # A GPU starts it, and waits for the result where that is read.
+                start = line
+                if kind != line.opcode:
+                    start = computations[name].instructions[line.operands[0]]
+                devices = _group_size(start) or everyone
                 for dtype, size in hlo.arrays(line.shape):
-                    c = Collective(line.opcode, dtype, size, times, devices, sliced)
+                    c = Collective(kind, dtype, size, times, devices, sliced)
                     found.append(c)
 
     run(entry, 1)

@@ -4,13 +4,16 @@ Small networks of each kind, compiled for an H200 in seconds and without a GPU, 
 against hand-written 16-bit training that neither scales nor checks nor skips. What is
 small is the number of layers; what moves through memory has the size it has in use.
 Updates of parameters without float32 masters must move what they read and write once.
+Products with weights must be float8 in every form of a gradient that asks for it.
 """
 
 import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from . import h200, narrow
+import jaxmp
+
+from . import fp8, h200, narrow
 from .machinery import count
 from .networks import gpt, mlp, resnet
 from .steps import FLOOR, contestant
@@ -33,6 +36,7 @@ STEPS = [
     ("cnn", "jaxmp cast", 1),
     ("cnn", "jaxmp autocast", 1),
 ]
+DECODER = fp8.Decoder(256, layers=2, vocabulary=1024, rows=4, length=256, head_size=64)
 
 
 class Check(NamedTuple):
@@ -68,6 +72,23 @@ def gate() -> Iterator[Check]:
         yield from checks(step, found, floor(name, accum_steps))
     for name in narrow.VARIANTS:
         yield from narrow_checks(name)
+    for form in fp8.FORMS:
+        yield from fp8_checks(form)
+
+
+def fp8_checks(name: str, decoder: fp8.Decoder = DECODER) -> Iterator[Check]:
+    """Yields what must hold of a gradient whose products are to be float8."""
+    form, ops = fp8.FORMS[name], jaxmp.DEFAULT_OPS.with_fp8(min_size=256)
+    found, floor = (
+        fp8.count(decoder, form, policy, ops) for policy in reversed(fp8.POLICIES)
+    )
+    linear, attention = decoder.products(form)
+    step = f"gradient in float8, {name}"
+    yield Check(step, "products with weights in 16 bits", linear - found["float8"], 0)
+    yield Check(step, "products of attention in 8 bits", attention - found["others"], 0)
+    # Of one this small, the numbers that scales are found from are many.
+    share = found["bytes"] / floor["bytes"]
+    yield Check(step, "bytes, of those in bfloat16", share, 1.18)
 
 
 def narrow_checks(name: str) -> Iterator[Check]:

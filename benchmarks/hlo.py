@@ -121,7 +121,7 @@ def roofline(moved: float, flops: float) -> float:
 
     Args:
         moved: Bytes.
-        flops: Of products of 16-bit operands.
+        flops: Of products of 16-bit operands; those of 8-bit ones count half.
     """
     return max(moved / 4.8e12, flops / 989e12)
 
@@ -249,7 +249,10 @@ def _kernel(instruction, computation, computations) -> Work:
     opcodes = {inner.opcode for inner in body.instructions.values()} - FREE
     copies = opcodes and opcodes <= {"copy", "copy-start"}
     moved = reads.total() + written
-    flops = sum(product.flops() for product in products_of(body, computations))
+    flops = sum(
+        product.flops() / (2 if product.is_float8 else 1)
+        for product in products_of(body, computations)
+    )
     return Work(
         bytes=moved,
         kernels=1,
@@ -332,6 +335,11 @@ class Product(NamedTuple):
     target: str  # the library call, or the operation
     shapes: tuple[str, str, str]  # of two operands and the result
     attributes: str
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether both operands have 8 bits."""
+        return all(bits(arrays(shape)[0][0]) == 8 for shape in self.shapes[:2])
 
     def flops(self) -> float:
         """Returns twice the numbers that it multiplies."""

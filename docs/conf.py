@@ -22,7 +22,6 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-exclude_patterns = ["README.md"]
 
 # Pages are plain Markdown, so that they read well in a repository browser too.
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -35,6 +34,7 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 nb_output_stderr = "remove"  # what JAX logs about the machine
 
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # every argument is described in words
 autodoc_preserve_defaults = True
@@ -70,7 +70,7 @@ html_theme_options = {
     },
 }
 pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_dark_style = "github-dark"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

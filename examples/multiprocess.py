@@ -60,6 +60,9 @@ class Config:
     """A new folder, which all processes see, to save to and restore from at the end."""
     timeout: int = 300
     """Seconds after which a process that hangs is ended."""
+    heartbeat: int = 100
+    """Seconds after which a process that is not heard of counts as dead, and JAX ends
+    the others."""
     process_id: int | None = None
     """Which process this is. Without it, and without SLURM or Open MPI, all are started
     on this machine."""
@@ -73,14 +76,15 @@ def has_launcher() -> bool:
     return not {"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ)
 
 
-def join(config: Config) -> None:
+def join(config: Any) -> None:
     """Joins the other processes."""
+    alive = {"heartbeat_timeout_seconds": config.heartbeat}
     if config.process_id is not None:
         address, processes = config.coordinator, config.processes
-        jax.distributed.initialize(address, processes, config.process_id)
+        jax.distributed.initialize(address, processes, config.process_id, **alive)
         return
     try:
-        jax.distributed.initialize()  # JAX reads the variables of the launcher
+        jax.distributed.initialize(**alive)  # JAX reads the variables of the launcher
     except ValueError as error:  # such as those of Open MPI 5, which name no address
         sys.exit(
             "The launcher's variables do not say where the processes are to meet. Pass "
@@ -176,7 +180,7 @@ def start(config: Config) -> list[dict[str, Any]]:
     flags = ["--coordinator", free_address()]
     for field in ("processes", "policy", "steps", "batch_size", "overflow_at"):
         flags += [f"--{field.replace('_', '-')}", str(getattr(config, field))]
-    flags += ["--timeout", str(config.timeout)]
+    flags += ["--timeout", str(config.timeout), "--heartbeat", str(config.heartbeat)]
     if config.checkpoint_dir is not None:
         flags += ["--checkpoint-dir", str(config.checkpoint_dir)]
     with tempfile.TemporaryDirectory() as folder:

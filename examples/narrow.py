@@ -1,4 +1,4 @@
-"""Training without float32 masters: what 16-bit parameters lose, and what keeps it.
+"""Narrower training: 16-bit parameters, products in float8, and what keeps both right.
 
 A small transformer learns to predict the next character of English text, with updates
 that are small beside its weights, as they are late in any training. Stored in bfloat16
@@ -6,16 +6,21 @@ and rounded to the nearest number, most updates are lost. Rounded at random, or 
 compensation, none are: the model learns what float32 masters learn, in 6 or 8 bytes a
 parameter where masters and their moments take 12.
 
+With float32 masters, the operands of products may be rounded to float8, four bits of
+precision, if each is scaled to fill its range. Unscaled, most gradients are zero.
+
     python examples/narrow.py               # one seed, 300 updates
     python examples/narrow.py --full        # three seeds, 600 updates
     python examples/narrow.py --setting masters kahan
 
 Nothing but the policy's string and the wrapper around the optimizer differs between the
-settings. The text comes with Python: the language reference in `pydoc_data` and the
-docstrings of the standard library.
+settings, but for the unscaled one, which is there to fail. The text comes with Python:
+the language reference in `pydoc_data` and the docstrings of the standard library.
 
 References:
     Zamirai et al., "Revisiting BFloat16 Training", 2020, https://arxiv.org/abs/2010.06192.
+    Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
+    https://arxiv.org/abs/2209.05433.
 """
 
 import dataclasses
@@ -29,6 +34,7 @@ from typing import Any, NamedTuple
 import _text
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -46,10 +52,31 @@ class Setting(NamedTuple):
     policy: str
     wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation]
     line: dict[str, Any]  # lines that overlap, and that black and white tells apart
+    dot: Any = jax.lax.dot_general  # of the model
 
 
 def as_it_is(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return tx
+
+
+@jax.custom_vjp
+def in_float8(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
+
+
+@jax.custom_vjp
+def gradient_in_float8(x: jax.Array) -> jax.Array:
+    return x
+
+
+in_float8.defvjp(lambda x: (in_float8(x), None), lambda _, g: (g,))
+gradient_in_float8.defvjp(lambda x: (x, None), lambda _, g: (in_float8(g),))
+
+
+def unscaled(lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
+    """Does what "mixed_fp8" does, without its scales."""
+    out = jax.lax.dot_general(in_float8(lhs), in_float8(rhs), *args, **options)
+    return gradient_in_float8(out)
 
 
 STOCHASTIC, KAHAN = jaxmp.stochastic_rounding, jaxmp.kahan_summation
@@ -68,9 +95,15 @@ SETTINGS = {
         partial(KAHAN, state_dtype="bfloat16"),
         {"color": "#5a9a5a", "ls": "-."},
     ),
+    "fp8": Setting("mixed_fp8", as_it_is, {"color": "#a03080", "ls": (0, (5, 1))}),
+    "fp8-unscaled": Setting(
+        "mixed_bfloat16", as_it_is, {"color": "#a03080", "marker": "v"}, unscaled
+    ),
     "O3": Setting("O3", as_it_is, {"color": "#d09030", "marker": "+"}),
     "O3-kahan": Setting("O3", KAHAN, {"color": "#8050a0", "ls": (0, (1, 4)), "lw": 3}),
 }
+# The model is small, and only its losses are looked at.
+OPS = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
 LENGTH = 64  # characters to predict in a row of text
 ROWS = 8  # of an update
 AT_ONCE = 50  # updates of one call
@@ -78,11 +111,11 @@ AT_ONCE = 50  # updates of one call
 
 @dataclasses.dataclass
 class Config:
-    """Trains a character model whose parameters are stored in 16 bits."""
+    """Trains a character model with 16-bit parameters, or products in float8."""
 
     setting: tuple[str, ...] = tuple(SETTINGS)
     """Any of masters, bfloat16, stochastic, stochastic-narrow, kahan, kahan-narrow,
-    O3, O3-kahan."""
+    fp8, fp8-unscaled, O3, O3-kahan."""
     full: bool = False
     """Three seeds and 600 updates."""
     seeds: int = 1
@@ -96,21 +129,25 @@ class Config:
 class Block(nn.Module):
     """Causal attention and a layer of hidden units, each added to what comes in."""
 
+    dot: Any
     heads: int = 4
 
     @nn.compact
     def __call__(self, x):
-        mask = nn.make_causal_mask(x[..., 0])
+        mask, dot = nn.make_causal_mask(x[..., 0]), self.dot
         h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads)(h, mask=mask)
-        h = nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))
-        return x + nn.Dense(x.shape[-1])(nn.gelu(h))
+        x = x + nn.MultiHeadDotProductAttention(
+            self.heads, qkv_dot_general=dot, out_dot_general=dot
+        )(h, mask=mask)
+        h = nn.Dense(4 * x.shape[-1], dot_general=dot)(nn.LayerNorm()(x))
+        return x + nn.Dense(x.shape[-1], dot_general=dot)(nn.gelu(h))
 
 
 class LanguageModel(nn.Module):
     """A transformer of two blocks."""
 
     features: int
+    dot: Any
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -119,14 +156,15 @@ class LanguageModel(nn.Module):
         )
         x = nn.Embed(len(_text.CHARACTERS), self.features)(tokens) + position
         for _ in range(2):
-            x = Block()(x)
-        return nn.Dense(len(_text.CHARACTERS))(nn.LayerNorm()(x))
+            x = Block(self.dot)(x)
+        x = nn.LayerNorm()(x)
+        return nn.Dense(len(_text.CHARACTERS), dot_general=self.dot)(x)
 
 
 @cache
-def make_model(features: int) -> tuple[LanguageModel, Any]:
+def make_model(features: int, dot: Any) -> tuple[LanguageModel, Any]:
     """Returns a model and its init, which is compiled once for all runs."""
-    model = LanguageModel(features)
+    model = LanguageModel(features, dot)
     return model, jax.jit(model.init)
 
 
@@ -142,10 +180,10 @@ class Result(NamedTuple):
 
 
 def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
-    name, wrap, _ = SETTINGS[setting]
+    name, wrap, _, dot = SETTINGS[setting]
     policy = jaxmp.get_policy(name)
     training, held_out = _text.split(tokens, LENGTH + 1)
-    model, init = make_model(config.features)
+    model, init = make_model(config.features, dot)
     apply: Any = model.apply
     params = policy.cast_to_param(init(jax.random.key(seed), training[:1, :-1]))
     tx = jaxmp.loss_scaling(wrap(optax.adamw(config.learning_rate)), policy)
@@ -159,7 +197,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     def train_step(carry, rows):
         params, opt_state = carry
         grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=opt_state)
-        loss, grads = jaxmp.autocast(grad_fn, policy)(params, rows)
+        loss, grads = jaxmp.autocast(grad_fn, policy, ops=OPS)(params, rows)
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -175,7 +213,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     params, opt_state = carry
     if not progress.console.is_terminal:
         progress.console.print(f"{setting}, seed {seed}: loss {losses[-1]:.3f}")
-    evaluate = jax.jit(jaxmp.autocast(loss_fn, policy))
+    evaluate = jax.jit(jaxmp.autocast(loss_fn, policy, ops=OPS))
     return Result(
         setting,
         seed,

@@ -49,7 +49,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       its backward passes; otherwise, what differentiating it with respect to all its
       floating arguments would keep.
     * **Autocast**: products and arithmetic inside :func:`jaxmp.autocast` that stayed
-      float32 are no leaks; ``report.kept`` says why they stayed.
+      float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
+      asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that are wrong in 16 bits because
       of what is made of them: a phase, a distance, a choice, an inverse, a sum.
 

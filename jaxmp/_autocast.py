@@ -33,6 +33,7 @@ def autocast(
     *,
     ops: OpLists = DEFAULT_OPS,
     float32_paths: Iterable[str] = (),
+    bfloat16_paths: Iterable[str] = (),
 ) -> Callable[P, T]:
     """Runs the matrix products and convolutions of ``fun`` in 16 bits.
 
@@ -50,22 +51,27 @@ def autocast(
     ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients
     come out in float32 unrounded.
 
+    Under ``"mixed_fp8"`` the operands of large matrix products are rounded further, to
+    float8, each under a scale of its own.
+
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
             strings, NumPy arrays) reach it as they are.
-        policy: A policy, its string, or a dtype, of which the compute dtype is used;
-            None is bfloat16. Under a float32 policy nothing changes.
+        policy: A policy, its string, or a dtype, of which the compute and the dot
+            dtype are used; None is bfloat16. Under a float32 policy nothing changes.
         ops: Which primitives to allow, to deny and to let follow.
         float32_paths: Named scopes, such as those that Linen gives its modules, to
             keep in float32 forward and backward. ``"head"``, or ``"Net/head"``, is a
             module of the Linen model ``Net`` with all that is below it.
+        bfloat16_paths: The same, to keep out of float8.
 
     Returns:
         A function with the signature of ``fun``. Its outputs have the structure and
         the dtypes of those of ``fun``.
 
     Raises:
-        ValueError: If the policy has overrides, or a path matches no named scope.
+        ValueError: If the policy has overrides, or a path matches no named scope, or
+            ``bfloat16_paths`` come with float16.
         TypeError: If a Flax module or a Haiku transform would lose its state.
 
     Examples:
@@ -91,17 +97,30 @@ def autocast(
             f"`ops` must be an `OpLists`, but is {short(ops)}. Pass for example "
             '`ops=jaxmp.DEFAULT_OPS.with_deny("tanh")`.'
         )
-    dtype = _compute_dtype(policy)
+    dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun)
-    paths = (float32_paths,) if isinstance(float32_paths, str) else float32_paths
+    bfloat16_paths = _as_paths(bfloat16_paths)
+    if bfloat16_paths and dtype == jnp.float16:
+        raise ValueError(
+            "`bfloat16_paths` keeps modules out of float8, but this policy computes in "
+            'float16. Pass the policy "mixed_fp8", or leave `bfloat16_paths` out.'
+        )
     cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
     checked = refuse_lost_updates("autocast", cure, fun)
-    cast = Caster(dtype, ops, tuple(paths)).wrap(checked)
+    caster = Caster(
+        dtype,
+        ops,
+        _as_paths(float32_paths),
+        float8=float8,
+        bfloat16_paths=bfloat16_paths,
+    )
+    cast = caster.wrap(checked)
+    scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
-        with jax.named_scope(_scopes.AUTOCAST), _explained(fun):
+        with jax.named_scope(scope), _explained(fun):
             return cast(*args, **kwargs)
 
     return autocast_fun
@@ -142,10 +161,17 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
     return in_float32
 
 
-def _compute_dtype(policy: PolicyLike | None) -> np.dtype:
-    """Returns the compute dtype of a policy, refusing what autocast has no use for."""
+def _as_paths(paths: Iterable[str]) -> tuple[str, ...]:
+    return (paths,) if isinstance(paths, str) else tuple(paths)
+
+
+def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
+    """Returns the compute dtype of a policy, and whether products are float8.
+
+    Refuses what autocast has no use for.
+    """
     if policy is None:
-        return np.dtype(jnp.bfloat16)
+        return np.dtype(jnp.bfloat16), False
     policy = get_policy(policy)
     if policy.overrides:
         raise ValueError(
@@ -164,7 +190,7 @@ def _compute_dtype(policy: PolicyLike | None) -> np.dtype:
             f"float32, but {policy} computes in {policy.compute_dtype}. "
             'Pass for example "mixed_float16".'
         )
-    return policy.compute_dtype
+    return policy.compute_dtype, policy.dot_dtype is not None
 
 
 @contextlib.contextmanager
@@ -180,6 +206,13 @@ def _explained(fun: Callable) -> Iterator[None]:
         )
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and "forward-mode" in str(error):
+            error.add_note(
+                "Products in float8 have gradients (`jax.grad`, `jax.vjp`) and no "
+                "derivatives in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`). "
+                "Put `autocast` around the differentiated function, "
+                "`autocast(jax.hessian(loss), policy)`, or give it `mixed_bfloat16`."
+            )
         if type(error).__name__ == "TraceContextError":  # of flax.nnx
             error.add_note(
                 f"`{_name(fun)}` changes an NNX object that did not come to it as an "

@@ -72,6 +72,16 @@ class Options:
             return args[self.argnums]
         return tuple(args[i] for i in self.argnums)
 
+    def specs(self, params: Any) -> Any:
+        """Returns the PartitionSpec of each parameter, refusing what does not fit."""
+        assert self.mesh is not None
+        return parameter_specs(params, self.shardings, self.mesh)
+
+    def sharded(self, params: Any) -> list[frozenset[Any]]:
+        """Returns the axes over which the function sees a part of each parameter."""
+        specs = jax.tree.leaves(self.specs(params))
+        return [frozenset(_names(dims_of(spec, self.axes))) for spec in specs]
+
     def with_params(self, args: Sequence[Any], params: Any) -> list[Any]:
         """Returns the arguments with others in the place of the differentiated."""
         args = list(args)
@@ -192,7 +202,7 @@ def differentiate(
         check_batch_is_whole(args, batched, differentiated)
     specs: Any = None
     if mesh is not None:
-        specs = parameter_specs(options.params(args), options.shardings, mesh)
+        specs = options.specs(options.params(args))
     if cast is not None:
         stored = options.params(args)
         for i in differentiated:
@@ -208,15 +218,16 @@ def differentiate(
                 ),
             )
     if not options.gather:
-        fun = _with_gathered_shards(options, fun, specs)
+        axes = options.sharded(options.params(args))
+        fun = _with_gathered_shards(options, fun, axes)
     run = _scaled(options, fun)
     run = _over_batch(options, run, batched)
     if options.axes:
         run = _over_devices(options, run, differentiated, batched, specs)
     if mesh is not None:
         steps = options.accum_steps
-        axes, params_of = options.axes, options.params
-        run = over_mesh(run, mesh, axes, batched, steps, params_of, specs)
+        params_of = options.params
+        run = over_mesh(run, mesh, options.axes, batched, steps, params_of, specs)
     loss, grads, aux, changes = run(args, kwargs, state)
     grads = jax.tree.map(
         lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
@@ -296,10 +307,9 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
 
 
 def _with_gathered_shards(
-    options: Options, fun: Callable[..., Any], specs: Any
+    options: Options, fun: Callable[..., Any], axes: Sequence[frozenset[Any]]
 ) -> Callable[..., Any]:
     """Returns ``fun``, raising where its loss reads a shard that it never gathers."""
-    axes = [frozenset(_names(dims_of(s, options.axes))) for s in jax.tree.leaves(specs)]
 
     def checked(state, *args, **kwargs):
         # Reading jaxprs takes long to import.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,10 @@ NAMES = {
     np.dtype(jnp.float64): ("f64", "float64"),
 }
 DTYPES = {name: dtype for dtype, names in NAMES.items() for name in names}
+
+# Of the operands of matrix products: four bits of precision, numbers up to 448, no Inf.
+FLOAT8 = np.dtype(jnp.float8_e4m3fn)
+_FLOAT8_NAMES = ("fp8", "f8", "float8", "float8_e4m3fn")
 
 _NOT_DTYPES = (float, np.floating, np.inexact, np.number, np.generic)
 
@@ -61,6 +66,27 @@ def parse_dtype(
     )
 
 
+def as_dot_dtype(dtype: Any, where: str) -> np.dtype:
+    """Normalises the dtype of the operands of products, refusing all but one."""
+    name = dtype.strip() if isinstance(dtype, str) else dtype
+    if name in _FLOAT8_NAMES if isinstance(name, str) else _is_float8(name):
+        return FLOAT8
+    raise ValueError(
+        f"{where} has {dtype!r} for the operands of matrix products, which are "
+        '`"fp8"`, float8_e4m3fn, or else of the compute dtype. Type `d=fp8`, or leave '
+        "`d=` out."
+    )
+
+
+def _is_float8(dtype: Any) -> bool:
+    return isinstance(dtype, (type, np.dtype)) and dtype == FLOAT8
+
+
+def spelled(dtype: np.dtype) -> str:
+    """Returns the name of a dtype that the string of a policy uses."""
+    return _FLOAT8_NAMES[0] if dtype == FLOAT8 else NAMES[dtype][0]
+
+
 def suggest(name: str, accepted: Iterable[str]) -> str:
     """Says which accepted name was meant, if that can be told."""
     accepted = list(accepted)
@@ -83,6 +109,8 @@ def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
     has 16-bit parameters.
     """
     name = name.lower()
+    if re.search("f(p|loat)?8|e4m3|e5m2", name):
+        return "mixed_fp8"
     if name in ("float", "single"):  # the nearest spelling of `float` is `float64`
         return "float32"
     bits = next((bits for bits in ("16", "32", "64") if bits in name), None)

@@ -141,10 +141,9 @@ def _dims(path: Any, x: Any, spec: P) -> Dims:
     name = path_name(path) or "the array"
     if len(spec) > x.ndim:
         raise ValueError(
-            f"`specs` says how {len(spec)} axes of `{name}` are sharded, {spec}, but "
-            f"here its shape is {list(x.shape)}. Pass the PartitionSpec of what is "
-            "here: a scan over layers has taken off the first axis, and so the first "
-            "entry."
+            f"`specs` has {len(spec)} entries for `{name}`, {spec}, but here its shape "
+            f"is {list(x.shape)}. Pass the PartitionSpec of what is here: a scan over "
+            "layers has taken off the first axis, and so the first entry."
         )
     around = jax.sharding.get_abstract_mesh()
     bound = []

@@ -16,7 +16,7 @@ from ._differentiate import (
     differentiate,
     loss_and_aux,
 )
-from ._policy import PolicyLike, get_policy
+from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import AxisName
 
 P = ParamSpec("P")
@@ -50,6 +50,8 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
     Raises:
         TypeError: If ``fun`` changes an NNX object among its arguments: casting has
             copied it, so the update would be lost. And if ``fun`` is not a function.
+        ValueError: If the policy has a ``dot_dtype``, which only
+            :func:`jaxmp.autocast` can follow.
 
     Examples:
         >>> def double(x):
@@ -66,6 +68,7 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         "Pass its `apply`: `with_policy(model.apply, policy)`.",
     )
     policy = get_policy(policy)
+    check_casts(policy, "with_policy")
     # Its arguments have other dtypes than those that it is given.
     checked: Callable[..., T] = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)
 
@@ -113,7 +116,7 @@ def value_and_grad(
             With a policy (or its string, or a dtype) the
             differentiated arguments are cast to compute dtype once, and the 16-bit
             copies are what ``fun`` sees. A penalty on the parameters then belongs
-            into the optimizer.
+            in the optimizer.
         loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
             anything else that :func:`jaxmp.get_loss_scale` takes; or a positive
             scalar, best a power of two.
@@ -165,11 +168,12 @@ def value_and_grad(
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
-            scalar, a leading axis cannot be divided, a part of the batch is not in
-            ``batch_argnums``, the mesh has no such axis, an argument lies on other
-            devices, ``shard_map`` knows that the loss differs over an axis which
-            ``axis_name`` leaves out, ``shardings`` are missing, do not fit or are
-            not what ``shard_map`` knows, or a shard is never gathered.
+            scalar, the policy has a ``dot_dtype``, a leading axis cannot be divided, a
+            part of the batch is not in ``batch_argnums``, the mesh has no such axis,
+            an argument lies on other devices, ``shard_map`` knows that the loss
+            differs over an axis which ``axis_name`` leaves out, ``shardings`` are
+            missing, do not fit or are not what ``shard_map`` knows, or a shard is
+            never gathered.
         TypeError: If ``fun`` returns something else than a real floating scalar or
             changes an NNX object among its arguments, which it has as a copy; or if a
             differentiated leaf is not floating, or an argument is of another kind.
@@ -189,6 +193,8 @@ def value_and_grad(
     """
     check_loss_function("value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
+    if policy is not None:
+        check_casts(policy, "value_and_grad")
     cast = None if policy is None else policy.cast_to_compute
     cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
     checked = refuse_lost_updates("value_and_grad", cure, fun)

@@ -1,4 +1,4 @@
-"""For the audit: why autocast left an operation in float32."""
+"""For the audit: why autocast left an operation in float32, or a product in 16 bits."""
 
 from . import _jaxpr, _scopes
 from ._op_lists import DEFAULT_OPS, VIEWS, is_steep_power
@@ -11,6 +11,15 @@ _SCOPES = {
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
     _scopes.KEPT_BY_OPS: "the lists in `ops`",
     _scopes.KEPT_BY_REFERENCE: "in a call that takes references",
+}
+# What autocast says of a product that is not in float8.
+_SCOPES_16BIT = {
+    _scopes.KEPT_BY_BFLOAT16_PATHS: "`bfloat16_paths`",
+    _scopes.KEPT_BATCHED: "batched",
+    _scopes.KEPT_SMALL: "a size below `min_size`",
+    _scopes.KEPT_ODD: "a size that is no multiple of 16",
+    _scopes.KEPT_OTHER_KIND: "no product of two floating matrices",
+    _scopes.KEPT_IN_RULE: "in the rule of a custom derivative",
 }
 
 
@@ -37,6 +46,15 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     if name in DEFAULT_OPS.allow:
         return "no matrix product"
     return "in no list"
+
+
+def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:
+    """Returns why autocast did not take the operands of a product in float8."""
+    for scope in place.scopes:
+        if scope in _SCOPES_16BIT:
+            return _SCOPES_16BIT[scope]
+    dtypes = sorted({str(atom.aval.dtype) for atom in eqn.invars[:2]})
+    return f"written in {' and '.join(dtypes)}"
 
 
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:

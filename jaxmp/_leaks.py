@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _jaxpr, _scopes
 from ._dtypes import is_narrow, is_wide
-from ._kept import computes, why_kept
+from ._kept import computes, why_16bit, why_kept
 from ._op_lists import VIEWS
 from ._places import Place
 from ._products import flops as flops_of
@@ -114,6 +114,7 @@ class Walk:
     def __init__(self):
         self.flops: dict[str, float] = {}
         self.kept: dict[Any, Kept] = {}
+        self.kept_16bit: dict[Any, Kept] = {}
         self.notes: dict[str, None] = {}  # an ordered set
         self.causes: dict[Any, Cause] = {}  # by what tells one from another
         self.forward: dict[Any, Causes] = {}  # of forward products, by place
@@ -127,7 +128,8 @@ class Walk:
         return DtypeReport(
             flops=dict(sorted(self.flops.items(), key=lambda item: -item[1])),
             leaks=tuple(sorted(leaks, key=lambda leak: -leak.flops)),
-            kept=tuple(sorted(self.kept.values(), key=lambda k: (-k.flops, -k.count))),
+            kept=_sorted(self.kept),
+            kept_16bit=_sorted(self.kept_16bit),
             residual_bytes=residual_bytes,
             notes=tuple(self.notes),
             hazards=hazards,
@@ -289,7 +291,7 @@ class Walk:
             flops = flops_of(eqn) * place.trips
             if flops:
                 self.product(eqn, causes, flops, place)
-            elif wide_out and _scopes.AUTOCAST in place.scopes:
+            elif wide_out and _is_autocasts_choice(place):
                 self.keep(eqn, 0.0, place)
         value = Origin(
             causes,
@@ -364,6 +366,11 @@ class Walk:
         if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, causes)
+            if _scopes.FLOAT8 in place.scopes and not all(
+                x.itemsize == 1 for x in dtypes
+            ):
+                reason = why_16bit(eqn, place)
+                _count(self.kept_16bit, eqn, reason, flops, place)
             return
         if _scopes.AUTOCAST in place.scopes:
             return self.keep(eqn, flops, place)
@@ -381,17 +388,38 @@ class Walk:
         """Adds to what autocast left in float32, with the reason."""
         if not computes(eqn):
             return
-        name = eqn.primitive.name
         reason = why_kept(eqn, place, is_product=bool(flops))
-        key = (name, reason, flops and (place.module, place.where))
-        row = self.kept.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
-        self.kept[key] = dataclasses.replace(
-            row, count=row.count + place.trips, flops=row.flops + flops
-        )
+        _count(self.kept, eqn, reason, flops, place)
 
     def note(self, text: str, place: Place) -> None:
         """Remembers what could not be counted exactly."""
         self.notes[f"{place.line or 'somewhere'}: {text}"] = None
+
+
+def _count(
+    rows: dict[Any, Kept],
+    eqn: _jaxpr.Equation,
+    reason: str,
+    flops: float,
+    place: Place,
+) -> None:
+    """Adds an operation to those that autocast left as they are for one reason."""
+    name = eqn.primitive.name
+    key = (name, reason, flops and (place.module, place.where))
+    row = rows.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
+    rows[key] = dataclasses.replace(
+        row, count=row.count + place.trips, flops=row.flops + flops
+    )
+
+
+def _sorted(rows: dict[Any, Kept]) -> tuple[Kept, ...]:
+    return tuple(sorted(rows.values(), key=lambda k: (-k.flops, -k.count)))
+
+
+def _is_autocasts_choice(place: Place) -> bool:
+    """Whether autocast decided there, and did not find the scale of a product."""
+    scopes = place.scopes
+    return _scopes.AUTOCAST in scopes and _scopes.FLOAT8_PRODUCT not in scopes
 
 
 def _from(cause: Cause) -> Origin:

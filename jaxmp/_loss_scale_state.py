@@ -158,7 +158,7 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
 
 
 def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
-    """Raises once a run skips nothing but steps. Call it on the host now and then.
+    """Raises once a run skips every step. Call it on the host now and then.
 
     With the default options, 29 skipped steps in a row lead from the largest scale to
     the smallest; whatever overflows then is not a matter of the scale.

@@ -190,9 +190,9 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
             )
         if len(spec) > jnp.ndim(x):
             raise ValueError(
-                f"`shardings` says how {len(spec)} axes of `{name}` are sharded, "
-                f"{spec}, but its shape is {list(jnp.shape(x))}. Pass a PartitionSpec "
-                "with at most one entry for each of its axes."
+                f"`shardings` has {len(spec)} entries for `{name}`, {spec}, but its "
+                f"shape is {list(jnp.shape(x))}. Pass a PartitionSpec with at most one "
+                "entry for each of its axes."
             )
         for size, entry in zip(jnp.shape(x), spec, strict=False):
             names = as_axes(entry)
@@ -329,10 +329,11 @@ def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
             is_leaf=lambda x: isinstance(x, P),
         )
     except (TypeError, ValueError, KeyError) as error:
+        several = ", and with several `argnums` a tuple has one for each"
         raise ValueError(
             f"`{option}` must have the structure of {whose}, or of a prefix: one "
-            "PartitionSpec serves a whole tree, and with several `argnums` a tuple "
-            f"has one for each. JAX says: {error}"
+            f"PartitionSpec serves a whole tree{several * (option == 'shardings')}. "
+            f"JAX says: {error}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from ._checks import as_count
 from ._jaxpr import (
     CALL_KINDS,
     Equation,
@@ -301,6 +302,8 @@ class OpLists:
         infer: Run in 16 bits where their inputs are 16-bit.
         rounds_products: Whether every product of the allow list returns 16 bits, see
             :meth:`with_rounded_products`.
+        min_size: How large the sizes of a product must be for float8, see
+            :meth:`with_fp8`.
 
     Examples:
         >>> ops = jaxmp.DEFAULT_OPS.with_deny("tanh", "logistic")
@@ -312,9 +315,11 @@ class OpLists:
     deny: frozenset[str]
     infer: frozenset[str]
     rounds_products: bool = dataclasses.field(default=False, kw_only=True)
+    min_size: int = dataclasses.field(default=1024, kw_only=True)
 
     def __post_init__(self):
         """Normalises names and refuses unknown ones and contradictions."""
+        object.__setattr__(self, "min_size", as_count("min_size", self.min_size))
         for field in _LISTS:
             names = getattr(self, field)
             names = [names] if isinstance(names, (str, Primitive)) else names
@@ -379,6 +384,31 @@ class OpLists:
         """
         return dataclasses.replace(self, rounds_products=True)
 
+    def with_fp8(self, *, min_size: int) -> "OpLists":
+        """Returns lists with another limit for products in float8.
+
+        Under a policy with ``d=fp8``, ``"mixed_fp8"`` for one, a product of a matrix
+        ``[m, k]`` and a matrix ``[k, n]`` takes its operands in float8 if ``m``, ``k``
+        and ``n`` are multiples of 16 and none is below ``min_size``. By default that is
+        1024: to find the scales and to round takes longer than smaller products gain.
+
+        Args:
+            min_size: At least 1. Where speed does not matter, as in a test, 16.
+
+        Raises:
+            ValueError: If ``min_size`` is below 1.
+            TypeError: If it is not an integer.
+
+        Examples:
+            >>> ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
+            >>> def layer(x, w):
+            ...     return x @ w
+            >>> x = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+            >>> jaxmp.audit(jaxmp.autocast(layer, "mixed_fp8", ops=ops))(x, x).flops
+            {'float8_e4m3fn': 8192.0}
+        """
+        return dataclasses.replace(self, min_size=min_size)
+
     def _moved(self, to: str, primitives: tuple[str | Primitive, ...]) -> "OpLists":
         names = frozenset(map(_name, primitives))
         lists: dict[str, Any] = {
@@ -393,12 +423,17 @@ class OpLists:
         if frozenset().union(*default.values()) - frozenset().union(*names.values()):
             lists = [f"{name}={sorted(ops)}" for name, ops in names.items()]
             lists += ["rounds_products=True"] * self.rounds_products
+            if self.min_size != DEFAULT_OPS.min_size:
+                lists.append(f"min_size={self.min_size}")
             return f"OpLists({', '.join(lists)})"
         text = "DEFAULT_OPS"
         for name, ops in names.items():
             if moved := sorted(ops - default[name]):
                 text += f".with_{name}({', '.join(map(repr, moved))})"
-        return text + ".with_rounded_products()" * self.rounds_products
+        text += ".with_rounded_products()" * self.rounds_products
+        if self.min_size != DEFAULT_OPS.min_size:
+            text += f".with_fp8(min_size={self.min_size})"
+        return text
 
     def __str__(self) -> str:
         """Lists the names, one paragraph a list."""
@@ -412,6 +447,8 @@ class OpLists:
             for field in _LISTS
         ]
         paragraphs += ["Every product returns 16 bits."] * self.rounds_products
+        if self.min_size != DEFAULT_OPS.min_size:
+            paragraphs.append(f"In float8: products of sizes from {self.min_size} on.")
         return "\n".join(paragraphs)
 
 

@@ -278,9 +278,9 @@ def _reached_modules(found: _Found, moment: Any) -> tuple[str, ...]:
 
 def _others(found: _Found, first: int | None) -> Iterator[Fault]:
     """Yields the other operations that have made Inf or NaN, each line once."""
-    told = set()
+    told, probe = set(), found.probe
     for number, counts in enumerate(found.seen.rows.counts):
-        if counts[BIRTHS] and number != first:
+        if counts[BIRTHS] and number != first and not _is_scaled(probe.sites[number]):
             moment = found.seen.rows.bits[number, KIND + 1 : -OPERANDS]
             trips = ()
             if moment[0] < GIVEN:
@@ -297,11 +297,20 @@ def _ranges(found: _Found) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Any, list[int]] = {}
     for number, site in enumerate(found.probe.sites):
-        if site.computes and found.seen.rows.counts[number, RUNS]:
+        if _is_looked_at(site) and found.seen.rows.counts[number, RUNS]:
             key = site.operation, site.dtype, site.place.where, _module(site.place)
             rows.setdefault((*key, site.place.backward), []).append(number)
     for key, numbers in rows.items():
         yield _range(found, key, numbers)
+
+
+def _is_looked_at(site: Site) -> bool:
+    """Whether a site makes numbers, and none that are scaled to fill float8."""
+    return site.computes and not _is_scaled(site)
+
+
+def _is_scaled(site: Site) -> bool:
+    return _scopes.FLOAT8_SCALED in site.place.scopes
 
 
 def _range(found: _Found, key: Any, numbers: list[int]) -> OperationRange:

@@ -95,12 +95,13 @@ class Place(NamedTuple):
     def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         kind = _jaxpr.call_kind(eqn)
-        # JAX traces its own jitted functions once, with the lines of the first caller.
+        # JAX's own jitted functions, and ours, are traced once, with the lines of the
+        # first caller.
         is_jit = kind in ("jit", "custom_jvp")
-        is_jax = is_jit and _jaxpr.defined_in(jaxpr).startswith(_JAX)
+        is_shared = is_jit and _jaxpr.defined_in(jaxpr).startswith((_JAX, _OWN))
         trips = _jaxpr.trip_count(eqn)
         return self._replace(
-            shared=self.shared or _jaxpr.chooses_platform(eqn) or is_jax,
+            shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,
             trips=self.trips * (1 if trips is None else trips),
             opaque=self.opaque or ("" if kind else eqn.primitive.name),
         )

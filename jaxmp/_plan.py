@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
+from ._fp8 import why_16bit
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     CALLS,
@@ -39,9 +40,11 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
+    KEPT_BY_BFLOAT16_PATHS,
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
+    KEPT_IN_RULE,
     Scopes,
     is_decided,
     is_under,
@@ -176,11 +179,29 @@ class Plan:
 class Planner:
     """Plans jaxprs for one 16-bit dtype, one set of lists and one of paths."""
 
-    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
-        """Starts with nothing planned."""
+    def __init__(
+        self,
+        dtype: np.dtype,
+        ops: OpLists,
+        paths: Sequence[str] = (),
+        *,
+        float8: bool = False,
+        bfloat16_paths: Sequence[str] = (),
+    ):
+        """Starts with nothing planned.
+
+        Args:
+            dtype: The 16-bit dtype.
+            ops: The lists.
+            paths: Scopes that stay float32.
+            float8: Whether products are to take their operands in float8.
+            bfloat16_paths: Scopes in which they take them in ``dtype``.
+        """
         self.dtype = dtype
         self.ops = ops
-        self.paths = {path: tuple(path.split("/")) for path in paths}
+        self.paths = _split(paths)
+        self.float8 = float8
+        self.bfloat16_paths = _split(bfloat16_paths)
         usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
         dropped = usual - ops.allow - ops.infer
         self._denied_by_user = dropped | ops.deny - DEFAULT_OPS.deny
@@ -210,6 +231,8 @@ class Planner:
             return "deny"
         if name in ops.allow and _gains_from_16bit(eqn, self.dtype):
             return "allow"
+        if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
+            return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
         is_told = _jaxpr.is_told_dtype(eqn)
         if name in ops.infer and not is_steep_power(eqn) and not is_told:
             return "infer"
@@ -232,7 +255,22 @@ class Planner:
             return KEPT_BY_OPS
         if eqn.primitive.name in CALLS and _jaxpr.takes_reference(eqn):
             return KEPT_BY_REFERENCE
+        if self.float8 and _is_written_in(self.dtype, eqn):
+            return self.why_16bit(eqn, scopes, False)
         return None
+
+    def why_16bit(self, eqn: Equation, scopes: Scopes, linear: bool) -> str | None:
+        """Returns why an allowed ``eqn``, in ``scopes``, does not run in float8.
+
+        None if it does. The reason is the name of a scope, empty where there is none.
+        What is ``linear`` is to be transposed, which finding a scale cannot be.
+        """
+        if not self.float8:
+            return ""
+        reason = why_16bit(eqn, self.ops.min_size)
+        if reason is None and _is_in(self.bfloat16_paths, scopes):
+            return KEPT_BY_BFLOAT16_PATHS
+        return KEPT_IN_RULE if reason is None and linear else reason
 
     def matters(self, jaxpr: Any) -> bool:
         """Whether there is something in ``jaxpr`` to decide or to know.
@@ -250,7 +288,7 @@ class Planner:
 
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
-        return scopes if self.paths else ()
+        return scopes if self.paths or self.bfloat16_paths else ()
 
     def wanted_inside(
         self,
@@ -404,11 +442,26 @@ class Planner:
         return {i for i, var in enumerate(inner) if Use.DIGITS in plan.use(var)}
 
     def _is_in_paths(self, scopes: Scopes) -> bool:
-        return any(is_under(path, scopes) for path in self.paths.values())
+        return _is_in(self.paths, scopes)
+
+
+def _split(paths: Sequence[str]) -> dict[str, Scopes]:
+    return {path: tuple(path.split("/")) for path in paths}
+
+
+def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
+    return any(is_under(path, scopes) for path in paths.values())
 
 
 def _stays_float32(eqn: Equation) -> bool:
     return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
+
+
+def _is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
+    if not is_matrix_product(eqn) or not has_default_precision(eqn):
+        return False
+    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
 def _gains_from_16bit(eqn: Equation, dtype: np.dtype) -> bool:

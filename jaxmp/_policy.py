@@ -13,7 +13,14 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._dtypes import DTYPES, NAMES, as_dtype, parse_dtype, suggest
+from ._dtypes import (
+    DTYPES,
+    as_dot_dtype,
+    as_dtype,
+    parse_dtype,
+    spelled,
+    suggest,
+)
 from ._tree import cast_tree, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
@@ -31,6 +38,8 @@ _KEYS = {
     "output": "output_dtype",
     "r": "reduce_dtype",
     "reduce": "reduce_dtype",
+    "d": "dot_dtype",
+    "dot": "dot_dtype",
 }
 
 # What Flax, Haiku, Equinox and Keras call the parameters of a normalisation: anything
@@ -47,6 +56,7 @@ _NORMALIZATION_KEY = "norm"
 _SHORTHANDS = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+    "mixed_fp8": "p=f32,c=bf16,o=f32,d=fp8",
     "O0": "p=f32,c=f32,o=f32",
     "O1": "p=f32,c=f16,o=f32",
     "O2": "p=f32,c=f16,o=f32,norm=f32",
@@ -81,10 +91,16 @@ class Policy(jmp.Policy):
         reduce_dtype: Dtype in which :func:`jaxmp.value_and_grad` sums gradients over
             devices. None means float32. Under plain ``jit`` JAX inserts the sums
             itself, in the dtype of the backward pass, and this has no say.
+        dot_dtype: Dtype of the operands of large matrix products under
+            :func:`jaxmp.autocast`: ``"fp8"``, which is ``jnp.float8_e4m3fn``, or None
+            for ``compute_dtype``. The latter is bfloat16 then. No cast can do it, since
+            each operand needs a scale of its own, so that casting to compute dtype
+            raises an error.
 
     Raises:
         ValueError: If a dtype is not one of float16, bfloat16, float32 and float64,
-            or an override is not a pair of a valid regular expression and a dtype.
+            or an override is not a pair of a valid regular expression and a dtype; or
+            if ``dot_dtype`` is another one, or ``compute_dtype`` beside it.
 
     Examples:
         >>> policy = Policy(jnp.float32, jnp.float16, jnp.float32)
@@ -103,6 +119,7 @@ class Policy(jmp.Policy):
 
     overrides: tuple[tuple[str, np.dtype], ...] = ()
     reduce_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
+    dot_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
 
     if TYPE_CHECKING:  # the fields are dtypes, and what they are made of may be more
 
@@ -114,6 +131,7 @@ class Policy(jmp.Policy):
             overrides: Iterable[tuple[str, DTypeLike]] = (),
             *,
             reduce_dtype: DTypeLike | None = None,
+            dot_dtype: DTypeLike | None = None,
         ) -> None: ...
 
     def __post_init__(self):
@@ -125,6 +143,15 @@ class Policy(jmp.Policy):
         if self.reduce_dtype is not None:
             dtype = as_dtype(self.reduce_dtype, "`reduce_dtype`")
             object.__setattr__(self, "reduce_dtype", dtype)
+        if self.dot_dtype is not None:
+            dtype = as_dot_dtype(self.dot_dtype, "`dot_dtype`")
+            object.__setattr__(self, "dot_dtype", dtype)
+            if self.compute_dtype != DTYPES["bf16"]:
+                raise ValueError(
+                    "`dot_dtype` needs the compute dtype bfloat16, in which all else "
+                    f"is computed, but that is {self.compute_dtype}. Type `c=bf16` "
+                    'beside `d=fp8`, or the policy "mixed_fp8".'
+                )
         overrides = tuple(_as_override(pair) for pair in self.overrides)
         object.__setattr__(self, "overrides", overrides)
 
@@ -143,8 +170,10 @@ class Policy(jmp.Policy):
                 float32.
 
         Raises:
-            ValueError: If the shardings do not fit the tree.
+            ValueError: If the shardings do not fit the tree, or there is a
+                ``dot_dtype``.
         """
+        check_casts(self, "Policy.cast_to_compute")
         cast = _cast_by_path(x, self._compute_dtype_at)
         if shardings is None:
             return cast
@@ -192,7 +221,9 @@ class Policy(jmp.Policy):
             parts.append((key, dtype))
         if self.reduce_dtype is not None:
             parts.append(("r", self.reduce_dtype))
-        return ",".join(f"{key}={NAMES[dtype][0]}" for key, dtype in parts)
+        if self.dot_dtype is not None:
+            parts.append(("d", self.dot_dtype))
+        return ",".join(f"{key}={spelled(dtype)}" for key, dtype in parts)
 
     def __repr__(self) -> str:
         """Spells the call that makes the policy."""
@@ -207,15 +238,16 @@ def get_policy(policy: PolicyLike) -> Policy:
     - jmp's, ``p=f32,c=f16,o=f32``, or ``params=``, ``compute=``, ``output=``. Params
       default to float32, compute to params, and output to compute. A regular
       expression in double quotes is the key of an override, ``"head/"=f32``;
-      ``norm=f32`` is that of the normalisation parameters; and ``r=`` or ``reduce=``
-      is the dtype of sums over devices.
+      ``norm=f32`` is that of the normalisation parameters; ``r=`` or ``reduce=`` is
+      the dtype of sums over devices; and ``d=fp8`` or ``dot=fp8`` is that of matrix
+      products under :func:`jaxmp.autocast`.
     - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
       which is float16, on a TPU bfloat16.
     - the dtype itself, ``jnp.bfloat16`` or ``np.dtype("float32")``.
     - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
-      and outputs), and Apex's ``O0`` (float32), ``O1`` (``mixed_float16``), ``O2``
-      (the same with ``norm=f32``; use it with :func:`jaxmp.linen.with_policy`) and
-      ``O3`` (float16 throughout).
+      and outputs); ``mixed_fp8``, the latter with ``d=fp8``; and Apex's ``O0``
+      (float32), ``O1`` (``mixed_float16``), ``O2`` (the same with ``norm=f32``; use
+      it with :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
 
     None is no policy: :func:`jaxmp.value_and_grad` then casts nothing,
     :func:`jaxmp.autocast` computes in bfloat16, and everything else refuses it.
@@ -257,6 +289,17 @@ def get_policy(policy: PolicyLike) -> Policy:
         dtype = parse_dtype(text, f"the policy {policy!r}", names)
         return Policy(dtype, dtype, dtype)
     return _parse_parts(text)
+
+
+def check_casts(policy: Policy, function: str) -> None:
+    """Raises where ``function`` would cast by a policy that no cast can fulfil."""
+    if policy.dot_dtype is not None:
+        raise ValueError(
+            f"`{function}` casts, and {policy} asks for products in float8, whose "
+            "operands need a scale each, so that no cast can do it. Type "
+            "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and give the other "
+            "functions no policy."
+        )
 
 
 def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
@@ -360,7 +403,8 @@ def _parse_parts(text: str) -> Policy:
                 f"`{rest.strip()}` in {where} repeats a key: `{field}` is "
                 f"{dtypes[field].name} already. Keep one of the two."
             )
-        dtypes[field] = parse_dtype(value, where)
+        parse = as_dot_dtype if field == "dot_dtype" else parse_dtype
+        dtypes[field] = parse(value, where)
     param = dtypes.get("param_dtype", np.dtype(np.float32))
     compute = dtypes.get("compute_dtype", param)
     output = dtypes.get("output_dtype", compute)
@@ -370,6 +414,7 @@ def _parse_parts(text: str) -> Policy:
         output,
         tuple(overrides),
         reduce_dtype=dtypes.get("reduce_dtype"),
+        dot_dtype=dtypes.get("dot_dtype"),
     )
 
 

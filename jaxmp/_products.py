@@ -48,6 +48,30 @@ def has_default_precision(eqn: Equation) -> bool:
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
 
 
+def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
+    """Returns ``m``, ``k`` and ``n`` of a product ``[m, k] x [k, n]``.
+
+    None for all else: convolutions, batches or groups of products.
+    """
+    if eqn.primitive.name != "dot_general" or not is_matrix_product(eqn):
+        return None
+    lhs, rhs = (atom.aval for atom in eqn.invars[:2])
+    contracted, batch = _dimension_numbers(eqn)
+    if batch[0]:
+        return None
+    terms = math.prod(lhs.shape[i] for i in contracted[0])
+    rows, columns = (
+        math.prod(n for i, n in enumerate(x.shape) if i not in taken)
+        for x, taken in zip((lhs, rhs), contracted, strict=True)
+    )
+    return rows, terms, columns
+
+
+def is_batched(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a batch of matrix products."""
+    return eqn.primitive.name == "dot_general" and bool(_dimension_numbers(eqn)[1][0])
+
+
 def flops(eqn: Equation) -> float:
     """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
     if not is_matrix_product(eqn):

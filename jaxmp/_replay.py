@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
+from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
 from ._product_rules import accumulated, gathered, rounded
 from ._scopes import Scopes, check_paths
-from ._values import Known, Value, given, literal, note_number, note_origin
+from ._values import Known, Value, given, literal, note_number, note_origin, saturated
 
 
 class Rewritten(NamedTuple):
@@ -38,10 +38,12 @@ class Rewritten(NamedTuple):
 class Caster:
     """Replays jaxprs with one 16-bit dtype, one set of lists and one of paths."""
 
-    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
-        """Starts with nothing rewritten."""
+    def __init__(
+        self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = (), **float8: Any
+    ):
+        """Starts with nothing rewritten, and takes what :class:`Planner` takes."""
         self.dtype = dtype
-        self.planner = Planner(dtype, ops, paths)
+        self.planner = Planner(dtype, ops, paths, **float8)
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._rewritten: Any = weakref.WeakKeyDictionary()
 
@@ -73,7 +75,8 @@ class Caster:
             with jax.softmax_custom_jvp(True):
                 jaxpr = _jaxpr.trace(flat, arrays)
             if scopes is None:
-                check_paths(self.planner.paths, jaxpr)
+                check_paths("float32_paths", self.planner.paths, jaxpr)
+                check_paths("bfloat16_paths", self.planner.bfloat16_paths, jaxpr)
             values = [given(array) for array in arrays]
             outs = self.replay_as_written(jaxpr, values, scopes or ())
             leaves, out_tree = results
@@ -137,7 +140,8 @@ class Caster:
         else:
             match rule:
                 case "allow":
-                    arrays = self.allowed(eqn, ins, wanted[0])
+                    around = scopes + _jaxpr.scope_names(eqn)
+                    arrays = self.allowed(eqn, ins, wanted[0], around)
                 case "infer":
                     arrays = self.inferred(eqn, ins, wanted[0])
                 case _:
@@ -159,8 +163,7 @@ class Caster:
         self, eqn: Equation, scopes: Scopes
     ) -> contextlib.AbstractContextManager:
         """Writes into the program why ``eqn`` is denied, for the audit to read."""
-        reason = self.planner.reason(eqn, scopes + _jaxpr.scope_names(eqn))
-        return jax.named_scope(reason) if reason else contextlib.nullcontext()
+        return _noted(self.planner.reason(eqn, scopes + _jaxpr.scope_names(eqn)))
 
     def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
@@ -171,16 +174,34 @@ class Caster:
 
     # Operations.
 
-    def allowed(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
-        """Applies an operation of the allow list to 16-bit operands.
+    def allowed(
+        self, eqn: Equation, ins: list[Value], want: Want, scopes: Scopes
+    ) -> list[Any]:
+        """Applies an operation of the allow list, which is in ``scopes``.
 
-        The result of a product is the float32 accumulator unless somebody takes it in
-        16 bits.
+        Its operands have 16 bits, or have them rounded to 8.
         """
         operands = [
             value.in_16bit(self.dtype) if is_inexact(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
+        linear = any(value.linear for value in ins)
+        reason = self.planner.why_16bit(eqn, scopes, linear)
+        if reason is None:
+            rounds = want in IN_16BIT or want == "rounded"
+            dtype = self.dtype if rounds else eqn.outvars[0].aval.dtype
+            return [multiplied(eqn, operands, dtype)]
+        with _noted(reason):
+            return self.in_16bit(eqn, operands, want, linear)
+
+    def in_16bit(
+        self, eqn: Equation, operands: list[Any], want: Want, linear: bool
+    ) -> list[Any]:
+        """Applies an operation of the allow list to 16-bit operands.
+
+        The result of a product is the float32 accumulator unless somebody takes it in
+        16 bits.
+        """
         accumulates = "preferred_element_type" in eqn.params
         if not accumulates or not is_float32(eqn.outvars[0]):
             outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
@@ -189,7 +210,6 @@ class Caster:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         if want == "rounded":
             return [rounded(eqn, operands, self.dtype)]
-        linear = any(value.linear for value in ins)
         return [accumulated(eqn, operands, self.dtype, linear)]
 
     def as_read(self, eqn: Equation, outs: list[Value], plan: Plan) -> list[Value]:
@@ -261,7 +281,7 @@ class Caster:
             return value.in_16bit(self.dtype)
         if value.outside:
             # A mask of -1e9 must not become -inf.
-            array = _saturated(array, self.dtype)
+            array = saturated(array, self.dtype)
         if stretched:
             # The transpose of stretching is a sum, which is to run in float32.
             aligned = range(len(shape) - array.ndim, len(shape))
@@ -515,6 +535,11 @@ class Caster:
 # Emitting operations.
 
 
+def _noted(reason: str | None) -> contextlib.AbstractContextManager:
+    """Writes a reason into the program, if there is one."""
+    return jax.named_scope(reason) if reason else contextlib.nullcontext()
+
+
 def _leads(name: str, value: Value) -> bool:
     """Whether ``value`` lets an operation be narrow that others may join."""
     made = value.follows and not value.outside  # of 16-bit values and a scale
@@ -524,13 +549,6 @@ def _leads(name: str, value: Value) -> bool:
 def _bind_as_written(eqn: Equation, ins: list[Value]) -> list[Any]:
     """Applies ``eqn`` to its inputs in their original dtypes."""
     return _jaxpr.bind(eqn, [value.original() for value in ins])
-
-
-def _saturated(array: Any, dtype: np.dtype) -> Any:
-    """Clips what is finite to the range of ``dtype``."""
-    limit = np.float32(jnp.finfo(dtype).max)
-    clipped = lax.clamp(-limit, array, limit)
-    return lax.select(lax.is_finite(array), clipped, array)
 
 
 # Rules of derivatives.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class Leak:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What :func:`jaxmp.autocast` left in float32, and why.
+    """What :func:`jaxmp.autocast` left in float32, or in 16 bits, and why.
 
     Attributes:
         operation: Name of the JAX primitive.
@@ -100,7 +100,7 @@ class Hazard:
     """A matrix product that 16 bits make wrong, by what is made of it.
 
     Attributes:
-        kind: ``"phase"`` of a sine, ``"distance"`` from |x|² + |y|² - 2xy,
+        kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
             ``"comparison"`` of results, an index that is looked up, or one-hot,
             ``"inverse"`` of a matrix, or ``"sum"``, a product with ones.
         why: What goes wrong, in words.
@@ -134,6 +134,8 @@ class DtypeReport:
             the wider one where they differ.
         leaks: Causes of float32 products, worst first, each once.
         kept: What autocast left in float32 on purpose, products first.
+        kept_16bit: The products that autocast left in 16 bits under a policy that asks
+            for float8.
         residual_bytes: Bytes by dtype of what the forward pass computes and keeps for
             the backward pass, arguments left out. None if JAX cannot differentiate
             the function.
@@ -147,6 +149,7 @@ class DtypeReport:
     kept: tuple[Kept, ...]
     residual_bytes: dict[str, int] | None
     notes: tuple[str, ...]
+    kept_16bit: tuple[Kept, ...] = ()
     hazards: tuple[Hazard, ...] = ()
 
     @property
@@ -155,6 +158,15 @@ class DtypeReport:
         total = sum(self.flops.values())
         wide = sum(n for name, n in self.flops.items() if is_wide(jnp.dtype(name)))
         return 1 - wide / total if total else 1.0
+
+    @property
+    def fraction_8bit(self) -> float:
+        """Share of the FLOPs in 8 bits, 1 if there are no products."""
+        total = sum(self.flops.values())
+        narrow = sum(
+            n for name, n in self.flops.items() if jnp.dtype(name).itemsize == 1
+        )
+        return narrow / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.
@@ -165,9 +177,13 @@ class DtypeReport:
             {'float32': 1024.0}
         """
         fields = dataclasses.asdict(self)
-        for name in ("leaks", "kept", "notes", "hazards"):
+        for name in ("leaks", "kept", "notes", "kept_16bit", "hazards"):
             fields[name] = list(fields[name])
-        return {"fraction_16bit": self.fraction_16bit, **fields}
+        fractions = {
+            "fraction_16bit": self.fraction_16bit,
+            "fraction_8bit": self.fraction_8bit,
+        }
+        return fractions | fields
 
     def __str__(self) -> str:
         """Renders a table of at most 98 columns."""
@@ -180,7 +196,15 @@ class DtypeReport:
 def _lines(report: DtypeReport) -> Iterator[str]:
     """Yields the lines of the table, an empty one between its parts."""
     yield from _dtype_lines(report)
-    for part in (_leak_lines, _kept_lines, _hazard_lines, _residual_lines, _note_lines):
+    parts = (
+        _leak_lines,
+        _kept_16bit_lines,
+        _kept_lines,
+        _hazard_lines,
+        _residual_lines,
+        _note_lines,
+    )
+    for part in parts:
         if lines := [*part(report)]:
             yield ""
             yield from lines
@@ -190,8 +214,11 @@ def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
     products = "matrix product and convolution FLOPs"
     yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
+    if report.kept_16bit or (report.fraction_8bit and total):
+        yield f"{report.fraction_8bit:.1%} of them in 8 bits"
+    width = max(map(len, ("bfloat16", *report.flops))) + 2
     for dtype, flops in report.flops.items():
-        yield f"  {dtype:<10}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
+        yield f"  {dtype:<{width}}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
 
 
 def _leak_lines(report: DtypeReport) -> Iterator[str]:
@@ -214,9 +241,32 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
     """Yields a line for each product, and one for each reason for all the rest."""
     if not report.kept:
         return
-    total = sum(report.flops.values())
     yield "kept in float32 by autocast"
     products = [kept for kept in report.kept if kept.flops]
+    yield from _product_lines(report, products, "kept")
+    names: dict[str, list[str]] = {}
+    for kept in report.kept:
+        if not kept.flops:
+            names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
+    for reason, operations in names.items():
+        yield from textwrap.wrap(
+            f"{reason}: {', '.join(operations)}",
+            width=WIDTH,
+            initial_indent="  ",
+            subsequent_indent="    ",
+        )
+
+
+def _kept_16bit_lines(report: DtypeReport) -> Iterator[str]:
+    if report.kept_16bit:
+        yield "kept in 16 bits by autocast"
+        yield from _product_lines(report, report.kept_16bit, "kept_16bit")
+
+
+def _product_lines(
+    report: DtypeReport, products: Sequence[Kept], field: str
+) -> Iterator[str]:
+    total = sum(report.flops.values())
     yield from table(
         [
             (
@@ -229,18 +279,7 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
         ]
     )
     if len(products) > _ROWS:
-        yield f"  and {len(products) - _ROWS} more in `report.kept`"
-    names: dict[str, list[str]] = {}
-    for kept in report.kept:
-        if not kept.flops:
-            names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
-    for reason, operations in names.items():
-        yield from textwrap.wrap(
-            f"{reason}: {', '.join(operations)}",
-            width=WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-        )
+        yield f"  and {len(products) - _ROWS} more in `report.{field}`"
 
 
 def _hazard_lines(report: DtypeReport) -> Iterator[str]:

@@ -14,6 +14,18 @@ AUTOCAST = "jaxmp.autocast"
 KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
 KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
+# Around an autocast function with products in float8, around each of those, and around
+# that part of it whose numbers are scaled.
+FLOAT8 = "jaxmp.float8"
+FLOAT8_PRODUCT = "jaxmp.float8.product"
+FLOAT8_SCALED = "jaxmp.float8.scaled"
+# These say why a product is not in float8, for the audit to read.
+KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
+KEPT_BATCHED = "jaxmp.16bit.batched"
+KEPT_SMALL = "jaxmp.16bit.small"
+KEPT_ODD = "jaxmp.16bit.odd"
+KEPT_OTHER_KIND = "jaxmp.16bit.kind"
+KEPT_IN_RULE = "jaxmp.16bit.rule"
 
 
 # Names of the scopes around something, the outermost first.
@@ -59,8 +71,8 @@ def without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(once)
 
 
-def check_paths(paths: Mapping[str, Scopes], jaxpr: Any) -> None:
-    """Refuses ``float32_paths`` that name nothing in ``jaxpr``."""
+def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
+    """Refuses the paths of an option that name nothing in ``jaxpr``."""
     if not paths:
         return
     seen = set(_all_scopes(jaxpr))
@@ -68,10 +80,10 @@ def check_paths(paths: Mapping[str, Scopes], jaxpr: Any) -> None:
         if not any(is_under(names, scopes) for scopes in seen):
             known = sorted({"/".join(scopes[:3]) for scopes in seen if scopes})
             raise ValueError(
-                f"`float32_paths` has `{path}`, but no named scope of the function "
+                f"`{option}` has `{path}`, but no named scope of the function "
                 f"matches it. Its scopes are: {', '.join(known[:20]) or 'none'}. "
-                "Linen names its modules; elsewhere use `jaxmp.float32_region`, "
-                "or `jax.named_scope` and that name."
+                "Linen names its modules; elsewhere use `jax.named_scope` and that "
+                "name, or for float32 `jaxmp.float32_region`."
             )
 
 

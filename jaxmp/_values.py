@@ -155,6 +155,13 @@ def literal(atom: Any) -> Value:
     return Value(atom.val, scalar=np.asarray(atom.val, atom.aval.dtype)[()])
 
 
+def saturated(array: Any, dtype: np.dtype) -> Any:
+    """Clips what is finite to the range of ``dtype``."""
+    limit = np.float32(jnp.finfo(dtype).max)
+    clipped = lax.clamp(-limit, array, limit)
+    return lax.select(lax.is_finite(array), clipped, array)
+
+
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
     """Notes what every entry of ``outs`` equals, and of which inputs they are views."""
     scalar, source_size = _scalar_of(eqn, ins), _source_size_of(eqn, ins)

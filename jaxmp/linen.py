@@ -1,11 +1,11 @@
-"""Flax Linen: models under a policy, and the gradients of their activations."""
+"""Flax Linen: models under a policy or in shards, gradients of their activations."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
@@ -14,11 +14,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ._activations import activation_gradients as _activation_gradients
 from ._checks import check_function, short
+from ._gather import gather as _gather
 from ._grad import with_policy as _with_policy
-from ._policy import PolicyLike, get_policy
+from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
 P = ParamSpec("P")
+Module = TypeVar("Module", bound=nn.Module)
 
 
 def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
@@ -46,6 +48,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
 
     Raises:
         TypeError: If ``model`` is not a Linen model, or bound to variables.
+        ValueError: If the policy has a ``dot_dtype``.
 
     Examples:
         >>> import flax.linen as nn
@@ -72,6 +75,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             "`jaxmp.with_policy`."
         )
     policy = get_policy(policy)
+    check_casts(policy, "jaxmp.linen.with_policy")
     compute_dtype = policy.compute_dtype
 
     @functools.wraps(model.apply, updated=())
@@ -101,6 +105,95 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             return model.apply(*args, **kwargs)
 
     return _with_policy(apply, policy)
+
+
+def gather(
+    module: type[Module],
+    specs: Any = None,
+    policy: PolicyLike | None = None,
+    *,
+    methods: Sequence[str] = ("__call__",),
+) -> type[Module]:
+    """Makes a class of modules that gather their parameters when they are called.
+
+    As :func:`jaxmp.gather` at the beginning of each method, for the classes of layers
+    that a model is built of, and without a change in their code. The parameters of the
+    model have the names and the shapes that they have without it; ``init`` and calls
+    outside of a mesh, with whole parameters, need ``module`` itself or no mesh axis in
+    ``specs``, except that ``init`` never gathers. Remat and scan go around it:
+    ``nn.scan(nn.remat(gather(Block, specs, policy)), ...)``.
+
+    Args:
+        module: The class of a layer.
+        specs: As for :func:`jaxmp.gather`, of the collection ``params`` of the layer.
+            None reads them off parameters that are boxed (``nn.with_partitioning``).
+        policy: As for :func:`jaxmp.gather`.
+        methods: The methods that read parameters.
+
+    Returns:
+        A subclass with the same name.
+
+    Raises:
+        TypeError: If ``module`` is not a class of Linen modules.
+        AttributeError: If it has no such method.
+        ValueError: As :func:`jaxmp.gather`, when it is called.
+
+    Examples:
+        >>> import flax.linen as nn
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh, x = Mesh(jax.devices(), ("data",)), jnp.ones((8, 16))
+        >>> Dense = gather(nn.Dense, {"kernel": P("data"), "bias": P()}, "c=bf16")
+        >>> model = nn.Sequential([nn.Dense(16), nn.relu, Dense(2)])
+        >>> params = model.init(jax.random.key(0), x)
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean(model.apply(params, x) ** 2)
+        >>> shardings = {"params": {"layers_0": P(), "layers_2": P("data")}}
+        >>> shardings["params"]["layers_2"] = {"kernel": P("data"), "bias": P()}
+        >>> grads = jaxmp.grad(
+        ...     loss_fn, mesh=mesh, shardings=shardings, gather=False, batch_argnums=1
+        ... )(params, x)
+        >>> grads["params"]["layers_2"]["kernel"].shape
+        (16, 2)
+    """
+    if not (isinstance(module, type) and issubclass(module, nn.Module)):
+        cure = "Pass the class, such as `flax.linen.Dense`, and make modules of it."
+        raise TypeError(
+            "`jaxmp.linen.gather` needs a class of Linen modules, but got "
+            f"{short(module)}. {cure}"
+        )
+    methods = (methods,) if isinstance(methods, str) else methods
+
+    def whole(variables):
+        def gathered(params):
+            own = nn.get_partition_spec(params) if specs is None else specs
+            return unboxed(_gather(params, own, policy))
+
+        return {name: gathered(params) for name, params in variables.items()}
+
+    def unboxed(params):
+        # Flax's own way pins the array to its sharding, which it no longer has.
+        def content(x):
+            return jax.tree.leaves(x)[0] if is_box(x) else x
+
+        return jax.tree.map(content, params, is_leaf=is_box)
+
+    def is_box(x):
+        return isinstance(x, nn.meta.AxisMetadata)
+
+    def gathering(method):
+        mapped = nn.map_variables(method, "params", trans_in_fn=whole)
+
+        @functools.wraps(method)
+        def call(self, *args, **kwargs):
+            run = method if self.is_initializing() else mapped
+            return run(self, *args, **kwargs)
+
+        return call
+
+    # The name is that of the parameters of a module that is given none.
+    members = {name: gathering(getattr(module, name)) for name in methods}
+    doc = {"__doc__": module.__doc__}
+    return type(module.__name__, (module,), doc | members)  # pyright: ignore
 
 
 def activation_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,16 @@ import numpy as np
 from flax import nnx
 
 from ._autocast import autocast as _autocast
-from ._checks import as_positions, as_tuple
+from ._checks import as_positions, as_tuple, short
 from ._differentiate import (
+    Options,
     as_options,
     check_loss_function,
     differentiate,
     loss_and_aux,
 )
-from ._policy import Policy, PolicyLike, get_policy
+from ._gather import gather as _gather
+from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
 P = ParamSpec("P")
@@ -117,6 +120,8 @@ def value_and_grad(
     """
     check_loss_function("nnx.value_and_grad", fun, policy)
     policy = None if policy is None else get_policy(policy)
+    if policy is not None:
+        check_casts(policy, "jaxmp.nnx.value_and_grad")
     positions, filters = _differentiated(argnums, wrt)
     options = as_options(
         policy,
@@ -140,6 +145,8 @@ def value_and_grad(
         _check_batch(args, batched)
         with nnx.update_context(_TAG):
             arguments = _Arguments(args, kwargs, filters)
+            if not options.gather:
+                arguments.leave_shards(options)
             written = frozenset()
             while True:
                 call = _PureCall(fun, has_aux, arguments, policy, written, fixed)
@@ -155,6 +162,64 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+def gather(
+    module: Callable[P, T], specs: Any, policy: PolicyLike | None = None
+) -> Callable[P, T]:
+    """Calls an NNX module with its parameters gathered.
+
+    As :func:`jaxmp.gather` of its variables of type ``nnx.Param``, for the length of
+    the call. All other variables are its own, and what it changes in them stays.
+    Remat and scan go around it:
+    ``nnx.remat(lambda block, x: gather(block, specs, policy)(x))``.
+
+    Args:
+        module: The module of a layer, or one of its methods.
+        specs: As for :func:`jaxmp.gather`: a pytree with the structure of
+            ``nnx.state(module, nnx.Param)`` or a prefix of it, which may be a dict.
+        policy: As for :func:`jaxmp.gather`.
+
+    Returns:
+        A function with the signature of ``module``.
+
+    Raises:
+        TypeError: If ``module`` is no NNX module.
+        ValueError: As :func:`jaxmp.gather`, when it is called.
+
+    Examples:
+        >>> from flax import nnx
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> mesh, model = Mesh(jax.devices(), ("data",)), nnx.Linear(
+        ...     16, 2, use_bias=False, rngs=nnx.Rngs(0)
+        ... )
+        >>> def loss_fn(model, x):
+        ...     return jnp.mean(gather(model, P("data"))(x) ** 2)
+        >>> loss, grads = value_and_grad(
+        ...     loss_fn, mesh=mesh, shardings=P("data"), gather=False, batch_argnums=1
+        ... )(model, jnp.ones((8, 16)))
+        >>> grads["kernel"].shape
+        (16, 2)
+    """
+    owner = getattr(module, "__self__", module)
+    if not isinstance(owner, nnx.Module):
+        raise TypeError(
+            f"`jaxmp.nnx.gather` needs an NNX module, but got {short(module)}. Pass "
+            "the layer itself: `jaxmp.nnx.gather(layer, specs, policy)(x)`."
+        )
+
+    specs = nnx.State(specs) if isinstance(specs, dict) else specs
+
+    @functools.wraps(module, updated=())
+    def call(*args, **kwargs):
+        shards = nnx.state(owner, nnx.Param)
+        nnx.update(owner, _gather(shards, specs, policy))
+        try:
+            return module(*args, **kwargs)
+        finally:
+            nnx.update(owner, shards)
+
+    return call
 
 
 def autocast(
@@ -190,7 +255,8 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
-    dtype = None if policy is None else get_policy(policy).compute_dtype
+    if policy is not None:  # of which a `reduce_dtype` has been warned about now
+        policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
@@ -206,7 +272,7 @@ def autocast(
                 result = call(*args, **kwargs)
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
-            result = _autocast(pure, dtype, **options)(leaves)
+            result = _autocast(pure, policy, **options)(leaves)
             return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped
@@ -234,6 +300,14 @@ class _Arguments:
                 self.to_cast.update(jax.tree.leaves(x))
             elif isinstance(x, nnx.BatchStat):  # float32, also where differentiated
                 self.to_cast.difference_update(jax.tree.leaves(x))
+
+    def leave_shards(self, options: Options) -> None:
+        """Casts no parameter of which each device has a part: its gather does."""
+        given, _ = self.without_state(self.leaves)
+        numbers, _ = self.without_state(range(len(self.leaves)))
+        sharded = options.sharded(options.params(given))
+        pairs = zip(jax.tree.leaves(options.params(numbers)), sharded, strict=True)
+        self.to_cast.difference_update(number for number, own in pairs if own)
 
     def without_state(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments with no more of NNX objects than is differentiated."""

@@ -191,10 +191,8 @@ def test_every_array_of_a_result_has_a_name():
 
     x = jnp.ones((2, 3))
     variables = jax.jit(Recurrent().init)(jax.random.key(0), x)
-    grads = jax.jit(
-        jaxmp.linen.activation_gradients(
-            lambda v: Recurrent().apply(v, x).astype(jnp.float32)
-        )
+    grads = jaxmp.linen.activation_gradients(
+        lambda v: Recurrent().apply(v, x).astype(jnp.float32)
     )(variables)
     outputs = [name for name in grads if name.startswith("LSTMCell_0/0")]
     assert outputs[:2] == ["LSTMCell_0/0/0", "LSTMCell_0/0/1"]

@@ -112,14 +112,12 @@ def loss_of(fun):
 @pytest.mark.parametrize("name", COMPOSED)
 def test_values_keep_structure_and_dtypes_and_agree_with_float32(name):
     fun = COMPOSED[name]
-    (out, cast), (expected, plain) = (
-        run(f, W, X) for f in (jaxmp.autocast(fun, "float16"), fun)
-    )
+    cast = jaxmp.autocast(fun, "float16")
+    (out, expected), jaxpr = run(lambda *args: (cast(*args), fun(*args)), W, X)
     chex.assert_trees_all_equal_shapes_and_dtypes(out, expected)
     chex.assert_trees_all_close(out, expected, rtol=0.02, atol=0.02)
-    assert [a.weak_type for a in cast.out_avals] == [
-        a.weak_type for a in plain.out_avals
-    ]
+    weak = [a.weak_type for a in jaxpr.out_avals]
+    assert weak[: len(weak) // 2] == weak[len(weak) // 2 :]
 
 
 def run_all(funs, *args):

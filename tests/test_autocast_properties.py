@@ -9,9 +9,10 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, run
+from benchmarks.measure import IN_A_HURRY, relative_error
 
 SIZE = 4
+AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / SIZE**0.5
 X = jax.random.normal(jax.random.key(1), (SIZE, SIZE))
 
@@ -80,8 +81,9 @@ def program(steps):
 
 
 def run_all(*funs):
-    """Returns what each function gives, compiled as one program."""
-    return run(lambda x: [fun(x) for fun in funs], X)[0]
+    """Returns what each function gives, as one program that rounds where it says."""
+    program = jax.jit(lambda x: [fun(x) for fun in funs]).lower(X)
+    return program.compile(compiler_options=AS_WRITTEN)(X)
 
 
 some_steps = hypothesis.given(st.lists(instructions, min_size=1, max_size=6))
@@ -95,7 +97,7 @@ def test_a_composition_agrees_with_float32_and_keeps_its_types(steps):
 
 
 @pytest.mark.evidence
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=25)
 @some_steps
 def test_any_composition_agrees_with_float32_and_keeps_its_types(steps):
     agree_with_float32_and_keep_types(steps)
@@ -121,7 +123,7 @@ def test_a_gradient_can_be_taken_in_either_order(steps):
 
 
 @pytest.mark.evidence
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=10)
 @few_steps
 def test_any_gradient_can_be_taken_in_either_order(steps):
     agree_in_either_order(steps)

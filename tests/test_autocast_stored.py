@@ -221,7 +221,6 @@ def check_search(search, order, inner):
         "max of two",
         "reduce_max, by its place",
         "max pooling",
-        "sort",
         "the greatest three",
         "in a remat",
     ),

@@ -131,3 +131,12 @@ def test_what_is_released_has_absolute_links():
     assert tomllib.loads(project)["project"]["urls"]["Homepage"] == url
     with pytest.raises(FileNotFoundError, match=r"nowhere\.md"):
         addresses.absolute_links("[a](nowhere.md)", url, "v1", ROOT)
+
+
+def test_every_benchmark_and_every_example_is_listed():
+    for folder in ("benchmarks", "examples"):
+        table = (ROOT / folder / "README.md").read_text()
+        for path in (ROOT / folder).glob("[!_]*.py"):
+            if "def main(" in path.read_text():
+                name = path.stem if folder == "benchmarks" else path.name
+                assert f"`{name}`" in table.split("\n## ")[0], path.name

@@ -152,6 +152,8 @@ def test_three_precisions_learn_the_same(mode):
         assert result.accuracy > 0.93
 
 
+# By default tests/test_mesh.py compares the gradients of `jit` over devices.
+@pytest.mark.evidence
 def test_four_devices_train_as_one_does(small):
     config = {"policy": "float32", "epochs": 1, "batch_size": 500}
     alone, _ = run(**config)
@@ -340,7 +342,7 @@ def refusal_to_resume(folder):
 @left_by_orbax
 @pytest.mark.parametrize(
     "damage",
-    rest_is_evidence(DAMAGES, "truncated numbers", "missing index", "no state"),
+    rest_is_evidence(DAMAGES, "truncated numbers", "no state"),
 )
 def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     small, killed, tmp_path, damage

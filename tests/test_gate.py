@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import gate, h200, hlo, machinery, narrow, price
+from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price
 from benchmarks.networks import TINY
 from benchmarks.steps import contestant, contestants
 from conftest import rest_is_evidence
@@ -40,6 +40,7 @@ def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
     monkeypatch.setattr(_loss_scale, "_new_or_old", new_or_old)
     monkeypatch.setattr(gate, "STEPS", [("mlp", "jaxmp cast", 1)])
     monkeypatch.setattr(narrow, "VARIANTS", {})
+    monkeypatch.setattr(fp8, "FORMS", {})
     failed = {check.what for check in gate.gate() if not check.holds}
     assert failed == {"more bytes, in N", "more copies of a parameter"}
     with pytest.raises(SystemExit, match="True"):
@@ -76,6 +77,38 @@ def test_a_compensation_by_casts_does_not_pass(monkeypatch):
     monkeypatch.setattr(_narrow_params, "split", split)
     failed = {c.what for c in gate.narrow_checks("Kahan, float16") if not c.holds}
     assert failed == {"roundings left out"}
+
+
+def test_products_of_layers_in_a_loop_are_float8():
+    # Decoders, in all their forms, are evidence.
+    def fun(weights, x):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w) @ w, None))
+        return jax.lax.scan(layer, x, weights)[0].sum()
+
+    ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=256)
+    cast = jaxmp.autocast(jax.grad(fun), "mixed_fp8", ops=ops)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    weights = jax.ShapeDtypeStruct((3, 256, 256), jnp.float32)
+    work = hlo.work(h200.compiled(cast, weights, x).as_text())
+    assert all(map(fp8.is_float8, work.products)), work.products
+    assert work.products.total() == 3 * (2 + 1 + 4)  # forward, once more, backward
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("form", fp8.FORMS)
+def test_a_gradient_in_float8_moves_little_more(form):
+    for check in gate.fp8_checks(form):
+        assert check.holds, check
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("form", ["plain", "scan, remat"])
+def test_a_wide_gradient_in_float8_pays(form):
+    decoder, form = fp8.Decoder(2048), fp8.FORMS[form]
+    bf16, found = (fp8.count(decoder, form, policy) for policy in fp8.POLICIES)
+    assert (found["float8"], found["others"]) == decoder.products(form)
+    assert found["bytes"] < 1.12 * bf16["bytes"]
+    assert found["seconds"] < 0.9 * bf16["seconds"]
 
 
 def test_what_is_not_donated_does_not_pass():

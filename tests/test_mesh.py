@@ -164,8 +164,14 @@ def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     assert {c.times for c in found} == {1}  # outside of the loop
 
 
-@pytest.mark.parametrize("reduce", ["", ",r=f16"])
-@pytest.mark.parametrize("form", FORMS)
+SUMS = {
+    f"{form}{reduce}": (form, reduce) for form in FORMS for reduce in ("", ",r=f16")
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "reduce"), rest_is_evidence(SUMS, *FORMS, "unchecked shard_map,r=f16")
+)
 def test_a_float16_sum_does_not_overflow_where_the_mean_does_not(form, reduce):
     def loss_fn(w, x):
         return jnp.float32((w.astype(x.dtype) * x).mean())
@@ -381,9 +387,9 @@ def test_batch_norm_synchronises_over_the_axis():
 # Skips and states
 
 
-# Inside shard_map, tests/test_sharding.py holds the same of the wrapper.
+# Under plain `jit` and inside shard_map, tests/test_sharding.py holds the same.
 @pytest.mark.parametrize(
-    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "jit", "mesh")
+    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "mesh")
 )
 def test_an_overflow_on_one_device_skips_on_all(form):
     policy = jaxmp.get_policy("mixed_float16")
@@ -534,9 +540,7 @@ SHARDED_OVER = {
 
 @pytest.mark.parametrize(
     ("axes", "name"),
-    rest_is_evidence(
-        SHARDED_OVER, "-mixed_float16", "data-float32", "data-model-mixed_bfloat16"
-    ),
+    rest_is_evidence(SHARDED_OVER, "-mixed_float16", "data-model-mixed_bfloat16"),
 )
 def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
     policy = jaxmp.get_policy(name)
@@ -560,9 +564,21 @@ def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
 
 
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16", "float32"])
 @pytest.mark.parametrize(
-    ("mesh", "axes"), [(DATA, ("data",)), (GRID, ("data", "model"))], ids=["8", "4x2"]
+    ("mesh", "axes", "name"),
+    rest_is_evidence(
+        {
+            f"{size}-{name}": (*placed, name)
+            for size, placed in (
+                ("8", (DATA, ("data",))),
+                ("4x2", (GRID, ("data", "model"))),
+            )
+            for name in POLICIES
+        },
+        "8-mixed_float16",
+        "8-float32",
+        "4x2-mixed_bfloat16",
+    ),
 )
 def test_weights_are_gathered_in_the_compute_dtype(mesh, axes, name):
     policy = jaxmp.get_policy(name)
@@ -740,10 +756,17 @@ def boxed(params, x):
     return (x @ nn.meta.unbox(box)).mean()
 
 
+CONSTRAINED = [constrained_by_jax, constrained_on_its_mesh, constrained_by_flax, boxed]
+
+
 @pytest.mark.parametrize(
     "loss",
-    [constrained_by_jax, constrained_on_its_mesh, constrained_by_flax, boxed],
-    ids=lambda f: f.__name__,
+    rest_is_evidence(
+        {f.__name__: f for f in CONSTRAINED},
+        "constrained_on_its_mesh",
+        "constrained_by_flax",
+        "boxed",
+    ),
 )
 def test_a_constraint_on_an_axis_of_the_mesh_is_named_with_its_cure(loss):
     step = jaxmp.value_and_grad(loss, batch_argnums=1, mesh=DATA)

@@ -207,6 +207,8 @@ def test_a_whole_step_in_float32_is_that_of_flax_bit_for_bit(order, plainly_trai
     chex.assert_trees_all_equal(actual, plainly_trained)
 
 
+# By default `test_autocast_brings_back_every_change` calls without `jit`.
+@pytest.mark.evidence
 def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
     expected = trained(lambda step: step, steps=1)
     actual = trained(partial(jaxmp.nnx.autocast, policy="float32"), steps=1)
@@ -574,7 +576,9 @@ def sequential(loss_fn, model, *rest, steps):
     return sum(losses) / steps, total
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit", rest_is_evidence({"eager": lambda f: f, "jit": nnx.jit}, "jit")
+)
 def test_micro_batches_hand_their_state_on(jit):
     def loss_fn(model, x, metric):
         loss = jnp.mean(model(x) ** 2)
@@ -591,7 +595,9 @@ def test_micro_batches_hand_their_state_on(jit):
     assert ours[1].count[...] == 4
 
 
-@pytest.mark.parametrize("policy", [None, "mixed_float16"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param(None, marks=pytest.mark.evidence), "mixed_float16"]
+)
 def test_each_micro_batch_has_its_own_mask(policy):
     def loss_fn(model, x, rngs):
         mask = model(x, rngs) != 0

@@ -103,6 +103,27 @@ def test_lists_are_spelled_by_what_differs_from_the_default():
     assert repr(ops.with_deny("tanh")) == "DEFAULT_OPS.with_deny('tanh')"
 
 
+def test_the_smallest_size_is_a_value_of_the_lists():
+    ops = jaxmp.DEFAULT_OPS
+    small = ops.with_fp8(min_size=16)
+    assert (ops.min_size, small.min_size) == (1024, 16)
+    assert small != ops
+    assert small.with_fp8(min_size=1024) == ops
+    assert hash(small.with_fp8(min_size=1024)) == hash(ops)
+    both = small.with_deny("tanh").with_rounded_products()
+    assert both.min_size == 16
+    names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
+    few = jaxmp.OpLists("dot_general", (), "add", min_size=16)
+    for lists in (small, both, few):
+        assert eval(repr(lists), names) == lists
+    assert repr(small) == "DEFAULT_OPS.with_fp8(min_size=16)"
+    assert "float8: products of sizes from 16 on" in str(small)
+    with pytest.raises(ValueError, match="`min_size` must be at least 1"):
+        ops.with_fp8(min_size=0)
+    with pytest.raises(TypeError, match="`min_size` must be an integer"):
+        ops.with_fp8(min_size=16.0)
+
+
 def test_rounded_products_are_a_value_of_the_lists():
     ops = jaxmp.DEFAULT_OPS
     rounded = ops.with_rounded_products()

@@ -365,7 +365,7 @@ def test_both_arguments_can_be_donated(policy):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("inner", rest_is_evidence(INNERS, "sgd", "MultiSteps"))
+@pytest.mark.parametrize("inner", rest_is_evidence(INNERS, "MultiSteps"))
 def test_no_dtype_drifts_with_x64(inner):
     with jax.enable_x64(True):
         params, grads = (
@@ -383,7 +383,7 @@ def test_no_dtype_drifts_with_x64(inner):
 STRICT = {name: ALIASES[name] for name in ("sgd", "lion", "rmsprop", "adafactor")}
 
 
-@pytest.mark.parametrize("inner", rest_is_evidence(STRICT, "sgd", "adafactor"))
+@pytest.mark.parametrize("inner", rest_is_evidence(STRICT, "adafactor"))
 def test_strict_promotion_is_enough(inner):
     with jax.numpy_dtype_promotion("strict"):
         tx = jaxmp.dynamic_loss_scale(inner, growth_interval=2)
@@ -467,8 +467,15 @@ LEAVES = {
 }
 
 
-@pytest.mark.parametrize(("update", "zero"), LEAVES.values(), ids=LEAVES)
-@pytest.mark.parametrize("jit", [True, False])
+# All in a program, and without `jit` what differs there.
+@pytest.mark.parametrize(
+    ("update", "zero", "jit"),
+    rest_is_evidence(
+        {f"{k}-{jit}": (*LEAVES[k], jit) for k in LEAVES for jit in (True, False)},
+        *(f"{name}-True" for name in LEAVES),
+        *(f"{name}-False" for name in ("int", "numpy bool", "float0", "number")),
+    ),
+)
 def test_updates_of_every_kind_pass_and_leave_no_trace(update, zero, jit):
     # They are what `inner` makes them; `jax.grad` gives floats and float0 only.
     inner = optax.stateless(lambda u, p: {"w": u["w"], "other": update})
@@ -514,8 +521,15 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(("start", "update"), STATES.values(), ids=STATES)
-@pytest.mark.parametrize("jit", [True, False])
+# All without `jit`, where more is taken.
+@pytest.mark.parametrize(
+    ("start", "update", "jit"),
+    rest_is_evidence(
+        {f"{k}-{jit}": (*STATES[k], jit) for k in STATES for jit in (True, False)},
+        *(f"{name}-False" for name in STATES),
+        *(f"{name}-True" for name in ("text that stays", "NumPy", "float0")),
+    ),
+)
 def test_inner_states_that_optax_alone_takes_pass_and_are_skipped(start, update, jit):
     inner, grads = counting(start, update), jnp.ones(2)
     tx = jaxmp.dynamic_loss_scale(inner)

@@ -26,6 +26,7 @@ ROWS = [
         "_overflow_report",
         "_product_rules",
         "_sensitivity_report",
+        "_fp8",
     },
     {
         "_policy",

@@ -48,6 +48,7 @@ def dtypes(policy):
         "float64": (F64, F64, F64),
         "mixed_float16": (F32, F16, F32),
         "mixed_bfloat16": (F32, BF16, F32),
+        "mixed_fp8": (F32, BF16, F32),
         "O0": (F32, F32, F32),
         "O1": (F32, F16, F32),
         "O2": (F32, F16, F32),
@@ -106,6 +107,14 @@ BAD = {
     "comput=f16": "`comput=f16`.*p, params, c, compute.*Did you mean `compute`",
     "c=f16,": "`` in the policy 'c=f16,' is not understood",
     "c=f16;o=f32": "`f16;o=f32` in the policy",
+    "mixed_float8": "Did you mean `mixed_fp8`",
+    "fp8": "Did you mean `mixed_fp8`",
+    "c=fp8": r"`mixed_fp8` is a whole policy",
+    "d=fp8,dot=fp8": "`dot=fp8` in the policy.*repeats.*`dot_dtype` is float8_e4m3fn",
+    "c=bf16,d=bf16": "'bf16' for the operands of matrix products.*Type `d=fp8`",
+    "c=bf16,d=float8_e5m2": "'float8_e5m2' for the operands",
+    "c=f16,d=fp8": "needs the compute dtype bfloat16.*is float16.*Type `c=bf16`",
+    "d=fp8": "needs the compute dtype bfloat16.*is float32",
     'c=f16,"norm"': '`"norm"` in the policy',
     '"["=f16': "not a regular expression.*unterminated",
 }
@@ -115,6 +124,50 @@ BAD = {
 def test_a_bad_string_is_quoted_and_corrected(text, message):
     with pytest.raises(ValueError, match=message):
         jaxmp.get_policy(text)
+
+
+def test_the_dtype_of_products_is_spelled_only_where_it_is_set():
+    policy = jaxmp.get_policy("mixed_fp8")
+    assert policy.dot_dtype == jnp.float8_e4m3fn
+    assert str(policy) == "p=full,c=bf16,o=full,d=fp8"
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert eval(repr(policy), {"get_policy": jaxmp.get_policy}) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    dtypes = ["fp8", "float8", jnp.float8_e4m3fn, np.dtype(jnp.float8_e4m3fn)]
+    same = {
+        jaxmp.Policy("f32", "bf16", "f32", dot_dtype=d)
+        for d in (*dtypes, "float8_e4m3fn")
+    }
+    assert same == {policy}
+    assert jaxmp.get_policy("mixed_bfloat16").dot_dtype is None
+    assert jaxmp.get_policy("mixed_bfloat16") != policy
+    both = jaxmp.get_policy('c=bf16,"head"=f32,r=bf16,d=fp8')
+    assert str(both) == 'p=full,c=bf16,o=bf16,"head"=full,r=bf16,d=fp8'
+    for dtype in (jnp.float8_e5m2, jnp.bfloat16, float, 8):
+        with pytest.raises(ValueError, match=r"`dot_dtype` has .* for the operands"):
+            jaxmp.Policy("f32", "bf16", "f32", dot_dtype=dtype)
+
+
+CASTS = {
+    "with_policy": lambda: jaxmp.with_policy(jnp.sin, "mixed_fp8"),
+    "value_and_grad": lambda: jaxmp.value_and_grad(jnp.sin, "mixed_fp8"),
+    "grad": lambda: jaxmp.grad(jnp.sin, "mixed_fp8"),
+    "linen.with_policy": lambda: jaxmp.linen.with_policy(nn.Dense(2), "mixed_fp8"),
+    "nnx.value_and_grad": lambda: jaxmp.nnx.value_and_grad(jnp.sin, "mixed_fp8"),
+    "cast_to_compute": lambda: jaxmp.get_policy("mixed_fp8").cast_to_compute({}),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_no_cast_can_do_what_float8_needs(name):
+    with pytest.raises(ValueError, match=r"needs? a scale each.*`jaxmp.autocast\(jax"):
+        CASTS[name]()
+
+
+def test_parameters_and_results_are_cast_under_float8():
+    policy = jaxmp.get_policy("p=bf16,c=bf16,o=f32,d=fp8")
+    assert policy.cast_to_param(jnp.ones(1)).dtype == BF16
+    assert policy.cast_to_output(jnp.ones(1, BF16)).dtype == F32
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ def test_a_batch_is_split_over_the_devices_that_have_joined(monkeypatch):
 
 
 def test_where_jax_finds_no_address_the_error_says_what_to_pass(monkeypatch):
-    def initialize():
+    def initialize(**options):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
@@ -306,6 +306,8 @@ def test_a_launcher_that_names_no_address_is_told(tmp_path):
         assert "Pass `--processes`, `--process-id` and `--coordinator`" in errors
 
 
+# By default `test_one_that_fails_or_hangs_ends_the_wait`.
+@pytest.mark.evidence
 def test_a_process_that_waits_in_vain_ends_in_time():
     command = [sys.executable, PROGRAM, "--process-id", "0"]
     command += ["--timeout", "2", "--coordinator", multiprocess.free_address()]

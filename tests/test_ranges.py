@@ -503,7 +503,9 @@ def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
         assert "all-gather" not in compiled.compile().as_text()
 
 
-@pytest.mark.parametrize("is_current", [True, False])
+@pytest.mark.parametrize(
+    "is_current", [True, pytest.param(False, marks=pytest.mark.evidence)]
+)
 def test_explicitly_sharded_arrays_are_counted(is_current):
     x = np.resize(ADVERSARIAL, (16, 24))
     explicit = jax.make_mesh(

@@ -201,12 +201,9 @@ def test_an_equinox_model_is_cast(policy):
     multiplies_in_16_bits(jaxmp.audit(cast)(params, x))
 
 
-in_both_orders = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     "order", rest_is_evidence({f.__name__: f for f in ORDERS}, "outside")
 )
-
-
-@in_both_orders
 def test_each_example_has_a_gradient_of_its_own(order):
     program = mlp()
     params, x, y = program.args
@@ -224,7 +221,9 @@ def test_each_example_has_a_gradient_of_its_own(order):
         near(got, expected, jnp.float16, 4)
 
 
-@in_both_orders
+# By default tests/test_autocast_digits.py runs its functions without `jit`.
+@pytest.mark.evidence
+@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
 def test_what_is_not_compiled_is_near_what_is(order):
     program = mlp()
     grad_fn = order(program.loss, "mixed_bfloat16")

@@ -13,7 +13,6 @@ from laws import (
     Program,
     drawn,
     hold,
-    in_16_bits,
     multiplies_in_16_bits,
     near,
     normal,
@@ -279,7 +278,9 @@ def test_linen_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
 
 
-@in_16_bits
+# By default the same of Haiku's and Equinox's modules.
+@pytest.mark.evidence
+@pytest.mark.parametrize("policy", DTYPES)
 def test_a_linen_transformer_is_cast(policy):
     def apply(params, tokens):
         return LanguageModel().apply(params, tokens, mutable="cache")[0]

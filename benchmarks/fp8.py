@@ -1,0 +1,190 @@
+"""Products in float8 and in bfloat16, counted in code compiled for an H200.
+
+The gradient of a decoder's loss, forward and backward, with its layers written out or
+scanned, rematerialised or not, in one batch or in micro-batches. Needs no GPU (extra
+``aot``); nothing runs.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+import jaxmp
+
+from . import h200, hlo, results
+from .networks import causal_attention
+from .tables import show
+
+
+class Form(NamedTuple):
+    """How a gradient is written."""
+
+    scan: bool = False
+    remat: bool = False
+    accum_steps: int = 1
+
+
+FORMS = {
+    "plain": Form(),
+    "scan": Form(scan=True),
+    "remat": Form(remat=True),
+    "scan, remat": Form(scan=True, remat=True),
+    "4 micro-batches": Form(accum_steps=4),
+}
+POLICIES = ("mixed_bfloat16", "mixed_fp8")
+
+
+class Decoder(NamedTuple):
+    """The sizes of a decoder and of its batch."""
+
+    width: int = 2048
+    layers: int = 4
+    vocabulary: int = 32768
+    rows: int = 8
+    length: int = 1024
+    head_size: int = 128
+
+    def products(self, form: Form) -> tuple[int, int]:
+        """Returns how many products with weights and in attention a gradient has.
+
+        Three for each weight, and six for two in attention; under remat those of the
+        forward pass once more, but for the last of a layer, whose result is kept.
+        """
+        linear, attention = 3 * (4 * self.layers + 1), 6 * self.layers
+        if form.remat:
+            linear, attention = linear + 3 * self.layers, attention + 2 * self.layers
+        return form.accum_steps * linear, form.accum_steps * attention
+
+    def params(self) -> dict[str, Any]:
+        """Returns the types of the parameters, all float32."""
+        d, shapes = self.width, {}
+        shapes["embed"] = self.vocabulary, d
+        shapes["head"] = d, self.vocabulary
+        shapes["layers"] = {
+            "qkv": (self.layers, d, 3 * d),
+            "out": (self.layers, d, d),
+            "up": (self.layers, d, 4 * d),
+            "down": (self.layers, 4 * d, d),
+        }
+        return jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+            shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+
+    def batch(self) -> tuple[Any, Any]:
+        """Returns the types of tokens and of the tokens that follow them."""
+        tokens = jax.ShapeDtypeStruct((self.rows, self.length), jnp.int32)
+        return tokens, tokens
+
+    def layer(self, x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        """Maps ``[rows, length, width]`` to the same."""
+        heads = self.width // self.head_size
+        y = _normed(x) @ weights["qkv"]
+        y = y.reshape(*x.shape[:2], 3, heads, self.head_size)
+        y = causal_attention(y[:, :, 0], y[:, :, 1], y[:, :, 2]).reshape(x.shape)
+        x = x + y @ weights["out"]
+        return x + jax.nn.gelu(_normed(x) @ weights["up"]) @ weights["down"]
+
+    def loss(self, form: Form, params: Any, tokens: Any, targets: Any) -> jax.Array:
+        """Returns the mean cross-entropy."""
+        layer = jax.checkpoint(self.layer) if form.remat else self.layer
+        x = params["embed"][tokens]
+        if form.scan:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["layers"])
+        else:
+            for i in range(self.layers):
+                x = layer(x, jax.tree.map(lambda w: w[i], params["layers"]))  # noqa: B023
+        logits = jax.nn.log_softmax(_normed(x) @ params["head"])
+        return -jnp.take_along_axis(logits, targets[..., None], -1).mean()
+
+    def gradient(self, form: Form) -> Callable[..., Any]:
+        """Returns the function that is compiled, without autocast."""
+        return jaxmp.value_and_grad(
+            functools.partial(self.loss, form),
+            accum_steps=form.accum_steps,
+            batch_argnums=(1, 2),
+        )
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+@dataclasses.dataclass
+class Options:
+    """What to compile, and where to save the counts."""
+
+    widths: tuple[int, ...] = (1024, 2048, 4096)
+    forms: tuple[str, ...] = tuple(FORMS)
+    policies: tuple[str, ...] = POLICIES
+    output: pathlib.Path = results.FOLDER / "fp8.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints a table for each width and saves it."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks fp8")
+    h200.require("fp8")
+    for width in options.widths:
+        rows = list(counted(options, Decoder(width)))
+        show(f"4 layers of width {width}, 8 x 1024 tokens", table(rows))
+        command = ["fp8", *arguments]
+        results.save(options.output, f"width {width}", h200.HARDWARE, command, rows)
+
+
+def counted(options: Options, decoder: Decoder) -> Iterator[dict[str, Any]]:
+    """Yields what is counted in each form and under each policy."""
+    for form in options.forms:
+        for policy in options.policies:
+            found = count(decoder, FORMS[form], policy)
+            yield {"form": form, "policy": policy} | found
+
+
+def count(
+    decoder: Decoder,
+    form: Form,
+    policy: str,
+    ops: jaxmp.OpLists = jaxmp.DEFAULT_OPS,
+) -> dict[str, Any]:
+    """Compiles a gradient and returns what was counted in it."""
+    cast = jaxmp.autocast(decoder.gradient(form), policy, ops=ops)
+    compiled = h200.compiled(cast, decoder.params(), *decoder.batch())
+    work = hlo.work(compiled.as_text())
+    products = dict(sorted(work.products.items()))
+    return {
+        "float8": sum(n for kind, n in products.items() if is_float8(kind)),
+        "others": sum(n for kind, n in products.items() if not is_float8(kind)),
+        "bytes": work.bytes,
+        "kernels": work.kernels,
+        "temp": compiled.memory_analysis().temp_size_in_bytes,
+        "seconds": work.seconds,
+        "products": products,
+    }
+
+
+def is_float8(kind: str) -> bool:
+    """Tells whether a product, such as ``matmul f16 x f32 -> f32``, reads float8."""
+    operands = kind.split(" -> ")[0].split()[1:]
+    return all(x.startswith("f8") for x in operands if x != "x")
+
+
+def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows that are printed."""
+    return [
+        {
+            "form": row["form"],
+            "policy": row["policy"],
+            "products in float8": f"{row['float8']} of {row['float8'] + row['others']}",
+            "GB": f"{row['bytes'] / 1e9:.1f}",
+            "kernels": str(row["kernels"]),
+            "temporary MiB": f"{row['temp'] / 2**20:.0f}",
+            "roofline ms": f"{1e3 * row['seconds']:.1f}",
+        }
+        for row in rows
+    ]

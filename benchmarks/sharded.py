@@ -1,0 +1,259 @@
+"""What training a model that is larger than a device takes, compiled for many H200.
+
+The training step of a Llama-like model of 6.7 billion parameters, with a scan over
+rematerialised layers and AdamW, in the forms that docs/sharding.md describes. It is
+compiled for H200s (extra ``aot``) and not run: the peak memory is that of the compiler,
+and the collectives are read off the program that would run, those inside of a loop as
+often as it runs. Each counts what a ring sends per device and step, as in
+:mod:`benchmarks.collectives`.
+
+References:
+    Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023,
+    table 2, https://arxiv.org/abs/2302.13971.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+from . import h200, results, tables
+from .collectives import sent_bytes
+
+BF16 = jaxmp.get_policy("mixed_bfloat16")
+SUMS_BF16 = jaxmp.get_policy("p=f32,c=bf16,o=f32,r=bf16")
+# Of each form: how the gradients are taken, under which policy, and whether autocast
+# is around them.
+FORMS = {
+    "ZeRO-2": ("whole", BF16, False),
+    "ZeRO-2, r=bf16": ("whole", SUMS_BF16, False),
+    "ZeRO-2, autocast": ("whole", None, True),
+    "ZeRO-3": ("layers", BF16, False),
+    "ZeRO-3, r=bf16": ("layers", SUMS_BF16, False),
+    "ZeRO-3, autocast": ("layers", None, True),
+    "jit": ("jit", BF16, False),
+    "jit, pinned": ("pinned", BF16, False),
+    "jit, autocast": ("jit", None, True),
+    "jit, autocast, pinned": ("pinned", None, True),
+}
+
+
+@dataclasses.dataclass
+class Options:
+    """What to compile, for how many devices, and where to save the counts."""
+
+    forms: tuple[str, ...] = tuple(FORMS)
+    devices: tuple[int, ...] = (8, 64, 256)
+    accum_steps: tuple[int, ...] = (1, 4)
+    """Micro-batches of a step, each of one sequence per device."""
+    width: int = 4096
+    layers: int = 32
+    heads: int = 32
+    hidden: int = 11008
+    vocabulary: int = 32000
+    tokens: int = 2048
+    """Of a sequence."""
+    output: pathlib.Path = results.FOLDER / "sharded.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints peak memory and bytes sent, and saves them after each row."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks sharded")
+    h200.require("sharded")
+    count = sum(x.size for x in jax.tree.leaves(shapes(options))) / 1e9
+    for devices in options.devices:
+        title = f"{devices} devices, {count:.2f} billion parameters, by form"
+        rows = []
+        for row in measured(options, devices):
+            print(row, flush=True)
+            rows.append(row)
+            command = ["sharded", *arguments]
+            results.save(options.output, title, h200.HARDWARE, command, rows)
+        tables.show(title, rows)
+
+
+def measured(options: Options, devices: int) -> Iterator[dict[str, Any]]:
+    """Yields the peak and the bytes of each form."""
+    for accum_steps in options.accum_steps:
+        for form in options.forms:
+            compiled = compile_step(options, form, devices, accum_steps)
+            sent = sent_bytes(compiled.as_text())
+            most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
+            yield {
+                "form": form,
+                "micro-batches": accum_steps,
+                "peak GiB": round(peak(compiled) / 2**30, 1),
+                "GB sent": round(sum(sent.values()) / 1e9, 1),
+                "of which": ", ".join(most),
+            }
+
+
+def peak(compiled: Any) -> int:
+    """Returns the bytes that a program needs on a device at most."""
+    memory = compiled.memory_analysis()
+    return memory.peak_memory_in_bytes
+
+
+def compile_step(options: Options, form: str, devices: int, accum_steps: int) -> Any:
+    """Compiles a training step for a number of H200s."""
+    how, policy, under_autocast = FORMS[form]
+    mesh = Mesh(np.array(topology(devices)), ("data",))
+    where = jax.tree.map(lambda x: sharding(x, mesh), shapes(options))
+    params = jax.tree.map(placed, shapes(options), where)
+    tx = optax.adamw(1e-4)
+    state_where = jaxmp.init_shardings(tx, params)
+    state = jax.tree.map(placed, jax.eval_shape(tx.init, params), state_where)
+    rows = jax.ShapeDtypeStruct((devices * accum_steps, options.tokens + 1), jnp.int32)
+    rows = placed(rows, NamedSharding(mesh, P("data")))
+    gathered = how == "layers"
+    specs = jax.tree.map(lambda s: s.spec, where)
+    pin = NamedSharding(mesh, P("data")) if how == "pinned" else None
+    loss = functools.partial(loss_fn, options, specs if gathered else None, policy, pin)
+    extra: dict[str, Any] = {}
+    if how in ("whole", "layers"):
+        extra = {"mesh": mesh, "shardings": where, "gather": not gathered}
+    by_mesh = policy if extra else None  # `jit` sums as it likes
+    grad_fn = jaxmp.value_and_grad(
+        loss, by_mesh, accum_steps=accum_steps, batch_argnums=1, **extra
+    )
+    if under_autocast:
+        grad_fn = jaxmp.autocast(grad_fn)
+
+    def step(params, state, rows):
+        weights = params
+        if not extra and policy is not None:
+            weights = policy.cast_to_compute(params, shardings=where)
+        loss, grads = grad_fn(weights, rows)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    out = where, state_where, NamedSharding(mesh, P())
+    jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    lowered = jitted.lower(params, state, rows)
+    return lowered.compile(compiler_options=h200.OPTIONS)
+
+
+def placed(x: Any, sharding: Any) -> Any:
+    """Describes an array that lies somewhere."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def topology(devices: int) -> list[Any]:
+    """Returns H200s, eight of which are in a machine."""
+    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    machines = max(1, devices // 8)
+    return topologies.get_topology_desc(
+        platform="cuda",
+        target_config=target,
+        topology=f"1x{machines}x{devices // machines}",
+    ).devices
+
+
+# The model
+
+
+def shapes(options: Options) -> dict[str, Any]:
+    """Describes the parameters; those of the layers are stacked."""
+    d, hidden, n = options.width, options.hidden, options.layers
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layers = {
+        "attention_norm": array(n, d),
+        "qkv": array(n, d, 3 * d),
+        "out": array(n, d, d),
+        "norm": array(n, d),
+        "gate": array(n, d, hidden),
+        "up": array(n, d, hidden),
+        "down": array(n, hidden, d),
+    }
+    embedding = array(options.vocabulary, d)
+    head = array(d, options.vocabulary)
+    return {"embedding": embedding, "layers": layers, "norm": array(d), "head": head}
+
+
+def sharding(x: Any, mesh: Mesh) -> NamedSharding:
+    """Splits the rows of each matrix; vectors, and stacks of them, stay whole."""
+    matrix = x.ndim == 3 or (min(x.shape) > 1 and x.shape[0] > 256)
+    rows = (None, "data") if x.ndim == 3 else ("data",)
+    return NamedSharding(mesh, P(*rows) if matrix else P())
+
+
+def loss_fn(
+    options: Options, specs: Any, policy: Any, pin: Any, params: Any, rows: Any
+) -> jax.Array:
+    """Returns the cross-entropy of the next tokens.
+
+    Args:
+        options: Of the model.
+        specs: Of the parameters, to gather each where its layer begins; None where
+            they are whole.
+        policy: To gather under.
+        pin: The sharding of activations, None to leave it to the compiler.
+        params: The parameters.
+        rows: Sequences of tokens.
+    """
+
+    def whole(name, tree):
+        if specs is None:
+            return tree
+        own = jax.tree.map(lambda s: P(*s[1:]) if name == "layers" else s, specs[name])
+        return jaxmp.gather(tree, own, policy)
+
+    def pinned(x):
+        return x if pin is None else jax.lax.with_sharding_constraint(x, pin)
+
+    def block(x, layer):
+        layer = whole("layers", layer)
+        x = pinned(x + attention(options, normed(x, layer["attention_norm"]), layer))
+        h = normed(x, layer["norm"])
+        h = jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])
+        return pinned(x + h @ layer["down"]), None
+
+    @jax.checkpoint
+    def losses(x, norm, head):
+        logits = normed(x, norm) @ whole("head", head)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits.astype(jnp.float32), rows[:, 1:]
+        )
+
+    x = pinned(whole("embedding", params["embedding"])[rows[:, :-1]])
+    x, _ = jax.lax.scan(jax.checkpoint(block), x, params["layers"])
+    return losses(x, whole("norm", params["norm"]), params["head"]).mean()
+
+
+def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Divides by the root mean square, in float32."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide**2, -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
+
+
+def attention(options: Options, x: jax.Array, layer: Any) -> jax.Array:
+    """Attends to the tokens before, with rotated queries and keys."""
+    heads = (*x.shape[:-1], 3, options.heads, options.width // options.heads)
+    q, k, v = jnp.moveaxis((x @ layer["qkv"]).reshape(heads), -3, 0)
+    mixed = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+    return mixed.reshape(x.shape) @ layer["out"]
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Turns pairs of numbers by an angle that grows with the position."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)
+    cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

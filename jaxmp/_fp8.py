@@ -1,0 +1,157 @@
+"""Matrix products in float8: which, and how their operands are scaled.
+
+Each operand is multiplied by a power of two of its own, found from its largest
+magnitude in this very step, so that it fills the range of float8, and the result is
+divided by both. There is no state, and where a loss is multiplied by a power of two, so
+are its gradients, bit for bit. The format has four bits of precision (E4M3), for
+gradients too.
+
+Micikevicius et al., "FP8 Formats for Deep Learning", 2022, sections 3 and 4,
+https://arxiv.org/abs/2209.05433. Scales that are found from the numbers themselves, and
+not from those of earlier steps, are called current scaling.
+"""
+
+import functools
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _jaxpr, _scopes
+from ._dtypes import FLOAT8
+from ._jaxpr import Equation, Primitive, is_inexact
+from ._products import is_batched, is_matrix_product, sizes
+
+_BFLOAT16 = np.dtype(jnp.bfloat16)
+# Units for tensor products in float8 take sizes in multiples of 16; XLA pads others.
+_MULTIPLE = 16
+# As integers: bfloat16 has 7 bits of fraction, and exponents that count from -127 on.
+_FRACTION, _BIAS, _INF, _NAN = 7, 127, 0x7F80, 0x7FC0
+# The largest number of float8 is 448, 1.75 * 2^8. What is added to the bits of a number
+# raises its exponent by one if its fraction is above 1.75.
+_HIGHEST, _ABOVE = 8, (1 << _FRACTION) - 1 - 0b1100000
+
+
+def why_16bit(eqn: Equation, min_size: int) -> str | None:
+    """Returns why a product of 16-bit operands is none of float8; None if it is one.
+
+    The reason is the name of a scope, see :mod:`jaxmp._scopes`, and empty for what is
+    no matrix product.
+    """
+    if not is_matrix_product(eqn):
+        return ""
+    if is_batched(eqn):
+        return _scopes.KEPT_BATCHED
+    found = sizes(eqn)
+    if found is None or not all(map(is_inexact, eqn.invars)):
+        return _scopes.KEPT_OTHER_KIND
+    # A size that `jax.export` leaves open may turn out to be any.
+    if any(not isinstance(n, numbers.Integral) or n % _MULTIPLE for n in found):
+        return _scopes.KEPT_ODD
+    return _scopes.KEPT_SMALL if min(found) < min_size else None
+
+
+def multiplied(eqn: Equation, operands: Sequence[Any], dtype: Any) -> jax.Array:
+    """Applies a matrix product to bfloat16 operands, each rounded to float8.
+
+    Where one of them has an Inf or a NaN, all of the result is NaN. Its derivatives in
+    reverse mode are products of the same kind, with bfloat16 results.
+
+    Args:
+        eqn: A ``dot_general``.
+        operands: Two bfloat16 arrays.
+        dtype: Of the result, bfloat16 or float32.
+    """
+    product = _product(eqn.primitive, _params(eqn, dtype, _jaxpr.is_transposed(eqn)))
+    with jax.named_scope(_scopes.FLOAT8_PRODUCT):
+        return product(*operands)
+
+
+def _params(eqn: Equation, dtype: Any, is_backward: bool) -> tuple:
+    # The tensor cores of Hopper add up 14 bits unless they are told to be exact, which
+    # is good enough forward. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2.
+    precision = lax.Precision.HIGHEST if is_backward else None
+    changed = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
+    return tuple(sorted({**eqn.params, **changed}.items()))
+
+
+@functools.lru_cache(maxsize=4096)  # so that JAX traces it once for equal layers
+def _product(primitive: Primitive, params: tuple) -> Any:
+    options: Any = dict(params)
+    dtype = options["preferred_element_type"]
+
+    @jax.custom_vjp
+    def float8_product(lhs, rhs):
+        with jax.named_scope(_scopes.FLOAT8_SCALED):
+            (lhs, lhs_unit), (rhs, rhs_unit) = _scaled(lhs), _scaled(rhs)
+            out = primitive.bind(lhs, rhs, **options)
+        # XLA hands one factor in the result's dtype on to the product. Both are powers
+        # of two, and so is what they are multiplied to.
+        return out * (lhs_unit * rhs_unit).astype(dtype)
+
+    def forward(lhs, rhs):
+        return float8_product(lhs, rhs), (lhs, rhs)
+
+    def backward(operands, cotangent):
+        # Of both, since what is kept must not depend on what is differentiated: a
+        # scan under remat asks for it twice, and JAX remembers one answer.
+        cotangent = cotangent.astype(_BFLOAT16)
+        return tuple(
+            _transposed(primitive, options, operands, i, cotangent) for i in (0, 1)
+        )
+
+    float8_product.defvjp(forward, backward)
+    return jax.jit(float8_product)
+
+
+def _transposed(
+    primitive: Primitive, options: Any, operands: Sequence[Any], i: int, cotangent: Any
+) -> jax.Array:
+    """Returns the cotangent of operand ``i`` of a product, from that of its result."""
+    options = {**options, "preferred_element_type": _BFLOAT16}
+
+    def transposed(other, cotangent):
+        def product(x):
+            args = (x, other) if i == 0 else (other, x)
+            return primitive.bind(*args, **options)
+
+        return jax.linear_transpose(product, operands[i])(cotangent)
+
+    args = [operands[1 - i], cotangent]
+    jaxpr = _jaxpr.trace(transposed, args)
+
+    def apply(eqn, args):
+        if not is_matrix_product(eqn):
+            return _jaxpr.bind(eqn, args)
+        return [_product(eqn.primitive, _params(eqn, _BFLOAT16, True))(*args)]
+
+    return _jaxpr.interpret(jaxpr, args, apply)[0]
+
+
+def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rounds a bfloat16 array to float8.
+
+    All of it is computed as integers, which no device rounds or flushes to zero, and
+    of which NaN is the largest.
+
+    Returns:
+        A float8 array, and its unit: what it is to be multiplied by, a power of two,
+        bfloat16[]. The unit is NaN if there is an Inf or a NaN in ``x``: the array may
+        have lost it, since float8 has no Inf.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint16) & np.uint16(0x7FFF)
+    top = jnp.max(bits.astype(jnp.int32))
+    # That of the largest number, rounded up above 1.75; neither the scale nor the unit
+    # leaves the normal numbers.
+    exponent = jnp.maximum((top + _ABOVE) >> _FRACTION, _HIGHEST + 1)
+    scale = (2 * _BIAS + _HIGHEST - exponent) << _FRACTION
+    unit = jnp.where(top < _INF, (exponent - _HIGHEST) << _FRACTION, _NAN)
+    return (x * _as_bfloat16(scale)).astype(FLOAT8), _as_bfloat16(unit)
+
+
+def _as_bfloat16(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
