@@ -77,4 +77,4 @@ def main(arguments: list[str]) -> None:
     rows = [count(name) for name in options.networks]
     show("searched, over plain", rows)
     if options.save:
-        results.save(RESULTS, "over plain", h200.HARDWARE, ["fault"], rows)
+        results.save(RESULTS, "over plain", h200.HARDWARE, ["fault", *arguments], rows)
