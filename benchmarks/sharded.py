@@ -186,7 +186,7 @@ def shapes(options: Options) -> dict[str, Any]:
 
 
 def sharding(x: Any, mesh: Mesh) -> NamedSharding:
-    """Splits the rows of each matrix; vectors, and stacks of them, stay whole."""
+    """Splits the rows of what is large; the stacks of vectors stay whole."""
     matrix = x.ndim == 3 or (min(x.shape) > 1 and x.shape[0] > 256)
     rows = (None, "data") if x.ndim == 3 else ("data",)
     return NamedSharding(mesh, P(*rows) if matrix else P())

@@ -28,7 +28,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
     a ``shard_map`` of your own. Forward, each device casts its shard and gets those of
     the others: what travels is the copy in compute dtype. Backward, the gradients of
     all devices are added in ``reduce_dtype``, and each device keeps the part of its
-    shard. The sum is the one that a single device would have, without a mean.
+    shard; it is ``value_and_grad`` that makes a mean of the sum.
 
     Put ``jax.checkpoint`` around the layer that begins with it, so that the backward
     pass gathers again; the gathered copies of all layers would be kept otherwise.

@@ -118,9 +118,10 @@ def gather(
 
     As :func:`jaxmp.gather` at the beginning of each method, for the classes of layers
     that a model is built of, and without a change in their code. The parameters of the
-    model have the names and the shapes that they have without it; ``init`` and calls
-    outside of a mesh, with whole parameters, need ``module`` itself or no mesh axis in
-    ``specs``, except that ``init`` never gathers. Remat and scan go around it:
+    model keep their names and shapes, and ``init`` does not gather. To apply the model
+    to whole parameters, outside of the mesh, build it of ``module``.
+
+    Remat and scan go around it:
     ``nn.scan(nn.remat(gather(Block, specs, policy)), ...)``.
 
     Args:
@@ -142,13 +143,13 @@ def gather(
         >>> import flax.linen as nn
         >>> from jax.sharding import Mesh, PartitionSpec as P
         >>> mesh, x = Mesh(jax.devices(), ("data",)), jnp.ones((8, 16))
-        >>> Dense = gather(nn.Dense, {"kernel": P("data"), "bias": P()}, "c=bf16")
+        >>> specs = {"kernel": P("data"), "bias": P()}
+        >>> Dense = gather(nn.Dense, specs, "mixed_bfloat16")
         >>> model = nn.Sequential([nn.Dense(16), nn.relu, Dense(2)])
         >>> params = model.init(jax.random.key(0), x)
         >>> def loss_fn(params, x):
         ...     return jnp.mean(model.apply(params, x) ** 2)
-        >>> shardings = {"params": {"layers_0": P(), "layers_2": P("data")}}
-        >>> shardings["params"]["layers_2"] = {"kernel": P("data"), "bias": P()}
+        >>> shardings = {"params": {"layers_0": P(), "layers_2": specs}}
         >>> grads = jaxmp.grad(
         ...     loss_fn, mesh=mesh, shardings=shardings, gather=False, batch_argnums=1
         ... )(params, x)

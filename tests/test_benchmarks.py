@@ -5,6 +5,7 @@ import math
 import pathlib
 import subprocess
 
+import jax
 import pytest
 
 from benchmarks import (
@@ -15,6 +16,7 @@ from benchmarks import (
     host,
     memory,
     results,
+    sharded,
     timing,
 )
 from benchmarks.networks import TINY
@@ -197,6 +199,7 @@ def test_a_gpu_needs_less_memory_for_a_mixed_update():
         ("data parallel, jit", "mixed_bfloat16", 1, 2 * 2),
         ("FSDP, jit", "mixed_bfloat16", 1, 3 * 2),  # gathered twice, in loops
         ("FSDP, mesh", "mixed_bfloat16", 4, 2 + 2 * 4),
+        ("FSDP, mesh and shardings", "mixed_bfloat16", 4, 2 + 4),
     ],
 )
 def test_collectives_count_what_the_rings_of_eight_devices_send(
@@ -216,6 +219,59 @@ def test_collectives_gives_a_row_for_each_policy_that_differs():
     )
     rows = list(collectives.measured(options))
     assert [row["policy"] for row in rows] == list(collectives.POLICIES)
+
+
+def test_what_a_gpu_starts_and_waits_for_is_counted_once():
+    program = """
+HloModule jit_step, num_partitions=8
+
+ENTRY %main (p: bf16[2,3], q: bf16[2]) -> bf16[16,3] {
+  %p = bf16[2,3]{1,0} parameter(0)
+  %q = bf16[2]{0} parameter(1)
+  %s = ((bf16[2,3]{1,0}, bf16[2]{0}), (bf16[16,3]{1,0}, bf16[16]{0})) \
+all-gather-start(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
+  %d = (bf16[16,3]{1,0}, bf16[16]{0}) all-gather-done(%s)
+  ROOT %r = bf16[16,3]{1,0} get-tuple-element(%d), index=0
+}
+""".replace("\\\n", "")
+    found = collectives.collectives(program)
+    assert [(c.kind, c.size, c.devices) for c in found] == [
+        ("all-gather", 48, 4),
+        ("all-gather", 16, 4),
+    ]
+    assert collectives.sent_bytes(program) == {"all-gather bf16": 2 * 64 * 3 / 4}
+
+
+def test_the_large_model_has_six_point_seven_billion_parameters():
+    parameters = jax.tree.leaves(sharded.shapes(sharded.Options()))
+    assert sum(x.size for x in parameters) == 6_738_415_616  # of LLaMA's table 2
+
+
+@pytest.mark.evidence
+@needs_compiler
+@pytest.mark.parametrize(
+    ("form", "steps", "gathers", "sums"),
+    [
+        ("ZeRO-2, r=bf16", 2, {"layers": 1, "head": 1, "embedding": 1}, "bf16"),
+        ("ZeRO-3", 2, {"layers": 4, "head": 4, "embedding": 2}, "f32"),
+    ],
+)
+def test_a_gpu_sends_what_a_form_of_sharding_says(form, steps, gathers, sums):
+    options = sharded.Options(
+        width=512, layers=4, heads=4, hidden=1024, vocabulary=4096, tokens=256
+    )
+    text = sharded.compile_step(options, form, 8, steps).as_text()
+    sent = collectives.sent_bytes(text)
+    shapes = sharded.shapes(options)
+    size = {
+        name: sum(x.size for x in jax.tree.leaves(shapes[name])) for name in gathers
+    }
+    gathered = sum(times * size[name] for name, times in gathers.items())
+    assert sent["all-gather bf16"] == pytest.approx(2 * gathered * 7 / 8, rel=1e-3)
+    times = 1 if "ZeRO-2" in form else steps
+    wide = {"bf16": 2, "f32": 4}[sums]
+    total = wide * times * sum(size.values()) * 7 / 8
+    assert sent[f"reduce-scatter {sums}"] == pytest.approx(total, rel=1e-3)
 
 
 @pytest.mark.parametrize("fixed", [0, 100, 990])
