@@ -102,9 +102,10 @@ def loss_fn(
     """Returns the mean over sampled anchors, plus that over the regions."""
     proposed = apply(params, images, method="propose")
     keys = jax.random.split(key, len(images))
-    first = jax.vmap(first_stage_loss)(*proposed[1:], boxes, labels, keys)
-    scores, offsets = map(jax.lax.stop_gradient, proposed[1:])
-    regions = jnp.concatenate([jax.vmap(best_regions)(scores, offsets), boxes], 1)
+    _, scores, offsets = proposed
+    first = jax.vmap(first_stage_loss)(scores, offsets, boxes, labels, keys)
+    best = jax.vmap(best_regions)(*jax.lax.stop_gradient((scores, offsets)))
+    regions = jnp.concatenate([best, boxes], 1)
     # Where there are fewer digits than boxes, a box of no size says nothing.
     counts = (regions[..., 2:] > 0).all(-1)
     regions = jnp.where(counts[..., None], regions, 1)
