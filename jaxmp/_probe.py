@@ -99,6 +99,7 @@ class Probe:
         del self.sites[:], self.names[len(arrays) :]
         arrays = tuple(map(self.in_dtype, arrays))
         consts = [self.in_dtype(x) for x in _jaxpr.closed_consts(self.jaxpr)]
+        consts = _unfolded(consts)
         for x in consts:
             self.names.append(f"closed-over {jnp.result_type(x)}{[*jnp.shape(x)]}")
         given = [*arrays, *consts]
@@ -194,7 +195,12 @@ class Frame(Trails):
         name, probe = eqn.primitive.name, self.probe
         if any(_jaxpr.sub_jaxprs(eqn)) and name not in SUMS:
             probe.note(f"nothing is seen inside of `{name}`", place)
+        made = _is_made(eqn)
+        if made:
+            arrays = _unfolded(arrays)
         outs = bind_wide(eqn, arrays) if probe.wide else _jaxpr.bind(eqn, arrays)
+        if made and not arrays:
+            outs = _unfolded(outs)
         floating = [is_floating(var) for var in eqn.outvars]
         if not self.looking:
             return [Value(x, (FINITE,)) for x in outs]
@@ -571,6 +577,20 @@ def _is_number(eqn: Equation) -> bool:
         isinstance(x, _jaxpr.Literal) and is_narrow(x.aval) and np.isinf(x.val)
         for x in eqn.invars
     )
+
+
+def _is_made(eqn: Equation) -> bool:
+    """Whether ``eqn`` gives the same whatever the program is given."""
+    return all(isinstance(x, _jaxpr.Literal) for x in eqn.invars)
+
+
+def _unfolded(arrays: Sequence[Any]) -> list[Any]:
+    """Returns arrays that XLA does not know to be constant.
+
+    It would find what is seen of constants while it compiles, number by number, which
+    takes minutes for a whole program.
+    """
+    return [lax.optimization_barrier(jnp.asarray(x)) for x in arrays]
 
 
 def _is_float32(aval: Any) -> bool:
