@@ -25,6 +25,7 @@ from ._op_lists import (
     LOOKS_UP,
     ORDERS,
     PHASES,
+    RANDOM,
     SCALES,
     TOTALS,
     VIEWS,
@@ -69,6 +70,7 @@ class Made(NamedTuple):
     squared: bool = False  # a square
     squares: bool = False  # a sum with sums of squares in it
     counts: bool = False  # 0, 1, 2...
+    random: bool = False  # with random numbers in it
 
 
 class Hazards:
@@ -126,9 +128,12 @@ class Hazards:
             squared=is_square(eqn),
             squares=name in PRODUCTS and eqn.invars[0] is eqn.invars[1],
             counts=counts,
+            random=name in RANDOM or any(x.random for x in ins),
         )
         if name in CHOOSES:
-            return made._replace(chosen=ins[0].products)
+            # What is sampled is not more random where near results change places.
+            chosen = _NONE if ins[0].random else ins[0].products
+            return made._replace(chosen=chosen)
         if name in TOTALS:
             squares = ins[0].squared or ins[0].squares
             return made._replace(products=ins[0].products, squares=squares)
@@ -150,7 +155,8 @@ class Hazards:
                 return made._replace(
                     products=x.products,
                     twice=x.products if is_two else x.twice,
-                    chosen=x.chosen,
+                    # What is divided is no index any more, as of beams.
+                    chosen=x.chosen if divisor(eqn) is None else _NONE,
                     doubled=is_two,
                     squared=x.squared,
                     squares=x.squares,
@@ -183,9 +189,12 @@ class Hazards:
         elif name in JOINS_TERMS and any(x.squares for x in ins) and is_array:
             self._note("distance", _union(x.twice for x in ins))
         elif name in ORDERS and not any(x.number is not None for x in ins):
-            self._note("comparison", _union(x.products for x in ins))
+            # And not with what was computed from scores, such as the second best.
+            if any(x.given for x in ins):
+                self._note("comparison", _union(x.products for x in ins))
         elif name in LOOKS_UP:
-            self._note("comparison", _union(x.chosen for x in ins[1:]))
+            if not ins[0].products:  # as the values of a choice have
+                self._note("comparison", _union(x.chosen for x in ins[1:]))
         elif tests_equal(eqn) and any(x.counts for x in ins) and shape[1:]:  # one-hot
             self._note("comparison", _union(x.chosen for x in ins))
 
@@ -263,4 +272,5 @@ def _either(values: Sequence[Made]) -> Made:
         chosen=_union(x.chosen for x in values),
         given=all(x.given for x in values),
         squares=any(x.squares for x in values),
+        random=any(x.random for x in values),
     )

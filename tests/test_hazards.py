@@ -190,6 +190,33 @@ def routed(x, y):
     return jax.nn.one_hot(gates.argmax(-1), 8) * gates
 
 
+def sampled(x, y):
+    return y[jax.random.categorical(jax.random.key(0), x @ y.T)]
+
+
+def sampled_from_the_best(x, y):
+    scores = x @ y.T
+    least = jax.lax.top_k(scores, 2)[0][:, -1:]
+    return jnp.where(scores < least, -jnp.inf, scores)
+
+
+def ranked(x, y):
+    scores = x @ y.T
+    wanted = jnp.take_along_axis(scores, jnp.arange(8)[:, None], axis=1)
+    return (scores > wanted).sum(-1)
+
+
+def beams(x, y):
+    log_probs = jax.nn.log_softmax(x @ y.T)
+    best, i = jax.lax.top_k(log_probs.reshape(2, 32), 4)
+    return best[..., None] * x[i // 8]
+
+
+def valued_by_another(x, y):  # as in double Q-learning
+    best = (x @ y.T).argmax(-1)
+    return jnp.take_along_axis(2 * x @ y.T, best[:, None], axis=1)
+
+
 RIGHT = [
     in_a_region,
     in_highest_precision,
@@ -200,6 +227,11 @@ RIGHT = [
     activated,
     from_zeros_and_of_ones,
     routed,
+    sampled,
+    sampled_from_the_best,
+    ranked,
+    beams,
+    valued_by_another,
 ]
 
 
