@@ -170,6 +170,7 @@ LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
 PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})
+SELECTS = frozenset({"select_n"})
 RANDOM = frozenset({"random_bits"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])

@@ -64,6 +64,10 @@ def greater(x, y):
     return jnp.where(x @ y.T > x[:, :1], 1.0, 0.0)  # here
 
 
+def share_above(x, y):
+    return (x @ y.T > x[:, :1]).mean()  # here
+
+
 def in_a_scan(x, y):
     def step(carry, row):
         return carry, jnp.sin(x @ row)  # here
@@ -97,6 +101,7 @@ WRONG = {
     "argmax": (nearest, "comparison"),
     "one-hot": (nearest_one_hot, "comparison"),
     "compared": (greater, "comparison"),
+    "share": (share_above, "comparison"),
     "scan": (in_a_scan, "phase"),
     "solve": (solved, "inverse"),
     "cholesky": (factorised, "inverse"),
@@ -217,6 +222,16 @@ def valued_by_another(x, y):  # as in double Q-learning
     return jnp.take_along_axis(2 * x @ y.T, best[:, None], axis=1)
 
 
+def quantile(x, y):
+    h = x @ y.T
+    return jnp.where(h > x[:, :1], 0.9 * (h - x[:, :1]), 0.1 * (x[:, :1] - h))
+
+
+def accuracy_of_pairs(x, y):
+    scores = jnp.einsum("bid,bjd->bij", x.reshape(2, 4, 4), y.reshape(2, 4, 4))
+    return scores.argmax(-1) == jnp.arange(4)
+
+
 RIGHT = [
     in_a_region,
     in_highest_precision,
@@ -232,6 +247,8 @@ RIGHT = [
     ranked,
     beams,
     valued_by_another,
+    quantile,
+    accuracy_of_pairs,
 ]
 
 
