@@ -129,6 +129,20 @@ def test_a_function_that_casts_by_itself_is_told_its_overrides():
     assert kept["head"]["kernel"].dtype == jnp.bfloat16
 
 
+def test_products_in_float8_are_switched_with_their_scales():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean((x @ w) ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (32, 32))
+    ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
+    report = jaxmp.sensitivity(loss, "mixed_fp8", ops=ops, progress=False)(w, w.T)
+    assert "float8" in report.dtype
+    assert report.modules[0].gradients_alone > 2**-7
+    assert report.modules[0].gradients_without < 1e-6
+    assert not report.notes
+
+
 def test_an_override_that_matches_no_parameter_is_named():
     def loss(weights, x):
         def model(weights, x):
