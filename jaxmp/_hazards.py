@@ -25,7 +25,9 @@ from ._op_lists import (
     LOOKS_UP,
     ORDERS,
     PHASES,
+    RANDOM,
     SCALES,
+    SELECTS,
     TOTALS,
     VIEWS,
     divisor,
@@ -63,12 +65,15 @@ class Made(NamedTuple):
     products: Products = _NONE  # it is a sum of these, scaled
     twice: Products = _NONE  # those that are in it twice, as 2xy is
     chosen: Products = _NONE  # it is an index that was chosen by these
+    rank: int = 0  # of the index, when it was chosen
+    compared: Products = _NONE  # it says where these are above something
     given: bool = False  # from arguments and numbers alone
     number: Any = None  # what every entry is, where that is known
     doubled: bool = False  # it is twice something
     squared: bool = False  # a square
     squares: bool = False  # a sum with sums of squares in it
     counts: bool = False  # 0, 1, 2...
+    random: bool = False  # with random numbers in it
 
 
 class Hazards:
@@ -83,7 +88,8 @@ class Hazards:
     def found(self, jaxpr: Any, around: Place) -> tuple[Hazard, ...]:
         """Returns the hazards in a jaxpr, in the order of the program."""
         given = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
-        self._run(jaxpr, given, around)
+        outs = self._run(jaxpr, given, around)
+        self._note("comparison", _union(x.compared for x in outs))
         return tuple(self._found.values())
 
     def _run(self, jaxpr: Any, inputs: Sequence[Made], around: Place) -> list[Made]:
@@ -114,11 +120,17 @@ class Hazards:
         """Returns what the results of an equation are made of."""
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
-        if flops(eqn):
-            return self._product(eqn, ins, around)
         name, counts = eqn.primitive.name, _jaxpr.is_iota(eqn)
         if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
             return ins[0]
+        # A choice between values that were computed, such as both sides of a quantile
+        # loss, has no jump for certain.
+        has_jump = name not in SELECTS or all(x.given for x in ins[1:])
+        compared = _union(x.compared for x in ins)
+        if compared and has_jump and not around.of(eqn, before=around).backward:
+            self._note("comparison", compared)
+        if flops(eqn):
+            return self._product(eqn, ins, around)
         self._look(eqn, ins)
         made = Made(
             given=all(x.given for x in ins),
@@ -126,9 +138,16 @@ class Hazards:
             squared=is_square(eqn),
             squares=name in PRODUCTS and eqn.invars[0] is eqn.invars[1],
             counts=counts,
+            random=name in RANDOM or any(x.random for x in ins),
         )
         if name in CHOOSES:
-            return made._replace(chosen=ins[0].products)
+            # What is sampled is not more random where near results change places.
+            chosen = _NONE if ins[0].random else ins[0].products
+            return made._replace(chosen=chosen, rank=len(eqn.outvars[0].aval.shape))
+        # And not with what was computed from scores, such as the second best.
+        is_known = any(x.number is not None for x in ins)
+        if name in ORDERS and any(x.given for x in ins) and not is_known:
+            return made._replace(compared=_union(x.products for x in ins))
         if name in TOTALS:
             squares = ins[0].squared or ins[0].squares
             return made._replace(products=ins[0].products, squares=squares)
@@ -139,6 +158,7 @@ class Hazards:
                 products=_union(x.products for x in ins),
                 twice=_union(x.twice for x in ins),
                 chosen=_union(x.chosen for x in ins),
+                rank=max(x.rank for x in ins),
                 squares=any(x.squares for x in ins),
             )
         if name in SCALES and not is_square(eqn):
@@ -150,7 +170,9 @@ class Hazards:
                 return made._replace(
                     products=x.products,
                     twice=x.products if is_two else x.twice,
-                    chosen=x.chosen,
+                    # What is divided is no index any more, as of beams.
+                    chosen=x.chosen if divisor(eqn) is None else _NONE,
+                    rank=x.rank,
                     doubled=is_two,
                     squared=x.squared,
                     squares=x.squares,
@@ -182,12 +204,13 @@ class Hazards:
             self._note("inverse", ins[0].products)
         elif name in JOINS_TERMS and any(x.squares for x in ins) and is_array:
             self._note("distance", _union(x.twice for x in ins))
-        elif name in ORDERS and not any(x.number is not None for x in ins):
-            self._note("comparison", _union(x.products for x in ins))
         elif name in LOOKS_UP:
-            self._note("comparison", _union(x.chosen for x in ins[1:]))
-        elif tests_equal(eqn) and any(x.counts for x in ins) and shape[1:]:  # one-hot
-            self._note("comparison", _union(x.chosen for x in ins))
+            if not ins[0].products:  # as the values of a choice have
+                self._note("comparison", _union(x.chosen for x in ins[1:]))
+        elif tests_equal(eqn) and any(x.counts for x in ins):
+            # One-hot, and not an accuracy, where labels count.
+            is_one_hot = len(shape) > max(x.rank for x in ins)
+            self._note("comparison", _union(x.chosen for x in ins if is_one_hot))
 
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
@@ -261,6 +284,9 @@ def _either(values: Sequence[Made]) -> Made:
         products=_union(x.products for x in values),
         twice=_union(x.twice for x in values),
         chosen=_union(x.chosen for x in values),
+        rank=max(x.rank for x in values),
+        compared=_union(x.compared for x in values),
         given=all(x.given for x in values),
         squares=any(x.squares for x in values),
+        random=any(x.random for x in values),
     )

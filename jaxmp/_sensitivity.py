@@ -7,8 +7,10 @@ float32.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
@@ -27,7 +29,7 @@ from ._policy import PolicyLike, get_policy
 from ._scopes import is_under
 from ._sensitivity_report import ModuleSensitivity, SensitivityReport
 from ._switches import Program, compiled
-from ._tree import all_finite, widen
+from ._tree import all_finite, path_name, widen
 
 P = ParamSpec("P")
 
@@ -152,7 +154,7 @@ def sensitivity(
                 loss, gradients = _errors_of(kept, step, search.arrays)
                 again = loss, gradients
                 bar.advance()
-        return SensitivityReport(
+        report = SensitivityReport(
             modules=tuple(sorted(rows, key=lambda row: -row.alone)),
             dtype=" and ".join(sorted(program.dtypes)),
             loss=search.all.loss,
@@ -166,6 +168,8 @@ def sensitivity(
             loss_scale=search.scale,
             notes=tuple(program.notes),
         )
+        notes = _unmatched(report, [*args, *kwargs.values()])
+        return dataclasses.replace(report, notes=report.notes + notes)
 
     return measured
 
@@ -184,6 +188,21 @@ def _check_options(tolerance: float, depth: int | None) -> None:
             f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
             "Linen model, and None for all modules."
         )
+
+
+def _unmatched(report: SensitivityReport, args: Sequence[Any]) -> tuple[str, ...]:
+    """Returns what to say of overrides that match no argument."""
+    if not report.is_cast:
+        return ()
+    leaves = [leaf for arg in args for leaf in jax.tree.leaves_with_path(arg)]
+    names = [path_name(path) for path, _ in leaves]
+    pairs = zip(report.float32_paths, report.overrides, strict=True)
+    return tuple(
+        f"no argument has a path that the override for `{path}` matches: put "
+        "`jaxmp.float32_region` around that module in the place of it"
+        for path, (pattern, _) in pairs
+        if not any(re.search(pattern, name) for name in names)
+    )
 
 
 def _nothing(*args: Any) -> None:

@@ -22,7 +22,7 @@ from ._jaxpr import Equation
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
 from ._products import PRODUCTS, flops
-from ._scopes import AUTOCAST, module_of, without_repeats
+from ._scopes import AUTOCAST, FLOAT8_SCALED, module_of, without_repeats
 from ._varying import vary
 from ._wide import bind_wide, platform_of, wide_literal, widened
 
@@ -108,6 +108,8 @@ class Program:
         name = eqn.primitive.name
         if not any(is_narrow(x.aval) for x in eqn.invars) or _jaxpr.is_cast(eqn):
             return
+        if FLOAT8_SCALED in place.scopes:
+            return  # the product is, and the scale of its operands goes with it
         if name in AS_WRITTEN or name not in _KNOWN:
             line = place.line or "somewhere"
             self.notes[f"{line}: `{name}` stays in 16 bits throughout"] = None

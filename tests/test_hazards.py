@@ -64,6 +64,10 @@ def greater(x, y):
     return jnp.where(x @ y.T > x[:, :1], 1.0, 0.0)  # here
 
 
+def share_above(x, y):
+    return (x @ y.T > x[:, :1]).mean()  # here
+
+
 def in_a_scan(x, y):
     def step(carry, row):
         return carry, jnp.sin(x @ row)  # here
@@ -97,6 +101,7 @@ WRONG = {
     "argmax": (nearest, "comparison"),
     "one-hot": (nearest_one_hot, "comparison"),
     "compared": (greater, "comparison"),
+    "share": (share_above, "comparison"),
     "scan": (in_a_scan, "phase"),
     "solve": (solved, "inverse"),
     "cholesky": (factorised, "inverse"),
@@ -190,6 +195,43 @@ def routed(x, y):
     return jax.nn.one_hot(gates.argmax(-1), 8) * gates
 
 
+def sampled(x, y):
+    return y[jax.random.categorical(jax.random.key(0), x @ y.T)]
+
+
+def sampled_from_the_best(x, y):
+    scores = x @ y.T
+    least = jax.lax.top_k(scores, 2)[0][:, -1:]
+    return jnp.where(scores < least, -jnp.inf, scores)
+
+
+def ranked(x, y):
+    scores = x @ y.T
+    wanted = jnp.take_along_axis(scores, jnp.arange(8)[:, None], axis=1)
+    return (scores > wanted).sum(-1)
+
+
+def beams(x, y):
+    log_probs = jax.nn.log_softmax(x @ y.T)
+    best, i = jax.lax.top_k(log_probs.reshape(2, 32), 4)
+    return best[..., None] * x[i // 8]
+
+
+def valued_by_another(x, y):  # as in double Q-learning
+    best = (x @ y.T).argmax(-1)
+    return jnp.take_along_axis(2 * x @ y.T, best[:, None], axis=1)
+
+
+def quantile(x, y):
+    h = x @ y.T
+    return jnp.where(h > x[:, :1], 0.9 * (h - x[:, :1]), 0.1 * (x[:, :1] - h))
+
+
+def accuracy_of_pairs(x, y):
+    scores = jnp.einsum("bid,bjd->bij", x.reshape(2, 4, 4), y.reshape(2, 4, 4))
+    return scores.argmax(-1) == jnp.arange(4)
+
+
 RIGHT = [
     in_a_region,
     in_highest_precision,
@@ -200,6 +242,13 @@ RIGHT = [
     activated,
     from_zeros_and_of_ones,
     routed,
+    sampled,
+    sampled_from_the_best,
+    ranked,
+    beams,
+    valued_by_another,
+    quantile,
+    accuracy_of_pairs,
 ]
 
 

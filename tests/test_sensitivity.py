@@ -129,6 +129,34 @@ def test_a_function_that_casts_by_itself_is_told_its_overrides():
     assert kept["head"]["kernel"].dtype == jnp.bfloat16
 
 
+def test_products_in_float8_are_switched_with_their_scales():
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.mean((x @ w) ** 2)
+
+    w = jax.random.normal(jax.random.key(0), (32, 32))
+    ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
+    report = jaxmp.sensitivity(loss, "mixed_fp8", ops=ops, progress=False)(w, w.T)
+    assert "float8" in report.dtype
+    assert report.modules[0].gradients_alone > 2**-7
+    assert report.modules[0].gradients_without < 1e-6
+    assert not report.notes
+
+
+def test_an_override_that_matches_no_parameter_is_named():
+    def loss(weights, x):
+        def model(weights, x):
+            with jax.named_scope("features"):
+                return jnp.sin(x @ weights["b"])
+
+        return jnp.mean(jaxmp.with_policy(model, "mixed_bfloat16")(weights, x))
+
+    weights, x = {"b": jnp.full((2, 4), 33.3)}, jnp.full((8, 2), 3.33)
+    report = jaxmp.sensitivity(loss, progress=False)(weights, x)
+    assert report.float32_paths == ("features",)
+    assert "override for `features`" in str(report).replace("\n", " ")
+
+
 @pytest.mark.evidence
 def test_a_function_under_autocast_is_taken_as_it_stands():
     loss = jaxmp.autocast(loss_of(NET.apply), "bfloat16")
