@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import jaxmp.nnx
+from jaxmp._places import Place
+from jaxmp._probe import Probe
 
 HALF = jnp.float16
 X = jnp.array([1.0, 300.0, 2.0], HALF)
@@ -446,3 +448,19 @@ def test_parts_of_the_gradient_in_complex_and_integer_steps_are_exact():
     report = find(lambda x: x.astype(HALF).astype(jnp.bfloat16), x)
     assert report.first.operation == "convert_element_type"
     assert report.first.inputs == (("float32", (2,), 70000.0),)
+
+
+@pytest.mark.parametrize(
+    ("fun", "is_made"),
+    [
+        (lambda x: x + jnp.ones(8), True),
+        (lambda x: x + jnp.arange(8.0), True),
+        (lambda x: x + np.arange(8, dtype=np.float32), True),
+        (lambda x: x * 2, False),
+    ],
+)
+def test_what_is_seen_of_constants_is_not_found_while_compiling(fun, is_made):
+    # XLA would do that number by number, which takes minutes for a whole program.
+    probe = Probe(jax.make_jaxpr(fun)(jnp.ones(8)), ["x"])
+    text = jax.jit(probe.program(Place())).lower(jnp.ones(8)).as_text()
+    assert ("optimization_barrier" in text) == is_made
