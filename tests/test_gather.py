@@ -94,9 +94,9 @@ def assert_close(result, expected, tolerance):
 
 
 def put(specs, mesh, params=PARAMS):
-    return jax.device_put(
-        params, jax.tree.map(functools.partial(NamedSharding, mesh), specs)
-    )
+    where = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    # Copies, for the step to which they are donated.
+    return jax.device_put(jax.tree.map(jnp.copy, params), where)
 
 
 # Values
