@@ -118,7 +118,7 @@ class MixtureOfExperts(nn.Module):
         chosen = jax.nn.one_hot(gates.argmax(-1), self.experts)
         place = jnp.cumsum(chosen, axis=1) * chosen - 1  # in the queue of its expert
         capacity = 2 * x.shape[1] // self.experts
-        sent = jax.nn.one_hot(place, capacity, dtype=x.dtype)  # none beyond it
+        sent = jax.nn.one_hot(place.astype(int), capacity, dtype=x.dtype)  # none beyond
         y = jnp.einsum("blec,blw->becw", sent, x)
         experts = nn.vmap(
             nn.Dense,
