@@ -143,11 +143,9 @@ def as_options(
             "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
             "two, or leave `r=` out of the policy."
         )
-    # A mesh hands every device the whole parameters, unless they are not gathered.
-    whole = mesh is not None and gather
-    own_axes = axes_of_shardings(PartitionSpec() if whole else shardings)
-    if mesh is not None:
-        axes_of_shardings(shardings)  # refuses what is none
+    own_axes = axes_of_shardings(shardings)  # refuses what is none
+    if mesh is not None and gather:  # the function sees whole parameters
+        own_axes = axes_of_shardings(PartitionSpec())
     loss_scale = scale_in(loss_scale)
     return Options(
         policy=policy,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ._checks import as_axes
-from ._mesh import as_spec, spread_shardings
+from ._mesh import as_spec, named_axes, spread_shardings
 from ._policy import PolicyLike, get_policy
 from ._tree import is_array, is_inexact, path_name, wide_dtype
 
@@ -106,8 +106,8 @@ def sum_scatter(x: jax.Array, dims: Dims) -> jax.Array:
 
 def dims_of(spec: P, axes: Any) -> Dims:
     """Returns which dimensions a spec shards over some mesh axes."""
-    named = [tuple(a for a in as_axes(entry) if a in axes) for entry in spec]
-    return tuple((dim, names) for dim, names in enumerate(named) if names)
+    named = enumerate(named_axes(spec, axes))
+    return tuple((dim, names) for dim, names in named if names)
 
 
 # A derivative of its own, because that of a gather in 16 bits adds up in 16 bits. As a

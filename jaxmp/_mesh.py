@@ -159,8 +159,12 @@ def over_mesh(
 
 def _manual_spec(spec: P, axes: tuple[Any, ...]) -> P:
     """Returns what a spec says of some mesh axes."""
-    named = [tuple(a for a in as_axes(entry) if a in axes) for entry in spec]
-    return P(*(names or None for names in named))
+    return P(*(names or None for names in named_axes(spec, axes)))
+
+
+def named_axes(spec: P, axes: Any) -> list[tuple[Any, ...]]:
+    """Returns, of each entry of a spec, those of its mesh axes that are in ``axes``."""
+    return [tuple(axis for axis in as_axes(entry) if axis in axes) for entry in spec]
 
 
 def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
