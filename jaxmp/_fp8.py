@@ -55,7 +55,9 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
     return _scopes.KEPT_SMALL if min(found) < min_size else None
 
 
-def multiplied(eqn: Equation, operands: Sequence[Any], dtype: Any) -> jax.Array:
+def multiplied(
+    eqn: Equation, operands: Sequence[Any], dtype: Any, backward: bool
+) -> jax.Array:
     """Applies a matrix product to bfloat16 operands, each rounded to float8.
 
     Where one of them has an Inf or a NaN, all of the result is NaN. Its derivatives in
@@ -65,8 +67,9 @@ def multiplied(eqn: Equation, operands: Sequence[Any], dtype: Any) -> jax.Array:
         eqn: A ``dot_general``.
         operands: Two bfloat16 arrays.
         dtype: Of the result, bfloat16 or float32.
+        backward: Whether it belongs to a backward pass.
     """
-    product = _product(eqn.primitive, _params(eqn, dtype, _jaxpr.is_transposed(eqn)))
+    product = _product(eqn.primitive, _params(eqn, dtype, backward))
     with jax.named_scope(_scopes.FLOAT8_PRODUCT):
         return product(*operands)
 

@@ -221,6 +221,12 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     return "transpose" in _transforms(eqn)
 
 
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` computes again, for a backward pass, what was not kept."""
+    stack = eqn.source_info.name_stack.stack
+    return any("rematted_computation" in entry.name for entry in stack)
+
+
 def _transforms(eqn: JaxprEqn) -> Iterator[str]:
     """Yields the names of the transformations that have written ``eqn``."""
     for entry in eqn.source_info.name_stack.stack:

@@ -40,14 +40,18 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
+    DIFFERENTIATED,
     KEPT_BY_BFLOAT16_PATHS,
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
     KEPT_IN_RULE,
     Scopes,
+    inside,
+    is_backward,
     is_decided,
     is_under,
+    marks,
 )
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -288,7 +292,7 @@ class Planner:
 
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
-        return scopes if self.paths or self.bfloat16_paths else ()
+        return scopes if self.paths or self.bfloat16_paths else marks(scopes)
 
     def wanted_inside(
         self,
@@ -358,20 +362,22 @@ class Planner:
         """
         kind = _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
-            yield from self._uses_inside(eqn, after.wanted(eqn), scopes)
+            around = inside(eqn, scopes)
+            yield from self._uses_inside(eqn, after.wanted(eqn), around)
             return
-        kept = is_decided(scopes) or self._is_in_paths(scopes)
-        use = self._use(eqn, rule, after, kept)
-        inside = self._digits_inside(eqn, scopes) if kind in _BOUNDARIES else ()
+        use = self._use(eqn, rule, after, scopes)
+        digits: set[int] = set()
+        if kind in _BOUNDARIES:
+            digits = self._digits_inside(eqn, inside(eqn, scopes))
         for i, var in enumerate(eqn.invars):
             if rule == "infer" and i == only_compared(eqn):
                 yield var, Use.OTHERWISE
                 continue
-            exact = i == divisor(eqn) or i in inside
+            exact = i == divisor(eqn) or i in digits
             yield var, use | (Use.DIGITS if exact else Use.NOTHING)
 
-    def _use(self, eqn: Equation, rule: Rule, after: Plan, kept: bool) -> Use:
-        """Tells what ``eqn``, which the user may keep, does with all of its inputs."""
+    def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> Use:
+        """Tells what ``eqn``, which is in ``scopes``, does with all of its inputs."""
         name, wanted = eqn.primitive.name, after.wanted(eqn)
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
@@ -382,6 +388,7 @@ class Planner:
             return use | Use.PRODUCT | Use.IN_16BIT
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
+            kept = is_decided(scopes) or self._is_in_paths(scopes)
             return use | Use.REGION if kept else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
@@ -410,8 +417,8 @@ class Planner:
             return use  # with a number
         if name in JOINS:
             return use | Use.ADDS
-        transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
-        return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
+        backward = name in FACTORS and is_backward(eqn, scopes)
+        return use | (Use.MULTIPLIES if backward else Use.COMPUTES)
 
     def _uses_inside(
         self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes
@@ -423,7 +430,7 @@ class Planner:
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
-            written = any(map(_jaxpr.is_differentiated, plan.eqns))
+            written = is_written(plan, scopes)
             for i, var in zip(body.operands, inner, strict=True):
                 use = plan.use(var)
                 if loops and i < layout.fixed_in.start:
@@ -443,6 +450,11 @@ class Planner:
 
     def _is_in_paths(self, scopes: Scopes) -> bool:
         return _is_in(self.paths, scopes)
+
+
+def is_written(plan: Plan, scopes: Scopes) -> bool:
+    """Whether differentiation has written what is planned, which is in ``scopes``."""
+    return DIFFERENTIATED in scopes or any(map(_jaxpr.is_differentiated, plan.eqns))
 
 
 def _split(paths: Sequence[str]) -> dict[str, Scopes]:

@@ -61,14 +61,14 @@ def accumulated(
     return accumulate(*args)
 
 
-def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype) -> Any:
+def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool) -> Any:
     """Returns a product in 16 bits that is not taken in them.
 
     A score beyond the range of float16 has its softmax in float32, where it is finite.
     In the backward pass such a number says that the step is to be skipped.
     """
     (out,) = _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
-    if dtype == jnp.bfloat16 or _jaxpr.is_transposed(eqn):
+    if dtype == jnp.bfloat16 or backward:
         return out
     limit = np.asarray(jnp.finfo(dtype).max, dtype)
     return lax.clamp(-limit, out, limit)

@@ -7,7 +7,6 @@ gets the former back.
 """
 
 import contextlib
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,10 +20,11 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
+from ._loops import rounded_weights
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
-from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
+from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Want
 from ._product_rules import accumulated, gathered, rounded
-from ._scopes import Scopes, check_paths
+from ._scopes import Scopes, check_paths, inside, is_backward
 from ._values import Known, Value, given, literal, note_number, note_origin, saturated
 
 
@@ -134,7 +134,8 @@ class Caster:
     ) -> list[Value]:
         """Replays one equation of a jaxpr inside ``scopes`` by its rule."""
         if rule == "call":
-            outs = self.call(eqn, ins, wanted, scopes + _jaxpr.scope_names(eqn))
+            around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+            outs = self.call(eqn, ins, wanted, around)
         elif rule == "retype" and ins[0].narrow:
             return ins
         else:
@@ -187,15 +188,21 @@ class Caster:
         ]
         linear = any(value.linear for value in ins)
         reason = self.planner.why_16bit(eqn, scopes, linear)
+        backward = is_backward(eqn, scopes)
         if reason is None:
             rounds = want in IN_16BIT or want == "rounded"
             dtype = self.dtype if rounds else eqn.outvars[0].aval.dtype
-            return [multiplied(eqn, operands, dtype)]
+            return [multiplied(eqn, operands, dtype, backward)]
         with _noted(reason):
-            return self.in_16bit(eqn, operands, want, linear)
+            return self.in_16bit(eqn, operands, want, linear, backward)
 
     def in_16bit(
-        self, eqn: Equation, operands: list[Any], want: Want, linear: bool
+        self,
+        eqn: Equation,
+        operands: list[Any],
+        want: Want,
+        linear: bool,
+        backward: bool,
     ) -> list[Any]:
         """Applies an operation of the allow list to 16-bit operands.
 
@@ -209,7 +216,7 @@ class Caster:
         if want in IN_16BIT:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         if want == "rounded":
-            return [rounded(eqn, operands, self.dtype)]
+            return [rounded(eqn, operands, self.dtype, backward)]
         return [accumulated(eqn, operands, self.dtype, linear)]
 
     def as_read(self, eqn: Equation, outs: list[Value], plan: Plan) -> list[Value]:
@@ -324,8 +331,8 @@ class Caster:
             Value(x.original(), linear=x.linear) if i in layout.fixed_in else x
             for i, x in enumerate(ins)
         ]
-        if kind == "scan":
-            ins = self.hoisted(layout, ins, wanted, scopes)
+        if kind in ("scan", "while"):
+            ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
 
         def rewritten(fixed):
             return [
@@ -347,32 +354,6 @@ class Caster:
         if kind in ("scan", "while", "cond"):
             return self.results(eqn, arrays)
         return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
-
-    def hoisted(
-        self,
-        layout: _jaxpr.CallLayout,
-        ins: list[Value],
-        wanted: tuple[Want, ...],
-        scopes: Scopes,
-    ) -> list[Value]:
-        """Narrows the weights of a scan before it, where that costs no precision.
-
-        Gradients that come back through a scan would be added in 16 bits, so only a
-        scan that has been differentiated already qualifies: an accumulation.
-        """
-        jaxpr = layout.bodies[0].jaxpr
-        plan = self.planner.plan(jaxpr, wanted, scopes)
-        if not any(map(_jaxpr.is_differentiated, plan.eqns)):
-            return ins
-        variables = _jaxpr.in_vars(jaxpr)
-        read = Use.IN_16BIT | Use.OTHERWISE
-        weights = {v for v in variables if plan.use(v) & read == Use.IN_16BIT}
-        return [
-            dataclasses.replace(value, array=value.in_16bit(self.dtype), narrow=True)
-            if var in weights and i < layout.fixed_in.start
-            else value
-            for i, (value, var) in enumerate(zip(ins, variables, strict=True))
-        ]
 
     def rewritten(
         self,

@@ -26,6 +26,11 @@ KEPT_SMALL = "jaxmp.16bit.small"
 KEPT_ODD = "jaxmp.16bit.odd"
 KEPT_OTHER_KIND = "jaxmp.16bit.kind"
 KEPT_IN_RULE = "jaxmp.16bit.rule"
+# Around what is in a loop, a call or a remat that differentiation has written, and in
+# one of a backward pass: only the equation that holds it tells.
+DIFFERENTIATED = "jaxmp.differentiated"
+BACKWARD = "jaxmp.backward"
+_MARKS = frozenset({DIFFERENTIATED, BACKWARD})
 
 
 # Names of the scopes around something, the outermost first.
@@ -37,11 +42,34 @@ def is_decided(scopes: Scopes) -> bool:
     return FLOAT32 in scopes or AUTOCAST in scopes
 
 
+def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
+    """Returns the scopes around what ``eqn``, which is in ``scopes``, holds."""
+    around = tuple(name for name in scopes if name not in _MARKS)
+    if is_backward(eqn, scopes):
+        return (*around, DIFFERENTIATED, BACKWARD)
+    if DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn):
+        return (*around, DIFFERENTIATED)
+    return around
+
+
+def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
+    """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
+    if _jaxpr.is_recomputed(eqn):
+        return False
+    return BACKWARD in scopes or _jaxpr.is_transposed(eqn)
+
+
+def marks(scopes: Scopes) -> Scopes:
+    """Returns what is known of differentiation in ``scopes``."""
+    return tuple(name for name in scopes if name in _MARKS)
+
+
 def is_under(path: Scopes, scopes: Scopes) -> bool:
     """Whether ``scopes`` lie in ``path``, which may leave out the outermost name.
 
     The outermost name of a Linen model is its class; differentiation repeats it.
     """
+    scopes = tuple(name for name in scopes if name not in _MARKS)
     starts = (i for i in range(len(scopes)) if i == 0 or scopes[i - 1] == scopes[0])
     return any(scopes[i : i + len(path)] == path for i in starts)
 

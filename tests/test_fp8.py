@@ -118,7 +118,7 @@ def test_a_product_is_that_of_its_rounded_operands(wanted):
         rounded, unit = _fp8._scaled(operand)
         results.append(np.float64(rounded) * np.float64(unit))
     (eqn,) = jax.make_jaxpr(lax.dot)(X[0], PARAMS["a"]).eqns
-    found = jax.jit(lambda x, w: _fp8.multiplied(eqn, (x, w), wanted))(x, w)
+    found = jax.jit(lambda x, w: _fp8.multiplied(eqn, (x, w), wanted, False))(x, w)
     assert found.dtype == wanted
     expected = operator.matmul(*results)
     tolerance = 8 * jnp.finfo(wanted).eps * np.abs(expected).max()

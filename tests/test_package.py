@@ -40,6 +40,7 @@ ROWS = [
         "_wide",
         "_loss_scale_state",
     },
+    {"_loops"},
     {
         "_mesh",
         "_replay",
