@@ -1,4 +1,4 @@
-"""What a loop is given: its weights, which are rounded before the first trip."""
+"""What goes into loops and comes out of them: rounded weights, and what is known."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from . import _jaxpr
 from ._jaxpr import Equation
 from ._plan import Planner, Use, Want, is_written
 from ._scopes import Scopes
-from ._values import Value
+from ._values import Known, Value
 
 
 def rounded_weights(
@@ -43,3 +43,40 @@ def rounded_weights(
                 array = ins[i].in_16bit(planner.dtype)
                 ins[i] = dataclasses.replace(ins[i], array=array, narrow=True)
     return ins
+
+
+def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:
+    """Returns what is known of the inputs of a loop in every trip.
+
+    Of what it carries only the first value is there, and of what it goes through one
+    slice at a time.
+    """
+    layout = _jaxpr.call_layout(eqn)
+    known = []
+    for i, value in enumerate(ins):
+        if i in layout.fixed_in:
+            value = Value(value.original(), linear=value.linear)
+        elif i >= layout.fixed_in.stop and value.kept is not None:
+            axes = () if 0 in value.kept else tuple(axis - 1 for axis in value.kept)
+            value = dataclasses.replace(value, kept=axes)
+        known.append(value)
+    return known
+
+
+def note_kept(
+    eqn: Equation, known: Sequence[Sequence[Known]], outs: Sequence[Value]
+) -> None:
+    """Notes what the backward pass is to read in 16 bits of what ``eqn`` returns.
+
+    Args:
+        eqn: A loop or a choice.
+        known: For each of its bodies, what is known of its outputs.
+        outs: The outputs of ``eqn``.
+    """
+    # The slices that a scan puts together have one axis less.
+    more = int(_jaxpr.call_kind(eqn) == "scan")
+    for i, out in enumerate(outs):
+        kept = {body[i].kept for body in known if i < len(body)}
+        if out.narrow and kept != {None}:
+            (axes,) = kept if len(kept) == 1 else ((),)
+            out.kept = tuple(axis + more for axis in axes or ())

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._loops import rounded_weights
+from ._loops import known_in_trip, note_kept, rounded_weights
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Want
 from ._product_rules import accumulated, gathered, rounded
@@ -326,13 +326,9 @@ class Caster:
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         fixed = tuple(i in layout.fixed_out for i in range(len(wanted)))
         wanted = self.planner.wanted_inside(layout, wanted, scopes)
-        # Of what a loop carries only the first value is here.
-        ins = [
-            Value(x.original(), linear=x.linear) if i in layout.fixed_in else x
-            for i, x in enumerate(ins)
-        ]
         if kind in ("scan", "while"):
             ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
+            ins = known_in_trip(eqn, ins)
 
         def rewritten(fixed):
             return [
@@ -352,7 +348,9 @@ class Caster:
         jaxprs = [body.jaxpr for body in new]
         arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):
-            return self.results(eqn, arrays)
+            outs = self.results(eqn, arrays)
+            note_kept(eqn, [body.known for body in new], outs)
+            return outs
         return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
 
     def rewritten(

@@ -1,0 +1,253 @@
+"""Loops: their weights are rounded once, and passes are told apart inside of them.
+
+What differentiation has done stands on the equation that holds a loop, a call or a
+remat, and not on those that are in it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+from jaxmp import _jaxpr
+
+F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
+SINGLE = np.dtype(np.float32)
+W, U = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 4
+XS = jax.random.normal(jax.random.key(1), (5, 4, 8))
+
+
+def in_loops(jaxpr, inside=False):
+    """Yields each equation, and whether it is in a loop."""
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        yield eqn, inside
+        loops = inside or eqn.primitive.name in ("scan", "while")
+        for body in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
+            yield from in_loops(body, loops)
+
+
+def roundings(fun, *args):
+    """Returns for each rounding of a weight, which is 8 by 8, whether it is in a loop.
+
+    And for each product with a rounded weight.
+    """
+    casts, products = [], []
+    for eqn, inside in in_loops(jax.make_jaxpr(fun)(*args)):
+        kinds = [(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+        if _jaxpr.is_cast(eqn) and kinds == [((8, 8), SINGLE)]:
+            casts.append(inside)
+        if eqn.primitive.name == "dot_general" and kinds[1][0] == (8, 8):
+            products.append(inside)
+            assert kinds[1][1] != SINGLE
+    return casts, products
+
+
+def recurrent(w, u, xs):
+    def step(h, x):
+        h = jnp.tanh(x @ w + h @ u)
+        return h, h
+
+    return lax.scan(step, jnp.zeros((4, 8)), xs)[1]
+
+
+def gated(w, u, xs):
+    """Backwards through time, with a state that adds up."""
+
+    def step(state, x):
+        c, h = state
+        a, b = jnp.split(x @ jnp.hstack([w, w]) + h @ jnp.hstack([u, u]), 2, axis=-1)
+        c = jax.nn.sigmoid(a) * c + jnp.tanh(b)
+        return (c, jnp.tanh(c)), c
+
+    zeros = jnp.zeros((4, 8))
+    return lax.scan(step, (zeros, zeros), xs, reverse=True)[1]
+
+
+def nested(w, u, xs):
+    def layer(h, _):
+        return recurrent(w, u, h), None
+
+    return lax.scan(layer, xs, None, length=2)[0]
+
+
+def recomputed(w, u, xs):
+    def step(h, x):
+        h = jax.checkpoint(lambda h: jnp.tanh(x @ w + h @ u))(h)
+        return h, h
+
+    return lax.scan(step, jnp.zeros((4, 8)), xs)[1]
+
+
+def counted(w, u, xs):
+    return lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w @ u), xs[0])
+
+
+RECURRENCES = {
+    "recurrent": recurrent,
+    "jit": jax.jit(recurrent),
+    "scan of scan": nested,
+    "remat in scan": recomputed,
+    "scan in remat": jax.checkpoint(recurrent),
+    "fori_loop": counted,
+    "vmap": jax.vmap(recurrent, (None, None, 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_loop_of_a_gradient_is_given_rounded_weights(name):
+    def loss(weights, xs):
+        xs = jnp.stack([xs, xs], 2) if name == "vmap" else xs
+        return (RECURRENCES[name](*weights, xs) ** 2).mean()
+
+    grad = jax.grad(loss)
+    casts, products = roundings(jaxmp.autocast(grad, F16), (W, U), XS)
+    assert casts
+    assert not any(casts)
+    assert any(products)
+    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 4e-3
+
+
+def test_a_state_that_adds_up_and_the_sums_of_gradients_stay_float32():
+    def loss(weights, xs):
+        return (gated(*weights, xs) ** 2).mean()
+
+    grad = jax.grad(loss)
+    eqns = traced(jaxmp.autocast(grad, BF16), (W, U), XS)
+    loops = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    assert len(loops) == 2
+    for eqn in loops:
+        consts, carries = _jaxpr.scan_counts(eqn)
+        assert {v.aval.dtype for v in eqn.invars[:consts]} == {BF16}
+        carried = eqn.invars[consts:][:carries]
+        assert {v.aval.dtype for v in carried} == {SINGLE}
+    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.02
+
+
+def test_over_thousands_of_steps_a_gradient_adds_up_in_float32():
+    def loss(w, xs):
+        return lax.scan(lambda c, x: (c + (x @ w).mean(), None), 0.0, xs)[0]
+
+    xs = 1e-3 * (1 + jax.random.uniform(jax.random.key(0), (4096, 2, 8)))
+    grad = jax.grad(loss)
+    assert roundings(jaxmp.autocast(grad, F16), W, xs)[0] == [False]
+    found = jax.jit(jaxmp.autocast(grad, F16))(W, xs)
+    assert relative_error(found, jax.jit(grad)(W, xs)) < 1e-4
+
+
+def test_a_loop_that_may_yet_be_differentiated_rounds_in_each_trip():
+    casts, _ = roundings(jaxmp.autocast(recurrent, F16), W, U, XS)
+    assert casts == [True, True]
+
+
+def test_a_while_that_nothing_differentiates_is_given_rounded_weights():
+    def generated(w, u, x, steps):
+        def going(state):
+            return (state[0] < steps) & ((state[1] @ u).max() < 100)
+
+        return lax.while_loop(going, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))
+
+    args = W, U, XS[0], 7
+    casts, products = roundings(jaxmp.autocast(generated, BF16), *args)
+    assert casts == [False, False]
+    assert products == [True, True]
+    found, expected = jax.jit(jaxmp.autocast(generated, BF16))(*args), generated(*args)
+    assert found[0] == expected[0]
+    np.testing.assert_allclose(found[1], expected[1], atol=0.02)
+
+
+def test_a_while_has_its_derivative_forward():
+    def fun(w):
+        state = lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] @ w), (0, XS[0])
+        )
+        return state[1]
+
+    found = jax.jit(jax.jacfwd(jaxmp.autocast(fun, F16)))(W)
+    assert relative_error(found, jax.jit(jax.jacfwd(fun))(W)) < 4e-3
+
+
+def test_a_gradient_of_a_recurrence_may_be_differentiated_again():
+    def loss(w):
+        return (recurrent(w, U, XS) ** 2).mean()
+
+    def twice(cast):
+        return jax.jit(jax.grad(lambda w: (cast(jax.grad(loss))(w) ** 2).sum()))(W)
+
+    found = twice(lambda grad: jaxmp.autocast(grad, BF16))
+    assert relative_error(found, twice(lambda grad: grad)) < 0.03
+
+
+# The backward pass inside of what holds jaxprs.
+
+
+def attend(x):
+    return jax.nn.softmax(x @ x.T / 3) @ (x * x)
+
+
+LAYERS = {
+    "call": attend,
+    "jit": jax.jit(attend),
+    "remat": jax.checkpoint(attend),
+    "scan": lambda x: lax.scan(lambda x, _: (attend(x), None), x, length=2)[0],
+    "scan of remat": lambda x: lax.scan(
+        lambda x, _: (jax.checkpoint(attend)(x), None), x, length=2
+    )[0],
+    "remat of scan": jax.checkpoint(
+        lambda x: lax.scan(lambda x, _: (attend(x), None), x, length=2)[0]
+    ),
+    "scan of jit": lambda x: lax.scan(
+        lambda x, _: (jax.jit(attend)(x), None), x, length=2
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_backward_pass_reads_a_softmax_in_16_bits_wherever_it_is(name):
+    grad = jax.grad(lambda x: (LAYERS[name](x) ** 2).sum())
+    cast = jaxmp.autocast(grad, F16)
+    eqns = traced(cast, XS[0])
+    kept = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    assert kept
+    assert {e.outvars[0].aval.dtype for e in kept} == {F16}
+    stacked = [v.aval for e in eqns for v in e.outvars if v.aval.shape == (2, 4, 4)]
+    assert all(aval.dtype == F16 for aval in stacked)
+    assert bool(stacked) == (name in ("scan", "scan of jit", "remat of scan"))
+    assert relative_error(jax.jit(cast)(XS[0]), jax.jit(grad)(XS[0])) < 4e-3
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
+def test_what_rounding_leaves_of_the_sums_is_taken_out_in_a_loop_too(wrap):
+    def loss(scores, v):
+        def step(total, s):
+            return total + (wrap(jax.nn.softmax)(s) @ v).sum(), None
+
+        return lax.scan(step, 0.0, scores)[0]
+
+    scores = jax.random.normal(jax.random.key(2), (2, 4, 8))
+    cast = jaxmp.autocast(jax.grad(loss), BF16)
+    found = jax.jit(cast)(scores, W**2)
+    assert relative_error(found, jax.jit(jax.grad(loss))(scores, W**2)) < 0.02
+    assert abs(found.sum(-1)).max() < 1e-5 * abs(found).max()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_rounded_product_of_a_backward_scan_overflows(remat):
+    def loss(x, scale):
+        def step(x, _):
+            return x @ jnp.ones((8, 8)), None
+
+        step = jax.checkpoint(step) if remat else step
+        return lax.scan(step, x, length=2)[0].sum() * scale
+
+    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+    grad = jax.jit(jaxmp.autocast(jax.value_and_grad(loss), F16, ops=ops))
+    x = jnp.full((4, 8), 2e3)  # forward it is cut to the largest number
+    value, found = grad(x, 1.0)
+    assert jnp.isfinite(value)
+    assert jnp.isfinite(found).all()
+    assert not jnp.isfinite(grad(x, 3e4)[1]).all()
