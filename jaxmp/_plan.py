@@ -28,6 +28,7 @@ from ._op_lists import (
     HANDS_ON,
     JOINS,
     PICKS,
+    POOLS,
     STARTS,
     STEEP,
     VIEWS,
@@ -162,6 +163,15 @@ class Plan:
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
         in_16bit = read == Use.IN_16BIT or self.want(out) == "stored"
         return in_16bit and is_float32(eqn.invars[0])
+
+    def pools_shared(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` pools what others take too, and not to compare it."""
+        if eqn.primitive.name not in POOLS:
+            return False
+        readers = [other for other in self.eqns if eqn.invars[0] in other.invars]
+        compares = [only_compared(other) is not None for other in readers]
+        compares += [other.primitive.name in COMPARES for other in readers]
+        return len(readers) - sum(compares) > 1
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""

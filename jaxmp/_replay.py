@@ -25,7 +25,16 @@ from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Want
 from ._product_rules import accumulated, gathered, rounded
 from ._scopes import Scopes, check_paths, inside, is_backward
-from ._values import Known, Value, given, literal, note_number, note_origin, saturated
+from ._values import (
+    Known,
+    Value,
+    given,
+    literal,
+    note_number,
+    note_origin,
+    saturated,
+    stored_by_xla,
+)
 
 
 class Rewritten(NamedTuple):
@@ -119,6 +128,8 @@ class Caster:
                 if plan.gathers_in_16bit(eqn, rule) and ins[0].outside:
                     array = gathered(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
+                if ins and ins[0].narrow and plan.pools_shared(eqn):
+                    ins[0].array = stored_by_xla(ins[0].array)
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 return self.as_read(eqn, outs, plan)
 

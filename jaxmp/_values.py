@@ -162,6 +162,15 @@ def saturated(array: Any, dtype: np.dtype) -> Any:
     return lax.select(lax.is_finite(array), clipped, array)
 
 
+def stored_by_xla(array: Any) -> Any:
+    """Returns a 16-bit array that XLA is to pool, as it is to be stored.
+
+    XLA pools no bfloat16 numbers. It widens them, leaves out the rounding before that,
+    and then stores float32 numbers for all who read them.
+    """
+    return lax.optimization_barrier(array) if array.dtype == jnp.bfloat16 else array
+
+
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
     """Notes what every entry of ``outs`` equals, and of which inputs they are views."""
     scalar, source_size = _scalar_of(eqn, ins), _source_size_of(eqn, ins)
