@@ -139,6 +139,28 @@ def test_over_thousands_of_steps_a_gradient_adds_up_in_float32():
     assert relative_error(found, jax.jit(grad)(W, xs)) < 1e-4
 
 
+def test_a_long_memory_keeps_the_digits_that_16_bits_have_not():
+    def loss(weights, xs):
+        w, u = (x.astype(xs.dtype) for x in weights)
+        decays = jnp.exp(-0.02 * jax.nn.sigmoid(xs @ w))
+        entries = jnp.sqrt(1 - decays**2 + 1e-6) * (xs @ u)
+
+        def step(h, x):
+            h = x[0] * h + x[1]
+            return h, h
+
+        states = lax.scan(step, jnp.zeros_like(xs[0]), (decays, entries))[1]
+        return ((states @ w) ** 2).mean().astype(jnp.float32)
+
+    xs = jax.random.normal(jax.random.key(3), (128, 4, 8))
+    grad = jax.grad(loss)
+    expected = jax.jit(grad)((W, U), xs)
+    native = jax.jit(grad)((W, U), xs.astype(BF16))
+    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), xs)
+    assert relative_error(native, expected) > 0.02
+    assert relative_error(found, expected) < 0.01
+
+
 def test_a_loop_that_may_yet_be_differentiated_rounds_in_each_trip():
     casts, _ = roundings(jaxmp.autocast(recurrent, F16), W, U, XS)
     assert casts == [True, True]
