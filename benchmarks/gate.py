@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jaxmp
 
 from . import fp8, h200, narrow
+from .families import LSTM
 from .machinery import count
-from .networks import gpt, mlp, resnet
+from .networks import gpt, mlp, resnet, sequence_model
 from .steps import FLOOR, contestant
 from .tables import show
 
@@ -23,6 +24,7 @@ NETWORKS = {
     "mlp": mlp(256, features=1024, width=1024, layers=2),
     "gpt": gpt(16, layers=1, width=256, heads=4, vocabulary=1024, length=256),
     "cnn": resnet(32, image=64, stages=(1,), width=128, bottleneck=False),
+    "lstm": sequence_model(LSTM(layers=1, width=256, vocabulary=256, length=16), 256),
 }
 # Network, contestant, micro-batches.
 STEPS = [
@@ -35,6 +37,7 @@ STEPS = [
     ("gpt", "jaxmp cast", 4),
     ("cnn", "jaxmp cast", 1),
     ("cnn", "jaxmp autocast", 1),
+    ("lstm", "jaxmp autocast", 1),
 ]
 DECODER = fp8.Decoder(256, layers=2, vocabulary=1024, rows=4, length=256, head_size=64)
 
