@@ -389,6 +389,7 @@ class Planner:
     def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> Use:
         """Tells what ``eqn``, which is in ``scopes``, does with all of its inputs."""
         name, wanted = eqn.primitive.name, after.wanted(eqn)
+        kept = is_decided(scopes) or self._is_in_paths(scopes)
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
@@ -398,7 +399,6 @@ class Planner:
             return use | Use.PRODUCT | Use.IN_16BIT
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
-            kept = is_decided(scopes) or self._is_in_paths(scopes)
             return use | Use.REGION if kept else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
