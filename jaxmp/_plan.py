@@ -28,6 +28,7 @@ from ._op_lists import (
     HANDS_ON,
     JOINS,
     PICKS,
+    REVERSES,
     STARTS,
     STEEP,
     VIEWS,
@@ -147,12 +148,14 @@ class Plan:
             return "added"
         return "kept" if Use.MULTIPLIES in use else "stored"
 
-    def gathers_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
-        """Tells whether ``eqn`` gathers weights that everybody takes in 16 bits.
+    def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+        """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
 
-        They then travel so. Not where their gradient would add up over a loop.
+        They are rounded before. Gathered, they then travel so; and XLA knows the
+        gradient of a convolution by a kernel that is reversed where it is taken. Not
+        where their own gradient would add up over a loop.
         """
-        if eqn.primitive.name not in GATHERS or rule != "infer":
+        if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)

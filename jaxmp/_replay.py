@@ -23,7 +23,8 @@ from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
-from ._product_rules import accumulated, gathered, rounded
+from ._product_rules import accumulated, moved, rounded
+from ._rows import added_to_zeros, row_axis
 from ._scopes import Scopes, check_paths
 from ._values import Known, Value, given, literal, note_number, note_origin, saturated
 
@@ -116,8 +117,8 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(rules), plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                if plan.gathers_in_16bit(eqn, rule) and ins[0].outside:
-                    array = gathered(eqn, ins[0].array, self.dtype)
+                if plan.moves_in_16bit(eqn, rule) and ins[0].outside:
+                    array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 return self.as_read(eqn, outs, plan)
@@ -468,7 +469,7 @@ class Caster:
                 _jaxpr.zero_tangent(x) if out.is_zero() else x
                 for x, out in zip(arrays, outs, strict=True)
             ]
-            nothing = [_float0(var.aval) for var in eqn.outvars]
+            nothing = [_jaxpr.no_tangent(var.aval) for var in eqn.outvars]
             results = len(new.known)
             return arrays[:results], _replaced(nothing, moved, tangents_out[results:])
 
@@ -548,15 +549,13 @@ def _leads(name: str, value: Value) -> bool:
 
 def _bind_as_written(eqn: Equation, ins: list[Value]) -> list[Any]:
     """Applies ``eqn`` to its inputs in their original dtypes."""
-    return _jaxpr.bind(eqn, [value.original() for value in ins])
+    arrays = [value.original() for value in ins]
+    if row_axis(eqn) is not None and ins[0].is_zero():
+        return [added_to_zeros(eqn, *arrays[1:])]
+    return _jaxpr.bind(eqn, arrays)
 
 
 # Rules of derivatives.
-
-
-def _float0(aval: Any) -> Any:
-    """Returns the tangent of what has none."""
-    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 @contextlib.contextmanager

@@ -163,6 +163,39 @@ def test_what_does_not_commute_with_rounding_comes_first():
     assert dtypes_of("floor", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
 
 
+CONVOLUTIONS = {
+    "strided": {"window_strides": (2, 2)},
+    "grouped": {"window_strides": (1, 1), "feature_group_count": 2},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_kernel_is_reversed_in_16_bits_for_the_gradient_of_an_input(options, order):
+    # Reversed in float32 and rounded then, cuDNN's own gradient is not found by XLA.
+    kernel = jax.random.normal(jax.random.key(4), (3, 3, 4 // len(options), 4)) / 6
+    image = jax.random.normal(jax.random.key(5), (2, 6, 6, 4))
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def loss(image):
+        h = lax.conv_general_dilated(
+            image, kernel, padding="SAME", dimension_numbers=numbers, **options
+        )
+        return (h**2).sum()
+
+    grad = ORDERS[order](loss, HALF)
+    assert dtypes_of("rev", grad, image) == {HALF}
+    assert error(jax.jit(grad)(image), jax.jit(jax.grad(loss))(image)) < 2**-7
+
+
+def test_a_reversed_weight_keeps_its_digits_for_others():
+    def fun(w, x):
+        r = w[::-1]
+        return x @ r + (r - w)[:4]
+
+    assert dtypes_of("rev", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
+
+
 def test_a_mask_value_beyond_the_range_stays_finite():
     def fun(w, x):
         return jnp.where(X > 0, normalised(w, x), -1e9) @ w
