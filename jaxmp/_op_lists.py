@@ -151,6 +151,8 @@ AS_WRITTEN = frozenset(" ".join([_FORMAT, _DISCRETE, _OPAQUE]).split())
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
+# Where derivatives add up what several readers of a value have sent back.
+ADDS_UP = frozenset({"add_any"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 # What turns a kernel around, for the gradient of a convolution's input.

@@ -20,6 +20,7 @@ from . import _jaxpr
 from ._fp8 import why_16bit
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    ADDS_UP,
     CALLS,
     COMPARES,
     DEFAULT_OPS,
@@ -31,6 +32,7 @@ from ._op_lists import (
     REVERSES,
     STARTS,
     STEEP,
+    TOTALS,
     VIEWS,
     OpLists,
     axes_of_softmax,
@@ -66,6 +68,7 @@ class Use(enum.Flag):
     COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
     ADDS = enum.auto()  # one adds to it
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
+    TOTALS = enum.auto()  # one sums it up in the backward pass: a bias's gradient
     DIGITS = enum.auto()  # one needs its last digits
     REGION = enum.auto()  # one is what the user keeps in float32
     # One is a loop that may yet be differentiated, and takes it in every trip.
@@ -146,6 +149,8 @@ class Plan:
             return "product"
         if Use.ADDS in use:
             return "added"
+        if Use.TOTALS in use:
+            return "product"
         return "kept" if Use.MULTIPLIES in use else "stored"
 
     def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
@@ -383,6 +388,8 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
+        if name in TOTALS and _jaxpr.is_transposed(eqn) and not kept:
+            return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
             return use | Use.REGION if kept else use
@@ -396,22 +403,21 @@ class Planner:
         for var in eqn.outvars:
             moved |= after.use(var)
         if views:
-            read = Use.OTHERWISE | Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.REGION
-            return use | moved & (read | Use.TRIPS)
+            return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.DIGITS)
         use |= Use.OTHERWISE
         if picks:
             # Who computes with what is chosen needs all that it is chosen from. But
             # what a product takes may be added to, as in a residual network.
             if for_product:
                 moved &= ~Use.ADDS
-            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES):
+            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.TOTALS):
                 use |= Use.COMPUTES
             return use | moved & Use.REGION
         if name in COMPARES and all(
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):
             return use  # with a number
-        if name in JOINS:
+        if name in JOINS | ADDS_UP:
             return use | Use.ADDS
         transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
         return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
+from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Use, Want
 from ._product_rules import accumulated, moved, rounded
 from ._rows import added_to_zeros, row_axis
@@ -221,14 +221,15 @@ class Caster:
         """
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
-        read = []
+        read, keeps = (
+            [],
+            ("kept", "added") if eqn.primitive.name in ADDS_UP else ("kept",),
+        )
         for out, want in zip(outs, plan.wanted(eqn), strict=True):
-            if want in ("stored", "kept") and out.is_computed():
-                if want == "stored":
-                    out = out.stored(self.dtype)
-                else:
-                    axes = plan.axes_of_softmax(eqn)
-                    out = out.kept_for_backward(self.dtype, axes)
+            if want == "stored" and out.is_computed():
+                out = out.stored(self.dtype)
+            elif want in keeps and out.is_computed():
+                out = out.kept_for_backward(self.dtype, plan.axes_of_softmax(eqn))
             read.append(out)
         return read
 
