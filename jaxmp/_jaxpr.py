@@ -207,8 +207,18 @@ def _scope_names(name_stack: source_info_util.NameStack) -> tuple[str, ...]:
         for entry in name_stack.stack
         if type(entry).__name__ == "Scope"
         for name in entry.name.split("/")
-        if name != "rematted_computation"
+        if name != _COMPUTED_AGAIN
     )
+
+
+# What `jax.checkpoint` names what its backward pass computes a second time.
+_COMPUTED_AGAIN = "rematted_computation"
+
+
+def is_computed_again(eqn: JaxprEqn) -> bool:
+    """Whether a rematerialised function computes ``eqn`` for its backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    return any(_COMPUTED_AGAIN in entry.name.split("/") for entry in stack)
 
 
 def is_differentiated(eqn: JaxprEqn) -> bool:

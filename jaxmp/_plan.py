@@ -118,12 +118,23 @@ class Plan:
         rules: For each of them, how to treat it.
         uses: For each variable that is read, what its readers do with it.
         rounds: Whether every product returns 16 bits.
+        again: Whether they compute again what others of them, the backward pass of a
+            rematerialised function, need.
     """
 
     eqns: Sequence[Equation]
     rules: Sequence[Rule]
     uses: Mapping[Any, Use]
     rounds: bool = False
+    again: bool = False
+
+    def is_transposed(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` belongs to a backward pass.
+
+        Of what rematerialises, JAX does not say so inside.
+        """
+        apart = self.again and not _jaxpr.is_computed_again(eqn)
+        return apart or _jaxpr.is_transposed(eqn)
 
     def use(self, var: Any) -> Use:
         """Tells what the readers of ``var`` do with it."""
@@ -332,7 +343,8 @@ class Planner:
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
         uses: dict[Any, Use] = {}
-        plan = Plan(jaxpr.eqns, rules, uses, self.ops.rounds_products)
+        again = any(map(_jaxpr.is_computed_again, jaxpr.eqns))
+        plan = Plan(jaxpr.eqns, rules, uses, self.ops.rounds_products, again)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
@@ -388,7 +400,7 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
-        if name in TOTALS and _jaxpr.is_transposed(eqn) and not kept:
+        if name in TOTALS and after.is_transposed(eqn) and not kept:
             return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
@@ -419,7 +431,7 @@ class Planner:
             return use  # with a number
         if name in JOINS | ADDS_UP:
             return use | Use.ADDS
-        transposed = name in FACTORS and _jaxpr.is_transposed(eqn)
+        transposed = name in FACTORS and after.is_transposed(eqn)
         return use | (Use.MULTIPLIES if transposed else Use.COMPUTES)
 
     def _uses_inside(

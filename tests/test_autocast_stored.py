@@ -469,6 +469,34 @@ def test_through_many_layers_gradients_are_nearer_than_those_of_a_model_in_16_bi
     assert ours_first < theirs_first
 
 
+@pytest.mark.parametrize(
+    "looped",
+    [True, pytest.param(False, marks=pytest.mark.evidence)],
+    ids=["in a scan", "plain"],
+)
+def test_a_rematerialised_function_keeps_the_same(looped):
+    @jax.checkpoint
+    def layer(x, w, b):
+        x = block(x, w, b)
+        return x + jax.nn.softmax(4 * x @ x.T) @ (norm(x) @ w)
+
+    def loss(ws, bs, x):
+        if looped:
+            x, _ = lax.scan(lambda x, wb: (layer(x, *wb), None), x, (ws, bs))
+        else:
+            for w, b in zip(ws, bs, strict=True):
+                x = layer(x, w, b)
+        return (x @ ws[0]).sum()
+
+    cast = jaxmp.autocast(jax.grad(loss, (0, 1, 2)), HALF)
+    kept = sums_kept(cast, WS, BS, X)
+    bodies = 1 if looped else len(WS)
+    assert [total.primitive.name for _, total, _ in kept].count("div") == bodies
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(WS, BS, X)
+    for found, grad in zip(jax.jit(cast)(WS, BS, X), expected, strict=True):
+        assert error(found, grad) < 16 * float(jnp.finfo(HALF).eps)
+
+
 def with_reader(reader):
     """A stream of which the sum of cotangents in the middle has one more reader."""
 
