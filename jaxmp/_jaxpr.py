@@ -207,8 +207,18 @@ def _scope_names(name_stack: source_info_util.NameStack) -> tuple[str, ...]:
         for entry in name_stack.stack
         if type(entry).__name__ == "Scope"
         for name in entry.name.split("/")
-        if name != "rematted_computation"
+        if name != _COMPUTED_AGAIN
     )
+
+
+# What `jax.checkpoint` names what its backward pass computes a second time.
+_COMPUTED_AGAIN = "rematted_computation"
+
+
+def is_computed_again(eqn: JaxprEqn) -> bool:
+    """Whether a rematerialised function computes ``eqn`` for its backward pass."""
+    stack = eqn.source_info.name_stack.stack
+    return any(_COMPUTED_AGAIN in entry.name.split("/") for entry in stack)
 
 
 def is_differentiated(eqn: JaxprEqn) -> bool:
@@ -219,12 +229,6 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` belongs to a backward pass."""
     return "transpose" in _transforms(eqn)
-
-
-def is_recomputed(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` computes again, for a backward pass, what was not kept."""
-    stack = eqn.source_info.name_stack.stack
-    return any("rematted_computation" in entry.name for entry in stack)
 
 
 def _transforms(eqn: JaxprEqn) -> Iterator[str]:
@@ -525,6 +529,11 @@ def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)  # numbers that are zeros, in between
+
+
+def no_tangent(aval: Any) -> np.ndarray:
+    """Returns the tangent of what has none, an integer for one."""
+    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def zero_tangent(array: jax.Array) -> SymbolicZero:

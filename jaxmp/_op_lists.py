@@ -152,12 +152,18 @@ AS_WRITTEN = frozenset(" ".join([_FORMAT, _DISCRETE, _OPAQUE]).split())
 # difference: what is left of it may be the digits lost. Not a factor: it may be 1e6.
 JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
+# Where derivatives add up what several readers of a value have sent back.
+ADDS_UP = frozenset({"add_any"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
+# What turns a kernel around, for the gradient of a convolution's input.
+REVERSES = frozenset({"rev"})
 # What brings the shards of an array to every device.
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+# Adds numbers at places: the gradient of a lookup.
+ADDS_AT = frozenset({"scatter-add"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
-STARTS = frozenset({"gather", "custom_vjp_call"}) | GATHERS
+STARTS = frozenset({"gather", "custom_vjp_call"}) | GATHERS | ADDS_AT
 # Operations that stretch dimensions of size 1.
 STRETCHES = frozenset(["add", "sub", "mul", "div", "rem", "atan2", "max", "min"])
 # Operations whose transpose adds up what they have copied.

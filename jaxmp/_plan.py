@@ -20,6 +20,7 @@ from . import _jaxpr
 from ._fp8 import why_16bit
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    ADDS_UP,
     CALLS,
     COMPARES,
     DEFAULT_OPS,
@@ -29,8 +30,10 @@ from ._op_lists import (
     JOINS,
     PICKS,
     POOLS,
+    REVERSES,
     STARTS,
     STEEP,
+    TOTALS,
     VIEWS,
     OpLists,
     axes_of_softmax,
@@ -70,6 +73,7 @@ class Use(enum.Flag):
     COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
     ADDS = enum.auto()  # one adds to it
     MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
+    TOTALS = enum.auto()  # one sums it up in the backward pass: a bias's gradient
     DIGITS = enum.auto()  # one needs its last digits
     REGION = enum.auto()  # one is what the user keeps in float32
     # One is a loop that may yet be differentiated, and takes it in every trip.
@@ -150,14 +154,18 @@ class Plan:
             return "product"
         if Use.ADDS in use:
             return "added"
+        if Use.TOTALS in use:
+            return "product"
         return "kept" if Use.MULTIPLIES in use else "stored"
 
-    def gathers_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
-        """Tells whether ``eqn`` gathers weights that everybody takes in 16 bits.
+    def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+        """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
 
-        They then travel so. Not where their gradient would add up over a loop.
+        They are rounded before. Gathered, they then travel so; and XLA knows the
+        gradient of a convolution by a kernel that is reversed where it is taken. Not
+        where their own gradient would add up over a loop.
         """
-        if eqn.primitive.name not in GATHERS or rule != "infer":
+        if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
@@ -397,6 +405,8 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
+        if name in TOTALS and is_backward(eqn, scopes) and not kept:
+            return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
             return use | Use.REGION if kept else use
@@ -410,22 +420,21 @@ class Planner:
         for var in eqn.outvars:
             moved |= after.use(var)
         if views:
-            read = Use.OTHERWISE | Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.REGION
-            return use | moved & (read | Use.TRIPS)
+            return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.DIGITS)
         use |= Use.OTHERWISE
         if picks:
             # Who computes with what is chosen needs all that it is chosen from. But
             # what a product takes may be added to, as in a residual network.
             if for_product:
                 moved &= ~Use.ADDS
-            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES):
+            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.TOTALS):
                 use |= Use.COMPUTES
             return use | moved & Use.REGION
         if name in COMPARES and all(
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):
             return use  # with a number
-        if name in JOINS:
+        if name in JOINS | ADDS_UP:
             return use | Use.ADDS
         backward = name in FACTORS and is_backward(eqn, scopes)
         return use | (Use.MULTIPLIES if backward else Use.COMPUTES)

@@ -74,18 +74,18 @@ def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool)
     return lax.clamp(-limit, out, limit)
 
 
-def gathered(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
-    """Gathers a weight in 16 bits; its gradient is added up as ``eqn`` would."""
+def moved(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
+    """Gathers or reverses a weight in 16 bits; ``eqn`` adds up its gradient."""
 
     @jax.custom_jvp
-    def gather(x):
+    def move(x):
         return _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype)])[0]
 
-    @gather.defjvp
+    @move.defjvp
     def rule(primals, tangents):
         (tangent,) = tangents
         wide = lax.convert_element_type(tangent, eqn.invars[0].aval.dtype)
         (out,) = _jaxpr.bind(eqn, [wide])
-        return gather(*primals), lax.convert_element_type(out, dtype)
+        return move(*primals), lax.convert_element_type(out, dtype)
 
-    return gather(array)
+    return move(array)

@@ -21,9 +21,10 @@ from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import known_in_trip, note_kept, rounded_weights
-from ._op_lists import COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
+from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Want
-from ._product_rules import accumulated, gathered, rounded
+from ._product_rules import accumulated, moved, rounded
+from ._rows import added_to_zeros, row_axis
 from ._scopes import Scopes, check_paths, inside, is_backward
 from ._values import (
     Known,
@@ -125,8 +126,8 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(rules), plan.wanted(eqn)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                if plan.gathers_in_16bit(eqn, rule) and ins[0].outside:
-                    array = gathered(eqn, ins[0].array, self.dtype)
+                if plan.moves_in_16bit(eqn, rule) and ins[0].outside:
+                    array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = stored_by_xla(ins[0].array)
@@ -238,14 +239,15 @@ class Caster:
         """
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
-        read = []
+        read, keeps = (
+            [],
+            ("kept", "added") if eqn.primitive.name in ADDS_UP else ("kept",),
+        )
         for out, want in zip(outs, plan.wanted(eqn), strict=True):
-            if want in ("stored", "kept") and out.is_computed():
-                if want == "stored":
-                    out = out.stored(self.dtype)
-                else:
-                    axes = plan.axes_of_softmax(eqn)
-                    out = out.kept_for_backward(self.dtype, axes)
+            if want == "stored" and out.is_computed():
+                out = out.stored(self.dtype)
+            elif want in keeps and out.is_computed():
+                out = out.kept_for_backward(self.dtype, plan.axes_of_softmax(eqn))
             read.append(out)
         return read
 
@@ -458,7 +460,7 @@ class Caster:
                 _jaxpr.zero_tangent(x) if out.is_zero() else x
                 for x, out in zip(arrays, outs, strict=True)
             ]
-            nothing = [_float0(var.aval) for var in eqn.outvars]
+            nothing = [_jaxpr.no_tangent(var.aval) for var in eqn.outvars]
             results = len(new.known)
             return arrays[:results], _replaced(nothing, moved, tangents_out[results:])
 
@@ -538,15 +540,13 @@ def _leads(name: str, value: Value) -> bool:
 
 def _bind_as_written(eqn: Equation, ins: list[Value]) -> list[Any]:
     """Applies ``eqn`` to its inputs in their original dtypes."""
-    return _jaxpr.bind(eqn, [value.original() for value in ins])
+    arrays = [value.original() for value in ins]
+    if row_axis(eqn) is not None and ins[0].is_zero():
+        return [added_to_zeros(eqn, *arrays[1:])]
+    return _jaxpr.bind(eqn, arrays)
 
 
 # Rules of derivatives.
-
-
-def _float0(aval: Any) -> Any:
-    """Returns the tangent of what has none."""
-    return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 @contextlib.contextmanager

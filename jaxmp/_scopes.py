@@ -54,7 +54,7 @@ def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
 
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
     """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
-    if _jaxpr.is_recomputed(eqn):
+    if _jaxpr.is_computed_again(eqn):
         return False
     return BACKWARD in scopes or _jaxpr.is_transposed(eqn)
 

@@ -32,6 +32,7 @@ ROWS = [
         "_policy",
         "_batch",
         "_plan",
+        "_rows",
         "_values",
         "_kept",
         "_exponents",

@@ -1,0 +1,134 @@
+"""The gradient of a lookup in each row is a choice, and the same number.
+
+As a scatter it would be written in float32 before products take it in 16 bits.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import traced
+from conftest import rest_is_evidence
+
+X = jax.random.normal(jax.random.key(0), (3, 5, 7))
+LABELS = jnp.array([[0, 6, 3, -1, -7], [1, 2, 2, 7, -8], [9, 0, 5, 6, 4]])
+SCALE = jnp.linspace(0.5, 2, 15).reshape(3, 5)
+
+
+def cross_entropy(x):
+    losses = optax.softmax_cross_entropy_with_integer_labels(x, LABELS % 7)
+    return (losses * SCALE).sum()
+
+
+def along(axis, labels, **options):
+    def fun(x):
+        rows = jnp.expand_dims(labels, axis)
+        found = jnp.take_along_axis(x, rows, axis, **options)
+        weights = jnp.arange(1.0, found.size + 1).reshape(found.shape)
+        return jnp.where(jnp.isnan(found), 0, found * weights).sum()
+
+    return fun
+
+
+def scattered(fun, *args):
+    """Returns the shapes of the scatters in a function."""
+    eqns = [e for e in traced(fun, *args) if e.primitive.name == "scatter-add"]
+    return {eqn.outvars[0].aval.shape for eqn in eqns}
+
+
+# Whether it becomes a choice, and a function of X.
+LOOKUPS = {
+    "cross entropy": (True, cross_entropy),
+    # Places out of bounds are dropped, negative ones count from the end.
+    "of each row": (True, along(2, LABELS)),
+    "of each column": (True, along(1, jnp.array([[0, 4, 2, 5, -6, 1, -1]] * 3))),
+    "along the first axis": (True, along(0, jnp.zeros((5, 7), int) + 2)),
+    "unsigned": (True, along(2, (LABELS % 7).astype(jnp.uint8))),
+    "promised": (True, along(2, LABELS % 7, mode="promise_in_bounds")),
+    "under vmap": (
+        True,
+        lambda x: jax.vmap(jax.vmap(lambda row, i: row[i]))(x, LABELS % 7).sum(),
+    ),
+    "in a remat": (True, jax.checkpoint(cross_entropy)),
+    "in a scan": (
+        True,
+        lambda x: lax.scan(lambda c, _: (c + cross_entropy(x * c), None), 1.0, None, 2)[
+            0
+        ],
+    ),
+    "clipped": (True, along(2, LABELS, mode="clip")),
+    "twice in a row": (
+        False,
+        lambda x: jnp.take_along_axis(x, jnp.array([[[2, 2]]]), 2).sum(),
+    ),
+    "rows of a table": (False, lambda x: (x[jnp.array([1, 1, 2])] ** 2).sum()),
+    "by pairs": (
+        False,
+        lambda x: x[jnp.arange(3)[:, None], jnp.arange(5), LABELS % 7].sum(),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    rest_is_evidence(
+        {name: name for name in LOOKUPS},
+        "cross entropy",
+        "of each row",
+        "of each column",
+        "under vmap",
+        "twice in a row",
+    ),
+)
+def test_the_gradient_of_a_lookup_is_a_choice_and_the_same_number(name):
+    chosen, fun = LOOKUPS[name]
+    cast = jaxmp.autocast(jax.value_and_grad(fun), "float16")
+    assert (X.shape in scattered(cast, X)) == (not chosen)
+    loss, grad = jax.jit(cast)(X)
+    expected_loss, expected = jax.jit(jax.value_and_grad(fun))(X)
+    assert loss == expected_loss
+    np.testing.assert_array_equal(grad, expected)
+
+
+def test_bytes_that_are_places_do_not_wrap_around():
+    x = jax.random.normal(jax.random.key(0), (2, 300))
+    labels = np.array([[3], [200]], np.uint8)
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+
+    def fun(x):
+        numbers = lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+        found = lax.gather(x, labels[:, :, None], numbers, (1, 1), mode=mode)
+        return found.sum()
+
+    grad = jax.jit(jaxmp.autocast(jax.grad(fun)))(x)
+    assert np.argwhere(grad).tolist() == [[0, 3], [1, 200]]
+
+
+def test_what_is_added_to_is_no_choice():
+    def fun(x):
+        rows = jnp.arange(3)[:, None], jnp.arange(5)
+        return jax.vmap(jax.vmap(lambda row, i: row.at[i].add(1)))(x, LABELS % 7)[rows]
+
+    assert X.shape in scattered(jaxmp.autocast(fun), X)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_gradient_of_logits_is_stored_as_the_products_take_it(dtype):
+    """No float32 array of that size but the logits themselves leaves a fusion."""
+    w = jax.random.normal(jax.random.key(1), (8, 7)) / 3
+
+    def loss(w, x):
+        return cross_entropy(x @ w)
+
+    x = jax.random.normal(jax.random.key(2), (3, 5, 8))
+    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
+    eqns = list(traced(grad, w, x))
+    assert X.shape not in scattered(grad, w, x)
+    sums = [eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "add_any"]
+    (total,) = (var for var in sums if var.aval.shape == X.shape)
+    readers = [eqn for eqn in eqns if total in eqn.invars]
+    assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
