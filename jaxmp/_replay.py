@@ -159,7 +159,7 @@ class Caster:
                     arrays = self.inferred(eqn, ins, wanted[0])
                 case _:
                     with self.with_reason(eqn, scopes):
-                        arrays = _bind_as_written(eqn, ins)
+                        arrays = _bind_as_written(eqn, ins, wanted)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
             if rule != "allow":
@@ -538,10 +538,12 @@ def _leads(name: str, value: Value) -> bool:
     return value.narrow or (made and name in JOINS)
 
 
-def _bind_as_written(eqn: Equation, ins: list[Value]) -> list[Any]:
+def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[Any]:
     """Applies ``eqn`` to its inputs in their original dtypes."""
     arrays = [value.original() for value in ins]
-    if row_axis(eqn) is not None and ins[0].is_zero():
+    # What is wanted in float32 may be added up over a loop, in place.
+    in_16bit = not IN_16BIT.isdisjoint(wanted)
+    if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
         return [added_to_zeros(eqn, *arrays[1:])]
     return _jaxpr.bind(eqn, arrays)
 

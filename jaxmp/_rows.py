@@ -42,6 +42,7 @@ def row_axis(eqn: Equation) -> int | None:
 def added_to_zeros(eqn: Equation, indices: Any, updates: Any) -> Any:
     """Returns what ``eqn``, which has a :func:`row_axis`, makes of zeros."""
     axis, shape = row_axis(eqn), eqn.outvars[0].aval.shape
+    assert axis is not None
     row = [n if i == axis else 1 for i, n in enumerate(shape)]
     rows = [1 if i == axis else n for i, n in enumerate(shape)]
     if indices.dtype.itemsize < 4:  # it may end before the axis does
