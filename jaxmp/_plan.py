@@ -363,12 +363,12 @@ class Planner:
         Args:
             eqn: The equation.
             rule: How it is treated.
-            after: The plan of what comes after it.
+            after: The plan from the end to here; the last of its wants are of ``eqn``.
             scopes: Named scopes around it.
         """
         kind = _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
-            yield from self._uses_inside(eqn, after.wanted(eqn), scopes)
+            yield from self._uses_inside(eqn, after.wants[-1], scopes)
             return
         kept = is_decided(scopes) or self._is_in_paths(scopes)
         use = self._use(eqn, rule, after, kept)
@@ -382,7 +382,7 @@ class Planner:
 
     def _use(self, eqn: Equation, rule: Rule, after: Plan, kept: bool) -> int:
         """Tells what ``eqn``, which the user may keep, does with all of its inputs."""
-        name, wanted = eqn.primitive.name, after.wanted(eqn)
+        name, wanted = eqn.primitive.name, after.wants[-1]
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
