@@ -103,13 +103,12 @@ def interpret(
     given = zip([*body.constvars, *body.invars], [*consts, *inputs], strict=True)
     env: dict[Any, Any] = dict(given)
 
-    def read(atom):
-        return literal(atom) if isinstance(atom, Literal) else env[atom]
+    def read(atoms):
+        return [literal(x) if isinstance(x, Literal) else env[x] for x in atoms]
 
     for eqn in body.eqns:
-        outs = apply(eqn, [read(atom) for atom in eqn.invars])
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in body.outvars]
+        env.update(zip(eqn.outvars, apply(eqn, read(eqn.invars)), strict=True))
+    return read(body.outvars)
 
 
 def is_float32(atom: Any) -> bool:

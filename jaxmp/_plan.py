@@ -8,7 +8,6 @@ logarithm. Products then round it for themselves.
 """
 
 import dataclasses
-import enum
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -63,21 +62,25 @@ from ._scopes import (
 Rule = Literal["allow", "infer", "retype", "call", "deny"]
 
 
-class Use(enum.Flag):
-    """What the readers of a value do with it."""
+class Use:
+    """What the readers of a value do with it: bits, of which it has those that apply.
+
+    They are plain integers, because planning puts uses together for every variable of
+    every equation, and an ``enum.Flag`` takes ten times as long for that.
+    """
 
     NOTHING = 0
-    PRODUCT = enum.auto()  # one is a product, or moves it or chooses from it for one
-    IN_16BIT = enum.auto()  # one takes it in 16 bits
-    OTHERWISE = enum.auto()  # one reads it and is no product
-    COMPUTES = enum.auto()  # one computes with it, before the backward pass or there
-    ADDS = enum.auto()  # one adds to it
-    MULTIPLIES = enum.auto()  # one multiplies by it in the backward pass
-    TOTALS = enum.auto()  # one sums it up in the backward pass: a bias's gradient
-    DIGITS = enum.auto()  # one needs its last digits
-    REGION = enum.auto()  # one is what the user keeps in float32
+    PRODUCT = 1 << 0  # one is a product, or moves it or chooses from it for one
+    IN_16BIT = 1 << 1  # one takes it in 16 bits
+    OTHERWISE = 1 << 2  # one reads it and is no product
+    COMPUTES = 1 << 3  # one computes with it, before the backward pass or there
+    ADDS = 1 << 4  # one adds to it
+    MULTIPLIES = 1 << 5  # one multiplies by it in the backward pass
+    TOTALS = 1 << 6  # one sums it up in the backward pass: a bias's gradient
+    DIGITS = 1 << 7  # one needs its last digits
+    REGION = 1 << 8  # one is what the user keeps in float32
     # One is a loop that may yet be differentiated, and takes it in every trip.
-    TRIPS = enum.auto()
+    TRIPS = 1 << 9
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -91,7 +94,7 @@ Want = Literal[
     "digits",  # somebody needs its last digits, so that it is not rounded
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
 ]
-_USES: dict[Want, Use] = {
+_USES: dict[Want, int] = {
     "stored": Use.PRODUCT | Use.IN_16BIT,
     "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
     "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
@@ -102,11 +105,13 @@ _USES: dict[Want, Use] = {
     "rounded": Use.COMPUTES,
 }
 IN_16BIT: frozenset[Want] = frozenset(
-    want for want, use in _USES.items() if Use.IN_16BIT in use
+    want for want, use in _USES.items() if use & Use.IN_16BIT
 )
 FOR_PRODUCT: frozenset[Want] = frozenset(
-    want for want, use in _USES.items() if Use.PRODUCT in use
+    want for want, use in _USES.items() if use & Use.PRODUCT
 )
+# What may be stored in 16 bits: nobody who reads it needs more.
+STORED: frozenset[Want] = frozenset({"stored", "kept", "added"})
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -121,42 +126,44 @@ class Plan:
     Attributes:
         eqns: The equations. Not the jaxpr: the plan must not keep it alive.
         rules: For each of them, how to treat it.
+        wants: For each of them, what each of its outputs is wanted for.
         uses: For each variable that is read, what its readers do with it.
         rounds: Whether every product returns 16 bits.
     """
 
     eqns: Sequence[Equation]
     rules: Sequence[Rule]
-    uses: Mapping[Any, Use]
+    wants: Sequence[tuple[Want, ...]]
+    uses: Mapping[Any, int]
     rounds: bool = False
 
-    def use(self, var: Any) -> Use:
+    def use(self, var: Any) -> int:
         """Tells what the readers of ``var`` do with it."""
         return self.uses.get(var, Use.NOTHING)
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
-        """Tells what each output of ``eqn`` is wanted for."""
+        """Tells what each output of ``eqn`` is wanted for, after its readers' plans."""
         wanted: tuple[Want, ...] = tuple(self.want(var) for var in eqn.outvars)
         if self.rounds and eqn.primitive.name in PRODUCTS:
             (out,), (want,) = eqn.outvars, wanted
-            if want not in IN_16BIT and Use.REGION not in self.use(out):
+            if want not in IN_16BIT and not self.use(out) & Use.REGION:
                 return ("rounded",)
         return wanted
 
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
         use = self.use(var)
-        if Use.DIGITS in use:
+        if use & Use.DIGITS:
             return "digits"
-        if Use.PRODUCT not in use:
-            return "16-bit" if Use.IN_16BIT in use else "original"
-        if Use.COMPUTES in use or {Use.ADDS, Use.MULTIPLIES} <= set(use):
+        if not use & Use.PRODUCT:
+            return "16-bit" if use & Use.IN_16BIT else "original"
+        if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):
             return "product"
-        if Use.ADDS in use:
+        if use & Use.ADDS:
             return "added"
-        if Use.TOTALS in use:
+        if use & Use.TOTALS:
             return "product"
-        return "kept" if Use.MULTIPLIES in use else "stored"
+        return "kept" if use & Use.MULTIPLIES else "stored"
 
     def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
         """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
@@ -192,9 +199,9 @@ class Plan:
             f"{rule:<6}  {eqn.primitive.name:<24}"
             + ", ".join(
                 f"{var.aval} {want}"
-                for var, want in zip(eqn.outvars, self.wanted(eqn), strict=True)
+                for var, want in zip(eqn.outvars, wanted, strict=True)
             )
-            for eqn, rule in zip(self.eqns, self.rules, strict=True)
+            for eqn, rule, wanted in zip(self.eqns, self.rules, self.wants, strict=True)
         )
 
 
@@ -335,7 +342,7 @@ class Planner:
                     body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
                 )
                 if i in layout.fixed_in
-                and Use.DIGITS in self.plan(body.jaxpr, inside, scopes).use(var)
+                and self.plan(body.jaxpr, inside, scopes).use(var) & Use.DIGITS
             }
             if all(inside[i] == "digits" for i in digits):
                 return inside
@@ -345,8 +352,9 @@ class Planner:
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
-        uses: dict[Any, Use] = {}
-        plan = Plan(jaxpr.eqns, rules, uses, self.ops.rounds_products)
+        wants: list[tuple[Want, ...]] = []
+        uses: dict[Any, int] = {}
+        plan = Plan(jaxpr.eqns, rules, wants, uses, self.ops.rounds_products)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
@@ -362,26 +370,28 @@ class Planner:
         for eqn in reversed(jaxpr.eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
+            wants.append(plan.wanted(eqn))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
         rules.reverse()
+        wants.reverse()
         return plan
 
     def _uses(
         self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes
-    ) -> Iterator[tuple[Any, Use]]:
+    ) -> Iterator[tuple[Any, int]]:
         """Yields each input of ``eqn``, and what ``eqn`` does with it.
 
         Args:
             eqn: The equation.
             rule: How it is treated.
-            after: The plan of what comes after it.
+            after: The plan from the end to here; the last of its wants are of ``eqn``.
             scopes: Named scopes around it.
         """
         kind = _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
             around = inside(eqn, scopes)
-            yield from self._uses_inside(eqn, after.wanted(eqn), around)
+            yield from self._uses_inside(eqn, after.wants[-1], around)
             return
         use = self._use(eqn, rule, after, scopes)
         digits: set[int] = set()
@@ -394,9 +404,9 @@ class Planner:
             exact = i == divisor(eqn) or i in digits
             yield var, use | (Use.DIGITS if exact else Use.NOTHING)
 
-    def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> Use:
+    def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> int:
         """Tells what ``eqn``, which is in ``scopes``, does with all of its inputs."""
-        name, wanted = eqn.primitive.name, after.wanted(eqn)
+        name, wanted = eqn.primitive.name, after.wants[-1]
         kept = is_decided(scopes) or self._is_in_paths(scopes)
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
@@ -441,7 +451,7 @@ class Planner:
 
     def _uses_inside(
         self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes
-    ) -> Iterator[tuple[Any, Use]]:
+    ) -> Iterator[tuple[Any, int]]:
         """Yields each input of ``eqn``, and what the jaxprs in it do with it."""
         layout = _jaxpr.call_layout(eqn)
         wanted = self.wanted_inside(layout, wanted, scopes)
@@ -465,7 +475,7 @@ class Planner:
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
         plan = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes)
         inner = _jaxpr.in_vars(jaxpr)
-        return {i for i, var in enumerate(inner) if Use.DIGITS in plan.use(var)}
+        return {i for i, var in enumerate(inner) if plan.use(var) & Use.DIGITS}
 
     def _is_in_paths(self, scopes: Scopes) -> bool:
         return _is_in(self.paths, scopes)
@@ -481,7 +491,7 @@ def _split(paths: Sequence[str]) -> dict[str, Scopes]:
 
 
 def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
-    return any(is_under(path, scopes) for path in paths.values())
+    return bool(paths) and any(is_under(path, scopes) for path in paths.values())
 
 
 def _stays_float32(eqn: Equation) -> bool:

@@ -22,7 +22,7 @@ from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import known_in_trip, note_kept, rounded_weights
 from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
-from ._plan import FOR_PRODUCT, IN_16BIT, Plan, Planner, Rule, Want
+from ._plan import FOR_PRODUCT, IN_16BIT, STORED, Plan, Planner, Rule, Want
 from ._product_rules import accumulated, moved, rounded
 from ._rows import added_to_zeros, row_axis
 from ._scopes import Scopes, check_paths, inside, is_backward
@@ -121,10 +121,10 @@ class Caster:
             scopes: Named scopes around ``jaxpr``.
         """
         plan = self.planner.plan(jaxpr, wanted, scopes)
-        rules = iter(plan.rules)
+        planned = zip(plan.rules, plan.wants, strict=True)
 
         def apply(eqn, ins):
-            rule, wants = next(rules), plan.wanted(eqn)
+            rule, wants = next(planned)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
                 if plan.moves_in_16bit(eqn, rule) and ins[0].outside:
                     array = moved(eqn, ins[0].array, self.dtype)
@@ -132,7 +132,7 @@ class Caster:
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = stored_by_xla(ins[0].array)
                 outs = self.apply(eqn, rule, ins, wants, scopes)
-                return self.as_read(eqn, outs, plan)
+                return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
 
@@ -231,22 +231,23 @@ class Caster:
             return [rounded(eqn, operands, self.dtype, backward)]
         return [accumulated(eqn, operands, self.dtype, linear)]
 
-    def as_read(self, eqn: Equation, outs: list[Value], plan: Plan) -> list[Value]:
+    def as_read(
+        self, eqn: Equation, outs: list[Value], wanted: tuple[Want, ...], plan: Plan
+    ) -> list[Value]:
         """Returns what ``eqn`` computed as those who read it take it.
 
         All of them read the same number, so what is chosen from it is found in it. That
         which moves or chooses is given rounded values, or is left alone.
         """
-        if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
+        moves = eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn)
+        if moves or STORED.isdisjoint(wanted):
             return outs
-        read, keeps = (
-            [],
-            ("kept", "added") if eqn.primitive.name in ADDS_UP else ("kept",),
-        )
-        for out, want in zip(outs, plan.wanted(eqn), strict=True):
-            if want == "stored" and out.is_computed():
+        read = []
+        for out, want in zip(outs, wanted, strict=True):
+            sums = want == "added" and eqn.primitive.name in ADDS_UP
+            if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
-            elif want in keeps and out.is_computed():
+            elif out.is_computed() and (want == "kept" or sums):
                 out = out.kept_for_backward(self.dtype, plan.axes_of_softmax(eqn))
             read.append(out)
         return read
@@ -274,11 +275,13 @@ class Caster:
 
     def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
         """Whether an operation of the infer list runs in 16 bits."""
+        if not any(value.narrow or value.follows for value in ins) or is_power(eqn):
+            return False
         name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         floats = [value for value, var in operands if is_float32(var)]
-        leading = (value.array.size for value in floats if _leads(name, value))
+        leading = (value.array.size for value in floats if value.leads(name))
         size = max(leading, default=0)
-        if not size or is_power(eqn):
+        if not size:
             return False
         exact = name in EXACT and all(value.narrow for value in floats)
         kept = any(value.kept is not None for value in floats)
@@ -530,12 +533,6 @@ class Caster:
 def _noted(reason: str | None) -> contextlib.AbstractContextManager:
     """Writes a reason into the program, if there is one."""
     return jax.named_scope(reason) if reason else contextlib.nullcontext()
-
-
-def _leads(name: str, value: Value) -> bool:
-    """Whether ``value`` lets an operation be narrow that others may join."""
-    made = value.follows and not value.outside  # of 16-bit values and a scale
-    return value.narrow or (made and name in JOINS)
 
 
 def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[Any]:

@@ -176,10 +176,18 @@ def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 def widen(tree: T) -> T:
     """Casts the floating leaves that are narrower than float32 to float32."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(x, wide_dtype(x)) if is_inexact(x) else x,
-        tree,
-    )
+
+    def wide(x):
+        if not is_inexact(x) or (_is_strong(x) and x.dtype.itemsize >= 4):
+            return x
+        return jnp.asarray(x, wide_dtype(x))
+
+    return jax.tree.map(wide, tree)
+
+
+def _is_strong(x: Any) -> bool:
+    """Tells whether ``x`` is an array of JAX whose dtype does not give way."""
+    return isinstance(x, jax.Array) and not x.weak_type
 
 
 def wide_dtype(x: Any) -> np.dtype:

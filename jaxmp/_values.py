@@ -14,6 +14,7 @@ from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     EXACT,
     FOLDS,
+    JOINS,
     LEAVES_RANGE,
     VIEWS,
     is_steep_power,
@@ -88,6 +89,11 @@ class Value:
         if self.narrow or self.outside or self.scalar is not None:
             return False
         return getattr(self.array, "dtype", None) == FLOAT32
+
+    def leads(self, name: str) -> bool:
+        """Whether the value lets the operation ``name`` run in 16 bits."""
+        made = self.follows and not self.outside  # of 16-bit values and a scale
+        return self.narrow or (made and name in JOINS)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is one in ``dtype`` too."""
@@ -182,6 +188,13 @@ def note_origin(
     eqn: Equation, ins: list[Value], outs: list[Value], dtype: np.dtype
 ) -> None:
     """Notes which of ``outs`` have all digits of what was given, or follow."""
+    wide = [
+        out
+        for out, var in zip(outs, eqn.outvars, strict=True)
+        if is_inexact(var) and not out.narrow
+    ]
+    if not wide:
+        return
     floats, fit = [], True
     exact = eqn.primitive.name in EXACT
     mixes = exact or (eqn.primitive.name in LEAVES_RANGE and not is_steep_power(eqn))
@@ -197,16 +210,15 @@ def note_origin(
         follows = all(value.outside or value.follows for value in floats)
         follows &= any(value.follows for value in floats) or looks_up_rows(eqn)
     follows &= fit
-    for out, var in zip(outs, eqn.outvars, strict=True):
-        if is_inexact(var) and not out.narrow:
-            out.outside, out.follows = outside, follows
+    for out in wide:
+        out.outside, out.follows = outside, follows
 
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:
     """Returns what every entry of the result equals, or None."""
-    name, scalars = eqn.primitive.name, [value.scalar for value in ins]
-    if not scalars or any(scalar is None for scalar in scalars):
+    if not ins or any(value.scalar is None for value in ins):
         return None
+    name, scalars = eqn.primitive.name, [value.scalar for value in ins]
     if name in FOLDS:
         with np.errstate(all="ignore"):
             return FOLDS[name](*scalars)
@@ -220,8 +232,9 @@ def _source_size_of(eqn: Equation, ins: list[Value]) -> int | None:
     if _jaxpr.is_cast(eqn):
         boolean = eqn.invars[0].aval.dtype == jnp.bool_
         return 0 if boolean else ins[0].source_size
-    alone = not any(map(is_float32, eqn.invars[1:]))
-    if eqn.primitive.name not in VIEWS or not alone or ins[0].source_size is None:
+    if eqn.primitive.name not in VIEWS or ins[0].source_size is None:
+        return None
+    if any(map(is_float32, eqn.invars[1:])):
         return None
     return min(ins[0].source_size, eqn.outvars[0].aval.size)
 

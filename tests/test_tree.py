@@ -355,3 +355,14 @@ def test_a_traced_scale_is_not_looked_at():
     primitives = {eqn.primitive.name for eqn in jaxpr.eqns}
     assert not primitives & {"pure_callback", "io_callback", "debug_callback"}
     assert jnp.isinf(jax.jit(jaxmp.unscale)(jnp.ones(1), jnp.array(0.0)))
+
+
+def test_what_is_wide_already_is_handed_on():
+    def widened(x, weak, narrow):
+        wide = jaxmp.unscale({"x": x, "weak": weak, "narrow": narrow}, 1)
+        assert wide["x"] is x
+        assert not wide["weak"].weak_type
+        return wide
+
+    found = jax.eval_shape(widened, jnp.ones(3), 1.0, jnp.ones(3, jnp.float16))
+    assert {x.dtype for x in found.values()} == {jnp.dtype("float32")}
