@@ -60,7 +60,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
         >>> grad_fn = jaxmp.grad(
         ...     loss_fn, mesh=mesh, batch_argnums=1, shardings=P("data"), gather=False
         ... )
-        >>> grads = grad_fn(jnp.ones((16, 2)), jnp.ones((8, 16)))
+        >>> grads = jax.jit(grad_fn)(jnp.ones((16, 2)), jnp.ones((8, 16)))
         >>> grads.shape, grads.dtype, grads.sharding.spec == P("data")
         ((16, 2), dtype('float32'), True)
 

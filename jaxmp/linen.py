@@ -146,13 +146,14 @@ def gather(
         >>> specs = {"kernel": P("data"), "bias": P()}
         >>> Dense = gather(nn.Dense, specs, "mixed_bfloat16")
         >>> model = nn.Sequential([nn.Dense(16), nn.relu, Dense(2)])
-        >>> params = model.init(jax.random.key(0), x)
+        >>> params = jax.jit(model.init)(jax.random.key(0), x)
         >>> def loss_fn(params, x):
         ...     return jnp.mean(model.apply(params, x) ** 2)
         >>> shardings = {"params": {"layers_0": P(), "layers_2": specs}}
-        >>> grads = jaxmp.grad(
+        >>> grad_fn = jaxmp.grad(
         ...     loss_fn, mesh=mesh, shardings=shardings, gather=False, batch_argnums=1
-        ... )(params, x)
+        ... )
+        >>> grads = jax.jit(grad_fn)(params, x)
         >>> grads["params"]["layers_2"]["kernel"].shape
         (16, 2)
     """

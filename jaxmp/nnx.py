@@ -195,9 +195,10 @@ def gather(
         ... )
         >>> def loss_fn(model, x):
         ...     return jnp.mean(gather(model, P("data"))(x) ** 2)
-        >>> loss, grads = value_and_grad(
+        >>> grad_fn = value_and_grad(
         ...     loss_fn, mesh=mesh, shardings=P("data"), gather=False, batch_argnums=1
-        ... )(model, jnp.ones((8, 16)))
+        ... )
+        >>> loss, grads = nnx.jit(grad_fn)(model, jnp.ones((8, 16)))
         >>> grads["kernel"].shape
         (16, 2)
     """

@@ -190,14 +190,14 @@ def test_training_without_masters_runs_from_end_to_end(tmp_path, monkeypatch):
         monkeypatch.setattr(narrow, name, value)
     console = terminal()
     config = narrow.Config(
-        setting=("masters", "kahan-narrow"),
+        setting=("kahan-narrow",),
         updates=4,
         features=4,
         figure=tmp_path / "curves.png",
     )
-    masters, kahan = narrow.main(config, console)
-    assert len(masters.losses) == 2
-    np.testing.assert_allclose(kahan.losses, masters.losses, atol=0.05)
+    (kahan,) = narrow.main(config, console)
+    guessed = np.log(len(_text.CHARACTERS))  # nothing is learnt in four updates
+    np.testing.assert_allclose(kahan.losses, [guessed] * 2, rtol=0.2)
     assert round(kahan.stored / kahan.parameters) == 8
     printed = console.export_text()
     assert "bytes of a parameter with its moments" in " ".join(printed.split())
