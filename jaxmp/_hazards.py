@@ -131,7 +131,7 @@ class Hazards:
             self._note("comparison", compared)
         if flops(eqn):
             return self._product(eqn, ins, around)
-        self._look(eqn, ins)
+        self._look(eqn, ins, around)
         made = Made(
             given=all(x.given for x in ins),
             number=_number(name, ins),
@@ -194,7 +194,7 @@ class Hazards:
             self._note("sum", one)
         return Made(products=one, twice=one if any(x.doubled for x in ins) else _NONE)
 
-    def _look(self, eqn: Equation, ins: list[Made]) -> None:
+    def _look(self, eqn: Equation, ins: list[Made], around: Place) -> None:
         """Notes what ``eqn`` makes of products, if that is a hazard."""
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         is_array = math.prod(shape) > 1
@@ -208,9 +208,11 @@ class Hazards:
             if not ins[0].products:  # as the values of a choice have
                 self._note("comparison", _union(x.chosen for x in ins[1:]))
         elif tests_equal(eqn) and any(x.counts for x in ins):
-            # One-hot, and not an accuracy, where labels count.
+            # One-hot, and not an accuracy, where labels count. In the backward pass it
+            # is the gradient of a lookup.
             is_one_hot = len(shape) > max(x.rank for x in ins)
-            self._note("comparison", _union(x.chosen for x in ins if is_one_hot))
+            if is_one_hot and not around.of(eqn, before=around).backward:
+                self._note("comparison", _union(x.chosen for x in ins))
 
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
