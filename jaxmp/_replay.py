@@ -541,7 +541,7 @@ def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[
     # What is wanted in float32 may be added up over a loop, in place.
     in_16bit = not IN_16BIT.isdisjoint(wanted)
     if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
-        return [added_to_zeros(eqn, *arrays[1:])]
+        return [added_to_zeros(eqn, *arrays)]
     return _jaxpr.bind(eqn, arrays)
 
 
