@@ -165,14 +165,21 @@ class Plan:
             return "product"
         return "kept" if use & Use.MULTIPLIES else "stored"
 
-    def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+    def moves_in_16bit(self, eqn: Equation, rule: Rule, backward: bool) -> bool:
         """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
 
         They are rounded before. Gathered, they then travel so; and XLA knows the
         gradient of a convolution by a kernel that is reversed where it is taken. Not
-        where their own gradient would add up over a loop.
+        where their own gradient would add up over a loop, nor what the user reverses:
+        it may have many readers, whose gradients would add up in 16 bits.
+
+        Args:
+            eqn: The equation.
+            rule: How it is treated.
+            backward: Whether it belongs to a backward pass.
         """
-        if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
+        moves = GATHERS | REVERSES if backward else GATHERS
+        if eqn.primitive.name not in moves or rule != "infer":
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)

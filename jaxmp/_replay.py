@@ -126,7 +126,8 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(planned)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                if plan.moves_in_16bit(eqn, rule) and ins[0].outside:
+                backward = is_backward(eqn, scopes)
+                if plan.moves_in_16bit(eqn, rule, backward) and ins[0].outside:
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
