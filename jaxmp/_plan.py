@@ -165,7 +165,7 @@ class Plan:
             return "product"
         return "kept" if use & Use.MULTIPLIES else "stored"
 
-    def moves_in_16bit(self, eqn: Equation, rule: Rule, backward: bool) -> bool:
+    def moves_in_16bit(self, eqn: Equation, rule: Rule, scopes: Scopes) -> bool:
         """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
 
         They are rounded before. Gathered, they then travel so; and XLA knows the
@@ -176,10 +176,11 @@ class Plan:
         Args:
             eqn: The equation.
             rule: How it is treated.
-            backward: Whether it belongs to a backward pass.
+            scopes: Named scopes around it.
         """
-        moves = GATHERS | REVERSES if backward else GATHERS
-        if eqn.primitive.name not in moves or rule != "infer":
+        if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
+            return False
+        if eqn.primitive.name in REVERSES and not is_backward(eqn, scopes):
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)

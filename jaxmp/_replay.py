@@ -126,8 +126,7 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(planned)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                backward = is_backward(eqn, scopes)
-                if plan.moves_in_16bit(eqn, rule, backward) and ins[0].outside:
+                if plan.moves_in_16bit(eqn, rule, scopes) and ins[0].outside:
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
