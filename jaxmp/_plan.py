@@ -165,14 +165,22 @@ class Plan:
             return "product"
         return "kept" if use & Use.MULTIPLIES else "stored"
 
-    def moves_in_16bit(self, eqn: Equation, rule: Rule) -> bool:
+    def moves_in_16bit(self, eqn: Equation, rule: Rule, scopes: Scopes) -> bool:
         """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.
 
         They are rounded before. Gathered, they then travel so; and XLA knows the
         gradient of a convolution by a kernel that is reversed where it is taken. Not
-        where their own gradient would add up over a loop.
+        where their own gradient would add up over a loop, nor what the user reverses:
+        it may have many readers, whose gradients would add up in 16 bits.
+
+        Args:
+            eqn: The equation.
+            rule: How it is treated.
+            scopes: Named scopes around it.
         """
         if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
+            return False
+        if eqn.primitive.name in REVERSES and not is_backward(eqn, scopes):
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)

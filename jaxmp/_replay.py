@@ -126,7 +126,7 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(planned)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                if plan.moves_in_16bit(eqn, rule) and ins[0].outside:
+                if plan.moves_in_16bit(eqn, rule, scopes) and ins[0].outside:
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
@@ -541,7 +541,7 @@ def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[
     # What is wanted in float32 may be added up over a loop, in place.
     in_16bit = not IN_16BIT.isdisjoint(wanted)
     if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
-        return [added_to_zeros(eqn, *arrays[1:])]
+        return [added_to_zeros(eqn, *arrays)]
     return _jaxpr.bind(eqn, arrays)
 
 

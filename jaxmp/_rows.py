@@ -39,9 +39,9 @@ def row_axis(eqn: Equation) -> int | None:
     return axes[0] if len(axes) == 1 and aligned and alone else None
 
 
-def added_to_zeros(eqn: Equation, indices: Any, updates: Any) -> Any:
-    """Returns what ``eqn``, which has a :func:`row_axis`, makes of zeros."""
-    axis, shape = row_axis(eqn), eqn.outvars[0].aval.shape
+def added_to_zeros(eqn: Equation, zeros: Any, indices: Any, updates: Any) -> Any:
+    """Returns what ``eqn``, which has a :func:`row_axis`, makes of ``zeros``."""
+    axis, shape = row_axis(eqn), zeros.shape
     assert axis is not None
     row = [n if i == axis else 1 for i, n in enumerate(shape)]
     rows = [1 if i == axis else n for i, n in enumerate(shape)]
@@ -50,4 +50,6 @@ def added_to_zeros(eqn: Equation, indices: Any, updates: Any) -> Any:
     places = lax.broadcasted_iota(indices.dtype, row, axis)
     if eqn.params["mode"] == _CLIPS:
         indices = jnp.clip(indices, 0, places.size - 1)
-    return jnp.where(places == indices.reshape(rows), updates.reshape(rows), 0)
+    indices, updates = jnp.reshape(indices, rows), jnp.reshape(updates, rows)
+    # Of the zeros come the dtype and the sharding: what is added may be a number.
+    return jnp.where(places == indices, updates, zeros)

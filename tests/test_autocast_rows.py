@@ -116,6 +116,17 @@ def test_bytes_that_are_places_do_not_wrap_around():
     assert np.argwhere(grad).tolist() == [[0, 3], [1, 200]]
 
 
+def test_a_number_may_be_what_is_added():
+    numbers = lax.ScatterDimensionNumbers((), (0,), (0,))
+
+    def fun(i, x):
+        return lax.scatter_add(jnp.zeros(7), i, 2.0, numbers) @ EYE + x
+
+    found = jaxmp.autocast(fun)(jnp.array([3]), jnp.zeros(7))
+    assert found.dtype == jnp.float32
+    assert found.tolist() == [0, 0, 0, 2, 0, 0, 0]
+
+
 def test_what_float32_takes_is_no_choice():
     assert X.shape in scattered(jaxmp.autocast(jax.grad(cross_entropy)), X)
 

@@ -196,6 +196,15 @@ def test_a_reversed_weight_keeps_its_digits_for_others():
     assert dtypes_of("rev", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
 
 
+def test_the_gradient_of_a_reversed_weight_adds_up_in_float32():
+    def loss(w):
+        return sum((x @ w).sum() for x in jnp.split(jnp.tile(X, (8, 1)), 32))
+
+    plain = jax.grad(jaxmp.autocast(loss, HALF))(W)
+    reversed_ = jax.grad(jaxmp.autocast(lambda w: loss(w[::-1]), HALF))(W)
+    np.testing.assert_array_equal(reversed_, plain[::-1])
+
+
 def test_a_mask_value_beyond_the_range_stays_finite():
     def fun(w, x):
         return jnp.where(X > 0, normalised(w, x), -1e9) @ w
