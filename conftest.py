@@ -17,9 +17,10 @@ import jax
 
 # XLA sets up MLIR anew for each fusion, which takes two fifths of the time, unless it
 # emits fusions as it did before. With fused multiply-adds, programs that should agree
-# in every bit then differed at times in the last; without them none has. And programs as
-# small as these take two fifths of the time in one LLVM module each, with short vectors.
-# JAX 0.12 lacks the first flag, and one that XLA does not know ends the process.
+# in every bit then differed at times in the last; without them none has. And programs
+# as small as these take two fifths of the time if each is one LLVM module with short
+# vectors. JAX 0.12 lacks the first flag, and one that XLA does not know ends the
+# process.
 if jax.__version_info__ < (0, 11) and platform.machine() in ("x86_64", "AMD64"):
     flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX"
     flags += " --xla_cpu_parallel_codegen_split_count=1"

@@ -136,13 +136,11 @@ def test_the_same_program_gives_the_same_numbers_and_a_table(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(machinery, "NETWORKS", TINY)
-    options = ["--networks", "mlp", "--contestants", "by hand", "jmp"]
-    for name in "ab":
-        machinery.main(
-            [*options, "--accum-steps", "1", "--output", str(tmp_path / name)]
-        )
+    options = ["--networks", "mlp", "--accum-steps", "1", "--contestants", "by hand"]
+    for name, more in {"a": ["jmp"], "b": []}.items():
+        machinery.main([*options, *more, "--output", str(tmp_path / name)])
     a, b = (json.loads((tmp_path / name).read_text())["mlp"] for name in "ab")
-    assert a["rows"] == b["rows"]
+    assert a["rows"][:1] == b["rows"]
     assert [row["contestant"] for row in a["rows"]] == ["by hand", "jmp"]
     assert a["versions"]["jax"] == jax.__version__
     assert "H200" in a["hardware"]

@@ -130,7 +130,7 @@ def skips_without_a_trace(tx, params, grads):
 
 
 # One of each kind: with moments, factored, with keys, wants the loss, ...
-USUAL = ["adam", "adafactor", "noisy_sgd", "polyak_sgd", "schedule_free"]
+USUAL = ["adam", "adafactor", "noisy_sgd", "polyak_sgd"]
 USUAL += ["multi_transform", "MultiSteps", "apply_if_finite"]
 
 
