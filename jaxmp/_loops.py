@@ -66,20 +66,22 @@ def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
     wide = {i: ins[i].unrounded() for i in consts if ins[i].narrow}
     if not wide:
         return _jaxpr.bind_bodies(eqn, arrays, [body])
+    # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
+    rounded = frozenset(wide)
 
     def replaced(arrays, new):
         return [new.get(i, x) for i, x in enumerate(arrays)]
 
     def trip(*args):
         args = (
-            lax.convert_element_type(x, aval.dtype) if i in wide else x
+            lax.convert_element_type(x, aval.dtype) if i in rounded else x
             for i, (x, aval) in enumerate(zip(args, _jaxpr.in_avals(body), strict=True))
         )
         return _jaxpr.jaxpr_as_fun(body)(*args)
 
     def rounding_in_each_trip(*arrays):
         avals = [
-            aval.update(dtype=FLOAT32) if i in wide else aval
+            aval.update(dtype=FLOAT32) if i in rounded else aval
             for i, aval in enumerate(_jaxpr.in_avals(body))
         ]
         return _jaxpr.bind_bodies(eqn, arrays, [_jaxpr.trace(trip, avals)])
