@@ -2,9 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
-from ._jaxpr import Equation
+from ._jaxpr import FLOAT32, Equation, is_inexact
 from ._plan import Planner, Use, Want, is_written
 from ._scopes import Scopes
 from ._values import Known, Value
@@ -19,10 +24,10 @@ def rounded_weights(
 ) -> list[Value]:
     """Rounds the weights of a loop before it, where that costs no precision.
 
-    XLA would round them again in each trip. But gradients that come back through a scan
-    add up in the dtype of what it was given. So of scans only one that has been
+    XLA would round them again in each trip. Of scans only one that has been
     differentiated already qualifies, such as an accumulation, or the two of a recurrent
-    layer in ``autocast(value_and_grad(loss))``. A ``while`` has no such gradients.
+    layer in ``autocast(value_and_grad(loss))``: the gradient of another is to add up
+    over all trips, see :func:`scanned`. A ``while`` has no such gradients.
 
     Args:
         eqn: The loop.
@@ -40,9 +45,73 @@ def rounded_weights(
             read = plan.use(var) & (Use.IN_16BIT | Use.OTHERWISE)
             is_given = i < layout.fixed_in.start and not ins[i].linear
             if is_given and read == Use.IN_16BIT:
-                array = ins[i].in_16bit(planner.dtype)
-                ins[i] = dataclasses.replace(ins[i], array=array, narrow=True)
+                ins[i] = ins[i].rounded(planner.dtype)
     return ins
+
+
+def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
+    """Applies a scan whose gradients add up in float32, whatever it is given.
+
+    JAX adds up what the trips send back to a constant in the dtype of that constant,
+    and a sum in bfloat16 stalls after some hundreds of them. So where a scan is
+    differentiated, it is given float32 constants and rounds them in each trip.
+
+    Args:
+        eqn: The scan.
+        ins: What it is given.
+        body: Its body in mixed precision.
+    """
+    arrays = [x.array for x in ins]
+    consts = range(_jaxpr.call_layout(eqn).fixed_in.start)
+    wide = {i: ins[i].unrounded() for i in consts if ins[i].narrow}
+    if not wide:
+        return _jaxpr.bind_bodies(eqn, arrays, [body])
+    # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
+    rounded = frozenset(wide)
+
+    def replaced(arrays, new):
+        return [new.get(i, x) for i, x in enumerate(arrays)]
+
+    def trip(*args):
+        args = (
+            lax.convert_element_type(x, aval.dtype) if i in rounded else x
+            for i, (x, aval) in enumerate(zip(args, _jaxpr.in_avals(body), strict=True))
+        )
+        return _jaxpr.jaxpr_as_fun(body)(*args)
+
+    def rounding_in_each_trip(*arrays):
+        avals = [
+            aval.update(dtype=FLOAT32) if i in rounded else aval
+            for i, aval in enumerate(_jaxpr.in_avals(body))
+        ]
+        return _jaxpr.bind_bodies(eqn, arrays, [_jaxpr.trace(trip, avals)])
+
+    if any(x.linear for x in ins):  # to be transposed, which a rule cannot be
+        return rounding_in_each_trip(*replaced(arrays, wide))
+
+    @jax.custom_jvp
+    def scan(arrays, wide):
+        return _jaxpr.bind_bodies(eqn, arrays, [body])
+
+    def rule(primals, tangents):
+        args, moved = replaced(*primals), replaced(*tangents)
+        # The rule is asked for what is differentiated, and for nothing else.
+        moving = [
+            i
+            for i, (var, x) in enumerate(zip(eqn.invars, moved, strict=True))
+            if is_inexact(var) and not isinstance(x, SymbolicZero)
+        ]
+
+        def differentiated(*xs):
+            changed = dict(zip(moving, xs, strict=True))
+            return rounding_in_each_trip(*replaced(args, changed))
+
+        return jax.jvp(
+            differentiated, [args[i] for i in moving], [moved[i] for i in moving]
+        )
+
+    scan.defjvp(rule, symbolic_zeros=True)
+    return scan(arrays, wide)
 
 
 def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:

@@ -96,9 +96,9 @@ class Place(NamedTuple):
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         kind = _jaxpr.call_kind(eqn)
         # JAX's own jitted functions, and ours, are traced once, with the lines of the
-        # first caller.
-        is_jit = kind in ("jit", "custom_jvp")
-        is_shared = is_jit and _jaxpr.defined_in(jaxpr).startswith((_JAX, _OWN))
+        # first caller. Our own rules hold what is theirs, or a loop of the user's.
+        sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
+        is_shared = _jaxpr.defined_in(jaxpr).startswith(sharing)
         trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,

@@ -8,6 +8,7 @@ logarithm. Products then round it for themselves.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from ._op_lists import (
     CALLS,
     COMPARES,
     DEFAULT_OPS,
+    EXACT,
     FACTORS,
     GATHERS,
     HANDS_ON,
@@ -32,6 +34,7 @@ from ._op_lists import (
     REVERSES,
     STARTS,
     STEEP,
+    TESTS_EQUAL,
     TOTALS,
     VIEWS,
     OpLists,
@@ -200,6 +203,54 @@ class Plan:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
         by_var = {id(var): eqn for eqn in self.eqns for var in eqn.outvars}
         return axes_of_softmax(eqn, lambda atom: by_var.get(id(atom)))
+
+    def compares_twins(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` tests if a number equals what was written once more.
+
+        ``f(x) == f(x).max()`` for one: only with all digits are both the same.
+        """
+        if eqn.primitive.name not in TESTS_EQUAL:
+            return False
+        lhs, rhs = (self._chosen_from(var) for var in eqn.invars)
+        twin = self._twins
+        return any(twin.get(a) is twin.get(b, b) for a in lhs for b in rhs - {a})
+
+    def _chosen_from(self, var: Any) -> set[Any]:
+        """Returns ``var`` and what it was moved or chosen from."""
+        found, rest = set(), [var]
+        while rest:
+            var = rest.pop()
+            if isinstance(var, _jaxpr.Literal) or var in found or not is_float32(var):
+                continue
+            found.add(var)
+            eqn = self._definitions.get(var)
+            if eqn is not None and eqn.primitive.name in EXACT:
+                rest.extend(eqn.invars)
+        return found
+
+    @functools.cached_property
+    def _definitions(self) -> dict[Any, Equation]:
+        return {var: eqn for eqn in self.eqns for var in eqn.outvars}
+
+    @functools.cached_property
+    def _twins(self) -> dict[Any, Any]:
+        """For each computed variable the first one that is computed in the same way."""
+        twins: dict[Any, Any] = {}
+        seen: dict[Any, Any] = {}
+        for eqn in self.eqns:
+            ins = (
+                (str(x.val), x.aval)
+                if isinstance(x, _jaxpr.Literal)
+                else twins.get(x, x)
+                for x in eqn.invars
+            )
+            key = eqn.primitive, tuple(sorted(eqn.params.items())), tuple(ins)
+            try:
+                first = seen.setdefault(key, eqn.outvars)
+            except TypeError:  # a parameter that cannot be compared
+                first = eqn.outvars
+            twins.update(zip(eqn.outvars, first, strict=True))
+        return twins
 
     def __str__(self) -> str:
         """Writes a line for each equation: its rule, its results, what they are for."""
@@ -405,6 +456,8 @@ class Planner:
         digits: set[int] = set()
         if kind in _BOUNDARIES:
             digits = self._digits_inside(eqn, inside(eqn, scopes))
+        elif after.compares_twins(eqn):
+            digits = {0, 1}
         for i, var in enumerate(eqn.invars):
             if rule == "infer" and i == only_compared(eqn):
                 yield var, Use.OTHERWISE

@@ -20,7 +20,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._loops import known_in_trip, note_kept, rounded_weights
+from ._loops import known_in_trip, note_kept, rounded_weights, scanned
 from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
 from ._plan import FOR_PRODUCT, IN_16BIT, STORED, Plan, Planner, Rule, Want
 from ._product_rules import accumulated, moved, rounded
@@ -362,7 +362,10 @@ class Caster:
                 # Branches must agree, so one that returns float32 decides.
                 new = rewritten(tuple(not all(n) for n in narrow))
         jaxprs = [body.jaxpr for body in new]
-        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
+        if kind == "scan":
+            arrays = scanned(eqn, ins, jaxprs[0])
+        else:
+            arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):
             outs = self.results(eqn, arrays)
             note_kept(eqn, [body.known for body in new], outs)

@@ -117,6 +117,19 @@ class Value:
         array = lax.convert_element_type(self.array, dtype)
         return Value(array, narrow=True, linear=self.linear)
 
+    def rounded(self, dtype: np.dtype) -> "Value":
+        """Returns the value in 16 bits for those who read it so, see `unrounded`."""
+        array = self.in_16bit(dtype)
+        return dataclasses.replace(
+            self, array=array, narrow=True, _original=self.unrounded()
+        )
+
+    def unrounded(self) -> Any:
+        """Returns in float32 what rounds to the array, with all digits there are."""
+        if self.kept:  # of which the original is no more
+            return lax.convert_element_type(self.array, jnp.float32)
+        return self.original()
+
     def kept_for_backward(self, dtype: np.dtype, axes: tuple[int, ...]) -> "Value":
         """Returns the value rounded, and read from there by the backward pass.
 

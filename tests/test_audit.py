@@ -383,6 +383,21 @@ def test_a_function_of_jax_shared_by_two_lines_has_the_line_of_its_call():
     assert leak.where == line("the second call")
 
 
+def test_what_autocast_keeps_in_a_loop_has_its_own_line():
+    def loss(w, xs):
+        def step(h, x):
+            h = jnp.tanh(x @ w + h)
+            with jax.named_scope("head"):
+                return h, h @ h.T  # kept in the loop
+
+        return lax.scan(step, jnp.zeros((8, 8)), xs)[1].sum()
+
+    cast = jaxmp.autocast(jax.grad(loss), float32_paths=["head"])
+    report = jaxmp.audit(cast)(full(8, 8), full(2, 8, 8))
+    where = {kept.where for kept in report.kept if kept.flops}
+    assert where == {line("kept in the loop")}
+
+
 @pytest.mark.parametrize("wrapper", ["jit", "remat", "remat with a policy", "scan"])
 def test_the_backward_pass_has_the_causes_of_the_forward_pass(wrapper):
     def layer(x, scale, w):

@@ -139,6 +139,84 @@ def test_over_thousands_of_steps_a_gradient_adds_up_in_float32():
     assert relative_error(found, jax.jit(grad)(W, xs)) < 1e-4
 
 
+def residuals(w, x, xs):
+    """The loss of a network that is differentiated by its input."""
+
+    def step(total, x):
+        slope = jax.grad(lambda x: jnp.tanh(x @ w).sum())(x)
+        return total + (slope**2).mean(), None
+
+    return lax.scan(step, 0.0, xs)[0]
+
+
+def reversed_residuals(w, x, xs):
+    return residuals(w[::-1], x, xs)
+
+
+def read_from(w, x, xs):
+    """What a product has computed, in each trip."""
+    keys = x @ w
+    return lax.scan(lambda c, x: (c + jnp.tanh(x @ keys.T).mean(), None), 0.0, xs)[0]
+
+
+def in_a_rule(w, x, xs):
+    softened = jax.custom_jvp(read_from)
+    softened.defjvp(lambda primals, tangents: jax.jvp(read_from, primals, tangents))
+    return softened(w, x, xs)
+
+
+def inner_gradients(w, x, xs):
+    """The gradient of an accumulation, which is to be differentiated again."""
+
+    def loss(w):
+        step = lambda c, x: (c + (jnp.tanh(x @ w) ** 2).mean(), None)  # noqa: E731
+        return lax.scan(step, 0.0, xs)[0]
+
+    return jax.grad(loss)(w) * W
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        residuals,
+        pytest.param(reversed_residuals, marks=pytest.mark.evidence),
+        read_from,
+        in_a_rule,
+        inner_gradients,
+    ],
+)
+def test_what_every_trip_sends_back_adds_up_in_float32(fun):
+    # In bfloat16 a sum stalls at 256 times what is added to it.
+    xs = 1 + jax.random.uniform(jax.random.key(1), (1024, 2, 8))
+
+    def grad(fun):
+        return jax.jit(jax.grad(lambda w: fun(w, xs[0], xs).sum()))(W)
+
+    assert relative_error(grad(jaxmp.autocast(fun, BF16)), grad(fun)) < 0.02
+
+
+def test_what_a_scan_is_given_stays_what_it_is_when_it_is_differentiated():
+    def loss(scores, w, key, xs):
+        weights = jax.nn.softmax(scores)  # kept in 16 bits for the backward pass
+
+        def step(carry, x):
+            total, key = carry
+            key, new = jax.random.split(key)
+            x = x + jax.random.normal(new, x.shape)
+            return (total + (x @ (weights @ w)).mean(), key), total
+
+        (total, _), totals = lax.scan(step, (0.0, key), xs, reverse=True, unroll=2)
+        return total + totals.mean()
+
+    args = W, U, jax.random.key(0), XS
+    expected = jax.jit(jax.grad(loss))(*args)
+    for grad in (
+        jax.grad(jaxmp.autocast(loss, BF16)),
+        jaxmp.autocast(jax.grad(loss), BF16),
+    ):
+        assert relative_error(jax.jit(grad)(*args), expected) < 0.02
+
+
 def test_a_long_memory_keeps_the_digits_that_16_bits_have_not():
     def loss(weights, xs):
         w, u = (x.astype(xs.dtype) for x in weights)

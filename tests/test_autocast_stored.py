@@ -334,7 +334,7 @@ SEEN = {
     for order in ORDERS
     for loss, dtype in (
         (steps, HALF),
-        (twice, HALF),
+        (twice, jnp.float16),
         (averages_out_of_range, jnp.float16),
         (averages_of_subnormals, jnp.float16),
     )
