@@ -201,8 +201,7 @@ class Plan:
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
-        by_var = {id(var): eqn for eqn in self.eqns for var in eqn.outvars}
-        return axes_of_softmax(eqn, lambda atom: by_var.get(id(atom)))
+        return axes_of_softmax(eqn, self._definition)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.
@@ -223,10 +222,16 @@ class Plan:
             if isinstance(var, _jaxpr.Literal) or var in found or not is_float32(var):
                 continue
             found.add(var)
-            eqn = self._definitions.get(var)
+            eqn = self._definition(var)
             if eqn is not None and eqn.primitive.name in EXACT:
                 rest.extend(eqn.invars)
         return found
+
+    def _definition(self, atom: Any) -> Equation | None:
+        """Returns the equation that computes ``atom``, if it is here."""
+        if isinstance(atom, _jaxpr.Literal):
+            return None
+        return self._definitions.get(atom)
 
     @functools.cached_property
     def _definitions(self) -> dict[Any, Equation]:
