@@ -134,7 +134,7 @@ _PICK = """
     reduce_window_max reduce_window_min"""
 PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
-TESTS_EQUAL = frozenset({"eq", "ne"})
+EQUALITIES = frozenset({"eq", "ne"})
 POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """

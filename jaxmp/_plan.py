@@ -24,6 +24,7 @@ from ._op_lists import (
     CALLS,
     COMPARES,
     DEFAULT_OPS,
+    EQUALITIES,
     EXACT,
     FACTORS,
     GATHERS,
@@ -34,7 +35,6 @@ from ._op_lists import (
     REVERSES,
     STARTS,
     STEEP,
-    TESTS_EQUAL,
     TOTALS,
     VIEWS,
     OpLists,
@@ -208,7 +208,7 @@ class Plan:
 
         ``f(x) == f(x).max()`` for one: only with all digits are both the same.
         """
-        if eqn.primitive.name not in TESTS_EQUAL:
+        if eqn.primitive.name not in EQUALITIES:
             return False
         lhs, rhs = (self._chosen_from(var) for var in eqn.invars)
         twin = self._twins
