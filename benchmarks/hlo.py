@@ -4,8 +4,8 @@
 in it is a kernel that reads its operands from memory and writes its results. So the
 bytes that move can be added up, and the kernels counted, without running anything.
 
-They are counted as the kernels work: of an operand that is only sliced or gathered
-from, the part that is read; of a buffer that is updated in place, the part that is
+They are counted as the kernels work: of an operand from which a slice is asked for, or
+numbers are gathered, that part; of a buffer that is updated in place, the part that is
 written; of a library call not its workspace. A loop counts as often as it runs, and a
 conditional as its dearest branch.
 """
@@ -238,11 +238,13 @@ def _kernel(instruction, computation, computations) -> Work:
         body = computations[instruction.called("calls")[0]]
     else:
         body = _alone(instruction, computation)
+    computed = _computed(body)
     reads = collections.Counter()
     for inner in body.instructions.values():
         if inner.opcode == "parameter":
             operand = instruction.operands[int(inner.attributes)]
-            reads[operand] += _read(inner, body)
+            moved = bytes_of(inner.shape) * computed[inner.name]
+            reads[operand] += math.ceil(moved / (_elements(inner.shape) or 1))
     for operand, count in reads.items():  # one that is used twice is read once
         reads[operand] = min(count, bytes_of(computation.instructions[operand].shape))
     written = sum(_written(output, body) for output in _outputs(body))
@@ -302,21 +304,34 @@ def _workspace(instruction: Instruction) -> int:
     )
 
 
-def _read(parameter: Instruction, body: Computation) -> int:
-    """Returns how many bytes of a parameter the body reads."""
-    outputs = _outputs(body)
-    total = 0
-    for user in body.instructions.values():
-        if user.opcode == "bitcast":
-            continue  # its users are looked at
+def _elements(shape: str) -> int:
+    return sum(size for _, size in arrays(shape))
+
+
+def _computed(body: Computation) -> dict[str, int]:
+    """Returns how many elements of each instruction a kernel computes, or reads.
+
+    It computes what is asked for: where a product is sliced, the slice alone.
+    """
+    sizes = {name: _elements(x.shape) for name, x in body.instructions.items()}
+    in_place = [x.name for x in _outputs(body) if _is_in_place(x, body)]
+    asked: collections.Counter[str] = collections.Counter({body.root: sizes[body.root]})
+    for user in reversed(body.instructions.values()):  # they stand before their users
+        size = sizes[user.name]
+        computed = asked[user.name] = min(asked[user.name], size)
         for i, operand in enumerate(user.operands):
-            if body.behind(operand).name != parameter.name:
+            whole = sizes[operand]
+            if i == 0 and user.name in in_place:
                 continue
             if i == 0 and user.opcode in READ_A_PART:
-                total += bytes_of(user.shape)
-            elif not (i == 0 and user in outputs and _is_in_place(user, body)):
-                total += bytes_of(parameter.shape)
-    return total
+                asked[operand] += computed
+            elif user.opcode in READ_A_PART:  # the place
+                asked[operand] += whole if computed else 0
+            elif whole > size:  # a sum
+                asked[operand] += math.ceil(whole * computed / size) if size else 0
+            else:
+                asked[operand] += computed
+    return {name: min(asked[name], size) for name, size in sizes.items()}
 
 
 def _products(body: Computation, computations) -> collections.Counter[str]:
