@@ -89,6 +89,7 @@ class Use:
 # What a value is wanted for, by whoever decides in which dtype it is computed.
 Want = Literal[
     "stored",  # in 16 bits: a product takes it, and nobody computes with it
+    "summed",  # in 16 bits: so it is, and summed up in the backward pass
     "kept",  # in 16 bits: so it is, and the backward pass multiplies by it
     "added",  # in 16 bits, by a product; others add to it
     "product",  # in 16 bits, by a product; others compute with it
@@ -99,6 +100,7 @@ Want = Literal[
 ]
 _USES: dict[Want, int] = {
     "stored": Use.PRODUCT | Use.IN_16BIT,
+    "summed": Use.PRODUCT | Use.IN_16BIT | Use.TOTALS,
     "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
     "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
     "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
@@ -114,7 +116,7 @@ FOR_PRODUCT: frozenset[Want] = frozenset(
     want for want, use in _USES.items() if use & Use.PRODUCT
 )
 # What may be stored in 16 bits: nobody who reads it needs more.
-STORED: frozenset[Want] = frozenset({"stored", "kept", "added"})
+STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added"})
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -165,7 +167,7 @@ class Plan:
         if use & Use.ADDS:
             return "added"
         if use & Use.TOTALS:
-            return "product"
+            return "summed"
         return "kept" if use & Use.MULTIPLIES else "stored"
 
     def moves_in_16bit(self, eqn: Equation, rule: Rule, scopes: Scopes) -> bool:

@@ -247,6 +247,8 @@ class Caster:
             sums = want == "added" and eqn.primitive.name in ADDS_UP
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
+            elif out.is_computed() and want == "summed":
+                out = out.summed_in_backward(self.dtype)
             elif out.is_computed() and (want == "kept" or sums):
                 out = out.kept_for_backward(self.dtype, plan.axes_of_softmax(eqn))
             read.append(out)

@@ -145,6 +145,17 @@ class Value:
         value.kept = axes if few else ()
         return value
 
+    def summed_in_backward(self, dtype: np.dtype) -> "Value":
+        """Returns the value rounded, and summed up from there by the backward pass.
+
+        Args:
+            dtype: Its dtype.
+        """
+        value = self.stored(dtype)
+        value.array = firmly_rounded(value.array, self.linear)
+        value.kept = ()
+        return value
+
     def in_16bit(self, dtype: np.dtype) -> Any:
         """Returns the array in ``dtype``, which has 16 bits."""
         if self.narrow or self.array.dtype == dtype:
@@ -188,6 +199,23 @@ def stored_by_xla(array: Any) -> Any:
     and then stores float32 numbers for all who read them.
     """
     return lax.optimization_barrier(array) if array.dtype == jnp.bfloat16 else array
+
+
+def firmly_rounded(array: Any, linear: bool) -> Any:
+    """Returns a 16-bit array whose rounding XLA does not leave out.
+
+    XLA leaves it out for who widens the array again, such as a sum, and then may store
+    float32 numbers for everybody. It does not if the rounded numbers have been looked
+    at. Behind a barrier it would not either, but could fuse no sum with what is before.
+
+    Args:
+        array: A 16-bit array.
+        linear: Whether it is to be transposed, which a comparison cannot be.
+    """
+    if linear:
+        return lax.optimization_barrier(array)
+    # The array itself: what does not equal itself is NaN, and is so with either sign.
+    return lax.select(lax.eq(array, array), array, lax.neg(array))
 
 
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:

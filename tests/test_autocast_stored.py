@@ -14,6 +14,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import traced
 from conftest import rest_is_evidence
+from jaxmp._values import firmly_rounded
 
 W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
 X = jax.random.normal(jax.random.key(1), (4, 8))
@@ -557,9 +558,6 @@ def with_reader(reader):
 
 # What a product does not take, or takes with others who compute with it.
 UNROUNDED = {
-    "a product and a bias": lambda ws, bs, x: (
-        jax.nn.gelu(x @ ws[0] + bs[0]) @ ws[1]
-    ).sum(),
     "a loop": lambda ws, bs, x: lax.scan(
         lambda x, wb: (block(x, *wb), None), x, (ws, bs)
     )[0].sum(),
@@ -574,6 +572,76 @@ def test_other_sums_of_cotangents_keep_their_digits(name):
     cast = jaxmp.autocast(jax.grad(UNROUNDED[name], (0, 1, 2)), HALF)
     kept = [total.primitive.name for _, total, _ in sums_kept(cast, *args)]
     assert "add_any" not in kept
+
+
+def before_a_norm(w, b, x):
+    return (norm(x @ w + b) @ w * X).sum()
+
+
+# The gradient of the bias sums up what the product takes that sends back to `x`.
+BIASED = {
+    "an activation": lambda w, b, x: (jax.nn.gelu(x @ w + b) @ w).sum(),
+    "a norm": before_a_norm,
+    "a scale": lambda w, b, x: (((x @ w + b) * SCALE) ** 2).sum(),
+    "a remat": jax.checkpoint(before_a_norm),
+    "a scan": lambda w, b, x: lax.scan(
+        lambda x, _: (norm(x @ w + b), None), x, length=2
+    )[0][:, 0].sum(),
+}
+
+
+@pytest.mark.parametrize(
+    "loss", rest_is_evidence(BIASED, "an activation", "a norm", "a scan")
+)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
+)
+def test_the_gradient_of_a_bias_sums_what_the_product_takes(loss, dtype):
+    cast = jaxmp.autocast(jax.grad(loss, (0, 1, 2)), dtype)
+    args = W, X[0], X
+    eqns = list(traced(cast, *args))
+
+    def read_by(name):
+        return {x for e in eqns if e.primitive.name == name for x in e.invars[:2]}
+
+    def made_by(name, read):
+        made = [e for e in eqns if e.primitive.name == name]
+        return {e.outvars[0]: e.invars[0] for e in made if e.outvars[0] in read}
+
+    widened = made_by("convert_element_type", read_by("reduce_sum")).values()
+    rounded = made_by("select_n", {*widened})
+    assert rounded
+    assert {var.aval.dtype for var in rounded} == {np.dtype(dtype)}
+    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+    for found, grad in zip(jax.jit(cast)(*args), expected, strict=True):
+        assert error(found, grad) < 8 * float(jnp.finfo(dtype).eps)
+
+
+def test_the_gradient_of_a_bias_may_be_differentiated_again():
+    def norm_of_gradients(order):
+        def loss(x):
+            grads = order(BIASED["an activation"])(W, X[0], x)
+            return sum(jnp.vdot(grad, grad) for grad in grads)
+
+        return jax.jit(jax.grad(loss))(X)
+
+    found = norm_of_gradients(lambda f: jaxmp.autocast(jax.grad(f, (0, 1)), HALF))
+    assert error(found, norm_of_gradients(lambda f: jax.grad(f, (0, 1)))) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_is_rounded_firmly_is_the_same_number(linear, dtype):
+    x = jnp.array([1.5, -0.0, jnp.inf, -jnp.inf, jnp.nan, 1e-7, 65504], dtype)
+    rounded = firmly_rounded(x, linear)
+    np.testing.assert_array_equal(*(v.astype(jnp.float32) for v in (rounded, x)))
+    np.testing.assert_array_equal(jnp.signbit(rounded[:4]), jnp.signbit(x[:4]))
+    ones = jnp.ones_like(x)
+    _, pull = jax.vjp(lambda x: firmly_rounded(x, linear), ones)
+    np.testing.assert_array_equal(*pull(ones), ones)
+    if linear:
+        (sent,) = jax.linear_transpose(lambda x: firmly_rounded(x, True), x)(ones)
+        np.testing.assert_array_equal(sent, ones)
 
 
 # Rounded products.
