@@ -133,7 +133,7 @@ def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[
     if found["contestant"] == "jaxmp autocast":
         # It keeps float32 weight gradients on purpose: 6N, and all that an MLP has.
         share = (found["bytes"] - 6 * n) / floor["bytes"]
-        yield Check(step, "bytes but for 6N", share, 1.07)
+        yield Check(step, "bytes but for 6N", share, 1.05)
         if floor["bytes"] > 400 * n:
             yield Check(step, "temporary memory", memory[0] / memory[1], 1.02)
         return

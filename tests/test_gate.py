@@ -2,6 +2,7 @@
 
 import json
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +12,7 @@ from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price
 from benchmarks.networks import TINY
 from benchmarks.steps import contestant, contestants
 from conftest import rest_is_evidence
-from jaxmp import _loss_scale, _narrow_params
+from jaxmp import _loss_scale, _narrow_params, _values
 
 UNAVAILABLE = h200.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
@@ -109,6 +110,28 @@ def test_a_wide_gradient_in_float8_pays(form):
     assert (found["float8"], found["others"]) == decoder.products(form)
     assert found["bytes"] < 1.12 * bf16["bytes"]
     assert found["seconds"] < 0.9 * bf16["seconds"]
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_the_gradient_of_a_bias_sums_is_stored_in_16_bits(dtype, monkeypatch):
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.LayerNorm()(nn.Dense(256)(x))
+            y = nn.Dense(256)(nn.gelu(nn.Dense(1024)(y)))
+            return nn.LayerNorm()(nn.Dense(256)(x + y)).var()
+
+    layer, x = Layer(), jax.ShapeDtypeStruct((2048, 256), jnp.float32)
+    params = jax.eval_shape(layer.init, jax.random.key(0), x)
+
+    def count():
+        grad = jaxmp.autocast(jax.grad(layer.apply), dtype)
+        return hlo.work(h200.compiled(grad, params, x).as_text()).bytes
+
+    found = count()
+    monkeypatch.setattr(_values, "firmly_rounded", lambda array, linear: array)
+    assert found < 0.93 * count()
 
 
 def test_what_is_not_donated_does_not_pass():
