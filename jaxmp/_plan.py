@@ -483,7 +483,8 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
-        if name in TOTALS and is_backward(eqn, scopes) and not kept:
+        total = name in TOTALS and is_backward(eqn, scopes) and not kept
+        if total and "digits" not in wanted:  # as for the logarithm of a sum
             return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES

@@ -152,7 +152,7 @@ class Value:
             dtype: Its dtype.
         """
         value = self.stored(dtype)
-        value.array = firmly_rounded(value.array, self.linear)
+        value.array = firmly_rounded(value.array)
         value.kept = ()
         return value
 
@@ -201,21 +201,20 @@ def stored_by_xla(array: Any) -> Any:
     return lax.optimization_barrier(array) if array.dtype == jnp.bfloat16 else array
 
 
-def firmly_rounded(array: Any, linear: bool) -> Any:
+def firmly_rounded(array: Any) -> Any:
     """Returns a 16-bit array whose rounding XLA does not leave out.
 
     XLA leaves it out for who widens the array again, such as a sum, and then may store
-    float32 numbers for everybody. It does not if the rounded numbers have been looked
-    at. Behind a barrier it would not either, but could fuse no sum with what is before.
+    float32 numbers for everybody. It does not if the rounded numbers are computed with.
+    Behind a barrier it would not either, but could fuse no sum with what is before.
 
     Args:
         array: A 16-bit array.
-        linear: Whether it is to be transposed, which a comparison cannot be.
     """
-    if linear:
-        return lax.optimization_barrier(array)
-    # The array itself: what does not equal itself is NaN, and is so with either sign.
-    return lax.select(lax.eq(array, array), array, lax.neg(array))
+    # The array itself, which XLA cannot know. A choice, because it may be transposed:
+    # a test of the array could not be.
+    itself = lax.optimization_barrier(np.True_)
+    return lax.select(itself, array, lax.neg(array))
 
 
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
