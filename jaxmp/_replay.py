@@ -245,13 +245,11 @@ class Caster:
         read = []
         for out, want in zip(outs, wanted, strict=True):
             sums = want == "added" and eqn.primitive.name in ADDS_UP
-            axes = plan.axes_of_softmax(eqn)
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
-            elif out.is_computed() and want == "summed" and not axes:  # no softmax
-                out = out.summed_in_backward(self.dtype)
             elif out.is_computed() and (want in ("kept", "summed") or sums):
-                out = out.kept_for_backward(self.dtype, axes)
+                axes = plan.axes_of_softmax(eqn)
+                out = out.kept_for_backward(self.dtype, axes, want == "summed")
             read.append(out)
         return read
 

@@ -130,30 +130,25 @@ class Value:
             return lax.convert_element_type(self.array, jnp.float32)
         return self.original()
 
-    def kept_for_backward(self, dtype: np.dtype, axes: tuple[int, ...]) -> "Value":
+    def kept_for_backward(
+        self, dtype: np.dtype, axes: tuple[int, ...], summed: bool
+    ) -> "Value":
         """Returns the value rounded, and read from there by the backward pass.
 
         Args:
             dtype: Its dtype.
             axes: Those over which it sums to one.
+            summed: Whether it is summed up there.
         """
         value = self.stored(dtype)
-        # XLA would keep what the value was computed from, and compute it anew.
-        value.array = lax.optimization_barrier(value.array)
+        if summed and not axes:
+            value.array = firmly_rounded(value.array)
+        else:
+            # XLA would keep what the value was computed from, and compute it anew.
+            value.array = lax.optimization_barrier(value.array)
         # Of more than 2^14 weights the largest may round to zero, and so may the sum.
         few = math.prod(value.array.shape[i] for i in axes) <= 2**14
         value.kept = axes if few else ()
-        return value
-
-    def summed_in_backward(self, dtype: np.dtype) -> "Value":
-        """Returns the value rounded, and summed up from there by the backward pass.
-
-        Args:
-            dtype: Its dtype.
-        """
-        value = self.stored(dtype)
-        value.array = firmly_rounded(value.array)
-        value.kept = ()
         return value
 
     def in_16bit(self, dtype: np.dtype) -> Any:
