@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.measure import equations, traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 EPS = {d: float(jnp.finfo(d).eps) for d in (jnp.float32, jnp.float16, jnp.bfloat16)}
 
@@ -30,9 +30,14 @@ class MLP(nn.Module):
 
 
 MODEL = MLP()
-X = jax.random.normal(jax.random.key(1), (12, 4))
-Y = jnp.arange(12) % 3
-PARAMS = MODEL.init(jax.random.key(0), X)
+X = normal(0, 12, 4)
+Y = jnp.asarray(np.arange(12) % 3)
+PARAMS = {
+    "params": {
+        "Dense_0": {"kernel": normal(1, 4, 16, scale=1 / 2), "bias": normal(2, 16)},
+        "Dense_1": {"kernel": normal(3, 16, 3, scale=1 / 4), "bias": normal(4, 3)},
+    }
+}
 
 
 def loss_fn(params, x, y, apply=MODEL.apply):

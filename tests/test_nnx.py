@@ -18,7 +18,7 @@ from conftest import rest_is_evidence
 
 FULL, HALF, BRAIN = jnp.float32, jnp.float16, jnp.bfloat16
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
-X = jnp.linspace(-1, 1, 32).reshape(8, 4)
+X = jnp.asarray(np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
 
 
 class Net(nnx.Module):
