@@ -109,7 +109,7 @@ def rest_is_evidence(cases, *usual):
 def normal(seed, *shape, scale=1.0):
     """Draws normal numbers, without a program that would have to be compiled."""
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return jnp.asarray(np.float32(scale) * numbers)
+    return jax.device_put(np.float32(scale) * numbers)  # `asarray` is a program
 
 
 @pytest.fixture(autouse=True)

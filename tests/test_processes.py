@@ -230,10 +230,13 @@ def is_free(port):
         return free.connect_ex(("127.0.0.1", port)) != 0
 
 
-# In place of the example's training, which takes most of its time, three steps with one
-# weight, in the second of which the data of one process overflow.
+# In place of the example's training, which takes most of its time to import and to
+# compile, three steps with one weight, in the second of which the data of one process
+# overflow.
 JOIN = f"""
 import sys; sys.path.insert(0, {str(EXAMPLES)!r})
+from unittest import mock
+sys.modules.update(_data=mock.MagicMock(), digits=mock.MagicMock())
 import jax, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxmp, multiprocess
