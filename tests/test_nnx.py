@@ -411,14 +411,13 @@ LIKE_FLAX = {
 }
 
 
-# What differs most, without `has_aux`; with it one module and several arguments.
+# What differs most, without `has_aux`; with it several arguments.
 @pytest.mark.parametrize(
     ("has_aux", "fun", "make", "options"),
     rest_is_evidence(
         {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
         *(f"False-{k}" for k in ("module", "dict and number", "list", "filters")),
         *(f"False-{k}" for k in ("variable", "state", "pytree", "shared")),
-        "True-module",
         "True-two",
     ),
 )
