@@ -1,5 +1,7 @@
 """Eight CPU devices, the same examples on every run, and the docstrings' names."""
 
+import functools
+import gc
 import os
 import platform
 import time
@@ -29,7 +31,17 @@ if jax.__version_info__ < (0, 11) and platform.machine() in ("x86_64", "AMD64"):
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# JAX sets MLIR up anew for each program that it lowers, too, which takes a fifth of the
+# time. Nothing public says that one setting may serve them all, as it may.
+try:
+    from jax._src.interpreters import mlir
+
+    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
+except (ImportError, AttributeError):  # another JAX, and the tests take longer
+    pass
+
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
@@ -71,6 +83,11 @@ LONGEST = (
 )
 
 
+def pytest_collection_finish():
+    """Lets the garbage collector pass over what is imported by now."""
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     """Puts the longest tests first."""
     items.sort(key=lambda item: not item.path.stem.startswith(LONGEST))
@@ -87,6 +104,12 @@ def rest_is_evidence(cases, *usual):
         )
         for name, case in cases.items()
     ]
+
+
+def normal(seed, *shape, scale=1.0):
+    """Draws normal numbers, without a program that would have to be compiled."""
+    numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return jax.device_put(np.float32(scale) * numbers)  # `asarray` is a program
 
 
 @pytest.fixture(autouse=True)

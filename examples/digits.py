@@ -115,12 +115,16 @@ class Result(NamedTuple):
     residual_bytes: int  # of what a batch leaves for the backward pass
 
 
+# One compilation instead of fifty, and one for all precisions.
+@partial(jax.jit, static_argnames="model")
+def init(model, key, images):
+    return model.init(key, images, train=False)
+
+
 def create_state(config: Config, data: Dataset, steps: int) -> State:
     model = ResNet(blocks=3 if config.data == "cifar10" else 1)
-    # One compilation instead of fifty; and "rbg" compiles faster than the default.
-    init = jax.jit(partial(model.init, train=False))
-    key = jax.random.key(config.seed, impl="rbg")
-    variables = init(key, data.normalize(data.train_images[:1]))
+    key = jax.random.key(config.seed, impl="rbg")  # compiles faster than the default
+    variables = init(model, key, data.normalize(data.train_images[:1]))
     policy = jaxmp.get_policy(config.policy)
     schedule = optax.cosine_decay_schedule(config.learning_rate, steps)
     # The optimizer and its schedule stand inside, so that a skipped step skips them.

@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 from jaxmp import _jaxpr
 
-W = jax.random.normal(jax.random.key(0), (8, 8)) * 0.3
-X = jax.random.normal(jax.random.key(1), (4, 8))
+W = normal(0, 8, 8, scale=0.3)
+X = normal(1, 4, 8)
 
 
 def mesh(size):

@@ -10,17 +10,16 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 HALVES = (jnp.float16, jnp.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
-KEYS = jax.random.split(jax.random.key(0), 4)
-W = jax.random.normal(KEYS[0], (8, 8)) / 8**0.5
+W = normal(0, 8, 8, scale=8**-0.5)
 # Rows that lie close together: in 16 bits their differences are noise.
-TABLE = 1 + 1e-3 * jax.random.normal(KEYS[1], (6, 8))
-SCHEDULE = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))
+TABLE = 1 + normal(1, 6, 8, scale=1e-3)
+SCHEDULE = jnp.asarray(np.cumprod(1 - np.linspace(1e-4, 0.02, 1000)), jnp.float32)
 I, J = jnp.array([0, 1, 2, 3]), jnp.array([4, 5, 0, 1])  # noqa: E741
-X = jax.random.normal(KEYS[2], (4, 8))
+X = normal(2, 4, 8)
 
 
 def with_product(fun):
@@ -227,8 +226,8 @@ def every_reader_sees_it(instructions):
 # Values that are computed from products, and have readers of two kinds.
 
 
-ROWS = jax.random.normal(jax.random.key(3), (8, 16))
-V = jax.random.normal(jax.random.key(4), (16, 16)) / 4
+ROWS = normal(3, 8, 16)
+V = normal(4, 16, 16, scale=0.25)
 
 
 def squashed_policy(w):

@@ -12,6 +12,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
+from conftest import rest_is_evidence
 from jaxmp import _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
@@ -96,17 +97,29 @@ RECURRENCES = {
 }
 
 
-@pytest.mark.parametrize("name", RECURRENCES)
-def test_a_loop_of_a_gradient_is_given_rounded_weights(name):
+def gradient_of(name):
     def loss(weights, xs):
         xs = jnp.stack([xs, xs], 2) if name == "vmap" else xs
         return (RECURRENCES[name](*weights, xs) ** 2).mean()
 
-    grad = jax.grad(loss)
-    casts, products = roundings(jaxmp.autocast(grad, F16), (W, U), XS)
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_a_loop_of_a_gradient_is_given_rounded_weights(name):
+    cast = jaxmp.autocast(gradient_of(name), F16)
+    casts, products = roundings(cast, (W, U), XS)
     assert casts
     assert not any(casts)
     assert any(products)
+
+
+@pytest.mark.parametrize(
+    "name",
+    rest_is_evidence({name: name for name in RECURRENCES}, "remat in scan", "vmap"),
+)
+def test_the_gradient_of_a_loop_is_that_of_float32(name):
+    grad = gradient_of(name)
     found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
     assert relative_error(found, jax.jit(grad)((W, U), XS)) < 4e-3
 

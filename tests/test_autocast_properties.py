@@ -10,11 +10,12 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import IN_A_HURRY, relative_error
+from conftest import normal
 
 SIZE = 4
 AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
-W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / SIZE**0.5
-X = jax.random.normal(jax.random.key(1), (SIZE, SIZE))
+W = normal(0, SIZE, SIZE, scale=SIZE**-0.5)
+X = normal(1, SIZE, SIZE)
 
 
 def normalised(x):

@@ -12,13 +12,13 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 # Both are exact in float16, and so is their product.
-X = jax.random.normal(jax.random.key(0), (3, 5, 7), jnp.float16).astype(jnp.float32)
-EYE = jnp.eye(7)
+X = jnp.asarray(np.float16(normal(0, 3, 5, 7)), jnp.float32)
+EYE = jnp.asarray(np.eye(7, dtype=np.float32))
 LABELS = jnp.array([[0, 6, 3, -1, -7], [1, 2, 2, 7, -8], [9, 0, 5, 6, 4]])
-SCALE = jnp.linspace(0.5, 2, 15).reshape(3, 5)
+SCALE = jnp.asarray(np.linspace(0.5, 2, 15, dtype=np.float32).reshape(3, 5))
 
 
 def cross_entropy(x):

@@ -13,12 +13,12 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 from jaxmp._values import firmly_rounded
 
-W = jax.random.normal(jax.random.key(0), (8, 8)) / 3
-X = jax.random.normal(jax.random.key(1), (4, 8))
-SCALE = jnp.linspace(0.5, 2, 8)
+W = normal(0, 8, 8, scale=1 / 3)
+X = normal(1, 4, 8)
+SCALE = jnp.asarray(np.linspace(0.5, 2, 8, dtype=np.float32))
 HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 ORDERS = {
     "outside": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
@@ -451,7 +451,7 @@ def residual(ws, bs, x):
     return (x @ ws[0]).sum()
 
 
-WS, BS = jnp.stack([W, W.T, -W]), jnp.stack([X[0], X[1], X[2]])
+WS, BS = normal(4, 3, 8, 8, scale=1 / 3), normal(5, 3, 8)
 
 
 def sums_kept(fun, *args):

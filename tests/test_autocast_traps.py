@@ -12,7 +12,7 @@ import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, traced
 
 F16 = jnp.float16
-EYE = jnp.eye(4)
+EYE = jnp.asarray(np.eye(4, dtype=np.float32))
 ORDERS = {
     "outside": lambda loss, argnums=0: jaxmp.autocast(jax.grad(loss, argnums), F16),
     "inside": lambda loss, argnums=0: jax.grad(jaxmp.autocast(loss, F16), argnums),

@@ -9,10 +9,10 @@ from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
-W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
-X = jax.random.normal(jax.random.key(1), (4, 4))
+W = normal(0, 4, 4, scale=0.5)
+X = normal(1, 4, 4)
 
 AROUND = {
     "plain": lambda f: f,
@@ -133,7 +133,7 @@ def test_a_rule_without_symbolic_zeros_gets_arrays(wrap):
         assert relative_error(grad, jax.grad(loss, (0, 1))(X, W)) < 5e-3
 
 
-TABLE = jnp.linspace(0, 1, 16).reshape(4, 4)
+TABLE = jnp.asarray(np.linspace(0, 1, 16, dtype=np.float32).reshape(4, 4))
 
 
 @jax.custom_vjp

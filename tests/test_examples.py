@@ -22,7 +22,6 @@ import optax
 import pytest
 from flax import nnx
 from rich.console import Console
-from tensorboard.backend.event_processing import event_accumulator
 
 import jaxmp
 from conftest import rest_is_evidence
@@ -138,6 +137,9 @@ def test_three_strings_give_three_precisions_of_one_program(small, mode, tmp_pat
 
 def read_by_tensorboard(folder):
     """Returns step and value of each scalar, as TensorBoard reads them."""
+    # Which takes longer to import than JAX.
+    from tensorboard.backend.event_processing import event_accumulator
+
     reader = event_accumulator.EventAccumulator(str(folder))
     reader.Reload()
     names = reader.Tags()["scalars"]

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks import collectives
 from benchmarks.measure import traced
+from conftest import normal
 from jaxmp import _fp8
 
 F8, BF16 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.bfloat16)
@@ -27,12 +28,8 @@ fp8 = functools.partial(jaxmp.autocast, policy="mixed_fp8", ops=OPS)
 
 
 def make(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    params = {
-        "a": jax.random.normal(keys[0], (32, 64)) / 8,
-        "b": jax.random.normal(keys[1], (64, 32)) / 8,
-    }
-    return params, jax.random.normal(keys[2], (4, 16, 32))
+    a, b = normal(seed, 32, 64, scale=1 / 8), normal(seed + 1, 64, 32, scale=1 / 8)
+    return {"a": a, "b": b}, normal(seed + 2, 4, 16, 32)
 
 
 PARAMS, X = make()

@@ -19,7 +19,7 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.collectives import collectives, partitioned
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 from jaxmp._ungathered import never_gathered
 
 CPUS = np.array(jax.devices("cpu")[:8])
@@ -36,13 +36,12 @@ POLICIES = {
 SUMS_BF16 = "p=f32,c=bf16,o=f32,r=bf16"
 
 # A stack of three layers, each with two matrices and a vector.
-KEYS = jax.random.split(jax.random.key(0), 4)
 PARAMS = {
-    "up": jax.random.normal(KEYS[0], (3, 16, 32)) / 4,
-    "bias": jax.random.normal(KEYS[1], (3, 32)),
-    "down": jax.random.normal(KEYS[2], (3, 32, 16)) / 4,
+    "up": normal(0, 3, 16, 32, scale=0.25),
+    "bias": normal(1, 3, 32),
+    "down": normal(2, 3, 32, 16, scale=0.25),
 }
-X = jax.random.normal(KEYS[3], (64, 16))
+X = normal(3, 64, 16)
 SPECS = {"up": P(None, "data"), "bias": P(), "down": P(None, None, "data")}
 ON_GRID = {
     "up": P(None, "data", "model"),

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.collectives import collectives, partitioned
 from benchmarks.hlo import bits
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
@@ -33,9 +33,14 @@ class MLP(nn.Module):
 
 
 MODEL = MLP()
-X = jax.random.normal(jax.random.key(1), (64, 32))
-Y = jnp.arange(64) % 16
-PARAMS = MODEL.init(jax.random.key(0), X)
+X = normal(0, 64, 32)
+Y = jnp.asarray(np.arange(64) % 16)
+PARAMS = {
+    "params": {
+        "Dense_0": {"kernel": normal(1, 32, 64, scale=1 / 6), "bias": normal(2, 64)},
+        "Dense_1": {"kernel": normal(3, 64, 16, scale=1 / 8), "bias": normal(4, 16)},
+    }
+}
 
 
 def loss_of(apply):

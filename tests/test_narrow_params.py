@@ -28,7 +28,7 @@ WRAPPERS = {
 }
 each_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 PARAMS = {
-    "w": jnp.arange(-8, 8, dtype=jnp.bfloat16).reshape(8, 2) / 8,
+    "w": jnp.asarray(np.arange(-8, 8).reshape(8, 2) / 8, jnp.bfloat16),
     "b": jnp.array([0.5, -0.0, 3.0]),  # float32
 }
 GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-6), PARAMS)
@@ -369,7 +369,7 @@ TX = jaxmp.stochastic_rounding(MOMENTUM, state_dtype="bfloat16")
 KAHAN = jaxmp.kahan_summation(MOMENTUM, state_dtype="bfloat16")
 # Both in one program, which compiles faster than two.
 TXS = {"at random": TX, "Kahan": KAHAN}
-MATRIX = jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8)
+MATRIX = jnp.asarray(np.linspace(-1, 1, 64).reshape(8, 8), jnp.bfloat16)
 PAIR = {name: {"w": MATRIX, "b": PARAMS["b"]} for name in TXS}
 
 

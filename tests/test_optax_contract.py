@@ -122,7 +122,7 @@ def skips_without_a_trace(tx, params, grads):
         assert state.last_finite == (poison == GOOD)
         assert kinds((params, state)) == kind
     assert state.skipped == 4
-    assert jaxmp.all_finite((params, state))
+    assert jax.jit(jaxmp.all_finite)((params, state))
     assert step._cache_size() == 1
 
 

@@ -1,6 +1,7 @@
 """The house: who may import whom, and what importing jaxmp loads."""
 
 import ast
+import functools
 import inspect
 import os
 import pydoc
@@ -115,15 +116,41 @@ def test_the_files_that_trace_what_is_audited_are_there():
     assert all(map(os.path.exists, _TRACING))
 
 
-def run(code):
-    """Returns the words that a fresh interpreter prints."""
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
+# What a user may do one after the other. All in one interpreter, which takes seconds to
+# import JAX.
+SESSION = f"""
+import jaxmp, sys
+print(*sys.modules)
+print("audit" in dir(jaxmp), jaxmp.audit.__name__)
+from jaxmp import *
+print(*sys.modules)
+
+# `jax.distributed.initialize` must come first, and may come after the imports.
+import jax, optax
+jaxmp.value_and_grad(lambda w: w, "mixed_float16", loss_scale=2**15)
+jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
+print(jax.device_count("cpu"))
+
+for name in {sorted(FRONT_ENDS)}:
+    assert name not in dir(jaxmp)
+    front_end = getattr(jaxmp, name)
+    print(front_end.__name__, front_end is sys.modules["jaxmp." + name], end=" ")
+"""
+
+
+@functools.cache
+def printed():
+    """Returns the words of each line that a fresh interpreter prints."""
+    run = subprocess.run(
+        [sys.executable, "-c", SESSION], capture_output=True, text=True, check=True
+    )
+    names = ("imported", "later", "everything", "devices", "front ends")
+    return dict(zip(names, map(str.split, run.stdout.splitlines()), strict=True))
 
 
 def test_importing_jaxmp_loads_no_front_end_and_nothing_slow():
-    loaded = run("import jaxmp, sys; print(*sys.modules)")
+    loaded = printed()["imported"]
     assert "optax" in loaded
     slow = {"flax.linen", "flax.nnx", "matplotlib", "jax.extend", "jaxmp._jaxpr"}
     assert not slow & set(loaded)
@@ -145,21 +172,14 @@ def test_all_names_everything_public_and_nothing_else():
 
 
 def test_importing_everything_loads_no_front_end():
-    loaded = run("from jaxmp import *; import sys; print(*sys.modules)")
+    loaded = printed()["everything"]
     assert "jaxmp._autocast" in loaded
     assert not {"jaxmp.linen", "jaxmp.nnx", "flax.nnx", "matplotlib"} & set(loaded)
 
 
 def test_a_front_end_is_imported_by_its_use():
-    code = f"""
-import jaxmp, sys
-for name in {sorted(FRONT_ENDS)}:
-    assert name not in dir(jaxmp)
-    front_end = getattr(jaxmp, name)
-    print(front_end.__name__, front_end is sys.modules["jaxmp." + name])
-"""
     expected = [(f"jaxmp.{name}", "True") for name in sorted(FRONT_ENDS)]
-    assert run(code) == [word for pair in expected for word in pair]
+    assert printed()["front ends"] == [word for pair in expected for word in pair]
 
 
 def test_help_shows_every_public_name_with_what_it_does():
@@ -180,22 +200,13 @@ def test_help_of_a_function_fits_a_screen(name):
 
 
 def test_a_name_that_is_imported_later_is_there_and_a_wrong_one_is_not():
-    code = "import jaxmp; print('audit' in dir(jaxmp), jaxmp.audit.__name__)"
-    assert run(code) == ["True", "audit"]
+    assert printed()["later"] == ["True", "audit"]
     with pytest.raises(AttributeError, match="no attribute 'autocats'"):
         jaxmp.autocats  # noqa: B018
 
 
 def test_building_functions_starts_no_backend():
-    # `jax.distributed.initialize` must come first, and may come after the imports.
-    code = """
-import jax, jaxmp, optax
-jaxmp.value_and_grad(lambda w: w, "mixed_float16", loss_scale=2**15)
-jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
-jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
-print(jax.device_count("cpu"))
-"""
-    assert run(code) == ["3"]
+    assert printed()["devices"] == ["3"]
 
 
 def test_every_public_name_is_documented_with_an_example():

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 import jaxmp
+from conftest import normal
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))  # before an installed `multiprocess`
@@ -39,8 +40,8 @@ SHAPES = {"w1": (16, 32), "w2": (32, 8), "b": (8,)}
 POLICY = jaxmp.get_policy("mixed_float16")
 # A scale that overflows at first and grows often, so that its counters matter.
 TX = jaxmp.loss_scaling(optax.adam(0.1), POLICY, init_scale=2.0**22, growth_interval=2)
-X = jax.random.normal(jax.random.key(0), (32, 16)) * 4
-Y = jnp.arange(32) % 8
+X = normal(0, 32, 16, scale=4)
+Y = jnp.asarray(np.arange(32) % 8)
 
 
 def abstract(mesh):
@@ -229,10 +230,13 @@ def is_free(port):
         return free.connect_ex(("127.0.0.1", port)) != 0
 
 
-# In place of the example's training, which takes most of its time, three steps with one
-# weight, in the second of which the data of one process overflow.
+# In place of the example's training, which takes most of its time to import and to
+# compile, three steps with one weight, in the second of which the data of one process
+# overflow.
 JOIN = f"""
 import sys; sys.path.insert(0, {str(EXAMPLES)!r})
+from unittest import mock
+sys.modules.update(_data=mock.MagicMock(), digits=mock.MagicMock())
 import jax, numpy as np, optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jaxmp, multiprocess

@@ -13,12 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.collectives import collectives
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
 # Small integers and powers of two: every sum is exact, in any order.
-PARAMS = {"w": jnp.arange(16.0).reshape(8, 2) - 8, "b": jnp.array([1.0, -0.0])}
-X = (jnp.arange(128.0) % 7 - 3).reshape(16, 8)
+PARAMS = {
+    "w": jnp.asarray(np.arange(-8, 8, dtype=np.float32).reshape(8, 2)),
+    "b": jnp.array([1.0, -0.0]),
+}
+X = jnp.asarray((np.arange(128, dtype=np.float32) % 7 - 3).reshape(16, 8))
 INNER = optax.chain(optax.trace(0.5), optax.scale(-(2.0**-6)))
 TX = jaxmp.dynamic_loss_scale(INNER, init_scale=8, growth_interval=2)
 
@@ -296,8 +299,7 @@ def test_an_axis_of_vmap_serves_as_well():
 # without a mesh its collectives do nothing, and that is the reference.
 
 GRID = Mesh(MESH.devices.reshape(4, 2), ("data", "model"))
-KEYS = jax.random.split(jax.random.key(0), 4)
-ROWS = jax.random.normal(KEYS[0], (64, 8))
+ROWS = normal(0, 64, 8)
 
 
 def gather(x, axis, dim=0):
@@ -348,10 +350,9 @@ def sharded_params(name):
     shapes = {"w": (8, 8, 8) if name == "experts" else (8, 8), "b": (8,)}
     if SHARDED[name][1] is GRID:
         shapes |= {"v": (8, 4), "c": (4,)}
-    keys = jax.random.split(KEYS[1], len(shapes))
     return {
-        leaf: jax.random.normal(key, shape)
-        for key, (leaf, shape) in zip(keys, shapes.items(), strict=True)
+        leaf: normal(seed, *shape)
+        for seed, (leaf, shape) in enumerate(shapes.items(), 1)
     }
 
 

@@ -17,12 +17,12 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.measure import equations, product_dtypes
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 
 F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))
 POLICIES = ["float32", "mixed_bfloat16", "mixed_float16"]
-X = jax.random.normal(jax.random.key(1), (8, 6, 6, 3))
-Y = jnp.arange(8) % 4
+X = normal(0, 8, 6, 6, 3)
+Y = jnp.asarray(np.arange(8) % 4)
 # Half precision keeps 11 bits, bfloat16 8; the error grows with the depth.
 TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 0.1, "mixed_float16": 0.02}
 

@@ -1,14 +1,19 @@
 """A type checker finds the mistakes in a user's program, and nothing else."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import ParamSpec, get_args, get_type_hints
 
 import pytest
 
 import jaxmp
+import jaxmp.linen
+import jaxmp.nnx
+import jaxmp.plots
 
 # Lines that end in `# error` must be found. The comment of a `reveal_type` is what
 # pyright must say, with SIGNATURE for that of `loss_fn`.
@@ -165,6 +170,42 @@ def pyright(path):
     return said
 
 
+WRAPPERS = (
+    jaxmp.activation_gradients,
+    jaxmp.audit,
+    jaxmp.autocast,
+    jaxmp.find_overflow,
+    jaxmp.float32_region,
+    jaxmp.grad,
+    jaxmp.sensitivity,
+    jaxmp.value_and_grad,
+    jaxmp.with_policy,
+    jaxmp.nnx.autocast,
+    jaxmp.nnx.value_and_grad,
+)
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda f: f"{f.__module__}.{f.__name__}")
+def test_what_wraps_a_function_keeps_its_parameters(wrap):
+    hints = get_type_hints(wrap)
+    taken, returned = (
+        get_args(hints[name])[0] for name in (next(iter(hints)), "return")
+    )
+    assert isinstance(taken, ParamSpec)
+    assert taken is returned
+
+
+def test_every_public_function_says_what_it_takes_and_returns():
+    for module in (jaxmp, jaxmp.linen, jaxmp.nnx, jaxmp.plots):
+        for name, fun in inspect.getmembers(module, inspect.isfunction):
+            if not name.startswith("_") and fun.__module__.startswith("jaxmp"):
+                signature = inspect.signature(fun)
+                arguments = [x.annotation for x in signature.parameters.values()]
+                assert signature.empty not in (*arguments, signature.return_annotation)
+
+
+# `.ci/run` has pyright check the library, the examples and the benchmarks.
+@pytest.mark.evidence
 def test_a_type_checker_finds_the_mistakes_of_a_user_and_nothing_else(tmp_path):
     config = {
         "typeCheckingMode": "standard",

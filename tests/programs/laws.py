@@ -18,6 +18,7 @@ import pytest
 
 import jaxmp
 from benchmarks.measure import IN_A_HURRY, relative_error, run
+from conftest import normal as normal
 
 DTYPES = {"mixed_float16": jnp.float16, "mixed_bfloat16": jnp.bfloat16}
 POLICIES = ("float32", *DTYPES)
@@ -72,11 +73,6 @@ in_16_bits = pytest.mark.parametrize(
     "policy",
     ["mixed_float16", pytest.param("mixed_bfloat16", marks=pytest.mark.evidence)],
 )
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    """Draws normal numbers, without a compiler."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def drawn(tree: Any) -> Any:

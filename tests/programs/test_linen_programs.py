@@ -58,7 +58,7 @@ class LanguageModel(nn.Module):
         return embed.attend(nn.LayerNorm()(x))
 
 
-TOKENS = (jnp.arange(4)[:, None] * 5 + jnp.arange(8) ** 2) % VOCABULARY
+TOKENS = jnp.asarray((np.arange(4)[:, None] * 5 + np.arange(8) ** 2) % VOCABULARY)
 
 
 def language_model_params():
