@@ -201,6 +201,10 @@ class Plan:
         compares += [other.primitive.name in COMPARES for other in readers]
         return len(readers) - sum(compares) > 1
 
+    def hands_on_pooled(self, eqn: Equation) -> bool:
+        """Tells whether what ``eqn`` pools has other readers than products."""
+        return eqn.primitive.name in POOLS and self.want(*eqn.outvars) != "stored"
+
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
         return axes_of_softmax(eqn, self._definition)

@@ -33,6 +33,7 @@ from ._values import (
     literal,
     note_number,
     note_origin,
+    pooled_by_xla,
     saturated,
     stored_by_xla,
 )
@@ -132,6 +133,8 @@ class Caster:
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = stored_by_xla(ins[0].array)
                 outs = self.apply(eqn, rule, ins, wants, scopes)
+                if plan.hands_on_pooled(eqn) and outs[0].narrow:
+                    outs[0].array = pooled_by_xla(outs[0].array)
                 return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)

@@ -196,6 +196,14 @@ def stored_by_xla(array: Any) -> Any:
     return lax.optimization_barrier(array) if array.dtype == jnp.bfloat16 else array
 
 
+def pooled_by_xla(array: Any) -> Any:
+    """Returns a 16-bit array that XLA has pooled, as it is to be stored.
+
+    Of bfloat16 it has pooled float32 numbers, see :func:`stored_by_xla`.
+    """
+    return firmly_rounded(array) if array.dtype == jnp.bfloat16 else array
+
+
 def firmly_rounded(array: Any) -> Any:
     """Returns a 16-bit array whose rounding XLA does not leave out.
 

@@ -246,6 +246,29 @@ def test_what_is_pooled_and_handed_on_is_stored_in_16_bits(dtype):
         assert error(got, jax.jit(grad)(W, X)) < 8 * float(jnp.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_what_was_pooled_is_stored_in_16_bits_for_all_its_readers(dtype):
+    def residual(w, x):
+        h = pooled(jax.nn.relu(normalised(w, x)))
+        return ((h + jnp.tanh(h @ w)) ** 2).sum()
+
+    def alone(w, x):
+        return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
+
+    def rounded(loss):
+        eqns = traced(jaxmp.autocast(loss, dtype), W, X)
+        return [e for e in eqns if e.primitive.name == "select_n"]
+
+    found = rounded(residual)
+    assert len(found) == (dtype == HALF)
+    assert all(e.outvars[0].aval.dtype == HALF for e in found)
+    assert not rounded(alone)
+    expected = jax.jit(jax.grad(residual))(W, X)
+    for order in ORDERS.values():
+        got = jax.jit(order(residual, dtype))(W, X)
+        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
 )

@@ -110,7 +110,7 @@ def test_a_wide_gradient_in_float8_pays(form):
     decoder, form = fp8.Decoder(2048), fp8.FORMS[form]
     bf16, found = (fp8.count(decoder, form, policy) for policy in fp8.POLICIES)
     assert (found["float8"], found["others"]) == decoder.products(form)
-    assert found["bytes"] < 1.12 * bf16["bytes"]
+    assert found["bytes"] < 1.13 * bf16["bytes"]
     assert found["seconds"] < 0.9 * bf16["seconds"]
 
 
