@@ -94,6 +94,7 @@ Want = Literal[
     "added",  # in 16 bits, by a product; others add to it
     "product",  # in 16 bits, by a product; others compute with it
     "16-bit",  # in 16 bits, by others than products
+    "multiplied",  # so it is: multiplied by and summed up in the backward pass
     "original",  # nobody would take it in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
@@ -105,6 +106,7 @@ _USES: dict[Want, int] = {
     "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
     "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
     "16-bit": Use.IN_16BIT | Use.COMPUTES,
+    "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
     "original": Use.COMPUTES,
     "digits": Use.DIGITS | Use.COMPUTES,
     "rounded": Use.COMPUTES,
@@ -116,7 +118,7 @@ FOR_PRODUCT: frozenset[Want] = frozenset(
     want for want, use in _USES.items() if use & Use.PRODUCT
 )
 # What may be stored in 16 bits: nobody who reads it needs more.
-STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added"})
+STORED: frozenset[Want] = FOR_PRODUCT - {"product"} | {"multiplied"}
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -160,6 +162,8 @@ class Plan:
         use = self.use(var)
         if use & Use.DIGITS:
             return "digits"
+        if use & ~Use.OTHERWISE == _USES["multiplied"]:
+            return "multiplied"
         if not use & Use.PRODUCT:
             return "16-bit" if use & Use.IN_16BIT else "original"
         if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):

@@ -35,7 +35,6 @@ from ._values import (
     note_origin,
     pooled_by_xla,
     saturated,
-    stored_by_xla,
 )
 
 
@@ -131,7 +130,7 @@ class Caster:
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
-                    ins[0].array = stored_by_xla(ins[0].array)
+                    ins[0].array = pooled_by_xla(ins[0].array)
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 if plan.hands_on_pooled(eqn) and outs[0].narrow:
                     outs[0].array = pooled_by_xla(outs[0].array)
@@ -165,8 +164,13 @@ class Caster:
                         arrays = _bind_as_written(eqn, ins, wanted)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
-            if rule != "allow":
+            if rule == "allow":
+                sent_back = is_backward(eqn, scopes)
+            else:
                 note_origin(eqn, ins, outs, self.dtype)
+                sent_back = rule != "deny" and any(value.sent_back for value in ins)
+            for out in outs:
+                out.sent_back = sent_back
             if eqn.primitive.name in EXACT and any(x.kept is not None for x in ins):
                 for out in outs:
                     out.kept = () if out.narrow else None
@@ -253,6 +257,8 @@ class Caster:
             elif out.is_computed() and (want in ("kept", "summed") or sums):
                 axes = plan.axes_of_softmax(eqn)
                 out = out.kept_for_backward(self.dtype, axes, want == "summed")
+            elif out.is_computed() and out.sent_back and want == "multiplied":
+                out = out.kept_for_backward(self.dtype, (), True)
             read.append(out)
         return read
 

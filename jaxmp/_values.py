@@ -31,6 +31,7 @@ class Known(NamedTuple):
     linear: bool
     outside: bool
     follows: bool
+    sent_back: bool
     kept: tuple[int, ...] | None
 
     def of(self, array: Any) -> "Value":
@@ -53,6 +54,8 @@ class Value:
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
     # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
+    # Sent back by a product in the backward pass, or made of what was, elementwise.
+    sent_back: bool = False
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None
@@ -71,6 +74,7 @@ class Value:
             self.linear,
             self.outside,
             self.follows,
+            self.sent_back,
             self.kept,
         )
 
@@ -187,19 +191,11 @@ def saturated(array: Any, dtype: np.dtype) -> Any:
     return lax.select(lax.is_finite(array), clipped, array)
 
 
-def stored_by_xla(array: Any) -> Any:
-    """Returns a 16-bit array that XLA is to pool, as it is to be stored.
-
-    XLA pools no bfloat16 numbers. It widens them, leaves out the rounding before that,
-    and then stores float32 numbers for all who read them.
-    """
-    return lax.optimization_barrier(array) if array.dtype == jnp.bfloat16 else array
-
-
 def pooled_by_xla(array: Any) -> Any:
-    """Returns a 16-bit array that XLA has pooled, as it is to be stored.
+    """Returns a 16-bit array that XLA is to pool, or has pooled, as it is to be stored.
 
-    Of bfloat16 it has pooled float32 numbers, see :func:`stored_by_xla`.
+    XLA pools no bfloat16 numbers. It widens them, leaves out the rounding before and
+    behind, and then stores float32 numbers for all who read them.
     """
     return firmly_rounded(array) if array.dtype == jnp.bfloat16 else array
 

@@ -40,6 +40,15 @@ def dtypes_of(name, fun, *args):
     return set(found)
 
 
+def firmly_rounded_in(fun, *args):
+    """Returns the dtypes of what is rounded so that XLA cannot leave it out."""
+    eqns = list(traced(fun, *args))
+    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
+    itself = [e.outvars[0] for e in barriers if e.outvars[0].aval.dtype == bool]
+    choices = [e for e in eqns if e.primitive.name == "select_n"]
+    return [e.outvars[0].aval.dtype for e in choices if e.invars[0] in itself]
+
+
 def error(found, expected):
     found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
@@ -230,16 +239,12 @@ def test_what_is_pooled_and_handed_on_is_stored_in_16_bits(dtype):
     def alone(w, x):
         return halved(image(w, x)).reshape(2, 8) @ w
 
-    def barriers(fun):
-        eqns = traced(jaxmp.autocast(fun, dtype), W, X)
-        return [e for e in eqns if e.primitive.name == "optimization_barrier"]
-
     # Only of bfloat16 does XLA leave out the rounding.
-    found = barriers(skipped)
-    assert len(found) == (dtype == HALF)
-    assert all(e.outvars[0].aval.dtype == HALF for e in found)
-    assert not barriers(alone)
-    assert not barriers(jax.grad(lambda w, x: alone(w, x).sum()))
+    found = firmly_rounded_in(jaxmp.autocast(skipped, dtype), W, X)
+    assert found == [HALF] * (dtype == HALF)
+    grad = jax.grad(lambda w, x: alone(w, x).sum())
+    for fun in (alone, grad):
+        assert not firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X)
     grad = jax.grad(lambda w, x: (skipped(w, x) ** 2).sum())
     for order in ORDERS.values():
         got = jax.jit(order(lambda w, x: (skipped(w, x) ** 2).sum(), dtype))(W, X)
@@ -255,14 +260,9 @@ def test_what_was_pooled_is_stored_in_16_bits_for_all_its_readers(dtype):
     def alone(w, x):
         return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
 
-    def rounded(loss):
-        eqns = traced(jaxmp.autocast(loss, dtype), W, X)
-        return [e for e in eqns if e.primitive.name == "select_n"]
-
-    found = rounded(residual)
-    assert len(found) == (dtype == HALF)
-    assert all(e.outvars[0].aval.dtype == HALF for e in found)
-    assert not rounded(alone)
+    found = firmly_rounded_in(jaxmp.autocast(residual, dtype), W, X)
+    assert found == [HALF] * (dtype == HALF)
+    assert not firmly_rounded_in(jaxmp.autocast(alone, dtype), W, X)
     expected = jax.jit(jax.grad(residual))(W, X)
     for order in ORDERS.values():
         got = jax.jit(order(residual, dtype))(W, X)
@@ -650,6 +650,55 @@ def test_the_gradient_of_a_bias_may_be_differentiated_again():
 
     found = norm_of_gradients(lambda f: jaxmp.autocast(jax.grad(f, (0, 1)), HALF))
     assert error(found, norm_of_gradients(lambda f: jax.grad(f, (0, 1)))) < 0.05
+
+
+def activated(activation):
+    """Products with norms between, each with a scale, a bias and an activation."""
+
+    def loss(scale, bias, x):
+        for _ in range(2):
+            x = activation(norm(x @ W) * scale + bias)
+        return jnp.sum((x @ W) * X)
+
+    return loss
+
+
+ACTIVATED = {
+    "silu": activated(jax.nn.silu),
+    "gelu": activated(jax.nn.gelu),
+    "tanh": activated(jnp.tanh),
+    "a remat": jax.checkpoint(activated(jax.nn.silu)),
+}
+
+
+@pytest.mark.parametrize("loss", rest_is_evidence(ACTIVATED, "silu", "a remat"))
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
+)
+def test_what_an_activation_sends_back_to_a_norm_is_stored_in_16_bits(loss, dtype):
+    args = SCALE, X[0], X
+    grad = jax.grad(loss, (0, 1, 2))
+    assert firmly_rounded_in(jaxmp.autocast(grad, dtype), *args) == [dtype] * 2
+    found = jax.jit(jaxmp.autocast(grad, dtype))(*args)
+    for got, expected in zip(found, jax.jit(grad)(*args), strict=True):
+        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
+
+
+# What no product sends back, and what others need.
+NOT_SENT_BACK = {
+    "a loss": lambda scale, bias, x: jnp.sum(
+        jax.nn.silu(norm(x @ W) * scale + bias) ** 2
+    ),
+    "a float32 region": lambda scale, bias, x: jnp.sum(
+        jax.nn.silu(jaxmp.float32_region(lambda h: norm(h) * scale + bias)(x)) @ W
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SENT_BACK)
+def test_what_a_loss_sends_back_to_a_norm_keeps_its_digits(name):
+    grad = jax.grad(NOT_SENT_BACK[name], (0, 1, 2))
+    assert not firmly_rounded_in(jaxmp.autocast(grad, HALF), SCALE, X[0], X)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
