@@ -1,7 +1,7 @@
 """A function and its arguments as flat arrays, each with a name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,3 +78,23 @@ def _parameters(fun: Callable, count: int) -> list[str]:
     )
     names = [p.name for p in parameters if p.kind in positional]
     return names + [f"argument {i}" for i in range(len(names), count)]
+
+
+# Leaves of which only the JAX arrays are traced.
+
+
+ARRAY = object()  # stands for one in what a function has returned
+
+
+def arrays_of(leaves: Sequence[Any]) -> list[jax.Array]:
+    """Returns the JAX arrays among ``leaves``."""
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+
+def with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Puts ``arrays`` where ``leaves`` has JAX arrays."""
+    rest = iter(arrays)
+    return [
+        next(rest) if leaf is ARRAY or isinstance(leaf, jax.Array) else leaf
+        for leaf in leaves
+    ]

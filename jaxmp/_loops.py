@@ -10,8 +10,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_inexact
-from ._plan import Planner, Use, Want, is_written
+from ._plan import Planner, is_written
 from ._scopes import Scopes
+from ._uses import Use, Want
 from ._values import Known, Value
 
 

@@ -59,66 +59,12 @@ from ._scopes import (
     is_under,
     marks,
 )
+from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
 # value on whose type alone changes, go inside, or leave it in its original dtypes.
 Rule = Literal["allow", "infer", "retype", "call", "deny"]
 
-
-class Use:
-    """What the readers of a value do with it: bits, of which it has those that apply.
-
-    They are plain integers, because planning puts uses together for every variable of
-    every equation, and an ``enum.Flag`` takes ten times as long for that.
-    """
-
-    NOTHING = 0
-    PRODUCT = 1 << 0  # one is a product, or moves it or chooses from it for one
-    IN_16BIT = 1 << 1  # one takes it in 16 bits
-    OTHERWISE = 1 << 2  # one reads it and is no product
-    COMPUTES = 1 << 3  # one computes with it, before the backward pass or there
-    ADDS = 1 << 4  # one adds to it
-    MULTIPLIES = 1 << 5  # one multiplies by it in the backward pass
-    TOTALS = 1 << 6  # one sums it up in the backward pass: a bias's gradient
-    DIGITS = 1 << 7  # one needs its last digits
-    REGION = 1 << 8  # one is what the user keeps in float32
-    # One is a loop that may yet be differentiated, and takes it in every trip.
-    TRIPS = 1 << 9
-
-
-# What a value is wanted for, by whoever decides in which dtype it is computed.
-Want = Literal[
-    "stored",  # in 16 bits: a product takes it, and nobody computes with it
-    "summed",  # in 16 bits: so it is, and summed up in the backward pass
-    "kept",  # in 16 bits: so it is, and the backward pass multiplies by it
-    "added",  # in 16 bits, by a product; others add to it
-    "product",  # in 16 bits, by a product; others compute with it
-    "16-bit",  # in 16 bits, by others than products
-    "multiplied",  # so it is: multiplied by and summed up in the backward pass
-    "original",  # nobody would take it in 16 bits
-    "digits",  # somebody needs its last digits, so that it is not rounded
-    "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
-]
-_USES: dict[Want, int] = {
-    "stored": Use.PRODUCT | Use.IN_16BIT,
-    "summed": Use.PRODUCT | Use.IN_16BIT | Use.TOTALS,
-    "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
-    "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
-    "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
-    "16-bit": Use.IN_16BIT | Use.COMPUTES,
-    "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
-    "original": Use.COMPUTES,
-    "digits": Use.DIGITS | Use.COMPUTES,
-    "rounded": Use.COMPUTES,
-}
-IN_16BIT: frozenset[Want] = frozenset(
-    want for want, use in _USES.items() if use & Use.IN_16BIT
-)
-FOR_PRODUCT: frozenset[Want] = frozenset(
-    want for want, use in _USES.items() if use & Use.PRODUCT
-)
-# What may be stored in 16 bits: nobody who reads it needs more.
-STORED: frozenset[Want] = FOR_PRODUCT - {"product"} | {"multiplied"}
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -162,7 +108,7 @@ class Plan:
         use = self.use(var)
         if use & Use.DIGITS:
             return "digits"
-        if use & ~Use.OTHERWISE == _USES["multiplied"]:
+        if use & ~Use.OTHERWISE == USES["multiplied"]:
             return "multiplied"
         if not use & Use.PRODUCT:
             return "16-bit" if use & Use.IN_16BIT else "original"
@@ -440,7 +386,7 @@ class Planner:
             uses[var] = uses.get(var, Use.NOTHING) | use
 
         for var, want in zip(jaxpr.outvars, wanted, strict=False):
-            note(var, _USES[want] | Use.OTHERWISE)
+            note(var, USES[want] | Use.OTHERWISE)
         for eqn in reversed(jaxpr.eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
@@ -510,6 +456,8 @@ class Planner:
             return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.DIGITS)
         use |= Use.OTHERWISE
         if picks:
+            if wanted == ("multiplied",):
+                return use | moved & (Use.MULTIPLIES | Use.TOTALS)
             # Who computes with what is chosen needs all that it is chosen from. But
             # what a product takes may be added to, as in a residual network.
             if for_product:

@@ -18,14 +18,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
+from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import known_in_trip, note_kept, rounded_weights, scanned
 from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
-from ._plan import FOR_PRODUCT, IN_16BIT, STORED, Plan, Planner, Rule, Want
+from ._plan import Plan, Planner, Rule
 from ._product_rules import accumulated, moved, rounded
 from ._rows import added_to_zeros, row_axis
 from ._scopes import Scopes, check_paths, inside, is_backward
+from ._uses import IN_16BIT, STORED, Want
 from ._values import (
     Known,
     Value,
@@ -72,14 +74,14 @@ class Caster:
             @functools.wraps(fun, updated=())
             def flat(*arrays):
                 nonlocal results
-                args, kwargs = in_tree.unflatten(_merge(leaves, arrays))
+                args, kwargs = in_tree.unflatten(with_arrays(leaves, arrays))
                 outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
                 # Nothing holds a tracer when its trace is over.
-                known = [_ARRAY if isinstance(x, jax.Array) else x for x in outs]
+                known = [ARRAY if isinstance(x, jax.Array) else x for x in outs]
                 results = known, out_tree
-                return _arrays(outs)
+                return arrays_of(outs)
 
-            arrays = _arrays(leaves)
+            arrays = arrays_of(leaves)
             # With a rule that reads the weights, which are kept in 16 bits, and not the
             # scores, which are not.
             with jax.softmax_custom_jvp(True):
@@ -90,7 +92,7 @@ class Caster:
             values = [given(array) for array in arrays]
             outs = self.replay_as_written(jaxpr, values, scopes or ())
             leaves, out_tree = results
-            return out_tree.unflatten(_merge(leaves, outs))
+            return out_tree.unflatten(with_arrays(leaves, outs))
 
         return wrapped
 
@@ -329,7 +331,7 @@ class Caster:
     ) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside where that matters."""
         matters = any(map(self.planner.matters, _jaxpr.sub_jaxprs(eqn)))
-        if not FOR_PRODUCT.isdisjoint(wanted):
+        if not STORED.isdisjoint(wanted):
             matters |= any(value.is_computed() for value in ins)
         if not matters and not any(value.narrow for value in ins):
             outs = self.results(eqn, _bind_as_written(eqn, ins))
@@ -579,22 +581,3 @@ def _replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -
     """Returns ``items`` with those at ``places`` replaced."""
     changed = dict(zip(places, new, strict=True))
     return [changed.get(i, item) for i, item in enumerate(items)]
-
-
-# Pytrees.
-
-
-_ARRAY = object()  # stands for an array in what a function has returned
-
-
-def _arrays(leaves: Sequence[Any]) -> list[jax.Array]:
-    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-
-def _merge(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Puts ``arrays`` where ``leaves`` has JAX arrays."""
-    rest = iter(arrays)
-    return [
-        next(rest) if leaf is _ARRAY or isinstance(leaf, jax.Array) else leaf
-        for leaf in leaves
-    ]

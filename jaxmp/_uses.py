@@ -1,0 +1,59 @@
+"""What the readers of a value do with it, and what it is wanted for because of that."""
+
+from typing import Literal
+
+
+class Use:
+    """What the readers of a value do with it: bits, of which it has those that apply.
+
+    They are plain integers, because planning puts uses together for every variable of
+    every equation, and an ``enum.Flag`` takes ten times as long for that.
+    """
+
+    NOTHING = 0
+    PRODUCT = 1 << 0  # one is a product, or moves it or chooses from it for one
+    IN_16BIT = 1 << 1  # one takes it in 16 bits
+    OTHERWISE = 1 << 2  # one reads it and is no product
+    COMPUTES = 1 << 3  # one computes with it, before the backward pass or there
+    ADDS = 1 << 4  # one adds to it
+    MULTIPLIES = 1 << 5  # one multiplies by it in the backward pass
+    TOTALS = 1 << 6  # one sums it up in the backward pass: a bias's gradient
+    DIGITS = 1 << 7  # one needs its last digits
+    REGION = 1 << 8  # one is what the user keeps in float32
+    # One is a loop that may yet be differentiated, and takes it in every trip.
+    TRIPS = 1 << 9
+
+
+# What a value is wanted for, by whoever decides in which dtype it is computed.
+Want = Literal[
+    "stored",  # in 16 bits: a product takes it, and nobody computes with it
+    "summed",  # in 16 bits: so it is, and summed up in the backward pass
+    "kept",  # in 16 bits: so it is, and the backward pass multiplies by it
+    "added",  # in 16 bits, by a product; others add to it
+    "product",  # in 16 bits, by a product; others compute with it
+    "16-bit",  # in 16 bits, by others than products
+    "multiplied",  # so it is: multiplied by and summed up in the backward pass
+    "original",  # nobody would take it in 16 bits
+    "digits",  # somebody needs its last digits, so that it is not rounded
+    "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
+]
+USES: dict[Want, int] = {
+    "stored": Use.PRODUCT | Use.IN_16BIT,
+    "summed": Use.PRODUCT | Use.IN_16BIT | Use.TOTALS,
+    "kept": Use.PRODUCT | Use.IN_16BIT | Use.MULTIPLIES,
+    "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
+    "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
+    "16-bit": Use.IN_16BIT | Use.COMPUTES,
+    "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
+    "original": Use.COMPUTES,
+    "digits": Use.DIGITS | Use.COMPUTES,
+    "rounded": Use.COMPUTES,
+}
+IN_16BIT: frozenset[Want] = frozenset(
+    want for want, use in USES.items() if use & Use.IN_16BIT
+)
+FOR_PRODUCT: frozenset[Want] = frozenset(
+    want for want, use in USES.items() if use & Use.PRODUCT
+)
+# What may be stored in 16 bits: nobody who reads it needs more.
+STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
