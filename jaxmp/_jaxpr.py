@@ -32,6 +32,12 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 from jax.interpreters import ad
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # up to 0.8
+    from jax.core import get_opaque_trace_state
 
 __all__ = [
     "ClosedJaxpr",
@@ -168,6 +174,17 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Applies the primitive of ``eqn`` to ``args``, with some parameters changed."""
+    if not changed and _is_repeated(eqn, args):
+        # As JAX writes the equations of a function that is inlined: asking the
+        # primitive for the types of its results once more takes twice as long.
+        return args[0]._trace.emit_eqn(
+            list(args),
+            [var.aval for var in eqn.outvars],
+            eqn.primitive,
+            eqn.params,
+            eqn.effects,
+            source_info_util.current(),
+        )
     primitive, params = eqn.primitive, {**eqn.params, **changed}
     bound = primitive.get_bind_params(params)  # pyright: ignore
     # Up to 0.8 the functions of a call primitive came apart from its parameters.
@@ -179,6 +196,31 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
         x if hasattr(x, "dtype") else np.asarray(x, var.aval.dtype)  # pyright: ignore
         for x, var in zip(outs, eqn.outvars, strict=True)
     ]
+
+
+def _is_repeated(eqn: Equation, args: Sequence[Any]) -> bool:
+    """Whether a program is written, and ``args`` are of the very types of ``eqn``.
+
+    What ``eqn`` returned when it was traced is then what it returns now.
+    """
+    if not args or eqn.effects or not _is_simple(eqn.primitive):
+        return False
+    trace = get_opaque_trace_state()._trace_ref()
+    for x, atom in zip(args, eqn.invars, strict=True):
+        # Of another trace in an inner function, or where something is transformed.
+        if type(x) is not DynamicJaxprTracer or x._trace is not trace:
+            return False
+        if x.aval is not atom.aval:
+            return False
+    return True
+
+
+@functools.cache
+def _is_simple(primitive: Primitive) -> bool:
+    """Whether to apply a primitive while tracing is to write an equation."""
+    if type(primitive) is not Primitive or primitive.name in CALL_KINDS:
+        return False
+    return vars(primitive).keys().isdisjoint({"bind", "bind_with_trace", "is_high"})
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
