@@ -32,6 +32,12 @@ from jax.extend.core import (
     jaxpr_as_fun,
 )
 from jax.interpreters import ad
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+try:
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # up to 0.8
+    from jax.core import get_opaque_trace_state
 
 __all__ = [
     "ClosedJaxpr",
@@ -168,6 +174,13 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Applies the primitive of ``eqn`` to ``args``, with some parameters changed."""
+    if not changed and (trace := _repeats(eqn, args)):
+        # As JAX writes the equations of a function that is inlined: asking the
+        # primitive for the types of its results once more takes twice as long.
+        source = source_info_util.current()
+        ins = [trace.to_jaxpr_tracer(x, source) for x in args]
+        outs = [var.aval for var in eqn.outvars]
+        return trace.emit_eqn(ins, outs, eqn.primitive, eqn.params, eqn.effects, source)
     primitive, params = eqn.primitive, {**eqn.params, **changed}
     bound = primitive.get_bind_params(params)  # pyright: ignore
     # Up to 0.8 the functions of a call primitive came apart from its parameters.
@@ -179,6 +192,33 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
         x if hasattr(x, "dtype") else np.asarray(x, var.aval.dtype)  # pyright: ignore
         for x, var in zip(outs, eqn.outvars, strict=True)
     ]
+
+
+def _repeats(eqn: Equation, args: Sequence[Any]) -> Any:
+    """Returns the trace that writes a program, if ``args`` are such as ``eqn`` had.
+
+    What ``eqn`` returned when it was traced is then what it returns now.
+    """
+    trace = get_opaque_trace_state()._trace_ref()
+    if eqn.effects or not _is_simple(eqn.primitive) or not hasattr(trace, "emit_eqn"):
+        return None
+    for x, atom in zip(args, eqn.invars, strict=True):
+        if isinstance(atom, Literal):
+            same = x is atom.val
+        else:  # of another trace in an inner function, or where it is transformed
+            same = type(x) is DynamicJaxprTracer and x._trace is trace
+            same = same and x.aval is atom.aval
+        if not same:
+            return None
+    return trace
+
+
+@functools.cache
+def _is_simple(primitive: Primitive) -> bool:
+    """Whether to apply a primitive while tracing is to write an equation."""
+    if type(primitive) is not Primitive or primitive.name in CALL_KINDS:
+        return False
+    return vars(primitive).keys().isdisjoint({"bind", "bind_with_trace", "is_high"})
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -195,46 +235,52 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     What differentiation and batching add to the stack is left out, so that the
     forward and the backward pass of a module have the same scopes.
     """
-    return _scope_names(eqn.source_info.name_stack)
+    return _names(eqn).scopes
 
 
-@functools.lru_cache(maxsize=4096)
-def _scope_names(name_stack: source_info_util.NameStack) -> tuple[str, ...]:
-    # Scopes and transformations share a tuple; only the names of scopes are wanted.
-    return tuple(
-        name
-        for entry in name_stack.stack
-        if type(entry).__name__ == "Scope"
-        for name in entry.name.split("/")
-        if name != _COMPUTED_AGAIN
-    )
+def is_computed_again(eqn: JaxprEqn) -> bool:
+    """Whether a rematerialised function computes ``eqn`` for its backward pass."""
+    return _names(eqn).computed_again
+
+
+def is_differentiated(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` was written by differentiation, forward or backward."""
+    return not _names(eqn).transforms.isdisjoint(("jvp", "transpose"))
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` belongs to a backward pass."""
+    return "transpose" in _names(eqn).transforms
 
 
 # What `jax.checkpoint` names what its backward pass computes a second time.
 _COMPUTED_AGAIN = "rematted_computation"
 
 
-def is_computed_again(eqn: JaxprEqn) -> bool:
-    """Whether a rematerialised function computes ``eqn`` for its backward pass."""
+class _Names(NamedTuple):
+    scopes: tuple[str, ...]
+    transforms: frozenset[str]
+    computed_again: bool
+
+
+def _names(eqn: JaxprEqn) -> _Names:
+    """Returns what the name stack of ``eqn`` says."""
     stack = eqn.source_info.name_stack.stack
-    return any(_COMPUTED_AGAIN in entry.name.split("/") for entry in stack)
+    # A scope and a transformation of the same name are equal.
+    return _read_names(stack, tuple(map(type, stack)))
 
 
-def is_differentiated(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` was written by differentiation, forward or backward."""
-    return any(name in ("jvp", "transpose") for name in _transforms(eqn))
-
-
-def is_transposed(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` belongs to a backward pass."""
-    return "transpose" in _transforms(eqn)
-
-
-def _transforms(eqn: JaxprEqn) -> Iterator[str]:
-    """Yields the names of the transformations that have written ``eqn``."""
-    for entry in eqn.source_info.name_stack.stack:
-        if type(entry).__name__ == "Transform":
-            yield entry.name
+@functools.lru_cache(maxsize=4096)
+def _read_names(stack: tuple, kinds: tuple[type, ...]) -> _Names:
+    names = [
+        (kind.__name__, name)
+        for entry, kind in zip(stack, kinds, strict=True)
+        for name in entry.name.split("/")
+    ]
+    transforms = frozenset(name for kind, name in names if kind == "Transform")
+    scopes = [name for kind, name in names if kind == "Scope"]
+    again = _COMPUTED_AGAIN in scopes
+    return _Names(tuple(x for x in scopes if x != _COMPUTED_AGAIN), transforms, again)
 
 
 def live_primitives() -> dict[str, Primitive]:

@@ -133,9 +133,8 @@ class Plan:
             rule: How it is treated.
             scopes: Named scopes around it.
         """
-        if eqn.primitive.name not in GATHERS | REVERSES or rule != "infer":
-            return False
-        if eqn.primitive.name in REVERSES and not is_backward(eqn, scopes):
+        reverses = eqn.primitive.name in REVERSES and is_backward(eqn, scopes)
+        if rule != "infer" or not (reverses or eqn.primitive.name in GATHERS):
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
@@ -167,8 +166,14 @@ class Plan:
         if eqn.primitive.name not in EQUALITIES:
             return False
         lhs, rhs = (self._chosen_from(var) for var in eqn.invars)
-        twin = self._twins
-        return any(twin.get(a) is twin.get(b, b) for a in lhs for b in rhs - {a})
+        return any(self._are_twins(a, b) for a in lhs for b in rhs - {a})
+
+    def _are_twins(self, a: Any, b: Any) -> bool:
+        """Tells whether two variables are computed in the same way."""
+        one, other = self._definition(a), self._definition(b)
+        if one is None or other is None or one.primitive is not other.primitive:
+            return False
+        return self._twins[a] is self._twins[b]  # They are rare, and found slowly.
 
     def _chosen_from(self, var: Any) -> set[Any]:
         """Returns ``var`` and what it was moved or chosen from."""
@@ -276,7 +281,7 @@ class Planner:
     def rule(self, eqn: Equation, scopes: Scopes) -> Rule:
         """Returns how to treat ``eqn``, which is in ``scopes``."""
         name, ops = eqn.primitive.name, self.ops
-        if is_decided(scopes) or self._is_in_paths(scopes):
+        if self._is_kept(scopes):
             return "deny"
         if name in ops.allow and _gains_from_16bit(eqn, self.dtype):
             return "allow"
@@ -298,7 +303,7 @@ class Planner:
         """
         if is_decided(scopes):
             return None
-        if self._is_in_paths(scopes):
+        if _is_in(self.paths, scopes):
             return KEPT_BY_PATHS
         if eqn.primitive.name in self._denied_by_user:
             return KEPT_BY_OPS
@@ -419,17 +424,15 @@ class Planner:
             digits = self._digits_inside(eqn, inside(eqn, scopes))
         elif after.compares_twins(eqn):
             digits = {0, 1}
+        compared = only_compared(eqn) if rule == "infer" else None
+        exact = {*digits, divisor(eqn)}
         for i, var in enumerate(eqn.invars):
-            if rule == "infer" and i == only_compared(eqn):
-                yield var, Use.OTHERWISE
-                continue
-            exact = i == divisor(eqn) or i in digits
-            yield var, use | (Use.DIGITS if exact else Use.NOTHING)
+            uses = use | Use.DIGITS if i in exact else use
+            yield var, Use.OTHERWISE if i == compared else uses
 
     def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> int:
         """Tells what ``eqn``, which is in ``scopes``, does with all of its inputs."""
         name, wanted = eqn.primitive.name, after.wants[-1]
-        kept = is_decided(scopes) or self._is_in_paths(scopes)
         use = Use.DIGITS if name in STEEP else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
@@ -437,12 +440,12 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
-        total = name in TOTALS and is_backward(eqn, scopes) and not kept
-        if total and "digits" not in wanted:  # as for the logarithm of a sum
+        total = name in TOTALS and is_backward(eqn, scopes)
+        if total and "digits" not in wanted and not self._is_kept(scopes):
             return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
-            return use | Use.REGION if kept else use
+            return use | Use.REGION if self._is_kept(scopes) else use
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
         views = name in VIEWS or name in GATHERS or rule == "retype"
@@ -469,7 +472,7 @@ class Planner:
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):
             return use  # with a number
-        if name in JOINS | ADDS_UP:
+        if name in JOINS or name in ADDS_UP:
             return use | Use.ADDS
         backward = name in FACTORS and is_backward(eqn, scopes)
         return use | (Use.MULTIPLIES if backward else Use.COMPUTES)
@@ -502,8 +505,8 @@ class Planner:
         inner = _jaxpr.in_vars(jaxpr)
         return {i for i, var in enumerate(inner) if plan.use(var) & Use.DIGITS}
 
-    def _is_in_paths(self, scopes: Scopes) -> bool:
-        return _is_in(self.paths, scopes)
+    def _is_kept(self, scopes: Scopes) -> bool:
+        return is_decided(scopes) or _is_in(self.paths, scopes)
 
 
 def is_written(plan: Plan, scopes: Scopes) -> bool:

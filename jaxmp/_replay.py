@@ -31,6 +31,7 @@ from ._uses import IN_16BIT, STORED, Want
 from ._values import (
     Known,
     Value,
+    cast,
     given,
     literal,
     note_number,
@@ -248,8 +249,9 @@ class Caster:
         All of them read the same number, so what is chosen from it is found in it. That
         which moves or chooses is given rounded values, or is left alone.
         """
-        moves = eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn)
-        if moves or STORED.isdisjoint(wanted):
+        if STORED.isdisjoint(wanted):
+            return outs
+        if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
         read = []
         for out, want in zip(outs, wanted, strict=True):
@@ -277,7 +279,7 @@ class Caster:
         name = eqn.primitive.name
         if name in COPIES:
             outs = _bind_as_written(eqn, ins)
-            return [lax.convert_element_type(out, self.dtype) for out in outs]
+            return [cast(out, self.dtype) for out in outs]
         shape = eqn.outvars[0].aval.shape
         operands = [
             self.operand(name, value, shape) if is_float32(var) else value.array
@@ -322,7 +324,7 @@ class Caster:
             aligned = range(len(shape) - array.ndim, len(shape))
             array = value.original() if value.narrow else array
             array = lax.broadcast_in_dim(array, shape, aligned)
-        return lax.convert_element_type(array, self.dtype)
+        return cast(array, self.dtype)
 
     # Primitives that hold jaxprs.
 

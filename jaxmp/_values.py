@@ -108,7 +108,7 @@ class Value:
         if not self.narrow:
             return self.array
         if self._original is None:  # Shared, so that its cotangents add up in float32.
-            wide = lax.convert_element_type(self.array, jnp.float32)
+            wide = cast(self.array, FLOAT32)
             if self.kept:
                 # What rounding has left of the sums is taken out again. Divided by its
                 # sums, a softmax is also what XLA has a kernel for.
@@ -118,7 +118,7 @@ class Value:
 
     def stored(self, dtype: np.dtype) -> "Value":
         """Returns the value rounded, for all who read it."""
-        array = lax.convert_element_type(self.array, dtype)
+        array = cast(self.array, dtype)
         return Value(array, narrow=True, linear=self.linear)
 
     def rounded(self, dtype: np.dtype) -> "Value":
@@ -131,7 +131,7 @@ class Value:
     def unrounded(self) -> Any:
         """Returns in float32 what rounds to the array, with all digits there are."""
         if self.kept:  # of which the original is no more
-            return lax.convert_element_type(self.array, jnp.float32)
+            return cast(self.array, FLOAT32)
         return self.original()
 
     def kept_for_backward(
@@ -165,8 +165,18 @@ class Value:
             # A weight is rounded anew for each use, so that its gradients are widened
             # before they add up over the steps of a loop. An activation, as in Flax,
             # is rounded once, so that it is also kept once for the backward pass.
-            self._in_16bit = lax.convert_element_type(self.array, dtype)
+            self._in_16bit = cast(self.array, dtype)
         return self._in_16bit
+
+
+def cast(array: Any, dtype: np.dtype) -> Any:
+    """Returns an array in another dtype.
+
+    It is ``lax.convert_element_type`` without its checks, which take as long again.
+    """
+    return lax.convert_element_type_p.bind(
+        array, new_dtype=dtype, weak_type=False, sharding=None
+    )
 
 
 def given(array: Any) -> Value:

@@ -310,6 +310,61 @@ def test_scopes_and_source_lines_are_kept():
     assert next(_jaxpr.frames(cast)) == next(_jaxpr.frames(tanh(fun)))
 
 
+def test_a_scope_may_be_called_like_a_transformation():
+    def named(x):
+        with jax.named_scope("jvp"):
+            return lax.sin(x)
+
+    eqns = [jax.make_jaxpr(f)(1.0).eqns[0] for f in (jax.grad(lax.sin), named)]
+    assert [_jaxpr.is_differentiated(eqn) for eqn in eqns] == [True, False]
+    assert [_jaxpr.scope_names(eqn) for eqn in eqns] == [(), ("jvp",)]
+
+
+# Tracing.
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="JAX makes the types of each variable anew"
+)
+def test_what_stays_as_it_was_is_not_asked_for_its_types_again(monkeypatch):
+    def fun(x):
+        return lax.sin(2.0 * lax.sin(x)) + x @ x
+
+    asked, bind = [], Primitive.bind
+
+    def counting(self, *args, **params):
+        asked.append(self.name)
+        return bind(self, *args, **params)
+
+    monkeypatch.setattr(Primitive, "bind", counting)
+    written = [eqn.primitive.name for eqn in traced(jaxmp.autocast(fun), W)]
+    for name in ("sin", "mul"):
+        assert asked.count(name) == written.count(name), name
+
+
+@pytest.mark.parametrize("transform", [jax.vmap, jax.jacfwd, jax.jacrev])
+def test_what_stays_as_it_was_is_transformed(transform):
+    def fun(x):
+        return lax.sin(2.0 * lax.sin(x))
+
+    jaxpr = jax.make_jaxpr(transform(jaxmp.autocast(fun)))(X[0])
+    expected = transform(fun)(X[0])
+    got = jax.jit(_jaxpr.jaxpr_as_fun(jaxpr))(X[0])[0]
+    chex.assert_trees_all_close(got, expected, rtol=1e-6)
+
+
+def test_what_a_branch_closes_over_stays_in_the_branch():
+    def fun(x, choice):
+        y = lax.cos(x)
+        sine = jaxmp.autocast(lambda: lax.sin(y) + y @ W)
+        return lax.cond(choice, sine, lambda: y)
+
+    eqns = jax.make_jaxpr(fun)(W, True).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    assert names.count("sin") == names.count("dot_general") == 0
+    np.testing.assert_array_equal(fun(W, False), lax.cos(W))
+
+
 def test_a_float32_policy_changes_nothing():
     def fun(w, x):
         return jax.nn.softmax(x @ w)
