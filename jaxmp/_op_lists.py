@@ -176,6 +176,8 @@ COPIES = frozenset(
 # sum of products, those that scale it, and those that are harmed by its rounding.
 LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
+SHIFTS = frozenset({"add", "sub"})
+STRETCHED = frozenset({"broadcast_in_dim"})
 PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})
 SELECTS = frozenset({"select_n"})

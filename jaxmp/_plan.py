@@ -19,6 +19,7 @@ import numpy as np
 from . import _jaxpr
 from ._fp8 import why_16bit
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from ._norms import is_normed
 from ._op_lists import (
     ADDS_UP,
     CALLS,
@@ -157,6 +158,10 @@ class Plan:
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
         return axes_of_softmax(eqn, self._definition)
+
+    def is_normed(self, eqn: Equation, of_normed: bool) -> bool:
+        """Tells whether ``eqn`` returns what a norm does, perhaps of such a value."""
+        return is_normed(eqn, self._definition, of_normed)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.

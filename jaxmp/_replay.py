@@ -135,8 +135,11 @@ class Caster:
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = pooled_by_xla(ins[0].array)
                 outs = self.apply(eqn, rule, ins, wants, scopes)
-                if plan.hands_on_pooled(eqn) and outs[0].narrow:
-                    outs[0].array = pooled_by_xla(outs[0].array)
+                if rule == "infer" and outs[0].is_computed():
+                    of_normed = any(value.normed for value in ins)
+                    outs[0].normed = plan.is_normed(eqn, of_normed)
+                if plan.hands_on_pooled(eqn):
+                    outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
@@ -266,6 +269,14 @@ class Caster:
             read.append(out)
         return read
 
+    def pooled(self, out: Value, want: Want) -> Value:
+        """Returns what was pooled and is handed on as it is to be stored."""
+        if out.narrow:
+            out.array = pooled_by_xla(out.array)
+        elif out.normed and want in IN_16BIT:
+            return out.firmly_stored(self.dtype)
+        return out
+
     def in_known_dtype(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
         holds = array.dtype == var.aval.dtype
@@ -297,8 +308,10 @@ class Caster:
         size = max(leading, default=0)
         if not size:
             return False
-        exact = name in EXACT and all(value.narrow for value in floats)
         kept = any(value.kept is not None for value in floats)
+        exact = name in EXACT and all(
+            value.narrow or (kept and value.scalar is not None) for value in floats
+        )
         if (want not in IN_16BIT or kept) and not exact:
             return False
         return all(self.may_join(name, value, size) for value in floats)
@@ -308,7 +321,7 @@ class Caster:
         if value.narrow or value.scalar is not None:
             return value.fits(self.dtype)
         smaller = value.source_size is not None and value.source_size < size
-        return (smaller or value.follows) and name in JOINS
+        return (smaller or value.follows or value.normed) and name in JOINS
 
     def operand(self, name: str, value: Value, shape: tuple) -> Any:
         """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
@@ -335,7 +348,7 @@ class Caster:
         matters = any(map(self.planner.matters, _jaxpr.sub_jaxprs(eqn)))
         if not STORED.isdisjoint(wanted):
             matters |= any(value.is_computed() for value in ins)
-        if not matters and not any(value.narrow for value in ins):
+        if not matters and not any(value.narrow or value.normed for value in ins):
             outs = self.results(eqn, _bind_as_written(eqn, ins))
             note_origin(eqn, ins, outs, self.dtype)
             return outs

@@ -32,6 +32,7 @@ class Known(NamedTuple):
     outside: bool
     follows: bool
     sent_back: bool
+    normed: bool
     kept: tuple[int, ...] | None
 
     def of(self, array: Any) -> "Value":
@@ -56,6 +57,7 @@ class Value:
     follows: bool = False
     # Sent back by a product in the backward pass, or made of what was, elementwise.
     sent_back: bool = False
+    normed: bool = False  # float32, what a norm returns
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None
@@ -75,6 +77,7 @@ class Value:
             self.outside,
             self.follows,
             self.sent_back,
+            self.normed,
             self.kept,
         )
 
@@ -120,6 +123,12 @@ class Value:
         """Returns the value rounded, for all who read it."""
         array = cast(self.array, dtype)
         return Value(array, narrow=True, linear=self.linear)
+
+    def firmly_stored(self, dtype: np.dtype) -> "Value":
+        """Returns the value rounded, for all who read it, whatever XLA makes of it."""
+        value = self.stored(dtype)
+        value.array = firmly_rounded(value.array)
+        return value
 
     def rounded(self, dtype: np.dtype) -> "Value":
         """Returns the value in 16 bits for those who read it so, see `unrounded`."""

@@ -684,6 +684,77 @@ def test_what_an_activation_sends_back_to_a_norm_is_stored_in_16_bits(loss, dtyp
         assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
 
 
+def layer_norm(x):
+    return norm(x) * SCALE + X[0]
+
+
+def root_mean_square_norm(x):
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * SCALE
+
+
+def group_norm(x):
+    groups = x.reshape(4, 2, 4)
+    mean = groups.mean((0, 2), keepdims=True)
+    scale = lax.rsqrt(groups.var((0, 2), keepdims=True) + 1e-5)
+    return ((groups - mean) * scale).reshape(4, 8) * SCALE
+
+
+# Of a product `h`, and then added to one.
+NORMED = {
+    "layer norm": layer_norm,
+    "RMS norm": root_mean_square_norm,
+    "group norm": group_norm,
+    "relu": lambda h: jax.nn.relu(layer_norm(h)),
+    "dropout": lambda h: jnp.where(X > 0, layer_norm(h) / 0.9, 0),
+}
+NOT_NORMED = {
+    "a recurrence": lambda h: 0.9 * SCALE * jnp.exp(-h * h) + jnp.exp(h),
+    "another's mean": lambda h: jnp.sqrt(h * h) - X.mean(-1, keepdims=True),
+    "a gate": lambda h: jnp.exp(h) * (h.mean(0) @ W),
+    "a scan": lambda h: jnp.cumsum(h, 0),
+}
+
+
+def added(fun, dtype):
+    """Returns the dtype in which ``fun`` of a product is added to another product."""
+
+    def loss(w, x):
+        h, more = fun(x @ w), x @ (2 * w)
+        with jax.named_scope("here"):
+            h = h + more
+        return ((layer_norm(h) @ w) * X).sum()
+
+    grad = jax.grad(loss)
+    found = jax.jit(jaxmp.autocast(grad, dtype))(W, X)
+    assert error(found, jax.jit(grad)(W, X)) < 8 * float(jnp.finfo(dtype).eps)
+    (add,) = (
+        e
+        for e in traced(jaxmp.autocast(loss, dtype), W, X)
+        if e.primitive.name == "add" and "here" in str(e.source_info.name_stack)
+    )
+    return add.outvars[0].aval.dtype
+
+
+@pytest.mark.parametrize("norm", rest_is_evidence(NORMED, "layer norm", "dropout"))
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_what_a_norm_returns_joins_16_bit_values(norm, dtype):
+    assert added(norm, dtype) == dtype
+
+
+@pytest.mark.parametrize("other", NOT_NORMED.values(), ids=NOT_NORMED.keys())
+def test_what_else_was_computed_in_float32_does_not(other):
+    assert added(other, HALF) == SINGLE
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_what_is_pooled_of_a_norm_is_stored_in_16_bits(dtype):
+    def stem(w, x):
+        h = pooled(jax.nn.relu(layer_norm(x @ w)))
+        return jnp.concatenate([h, layer_norm(h) @ w], -1) @ jnp.concatenate([w, w])
+
+    assert firmly_rounded_in(jaxmp.autocast(stem, dtype), W, X) == [dtype]
+
+
 # What no product sends back, and what others need.
 NOT_SENT_BACK = {
     "a loss": lambda scale, bias, x: jnp.sum(

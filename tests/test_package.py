@@ -33,6 +33,7 @@ ROWS = [
         "_policy",
         "_batch",
         "_plan",
+        "_norms",
         "_rows",
         "_values",
         "_kept",
