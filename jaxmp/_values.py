@@ -12,14 +12,23 @@ from jax import lax
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    COPIES,
     EXACT,
     FOLDS,
     JOINS,
     LEAVES_RANGE,
+    SCALES,
+    STRETCHES,
     VIEWS,
+    is_far,
     is_steep_power,
     looks_up_rows,
+    only_compared,
 )
+
+# What of a value was sent back by a product: nothing, what it is copied from, or each
+# entry.
+NOTHING, COPIED, EACH = range(3)
 
 
 class Known(NamedTuple):
@@ -31,7 +40,7 @@ class Known(NamedTuple):
     linear: bool
     outside: bool
     follows: bool
-    sent_back: bool
+    sent_back: int
     kept: tuple[int, ...] | None
 
     def of(self, array: Any) -> "Value":
@@ -54,8 +63,8 @@ class Value:
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
     # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
-    # Sent back by a product in the backward pass, or made of what was, elementwise.
-    sent_back: bool = False
+    # What of it a product has sent back in the backward pass, see `note_sent_back`.
+    sent_back: int = NOTHING
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None
@@ -93,6 +102,10 @@ class Value:
         if self.narrow or self.outside or self.scalar is not None:
             return False
         return getattr(self.array, "dtype", None) == FLOAT32
+
+    def is_sent_back(self) -> bool:
+        """Whether each entry is one that a product sent back, or was made of it."""
+        return self.sent_back == EACH
 
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
@@ -251,6 +264,44 @@ def note_origin(
     follows &= fit
     for out in wide:
         out.outside, out.follows = outside, follows
+
+
+def note_product(ins: list[Value], outs: list[Value], backward: bool) -> None:
+    """Notes that a product, if ``backward``, sends ``outs`` back."""
+    alike = any(x.scalar is not None or x.sent_back == COPIED for x in ins)
+    for out in outs:
+        out.sent_back = (COPIED if alike else EACH) if backward else NOTHING
+
+
+def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
+    """Notes whether ``outs``, made elementwise, were made of what a product sent back.
+
+    Each of its entries has been rounded, and may be once more. Not where a factor that
+    was given, which may be 1e6, takes it out of range. Not in a sum with float32 terms:
+    what a norm or a softmax sends back adds up to zero. And copies were rounded alike,
+    so that a norm leaves little of that.
+    """
+    name, compared = eqn.primitive.name, only_compared(eqn)
+    floats = [
+        value
+        for i, (value, var) in enumerate(zip(ins, eqn.invars, strict=True))
+        if is_float32(var) and i != compared
+    ]
+    computed = [value for value in floats if value.scalar is None]
+    found = [value.sent_back for value in computed]
+    if not any(found):
+        return
+    if name in SCALES:
+        far = any(is_far(value.scalar) for value in floats)
+        if far or any(value.outside for value in computed):
+            return
+    elif not all(found):
+        return
+    sizes = [value.array.size for value in computed if value.sent_back]
+    copies = name in COPIES | STRETCHES
+    for out in outs:
+        copied = copies and out.array.size > max(sizes)
+        out.sent_back = COPIED if copied else max(found)
 
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:
