@@ -253,7 +253,7 @@ class Caster:
         read = []
         for out, want in zip(outs, wanted, strict=True):
             sums = want == "added" and eqn.primitive.name in ADDS_UP
-            firmly = want == "summed" or (want == "multiplied" and out.is_sent_back())
+            firmly = want == "summed" or (want == "multiplied" and out.rounds_again())
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
             elif out.is_computed() and (want == "kept" or firmly or sums):

@@ -26,10 +26,6 @@ from ._op_lists import (
     only_compared,
 )
 
-# What of a value was sent back by a product: nothing, what it is copied from, or each
-# entry.
-NOTHING, COPIED, EACH = range(3)
-
 
 class Known(NamedTuple):
     """What is known of a value beside its array, hashable."""
@@ -40,7 +36,8 @@ class Known(NamedTuple):
     linear: bool
     outside: bool
     follows: bool
-    sent_back: int
+    sent_back: bool
+    copied: bool
     kept: tuple[int, ...] | None
 
     def of(self, array: Any) -> "Value":
@@ -63,8 +60,10 @@ class Value:
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
     # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
-    # What of it a product has sent back in the backward pass, see `note_sent_back`.
-    sent_back: int = NOTHING
+    # Sent back by a product in the backward pass, or made of what was, elementwise; and
+    # whether entries of it are copies: a mean sends back the same to all.
+    sent_back: bool = False
+    copied: bool = False
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None
@@ -84,6 +83,7 @@ class Value:
             self.outside,
             self.follows,
             self.sent_back,
+            self.copied,
             self.kept,
         )
 
@@ -103,9 +103,9 @@ class Value:
             return False
         return getattr(self.array, "dtype", None) == FLOAT32
 
-    def is_sent_back(self) -> bool:
-        """Whether each entry is one that a product sent back, or was made of it."""
-        return self.sent_back == EACH
+    def rounds_again(self) -> bool:
+        """Whether a product sent back each entry, rounded, or what it was made of."""
+        return self.sent_back and not self.copied
 
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
@@ -268,9 +268,9 @@ def note_origin(
 
 def note_product(ins: list[Value], outs: list[Value], backward: bool) -> None:
     """Notes that a product, if ``backward``, sends ``outs`` back."""
-    alike = any(x.scalar is not None or x.sent_back == COPIED for x in ins)
+    copied = any(value.copied or value.scalar is not None for value in ins)
     for out in outs:
-        out.sent_back = (COPIED if alike else EACH) if backward else NOTHING
+        out.sent_back, out.copied = backward, copied
 
 
 def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
@@ -278,8 +278,8 @@ def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
 
     Each of its entries has been rounded, and may be once more. Not where a factor that
     was given, which may be 1e6, takes it out of range. Not in a sum with float32 terms:
-    what a norm or a softmax sends back adds up to zero. And copies were rounded alike,
-    so that a norm leaves little of that.
+    what a norm or a softmax sends back adds up to zero. And not copies: these were
+    rounded alike, and of what they share a norm leaves nothing.
     """
     name, compared = eqn.primitive.name, only_compared(eqn)
     floats = [
@@ -288,20 +288,21 @@ def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
         if is_float32(var) and i != compared
     ]
     computed = [value for value in floats if value.scalar is None]
-    found = [value.sent_back for value in computed]
-    if not any(found):
+    sent = [value for value in computed if value.sent_back]
+    leading = sent or computed
+    if not leading:
         return
     if name in SCALES:
         far = any(is_far(value.scalar) for value in floats)
-        if far or any(value.outside for value in computed):
-            return
-    elif not all(found):
-        return
-    sizes = [value.array.size for value in computed if value.sent_back]
+        sent_back = bool(sent) and not far and not any(x.outside for x in computed)
+    else:
+        sent_back = len(sent) == len(computed)
+    copied = all(value.copied for value in leading)
     copies = name in COPIES | STRETCHES
+    size = max(value.array.size for value in leading) if copies else 0
     for out in outs:
-        copied = copies and out.array.size > max(sizes)
-        out.sent_back = COPIED if copied else max(found)
+        out.sent_back = sent_back
+        out.copied = copied or (copies and out.array.size > size)
 
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:

@@ -713,6 +713,9 @@ NOT_SENT_BACK = {
     "a mean behind a product": lambda scale, bias, x: jnp.mean(
         jnp.tanh(norm(x @ W) * scale + bias) @ W
     ),
+    "a square of such a mean": lambda scale, bias, x: jnp.sum(
+        (jnp.tanh(norm(x @ W) * scale + bias) @ W).mean(0) ** 2
+    ),
 }
 
 
