@@ -170,8 +170,7 @@ class Caster:
                 note_product(ins, outs, is_backward(eqn, scopes))
             else:
                 note_origin(eqn, ins, outs, self.dtype)
-                if rule != "deny":
-                    note_sent_back(eqn, ins, outs)
+                note_sent_back(eqn, ins, outs, rule == "deny")
             if eqn.primitive.name in EXACT and any(x.kept is not None for x in ins):
                 for out in outs:
                     out.kept = () if out.narrow else None

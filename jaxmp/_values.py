@@ -19,6 +19,7 @@ from ._op_lists import (
     LEAVES_RANGE,
     SCALES,
     STRETCHES,
+    TOTALS,
     VIEWS,
     is_far,
     is_steep_power,
@@ -273,7 +274,9 @@ def note_product(ins: list[Value], outs: list[Value], backward: bool) -> None:
         out.sent_back, out.copied = backward, copied
 
 
-def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
+def note_sent_back(
+    eqn: Equation, ins: list[Value], outs: list[Value], denied: bool
+) -> None:
     """Notes whether ``outs``, made elementwise, were made of what a product sent back.
 
     Each of its entries has been rounded, and may be once more. Not where a factor that
@@ -282,6 +285,10 @@ def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
     rounded alike, and of what they share a norm leaves nothing.
     """
     name, compared = eqn.primitive.name, only_compared(eqn)
+    # A sum over axes of size one sums nothing: of a mean that has kept its axes.
+    same = name in TOTALS and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+    if denied and not same:
+        return
     floats = [
         value
         for i, (value, var) in enumerate(zip(ins, eqn.invars, strict=True))
@@ -289,7 +296,8 @@ def note_sent_back(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:
     ]
     computed = [value for value in floats if value.scalar is None]
     sent = [value for value in computed if value.sent_back]
-    leading = sent or computed
+    # What is multiplied by other numbers has been rounded alike all the same.
+    leading = (name in SCALES and sent) or computed
     if not leading:
         return
     if name in SCALES:

@@ -668,7 +668,9 @@ ACTIVATED = {
     "gelu": activated(jax.nn.gelu),
     "tanh": activated(jnp.tanh),
     "a remat": jax.checkpoint(activated(jax.nn.silu)),
-    "a gate": activated(lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0) @ W)),
+    "a gate": activated(
+        lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0, keepdims=True) @ W)
+    ),
 }
 
 
