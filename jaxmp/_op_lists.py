@@ -281,7 +281,12 @@ def scales_far(eqn: Equation) -> bool:
     if eqn.primitive.name not in ("mul", "div"):
         return False
     numbers = [x.val for x in eqn.invars if isinstance(x, Literal) and is_float32(x)]
-    return any(np.ndim(x) == 0 and not 2**-8 <= abs(x or 1) <= 2**8 for x in numbers)
+    return any(map(is_far, numbers))
+
+
+def is_far(number: Any) -> bool:
+    """Whether to multiply by ``number`` brings a value into range, or out of it."""
+    return np.ndim(number) == 0 and not 2**-8 <= abs(number or 1) <= 2**8
 
 
 def looks_up_rows(eqn: Equation) -> bool:

@@ -36,6 +36,8 @@ from ._values import (
     literal,
     note_number,
     note_origin,
+    note_product,
+    note_sent_back,
     pooled_by_xla,
     saturated,
 )
@@ -171,12 +173,10 @@ class Caster:
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
             if rule == "allow":
-                sent_back = is_backward(eqn, scopes)
+                note_product(ins, outs, is_backward(eqn, scopes))
             else:
                 note_origin(eqn, ins, outs, self.dtype)
-                sent_back = rule != "deny" and any(value.sent_back for value in ins)
-            for out in outs:
-                out.sent_back = sent_back
+                note_sent_back(eqn, ins, outs, rule == "deny")
             if eqn.primitive.name in EXACT and any(x.kept is not None for x in ins):
                 for out in outs:
                     out.kept = () if out.narrow else None
@@ -259,13 +259,12 @@ class Caster:
         read = []
         for out, want in zip(outs, wanted, strict=True):
             sums = want == "added" and eqn.primitive.name in ADDS_UP
+            firmly = want == "summed" or (want == "multiplied" and out.rounds_again())
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
-            elif out.is_computed() and (want in ("kept", "summed") or sums):
+            elif out.is_computed() and (want == "kept" or firmly or sums):
                 axes = plan.axes_of_softmax(eqn)
-                out = out.kept_for_backward(self.dtype, axes, want == "summed")
-            elif out.is_computed() and out.sent_back and want == "multiplied":
-                out = out.kept_for_backward(self.dtype, (), True)
+                out = out.kept_for_backward(self.dtype, axes, firmly)
             read.append(out)
         return read
 

@@ -12,13 +12,19 @@ from jax import lax
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    COPIES,
     EXACT,
     FOLDS,
     JOINS,
     LEAVES_RANGE,
+    SCALES,
+    STRETCHES,
+    TOTALS,
     VIEWS,
+    is_far,
     is_steep_power,
     looks_up_rows,
+    only_compared,
 )
 
 
@@ -32,6 +38,7 @@ class Known(NamedTuple):
     outside: bool
     follows: bool
     sent_back: bool
+    copied: bool
     normed: bool
     kept: tuple[int, ...] | None
 
@@ -55,8 +62,10 @@ class Value:
     # A float32 value that belongs with 16-bit ones: an embedding, which was looked up,
     # or what was made of 16-bit values and others, or of 16-bit values out of range.
     follows: bool = False
-    # Sent back by a product in the backward pass, or made of what was, elementwise.
+    # Sent back by a product in the backward pass, or made of what was, elementwise; and
+    # whether entries of it are copies: a mean sends back the same to all.
     sent_back: bool = False
+    copied: bool = False
     normed: bool = False  # float32, what a norm returns
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
@@ -77,6 +86,7 @@ class Value:
             self.outside,
             self.follows,
             self.sent_back,
+            self.copied,
             self.normed,
             self.kept,
         )
@@ -96,6 +106,10 @@ class Value:
         if self.narrow or self.outside or self.scalar is not None:
             return False
         return getattr(self.array, "dtype", None) == FLOAT32
+
+    def rounds_again(self) -> bool:
+        """Whether a product sent back each entry, rounded, or what it was made of."""
+        return self.sent_back and not self.copied
 
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
@@ -270,6 +284,52 @@ def note_origin(
     follows &= fit
     for out in wide:
         out.outside, out.follows = outside, follows
+
+
+def note_product(ins: list[Value], outs: list[Value], backward: bool) -> None:
+    """Notes that a product, if ``backward``, sends ``outs`` back."""
+    copied = any(value.copied or value.scalar is not None for value in ins)
+    for out in outs:
+        out.sent_back, out.copied = backward, copied
+
+
+def note_sent_back(
+    eqn: Equation, ins: list[Value], outs: list[Value], denied: bool
+) -> None:
+    """Notes whether ``outs``, made elementwise, were made of what a product sent back.
+
+    Each of its entries has been rounded, and may be once more. Not where a factor that
+    was given, which may be 1e6, takes it out of range. Not in a sum with float32 terms:
+    what a norm or a softmax sends back adds up to zero. And not copies: these were
+    rounded alike, and of what they share a norm leaves nothing.
+    """
+    name, compared = eqn.primitive.name, only_compared(eqn)
+    # A sum over axes of size one sums nothing: of a mean that has kept its axes.
+    same = name in TOTALS and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+    if denied and not same:
+        return
+    floats = [
+        value
+        for i, (value, var) in enumerate(zip(ins, eqn.invars, strict=True))
+        if is_float32(var) and i != compared
+    ]
+    computed = [value for value in floats if value.scalar is None]
+    sent = [value for value in computed if value.sent_back]
+    # What is multiplied by other numbers has been rounded alike all the same.
+    leading = (name in SCALES and sent) or computed
+    if not leading:
+        return
+    if name in SCALES:
+        far = any(is_far(value.scalar) for value in floats)
+        sent_back = bool(sent) and not far and not any(x.outside for x in computed)
+    else:
+        sent_back = len(sent) == len(computed)
+    copied = all(value.copied for value in leading)
+    copies = name in COPIES | STRETCHES
+    size = max(value.array.size for value in leading) if copies else 0
+    for out in outs:
+        out.sent_back = sent_back
+        out.copied = copied or (copies and out.array.size > size)
 
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:

@@ -668,6 +668,9 @@ ACTIVATED = {
     "gelu": activated(jax.nn.gelu),
     "tanh": activated(jnp.tanh),
     "a remat": jax.checkpoint(activated(jax.nn.silu)),
+    "a gate": activated(
+        lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0, keepdims=True) @ W)
+    ),
 }
 
 
@@ -755,7 +758,17 @@ def test_what_is_pooled_of_a_norm_is_stored_in_16_bits(dtype):
     assert firmly_rounded_in(jaxmp.autocast(stem, dtype), W, X) == [dtype]
 
 
-# What no product sends back, and what others need.
+def behind(change):
+    """A product behind a change of what was activated behind a norm."""
+
+    def loss(scale, bias, x):
+        h = change(jnp.tanh(norm(x @ W) * scale + bias)) @ W
+        return jnp.sum(h * X[: len(h)])
+
+    return loss
+
+
+# What no product sends back, what others need, and what is more than rounded numbers.
 NOT_SENT_BACK = {
     "a loss": lambda scale, bias, x: jnp.sum(
         jax.nn.silu(norm(x @ W) * scale + bias) ** 2
@@ -763,13 +776,53 @@ NOT_SENT_BACK = {
     "a float32 region": lambda scale, bias, x: jnp.sum(
         jax.nn.silu(jaxmp.float32_region(lambda h: norm(h) * scale + bias)(x)) @ W
     ),
+    "a factor that was given": behind(lambda h: h * (1e-6 * SCALE)),
+    "a number": behind(lambda h: h * 1e-6),
+    "a number for each": behind(lambda h: h * jnp.full(8, 1e-6)),
+    "a divisor": behind(lambda h: h / 1e5),
+    "a norm": behind(norm),
+    "a softmax": behind(jax.nn.softmax),
+    "a mean": behind(lambda h: h.reshape(2, 2, 8).mean(1)),
+    "a mean behind a product": lambda scale, bias, x: jnp.mean(
+        jnp.tanh(norm(x @ W) * scale + bias) @ W
+    ),
+    "a square of such a mean": lambda scale, bias, x: jnp.sum(
+        (jnp.tanh(norm(x @ W) * scale + bias) @ W).mean(0) ** 2
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NOT_SENT_BACK)
-def test_what_a_loss_sends_back_to_a_norm_keeps_its_digits(name):
+def test_what_is_sent_back_to_a_norm_keeps_digits_and_range(name):
     grad = jax.grad(NOT_SENT_BACK[name], (0, 1, 2))
     assert not firmly_rounded_in(jaxmp.autocast(grad, HALF), SCALE, X[0], X)
+
+
+def test_factors_around_an_activation_leave_its_gradients_in_the_range_of_float16():
+    def loss(scale, bias, x, before, behind):
+        h = jnp.tanh((norm(x @ W) * scale + bias) * before) * behind
+        return jnp.sum((h @ W) * X)
+
+    grad = jax.grad(loss, (0, 1, 2))
+    cast = jax.jit(jaxmp.autocast(grad, jnp.float16))
+    for before, behind in ((1.0, 1e-6), (1e6, 1.0)):
+        factors = jnp.float32(before), jnp.float32(behind)
+        args = SCALE / before, X[0] / before, X, *factors
+        # What the product takes behind the norm is lost with 1e-6, as it is in Flax.
+        for got, expected in list(zip(cast(*args), grad(*args), strict=True))[:2]:
+            assert error(got, expected) < 8 * float(jnp.finfo(jnp.float16).eps)
+
+
+def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm():
+    def loss(scale, bias, x):
+        h = jnp.tanh(norm((x @ W).T).T * (0.01 * scale) + bias)
+        return jnp.sum((h.reshape(1, 4, 8).mean(1) @ W) * X[0])
+
+    grad = jax.grad(loss, (0, 1, 2))
+    args = SCALE, 0.01 * X[0], X
+    found = jax.jit(jaxmp.autocast(grad, HALF))(*args)
+    for got, expected in zip(found, jax.jit(grad)(*args), strict=True):
+        assert error(got, expected) < 8 * float(jnp.finfo(HALF).eps)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])

@@ -29,11 +29,11 @@ ROWS = [
         "_sensitivity_report",
         "_fp8",
     },
+    {"_norms"},
     {
         "_policy",
         "_batch",
         "_plan",
-        "_norms",
         "_rows",
         "_values",
         "_kept",
