@@ -134,6 +134,10 @@ class Caster:
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = pooled_by_xla(ins[0].array)
+                if rule == "infer" and (i := plan.drops_out(eqn, wants)) is not None:
+                    # In float32: the share that is kept, 0.9, is no 16-bit number.
+                    array, linear = ins[i].unrounded(), ins[i].linear
+                    ins = _replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 if plan.hands_on_pooled(eqn) and outs[0].narrow:
                     outs[0].array = pooled_by_xla(outs[0].array)
