@@ -28,6 +28,7 @@ from ._jaxpr import (
     Literal,
     Primitive,
     call_kind,
+    function_of,
     is_cast,
     is_float32,
     live_primitives,
@@ -288,8 +289,9 @@ def exponent_of_bell(
         eqn: The equation.
         definition: Returns the equation that computes a variable, None for an input.
     """
-    if eqn.params.get("name") == "exp_neg_sq":  # JAX's own, from 0.12 on
-        return eqn.invars[0]
+    if call_kind(eqn) == "custom_jvp":  # JAX's own, from 0.12 on
+        name, _ = function_of(next(sub_jaxprs(eqn)))
+        return eqn.invars[0] if name == "exp_neg_sq" else None
     minus = definition(eqn.invars[0]) if eqn.primitive.name == "exp" else None
     if minus is None or minus.primitive.name != "neg":
         return None
