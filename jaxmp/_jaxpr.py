@@ -542,10 +542,10 @@ def _line(code: types.CodeType, instruction: int) -> int:
     return place[0] or 0
 
 
-def defined_in(jaxpr: Any) -> str:
-    """Returns where the function behind a jaxpr is defined, empty if unknown."""
-    _, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
-    return place
+def function_of(jaxpr: Any) -> tuple[str, str]:
+    """Returns name and place of the function behind a jaxpr, empty if unknown."""
+    name, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
+    return name, place
 
 
 def trip_count(eqn: JaxprEqn) -> int | None:

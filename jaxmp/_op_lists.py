@@ -27,8 +27,13 @@ from ._jaxpr import (
     Equation,
     Literal,
     Primitive,
+    call_kind,
+    function_of,
+    is_cast,
     is_float32,
     live_primitives,
+    open_jaxpr,
+    sub_jaxprs,
 )
 from ._products import PRODUCTS
 
@@ -182,6 +187,7 @@ PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})
 SELECTS = frozenset({"select_n"})
 RANDOM = frozenset({"random_bits"})
+ERRORS = frozenset({"erf", "erfc"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
 INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
@@ -274,6 +280,78 @@ def axes_of_softmax(
     for i in axes:
         shape[i] = 1
     return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
+
+
+def exponent_of_bell(
+    eqn: Equation, definition: Callable[[Any], Equation | None]
+) -> Any:
+    """Returns the ``x`` of which ``eqn`` computes ``exp(-x**2)``, None if of none.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    if call_kind(eqn) == "custom_jvp":  # JAX's own, from 0.12 on
+        name, _ = function_of(next(sub_jaxprs(eqn)))
+        return eqn.invars[0] if name == "exp_neg_sq" else None
+    minus = definition(eqn.invars[0]) if eqn.primitive.name == "exp" else None
+    if minus is None or minus.primitive.name != "neg":
+        return None
+    square = definition(minus.invars[0])
+    return square.invars[0] if square is not None and is_square(square) else None
+
+
+def softmax_in_dropout(
+    eqn: Equation, definition: Callable[[Any], Equation | None]
+) -> int | None:
+    """Returns which input of ``eqn`` is a softmax that ``eqn`` drops a part of.
+
+    None if there is none. It is divided by the share that is kept, or multiplied by
+    a mask. So may it have been before.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    if eqn.primitive.name not in SCALES or scales_far(eqn):
+        return None
+    for i, mask in enumerate(reversed(eqn.invars)):
+        if i == divisor(eqn) or not _is_mask(mask, definition):
+            continue
+        if _is_softmax(eqn.invars[i], definition):
+            return i
+    return None
+
+
+def _is_softmax(atom: Any, definition: Callable[[Any], Equation | None]) -> bool:
+    """Whether ``atom`` is a softmax, a part of which may have been dropped."""
+    eqn = definition(atom)
+    if eqn is None:
+        return False
+    if call_kind(eqn) in ("jit", "custom_jvp"):
+        jaxpr = open_jaxpr(next(sub_jaxprs(eqn)))
+        made = {id(var): inner for inner in jaxpr.eqns for var in inner.outvars}
+        result = jaxpr.outvars[eqn.outvars.index(atom)]
+        return _is_softmax(result, lambda atom: made.get(id(atom)))
+    if is_cast(eqn):
+        return is_float32(eqn.invars[0]) and _is_softmax(eqn.invars[0], definition)
+    dropped = softmax_in_dropout(eqn, definition) is not None
+    return dropped or bool(axes_of_softmax(eqn, definition))
+
+
+def _is_mask(atom: Any, definition: Callable[[Any], Equation | None]) -> bool:
+    """Whether ``atom`` is a number, or was boolean and at most scaled by numbers."""
+    if isinstance(atom, Literal):
+        return True
+    eqn = definition(atom)
+    if eqn is None or scales_far(eqn):
+        return False
+    name, ins = eqn.primitive.name, eqn.invars
+    if is_cast(eqn) and ins[0].aval.dtype == bool:
+        return True
+    scaled = name in SCALES and isinstance(ins[1], Literal)
+    moved = name in KEEPS_MAGNITUDES and len(ins) == 1
+    return (scaled or moved) and _is_mask(ins[0], definition)
 
 
 def scales_far(eqn: Equation) -> bool:

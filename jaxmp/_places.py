@@ -98,7 +98,7 @@ class Place(NamedTuple):
         # JAX's own jitted functions, and ours, are traced once, with the lines of the
         # first caller. Our own rules hold what is theirs, or a loop of the user's.
         sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
-        is_shared = _jaxpr.defined_in(jaxpr).startswith(sharing)
+        is_shared = _jaxpr.function_of(jaxpr)[1].startswith(sharing)
         trips = _jaxpr.trip_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,

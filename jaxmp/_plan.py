@@ -26,6 +26,7 @@ from ._op_lists import (
     COMPARES,
     DEFAULT_OPS,
     EQUALITIES,
+    ERRORS,
     EXACT,
     FACTORS,
     GATHERS,
@@ -41,9 +42,11 @@ from ._op_lists import (
     OpLists,
     axes_of_softmax,
     divisor,
+    exponent_of_bell,
     is_steep_power,
     only_compared,
     scales_far,
+    softmax_in_dropout,
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
@@ -162,6 +165,29 @@ class Plan:
     def is_normed(self, eqn: Equation, of_normed: bool) -> bool:
         """Tells whether ``eqn`` returns what a norm does, perhaps of such a value."""
         return is_normed(eqn, self._definition, of_normed)
+
+    def drops_out(self, eqn: Equation, wanted: Sequence[Want]) -> int | None:
+        """Returns which input of ``eqn`` is a softmax that a product is to take.
+
+        None if there is none: only dropout is between the two.
+        """
+        if wanted != ("stored",):
+            return None
+        return softmax_in_dropout(eqn, self._definition)
+
+    def is_slope_of_erf(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` computes ``exp(-x**2)`` where ``erf(x)`` is computed.
+
+        It is the derivative of ``erf``, for an exact GELU. Who rounds ``x`` for the one
+        may round it for the other: if ``x`` is off by a relative ``eps``, neither is
+        off by more than ``eps``, because ``x`` times the slope is at most 0.74 and
+        0.48. The logarithm of a result would magnify that, and a divisor.
+        """
+        x = exponent_of_bell(eqn, self._definition)
+        if x is None:
+            return False
+        errors = (other for other in self.eqns if other.primitive.name in ERRORS)
+        return any(x is other.invars[0] for other in errors)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.
@@ -421,7 +447,9 @@ class Planner:
         kind = _jaxpr.call_kind(eqn)
         if rule == "call" and kind not in _BOUNDARIES:
             around = inside(eqn, scopes)
-            yield from self._uses_inside(eqn, after.wants[-1], around)
+            rounds = self._rounds_slope(eqn, after, scopes)
+            for var, use in self._uses_inside(eqn, after.wants[-1], around):
+                yield var, use & ~Use.DIGITS if rounds else use
             return
         use = self._use(eqn, rule, after, scopes)
         digits: set[int] = set()
@@ -431,14 +459,18 @@ class Planner:
             digits = {0, 1}
         compared = only_compared(eqn) if rule == "infer" else None
         exact = {*digits, divisor(eqn)}
+        dropped = after.drops_out(eqn, after.wants[-1]) if rule == "infer" else None
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
+            if i == dropped:
+                uses = uses & ~Use.COMPUTES | Use.PRODUCT
             yield var, Use.OTHERWISE if i == compared else uses
 
     def _use(self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes) -> int:
         """Tells what ``eqn``, which is in ``scopes``, does with all of its inputs."""
         name, wanted = eqn.primitive.name, after.wants[-1]
-        use = Use.DIGITS if name in STEEP else Use.NOTHING
+        steep = name in STEEP and not self._rounds_slope(eqn, after, scopes)
+        use = Use.DIGITS if steep else Use.NOTHING
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         if handed and "digits" in wanted:
@@ -481,6 +513,12 @@ class Planner:
             return use | Use.ADDS
         backward = name in FACTORS and is_backward(eqn, scopes)
         return use | (Use.MULTIPLIES if backward else Use.COMPUTES)
+
+    def _rounds_slope(self, eqn: Equation, after: Plan, scopes: Scopes) -> bool:
+        """Tells whether what ``eqn`` is computed from may be rounded, as for `erf`."""
+        wanted = after.wants[-1]
+        free = "digits" not in wanted and not self._is_kept(scopes)
+        return free and after.is_slope_of_erf(eqn)
 
     def _uses_inside(
         self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes

@@ -9,7 +9,7 @@ gets the former back.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
+from ._custom_rules import noted_as_rule, replaced
 from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
@@ -136,6 +137,10 @@ class Caster:
                     return [Value(array, narrow=True, outside=True)]
                 if ins and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = pooled_by_xla(ins[0].array)
+                if rule == "infer" and (i := plan.drops_out(eqn, wants)) is not None:
+                    # In float32: the share that is kept, 0.9, is no 16-bit number.
+                    array, linear = ins[i].unrounded(), ins[i].linear
+                    ins = replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 if rule == "infer" and outs[0].is_computed():
                     of_normed = any(value.normed for value in ins)
@@ -460,13 +465,13 @@ class Caster:
             def differentiated(*args):
                 args, tangents = args[: len(avals)], args[len(avals) :]
                 primals_out, tangents_out = jax.jvp(
-                    lambda *xs: _jaxpr.bind(eqn, _replaced(args, moving, xs)),
+                    lambda *xs: _jaxpr.bind(eqn, replaced(args, moving, xs)),
                     [args[i] for i in moving],
                     list(tangents),
                 )
                 return [*primals_out, *(tangents_out[i] for i in moved)]
 
-            with _noted_as_rule():
+            with noted_as_rule():
                 jaxpr = _jaxpr.trace(
                     differentiated, [*avals, *(avals[i] for i in moving)]
                 )
@@ -494,7 +499,7 @@ class Caster:
             ]
             nothing = [_jaxpr.no_tangent(var.aval) for var in eqn.outvars]
             results = len(new.known)
-            return arrays[:results], _replaced(nothing, moved, tangents_out[results:])
+            return arrays[:results], replaced(nothing, moved, tangents_out[results:])
 
         function.defjvp(rule, symbolic_zeros=True)
         arrays = function(*(x.array for x in ins))
@@ -522,11 +527,11 @@ class Caster:
 
             def linearized(*arrays):
                 return jax.vjp(
-                    lambda *args: _jaxpr.bind(eqn, _replaced(arrays, moving, args)),
+                    lambda *args: _jaxpr.bind(eqn, replaced(arrays, moving, args)),
                     *(arrays[i] for i in moving),
                 )
 
-            with _noted_as_rule():
+            with noted_as_rule():
                 outs, pull = self.wrap(linearized, scopes)(*(p.value for p in primals))
             return outs, (pull, dict.fromkeys(moving))
 
@@ -538,9 +543,9 @@ class Caster:
                 else x
                 for x in cotangents
             ]
-            with _noted_as_rule():
+            with noted_as_rule():
                 pulled = self.wrap(lambda pull, x: pull(x), scopes)(pull, cotangents)
-            return tuple(_replaced([None] * len(ins), moving, pulled))
+            return tuple(replaced([None] * len(ins), moving, pulled))
 
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function(*(value.original() for value in ins))
@@ -572,26 +577,3 @@ def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[
     if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
         return [added_to_zeros(eqn, *arrays)]
     return _jaxpr.bind(eqn, arrays)
-
-
-# Rules of derivatives.
-
-
-@contextlib.contextmanager
-def _noted_as_rule() -> Iterator[None]:
-    """Adds to the errors of a derivative's rule where autocast should be."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(
-            "This is the rule of a custom derivative, inside `autocast` inside a "
-            "gradient. If it works without `autocast`, put `autocast` outside: "
-            "`autocast(jax.value_and_grad(loss))`."
-        )
-        raise
-
-
-def _replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
-    """Returns ``items`` with those at ``places`` replaced."""
-    changed = dict(zip(places, new, strict=True))
-    return [changed.get(i, item) for i, item in enumerate(items)]

@@ -5,9 +5,11 @@ nobody else computes with it; a softmax that a product takes is read from there 
 backward pass.
 """
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -430,10 +432,57 @@ def test_who_computes_with_a_softmax_reads_all_its_digits():
         p = jax.nn.softmax(s)
         return p * -jnp.log(p + 1e-9)
 
-    for softmax in (entropy, lambda s: jax.nn.softmax(s) * 2, by_hand):
+    def scaled(s):
+        return jax.nn.softmax(s) * 2.0**20
+
+    for softmax in (entropy, lambda s: jax.nn.softmax(s) * s.max(), scaled, by_hand):
         cast = jaxmp.autocast(attention(softmax), HALF)
         names = {eqn.primitive.name for eqn in traced(cast, Q, Q, V)}
         assert "optimization_barrier" not in names
+
+
+DROPPED = jax.random.bernoulli(jax.random.key(5), 0.75, (6, 6))
+DROPOUTS = {
+    "where": lambda p: jnp.where(DROPPED, p / 0.9, 0.0),
+    "mask, then scale": lambda p: p * DROPPED / 0.9,
+    "scale, then mask": lambda p: p / 0.9 * DROPPED,
+    "scaled mask": lambda p: p * (DROPPED.astype(p.dtype) / 0.9),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS.keys())
+def test_a_softmax_is_kept_in_16_bits_through_dropout(drop, dtype):
+    loss = attention(lambda s: drop(jax.nn.softmax(s)))
+    cast = jaxmp.autocast(loss, dtype)
+    assert dtypes_of("optimization_barrier", cast, Q, Q, V) == {np.dtype(dtype)}
+    # 0.9 is no 16-bit number: what is kept is divided in float32.
+    np.testing.assert_allclose(
+        jax.jit(cast)(Q, Q, V)[0], jax.jit(loss)(Q, Q, V)[0], rtol=jnp.finfo(dtype).eps
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_attention_with_dropout_is_nearer_than_that_of_flax(order, dtype):
+    def loss(q, k, v):
+        out = nn.dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_rng=jax.random.key(0),
+            dropout_rate=0.1,
+            deterministic=False,
+        )
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    def in_16_bits(q):
+        return loss(*(x.astype(dtype) for x in (q, k, v)))
+
+    q, k, v = normal(0, 3, 2, 8, 4, 8)
+    grad = jax.jit(jax.grad(loss))(q, k, v)
+    found = jax.jit(order(loss, dtype))(q, k, v)
+    assert error(found, grad) < error(jax.jit(jax.grad(in_16_bits))(q), grad)
 
 
 def test_a_softmax_over_very_many_is_finite():
@@ -454,6 +503,81 @@ def test_a_softmax_may_be_differentiated_again():
 
     found = twice(lambda grad: jaxmp.autocast(grad, HALF))
     assert error(found, twice(lambda grad: grad)) < 0.1
+
+
+# The gradient of an exact GELU.
+
+
+GELUS = {
+    "jax.nn": lambda x: jax.nn.gelu(x, approximate=False),
+    "erf": lambda x: x * (0.5 + 0.5 * lax.erf(x / 2**0.5)),
+    "jit": jax.jit(lambda x: x * (0.5 + 0.5 * lax.erf(x * 0.5**0.5))),
+    "remat": jax.checkpoint(lambda x: x * lax.erfc(-x * 0.5**0.5) / 2),
+    "ndtr": lambda x: x * jax.scipy.stats.norm.cdf(x),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize("gelu", GELUS.values(), ids=GELUS.keys())
+def test_an_exact_gelu_is_differentiated_where_it_was_rounded(gelu, dtype):
+    def grad(act):
+        return jax.value_and_grad(lambda w, x: (act(x @ w) @ w).sum())
+
+    cast = jaxmp.autocast(grad(gelu), dtype)
+    products = [e for e in traced(cast, W, X) if e.primitive.name == "dot_general"]
+    assert products[0].outvars[0].aval.dtype == dtype
+    exact, expected = jax.jit(grad(gelu))(W, X)
+    loss, found = jax.jit(cast)(W, X)
+    eps = jnp.finfo(dtype).eps
+    assert abs(loss - exact) < 8 * eps * abs(exact)
+    assert error(found, expected) < 2 * eps
+
+
+BELLS = {
+    "square": lambda h: jnp.exp(-jnp.square(h)) * lax.erf(h),
+    "integer_pow": lambda h: jnp.exp(-(h**2)) * lax.erfc(h),
+    "mul": lambda h: jnp.exp(-(h * h)) * lax.erf(h),
+}
+STEEP = {
+    "of no error function": lambda h: jnp.exp(-jnp.square(h)),
+    "of another's": lambda h: jnp.exp(-jnp.square(h)) * lax.erf(h + 1),
+    "growing": lambda h: jnp.exp(jnp.square(h)) * lax.erf(h),
+    "no square": lambda h: jnp.exp(-h) * lax.erf(h),
+    "of a logarithm": lambda h: jnp.log(jnp.exp(-jnp.square(h)) + 1e-9) * lax.erf(h),
+    "of a divisor": lambda h: lax.erf(h) / jnp.exp(-jnp.square(h)),
+    "of a likelihood": jax.scipy.stats.norm.logcdf,
+    "of a float32 region": lambda h: (
+        jaxmp.float32_region(lambda h: jnp.exp(-jnp.square(h)))(h) * lax.erf(h)
+    ),
+}
+
+
+def test_only_the_slope_of_an_error_function_may_be_rounded():
+    for expected, funs in ({HALF, SINGLE}, BELLS), ({SINGLE}, STEEP):
+        for name, fun in funs.items():
+
+            def both(w, x, fun=fun):
+                h = x @ w
+                return fun(h).sum() + (h @ w).sum()
+
+            cast = jaxmp.autocast(both, HALF)
+            assert dtypes_of("dot_general", cast, W, X) == expected, name
+
+
+LOSSES = {
+    "sigmoid": optax.sigmoid_binary_cross_entropy,
+    "softmax": optax.softmax_cross_entropy,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_a_loss_behind_an_exact_gelu_reads_float32_logits(loss):
+    def fun(w, x):
+        return loss(GELUS["jax.nn"](x @ w) @ w, jax.nn.softmax(x)).sum()
+
+    cast = jaxmp.autocast(jax.value_and_grad(fun), HALF)
+    products = [e for e in traced(cast, W, X) if e.primitive.name == "dot_general"]
+    assert [e.outvars[0].aval.dtype for e in products[:2]] == [HALF, SINGLE]
 
 
 # Sums of cotangents.

@@ -18,7 +18,15 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_dtypes", "_jaxpr", "_rounding", "_varying"},
+    {
+        "_version",
+        "_checks",
+        "_custom_rules",
+        "_dtypes",
+        "_jaxpr",
+        "_rounding",
+        "_varying",
+    },
     {"_tree", "_products", "_scopes", "_report", "_residuals", "_uses"},
     {
         "_op_lists",
