@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .models import rotated
+from .more_families import MORE_FAMILIES, MORE_SMALL
 from .networks import (
     Block,
     Network,
@@ -290,6 +291,7 @@ FAMILIES: dict[str, Network] = {
     "lstm": sequence_model(LSTM(), 128),
     "state space": sequence_model(StateSpace(), 16),
     "mlp": mlp(512, features=1024, width=2048, layers=4),
+    **MORE_FAMILIES,
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -313,4 +315,5 @@ SMALL: dict[str, Network] = {
     "lstm": sequence_model(LSTM(width=32, vocabulary=64, length=16), 8),
     "state space": sequence_model(StateSpace(2, width=32, vocabulary=64, length=16), 8),
     "mlp": mlp(32, features=32, width=64, layers=2, classes=10),
+    **MORE_SMALL,
 }
