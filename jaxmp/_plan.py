@@ -46,6 +46,7 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
+    BACKWARD,
     DIFFERENTIATED,
     KEPT_BY_BFLOAT16_PATHS,
     KEPT_BY_OPS,
@@ -59,6 +60,7 @@ from ._scopes import (
     is_under,
     marks,
 )
+from ._trips import bounds, compounded
 from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -108,8 +110,10 @@ class Plan:
         use = self.use(var)
         if use & Use.DIGITS:
             return "digits"
-        if use & ~Use.OTHERWISE == USES["multiplied"]:
+        if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
             return "multiplied"
+        if use & ~Use.OTHERWISE == USES["factor"]:
+            return "factor"
         if not use & Use.PRODUCT:
             return "16-bit" if use & Use.IN_16BIT else "original"
         if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):
@@ -345,16 +349,22 @@ class Planner:
         return scopes if self.paths or self.bfloat16_paths else marks(scopes)
 
     def wanted_inside(
-        self,
-        layout: _jaxpr.CallLayout,
-        wanted: Sequence[Want],
-        scopes: Scopes,
+        self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
     ) -> tuple[Want, ...]:
         """Returns what is wanted of the bodies of an equation.
 
-        A loop reads what it carries once more, and so does its test.
+        A loop reads what it carries once more, and so does its test. What the backward
+        pass multiplies by must not become infinite in float16.
         """
+        layout = _jaxpr.call_layout(eqn)
         carried = layout.fixed_out
+        stacks = "factor" in wanted and _jaxpr.call_kind(eqn) == "scan"
+        if stacks and self.dtype == jnp.float16:
+            limits = bounds(layout.bodies[0].jaxpr)
+            wanted = tuple(
+                "16-bit" if want == "factor" and not limit < 2**15 else want
+                for want, limit in zip(wanted, limits, strict=True)
+            )
         inside: tuple[Want, ...] = tuple(
             "original" if want in IN_16BIT and i in carried else want
             for i, want in enumerate(wanted)
@@ -475,15 +485,22 @@ class Planner:
         if name in JOINS or name in ADDS_UP:
             return use | Use.ADDS
         backward = name in FACTORS and is_backward(eqn, scopes)
-        return use | (Use.MULTIPLIES if backward else Use.COMPUTES)
+        if not backward:
+            return use | Use.COMPUTES
+        wide = Use.NOTHING if use & Use.IN_16BIT else Use.WIDE
+        return use | Use.MULTIPLIES | wide
 
     def _uses_inside(
         self, eqn: Equation, wanted: tuple[Want, ...], scopes: Scopes
     ) -> Iterator[tuple[Any, int]]:
         """Yields each input of ``eqn``, and what the jaxprs in it do with it."""
         layout = _jaxpr.call_layout(eqn)
-        wanted = self.wanted_inside(layout, wanted, scopes)
-        loops = _jaxpr.call_kind(eqn) in ("scan", "while")
+        wanted = self.wanted_inside(eqn, wanted, scopes)
+        kind = _jaxpr.call_kind(eqn)
+        loops = kind in ("scan", "while")
+        grows: frozenset[int] = frozenset()
+        if kind == "scan" and BACKWARD in scopes:
+            grows = compounded(eqn, self._is_product, scopes)
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
@@ -493,6 +510,8 @@ class Planner:
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
+                if i in grows:
+                    use |= Use.COMPUTES
                 if i in layout.fixed_in:
                     lasting = Use.DIGITS | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
@@ -504,6 +523,9 @@ class Planner:
         plan = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes)
         inner = _jaxpr.in_vars(jaxpr)
         return {i for i, var in enumerate(inner) if plan.use(var) & Use.DIGITS}
+
+    def _is_product(self, eqn: Equation, scopes: Scopes) -> bool:
+        return self.rule(eqn, scopes) == "allow"
 
     def _is_kept(self, scopes: Scopes) -> bool:
         return is_decided(scopes) or _is_in(self.paths, scopes)

@@ -29,6 +29,7 @@ ROWS = [
         "_sensitivity_report",
         "_fp8",
     },
+    {"_trips"},
     {
         "_policy",
         "_batch",
