@@ -8,7 +8,7 @@ import numpy as np
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
-from ._op_lists import BOUNDED, FACTORS, LINEAR
+from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE
 from ._scopes import Scopes, inside
 
 # Equations that hold one jaxpr and run it once.
@@ -115,6 +115,8 @@ def bounds(jaxpr: Any) -> list[float]:
             return 1.0
         if name in LINEAR or _jaxpr.is_cast(eqn):
             return sum(found)
+        if name in ONE_MINUS_SQUARE:
+            return 1 + found[0] ** 2
         return math.prod(found) if name in FACTORS else math.inf
 
     def apply(eqn: Equation, ins: list[float]) -> list[float]:

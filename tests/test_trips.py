@@ -1,5 +1,7 @@
 """What is found out about the body of a loop: what it multiplies by, and bounds."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from jaxmp._trips import bounds, compounded
 X = jnp.ones((4, 4))
 
 
-def multiplies_the_carry(step, carry=X):
+def multiplies_the_carry(step, carry: Any = X):
     """Returns which of two inputs a scan multiplies what it carries by, over and over.
 
     They are the second and the third input of each trip.
