@@ -236,8 +236,15 @@ class LSTM(nn.Module):
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
         x: Any = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
+
+        def zeros(key, shape, dtype):
+            # Flax makes the first state in float32 (the default of `param_dtype`), and
+            # then products with it are float32, whatever the parameters are.
+            return jnp.zeros(shape, x.dtype)
+
         for _ in range(self.layers):
-            x = nn.RNN(nn.OptimizedLSTMCell(self.width, dtype=self.dtype))(x)
+            cell = nn.OptimizedLSTMCell(self.width, dtype=self.dtype, carry_init=zeros)
+            x = nn.RNN(cell)(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_inexact
-from ._plan import Planner, is_written
+from ._planner import Planner, is_written
 from ._scopes import Scopes
-from ._uses import Use, Want
+from ._uses import STACKED, Use, Want
 from ._values import Known, Value
 
 
@@ -131,6 +132,20 @@ def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:
             value = dataclasses.replace(value, kept=axes)
         known.append(value)
     return known
+
+
+def stacked(out: Value, want: Want, dtype: np.dtype) -> Value:
+    """Returns an output of the body of a scan as it is put together with the others.
+
+    What is computed outside of loops XLA may recompute where it is read. What a scan
+    puts together is stored, so it is rounded if its readers take it so. In the trip,
+    those who compute with it have all its digits.
+    """
+    if want not in STACKED or not out.is_computed():
+        return out
+    value = out.stored(dtype)
+    value.kept = None if want == "stored" else ()
+    return value
 
 
 def note_kept(

@@ -22,9 +22,10 @@ from ._custom_rules import noted_as_rule, replaced
 from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._loops import known_in_trip, note_kept, rounded_weights, scanned
+from ._loops import known_in_trip, note_kept, rounded_weights, scanned, stacked
 from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
-from ._plan import Plan, Planner, Rule
+from ._plan import Plan, Rule
+from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
 from ._rows import added_to_zeros, row_axis
 from ._scopes import Scopes, check_paths, inside, is_backward
@@ -372,7 +373,7 @@ class Caster:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         fixed = tuple(i in layout.fixed_out for i in range(len(wanted)))
-        wanted = self.planner.wanted_inside(layout, wanted, scopes)
+        wanted = self.planner.wanted_inside(eqn, wanted, scopes)
         if kind in ("scan", "while"):
             ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
             ins = known_in_trip(eqn, ins)
@@ -380,7 +381,12 @@ class Caster:
         def rewritten(fixed):
             return [
                 self.rewritten(
-                    body.jaxpr, [ins[i] for i in body.operands], wanted, fixed, scopes
+                    body.jaxpr,
+                    [ins[i] for i in body.operands],
+                    wanted,
+                    fixed,
+                    scopes,
+                    stacks=kind == "scan",
                 )
                 for body in layout.bodies
             ]
@@ -410,6 +416,8 @@ class Caster:
         wanted: tuple[Want, ...],
         fixed: tuple[bool, ...],
         scopes: Scopes,
+        *,
+        stacks: bool = False,
     ) -> Rewritten:
         """Returns ``jaxpr`` in mixed precision.
 
@@ -419,9 +427,10 @@ class Caster:
             wanted: What its outputs are wanted for.
             fixed: For each output, whether it must have its original dtype.
             scopes: Named scopes around ``jaxpr``.
+            stacks: Whether what is not fixed is stacked, trip by trip.
         """
         known = tuple(x.known() for x in ins)
-        key = known, wanted, fixed, self.planner.relevant(scopes)
+        key = known, wanted, fixed, stacks, self.planner.relevant(scopes)
         memo = self._rewritten.setdefault(jaxpr, {})
         if key not in memo:
             known_outs = []
@@ -433,6 +442,8 @@ class Caster:
                 for i, is_fixed in zip(range(len(outs)), fixed, strict=False):
                     if is_fixed:
                         outs[i] = outs[i].widened()
+                    elif stacks:
+                        outs[i] = stacked(outs[i], wanted[i], self.dtype)
                 known_outs.extend(out.known() for out in outs)
                 return [out.array for out in outs]
 

@@ -22,6 +22,8 @@ class Use:
     REGION = 1 << 8  # one is what the user keeps in float32
     # One is a loop that may yet be differentiated, and takes it in every trip.
     TRIPS = 1 << 9
+    # One multiplies by it in the backward pass, for who takes no 16 bits.
+    WIDE = 1 << 10
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -32,7 +34,8 @@ Want = Literal[
     "added",  # in 16 bits, by a product; others add to it
     "product",  # in 16 bits, by a product; others compute with it
     "16-bit",  # in 16 bits, by others than products
-    "multiplied",  # so it is: multiplied by and summed up in the backward pass
+    "factor",  # in 16 bits: the backward pass multiplies by it for 16 bits alone
+    "multiplied",  # in 16 bits: multiplied by and summed up in the backward pass
     "original",  # nobody would take it in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
@@ -44,6 +47,7 @@ USES: dict[Want, int] = {
     "added": Use.PRODUCT | Use.IN_16BIT | Use.ADDS,
     "product": Use.PRODUCT | Use.IN_16BIT | Use.COMPUTES,
     "16-bit": Use.IN_16BIT | Use.COMPUTES,
+    "factor": Use.IN_16BIT | Use.MULTIPLIES,
     "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
     "original": Use.COMPUTES,
     "digits": Use.DIGITS | Use.COMPUTES,
@@ -55,5 +59,7 @@ IN_16BIT: frozenset[Want] = frozenset(
 FOR_PRODUCT: frozenset[Want] = frozenset(
     want for want, use in USES.items() if use & Use.PRODUCT
 )
+# What a scan stacks for readers who need no more than 16 bits.
+STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})

@@ -4,6 +4,9 @@ What differentiation has done stands on the equation that holds a loop, a call o
 remat, and not on those that are in it.
 """
 
+import functools
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -364,3 +367,138 @@ def test_a_rounded_product_of_a_backward_scan_overflows(remat):
     assert jnp.isfinite(value)
     assert jnp.isfinite(found).all()
     assert not jnp.isfinite(grad(x, 3e4)[1]).all()
+
+
+# What a scan stacks, trip by trip.
+
+
+def lstm(w, u, xs):
+    """An LSTM without biases, whose state a product takes."""
+
+    def step(state, x):
+        c, h = state
+        wide = jnp.concatenate([w, u, -w, -u], axis=1)
+        i, f, g, o = jnp.split(x @ wide + h @ (wide / 2), 4, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (c, h), h
+
+    zeros = jnp.zeros((4, 8), xs.dtype)
+    return lax.scan(step, (zeros, zeros), xs)[1] @ w
+
+
+def decayed(w, u, xs):
+    """A state of which 1% is forgotten in each trip, and what the state takes up."""
+
+    def step(h, x):
+        decay = jnp.exp(-jnp.exp(x @ w - 5))
+        h = decay * (h + x @ u)
+        return h, h
+
+    return lax.scan(step, jnp.zeros((4, 8), xs.dtype), xs)[1] @ w
+
+
+def grows(w, u, xs):
+    """A state that leaves the range of float16."""
+
+    def step(c, x):
+        c = jax.nn.sigmoid(x @ w) * c + 1e5
+        return c, jnp.tanh(x @ u) * c * 1e-5
+
+    return lax.scan(step, jnp.zeros((4, 8), xs.dtype), xs)[1] @ w
+
+
+def loss_of(fun):
+    return lambda weights, xs: (fun(*weights, xs) ** 2).mean().astype(jnp.float32)
+
+
+def stacks(fun, *args):
+    """Returns the dtypes of what each scan stacks that has matrices to stack."""
+    found = []
+    for eqn in traced(fun, *args):
+        if eqn.primitive.name == "scan":
+            _, carries = _jaxpr.scan_counts(eqn)
+            found.append([v.aval.dtype for v in eqn.outvars[carries:]])
+    return found
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_a_scan_stacks_in_16_bits_what_only_16_bit_work_reads(dtype, wrap):
+    grad = jax.grad(loss_of(wrap(lstm)))
+    forward, _ = stacks(jaxmp.autocast(grad, dtype), (W, U), XS)
+    wide = forward.count(SINGLE)
+    # The cell's state has no bound, and float16 has.
+    assert wide == (1 if dtype == F16 else 0)
+    assert len(forward) > 8
+
+
+@pytest.mark.parametrize("order", ["outside", "inside"])
+def test_what_only_products_read_of_a_scan_is_stacked_in_16_bits(order):
+    def plain(weights, xs):
+        return loss_of(lstm)(weights, xs)
+
+    if order == "inside":
+        (found,) = stacks(jaxmp.autocast(plain, BF16), (W, U), XS)
+        assert found == [BF16]
+    grad = jax.grad(plain)
+    cast = {
+        "outside": jaxmp.autocast(grad, BF16),
+        "inside": jax.grad(jaxmp.autocast(plain, BF16)),
+    }[order]
+    expected = jax.jit(grad)((W, U), XS)
+    assert relative_error(jax.jit(cast)((W, U), XS), expected) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype"),
+    rest_is_evidence(
+        {
+            f"{c}-{d}": (c, d)
+            for c in ("OptimizedLSTMCell", "GRUCell")
+            for d in (F16, BF16)
+        },
+        "OptimizedLSTMCell-bfloat16",
+    ),
+)
+def test_gradients_of_recurrent_layers_are_nearer_than_those_of_flax(cell, dtype):
+    def loss(params, xs, dtype=None):
+        zeros = lambda key, shape, _: jnp.zeros(shape, xs.dtype)  # noqa: E731
+        module = nn.RNN(getattr(nn, cell)(8, dtype=dtype, carry_init=zeros))
+        return (module.apply(params, xs).astype(jnp.float32) ** 2).mean()
+
+    xs = jnp.swapaxes(jnp.concatenate([XS] * 4), 0, 1)
+    init = jax.jit(nn.RNN(getattr(nn, cell)(8)).init)
+    grad = jax.grad(loss)
+    cast = jax.jit(jaxmp.autocast(grad, dtype))
+    native = jax.jit(functools.partial(grad, dtype=dtype))
+    exact, errors = jax.jit(grad), []
+    for seed in range(3):
+        params = init(jax.random.key(seed), xs)
+        grads = [cast(params, xs), native(params, xs.astype(dtype))]
+        errors.append([relative_error(x, exact(params, xs)) for x in grads])
+    found, usual = np.mean(errors, axis=0)
+    assert found < usual
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, pytest.param(jax.checkpoint, marks=pytest.mark.evidence)],
+    ids=["", "remat"],
+)
+def test_what_multiplies_the_carried_gradient_in_each_trip_keeps_its_digits(wrap):
+    xs = jnp.concatenate([jax.random.normal(jax.random.key(4), (32, 4, 8))] * 8)
+    grad = jax.grad(loss_of(wrap(decayed)))
+    expected = jax.jit(grad)((W, U), xs)
+    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), xs)
+    assert relative_error(found, expected) < 0.006
+    decays = [
+        kinds.count(SINGLE) for kinds in stacks(jaxmp.autocast(grad, BF16), (W, U), xs)
+    ]
+    assert max(decays) == 1
+
+
+def test_what_may_leave_the_range_of_float16_is_stacked_in_float32():
+    grad = jax.grad(loss_of(grows))
+    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 4e-3

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxmp
 from jaxmp import _jaxpr
-from jaxmp._plan import Planner
+from jaxmp._planner import Planner
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8))
 
@@ -102,8 +102,7 @@ def test_what_a_loop_carries_is_read_once_more():
 
     planner = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS)
     (scan,) = jax.make_jaxpr(fun)(X, jnp.ones((3, 8, 8))).eqns
-    layout = _jaxpr.call_layout(scan)
-    assert planner.wanted_inside(layout, ("16-bit",), ()) == ("digits",)
+    assert planner.wanted_inside(scan, ("16-bit",), ()) == ("digits",)
 
 
 @pytest.mark.parametrize("wanted", ["16-bit", "original", "digits"])
