@@ -43,6 +43,8 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
     floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
     if any(is_far(value.scalar) for value in floats):
         return False
+    if name in SHIFTS and any(abs(value.scalar or 0) > 1 for value in floats):
+        return False  # by 100, the norm would lose its digits
     if name in EXACT:  # chosen from such values alone, and 16-bit ones, and zeros
         return all(
             value.normed or value.narrow or value.follows or value.scalar is not None

@@ -716,6 +716,7 @@ NOT_NORMED = {
     "a gate": lambda h: jnp.exp(h) * (h.mean(0) @ W),
     "a scan": lambda h: jnp.cumsum(h, 0),
     "log probabilities": lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True),
+    "a score": lambda h: 100 + 15 * layer_norm(h),
     "chosen with others": lambda h: jnp.where(X > 0, layer_norm(h), jnp.exp(h)),
     "joined with others": lambda h: jnp.concatenate(
         [layer_norm(h)[:2], jnp.exp(h[2:])]
