@@ -55,7 +55,7 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
     if len(whole) != 1 or whole[0] == divisor(eqn):
         return False
     (i,) = whole
-    if of_normed or name not in SCALES:
+    if ins[i].normed or name not in SCALES:
         return ins[i].normed
     own = set(_made_of(eqn.invars[i], definition, of_its_order=True))
     return any(
