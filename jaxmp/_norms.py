@@ -1,40 +1,68 @@
-"""Norms, found in a jaxpr: a value less, or times, a statistic of itself."""
+"""Norms, found in a jaxpr: a value divided by a statistic of itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ._jaxpr import Equation, Literal, is_float32
-from ._op_lists import CALLS, EXACT, SCALES, SHIFTS, STRETCHED, SUMS
+from ._op_lists import (
+    CALLS,
+    EXACT,
+    ROOTS,
+    SCALES,
+    SHIFTS,
+    STRETCHED,
+    SUMS,
+    divisor,
+    is_far,
+)
 from ._products import PRODUCTS
 
+_LINEAR = EXACT | SHIFTS | SCALES
+# A statistic is near: in a program of a thousand steps, to look further takes time.
+_STEPS = 20
 # Returns the equation that computes a variable, None for what is given.
 Definition = Callable[[Any], Equation | None]
 
 
-def is_normed(eqn: Equation, definition: Definition, of_normed: bool) -> bool:
-    """Whether ``eqn`` returns a value less, or times, a statistic of itself.
+def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool:
+    """Whether ``eqn`` returns what a norm does: of order one, in the range of float16.
+
+    That is a value divided by a statistic of itself, or times one over the root of one;
+    and such a value moved, chosen from, scaled or shifted, but by no number that may
+    take it out of range. Not a value less its mean: it is as large as it was.
 
     Args:
         eqn: The equation.
         definition: Returns the equation that computes a variable, None for an input.
-        of_normed: Whether it is given such a value, which it then moves, scales or
-            shifts.
+        ins: What is known of its inputs, see :class:`jaxmp._values.Value`.
     """
     name = eqn.primitive.name
-    if of_normed and name in EXACT:
-        return True
-    if name not in SHIFTS | SCALES:
+    of_normed = any(value.normed for value in ins)
+    if name not in SCALES and not (of_normed and (name in EXACT or name in SHIFTS)):
         return False
+    floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
+    if any(is_far(value.scalar) for value in floats):
+        return False
+    if name in SHIFTS and any(abs(value.scalar or 0) > 1 for value in floats):
+        return False  # by 100, the norm would lose its digits
+    if name in EXACT:  # chosen from such values alone, and 16-bit ones, and zeros
+        return all(
+            value.normed or value.narrow or value.follows or value.scalar is not None
+            for value in floats
+        )
     size = eqn.outvars[0].aval.size
-    whole = [x for x in eqn.invars if _size(x, definition) == size]
-    if len(whole) != 1 or of_normed:
-        return of_normed and len(whole) == 1
-    own = set(_made_of(whole[0], definition))
+    whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
+    if len(whole) != 1 or whole[0] == divisor(eqn):
+        return False
+    (i,) = whole
+    if ins[i].normed or name not in SCALES:
+        return ins[i].normed
+    own = set(_made_of(eqn.invars[i], definition, of_its_order=True))
     return any(
         not own.isdisjoint(_made_of(total, definition))
         for atom in eqn.invars
-        if atom is not whole[0]
-        for total in _summed(atom, definition)
+        if atom is not eqn.invars[i]
+        for total in _summed(atom, definition, divisor(eqn) is not None)
     )
 
 
@@ -46,12 +74,24 @@ def _size(atom: Any, definition: Definition) -> int:
     return min(atom.aval.size, max(x.aval.size for x in eqn.invars))
 
 
-def _made_of(atom: Any, definition: Definition) -> Iterator[Any]:
-    """Yields a variable, and of what it is made that has its size."""
-    while not isinstance(atom, Literal):
+def _made_of(
+    atom: Any, definition: Definition, *, of_its_order: bool = False
+) -> Iterator[Any]:
+    """Yields a variable, and of what it is made that has its size.
+
+    Args:
+        atom: The variable.
+        definition: Returns the equation that computes a variable, None for an input.
+        of_its_order: Whether to stop at what was squared or is an exponential.
+    """
+    for _ in range(_STEPS):
+        if isinstance(atom, Literal):
+            return
         yield atom
         eqn = definition(atom)
         if eqn is None or eqn.primitive.name in PRODUCTS | CALLS:
+            return
+        if of_its_order and eqn.primitive.name not in _LINEAR:
             return
         same = {
             x
@@ -63,20 +103,27 @@ def _made_of(atom: Any, definition: Definition) -> Iterator[Any]:
         (atom,) = same
 
 
-def _summed(atom: Any, definition: Definition) -> Iterator[Any]:
-    """Yields what was summed up for ``atom``, which may be a mean or a variance."""
-    seen, rest = set(), [atom]
-    while rest:
-        atom = rest.pop()
-        if isinstance(atom, Literal) or atom in seen or not is_float32(atom):
+def _summed(atom: Any, definition: Definition, divides: bool) -> Iterator[Any]:
+    """Yields what was summed up for ``atom``, which may be a mean or a variance.
+
+    Args:
+        atom: What a value is multiplied by, or divided by.
+        definition: Returns the equation that computes a variable, None for an input.
+        divides: Whether a value is divided by it. If not, a root is to be on the way.
+    """
+    seen, rest = set(), [(atom, divides)]
+    while rest and len(seen) < 2 * _STEPS:
+        atom, rooted = item = rest.pop()
+        if isinstance(atom, Literal) or item in seen or not is_float32(atom):
             continue
-        seen.add(atom)
+        seen.add(item)
         eqn = definition(atom)
         if eqn is None or eqn.primitive.name in PRODUCTS:
             continue
+        rooted = rooted or eqn.primitive.name in ROOTS
         # A variance may be a function of its own.
         sums = eqn.primitive.name in SUMS | CALLS
         smaller = [x for x in eqn.invars if x.aval.size <= atom.aval.size]
-        rest.extend(smaller)
-        if sums:
+        rest.extend((x, rooted) for x in smaller)
+        if sums and rooted:
             yield from (x for x in eqn.invars if x not in smaller)

@@ -186,6 +186,7 @@ COPIES = frozenset(
 LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
 SHIFTS = frozenset({"add", "sub"})
+ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 STRETCHED = frozenset({"broadcast_in_dim"})
 PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})

@@ -128,9 +128,9 @@ class Plan:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
         return axes_of_softmax(eqn, self._definition)
 
-    def is_normed(self, eqn: Equation, of_normed: bool) -> bool:
-        """Tells whether ``eqn`` returns what a norm does, perhaps of such a value."""
-        return is_normed(eqn, self._definition, of_normed)
+    def is_normed(self, eqn: Equation, ins: Sequence[Any]) -> bool:
+        """Tells whether ``eqn`` returns what a norm does, given ``ins``."""
+        return is_normed(eqn, self._definition, ins)
 
     def drops_out(self, eqn: Equation, wanted: Sequence[Want]) -> int | None:
         """Returns which input of ``eqn`` is a softmax that a product is to take.

@@ -144,8 +144,7 @@ class Caster:
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 if rule == "infer" and outs[0].is_computed():
-                    of_normed = any(value.normed for value in ins)
-                    outs[0].normed = plan.is_normed(eqn, of_normed)
+                    outs[0].normed = plan.is_normed(eqn, ins)
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
@@ -318,6 +317,9 @@ class Caster:
             value.narrow or (kept and value.scalar is not None) for value in floats
         )
         if (want not in IN_16BIT or kept) and not exact:
+            return False
+        # Not to a step of weights that are normed in between: it would be lost.
+        if any(x.sent_back for x in floats) and any(x.normed for x in floats):
             return False
         return all(self.may_join(name, value, size) for value in floats)
 

@@ -66,7 +66,7 @@ class Value:
     # whether entries of it are copies: a mean sends back the same to all.
     sent_back: bool = False
     copied: bool = False
-    normed: bool = False  # float32, what a norm returns
+    normed: bool = False  # float32, what a norm returns: of order one
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None

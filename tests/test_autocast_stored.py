@@ -839,6 +839,23 @@ NOT_NORMED = {
     "another's mean": lambda h: jnp.sqrt(h * h) - X.mean(-1, keepdims=True),
     "a gate": lambda h: jnp.exp(h) * (h.mean(0) @ W),
     "a scan": lambda h: jnp.cumsum(h, 0),
+    "log probabilities": lambda h: h - jax.nn.logsumexp(h, -1, keepdims=True),
+    "a score": lambda h: 100 + 15 * layer_norm(h),
+    "chosen with others": lambda h: jnp.where(X > 0, layer_norm(h), jnp.exp(h)),
+    "joined with others": lambda h: jnp.concatenate(
+        [layer_norm(h)[:2], jnp.exp(h[2:])]
+    ),
+}
+# What leaves the range of float16, and returns to it in the norm behind.
+FAR = {
+    "a number": lambda h: layer_norm(h) * 1e6,
+    "another number": lambda h: layer_norm(h) + 1e6,
+    "masked": lambda h: jnp.where(X > 0, layer_norm(h), -1e6),
+    "centred": lambda h: jnp.exp(7 * h) * 1e6 - (jnp.exp(7 * h) * 1e6).mean(0),
+    "times a norm": lambda h: jnp.exp(7 * h) * 1e6 * layer_norm(h.mean(0)),
+    "one over a norm": lambda h: 1 / (layer_norm(h) * jnp.exp(-20 + h.mean(0))),
+    "times its sum": lambda h: h * jnp.exp(20 + h).sum(-1, keepdims=True),
+    "of another order": lambda h: jnp.exp(20 + h) / (h * h).sum(-1, keepdims=True),
 }
 
 
@@ -871,6 +888,33 @@ def test_what_a_norm_returns_joins_16_bit_values(norm, dtype):
 @pytest.mark.parametrize("other", NOT_NORMED.values(), ids=NOT_NORMED.keys())
 def test_what_else_was_computed_in_float32_does_not(other):
     assert added(other, HALF) == SINGLE
+
+
+@pytest.mark.parametrize("fun", FAR.values(), ids=FAR.keys())
+def test_what_only_resembles_a_norm_keeps_the_range_of_float32(fun):
+    def two_norms(w, x):
+        h = x @ w
+        return layer_norm(fun(h) + x @ (2 * w)) @ w
+
+    expected = jax.jit(two_norms)(W, X)
+    assert error(jax.jit(jaxmp.autocast(two_norms, "float16"))(W, X), expected) < 1e-2
+
+
+def test_weights_that_are_normed_between_steps_do_not_stall():
+    def trained(w, x):
+        def loss(w):
+            return jnp.square(x @ w - 1).mean()
+
+        w = w + 0 * (w @ w)  # computed
+        for _ in range(6):
+            w = w / jnp.linalg.norm(w, axis=0)
+            w = w + -0.02 * jax.grad(loss)(w)
+        return w / jnp.linalg.norm(w, axis=0)
+
+    start = W / jnp.linalg.norm(W, axis=0)
+    expected = jax.jit(trained)(W, X) - start
+    found = jax.jit(jaxmp.autocast(trained, HALF))(W, X) - start
+    assert error(found, expected) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
