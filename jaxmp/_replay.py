@@ -143,7 +143,8 @@ class Caster:
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
-                if rule == "infer" and outs[0].is_computed():
+                joins = rule == "infer" and wants[0] in IN_16BIT
+                if joins and outs[0].is_computed() and not is_backward(eqn, scopes):
                     outs[0].normed = plan.is_normed(eqn, ins)
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
