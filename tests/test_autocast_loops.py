@@ -498,6 +498,23 @@ def test_what_multiplies_the_carried_gradient_in_each_trip_keeps_its_digits(wrap
     assert max(decays) == 1
 
 
+def test_a_decay_of_a_loop_written_out_in_a_trip_has_all_its_digits():
+    def loss(weights, xs):
+        w, u = weights
+
+        def step(total, x):
+            decay, h = jnp.exp(-jnp.exp(x @ w - 5)), x @ u
+            for _ in range(32):
+                h = decay * h
+            return total + ((h @ w) ** 2).mean(), None
+
+        return lax.scan(step, 0.0, xs)[0]
+
+    grad = jax.grad(loss)
+    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.01
+
+
 def test_what_may_leave_the_range_of_float16_is_stacked_in_float32():
     grad = jax.grad(loss_of(grows))
     found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)

@@ -13,7 +13,7 @@ from jaxmp._trips import bounds, compounded
 X = jnp.ones((4, 4))
 
 
-def multiplies_the_carry(step, carry: Any = X):
+def multiplies_the_carry(step, carry: Any = X, r: Any = X):
     """Returns which of two inputs a scan multiplies what it carries by, over and over.
 
     They are the second and the third input of each trip.
@@ -22,7 +22,7 @@ def multiplies_the_carry(step, carry: Any = X):
     def fun(carry, r, s):
         return lax.scan(lambda c, x: (step(c, *x), None), carry, (r, s))[0]
 
-    eqns = jax.make_jaxpr(fun)(carry, X[None], X[None]).eqns
+    eqns = jax.make_jaxpr(fun)(carry, r[None], X[None]).eqns
     (loop,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
     found = compounded(loop, lambda eqn, _: eqn.primitive.name == "dot_general", ())
     first = _jaxpr.call_layout(loop).fixed_in.stop
@@ -62,6 +62,25 @@ def test_a_factor_on_the_way_from_one_carry_to_another_does_not_grow():
 
     assert multiplies_the_carry(onward, (X, X)) == {1}
     assert multiplies_the_carry(around, (X, X)) == {0, 1}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_what_all_share_grows_by_way_of_products_too(wrap):
+    step = wrap(lambda c, r, s: (r * c) @ s)
+    assert multiplies_the_carry(step, r=X[:, :1]) == {0}
+    assert multiplies_the_carry(step, r=X[0, 0]) == {0}
+
+
+@pytest.mark.parametrize(("times", "found"), [(4, set()), (5, {0})])
+def test_a_loop_written_out_multiplies_many_times_by_the_same(times, found):
+    multiply = jax.jit(lambda r, y: r * y)
+
+    def step(c, r, s):
+        for i in range(times):
+            s = multiply(r, s) if i % 2 else r.T * s
+        return c + s
+
+    assert multiplies_the_carry(step) == found
 
 
 def test_bounds_are_known_of_what_has_them():
