@@ -462,7 +462,9 @@ def test_a_softmax_is_kept_in_16_bits_through_dropout(drop, dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
+)
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 def test_attention_with_dropout_is_nearer_than_that_of_flax(order, dtype):
     def loss(q, k, v):
@@ -885,7 +887,12 @@ def test_what_a_norm_returns_joins_16_bit_values(norm, dtype):
     assert added(norm, dtype) == dtype
 
 
-@pytest.mark.parametrize("other", NOT_NORMED.values(), ids=NOT_NORMED.keys())
+@pytest.mark.parametrize(
+    "other",
+    rest_is_evidence(
+        NOT_NORMED, "a gate", "log probabilities", "a score", "chosen with others"
+    ),
+)
 def test_what_else_was_computed_in_float32_does_not(other):
     assert added(other, HALF) == SINGLE
 
