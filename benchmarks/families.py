@@ -223,9 +223,13 @@ class UNet(nn.Module):
         return nn.Conv(self.classes, (1, 1), dtype=self.dtype)(x)
 
 
-class LSTM(nn.Module):
-    """Two recurrent layers that predict the next token. Hochreiter and Schmidhuber."""
+class Recurrent(nn.Module):
+    """Two recurrent layers that predict the next token.
 
+    LSTM: Hochreiter and Schmidhuber, 1997. GRU: Cho et al., 2014.
+    """
+
+    cell: Any = nn.OptimizedLSTMCell
     layers: int = 2
     width: int = 512
     vocabulary: int = 4096
@@ -243,7 +247,7 @@ class LSTM(nn.Module):
             return jnp.zeros(shape, x.dtype)
 
         for _ in range(self.layers):
-            cell = nn.OptimizedLSTMCell(self.width, dtype=self.dtype, carry_init=zeros)
+            cell = self.cell(self.width, dtype=self.dtype, carry_init=zeros)
             x = nn.RNN(cell)(x)
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
@@ -295,10 +299,11 @@ FAMILIES: dict[str, Network] = {
     "convnext": image_classifier(ConvNeXt(), 64, 128),
     "resnet": resnet(64, image=128, stages=(2, 2, 2), bottleneck=True),
     "u-net": image_classifier(UNet(), 16, 128, labels=_pixels),
-    "lstm": sequence_model(LSTM(), 128),
+    "lstm": sequence_model(Recurrent(), 128),
     "state space": sequence_model(StateSpace(), 16),
     "mlp": mlp(512, features=1024, width=2048, layers=4),
     **MORE_FAMILIES,
+    "gru": sequence_model(Recurrent(nn.GRUCell), 128),
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -319,8 +324,9 @@ SMALL: dict[str, Network] = {
     "convnext": image_classifier(ConvNeXt((1, 1), width=16, classes=10), 8, 16),
     "resnet": resnet(8, image=16, stages=(1, 1), width=8, classes=10),
     "u-net": image_classifier(UNet(width=8, levels=2), 4, 16, labels=_pixels),
-    "lstm": sequence_model(LSTM(width=32, vocabulary=64, length=16), 8),
+    "lstm": sequence_model(Recurrent(width=32, vocabulary=64, length=16), 8),
     "state space": sequence_model(StateSpace(2, width=32, vocabulary=64, length=16), 8),
     "mlp": mlp(32, features=32, width=64, layers=2, classes=10),
     **MORE_SMALL,
+    "gru": sequence_model(Recurrent(nn.GRUCell, width=32, vocabulary=64, length=16), 8),
 }

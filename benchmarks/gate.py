@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jaxmp
 
 from . import fp8, h200, narrow
-from .families import LSTM
+from .families import Recurrent
 from .machinery import count
 from .networks import gpt, mlp, resnet, sequence_model
 from .steps import FLOOR, contestant
@@ -24,7 +24,9 @@ NETWORKS = {
     "mlp": mlp(256, features=1024, width=1024, layers=2),
     "gpt": gpt(16, layers=1, width=256, heads=4, vocabulary=1024, length=256),
     "cnn": resnet(32, image=64, stages=(1,), width=128, bottleneck=False),
-    "lstm": sequence_model(LSTM(layers=1, width=256, vocabulary=256, length=16), 256),
+    "lstm": sequence_model(
+        Recurrent(layers=1, width=256, vocabulary=256, length=16), 256
+    ),
 }
 # Network, contestant, micro-batches.
 STEPS = [
@@ -115,8 +117,11 @@ def floor(name: str, accum_steps: int) -> dict[str, Any]:
 def measured(name: str, contestant_name: str, accum_steps: int) -> dict[str, Any]:
     """Compiles a step of one of the gate's networks and counts."""
     step = contestant(contestant_name, NETWORKS[name], accum_steps=accum_steps)
-    which: dict[str, Any] = {"contestant": contestant_name, "accum_steps": accum_steps}
-    which["autocast"] = AUTOCAST_IN_LOOPS if name == "lstm" else AUTOCAST
+    which = {
+        "network": name,
+        "contestant": contestant_name,
+        "accum_steps": accum_steps,
+    }
     return which | count(step, NETWORKS[name])
 
 
@@ -139,7 +144,8 @@ def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[
     if found["contestant"] == "jaxmp autocast":
         # It keeps float32 weight gradients on purpose: 6N, and all that an MLP has.
         share = (found["bytes"] - 6 * n) / floor["bytes"]
-        most, most_memory = found["autocast"]
+        loops = found["network"] == "lstm"
+        most, most_memory = AUTOCAST_IN_LOOPS if loops else AUTOCAST
         yield Check(step, "bytes but for 6N", share, most)
         if floor["bytes"] > 400 * n:
             yield Check(step, "temporary memory", memory[0] / memory[1], most_memory)

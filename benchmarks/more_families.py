@@ -169,34 +169,11 @@ class DenseNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
-class GRU(nn.Module):
-    """Two recurrent layers that predict the next token. Cho et al., 2014."""
-
-    layers: int = 2
-    width: int = 512
-    vocabulary: int = 4096
-    length: int = 64
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, tokens):
-        """Maps ``[batch, length]`` tokens to logits."""
-        x: Any = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-
-        def zeros(key, shape, dtype):
-            return jnp.zeros(shape, x.dtype)
-
-        for _ in range(self.layers):
-            x = nn.RNN(nn.GRUCell(self.width, dtype=self.dtype, carry_init=zeros))(x)
-        return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
-
-
 MORE_FAMILIES: dict[str, Network] = {
     "bert": sequence_model(BERT(), 32),
     "mixer": image_classifier(Mixer(), 64, 224),
     "efficientnet": image_classifier(EfficientNet(), 64, 128),
     "densenet": image_classifier(DenseNet(), 64, 128),
-    "gru": sequence_model(GRU(), 128),
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -207,5 +184,4 @@ MORE_SMALL: dict[str, Network] = {
         EfficientNet(((1, 8, 1, 1), (4, 12, 2, 2)), stem=8, head=32, classes=10), 8, 16
     ),
     "densenet": image_classifier(DenseNet((2, 2), growth=8, classes=10), 8, 32),
-    "gru": sequence_model(GRU(width=32, vocabulary=64, length=16), 8),
 }

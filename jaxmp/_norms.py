@@ -1,6 +1,6 @@
 """Norms, found in a jaxpr: a value divided by a statistic of itself."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ._jaxpr import Equation, Literal, is_float32
@@ -12,6 +12,7 @@ from ._op_lists import (
     SHIFTS,
     STRETCHED,
     SUMS,
+    Definition,
     divisor,
     is_far,
 )
@@ -20,8 +21,6 @@ from ._products import PRODUCTS
 _LINEAR = EXACT | SHIFTS | SCALES
 # A statistic is near: in a program of a thousand steps, to look further takes time.
 _STEPS = 20
-# Returns the equation that computes a variable, None for what is given.
-Definition = Callable[[Any], Equation | None]
 
 
 def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool:

@@ -215,6 +215,10 @@ FOLDS: dict[str, Callable] = {
 }
 
 
+# Returns the equation that computes a variable, None for what is given.
+Definition = Callable[[Any], Equation | None]
+
+
 def is_steep_power(eqn: Equation) -> bool:
     """Whether ``eqn`` is a square or another power, but a cube.
 
@@ -259,9 +263,7 @@ def only_compared(eqn: Equation) -> int | None:
     return 1 if eqn.primitive.name == _POOL else None
 
 
-def axes_of_softmax(
-    eqn: Equation, definition: Callable[[Any], Equation | None]
-) -> tuple[int, ...]:
+def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
     """Returns the axes over which the result of ``eqn`` sums to one, if any is known.
 
     It is a softmax then: exponentials, divided by their own sums.
@@ -287,9 +289,7 @@ def axes_of_softmax(
     return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
 
 
-def exponent_of_bell(
-    eqn: Equation, definition: Callable[[Any], Equation | None]
-) -> Any:
+def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
     """Returns the ``x`` of which ``eqn`` computes ``exp(-x**2)``, None if of none.
 
     Args:
@@ -306,9 +306,7 @@ def exponent_of_bell(
     return square.invars[0] if square is not None and is_square(square) else None
 
 
-def softmax_in_dropout(
-    eqn: Equation, definition: Callable[[Any], Equation | None]
-) -> int | None:
+def softmax_in_dropout(eqn: Equation, definition: Definition) -> int | None:
     """Returns which input of ``eqn`` is a softmax that ``eqn`` drops a part of.
 
     None if there is none. It is divided by the share that is kept, or multiplied by
@@ -328,7 +326,7 @@ def softmax_in_dropout(
     return None
 
 
-def _is_softmax(atom: Any, definition: Callable[[Any], Equation | None]) -> bool:
+def _is_softmax(atom: Any, definition: Definition) -> bool:
     """Whether ``atom`` is a softmax, a part of which may have been dropped."""
     eqn = definition(atom)
     if eqn is None:
@@ -344,7 +342,7 @@ def _is_softmax(atom: Any, definition: Callable[[Any], Equation | None]) -> bool
     return dropped or bool(axes_of_softmax(eqn, definition))
 
 
-def _is_mask(atom: Any, definition: Callable[[Any], Equation | None]) -> bool:
+def _is_mask(atom: Any, definition: Definition) -> bool:
     """Whether ``atom`` is a number, or was boolean and at most scaled by numbers."""
     if isinstance(atom, Literal):
         return True

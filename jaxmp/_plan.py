@@ -29,10 +29,7 @@ from ._op_lists import (
     softmax_in_dropout,
 )
 from ._products import PRODUCTS
-from ._scopes import (
-    Scopes,
-    is_backward,
-)
+from ._scopes import Scopes, is_backward
 from ._uses import IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a

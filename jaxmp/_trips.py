@@ -56,8 +56,9 @@ def compounded(
                 return [_joined(eqn, ins)] * len(eqn.outvars)
             return [_joined(eqn, ins, sizes, x.aval.size) for x in eqn.outvars]
 
-        nothing = lambda _: {}  # noqa: E731
-        return _jaxpr.interpret(jaxpr, ins, apply, const=nothing, literal=nothing)
+        return _jaxpr.interpret(
+            jaxpr, ins, apply, const=lambda _: {}, literal=lambda _: {}
+        )
 
     def around(
         eqn: Equation, ins: list[Trail], scopes: Scopes, shared: bool
@@ -115,8 +116,9 @@ def _used_often(jaxpr: Any) -> frozenset[int]:
             views = eqn.primitive.name in VIEWS or _jaxpr.is_cast(eqn)
             return [ins[0] if views else nothing] * len(eqn.outvars)
 
-        none = lambda _: nothing  # noqa: E731
-        return _jaxpr.interpret(jaxpr, ins, apply, const=none, literal=none)
+        return _jaxpr.interpret(
+            jaxpr, ins, apply, const=lambda _: nothing, literal=lambda _: nothing
+        )
 
     nothing: frozenset[int] = frozenset()
     through(jaxpr, [frozenset([i]) for i in range(len(_jaxpr.in_vars(jaxpr)))])

@@ -167,11 +167,11 @@ class Value:
             axes: Those over which it sums to one.
             summed: Whether it is summed up there.
         """
-        value = self.stored(dtype)
         if summed and not axes:
-            value.array = firmly_rounded(value.array)
+            value = self.firmly_stored(dtype)
         else:
             # XLA would keep what the value was computed from, and compute it anew.
+            value = self.stored(dtype)
             value.array = lax.optimization_barrier(value.array)
         # Of more than 2^14 weights the largest may round to zero, and so may the sum.
         few = math.prod(value.array.shape[i] for i in axes) <= 2**14
