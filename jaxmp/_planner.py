@@ -33,7 +33,6 @@ from ._op_lists import (
 from ._plan import Plan, Rule
 from ._products import PRODUCTS, has_default_precision, is_matrix_product
 from ._scopes import (
-    BACKWARD,
     DIFFERENTIATED,
     KEPT_BY_BFLOAT16_PATHS,
     KEPT_BY_OPS,
@@ -47,7 +46,7 @@ from ._scopes import (
     is_under,
     marks,
 )
-from ._trips import bounds, compounded
+from ._trips import bounds, factors
 from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -88,6 +87,27 @@ class Planner:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
+        # By open jaxpr, those of its variables that a loop multiplies by in each trip.
+        self._factors: Any = weakref.WeakKeyDictionary()
+
+    def find_factors(self, jaxpr: Any, scopes: Scopes) -> None:
+        """Finds by what the loops in ``jaxpr`` multiply what they carry.
+
+        Before anything is planned: what a loop calls may be called elsewhere as well.
+
+        Args:
+            jaxpr: The jaxpr, open or closed.
+            scopes: Named scopes around it.
+        """
+        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+            if not _jaxpr.call_kind(eqn):
+                continue
+            around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+            if _jaxpr.call_kind(eqn) in ("scan", "while"):
+                for owner, var in factors(eqn, self._is_product, around):
+                    self._factors.setdefault(owner, set()).add(var)
+            for body in _jaxpr.sub_jaxprs(eqn):
+                self.find_factors(body, around)
 
     def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
@@ -220,8 +240,10 @@ class Planner:
                 use &= ~(Use.PRODUCT | Use.IN_16BIT)
             if not is_inexact(var):
                 use &= ~Use.DIGITS
+            use |= Use.DIGITS if var in multiply else Use.NOTHING
             uses[var] = uses.get(var, Use.NOTHING) | use
 
+        multiply = self._factors.get(jaxpr, ())
         for var, want in zip(jaxpr.outvars, wanted, strict=False):
             note(var, USES[want] | Use.OTHERWISE)
         for eqn in reversed(jaxpr.eqns):
@@ -332,9 +354,6 @@ class Planner:
         wanted = self.wanted_inside(eqn, wanted, scopes)
         kind = _jaxpr.call_kind(eqn)
         loops = kind in ("scan", "while")
-        grows: frozenset[int] = frozenset()
-        if kind == "scan" and BACKWARD in scopes:
-            grows = compounded(eqn, self._is_product, scopes)
         for body in layout.bodies:
             plan = self.plan(body.jaxpr, wanted, scopes)
             inner = _jaxpr.in_vars(body.jaxpr)
@@ -344,8 +363,6 @@ class Planner:
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
-                if i in grows:
-                    use |= Use.COMPUTES
                 if i in layout.fixed_in:
                     lasting = Use.DIGITS | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES

@@ -94,6 +94,7 @@ class Caster:
             if scopes is None:
                 check_paths("float32_paths", self.planner.paths, jaxpr)
                 check_paths("bfloat16_paths", self.planner.bfloat16_paths, jaxpr)
+            self.planner.find_factors(jaxpr, scopes or ())
             values = [given(array) for array in arrays]
             outs = self.replay_as_written(jaxpr, values, scopes or ())
             leaves, out_tree = results
@@ -489,6 +490,7 @@ class Caster:
                 jaxpr = _jaxpr.trace(
                     differentiated, [*avals, *(avals[i] for i in moving)]
                 )
+                self.planner.find_factors(jaxpr, scopes)
                 values = [k.of(x) for k, x in zip(known, primals, strict=True)]
                 values += [
                     Value(tangents[i], narrow=known[i].narrow, linear=True)

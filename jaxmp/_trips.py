@@ -3,96 +3,146 @@
 import collections
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
-from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE, VIEWS
+from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE, TOTALS, VIEWS
 from ._scopes import Scopes, inside
 
 # Equations that hold one jaxpr and run it once.
 _CALLS = frozenset({"jit", "call", "remat", "custom_jvp"})
 # So many times, and no more, a trip may multiply by what was rounded.
 _OFTEN = 4
-# Of what a value is computed, as far as a trip tells: for each carried value (its place
-# among the inputs of the loop; None for what is not carried) the inputs that have
-# multiplied it on the way.
-Trail = dict[int | None, frozenset[int]]
+# A variable, and the open jaxpr that has it.
+Factor = tuple[Any, Any]
+# For each carried value of which a value is computed (its place among the inputs of the
+# loop), what has multiplied it on the way.
+Trail = dict[int, frozenset[Factor]]
 
 
-def compounded(
+class _Path(NamedTuple):
+    """What is known of a value in a trip: its trail, and of how many numbers it is."""
+
+    trail: Trail
+    size: int
+
+
+def factors(
     loop: Equation, is_product: Callable[[Equation, Scopes], bool], scopes: Scopes
-) -> frozenset[int]:
-    """Returns the inputs of a scan by which each trip multiplies what it carries.
+) -> frozenset[Factor]:
+    """Returns by what each trip of a loop multiplies what it carries.
 
     A decay of 0.99 for one: rounded once it is 0.2% off, and its 256th power 45%. What
-    a product takes on the way around is rounded in each trip anyway, and its errors
-    even out in sums. Not so a factor that many numbers share, such as the decay of a
-    whole matrix: it puts all of them off alike. And one trip alone may multiply many
-    times by the same, if it has a loop written out.
+    a product or a sum takes on the way around is off in each trip anyway, and there
+    errors even out. Not so those of a factor that many numbers share, such as the decay
+    of a whole matrix: it puts all of them off alike. And one trip alone may multiply
+    many times by the same, if it has a loop written out.
 
     Args:
-        loop: The scan.
+        loop: A ``scan`` or a ``while``.
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
         scopes: Named scopes around its body.
     """
 
-    layout = _jaxpr.call_layout(loop)
-    (body,) = layout.bodies
-    sizes = [var.aval.size for var in _jaxpr.in_vars(body.jaxpr)]
-
     def through(
-        jaxpr: Any, ins: Sequence[Trail], scopes: Scopes, shared: bool
-    ) -> list[Trail]:
-        def apply(eqn: Equation, ins: list[Trail]) -> list[Trail]:
+        jaxpr: Any, ins: Sequence[_Path], scopes: Scopes, shared: bool
+    ) -> list[_Path]:
+        owner = _jaxpr.open_jaxpr(jaxpr)
+
+        def apply(eqn: Equation, ins: list[_Path]) -> list[_Path]:
             here = scopes + _jaxpr.scope_names(eqn)
-            if is_product(eqn, here):
-                return [_sum_of(ins) if shared else {} for _ in eqn.outvars]
-            if _jaxpr.call_kind(eqn) in {"scan", *_CALLS}:
+            evens_out = eqn.primitive.name in TOTALS or is_product(eqn, here)
+            if evens_out and not shared:
+                return [_Path({}, var.aval.size) for var in eqn.outvars]
+            if _jaxpr.call_kind(eqn):
                 return around(eqn, ins, inside(eqn, here), shared)
-            if not shared:
-                return [_joined(eqn, ins)] * len(eqn.outvars)
-            return [_joined(eqn, ins, sizes, x.aval.size) for x in eqn.outvars]
+            trails = [path.trail for path in ins]
+            if eqn.primitive.name in FACTORS:
+                trails = _multiplied(eqn, ins, owner, shared)
+            size = max((path.size for path in ins), default=math.inf)
+            trail = _sum_of(trails)
+            return [_Path(trail, min(size, var.aval.size)) for var in eqn.outvars]
 
         return _jaxpr.interpret(
-            jaxpr, ins, apply, const=lambda _: {}, literal=lambda _: {}
+            jaxpr,
+            ins,
+            apply,
+            const=lambda x: _Path({}, np.size(x)),
+            literal=lambda x: _Path({}, x.aval.size),
         )
 
     def around(
-        eqn: Equation, ins: list[Trail], scopes: Scopes, shared: bool
-    ) -> list[Trail]:
-        """Goes through a call, or through a scan until its trips find no more."""
-        layout = _jaxpr.call_layout(eqn)
-        (body,) = layout.bodies
+        eqn: Equation, ins: list[_Path], scopes: Scopes, shared: bool
+    ) -> list[_Path]:
+        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
+        carried = _jaxpr.call_layout(eqn).fixed_in
         while True:
-            outs = through(body.jaxpr, ins, scopes, shared)
+            by_body = [
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes, shared)
+                for body in _bodies(eqn)
+            ]
+            outs = [
+                _Path(_sum_of([x.trail for x in paths]), paths[0].size)
+                for paths in zip(*by_body, strict=True)
+            ]
             before, ins = ins, list(ins)
-            for i, out in zip(layout.fixed_in, outs, strict=False):
-                ins[i] = _sum_of([ins[i], out])
+            for i, out in zip(carried, outs, strict=False):
+                trail = _sum_of([ins[i].trail, out.trail])
+                ins[i] = ins[i]._replace(trail=trail)
             if ins == before:
                 return outs
 
-    carried = layout.fixed_in
-    given: list[Trail] = [
-        {i: frozenset()} if i in carried else {None: frozenset([i])}
-        for i in range(len(loop.invars))
+    carried = _jaxpr.call_layout(loop).fixed_in
+    (body,) = _bodies(loop)
+    given = [
+        _Path({i: frozenset()} if i in carried else {}, var.aval.size)
+        for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True)
     ]
     found = _used_often(body.jaxpr)
     for shared in (False, True):
         outs = through(body.jaxpr, given, scopes, shared)
-        found |= _on_the_way_back(carried, outs)
+        found |= _on_the_way_back(carried, [path.trail for path in outs])
     return found
 
 
-def _on_the_way_back(carried: range, outs: Sequence[Trail]) -> frozenset[int]:
+def _bodies(eqn: Equation) -> Sequence[_jaxpr.Body]:
+    """Returns what ``eqn`` holds, but for the test of a ``while``."""
+    bodies = _jaxpr.call_layout(eqn).bodies
+    return bodies[1:] if _jaxpr.call_kind(eqn) == "while" else bodies
+
+
+def _multiplied(
+    eqn: Equation, ins: Sequence[_Path], owner: Any, shared: bool
+) -> list[Trail]:
+    """Returns the trails of what ``eqn`` multiplies, each with the other one in it.
+
+    Of two that are made of what is carried none is a factor: they are float32 as that.
+
+    Args:
+        eqn: The equation.
+        ins: What is known of its operands.
+        owner: The open jaxpr that has it.
+        shared: Whether factors are only those that many numbers share.
+    """
+    trails = []
+    size = eqn.outvars[0].aval.size
+    for operand, other, var in zip(ins, ins[::-1], eqn.invars[::-1], strict=True):
+        counts = other.size < size if shared else not other.trail
+        counts &= not isinstance(var, _jaxpr.Literal)
+        new = frozenset([(owner, var)] if counts else [])
+        trails.append({start: found | new for start, found in operand.trail.items()})
+    return trails
+
+
+def _on_the_way_back(carried: range, outs: Sequence[Trail]) -> frozenset[Factor]:
     """Returns what multiplies a carried value on a way that leads back to it."""
     steps = {
         (start, end): factors
         for end, out in zip(carried, outs, strict=False)
         for start, factors in out.items()
-        if start is not None
     }
     reached = {i: {i} for i in carried}
     for _ in carried:
@@ -102,7 +152,7 @@ def _on_the_way_back(carried: range, outs: Sequence[Trail]) -> frozenset[int]:
     return frozenset().union(*back)
 
 
-def _used_often(jaxpr: Any) -> frozenset[int]:
+def _used_often(jaxpr: Any) -> frozenset[Factor]:
     """Returns the inputs of a jaxpr by which many of its equations multiply."""
     times: collections.Counter[int] = collections.Counter()
 
@@ -121,48 +171,18 @@ def _used_often(jaxpr: Any) -> frozenset[int]:
         )
 
     nothing: frozenset[int] = frozenset()
-    through(jaxpr, [frozenset([i]) for i in range(len(_jaxpr.in_vars(jaxpr)))])
-    return frozenset(i for i, n in times.items() if n > _OFTEN)
+    given = _jaxpr.in_vars(jaxpr)
+    through(jaxpr, [frozenset([i]) for i in range(len(given))])
+    owner = _jaxpr.open_jaxpr(jaxpr)
+    return frozenset((owner, given[i]) for i, n in times.items() if n > _OFTEN)
 
 
-def _sum_of(terms: Sequence[Trail]) -> Trail:
+def _sum_of(trails: Sequence[Trail]) -> Trail:
     total: Trail = {}
-    for term in terms:
-        for start, factors in term.items():
-            total[start] = total.get(start, frozenset()) | factors
+    for trail in trails:
+        for start, found in trail.items():
+            total[start] = total.get(start, frozenset()) | found
     return total
-
-
-def _joined(
-    eqn: Equation,
-    ins: Sequence[Trail],
-    sizes: Sequence[int] = (),
-    size: float = math.inf,
-) -> Trail:
-    """Returns of what the result of an operation is computed.
-
-    Args:
-        eqn: The operation.
-        ins: Of what its operands are computed.
-        sizes: If given, those of the inputs of the loop, of which only those that are
-            smaller count as factors.
-        size: That of the result.
-    """
-    if eqn.primitive.name in LINEAR:
-        return _sum_of(ins)
-    factors = [x.get(None, frozenset()) for x in ins]
-    terms = []
-    for i, operand in enumerate(ins):
-        # Who knows what is not a product does: what is in one operand may multiply too.
-        own = i if eqn.primitive.name in FACTORS else None
-        others = [found for j, found in enumerate(factors) if j != own]
-        new = frozenset().union(*others)
-        counted = frozenset(j for j in new if sizes[j] < size) if sizes else new
-        term = {key: found | counted for key, found in operand.items()}
-        if None in operand:
-            term[None] = operand[None] | new
-        terms.append(term)
-    return _sum_of(terms)
 
 
 def bounds(jaxpr: Any) -> list[float]:
