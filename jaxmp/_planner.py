@@ -1,5 +1,6 @@
 """Making plans: the rule of each equation, and what each value is wanted for."""
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from ._op_lists import (
     GATHERS,
     HANDS_ON,
     JOINS,
+    LINEAR,
     PICKS,
     STARTS,
     STEEP,
@@ -46,7 +48,7 @@ from ._scopes import (
     is_under,
     marks,
 )
-from ._trips import bounds, factors
+from ._trips import OFTEN, bounds, factors
 from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -231,6 +233,7 @@ class Planner:
         rules: list[Rule] = []
         wants: list[tuple[Want, ...]] = []
         uses: dict[Any, int] = {}
+        rows: dict[Any, int] = {}
         plan = Plan(jaxpr.eqns, rules, wants, uses, self.ops.rounds_products)
 
         def note(var, use):
@@ -252,6 +255,8 @@ class Planner:
             wants.append(plan.wanted(eqn))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
+            for var in _gates_in_row(eqn, rows, plan, here):
+                note(var, Use.DIGITS)
         rules.reverse()
         wants.reverse()
         return plan
@@ -385,6 +390,37 @@ class Planner:
 def is_written(plan: Plan, scopes: Scopes) -> bool:
     """Whether differentiation has written what is planned, which is in ``scopes``."""
     return DIFFERENTIATED in scopes or any(map(_jaxpr.is_differentiated, plan.eqns))
+
+
+def _gates_in_row(
+    eqn: Equation, rows: dict[Any, int], after: Plan, scopes: Scopes
+) -> Iterator[Any]:
+    """Yields the gates of ``eqn``, if it multiplies what is multiplied often after it.
+
+    As the trips of a loop do, see :func:`jaxmp._trips.factors`, that is written out, or
+    is an ``associative_scan``. The backward pass multiplies by the same gates.
+
+    Args:
+        eqn: The equation.
+        rows: For each variable, how many multiplications follow one another from there,
+            with nothing else than sums and views between. Those of ``eqn`` are noted.
+        after: The plan from the end to here.
+        scopes: Named scopes around ``eqn``.
+    """
+    multiplies = eqn.primitive.name in FACTORS
+    if not multiplies and eqn.primitive.name not in LINEAR and not _jaxpr.is_cast(eqn):
+        return
+    variables = [x for x in eqn.invars if not isinstance(x, _jaxpr.Literal)]
+    multiplies &= len(variables) > 1 and not is_backward(eqn, scopes)
+    count = rows.get(eqn.outvars[0], 0) + multiplies
+    if not count:
+        return
+    for var in variables:
+        rows[var] = max(count, rows.get(var, 0))
+    if multiplies and count > OFTEN:
+        for var, other in itertools.permutations(variables):
+            if after.is_gate(var) and (after.is_gate(other) or after.is_scaled(other)):
+                yield var
 
 
 def _split(paths: Sequence[str]) -> dict[str, Scopes]:

