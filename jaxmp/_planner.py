@@ -255,8 +255,10 @@ class Planner:
             wants.append(plan.wanted(eqn))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
-            for var in _gates_in_row(eqn, rows, plan, here):
-                note(var, Use.DIGITS)
+            name = eqn.primitive.name
+            if name in FACTORS or (name in LINEAR and eqn.outvars[0] in rows):
+                for var in _gates_in_row(eqn, rows, plan, here):
+                    note(var, Use.DIGITS)
         rules.reverse()
         wants.reverse()
         return plan
@@ -401,17 +403,15 @@ def _gates_in_row(
     is an ``associative_scan``. The backward pass multiplies by the same gates.
 
     Args:
-        eqn: The equation.
+        eqn: The equation, a multiplication, a sum or a view.
         rows: For each variable, how many multiplications follow one another from there,
             with nothing else than sums and views between. Those of ``eqn`` are noted.
         after: The plan from the end to here.
         scopes: Named scopes around ``eqn``.
     """
-    multiplies = eqn.primitive.name in FACTORS
-    if not multiplies and eqn.primitive.name not in LINEAR and not _jaxpr.is_cast(eqn):
-        return
     variables = [x for x in eqn.invars if not isinstance(x, _jaxpr.Literal)]
-    multiplies &= len(variables) > 1 and not is_backward(eqn, scopes)
+    multiplies = eqn.primitive.name in FACTORS and len(variables) > 1
+    multiplies = multiplies and not is_backward(eqn, scopes)
     count = rows.get(eqn.outvars[0], 0) + multiplies
     if not count:
         return
