@@ -9,6 +9,7 @@ import numpy as np
 
 from . import _jaxpr
 from ._fp8 import why_16bit
+from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     ADDS_UP,
@@ -88,6 +89,7 @@ class Planner:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
+        self._eqns: Any = weakref.WeakKeyDictionary()
 
     def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
@@ -101,7 +103,7 @@ class Planner:
         key = wanted, self.relevant(scopes)
         memo = self._plans.setdefault(jaxpr, {})
         if key not in memo:
-            memo[key] = self._planned(_jaxpr.open_jaxpr(jaxpr), wanted, scopes)
+            memo[key] = self._planned(jaxpr, wanted, scopes)
         return memo[key]
 
     def rule(self, eqn: Equation, scopes: Scopes) -> Rule:
@@ -211,7 +213,8 @@ class Planner:
         rules: list[Rule] = []
         wants: list[tuple[Want, ...]] = []
         uses: dict[Any, int] = {}
-        plan = Plan(jaxpr.eqns, rules, wants, uses, self.ops.rounds_products)
+        eqns = self._hoisted(jaxpr, scopes)
+        plan = Plan(eqns, rules, wants, uses, self.ops.rounds_products)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
@@ -222,9 +225,10 @@ class Planner:
                 use &= ~Use.DIGITS
             uses[var] = uses.get(var, Use.NOTHING) | use
 
-        for var, want in zip(jaxpr.outvars, wanted, strict=False):
+        outvars = _jaxpr.open_jaxpr(jaxpr).outvars
+        for var, want in zip(outvars, wanted, strict=False):
             note(var, USES[want] | Use.OTHERWISE)
-        for eqn in reversed(jaxpr.eqns):
+        for eqn in reversed(eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
             wants.append(plan.wanted(eqn))
@@ -233,6 +237,15 @@ class Planner:
         rules.reverse()
         wants.reverse()
         return plan
+
+    def _hoisted(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
+        """Returns the equations of ``jaxpr``, without products that a loop need not do."""
+        memo = self._eqns.setdefault(jaxpr, {})
+        key = self.relevant(scopes)
+        if key not in memo:
+            eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+            memo[key] = hoisted(eqns, scopes, self._is_product)
+        return memo[key]
 
     def _uses(
         self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes

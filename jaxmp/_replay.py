@@ -150,7 +150,9 @@ class Caster:
                     outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
 
-        return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
+        return _jaxpr.interpret(
+            jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
+        )
 
     def apply(
         self,
