@@ -16,11 +16,11 @@ from ._jaxpr import (
     bind,
     call_kind,
     context_of,
-    given_name,
     interpret,
     located_at,
     open_jaxpr,
 )
+from ._op_lists import given_name
 from ._loss_scale_state import scale_in
 from ._tree import numbered, widen
 

@@ -1,9 +1,9 @@
 """Weight gradients of recurrent layers: one product after the loop, not one a trip.
 
-The backward pass of a recurrent layer adds up, trip by trip, what its products send back
-to the weights: ``total + dot(dz_t, h_t)``. The sum of these products is one product that
-contracts over the trips too, of all ``dz_t`` and all ``h_t``. The states ``h_t`` have been
-stacked by the forward pass, and ``dz_t`` is smaller than the weights, unless the batch is
+The backward pass of a recurrent layer adds up, trip by trip, what its products send
+back to the weights: ``total + dot(dz_t, h_t)``. The sum of these products is one
+product that contracts over the trips too, of all ``dz_t`` and all ``h_t``. The forward
+pass has stacked ``h_t``, and ``dz_t`` is smaller than the weights, unless the batch is
 large.
 
 References:
@@ -22,9 +22,9 @@ from ._op_lists import ADDS_UP, JOINS, VIEWS
 from ._products import over_trips, sums_over_trips
 from ._scopes import Scopes, inside, is_backward
 
-# Bytes that a trip no longer moves: each number of a sum is read and written in float32.
+# Bytes that a trip no longer moves: it reads and writes the sum in float32.
 _SAVED = 8
-# Bytes that it moves instead: each number is stacked, and read later, in 16 bits.
+# Bytes that it moves instead: what it stacks is written and read in 16 bits.
 _STACKED = 4
 
 
@@ -32,8 +32,10 @@ def hoisted(
     eqns: Sequence[Equation],
     scopes: Scopes,
     is_product: Callable[[Equation, Scopes], bool],
-) -> Sequence[Equation]:
+) -> tuple[Sequence[Equation], Sequence[Equation]]:
     """Returns equations in which no backward scan adds up products that may wait.
+
+    And those of them that are what is left of such a scan.
 
     Args:
         eqns: The equations of a jaxpr.
@@ -46,13 +48,14 @@ def hoisted(
         return lambda eqn: is_product(eqn, around + _jaxpr.scope_names(eqn))
 
     found: list[Equation] = []
+    split: list[Equation] = []
     for eqn in eqns:
         loops = _jaxpr.call_kind(eqn) == "scan" and not eqn.effects
-        if loops and is_backward(eqn, scopes):
-            found.extend(_Loop(eqn, waits(eqn)).in_parts())
-        else:
-            found.append(eqn)
-    return found
+        backward = loops and is_backward(eqn, scopes)
+        parts = _Loop(eqn, waits(eqn)).in_parts() if backward else [eqn]
+        found.extend(parts)
+        split.extend(parts[:1] if len(parts) > 1 else [])
+    return found, split
 
 
 class _Loop:
@@ -90,7 +93,7 @@ class _Loop:
         self.recurrent = self._recurrent()
 
     def in_parts(self) -> Sequence[Equation]:
-        """Returns the scan without the sums that may wait, and what makes them later."""
+        """Returns the scan without the sums that may wait, and what makes them."""
         chosen = {i for i in range(len(self.carried)) if self._adds_up(i)}
         while chosen:
             later, failed = self._later(chosen)
@@ -188,9 +191,9 @@ class _Loop:
             return var
         (place,) = (i for i, out in enumerate(eqn.outvars) if out is var)
         for other in self.body.eqns:
-            if other.primitive is eqn.primitive and other.invars == eqn.invars:
-                if other.params == eqn.params:
-                    return other.outvars[place]
+            same = other.primitive is eqn.primitive and other.invars == eqn.invars
+            if same and other.params == eqn.params:
+                return other.outvars[place]
         return var
 
     def _split(self, chosen: set[int], later: Sequence[Equation]) -> list[Equation]:

@@ -376,11 +376,6 @@ def is_kernel(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "pallas_call"
 
 
-def given_name(eqn: JaxprEqn) -> str | None:
-    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
-    return eqn.params["name"] if eqn.primitive.name == "name" else None
-
-
 class Body(NamedTuple):
     """A jaxpr inside an equation, and which inputs of the equation it reads."""
 

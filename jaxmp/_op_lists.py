@@ -263,6 +263,11 @@ def is_iota(eqn: Equation) -> bool:
     return eqn.primitive.name == "iota"
 
 
+def given_name(eqn: Equation) -> str | None:
+    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
+
+
 def tests_finite(eqn: Equation) -> bool:
     """Whether ``eqn`` tells where an array is finite, or is not NaN."""
     name, ins = eqn.primitive.name, eqn.invars

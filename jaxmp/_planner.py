@@ -90,6 +90,7 @@ class Planner:
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
         self._eqns: Any = weakref.WeakKeyDictionary()
+        self._split: Any = weakref.WeakSet()
 
     def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
@@ -172,6 +173,10 @@ class Planner:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
         return scopes if self.paths or self.bfloat16_paths else marks(scopes)
 
+    def is_split(self, loop: Equation) -> bool:
+        """Whether ``loop`` is what is left of one with products that now follow it."""
+        return loop.params["jaxpr"] in self._split
+
     def wanted_inside(
         self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
     ) -> tuple[Want, ...]:
@@ -239,12 +244,13 @@ class Planner:
         return plan
 
     def _hoisted(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
-        """Returns the equations of ``jaxpr``, without products that a loop need not do."""
+        """Returns the equations of ``jaxpr``, without products that can wait."""
         memo = self._eqns.setdefault(jaxpr, {})
         key = self.relevant(scopes)
         if key not in memo:
             eqns = _jaxpr.open_jaxpr(jaxpr).eqns
-            memo[key] = hoisted(eqns, scopes, self._is_product)
+            memo[key], split = hoisted(eqns, scopes, self._is_product)
+            self._split.update(eqn.params["jaxpr"] for eqn in split)
         return memo[key]
 
     def _uses(

@@ -405,7 +405,8 @@ class Caster:
                 new = rewritten(tuple(not all(n) for n in narrow))
         jaxprs = [body.jaxpr for body in new]
         if kind == "scan":
-            arrays = scanned(eqn, ins, jaxprs[0])
+            late = self.planner.is_split(eqn)
+            arrays = scanned(eqn, ins, jaxprs[0], late=late)
         else:
             arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):
