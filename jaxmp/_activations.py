@@ -20,8 +20,8 @@ from ._jaxpr import (
     located_at,
     open_jaxpr,
 )
-from ._op_lists import given_name
 from ._loss_scale_state import scale_in
+from ._op_lists import given_name
 from ._tree import numbered, widen
 
 P = ParamSpec("P")

@@ -129,7 +129,7 @@ def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> An
 
 def sums_over_trips(eqn: Equation) -> bool:
     """Whether the sum of a product over the trips of a loop is a product too."""
-    return eqn.primitive.name == "dot_general" and eqn.params["out_sharding"] is None
+    return eqn.primitive.name == "dot_general"
 
 
 def over_trips(eqn: Equation) -> dict[str, Any]:
