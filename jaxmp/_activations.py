@@ -16,12 +16,12 @@ from ._jaxpr import (
     bind,
     call_kind,
     context_of,
-    given_name,
     interpret,
     located_at,
     open_jaxpr,
 )
 from ._loss_scale_state import scale_in
+from ._op_lists import given_name
 from ._tree import numbered, widen
 
 P = ParamSpec("P")

@@ -31,6 +31,7 @@ from ._op_lists import (
     TOTALS,
     VIEWS,
     divisor,
+    is_iota,
     is_square,
     tests_equal,
 )
@@ -120,7 +121,7 @@ class Hazards:
         """Returns what the results of an equation are made of."""
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
-        name, counts = eqn.primitive.name, _jaxpr.is_iota(eqn)
+        name, counts = eqn.primitive.name, is_iota(eqn)
         if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
             return ins[0]
         # A choice between values that were computed, such as both sides of a quantile

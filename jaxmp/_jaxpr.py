@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -35,9 +34,9 @@ from jax.interpreters import ad
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 try:
-    from jax.extend.core import get_opaque_trace_state
+    from jax.extend.core import get_opaque_trace_state, unmapped_aval
 except ImportError:  # up to 0.8
-    from jax.core import get_opaque_trace_state
+    from jax.core import get_opaque_trace_state, unmapped_aval
 
 __all__ = [
     "ClosedJaxpr",
@@ -88,6 +87,7 @@ def interpret(
     inputs: Sequence[Any],
     apply: Callable[[Any, list[Any]], Sequence[Any]],
     *,
+    eqns: Sequence[Any] | None = None,
     const: Callable[[Any], Any] = lambda const: const,
     literal: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
@@ -98,6 +98,7 @@ def interpret(
         inputs: What stands for its inputs.
         apply: Takes an equation and a list of what stands for its inputs, and returns
             what stands for each of its outputs.
+        eqns: Its equations, if others than those that it holds.
         const: Makes such a thing of a constant that the jaxpr carries.
         literal: Makes such a thing of a ``Literal``.
 
@@ -112,7 +113,7 @@ def interpret(
     def read(atoms):
         return [literal(x) if isinstance(x, Literal) else env[x] for x in atoms]
 
-    for eqn in body.eqns:
+    for eqn in body.eqns if eqns is None else eqns:
         env.update(zip(eqn.outvars, apply(eqn, read(eqn.invars)), strict=True))
     return read(body.outvars)
 
@@ -229,6 +230,49 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
+def scan_with(
+    eqn: JaxprEqn, body: Jaxpr, carries: int, invars: list[Any], outvars: list[Any]
+) -> JaxprEqn:
+    """Returns a ``scan`` equation with another body, which carries as many values.
+
+    It has as many constants as before.
+    """
+    consts, _ = scan_counts(eqn)
+
+    def scan(xs):  # of numbers, because each version counts in its own way
+        def trip(carry, slices):
+            total = sum([*xs[:consts], *slices])
+            ys = [total + i for i in range(len(outvars) - carries)]
+            return [x + total for x in carry], ys
+
+        return lax.scan(trip, xs[consts:][:carries], xs[consts + carries :], length=1)
+
+    shapes = [(1,) * (i >= consts + carries) for i in range(len(invars))]
+    like = [np.zeros(shape, np.float32) for shape in shapes]
+    (counted,) = jax.make_jaxpr(scan)(like).eqns
+    closed = eqn.params["jaxpr"].replace(jaxpr=body)
+    params = {**eqn.params, **counted.params, "jaxpr": closed}
+    params |= {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return eqn.replace(invars=invars, outvars=outvars, params=params)
+
+
+def stacked_aval(aval: Any, length: int) -> Any:
+    """Returns the type of what a scan puts together, slice by slice."""
+    return unmapped_aval(length, 0, aval)
+
+
+def after_loop(
+    eqn: JaxprEqn, loop: JaxprEqn, invars: list[Any], outvars: list[Any], **changed: Any
+) -> JaxprEqn:
+    """Returns an equation of the body of a loop as one that comes after the loop."""
+    names = loop.source_info.name_stack + eqn.source_info.name_stack
+    source = eqn.source_info.replace(name_stack=names)
+    params = {**eqn.params, **changed}
+    return eqn.replace(
+        invars=invars, outvars=outvars, params=params, source_info=source
+    )
+
+
 def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the named scopes around ``eqn``, outermost first.
 
@@ -322,11 +366,6 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
-def is_iota(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` makes an array that counts, from nothing."""
-    return eqn.primitive.name == "iota"
-
-
 def is_told_dtype(eqn: JaxprEqn) -> bool:
     """Whether an elementwise ``eqn`` is told the dtype of its result."""
     return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on
@@ -335,11 +374,6 @@ def is_told_dtype(eqn: JaxprEqn) -> bool:
 def is_kernel(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` is a Pallas kernel, whose jaxpr works on references."""
     return eqn.primitive.name == "pallas_call"
-
-
-def given_name(eqn: JaxprEqn) -> str | None:
-    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
-    return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
 class Body(NamedTuple):
@@ -424,17 +458,7 @@ def bind_bodies(
 
 def bind_shard_map(eqn: JaxprEqn, args: Sequence[Any], body: Callable) -> list[Any]:
     """Applies a ``shard_map`` equation with another function as its body."""
-    # The public function is called, since only it puts the mesh axes in scope while
-    # `body` is traced.
-    params: dict[str, Any] = eqn.params
-    return jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=list(params["out_specs"]),
-        axis_names=manual_axes(eqn),
-        check_vma=params["check_vma"],
-    )(*args)
+    return map_shards(eqn, args, (), lambda shards, _: (body(*shards), ()))[0]
 
 
 def map_shards(
@@ -449,6 +473,8 @@ def map_shards(
         body: Takes the list of shards and ``scalars``, and returns the list of shards
             that the equation returns and another pytree, the same on all devices.
     """
+    # The public function is called, since only it puts the mesh axes in scope while
+    # `body` is traced.
     params: dict[str, Any] = eqn.params
     same = jax.sharding.PartitionSpec()
     return jax.shard_map(
@@ -499,20 +525,6 @@ def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(axis for axis in axes if axis in named)
 
 
-def tests_finite(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` tells where an array is finite, or is not NaN."""
-    name, ins = eqn.primitive.name, eqn.invars
-    # `jnp.isnan` compares an array with itself.
-    is_self = len(ins) == 2 and ins[0] is ins[1]
-    return name == "is_finite" or (name in ("ne", "eq") and is_self)
-
-
-def reduces_tests(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` makes one truth value of many."""
-    name = eqn.primitive.name
-    return name in ("reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce")
-
-
 def manual_axes(eqn: JaxprEqn) -> Any:
     """Returns the mesh axes that a ``shard_map`` equation maps over."""
     # The parameter was `manual_axes` up to 0.8.
@@ -546,17 +558,6 @@ def function_of(jaxpr: Any) -> tuple[str, str]:
     """Returns name and place of the function behind a jaxpr, empty if unknown."""
     name, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
     return name, place
-
-
-def trip_count(eqn: JaxprEqn) -> int | None:
-    """Returns how often the body of an equation runs, None if nobody knows."""
-    kind = call_kind(eqn)
-    if kind == "scan":
-        return eqn.params["length"]
-    if kind == "shard_map":  # on every device along its axes
-        sizes = eqn.params["mesh"].shape
-        return math.prod(sizes[axis] for axis in manual_axes(eqn))
-    return None if kind == "while" else 1
 
 
 def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:

@@ -1,7 +1,7 @@
 """For the audit: why autocast left an operation in float32, or a product in 16 bits."""
 
 from . import _jaxpr, _scopes
-from ._op_lists import DEFAULT_OPS, VIEWS, is_steep_power
+from ._op_lists import DEFAULT_OPS, VIEWS, is_iota, is_steep_power
 from ._places import Place
 from ._products import has_default_precision
 
@@ -26,7 +26,7 @@ _SCOPES_16BIT = {
 def computes(eqn: _jaxpr.Equation) -> bool:
     """Whether ``eqn`` does more than moving, casting or counting."""
     moves = eqn.primitive.name in VIEWS
-    return not (moves or _jaxpr.is_cast(eqn) or _jaxpr.is_iota(eqn))
+    return not (moves or _jaxpr.is_cast(eqn) or is_iota(eqn))
 
 
 def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:

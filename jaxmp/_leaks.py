@@ -20,7 +20,7 @@ from . import _jaxpr, _scopes
 from ._dtypes import is_narrow, is_wide
 from ._kept import computes, why_16bit, why_kept
 from ._op_lists import VIEWS
-from ._places import Place
+from ._places import Place, trip_count
 from ._products import flops as flops_of
 from ._report import DtypeReport, Hazard, Kept, Leak
 
@@ -229,7 +229,7 @@ class Walk:
     ) -> list[Origin]:
         """Walks the bodies of an equation; a loop until its carry has settled."""
         layout = _jaxpr.call_layout(eqn)
-        if _jaxpr.trip_count(eqn) is None:
+        if trip_count(eqn) is None:
             self.note("a while loop, counted as one trip", place)
 
         def bodies(place: Place) -> list[list[Origin]]:

@@ -51,7 +51,9 @@ def rounded_weights(
     return ins
 
 
-def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
+def scanned(
+    eqn: Equation, ins: Sequence[Value], body: Any, *, late: bool = False
+) -> list[Any]:
     """Applies a scan whose gradients add up in float32, whatever it is given.
 
     JAX adds up what the trips send back to a constant in the dtype of that constant,
@@ -62,12 +64,14 @@ def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
         eqn: The scan.
         ins: What it is given.
         body: Its body in mixed precision.
+        late: Whether what it stacks is to take memory from its first trip on only.
     """
     arrays = [x.array for x in ins]
+    bind = _stacked_late if late else _bound
     consts = range(_jaxpr.call_layout(eqn).fixed_in.start)
     wide = {i: ins[i].unrounded() for i in consts if ins[i].narrow}
     if not wide:
-        return _jaxpr.bind_bodies(eqn, arrays, [body])
+        return bind(eqn, arrays, body)
     # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
     rounded = frozenset(wide)
 
@@ -93,7 +97,7 @@ def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
 
     @jax.custom_jvp
     def scan(arrays, wide):
-        return _jaxpr.bind_bodies(eqn, arrays, [body])
+        return bind(eqn, arrays, body)
 
     def rule(primals, tangents):
         args, moved = replaced(*primals), replaced(*tangents)
@@ -114,6 +118,53 @@ def scanned(eqn: Equation, ins: Sequence[Value], body: Any) -> list[Any]:
 
     scan.defjvp(rule, symbolic_zeros=True)
     return scan(arrays, wide)
+
+
+def _bound(eqn: Equation, arrays: Sequence[Any], body: Any) -> list[Any]:
+    return _jaxpr.bind_bodies(eqn, arrays, [body])
+
+
+def _stacked_late(eqn: Equation, arrays: Sequence[Any], body: Any) -> list[Any]:
+    """Applies a scan that carries what it stacks.
+
+    What scans are to stack begins as zeros, which XLA writes for all scans of a program
+    at once, before the first of them. These cannot be written before the scan is given
+    what it goes through.
+    """
+    layout, length = _jaxpr.call_layout(eqn), eqn.params["length"]
+    start, stop = layout.fixed_in.start, layout.fixed_in.stop
+    consts, init, xs = arrays[:start], arrays[start:stop], arrays[stop:]
+    types = [
+        _jaxpr.stacked_aval(aval, length)
+        for aval in _jaxpr.out_avals(body)[len(layout.fixed_out) :]
+    ]
+    zero, _ = lax.optimization_barrier((np.int32(0), xs))
+    zeros = [
+        lax.broadcast(lax.convert_element_type(zero, aval.dtype), aval.shape)
+        for aval in types
+    ]
+    if any(jax.typeof(x) != aval for x, aval in zip(zeros, types, strict=True)):
+        return _bound(eqn, arrays, body)  # in `shard_map` they differ over its mesh
+
+    def trip(carry, x):
+        carry, stacks = carry
+        i, x = x
+        outs = _jaxpr.jaxpr_as_fun(body)(*consts, *carry, *x)
+        carry, slices = outs[: len(carry)], outs[len(carry) :]
+        stacks = [
+            lax.dynamic_update_index_in_dim(stack, x, i, 0)
+            for stack, x in zip(stacks, slices, strict=True)
+        ]
+        return (carry, stacks), None
+
+    (carry, stacks), _ = lax.scan(
+        trip,
+        (init, zeros),
+        (lax.iota(np.uint32, length), xs),
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *stacks]
 
 
 def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:

@@ -258,6 +258,30 @@ def divisor(eqn: Equation) -> int | None:
     return 1 if eqn.primitive.name == "div" else None
 
 
+def is_iota(eqn: Equation) -> bool:
+    """Whether ``eqn`` makes an array that counts, from nothing."""
+    return eqn.primitive.name == "iota"
+
+
+def given_name(eqn: Equation) -> str | None:
+    """Returns the name that ``checkpoint_name`` gives to a value, None for all else."""
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
+
+
+def tests_finite(eqn: Equation) -> bool:
+    """Whether ``eqn`` tells where an array is finite, or is not NaN."""
+    name, ins = eqn.primitive.name, eqn.invars
+    # `jnp.isnan` compares an array with itself.
+    is_self = len(ins) == 2 and ins[0] is ins[1]
+    return name == "is_finite" or (name in ("ne", "eq") and is_self)
+
+
+def reduces_tests(eqn: Equation) -> bool:
+    """Whether ``eqn`` makes one truth value of many."""
+    name = eqn.primitive.name
+    return name in ("reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce")
+
+
 def only_compared(eqn: Equation) -> int | None:
     """Returns which input of ``eqn`` only says where the others go, if one does."""
     return 1 if eqn.primitive.name == _POOL else None

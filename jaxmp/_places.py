@@ -7,6 +7,7 @@ that called it may be.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import sys
@@ -99,7 +100,7 @@ class Place(NamedTuple):
         # first caller. Our own rules hold what is theirs, or a loop of the user's.
         sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
         is_shared = _jaxpr.function_of(jaxpr)[1].startswith(sharing)
-        trips = _jaxpr.trip_count(eqn)
+        trips = trip_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,
             trips=self.trips * (1 if trips is None else trips),
@@ -137,3 +138,14 @@ def _is_somebodys(file: str) -> bool:
     """Whether a file is neither JAX's nor Python's, nor around all that is audited."""
     in_stdlib = file.startswith(_STDLIB) and "-packages" not in file
     return not (in_stdlib or file.startswith(_JAX) or file in _TRACING)
+
+
+def trip_count(eqn: _jaxpr.Equation) -> int | None:
+    """Returns how often the body of an equation runs, None if nobody knows."""
+    kind = _jaxpr.call_kind(eqn)
+    if kind == "scan":
+        return eqn.params["length"]
+    if kind == "shard_map":  # on every device along its axes
+        sizes = eqn.params["mesh"].shape
+        return math.prod(sizes[axis] for axis in _jaxpr.manual_axes(eqn))
+    return None if kind == "while" else 1

@@ -10,6 +10,7 @@ import numpy as np
 
 from . import _jaxpr
 from ._fp8 import why_16bit
+from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     ADDS_UP,
@@ -89,6 +90,8 @@ class Planner:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
+        self._eqns: Any = weakref.WeakKeyDictionary()
+        self._split: Any = weakref.WeakSet()
         # By open jaxpr, those of its variables that a loop multiplies by in each trip.
         self._factors: Any = weakref.WeakKeyDictionary()
 
@@ -104,12 +107,16 @@ class Planner:
         for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
             if not _jaxpr.call_kind(eqn):
                 continue
-            around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
             if _jaxpr.call_kind(eqn) in ("scan", "while"):
-                for owner, var in factors(eqn, self._is_product, around):
-                    self._factors.setdefault(owner, set()).add(var)
+                self._find_factors_of(eqn, scopes)
+            around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
             for body in _jaxpr.sub_jaxprs(eqn):
                 self.find_factors(body, around)
+
+    def _find_factors_of(self, loop: Equation, scopes: Scopes) -> None:
+        around = inside(loop, scopes + _jaxpr.scope_names(loop))
+        for owner, var in factors(loop, self._is_product, around):
+            self._factors.setdefault(owner, set()).add(var)
 
     def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
@@ -123,7 +130,7 @@ class Planner:
         key = wanted, self.relevant(scopes)
         memo = self._plans.setdefault(jaxpr, {})
         if key not in memo:
-            memo[key] = self._planned(_jaxpr.open_jaxpr(jaxpr), wanted, scopes)
+            memo[key] = self._planned(jaxpr, wanted, scopes)
         return memo[key]
 
     def rule(self, eqn: Equation, scopes: Scopes) -> Rule:
@@ -192,6 +199,10 @@ class Planner:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
         return scopes if self.paths or self.bfloat16_paths else marks(scopes)
 
+    def is_split(self, loop: Equation) -> bool:
+        """Whether ``loop`` is what is left of one with products that now follow it."""
+        return loop.params["jaxpr"] in self._split
+
     def wanted_inside(
         self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
     ) -> tuple[Want, ...]:
@@ -234,7 +245,8 @@ class Planner:
         wants: list[tuple[Want, ...]] = []
         uses: dict[Any, int] = {}
         rows: dict[Any, int] = {}
-        plan = Plan(jaxpr.eqns, rules, wants, uses, self.ops.rounds_products)
+        eqns = self._hoisted(jaxpr, scopes)
+        plan = Plan(eqns, rules, wants, uses, self.ops.rounds_products)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
@@ -246,10 +258,11 @@ class Planner:
             use |= Use.DIGITS if var in multiply else Use.NOTHING
             uses[var] = uses.get(var, Use.NOTHING) | use
 
-        multiply = self._factors.get(jaxpr, ())
-        for var, want in zip(jaxpr.outvars, wanted, strict=False):
+        body = _jaxpr.open_jaxpr(jaxpr)
+        multiply = self._factors.get(body, ())
+        for var, want in zip(body.outvars, wanted, strict=False):
             note(var, USES[want] | Use.OTHERWISE)
-        for eqn in reversed(jaxpr.eqns):
+        for eqn in reversed(eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             rules.append(self.rule(eqn, here))
             wants.append(plan.wanted(eqn))
@@ -262,6 +275,18 @@ class Planner:
         rules.reverse()
         wants.reverse()
         return plan
+
+    def _hoisted(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
+        """Returns the equations of ``jaxpr``, without products that can wait."""
+        memo = self._eqns.setdefault(jaxpr, {})
+        key = self.relevant(scopes)
+        if key not in memo:
+            eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+            memo[key], split = hoisted(eqns, scopes, self._is_product)
+            for loop in split:
+                self._split.add(loop.params["jaxpr"])
+                self._find_factors_of(loop, scopes)
+        return memo[key]
 
     def _uses(
         self, eqn: Equation, rule: Rule, after: Plan, scopes: Scopes

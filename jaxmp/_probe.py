@@ -21,7 +21,7 @@ from . import _jaxpr, _trails
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._look import glance, look, seen_as
-from ._op_lists import EXACT, KEEPS_MAGNITUDES, SUMS
+from ._op_lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
 from ._places import Place
 from ._table import FINITE, Trails, Value, is_floating, is_floating_array
 from ._trails import GIVEN, NEVER, Operation, Rows
@@ -267,14 +267,14 @@ class Frame(Trails):
 
     def tested(self, eqn: Equation, ins: list[Value]) -> tuple[int, ...]:
         """Returns what booleans have tested, and remembers a test of all of it."""
-        tests = _jaxpr.tests_finite(eqn)
+        tests = tests_finite(eqn)
         trails = {
             trail
             for x, atom in zip(ins, eqn.invars, strict=True)
             if tests or not is_floating(atom)
             for trail in x.trails
         }
-        if _jaxpr.reduces_tests(eqn):
+        if reduces_tests(eqn):
             self._tested |= trails
         return tuple(trails)
 

@@ -127,6 +127,22 @@ def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> An
     return trace(choose, avals)
 
 
+def sums_over_trips(eqn: Equation) -> bool:
+    """Whether the sum of a product over the trips of a loop is a product too."""
+    return eqn.primitive.name == "dot_general"
+
+
+def over_trips(eqn: Equation) -> dict[str, Any]:
+    """Returns the parameters of the product that sums ``eqn`` over the trips of a loop.
+
+    Its operands are those of all trips, along a new first axis.
+    """
+    contracted, batch = _dimension_numbers(eqn)
+    contracted = tuple((0, *(axis + 1 for axis in axes)) for axes in contracted)
+    batch = tuple(tuple(axis + 1 for axis in axes) for axes in batch)
+    return {"dimension_numbers": (contracted, batch)}
+
+
 def _dimension_numbers(eqn: Equation) -> Any:
     """Returns the contracted and the batch dimensions, each of both operands."""
     if eqn.primitive.name == "dot_general":

@@ -151,7 +151,9 @@ class Caster:
                     outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
 
-        return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
+        return _jaxpr.interpret(
+            jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
+        )
 
     def apply(
         self,
@@ -404,7 +406,8 @@ class Caster:
                 new = rewritten(tuple(not all(n) for n in narrow))
         jaxprs = [body.jaxpr for body in new]
         if kind == "scan":
-            arrays = scanned(eqn, ins, jaxprs[0])
+            late = self.planner.is_split(eqn)
+            arrays = scanned(eqn, ins, jaxprs[0], late=late)
         else:
             arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):

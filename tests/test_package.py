@@ -37,7 +37,7 @@ ROWS = [
         "_sensitivity_report",
         "_fp8",
     },
-    {"_norms", "_trips"},
+    {"_norms", "_trips", "_hoist"},
     {"_plan"},
     {
         "_policy",

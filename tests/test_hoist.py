@@ -1,0 +1,362 @@
+"""Weight gradients of recurrent layers: one product after the loop, not one a trip."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+from conftest import rest_is_evidence
+from jaxmp import _jaxpr, _planner
+from jaxmp._varying import vary
+
+F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
+SINGLE = np.dtype(np.float32)
+# Weights of 16 by 16, batches of 4, and 6 steps.
+W, U = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 6
+XS = jax.random.normal(jax.random.key(1), (6, 4, 16))
+ZEROS = jnp.zeros((4, 16))
+
+
+def simple(w, u, xs, **options):
+    """Elman, 1990."""
+
+    def step(h, x):
+        h = jnp.tanh(x @ w + h @ u)
+        return h, h
+
+    return lax.scan(step, 0 * xs[0], xs, **options)[1]
+
+
+def reset(w, u, xs):
+    """A gated unit, of whose weights two gates are made in each trip."""
+
+    def step(h, x):
+        both = jnp.concatenate([w, w.T], axis=1)
+        r, z = jnp.split(jax.nn.sigmoid(x @ both), 2, axis=-1)
+        h = (1 - z) * jnp.tanh(x @ u + (r * h) @ u) + z * h
+        return h, h
+
+    return lax.scan(step, ZEROS, xs)[1]
+
+
+def peephole(w, u, xs):
+    """Gers and Schmidhuber, 2000, with the products of Einstein's sums."""
+
+    def step(state, x):
+        c, h = state
+        z = jnp.einsum("bi,io->bo", x, w) + jnp.einsum("oi,bi->bo", u, h)
+        f = jax.nn.sigmoid(z + c / 2)
+        c = f * c + (1 - f) * jnp.tanh(z)
+        h = jnp.tanh(c) * jax.nn.sigmoid(z + c / 3)
+        return (c, h), h
+
+    return lax.scan(step, (ZEROS, ZEROS), xs)[1]
+
+
+def stacked(w, u, xs):
+    """Two layers with weights of their own, one after the other."""
+
+    def layer(xs, weights):
+        return simple(*weights, xs), None
+
+    return lax.scan(layer, xs, (jnp.stack([w, u]), jnp.stack([u, w])))[0]
+
+
+def given_states(w, u, xs):
+    """A layer that only its last state leaves."""
+    return lax.scan(lambda h, x: (jnp.tanh(x + h @ u @ w), None), ZEROS, xs)[0]
+
+
+LAYERS = {
+    "simple": simple,
+    "reversed": functools.partial(simple, reverse=True),
+    "unrolled": functools.partial(simple, unroll=2),
+    "reset": reset,
+    "peephole": peephole,
+    "stacked": stacked,
+    "given states": given_states,
+    "jit": jax.jit(simple),
+    "remat": jax.checkpoint(simple),
+    "vmap": jax.vmap(simple, (0, 0, None)),
+}
+
+
+def gradient_of(name):
+    def loss(weights, xs):
+        if name == "vmap":
+            weights = jax.tree.map(lambda w: jnp.stack([w, -w]), weights)
+        return (LAYERS[name](*weights, xs) ** 2).mean()
+
+    return jax.grad(loss)
+
+
+def loops(fun, *args):
+    return [eqn for eqn in traced(fun, *args) if eqn.primitive.name == "scan"]
+
+
+def sums(fun, *args):
+    """Returns how many float32 arrays of the size of weights the scans carry."""
+    found = 0
+    for eqn in loops(fun, *args):
+        consts, carries = _jaxpr.scan_counts(eqn)
+        carried = [v.aval for v in eqn.invars[consts:][:carries]]
+        found += sum(x.shape[-2:] == (16, 16) and x.dtype == SINGLE for x in carried)
+    return found
+
+
+def products_of_all_trips(fun, *args):
+    """Returns the dtypes of each product that contracts over trips and batches."""
+    return [
+        (*(v.aval.dtype for v in eqn.invars), eqn.outvars[0].aval.dtype)
+        for eqn in traced(fun, *args)
+        if eqn.primitive.name == "dot_general"
+        and len(eqn.params["dimension_numbers"][0][0]) == 2
+    ]
+
+
+def without(monkeypatch, fun, *args):
+    """Returns the program in which each trip adds up."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_planner, "hoisted", lambda eqns, *_: (eqns, []))
+        return str(jax.make_jaxpr(fun)(*args))
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
+    cast = jaxmp.autocast(gradient_of(name), dtype)
+    assert sums(cast, (W, U), XS) == 0
+    found = products_of_all_trips(cast, (W, U), XS)
+    assert set(found) == {(dtype, dtype, SINGLE)}
+    assert len(found) == 3 if name == "reset" else 2
+
+
+@pytest.mark.parametrize(
+    "name", rest_is_evidence({x: x for x in LAYERS}, "reset", "stacked", "unrolled")
+)
+def test_products_of_all_trips_are_the_gradients_of_float32(name):
+    grad = gradient_of(name)
+    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 2e-3
+
+
+def test_gradients_are_the_sums_that_the_trips_would_add_up(monkeypatch):
+    grad = gradient_of("reversed")
+    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
+    with monkeypatch.context() as patch:
+        patch.setattr(_planner, "hoisted", lambda eqns, *_: (eqns, []))
+        expected = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
+    # The same products, in another order of float32 additions.
+    assert relative_error(found, expected) < 1e-6
+
+
+def test_a_sum_that_has_begun_goes_on():
+    def loss(w, xs):  # a layer in each trip of another loop, which adds up too
+        def outer(total, xs):
+            return total + (simple(w, U, xs) ** 2).mean(), None
+
+        return lax.scan(outer, 0.0, jnp.stack([xs, -xs, xs]))[0]
+
+    cast = jaxmp.autocast(jax.grad(loss), F16)
+    assert products_of_all_trips(cast, W, XS)
+    found = jax.jit(cast)(W, XS)
+    assert relative_error(found, jax.jit(jax.grad(loss))(W, XS)) < 2e-3
+
+
+# What stays in the trips.
+
+
+def accumulated(weights, xs):
+    """Micro-batches, whose gradients the user adds up."""
+
+    def loss(weights, x):
+        return (jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2).mean()
+
+    def step(total, x):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(weights, x)), None
+
+    return lax.scan(step, jax.tree.map(jnp.zeros_like, weights), xs)[0]
+
+
+def independent(weights, xs):
+    """Chunks of a loss, of which only one at a time is to be in memory."""
+
+    def step(total, x):
+        return total + (jnp.tanh(x @ weights[0]) ** 2).mean(), None
+
+    return jax.grad(lambda weights: lax.scan(step, 0.0, xs)[0])(weights)
+
+
+def large_batch(weights, xs):
+    xs = jnp.tile(xs, (1, 64, 1))
+
+    def step(h, x):
+        h = jnp.tanh(x + h @ weights[0])
+        return h, None
+
+    return jax.grad(lambda w: (lax.scan(step, xs[0], xs)[0] ** 2).mean())(weights)
+
+
+def in_full(weights, xs):
+    def step(h, x):
+        h = jnp.tanh(x + jnp.matmul(h, weights[0], precision="highest"))
+        return h, None
+
+    return jax.grad(lambda w: (lax.scan(step, xs[0], xs)[0] ** 2).mean())(weights)
+
+
+def in_a_region(weights, xs):
+    with jax.named_scope("jaxmp.float32"):
+        return gradient_of("simple")(weights, xs)
+
+
+def in_a_path(weights, xs):
+    with jax.named_scope("head"):
+        return gradient_of("simple")(weights, xs)
+
+
+def forward(weights, xs):
+    """A sum of products that the user has written."""
+    zeros = jnp.zeros((16, 16))
+    return lax.scan(lambda sum, x: (sum + x.T @ x, None), zeros, xs)[0]
+
+
+def read_in_the_trip(weights, xs):
+    """The sum of products is read by each trip, backward."""
+
+    def step(state, x):
+        h, fast = state
+        h = jnp.tanh(x + h @ fast)
+        return (h, 0.9 * fast + h.T @ h / 8), None
+
+    def loss(w):
+        return (lax.scan(step, (ZEROS, w), xs)[0][0] ** 2).mean()
+
+    return jax.grad(loss)(weights[0])
+
+
+def inside(weights, xs):
+    return simple(*weights, xs)
+
+
+STAY = {
+    fun.__name__: fun
+    for fun in (
+        accumulated,
+        independent,
+        large_batch,
+        in_full,
+        in_a_region,
+        in_a_path,
+        forward,
+        read_in_the_trip,
+        inside,
+    )
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_is_no_recurrent_layer_or_stays_float32_is_left_as_it_is(
+    name, monkeypatch
+):
+    paths = ("head",) if name == "in_a_path" else ()
+    cast = jaxmp.autocast(STAY[name], BF16, float32_paths=paths)
+    found = str(jax.make_jaxpr(cast)((W, U), XS))
+    cast = jaxmp.autocast(STAY[name], BF16, float32_paths=paths)
+    assert found == without(monkeypatch, cast, (W, U), XS)
+
+
+# Where it is, and where it is asked for.
+
+CELL = nn.RNN(nn.GRUCell(16), name="layer")
+
+
+def rnn(params, xs):
+    return (CELL.apply(params, xs) ** 2).mean()
+
+
+@pytest.fixture(scope="module")
+def cell():
+    xs = jnp.swapaxes(XS, 0, 1)
+    return jax.jit(CELL.init)(jax.random.key(0), xs), xs
+
+
+def test_a_product_of_all_trips_has_the_scopes_of_its_layer(cell):
+    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+    cast = jaxmp.autocast(jax.grad(rnn), F16, ops=ops)
+    places = [
+        _jaxpr.scope_names(eqn)
+        for eqn in traced(cast, *cell)
+        if eqn.primitive.name == "dot_general" and eqn.invars[0].aval.ndim == 3
+    ]
+    assert {names[-2:] for names in places} == {
+        ("cell", name) for name in ("ir", "iz", "in", "hr", "hz", "hn")
+    }
+    assert jaxmp.audit(cast)(*cell).fraction_16bit == 1
+
+
+def test_what_a_path_keeps_in_float32_adds_up_in_the_trips(cell):
+    path = "layer/cell.scan_fn/cell/hn"
+    cast = jaxmp.autocast(jax.grad(rnn), BF16, float32_paths=path)
+    assert sums(cast, *cell) == 1
+    assert len(products_of_all_trips(cast, *cell)) == 5
+
+
+def test_the_stacks_of_a_split_scan_are_not_there_before_it():
+    eqn = loops(jaxmp.autocast(gradient_of("simple"), BF16), (W, U), XS)[-1]
+    consts, carries = _jaxpr.scan_counts(eqn)
+    assert len(eqn.outvars) == carries
+    stacks = [v.aval for v in eqn.invars[consts:][:carries] if v.aval.shape[0] == 6]
+    assert [aval.dtype for aval in stacks] == [BF16]
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_of_a_layer_may_be_that_of_shards(check_vma):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    grad = jaxmp.autocast(gradient_of("simple"), F16)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(None, "data")),
+        out_specs=PartitionSpec("data"),
+        check_vma=check_vma,
+    )
+    def sharded(weights, xs):
+        weights = vary(weights, ("data",))  # so that nothing is summed over it
+        grads = grad(weights, jnp.concatenate([xs, xs], axis=1))
+        return jax.tree.map(lambda g: g[None], grads)
+
+    found = jax.jit(sharded)((W, U), XS)
+    halves = [jnp.concatenate([x, x], axis=1) for x in jnp.split(XS, 2, axis=1)]
+    expected = [jax.jit(gradient_of("simple"))((W, U), x) for x in halves]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    assert relative_error(found, expected) < 2e-3
+    assert products_of_all_trips(sharded, (W, U), XS)
+
+
+def test_products_of_all_trips_may_be_float8():
+    ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
+    grad = gradient_of("simple")
+    cast = jaxmp.autocast(grad, "mixed_fp8", ops=ops)
+    assert sums(cast, (W, U), XS) == 0
+    found = jax.jit(cast)((W, U), XS)
+    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.1
+
+
+def test_a_gradient_of_products_of_all_trips_is_that_of_float32():
+    grad = gradient_of("reversed")
+
+    def twice(grad):
+        return jax.jit(jax.grad(lambda ws: sum((g**2).sum() for g in grad(ws, XS))))(
+            (W, U)
+        )
+
+    assert relative_error(twice(jaxmp.autocast(grad, F16)), twice(grad)) < 4e-3
