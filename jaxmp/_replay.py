@@ -23,7 +23,16 @@ from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import known_in_trip, note_kept, rounded_weights, scanned, stacked
-from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
+from ._op_lists import (
+    ADDS_UP,
+    COPIES,
+    EXACT,
+    JOINS,
+    STRETCHES,
+    OpLists,
+    is_power,
+    only_compared,
+)
 from ._plan import Plan, Rule
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
@@ -307,14 +316,20 @@ class Caster:
         """Whether an operation of the infer list runs in 16 bits."""
         if not any(value.narrow or value.follows for value in ins) or is_power(eqn):
             return False
-        name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
-        floats = [value for value, var in operands if is_float32(var)]
+        name, compared = eqn.primitive.name, only_compared(eqn)
+        operands = zip(ins, eqn.invars, strict=True)
+        # The largest of a window is found among rounded numbers, too, if in range.
+        floats = [
+            value
+            for i, (value, var) in enumerate(operands)
+            if is_float32(var) and not (i == compared and value.normed)
+        ]
         leading = (value.array.size for value in floats if value.leads(name))
         size = max(leading, default=0)
         if not size:
             return False
         kept = any(value.kept is not None for value in floats)
-        exact = name in EXACT and all(
+        exact = (name in EXACT or compared is not None) and all(
             value.narrow or (kept and value.scalar is not None) for value in floats
         )
         if (want not in IN_16BIT or kept) and not exact:
