@@ -5,6 +5,7 @@ from typing import Any
 
 from ._jaxpr import Equation, Literal, is_float32
 from ._op_lists import (
+    BOUNDED,
     CALLS,
     EXACT,
     ROOTS,
@@ -50,7 +51,11 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
             for value in floats
         )
     size = eqn.outvars[0].aval.size
-    whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
+    whole = [
+        i
+        for i, x in enumerate(eqn.invars)
+        if _size(x, definition) == size and not _is_bounded(x, definition)
+    ]
     if len(whole) != 1 or whole[0] == divisor(eqn):
         return False
     (i,) = whole
@@ -71,6 +76,12 @@ def _size(atom: Any, definition: Definition) -> int:
     if eqn is None or eqn.primitive.name not in SHIFTS | SCALES | STRETCHED:
         return atom.aval.size
     return min(atom.aval.size, max(x.aval.size for x in eqn.invars))
+
+
+def _is_bounded(atom: Any, definition: Definition) -> bool:
+    """Whether ``atom`` is a gate, such as the sigmoid in a SiLU."""
+    eqn = definition(atom)
+    return eqn is not None and eqn.primitive.name in BOUNDED
 
 
 def _made_of(

@@ -23,6 +23,7 @@ from ._op_lists import (
     GATHERS,
     POOLS,
     REVERSES,
+    TOTALS,
     axes_of_softmax,
     exponent_of_bell,
     only_compared,
@@ -120,6 +121,11 @@ class Plan:
     def hands_on_pooled(self, eqn: Equation) -> bool:
         """Tells whether what ``eqn`` pools has other readers than products."""
         return eqn.primitive.name in POOLS and self.want(*eqn.outvars) != "stored"
+
+    def is_averaged(self, var: Any) -> bool:
+        """Tells whether ``var`` is summed up as it is, for a mean."""
+        sums = (other for other in self.eqns if other.primitive.name in TOTALS)
+        return any(var is other.invars[0] for other in sums)
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""

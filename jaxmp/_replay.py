@@ -157,6 +157,9 @@ class Caster:
                     outs[0].normed = plan.is_normed(eqn, ins)
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
+                elif outs and outs[0].normed and wants[0] in IN_16BIT:
+                    if plan.is_averaged(eqn.outvars[0]):
+                        outs[0] = outs[0].firmly_stored(self.dtype)
                 return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
