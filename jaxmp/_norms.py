@@ -29,7 +29,8 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
 
     That is a value divided by a statistic of itself, or times one over the root of one;
     and such a value moved, chosen from, scaled or shifted, but by no number that may
-    take it out of range. Not a value less its mean: it is as large as it was.
+    take it out of range, or times what is bounded, such as a sigmoid. Not a value less
+    its mean: it is as large as it was.
 
     Args:
         eqn: The equation.
@@ -50,12 +51,15 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
             value.normed or value.narrow or value.follows or value.scalar is not None
             for value in floats
         )
+
+    def bounded(atom):
+        made = definition(atom)
+        return made is not None and made.primitive.name in BOUNDED
+
     size = eqn.outvars[0].aval.size
-    whole = [
-        i
-        for i, x in enumerate(eqn.invars)
-        if _size(x, definition) == size and not _is_bounded(x, definition)
-    ]
+    whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
+    if len(whole) == 2:  # an activation, such as SiLU, is a value times a gate
+        whole = [i for i in whole if i == divisor(eqn) or not bounded(eqn.invars[i])]
     if len(whole) != 1 or whole[0] == divisor(eqn):
         return False
     (i,) = whole
@@ -76,12 +80,6 @@ def _size(atom: Any, definition: Definition) -> int:
     if eqn is None or eqn.primitive.name not in SHIFTS | SCALES | STRETCHED:
         return atom.aval.size
     return min(atom.aval.size, max(x.aval.size for x in eqn.invars))
-
-
-def _is_bounded(atom: Any, definition: Definition) -> bool:
-    """Whether ``atom`` is a gate, such as the sigmoid in a SiLU."""
-    eqn = definition(atom)
-    return eqn is not None and eqn.primitive.name in BOUNDED
 
 
 def _made_of(

@@ -21,11 +21,16 @@ from ._op_lists import (
     ERRORS,
     EXACT,
     GATHERS,
+    JOINS,
     POOLS,
     REVERSES,
+    SUMS_WINDOWS,
     TOTALS,
+    VIEWS,
     axes_of_softmax,
+    divisor,
     exponent_of_bell,
+    is_count,
     only_compared,
     softmax_in_dropout,
 )
@@ -122,10 +127,29 @@ class Plan:
         """Tells whether what ``eqn`` pools has other readers than products."""
         return eqn.primitive.name in POOLS and self.want(*eqn.outvars) != "stored"
 
-    def is_averaged(self, var: Any) -> bool:
-        """Tells whether ``var`` is summed up as it is, for a mean."""
-        sums = (other for other in self.eqns if other.primitive.name in TOTALS)
-        return any(var is other.invars[0] for other in sums)
+    def evens_out(self, eqn: Equation, normed: bool) -> bool:
+        """Tells whether ``eqn`` computes means of windows, or what a mean is taken of.
+
+        Where 16-bit work takes the mean, rounding leaves it what it is. And products
+        return 16 bits: the means of windows of them are as large.
+
+        Args:
+            eqn: The equation.
+            normed: Whether it returns what a norm does, or an activation of that.
+        """
+        if normed:
+            sums = (other for other in self.eqns if other.primitive.name in TOTALS)
+            means = (x for x in sums if x.invars[0] is eqn.outvars[0])
+            return any(self.want(*mean.outvars) in IN_16BIT for mean in means)
+        if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
+            return False
+        total = self._definition(eqn.invars[0])
+        if total is None or total.primitive.name not in SUMS_WINDOWS:
+            return False
+        made = self._definition(total.invars[0])
+        while made is not None and made.primitive.name in JOINS | VIEWS:  # a bias
+            made = self._definition(made.invars[0])
+        return made is not None and made.primitive.name in PRODUCTS
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""

@@ -36,7 +36,7 @@ from ._op_lists import (
 from ._plan import Plan, Rule
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
-from ._rows import added_to_zeros, row_axis
+from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
 from ._uses import IN_16BIT, STORED, Want
 from ._values import (
@@ -152,14 +152,14 @@ class Caster:
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
-                joins = rule == "infer" and wants[0] in IN_16BIT
-                if joins and outs[0].is_computed() and not is_backward(eqn, scopes):
-                    outs[0].normed = plan.is_normed(eqn, ins)
+                joins = bool(wants) and wants[0] in IN_16BIT and outs[0].is_computed()
+                if joins and not is_backward(eqn, scopes):
+                    if rule == "infer":
+                        outs[0].normed = plan.is_normed(eqn, ins)
+                    if plan.evens_out(eqn, outs[0].normed):
+                        outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
-                elif outs and outs[0].normed and wants[0] in IN_16BIT:
-                    if plan.is_averaged(eqn.outvars[0]):
-                        outs[0] = outs[0].firmly_stored(self.dtype)
                 return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=literal)
@@ -187,7 +187,7 @@ class Caster:
                     arrays = self.inferred(eqn, ins, wanted[0])
                 case _:
                     with self.with_reason(eqn, scopes):
-                        arrays = _bind_as_written(eqn, ins, wanted)
+                        arrays = bind_as_written(eqn, ins, wanted)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
             if rule == "allow":
@@ -303,10 +303,10 @@ class Caster:
     def inferred(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
         if not self.runs_in_16bit(eqn, ins, want):
-            return _bind_as_written(eqn, ins)
+            return bind_as_written(eqn, ins)
         name = eqn.primitive.name
         if name in COPIES:
-            outs = _bind_as_written(eqn, ins)
+            outs = bind_as_written(eqn, ins)
             return [cast(out, self.dtype) for out in outs]
         shape = eqn.outvars[0].aval.shape
         operands = [
@@ -321,7 +321,7 @@ class Caster:
             return False
         name, compared = eqn.primitive.name, only_compared(eqn)
         operands = zip(ins, eqn.invars, strict=True)
-        # The largest of a window is found among rounded numbers, too, if in range.
+        # The largest of a window is looked for in 16 bits, too, but within range.
         floats = [
             value
             for i, (value, var) in enumerate(operands)
@@ -375,7 +375,7 @@ class Caster:
         if not STORED.isdisjoint(wanted):
             matters |= any(value.is_computed() for value in ins)
         if not matters and not any(value.narrow or value.normed for value in ins):
-            outs = self.results(eqn, _bind_as_written(eqn, ins))
+            outs = self.results(eqn, bind_as_written(eqn, ins))
             note_origin(eqn, ins, outs, self.dtype)
             return outs
         match _jaxpr.call_kind(eqn):
@@ -593,19 +593,6 @@ class Caster:
         return _jaxpr.bind_shard_map(eqn, [value.original() for value in ins], body)
 
 
-# Emitting operations.
-
-
 def _noted(reason: str | None) -> contextlib.AbstractContextManager:
     """Writes a reason into the program, if there is one."""
     return jax.named_scope(reason) if reason else contextlib.nullcontext()
-
-
-def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[Any]:
-    """Applies ``eqn`` to its inputs in their original dtypes."""
-    arrays = [value.original() for value in ins]
-    # What is wanted in float32 may be added up over a loop, in place.
-    in_16bit = not IN_16BIT.isdisjoint(wanted)
-    if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
-        return [added_to_zeros(eqn, *arrays)]
-    return _jaxpr.bind(eqn, arrays)
