@@ -69,7 +69,8 @@ class Value:
     # whether entries of it are copies: a mean sends back the same to all.
     sent_back: bool = False
     copied: bool = False
-    # A sum of what was sent back, or made of one: what a norm sends back is less some.
+    # A sum of what was sent back, or made of one. A norm sends back what it was sent,
+    # less such sums.
     summed: bool = False
     normed: bool = False  # float32, what a norm returns: of order one
     # Rounded for a product, and read from there by the backward pass, in float32: the
