@@ -139,8 +139,9 @@ class Plan:
         """
         if normed:
             sums = (other for other in self.eqns if other.primitive.name in TOTALS)
-            means = (x for x in sums if x.invars[0] is eqn.outvars[0])
-            return any(self.want(*mean.outvars) in IN_16BIT for mean in means)
+            means = [x for x in sums if x.invars[0] is eqn.outvars[0]]
+            wants = {self.want(*mean.outvars) for mean in means}
+            return bool(wants) and wants <= IN_16BIT
         if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
             return False
         total = self._definition(eqn.invars[0])

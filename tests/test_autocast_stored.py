@@ -1089,6 +1089,9 @@ MEANS_IN_FLOAT32 = {
     "a logarithm": gated(
         jax.nn.silu, lambda h: jnp.log(h.mean(0, keepdims=True) ** 2 + 1e-6)
     ),
+    "a logarithm of another mean": gated(
+        jax.nn.silu, lambda h: h.mean(0) @ W + jnp.log(h.mean(0) ** 2 + 1e-6)
+    ),
     "far": gated(lambda h: jnp.exp(3 * h) * 1e6),
     "a quotient": gated(lambda h: h / jnp.tanh(1e-6 * h)),
 }
