@@ -130,8 +130,8 @@ class Plan:
     def evens_out(self, eqn: Equation, normed: bool) -> bool:
         """Tells whether ``eqn`` computes means of windows, or what a mean is taken of.
 
-        Where 16-bit work takes the mean, rounding leaves it what it is. And products
-        return 16 bits: the means of windows of them are as large.
+        Rounding leaves a mean what it is, but for its last digits. And products return
+        16 bits: the means of windows of them are as large.
 
         Args:
             eqn: The equation.
@@ -141,7 +141,7 @@ class Plan:
             sums = (other for other in self.eqns if other.primitive.name in TOTALS)
             means = [x for x in sums if x.invars[0] is eqn.outvars[0]]
             wants = {self.want(*mean.outvars) for mean in means}
-            return bool(wants) and wants <= IN_16BIT
+            return bool(wants) and "digits" not in wants
         if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
             return False
         total = self._definition(eqn.invars[0])
