@@ -5,6 +5,7 @@ from typing import Any
 
 from ._jaxpr import Equation, Literal, is_float32
 from ._op_lists import (
+    BOUNDED,
     CALLS,
     EXACT,
     ROOTS,
@@ -28,7 +29,8 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
 
     That is a value divided by a statistic of itself, or times one over the root of one;
     and such a value moved, chosen from, scaled or shifted, but by no number that may
-    take it out of range. Not a value less its mean: it is as large as it was.
+    take it out of range, or times what is bounded, such as a sigmoid. Not a value less
+    its mean: it is as large as it was.
 
     Args:
         eqn: The equation.
@@ -49,8 +51,15 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
             value.normed or value.narrow or value.follows or value.scalar is not None
             for value in floats
         )
+
+    def bounded(atom):
+        made = definition(atom)
+        return made is not None and made.primitive.name in BOUNDED
+
     size = eqn.outvars[0].aval.size
     whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
+    if len(whole) == 2:  # an activation, such as SiLU, is a value times a gate
+        whole = [i for i in whole if i == divisor(eqn) or not bounded(eqn.invars[i])]
     if len(whole) != 1 or whole[0] == divisor(eqn):
         return False
     (i,) = whole

@@ -141,6 +141,7 @@ PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 EQUALITIES = frozenset({"eq", "ne"})
 POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
+SUMS_WINDOWS = frozenset({"reduce_window_sum"})
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """
     reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy stop_gradient
@@ -392,6 +393,11 @@ def scales_far(eqn: Equation) -> bool:
 def is_far(number: Any) -> bool:
     """Whether to multiply by ``number`` brings a value into range, or out of it."""
     return np.ndim(number) == 0 and not 2**-8 <= abs(number or 1) <= 2**8
+
+
+def is_count(atom: Any) -> bool:
+    """Whether ``atom`` is a number by which a sum is divided for a mean."""
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val >= 1
 
 
 def looks_up_rows(eqn: Equation) -> bool:

@@ -24,13 +24,19 @@ from ._op_lists import (
     EXACT,
     FACTORS,
     GATHERS,
+    JOINS,
+    JOINS_TERMS,
     LINEAR,
     POOLS,
     REVERSES,
     SHIFTS,
+    SUMS_WINDOWS,
+    TOTALS,
     VIEWS,
     axes_of_softmax,
+    divisor,
     exponent_of_bell,
+    is_count,
     only_compared,
     softmax_in_dropout,
 )
@@ -127,6 +133,33 @@ class Plan:
     def hands_on_pooled(self, eqn: Equation) -> bool:
         """Tells whether what ``eqn`` pools has other readers than products."""
         return eqn.primitive.name in POOLS and self.want(*eqn.outvars) != "stored"
+
+    def evens_out(self, eqn: Equation, normed: bool) -> bool:
+        """Tells whether ``eqn`` computes means of windows, or what a mean is taken of.
+
+        Rounding leaves a mean what it is, but for its last digits, and what is then
+        multiplied. Not what is left when the mean is taken away. And products return 16
+        bits: the means of windows of them are as large.
+
+        Args:
+            eqn: The equation.
+            normed: Whether it returns what a norm does, or an activation of that.
+        """
+        if normed:
+            readers = [other for other in self.eqns if eqn.outvars[0] in other.invars]
+            means = [other for other in readers if other.primitive.name in TOTALS]
+            wants = {self.want(*mean.outvars) for mean in means}
+            terms = any(other.primitive.name in JOINS_TERMS for other in readers)
+            return bool(wants) and "digits" not in wants and not terms
+        if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
+            return False
+        total = self._definition(eqn.invars[0])
+        if total is None or total.primitive.name not in SUMS_WINDOWS:
+            return False
+        made = self._definition(total.invars[0])
+        while made is not None and made.primitive.name in JOINS | VIEWS:  # a bias
+            made = self._definition(made.invars[0])
+        return made is not None and made.primitive.name in PRODUCTS
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""

@@ -341,7 +341,9 @@ class Planner:
         if not IN_16BIT.isdisjoint(wanted) and not scales_far(eqn):
             use |= Use.IN_16BIT
         views = name in VIEWS or name in GATHERS or rule == "retype"
-        picks = name in PICKS or rule == "retype"
+        multiplied = wanted == ("multiplied",)
+        pools = multiplied and only_compared(eqn) is not None
+        picks = name in PICKS or rule == "retype" or pools
         for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
         use |= Use.PRODUCT if for_product else Use.NOTHING
         moved = Use.NOTHING
@@ -351,7 +353,7 @@ class Planner:
             return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.DIGITS)
         use |= Use.OTHERWISE
         if picks:
-            if wanted == ("multiplied",):
+            if multiplied:
                 return use | moved & (Use.MULTIPLIES | Use.TOTALS)
             # Who computes with what is chosen needs all that it is chosen from. But
             # what a product takes may be added to, as in a residual network.

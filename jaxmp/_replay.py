@@ -23,11 +23,19 @@ from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import known_in_trip, note_kept, rounded_weights, scanned, stacked
-from ._op_lists import ADDS_UP, COPIES, EXACT, JOINS, STRETCHES, OpLists, is_power
+from ._op_lists import (
+    ADDS_UP,
+    COPIES,
+    EXACT,
+    STRETCHES,
+    OpLists,
+    is_power,
+    only_compared,
+)
 from ._plan import Plan, Rule
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
-from ._rows import added_to_zeros, row_axis
+from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
 from ._uses import IN_16BIT, STORED, Want
 from ._values import (
@@ -144,9 +152,12 @@ class Caster:
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 outs = self.apply(eqn, rule, ins, wants, scopes)
-                joins = rule == "infer" and wants[0] in IN_16BIT
-                if joins and outs[0].is_computed() and not is_backward(eqn, scopes):
-                    outs[0].normed = plan.is_normed(eqn, ins)
+                joins = bool(wants) and wants[0] in IN_16BIT and outs[0].is_computed()
+                if joins and not is_backward(eqn, scopes):
+                    if rule == "infer":
+                        outs[0].normed = plan.is_normed(eqn, ins)
+                    if plan.evens_out(eqn, outs[0].normed):
+                        outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
@@ -178,7 +189,7 @@ class Caster:
                     arrays = self.inferred(eqn, ins, wanted[0])
                 case _:
                     with self.with_reason(eqn, scopes):
-                        arrays = _bind_as_written(eqn, ins, wanted)
+                        arrays = bind_as_written(eqn, ins, wanted)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
             if rule == "allow":
@@ -294,10 +305,10 @@ class Caster:
     def inferred(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
         if not self.runs_in_16bit(eqn, ins, want):
-            return _bind_as_written(eqn, ins)
+            return bind_as_written(eqn, ins)
         name = eqn.primitive.name
         if name in COPIES:
-            outs = _bind_as_written(eqn, ins)
+            outs = bind_as_written(eqn, ins)
             return [cast(out, self.dtype) for out in outs]
         shape = eqn.outvars[0].aval.shape
         operands = [
@@ -310,14 +321,20 @@ class Caster:
         """Whether an operation of the infer list runs in 16 bits."""
         if not any(value.narrow or value.follows for value in ins) or is_power(eqn):
             return False
-        name, operands = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
-        floats = [value for value, var in operands if is_float32(var)]
+        name, compared = eqn.primitive.name, only_compared(eqn)
+        operands = zip(ins, eqn.invars, strict=True)
+        # The largest of a window is looked for in 16 bits, too, but within range.
+        floats = [
+            value
+            for i, (value, var) in enumerate(operands)
+            if is_float32(var) and not (i == compared and value.normed)
+        ]
         leading = (value.array.size for value in floats if value.leads(name))
         size = max(leading, default=0)
         if not size:
             return False
         kept = any(value.kept is not None for value in floats)
-        exact = name in EXACT and all(
+        exact = (name in EXACT or compared is not None) and all(
             value.narrow or (kept and value.scalar is not None) for value in floats
         )
         if (want not in IN_16BIT or kept) and not exact:
@@ -325,14 +342,7 @@ class Caster:
         # Not to a step of weights that are normed in between: it would be lost.
         if any(x.sent_back for x in floats) and any(x.normed for x in floats):
             return False
-        return all(self.may_join(name, value, size) for value in floats)
-
-    def may_join(self, name: str, value: Value, size: int) -> bool:
-        """Whether ``value`` lets an operation on ``size`` 16-bit numbers be narrow."""
-        if value.narrow or value.scalar is not None:
-            return value.fits(self.dtype)
-        smaller = value.source_size is not None and value.source_size < size
-        return (smaller or value.follows or value.normed) and name in JOINS
+        return all(value.may_join(name, size, self.dtype) for value in floats)
 
     def operand(self, name: str, value: Value, shape: tuple) -> Any:
         """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
@@ -360,7 +370,7 @@ class Caster:
         if not STORED.isdisjoint(wanted):
             matters |= any(value.is_computed() for value in ins)
         if not matters and not any(value.narrow or value.normed for value in ins):
-            outs = self.results(eqn, _bind_as_written(eqn, ins))
+            outs = self.results(eqn, bind_as_written(eqn, ins))
             note_origin(eqn, ins, outs, self.dtype)
             return outs
         match _jaxpr.call_kind(eqn):
@@ -580,19 +590,6 @@ class Caster:
         return _jaxpr.bind_shard_map(eqn, [value.original() for value in ins], body)
 
 
-# Emitting operations.
-
-
 def _noted(reason: str | None) -> contextlib.AbstractContextManager:
     """Writes a reason into the program, if there is one."""
     return jax.named_scope(reason) if reason else contextlib.nullcontext()
-
-
-def _bind_as_written(eqn: Equation, ins: list[Value], wanted: Any = ()) -> list[Any]:
-    """Applies ``eqn`` to its inputs in their original dtypes."""
-    arrays = [value.original() for value in ins]
-    # What is wanted in float32 may be added up over a loop, in place.
-    in_16bit = not IN_16BIT.isdisjoint(wanted)
-    if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
-        return [added_to_zeros(eqn, *arrays)]
-    return _jaxpr.bind(eqn, arrays)

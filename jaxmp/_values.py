@@ -16,11 +16,13 @@ from ._op_lists import (
     EXACT,
     FOLDS,
     JOINS,
+    JOINS_TERMS,
     LEAVES_RANGE,
     SCALES,
     STRETCHES,
     TOTALS,
     VIEWS,
+    divisor,
     is_far,
     is_steep_power,
     looks_up_rows,
@@ -39,6 +41,7 @@ class Known(NamedTuple):
     follows: bool
     sent_back: bool
     copied: bool
+    summed: bool
     normed: bool
     kept: tuple[int, ...] | None
 
@@ -66,6 +69,9 @@ class Value:
     # whether entries of it are copies: a mean sends back the same to all.
     sent_back: bool = False
     copied: bool = False
+    # A sum of what was sent back, or made of one. A norm sends back what it was sent,
+    # less such sums.
+    summed: bool = False
     normed: bool = False  # float32, what a norm returns: of order one
     # Rounded for a product, and read from there by the backward pass, in float32: the
     # axes over which it sums to one, if any.
@@ -87,6 +93,7 @@ class Value:
             self.follows,
             self.sent_back,
             self.copied,
+            self.summed,
             self.normed,
             self.kept,
         )
@@ -116,6 +123,13 @@ class Value:
         made = self.follows and not self.outside  # of 16-bit values and a scale
         return self.narrow or (made and name in JOINS)
 
+    def may_join(self, name: str, size: int, dtype: np.dtype) -> bool:
+        """Whether the value lets ``name``, of ``size`` 16-bit numbers, be narrow."""
+        if self.narrow or self.scalar is not None:
+            return self.fits(dtype)
+        smaller = self.source_size is not None and self.source_size < size
+        return (smaller or self.follows or self.normed) and name in JOINS
+
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is one in ``dtype`` too."""
         return self.scalar is None or _fits(self.scalar, dtype)
@@ -135,8 +149,14 @@ class Value:
 
     def stored(self, dtype: np.dtype) -> "Value":
         """Returns the value rounded, for all who read it."""
-        array = cast(self.array, dtype)
-        return Value(array, narrow=True, linear=self.linear)
+        return Value(
+            cast(self.array, dtype),
+            narrow=True,
+            linear=self.linear,
+            sent_back=self.sent_back,
+            copied=self.copied,
+            summed=self.summed,
+        )
 
     def firmly_stored(self, dtype: np.dtype) -> "Value":
         """Returns the value rounded, for all who read it, whatever XLA makes of it."""
@@ -299,14 +319,16 @@ def note_sent_back(
     """Notes whether ``outs``, made elementwise, were made of what a product sent back.
 
     Each of its entries has been rounded, and may be once more. Not where a factor that
-    was given, which may be 1e6, takes it out of range. Not in a sum with float32 terms:
-    what a norm or a softmax sends back adds up to zero. And not copies: these were
-    rounded alike, and of what they share a norm leaves nothing.
+    was given, which may be 1e6, takes it out of range. Sums of such values may be added
+    to them, as norms do in the backward pass, but no other float32 terms. And not
+    copies: these were rounded alike, and of what they share a norm leaves nothing.
     """
     name, compared = eqn.primitive.name, only_compared(eqn)
     # A sum over axes of size one sums nothing: of a mean that has kept its axes.
     same = name in TOTALS and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
     if denied and not same:
+        if name in TOTALS:
+            outs[0].summed = ins[0].sent_back or ins[0].summed
         return
     floats = [
         value
@@ -315,20 +337,27 @@ def note_sent_back(
     ]
     computed = [value for value in floats if value.scalar is None]
     sent = [value for value in computed if value.sent_back]
-    # What is multiplied by other numbers has been rounded alike all the same.
-    leading = (name in SCALES and sent) or computed
-    if not leading:
+    made = [value for value in computed if value.sent_back or value.summed]
+    if not computed:
         return
     if name in SCALES:
+        given = any(x.outside for x in computed)
         far = any(is_far(value.scalar) for value in floats)
-        sent_back = bool(sent) and not far and not any(x.outside for x in computed)
+        sent_back = bool(sent) and not far and not given
+        # Divided by how many there are, copies of a mean may be added to all of them.
+        averages = divisor(eqn) is not None and abs(floats[1].scalar or 0) > 1
+        summed = bool(made) and (not far or averages)
     else:
-        sent_back = len(sent) == len(computed)
+        summed = len(made) == len(computed)
+        adds = name in JOINS_TERMS and summed and bool(sent)
+        sent_back = adds or len(sent) == len(computed)
+    # What is multiplied by other numbers has been rounded alike all the same.
+    leading = (name in SCALES and sent) or computed
     copied = all(value.copied for value in leading)
     copies = name in COPIES | STRETCHES
     size = max(value.array.size for value in leading) if copies else 0
     for out in outs:
-        out.sent_back = sent_back
+        out.sent_back, out.summed = sent_back, summed
         out.copied = copied or (copies and out.array.size > size)
 
 

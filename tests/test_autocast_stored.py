@@ -955,8 +955,6 @@ NOT_SENT_BACK = {
     "a number": behind(lambda h: h * 1e-6),
     "a number for each": behind(lambda h: h * jnp.full(8, 1e-6)),
     "a divisor": behind(lambda h: h / 1e5),
-    "a norm": behind(norm),
-    "a softmax": behind(jax.nn.softmax),
     "a mean": behind(lambda h: h.reshape(2, 2, 8).mean(1)),
     "a mean behind a product": lambda scale, bias, x: jnp.mean(
         jnp.tanh(norm(x @ W) * scale + bias) @ W
@@ -986,6 +984,154 @@ def test_factors_around_an_activation_leave_its_gradients_in_the_range_of_float1
         # What the product takes behind the norm is lost with 1e-6, as it is in Flax.
         for got, expected in list(zip(cast(*args), grad(*args), strict=True))[:2]:
             assert error(got, expected) < 8 * float(jnp.finfo(jnp.float16).eps)
+
+
+def averaged(h):
+    """Activations and, times a gate, what a mean of many of them is for."""
+    return h * jnp.tanh(h.mean(0, keepdims=True) @ W)
+
+
+# What norms, softmaxes and means send back, of what a product has sent back to them.
+SENT_THROUGH = {
+    "a norm": behind(norm),
+    "a batch norm": behind(lambda h: norm(h.T).T),
+    "a softmax": behind(jax.nn.softmax),
+    "a post-norm": behind(lambda h: norm(h + jnp.tanh(h @ W))),
+    "a mean of many": lambda scale, bias, x: jnp.sum(
+        (averaged(jnp.tanh(norm(jnp.tile(x, (80, 1)) @ W) * scale + bias)) @ W)[:4] * X
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "loss", rest_is_evidence(SENT_THROUGH, "a norm", "a mean of many")
+)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
+)
+def test_what_a_norm_sends_back_is_rounded_once_for_all(loss, dtype):
+    args = SCALE, X[0], X
+    grad = jax.grad(loss, (0, 1, 2))
+    cast = jaxmp.autocast(grad, dtype)
+    assert np.dtype(dtype) in firmly_rounded_in(cast, *args)
+    for got, expected in zip(jax.jit(cast)(*args), jax.jit(grad)(*args), strict=True):
+        assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
+
+
+def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bits():
+    def batch_norm(h):
+        return norm(h.T).T
+
+    def loss(scale, bias, x):  # of which the gradients are sums that nearly cancel
+        w = W.astype(x.dtype)
+        h = jnp.tanh(batch_norm(x @ w) * scale + bias)
+        return jnp.sum((batch_norm(h) @ w) * normal(7, 64, 8))
+
+    def native(*args):
+        return loss(*(x.astype(HALF) for x in args))
+
+    args = SCALE, X[0], normal(6, 64, 8)
+    expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    ours = jax.jit(jaxmp.autocast(jax.grad(loss, (0, 1)), HALF))(*args)
+    theirs = jax.jit(jax.grad(native, (0, 1)))(*args)
+    for got, reference, grad in zip(ours, theirs, expected, strict=True):
+        assert error(got, grad) < error(reference, grad)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_the_gradient_of_pooling_between_norms_runs_in_16_bits(dtype):
+    def loss(scale, bias, x):
+        h = pooled(jax.nn.relu(norm(x @ W) * scale + bias))
+        return jnp.sum((norm(h) @ W) * X)
+
+    args, grad = (SCALE, X[0], X), jax.grad(loss, (0, 1, 2))
+    cast = jaxmp.autocast(grad, dtype)
+    assert dtypes_of("select_and_scatter_add", cast, *args) == {np.dtype(dtype)}
+    for got, expected in zip(jax.jit(cast)(*args), jax.jit(grad)(*args), strict=True):
+        assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
+
+
+def test_the_gradient_of_pooling_out_of_range_runs_in_float32():
+    def loss(scale, bias, x):
+        h = pooled(jnp.exp(3 * (norm(x @ W) * scale + bias)) * 1e6)
+        return jnp.sum((norm(h) @ W) * X)
+
+    cast = jaxmp.autocast(jax.grad(loss, (0, 1)), jnp.float16)
+    args = SCALE, X[0], X
+    assert dtypes_of("select_and_scatter_add", cast, *args) == {SINGLE}
+    assert all(jnp.isfinite(grad).all() for grad in jax.jit(cast)(*args))
+
+
+# Means.
+
+
+def gated(activation, mean=lambda h: h.mean(0, keepdims=True) @ W):
+    """Squeeze and excitation: activations behind a norm, and a gate from their mean."""
+
+    def fun(w, x):
+        h = activation(layer_norm(x @ w))
+        return (h * jax.nn.sigmoid(mean(h))) @ w
+
+    return fun
+
+
+@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_an_activation_is_stored_in_16_bits_beside_its_mean(activation, dtype):
+    fun = gated(activation)
+    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
+    found = jax.jit(jaxmp.autocast(fun, dtype))(W, X)
+    assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
+
+
+# A logarithm needs the digits of the mean; and what is far is no activation of a norm.
+MEANS_IN_FLOAT32 = {
+    "a logarithm": gated(
+        jax.nn.silu, lambda h: jnp.log(h.mean(0, keepdims=True) ** 2 + 1e-6)
+    ),
+    "a logarithm of another mean": gated(
+        jax.nn.silu, lambda h: h.mean(0) @ W + jnp.log(h.mean(0) ** 2 + 1e-6)
+    ),
+    "far": gated(lambda h: jnp.exp(3 * h) * 1e6),
+    "a quotient": gated(lambda h: h / jnp.tanh(1e-6 * h)),
+}
+
+
+@pytest.mark.parametrize("fun", MEANS_IN_FLOAT32.values(), ids=MEANS_IN_FLOAT32.keys())
+def test_what_else_a_mean_is_taken_of_is_not_rounded(fun):
+    assert not firmly_rounded_in(jaxmp.autocast(fun, jnp.float16), W, X)
+
+
+def window_sums(h, count=1.0):
+    window = (1, 2, 1, 1)
+    image = h.reshape(1, 4, 8, 1)
+    sums = lax.reduce_window(image, 0.0, lax.add, window, window, "VALID")
+    return (sums / count).reshape(2, 8) if count != 1 else sums.reshape(2, 8)
+
+
+def joined(pool):
+    def fun(w, x):
+        h = jnp.concatenate([pool(x @ w + X[0]), jnp.tanh(x @ w)])
+        return layer_norm(h) @ w
+
+    return fun
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_means_of_windows_of_a_product_are_stored_in_16_bits(dtype):
+    fun = joined(lambda h: window_sums(h, 2))
+    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
+    found = jax.jit(jaxmp.autocast(fun, dtype))(W, X)
+    assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [window_sums, lambda h: window_sums(h, 1e-6), lambda h: window_sums(1e6 * h, 2)],
+    ids=["sums", "scaled sums", "of what is far"],
+)
+def test_other_sums_of_windows_are_not(pool):
+    assert not firmly_rounded_in(jaxmp.autocast(joined(pool), jnp.float16), W, X)
 
 
 def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm():
