@@ -118,16 +118,18 @@ _OPAQUE = """
 # Primitives that hold jaxprs: autocast goes inside.
 CALLS = frozenset(CALL_KINDS)
 # Readers that make much of the last digits, log(1 - p) of a p near 1 for one: steep
-# functions, solvers, and opaque code, which sees exactly what it was written for.
+# functions, solvers, and opaque code, which sees exactly what it was written for. So
+# does a product of many numbers: what is off in all of them alike adds up.
 _READS_NO_DIGITS = """
     square cbrt atan asinh mulhi fft householder_product ormqr debug_callback
     debug_print check inspect_sharding"""
-STEEP = frozenset(" ".join([_STEEP, _SOLVE, _OPAQUE, "sqrt"]).split()) - frozenset(
+_POWERS = "sqrt reduce_prod cumprod"
+STEEP = frozenset(" ".join([_STEEP, _SOLVE, _OPAQUE, _POWERS]).split()) - frozenset(
     _READS_NO_DIGITS.split()
 )
 # Denied, and what is lost before them is lost behind them too.
 _HANDS_ON = """
-    square reduce_prod cumprod scatter scatter-mul convert_element_type complex real
+    square scatter scatter-mul convert_element_type complex real
     imag"""
 HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())

@@ -9,7 +9,6 @@ logarithm. Products then round it for themselves.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,19 +16,15 @@ from . import _jaxpr
 from ._jaxpr import Equation, is_float32
 from ._norms import is_normed
 from ._op_lists import (
-    BOUNDED,
     COMPARES,
     EQUALITIES,
     ERRORS,
     EXACT,
-    FACTORS,
     GATHERS,
     JOINS,
     JOINS_TERMS,
-    LINEAR,
     POOLS,
     REVERSES,
-    SHIFTS,
     SUMS_WINDOWS,
     TOTALS,
     VIEWS,
@@ -42,7 +37,6 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
-from ._trips import bounds
 from ._uses import IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -191,36 +185,6 @@ class Plan:
             return False
         errors = (other for other in self.eqns if other.primitive.name in ERRORS)
         return any(x is other.invars[0] for other in errors)
-
-    def is_gate(self, atom: Any) -> bool:
-        """Tells whether ``atom`` is known to have a bound, and may be just below it."""
-        while (made := self._definition(atom)) is not None:
-            if _jaxpr.call_kind(made) in ("jit", "custom_jvp"):
-                (body,) = _jaxpr.call_layout(made).bodies
-                limit = bounds(body.jaxpr)[made.outvars.index(atom)]
-                return limit < math.inf
-            if made.primitive.name in BOUNDED:
-                return True
-            read = [x for x in made.invars if not isinstance(x, _jaxpr.Literal)]
-            passes = made.primitive.name in VIEWS | SHIFTS or _jaxpr.is_cast(made)
-            if not passes or len(read) != 1:
-                return False
-            (atom,) = read
-        return False
-
-    def is_scaled(self, atom: Any) -> bool:
-        """Tells whether ``atom`` is what has been multiplied, or a sum with such."""
-        seen, rest = set(), [atom]
-        while rest:
-            made = self._definition(rest.pop())
-            if made is None or made in seen:
-                continue
-            seen.add(made)
-            if made.primitive.name in FACTORS:
-                return True
-            if made.primitive.name in LINEAR or _jaxpr.is_cast(made):
-                rest.extend(made.invars)
-        return False
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.

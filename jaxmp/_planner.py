@@ -1,6 +1,5 @@
 """Making plans: the rule of each equation, and what each value is wanted for."""
 
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 
 from . import _jaxpr
 from ._fp8 import why_16bit
+from ._gates import gates_in_row
 from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
@@ -21,7 +21,6 @@ from ._op_lists import (
     GATHERS,
     HANDS_ON,
     JOINS,
-    LINEAR,
     PICKS,
     STARTS,
     STEEP,
@@ -49,7 +48,7 @@ from ._scopes import (
     is_under,
     marks,
 )
-from ._trips import OFTEN, bounds, factors
+from ._trips import Factor, bounds, factors
 from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -92,11 +91,11 @@ class Planner:
         self._matters: Any = weakref.WeakKeyDictionary()
         self._eqns: Any = weakref.WeakKeyDictionary()
         self._split: Any = weakref.WeakSet()
-        # By open jaxpr, those of its variables that a loop multiplies by in each trip.
+        # By open jaxpr, those of its variables that multiply a number many times.
         self._factors: Any = weakref.WeakKeyDictionary()
 
     def find_factors(self, jaxpr: Any, scopes: Scopes) -> None:
-        """Finds by what the loops in ``jaxpr`` multiply what they carry.
+        """Finds what multiplies a number many times in ``jaxpr``, loops or not.
 
         Before anything is planned: what a loop calls may be called elsewhere as well.
 
@@ -104,6 +103,10 @@ class Planner:
             jaxpr: The jaxpr, open or closed.
             scopes: Named scopes around it.
         """
+        self._find_in_loops(jaxpr, scopes)
+        self._note_factors(gates_in_row(jaxpr, scopes))
+
+    def _find_in_loops(self, jaxpr: Any, scopes: Scopes) -> None:
         for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
             if not _jaxpr.call_kind(eqn):
                 continue
@@ -111,12 +114,15 @@ class Planner:
                 self._find_factors_of(eqn, scopes)
             around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
             for body in _jaxpr.sub_jaxprs(eqn):
-                self.find_factors(body, around)
+                self._find_in_loops(body, around)
+
+    def _note_factors(self, found: frozenset[Factor]) -> None:
+        for owner, var in found:
+            self._factors.setdefault(owner, set()).add(var)
 
     def _find_factors_of(self, loop: Equation, scopes: Scopes) -> None:
         around = inside(loop, scopes + _jaxpr.scope_names(loop))
-        for owner, var in factors(loop, self._is_product, around):
-            self._factors.setdefault(owner, set()).add(var)
+        self._note_factors(factors(loop, self._is_product, around))
 
     def plan(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes = ()) -> Plan:
         """Plans a jaxpr, open or closed.
@@ -244,7 +250,6 @@ class Planner:
         rules: list[Rule] = []
         wants: list[tuple[Want, ...]] = []
         uses: dict[Any, int] = {}
-        rows: dict[Any, int] = {}
         eqns = self._hoisted(jaxpr, scopes)
         plan = Plan(eqns, rules, wants, uses, self.ops.rounds_products)
 
@@ -268,10 +273,6 @@ class Planner:
             wants.append(plan.wanted(eqn))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
-            name = eqn.primitive.name
-            if name in FACTORS or (name in LINEAR and eqn.outvars[0] in rows):
-                for var in _gates_in_row(eqn, rows, plan, here):
-                    note(var, Use.DIGITS)
         rules.reverse()
         wants.reverse()
         return plan
@@ -419,35 +420,6 @@ class Planner:
 def is_written(plan: Plan, scopes: Scopes) -> bool:
     """Whether differentiation has written what is planned, which is in ``scopes``."""
     return DIFFERENTIATED in scopes or any(map(_jaxpr.is_differentiated, plan.eqns))
-
-
-def _gates_in_row(
-    eqn: Equation, rows: dict[Any, int], after: Plan, scopes: Scopes
-) -> Iterator[Any]:
-    """Yields the gates of ``eqn``, if it multiplies what is multiplied often after it.
-
-    As the trips of a loop do, see :func:`jaxmp._trips.factors`, that is written out, or
-    is an ``associative_scan``. The backward pass multiplies by the same gates.
-
-    Args:
-        eqn: The equation, a multiplication, a sum or a view.
-        rows: For each variable, how many multiplications follow one another from there,
-            with nothing else than sums and views between. Those of ``eqn`` are noted.
-        after: The plan from the end to here.
-        scopes: Named scopes around ``eqn``.
-    """
-    variables = [x for x in eqn.invars if not isinstance(x, _jaxpr.Literal)]
-    multiplies = eqn.primitive.name in FACTORS and len(variables) > 1
-    multiplies = multiplies and not is_backward(eqn, scopes)
-    count = rows.get(eqn.outvars[0], 0) + multiplies
-    if not count:
-        return
-    for var in variables:
-        rows[var] = max(count, rows.get(var, 0))
-    if multiplies and count > OFTEN:
-        for var, other in itertools.permutations(variables):
-            if after.is_gate(var) and (after.is_gate(other) or after.is_scaled(other)):
-                yield var
 
 
 def _split(paths: Sequence[str]) -> dict[str, Scopes]:

@@ -36,6 +36,14 @@ def is_matrix_product(eqn: Equation) -> bool:
     return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
 
 
+def is_outer_product(eqn: Equation) -> bool:
+    """Whether ``eqn`` multiplies entries and adds none up, as ``bi,bij->bij`` does."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contracted, _), _ = _dimension_numbers(eqn)
+    return math.prod(eqn.invars[0].aval.shape[i] for i in contracted) == 1
+
+
 def is_convolution(eqn: Equation) -> bool:
     """Whether ``eqn`` is a convolution."""
     return eqn.primitive.name == "conv_general_dilated"

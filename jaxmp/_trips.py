@@ -10,6 +10,7 @@ import numpy as np
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
 from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE, TOTALS, VIEWS
+from ._products import is_outer_product
 from ._scopes import Scopes, inside
 
 # Equations that hold one jaxpr and run it once.
@@ -60,7 +61,7 @@ def factors(
             if _jaxpr.call_kind(eqn):
                 return around(eqn, ins, inside(eqn, here), shared)
             trails = [path.trail for path in ins]
-            if eqn.primitive.name in FACTORS:
+            if eqn.primitive.name in FACTORS or is_outer_product(eqn):
                 trails = _multiplied(eqn, ins, owner, shared)
             size = max((path.size for path in ins), default=math.inf)
             trail = _sum_of(trails)

@@ -111,6 +111,30 @@ def written_out(p, xs):
     return y
 
 
+def cells_written_out(p, xs):
+    """One jitted cell, called again and again: it holds one of many gates in a row."""
+    cell, h, y = jax.jit(forgets), xs[0] * 0, None
+    for x in xs[:64]:
+        h, y = cell(p, h, x)
+    return y
+
+
+def einsum_by_gate(p, xs):
+    """A product without a sum multiplies as well."""
+
+    def step(s, x):
+        kept = jnp.einsum("bi,bij->bij", jax.nn.sigmoid(6 + x @ p["w"]), s)
+        return kept + 0.1 * x[:, :, None] * (x @ p["v"])[:, None], None
+
+    s = lax.scan(step, jnp.zeros((4, 8, 8), xs.dtype), xs)[0]
+    return jnp.einsum("bi,bij->bj", xs[0] @ p["u"], s)
+
+
+def cumulative_product(p, xs):
+    gates = jnp.cumprod(jax.nn.sigmoid(6 + xs @ p["w"]), axis=0)
+    return (gates * 0.01 * (xs @ p["u"])).sum(0) @ p["v"]
+
+
 def in_parallel(p, xs):
     """A gated recurrence as an associative scan."""
 
@@ -119,6 +143,22 @@ def in_parallel(p, xs):
 
     entries = jax.nn.sigmoid(6 + xs @ p["w"]), 0.01 * (xs @ p["u"])
     return lax.associative_scan(after, entries)[1][-1] @ p["v"]
+
+
+def jitted_in_parallel(p, xs):
+    """Gates put together and masked, for a jitted function that multiplies them."""
+
+    @jax.jit
+    def states(gates, entries):
+        def after(left, right):
+            return left[0] * right[0], left[1] * right[0] + right[1]
+
+        return lax.associative_scan(after, (gates, entries))[1]
+
+    one, other = jnp.split(xs @ p["w"], 2, axis=-1)
+    gates = [jax.nn.sigmoid(6 + one), jax.nn.sigmoid(5 + other)]
+    gates = jnp.where(xs[:, :, :1] > -0.5, jnp.concatenate(gates, -1), 1.0)
+    return states(jnp.flip(gates, -1), 0.01 * (xs @ p["u"]))[-1] @ p["v"]
 
 
 SLOW = {
@@ -133,7 +173,11 @@ SLOW = {
     "scan of scans": scan_of_scans,
     "fori_loop": fori,
     "written out": written_out,
+    "cells written out": cells_written_out,
     "associative_scan": in_parallel,
+    "jitted associative_scan": jitted_in_parallel,
+    "einsum": einsum_by_gate,
+    "cumprod": cumulative_product,
     "called outside": called_outside_as_well,
 }
 
@@ -148,7 +192,13 @@ def parameters_and_inputs():
 @pytest.mark.parametrize(
     "fun",
     rest_is_evidence(
-        SLOW, "remat", "lstm", "gates outside", "matrix state", "fori_loop"
+        SLOW,
+        "remat",
+        "lstm",
+        "gates outside",
+        "matrix state",
+        "fori_loop",
+        "cumprod",
     ),
 )
 def test_what_multiplies_the_carried_state_keeps_its_digits(fun, order):
@@ -164,6 +214,40 @@ def test_what_multiplies_the_carried_state_keeps_its_digits(fun, order):
     expected = jax.jit(jax.value_and_grad(loss))(p, xs)
     assert relative_error(found[0], expected[0]) < 0.01
     assert relative_error(found[1], expected[1]) < 0.015
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_gates_in_a_row_count_through_calls(wrap):
+    """Behind a mask too, which is a call as well; and not what comes in."""
+
+    def fun(p, xs):
+        @wrap
+        def cell(p, h, gate, x):
+            new = gate * h + jax.nn.sigmoid(x @ p["u"]) * x
+            return jnp.where(x > 0, new, h)
+
+        h = xs[0]
+        for x in xs[:8]:
+            h = cell(p, h, jax.nn.sigmoid(6 + x @ p["w"]), x)
+        return h @ p["v"]
+
+    p, xs = parameters_and_inputs()
+    eqns = traced(jaxmp.autocast(fun, BF16), p, xs)
+    found = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "logistic"]
+    # The last four multiply what few others do.
+    assert found.count(jnp.float32) >= 4
+    assert BF16 in found
+
+
+@pytest.mark.parametrize(
+    "fun", [einsum_by_gate, jitted_in_parallel], ids=lambda fun: fun.__name__
+)
+def test_gates_are_found_in_what_multiplies_by_them(fun):
+    p, xs = parameters_and_inputs()
+    eqns = traced(jaxmp.autocast(jax.grad(lambda *a: fun(*a).sum()), BF16), p, xs)
+    gates = [e.outvars[0].aval for e in eqns if e.primitive.name == "logistic"]
+    assert gates
+    assert {gate.dtype for gate in gates} == {jnp.dtype("float32")}
 
 
 def test_an_entry_of_a_recurrence_that_is_multiplied_once_follows_its_product():

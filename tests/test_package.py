@@ -38,7 +38,7 @@ ROWS = [
         "_fp8",
     },
     {"_norms", "_trips", "_hoist"},
-    {"_plan"},
+    {"_plan", "_gates"},
     {
         "_policy",
         "_batch",
