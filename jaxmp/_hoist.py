@@ -13,13 +13,13 @@ References:
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var, is_float32
 from ._op_lists import ADDS_UP, JOINS, VIEWS
-from ._products import over_trips, sums_over_trips
+from ._products import is_matrix_product, over_trips, sums_over_trips
 from ._scopes import Scopes, inside, is_backward
 
 # Bytes that a trip no longer moves: it reads and writes the sum in float32.
@@ -51,7 +51,7 @@ def hoisted(
     split: list[Equation] = []
     for eqn in eqns:
         loops = _jaxpr.call_kind(eqn) == "scan" and not eqn.effects
-        backward = loops and is_backward(eqn, scopes)
+        backward = loops and eqn.params["length"] > 0 and is_backward(eqn, scopes)
         parts = _Loop(eqn, waits(eqn)).in_parts() if backward else [eqn]
         found.extend(parts)
         split.extend(parts[:1] if len(parts) > 1 else [])
@@ -104,12 +104,25 @@ class _Loop:
         return [self.loop]
 
     def _recurrent(self) -> set[Any]:
-        """Returns the variables of a trip that depend on what it carries.
+        """Returns the variables of a trip that come of a product of the trip before.
 
-        Trips that do not depend on each other may have been made to save memory, such
-        as those of an accumulation. To stack what they compute would undo that.
+        Other trips may have been made to save memory, such as those of an accumulation
+        or of a loss in chunks, which carry a count, a maximum, or the gradient of their
+        sum. To stack what they compute would undo that.
         """
-        found = set(self.carried)
+        carried = self._reached(self.carried)
+        multiplied = self._reached(
+            out
+            for eqn in self.body.eqns
+            if not carried.isdisjoint(filter(_is_var, eqn.invars)) and _has_product(eqn)
+            for out in eqn.outvars
+        )
+        ends = zip(self.carried, self.summed, strict=True)
+        return self._reached(x for x, end in ends if _is_var(end) and end in multiplied)
+
+    def _reached(self, start: Iterable[Any]) -> set[Any]:
+        """Returns ``start``, and the variables of a trip that are computed from it."""
+        found = set(start)
         for eqn in self.body.eqns:
             if not found.isdisjoint(filter(_is_var, eqn.invars)):
                 found.update(eqn.outvars)
@@ -155,8 +168,9 @@ class _Loop:
             elif not (alone and self._may_wait(eqn)):
                 failed |= sums
             later.append((eqn, sums))
+        begun = {self.carried[i] for i in chosen}
         for var, sums in needed.items():
-            if var not in self.definitions and var not in self.carried:
+            if var not in self.definitions and var not in begun:
                 failed |= sums
         return later[::-1], failed
 
@@ -228,7 +242,9 @@ class _Loop:
                 ins = [self.stacks.get(x) or new[self._first(x)] for x in eqn.invars]
                 changed = over_trips(eqn)
             else:
-                ins, changed = [env.get(x, x) for x in eqn.invars], {}  # a literal
+                # A literal, which may have no hash, is its own.
+                ins = [env[x] if _is_var(x) else x for x in eqn.invars]
+                changed = {}
             outs = [ends.get(var) or Var(var.aval) for var in eqn.outvars]
             env.update(zip(eqn.outvars, outs, strict=True))
             parts.append(_jaxpr.after_loop(eqn, loop, ins, outs, **changed))
@@ -244,6 +260,15 @@ def _is_linear(eqn: Equation) -> bool:
     # What is put between them, or around them, is zero.
     others = (x for x in eqn.invars if not _is_var(x))
     return eqn.primitive.name in VIEWS and not any(x.val for x in others)
+
+
+def _has_product(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a matrix product, or a call of something with one in it."""
+    return is_matrix_product(eqn) or any(
+        _has_product(inner)
+        for body in _jaxpr.sub_jaxprs(eqn)
+        for inner in _jaxpr.open_jaxpr(body).eqns
+    )
 
 
 def _is_var(atom: Any) -> bool:

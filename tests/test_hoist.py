@@ -31,7 +31,7 @@ def simple(w, u, xs, **options):
         h = jnp.tanh(x @ w + h @ u)
         return h, h
 
-    return lax.scan(step, 0 * xs[0], xs, **options)[1]
+    return lax.scan(step, 0 * xs.sum(axis=0), xs, **options)[1]
 
 
 def reset(w, u, xs):
@@ -41,6 +41,16 @@ def reset(w, u, xs):
         both = jnp.concatenate([w, w.T], axis=1)
         r, z = jnp.split(jax.nn.sigmoid(x @ both), 2, axis=-1)
         h = (1 - z) * jnp.tanh(x @ u + (r * h) @ u) + z * h
+        return h, h
+
+    return lax.scan(step, ZEROS, xs)[1]
+
+
+def parts(w, u, xs):
+    """A layer whose weights for its input and its state are rows of one array."""
+
+    def step(h, x):
+        h = jnp.tanh(x[:, :8] @ w[:8] + h[:, :8] @ w[8:])
         return h, h
 
     return lax.scan(step, ZEROS, xs)[1]
@@ -71,7 +81,7 @@ def stacked(w, u, xs):
 
 def given_states(w, u, xs):
     """A layer that only its last state leaves."""
-    return lax.scan(lambda h, x: (jnp.tanh(x + h @ u @ w), None), ZEROS, xs)[0]
+    return lax.scan(lambda h, x: (jnp.tanh(x + h @ u @ w), None), 0 * xs[0], xs)[0]
 
 
 LAYERS = {
@@ -79,6 +89,7 @@ LAYERS = {
     "reversed": functools.partial(simple, reverse=True),
     "unrolled": functools.partial(simple, unroll=2),
     "reset": reset,
+    "parts": parts,
     "peephole": peephole,
     "stacked": stacked,
     "given states": given_states,
@@ -139,7 +150,8 @@ def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", rest_is_evidence({x: x for x in LAYERS}, "reset", "stacked", "unrolled")
+    "name",
+    rest_is_evidence({x: x for x in LAYERS}, "parts", "reset", "stacked", "unrolled"),
 )
 def test_products_of_all_trips_are_the_gradients_of_float32(name):
     grad = gradient_of(name)
@@ -188,28 +200,78 @@ def accumulated(weights, xs):
 def independent(weights, xs):
     """Chunks of a loss, of which only one at a time is to be in memory."""
 
-    def step(total, x):
-        return total + (jnp.tanh(x @ weights[0]) ** 2).mean(), None
+    def loss(weights):
+        def step(total, x):
+            return total + (jnp.tanh(x @ weights[0]) ** 2).mean(), None
 
-    return jax.grad(lambda weights: lax.scan(step, 0.0, xs)[0])(weights)
+        return lax.scan(step, 0.0, xs)[0]
+
+    return jax.grad(loss)(weights)
+
+
+def counted(weights, xs):
+    """Chunks of a loss that is divided by how many of its terms count."""
+
+    def loss(weights):
+        def step(state, x):
+            total, count = state
+            counts = x[:, 0] > 0
+            terms = (jnp.tanh(x @ weights[0]) ** 2).mean(axis=1) * counts
+            return (total + terms.sum(), count + counts.sum()), None
+
+        total, count = lax.scan(step, (0.0, 0), xs)[0]
+        return total / count
+
+    return jax.grad(loss)(weights)
+
+
+def blocks(weights, xs):
+    """Attention as in FlashAttention, whose backward pass counts the blocks of keys."""
+    q, (block, _) = weights[0], xs.shape[1:]
+
+    def scores(q, k, i):
+        seen = jnp.arange(len(q))[:, None] >= i * block + jnp.arange(block)
+        return jax.nn.sigmoid(jnp.where(seen, q @ k.T, -1e3))
+
+    @jax.custom_vjp
+    def attend(q):
+        return sum(scores(q, k, i) @ k for i, k in enumerate(xs))
+
+    def backward(q, g):
+        def step(state, k):
+            dq, i = state
+            p = scores(q, k, i)
+            return (dq + (g @ k.T * p * (1 - p)) @ k, i + 1), None
+
+        return (lax.scan(step, (jnp.zeros_like(q), 0), xs)[0][0],)
+
+    attend.defvjp(lambda q: (attend(q), q), backward)
+    return jax.grad(lambda q: (attend(q) ** 2).mean())(q)
+
+
+def added_too(weights, xs):
+    """A weight that is multiplied, and added to the state as it is."""
+
+    def loss(w):
+        def step(h, x):
+            return h + w + jnp.tanh(h @ w), None
+
+        return (lax.scan(step, weights[1], xs)[0] ** 2).mean()
+
+    return jax.grad(loss)(weights[0])
+
+
+def no_trips(weights, xs):
+    return gradient_of("simple")(weights, xs[:0])
 
 
 def large_batch(weights, xs):
-    xs = jnp.tile(xs, (1, 64, 1))
-
-    def step(h, x):
-        h = jnp.tanh(x + h @ weights[0])
-        return h, None
-
-    return jax.grad(lambda w: (lax.scan(step, xs[0], xs)[0] ** 2).mean())(weights)
+    return gradient_of("given states")(weights, jnp.tile(xs, (1, 64, 1)))
 
 
 def in_full(weights, xs):
-    def step(h, x):
-        h = jnp.tanh(x + jnp.matmul(h, weights[0], precision="highest"))
-        return h, None
-
-    return jax.grad(lambda w: (lax.scan(step, xs[0], xs)[0] ** 2).mean())(weights)
+    with jax.default_matmul_precision("highest"):
+        return gradient_of("simple")(weights, xs)
 
 
 def in_a_region(weights, xs):
@@ -251,6 +313,10 @@ STAY = {
     for fun in (
         accumulated,
         independent,
+        counted,
+        blocks,
+        added_too,
+        no_trips,
         large_batch,
         in_full,
         in_a_region,
