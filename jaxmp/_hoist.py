@@ -18,7 +18,7 @@ from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var, is_float32
-from ._op_lists import ADDS_UP, JOINS, VIEWS
+from ._op_lists import ADDS_UP, CALLS, JOINS, VIEWS
 from ._products import over_trips, sums_over_trips
 from ._scopes import Scopes, inside, is_backward
 
@@ -50,11 +50,13 @@ def hoisted(
     found: list[Equation] = []
     split: list[Equation] = []
     for eqn in eqns:
-        loops = _jaxpr.call_kind(eqn) == "scan" and not eqn.effects
-        backward = loops and is_backward(eqn, scopes)
-        parts = _Loop(eqn, waits(eqn)).in_parts() if backward else [eqn]
-        found.extend(parts)
-        split.extend(parts[:1] if len(parts) > 1 else [])
+        parts: Sequence[Equation] = [eqn]
+        loops = eqn.primitive.name in CALLS and _jaxpr.call_kind(eqn) == "scan"
+        if loops and is_backward(eqn, scopes) and not eqn.effects:
+            parts = _Loop(eqn, waits(eqn)).in_parts()
+        found += parts
+        if len(parts) > 1:
+            split.append(parts[0])
     return found, split
 
 
