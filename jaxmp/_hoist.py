@@ -18,7 +18,7 @@ from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var, is_float32
-from ._op_lists import ADDS_UP, JOINS, VIEWS
+from ._op_lists import ADDS_UP, CALLS, JOINS, VIEWS
 from ._products import is_matrix_product, over_trips, sums_over_trips
 from ._scopes import Scopes, inside, is_backward
 
@@ -26,6 +26,8 @@ from ._scopes import Scopes, inside, is_backward
 _SAVED = 8
 # Bytes that it moves instead: what it stacks is written and read in 16 bits.
 _STACKED = 4
+# It is to save as many times what it moves instead: stacks take memory, sums do not.
+_WORTH = 4
 
 
 def hoisted(
@@ -50,11 +52,14 @@ def hoisted(
     found: list[Equation] = []
     split: list[Equation] = []
     for eqn in eqns:
-        loops = _jaxpr.call_kind(eqn) == "scan" and not eqn.effects
-        backward = loops and eqn.params["length"] > 0 and is_backward(eqn, scopes)
-        parts = _Loop(eqn, waits(eqn)).in_parts() if backward else [eqn]
-        found.extend(parts)
-        split.extend(parts[:1] if len(parts) > 1 else [])
+        parts: Sequence[Equation] = [eqn]
+        loops = eqn.primitive.name in CALLS and _jaxpr.call_kind(eqn) == "scan"
+        runs = loops and eqn.params["length"] > 0 and not eqn.effects
+        if runs and is_backward(eqn, scopes):
+            parts = _Loop(eqn, waits(eqn)).in_parts()
+        found += parts
+        if len(parts) > 1:
+            split.append(parts[0])
     return found, split
 
 
@@ -182,14 +187,15 @@ class _Loop:
         return len(new) < 2 and self.recurrent.issuperset(new)
 
     def _too_dear(self, later: Sequence[tuple[Equation, set[int]]]) -> set[int]:
-        """Returns the sums for which more would have to be stacked than they save."""
+        """Returns the sums for which too much would have to be stacked."""
         saved: collections.Counter[Any] = collections.Counter()
         needed: dict[Any, set[int]] = collections.defaultdict(set)
         for eqn, sums in later:
             for var in self._new(eqn):
                 saved[var] += _SAVED * eqn.outvars[0].aval.size
                 needed[var] |= sums
-        dear = [x for x, n in saved.items() if n <= _STACKED * x.aval.size]
+        price = _WORTH * _STACKED
+        dear = [x for x, n in saved.items() if n <= price * x.aval.size]
         return set[int]().union(*(needed[var] for var in dear))
 
     def _new(self, eqn: Equation) -> list[Any]:

@@ -36,7 +36,7 @@ from jax.interpreters.partial_eval import DynamicJaxprTracer
 try:
     from jax.extend.core import get_opaque_trace_state, unmapped_aval
 except ImportError:  # up to 0.8
-    from jax.core import get_opaque_trace_state, unmapped_aval
+    from jax.core import get_opaque_trace_state, unmapped_aval  # pyright: ignore
 
 __all__ = [
     "ClosedJaxpr",

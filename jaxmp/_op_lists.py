@@ -173,6 +173,7 @@ LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 REVERSES = frozenset({"rev"})
 # What brings the shards of an array to every device.
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+MOVES_WEIGHTS = REVERSES | GATHERS
 # Adds numbers at places: the gradient of a lookup.
 ADDS_AT = frozenset({"scatter-add"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
@@ -256,9 +257,10 @@ def is_power(eqn: Equation) -> bool:
 
 def divisor(eqn: Equation) -> int | None:
     """Returns which input of ``eqn`` is a divisor, if one is."""
-    if is_power(eqn) and eqn.params["y"] < 0:
-        return 0
-    return 1 if eqn.primitive.name == "div" else None
+    name = eqn.primitive.name
+    if name == "div":
+        return 1
+    return 0 if name == "integer_pow" and eqn.params["y"] < 0 else None
 
 
 def is_iota(eqn: Equation) -> bool:

@@ -17,13 +17,10 @@ from ._jaxpr import Equation, is_float32
 from ._norms import is_normed
 from ._op_lists import (
     COMPARES,
-    EQUALITIES,
     ERRORS,
     EXACT,
-    GATHERS,
     JOINS,
     JOINS_TERMS,
-    POOLS,
     REVERSES,
     SUMS_WINDOWS,
     TOTALS,
@@ -68,7 +65,7 @@ class Plan:
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for, after its readers' plans."""
-        wanted: tuple[Want, ...] = tuple(self.want(var) for var in eqn.outvars)
+        wanted: tuple[Want, ...] = (*map(self.want, eqn.outvars),)
         if self.rounds and eqn.primitive.name in PRODUCTS:
             (out,), (want,) = eqn.outvars, wanted
             if want not in IN_16BIT and not self.use(out) & Use.REGION:
@@ -77,7 +74,7 @@ class Plan:
 
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
-        use = self.use(var)
+        use = self.uses.get(var, Use.NOTHING)
         if use & Use.DIGITS:
             return "digits"
         if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
@@ -107,8 +104,8 @@ class Plan:
             rule: How it is treated.
             scopes: Named scopes around it.
         """
-        reverses = eqn.primitive.name in REVERSES and is_backward(eqn, scopes)
-        if rule != "infer" or not (reverses or eqn.primitive.name in GATHERS):
+        reverses = eqn.primitive.name in REVERSES
+        if rule != "infer" or (reverses and not is_backward(eqn, scopes)):
             return False
         (out,) = eqn.outvars
         read = self.use(out) & (Use.IN_16BIT | Use.OTHERWISE | Use.TRIPS)
@@ -116,17 +113,11 @@ class Plan:
         return in_16bit and is_float32(eqn.invars[0])
 
     def pools_shared(self, eqn: Equation) -> bool:
-        """Tells whether ``eqn`` pools what others take too, and not to compare it."""
-        if eqn.primitive.name not in POOLS:
-            return False
+        """Tells whether what ``eqn`` pools others take too, and not to compare it."""
         readers = [other for other in self.eqns if eqn.invars[0] in other.invars]
         compares = [only_compared(other) is not None for other in readers]
         compares += [other.primitive.name in COMPARES for other in readers]
         return len(readers) - sum(compares) > 1
-
-    def hands_on_pooled(self, eqn: Equation) -> bool:
-        """Tells whether what ``eqn`` pools has other readers than products."""
-        return eqn.primitive.name in POOLS and self.want(*eqn.outvars) != "stored"
 
     def evens_out(self, eqn: Equation, normed: bool) -> bool:
         """Tells whether ``eqn`` computes means of windows, or what a mean is taken of.
@@ -163,13 +154,11 @@ class Plan:
         """Tells whether ``eqn`` returns what a norm does, given ``ins``."""
         return is_normed(eqn, self._definition, ins)
 
-    def drops_out(self, eqn: Equation, wanted: Sequence[Want]) -> int | None:
+    def drops_out(self, eqn: Equation) -> int | None:
         """Returns which input of ``eqn`` is a softmax that a product is to take.
 
         None if there is none: only dropout is between the two.
         """
-        if wanted != ("stored",):
-            return None
         return softmax_in_dropout(eqn, self._definition)
 
     def is_slope_of_erf(self, eqn: Equation) -> bool:
@@ -191,8 +180,6 @@ class Plan:
 
         ``f(x) == f(x).max()`` for one: only with all digits are both the same.
         """
-        if eqn.primitive.name not in EQUALITIES:
-            return False
         lhs, rhs = (self._chosen_from(var) for var in eqn.invars)
         return any(self._are_twins(a, b) for a in lhs for b in rhs - {a})
 

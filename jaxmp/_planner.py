@@ -17,6 +17,7 @@ from ._op_lists import (
     CALLS,
     COMPARES,
     DEFAULT_OPS,
+    EQUALITIES,
     FACTORS,
     GATHERS,
     HANDS_ON,
@@ -108,7 +109,7 @@ class Planner:
 
     def _find_in_loops(self, jaxpr: Any, scopes: Scopes) -> None:
         for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-            if not _jaxpr.call_kind(eqn):
+            if eqn.primitive.name not in CALLS:
                 continue
             if _jaxpr.call_kind(eqn) in ("scan", "while"):
                 self._find_factors_of(eqn, scopes)
@@ -148,8 +149,8 @@ class Planner:
             return "allow"
         if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
             return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
-        is_told = _jaxpr.is_told_dtype(eqn)
-        if name in ops.infer and not is_steep_power(eqn) and not is_told:
+        follows = name in ops.infer and not is_steep_power(eqn)
+        if follows and not _jaxpr.is_told_dtype(eqn):
             return "infer"
         if _jaxpr.is_cast(eqn) and _stays_float32(eqn):
             return "retype"  # Only a weak type becomes a strong one.
@@ -256,11 +257,12 @@ class Planner:
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):
                 return
+            if var in multiply:
+                use |= Use.DIGITS
             if not is_float32(var):
                 use &= ~(Use.PRODUCT | Use.IN_16BIT)
-            if not is_inexact(var):
-                use &= ~Use.DIGITS
-            use |= Use.DIGITS if var in multiply else Use.NOTHING
+                if not is_inexact(var):
+                    use &= ~Use.DIGITS
             uses[var] = uses.get(var, Use.NOTHING) | use
 
         body = _jaxpr.open_jaxpr(jaxpr)
@@ -300,8 +302,9 @@ class Planner:
             after: The plan from the end to here; the last of its wants are of ``eqn``.
             scopes: Named scopes around it.
         """
-        kind = _jaxpr.call_kind(eqn)
-        if rule == "call" and kind not in _BOUNDARIES:
+        holds = eqn.primitive.name in CALLS
+        boundary = holds and _jaxpr.call_kind(eqn) in _BOUNDARIES
+        if rule == "call" and not boundary:
             around = inside(eqn, scopes)
             rounds = self._rounds_slope(eqn, after, scopes)
             for var, use in self._uses_inside(eqn, after.wants[-1], around):
@@ -309,13 +312,15 @@ class Planner:
             return
         use = self._use(eqn, rule, after, scopes)
         digits: set[int] = set()
-        if kind in _BOUNDARIES:
+        if boundary:
             digits = self._digits_inside(eqn, inside(eqn, scopes))
-        elif after.compares_twins(eqn):
+        elif eqn.primitive.name in EQUALITIES and after.compares_twins(eqn):
             digits = {0, 1}
         compared = only_compared(eqn) if rule == "infer" else None
         exact = {*digits, divisor(eqn)}
-        dropped = after.drops_out(eqn, after.wants[-1]) if rule == "infer" else None
+        dropped = None
+        if rule == "infer" and after.wants[-1] == ("stored",):
+            dropped = after.drops_out(eqn)
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
             if i == dropped:
@@ -414,7 +419,7 @@ class Planner:
         return self.rule(eqn, scopes) == "allow"
 
     def _is_kept(self, scopes: Scopes) -> bool:
-        return is_decided(scopes) or _is_in(self.paths, scopes)
+        return is_decided(scopes) or (bool(self.paths) and _is_in(self.paths, scopes))
 
 
 def is_written(plan: Plan, scopes: Scopes) -> bool:
@@ -427,7 +432,7 @@ def _split(paths: Sequence[str]) -> dict[str, Scopes]:
 
 
 def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
-    return bool(paths) and any(is_under(path, scopes) for path in paths.values())
+    return any(is_under(path, scopes) for path in paths.values())
 
 
 def _stays_float32(eqn: Equation) -> bool:

@@ -27,6 +27,8 @@ from ._op_lists import (
     ADDS_UP,
     COPIES,
     EXACT,
+    MOVES_WEIGHTS,
+    POOLS,
     STRETCHES,
     OpLists,
     is_power,
@@ -142,12 +144,15 @@ class Caster:
         def apply(eqn, ins):
             rule, wants = next(planned)
             with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
-                if plan.moves_in_16bit(eqn, rule, scopes) and ins[0].outside:
+                name = eqn.primitive.name
+                moves = name in MOVES_WEIGHTS and ins[0].outside
+                if moves and plan.moves_in_16bit(eqn, rule, scopes):
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
-                if ins and ins[0].narrow and plan.pools_shared(eqn):
+                if name in POOLS and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = pooled_by_xla(ins[0].array)
-                if rule == "infer" and (i := plan.drops_out(eqn, wants)) is not None:
+                drops = rule == "infer" and wants == ("stored",)
+                if drops and (i := plan.drops_out(eqn)) is not None:
                     # In float32: the share that is kept, 0.9, is no 16-bit number.
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
@@ -158,7 +163,7 @@ class Caster:
                         outs[0].normed = plan.is_normed(eqn, ins)
                     if plan.evens_out(eqn, outs[0].normed):
                         outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
-                if plan.hands_on_pooled(eqn):
+                if name in POOLS and wants != ("stored",):  # others read it too
                     outs = [self.pooled(outs[0], wants[0])]
                 return self.as_read(eqn, outs, wants, plan)
 
@@ -197,10 +202,10 @@ class Caster:
             else:
                 note_origin(eqn, ins, outs, self.dtype)
                 note_sent_back(eqn, ins, outs, rule == "deny")
-            if eqn.primitive.name in EXACT and any(x.kept is not None for x in ins):
+            if eqn.primitive.name in EXACT and any([x.kept is not None for x in ins]):
                 for out in outs:
                     out.kept = () if out.narrow else None
-        if any(value.linear for value in ins):
+        if any([value.linear for value in ins]):
             for out in outs:
                 out.linear = True
         return outs
@@ -319,7 +324,7 @@ class Caster:
 
     def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
         """Whether an operation of the infer list runs in 16 bits."""
-        if not any(value.narrow or value.follows for value in ins) or is_power(eqn):
+        if not any([value.narrow or value.follows for value in ins]) or is_power(eqn):
             return False
         name, compared = eqn.primitive.name, only_compared(eqn)
         operands = zip(ins, eqn.invars, strict=True)

@@ -54,9 +54,9 @@ def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
 
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
     """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
-    if _jaxpr.is_computed_again(eqn):
+    if BACKWARD not in scopes and not _jaxpr.is_transposed(eqn):
         return False
-    return BACKWARD in scopes or _jaxpr.is_transposed(eqn)
+    return not _jaxpr.is_computed_again(eqn)
 
 
 def marks(scopes: Scopes) -> Scopes:

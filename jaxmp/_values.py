@@ -289,19 +289,21 @@ def note_origin(
         return
     floats, fit = [], True
     exact = eqn.primitive.name in EXACT
-    mixes = exact or (eqn.primitive.name in LEAVES_RANGE and not is_steep_power(eqn))
     for value, var in zip(ins, eqn.invars, strict=True):
-        if is_inexact(var) and value.scalar is None:
+        if value.scalar is None and is_inexact(var):
             floats.append(value)
-        elif is_float32(var):
-            fit &= not exact or value.fits(dtype)  # not a mask of -1e9
-    outside = all(value.outside for value in floats)
-    if mixes and any(value.narrow for value in floats):
-        follows = all(v.narrow or v.outside or v.follows for v in floats)
+        elif exact and is_float32(var):
+            fit &= value.fits(dtype)  # not a mask of -1e9
+    outside = all([value.outside for value in floats])
+    if not fit:
+        follows = False
+    elif any([value.narrow for value in floats]) and (
+        exact or (eqn.primitive.name in LEAVES_RANGE and not is_steep_power(eqn))
+    ):
+        follows = all([v.narrow or v.outside or v.follows for v in floats])
     else:
-        follows = all(value.outside or value.follows for value in floats)
-        follows &= any(value.follows for value in floats) or looks_up_rows(eqn)
-    follows &= fit
+        follows = all([value.outside or value.follows for value in floats])
+        follows &= any([value.follows for value in floats]) or looks_up_rows(eqn)
     for out in wide:
         out.outside, out.follows = outside, follows
 
@@ -330,31 +332,32 @@ def note_sent_back(
         if name in TOTALS:
             outs[0].summed = ins[0].sent_back or ins[0].summed
         return
-    floats = [
+    computed = [
         value
         for i, (value, var) in enumerate(zip(ins, eqn.invars, strict=True))
-        if is_float32(var) and i != compared
+        if value.scalar is None and i != compared and is_float32(var)
     ]
-    computed = [value for value in floats if value.scalar is None]
-    sent = [value for value in computed if value.sent_back]
-    made = [value for value in computed if value.sent_back or value.summed]
     if not computed:
         return
-    if name in SCALES:
+    sent = [value for value in computed if value.sent_back]
+    made = [value for value in computed if value.sent_back or value.summed]
+    if not made:
+        sent_back = summed = False
+    elif name in SCALES:
         given = any(x.outside for x in computed)
-        far = any(is_far(value.scalar) for value in floats)
+        far = any(is_far(value.scalar) for value in ins)
         sent_back = bool(sent) and not far and not given
         # Divided by how many there are, copies of a mean may be added to all of them.
-        averages = divisor(eqn) is not None and abs(floats[1].scalar or 0) > 1
-        summed = bool(made) and (not far or averages)
+        averages = divisor(eqn) is not None and abs(ins[1].scalar or 0) > 1
+        summed = not far or averages
     else:
         summed = len(made) == len(computed)
         adds = name in JOINS_TERMS and summed and bool(sent)
         sent_back = adds or len(sent) == len(computed)
     # What is multiplied by other numbers has been rounded alike all the same.
     leading = (name in SCALES and sent) or computed
-    copied = all(value.copied for value in leading)
-    copies = name in COPIES | STRETCHES
+    copied = all([value.copied for value in leading])
+    copies = name in COPIES or name in STRETCHES
     size = max(value.array.size for value in leading) if copies else 0
     for out in outs:
         out.sent_back, out.summed = sent_back, summed
@@ -363,7 +366,7 @@ def note_sent_back(
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:
     """Returns what every entry of the result equals, or None."""
-    if not ins or any(value.scalar is None for value in ins):
+    if not ins or any([value.scalar is None for value in ins]):
         return None
     name, scalars = eqn.primitive.name, [value.scalar for value in ins]
     if name in FOLDS:
