@@ -156,7 +156,7 @@ class Caster:
                 if joins and not is_backward(eqn, scopes):
                     if rule == "infer":
                         outs[0].normed = plan.is_normed(eqn, ins)
-                    if plan.evens_out(eqn, outs[0].normed):
+                    if plan.evens_out(eqn, outs[0].normed, scopes):
                         outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if plan.hands_on_pooled(eqn):
                     outs = [self.pooled(outs[0], wants[0])]
