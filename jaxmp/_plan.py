@@ -19,9 +19,11 @@ from ._op_lists import (
     COMPARES,
     ERRORS,
     EXACT,
+    FACTORS,
     JOINS,
-    JOINS_TERMS,
     REVERSES,
+    SCALES,
+    SHIFTS,
     SUMS_WINDOWS,
     TOTALS,
     VIEWS,
@@ -34,7 +36,7 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
-from ._uses import IN_16BIT, USES, Use, Want
+from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
 # value on whose type alone changes, go inside, or leave it in its original dtypes.
@@ -51,6 +53,7 @@ class Plan:
         wants: For each of them, what each of its outputs is wanted for.
         uses: For each variable that is read, what its readers do with it.
         rounds: Whether every product returns 16 bits.
+        returned: Variables that are returned to who may need all their digits.
     """
 
     eqns: Sequence[Equation]
@@ -58,6 +61,7 @@ class Plan:
     wants: Sequence[tuple[Want, ...]]
     uses: Mapping[Any, int]
     rounds: bool = False
+    returned: frozenset[Any] = frozenset()
 
     def use(self, var: Any) -> int:
         """Tells what the readers of ``var`` do with it."""
@@ -119,7 +123,7 @@ class Plan:
         compares += [other.primitive.name in COMPARES for other in readers]
         return len(readers) - sum(compares) > 1
 
-    def evens_out(self, eqn: Equation, normed: bool) -> bool:
+    def evens_out(self, eqn: Equation, normed: bool, scopes: Scopes) -> bool:
         """Tells whether ``eqn`` computes means of windows, or what a mean is taken of.
 
         Rounding leaves a mean what it is, but for its last digits, and what is then
@@ -129,22 +133,95 @@ class Plan:
         Args:
             eqn: The equation.
             normed: Whether it returns what a norm does, or an activation of that.
+            scopes: Named scopes around it.
         """
+        (out, *_) = eqn.outvars
         if normed:
-            readers = [other for other in self.eqns if eqn.outvars[0] in other.invars]
-            means = [other for other in readers if other.primitive.name in TOTALS]
-            wants = {self.want(*mean.outvars) for mean in means}
-            terms = any(other.primitive.name in JOINS_TERMS for other in readers)
-            return bool(wants) and "digits" not in wants and not terms
+            return self._is_averaged(out, scopes)
         if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
             return False
         total = self._definition(eqn.invars[0])
         if total is None or total.primitive.name not in SUMS_WINDOWS:
             return False
         made = self._definition(total.invars[0])
-        while made is not None and made.primitive.name in JOINS | VIEWS:  # a bias
+        while made is not None and self._keeps_range(made):
             made = self._definition(made.invars[0])
-        return made is not None and made.primitive.name in PRODUCTS
+        if made is None or made.primitive.name not in PRODUCTS:
+            return False
+        return not self._is_taken_away(out)
+
+    def _is_averaged(self, var: Any, scopes: Scopes) -> bool:
+        """Tells whether means of ``var`` are taken for products, and no one needs more.
+
+        Other readers are products, and who multiplies it for products, or in the
+        backward pass. Any other may look at the last digits, also one out of sight.
+        """
+        averages, rest = False, [var]
+        while rest:
+            var = rest.pop()
+            if var in self.returned or self.use(var) & Use.REGION:
+                return False
+            for other, rule in self._readers.get(var, ()):
+                name = other.primitive.name
+                if name in VIEWS or rule == "retype":
+                    rest.extend(other.outvars)
+                elif name in TOTALS:
+                    averages = True
+                    if not self._is_mean_for_products(*other.outvars):
+                        return False
+                elif name in FACTORS and rule == "infer":
+                    wanted = self.want(*other.outvars)
+                    if wanted not in FOR_BACKWARD and not is_backward(other, scopes):
+                        return False
+                elif rule != "allow":
+                    return False
+        return averages
+
+    def _is_mean_for_products(self, total: Any) -> bool:
+        """Tells whether products alone take a sum, or what it is by a number."""
+        while self.want(total) not in FOR_BACKWARD:
+            readers = self._readers.get(total, ())
+            if len(readers) != 1 or total in self.returned:
+                return False
+            ((reader, _),) = readers
+            numbers = all(isinstance(x, _jaxpr.Literal) for x in reader.invars[1:])
+            if reader.primitive.name not in VIEWS | SCALES or not numbers:
+                return False
+            (total,) = reader.outvars
+        return True
+
+    def _keeps_range(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` moves one value, or adds a bias to it."""
+        value, *others = eqn.invars
+        if eqn.primitive.name in VIEWS:
+            return not any(
+                is_float32(x) and not isinstance(x, _jaxpr.Literal) for x in others
+            )
+        if eqn.primitive.name not in JOINS:
+            return False
+        (bias,) = others
+        size = bias.aval.size
+        while (made := self._definition(bias)) is not None:
+            if made.primitive.name not in VIEWS or len(made.invars) != 1:
+                return False
+            bias = made.invars[0]
+            size = min(size, bias.aval.size)
+        return size < value.aval.size
+
+    def _is_taken_away(self, var: Any) -> bool:
+        """Tells whether ``var`` is subtracted from something, or may be, elsewhere."""
+        rest = [var]
+        while rest:
+            var = rest.pop()
+            if var in self.returned:
+                return True
+            for other, _ in self._readers.get(var, ()):
+                name = other.primitive.name
+                if name in VIEWS and len(other.invars) == 1:
+                    rest.extend(other.outvars)
+                elif name in SHIFTS - JOINS and var is other.invars[1]:
+                    return True
+        return False
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
@@ -208,6 +285,15 @@ class Plan:
         if isinstance(atom, _jaxpr.Literal):
             return None
         return self._definitions.get(atom)
+
+    @functools.cached_property
+    def _readers(self) -> dict[Any, list[tuple[Equation, Rule]]]:
+        readers: dict[Any, list[tuple[Equation, Rule]]] = {}
+        for eqn, rule in zip(self.eqns, self.rules, strict=True):
+            for atom in eqn.invars:
+                if not isinstance(atom, _jaxpr.Literal):
+                    readers.setdefault(atom, []).append((eqn, rule))
+        return readers
 
     @functools.cached_property
     def _definitions(self) -> dict[Any, Equation]:

@@ -50,7 +50,7 @@ from ._scopes import (
     marks,
 )
 from ._trips import Factor, bounds, factors
-from ._uses import FOR_PRODUCT, IN_16BIT, USES, Use, Want
+from ._uses import FOR_BACKWARD, FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -252,7 +252,13 @@ class Planner:
         wants: list[tuple[Want, ...]] = []
         uses: dict[Any, int] = {}
         eqns = self._hoisted(jaxpr, scopes)
-        plan = Plan(eqns, rules, wants, uses, self.ops.rounds_products)
+        returned = frozenset(
+            var
+            for var, want in zip(_jaxpr.open_jaxpr(jaxpr).outvars, wanted, strict=False)
+            if want not in FOR_BACKWARD and not isinstance(var, _jaxpr.Literal)
+        )
+        rounds = self.ops.rounds_products
+        plan = Plan(eqns, rules, wants, uses, rounds, returned)
 
         def note(var, use):
             if isinstance(var, _jaxpr.Literal):

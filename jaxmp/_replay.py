@@ -161,7 +161,7 @@ class Caster:
                 if joins and not is_backward(eqn, scopes):
                     if rule == "infer":
                         outs[0].normed = plan.is_normed(eqn, ins)
-                    if plan.evens_out(eqn, outs[0].normed):
+                    if plan.evens_out(eqn, outs[0].normed, scopes):
                         outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if name in POOLS and wants != ("stored",):  # others read it too
                     outs = [self.pooled(outs[0], wants[0])]

@@ -59,6 +59,10 @@ IN_16BIT: frozenset[Want] = frozenset(
 FOR_PRODUCT: frozenset[Want] = frozenset(
     want for want, use in USES.items() if use & Use.PRODUCT
 )
+# What products alone take, or the backward pass multiplies by for 16 bits.
+FOR_BACKWARD: frozenset[Want] = frozenset(
+    {"stored", "summed", "kept", "factor", "multiplied"}
+)
 # What a scan stacks for readers who need no more than 16 bits.
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
 # What may be stored in 16 bits: nobody who reads it needs more.

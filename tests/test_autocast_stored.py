@@ -1102,6 +1102,48 @@ def test_what_else_a_mean_is_taken_of_is_not_rounded(fun):
     assert not firmly_rounded_in(jaxmp.autocast(fun, jnp.float16), W, X)
 
 
+def beside(reader):
+    """Returns what ``reader`` makes of activations, of which a gate takes means."""
+
+    def fun(w, x):
+        h = jax.nn.relu(layer_norm(x @ w) * 0.02 + 0.9)  # all near 0.9
+        mean = h.mean(0)
+        return jnp.tanh(h @ w) * (mean @ w), reader(h, mean)
+
+    return fun
+
+
+def returned_by_jit(w, x):
+    @jax.jit
+    def activations(x):
+        h = jax.nn.relu(layer_norm(x @ w) * 0.02 + 0.9)
+        return h, h.mean(0)
+
+    h, mean = activations(x)
+    return jnp.tanh(h @ w) * (mean @ w), h - mean
+
+
+# Readers who make much of the last digits, or may, out of sight.
+NEED_DIGITS = {
+    "returned": beside(lambda h, mean: h),
+    "returned by jit": returned_by_jit,
+    "a variance": beside(lambda h, mean: jnp.var(h, 0)),
+    "a difference behind a view": beside(lambda h, mean: h.T - mean[:, None]),
+    "a difference behind a scale": beside(lambda h, mean: 2 * h - 2 * mean),
+    "a difference of squares": beside(lambda h, mean: (h * h).mean(0) - mean**2),
+    "a difference in jit": beside(lambda h, mean: jax.jit(jnp.subtract)(h, mean)),
+    "a comparison": beside(lambda h, mean: h > mean),
+    "a search": beside(lambda h, mean: h.argmax(0)),
+    "a sort": beside(lambda h, mean: jnp.sort(h, 0)),
+    "a sum that is compared": beside(lambda h, mean: h.sum(1) - h.sum(1)[0]),
+}
+
+
+@pytest.mark.parametrize("fun", NEED_DIGITS.values(), ids=NEED_DIGITS.keys())
+def test_an_activation_beside_its_mean_keeps_digits_for_other_readers(fun):
+    assert not firmly_rounded_in(jaxmp.autocast(fun, HALF), W, X)
+
+
 def window_sums(h, count=1.0):
     window = (1, 2, 1, 1)
     image = h.reshape(1, 4, 8, 1)
@@ -1132,6 +1174,31 @@ def test_means_of_windows_of_a_product_are_stored_in_16_bits(dtype):
 )
 def test_other_sums_of_windows_are_not(pool):
     assert not firmly_rounded_in(jaxmp.autocast(joined(pool), jnp.float16), W, X)
+
+
+FAR_OR_EXACT = {
+    "added to what is far": lambda w, x: joined(
+        lambda h: window_sums(h + 1e6 * jnp.exp(h), 2)
+    )(w, x),
+    "beside what is far": lambda w, x: joined(
+        lambda h: window_sums(jnp.concatenate([h[:2], 1e6 * jnp.exp(h[2:])]), 2)
+    )(w, x),
+    "taken away": lambda w, x: taken_away(w, x)[::2],
+    "returned": lambda w, x: taken_away(w, x)[:2],
+}
+
+
+def taken_away(w, x):
+    h = x @ w + 3.0
+    means = window_sums(h, 2)
+    return layer_norm(means) @ w, means, h.reshape(2, 2, 8) - means[:, None]
+
+
+@pytest.mark.parametrize("fun", FAR_OR_EXACT.values(), ids=FAR_OR_EXACT.keys())
+def test_means_of_windows_keep_range_and_digits_for_other_readers(fun):
+    cast = jaxmp.autocast(fun, jnp.float16)
+    assert not firmly_rounded_in(cast, W, X)
+    assert all(jnp.isfinite(out).all() for out in jax.tree.leaves(jax.jit(cast)(W, X)))
 
 
 def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm():
