@@ -4,17 +4,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from jaxmp import _jaxpr
-from jaxmp._trips import bounds, compounded
+from jaxmp._op_lists import DEFAULT_OPS
+from jaxmp._planner import Planner
+from jaxmp._trips import bounds
+from jaxmp._uses import Use
 
 X = jnp.ones((4, 4))
 
 
 def multiplies_the_carry(step, carry: Any = X, r: Any = X):
-    """Returns which of two inputs a scan multiplies what it carries by, over and over.
+    """Returns which of two inputs keep their digits, since a scan multiplies by them.
 
     They are the second and the third input of each trip.
     """
@@ -22,11 +26,15 @@ def multiplies_the_carry(step, carry: Any = X, r: Any = X):
     def fun(carry, r, s):
         return lax.scan(lambda c, x: (step(c, *x), None), carry, (r, s))[0]
 
-    eqns = jax.make_jaxpr(fun)(carry, r[None], X[None]).eqns
-    (loop,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-    found = compounded(loop, lambda eqn, _: eqn.primitive.name == "dot_general", ())
-    first = _jaxpr.call_layout(loop).fixed_in.stop
-    return {i - first for i in found}
+    jaxpr = jax.make_jaxpr(fun)(carry, r[None], X[None])
+    planner = Planner(np.dtype(jnp.bfloat16), DEFAULT_OPS)
+    planner.find_factors(jaxpr, ())
+    (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    layout = _jaxpr.call_layout(loop)
+    (body,) = layout.bodies
+    plan = planner.plan(body.jaxpr, ("original",) * len(loop.outvars))
+    inputs = _jaxpr.in_vars(body.jaxpr)[layout.fixed_in.stop :]
+    return {i for i, var in enumerate(inputs) if plan.use(var) & Use.DIGITS}
 
 
 def inner_loop(c, r, s):
