@@ -55,16 +55,17 @@ def factors(
 
         def apply(eqn: Equation, ins: list[_Path]) -> list[_Path]:
             here = scopes + _jaxpr.scope_names(eqn)
-            evens_out = eqn.primitive.name in TOTALS or is_product(eqn, here)
-            if evens_out and not shared:
+            multiplies = is_product(eqn, here)
+            if not shared and (multiplies or eqn.primitive.name in TOTALS):
                 return [_Path({}, var.aval.size) for var in eqn.outvars]
             if _jaxpr.call_kind(eqn):
                 return around(eqn, ins, inside(eqn, here), shared)
             trails = [path.trail for path in ins]
             if eqn.primitive.name in FACTORS or is_outer_product(eqn):
                 trails = _multiplied(eqn, ins, owner, shared)
-            size = max((path.size for path in ins), default=math.inf)
-            trail = _sum_of(trails)
+            # A product of a large batch has numbers of its own, whatever it is made of.
+            sizes = [] if multiplies else [path.size for path in ins]
+            size, trail = max(sizes, default=math.inf), _sum_of(trails)
             return [_Path(trail, min(size, var.aval.size)) for var in eqn.outvars]
 
         return _jaxpr.interpret(

@@ -278,3 +278,24 @@ def test_a_while_multiplies_what_it_carries_by_all_digits_of_a_gate():
     w, x = jax.random.normal(jax.random.key(6), (2, 8, 8))
     found = jax.jit(jaxmp.autocast(fun, BF16))(w, x)
     assert relative_error(found, jax.jit(fun)(w, x)) < 0.006
+
+
+def test_layers_of_a_scanned_stream_have_no_gates():
+    """What products compute of the stream multiplies nothing on the way around."""
+
+    def stream(p, x):
+        def layer(x, _):
+            y = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+            return x + jax.nn.gelu(y @ p["up"] + p["bias"]) @ p["down"], None
+
+        return lax.scan(jax.checkpoint(layer), x, length=3)[0].mean()
+
+    p = {"up": jnp.ones((8, 32)), "bias": jnp.ones(32), "down": jnp.ones((32, 8))}
+    eqns = traced(jaxmp.autocast(jax.grad(stream), BF16), p, jnp.ones((64, 8)))
+    hidden = [
+        eqn.outvars[0].aval
+        for eqn in eqns
+        if eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.shape == (64, 32)
+    ]
+    assert hidden
+    assert {aval.dtype for aval in hidden} == {BF16}
