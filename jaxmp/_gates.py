@@ -45,7 +45,7 @@ class _Rows:
     """
 
     def __init__(self):
-        self.found: set[int] = set()  # by `id`: equations are compared by content
+        self.found: set[Equation] = set()
         self.owners: list[Any] = []  # jaxprs that no other one calls
         self._counts: dict[Any, tuple[int, ...]] = {}
 
@@ -97,13 +97,12 @@ class _Rows:
             elif name in FACTORS:
                 read = [x for x in eqn.invars if not isinstance(x, _jaxpr.Literal)]
                 n = counts.get(eqn.outvars[0], 0)
-                if len(read) > 1:
-                    here = scopes + _jaxpr.scope_names(eqn)
-                    n += not is_backward(eqn, here)
+                here = scopes + _jaxpr.scope_names(eqn)
+                if len(read) > 1 and not is_backward(eqn, here):
+                    n += 1
                     if n > OFTEN:
-                        self.found.add(id(eqn))
-                if n:
-                    note(read, [min(n, OFTEN + 1)] * len(read))
+                        self.found.add(eqn)
+                note(read, [min(n, OFTEN + 1)] * len(read))
             elif name in LINEAR or _jaxpr.is_cast(eqn):
                 note(eqn.invars, [counts.get(eqn.outvars[0], 0)] * len(eqn.invars))
         return tuple([counts.get(var, 0) for var in owner.invars])
@@ -115,7 +114,7 @@ class _Gates:
     Each jaxpr is gone through once for what its inputs may be.
     """
 
-    def __init__(self, multiplications: set[int]):
+    def __init__(self, multiplications: set[Equation]):
         self.found: set[Factor] = set()
         self._multiplications = multiplications
         self._kinds: dict[Any, dict[Any, int]] = {}
@@ -128,7 +127,7 @@ class _Gates:
             for eqn in owner.eqns:
                 found = self._kinds_of(eqn, kinds, owner)
                 kinds.update(zip(eqn.outvars, found, strict=True))
-                if id(eqn) in self._multiplications:
+                if eqn in self._multiplications:
                     self._mark(owner, eqn.invars, _read(kinds, eqn.invars))
             self._kinds[owner, ins] = kinds
         return self._kinds[owner, ins]

@@ -220,7 +220,7 @@ class _Loop:
         """Returns the scan without some carried sums, and the equations after it."""
         loop, body, start, stop = self.loop, self.body, self.start, self.stop
         kept = [i for i in range(stop - start) if i not in chosen]
-        length, moved = loop.params["length"], set(map(id, later))
+        length, moved = loop.params["length"], set(later)
         new = {
             var: Var(_jaxpr.stacked_aval(var.aval, length))
             for eqn in later
@@ -236,7 +236,7 @@ class _Loop:
         trip = body.replace(
             invars=inputs(body.invars),
             outvars=outputs(body.outvars, new),
-            eqns=[eqn for eqn in body.eqns if id(eqn) not in moved],
+            eqns=[eqn for eqn in body.eqns if eqn not in moved],
         )
         ins, outs = inputs(loop.invars), outputs(loop.outvars, new.values())
         parts = [_jaxpr.scan_with(loop, trip, len(kept), ins, outs)]
