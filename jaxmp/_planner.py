@@ -1,7 +1,7 @@
 """Making plans: the rule of each equation, and what each value is wanted for."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ._gates import gates_in_row
 from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    ADDS_AT,
     ADDS_UP,
     CALLS,
     COMPARES,
@@ -327,8 +328,12 @@ class Planner:
         dropped = None
         if rule == "infer" and after.wants[-1] == ("stored",):
             dropped = after.drops_out(eqn)
+        # A scatter takes what it adds to, the places, and the terms.
+        terms = 2 if self._sums_up(eqn, ADDS_AT, after, scopes) else None
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
+            if i == terms:
+                uses = Use.OTHERWISE | Use.TOTALS | Use.IN_16BIT
             if i == dropped:
                 uses = uses & ~Use.COMPUTES | Use.PRODUCT
             yield var, Use.OTHERWISE if i == compared else uses
@@ -344,8 +349,7 @@ class Planner:
             use |= Use.DIGITS
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
-        total = name in TOTALS and is_backward(eqn, scopes)
-        if total and "digits" not in wanted and not self._is_kept(scopes):
+        if self._sums_up(eqn, TOTALS, after, scopes):
             return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
             use |= Use.OTHERWISE | Use.COMPUTES
@@ -385,6 +389,16 @@ class Planner:
             return use | Use.COMPUTES
         wide = Use.NOTHING if use & Use.IN_16BIT else Use.WIDE
         return use | Use.MULTIPLIES | wide
+
+    def _sums_up(
+        self, eqn: Equation, names: Set[str], after: Plan, scopes: Scopes
+    ) -> bool:
+        """Tells whether ``eqn``, one of ``names``, sums up what may have been rounded.
+
+        In the backward pass, and for who needs no digits of the sum.
+        """
+        named = eqn.primitive.name in names and is_backward(eqn, scopes)
+        return named and "digits" not in after.wants[-1] and not self._is_kept(scopes)
 
     def _rounds_slope(self, eqn: Equation, after: Plan, scopes: Scopes) -> bool:
         """Tells whether what ``eqn`` is computed from may be rounded, as for `erf`."""

@@ -1,6 +1,8 @@
-"""The gradient of a lookup in each row is a choice, and the same number.
+"""The gradients of lookups.
 
-As a scatter it would be written in float32 before products take it in 16 bits.
+That of one number in each row is a choice, and the same number. As a scatter it would
+be written in float32 before products take it in 16 bits. That of a row of a table adds
+up in float32 what products send back in 16 bits.
 """
 
 import jax
@@ -11,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import traced
+from benchmarks.measure import relative_error, traced
 from conftest import normal, rest_is_evidence
 
 # Both are exact in float16, and so is their product.
@@ -156,3 +158,99 @@ def test_the_gradient_of_logits_is_stored_as_the_products_take_it(dtype):
     (total,) = (var for var in sums if var.aval.shape == X.shape)
     readers = [eqn for eqn in eqns if total in eqn.invars]
     assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
+
+
+TABLE, W = normal(4, 6, 8), normal(5, 8, 8, scale=1 / 3)
+ROWS = jnp.array([0, 3, 3, -1, 2, 3])
+
+
+def looked_up(table, w):
+    return jnp.tanh(table[ROWS] @ w)
+
+
+def differences(table, w):
+    """What the edges of a graph see of its nodes."""
+    return jax.nn.gelu((table[ROWS] - table[ROWS[::-1]]) @ w)
+
+
+def taken_for_two(table, w):
+    rows = jnp.take(table, ROWS, axis=0)
+    return jnp.tanh(rows @ w) * jax.nn.gelu(rows @ w.T)
+
+
+def scanned(table, w):
+    def step(h, x):
+        h = jnp.tanh(x @ w + h)
+        return h, h
+
+    return lax.scan(step, jnp.zeros((2, 8)), table[ROWS.reshape(3, 2)])[1]
+
+
+TABLES = {
+    "a layer": looked_up,
+    "a remat": jax.checkpoint(looked_up),
+    "two layers": taken_for_two,
+    "a graph": differences,
+    "a recurrent layer": scanned,
+}
+
+
+def sent_to_scatters(fun, *args):
+    """Returns the dtypes from which what scatters add has been widened."""
+    eqns = list(traced(fun, *args))
+    added = {e.invars[2] for e in eqns if e.primitive.name == "scatter-add"}
+    assert added
+    views = ("transpose", "reshape", "copy")
+    while any(e.primitive.name in views and e.outvars[0] in added for e in eqns):
+        moved = [e for e in eqns if e.primitive.name in views]
+        added = {
+            next((e.invars[0] for e in moved if e.outvars[0] is var), var)
+            for var in added
+        }
+    found = {
+        e.invars[0].aval.dtype
+        for e in eqns
+        if e.primitive.name == "convert_element_type" and e.outvars[0] in added
+    }
+    return found or {var.aval.dtype for var in added}
+
+
+@pytest.mark.parametrize("lookup", rest_is_evidence(TABLES, "a layer", "a graph"))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_products_send_back_to_a_lookup_is_stored_in_16_bits(lookup, dtype):
+    def loss(table, w):
+        return (lookup(table, w) ** 2).sum()
+
+    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
+    assert sent_to_scatters(grad, TABLE, W) == {np.dtype(dtype)}
+    found = jax.jit(grad)(TABLE, W)
+    for grad, expected in zip(found, jax.grad(loss, (0, 1))(TABLE, W), strict=True):
+        assert grad.dtype == jnp.float32
+        assert relative_error(grad, expected) < 4 * float(jnp.finfo(dtype).eps)
+
+
+def test_what_is_sent_back_to_a_lookup_adds_up_in_float32():
+    rows = jnp.zeros(4096, int)
+
+    def loss(table, w):
+        return (table[rows] @ w).mean()
+
+    found = jax.jit(jaxmp.autocast(jax.grad(loss), "bfloat16"))(TABLE, W)
+    # In bfloat16 the sum would end at 256 of its 4096 terms.
+    assert relative_error(found, jax.grad(loss)(TABLE, W)) < 0.01
+
+
+FLOAT32 = {
+    "a float32 region": lambda table, w: jax.grad(
+        lambda t: jnp.tanh(jaxmp.float32_region(lambda t: t[ROWS])(t) @ w).sum()
+    )(table),
+    "a logarithm": lambda table, w: jnp.log(
+        1 + jax.grad(lambda t: looked_up(t, w).sum())(table)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOAT32)
+def test_what_needs_the_digits_of_a_gradient_of_a_lookup_keeps_them(name):
+    cast = jaxmp.autocast(FLOAT32[name], "bfloat16")
+    assert sent_to_scatters(cast, TABLE, W) == {np.dtype(np.float32)}
