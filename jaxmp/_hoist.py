@@ -26,8 +26,6 @@ from ._scopes import Scopes, inside, is_backward
 _SAVED = 8
 # Bytes that it moves instead: what it stacks is written and read in 16 bits.
 _STACKED = 4
-# It is to save as many times what it moves instead: stacks take memory, sums do not.
-_WORTH = 4
 
 
 def hoisted(
@@ -194,8 +192,7 @@ class _Loop:
             for var in self._new(eqn):
                 saved[var] += _SAVED * eqn.outvars[0].aval.size
                 needed[var] |= sums
-        price = _WORTH * _STACKED
-        dear = [x for x, n in saved.items() if n <= price * x.aval.size]
+        dear = [x for x, n in saved.items() if n <= _STACKED * x.aval.size]
         return set[int]().union(*(needed[var] for var in dear))
 
     def _new(self, eqn: Equation) -> list[Any]:

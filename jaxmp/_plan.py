@@ -81,6 +81,8 @@ class Plan:
         use = self.uses.get(var, Use.NOTHING)
         if use & Use.DIGITS:
             return "digits"
+        if use & Use.GATE:
+            return "gate"
         if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
             return "multiplied"
         if use & ~Use.OTHERWISE == USES["factor"]:

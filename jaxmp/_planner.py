@@ -24,6 +24,7 @@ from ._op_lists import (
     HANDS_ON,
     JOINS,
     PICKS,
+    SQUASHES,
     STARTS,
     STEEP,
     TOTALS,
@@ -51,7 +52,7 @@ from ._scopes import (
     marks,
 )
 from ._trips import Factor, bounds, factors
-from ._uses import FOR_BACKWARD, FOR_PRODUCT, IN_16BIT, USES, Use, Want
+from ._uses import EXACT, FOR_BACKWARD, FOR_PRODUCT, IN_16BIT, USES, Use, Want
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -240,7 +241,7 @@ class Planner:
                     body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
                 )
                 if i in layout.fixed_in
-                and self.plan(body.jaxpr, inside, scopes).use(var) & Use.DIGITS
+                and self.plan(body.jaxpr, inside, scopes).use(var) & Use.EXACT
             }
             if all(inside[i] == "digits" for i in digits):
                 return inside
@@ -265,11 +266,11 @@ class Planner:
             if isinstance(var, _jaxpr.Literal):
                 return
             if var in multiply:
-                use |= Use.DIGITS
+                use |= Use.GATE
             if not is_float32(var):
                 use &= ~(Use.PRODUCT | Use.IN_16BIT)
                 if not is_inexact(var):
-                    use &= ~Use.DIGITS
+                    use &= ~Use.EXACT
             uses[var] = uses.get(var, Use.NOTHING) | use
 
         body = _jaxpr.open_jaxpr(jaxpr)
@@ -347,6 +348,9 @@ class Planner:
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         if handed and "digits" in wanted:
             use |= Use.DIGITS
+        # A gate of 0.9975 is off by less than a 16-bit logit: 6 is 5.99, not 5.5.
+        if handed and "gate" in wanted and name not in SQUASHES:
+            use |= Use.GATE
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
         if self._sums_up(eqn, TOTALS, after, scopes):
@@ -366,7 +370,7 @@ class Planner:
         for var in eqn.outvars:
             moved |= after.use(var)
         if views:
-            return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.DIGITS)
+            return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.EXACT)
         use |= Use.OTHERWISE
         if picks:
             if multiplied:
@@ -398,12 +402,12 @@ class Planner:
         In the backward pass, and for who needs no digits of the sum.
         """
         named = eqn.primitive.name in names and is_backward(eqn, scopes)
-        return named and "digits" not in after.wants[-1] and not self._is_kept(scopes)
+        return named and EXACT.isdisjoint(after.wants[-1]) and not self._is_kept(scopes)
 
     def _rounds_slope(self, eqn: Equation, after: Plan, scopes: Scopes) -> bool:
         """Tells whether what ``eqn`` is computed from may be rounded, as for `erf`."""
         wanted = after.wants[-1]
-        free = "digits" not in wanted and not self._is_kept(scopes)
+        free = EXACT.isdisjoint(wanted) and not self._is_kept(scopes)
         return free and after.is_slope_of_erf(eqn)
 
     def _uses_inside(
@@ -424,7 +428,7 @@ class Planner:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
                 if i in layout.fixed_in:
-                    lasting = Use.DIGITS | Use.REGION
+                    lasting = Use.EXACT | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use
 
@@ -433,7 +437,7 @@ class Planner:
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
         plan = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes)
         inner = _jaxpr.in_vars(jaxpr)
-        return {i for i, var in enumerate(inner) if plan.use(var) & Use.DIGITS}
+        return {i for i, var in enumerate(inner) if plan.use(var) & Use.EXACT}
 
     def _is_product(self, eqn: Equation, scopes: Scopes) -> bool:
         return self.rule(eqn, scopes) == "allow"

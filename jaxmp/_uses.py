@@ -24,6 +24,8 @@ class Use:
     TRIPS = 1 << 9
     # One multiplies by it in the backward pass, for who takes no 16 bits.
     WIDE = 1 << 10
+    GATE = 1 << 11  # it multiplies a number many times, or what is made of it does
+    EXACT = DIGITS | GATE
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.
@@ -38,6 +40,7 @@ Want = Literal[
     "multiplied",  # in 16 bits: multiplied by and summed up in the backward pass
     "original",  # nobody would take it in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
+    "gate",  # the same, because what multiplies a number many times is made of it
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
 ]
 USES: dict[Want, int] = {
@@ -51,6 +54,7 @@ USES: dict[Want, int] = {
     "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
     "original": Use.COMPUTES,
     "digits": Use.DIGITS | Use.COMPUTES,
+    "gate": Use.GATE | Use.COMPUTES,
     "rounded": Use.COMPUTES,
 }
 IN_16BIT: frozenset[Want] = frozenset(
@@ -65,5 +69,6 @@ FOR_BACKWARD: frozenset[Want] = frozenset(
 )
 # What a scan stacks for readers who need no more than 16 bits.
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
+EXACT: frozenset[Want] = frozenset({"digits", "gate"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
