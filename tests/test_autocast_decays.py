@@ -43,6 +43,17 @@ def slow_lstm(p, state, x):
     return (c, h), h
 
 
+def slow_lstm_in_one(p, state, x):
+    """All gates are parts of one product of the input and one of the state."""
+    c, h = state
+    of_input = x @ jnp.concatenate([p["w"], p["u"], p["v"], p["u"].T], axis=1)
+    of_state = h @ jnp.concatenate([p["v"], p["w"], p["u"], p["v"].T], axis=1)
+    forget, enter, leave, new = jnp.split(of_input + of_state, 4, axis=-1)
+    c = jax.nn.sigmoid(6 + forget) * c + 0.05 * jax.nn.sigmoid(enter) * jnp.tanh(new)
+    h = jax.nn.sigmoid(leave) * jnp.tanh(c)
+    return (c, h), h @ p["v"]
+
+
 def slow_gru(p, h, x):
     z = jax.nn.sigmoid(-6 + x @ p["w"] + h @ p["v"])
     h = (1 - z) * h + z * 5 * jnp.tanh(x @ p["u"])
@@ -167,6 +178,9 @@ SLOW = {
     "remat": scanned_by(jax.checkpoint),
     "cond": scanned_by(lambda f: f, trip_in_cond),
     "lstm": scanned_by(lambda f: f, slow_lstm, lambda xs: (xs[0] * 0, xs[0] * 0)),
+    "lstm in one": scanned_by(
+        lambda f: f, slow_lstm_in_one, lambda xs: (xs[0] * 0, xs[0] * 0)
+    ),
     "gru": scanned_by(lambda f: f, slow_gru),
     "gates outside": gates_outside,
     "matrix state": matrix_state,
@@ -195,6 +209,7 @@ def parameters_and_inputs():
         SLOW,
         "remat",
         "lstm",
+        "lstm in one",
         "gates outside",
         "matrix state",
         "fori_loop",
@@ -299,3 +314,26 @@ def test_layers_of_a_scanned_stream_have_no_gates():
     ]
     assert hidden
     assert {aval.dtype for aval in hidden} == {BF16}
+
+
+def test_gates_that_are_parts_of_one_product_leave_it_in_16_bits():
+    """What each gate is computed from may be rounded, as for the other parts."""
+    p, xs = parameters_and_inputs()
+    cast = jaxmp.autocast(jax.grad(lambda *a: SLOW["lstm in one"](*a).sum()), BF16)
+    eqns = list(traced(cast, p, xs))
+    made = [e.outvars[0].aval for e in eqns if e.primitive.name == "dot_general"]
+    assert {aval.dtype for aval in made if aval.shape == (4, 32)} == {BF16}
+    gates = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "logistic"]
+    assert gates.count(np.dtype(np.float32)) >= 1
+
+
+def test_a_logarithm_of_a_gate_is_computed_from_all_digits():
+    """Beside other parts of the same product that a product takes."""
+
+    def fun(w, x):
+        gate, other = jnp.split(x @ w, 2, axis=-1)
+        return jnp.log(jax.nn.sigmoid(gate)) + other @ other.T
+
+    eqns = traced(jaxmp.autocast(fun, BF16), jnp.ones((8, 8)), jnp.ones((4, 8)))
+    (product, _) = [e for e in eqns if e.primitive.name == "dot_general"]
+    assert product.outvars[0].aval.dtype == jnp.float32
