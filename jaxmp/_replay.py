@@ -37,6 +37,7 @@ from ._op_lists import (
 from ._plan import Plan, Rule
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
+from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
 from ._uses import IN_16BIT, STORED, Want
@@ -261,8 +262,8 @@ class Caster:
         """
         accumulates = "preferred_element_type" in eqn.params
         if not accumulates or not is_float32(eqn.outvars[0]):
-            outs = zip(_jaxpr.bind(eqn, operands), eqn.outvars, strict=True)
-            return [self.in_known_dtype(array, var) for array, var in outs]
+            outs = bind_narrow(eqn, operands, self.dtype)
+            return [*map(self.in_known_dtype, outs, eqn.outvars)]
         if want in IN_16BIT:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         if want == "rounded":
@@ -320,7 +321,7 @@ class Caster:
             self.operand(name, value, shape) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        return _jaxpr.bind(eqn, operands)
+        return bind_narrow(eqn, operands, self.dtype)
 
     def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
         """Whether an operation of the infer list runs in 16 bits."""
@@ -421,8 +422,7 @@ class Caster:
                 new = rewritten(tuple(not all(n) for n in narrow))
         jaxprs = [body.jaxpr for body in new]
         if kind == "scan":
-            late = self.planner.is_split(eqn)
-            arrays = scanned(eqn, ins, jaxprs[0], late=late)
+            arrays = scanned(eqn, ins, jaxprs[0], late=self.planner.is_split(eqn))
         else:
             arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
         if kind in ("scan", "while", "cond"):

@@ -3,11 +3,15 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import jaxmp
+from benchmarks.measure import traced
 from jaxmp._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
 
 FLOAT32 = Primitive("a_primitive_of_these_tests")
@@ -138,3 +142,32 @@ def test_rounded_products_are_a_value_of_the_lists():
     few = jaxmp.OpLists("dot_general", (), "add", rounds_products=True)
     names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
     assert eval(repr(few), names) == few
+
+
+X, ROWS = jnp.linspace(0.1, 1, 12).reshape(3, 4), jnp.array([0, 1, 1])
+# Each holds a function of two numbers, which was written for float32.
+REDUCE = {
+    "scatter-add": lambda h: jnp.zeros((2, 4)).at[ROWS].add(h),
+    "scatter-sub": lambda h: jnp.ones((2, 4)).at[ROWS].subtract(h),
+    "scatter-mul": lambda h: jnp.ones((2, 4)).at[ROWS[:2]].mul(h[:2]),
+    "scatter-min": lambda h: jnp.ones((2, 4)).at[ROWS].min(h),
+    "scatter-max": lambda h: jnp.zeros((2, 4)).at[ROWS].max(h),
+    "reduce": lambda h: lax.reduce(h, 0.0, lambda a, b: a + 1.5 * b, (0,))[None],
+    "reduce_window": lambda h: lax.reduce_window(
+        h, 0.0, lambda a, b: a + 1.5 * b, (2, 1), (1, 1), "VALID"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REDUCE)
+@pytest.mark.parametrize("move", [OpLists.with_infer, OpLists.with_allow])
+def test_reductions_and_scatters_run_in_16_bits_where_the_user_wants_it(name, move):
+    def fun(x, w):
+        return REDUCE[name](x @ w) @ w
+
+    cast = jaxmp.autocast(fun, "bfloat16", ops=move(DEFAULT_OPS, name))
+    eqns = traced(cast, X, jnp.eye(4))
+    (eqn,) = [eqn for eqn in eqns if eqn.primitive.name == name]
+    assert eqn.outvars[0].aval.dtype == jnp.bfloat16
+    found = jax.jit(cast)(X, jnp.eye(4))
+    np.testing.assert_allclose(found, fun(X, jnp.eye(4)), rtol=0.02)

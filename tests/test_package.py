@@ -43,6 +43,7 @@ ROWS = [
         "_policy",
         "_batch",
         "_planner",
+        "_reducers",
         "_rows",
         "_values",
         "_kept",
