@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .networks import Network, image_classifier, sequence_model
 
@@ -169,11 +170,58 @@ class DenseNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
+class GraphNetwork(nn.Module):
+    """Messages along the edges of a mesh, the same for each graph of a batch.
+
+    Battaglia et al., 2018, https://arxiv.org/abs/1806.01261.
+    """
+
+    nodes: int = 1024
+    degree: int = 8
+    width: int = 256
+    steps: int = 3
+    features: int = 16
+    classes: int = 16
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        """Maps ``[batch, nodes, features]`` to logits of each node."""
+        receivers = np.repeat(np.arange(self.nodes), self.degree)
+        away = np.random.default_rng(0).integers(1, self.nodes, receivers.size)
+        senders = (receivers + away) % self.nodes
+
+        def mlp(*parts):
+            y = jnp.concatenate(parts, axis=-1)
+            y = nn.silu(nn.Dense(self.width, dtype=self.dtype)(y))
+            y = nn.Dense(self.width, dtype=self.dtype)(y)
+            return nn.LayerNorm(dtype=self.dtype)(y)
+
+        nodes = mlp(x)
+        edges = mlp(nodes[:, senders] - nodes[:, receivers])
+        for _ in range(self.steps):
+            edges += mlp(edges, nodes[:, senders], nodes[:, receivers])
+            received = jnp.zeros_like(nodes).at[:, receivers].add(edges)
+            nodes += mlp(nodes, received)
+        return nn.Dense(self.classes, dtype=self.dtype)(nodes)
+
+
+def graphs(model: GraphNetwork, batch_size: int) -> Network:
+    """Returns a model that classifies the nodes of random graphs."""
+
+    def example(random):
+        x = random.standard_normal((model.nodes, model.features), np.float32)
+        return x, random.integers(model.classes, size=model.nodes, dtype=np.int32)
+
+    return Network(model, batch_size, example)
+
+
 MORE_FAMILIES: dict[str, Network] = {
     "bert": sequence_model(BERT(), 32),
     "mixer": image_classifier(Mixer(), 64, 224),
     "efficientnet": image_classifier(EfficientNet(), 64, 128),
     "densenet": image_classifier(DenseNet(), 64, 128),
+    "graph network": graphs(GraphNetwork(), 8),
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -184,4 +232,5 @@ MORE_SMALL: dict[str, Network] = {
         EfficientNet(((1, 8, 1, 1), (4, 12, 2, 2)), stem=8, head=32, classes=10), 8, 16
     ),
     "densenet": image_classifier(DenseNet((2, 2), growth=8, classes=10), 8, 32),
+    "graph network": graphs(GraphNetwork(16, 4, width=32, steps=2, classes=10), 4),
 }
