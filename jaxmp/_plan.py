@@ -87,6 +87,8 @@ class Plan:
             return "multiplied"
         if use & ~Use.OTHERWISE == USES["factor"]:
             return "factor"
+        if use & ~Use.OTHERWISE == USES["terms"]:
+            return "terms"
         if not use & Use.PRODUCT:
             return "16-bit" if use & Use.IN_16BIT else "original"
         if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):

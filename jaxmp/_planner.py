@@ -52,7 +52,16 @@ from ._scopes import (
     marks,
 )
 from ._trips import Factor, bounds, factors
-from ._uses import EXACT, FOR_BACKWARD, FOR_PRODUCT, IN_16BIT, USES, Use, Want
+from ._uses import (
+    EXACT,
+    FOR_BACKWARD,
+    FOR_PRODUCT,
+    IN_16BIT,
+    RETURNED,
+    USES,
+    Use,
+    Want,
+)
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
@@ -230,7 +239,7 @@ class Planner:
                 for want, limit in zip(wanted, limits, strict=True)
             )
         inside: tuple[Want, ...] = tuple(
-            "original" if want in IN_16BIT and i in carried else want
+            "original" if want in RETURNED and i in carried else want
             for i, want in enumerate(wanted)
         )
         while True:
@@ -334,7 +343,7 @@ class Planner:
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
             if i == terms:
-                uses = Use.OTHERWISE | Use.TOTALS | Use.IN_16BIT
+                uses = Use.OTHERWISE | USES["terms"]
             if i == dropped:
                 uses = uses & ~Use.COMPUTES | Use.PRODUCT
             yield var, Use.OTHERWISE if i == compared else uses
@@ -386,6 +395,8 @@ class Planner:
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):
             return use  # with a number
+        if name in ADDS_UP and wanted == ("terms",):
+            return use | USES["terms"]
         if name in JOINS or name in ADDS_UP:
             return use | Use.ADDS
         backward = name in FACTORS and is_backward(eqn, scopes)

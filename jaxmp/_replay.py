@@ -40,7 +40,7 @@ from ._product_rules import accumulated, moved, rounded
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
-from ._uses import IN_16BIT, STORED, Want
+from ._uses import IN_16BIT, RETURNED, STORED, Want
 from ._values import (
     Known,
     Value,
@@ -241,7 +241,7 @@ class Caster:
         reason = self.planner.why_16bit(eqn, scopes, linear)
         backward = is_backward(eqn, scopes)
         if reason is None:
-            rounds = want in IN_16BIT or want == "rounded"
+            rounds = want in RETURNED or want == "rounded"
             dtype = self.dtype if rounds else eqn.outvars[0].aval.dtype
             return [multiplied(eqn, operands, dtype, backward)]
         with _noted(reason):
@@ -264,7 +264,7 @@ class Caster:
         if not accumulates or not is_float32(eqn.outvars[0]):
             outs = bind_narrow(eqn, operands, self.dtype)
             return [*map(self.in_known_dtype, outs, eqn.outvars)]
-        if want in IN_16BIT:
+        if want in RETURNED:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         if want == "rounded":
             return [rounded(eqn, operands, self.dtype, backward)]
@@ -314,8 +314,7 @@ class Caster:
             return bind_as_written(eqn, ins)
         name = eqn.primitive.name
         if name in COPIES:
-            outs = bind_as_written(eqn, ins)
-            return [cast(out, self.dtype) for out in outs]
+            return [cast(out, self.dtype) for out in bind_as_written(eqn, ins)]
         shape = eqn.outvars[0].aval.shape
         operands = [
             self.operand(name, value, shape) if is_float32(var) else value.array
@@ -343,7 +342,8 @@ class Caster:
         exact = (name in EXACT or compared is not None) and all(
             value.narrow or (kept and value.scalar is not None) for value in floats
         )
-        if (want not in IN_16BIT or kept) and not exact:
+        enough = RETURNED if name in ADDS_UP else IN_16BIT
+        if (want not in enough or kept) and not exact:
             return False
         # Not to a step of weights that are normed in between: it would be lost.
         if any(x.sent_back for x in floats) and any(x.normed for x in floats):

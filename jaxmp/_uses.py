@@ -24,6 +24,8 @@ class Use:
     TRIPS = 1 << 9
     # One multiplies by it in the backward pass, for who takes no 16 bits.
     WIDE = 1 << 10
+    # One adds it up as the gradient of a lookup. So do those that move or add it.
+    TERMS = 1 << 12
     GATE = 1 << 11  # it multiplies a number many times, or what is made of it does
     EXACT = DIGITS | GATE
 
@@ -38,6 +40,7 @@ Want = Literal[
     "16-bit",  # in 16 bits, by others than products
     "factor",  # in 16 bits: the backward pass multiplies by it for 16 bits alone
     "multiplied",  # in 16 bits: multiplied by and summed up in the backward pass
+    "terms",  # in 16 bits, if products send it back: a lookup's gradient adds it up
     "original",  # nobody would take it in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
     "gate",  # the same, because what multiplies a number many times is made of it
@@ -52,6 +55,7 @@ USES: dict[Want, int] = {
     "16-bit": Use.IN_16BIT | Use.COMPUTES,
     "factor": Use.IN_16BIT | Use.MULTIPLIES,
     "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
+    "terms": Use.TERMS | Use.TOTALS,
     "original": Use.COMPUTES,
     "digits": Use.DIGITS | Use.COMPUTES,
     "gate": Use.GATE | Use.COMPUTES,
@@ -69,6 +73,8 @@ FOR_BACKWARD: frozenset[Want] = frozenset(
 )
 # What a scan stacks for readers who need no more than 16 bits.
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
+# In which products return 16 bits, as do those who add up what they returned.
+RETURNED: frozenset[Want] = IN_16BIT | {"terms"}
 EXACT: frozenset[Want] = frozenset({"digits", "gate"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
