@@ -163,9 +163,9 @@ JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
 # Where derivatives add up what several readers of a value have sent back.
 ADDS_UP = frozenset({"add_any"})
-# Whatever they are given, they return no more than 1. The first come close to it only
-# where they hardly change.
+# They come close to 1 only where they hardly change.
 SQUASHES = frozenset({"logistic", "tanh", "erf"})
+# Whatever they are given, they return no more than 1.
 BOUNDED = SQUASHES | {"sin", "cos"}
 # What newer JAX writes for the slope of tanh.
 ONE_MINUS_SQUARE = frozenset({"one_minus_square"})

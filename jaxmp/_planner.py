@@ -357,7 +357,7 @@ class Planner:
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
         if handed and "digits" in wanted:
             use |= Use.DIGITS
-        # A gate of 0.9975 is off by less than a 16-bit logit: 6 is 5.99, not 5.5.
+        # A sigmoid hardly changes near one, so that its input may be rounded.
         if handed and "gate" in wanted and name not in SQUASHES:
             use |= Use.GATE
         if rule == "allow":

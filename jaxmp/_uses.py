@@ -24,9 +24,8 @@ class Use:
     TRIPS = 1 << 9
     # One multiplies by it in the backward pass, for who takes no 16 bits.
     WIDE = 1 << 10
-    # One adds it up as the gradient of a lookup. So do those that move or add it.
-    TERMS = 1 << 12
     GATE = 1 << 11  # it multiplies a number many times, or what is made of it does
+    TERMS = 1 << 12  # one adds it up as the gradient of a lookup, or moves it there
     EXACT = DIGITS | GATE
 
 
@@ -75,6 +74,7 @@ FOR_BACKWARD: frozenset[Want] = frozenset(
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
 # In which products return 16 bits, as do those who add up what they returned.
 RETURNED: frozenset[Want] = IN_16BIT | {"terms"}
+# In which nothing is rounded.
 EXACT: frozenset[Want] = frozenset({"digits", "gate"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
