@@ -34,7 +34,7 @@ def multiplies_the_carry(step, carry: Any = X, r: Any = X):
     (body,) = layout.bodies
     plan = planner.plan(body.jaxpr, ("original",) * len(loop.outvars))
     inputs = _jaxpr.in_vars(body.jaxpr)[layout.fixed_in.stop :]
-    return {i for i, var in enumerate(inputs) if plan.use(var) & Use.DIGITS}
+    return {i for i, var in enumerate(inputs) if plan.use(var) & Use.EXACT}
 
 
 def inner_loop(c, r, s):
