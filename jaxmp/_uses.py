@@ -73,7 +73,7 @@ FOR_BACKWARD: frozenset[Want] = frozenset(
 # What a scan stacks for readers who need no more than 16 bits.
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
 # In which products return 16 bits, as do those who add up what they returned.
-RETURNED: frozenset[Want] = IN_16BIT | {"terms"}
+RETURNED: frozenset[Want] = frozenset({*IN_16BIT, "terms"})
 # In which nothing is rounded.
 EXACT: frozenset[Want] = frozenset({"digits", "gate"})
 # What may be stored in 16 bits: nobody who reads it needs more.
