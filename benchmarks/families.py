@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .models import rotated
 from .more_families import MORE_FAMILIES, MORE_SMALL
 from .networks import (
     Block,
@@ -21,6 +20,7 @@ from .networks import (
     image_classifier,
     mlp,
     resnet,
+    rotated,
     sequence_model,
 )
 

@@ -16,6 +16,8 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
+from .networks import rotated
+
 KEY = jax.random.key(0)
 WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 32, 4, 16, 8, 50
 
@@ -46,19 +48,6 @@ class CNN(nn.Module):
             x = nn.BatchNorm(use_running_average=False, dtype=self.dtype)(x)
             x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
         return nn.Dense(10, dtype=self.dtype)(x.mean((1, 2)))
-
-
-def rotated(x):
-    """Applies rotary position embedding to ``[batch, length, heads, size]``."""
-    half = x.shape[-1] // 2
-    frequencies = 10_000.0 ** (-jnp.arange(half) / half)
-    angles = jnp.einsum(
-        "i,j->ij", jnp.arange(x.shape[1], dtype=jnp.float32), frequencies
-    )
-    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
-    a, b = jnp.split(x, 2, axis=-1)
-    out = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
-    return out.astype(x.dtype)
 
 
 class Attention(nn.Module):

@@ -30,6 +30,19 @@ class MLP(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
+def rotated(x):
+    """Applies rotary position embedding to ``[batch, length, heads, size]``."""
+    half = x.shape[-1] // 2
+    frequencies = 10_000.0 ** (-jnp.arange(half) / half)
+    angles = jnp.einsum(
+        "i,j->ij", jnp.arange(x.shape[1], dtype=jnp.float32), frequencies
+    )
+    sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+    a, b = jnp.split(x, 2, axis=-1)
+    out = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+    return out.astype(x.dtype)
+
+
 def causal_attention(q, k, v):
     """Computes attention over ``[batch, length, heads, size]``, softmax in float32."""
     scores = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import pathlib
 import subprocess
+import sys
 
 import jax
 import pytest
@@ -48,6 +50,22 @@ def saved(path, command):
         assert values
         assert all(math.isfinite(x) and x > 0 for x in values)
     return sections, found["rows"].get("left out", [])
+
+
+def test_what_compiles_for_a_gpu_asks_for_no_device_when_it_is_imported():
+    """It chooses the CPU first: JAX's plugin for CUDA is lost where none is found."""
+    folder = pathlib.Path(h200.__file__).parent
+    names = [
+        path.stem
+        for path in folder.glob("*.py")
+        if "h200.require(" in path.read_text() and path.stem != "h200"
+    ]
+    assert {"gate", "machinery", "price"} <= set(names)
+    program = "".join(f"import benchmarks.{name}\n" for name in names)
+    env = os.environ | {"JAX_PLATFORMS": "nowhere"}
+    run = [sys.executable, "-c", program]
+    found = subprocess.run(run, env=env, cwd=folder.parent, capture_output=True)
+    assert found.returncode == 0, found.stderr.decode()
 
 
 @pytest.mark.evidence
