@@ -339,7 +339,9 @@ class Planner:
         if rule == "infer" and after.wants[-1] == ("stored",):
             dropped = after.drops_out(eqn)
         # A scatter takes what it adds to, the places, and the terms.
-        terms = 2 if self._sums_up(eqn, ADDS_AT, after, scopes) else None
+        terms = None
+        if rule == "deny" and self._sums_up(eqn, ADDS_AT, after, scopes):
+            terms = 2
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
             if i == terms:

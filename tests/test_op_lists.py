@@ -171,3 +171,16 @@ def test_reductions_and_scatters_run_in_16_bits_where_the_user_wants_it(name, mo
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
     found = jax.jit(cast)(X, jnp.eye(4))
     np.testing.assert_allclose(found, fun(X, jnp.eye(4)), rtol=0.02)
+
+
+def test_both_passes_of_sums_along_edges_run_in_16_bits_where_the_user_wants_it():
+    """What the backward pass adds up was divided and chosen from on its way there."""
+
+    def loss(x, w):
+        edges = jax.nn.relu(x @ w)[ROWS]
+        return (jnp.zeros((3, 4)).at[ROWS[::-1]].add(edges) / 3 @ w).sum()
+
+    ops = DEFAULT_OPS.with_infer("scatter-add")
+    cast = jaxmp.autocast(jax.grad(loss), "bfloat16", ops=ops)
+    sums = [e for e in traced(cast, X, jnp.eye(4)) if e.primitive.name == "scatter-add"]
+    assert [eqn.outvars[0].aval.dtype for eqn in sums] == [jnp.bfloat16] * 2
