@@ -12,6 +12,7 @@ from ._fp8 import why_16bit
 from ._gates import gates_in_row
 from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from ._layouts import in_order
 from ._op_lists import (
     ADDS_AT,
     ADDS_UP,
@@ -301,7 +302,7 @@ class Planner:
         memo = self._eqns.setdefault(jaxpr, {})
         key = self.relevant(scopes)
         if key not in memo:
-            eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+            eqns = in_order(_jaxpr.open_jaxpr(jaxpr).eqns, scopes, self._is_product)
             memo[key], split = hoisted(eqns, scopes, self._is_product)
             for loop in split:
                 self._split.add(loop.params["jaxpr"])

@@ -1,0 +1,88 @@
+"""Batched products in the order of axes in which their results are read.
+
+``einsum("btkgd,bskd->bkgts", q, k)`` is written as a product of ``k`` and ``q``, in
+this order, and a transpose. XLA then keeps ``s`` far from the last axis in memory for
+all that is computed elementwise, such as a softmax, and copies the weights, and their
+gradient, for each product that takes them. The product of ``q`` and ``k`` is the same
+numbers, and ``s`` is its last axis.
+"""
+
+from collections.abc import Callable, Sequence
+
+from . import _jaxpr
+from ._jaxpr import Equation, Var
+from ._scopes import Scopes, is_backward
+
+
+def in_order(
+    eqns: Sequence[Equation],
+    scopes: Scopes,
+    is_product: Callable[[Equation, Scopes], bool],
+) -> Sequence[Equation]:
+    """Returns equations whose products end with the axis that is last when transposed.
+
+    Not in the backward pass: what JAX transposes there, products take.
+
+    Args:
+        eqns: The equations of a jaxpr.
+        scopes: Named scopes around it.
+        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    """
+    found: list[Equation] = []
+    for eqn in eqns:
+        if found and _turns(eqn, found[-1]):
+            product, around = found[-1], scopes + _jaxpr.scope_names(found[-1])
+            readers = sum(eqn.invars[0] in other.invars for other in eqns)
+            forward = not is_backward(product, around)
+            if forward and readers == 1 and is_product(product, around):
+                found[-1:] = _swapped(product, eqn)
+                continue
+        found.append(eqn)
+    return found
+
+
+def _turns(moved: Equation, product: Equation) -> bool:
+    """Tells whether ``moved`` puts an axis of the first operand of a product last.
+
+    Of one that is larger than its operands, such as scores. What is smaller, such as
+    what is attended to, is rather moved itself.
+    """
+    if moved.primitive.name != "transpose" or product.primitive.name != "dot_general":
+        return False
+    if moved.invars[0] is not product.outvars[0] or product.params.get("out_sharding"):
+        return False
+    size = product.outvars[0].aval.size
+    if size <= max(x.aval.size for x in product.invars):
+        return False
+    batch, first, last = _axes(product)
+    place = moved.params["permutation"][-1]
+    return bool(batch and last) and batch <= place < batch + first
+
+
+def _axes(product: Equation) -> tuple[int, int, int]:
+    """Returns how many axes a product's operands share, and have alone."""
+    contracted, batch = product.params["dimension_numbers"]
+    lhs, rhs = (
+        x.aval.ndim - len(summed) - len(shared)
+        for x, summed, shared in zip(product.invars, contracted, batch, strict=True)
+    )
+    return len(batch[0]), lhs, rhs
+
+
+def _swapped(product: Equation, moved: Equation) -> list[Equation]:
+    """Returns the product of the same operands the other way round, and a transpose."""
+    batch, first, last = _axes(product)
+    shared, ours, theirs = range(batch), range(batch, batch + first), range(-last, 0)
+    axes = [*shared, *(i + batch + first + last for i in theirs), *ours]
+    (summed, swapped_batch) = product.params["dimension_numbers"]
+    params = dict(product.params)
+    params["dimension_numbers"] = summed[::-1], swapped_batch[::-1]
+    if isinstance(params["precision"], tuple):
+        params["precision"] = params["precision"][::-1]
+    (out,) = product.outvars
+    between = Var(out.aval.update(shape=tuple(out.aval.shape[i] for i in axes)))
+    places = tuple(axes.index(i) for i in moved.params["permutation"])
+    return [
+        product.replace(invars=product.invars[::-1], outvars=[between], params=params),
+        moved.replace(invars=[between], params={**moved.params, "permutation": places}),
+    ]

@@ -1,0 +1,96 @@
+"""Scores of attention are computed in the order of axes in which they are read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+from conftest import normal
+
+B, T, K, G, S, D = 2, 6, 2, 3, 5, 4
+Q, KEYS, V = normal(0, B, T, K, G, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
+
+# How scores are written, and the weights times the values.
+FORMS = {
+    "keys last": ("btkgd,bskd->bkgts", "bkgts,bskd->btkgd"),
+    "batch and time first": ("btkgd,bskd->btkgs", "btkgs,bskd->btkgd"),
+    "queries first": ("bskd,btkgd->bkgts", "bskd,bkgts->btkgd"),
+}
+
+
+def attention(scores, values):
+    def attend(q, k, v):
+        operands = (k, q) if scores.startswith("bskd") else (q, k)
+        weights = jax.nn.softmax(jnp.einsum(scores, *operands))
+        operands = (v, weights) if values.startswith("bskd") else (weights, v)
+        return jnp.einsum(values, *operands)
+
+    return attend
+
+
+def scored(fun, *args):
+    """Returns the shapes of the scores that a function computes."""
+    return [
+        eqn.outvars[0].aval.shape
+        for eqn in traced(fun, *args)
+        if eqn.primitive.name == "dot_general"
+        and sorted(eqn.outvars[0].aval.shape) == sorted((B, T, K, G, S))
+    ]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_scores_end_with_the_axis_that_is_read_last(name, wrap):
+    fun = wrap(attention(*FORMS[name]))
+    cast = jaxmp.autocast(fun, "bfloat16")
+    (shape, *_) = scored(cast, Q, KEYS, V)
+    assert shape[-1] == S
+    assert relative_error(cast(Q, KEYS, V), fun(Q, KEYS, V)) < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("order", ["outside", "inside", "vmap"])
+def test_gradients_of_what_was_swapped_are_those_of_float32(name, dtype, order):
+    def loss(*args):
+        return (attention(*FORMS[name])(*args) ** 2).sum()
+
+    grad = jax.grad(loss, (0, 1, 2))
+    if order == "outside":
+        cast = jaxmp.autocast(grad, dtype)
+    elif order == "inside":
+        cast = jax.grad(jaxmp.autocast(loss, dtype), (0, 1, 2))
+    else:
+        alone = jax.vmap(jax.grad(lambda *xs: loss(*(x[None] for x in xs)), (0, 1, 2)))
+        cast = jaxmp.autocast(alone, dtype)
+    found = jax.jit(cast)(Q, KEYS, V)
+    limit = 0.02 if dtype == "bfloat16" else 0.003
+    assert relative_error(found, grad(Q, KEYS, V)) < limit
+
+
+def read_twice(q, k):
+    scores = jax.lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 2))))
+    return jax.nn.softmax(scores.transpose(0, 1, 4, 3, 2)), jnp.exp(scores)
+
+
+def in_float32(q, k):
+    scores = jaxmp.float32_region(lambda q, k: jnp.einsum(FORMS["keys last"][0], q, k))
+    return jax.nn.softmax(scores(q, k))
+
+
+def smaller(q, k):
+    scores = jnp.einsum(FORMS["keys last"][0], *(jnp.tile(x, 8) for x in (q, k)))
+    return jax.nn.softmax(scores)
+
+
+@pytest.mark.parametrize("fun", [read_twice, in_float32, smaller])
+def test_other_products_stay_as_they_were_written(fun):
+    cast = jaxmp.autocast(fun, "bfloat16")
+    assert scored(cast, Q, KEYS)[-1][-1] == G
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0.1, atol=0.05),
+        cast(Q, KEYS),
+        fun(Q, KEYS),
+    )
