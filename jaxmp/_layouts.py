@@ -8,55 +8,63 @@ numbers, and ``s`` is its last axis.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var
+from ._op_lists import TURNS
+from ._products import is_batched
 from ._scopes import Scopes, is_backward
 
 
 def in_order(
-    eqns: Sequence[Equation],
-    scopes: Scopes,
-    is_product: Callable[[Equation, Scopes], bool],
+    jaxpr: Any, scopes: Scopes, is_product: Callable[[Equation, Scopes], bool]
 ) -> Sequence[Equation]:
     """Returns equations whose products end with the axis that is last when transposed.
 
     Not in the backward pass: what JAX transposes there, products take.
 
     Args:
-        eqns: The equations of a jaxpr.
+        jaxpr: The jaxpr that has them, open or closed.
         scopes: Named scopes around it.
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
     """
+    body = _jaxpr.open_jaxpr(jaxpr)
     found: list[Equation] = []
-    for eqn in eqns:
-        if found and _turns(eqn, found[-1]):
+    for eqn in body.eqns:
+        if found and eqn.primitive.name in TURNS and is_batched(found[-1]):
             product, around = found[-1], scopes + _jaxpr.scope_names(found[-1])
-            readers = sum(eqn.invars[0] in other.invars for other in eqns)
-            forward = not is_backward(product, around)
-            if forward and readers == 1 and is_product(product, around):
+            if (
+                _is_turned(product, eqn)
+                and _readers(body, product.outvars[0]) == 1
+                and not is_backward(product, around)
+                and is_product(product, around)
+            ):
                 found[-1:] = _swapped(product, eqn)
                 continue
         found.append(eqn)
     return found
 
 
-def _turns(moved: Equation, product: Equation) -> bool:
+def _is_turned(product: Equation, moved: Equation) -> bool:
     """Tells whether ``moved`` puts an axis of the first operand of a product last.
 
     Of one that is larger than its operands, such as scores. What is smaller, such as
     what is attended to, is rather moved itself.
     """
-    if moved.primitive.name != "transpose" or product.primitive.name != "dot_general":
-        return False
-    if moved.invars[0] is not product.outvars[0] or product.params.get("out_sharding"):
-        return False
-    size = product.outvars[0].aval.size
-    if size <= max(x.aval.size for x in product.invars):
+    (out,) = product.outvars
+    if moved.invars[0] is not out or product.params.get("out_sharding"):
         return False
     batch, first, last = _axes(product)
     place = moved.params["permutation"][-1]
-    return bool(batch and last) and batch <= place < batch + first
+    larger = out.aval.size > max(x.aval.size for x in product.invars)
+    return larger and last > 0 and batch <= place < batch + first
+
+
+def _readers(body: Any, var: Any) -> int:
+    """Returns by how many a variable is read, of whom one may return it."""
+    read = sum(var in eqn.invars for eqn in body.eqns)
+    return read + (var in body.outvars)
 
 
 def _axes(product: Equation) -> tuple[int, int, int]:

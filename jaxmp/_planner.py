@@ -302,7 +302,7 @@ class Planner:
         memo = self._eqns.setdefault(jaxpr, {})
         key = self.relevant(scopes)
         if key not in memo:
-            eqns = in_order(_jaxpr.open_jaxpr(jaxpr).eqns, scopes, self._is_product)
+            eqns = in_order(jaxpr, scopes, self._is_product)
             memo[key], split = hoisted(eqns, scopes, self._is_product)
             for loop in split:
                 self._split.add(loop.params["jaxpr"])
