@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .networks import Network, image_classifier, sequence_model
+from .networks import Network, image_classifier, rotated, sequence_model
 
 
 class BERT(nn.Module):
@@ -170,6 +170,58 @@ class DenseNet(nn.Module):
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 
 
+class Gemma(nn.Module):
+    """A decoder whose queries share keys, with soft caps on scores and logits.
+
+    Gemma Team, "Gemma 2", 2024, https://arxiv.org/abs/2408.00118, with the products of
+    its reference code.
+    """
+
+    layers: int = 3
+    width: int = 512
+    heads: int = 8
+    groups: int = 2
+    vocabulary: int = 4096
+    length: int = 512
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, tokens):
+        """Maps ``[batch, length]`` tokens to logits."""
+
+        def dense(features, x):
+            return nn.Dense(features, use_bias=False, dtype=self.dtype)(x)
+
+        def norm(x):
+            return nn.RMSNorm(dtype=self.dtype)(x)
+
+        def capped(limit, x):
+            return limit * jnp.tanh(x / limit)
+
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        x = embed(tokens) * self.width**0.5
+        batch, length = tokens.shape
+        size, shared = self.width // self.heads, self.heads // self.groups
+        mask = jnp.tril(jnp.ones((length, length), bool))[:, None, None]
+        for _ in range(self.layers):
+            y = norm(x)
+            q = rotated(dense(self.width, y).reshape(batch, length, self.heads, size))
+            q = q.reshape(batch, length, self.groups, shared, size) * size**-0.5
+            k, v = (
+                dense(self.groups * size, y).reshape(batch, length, self.groups, size)
+                for _ in range(2)
+            )
+            scores = jnp.einsum("BTKGH,BSKH->BTKGS", q, rotated(k))
+            lowest = jnp.finfo(scores.dtype).min
+            weights = nn.softmax(jnp.where(mask, capped(50.0, scores), lowest))
+            y = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(x.shape)
+            x = x + norm(dense(self.width, y))
+            y = norm(x)
+            y = nn.gelu(dense(3 * self.width, y)) * dense(3 * self.width, y)
+            x = x + norm(dense(self.width, y))
+        return capped(30.0, embed.attend(norm(x)))
+
+
 class GraphNetwork(nn.Module):
     """Messages along the edges of a mesh, the same for each graph of a batch.
 
@@ -222,6 +274,7 @@ MORE_FAMILIES: dict[str, Network] = {
     "efficientnet": image_classifier(EfficientNet(), 64, 128),
     "densenet": image_classifier(DenseNet(), 64, 128),
     "graph network": graphs(GraphNetwork(), 8),
+    "gemma": sequence_model(Gemma(), 16),
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -233,4 +286,5 @@ MORE_SMALL: dict[str, Network] = {
     ),
     "densenet": image_classifier(DenseNet((2, 2), growth=8, classes=10), 8, 32),
     "graph network": graphs(GraphNetwork(16, 4, width=32, steps=2, classes=10), 4),
+    "gemma": sequence_model(Gemma(2, 32, heads=4, vocabulary=64, length=16), 8),
 }
