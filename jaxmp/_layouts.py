@@ -22,7 +22,8 @@ def in_order(
 ) -> Sequence[Equation]:
     """Returns equations whose products end with the axis that is last when transposed.
 
-    Not in the backward pass: what JAX transposes there, products take.
+    Where the very next equation is the transpose, as ``einsum`` writes it. Not in the
+    backward pass: what JAX transposes there, products take.
 
     Args:
         jaxpr: The jaxpr that has them, open or closed.
@@ -50,15 +51,18 @@ def _is_turned(product: Equation, moved: Equation) -> bool:
     """Tells whether ``moved`` puts an axis of the first operand of a product last.
 
     Of one that is larger than its operands, such as scores. What is smaller, such as
-    what is attended to, is rather moved itself.
+    what is attended to, is rather moved itself. Neither of one with symbolic sizes, nor
+    of one whose axes lie on those of a mesh.
     """
     (out,) = product.outvars
-    if moved.invars[0] is not out or product.params.get("out_sharding"):
+    sizes = [x.aval.size for x in (*product.invars, out)]
+    if moved.invars[0] is not out or not all(isinstance(n, int) for n in sizes):
         return False
-    batch, first, last = _axes(product)
+    if any(x is not None for x in out.aval.sharding.spec):
+        return False
+    batch, first, _ = _axes(product)
     place = moved.params["permutation"][-1]
-    larger = out.aval.size > max(x.aval.size for x in product.invars)
-    return larger and last > 0 and batch <= place < batch + first
+    return sizes[-1] > max(sizes[:-1]) and batch <= place < batch + first
 
 
 def _readers(body: Any, var: Any) -> int:
@@ -80,11 +84,11 @@ def _axes(product: Equation) -> tuple[int, int, int]:
 def _swapped(product: Equation, moved: Equation) -> list[Equation]:
     """Returns the product of the same operands the other way round, and a transpose."""
     batch, first, last = _axes(product)
-    shared, ours, theirs = range(batch), range(batch, batch + first), range(-last, 0)
-    axes = [*shared, *(i + batch + first + last for i in theirs), *ours]
-    (summed, swapped_batch) = product.params["dimension_numbers"]
+    middle, end = batch + first, batch + first + last
+    axes = [*range(batch), *range(middle, end), *range(batch, middle)]
+    (summed, shared) = product.params["dimension_numbers"]
     params = dict(product.params)
-    params["dimension_numbers"] = summed[::-1], swapped_batch[::-1]
+    params["dimension_numbers"] = summed[::-1], shared[::-1]
     if isinstance(params["precision"], tuple):
         params["precision"] = params["precision"][::-1]
     (out,) = product.outvars

@@ -1,9 +1,11 @@
 """Scores of attention are computed in the order of axes in which they are read."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
@@ -99,3 +101,30 @@ def test_other_products_stay_as_they_were_written(fun):
         cast(Q, KEYS),
         fun(Q, KEYS),
     )
+
+
+@pytest.mark.parametrize("sizes", ["b, 6, 5", "2, t, t", "b, t, s"])
+def test_scores_of_symbolic_sizes_can_be_exported(sizes):
+    b, t, s = jax.export.symbolic_shape(sizes)
+    shapes = [(b, t, K, G, D), (b, s, K, D)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    keys = KEYS[:, [0, 1, 2, 3, 4, 0]] if s == t else KEYS
+
+    def fun(q, k):
+        return jax.nn.softmax(jnp.einsum(FORMS["keys last"][0], q, k))
+
+    exported = jax.export.export(jax.jit(jaxmp.autocast(fun, "bfloat16")))(*args)
+    assert relative_error(exported.call(Q, keys), fun(Q, keys)) < 0.02
+
+
+def test_scores_that_lie_on_a_mesh_stay_as_they_were_written():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        q = jax.device_put(Q, NamedSharding(mesh, PartitionSpec(None, "x")))
+        fun = jax.grad(
+            lambda q: (jnp.einsum(FORMS["keys last"][0], q, KEYS) ** 2).sum()
+        )
+        found = jax.jit(jaxmp.autocast(fun, "bfloat16"))(q)
+        expected = jax.jit(fun)(q)
+    assert found.sharding == expected.sharding
+    assert relative_error(np.asarray(found), np.asarray(expected)) < 0.01
