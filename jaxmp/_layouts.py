@@ -12,7 +12,7 @@ from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var
-from ._op_lists import TURNS
+from ._op_lists import TRANSPOSES
 from ._products import is_batched
 from ._scopes import Scopes, is_backward
 
@@ -33,7 +33,7 @@ def in_order(
     body = _jaxpr.open_jaxpr(jaxpr)
     found: list[Equation] = []
     for eqn in body.eqns:
-        if found and eqn.primitive.name in TURNS and is_batched(found[-1]):
+        if found and eqn.primitive.name in TRANSPOSES and is_batched(found[-1]):
             product, around = found[-1], scopes + _jaxpr.scope_names(found[-1])
             if (
                 _is_turned(product, eqn)
@@ -86,11 +86,8 @@ def _swapped(product: Equation, moved: Equation) -> list[Equation]:
     batch, first, last = _axes(product)
     middle, end = batch + first, batch + first + last
     axes = [*range(batch), *range(middle, end), *range(batch, middle)]
-    (summed, shared) = product.params["dimension_numbers"]
-    params = dict(product.params)
-    params["dimension_numbers"] = summed[::-1], shared[::-1]
-    if isinstance(params["precision"], tuple):
-        params["precision"] = params["precision"][::-1]
+    summed, shared = product.params["dimension_numbers"]
+    params = {**product.params, "dimension_numbers": (summed[::-1], shared[::-1])}
     (out,) = product.outvars
     between = Var(out.aval.update(shape=tuple(out.aval.shape[i] for i in axes)))
     places = tuple(axes.index(i) for i in moved.params["permutation"])

@@ -173,7 +173,8 @@ ONE_MINUS_SQUARE = frozenset({"one_minus_square"})
 LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 # What turns a kernel around, for the gradient of a convolution's input.
 REVERSES = frozenset({"rev"})
-TURNS = frozenset({"transpose"})
+# What puts axes into another order.
+TRANSPOSES = frozenset({"transpose"})
 # What brings the shards of an array to every device.
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 MOVES_WEIGHTS = REVERSES | GATHERS
