@@ -204,7 +204,8 @@ ERRORS = frozenset({"erf", "erfc"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
 INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
-LOOKS_UP = frozenset({"gather", "dynamic_slice"})
+GATHERS_ROWS = frozenset({"gather"})
+LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 

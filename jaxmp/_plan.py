@@ -120,6 +120,17 @@ class Plan:
         in_16bit = read == Use.IN_16BIT or self.want(out) == "stored"
         return in_16bit and is_float32(eqn.invars[0])
 
+    def multiplies_rows(self, eqn: Equation) -> bool:
+        """Tells whether products alone take what ``eqn`` looks up, in 16 bits.
+
+        It is the same number if it is rounded before. That is worth it where the rows
+        are more than there were.
+        """
+        (out,) = eqn.outvars
+        others = ~(Use.PRODUCT | Use.IN_16BIT | Use.OTHERWISE)
+        only = self.use(out) & Use.PRODUCT and not self.use(out) & others
+        return bool(only) and out.aval.size > eqn.invars[0].aval.size
+
     def pools_shared(self, eqn: Equation) -> bool:
         """Tells whether what ``eqn`` pools others take too, and not to compare it."""
         readers = [other for other in self.eqns if eqn.invars[0] in other.invars]

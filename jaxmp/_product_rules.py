@@ -1,6 +1,7 @@
 """Products of 16-bit operands, as those who read them take them; and their weights."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,18 +75,28 @@ def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool)
     return lax.clamp(-limit, out, limit)
 
 
-def moved(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
-    """Gathers or reverses a weight in 16 bits; ``eqn`` adds up its gradient."""
+def moved(
+    eqn: Equation, array: Any, dtype: np.dtype, places: Sequence[Any] = ()
+) -> Any:
+    """Gathers, reverses or looks up in 16 bits; the gradient adds up in float32.
+
+    Args:
+        eqn: The equation.
+        array: What is moved.
+        dtype: The 16-bit dtype.
+        places: Where it is looked up, in integers.
+    """
 
     @jax.custom_jvp
-    def move(x):
-        return _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype)])[0]
+    def move(x, *places):
+        return _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype), *places])[0]
 
     @move.defjvp
     def rule(primals, tangents):
-        (tangent,) = tangents
-        wide = lax.convert_element_type(tangent, eqn.invars[0].aval.dtype)
-        (out,) = _jaxpr.bind(eqn, [wide])
+        wide = lax.convert_element_type(tangents[0], eqn.invars[0].aval.dtype)
+        # What fills places out of bounds is a number, and its tangent zero.
+        filled = {"fill_value": 0} if "fill_value" in eqn.params else {}
+        (out,) = _jaxpr.bind(eqn, [wide, *primals[1:]], **filled)
         return move(*primals), lax.convert_element_type(out, dtype)
 
-    return move(array)
+    return move(array, *places)

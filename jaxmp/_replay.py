@@ -27,9 +27,9 @@ from ._op_lists import (
     ADDS_UP,
     COPIES,
     EXACT,
+    GATHERS_ROWS,
     MOVES_WEIGHTS,
     POOLS,
-    STRETCHES,
     OpLists,
     is_power,
     only_compared,
@@ -52,7 +52,6 @@ from ._values import (
     note_product,
     note_sent_back,
     pooled_by_xla,
-    saturated,
 )
 
 
@@ -152,6 +151,9 @@ class Caster:
                     return [Value(array, narrow=True, outside=True)]
                 if name in POOLS and ins[0].narrow and plan.pools_shared(eqn):
                     ins[0].array = pooled_by_xla(ins[0].array)
+                rows = name in GATHERS_ROWS and rule == "infer"
+                if rows and ins[0].is_computed() and plan.multiplies_rows(eqn):
+                    ins = replaced(ins, [0], [ins[0].rounded(self.dtype)])
                 drops = rule == "infer" and wants == ("stored",)
                 if drops and (i := plan.drops_out(eqn)) is not None:
                     # In float32: the share that is kept, 0.9, is no 16-bit number.
@@ -313,11 +315,14 @@ class Caster:
         if not self.runs_in_16bit(eqn, ins, want):
             return bind_as_written(eqn, ins)
         name = eqn.primitive.name
+        if name in GATHERS_ROWS and not ins[0].linear:
+            places = [value.array for value in ins[1:]]
+            return [moved(eqn, ins[0].in_16bit(self.dtype), self.dtype, places)]
         if name in COPIES:
             return [cast(out, self.dtype) for out in bind_as_written(eqn, ins)]
         shape = eqn.outvars[0].aval.shape
         operands = [
-            self.operand(name, value, shape) if is_float32(var) else value.array
+            value.joining(name, shape, self.dtype) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
         return bind_narrow(eqn, operands, self.dtype)
@@ -349,22 +354,6 @@ class Caster:
         if any(x.sent_back for x in floats) and any(x.normed for x in floats):
             return False
         return all(value.may_join(name, size, self.dtype) for value in floats)
-
-    def operand(self, name: str, value: Value, shape: tuple) -> Any:
-        """Returns a value in 16 bits, ready for an operation that gives ``shape``."""
-        array = value.array
-        stretched = name in STRETCHES and value.scalar is None and array.shape != shape
-        if value.scalar is not None or (value.narrow and not stretched):
-            return value.in_16bit(self.dtype)
-        if value.outside:
-            # A mask of -1e9 must not become -inf.
-            array = saturated(array, self.dtype)
-        if stretched:
-            # The transpose of stretching is a sum, which is to run in float32.
-            aligned = range(len(shape) - array.ndim, len(shape))
-            array = value.original() if value.narrow else array
-            array = lax.broadcast_in_dim(array, shape, aligned)
-        return cast(array, self.dtype)
 
     # Primitives that hold jaxprs.
 

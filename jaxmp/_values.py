@@ -211,6 +211,22 @@ class Value:
             self._in_16bit = cast(self.array, dtype)
         return self._in_16bit
 
+    def joining(self, name: str, shape: tuple, dtype: np.dtype) -> Any:
+        """Returns the array in ``dtype``, for a ``name`` that returns ``shape``."""
+        if self.scalar is not None:
+            return self.in_16bit(dtype)
+        stretched = name in STRETCHES and self.array.shape != shape
+        if self.narrow and not stretched:
+            return self.in_16bit(dtype)
+        # A mask of -1e9 must not become -inf.
+        array = saturated(self.array, dtype) if self.outside else self.array
+        if stretched:
+            # The transpose of stretching is a sum, which is to run in float32.
+            aligned = range(len(shape) - array.ndim, len(shape))
+            array = self.original() if self.narrow else array
+            array = lax.broadcast_in_dim(array, shape, aligned)
+        return cast(array, dtype)
+
 
 def cast(array: Any, dtype: np.dtype) -> Any:
     """Returns an array in another dtype.

@@ -1,9 +1,12 @@
-"""The gradients of lookups.
+"""Lookups and their gradients.
 
-That of one number in each row is a choice, and the same number. As a scatter it would
-be written in float32 before products take it in 16 bits. That of a row of a table adds
-up in float32 what products send back in 16 bits.
+The gradient of one number in each row is a choice, and the same number. As a scatter it
+would be written in float32 before products take it in 16 bits. That of a row of a table
+adds up in float32 what products send back in 16 bits. What is in 16 bits is looked up
+so.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -280,3 +283,104 @@ FLOAT32 = {
 def test_what_needs_the_digits_of_a_gradient_of_a_lookup_keeps_them(name):
     cast = jaxmp.autocast(FLOAT32[name], "bfloat16")
     assert sent_to_scatters(cast, TABLE, W) == {np.dtype(np.float32)}
+
+
+# Of six nodes, the ends of 24 edges.
+SENDERS, RECEIVERS = jnp.arange(24) * 5 % 7 % 6, jnp.repeat(jnp.arange(6), 4)
+
+
+def normed(x):
+    return x * lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
+
+
+def both(x):
+    return jnp.concatenate([x[SENDERS], x[RECEIVERS]])
+
+
+def shared(x, w, look_up):
+    x = normed(x @ w)
+    return look_up(x) @ w + jnp.exp(x).mean()
+
+
+# Whether rows are looked up in 16 bits, and who looks them up.
+ROWS_OF = {
+    "of a product": (True, lambda x, w: jnp.tanh((x @ w)[SENDERS] @ w)),
+    "of an activation": (True, lambda x, w: jax.nn.gelu(x @ w)[SENDERS] @ w),
+    "of a norm": (True, lambda x, w: shared(x, w, both)),
+    "taken": (True, lambda x, w: jnp.take(x @ w, SENDERS, 0, mode="clip") @ w),
+    "jitted": (True, jax.jit(lambda x, w: (x @ w)[SENDERS] @ w)),
+    "a remat": (True, jax.checkpoint(lambda x, w: (x @ w)[SENDERS] @ w)),
+    "vmapped": (
+        True,
+        lambda x, w: jax.vmap(lambda x, i: (x @ w)[i] @ w, (None, 0))(
+            x, SENDERS.reshape(4, 6)
+        ),
+    ),
+    "few of it": (False, lambda x, w: shared(x, w, lambda x: x[SENDERS[:4]])),
+    "differences of norms": (
+        False,
+        lambda x, w: (normed(x @ w)[SENDERS] - normed(x @ w)[RECEIVERS]) @ w,
+    ),
+    "sums of norms": (
+        False,
+        lambda x, w: (normed(x @ w)[SENDERS] + (-normed(x @ w))[RECEIVERS]) @ w,
+    ),
+    "a loss": (False, lambda x, w: (x @ w)[SENDERS]),
+    "a float32 region": (
+        False,
+        lambda x, w: jaxmp.float32_region(lambda x: x[SENDERS])(x @ w) @ w,
+    ),
+}
+USUAL = "of an activation", "of a norm", "few of it", "sums of norms"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("in_16bit", "fun"), rest_is_evidence(ROWS_OF, *USUAL))
+def test_rows_are_looked_up_in_16_bits_where_products_alone_take_them(
+    in_16bit, fun, dtype
+):
+    def loss(x, w):
+        return (fun(x, w) ** 2).mean()
+
+    rows: list[Any] = [
+        eqn.outvars[0].aval
+        for eqn in traced(jaxmp.autocast(loss, dtype), TABLE, W)
+        if eqn.primitive.name == "gather"
+    ]
+    assert {row.dtype == dtype for row in rows} == {in_16bit}
+    grad = jax.value_and_grad(loss, (0, 1))
+    inside = jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1))
+    expected = grad(TABLE, W)
+    for cast in (jaxmp.autocast(grad, dtype), inside):
+        found = jax.jit(cast)(TABLE, W)
+        assert relative_error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_sent_back_to_16_bit_rows_adds_up_in_float32(inside):
+    """In bfloat16 a sum of 4096 ones ends at 256."""
+    zeros = jnp.zeros(4096, int)
+
+    def loss(x, w):
+        return ((x @ w)[zeros] @ w).mean()
+
+    cast = jaxmp.autocast(loss, "bfloat16")
+    grad = jax.grad(cast) if inside else jaxmp.autocast(jax.grad(loss), "bfloat16")
+    assert relative_error(jax.jit(grad)(TABLE, W), jax.grad(loss)(TABLE, W)) < 0.02
+
+
+@pytest.mark.parametrize("derivative", [jax.jvp, lambda f, x, t: jax.linearize(f, *x)])
+@pytest.mark.parametrize("fill", [None, 1.0])
+def test_a_row_out_of_bounds_has_no_tangent(derivative, fill):
+    places = jnp.array([0, 7])
+
+    def fun(x):
+        rows = jnp.take(x @ W, places, 0, mode="fill", fill_value=fill)
+        return jnp.tanh(rows @ W)
+
+    cast = jaxmp.autocast(fun, "bfloat16")
+    found = derivative(cast, (TABLE,), (jnp.zeros_like(TABLE),))[1]
+    if callable(found):
+        found = found(jnp.zeros_like(TABLE))
+    expected = jax.jvp(fun, (TABLE,), (jnp.zeros_like(TABLE),))[1]
+    np.testing.assert_array_equal(found, expected)
