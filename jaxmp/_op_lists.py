@@ -167,6 +167,7 @@ ADDS_UP = frozenset({"add_any"})
 SQUASHES = frozenset({"logistic", "tanh", "erf"})
 # Whatever they are given, they return no more than 1.
 BOUNDED = SQUASHES | {"sin", "cos"}
+TANHS = frozenset({"tanh"})
 # What newer JAX writes for the slope of tanh.
 ONE_MINUS_SQUARE = frozenset({"one_minus_square"})
 # Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.

@@ -52,6 +52,7 @@ from ._scopes import (
     is_under,
     marks,
 )
+from ._slopes import with_slopes
 from ._trips import Factor, bounds, factors
 from ._uses import (
     EXACT,
@@ -104,6 +105,7 @@ class Planner:
         self._matters: Any = weakref.WeakKeyDictionary()
         self._eqns: Any = weakref.WeakKeyDictionary()
         self._split: Any = weakref.WeakSet()
+        self._slopes: Any = weakref.WeakSet()
         # By open jaxpr, those of its variables that multiply a number many times.
         self._factors: Any = weakref.WeakKeyDictionary()
 
@@ -222,6 +224,10 @@ class Planner:
         """Whether ``loop`` is what is left of one with products that now follow it."""
         return loop.params["jaxpr"] in self._split
 
+    def is_slope(self, eqn: Equation) -> bool:
+        """Whether ``eqn`` computes a slope that the backward pass alone reads."""
+        return eqn.params.get("jaxpr") in self._slopes
+
     def wanted_inside(
         self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
     ) -> tuple[Want, ...]:
@@ -303,6 +309,13 @@ class Planner:
         key = self.relevant(scopes)
         if key not in memo:
             eqns = in_order(jaxpr, scopes, self._is_product)
+            eqns, slopes = with_slopes(
+                eqns,
+                _jaxpr.open_jaxpr(jaxpr).outvars,
+                lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) == "infer",
+            )
+            for slope in slopes:
+                self._slopes.add(slope.params["jaxpr"])
             memo[key], split = hoisted(eqns, scopes, self._is_product)
             for loop in split:
                 self._split.add(loop.params["jaxpr"])

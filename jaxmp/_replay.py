@@ -280,6 +280,9 @@ class Caster:
         All of them read the same number, so what is chosen from it is found in it. That
         which moves or chooses is given rounded values, or is left alone.
         """
+        slope = wanted == ("factor",) and self.planner.is_slope(eqn)
+        if slope and outs[0].is_computed():
+            return [outs[0].kept_for_backward(self.dtype, (), False)]
         if STORED.isdisjoint(wanted):
             return outs
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):

@@ -37,7 +37,7 @@ ROWS = [
         "_sensitivity_report",
         "_fp8",
     },
-    {"_norms", "_trips", "_hoist", "_layouts"},
+    {"_norms", "_trips", "_hoist", "_layouts", "_slopes"},
     {"_plan", "_gates"},
     {
         "_policy",
