@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._sizes import size_of
 from ._tree import is_array, is_inexact, path_name, wide_dtype
 from ._varying import varying_axes
 
@@ -107,7 +108,11 @@ def _put_together(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
 
 def _kind(leaf: Any) -> Any:
     """Returns what arrays that are put together have in common, or None."""
-    if not isinstance(leaf, jax.Array) or leaf.size > _SMALL or not is_inexact(leaf):
+    if (
+        not isinstance(leaf, jax.Array)
+        or size_of(leaf) > _SMALL
+        or not is_inexact(leaf)
+    ):
         return None
     aval: Any = jax.typeof(leaf)
     if aval.weak_type or any(aval.sharding.spec):

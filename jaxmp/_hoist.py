@@ -21,6 +21,7 @@ from ._jaxpr import Equation, Var, is_float32
 from ._op_lists import ADDS_UP, CALLS, JOINS, VIEWS
 from ._products import is_matrix_product, over_trips, sums_over_trips
 from ._scopes import Scopes, inside, is_backward
+from ._sizes import as_number, size_of
 
 # Bytes that a trip no longer moves: it reads and writes the sum in float32.
 _SAVED = 8
@@ -52,7 +53,7 @@ def hoisted(
     for eqn in eqns:
         parts: Sequence[Equation] = [eqn]
         loops = eqn.primitive.name in CALLS and _jaxpr.call_kind(eqn) == "scan"
-        runs = loops and eqn.params["length"] > 0 and not eqn.effects
+        runs = loops and as_number(eqn.params["length"]) > 0 and not eqn.effects
         if runs and is_backward(eqn, scopes):
             parts = _Loop(eqn, waits(eqn)).in_parts()
         found += parts
@@ -190,9 +191,9 @@ class _Loop:
         needed: dict[Any, set[int]] = collections.defaultdict(set)
         for eqn, sums in later:
             for var in self._new(eqn):
-                saved[var] += _SAVED * eqn.outvars[0].aval.size
+                saved[var] += _SAVED * size_of(eqn.outvars[0].aval)
                 needed[var] |= sums
-        dear = [x for x, n in saved.items() if n <= _STACKED * x.aval.size]
+        dear = [x for x, n in saved.items() if n <= _STACKED * size_of(x.aval)]
         return set[int]().union(*(needed[var] for var in dear))
 
     def _new(self, eqn: Equation) -> list[Any]:

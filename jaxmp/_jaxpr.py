@@ -577,14 +577,12 @@ def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
     return jnp.zeros(aval.shape, aval.dtype)  # numbers that are zeros, in between
 
 
-def no_tangent(aval: Any) -> np.ndarray:
-    """Returns the tangent of what has none, an integer for one."""
-    return np.zeros(aval.shape, jax.dtypes.float0)
+def zero_tangent(aval: Any) -> SymbolicZero:
+    """Returns what a rule may return in the place of a tangent of zeros.
 
-
-def zero_tangent(array: jax.Array) -> SymbolicZero:
-    """Returns what a rule may return in the place of a tangent of zeros."""
-    return SymbolicZero(jax.typeof(array).to_tangent_aval())
+    And of what has no tangent, an integer for one.
+    """
+    return SymbolicZero(aval.to_tangent_aval())
 
 
 def with_type_of(array: Any, aval: Any) -> jax.Array:

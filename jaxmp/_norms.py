@@ -18,6 +18,7 @@ from ._op_lists import (
     is_far,
 )
 from ._products import PRODUCTS
+from ._sizes import size_of
 
 _LINEAR = EXACT | SHIFTS | SCALES
 # A statistic is near: in a program of a thousand steps, to look further takes time.
@@ -56,7 +57,7 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
         made = definition(atom)
         return made is not None and made.primitive.name in BOUNDED
 
-    size = eqn.outvars[0].aval.size
+    size = size_of(eqn.outvars[0].aval)
     whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
     if len(whole) == 2:  # an activation, such as SiLU, is a value times a gate
         whole = [i for i in whole if i == divisor(eqn) or not bounded(eqn.invars[i])]
@@ -78,8 +79,8 @@ def _size(atom: Any, definition: Definition) -> int:
     """Returns the size of ``atom``, or of that which was stretched to it."""
     eqn = definition(atom)
     if eqn is None or eqn.primitive.name not in SHIFTS | SCALES | STRETCHED:
-        return atom.aval.size
-    return min(atom.aval.size, max(x.aval.size for x in eqn.invars))
+        return size_of(atom.aval)
+    return min(size_of(atom.aval), max(size_of(x.aval) for x in eqn.invars))
 
 
 def _made_of(
@@ -131,7 +132,8 @@ def _summed(atom: Any, definition: Definition, divides: bool) -> Iterator[Any]:
         rooted = rooted or eqn.primitive.name in ROOTS
         # A variance may be a function of its own.
         sums = eqn.primitive.name in SUMS | CALLS
-        smaller = [x for x in eqn.invars if x.aval.size <= atom.aval.size]
+        size = size_of(atom.aval)
+        smaller = [x for x in eqn.invars if size_of(x.aval) <= size]
         rest.extend((x, rooted) for x in smaller)
         if sums and rooted:
             yield from (x for x in eqn.invars if x not in smaller)

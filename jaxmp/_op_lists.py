@@ -36,6 +36,7 @@ from ._jaxpr import (
     sub_jaxprs,
 )
 from ._products import PRODUCTS
+from ._sizes import as_number
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """
@@ -415,7 +416,7 @@ def looks_up_rows(eqn: Equation) -> bool:
     if eqn.primitive.name not in ("gather", "dynamic_slice"):
         return False
     chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
-    many = math.prod(eqn.params["slice_sizes"]) > 1
+    many = as_number(math.prod(eqn.params["slice_sizes"])) > 1
     return is_float32(eqn.invars[0]) and chosen and many
 
 

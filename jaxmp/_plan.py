@@ -36,6 +36,7 @@ from ._op_lists import (
 )
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
+from ._sizes import size_of
 from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -215,13 +216,13 @@ class Plan:
         if eqn.primitive.name not in JOINS:
             return False
         (bias,) = others
-        size = bias.aval.size
+        size = size_of(bias.aval)
         while (made := self._definition(bias)) is not None:
             if made.primitive.name not in VIEWS or len(made.invars) != 1:
                 return False
             bias = made.invars[0]
-            size = min(size, bias.aval.size)
-        return size < value.aval.size
+            size = min(size, size_of(bias.aval))
+        return size < size_of(value.aval)
 
     def _is_taken_away(self, var: Any) -> bool:
         """Tells whether ``var`` is subtracted from something, or may be, elsewhere."""

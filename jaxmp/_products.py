@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, is_inexact, trace
+from ._sizes import as_number
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
@@ -32,7 +33,7 @@ def is_matrix_product(eqn: Equation) -> bool:
         return True
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
-    terms = math.prod(lhs.shape[i] for i in contracted)
+    terms = as_number(math.prod(lhs.shape[i] for i in contracted))
     return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
 
 

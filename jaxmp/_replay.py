@@ -40,6 +40,7 @@ from ._product_rules import accumulated, moved, rounded
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
+from ._sizes import size_of
 from ._uses import IN_16BIT, RETURNED, STORED, Want
 from ._values import (
     Known,
@@ -342,8 +343,7 @@ class Caster:
             for i, (value, var) in enumerate(operands)
             if is_float32(var) and not (i == compared and value.normed)
         ]
-        leading = (value.array.size for value in floats if value.leads(name))
-        size = max(leading, default=0)
+        size = max((size_of(x.array) for x in floats if x.leads(name)), default=0)
         if not size:
             return False
         kept = any(value.kept is not None for value in floats)
@@ -520,10 +520,10 @@ class Caster:
                 for out, aval in zip(outs, like, strict=True)
             ]
             tangents_out = [
-                _jaxpr.zero_tangent(x) if out.is_zero() else x
+                _jaxpr.zero_tangent(jax.typeof(x)) if out.is_zero() else x
                 for x, out in zip(arrays, outs, strict=True)
             ]
-            nothing = [_jaxpr.no_tangent(var.aval) for var in eqn.outvars]
+            nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
             results = len(new.known)
             return arrays[:results], replaced(nothing, moved, tangents_out[results:])
 

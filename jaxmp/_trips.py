@@ -12,6 +12,7 @@ from ._jaxpr import Equation, is_inexact
 from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE, TOTALS, VIEWS
 from ._products import is_outer_product
 from ._scopes import Scopes, inside
+from ._sizes import size_of
 
 # Equations that hold one jaxpr and run it once.
 _CALLS = frozenset({"jit", "call", "remat", "custom_jvp"})
@@ -28,7 +29,7 @@ class _Path(NamedTuple):
     """What is known of a value in a trip: its trail, and of how many numbers it is."""
 
     trail: Trail
-    size: int
+    size: float
 
 
 def factors(
@@ -57,7 +58,7 @@ def factors(
             here = scopes + _jaxpr.scope_names(eqn)
             multiplies = is_product(eqn, here)
             if not shared and (multiplies or eqn.primitive.name in TOTALS):
-                return [_Path({}, var.aval.size) for var in eqn.outvars]
+                return [_Path({}, size_of(var.aval)) for var in eqn.outvars]
             if _jaxpr.call_kind(eqn):
                 return around(eqn, ins, inside(eqn, here), shared)
             trails = [path.trail for path in ins]
@@ -66,14 +67,14 @@ def factors(
             # A product of a large batch has numbers of its own, whatever it is made of.
             sizes = [] if multiplies else [path.size for path in ins]
             size, trail = max(sizes, default=math.inf), _sum_of(trails)
-            return [_Path(trail, min(size, var.aval.size)) for var in eqn.outvars]
+            return [_Path(trail, min(size, size_of(var.aval))) for var in eqn.outvars]
 
         return _jaxpr.interpret(
             jaxpr,
             ins,
             apply,
             const=lambda x: _Path({}, np.size(x)),
-            literal=lambda x: _Path({}, x.aval.size),
+            literal=lambda x: _Path({}, size_of(x.aval)),
         )
 
     def around(
@@ -100,7 +101,7 @@ def factors(
     carried = _jaxpr.call_layout(loop).fixed_in
     (body,) = _bodies(loop)
     given = [
-        _Path({i: frozenset()} if i in carried else {}, var.aval.size)
+        _Path({i: frozenset()} if i in carried else {}, size_of(var.aval))
         for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True)
     ]
     found = _used_often(body.jaxpr)
@@ -130,7 +131,7 @@ def _multiplied(
         shared: Whether factors are only those that many numbers share.
     """
     trails = []
-    size = eqn.outvars[0].aval.size
+    size = size_of(eqn.outvars[0].aval)
     for operand, other, var in zip(ins, ins[::-1], eqn.invars[::-1], strict=True):
         counts = other.size < size if shared else not other.trail
         counts &= not isinstance(var, _jaxpr.Literal)

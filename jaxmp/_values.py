@@ -28,6 +28,7 @@ from ._op_lists import (
     looks_up_rows,
     only_compared,
 )
+from ._sizes import as_number, size_of
 
 
 class Known(NamedTuple):
@@ -194,7 +195,7 @@ class Value:
             value = self.stored(dtype)
             value.array = lax.optimization_barrier(value.array)
         # Of more than 2^14 weights the largest may round to zero, and so may the sum.
-        few = math.prod(value.array.shape[i] for i in axes) <= 2**14
+        few = as_number(math.prod(value.array.shape[i] for i in axes)) <= 2**14
         value.kept = axes if few else ()
         return value
 
@@ -242,7 +243,7 @@ def given(array: Any) -> Value:
     """Returns a value that comes from outside: an argument or a constant."""
     if getattr(array, "dtype", None) != jnp.float32:
         return Value(array, outside=True)
-    size = 0 if array.ndim <= 1 else array.size
+    size = 0 if array.ndim <= 1 else size_of(array)
     return Value(array, source_size=size, outside=True)
 
 
@@ -374,10 +375,10 @@ def note_sent_back(
     leading = (name in SCALES and sent) or computed
     copied = all([value.copied for value in leading])
     copies = name in COPIES or name in STRETCHES
-    size = max(value.array.size for value in leading) if copies else 0
+    size = max(size_of(value.array) for value in leading) if copies else 0
     for out in outs:
         out.sent_back, out.summed = sent_back, summed
-        out.copied = copied or (copies and out.array.size > size)
+        out.copied = copied or (copies and size_of(out.array) > size)
 
 
 def _scalar_of(eqn: Equation, ins: list[Value]) -> Any:
@@ -402,7 +403,7 @@ def _source_size_of(eqn: Equation, ins: list[Value]) -> int | None:
         return None
     if any(map(is_float32, eqn.invars[1:])):
         return None
-    return min(ins[0].source_size, eqn.outvars[0].aval.size)
+    return min(ins[0].source_size, size_of(eqn.outvars[0].aval))
 
 
 def _fits(scalar: Any, dtype: np.dtype) -> bool:

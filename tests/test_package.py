@@ -25,6 +25,7 @@ ROWS = [
         "_dtypes",
         "_jaxpr",
         "_rounding",
+        "_sizes",
         "_varying",
     },
     {"_tree", "_products", "_scopes", "_report", "_residuals", "_uses"},
