@@ -295,6 +295,21 @@ def test_accumulated_gradients_and_aux_of_open_sizes_can_be_exported():
     assert str(aux["y"].shape) == "(2, b, 16)"
 
 
+def test_an_audit_counts_open_sizes_as_a_number_and_says_so():
+    fun, shapes = CASES["attention"]
+    specs = symbolic(shapes)
+    report = jaxmp.audit(jaxmp.autocast(gradients(fun), "bfloat16"))(W, *specs)
+    assert report.notes == ("sizes that are left open count as 1024",)
+    expected = jaxmp.audit(jaxmp.autocast(gradients(fun), "bfloat16"))(
+        W, floats(1024, 1024, D)
+    )
+    assert report.flops == expected.flops
+    assert report.residual_bytes == expected.residual_bytes
+    assert report.fraction_16bit == 1
+    with pytest.raises(AssertionError, match=r"but 100.0% of their FLOPs are not"):
+        jaxmp.assert_16bit(fun, W, *specs)
+
+
 EXPRESSIONS = {
     "a sum": lambda b, t: 2 * b * t + b**2 * t - 3,
     "a negative term": lambda b, t: 8 - b + 3 * t,
