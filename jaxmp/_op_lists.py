@@ -28,7 +28,6 @@ from ._jaxpr import (
     Literal,
     Primitive,
     call_kind,
-    function_of,
     is_cast,
     is_float32,
     live_primitives,
@@ -203,6 +202,8 @@ ORDERS = frozenset({"lt", "le", "gt", "ge"})
 SELECTS = frozenset({"select_n"})
 RANDOM = frozenset({"random_bits"})
 ERRORS = frozenset({"erf", "erfc"})
+EXPONENTIALS = frozenset({"exp"})
+NEGATES = frozenset({"neg"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
 INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
@@ -323,23 +324,6 @@ def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
     for i in axes:
         shape[i] = 1
     return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
-
-
-def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
-    """Returns the ``x`` of which ``eqn`` computes ``exp(-x**2)``, None if of none.
-
-    Args:
-        eqn: The equation.
-        definition: Returns the equation that computes a variable, None for an input.
-    """
-    if call_kind(eqn) == "custom_jvp":  # JAX's own, from 0.12 on
-        name, _ = function_of(next(sub_jaxprs(eqn)))
-        return eqn.invars[0] if name == "exp_neg_sq" else None
-    minus = definition(eqn.invars[0]) if eqn.primitive.name == "exp" else None
-    if minus is None or minus.primitive.name != "neg":
-        return None
-    square = definition(minus.invars[0])
-    return square.invars[0] if square is not None and is_square(square) else None
 
 
 def softmax_in_dropout(eqn: Equation, definition: Definition) -> int | None:

@@ -29,7 +29,6 @@ from ._op_lists import (
     VIEWS,
     axes_of_softmax,
     divisor,
-    exponent_of_bell,
     is_count,
     only_compared,
     softmax_in_dropout,
@@ -37,6 +36,7 @@ from ._op_lists import (
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
 from ._sizes import size_of
+from ._slopes import exponent_of_bell
 from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -130,7 +130,7 @@ class Plan:
         (out,) = eqn.outvars
         others = ~(Use.PRODUCT | Use.IN_16BIT | Use.OTHERWISE)
         only = self.use(out) & Use.PRODUCT and not self.use(out) & others
-        return bool(only) and out.aval.size > eqn.invars[0].aval.size
+        return bool(only) and size_of(out.aval) > size_of(eqn.invars[0].aval)
 
     def pools_shared(self, eqn: Equation) -> bool:
         """Tells whether what ``eqn`` pools others take too, and not to compare it."""

@@ -1,4 +1,7 @@
-"""The slope of a `tanh` under a softmax, which caps attention scores.
+"""Slopes of functions that the backward pass multiplies by, and that have a bound.
+
+That of ``erf`` is found, see :meth:`jaxmp._plan.Plan.is_slope_of_erf`. That of a `tanh`
+under a softmax, which caps attention scores, is written anew.
 
 What JAX writes for the gradient reads the result of the `tanh` once more. A softmax
 needs all its digits, so that it would be kept in float32 for the backward pass. The
@@ -19,8 +22,10 @@ from . import _jaxpr
 from ._jaxpr import Equation, Literal, Var, is_float32
 from ._op_lists import (
     ADDS_UP,
+    EXPONENTIALS,
     FACTORS,
     JOINS,
+    NEGATES,
     ONE_MINUS_SQUARE,
     SCALES,
     SELECTS,
@@ -28,11 +33,30 @@ from ._op_lists import (
     STEEP,
     TANHS,
     VIEWS,
+    Definition,
+    is_square,
 )
 
 # What may be between a cap and its softmax: a scale, a mask, another shape.
 _BETWEEN = VIEWS | SCALES | SHIFTS | SELECTS
 _STEPS = 8
+
+
+def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
+    """Returns the ``x`` of which ``eqn`` computes ``exp(-x**2)``, None if of none.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    if _jaxpr.call_kind(eqn) == "custom_jvp":  # JAX's own, from 0.12 on
+        name, _ = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
+        return eqn.invars[0] if name == "exp_neg_sq" else None
+    minus = definition(eqn.invars[0]) if eqn.primitive.name in EXPONENTIALS else None
+    if minus is None or minus.primitive.name not in NEGATES:
+        return None
+    square = definition(minus.invars[0])
+    return square.invars[0] if square is not None and is_square(square) else None
 
 
 class _Gradient(NamedTuple):
