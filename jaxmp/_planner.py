@@ -169,7 +169,7 @@ class Planner:
         if _jaxpr.is_cast(eqn) and _stays_float32(eqn):
             return "retype"  # Only a weak type becomes a strong one.
         if name in CALLS and name not in ops.deny and not _jaxpr.takes_reference(eqn):
-            return "call"
+            return "deny" if self.is_slope(eqn) else "call"
         return "deny"
 
     def reason(self, eqn: Equation, scopes: Scopes) -> str | None:

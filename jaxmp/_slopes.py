@@ -12,7 +12,7 @@ Only where forward and backward pass are in one jaxpr, which they are unless the
 are computed in a `jit` of their own, or in a `scan` without `jax.checkpoint` in it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -63,8 +63,9 @@ class _Gradient(NamedTuple):
     """What JAX has written for the gradient of a `tanh`."""
 
     tanh: Equation
-    times: Equation  # multiplies the gradient that comes in by something
-    parts: Sequence[Equation]  # what only the last equation reads
+    slope: Equation  # from which the slope is computed
+    parts: Sequence[Equation]  # the last of them returns the gradient
+    times: Equation  # that of the parts that multiplies the gradient that comes in
 
 
 def with_slopes(
@@ -82,31 +83,34 @@ def with_slopes(
     Returns:
         All equations, and those that compute a slope.
     """
-    slopes: dict[Any, Equation] = {}
     if not any(eqn.primitive.name in TANHS for eqn in eqns):
         return eqns, []
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    gradients = [found for eqn in eqns if (found := _gradient(eqn, made))]
+    if not gradients:
+        return eqns, []
     readers = _readers(eqns, returned)
+    inside = {id(eqn) for found in gradients for eqn in (found.slope, *found.parts)}
     instead: dict[int, list[Equation]] = {}
-    for eqn in eqns:
-        found = _gradient(eqn, made)
-        if found is None:
-            continue
-        tanh, times, parts = found
-        (y,) = tanh.outvars
-        read = [x for part in parts for x in readers[part.outvars[0]]]
-        if not {*map(id, read)} <= {id(eqn), *map(id, parts)}:
-            continue
-        if not (is_float32(y) and is_free(tanh) and _is_under_softmax(y, readers)):
+    slopes: dict[Any, Equation | None] = {}
+    for tanh, _, parts, times in gradients:
+        (y,), *between = (part.outvars for part in (tanh, *parts[:-1]))
+        read = {id(reader) for (var,) in between for reader in readers[var]}
+        if not read <= {*map(id, parts)} or not is_float32(y) or not is_free(tanh):
             continue
         if y not in slopes:
-            slopes[y] = _slope(tanh)
-            instead[id(tanh)] = [tanh, slopes[y]]
-        factors = [times.invars[0], *slopes[y].outvars]
+            capped = _is_under_softmax(y, readers, inside)
+            slopes[y] = _slope(tanh) if capped else None
+        slope = slopes[y]
+        if slope is None:
+            continue
+        instead[id(tanh)] = [tanh, slope]
         instead |= {id(part): [] for part in parts}
-        instead[id(eqn)] = [times.replace(invars=factors, outvars=eqn.outvars)]
+        factors = [times.invars[0], *slope.outvars]
+        last = times.replace(invars=factors, outvars=parts[-1].outvars)
+        instead[id(parts[-1])] = [last]
     new = [other for eqn in eqns for other in instead.get(id(eqn), [eqn])]
-    return new, [*slopes.values()]
+    return new, [slope for slope in slopes.values() if slope is not None]
 
 
 def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
@@ -120,31 +124,31 @@ def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
         slope = ins[1]
         if slope is None or slope.primitive.name not in ONE_MINUS_SQUARE:
             return None
-        times, parts, (y,) = eqn, [], slope.invars
+        parts, times, (y,) = [eqn], eqn, slope.invars
     elif name in ADDS_UP:
         times, rest = ins
         if times is None or rest is None or rest.invars[0] is not eqn.invars[0]:
             return None
-        parts = [times, rest]
-        if any(part.primitive.name not in FACTORS for part in parts):
+        parts = [times, rest, eqn]
+        if times.primitive.name not in FACTORS or rest.primitive.name not in FACTORS:
             return None
-        y = rest.invars[1]
-        if not _is_one_minus(y, _made(times.invars[1], made)):
+        y, slope = rest.invars[1], _made(times.invars[1], made)
+        if slope is None or not _is_one_minus(y, slope):
             return None
     else:
         return None
     tanh = _made(y, made)
     if tanh is None or tanh.primitive.name not in TANHS:
         return None
-    return _Gradient(tanh, times, parts)
+    return _Gradient(tanh, slope, parts, times)
 
 
 def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
     return None if isinstance(atom, Literal) else made.get(atom)
 
 
-def _is_one_minus(y: Any, eqn: Equation | None) -> bool:
-    if eqn is None or eqn.primitive.name not in SHIFTS - JOINS:
+def _is_one_minus(y: Any, eqn: Equation) -> bool:
+    if eqn.primitive.name not in SHIFTS - JOINS:
         return False
     one, other = eqn.invars
     return isinstance(one, Literal) and one.val == 1 and other is y
@@ -162,24 +166,39 @@ def _readers(
     return readers
 
 
-def _is_under_softmax(var: Any, readers: Mapping[Any, Sequence[Any]]) -> bool:
-    """Whether ``var``, scaled or masked, is given to a softmax."""
-    rest = [var]
+def _is_under_softmax(
+    var: Any, readers: Mapping[Any, Sequence[Any]], gradients: Set[int]
+) -> bool:
+    """Whether only a softmax and gradients take ``var``, scaled or masked.
+
+    What is also carried on may come back through many slopes, as in a recurrence: a
+    slope that is rounded the same way in each of them would be far off.
+    """
+    rest, found = {var: None}, False
     for _ in range(_STEPS):
-        found = [eqn for var in rest for eqn in readers.get(var, ()) if eqn is not None]
-        kinds = [_jaxpr.call_kind(eqn) for eqn in found]
-        if any(
-            kind == "custom_jvp" and _is_steep(eqn)
-            for kind, eqn in zip(kinds, found, strict=True)
-        ):
-            return True
-        rest = [
-            out
-            for kind, eqn in zip(kinds, found, strict=True)
-            if kind == "jit" or eqn.primitive.name in _BETWEEN
-            for out in eqn.outvars
-        ]
+        eqns = [eqn for var in rest for eqn in readers.get(var, ())]
+        eqns = [eqn for eqn in eqns if id(eqn) not in gradients]
+        if not eqns:
+            return found
+        rest = {}
+        for eqn in eqns:
+            if eqn is None:  # returned
+                return False
+            if _jaxpr.call_kind(eqn) == "custom_jvp" and _is_steep(eqn):
+                found = True
+            elif _moves(eqn):
+                rest |= dict.fromkeys(eqn.outvars)
+            else:
+                return False
     return False
+
+
+def _moves(eqn: Equation) -> bool:
+    """Whether ``eqn`` may be between a cap and its softmax, such as `jnp.where`."""
+    if _jaxpr.call_kind(eqn) == "jit":
+        (jaxpr,) = _jaxpr.sub_jaxprs(eqn)
+        return all(map(_moves, _jaxpr.open_jaxpr(jaxpr).eqns))
+    return eqn.primitive.name in _BETWEEN or _jaxpr.is_cast(eqn)
 
 
 def _is_steep(eqn: Equation) -> bool:
@@ -190,11 +209,18 @@ def _is_steep(eqn: Equation) -> bool:
     )
 
 
-def _slope(tanh: Equation) -> Equation:
-    """Returns the equation that computes the slope of ``tanh``."""
+def _slope(tanh: Equation) -> Equation | None:
+    """Returns the equation that computes the slope of ``tanh``.
+
+    None where it would not have its type: where a mesh gives types more than a shape.
+    """
     (x,), (y,) = tanh.invars, tanh.outvars
-    (eqn,) = _jaxpr.trace(jax.jit(slope_of_tanh), [x.aval]).eqns
-    return eqn.replace(invars=[x], outvars=[Var(y.aval)], source_info=tanh.source_info)
+    with _jaxpr.context_of(tanh), jax.disable_jit(False):
+        (eqn,) = _jaxpr.trace(jax.jit(slope_of_tanh), [x.aval]).eqns
+    if eqn.outvars[0].aval != y.aval:
+        return None
+    place = {"source_info": tanh.source_info, "ctx": tanh.ctx}
+    return eqn.replace(invars=[x], outvars=[Var(y.aval)], **place)
 
 
 def slope_of_tanh(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Literal
+from jax.interpreters.ad import add_jaxvals
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
@@ -120,9 +121,18 @@ def of_a_loss(x, w):
     return jax.nn.logsumexp(logits, -1)
 
 
+def shared(x, w):
+    y = jnp.tanh(x @ w[0])
+    return jax.nn.softmax(y) @ w[1] + y.sum()
+
+
 LEFT_ALONE = {
     "a layer": lambda x, w: jnp.tanh(x @ w[0]) @ w[1],
     "a loss": of_a_loss,
+    "a layer before a softmax": lambda x, w: jax.nn.softmax(
+        jax.jit(jnp.matmul)(jnp.tanh(x @ w[0]), w[1])
+    ),
+    "taken by others too": shared,
     "a float32 region": lambda x, w: jaxmp.float32_region(attention)(x, w),
     "written in 16 bits": lambda x, w: attention(
         x.astype(jnp.float16), w.astype(jnp.float16)
@@ -146,9 +156,29 @@ def test_what_else_reads_parts_of_the_gradient_has_them():
     def fun(x, t):
         y = jnp.tanh(x)
         s = t * (1 - y)
-        return s + s * y, s, jax.nn.softmax(y) @ x
+        return add_jaxvals(s, s * y), s, jax.nn.softmax(y) @ x
 
     args = normal(2, 8, 8), normal(3, 8, 8)
     found = jaxmp.autocast(fun, "bfloat16")(*args)
     np.testing.assert_array_equal(found[0], fun(*args)[0])
     np.testing.assert_array_equal(found[1], fun(*args)[1])
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_shards_have_their_gradients(axis_type):
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    spec = jax.P("rows"), jax.P()
+    grad = jax.grad(loss_of(attention))
+    sharded = jax.shard_map(grad, mesh=mesh, in_specs=spec, out_specs=spec[0])
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, spec[0]))
+        found = jax.jit(jaxmp.autocast(sharded, "bfloat16"))(x, W)
+    assert relative_error(found, grad(X, W)) < 0.02
+
+
+def test_it_runs_without_jit():
+    grad = jax.grad(loss_of(attention))
+    with jax.disable_jit():
+        found = jaxmp.autocast(grad, "bfloat16")(X, W)
+    assert relative_error(found, grad(X, W)) < 0.02
