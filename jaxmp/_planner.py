@@ -345,6 +345,11 @@ class Planner:
         digits: set[int] = set()
         if boundary:
             digits = self._digits_inside(eqn, inside(eqn, scopes))
+        elif holds and not _jaxpr.takes_reference(eqn):
+            # What is kept in float32 reads the digits that it would read elsewhere.
+            around = inside(eqn, scopes)
+            for var, inner in self._uses_inside(eqn, after.wants[-1], around):
+                yield var, inner & Use.EXACT
         elif eqn.primitive.name in EQUALITIES and after.compares_twins(eqn):
             digits = {0, 1}
         compared = only_compared(eqn) if rule == "infer" else None

@@ -445,3 +445,33 @@ def test_a_residual_branch_that_is_scaled_or_dropped_stays_in_the_stream(change,
     eqns = traced(jaxmp.autocast(net, dtype), *args)
     adds = [e.outvars[0].aval for e in eqns if e.primitive.name == "add"]
     assert [x.dtype for x in adds if x.shape == (8, 16)] == [dtype] * 3
+
+
+CALLED = {
+    "a jitted activation": jax.nn.elu,
+    "a jitted softmax": jax.nn.log_softmax,
+    "a softmax": jax.nn.softmax,
+    "a divisor": jax.jit(lambda h: 1 / h),
+    "a remat": jax.checkpoint(jnp.exp),
+    "a branch": lambda h: lax.cond(h[0, 0] > 0, jnp.exp, jnp.exp, h),
+    "a loop": lambda h: lax.scan(lambda c, row: (c, jnp.exp(row)), 0.0, h)[1],
+}
+
+
+@pytest.mark.parametrize("kept", ["a region", "a path"])
+@pytest.mark.parametrize(
+    "fun", rest_is_evidence(CALLED, "a jitted softmax", "a branch", "a loop")
+)
+def test_what_is_called_in_a_float32_region_reads_all_digits(fun, kept):
+    """As it does outside of one, though a product takes the same in 16 bits."""
+
+    def net(x, w):
+        h = x @ w
+        with jax.named_scope("head"):
+            return (jaxmp.float32_region(fun) if kept == "a region" else fun)(h), h @ w
+
+    paths = ("head",) if kept == "a path" else ()
+    # Not jitted: XLA would leave out the rounding that it can see.
+    found = jaxmp.autocast(net, "bfloat16", float32_paths=paths)(X, W)[0]
+    x, w = (v.astype(jnp.bfloat16).astype(jnp.float32) for v in (X, W))
+    np.testing.assert_allclose(found, fun(x @ w), rtol=1e-6)
