@@ -116,9 +116,8 @@ def compare(**config):
 
 
 # The runs below are those of `cast`.
-@pytest.mark.parametrize(
-    "mode", [pytest.param("cast", marks=pytest.mark.evidence), "autocast"]
-)
+@pytest.mark.evidence
+@pytest.mark.parametrize("mode", ["cast", "autocast"])
 def test_three_strings_give_three_precisions_of_one_program(small, mode, tmp_path):
     results = compare(mode=mode, epochs=1, batch_size=500, log_dir=tmp_path)
     for result in results:

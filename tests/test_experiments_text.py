@@ -39,6 +39,7 @@ def terminal():
 # The text
 
 
+@pytest.mark.evidence
 def test_the_text_is_english_and_long_enough_for_a_global_batch():
     text = _text.read()
     tokens = _text.as_characters(text)
@@ -162,6 +163,7 @@ def test_the_masked_model_learns_the_same_in_mixed_precision():
     assert "…" not in printed
 
 
+@pytest.mark.evidence
 def test_residuals_take_little_more_than_half_of_the_bytes():
     full, bfloat16, float16 = (
         masked_lm.residual_bytes(masked_lm.BERT_BASE, policy, 8, 128)
@@ -186,6 +188,7 @@ def test_masking_shows_what_bert_shows():
 # Without masters
 
 
+@pytest.mark.evidence
 def test_training_without_masters_runs_from_end_to_end(tmp_path, monkeypatch):
     for name, value in {"LENGTH": 8, "ROWS": 2, "AT_ONCE": 2}.items():
         monkeypatch.setattr(narrow, name, value)

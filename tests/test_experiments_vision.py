@@ -71,6 +71,7 @@ def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path, monkeyp
     assert 0 < figure.stat().st_size < 200_000
 
 
+@pytest.mark.evidence
 def test_the_whole_batch_is_the_sum_of_the_shares(monkeypatch):
     """`--full` and the quick form are one computation: equal shares, equal updates."""
     monkeypatch.setattr(detector, "WORKERS", 2)

@@ -22,14 +22,11 @@ def line_of(text):
     return f"{EXAMPLES / 'fault.py'}:{number}"
 
 
+@pytest.mark.evidence
 @pytest.mark.parametrize(
     ("name", "text", "module", "words"),
     [
-        pytest.param(
-            *("mask", "row 0 sees nothing", "Transformer/attention"),
-            "jnp.finfo(x.dtype)",
-            marks=pytest.mark.evidence,
-        ),
+        ("mask", "row 0 sees nothing", "Transformer/attention", "jnp.finfo(x.dtype)"),
         ("logits", "no 1/sqrt(width)", "Transformer/attention", "x.astype(jnp.float32"),
     ],
 )

@@ -62,7 +62,6 @@ def test_a_product_in_float32_does_not_pass():
     rest_is_evidence(
         {name: name for name in narrow.VARIANTS},
         "stochastic, bfloat16 state",
-        "Kahan, bfloat16 state",
     ),
 )
 def test_an_update_without_masters_moves_what_it_reads_and_writes(name):
