@@ -397,7 +397,7 @@ def is_count(atom: Any) -> bool:
 
 def looks_up_rows(eqn: Equation) -> bool:
     """Whether ``eqn`` takes rows out of a table: an embedding, and no schedule."""
-    if eqn.primitive.name not in ("gather", "dynamic_slice"):
+    if eqn.primitive.name not in LOOKS_UP:
         return False
     chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
     many = as_number(math.prod(eqn.params["slice_sizes"])) > 1
