@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -334,13 +335,15 @@ def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
     return update  # nothing that is added to a parameter: a PRNG key, a name
 
 
-@jax.jit  # JAX traces it once for all leaves of one shape
+# JAX traces these once for all leaves of one shape. A call of each would take longer to
+# lower than what it does.
+@functools.partial(jax.jit, inline=True)
 def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
-    update = jnp.asarray(update)  # a Python number, where `jax.disable_jit` is on
-    if update.dtype == jnp.bool_:
-        return jnp.logical_and(finite, update)
-    # Negative, because -0.0 + 0.0 is 0.0.
-    return jnp.where(finite, update, -jnp.zeros([], update.dtype))
+    update = jnp.asarray(update)
+    zero = np.zeros([], update.dtype)
+    if update.dtype != jnp.bool_:
+        zero = -zero  # because -0.0 + 0.0 is 0.0
+    return jax.lax.select(finite, update, jax.lax.full_like(update, zero))
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
@@ -373,13 +376,14 @@ def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
     return new if finite else old
 
 
-@jax.jit
+@functools.partial(jax.jit, inline=True)
 def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Selects one of two states of ``inner``, in the dtype of the old one."""
-    # Python numbers, where `jax.disable_jit` is on.
     new, old = jnp.asarray(new), jnp.asarray(old)
     if new.dtype != old.dtype:
         new = new.astype(old.dtype)
+    if new.shape == old.shape:
+        return jax.lax.select(finite, new, old)
     return jnp.where(finite, new, old)
 
 

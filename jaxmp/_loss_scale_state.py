@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -258,7 +259,7 @@ def scale_in(loss_scale: Any) -> Any:
     return get_loss_scale(loss_scale)
 
 
-@jax.jit  # JAX traces it once for all leaves of one shape
+@functools.partial(jax.jit, inline=True)  # traced once for all leaves of one shape
 def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
     return x * factor.astype(x.dtype) / divisor.astype(x.dtype)
 

@@ -387,7 +387,9 @@ def scales_far(eqn: Equation) -> bool:
 
 def is_far(number: Any) -> bool:
     """Whether to multiply by ``number`` brings a value into range, or out of it."""
-    return np.ndim(number) == 0 and not 2**-8 <= abs(number or 1) <= 2**8
+    if number is None or np.ndim(number):
+        return False
+    return not 2**-8 <= abs(number or 1) <= 2**8
 
 
 def is_count(atom: Any) -> bool:

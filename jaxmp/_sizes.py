@@ -11,6 +11,7 @@ unless they are.
 """
 
 import functools
+import math
 import numbers
 import operator
 import re
@@ -31,7 +32,7 @@ _FUNCTIONS = {
 
 def size_of(array: Any) -> int:
     """Returns how many entries an array, or the type of one, has: a number."""
-    size = array.size
+    size = math.prod(array.shape)
     return size if type(size) is int else as_number(size)
 
 

@@ -707,3 +707,20 @@ def test_injecting_where_options_cannot_be_seen_says_what_to_type():
         tx.init(jnp.ones(2))
     inside = optax.inject_hyperparams(optax.sgd)(1.0)
     assert scales(jaxmp.loss_scaling(inside, "O1", init_scale=8), [0]) == [4]
+
+
+# What a step costs to lower
+
+
+def test_a_step_of_more_arrays_holds_no_more_calls():
+    def calls(arrays):
+        params = {f"w{i}": jnp.ones(3, jnp.float16) for i in range(arrays)}
+        tx = jaxmp.loss_scaling(optax.sgd(1.0, momentum=0.9), "O3")
+
+        def step(grads, state):
+            return tx.update(jaxmp.unscale(grads, state), state)
+
+        lowered = jax.jit(step).lower(params, tx.init(params))
+        return lowered.as_text().count("call @")
+
+    assert calls(7) == calls(2)
