@@ -3,11 +3,24 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ._jaxpr import Equation, Literal, is_float32
+import numpy as np
+
+from ._jaxpr import (
+    Equation,
+    Jaxpr,
+    Literal,
+    call_kind,
+    is_cast,
+    is_float32,
+    open_jaxpr,
+    sub_jaxprs,
+)
 from ._op_lists import (
     BOUNDED,
     CALLS,
+    CLAMPS,
     EXACT,
+    EXTREMES,
     ROOTS,
     SCALES,
     SHIFTS,
@@ -53,14 +66,14 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
             for value in floats
         )
 
-    def bounded(atom):
-        made = definition(atom)
-        return made is not None and made.primitive.name in BOUNDED
-
     size = size_of(eqn.outvars[0].aval)
     whole = [i for i, x in enumerate(eqn.invars) if _size(x, definition) == size]
     if len(whole) == 2:  # an activation, such as SiLU, is a value times a gate
-        whole = [i for i in whole if i == divisor(eqn) or not bounded(eqn.invars[i])]
+        whole = [
+            i
+            for i in whole
+            if i == divisor(eqn) or not is_bounded(eqn.invars[i], definition)
+        ]
     if len(whole) != 1 or whole[0] == divisor(eqn):
         return False
     (i,) = whole
@@ -73,6 +86,59 @@ def is_normed(eqn: Equation, definition: Definition, ins: Sequence[Any]) -> bool
         if atom is not eqn.invars[i]
         for total in _summed(atom, definition, divisor(eqn) is not None)
     )
+
+
+def is_bounded(atom: Any, definition: Definition) -> bool:
+    """Whether ``atom`` is near zero whatever it is made of.
+
+    As a sigmoid is, and what is clipped between two numbers, as `hard_sigmoid` does.
+
+    Args:
+        atom: A variable or a literal.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    eqn = definition(atom)
+    if eqn is None:
+        return False
+    name, ins = eqn.primitive.name, eqn.invars
+    if call_kind(eqn) in ("jit", "custom_jvp"):
+        body = open_jaxpr(next(sub_jaxprs(eqn)))
+        if len(body.eqns) > _STEPS:
+            return False
+        result = body.outvars[eqn.outvars.index(atom)]
+        return is_bounded(result, _inlined(eqn, body, definition))
+    others = [x for x in ins if not _is_near(x, definition)]
+    if name in EXTREMES and len(others) == 1:  # a clip, if the other limit comes before
+        before = definition(others[0])
+        if before is not None and before.primitive.name in EXTREMES - {name}:
+            return any(_is_near(x, definition) for x in before.invars)
+    if name in CLAMPS:
+        return all(_is_near(limit, definition) for limit in (ins[0], ins[2]))
+    if name in SCALES and len(others) == 1 and divisor(eqn) != ins.index(others[0]):
+        return is_bounded(others[0], definition)
+    return name in BOUNDED
+
+
+def _inlined(call: Equation, body: Jaxpr, definition: Definition) -> Definition:
+    """Returns what defines variables in the body of ``call``, or outside of it."""
+    given = dict(zip(body.invars, call.invars, strict=True))
+    made: dict[Any, Equation] = {}
+    for eqn in body.eqns:
+        ins = [x if isinstance(x, Literal) else given.get(x, x) for x in eqn.invars]
+        made |= dict.fromkeys(eqn.outvars, eqn.replace(invars=ins))
+
+    def defined(atom):
+        return None if isinstance(atom, Literal) else made.get(atom) or definition(atom)
+
+    return defined
+
+
+def _is_near(atom: Any, definition: Definition) -> bool:
+    """Whether ``atom`` is a number of order one, or zero, or is given as one."""
+    if isinstance(atom, Literal):
+        return np.ndim(atom.val) == 0 and 1 / 8 <= abs(atom.val or 1) <= 8
+    eqn = definition(atom)
+    return eqn is not None and is_cast(eqn) and _is_near(eqn.invars[0], definition)
 
 
 def _size(atom: Any, definition: Definition) -> int:

@@ -167,6 +167,8 @@ ADDS_UP = frozenset({"add_any"})
 SQUASHES = frozenset({"logistic", "tanh", "erf"})
 # Whatever they are given, they return no more than 1.
 BOUNDED = SQUASHES | {"sin", "cos"}
+EXTREMES = frozenset({"min", "max"})
+CLAMPS = frozenset({"clamp"})
 TANHS = frozenset({"tanh"})
 # What newer JAX writes for the slope of tanh.
 ONE_MINUS_SQUARE = frozenset({"one_minus_square"})

@@ -367,7 +367,7 @@ class Caster:
         matters = any(map(self.planner.matters, _jaxpr.sub_jaxprs(eqn)))
         if not STORED.isdisjoint(wanted):
             matters |= any(value.is_computed() for value in ins)
-        if not matters and not any(value.narrow or value.normed for value in ins):
+        if not matters and not any(value.is_noted() for value in ins):
             outs = self.results(eqn, bind_as_written(eqn, ins))
             note_origin(eqn, ins, outs, self.dtype)
             return outs

@@ -119,6 +119,10 @@ class Value:
         """Whether a product sent back each entry, rounded, or what it was made of."""
         return self.sent_back and not self.copied
 
+    def is_noted(self) -> bool:
+        """Whether something is known of the value that elementwise work hands on."""
+        return self.narrow or self.normed or self.sent_back or self.summed
+
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
         made = self.follows and not self.outside  # of 16-bit values and a scale

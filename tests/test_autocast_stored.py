@@ -793,6 +793,7 @@ ACTIVATED = {
     "silu": activated(jax.nn.silu),
     "gelu": activated(jax.nn.gelu),
     "tanh": activated(jnp.tanh),
+    "hard swish": activated(jax.nn.hard_swish),  # whose slope is one of small functions
     "a remat": jax.checkpoint(activated(jax.nn.silu)),
     "a gate": activated(
         lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0, keepdims=True) @ W)
@@ -800,7 +801,9 @@ ACTIVATED = {
 }
 
 
-@pytest.mark.parametrize("loss", rest_is_evidence(ACTIVATED, "silu", "a remat"))
+@pytest.mark.parametrize(
+    "loss", rest_is_evidence(ACTIVATED, "silu", "hard swish", "a remat")
+)
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
 )
@@ -1075,7 +1078,20 @@ def gated(activation, mean=lambda h: h.mean(0, keepdims=True) @ W):
     return fun
 
 
-@pytest.mark.parametrize("activation", [jax.nn.silu, jax.nn.relu])
+GATED = {
+    "silu": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "hard swish": jax.nn.hard_swish,
+    "a sigmoid in jit": lambda h: h * jax.jit(jax.nn.sigmoid)(1.702 * h),
+    "a clip": lambda h: h * jnp.clip(h / 6 + 0.5, 0, 1),
+    "a clip from above": lambda h: h * jnp.maximum(jnp.minimum(h, 2.0), -1.0) / 2,
+    "a clamp": lambda h: h * lax.clamp(-1.0, h, 1.0),
+}
+
+
+@pytest.mark.parametrize(
+    "activation", rest_is_evidence(GATED, "silu", "relu", "hard swish", "a clip")
+)
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
 def test_an_activation_is_stored_in_16_bits_beside_its_mean(activation, dtype):
     fun = gated(activation)
@@ -1094,6 +1110,12 @@ MEANS_IN_FLOAT32 = {
     ),
     "far": gated(lambda h: jnp.exp(3 * h) * 1e6),
     "a quotient": gated(lambda h: h / jnp.tanh(1e-6 * h)),
+    "a quotient of a clip": gated(lambda h: h / jnp.clip(1e-3 * h, -1, 1)),
+    "clipped far away": gated(lambda h: h * jnp.clip(1e3 * h, -1e4, 1e4)),
+    "not clipped below": gated(lambda h: h * jnp.minimum(1e4 * h, 1)),
+    "a clip, scaled": gated(lambda h: h * (jnp.clip(h, -1, 1) * 1e5)),
+    "a clip over a number": gated(lambda h: h * (jnp.clip(h, -1, 1) / 1e-5)),
+    "clipped and raised": gated(lambda h: h * (jnp.clip(h, -1, 1) + 1e5)),
 }
 
 
