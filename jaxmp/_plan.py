@@ -186,8 +186,11 @@ class Plan:
                     if not self._is_mean_for_products(*other.outvars):
                         return False
                 elif name in FACTORS and rule == "infer":
-                    wanted = self.want(*other.outvars)
-                    if wanted not in FOR_BACKWARD and not is_backward(other, scopes):
+                    if is_backward(other, scopes):
+                        continue
+                    (out,) = other.outvars
+                    computes = self.use(out) & Use.COMPUTES
+                    if self.want(out) not in IN_16BIT or computes:
                         return False
                 elif rule != "allow":
                     return False

@@ -1100,8 +1100,31 @@ def test_an_activation_is_stored_in_16_bits_beside_its_mean(activation, dtype):
     assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
 
 
+def residual_gate(between=lambda h: h):
+    """Squeeze and excitation of what a norm returns, before a shortcut joins it."""
+
+    def fun(w, x):
+        h = layer_norm(x @ w)
+        gate = jax.nn.sigmoid(h.mean(0, keepdims=True) @ w)
+        return jax.nn.relu(between(h * gate) + x @ W) @ w
+
+    return fun
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+def test_what_a_shortcut_joins_is_stored_in_16_bits_beside_its_mean(dtype):
+    fun = residual_gate()
+    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
+    found = jax.jit(jaxmp.autocast(fun, dtype))(W, X)
+    assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
+
+
 # A logarithm needs the digits of the mean; and what is far is no activation of a norm.
+# Nor is anything rounded of which more is made than a sum before a shortcut joins it.
 MEANS_IN_FLOAT32 = {
+    "a difference of what is gated": residual_gate(lambda h: h - h.mean(0)),
+    "a logarithm of what is gated": residual_gate(lambda h: jnp.log(h * h + 1e-6)),
+    "a square of what is gated": residual_gate(lambda h: h * h - (h * h).mean(0)),
     "a logarithm": gated(
         jax.nn.silu, lambda h: jnp.log(h.mean(0, keepdims=True) ** 2 + 1e-6)
     ),
