@@ -36,7 +36,7 @@ from ._op_lists import (
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
 from ._sizes import size_of
-from ._slopes import exponent_of_bell
+from ._slopes import exponent_of_bell, is_bounded
 from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -270,6 +270,10 @@ class Plan:
             return False
         errors = (other for other in self.eqns if other.primitive.name in ERRORS)
         return any(x is other.invars[0] for other in errors)
+
+    def is_bounded(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` makes no more of its input's errors, see `_slopes`."""
+        return is_bounded(eqn, self._definition)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.

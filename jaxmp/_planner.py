@@ -312,7 +312,7 @@ class Planner:
             eqns, slopes = with_slopes(
                 eqns,
                 _jaxpr.open_jaxpr(jaxpr).outvars,
-                lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) == "infer",
+                lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) != "deny",
             )
             for slope in slopes:
                 self._slopes.add(slope.params["jaxpr"])
@@ -440,6 +440,9 @@ class Planner:
         """Tells whether what ``eqn`` is computed from may be rounded, as for `erf`."""
         wanted = after.wants[-1]
         free = EXACT.isdisjoint(wanted) and not self._is_kept(scopes)
+        # Of what a loss is made of, nobody wants 16 bits.
+        if free and IN_16BIT.issuperset(wanted) and after.is_bounded(eqn):
+            return True
         return free and after.is_slope_of_erf(eqn)
 
     def _uses_inside(

@@ -1,12 +1,17 @@
 """Slopes of functions that the backward pass multiplies by, and that have a bound.
 
-That of ``erf`` is found, see :meth:`jaxmp._plan.Plan.is_slope_of_erf`. That of a `tanh`
-under a softmax, which caps attention scores, is written anew.
+That of ``erf`` is found, see :meth:`jaxmp._plan.Plan.is_slope_of_erf`, and so is that
+of an ELU. Those of a softplus and of a `tanh` under a softmax, which caps attention
+scores, are written anew.
 
-What JAX writes for the gradient reads the result of the `tanh` once more. A softmax
-needs all its digits, so that it would be kept in float32 for the backward pass. The
-slope is read by the backward pass alone, which may have it in 16 bits. It is computed
-from what the `tanh` is computed from, so that XLA can fuse the `tanh` into the softmax.
+For a softplus ``y`` of ``x`` JAX writes ``exp(x - y)``, which is far off if only one of
+the two is rounded. As ``logistic(x)`` it is the same number, and an activation.
+
+What JAX writes for the gradient of a cap reads the result of the `tanh` once more. A
+softmax needs all its digits, so that it would be kept in float32 for the backward pass.
+The slope is read by the backward pass alone, which may have it in 16 bits. It is
+computed from what the `tanh` is computed from, so that XLA can fuse the `tanh` into the
+softmax.
 
 Only where forward and backward pass are in one jaxpr, which they are unless the scores
 are computed in a `jit` of their own, or in a `scan` without `jax.checkpoint` in it.
@@ -16,15 +21,19 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax import lax
 
 from . import _jaxpr
 from ._jaxpr import Equation, Literal, Var, is_float32
 from ._op_lists import (
+    ABOVE,
     ADDS_UP,
     EXPONENTIALS,
+    EXPS,
     FACTORS,
     JOINS,
+    MINIMA,
     NEGATES,
     ONE_MINUS_SQUARE,
     SCALES,
@@ -35,11 +44,13 @@ from ._op_lists import (
     VIEWS,
     Definition,
     is_square,
+    tests_equal,
 )
 
 # What may be between a cap and its softmax: a scale, a mask, another shape.
 _BETWEEN = VIEWS | SCALES | SHIFTS | SELECTS
 _STEPS = 8
+_DIFFERENCES = SHIFTS - JOINS
 
 
 def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
@@ -49,14 +60,60 @@ def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
         eqn: The equation.
         definition: Returns the equation that computes a variable, None for an input.
     """
-    if _jaxpr.call_kind(eqn) == "custom_jvp":  # JAX's own, from 0.12 on
-        name, _ = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
-        return eqn.invars[0] if name == "exp_neg_sq" else None
+    if _is_call(eqn, "custom_jvp", "exp_neg_sq"):  # JAX's own, from 0.12 on
+        return eqn.invars[0]
     minus = definition(eqn.invars[0]) if eqn.primitive.name in EXPONENTIALS else None
     if minus is None or minus.primitive.name not in NEGATES:
         return None
     square = definition(minus.invars[0])
     return square.invars[0] if square is not None and is_square(square) else None
+
+
+def is_bounded(eqn: Equation, definition: Definition) -> bool:
+    """Whether ``eqn`` is a softplus, or an exponential of what is nowhere positive.
+
+    That is ``min(x, 0)`` or ``where(x > 0, 0, x)``, as in an ELU. If ``x`` is off by a
+    relative ``eps``, the exponential is by 0.37 ``eps`` at most. Not if ``x`` is a
+    difference: what is left of larger numbers may be the digits lost.
+
+    Args:
+        eqn: The equation.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    if eqn.primitive.name not in EXPS:
+        return _is_softplus(eqn)
+    cut = definition(eqn.invars[0])
+    if cut is None:
+        return False
+    if cut.primitive.name in MINIMA:
+        x, *zeros = cut.invars
+    elif _is_call(cut, "jit", "_where") and len(cut.invars) == 3:
+        where, zero, x = cut.invars
+        test = definition(where)
+        if test is None or test.primitive.name not in ABOVE or test.invars[0] is not x:
+            return False
+        zeros = [zero, test.invars[1]]
+    else:
+        return False
+    made = definition(x)
+    differs = made is not None and made.primitive.name in _DIFFERENCES
+    return not differs and all(_is_number(zero, 0) for zero in zeros)
+
+
+def _is_softplus(eqn: Equation) -> bool:
+    named = _is_call(eqn, "custom_jvp", "logaddexp") and len(eqn.invars) == 2
+    return named and _is_number(eqn.invars[1], 0)
+
+
+def _is_call(eqn: Equation, kind: str, name: str) -> bool:
+    """Whether ``eqn`` calls a function of JAX of that name."""
+    if _jaxpr.call_kind(eqn) != kind:
+        return False
+    return _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))[0] == name
+
+
+def _is_number(atom: Any, number: float) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == number
 
 
 class _Gradient(NamedTuple):
@@ -73,7 +130,7 @@ def with_slopes(
     returned: Sequence[Any],
     is_free: Callable[[Equation], bool],
 ) -> tuple[Sequence[Equation], list[Equation]]:
-    """Returns equations in which the gradient of such a `tanh` is times its slope.
+    """Returns equations in which gradients of a softplus or such a `tanh` have slopes.
 
     Args:
         eqns: The equations of a jaxpr.
@@ -81,8 +138,9 @@ def with_slopes(
         is_free: Tells whether an equation may run in 16 bits.
 
     Returns:
-        All equations, and those that compute a slope.
+        All equations, and those that compute a slope of a `tanh`.
     """
+    eqns = _with_sigmoids(eqns, returned, is_free)
     if not any(eqn.primitive.name in TANHS for eqn in eqns):
         return eqns, []
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
@@ -100,7 +158,8 @@ def with_slopes(
             continue
         if y not in slopes:
             capped = _is_under_softmax(y, readers, inside)
-            slopes[y] = _slope(tanh) if capped else None
+            place = tanh.invars[0], Var(y.aval), tanh
+            slopes[y] = _computed(slope_of_tanh, *place) if capped else None
         slope = slopes[y]
         if slope is None:
             continue
@@ -111,6 +170,54 @@ def with_slopes(
         instead[id(parts[-1])] = [last]
     new = [other for eqn in eqns for other in instead.get(id(eqn), [eqn])]
     return new, [slope for slope in slopes.values() if slope is not None]
+
+
+def _with_sigmoids(
+    eqns: Sequence[Equation],
+    returned: Sequence[Any],
+    is_free: Callable[[Equation], bool],
+) -> Sequence[Equation]:
+    """Returns equations in which the slope of a softplus is a logistic function."""
+    found = {eqn.outvars[0]: eqn for eqn in eqns if _is_softplus(eqn) and is_free(eqn)}
+    if not found:
+        return eqns
+    made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    # What the exponentials were computed from would pass for readers of the softplus.
+    read, live = {id(atom) for atom in returned}, []
+    for eqn in reversed([_sigmoid(eqn, made, found) or eqn for eqn in eqns]):
+        if eqn.effects or not read.isdisjoint(map(id, eqn.outvars)):
+            live.append(eqn)
+            read.update(map(id, eqn.invars))
+    return live[::-1]
+
+
+def _sigmoid(
+    eqn: Equation, made: Mapping[Any, Equation], found: Mapping[Any, Equation]
+) -> Equation | None:
+    """Returns what computes the slope that ``eqn`` does, by ``x`` or by the zero."""
+    less = _made(eqn.invars[0], made) if eqn.primitive.name in EXPONENTIALS else None
+    if less is None or less.primitive.name not in _DIFFERENCES:
+        return None
+    x, y = (_finite(atom, made) for atom in less.invars)
+    softplus = _made(y, found)
+    zero = _is_number(x, 0)
+    if softplus is None or not (zero or x is softplus.invars[0]):
+        return None
+    fun = slope_by_zero if zero else lax.logistic
+    return _computed(fun, softplus.invars[0], eqn.outvars[0], eqn)
+
+
+def _finite(atom: Any, made: Mapping[Any, Equation]) -> Any:
+    """Returns ``atom``, or that of which JAX takes zero in its place if infinite."""
+    chosen = _made(atom, made)
+    if chosen is None or chosen.primitive.name not in SELECTS:
+        return atom
+    where, finite, _ = chosen.invars
+    test = _made(where, made)
+    if test is None or not tests_equal(test) or not _is_number(test.invars[1], np.inf):
+        return atom
+    tested = test.invars[0]
+    return finite if tested is finite or isinstance(tested, Literal) else atom
 
 
 def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
@@ -148,7 +255,7 @@ def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
 
 
 def _is_one_minus(y: Any, eqn: Equation) -> bool:
-    if eqn.primitive.name not in SHIFTS - JOINS:
+    if eqn.primitive.name not in _DIFFERENCES:
         return False
     one, other = eqn.invars
     return isinstance(one, Literal) and one.val == 1 and other is y
@@ -209,20 +316,24 @@ def _is_steep(eqn: Equation) -> bool:
     )
 
 
-def _slope(tanh: Equation) -> Equation | None:
-    """Returns the equation that computes the slope of ``tanh``.
+def _computed(fun: Callable, x: Any, out: Any, eqn: Equation) -> Equation | None:
+    """Returns an equation, from where ``eqn`` is, that computes ``out`` of ``x``.
 
     None where it would not have its type: where a mesh gives types more than a shape.
     """
-    (x,), (y,) = tanh.invars, tanh.outvars
-    with _jaxpr.context_of(tanh), jax.disable_jit(False):
-        (eqn,) = _jaxpr.trace(jax.jit(slope_of_tanh), [x.aval]).eqns
-    if eqn.outvars[0].aval != y.aval:
+    with _jaxpr.context_of(eqn), jax.disable_jit(False):
+        (new,) = _jaxpr.trace(jax.jit(fun), [x.aval]).eqns
+    if new.outvars[0].aval != out.aval:
         return None
-    place = {"source_info": tanh.source_info, "ctx": tanh.ctx}
-    return eqn.replace(invars=[x], outvars=[Var(y.aval)], **place)
+    place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+    return new.replace(invars=[x], outvars=[out], **place)
 
 
 def slope_of_tanh(x: jax.Array) -> jax.Array:
     """Computes one less the square of ``tanh(x)``, also where that is small."""
     return 4 * lax.logistic(2 * x) * lax.logistic(-2 * x)
+
+
+def slope_by_zero(x: jax.Array) -> jax.Array:
+    """Computes the derivative of ``logaddexp(x, 0)`` by the zero."""
+    return lax.logistic(-x)

@@ -14,6 +14,7 @@ from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
     COPIES,
     EXACT,
+    EXPS,
     FOLDS,
     JOINS,
     JOINS_TERMS,
@@ -121,7 +122,8 @@ class Value:
 
     def is_noted(self) -> bool:
         """Whether something is known of the value that elementwise work hands on."""
-        return self.narrow or self.normed or self.sent_back or self.summed
+        known = self.narrow or self.follows or self.normed
+        return known or self.sent_back or self.summed
 
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
@@ -317,6 +319,8 @@ def note_origin(
             floats.append(value)
         elif exact and is_float32(var):
             fit &= value.fits(dtype)  # not a mask of -1e9
+    # What is added to an exponential, as one to that of an ELU, may leave little of it.
+    fit &= eqn.primitive.name not in EXPS
     outside = all([value.outside for value in floats])
     if not fit:
         follows = False

@@ -794,6 +794,9 @@ ACTIVATED = {
     "gelu": activated(jax.nn.gelu),
     "tanh": activated(jnp.tanh),
     "hard swish": activated(jax.nn.hard_swish),  # whose slope is one of small functions
+    "elu": activated(jax.nn.elu),
+    "softplus": activated(jax.nn.softplus),
+    "mish": activated(jax.nn.mish),
     "a remat": jax.checkpoint(activated(jax.nn.silu)),
     "a gate": activated(
         lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0, keepdims=True) @ W)

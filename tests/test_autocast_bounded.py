@@ -1,0 +1,414 @@
+"""Activations made of bounded exponentials read 16 bits, and nothing else does.
+
+``exp(x)`` of an ``x`` that is nowhere positive is off by at most 0.37 ``eps`` if ``x``
+is off by a relative ``eps``. What a logarithm, a divisor, a gate or a loss is made of
+keeps its digits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+from conftest import normal, rest_is_evidence
+
+W = normal(0, 64, 64, scale=1 / 8)
+X = normal(1, 32, 64)
+HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+EPS = float(jnp.finfo(HALF).eps)
+ACTIVATIONS = {
+    "elu": jax.nn.elu,
+    "softplus": jax.nn.softplus,
+    "selu": jax.nn.selu,
+    "mish": jax.nn.mish,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "shifted softplus": lambda h: jax.nn.softplus(h) - np.log(2.0).item(),
+    "elu + 1": lambda h: jax.nn.elu(h) + 1,
+    "min": lambda h: jnp.where(h > 0, h, jnp.exp(jnp.minimum(h, 0)) - 1),
+    "a remat": jax.checkpoint(lambda h: jax.nn.softplus(h)),
+    "a jit": jax.jit(lambda h: jax.nn.elu(h)),
+    "a vmap": jax.vmap(jax.nn.mish),
+}
+ORDERS = {
+    "around": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
+    "inside": lambda loss, dtype: jax.grad(jaxmp.autocast(loss, dtype)),
+}
+
+
+def loss_of(act):
+    return lambda w, x: (act(x @ w) @ w).sum()
+
+
+def equations(fun, *args) -> list[Any]:
+    return [*traced(fun, *args)]
+
+
+def names(fun, *args):
+    return {eqn.primitive.name for eqn in equations(fun, *args)}
+
+
+def products(fun, *args):
+    """Returns the dtypes that products return, in the order of the program."""
+    eqns = equations(fun, *args)
+    return [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize("dtype", [HALF, np.dtype(np.float16)])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "elu", "softplus"))
+def test_an_activation_reads_what_a_product_returned_in_16_bits(act, order, dtype):
+    cast = order(loss_of(act), dtype)
+    assert products(cast, W, X)[0] == dtype
+    if act is not jax.nn.selu:  # its slope jumps at zero, where products may differ
+        found, exact = jax.jit(cast)(W, X), jax.jit(jax.grad(loss_of(act)))(W, X)
+        assert relative_error(found, exact) < jnp.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", ["softplus", "mish"])
+def test_the_slope_of_a_softplus_is_an_activation_in_16_bits(name):
+    cast = jaxmp.autocast(jax.grad(loss_of(ACTIVATIONS[name])), HALF)
+    eqns = equations(cast, W, X)
+    slopes = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "logistic"]
+    assert HALF in slopes  # the other one, by the zero, nobody reads
+    assert [e.primitive.name for e in eqns].count("exp") == 1
+
+
+def test_a_softplus_is_rounded_before_it_is_pooled():
+    """Who computed the slope from it would have had its digits."""
+
+    def loss(w, x):
+        h = jax.nn.softplus(x @ w)
+        sides = (1, 2), (1, 1), "SAME"
+        return (lax.reduce_window(h, -jnp.inf, lax.max, *sides) @ w).sum()
+
+    eqns = equations(jaxmp.autocast(jax.grad(loss), HALF), W, X)
+    pools = [e for e in eqns if e.primitive.name == "reduce_window_max"]
+    assert {e.invars[0].aval.dtype for e in pools} == {HALF}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_the_slope_of_a_softplus_is_accurate_far_from_zero(order):
+    """As ``exp(x - softplus(x))``, of which XLA rounds one, it is not."""
+    w, x = 50 * jnp.eye(64), X.astype(HALF).astype(SINGLE)
+
+    def loss(x):
+        h = x @ w
+        return jax.nn.softplus(h).sum() + (jax.nn.softplus(h) @ jnp.eye(64)).sum()
+
+    found, exact = jax.jit(order(loss, HALF))(x), jax.jit(jax.grad(loss))(x)
+    assert abs(found - exact).max() < 100 * 1.3 * EPS
+
+
+def slopes(x):
+    y = jnp.logaddexp(x, 0.0)
+    return jnp.exp(x - y), jnp.exp(0.0 - y)
+
+
+def no_slopes(x, other):
+    y = jnp.logaddexp(x, 0.0)
+    return (
+        jnp.exp(lax.select(other > 0, x, other) - y),
+        jnp.exp(lax.select(x == 1, other, x) - y),
+        jnp.exp(lax.select(other == jnp.inf, other, x) - y),
+        jnp.exp(lax.select(other == jnp.inf, other, jnp.zeros_like(x)) - y),
+        jnp.exp(other - y),
+        jnp.expm1(x - y),
+        jnp.exp(x - jnp.logaddexp(x, 1.0)),
+    )
+
+
+def test_the_slope_of_a_softplus_is_the_same_number():
+    x = jnp.linspace(-120, 120, 481)
+    cast = jaxmp.autocast(slopes, HALF)
+    assert "logistic" in names(cast, x)
+    tiny = float(jnp.finfo(SINGLE).tiny)
+    for one, other in zip(cast(x), slopes(x), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=tiny)
+
+
+def test_what_is_no_slope_of_a_softplus_stays_as_it_was_written():
+    x = jnp.linspace(-120, 120, 481)
+    cast, args = jaxmp.autocast(no_slopes, HALF), (x, jnp.roll(x, 1))
+    assert "logistic" not in names(cast, *args)
+    for one, other in zip(cast(*args), no_slopes(*args), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_is_added_to_an_exponential_in_float32(scaled):
+    def fun(w, x, scale):
+        h = x @ w
+        return (jax.nn.elu(h * scale if scaled else h) + 1) @ w
+
+    eqns = equations(jaxmp.autocast(fun, HALF), W, X, jnp.ones(64))
+    added = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "add"]
+    assert added == [SINGLE]
+
+
+# Digits that are needed. Products take the result in 16 bits as well.
+
+
+@jax.custom_jvp
+def logaddexp(h):
+    return jnp.exp(h)
+
+
+logaddexp.defjvps(lambda t, y, h: t * y)
+
+NEEDED = {
+    "a variance under a logarithm": lambda h: jnp.log(jax.nn.softplus(h)),
+    "a divisor": lambda h: 1 / (jax.nn.softplus(h) + 1e-3),
+    "a step under an exponential": lambda h: jnp.exp(-jax.nn.softplus(h) * 8),
+    "a root": lambda h: jnp.sqrt(jax.nn.softplus(h)),
+    "an elu under a logarithm": lambda h: jnp.log(jax.nn.elu(h) + 1.001),
+    "a divisor of exponentials": lambda h: jnp.square(h) / jnp.exp(jnp.minimum(h, 0)),
+    "two variables": lambda h: jnp.logaddexp(h, h[::-1]),
+    "one and another number": lambda h: jnp.logaddexp(h, 1.0),
+    "two halves": lambda h: jax.nn.logsumexp(jnp.stack([h, 2 * h]), 0),
+    "of that name": logaddexp,
+    "a softmax": jax.nn.softmax,
+    "a difference": lambda h: jnp.exp(jnp.minimum(h - h[::-1], 0)),
+    "another exponential": lambda h: jnp.exp(jnp.minimum(h, 1)),
+    "of what is positive": lambda h: jnp.exp(jnp.where(h > 0, h, 0)),
+    "of what is below": lambda h: jnp.exp(jnp.where(h < 0, 0, h)),
+    "of another's sign": lambda h: jnp.exp(jnp.where(h[::-1] > 0, 0, h)),
+    "from one on": lambda h: jnp.exp(jnp.where(h > 1, 0, h)),
+    "turned around": lambda h: jnp.exp(jnp.minimum(h, 0) / -2),
+    "another softplus": lambda h: jnp.exp(h - jax.nn.softplus(2 * h)),
+    "a region": jaxmp.float32_region(lambda h: jnp.exp(jnp.minimum(h, 0))),
+    "a region's softplus": jaxmp.float32_region(jax.nn.softplus),
+}
+SOME = "a variance under a logarithm", "a step under an exponential", "two variables"
+
+
+@pytest.mark.parametrize("fun", rest_is_evidence(NEEDED, *SOME))
+def test_what_is_made_of_all_digits_keeps_them(fun):
+    def both(w, x):
+        h = x @ w
+        return (fun(h) @ w).sum() + (h @ w).sum()
+
+    for cast in (both, jax.grad(both)):
+        assert products(jaxmp.autocast(cast, HALF), W, X)[0] == SINGLE
+
+
+def test_a_scale_that_is_divided_by_elsewhere_keeps_its_digits():
+    """As in a variational autoencoder: the same softplus scales what products take."""
+
+    def loss(w, x):
+        scale = jax.nn.softplus(x @ w)
+        sample = (X * scale) @ w
+        return jnp.square(sample).sum() + (jnp.square(x / scale) + jnp.log(scale)).sum()
+
+    cast = jaxmp.autocast(jax.value_and_grad(loss), HALF)
+    assert products(cast, W, X)[0] == SINGLE
+
+
+# Losses.
+
+LOSSES = {
+    "sigmoid": optax.sigmoid_binary_cross_entropy,
+    "softmax": optax.softmax_cross_entropy,
+    "softplus": lambda logits, y: jax.nn.softplus(logits) - y * logits,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_a_loss_behind_an_activation_reads_float32_logits(loss):
+    def fun(w, x):
+        return loss(jax.nn.elu(x @ w) @ w, jax.nn.softmax(x)).sum()
+
+    cast = jaxmp.autocast(jax.value_and_grad(fun), HALF)
+    assert products(cast, W, X)[:2] == [HALF, SINGLE]
+
+
+def test_a_loss_reads_float32_logits_that_a_product_takes_too():
+    def fun(w, x):
+        h = x @ w
+        return jax.nn.softplus(h).sum() + (h @ w).sum()
+
+    assert products(jaxmp.autocast(jax.grad(fun), HALF), W, X)[0] == SINGLE
+
+
+@pytest.mark.parametrize("scale", [1.0, 32.0])
+@pytest.mark.parametrize("loss", rest_is_evidence(LOSSES, "softplus"))
+def test_the_gradient_of_a_loss_is_computed_in_float32(loss, scale):
+    """Of logits that are right it is small: what is left of one less nearly one."""
+    x, y = X.astype(HALF).astype(SINGLE), (X > 0).astype(SINGLE)
+    identity = jnp.eye(64)
+
+    def fun(x):
+        return loss(scale * x @ identity, y).sum()
+
+    grad = jax.grad(lambda h: loss(scale * h, y).sum())  # before any product
+    found = jax.jit(jaxmp.autocast(jax.grad(fun), HALF))(x)
+    exact = grad(x)
+    assert (abs(found - exact) <= 2 * EPS * abs(exact) + 1e-30).all()
+
+
+# Regions, lists and places.
+
+
+def softplus_in_a_scope(h):
+    with jax.named_scope("jaxmp.float32"):
+        return jnp.logaddexp(h, 0.0)
+
+
+REGIONS = {
+    "region": jaxmp.float32_region(jax.nn.softplus),
+    "scope": softplus_in_a_scope,
+}
+
+
+@pytest.mark.parametrize("act", REGIONS.values(), ids=REGIONS.keys())
+def test_a_region_keeps_the_slope_that_jax_has_written(act):
+    cast = jaxmp.autocast(jax.grad(lambda x: act(x @ W).sum()), HALF)
+    assert "logistic" not in names(cast, X)
+
+
+def test_a_path_keeps_the_slope_that_jax_has_written():
+    def fun(x):
+        with jax.named_scope("kept"):
+            y = jnp.logaddexp(x @ W, 0.0)
+        return (y @ W).sum()
+
+    cast = jaxmp.autocast(jax.grad(fun), HALF, float32_paths=("kept",))
+    assert "logistic" not in names(cast, X)
+
+
+def test_a_logistic_that_the_user_denies_is_computed_in_float32():
+    ops = jaxmp.DEFAULT_OPS.with_deny("logistic")
+    cast = jaxmp.autocast(jax.grad(loss_of(jax.nn.softplus)), HALF, ops=ops)
+    found = [e for e in equations(cast, W, X) if e.primitive.name == "logistic"]
+    assert {e.outvars[0].aval.dtype for e in found} == {SINGLE}
+
+
+def test_it_runs_without_jit():
+    grad = jax.grad(loss_of(jax.nn.mish))
+    with jax.disable_jit():
+        found = jaxmp.autocast(grad, HALF)(W, X)
+    assert relative_error(found, grad(W, X)) < EPS
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "softplus"))
+def test_shards_have_their_gradients(act, axis_type):
+    if act is jax.nn.selu:
+        pytest.skip("Its slope jumps at zero.")
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    spec = jax.P("rows")
+    grad = jax.grad(lambda x, w: loss_of(act)(w, x))
+    sharded = jax.shard_map(grad, mesh=mesh, in_specs=(spec, jax.P()), out_specs=spec)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, spec))
+        found = [jax.jit(jaxmp.autocast(fun, HALF))(x, W) for fun in (sharded, grad)]
+    for one in found:
+        assert relative_error(one, grad(X, W)) < EPS
+
+
+# Loops.
+
+
+def gated(act):
+    """Returns the sum of states, each of which the gates decay by."""
+
+    def loss(w, x):
+        h = x @ w
+        decays = act(h)
+
+        def step(state, gate):
+            return state * gate + 1, None
+
+        state = lax.scan(step, jnp.ones(h.shape[1:]), decays)[0]
+        return state.sum() + (decays @ w).sum() + (h @ w).sum()
+
+    return loss
+
+
+GATES = {
+    "softplus": lambda h: 1 - jax.nn.softplus(h - 4),
+    "elu": lambda h: jnp.exp(jnp.minimum(h, 0)),
+    "log_sigmoid": lambda h: jnp.exp(jax.nn.log_sigmoid(h)),
+}
+
+
+@pytest.mark.parametrize("gate", rest_is_evidence(GATES, "elu"))
+def test_what_decays_a_state_is_made_of_all_digits(gate):
+    cast = jaxmp.autocast(jax.grad(gated(gate)), HALF)
+    assert products(cast, W, X)[0] == SINGLE
+
+
+def test_a_forward_algorithm_in_a_scan_reads_float32():
+    def loss(w, x):
+        h = x @ w
+
+        def step(alpha, row):
+            return jnp.logaddexp(alpha, jnp.roll(alpha, 1)) + row, None
+
+        return lax.scan(step, jnp.zeros(64), h)[0].sum() + (h @ w).sum()
+
+    def alone(w, x):
+        return loss(w, x) - ((x @ w) @ w).sum()
+
+    cast = jax.jit(jaxmp.autocast(jax.grad(loss), HALF))
+    assert relative_error(cast(W, X), jax.jit(jax.grad(loss))(W, X)) < 0.01
+    eqns = equations(jaxmp.autocast(jax.grad(alone), HALF), W, X)
+    scans = [e for e in eqns if e.primitive.name == "scan"]
+    read = {atom.aval.dtype for e in scans for atom in e.invars}
+    assert HALF not in read
+
+
+@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "mish"))
+def test_layers_in_a_scan_have_their_gradients(act):
+    if act is jax.nn.selu:
+        pytest.skip("Its slope jumps at zero.")
+
+    def loss(x):
+        layer = jax.checkpoint(lambda x, _: (act(x @ W) @ W, None))
+        return lax.scan(layer, x, None, 3)[0].sum()
+
+    found = jax.jit(jaxmp.autocast(jax.grad(loss), HALF))(X)
+    assert relative_error(found, jax.jit(jax.grad(loss))(X)) < 2 * EPS
+
+
+# Derivatives.
+
+
+@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "softplus"))
+def test_an_activation_may_be_differentiated_again(act):
+    if act is jax.nn.selu:
+        pytest.skip("Its slope jumps at zero.")
+
+    def twice(cast):
+        grad = cast(jax.grad(lambda x: loss_of(act)(W, x)))
+        return jax.jit(jax.grad(lambda x: (grad(x) ** 2).sum()))(X)
+
+    def all_of_it(x):
+        grad = jax.grad(lambda x: loss_of(act)(W, x))
+        return (grad(x) ** 2).sum()
+
+    exact = twice(lambda grad: grad)
+    found = twice(lambda grad: jaxmp.autocast(grad, HALF))
+    assert relative_error(found, exact) < 4 * EPS
+    around = jax.jit(jaxmp.autocast(jax.grad(all_of_it), HALF))(X)
+    assert relative_error(around, exact) < 4 * EPS
+
+
+def test_the_bounds_of_the_rule_hold():
+    random = np.random.default_rng(0)
+    x = np.concatenate([random.normal(0, scale, 10**4) for scale in (0.1, 1, 10, 100)])
+    off = x * (1 + 2**-9 * random.uniform(-1, 1, x.size))
+    eps, negative, other = 2**-9, np.minimum(x, 0), np.minimum(off, 0)
+    assert (abs(np.exp(other) - np.exp(negative)) <= 0.371 * eps).all()
+    less_one = abs(np.expm1(negative))
+    assert (abs(np.expm1(other) - np.expm1(negative)) <= 1.01 * eps * less_one).all()
+    softplus = [np.logaddexp(y, 0) for y in (x, off)]
+    assert (abs(softplus[1] - softplus[0]) <= eps * abs(x)).all()
+    slopes = [np.exp(y - np.logaddexp(y, 0)) for y in (x, off)]
+    assert (abs(slopes[1] - slopes[0]) <= 0.23 * eps).all()
