@@ -17,6 +17,7 @@ Only where forward and backward pass are in one jaxpr, which they are unless the
 are computed in a `jit` of their own, or in a `scan` without `jax.checkpoint` in it.
 """
 
+import collections
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -168,6 +169,8 @@ def with_slopes(
         factors = [times.invars[0], *slope.outvars]
         last = times.replace(invars=factors, outvars=parts[-1].outvars)
         instead[id(parts[-1])] = [last]
+    if not instead:
+        return eqns, []
     new = [other for eqn in eqns for other in instead.get(id(eqn), [eqn])]
     return new, [slope for slope in slopes.values() if slope is not None]
 
@@ -226,13 +229,16 @@ def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
     Of ``y`` and for ``g`` that is ``s = g * (1 - y)`` and then ``s + s * y``, or in
     newer JAX ``g * one_minus_square(y)``.
     """
-    name, ins = eqn.primitive.name, [_made(x, made) for x in eqn.invars]
+    name = eqn.primitive.name
+    if name not in FACTORS and name not in ADDS_UP:
+        return None
+    ins = [_made(x, made) for x in eqn.invars]
     if name in FACTORS:
         slope = ins[1]
         if slope is None or slope.primitive.name not in ONE_MINUS_SQUARE:
             return None
         parts, times, (y,) = [eqn], eqn, slope.invars
-    elif name in ADDS_UP:
+    else:
         times, rest = ins
         if times is None or rest is None or rest.invars[0] is not eqn.invars[0]:
             return None
@@ -242,8 +248,6 @@ def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
         y, slope = rest.invars[1], _made(times.invars[1], made)
         if slope is None or not _is_one_minus(y, slope):
             return None
-    else:
-        return None
     tanh = _made(y, made)
     if tanh is None or tanh.primitive.name not in TANHS:
         return None
@@ -265,11 +269,11 @@ def _readers(
     eqns: Sequence[Equation], returned: Sequence[Any]
 ) -> dict[Any, list[Equation | None]]:
     """Returns by which equations each variable is read; by None if it is returned."""
-    readers: dict[Any, list[Equation | None]] = {}
+    readers: dict[Any, list[Equation | None]] = collections.defaultdict(list)
     for eqn, ins in [*((eqn, eqn.invars) for eqn in eqns), (None, returned)]:
         for atom in ins:
             if not isinstance(atom, Literal):
-                readers.setdefault(atom, []).append(eqn)
+                readers[atom].append(eqn)
     return readers
 
 
