@@ -339,7 +339,7 @@ def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
 # lower than what it does.
 @functools.partial(jax.jit, inline=True)
 def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
-    update = jnp.asarray(update)
+    update = jnp.asarray(update, jnp.result_type(update))  # no weak type
     zero = np.zeros([], update.dtype)
     if update.dtype != jnp.bool_:
         zero = -zero  # because -0.0 + 0.0 is 0.0

@@ -115,7 +115,9 @@ def is_bounded(atom: Any, definition: Definition) -> bool:
     if name in CLAMPS:
         return all(_is_near(limit, definition) for limit in (ins[0], ins[2]))
     if name in SCALES and len(others) == 1 and divisor(eqn) != ins.index(others[0]):
-        return is_bounded(others[0], definition)
+        before = definition(others[0])
+        once = before is not None and before.primitive.name not in SCALES
+        return once and is_bounded(others[0], definition)
     return name in BOUNDED
 
 

@@ -197,6 +197,7 @@ COPIES = frozenset(
 LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
 SHIFTS = frozenset({"add", "sub"})
+DIFFERENCES = SHIFTS - JOINS
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 STRETCHED = frozenset({"broadcast_in_dim"})
 PHASES = frozenset({"sin", "cos", "tan"})

@@ -17,13 +17,13 @@ from ._jaxpr import Equation, is_float32
 from ._norms import is_normed
 from ._op_lists import (
     COMPARES,
+    DIFFERENCES,
     ERRORS,
     EXACT,
     FACTORS,
     JOINS,
     REVERSES,
     SCALES,
-    SHIFTS,
     SUMS_WINDOWS,
     TOTALS,
     VIEWS,
@@ -36,7 +36,7 @@ from ._op_lists import (
 from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
 from ._sizes import size_of
-from ._slopes import exponent_of_bell, is_bounded
+from ._slopes import bounded_input, exponent_of_bell, is_difference
 from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -80,6 +80,10 @@ class Plan:
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
         use = self.uses.get(var, Use.NOTHING)
+        if use & Use.BOUNDED:
+            if is_difference(var, self._definition):
+                return "digits"
+            use &= ~Use.BOUNDED
         if use & Use.DIGITS:
             return "digits"
         if use & Use.GATE:
@@ -238,7 +242,7 @@ class Plan:
                 name = other.primitive.name
                 if name in VIEWS and len(other.invars) == 1:
                     rest.extend(other.outvars)
-                elif name in SHIFTS - JOINS and var is other.invars[1]:
+                elif name in DIFFERENCES and var is other.invars[1]:
                     return True
         return False
 
@@ -271,9 +275,9 @@ class Plan:
         errors = (other for other in self.eqns if other.primitive.name in ERRORS)
         return any(x is other.invars[0] for other in errors)
 
-    def is_bounded(self, eqn: Equation) -> bool:
-        """Tells whether ``eqn`` makes no more of its input's errors, see `_slopes`."""
-        return is_bounded(eqn, self._definition)
+    def bounded_input(self, eqn: Equation) -> Any:
+        """Returns what ``eqn`` computes a bounded exponential of, None if of none."""
+        return bounded_input(eqn, self._definition)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.

@@ -340,8 +340,13 @@ class Planner:
             rounds = self._rounds_slope(eqn, after, scopes)
             for var, use in self._uses_inside(eqn, after.wants[-1], around):
                 yield var, use & ~Use.DIGITS if rounds else use
+            if rounds and (x := after.bounded_input(eqn)) is not None:
+                yield x, Use.BOUNDED
             return
         use = self._use(eqn, rule, after, scopes)
+        rounds = eqn.primitive.name in STEEP and not use & Use.DIGITS
+        if rounds and (x := after.bounded_input(eqn)) is not None:
+            yield x, Use.BOUNDED
         digits: set[int] = set()
         if boundary:
             digits = self._digits_inside(eqn, inside(eqn, scopes))
@@ -441,7 +446,8 @@ class Planner:
         wanted = after.wants[-1]
         free = EXACT.isdisjoint(wanted) and not self._is_kept(scopes)
         # Of what a loss is made of, nobody wants 16 bits.
-        if free and IN_16BIT.issuperset(wanted) and after.is_bounded(eqn):
+        in_16bit = free and IN_16BIT.issuperset(wanted)
+        if in_16bit and after.bounded_input(eqn) is not None:
             return True
         return free and after.is_slope_of_erf(eqn)
 

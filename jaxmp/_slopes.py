@@ -30,10 +30,10 @@ from ._jaxpr import Equation, Literal, Var, is_float32
 from ._op_lists import (
     ABOVE,
     ADDS_UP,
+    DIFFERENCES,
     EXPONENTIALS,
     EXPS,
     FACTORS,
-    JOINS,
     MINIMA,
     NEGATES,
     ONE_MINUS_SQUARE,
@@ -51,7 +51,6 @@ from ._op_lists import (
 # What may be between a cap and its softmax: a scale, a mask, another shape.
 _BETWEEN = VIEWS | SCALES | SHIFTS | SELECTS
 _STEPS = 8
-_DIFFERENCES = SHIFTS - JOINS
 
 
 def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
@@ -70,35 +69,51 @@ def exponent_of_bell(eqn: Equation, definition: Definition) -> Any:
     return square.invars[0] if square is not None and is_square(square) else None
 
 
-def is_bounded(eqn: Equation, definition: Definition) -> bool:
-    """Whether ``eqn`` is a softplus, or an exponential of what is nowhere positive.
+def bounded_input(eqn: Equation, definition: Definition) -> Any:
+    """Returns the ``x`` of which ``eqn`` computes a softplus or a bounded exponential.
 
-    That is ``min(x, 0)`` or ``where(x > 0, 0, x)``, as in an ELU. If ``x`` is off by a
-    relative ``eps``, the exponential is by 0.37 ``eps`` at most. Not if ``x`` is a
-    difference: what is left of larger numbers may be the digits lost.
+    The latter is one of ``min(x, 0)`` or ``where(x > 0, 0, x)``, as in an ELU. If ``x``
+    is off by a relative ``eps``, it is off by 0.37 ``eps`` at most.
 
     Args:
         eqn: The equation.
         definition: Returns the equation that computes a variable, None for an input.
+
+    Returns:
+        The variable, or None if ``eqn`` computes anything else.
     """
     if eqn.primitive.name not in EXPS:
-        return _is_softplus(eqn)
+        return eqn.invars[0] if _is_softplus(eqn) else None
     cut = definition(eqn.invars[0])
     if cut is None:
-        return False
+        return None
     if cut.primitive.name in MINIMA:
         x, *zeros = cut.invars
     elif _is_call(cut, "jit", "_where") and len(cut.invars) == 3:
         where, zero, x = cut.invars
         test = definition(where)
         if test is None or test.primitive.name not in ABOVE or test.invars[0] is not x:
-            return False
+            return None
         zeros = [zero, test.invars[1]]
     else:
-        return False
-    made = definition(x)
-    differs = made is not None and made.primitive.name in _DIFFERENCES
-    return not differs and all(_is_number(zero, 0) for zero in zeros)
+        return None
+    return x if all(_is_number(zero, 0) for zero in zeros) else None
+
+
+def is_difference(atom: Any, definition: Definition) -> bool:
+    """Whether ``atom`` is a difference, also one that a `jit` returns.
+
+    Args:
+        atom: A variable or a literal.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    eqn = definition(atom)
+    if eqn is None or _jaxpr.call_kind(eqn) != "jit":
+        return eqn is not None and eqn.primitive.name in DIFFERENCES
+    body = _jaxpr.open_jaxpr(next(_jaxpr.sub_jaxprs(eqn)))
+    made = {var: inner for inner in body.eqns for var in inner.outvars}
+    result = body.outvars[eqn.outvars.index(atom)]
+    return is_difference(result, lambda atom: _made(atom, made))
 
 
 def _is_softplus(eqn: Equation) -> bool:
@@ -199,7 +214,7 @@ def _sigmoid(
 ) -> Equation | None:
     """Returns what computes the slope that ``eqn`` does, by ``x`` or by the zero."""
     less = _made(eqn.invars[0], made) if eqn.primitive.name in EXPONENTIALS else None
-    if less is None or less.primitive.name not in _DIFFERENCES:
+    if less is None or less.primitive.name not in DIFFERENCES:
         return None
     x, y = (_finite(atom, made) for atom in less.invars)
     softplus = _made(y, found)
@@ -259,7 +274,7 @@ def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
 
 
 def _is_one_minus(y: Any, eqn: Equation) -> bool:
-    if eqn.primitive.name not in _DIFFERENCES:
+    if eqn.primitive.name not in DIFFERENCES:
         return False
     one, other = eqn.invars
     return isinstance(one, Literal) and one.val == 1 and other is y

@@ -26,6 +26,9 @@ class Use:
     WIDE = 1 << 10
     GATE = 1 << 11  # it multiplies a number many times, or what is made of it does
     TERMS = 1 << 12  # one adds it up as the gradient of a lookup, or moves it there
+    # One is an exponential that makes no more of what rounding loses. A difference is
+    # not rounded for it: what is left of larger numbers may be the digits lost.
+    BOUNDED = 1 << 13
     EXACT = DIGITS | GATE
 
 

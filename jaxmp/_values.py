@@ -122,8 +122,8 @@ class Value:
 
     def is_noted(self) -> bool:
         """Whether something is known of the value that elementwise work hands on."""
-        known = self.narrow or self.follows or self.normed
-        return known or self.sent_back or self.summed
+        notes = self.narrow, self.follows, self.normed, self.sent_back, self.summed
+        return any(notes)
 
     def leads(self, name: str) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""

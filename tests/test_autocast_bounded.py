@@ -174,6 +174,10 @@ NEEDED = {
     "of that name": logaddexp,
     "a softmax": jax.nn.softmax,
     "a difference": lambda h: jnp.exp(jnp.minimum(h - h[::-1], 0)),
+    "an elu of a difference": lambda h: jax.nn.elu(h - h[::-1]),
+    "a softplus of a difference": lambda h: jax.nn.softplus(h - h.mean(0)),
+    "a mish of a difference, moved": lambda h: jax.nn.mish((h - 20).T).T,
+    "a difference in jit": lambda h: jax.nn.softplus(jax.jit(jnp.subtract)(h, 20.0)),
     "another exponential": lambda h: jnp.exp(jnp.minimum(h, 1)),
     "of what is positive": lambda h: jnp.exp(jnp.where(h > 0, h, 0)),
     "of what is below": lambda h: jnp.exp(jnp.where(h < 0, 0, h)),
@@ -184,7 +188,12 @@ NEEDED = {
     "a region": jaxmp.float32_region(lambda h: jnp.exp(jnp.minimum(h, 0))),
     "a region's softplus": jaxmp.float32_region(jax.nn.softplus),
 }
-SOME = "a variance under a logarithm", "a step under an exponential", "two variables"
+SOME = (
+    "a variance under a logarithm",
+    "a step under an exponential",
+    "two variables",
+    "an elu of a difference",
+)
 
 
 @pytest.mark.parametrize("fun", rest_is_evidence(NEEDED, *SOME))

@@ -1140,6 +1140,7 @@ MEANS_IN_FLOAT32 = {
     "clipped far away": gated(lambda h: h * jnp.clip(1e3 * h, -1e4, 1e4)),
     "not clipped below": gated(lambda h: h * jnp.minimum(1e4 * h, 1)),
     "a clip, scaled": gated(lambda h: h * (jnp.clip(h, -1, 1) * 1e5)),
+    "a clip, scaled again": gated(lambda h: h * (((jnp.clip(h, -1, 1) * 8) * 8) * 8)),
     "a clip over a number": gated(lambda h: h * (jnp.clip(h, -1, 1) / 1e-5)),
     "clipped and raised": gated(lambda h: h * (jnp.clip(h, -1, 1) + 1e5)),
 }

@@ -709,7 +709,15 @@ def test_injecting_where_options_cannot_be_seen_says_what_to_type():
     assert scales(jaxmp.loss_scaling(inside, "O1", init_scale=8), [0]) == [4]
 
 
-# What a step costs to lower
+# What a step returns, and what it costs to lower
+
+
+def test_an_update_has_no_weak_type():
+    update = {"w": jnp.asarray(2.0), "n": 3}  # weak
+    tx = jaxmp.loss_scaling(optax.identity(), "O1")
+    for run_update in (tx.update, jax.jit(tx.update)):
+        found, _ = run_update(update, tx.init(update))
+        assert not any(x.weak_type for x in found.values())
 
 
 def test_a_step_of_more_arrays_holds_no_more_calls():
