@@ -353,15 +353,11 @@ def note_sent_back(
     copies: these were rounded alike, and of what they share a norm leaves nothing.
     """
     name, compared = eqn.primitive.name, only_compared(eqn)
-    if denied:
-        if name not in TOTALS:
-            return
-        # A sum over axes of size one sums nothing: of a mean that has kept its axes.
-        if eqn.outvars[0].aval.size != eqn.invars[0].aval.size:
+    # A sum over axes of size one sums nothing: of a mean that has kept its axes.
+    same = name in TOTALS and eqn.outvars[0].aval.size == eqn.invars[0].aval.size
+    if denied and not same:
+        if name in TOTALS:
             outs[0].summed = ins[0].sent_back or ins[0].summed
-            return
-    copies = name in COPIES or name in STRETCHES
-    if not copies and not any([x.sent_back or x.summed or x.copied for x in ins]):
         return
     computed = [
         value
@@ -388,6 +384,7 @@ def note_sent_back(
     # What is multiplied by other numbers has been rounded alike all the same.
     leading = (name in SCALES and sent) or computed
     copied = all([value.copied for value in leading])
+    copies = name in COPIES or name in STRETCHES
     size = max(size_of(value.array) for value in leading) if copies else 0
     for out in outs:
         out.sent_back, out.summed = sent_back, summed
