@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +22,7 @@ from ._checks import (
 from ._loss_scale_state import LossScaleState
 from ._narrow_params import check_nothing_follows
 from ._policy import PolicyLike, get_policy
-from ._tree import AxisName, all_finite
+from ._tree import AxisName, all_finite, is_strong
 from ._varying import varying_axes
 
 if TYPE_CHECKING:
@@ -288,7 +287,7 @@ def _skipping(
             updates, state.inner_state, params, **extra_args
         )
         # A select fuses into the update; a cond would copy every buffer.
-        updates = jax.tree.map(lambda u: _keep_or_skip(finite, u), updates)
+        updates = _updates_or_zeros(finite, updates)
         inner_state = _select_state(finite, inner_state, state.inner_state)
         one_more = optax.safe_increment
         counted = LossScaleState(
@@ -326,24 +325,26 @@ def _check_agreement(
         )
 
 
-def _keep_or_skip(finite: jax.Array, update: Any) -> Any:
-    """Returns the update, or the zero that leaves a parameter as it is."""
-    if _is_selectable(update) and not jnp.issubdtype(
-        jnp.result_type(update), jax.dtypes.extended
-    ):
-        return _update_or_zero(finite, update)
-    return update  # nothing that is added to a parameter: a PRNG key, a name
+def _updates_or_zeros(finite: jax.Array, updates: Any) -> Any:
+    """Returns the updates, or the zeros that leave the parameters as they are."""
 
+    zeros = {}  # one for each type: JAX takes its time to trace and to lower them
 
-# JAX traces these once for all leaves of one shape. A call of each would take longer to
-# lower than what it does.
-@functools.partial(jax.jit, inline=True)
-def _update_or_zero(finite: jax.Array, update: jax.Array) -> jax.Array:
-    update = jnp.asarray(update, jnp.result_type(update))  # no weak type
-    zero = np.zeros([], update.dtype)
-    if update.dtype != jnp.bool_:
-        zero = -zero  # because -0.0 + 0.0 is 0.0
-    return jax.lax.select(finite, update, jax.lax.full_like(update, zero))
+    def keep_or_skip(update):
+        if not _is_selectable(update) or jnp.issubdtype(
+            jnp.result_type(update), jax.dtypes.extended
+        ):
+            return update  # nothing that is added to a parameter: a PRNG key, a name
+        if not is_strong(update):
+            update = jnp.asarray(update, jnp.result_type(update))
+        if (kind := jax.typeof(update)) not in zeros:
+            zero = np.zeros([], update.dtype)
+            if update.dtype != jnp.bool_:
+                zero = -zero  # because -0.0 + 0.0 is 0.0
+            zeros[kind] = jax.lax.full_like(update, zero)
+        return jax.lax.select(finite, update, zeros[kind])
+
+    return jax.tree.map(keep_or_skip, updates)
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
@@ -376,7 +377,6 @@ def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
     return new if finite else old
 
 
-@functools.partial(jax.jit, inline=True)
 def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """Selects one of two states of ``inner``, in the dtype of the old one."""
     new, old = jnp.asarray(new), jnp.asarray(old)

@@ -183,14 +183,14 @@ def widen(tree: T) -> T:
     """Casts the floating leaves that are narrower than float32 to float32."""
 
     def wide(x):
-        if not is_inexact(x) or (_is_strong(x) and x.dtype.itemsize >= 4):
+        if not is_inexact(x) or (is_strong(x) and x.dtype.itemsize >= 4):
             return x
         return jnp.asarray(x, wide_dtype(x))
 
     return jax.tree.map(wide, tree)
 
 
-def _is_strong(x: Any) -> bool:
+def is_strong(x: Any) -> bool:
     """Tells whether ``x`` is an array of JAX whose dtype does not give way."""
     return isinstance(x, jax.Array) and not x.weak_type
 
