@@ -147,15 +147,12 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
 
 
 def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    """Traces a function of flat arguments.
+    """Traces a function of flat arguments to a closed jaxpr.
 
     Args:
         fun: Function of ``len(avals)`` arrays that returns a list of arrays.
         avals: What to trace with: arrays, tracers or abstract values. Shape, dtype,
             weak type, sharding and varying mesh axes are kept.
-
-    Returns:
-        The closed jaxpr.
     """
     return jax.make_jaxpr(fun)(*avals)
 
@@ -431,13 +428,16 @@ def chooses_platform(eqn: JaxprEqn) -> bool:
 def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
     """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes.
 
-    ``lax.platform_dependent`` holds a branch for each platform, of which one runs.
+    ``lax.platform_dependent`` holds a branch for each platform, of which one runs. What
+    is a product by default is one, whatever computes it.
     """
     if not chooses_platform(eqn):
         return bodies
-    platforms = eqn.params["branches_platforms"]
+    platforms, default = eqn.params["branches_platforms"], eqn.params["branches"][-1]
+    if [inner.primitive.name for inner in default.eqns] == ["dot_general"]:
+        return [bodies[-1]]  # the default comes last
     chosen = [i for i, names in enumerate(platforms) if names and "cuda" in names]
-    return [bodies[chosen[0] if chosen else -1]]  # the default comes last
+    return [bodies[chosen[0] if chosen else -1]]
 
 
 def bind_bodies(

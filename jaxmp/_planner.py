@@ -37,7 +37,13 @@ from ._op_lists import (
     scales_far,
 )
 from ._plan import Plan, Rule
-from ._products import PRODUCTS, has_default_precision, is_matrix_product
+from ._products import (
+    PRODUCTS,
+    has_default_precision,
+    is_matrix_product,
+    is_resize,
+    is_sent_to_matrix,
+)
 from ._scopes import (
     DIFFERENTIATED,
     KEPT_BY_BFLOAT16_PATHS,
@@ -154,12 +160,19 @@ class Planner:
             memo[key] = self._planned(jaxpr, wanted, scopes)
         return memo[key]
 
-    def rule(self, eqn: Equation, scopes: Scopes) -> Rule:
-        """Returns how to treat ``eqn``, which is in ``scopes``."""
+    def rule(
+        self, eqn: Equation, scopes: Scopes, wanted: tuple[Want, ...] = ("original",)
+    ) -> Rule:
+        """Returns how to treat ``eqn``, which is in ``scopes``.
+
+        Some products run in 16 bits only if that is what their results are ``wanted``
+        for.
+        """
         name, ops = eqn.primitive.name, self.ops
         if self._is_kept(scopes):
             return "deny"
-        if name in ops.allow and _gains_from_16bit(eqn, self.dtype):
+        in_16bit = IN_16BIT.issuperset(wanted)
+        if name in ops.allow and _gains_from_16bit(eqn, self.dtype, scopes, in_16bit):
             return "allow"
         if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
             return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
@@ -295,8 +308,8 @@ class Planner:
             note(var, USES[want] | Use.OTHERWISE)
         for eqn in reversed(eqns):
             here = scopes + _jaxpr.scope_names(eqn)
-            rules.append(self.rule(eqn, here))
             wants.append(plan.wanted(eqn))
+            rules.append(self.rule(eqn, here, wants[-1]))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
         rules.reverse()
@@ -511,12 +524,16 @@ def _is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
     return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
-def _gains_from_16bit(eqn: Equation, dtype: np.dtype) -> bool:
+def _gains_from_16bit(
+    eqn: Equation, dtype: np.dtype, scopes: Scopes, in_16bit: bool
+) -> bool:
     """Whether ``eqn`` is a float32 product with sums in it, at default precision.
 
     Of a float32 and a 16-bit operand, or of two kinds of 16 bits, it is one as well:
     JAX promotes them. A product that was written in one kind of 16 bits is not. What
-    else the user allows has no shape to look at.
+    else the user allows has no shape to look at. Wanted ``in_16bit``, what resizes an
+    image is one too, for which not the user has asked for precision, and an outer
+    product that a product by a vector sends back.
     """
     ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
     outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
@@ -524,5 +541,8 @@ def _gains_from_16bit(eqn: Equation, dtype: np.dtype) -> bool:
         return False
     if len(ins) == 1 and FLOAT32 not in ins:
         return False
-    is_product = eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn)
-    return is_product and has_default_precision(eqn)
+    if not has_default_precision(eqn):
+        return in_16bit and is_resize(eqn)
+    if eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn):
+        return True
+    return in_16bit and is_backward(eqn, scopes) and is_sent_to_matrix(eqn)

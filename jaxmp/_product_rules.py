@@ -12,11 +12,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
-from ._products import is_convolution, summed_by_platform
+from ._products import is_convolution
+from ._sums import summed_by_platform
 
 
 def accumulated(
-    eqn: Equation, operands: list[Any], dtype: np.dtype, linear: bool
+    eqn: Equation, operands: list[Any], dtype: np.dtype, linear: bool, backward: bool
 ) -> Any:
     """Returns the float32 sums of a product of 16-bit operands.
 
@@ -50,9 +51,7 @@ def accumulated(
 
     @jax.custom_jvp
     def accumulate(*args):
-        if dtype == jnp.float16:
-            return product(args, jnp.float32)
-        return summed_by_platform(eqn, complete(args))
+        return summed_by_platform(eqn, complete(args), stored=backward)
 
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.

@@ -1,21 +1,20 @@
-"""What a matrix product is, its precision, its FLOPs, and its sums in float32."""
+"""What a matrix product is, its precision and its FLOPs."""
 
-import functools
 import math
-from collections.abc import Sequence
+import os
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, is_inexact, trace
+from ._jaxpr import Equation, frames, is_inexact
 from ._sizes import as_number
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+
+_IMAGE = os.path.join("jax", "_src", "image")
 
 
 def is_matrix_product(eqn: Equation) -> bool:
@@ -45,6 +44,11 @@ def is_outer_product(eqn: Equation) -> bool:
     return math.prod(eqn.invars[0].aval.shape[i] for i in contracted) == 1
 
 
+def is_sent_to_matrix(eqn: Equation) -> bool:
+    """Whether ``eqn``, of a backward pass, is what a product by a vector sends back."""
+    return is_outer_product(eqn) and not (adds_up(eqn, 0) or adds_up(eqn, 1))
+
+
 def is_convolution(eqn: Equation) -> bool:
     """Whether ``eqn`` is a convolution."""
     return eqn.primitive.name == "conv_general_dilated"
@@ -55,6 +59,16 @@ def has_default_precision(eqn: Equation) -> bool:
     precision = eqn.params.get("precision")
     precisions = precision if isinstance(precision, tuple) else (precision,)
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
+
+
+def is_resize(eqn: Equation) -> bool:
+    """Whether ``jax.image`` has written a product, which resizes an image.
+
+    It asks for the highest precision by itself, for what is in float32.
+    """
+    if eqn.primitive.name not in PRODUCTS or has_default_precision(eqn):
+        return False
+    return any(True for _ in frames(eqn, lambda file: _IMAGE in file))
 
 
 def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
@@ -103,37 +117,17 @@ def adds_up(eqn: Equation, i: int) -> bool:
     return all(n == 1 for axis, n in enumerate(shape) if axis not in taken)
 
 
-def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
-    """Applies a product to bfloat16 operands and returns its float32 sums.
+def vector_of(eqn: Equation) -> int | None:
+    """Returns which operand of a matrix product is a vector, or a batch of vectors.
 
-    XLA:CPU has no such product in every layout. The same sums of widened operands give
-    the same numbers there. The choice is made where the program is lowered.
+    None if neither is, and where a mesh gives types more than a shape.
     """
-    params = tuple(sorted(eqn.params.items()))
-    jaxpr = _summed_by_platform(eqn.primitive, params, tuple(map(jax.typeof, args)))
-    return interpret(jaxpr, args, bind)[0]
-
-
-@functools.lru_cache(maxsize=4096)  # Tracing two branches takes long.
-def _summed_by_platform(primitive: Primitive, params: tuple, avals: tuple) -> Any:
-    options: Any = {**dict(params), "preferred_element_type": FLOAT32}
-
-    def summed(*args):
-        return primitive.bind(*args, **options)
-
-    def widened(*args):
-        wide = jnp.float32
-        return summed(
-            *(
-                lax.convert_element_type(x, wide) if x.dtype == jnp.bfloat16 else x
-                for x in args
-            )
-        )
-
-    def choose(*args):
-        return [lax.platform_dependent(*args, cpu=widened, default=summed)]
-
-    return trace(choose, avals)
+    if eqn.primitive.name != "dot_general":
+        return None
+    atoms = *eqn.invars, *eqn.outvars
+    if any(axis is not None for x in atoms for axis in x.aval.sharding.spec):
+        return None
+    return next((i for i in (1, 0) if adds_up(eqn, i)), None)
 
 
 def sums_over_trips(eqn: Equation) -> bool:

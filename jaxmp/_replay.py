@@ -271,7 +271,7 @@ class Caster:
             return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
         if want == "rounded":
             return [rounded(eqn, operands, self.dtype, backward)]
-        return [accumulated(eqn, operands, self.dtype, linear)]
+        return [accumulated(eqn, operands, self.dtype, linear, backward)]
 
     def as_read(
         self, eqn: Equation, outs: list[Value], wanted: tuple[Want, ...], plan: Plan

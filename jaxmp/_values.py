@@ -30,6 +30,7 @@ from ._op_lists import (
     only_compared,
 )
 from ._sizes import as_number, size_of
+from ._sums import firmly_rounded
 
 
 class Known(NamedTuple):
@@ -274,22 +275,6 @@ def pooled_by_xla(array: Any) -> Any:
     behind, and then stores float32 numbers for all who read them.
     """
     return firmly_rounded(array) if array.dtype == jnp.bfloat16 else array
-
-
-def firmly_rounded(array: Any) -> Any:
-    """Returns a 16-bit array whose rounding XLA does not leave out.
-
-    XLA leaves it out for who widens the array again, such as a sum, and then may store
-    float32 numbers for everybody. It does not if the rounded numbers are computed with.
-    Behind a barrier it would not either, but could fuse no sum with what is before.
-
-    Args:
-        array: A 16-bit array.
-    """
-    # The array itself, which XLA cannot know. A choice, because it may be transposed:
-    # a test of the array could not be.
-    itself = lax.optimization_barrier(np.True_)
-    return lax.select(itself, array, lax.neg(array))
 
 
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:

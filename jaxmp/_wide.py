@@ -14,7 +14,8 @@ from . import _jaxpr
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._op_lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
-from ._products import PRODUCTS, summed_by_platform
+from ._products import PRODUCTS
+from ._sums import summed_by_platform
 
 _FLOAT32 = np.dtype(np.float32)
 _HUGE = np.finfo(np.float32).max

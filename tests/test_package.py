@@ -34,11 +34,11 @@ ROWS = [
         "_places",
         "_flatten",
         "_overflow_report",
-        "_product_rules",
         "_sensitivity_report",
+        "_sums",
         "_fp8",
     },
-    {"_norms", "_trips", "_hoist", "_layouts", "_slopes"},
+    {"_norms", "_product_rules", "_trips", "_hoist", "_layouts", "_slopes"},
     {"_plan", "_gates"},
     {
         "_policy",

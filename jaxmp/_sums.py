@@ -1,0 +1,115 @@
+"""Float32 sums of 16-bit products, and 16-bit numbers that XLA does not widen again."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, trace
+from ._products import vector_of
+
+
+def summed_by_platform(
+    eqn: Equation, args: Sequence[Any], *, stored: bool = False
+) -> jax.Array:
+    """Applies a product to 16-bit operands and returns its float32 sums.
+
+    XLA:CPU has no such product of bfloat16 in every layout. The same sums of widened
+    operands give the same numbers there. cuBLAS has none by a vector, for which XLA
+    would write the matrix once more in float32. Multiplied and summed up, it is read
+    once. The choice is made where the program is lowered.
+
+    Args:
+        eqn: The product.
+        args: Its operands.
+        stored: Whether they are in memory already, for the forward pass.
+    """
+    vector = vector_of(eqn)
+    if vector is None and all(x.dtype != jnp.bfloat16 for x in args):
+        return bind(eqn, args, preferred_element_type=FLOAT32)[0]
+    params = tuple(sorted(eqn.params.items()))
+    avals = tuple(map(jax.typeof, args))
+    jaxpr = _summed_by_platform(eqn.primitive, params, avals, vector, stored)
+    return interpret(jaxpr, args, bind)[0]
+
+
+@functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.
+def _summed_by_platform(
+    primitive: Primitive, params: tuple, avals: tuple, vector: int | None, stored: bool
+) -> Any:
+    options: Any = {**dict(params), "preferred_element_type": FLOAT32}
+
+    def summed(*args):
+        return primitive.bind(*args, **options)
+
+    def widened(*args):
+        return summed(*(_widened(x) if x.dtype == jnp.bfloat16 else x for x in args))
+
+    def multiplied(*args):
+        assert vector is not None
+        matrix, numbers = args[1 - vector], options["dimension_numbers"]
+        if stored:  # or XLA would store it once more in float32, for this reader
+            matrix = firmly_rounded(matrix)
+        return _times_vector(matrix, args[vector], vector, *numbers)
+
+    branches: dict[str, Any] = {}
+    if any(x.dtype == jnp.bfloat16 for x in avals):
+        branches["cpu"] = widened
+    if vector is not None:
+        branches["cuda"] = multiplied
+
+    def choose(*args):
+        return [lax.platform_dependent(*args, **branches, default=summed)]
+
+    return trace(choose, avals)
+
+
+def _times_vector(
+    matrix: Any, vector: Any, place: int, contracted: Any, batch: Any
+) -> jax.Array:
+    """Returns a product by a vector as float32 sums of what is multiplied elementwise.
+
+    Args:
+        matrix: The matrix, or a batch of them.
+        vector: The vector. All axes that the matrix does not share have size one.
+        place: Which operand of the product the vector is.
+        contracted: The axes to sum over, of each operand.
+        batch: The other axes that they share, of each operand.
+    """
+    i = 1 - place
+    shared, own = ((*batch[k], *contracted[k]) for k in (i, place))
+    own = [axis for _, axis in sorted(zip(shared, own, strict=True))]
+    ones = [axis for axis in range(vector.ndim) if axis not in own]
+    entries = lax.transpose(_widened(vector), (*own, *ones))
+    entries = lax.squeeze(entries, range(len(own), entries.ndim))
+    entries = lax.broadcast_in_dim(entries, matrix.shape, sorted(shared))
+    sums = jnp.sum(_widened(matrix) * entries, contracted[i])
+    left = [axis for axis in range(matrix.ndim) if axis not in contracted[i]]
+    free = [axis for axis in left if axis not in batch[i]]
+    sums = lax.transpose(sums, [left.index(axis) for axis in (*batch[i], *free)])
+    start = sums.ndim if place == 1 else len(batch[i])
+    return lax.expand_dims(sums, range(start, start + len(ones)))
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, jnp.float32)
+
+
+def firmly_rounded(array: Any) -> Any:
+    """Returns a 16-bit array whose rounding XLA does not leave out.
+
+    XLA leaves it out for who widens the array again, such as a sum, and then may store
+    float32 numbers for everybody. It does not if the rounded numbers are computed with.
+    Behind a barrier it would not either, but could fuse no sum with what is before.
+
+    Args:
+        array: A 16-bit array.
+    """
+    # The array itself, which XLA cannot know. A choice, because it may be transposed:
+    # a test of the array could not be.
+    itself = lax.optimization_barrier(np.True_)
+    return lax.select(itself, array, lax.neg(array))

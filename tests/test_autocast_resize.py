@@ -1,0 +1,80 @@
+"""Resized images: JAX asks for the highest precision of products, and no user does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmp
+from benchmarks.measure import product_dtypes, relative_error
+from conftest import normal
+
+X = normal(0, 2, 8, 8, 4)
+K = normal(1, 3, 3, 4, 4, scale=1 / 6)
+LABELS = np.random.default_rng(2).integers(4, size=(2, 19, 19))
+
+
+def convolved(x, k):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers)
+
+
+def resized(x, size=19):
+    return jax.image.resize(x, (2, size, size, 4), "bilinear")
+
+
+def translated(x):
+    return jax.image.scale_and_translate(
+        x, (2, 19, 19, 4), (1, 2), jnp.full(2, 19 / 8), jnp.zeros(2), "cubic"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("resize", [resized, translated, lambda x: resized(x, 4)])
+def test_activations_are_resized_in_16_bits(resize, dtype):
+    def loss(k, x):
+        x = jax.nn.relu(resize(jax.nn.relu(convolved(x, k))))
+        return jnp.square(convolved(x, k)).mean()
+
+    grad = jax.grad(loss, (0, 1))
+    assert product_dtypes(jaxmp.autocast(grad, dtype), K, X) == [{dtype}] * 10
+    exact = grad(K, X)
+    own = grad(*jax.tree.map(lambda x: x.astype(dtype), (K, X)))
+    found = jaxmp.autocast(grad, dtype)(K, X)
+    assert relative_error(found, exact) <= relative_error(own, exact)
+
+
+def test_what_a_loss_takes_is_resized_in_float32():
+    """Labels of pixels, and coordinates."""
+
+    def segmented(k, x):
+        logits = resized(convolved(x, k))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+    def moved(k, x):
+        return jnp.abs(resized(1e4 + convolved(x, k)) - 1e4).mean()
+
+    for loss in (segmented, moved):
+        found = product_dtypes(jaxmp.autocast(loss, "bfloat16"), K, X)
+        assert found == [{"bfloat16"}, {"float32"}, {"float32"}]
+
+
+def test_a_users_precision_is_kept():
+    def fun(w, x):
+        return jnp.dot(x, w, precision="highest") @ w
+
+    w = normal(3, 8, 8)
+    assert product_dtypes(jaxmp.autocast(fun, "bfloat16"), w, w) == [
+        {"float32"},
+        {"bfloat16"},
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_regions_keep_float32(dtype):
+    def fun(k, x):
+        return convolved(jaxmp.float32_region(resized)(convolved(x, k)), k)
+
+    found = product_dtypes(jaxmp.autocast(fun, dtype), K, X)
+    assert found == [{dtype}, {"float32"}, {"float32"}, {dtype}]
