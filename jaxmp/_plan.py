@@ -79,7 +79,9 @@ class Plan:
 
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
-        use = self.uses.get(var, Use.NOTHING)
+        if var not in self.uses:
+            return "unread"
+        use = self.uses[var]
         if use & Use.BOUNDED:
             if is_difference(var, self._definition):
                 return "digits"
