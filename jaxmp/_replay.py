@@ -351,7 +351,8 @@ class Caster:
             for i, (value, var) in enumerate(operands)
             if is_float32(var) and not (i == compared and value.normed)
         ]
-        size = max((size_of(x.array) for x in floats if x.leads(name)), default=0)
+        leading = [x.array for x in floats if x.leads(name, self.dtype)]
+        size = max(map(size_of, leading), default=0)
         if not size:
             return False
         kept = any(value.kept is not None for value in floats)

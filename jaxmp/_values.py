@@ -126,9 +126,11 @@ class Value:
         notes = self.narrow, self.follows, self.normed, self.sent_back, self.summed
         return any(notes)
 
-    def leads(self, name: str) -> bool:
+    def leads(self, name: str, dtype: np.dtype) -> bool:
         """Whether the value lets the operation ``name`` run in 16 bits."""
         made = self.follows and not self.outside  # of 16-bit values and a scale
+        # As in the sum of an embedding, which in float16 may be out of range.
+        made |= self.normed and dtype == jnp.bfloat16
         return self.narrow or (made and name in JOINS)
 
     def may_join(self, name: str, size: int, dtype: np.dtype) -> bool:

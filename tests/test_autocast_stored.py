@@ -1333,6 +1333,24 @@ def test_a_rule_that_sums_sees_what_it_needs(loss):
 ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
 
 
+def stream(w, tokens):
+    """An embedding to which what norms return is added, as in Gemma 2."""
+    x = normal(3, 5, 8)[tokens]
+    for _ in range(2):
+        y = x @ w
+        x = x + y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
+    return x @ w
+
+
+def test_a_stream_of_an_embedding_and_norms_is_stored_in_bfloat16():
+    """In float16 an embedding may be out of range, by a scale."""
+    tokens = np.arange(32).reshape(2, 16) % 5
+    for dtype, stored in [(HALF, HALF), (np.dtype(np.float16), SINGLE)]:
+        eqns = traced(jaxmp.autocast(stream, dtype), W, tokens)
+        sums = [e.outvars[0].aval for e in eqns if e.primitive.name == "add"]
+        assert [x.dtype for x in sums if x.shape == (2, 16, 8)] == [stored] * 2
+
+
 def test_every_product_can_return_16_bits():
     fun = jax.value_and_grad(lambda w, x: jax.nn.logsumexp((x @ w) @ w))
     default = dtypes_of("dot_general", jaxmp.autocast(fun), W, X)
