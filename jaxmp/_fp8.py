@@ -24,7 +24,7 @@ from jax import lax
 from . import _jaxpr, _scopes
 from ._dtypes import FLOAT8
 from ._jaxpr import Equation, Primitive, is_inexact
-from ._products import is_batched, is_matrix_product, sizes
+from ._products import is_batched, is_matrix_product, is_resize, sizes
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 # Units for tensor products in float8 take sizes in multiples of 16; XLA pads others.
@@ -40,9 +40,9 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
     """Returns why a product of 16-bit operands is none of float8; None if it is one.
 
     The reason is the name of a scope, see :mod:`jaxmp._scopes`, and empty for what is
-    no matrix product.
+    no matrix product, or resizes an image.
     """
-    if not is_matrix_product(eqn):
+    if not is_matrix_product(eqn) or is_resize(eqn):
         return ""
     if is_batched(eqn):
         return _scopes.KEPT_BATCHED

@@ -428,16 +428,16 @@ def chooses_platform(eqn: JaxprEqn) -> bool:
 def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
     """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes.
 
-    ``lax.platform_dependent`` holds a branch for each platform, of which one runs. What
-    is a product by default is one, whatever computes it.
+    ``lax.platform_dependent`` holds a branch for each platform, of which one runs. Our
+    own way to multiply by a vector counts as the product that others run.
     """
     if not chooses_platform(eqn):
         return bodies
-    platforms, default = eqn.params["branches_platforms"], eqn.params["branches"][-1]
-    if [inner.primitive.name for inner in default.eqns] == ["dot_general"]:
-        return [bodies[-1]]  # the default comes last
+    platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
     chosen = [i for i, names in enumerate(platforms) if names and "cuda" in names]
-    return [bodies[chosen[0] if chosen else -1]]
+    i = chosen[0] if chosen else -1  # the default comes last
+    ours = [inner.primitive.name for inner in branches[i].eqns] == ["custom_vmap_call"]
+    return [bodies[-1 if ours else i]]
 
 
 def bind_bodies(

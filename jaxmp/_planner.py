@@ -42,7 +42,7 @@ from ._products import (
     has_default_precision,
     is_matrix_product,
     is_resize,
-    is_sent_to_matrix,
+    is_sent_back_by_vector,
 )
 from ._scopes import (
     DIFFERENTIATED,
@@ -166,16 +166,12 @@ class Planner:
     def rule(
         self, eqn: Equation, scopes: Scopes, wanted: tuple[Want, ...] = ("original",)
     ) -> Rule:
-        """Returns how to treat ``eqn``, which is in ``scopes``.
-
-        Some products run in 16 bits only if that is what their results are ``wanted``
-        for.
-        """
+        """Returns how to treat ``eqn`` in ``scopes``, if it is ``wanted`` for that."""
         name, ops = eqn.primitive.name, self.ops
         if self._is_kept(scopes):
             return "deny"
-        in_16bit = IN_16BIT.issuperset(wanted)
-        if name in ops.allow and _gains_from_16bit(eqn, self.dtype, scopes, in_16bit):
+        allowed = name in ops.allow and _has_float32(eqn, self.dtype)
+        if allowed and (_is_product(eqn) or _is_sent_or_resized(eqn, scopes, wanted)):
             return "allow"
         if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
             return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
@@ -565,25 +561,37 @@ def _is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
     return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
-def _gains_from_16bit(
-    eqn: Equation, dtype: np.dtype, scopes: Scopes, in_16bit: bool
-) -> bool:
-    """Whether ``eqn`` is a float32 product with sums in it, at default precision.
+def _has_float32(eqn: Equation, dtype: np.dtype) -> bool:
+    """Whether ``eqn`` is computed in float32, or returns it.
 
-    Of a float32 and a 16-bit operand, or of two kinds of 16 bits, it is one as well:
-    JAX promotes them. A product that was written in one kind of 16 bits is not. What
-    else the user allows has no shape to look at. Wanted ``in_16bit``, what resizes an
-    image is one too, for which not the user has asked for precision, and an outer
-    product that a product by a vector sends back.
+    Of a float32 and a 16-bit operand, or of two kinds of 16 bits, a product is one as
+    well: JAX promotes them. A product that was written in one kind of 16 bits is not.
     """
     ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
     outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
     if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
         return False
-    if len(ins) == 1 and FLOAT32 not in ins:
+    return len(ins) != 1 or FLOAT32 in ins
+
+
+def _is_product(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product with sums in it, at default precision.
+
+    What else the user allows has no shape to look at.
+    """
+    is_product = eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn)
+    return is_product and has_default_precision(eqn)
+
+
+def _is_sent_or_resized(eqn: Equation, scopes: Scopes, wanted: Sequence[Want]) -> bool:
+    """Whether ``eqn`` is a product for those who want its result in 16 bits.
+
+    That is what resizes an image for products, and the outer product that a product by
+    a vector sends back. Not if others compute with what products take.
+    """
+    if IN_16BIT.isdisjoint(wanted) or "product" in wanted:
         return False
-    if not has_default_precision(eqn):
-        return in_16bit and is_resize(eqn)
-    if eqn.primitive.name not in PRODUCTS or is_matrix_product(eqn):
-        return True
-    return in_16bit and is_backward(eqn, scopes) and is_sent_to_matrix(eqn)
+    if is_resize(eqn):
+        return "16-bit" not in wanted
+    sent_back = is_backward(eqn, scopes) and is_sent_back_by_vector(eqn)
+    return sent_back and has_default_precision(eqn)

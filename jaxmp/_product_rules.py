@@ -11,7 +11,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
-from ._jaxpr import Equation, is_inexact
+from ._jaxpr import Equation
 from ._products import is_convolution
 from ._sums import summed_by_platform
 
@@ -26,17 +26,7 @@ def accumulated(
     such a rule, and is rounded on the way like those.
     """
 
-    moving = [is_inexact(var) for var in eqn.invars]
-    args = [x for x, m in zip(operands, moving, strict=True) if m]
-    # The rule lives as long as its jaxpr, and so holds no tracer that it is given.
-    fixed = [None if m else x for x, m in zip(operands, moving, strict=True)]
-
-    def complete(args):
-        rest = iter(args)
-        return [next(rest) if m else x for x, m in zip(fixed, moving, strict=True)]
-
     def product(args, out_dtype):
-        args = complete(args)
         return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
 
     def rule(primals, tangents):
@@ -51,14 +41,14 @@ def accumulated(
 
     @jax.custom_jvp
     def accumulate(*args):
-        return summed_by_platform(eqn, complete(args), stored=backward)
+        return summed_by_platform(eqn, args, backward=backward)
 
     # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
     # convolves in float32.
     if linear or is_convolution(eqn):
-        return lax.convert_element_type(product(args, dtype), jnp.float32)
+        return lax.convert_element_type(product(operands, dtype), jnp.float32)
     accumulate.defjvp(rule, symbolic_zeros=True)
-    return accumulate(*args)
+    return accumulate(*operands)
 
 
 def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool) -> Any:

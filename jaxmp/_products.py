@@ -44,8 +44,8 @@ def is_outer_product(eqn: Equation) -> bool:
     return math.prod(eqn.invars[0].aval.shape[i] for i in contracted) == 1
 
 
-def is_sent_to_matrix(eqn: Equation) -> bool:
-    """Whether ``eqn``, of a backward pass, is what a product by a vector sends back."""
+def is_sent_back_by_vector(eqn: Equation) -> bool:
+    """Whether ``eqn``, of a backward pass, may be the gradient of a matrix."""
     return is_outer_product(eqn) and not (adds_up(eqn, 0) or adds_up(eqn, 1))
 
 
@@ -56,17 +56,22 @@ def is_convolution(eqn: Equation) -> bool:
 
 def has_default_precision(eqn: Equation) -> bool:
     """Whether the user has asked for no ``precision`` of a product in particular."""
+    return all(p in (None, lax.Precision.DEFAULT) for p in _precisions(eqn))
+
+
+def _precisions(eqn: Equation) -> tuple[Any, ...]:
     precision = eqn.params.get("precision")
-    precisions = precision if isinstance(precision, tuple) else (precision,)
-    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def is_resize(eqn: Equation) -> bool:
     """Whether ``jax.image`` has written a product, which resizes an image.
 
-    It asks for the highest precision by itself, for what is in float32.
+    It asks for the highest precision, also where its caller has not.
     """
-    if eqn.primitive.name not in PRODUCTS or has_default_precision(eqn):
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    if set(_precisions(eqn)) != {lax.Precision.HIGHEST}:
         return False
     return any(True for _ in frames(eqn, lambda file: _IMAGE in file))
 

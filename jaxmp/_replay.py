@@ -45,6 +45,7 @@ from ._op_lists import (
 from ._plan import Plan, Rule
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
+from ._products import is_resize
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
@@ -192,6 +193,8 @@ class Caster:
         scopes: Scopes,
     ) -> list[Value]:
         """Replays one equation of a jaxpr inside ``scopes`` by its rule."""
+        if rule == "allow" and all([value.outside for value in ins]) and is_resize(eqn):
+            rule = "deny"  # of what was given, others may take the digits
         if rule == "call":
             around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
             outs = self.call(eqn, ins, wanted, around)

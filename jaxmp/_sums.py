@@ -14,7 +14,7 @@ from ._products import vector_of
 
 
 def summed_by_platform(
-    eqn: Equation, args: Sequence[Any], *, stored: bool = False
+    eqn: Equation, args: Sequence[Any], *, backward: bool = False
 ) -> jax.Array:
     """Applies a product to 16-bit operands and returns its float32 sums.
 
@@ -26,20 +26,24 @@ def summed_by_platform(
     Args:
         eqn: The product.
         args: Its operands.
-        stored: Whether they are in memory already, for the forward pass.
+        backward: Whether it belongs to a backward pass.
     """
     vector = vector_of(eqn)
     if vector is None and all(x.dtype != jnp.bfloat16 for x in args):
         return bind(eqn, args, preferred_element_type=FLOAT32)[0]
     params = tuple(sorted(eqn.params.items()))
     avals = tuple(map(jax.typeof, args))
-    jaxpr = _summed_by_platform(eqn.primitive, params, avals, vector, stored)
+    jaxpr = _summed_by_platform(eqn.primitive, params, avals, vector, backward)
     return interpret(jaxpr, args, bind)[0]
 
 
 @functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.
 def _summed_by_platform(
-    primitive: Primitive, params: tuple, avals: tuple, vector: int | None, stored: bool
+    primitive: Primitive,
+    params: tuple,
+    avals: tuple,
+    vector: int | None,
+    backward: bool,
 ) -> Any:
     options: Any = {**dict(params), "preferred_element_type": FLOAT32}
 
@@ -49,12 +53,18 @@ def _summed_by_platform(
     def widened(*args):
         return summed(*(_widened(x) if x.dtype == jnp.bfloat16 else x for x in args))
 
+    @jax.custom_batching.custom_vmap
     def multiplied(*args):
         assert vector is not None
         matrix, numbers = args[1 - vector], options["dimension_numbers"]
-        if stored:  # or XLA would store it once more in float32, for this reader
+        if backward:  # or XLA would store it in float32 as well, for this reader
             matrix = firmly_rounded(matrix)
         return _times_vector(matrix, args[vector], vector, *numbers)
+
+    @multiplied.def_vmap  # A batch of vectors may be a matrix.
+    def batched(_, are_batched, *args):
+        axes = [0 if is_batched else None for is_batched in are_batched]
+        return jax.vmap(summed, axes)(*args), True
 
     branches: dict[str, Any] = {}
     if any(x.dtype == jnp.bfloat16 for x in avals):

@@ -60,15 +60,60 @@ def test_what_a_loss_takes_is_resized_in_float32():
         assert found == [{"bfloat16"}, {"float32"}, {"float32"}]
 
 
-def test_a_users_precision_is_kept():
+def test_what_was_given_is_resized_in_float32():
+    """Others may take its digits: a difference, a shortcut, a result."""
+
+    def refined(k, x):
+        up = resized(x)
+        return up + convolved(jax.nn.relu(convolved(up, k)), k)
+
+    def pyramid(k, x):
+        return convolved(8 * (x - resized(resized(x, 4), 8)), k)
+
+    def flow(k, x):
+        up = resized(1e3 + x)
+        return up, convolved(up, k)
+
+    for fun in (refined, pyramid, flow):
+        found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
+        assert found.count({"float32"}) == (4 if fun is pyramid else 2)
+    errors = [
+        relative_error(jaxmp.autocast(fun, "bfloat16")(K, X), fun(K, X))
+        for fun in (pyramid, refined)
+    ]
+    assert max(errors) < 0.01
+    np.testing.assert_array_equal(
+        jaxmp.autocast(flow, "bfloat16")(K, X)[0], flow(K, X)[0]
+    )
+
+
+def test_what_is_taken_away_is_resized_in_float32():
+    def detail(k, x):
+        h = convolved(x, k)
+        return convolved(h - resized(resized(h, 4), 8), k)
+
+    found = product_dtypes(jaxmp.autocast(detail, "bfloat16"), K, X)
+    assert found.count({"float32"}) == 4
+
+
+@pytest.mark.parametrize("precision", ["high", "float32"])
+def test_a_users_precision_is_kept(precision):
     def fun(w, x):
-        return jnp.dot(x, w, precision="highest") @ w
+        return jnp.dot(x, w, precision=precision) @ w
 
     w = normal(3, 8, 8)
-    assert product_dtypes(jaxmp.autocast(fun, "bfloat16"), w, w) == [
-        {"float32"},
-        {"bfloat16"},
-    ]
+    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), w, w)
+    assert found == [{"float32"}, {"bfloat16"}]
+
+
+def test_so_is_the_precision_of_a_resize():
+    def fun(k, x):
+        size = (2, 9, 9, 4)
+        x = jax.image.resize(convolved(x, k), size, "cubic", precision="high")
+        return convolved(x, k)
+
+    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
+    assert found.count({"float32"}) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -118,6 +118,28 @@ def test_a_product_by_a_vector_is_one_for_the_audit():
     assert not [kept for kept in report.kept if kept.flops]
 
 
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])
+def test_so_is_a_batch_of_them_made_by_vmap(axes):
+    """A batch of vectors is a matrix, and so a product by it that a GPU has."""
+
+    def score(x, v):
+        return jnp.exp(x @ v)
+
+    many = jax.vmap(jaxmp.autocast(score, jnp.bfloat16), axes)
+    args = [normal(0, 5, 32, 64), normal(1, 5, 64)]
+    args = [x if axis == 0 else x[0] for x, axis in zip(args, axes, strict=True)]
+    report = jaxmp.audit(many)(*args)
+    assert report.flops == {"bfloat16": 2.0 * 5 * 32 * 64}
+    assert len(lowered(many, *args)) == 1
+
+
+def test_integers_in_a_product_are_no_leaked_tracers():
+    fun = jaxmp.autocast(lambda v: jnp.exp(v @ jnp.arange(8)).sum(), jnp.bfloat16)
+    v = normal(4, 4, 8, scale=0.1)
+    found = jax.grad(jax.checkpoint(fun))(v)
+    np.testing.assert_array_equal(found, jax.grad(fun)(v))
+
+
 def test_a_mesh_that_gives_types_keeps_the_product():
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec("d", None)
