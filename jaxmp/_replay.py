@@ -38,6 +38,7 @@ from ._op_lists import (
     GATHERS_ROWS,
     MOVES_WEIGHTS,
     POOLS,
+    TANHS,
     OpLists,
     is_power,
     only_compared,
@@ -61,7 +62,7 @@ from ._values import (
     note_origin,
     note_product,
     note_sent_back,
-    pooled_by_xla,
+    rounded_by_xla,
 )
 
 
@@ -160,7 +161,7 @@ class Caster:
                     array = moved(eqn, ins[0].array, self.dtype)
                     return [Value(array, narrow=True, outside=True)]
                 if name in POOLS and ins[0].narrow and plan.pools_shared(eqn):
-                    ins[0].array = pooled_by_xla(ins[0].array)
+                    ins[0].array = rounded_by_xla(ins[0].array)
                 rows = name in GATHERS_ROWS and rule == "infer"
                 if rows and ins[0].is_computed() and plan.multiplies_rows(eqn):
                     ins = replaced(ins, [0], [ins[0].rounded(self.dtype)])
@@ -314,7 +315,7 @@ class Caster:
     def pooled(self, out: Value, want: Want) -> Value:
         """Returns what was pooled and is handed on as it is to be stored."""
         if out.narrow:
-            out.array = pooled_by_xla(out.array)
+            out.array = rounded_by_xla(out.array)
         elif out.normed and want in IN_16BIT:
             return out.firmly_stored(self.dtype)
         return out
@@ -340,7 +341,8 @@ class Caster:
             value.joining(name, shape, self.dtype) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        return bind_narrow(eqn, operands, self.dtype)
+        outs = bind_narrow(eqn, operands, self.dtype)
+        return [*map(rounded_by_xla, outs)] if name in TANHS else outs
 
     def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
         """Whether an operation of the infer list runs in 16 bits."""

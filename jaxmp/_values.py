@@ -270,11 +270,11 @@ def saturated(array: Any, dtype: np.dtype) -> Any:
     return lax.select(lax.is_finite(array), clipped, array)
 
 
-def pooled_by_xla(array: Any) -> Any:
-    """Returns a 16-bit array that XLA is to pool, or has pooled, as it is to be stored.
+def rounded_by_xla(array: Any) -> Any:
+    """Returns a 16-bit array that XLA computes in float32, as it is to be stored.
 
-    XLA pools no bfloat16 numbers. It widens them, leaves out the rounding before and
-    behind, and then stores float32 numbers for all who read them.
+    XLA pools no bfloat16 numbers and has no `tanh` of them. It widens them, leaves out
+    the rounding before and behind, and then stores float32 numbers for all who read.
     """
     return firmly_rounded(array) if array.dtype == jnp.bfloat16 else array
 
