@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,12 +13,8 @@ from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_inexact
 from ._planner import Planner, is_written
 from ._scopes import Scopes
-from ._uses import CARRIED, STACKED, Use, Want
+from ._uses import STACKED, Use, Want
 from ._values import Known, Value
-
-# How the output of a body is returned: in its original dtype, in 16 bits, as a scan is
-# to stack it, or in whichever dtype it was computed.
-End = Literal["original", "16-bit", "stacked", "any"]
 
 
 def rounded_weights(
@@ -171,25 +167,17 @@ def _stacked_late(eqn: Equation, arrays: Sequence[Any], body: Any) -> list[Any]:
     return [*carry, *stacks]
 
 
-def known_in_trip(
-    eqn: Equation, ins: list[Value], ends: Sequence[End], dtype: np.dtype
-) -> list[Value]:
+def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:
     """Returns what is known of the inputs of a loop in every trip.
 
     Of what it carries only the first value is there, and of what it goes through one
     slice at a time.
-
-    Args:
-        eqn: The loop.
-        ins: What it is given.
-        ends: How the outputs of its body are returned.
-        dtype: The 16-bit dtype.
     """
     layout = _jaxpr.call_layout(eqn)
     known = []
     for i, value in enumerate(ins):
         if i in layout.fixed_in:
-            value = _carried(value, ends[i - layout.fixed_in.start], dtype)
+            value = Value(value.original(), linear=value.linear)
         elif i >= layout.fixed_in.stop and value.kept is not None:
             axes = () if 0 in value.kept else tuple(axis - 1 for axis in value.kept)
             value = dataclasses.replace(value, kept=axes)
@@ -197,42 +185,7 @@ def known_in_trip(
     return known
 
 
-def ends_of(eqn: Equation, wanted: Sequence[Want]) -> tuple[End, ...]:
-    """Tells how the bodies of ``eqn`` return what is ``wanted`` of them."""
-    carried = _jaxpr.call_layout(eqn).fixed_out
-    others: End = "stacked" if _jaxpr.call_kind(eqn) == "scan" else "any"
-    ends: list[End] = [others] * len(wanted)
-    for i in carried:
-        ends[i] = "16-bit" if wanted[i] in CARRIED else "original"
-    return (*ends,)
-
-
-def ended(out: Value, end: End, want: Want, dtype: np.dtype) -> Value:
-    """Returns an output of a body as it is to be returned.
-
-    Args:
-        out: The output.
-        end: How it is returned.
-        want: What it is wanted for.
-        dtype: The 16-bit dtype.
-    """
-    match end:
-        case "any":
-            return out
-        case "stacked":
-            return _stacked(out, want, dtype)
-        case _:
-            return _carried(out, end, dtype)
-
-
-def _carried(value: Value, end: End, dtype: np.dtype) -> Value:
-    """Returns a value of which every trip knows no more than its dtype."""
-    if end == "16-bit":
-        return Value(value.in_16bit(dtype), narrow=True, linear=value.linear)
-    return Value(value.original(), linear=value.linear)
-
-
-def _stacked(out: Value, want: Want, dtype: np.dtype) -> Value:
+def stacked(out: Value, want: Want, dtype: np.dtype) -> Value:
     """Returns an output of the body of a scan as it is put together with the others.
 
     What is computed outside of loops XLA may recompute where it is read. What a scan

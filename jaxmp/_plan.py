@@ -79,9 +79,7 @@ class Plan:
 
     def want(self, var: Any) -> Want:
         """Tells what ``var`` is wanted for."""
-        if var not in self.uses:
-            return "unread"
-        use = self.uses[var]
+        use = self.uses.get(var, Use.NOTHING)
         if use & Use.BOUNDED:
             if is_difference(var, self._definition):
                 return "digits"

@@ -59,9 +59,8 @@ from ._scopes import (
     marks,
 )
 from ._slopes import with_slopes
-from ._trips import Factor, bounds, factors, made_anew
+from ._trips import Factor, bounds, factors
 from ._uses import (
-    CARRIED,
     EXACT,
     FOR_BACKWARD,
     FOR_PRODUCT,
@@ -113,8 +112,6 @@ class Planner:
         self._eqns: Any = weakref.WeakKeyDictionary()
         self._split: Any = weakref.WeakSet()
         self._slopes: Any = weakref.WeakSet()
-        # By body of a scan, which of the values that it carries are computed anew.
-        self._anew: Any = weakref.WeakKeyDictionary()
         # By open jaxpr, those of its variables that multiply a number many times.
         self._factors: Any = weakref.WeakKeyDictionary()
 
@@ -245,10 +242,8 @@ class Planner:
     ) -> tuple[Want, ...]:
         """Returns what is wanted of the bodies of an equation.
 
-        A loop reads what it carries once more, and so does its test. What products
-        alone read of a scan, in a trip and after it, is the same number for them if it
-        is rounded before it is carried. What the backward pass multiplies by must not
-        become infinite in float16.
+        A loop reads what it carries once more, and so does its test. What the backward
+        pass multiplies by must not become infinite in float16.
         """
         layout = _jaxpr.call_layout(eqn)
         carried = layout.fixed_out
@@ -259,47 +254,25 @@ class Planner:
                 "16-bit" if want == "factor" and not limit < 2**15 else want
                 for want, limit in zip(wanted, limits, strict=True)
             )
-        inside = self._after_loop(eqn, wanted, scopes)
+        inside: tuple[Want, ...] = tuple(
+            "original" if want in RETURNED and i in carried else want
+            for i, want in enumerate(wanted)
+        )
         while True:
-            before = (*inside,)
-            for body in layout.bodies:
-                plan = self.plan(body.jaxpr, before, scopes)
-                inner = _jaxpr.in_vars(body.jaxpr)
-                for i, var in zip(body.operands, inner, strict=True):
-                    if i in layout.fixed_in:
-                        out = carried[i - layout.fixed_in.start]
-                        inside[out] = _also_read(inside[out], plan, var)
-            if (*inside,) == before:
-                return before
-
-    def _after_loop(
-        self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
-    ) -> list[Want]:
-        """Returns what is wanted of bodies, not counting what their own trips read.
-
-        What nobody reads after a scan is for its trips to decide: the last state of a
-        recurrent layer.
-        """
-        inside: list[Want] = [
-            "original" if want == "unread" else want for want in wanted
-        ]
-        scans = _jaxpr.call_kind(eqn) == "scan"
-        for i in _jaxpr.call_layout(eqn).fixed_out:
-            want = "stored" if wanted[i] == "unread" else wanted[i]
-            may_round = scans and want in CARRIED and is_float32(eqn.outvars[i])
-            # Of others, what is sent back would add up in 16 bits, over all trips.
-            if may_round and i in self._made_anew(eqn, scopes):
-                inside[i] = want
-            elif want in RETURNED:
-                inside[i] = "original"
-        return inside
-
-    def _made_anew(self, scan: Equation, scopes: Scopes) -> frozenset[int]:
-        memo = self._anew.setdefault(scan.params["jaxpr"], {})
-        key = self.relevant(scopes), _jaxpr.scan_counts(scan)
-        if key not in memo:
-            memo[key] = made_anew(scan, self._is_product, scopes)
-        return memo[key]
+            digits = {
+                carried[i - layout.fixed_in.start]
+                for body in layout.bodies
+                for i, var in zip(
+                    body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
+                )
+                if i in layout.fixed_in
+                and self.plan(body.jaxpr, inside, scopes).use(var) & Use.EXACT
+            }
+            if all(inside[i] == "digits" for i in digits):
+                return inside
+            inside = tuple(
+                "digits" if i in digits else want for i, want in enumerate(inside)
+            )
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
@@ -504,9 +477,7 @@ class Planner:
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
-                # The first value that a scan carries in 16 bits is read as the others.
-                out = i - layout.fixed_in.start
-                if i in layout.fixed_in and wanted[out] not in CARRIED:
+                if i in layout.fixed_in:
                     lasting = Use.EXACT | Use.REGION
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use
@@ -528,18 +499,6 @@ class Planner:
 def is_written(plan: Plan, scopes: Scopes) -> bool:
     """Whether differentiation has written what is planned, which is in ``scopes``."""
     return DIFFERENTIATED in scopes or any(map(_jaxpr.is_differentiated, plan.eqns))
-
-
-def _also_read(want: Want, plan: Plan, var: Any) -> Want:
-    """Returns what a carried value is wanted for, by ``plan`` of a trip as well."""
-    if plan.use(var) & Use.EXACT:
-        return "digits"
-    if want not in CARRIED:
-        return want
-    read = plan.want(var)
-    if read not in CARRIED:
-        return "original"
-    return CARRIED[max(CARRIED.index(want), CARRIED.index(read))]
 
 
 def _split(paths: Sequence[str]) -> dict[str, Scopes]:

@@ -22,15 +22,7 @@ from ._custom_rules import noted_as_rule, replaced
 from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._loops import (
-    End,
-    ended,
-    ends_of,
-    known_in_trip,
-    note_kept,
-    rounded_weights,
-    scanned,
-)
+from ._loops import known_in_trip, note_kept, rounded_weights, scanned, stacked
 from ._op_lists import (
     ADDS_UP,
     COPIES,
@@ -400,27 +392,32 @@ class Caster:
     ) -> list[Value]:
         """Replays a call, a loop or a choice by giving it rewritten bodies."""
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
+        fixed = tuple(i in layout.fixed_out for i in range(len(wanted)))
         wanted = self.planner.wanted_inside(eqn, wanted, scopes)
-        ends = ends_of(eqn, wanted)
         if kind in ("scan", "while"):
             ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
-            ins = known_in_trip(eqn, ins, ends, self.dtype)
+            ins = known_in_trip(eqn, ins)
 
-        def rewritten(ends):
+        def rewritten(fixed):
             return [
                 self.rewritten(
-                    body.jaxpr, [ins[i] for i in body.operands], wanted, ends, scopes
+                    body.jaxpr,
+                    [ins[i] for i in body.operands],
+                    wanted,
+                    fixed,
+                    scopes,
+                    stacks=kind == "scan",
                 )
                 for body in layout.bodies
             ]
 
-        new = rewritten(ends)
+        new = rewritten(fixed)
         if kind == "cond":
             by_output = zip(*(body.known for body in new), strict=True)
             narrow = [[known.narrow for known in branches] for branches in by_output]
             if any(any(n) and not all(n) for n in narrow):
                 # Branches must agree, so one that returns float32 decides.
-                new = rewritten(tuple("any" if all(n) else "original" for n in narrow))
+                new = rewritten(tuple(not all(n) for n in narrow))
         jaxprs = [body.jaxpr for body in new]
         if kind == "scan":
             arrays = scanned(eqn, ins, jaxprs[0], late=self.planner.is_split(eqn))
@@ -437,8 +434,10 @@ class Caster:
         jaxpr: Any,
         ins: Sequence[Value],
         wanted: tuple[Want, ...],
-        ends: tuple[End, ...],
+        fixed: tuple[bool, ...],
         scopes: Scopes,
+        *,
+        stacks: bool = False,
     ) -> Rewritten:
         """Returns ``jaxpr`` in mixed precision.
 
@@ -446,11 +445,12 @@ class Caster:
             jaxpr: Body of an equation.
             ins: What it is given.
             wanted: What its outputs are wanted for.
-            ends: How its outputs are returned.
+            fixed: For each output, whether it must have its original dtype.
             scopes: Named scopes around ``jaxpr``.
+            stacks: Whether what is not fixed is stacked, trip by trip.
         """
         known = tuple(x.known() for x in ins)
-        key = known, wanted, ends, self.planner.relevant(scopes)
+        key = known, wanted, fixed, stacks, self.planner.relevant(scopes)
         memo = self._rewritten.setdefault(jaxpr, {})
         if key not in memo:
             known_outs = []
@@ -459,10 +459,11 @@ class Caster:
                 values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
                 outs = self.replay(jaxpr, values, wanted, scopes)
                 # The test of a loop has one output, and its body has others.
-                outs = [
-                    ended(out, end, want, self.dtype)
-                    for out, end, want in zip(outs, ends, wanted, strict=False)
-                ]
+                for i, is_fixed in zip(range(len(outs)), fixed, strict=False):
+                    if is_fixed:
+                        outs[i] = outs[i].widened()
+                    elif stacks:
+                        outs[i] = stacked(outs[i], wanted[i], self.dtype)
                 known_outs.extend(out.known() for out in outs)
                 return [out.array for out in outs]
 
@@ -480,7 +481,7 @@ class Caster:
         avals = [var.aval for var in eqn.invars]
         known = [value.known() for value in ins]  # keeps no tracer alive
         moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-        free: tuple[End, ...] = ("any",) * len(wanted)
+        free = (False,) * len(wanted)
         new = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scopes)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
 

@@ -48,50 +48,10 @@ def factors(
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
         scopes: Named scopes around its body.
     """
-    carried = _jaxpr.call_layout(loop).fixed_in
-    (body,) = _bodies(loop)
-    found = _used_often(body.jaxpr)
-    for shared in (False, True):
-        outs = _paths(loop, is_product, scopes, shared)
-        found |= _on_the_way_back(carried, [path.trail for path in outs])
-    return found
 
-
-def made_anew(
-    loop: Equation, is_product: Callable[[Equation, Scopes], bool], scopes: Scopes
-) -> frozenset[int]:
-    """Returns which of its carried values a scan computes by products alone.
-
-    What is sent back to them does not add up over the trips. It does where the next
-    trip is given the value itself, or what was moved or chosen from it.
-
-    Args:
-        loop: The scan.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
-        scopes: Named scopes around its body.
-    """
-    paths = _paths(loop, is_product, scopes, shared=False)
-    carried = _jaxpr.call_layout(loop).fixed_out
-    return frozenset(i for i in carried if not paths[i].trail)
-
-
-def _paths(
-    loop: Equation,
-    is_product: Callable[[Equation, Scopes], bool],
-    scopes: Scopes,
-    shared: bool,
-) -> list[_Path]:
-    """Returns of each output of a trip on what ways what is carried leads to it.
-
-    Args:
-        loop: A ``scan`` or a ``while``.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
-        scopes: Named scopes around its body.
-        shared: Whether to look for factors that many numbers share, also behind
-            products and sums.
-    """
-
-    def through(jaxpr: Any, ins: Sequence[_Path], scopes: Scopes) -> list[_Path]:
+    def through(
+        jaxpr: Any, ins: Sequence[_Path], scopes: Scopes, shared: bool
+    ) -> list[_Path]:
         owner = _jaxpr.open_jaxpr(jaxpr)
 
         def apply(eqn: Equation, ins: list[_Path]) -> list[_Path]:
@@ -100,7 +60,7 @@ def _paths(
             if not shared and (multiplies or eqn.primitive.name in TOTALS):
                 return [_Path({}, size_of(var.aval)) for var in eqn.outvars]
             if _jaxpr.call_kind(eqn):
-                return around(eqn, ins, inside(eqn, here))
+                return around(eqn, ins, inside(eqn, here), shared)
             trails = [path.trail for path in ins]
             if eqn.primitive.name in FACTORS or is_outer_product(eqn):
                 trails = _multiplied(eqn, ins, owner, shared)
@@ -117,12 +77,14 @@ def _paths(
             literal=lambda x: _Path({}, size_of(x.aval)),
         )
 
-    def around(eqn: Equation, ins: list[_Path], scopes: Scopes) -> list[_Path]:
+    def around(
+        eqn: Equation, ins: list[_Path], scopes: Scopes, shared: bool
+    ) -> list[_Path]:
         """Goes through what ``eqn`` holds, a loop until its trips find no more."""
         carried = _jaxpr.call_layout(eqn).fixed_in
         while True:
             by_body = [
-                through(body.jaxpr, [ins[i] for i in body.operands], scopes)
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes, shared)
                 for body in _bodies(eqn)
             ]
             outs = [
@@ -142,7 +104,11 @@ def _paths(
         _Path({i: frozenset()} if i in carried else {}, size_of(var.aval))
         for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True)
     ]
-    return through(body.jaxpr, given, scopes)
+    found = _used_often(body.jaxpr)
+    for shared in (False, True):
+        outs = through(body.jaxpr, given, scopes, shared)
+        found |= _on_the_way_back(carried, [path.trail for path in outs])
+    return found
 
 
 def _bodies(eqn: Equation) -> Sequence[_jaxpr.Body]:

@@ -44,7 +44,6 @@ Want = Literal[
     "multiplied",  # in 16 bits: multiplied by and summed up in the backward pass
     "terms",  # in 16 bits, if products send it back: a lookup's gradient adds it up
     "original",  # nobody would take it in 16 bits
-    "unread",  # nobody takes it at all
     "digits",  # somebody needs its last digits, so that it is not rounded
     "gate",  # the same, because what multiplies a number many times is made of it
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
@@ -60,7 +59,6 @@ USES: dict[Want, int] = {
     "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
     "terms": Use.TERMS | Use.TOTALS,
     "original": Use.COMPUTES,
-    "unread": Use.COMPUTES,  # as for others, but for what a scan carries
     "digits": Use.DIGITS | Use.COMPUTES,
     "gate": Use.GATE | Use.COMPUTES,
     "rounded": Use.COMPUTES,
@@ -77,8 +75,6 @@ FOR_BACKWARD: frozenset[Want] = frozenset(
 )
 # What a scan stacks for readers who need no more than 16 bits.
 STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
-# In which a scan carries 16 bits; each of them needs what those before it need.
-CARRIED: tuple[Want, ...] = ("stored", "kept", "summed")
 # In which products return 16 bits, as do those who add up what they returned.
 RETURNED: frozenset[Want] = frozenset({*IN_16BIT, "terms"})
 # In which nothing is rounded.
