@@ -327,7 +327,6 @@ def _check_agreement(
 
 def _updates_or_zeros(finite: jax.Array, updates: Any) -> Any:
     """Returns the updates, or the zeros that leave the parameters as they are."""
-
     zeros = {}  # one for each type: JAX takes its time to trace and to lower them
 
     def keep_or_skip(update):

@@ -163,12 +163,18 @@ class Planner:
     def rule(
         self, eqn: Equation, scopes: Scopes, wanted: tuple[Want, ...] = ("original",)
     ) -> Rule:
-        """Returns how to treat ``eqn`` in ``scopes``, if it is ``wanted`` for that."""
+        """Returns how to treat ``eqn``, which is in ``scopes``.
+
+        Args:
+            eqn: The equation.
+            scopes: Named scopes around it.
+            wanted: What its results are wanted for; float32 where it is not known.
+        """
         name, ops = eqn.primitive.name, self.ops
         if self._is_kept(scopes):
             return "deny"
         allowed = name in ops.allow and _has_float32(eqn, self.dtype)
-        if allowed and (_is_product(eqn) or _is_sent_or_resized(eqn, scopes, wanted)):
+        if allowed and (_has_sums(eqn) or _is_sent_or_resized(eqn, scopes, wanted)):
             return "allow"
         if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
             return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
@@ -533,7 +539,7 @@ def _has_float32(eqn: Equation, dtype: np.dtype) -> bool:
     return len(ins) != 1 or FLOAT32 in ins
 
 
-def _is_product(eqn: Equation) -> bool:
+def _has_sums(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product with sums in it, at default precision.
 
     What else the user allows has no shape to look at.

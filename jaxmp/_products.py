@@ -125,7 +125,7 @@ def adds_up(eqn: Equation, i: int) -> bool:
 def vector_of(eqn: Equation) -> int | None:
     """Returns which operand of a matrix product is a vector, or a batch of vectors.
 
-    None if neither is, and where a mesh gives types more than a shape.
+    None if neither is, or if the axes of a mesh are part of a type.
     """
     if eqn.primitive.name != "dot_general":
         return None
