@@ -38,18 +38,15 @@ def autocast(
     """Runs the matrix products and convolutions of ``fun`` in 16 bits.
 
     ``fun`` is any function that JAX can trace, as it stands: a model's ``apply``, a
-    loss, or a whole ``value_and_grad``. Products take their operands in 16 bits; sums,
-    exponentials and whatever autocast does not know see the dtypes they were written
-    for; elementwise work follows its inputs. What comes from outside, is looked up, or
-    is computed from such values alone keeps its digits until 16-bit work reads it, and
-    so does what a logarithm, an exponential or a divisor is computed from. A value is
-    stored as its readers take it: what only products take, moved or chosen from before,
-    is rounded before that, and a softmax that a product takes is read from there by
-    the backward pass.
+    loss, or a whole ``value_and_grad``. Put autocast around the differentiated function
+    where you can: in ``autocast(value_and_grad(loss))`` the backward pass adds in
+    float32, and gradients come out in float32 unrounded.
 
-    Put autocast around the differentiated function where you can: in
-    ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients
-    come out in float32 unrounded.
+    Products take their operands in 16 bits; sums, exponentials and whatever autocast
+    does not know see the dtypes they were written for; elementwise work follows its
+    inputs. What comes from outside or is looked up keeps its digits until 16-bit work
+    reads it, and so does what a logarithm, an exponential or a divisor is computed
+    from. A value is stored as its readers take it.
 
     Under ``"mixed_fp8"`` the operands of large matrix products are rounded further, to
     float8, each under a scale of its own.
