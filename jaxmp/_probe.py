@@ -21,6 +21,7 @@ from . import _jaxpr, _trails
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._look import glance, look, seen_as
+from ._loops import after_trip
 from ._op_lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
 from ._places import Place
 from ._table import FINITE, Trails, Value, is_floating, is_floating_array
@@ -429,14 +430,7 @@ class Frame(Trails):
             clock = self.mark((*self.clock, number, trip))
             trails = jnp.concatenate([table[:repeated], trails])
             outs, trails, new, now = body(clock, [*consts, *carry], trails)
-            goes = goes_on(carry)
-            if jnp.ndim(goes):  # of a batch, those that have ended wait for the others
-                outs = [
-                    jnp.where(
-                        goes.reshape(goes.shape + (1,) * (x.ndim - goes.ndim)), x, y
-                    )
-                    for x, y in zip(outs, carry, strict=True)
-                ]
+            outs = after_trip(goes_on(carry), outs, carry)
             failed = _trails.first(jnp.stack([failed, now]))
             seen = (trip + 1, _trails.merged(rows, new), failed, trails)
             return self.mark(seen), outs
@@ -549,12 +543,6 @@ def _closed(fun: Callable, *args: Any) -> _Closed:
 
     jaxpr = _jaxpr.trace(flat, leaves)
     return _Closed(jaxpr, out_tree)
-
-
-def _where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Selects by a condition on the leading axes."""
-    extra = (1,) * (x.ndim - condition.ndim)
-    return jnp.where(condition.reshape(condition.shape + extra), x, y)
 
 
 def _depth(jaxpr: Any) -> int:

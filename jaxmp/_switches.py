@@ -19,6 +19,7 @@ from jax import lax
 from . import _jaxpr
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
+from ._loops import after_trip
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
 from ._products import PRODUCTS, flops
@@ -286,9 +287,14 @@ def _while_loop(
         closed_over = [ins[j] for j in layout.bodies[i].operands if j < first]
         return [*closed_over, *(Value(x) for x in carry)]
 
+    def goes_on(carry):
+        return test(values(0, carry))[0]
+
+    # The primitive would take a test of many bools, but no bodies that close over
+    # the switches.
     return lax.while_loop(
-        lambda carry: test(values(0, carry))[0],
-        lambda carry: body(values(1, carry)),
+        lambda carry: jnp.any(goes_on(carry)),
+        lambda carry: after_trip(goes_on(carry), body(values(1, carry)), carry),
         [x.array for x in ins[first:]],
     )
 

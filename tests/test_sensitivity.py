@@ -307,6 +307,16 @@ def in_while(w, x):
     return jax.lax.while_loop(lambda state: state[0] < 2, step, (0, x))[1].sum()
 
 
+def in_whiles(w, x):
+    def of_row(row):  # which has a stop of its own
+        def step(state):
+            return state[0] + 1, product(state[1], w)
+
+        return jax.lax.while_loop(lambda s: s[0] < abs(row).sum(), step, (0.0, row))[1]
+
+    return jax.vmap(of_row)(x).sum()
+
+
 def in_cond(w, x):
     return jax.lax.cond(x[0, 0] > -9, product, lambda x, w: x, x, w).sum()
 
@@ -333,6 +343,11 @@ def in_shards(w, x):
 BODIES = {
     "scan": jax.value_and_grad(in_scan),
     "while": lambda w, x: (in_while(w, x), x),
+    "whiles": lambda w, x: (in_whiles(w, x), x),
+    "whiles of whiles": lambda w, x: (
+        jax.vmap(lambda scale: in_whiles(w, scale * x))(jnp.array([0.5, 2.0])).sum(),
+        x,
+    ),
     "cond": jax.value_and_grad(in_cond),
     "jit": jax.value_and_grad(lambda w, x: jax.jit(product)(x, w).sum()),
     "remat": jax.value_and_grad(lambda w, x: jax.checkpoint(product)(x, w).sum()),
@@ -341,7 +356,9 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("fun", rest_is_evidence(BODIES, "scan", "rule", "shards"))
+@pytest.mark.parametrize(
+    "fun", rest_is_evidence(BODIES, "scan", "whiles", "rule", "shards")
+)
 @pytest.mark.parametrize("dtype", rest_is_evidence(DTYPES, "bfloat16"))
 def test_switches_reach_what_is_inside(fun, dtype):
     w = jnp.asarray(RANDOM.standard_normal((4, 4), np.float32))
