@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._jaxpr import Equation
 from ._products import is_convolution
+from ._scopes import SATURATED
 from ._sums import summed_by_platform
 
 
@@ -61,7 +62,8 @@ def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool)
     if dtype == jnp.bfloat16 or backward:
         return out
     limit = np.asarray(jnp.finfo(dtype).max, dtype)
-    return lax.clamp(-limit, out, limit)
+    with jax.named_scope(SATURATED):
+        return lax.clamp(-limit, out, limit)
 
 
 def moved(

@@ -19,6 +19,8 @@ KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 FLOAT8 = "jaxmp.float8"
 FLOAT8_PRODUCT = "jaxmp.float8.product"
 FLOAT8_SCALED = "jaxmp.float8.scaled"
+# Around the clip of what 16 bits would make an Inf of, which float32 has no need of.
+SATURATED = "jaxmp.saturated"
 # These say why a product is not in float8, for the audit to read.
 KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
 KEPT_BATCHED = "jaxmp.16bit.batched"

@@ -23,7 +23,13 @@ from ._loops import after_trip
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
 from ._products import PRODUCTS, flops
-from ._scopes import AUTOCAST, FLOAT8_SCALED, module_of, without_repeats
+from ._scopes import (
+    AUTOCAST,
+    FLOAT8_SCALED,
+    SATURATED,
+    module_of,
+    without_repeats,
+)
 from ._varying import vary
 from ._wide import bind_wide, platform_of, wide_literal, widened
 
@@ -88,7 +94,7 @@ class Program:
             if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes
-            if narrow:
+            if narrow or SATURATED in place.scopes:
                 parts[part] = None
                 self.flops[part] = self.flops.get(part, 0.0) + found
                 self._note(eqn, place)
@@ -185,6 +191,8 @@ class _Frame:
         16-bit: so do autocast and JAX's promotion have it.
         """
         name, read = eqn.primitive.name, _narrow(eqn, ins)
+        if SATURATED in place.scopes:
+            ins = self.limited(eqn, ins, place)
         if name in EXACT:
             narrow, part = _together(read)
             outs = bind_wide(eqn, [x.array for x in ins])
@@ -209,6 +217,19 @@ class _Frame:
         return [
             _rounded(x, switch, owner, var.aval.dtype) if is_narrow(var.aval) else x
             for x, var in zip(outs, eqn.outvars, strict=True)
+        ]
+
+    def limited(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Returns the inputs of a clip to the range of 16 bits, or of its derivative.
+
+        In float32 its limits are Inf.
+        """
+        switch = self.switches[self.numbers[self.program.part_of(place)]]
+        return [
+            Value(jnp.where(switch, x.array, np.copysign(np.float32(np.inf), x.array)))
+            if isinstance(var, _jaxpr.Literal) and x.array  # zero is no limit
+            else x
+            for x, var in zip(ins, eqn.invars, strict=True)
         ]
 
     # What holds jaxprs

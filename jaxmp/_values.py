@@ -29,6 +29,7 @@ from ._op_lists import (
     looks_up_rows,
     only_compared,
 )
+from ._scopes import SATURATED
 from ._sizes import as_number, size_of
 from ._sums import firmly_rounded
 
@@ -266,8 +267,9 @@ def literal(atom: Any) -> Value:
 def saturated(array: Any, dtype: np.dtype) -> Any:
     """Clips what is finite to the range of ``dtype``."""
     limit = np.float32(jnp.finfo(dtype).max)
-    clipped = lax.clamp(-limit, array, limit)
-    return lax.select(lax.is_finite(array), clipped, array)
+    with jax.named_scope(SATURATED):
+        clipped = lax.clamp(-limit, array, limit)
+        return lax.select(lax.is_finite(array), clipped, array)
 
 
 def rounded_by_xla(array: Any) -> Any:

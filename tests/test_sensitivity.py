@@ -375,6 +375,53 @@ def test_switches_reach_what_is_inside(fun, dtype):
     assert "in" in program.parts
 
 
+# What autocast clips because it is beyond the range of float16.
+
+HALF_X = X.astype(np.float16).astype(np.float32)
+
+
+def beyond_in_sum(w, b):
+    return jnp.mean((HALF_X @ w + b) @ w)
+
+
+def beyond_in_product(w, b):
+    return jnp.mean(jnp.tanh((HALF_X * 2**9) @ (w * 2**14) / b) ** 2)
+
+
+ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
+CLIPPED = {
+    "a sum": (beyond_in_sum, jaxmp.autocast(beyond_in_sum, "float16")),
+    "a product": (
+        beyond_in_product,
+        jaxmp.autocast(beyond_in_product, "float16", ops=ROUNDED),
+    ),
+    "a derivative": (
+        jax.grad(beyond_in_sum, argnums=1),
+        jax.grad(jaxmp.autocast(beyond_in_sum, "float16"), argnums=1),
+    ),
+}
+W, BEYOND = jnp.eye(4) / 2**6, jnp.full(4, 2.0**17)
+
+
+@pytest.mark.parametrize(("fun", "cast"), CLIPPED.values(), ids=CLIPPED.keys())
+def test_what_float16_clips_is_whole_in_float32(fun, cast):
+    program = Program(jax.make_jaxpr(cast)(W, BEYOND), Place(), [W, BEYOND])
+    off = np.zeros(len(program.parts), bool)
+    run = compiled(program.run, off, W, BEYOND)
+    exact, real = ([compiled(f, W, BEYOND)(W, BEYOND)] for f in (fun, cast))
+    assert max(map(float, _errors(run(off, W, BEYOND), exact))) < 1e-5
+    assert max(map(float, _errors(run(~off, W, BEYOND), real))) < 1e-5
+    assert max(map(float, _errors(real, exact))) > 0.3
+
+
+def test_the_error_of_what_float16_clips_is_told():
+    report = measure(beyond_in_sum, W, BEYOND, policy="float16")
+    assert report.float32_paths == ()
+    assert report.measured
+    assert report.loss == pytest.approx(report.measured[0], abs=1e-5)
+    assert report.loss > 0.3
+
+
 def test_the_table_has_at_most_98_columns_and_json_takes_the_dict():
     report = fourier()
     assert max(map(len, str(report).splitlines())) <= 98
