@@ -426,11 +426,15 @@ class Frame(Trails):
             return quiet.run(test, values, place)[0].array
 
         def step(state):
-            (trip, rows, failed, trails), carry = state
+            (trip, rows, failed, before), carry = state
             clock = self.mark((*self.clock, number, trip))
-            trails = jnp.concatenate([table[:repeated], trails])
+            trails = jnp.concatenate([table[:repeated], before])
             outs, trails, new, now = body(clock, [*consts, *carry], trails)
-            outs = after_trip(goes_on(carry), outs, carry)
+            goes = goes_on(carry)
+            outs = after_trip(goes, outs, carry)
+            if jnp.ndim(goes):  # what the trip made of those that have ended is gone
+                trails = _trails.stacked(jnp.stack([before, trails]))
+                trails = self.of_slices(outs, trails, len(outs))
             failed = _trails.first(jnp.stack([failed, now]))
             seen = (trip + 1, _trails.merged(rows, new), failed, trails)
             return self.mark(seen), outs

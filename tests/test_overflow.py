@@ -157,6 +157,17 @@ def test_it_is_found_inside_of_loops_branches_rules_and_shards(kinds):
     assert not report.notes
 
 
+def test_what_an_ended_loop_of_a_batch_throws_away_reaches_nothing():
+    def squared(x, n):
+        step = lambda s: (s[0] + 1, s[1] * s[1])  # noqa: E731
+        return jax.lax.while_loop(lambda s: s[0] < n, step, (0, x))[1]
+
+    # While the second goes on, the first is squared once more: 200⁴ is beyond float16.
+    x, trips = jnp.array([200, 1], HALF), jnp.array([1, 6])
+    assert find(jax.vmap(squared), x, trips).first is None
+    assert find(jax.vmap(squared), x, trips + 1).first.trips == (1,)
+
+
 def test_what_checkpoint_computes_again_is_forward():
     @jax.checkpoint
     def block(w, x):
