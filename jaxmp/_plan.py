@@ -22,6 +22,7 @@ from ._op_lists import (
     EXACT,
     FACTORS,
     JOINS,
+    NEGATES,
     REVERSES,
     SCALES,
     SUMS_WINDOWS,
@@ -37,7 +38,7 @@ from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
 from ._sizes import size_of
 from ._slopes import bounded_input, exponent_of_bell, is_difference
-from ._uses import FOR_BACKWARD, IN_16BIT, USES, Use, Want
+from ._uses import FOR_BACKWARD, IN_16BIT, STORED, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
 # value on whose type alone changes, go inside, or leave it in its original dtypes.
@@ -81,11 +82,11 @@ class Plan:
         """Tells what ``var`` is wanted for."""
         use = self.uses.get(var, Use.NOTHING)
         if use & Use.BOUNDED:
-            if is_difference(var, self._definition):
+            if is_difference(var, self.definition):
                 return "digits"
             use &= ~Use.BOUNDED
         if use & Use.DIGITS:
-            return "digits"
+            return "exact" if use & Use.RESULT else "digits"
         if use & Use.GATE:
             return "gate"
         if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
@@ -95,7 +96,9 @@ class Plan:
         if use & ~Use.OTHERWISE == USES["terms"]:
             return "terms"
         if not use & Use.PRODUCT:
-            return "16-bit" if use & Use.IN_16BIT else "original"
+            if use & Use.IN_16BIT:
+                return "16-bit"
+            return "result" if use & Use.RESULT else "original"
         if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):
             return "product"
         if use & Use.ADDS:
@@ -160,15 +163,16 @@ class Plan:
             return self._is_averaged(out, scopes)
         if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
             return False
-        total = self._definition(eqn.invars[0])
+        total = self.definition(eqn.invars[0])
         if total is None or total.primitive.name not in SUMS_WINDOWS:
             return False
-        made = self._definition(total.invars[0])
+        made = self.definition(total.invars[0])
         while made is not None and self._keeps_range(made):
-            made = self._definition(made.invars[0])
+            made = self.definition(made.invars[0])
         if made is None or made.primitive.name not in PRODUCTS:
             return False
-        return not self._is_taken_away(out)
+        # What is returned may be taken away elsewhere.
+        return not (out in self.returned or self._is_subtracted(out, (1,)))
 
     def _is_averaged(self, var: Any, scopes: Scopes) -> bool:
         """Tells whether means of ``var`` are taken for products, and no one needs more.
@@ -224,42 +228,105 @@ class Plan:
             return False
         (bias,) = others
         size = size_of(bias.aval)
-        while (made := self._definition(bias)) is not None:
+        while (made := self.definition(bias)) is not None:
             if made.primitive.name not in VIEWS or len(made.invars) != 1:
                 return False
             bias = made.invars[0]
             size = min(size, size_of(bias.aval))
         return size < size_of(value.aval)
 
-    def _is_taken_away(self, var: Any) -> bool:
-        """Tells whether ``var`` is subtracted from something, or may be, elsewhere."""
-        rest = [var]
+    def subtracts(self, eqn: Equation) -> bool:
+        """Tells whether ``eqn`` is a difference, or adds what was negated."""
+        if eqn.primitive.name not in JOINS:
+            return eqn.primitive.name in DIFFERENCES
+        made = (self.definition(atom) for atom in eqn.invars)
+        return any(one is not None and one.primitive.name in NEGATES for one in made)
+
+    def is_compared(self, eqn: Equation, scopes: Scopes) -> bool:
+        """Tells whether a difference is made of what ``eqn`` adds, and of other values.
+
+        What a norm takes away is a mean of the value itself, which is as large.
+        """
+        rest = [*eqn.outvars]
         while rest:
             var = rest.pop()
-            if var in self.returned:
-                return True
             for other, _ in self._readers.get(var, ()):
                 name = other.primitive.name
                 if name in VIEWS and len(other.invars) == 1:
                     rest.extend(other.outvars)
-                elif name in DIFFERENCES and var is other.invars[1]:
+                elif name in DIFFERENCES and not is_backward(other, scopes):
+                    operands = [atom for atom in other.invars if atom is not var]
+                    if not any(self._is_made_of(atom, eqn) for atom in operands):
+                        return True
+        return False
+
+    def _is_made_of(self, atom: Any, source: Equation) -> bool:
+        """Tells whether ``atom`` is computed from ``source``, or of numbers alone."""
+        seen, rest, numbers = set(), [atom], True
+        while rest:
+            atom = rest.pop()
+            if isinstance(atom, _jaxpr.Literal) or atom in seen:
+                continue
+            seen.add(atom)
+            eqn = self.definition(atom)
+            if eqn is source:
+                return True
+            numbers &= eqn is not None
+            rest.extend(eqn.invars if eqn is not None else ())
+        return numbers
+
+    def is_subtracted(self, eqn: Equation) -> bool:
+        """Tells whether a difference is made of what ``eqn`` returns."""
+        return any(self._is_subtracted(var, (0, 1)) for var in eqn.outvars)
+
+    def _is_subtracted(self, var: Any, places: Sequence[int]) -> bool:
+        """Tells whether ``var``, moved or not, is at one of ``places`` of a difference."""
+        rest = [var]
+        while rest:
+            var = rest.pop()
+            for other in self.eqns:
+                name = other.primitive.name
+                if not any(var is atom for atom in other.invars):
+                    continue
+                if name in VIEWS and len(other.invars) == 1:
+                    rest.extend(other.outvars)
+                found = name in DIFFERENCES
+                if found and any(var is other.invars[i] for i in places):
                     return True
         return False
 
+    def is_shared(self, eqn: Equation) -> bool:
+        """Tells whether several take the gradient that ``eqn`` adds up, in 16 bits.
+
+        All of them must, but those who sum it up.
+        """
+        (total,) = eqn.outvars
+        readers = self._readers.get(total, ())
+        if len(readers) < 2 or total in self.returned:
+            return False
+        return all(self._takes_16bit(other, rule) for other, rule in readers)
+
+    def _takes_16bit(self, eqn: Equation, rule: Rule) -> bool:
+        """Tells whether ``eqn`` takes its inputs in 16 bits, or sums them up."""
+        if rule == "allow" or eqn.primitive.name in TOTALS:
+            return True
+        wants = {self.want(var) for var in eqn.outvars if is_float32(var)}
+        return wants <= (STORED if rule == "call" else IN_16BIT)
+
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
-        return axes_of_softmax(eqn, self._definition)
+        return axes_of_softmax(eqn, self.definition)
 
     def is_normed(self, eqn: Equation, ins: Sequence[Any]) -> bool:
         """Tells whether ``eqn`` returns what a norm does, given ``ins``."""
-        return is_normed(eqn, self._definition, ins)
+        return is_normed(eqn, self.definition, ins)
 
     def drops_out(self, eqn: Equation) -> int | None:
         """Returns which input of ``eqn`` is a softmax that a product is to take.
 
         None if there is none: only dropout is between the two.
         """
-        return softmax_in_dropout(eqn, self._definition)
+        return softmax_in_dropout(eqn, self.definition)
 
     def is_slope_of_erf(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` computes ``exp(-x**2)`` where ``erf(x)`` is computed.
@@ -269,7 +336,7 @@ class Plan:
         off by more than ``eps``, because ``x`` times the slope is at most 0.74 and
         0.48. The logarithm of a result would magnify that, and a divisor.
         """
-        x = exponent_of_bell(eqn, self._definition)
+        x = exponent_of_bell(eqn, self.definition)
         if x is None:
             return False
         errors = (other for other in self.eqns if other.primitive.name in ERRORS)
@@ -277,7 +344,7 @@ class Plan:
 
     def bounded_input(self, eqn: Equation) -> Any:
         """Returns what ``eqn`` computes a bounded exponential of, None if of none."""
-        return bounded_input(eqn, self._definition)
+        return bounded_input(eqn, self.definition)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.
@@ -289,7 +356,7 @@ class Plan:
 
     def _are_twins(self, a: Any, b: Any) -> bool:
         """Tells whether two variables are computed in the same way."""
-        one, other = self._definition(a), self._definition(b)
+        one, other = self.definition(a), self.definition(b)
         if one is None or other is None or one.primitive is not other.primitive:
             return False
         return self._twins[a] is self._twins[b]  # They are rare, and found slowly.
@@ -302,12 +369,12 @@ class Plan:
             if isinstance(var, _jaxpr.Literal) or var in found or not is_float32(var):
                 continue
             found.add(var)
-            eqn = self._definition(var)
+            eqn = self.definition(var)
             if eqn is not None and eqn.primitive.name in EXACT:
                 rest.extend(eqn.invars)
         return found
 
-    def _definition(self, atom: Any) -> Equation | None:
+    def definition(self, atom: Any) -> Equation | None:
         """Returns the equation that computes ``atom``, if it is here."""
         if isinstance(atom, _jaxpr.Literal):
             return None
@@ -356,3 +423,26 @@ class Plan:
             )
             for eqn, rule, wanted in zip(self.eqns, self.rules, self.wants, strict=True)
         )
+
+
+def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:
+    """Returns what is wanted of what a whole function returns: all digits.
+
+    Not of gradients, which are sums of products; nor of what a loop carries, which
+    would make float32 work of the whole loop.
+    """
+    body = _jaxpr.open_jaxpr(jaxpr)
+    others: set[Any] = set()
+    for eqn in body.eqns:
+        sent_back = is_backward(eqn, _jaxpr.scope_names(eqn)) or any(
+            atom in others
+            for atom in eqn.invars
+            if not isinstance(atom, _jaxpr.Literal)
+        )
+        loops = _jaxpr.call_kind(eqn) in ("scan", "while")
+        carried = _jaxpr.call_layout(eqn).fixed_out if loops else ()
+        others.update(eqn.outvars if sent_back else (eqn.outvars[i] for i in carried))
+    return tuple(
+        "result" if isinstance(var, _jaxpr.Literal) or var in others else "exact"
+        for var in body.outvars
+    )

@@ -66,9 +66,12 @@ from ._uses import (
     FOR_PRODUCT,
     IN_16BIT,
     RETURNED,
+    TO_LAST_DIGIT,
     USES,
     Use,
     Want,
+    as_written,
+    with_digits,
 )
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -112,6 +115,8 @@ class Planner:
         self._eqns: Any = weakref.WeakKeyDictionary()
         self._split: Any = weakref.WeakSet()
         self._slopes: Any = weakref.WeakSet()
+        # By open jaxpr, whether an image is resized there.
+        self._resizing: Any = weakref.WeakKeyDictionary()
         # By open jaxpr, those of its variables that multiply a number many times.
         self._factors: Any = weakref.WeakKeyDictionary()
 
@@ -231,6 +236,15 @@ class Planner:
             )
         return self._matters[jaxpr]
 
+    def _resizes(self, eqn: Equation) -> bool:
+        """Whether ``eqn`` resizes an image, also in a function that it calls."""
+        if _jaxpr.call_kind(eqn) != "jit":
+            return is_resize(eqn)
+        body = _jaxpr.open_jaxpr(next(_jaxpr.sub_jaxprs(eqn)))
+        if body not in self._resizing:
+            self._resizing[body] = any(map(self._resizes, body.eqns))
+        return self._resizing[body]
+
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of the scopes around a jaxpr on which its plan depends."""
         return scopes if self.paths or self.bfloat16_paths else marks(scopes)
@@ -274,10 +288,11 @@ class Planner:
                 if i in layout.fixed_in
                 and self.plan(body.jaxpr, inside, scopes).use(var) & Use.EXACT
             }
-            if all(inside[i] == "digits" for i in digits):
+            if all(inside[i] in TO_LAST_DIGIT for i in digits):
                 return inside
             inside = tuple(
-                "digits" if i in digits else want for i, want in enumerate(inside)
+                with_digits(want) if i in digits else want
+                for i, want in enumerate(inside)
             )
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
@@ -301,7 +316,7 @@ class Planner:
             if not is_float32(var):
                 use &= ~(Use.PRODUCT | Use.IN_16BIT)
                 if not is_inexact(var):
-                    use &= ~Use.EXACT
+                    use &= ~(Use.EXACT | Use.RESULT)
             uses[var] = uses.get(var, Use.NOTHING) | use
 
         body = _jaxpr.open_jaxpr(jaxpr)
@@ -311,6 +326,8 @@ class Planner:
         for eqn in reversed(eqns):
             here = scopes + _jaxpr.scope_names(eqn)
             wants.append(plan.wanted(eqn))
+            if self._resizes(eqn) and plan.is_subtracted(eqn):
+                wants[-1] = ("digits",) * len(wants[-1])
             rules.append(self.rule(eqn, here, wants[-1]))
             for var, use in self._uses(eqn, rules[-1], plan, here):
                 note(var, use)
@@ -364,7 +381,8 @@ class Planner:
             yield x, Use.BOUNDED
         digits: set[int] = set()
         if boundary:
-            digits = self._digits_inside(eqn, inside(eqn, scopes))
+            around = inside(eqn, scopes)
+            digits = self._digits_inside(eqn, after.wants[-1], around)
         elif holds and not _jaxpr.takes_reference(eqn):
             # What is kept in float32 reads the digits that it would read elsewhere.
             around = inside(eqn, scopes)
@@ -394,9 +412,14 @@ class Planner:
         name, wanted = eqn.primitive.name, after.wants[-1]
         steep = name in STEEP and not self._rounds_slope(eqn, after, scopes)
         use = Use.DIGITS if steep else Use.NOTHING
+        # A loss is computed from what is left of what was subtracted.
+        if rule != "allow" and self._leads_to_result(eqn, after, scopes):
+            use |= Use.RESULT
+            if after.subtracts(eqn):
+                use |= Use.DIGITS
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
-        if handed and "digits" in wanted:
+        if handed and not TO_LAST_DIGIT.isdisjoint(wanted):
             use |= Use.DIGITS
         # A sigmoid hardly changes near one, so that its input may be rounded.
         if handed and "gate" in wanted and name not in SQUASHES:
@@ -429,9 +452,9 @@ class Planner:
             # what a product takes may be added to, as in a residual network.
             if for_product:
                 moved &= ~Use.ADDS
-            if moved & (Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.TOTALS):
-                use |= Use.COMPUTES
-            return use | moved & Use.REGION
+            computes = Use.COMPUTES | Use.ADDS | Use.MULTIPLIES | Use.TERMS
+            use |= Use.COMPUTES if moved & computes else Use.NOTHING
+            return use | moved & (Use.TOTALS | Use.REGION)
         if name in COMPARES and all(
             isinstance(x, _jaxpr.Literal) for x in eqn.invars[1:]
         ):
@@ -445,6 +468,11 @@ class Planner:
             return use | Use.COMPUTES
         wide = Use.NOTHING if use & Use.IN_16BIT else Use.WIDE
         return use | Use.MULTIPLIES | wide
+
+    def _leads_to_result(self, eqn: Equation, after: Plan, scopes: Scopes) -> bool:
+        """Tells whether a result is computed from ``eqn`` before the backward pass."""
+        used = any(after.use(var) & Use.RESULT for var in eqn.outvars)
+        return used and not is_backward(eqn, scopes)
 
     def _sums_up(
         self, eqn: Equation, names: Set[str], after: Plan, scopes: Scopes
@@ -484,14 +512,16 @@ class Planner:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
                 if i in layout.fixed_in:
-                    lasting = Use.EXACT | Use.REGION
+                    lasting = Use.EXACT | Use.REGION | Use.RESULT
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use
 
-    def _digits_inside(self, eqn: Equation, scopes: Scopes) -> set[int]:
+    def _digits_inside(
+        self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
+    ) -> set[int]:
         """Returns the inputs of which the body of ``eqn`` needs the last digits."""
         jaxpr = next(_jaxpr.sub_jaxprs(eqn))
-        plan = self.plan(jaxpr, ("original",) * len(eqn.outvars), scopes)
+        plan = self.plan(jaxpr, as_written(wanted), scopes)
         inner = _jaxpr.in_vars(jaxpr)
         return {i for i, var in enumerate(inner) if plan.use(var) & Use.EXACT}
 
@@ -551,12 +581,13 @@ def _has_sums(eqn: Equation) -> bool:
 def _is_sent_or_resized(eqn: Equation, scopes: Scopes, wanted: Sequence[Want]) -> bool:
     """Whether ``eqn`` is a product for those who want its result in 16 bits.
 
-    That is what resizes an image for products, and the outer product that a product by
-    a vector sends back. Not if others compute with what products take.
+    That is what resizes an image, whose precision no user asks for, and the outer
+    product that a product by a vector sends back. Not if others compute with what
+    products take.
     """
     if IN_16BIT.isdisjoint(wanted) or "product" in wanted:
         return False
     if is_resize(eqn):
-        return "16-bit" not in wanted
+        return True
     sent_back = is_backward(eqn, scopes) and is_sent_back_by_vector(eqn)
     return sent_back and has_default_precision(eqn)

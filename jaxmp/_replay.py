@@ -28,22 +28,20 @@ from ._op_lists import (
     COPIES,
     EXACT,
     GATHERS_ROWS,
+    JOINS,
     MOVES_WEIGHTS,
     POOLS,
-    TANHS,
     OpLists,
-    is_power,
-    only_compared,
 )
-from ._plan import Plan, Rule
+from ._plan import Plan, Rule, wanted_of_results
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
 from ._products import is_resize
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
-from ._sizes import size_of
-from ._uses import IN_16BIT, RETURNED, STORED, Want
+from ._sums import firmly_applied
+from ._uses import IN_16BIT, RETURNED, STORED, Want, as_written
 from ._values import (
     Known,
     Value,
@@ -54,7 +52,9 @@ from ._values import (
     note_origin,
     note_product,
     note_sent_back,
+    pooled,
     rounded_by_xla,
+    runs_in_16bit,
 )
 
 
@@ -109,18 +109,25 @@ class Caster:
                 check_paths("bfloat16_paths", self.planner.bfloat16_paths, jaxpr)
             self.planner.find_factors(jaxpr, scopes or ())
             values = [given(array) for array in arrays]
-            outs = self.replay_as_written(jaxpr, values, scopes or ())
+            wanted = wanted_of_results(jaxpr)
+            if scopes is not None:
+                wanted = ("original",) * len(wanted)
+            outs = self.replay_as_written(jaxpr, values, wanted, scopes or ())
             leaves, out_tree = results
             return out_tree.unflatten(with_arrays(leaves, outs))
 
         return wrapped
 
     def replay_as_written(
-        self, jaxpr: Any, values: Sequence[Value], scopes: Scopes = ()
+        self,
+        jaxpr: Any,
+        values: Sequence[Value],
+        wanted: Sequence[Want],
+        scopes: Scopes = (),
     ) -> list[jax.Array]:
         """Replays ``jaxpr`` and returns its outputs in their original types."""
         avals = _jaxpr.out_avals(jaxpr)
-        outs = self.replay(jaxpr, values, ("original",) * len(avals), scopes)
+        outs = self.replay(jaxpr, values, wanted, scopes)
         return [
             _jaxpr.with_type_of(out.original(), aval)
             for out, aval in zip(outs, avals, strict=True)
@@ -162,6 +169,10 @@ class Caster:
                     # In float32: the share that is kept, 0.9, is no 16-bit number.
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
+                adds = rule == "infer" and name in JOINS
+                shifts = adds and any(value.outside for value in ins)
+                if shifts and plan.is_compared(eqn, scopes):
+                    rule = "deny"  # what was given may be most of it
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 joins = bool(wants) and wants[0] in IN_16BIT and outs[0].is_computed()
                 if joins and not is_backward(eqn, scopes):
@@ -170,7 +181,7 @@ class Caster:
                     if plan.evens_out(eqn, outs[0].normed, scopes):
                         outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if name in POOLS and wants != ("stored",):  # others read it too
-                    outs = [self.pooled(outs[0], wants[0])]
+                    outs = [pooled(outs[0], wants[0], self.dtype)]
                 return self.as_read(eqn, outs, wants, plan)
 
         return _jaxpr.interpret(
@@ -283,18 +294,22 @@ class Caster:
         """Returns what ``eqn`` computed as those who read it take it.
 
         All of them read the same number, so what is chosen from it is found in it. That
-        which moves or chooses is given rounded values, or is left alone.
+        which moves or chooses is given rounded values, or is left alone. A gradient
+        that several take is stored for them: XLA would compute it again for each.
         """
         slope = wanted == ("factor",) and self.planner.is_slope(eqn)
         if slope and outs[0].is_computed():
             return [outs[0].kept_for_backward(self.dtype, (), False)]
-        if STORED.isdisjoint(wanted):
+        adds_up = eqn.primitive.name in ADDS_UP
+        if STORED.isdisjoint(wanted) and not adds_up:
             return outs
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
         read = []
         for out, want in zip(outs, wanted, strict=True):
-            sums = want == "added" and eqn.primitive.name in ADDS_UP
+            sums = adds_up and (
+                want == "added" or (out.sent_back and plan.is_shared(eqn))
+            )
             firmly = want == "summed" or (want == "multiplied" and out.rounds_again())
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
@@ -304,14 +319,6 @@ class Caster:
             read.append(out)
         return read
 
-    def pooled(self, out: Value, want: Want) -> Value:
-        """Returns what was pooled and is handed on as it is to be stored."""
-        if out.narrow:
-            out.array = rounded_by_xla(out.array)
-        elif out.normed and want in IN_16BIT:
-            return out.firmly_stored(self.dtype)
-        return out
-
     def in_known_dtype(self, array: Any, var: Any) -> Any:
         """Holds the invariant for an operation that the user allowed."""
         holds = array.dtype == var.aval.dtype
@@ -320,7 +327,7 @@ class Caster:
 
     def inferred(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
         """Applies an operation of the infer list in the dtype of its inputs."""
-        if not self.runs_in_16bit(eqn, ins, want):
+        if not runs_in_16bit(eqn, ins, want, self.dtype):
             return bind_as_written(eqn, ins)
         name = eqn.primitive.name
         if name in GATHERS_ROWS and not ins[0].linear:
@@ -333,36 +340,9 @@ class Caster:
             value.joining(name, shape, self.dtype) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        outs = bind_narrow(eqn, operands, self.dtype)
-        return [*map(rounded_by_xla, outs)] if name in TANHS else outs
-
-    def runs_in_16bit(self, eqn: Equation, ins: list[Value], want: Want) -> bool:
-        """Whether an operation of the infer list runs in 16 bits."""
-        if not any([value.narrow or value.follows for value in ins]) or is_power(eqn):
-            return False
-        name, compared = eqn.primitive.name, only_compared(eqn)
-        operands = zip(ins, eqn.invars, strict=True)
-        # The largest of a window is looked for in 16 bits, too, but within range.
-        floats = [
-            value
-            for i, (value, var) in enumerate(operands)
-            if is_float32(var) and not (i == compared and value.normed)
-        ]
-        leading = [x.array for x in floats if x.leads(name, self.dtype)]
-        size = max(map(size_of, leading), default=0)
-        if not size:
-            return False
-        kept = any(value.kept is not None for value in floats)
-        exact = (name in EXACT or compared is not None) and all(
-            value.narrow or (kept and value.scalar is not None) for value in floats
-        )
-        enough = RETURNED if name in ADDS_UP else IN_16BIT
-        if (want not in enough or kept) and not exact:
-            return False
-        # Not to a step of weights that are normed in between: it would be lost.
-        if any(x.sent_back for x in floats) and any(x.normed for x in floats):
-            return False
-        return all(value.may_join(name, size, self.dtype) for value in floats)
+        if (activated := firmly_applied(eqn, operands[0])) is not None:
+            return [activated]
+        return bind_narrow(eqn, operands, self.dtype)
 
     # Primitives that hold jaxprs.
 
@@ -381,9 +361,9 @@ class Caster:
             case "custom_jvp":
                 return self.custom_jvp(eqn, ins, wanted, scopes)
             case "custom_vjp":
-                return self.results(eqn, self.custom_vjp(eqn, ins, scopes))
+                return self.results(eqn, self.custom_vjp(eqn, ins, wanted, scopes))
             case "shard_map":
-                return self.results(eqn, self.shard_map(eqn, ins, scopes))
+                return self.results(eqn, self.shard_map(eqn, ins, wanted, scopes))
             case _:
                 return self.bodies(eqn, ins, wanted, scopes)
 
@@ -537,7 +517,9 @@ class Caster:
         arrays = function(*(x.array for x in ins))
         return [k.of(x) for k, x in zip(new.known, arrays, strict=True)]
 
-    def custom_vjp(self, eqn: Equation, ins: list[Value], scopes: Scopes) -> list[Any]:
+    def custom_vjp(
+        self, eqn: Equation, ins: list[Value], wanted: Sequence[Want], scopes: Scopes
+    ) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
         closed_over = eqn.params["num_consts"]
         known = [value.widened().known() for value in ins]
@@ -545,7 +527,8 @@ class Caster:
         @jax.custom_vjp
         def function(*arrays):
             values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
-            return self.replay_as_written(eqn.params["call_jaxpr"], values, scopes)
+            body = eqn.params["call_jaxpr"]
+            return self.replay_as_written(body, values, as_written(wanted), scopes)
 
         def forward(*primals):
             # The rule is asked for what is differentiated, and for nothing else.
@@ -582,15 +565,20 @@ class Caster:
         function.defvjp(forward, backward, symbolic_zeros=True)
         return function(*(value.original() for value in ins))
 
-    def shard_map(self, eqn: Equation, ins: list[Value], scopes: Scopes) -> list[Any]:
+    def shard_map(
+        self, eqn: Equation, ins: list[Value], wanted: Sequence[Want], scopes: Scopes
+    ) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
         known = [value.widened().known() for value in ins]
 
-        def body(*shards):
+        def on_shards(*shards):
             values = [k.of(x) for k, x in zip(known, shards, strict=True)]
-            return self.replay_as_written(eqn.params["jaxpr"], values, scopes)
+            body = eqn.params["jaxpr"]
+            return self.replay_as_written(body, values, as_written(wanted), scopes)
 
-        return _jaxpr.bind_shard_map(eqn, [value.original() for value in ins], body)
+        return _jaxpr.bind_shard_map(
+            eqn, [value.original() for value in ins], on_shards
+        )
 
 
 def _noted(reason: str | None) -> contextlib.AbstractContextManager:

@@ -1,5 +1,6 @@
 """What the readers of a value do with it, and what it is wanted for because of that."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 
@@ -29,6 +30,7 @@ class Use:
     # One is an exponential that makes no more of what rounding loses. A difference is
     # not rounded for it: what is left of larger numbers may be the digits lost.
     BOUNDED = 1 << 13
+    RESULT = 1 << 14  # a result is computed from it, and no product is in between
     EXACT = DIGITS | GATE
 
 
@@ -44,6 +46,8 @@ Want = Literal[
     "multiplied",  # in 16 bits: multiplied by and summed up in the backward pass
     "terms",  # in 16 bits, if products send it back: a lookup's gradient adds it up
     "original",  # nobody would take it in 16 bits
+    "result",  # the same, and a result is computed from it without a product
+    "exact",  # the same, and somebody needs its last digits
     "digits",  # somebody needs its last digits, so that it is not rounded
     "gate",  # the same, because what multiplies a number many times is made of it
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
@@ -59,6 +63,8 @@ USES: dict[Want, int] = {
     "multiplied": Use.IN_16BIT | Use.MULTIPLIES | Use.TOTALS,
     "terms": Use.TERMS | Use.TOTALS,
     "original": Use.COMPUTES,
+    "result": Use.COMPUTES | Use.RESULT,
+    "exact": Use.COMPUTES | Use.RESULT | Use.DIGITS,
     "digits": Use.DIGITS | Use.COMPUTES,
     "gate": Use.GATE | Use.COMPUTES,
     "rounded": Use.COMPUTES,
@@ -78,6 +84,20 @@ STACKED: frozenset[Want] = frozenset({"stored", "summed", "kept", "factor"})
 # In which products return 16 bits, as do those who add up what they returned.
 RETURNED: frozenset[Want] = frozenset({*IN_16BIT, "terms"})
 # In which nothing is rounded.
-EXACT: frozenset[Want] = frozenset({"digits", "gate"})
+EXACT: frozenset[Want] = frozenset(
+    want for want, use in USES.items() if use & Use.EXACT
+)
+TO_LAST_DIGIT: frozenset[Want] = EXACT - {"gate"}
+RESULTS: frozenset[Want] = frozenset({"result", "exact"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
+
+
+def as_written(wanted: Sequence[Want]) -> tuple[Want, ...]:
+    """Returns what is wanted of a body that returns its original types."""
+    return tuple("result" if want in RESULTS else "original" for want in wanted)
+
+
+def with_digits(want: Want) -> Want:
+    """Returns ``want`` where somebody needs the last digits, too."""
+    return "exact" if want in RESULTS else "digits"

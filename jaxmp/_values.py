@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._op_lists import (
+    ADDS_UP,
     COPIES,
     EXACT,
     EXPS,
@@ -25,6 +27,7 @@ from ._op_lists import (
     VIEWS,
     divisor,
     is_far,
+    is_power,
     is_steep_power,
     looks_up_rows,
     only_compared,
@@ -32,6 +35,7 @@ from ._op_lists import (
 from ._scopes import SATURATED
 from ._sizes import as_number, size_of
 from ._sums import firmly_rounded
+from ._uses import IN_16BIT, RETURNED, Want
 
 
 class Known(NamedTuple):
@@ -272,13 +276,66 @@ def saturated(array: Any, dtype: np.dtype) -> Any:
         return lax.select(lax.is_finite(array), clipped, array)
 
 
+def runs_in_16bit(
+    eqn: Equation, ins: Sequence[Value], want: Want, dtype: np.dtype
+) -> bool:
+    """Whether an operation of the infer list runs in 16 bits.
+
+    Args:
+        eqn: The operation.
+        ins: What it is given.
+        want: What its result is wanted for.
+        dtype: The 16-bit dtype.
+    """
+    if not any([value.narrow or value.follows for value in ins]) or is_power(eqn):
+        return False
+    name, compared = eqn.primitive.name, only_compared(eqn)
+    operands = zip(ins, eqn.invars, strict=True)
+    # The largest of a window is looked for in 16 bits, too, but within range.
+    floats = [
+        value
+        for i, (value, var) in enumerate(operands)
+        if is_float32(var) and not (i == compared and value.normed)
+    ]
+    leading = [x.array for x in floats if x.leads(name, dtype)]
+    size = max(map(size_of, leading), default=0)
+    if not size:
+        return False
+    kept = any(value.kept is not None for value in floats)
+    exact = (name in EXACT or compared is not None) and all(
+        value.narrow or (kept and value.scalar is not None) for value in floats
+    )
+    enough = RETURNED if name in ADDS_UP else IN_16BIT
+    if (want not in enough or kept) and not exact:
+        return False
+    # Not to a step of weights that are normed in between: it would be lost.
+    if any(x.sent_back for x in floats) and any(x.normed for x in floats):
+        return False
+    return all(value.may_join(name, size, dtype) for value in floats)
+
+
 def rounded_by_xla(array: Any) -> Any:
     """Returns a 16-bit array that XLA computes in float32, as it is to be stored.
 
-    XLA pools no bfloat16 numbers and has no `tanh` of them. It widens them, leaves out
-    the rounding before and behind, and then stores float32 numbers for all who read.
+    XLA pools no bfloat16 numbers. It widens them, leaves out the rounding before and
+    behind, and then stores float32 numbers for all who read.
     """
     return firmly_rounded(array) if array.dtype == jnp.bfloat16 else array
+
+
+def pooled(out: Value, want: Want, dtype: np.dtype) -> Value:
+    """Returns what was pooled and is handed on as it is to be stored.
+
+    Args:
+        out: What was pooled.
+        want: What it is wanted for.
+        dtype: The 16-bit dtype.
+    """
+    if out.narrow:
+        out.array = rounded_by_xla(out.array)
+    elif out.normed and want in IN_16BIT:
+        return out.firmly_stored(dtype)
+    return out
 
 
 def note_number(eqn: Equation, ins: list[Value], outs: list[Value]) -> None:

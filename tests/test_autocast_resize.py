@@ -96,6 +96,34 @@ def test_what_is_taken_away_is_resized_in_float32():
     assert found.count({"float32"}) == 4
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_added_is_resized_in_16_bits(dtype):
+    """A pyramid of features: each level is added to the next, and convolved."""
+
+    def pyramid(k, x):
+        top = convolved(jax.image.resize(convolved(x, k), (2, 4, 4, 4), "cubic"), k)
+        return convolved(resized(top, 8) + convolved(x, k), k)
+
+    grad = jax.grad(lambda k, x: jnp.square(pyramid(k, x)).mean(), (0, 1))
+    found = product_dtypes(jaxmp.autocast(grad, dtype), K, X)
+    assert all(dtypes == {dtype} for dtypes in found)
+    exact = grad(K, X)
+    own = grad(*jax.tree.map(lambda x: x.astype(dtype), (K, X)))
+    cast = jaxmp.autocast(grad, dtype)(K, X)
+    assert relative_error(cast, exact) <= relative_error(own, exact)
+
+
+def test_what_others_compute_with_is_resized_in_float32():
+    """A flow that is refined: it is multiplied, and a convolution takes it, too."""
+
+    def refined(k, x):
+        flow = resized(convolved(x, k))
+        return convolved(flow * convolved(flow, k), k)
+
+    found = product_dtypes(jaxmp.autocast(refined, "bfloat16"), K, X)
+    assert found.count({"float32"}) == 2
+
+
 @pytest.mark.parametrize("precision", ["high", "float32"])
 def test_a_users_precision_is_kept(precision):
     def fun(w, x):

@@ -162,14 +162,15 @@ def test_a_mask_given_as_an_argument_never_makes_nan(lowest, dtype):
 
 
 def test_an_argument_beyond_float16_saturates_where_it_is_added():
-    def fun(x, mask):
-        y = x @ x + mask
-        return y, y @ x  # the product wants the sum in 16 bits
+    def fun(x, mask, v):
+        return (x @ x + mask) @ v  # the product wants the sum in 16 bits
 
-    mask = jnp.array([0.0, 1.0, -1e9, -jnp.inf])
-    y, _ = jaxmp.autocast(fun, F16)(EYE, mask)
+    cast = jaxmp.autocast(fun, F16)
     lowest = float(jnp.finfo(F16).min)
-    np.testing.assert_array_equal(y[0], [1.0, 1.0, lowest, -jnp.inf])
+    y = cast(EYE, jnp.array([0.0, 1.0, -1e9, 0.0]), EYE)
+    np.testing.assert_array_equal(y[0], [1.0, 1.0, lowest, 0.0])
+    infinite = cast(EYE, jnp.array([0.0, 1.0, 2.0, -jnp.inf]), jnp.ones((4, 1)))
+    np.testing.assert_array_equal(infinite, -jnp.inf)
 
 
 def test_a_literal_that_16_bits_cannot_hold_forces_float32():

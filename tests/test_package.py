@@ -35,9 +35,8 @@ ROWS = [
         "_flatten",
         "_overflow_report",
         "_sensitivity_report",
-        "_sums",
-        "_fp8",
     },
+    {"_sums", "_fp8"},
     {"_norms", "_product_rules", "_trips", "_hoist", "_layouts", "_slopes"},
     {"_plan", "_gates"},
     {

@@ -1,0 +1,161 @@
+"""Results see float32: what a loss subtracts, and what is returned.
+
+A value that was given, such as the last price of a series, is added to a product. In 16
+bits the sum would lose the digits that the loss is made of.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import product_dtypes, relative_error
+from conftest import normal
+
+X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
+W = normal(2, 12, 5, scale=0.2)
+V = normal(3, 5, 5)
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def predicted(w, x):
+    """A linear forecast of prices, from what they changed."""
+    last = x[:, -1:]
+    return (x - last) @ w + last
+
+
+def squared(z, y):
+    return jnp.square(z - y).mean()
+
+
+def fed_back(w):
+    z = predicted(w, X)
+    again = jnp.concatenate([X[:, 5:], z], 1)
+    return squared(z, Y) + squared(predicted(w, again), Y)
+
+
+def in_scan(w):
+    def step(total, y):
+        return total + squared(predicted(w, X), y), None
+
+    return lax.scan(step, 0.0, jnp.stack([Y, Y + 1]))[0]
+
+
+def of_rows(w):
+    def row(x, y):
+        return squared((x - x[-1]) @ w + x[-1], y)
+
+    return jax.vmap(row)(X, Y).mean()
+
+
+LOSSES = {
+    "squares": lambda w: squared(predicted(w, X), Y),
+    "a vector": lambda w: squared(predicted(w, X)[:, 0], Y[:, 0]),
+    "negated": lambda w: jnp.square(predicted(w, X) + -Y).mean(),
+    "relative": lambda w: 1e4 * jnp.square(predicted(w, X) / Y - 1).mean(),
+    "Huber": lambda w: optax.huber_loss(predicted(w, X), Y).mean(),
+    "a norm": lambda w: jnp.linalg.norm(predicted(w, X) - Y, axis=-1).mean(),
+    "a variance": lambda w: predicted(w, X).var(-1).mean(),
+    "behind a relu": lambda w: squared(jax.nn.relu(predicted(w, X)), Y),
+    "where": lambda w: jnp.where(Y > 0, (predicted(w, X) - Y) ** 2, 0.0).mean(),
+    "a product, too": lambda w: (
+        squared(predicted(w, X), Y) + ((predicted(w, X) - X[:, :1]) @ V).std()
+    ),
+    "jit": lambda w: jax.jit(squared)(jax.jit(predicted)(w, X), Y),
+    "remat": lambda w: jax.checkpoint(squared)(jax.checkpoint(predicted)(w, X), Y),
+    "scan": in_scan,
+    "vmap": of_rows,
+    "cond": lambda w: squared(
+        lax.cond(w[0, 0] > 9, lambda: 2 * predicted(w, X), lambda: predicted(w, X)), Y
+    ),
+    "fed back": fed_back,
+    "a bias": lambda w: squared((X - 1000) @ w + jnp.full(5, 1000.0), Y),
+    "a number": lambda w: squared(1003.7 + 2.3 * ((X - 1000) @ w), Y),
+    "a lookup": lambda w: squared((X - 1000) @ w + Y[jnp.arange(32) % 4], Y),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_what_a_loss_subtracts_keeps_its_digits(loss, dtype):
+    exact = jax.value_and_grad(loss)(W)
+    for cast in (
+        jaxmp.autocast(jax.value_and_grad(loss), dtype),
+        jax.value_and_grad(jaxmp.autocast(loss, dtype)),
+    ):
+        found = jax.jit(cast)(W)
+        assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
+
+
+def test_targets_of_a_critic_are_no_infinite_numbers_in_float16():
+    rewards = 1e5 * (1 + jnp.square(normal(4, 32)))
+
+    def loss(w):
+        target = lax.stop_gradient(rewards + 0.99 * (X @ w)[:, 0])
+        return 1e-5 * squared((X @ w)[:, 0], target), target
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    (value, target), _ = jaxmp.autocast(grad, "float16")(W)
+    (exact, expected), _ = grad(W)
+    np.testing.assert_allclose(target, expected, rtol=1e-5)
+    np.testing.assert_allclose(value, exact, rtol=1e-3)
+
+
+@both_dtypes
+def test_what_is_returned_keeps_its_digits(dtype):
+    """A forecast that the next step reads in 16 bits."""
+
+    def fun(w):
+        z = predicted(w, X)
+        return z, z @ V
+
+    found, exact = jaxmp.autocast(fun, dtype)(W)[0], fun(W)[0]
+    assert jnp.abs(found - exact).max() < 8 * float(jnp.finfo(dtype).eps)
+
+
+@both_dtypes
+def test_hidden_layers_of_such_a_loss_stay_in_16_bits(dtype):
+    def layer(h, w):
+        h = jax.nn.relu(h @ w + w[0])
+        return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1)
+
+    def loss(ws, y):
+        return squared(functools.reduce(layer, ws, X[:, :5]) @ V + Y[0], y)
+
+    ws = normal(5, 3, 5, 5)
+    eqns = jax.make_jaxpr(jaxmp.autocast(loss, dtype))(ws, Y).eqns
+    outs = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general"]
+    assert outs[:3] == [dtype] * 3
+    grad = jaxmp.autocast(jax.grad(loss), dtype)
+    assert all(found == {dtype} for found in product_dtypes(grad, ws, Y))
+
+
+@both_dtypes
+def test_an_update_written_inside_does_not_keep_gradients_in_float32(dtype):
+    """What is computed from gradients is a result, but not of the forward pass."""
+
+    def step(w, v):
+        def loss(w, v):
+            return jnp.square(jax.nn.relu(jax.nn.relu(X[:, :5] @ w) @ v)).mean()
+
+        grads = jax.grad(loss, (0, 1))(w, v)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (w, v), grads)
+
+    def plain(w, v):
+        return jax.grad(
+            lambda w, v: jnp.square(jax.nn.relu(jax.nn.relu(X[:, :5] @ w) @ v)).mean(),
+            (0, 1),
+        )(w, v)
+
+    def products(fun):
+        eqns = jax.make_jaxpr(jaxmp.autocast(fun, dtype))(V, V).eqns
+        return [
+            str(e.outvars[0].aval) for e in eqns if e.primitive.name == "dot_general"
+        ]
+
+    assert products(step) == products(plain)

@@ -1,0 +1,157 @@
+"""Gradients that several readers take in 16 bits, and activations stored once."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import relative_error
+from conftest import normal
+
+X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def normed(h):
+    h = h - h.mean(-1, keepdims=True)
+    return h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-3)
+
+
+def network(activation, shortcut):
+    def loss(ws, vs, x):
+        for w, v in zip(ws, vs, strict=True):
+            h = activation(x @ w + v)
+            x = normed(x + h if shortcut else h)
+        return jnp.square(x @ ws[0]).mean()
+
+    return loss
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "leaky": jax.nn.leaky_relu,
+    "gelu": jax.nn.gelu,
+    "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "tanh": jnp.tanh,
+    "dropout": lambda x: jnp.where(X > 0.5, 0, x / 0.7),
+}
+
+
+def equations(fun, *args):
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield eqn
+            for param in jax.tree.leaves(
+                [*eqn.params.values()], is_leaf=lambda p: hasattr(p, "eqns")
+            ):
+                inner = getattr(param, "jaxpr", param)
+                if hasattr(inner, "eqns"):
+                    yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_behind_norms_are_as_near_as_in_16_bits(name, dtype):
+    grad = jax.grad(network(ACTIVATIONS[name], True), (0, 1))
+    own, found = [], []
+    for seed in range(6):
+        w, v = normal(seed, 4, 8, 8, scale=0.3), normal(seed + 10, 4, 8)
+        args = [*w], [*v], normal(seed + 20, 16, 8)
+        exact = grad(*args)
+        cast = jax.tree.map(lambda x: x.astype(dtype), args)
+        own.append(relative_error(grad(*cast), exact))
+        found.append(relative_error(jaxmp.autocast(grad, dtype)(*args), exact))
+    assert sum(found) <= sum(own)
+
+
+@both_dtypes
+@pytest.mark.parametrize("shortcut", [False, True])
+def test_what_a_relu_sends_back_is_chosen_in_16_bits(shortcut, dtype):
+    """For products, and for the bias, whose gradient sums up rounded numbers anyway."""
+    grad = jax.grad(network(jax.nn.relu, shortcut), (0, 1))
+    eqns = equations(jaxmp.autocast(grad, dtype), [*W], [*V], X)
+    chosen = [
+        e.outvars[0].aval.dtype
+        for e in eqns
+        if e.primitive.name == "select_n"
+        and "transpose" in str(e.source_info.name_stack)
+        and e.outvars[0].aval.shape == X.shape
+        and e.outvars[0].aval.dtype != bool
+    ]
+    assert len(chosen) >= 4
+    assert set(chosen) == {jnp.dtype(dtype)}
+
+
+@both_dtypes
+def test_what_a_shortcut_and_an_activation_send_back_is_stored_once(dtype):
+    grad = jax.grad(network(jax.nn.gelu, True), (0, 1))
+    eqns = equations(jaxmp.autocast(grad, dtype), [*W], [*V], X)
+    barriers = [
+        e.outvars[0].aval.dtype
+        for e in eqns
+        if e.primitive.name == "optimization_barrier"
+        and e.outvars[0].aval.shape == X.shape
+    ]
+    assert len(barriers) >= 3
+    assert set(barriers) == {jnp.dtype(dtype)}
+
+
+@both_dtypes
+def test_a_gradient_whose_digits_are_needed_is_not_rounded(dtype):
+    """One that is returned, and one of which a logarithm is taken."""
+
+    def head(h, ws):
+        return jnp.square(jax.nn.gelu(h @ ws[0]) + h * ws[1][0]).sum()
+
+    def returned(ws):
+        g = jax.grad(head)(X, ws)
+        return g, (g @ ws[2]) @ ws[3]
+
+    def logarithm(ws):
+        g = jax.grad(head)(X, ws)
+        return jnp.square(g @ ws[2]).sum() + jnp.log(1 + jnp.square(g).sum())
+
+    for fun in (returned, logarithm):
+        exact = jax.jit(fun)(W)
+        found = jax.jit(jaxmp.autocast(fun, dtype))(W)
+        assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
+
+
+def kept(fun, *args):
+    """Returns how many arrays of the size of ``X`` the backward pass is given."""
+    leaves = jax.tree.leaves(jax.vjp(fun, *args)[1])
+    return sum(getattr(leaf, "shape", ()) == X.shape for leaf in leaves)
+
+
+def test_the_backward_pass_of_a_tanh_reads_what_was_stored():
+    def loss(ws):
+        x = X
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).sum()
+
+    cast = jaxmp.autocast(loss, "bfloat16")
+    assert kept(cast, [*W]) <= kept(loss, [*W]) + 1  # X is rounded, too
+    exact, found = jax.grad(loss)([*W]), jax.grad(cast)([*W])
+    assert relative_error(found, exact) < 0.02
+    moved = ([*V[:, None] * W],)
+    _, expected = jax.jvp(jax.grad(loss), ([*W],), moved)
+    _, second = jax.jvp(jax.grad(cast), ([*W],), moved)
+    assert relative_error(second, expected) < 0.05
+
+
+@both_dtypes
+def test_an_exact_gelu_is_rounded_once(dtype):
+    """XLA would store the `erfc` in float32 for a norm behind it."""
+
+    def fun(w):
+        return normed(jax.nn.gelu(X @ w, approximate=False)) @ w
+
+    eqns = equations(jaxmp.autocast(fun, dtype), W[0])
+    (erfc,) = [e for e in eqns if e.primitive.name == "erfc"]
+    readers = [e for e in eqns if erfc.outvars[0] in e.invars]
+    assert erfc.outvars[0].aval.dtype == dtype
+    assert {e.primitive.name for e in readers} == {"neg", "select_n"}
