@@ -280,7 +280,7 @@ class Plan:
         return any(self._is_subtracted(var, (0, 1)) for var in eqn.outvars)
 
     def _is_subtracted(self, var: Any, places: Sequence[int]) -> bool:
-        """Tells whether ``var``, moved or not, is at one of ``places`` of a difference."""
+        """Tells whether ``var``, moved or not, is one of these operands of a `sub`."""
         rest = [var]
         while rest:
             var = rest.pop()
