@@ -86,7 +86,7 @@ class Plan:
                 return "digits"
             use &= ~Use.BOUNDED
         if use & Use.DIGITS:
-            return "exact" if use & Use.RESULT else "digits"
+            return "digits"
         if use & Use.GATE:
             return "gate"
         if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
@@ -95,6 +95,8 @@ class Plan:
             return "factor"
         if use & ~Use.OTHERWISE == USES["terms"]:
             return "terms"
+        if use & Use.OFFSET:
+            return "predicted" if use & Use.IN_16BIT else "offset"
         if not use & Use.PRODUCT:
             if use & Use.IN_16BIT:
                 return "16-bit"
@@ -242,11 +244,15 @@ class Plan:
         made = (self.definition(atom) for atom in eqn.invars)
         return any(one is not None and one.primitive.name in NEGATES for one in made)
 
-    def is_compared(self, eqn: Equation, scopes: Scopes) -> bool:
-        """Tells whether a difference is made of what ``eqn`` adds, and of other values.
+    def keeps_offset(self, eqn: Equation, scopes: Scopes) -> bool:
+        """Tells whether what was given keeps its digits where ``eqn`` adds it.
 
-        What a norm takes away is a mean of the value itself, which is as large.
+        It may be most of the sum, of which somebody takes away what is as large: a
+        loss, or who makes a difference with other values than a mean of the sum itself,
+        as a norm does.
         """
+        if self.use(eqn.outvars[0]) & (Use.OFFSET | Use.PART):
+            return True
         rest = [*eqn.outvars]
         while rest:
             var = rest.pop()
@@ -426,10 +432,10 @@ class Plan:
 
 
 def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:
-    """Returns what is wanted of what a whole function returns: all digits.
+    """Returns what is wanted of what a whole function returns.
 
-    Not of gradients, which are sums of products; nor of what a loop carries, which
-    would make float32 work of the whole loop.
+    What was given and is added to it keeps its digits. Not if it is added to gradients,
+    nor in what a loop carries, which would make float32 work of the whole loop.
     """
     body = _jaxpr.open_jaxpr(jaxpr)
     others: set[Any] = set()
@@ -443,6 +449,6 @@ def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:
         carried = _jaxpr.call_layout(eqn).fixed_out if loops else ()
         others.update(eqn.outvars if sent_back else (eqn.outvars[i] for i in carried))
     return tuple(
-        "result" if isinstance(var, _jaxpr.Literal) or var in others else "exact"
+        "result" if isinstance(var, _jaxpr.Literal) or var in others else "offset"
         for var in body.outvars
     )

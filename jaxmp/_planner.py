@@ -66,12 +66,11 @@ from ._uses import (
     FOR_PRODUCT,
     IN_16BIT,
     RETURNED,
-    TO_LAST_DIGIT,
     USES,
     Use,
     Want,
     as_written,
-    with_digits,
+    read_again,
 )
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -274,26 +273,21 @@ class Planner:
                 "16-bit" if want == "factor" and not limit < 2**15 else want
                 for want, limit in zip(wanted, limits, strict=True)
             )
-        inside: tuple[Want, ...] = tuple(
-            "original" if want in RETURNED and i in carried else want
+        inside: list[Want] = [
+            as_written([want])[0] if want in RETURNED and i in carried else want
             for i, want in enumerate(wanted)
-        )
+        ]
         while True:
-            digits = {
-                carried[i - layout.fixed_in.start]
-                for body in layout.bodies
-                for i, var in zip(
-                    body.operands, _jaxpr.in_vars(body.jaxpr), strict=True
-                )
-                if i in layout.fixed_in
-                and self.plan(body.jaxpr, inside, scopes).use(var) & Use.EXACT
-            }
-            if all(inside[i] in TO_LAST_DIGIT for i in digits):
-                return inside
-            inside = tuple(
-                with_digits(want) if i in digits else want
-                for i, want in enumerate(inside)
-            )
+            before = (*inside,)
+            for body in layout.bodies:
+                plan = self.plan(body.jaxpr, before, scopes)
+                inner = _jaxpr.in_vars(body.jaxpr)
+                for i, var in zip(body.operands, inner, strict=True):
+                    if i in layout.fixed_in:
+                        out = carried[i - layout.fixed_in.start]
+                        inside[out] = read_again(inside[out], plan.use(var))
+            if (*inside,) == before:
+                return before
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
@@ -316,7 +310,7 @@ class Planner:
             if not is_float32(var):
                 use &= ~(Use.PRODUCT | Use.IN_16BIT)
                 if not is_inexact(var):
-                    use &= ~(Use.EXACT | Use.RESULT)
+                    use &= ~(Use.EXACT | Use.RESULT | Use.OFFSET | Use.PART)
             uses[var] = uses.get(var, Use.NOTHING) | use
 
         body = _jaxpr.open_jaxpr(jaxpr)
@@ -412,20 +406,17 @@ class Planner:
         name, wanted = eqn.primitive.name, after.wants[-1]
         steep = name in STEEP and not self._rounds_slope(eqn, after, scopes)
         use = Use.DIGITS if steep else Use.NOTHING
-        # A loss is computed from what is left of what was subtracted.
-        if rule != "allow" and self._leads_to_result(eqn, after, scopes):
-            use |= Use.RESULT
-            if after.subtracts(eqn):
-                use |= Use.DIGITS
         # Sums even out what was rounded; elementwise work hands it on.
         handed = name in self.ops.infer or name in HANDS_ON or rule == "retype"
-        if handed and not TO_LAST_DIGIT.isdisjoint(wanted):
+        if handed and "digits" in wanted:
             use |= Use.DIGITS
         # A sigmoid hardly changes near one, so that its input may be rounded.
         if handed and "gate" in wanted and name not in SQUASHES:
             use |= Use.GATE
         if rule == "allow":
             return use | Use.PRODUCT | Use.IN_16BIT
+        if not is_backward(eqn, scopes):
+            use |= self._use_for_results(eqn, after, handed)
         if self._sums_up(eqn, TOTALS, after, scopes):
             return use | Use.OTHERWISE | Use.TOTALS
         if rule not in ("infer", "retype"):
@@ -469,10 +460,23 @@ class Planner:
         wide = Use.NOTHING if use & Use.IN_16BIT else Use.WIDE
         return use | Use.MULTIPLIES | wide
 
-    def _leads_to_result(self, eqn: Equation, after: Plan, scopes: Scopes) -> bool:
-        """Tells whether a result is computed from ``eqn`` before the backward pass."""
-        used = any(after.use(var) & Use.RESULT for var in eqn.outvars)
-        return used and not is_backward(eqn, scopes)
+    def _use_for_results(self, eqn: Equation, after: Plan, handed: bool) -> int:
+        """Tells what ``eqn`` does for who subtracts or returns what is made of it.
+
+        Args:
+            eqn: An equation of the forward pass, no product.
+            after: The plan from the end to here.
+            handed: Whether it hands on what it is given, elementwise.
+        """
+        read = Use.NOTHING
+        for var in eqn.outvars:
+            read |= after.use(var)
+        if read & Use.RESULT and after.subtracts(eqn):
+            return Use.RESULT | Use.OFFSET
+        moved = read & (Use.OFFSET | Use.PART) if handed else Use.NOTHING
+        if eqn.primitive.name in JOINS:
+            moved = Use.PART if moved & Use.OFFSET else Use.NOTHING
+        return read & Use.RESULT | moved
 
     def _sums_up(
         self, eqn: Equation, names: Set[str], after: Plan, scopes: Scopes
@@ -512,7 +516,7 @@ class Planner:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
                 if i in layout.fixed_in:
-                    lasting = Use.EXACT | Use.REGION | Use.RESULT
+                    lasting = Use.EXACT | Use.REGION | Use.RESULT | Use.OFFSET
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use
 

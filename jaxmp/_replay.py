@@ -170,8 +170,8 @@ class Caster:
                     array, linear = ins[i].unrounded(), ins[i].linear
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 adds = rule == "infer" and name in JOINS
-                shifts = adds and any(value.outside for value in ins)
-                if shifts and plan.is_compared(eqn, scopes):
+                fixed = (x.outside or x.scalar is not None for x in ins)
+                if adds and any(fixed) and plan.keeps_offset(eqn, scopes):
                     rule = "deny"  # what was given may be most of it
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 joins = bool(wants) and wants[0] in IN_16BIT and outs[0].is_computed()

@@ -31,6 +31,10 @@ class Use:
     # not rounded for it: what is left of larger numbers may be the digits lost.
     BOUNDED = 1 << 13
     RESULT = 1 << 14  # a result is computed from it, and no product is in between
+    # A loss subtracts from it, or it is returned: what was given keeps its digits where
+    # it is added to make this, or to make a part of that sum.
+    OFFSET = 1 << 15
+    PART = 1 << 16
     EXACT = DIGITS | GATE
 
 
@@ -47,7 +51,8 @@ Want = Literal[
     "terms",  # in 16 bits, if products send it back: a lookup's gradient adds it up
     "original",  # nobody would take it in 16 bits
     "result",  # the same, and a result is computed from it without a product
-    "exact",  # the same, and somebody needs its last digits
+    "offset",  # the same, and what was given and is added to it keeps its digits
+    "predicted",  # so it does, but somebody takes the sum in 16 bits
     "digits",  # somebody needs its last digits, so that it is not rounded
     "gate",  # the same, because what multiplies a number many times is made of it
     "rounded",  # somebody needs its digits, or nobody 16 bits; the user wants them
@@ -64,7 +69,8 @@ USES: dict[Want, int] = {
     "terms": Use.TERMS | Use.TOTALS,
     "original": Use.COMPUTES,
     "result": Use.COMPUTES | Use.RESULT,
-    "exact": Use.COMPUTES | Use.RESULT | Use.DIGITS,
+    "offset": Use.COMPUTES | Use.RESULT | Use.OFFSET,
+    "predicted": Use.IN_16BIT | Use.COMPUTES | Use.RESULT | Use.OFFSET,
     "digits": Use.DIGITS | Use.COMPUTES,
     "gate": Use.GATE | Use.COMPUTES,
     "rounded": Use.COMPUTES,
@@ -87,17 +93,24 @@ RETURNED: frozenset[Want] = frozenset({*IN_16BIT, "terms"})
 EXACT: frozenset[Want] = frozenset(
     want for want, use in USES.items() if use & Use.EXACT
 )
-TO_LAST_DIGIT: frozenset[Want] = EXACT - {"gate"}
-RESULTS: frozenset[Want] = frozenset({"result", "exact"})
 # What may be stored in 16 bits: nobody who reads it needs more.
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
 
 
 def as_written(wanted: Sequence[Want]) -> tuple[Want, ...]:
     """Returns what is wanted of a body that returns its original types."""
-    return tuple("result" if want in RESULTS else "original" for want in wanted)
+    same: dict[Want, Want] = {"result": "result", "offset": "offset"}
+    same["predicted"] = "offset"
+    return tuple(same.get(want, "original") for want in wanted)
 
 
-def with_digits(want: Want) -> Want:
-    """Returns ``want`` where somebody needs the last digits, too."""
-    return "exact" if want in RESULTS else "digits"
+def read_again(want: Want, use: int) -> Want:
+    """Returns what is wanted of what a loop carries, which its next trip reads.
+
+    Args:
+        want: What is wanted of it otherwise.
+        use: What the next trip does with it.
+    """
+    if use & Use.EXACT:
+        return "digits"
+    return "offset" if use & Use.OFFSET and want not in EXACT else want

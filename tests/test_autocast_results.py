@@ -1,7 +1,7 @@
-"""Results see float32: what a loss subtracts, and what is returned.
+"""What was given keeps its digits where it is added to what a loss subtracts.
 
-A value that was given, such as the last price of a series, is added to a product. In 16
-bits the sum would lose the digits that the loss is made of.
+It may be the last price of a series, which a forecast begins with. In 16 bits the sum
+would lose the digits that the loss is made of.
 """
 
 import functools
@@ -82,7 +82,7 @@ LOSSES = {
 
 @both_dtypes
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_what_a_loss_subtracts_keeps_its_digits(loss, dtype):
+def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
     exact = jax.value_and_grad(loss)(W)
     for cast in (
         jaxmp.autocast(jax.value_and_grad(loss), dtype),
@@ -107,7 +107,7 @@ def test_targets_of_a_critic_are_no_infinite_numbers_in_float16():
 
 
 @both_dtypes
-def test_what_is_returned_keeps_its_digits(dtype):
+def test_what_is_added_to_a_result_keeps_its_digits(dtype):
     """A forecast that the next step reads in 16 bits."""
 
     def fun(w):
@@ -133,6 +133,27 @@ def test_hidden_layers_of_such_a_loss_stay_in_16_bits(dtype):
     assert outs[:3] == [dtype] * 3
     grad = jaxmp.autocast(jax.grad(loss), dtype)
     assert all(found == {dtype} for found in product_dtypes(grad, ws, Y))
+
+
+@both_dtypes
+def test_a_stream_that_a_loss_reads_stays_in_16_bits(dtype):
+    """No product is behind it; only its last block is computed in float32."""
+
+    def stream(ws, x):
+        h = x @ ws[0]
+        for w in ws:
+            h = h + jax.nn.relu(h @ w + w[0]) @ w + w[1]
+        return h
+
+    ws = [*normal(6, 6, 12, 12)]
+    grad = jax.value_and_grad(lambda ws, x: squared(stream(ws, x), x))
+    eqns = jax.make_jaxpr(jaxmp.autocast(grad, dtype))(ws, X).eqns
+    sums = [
+        e.outvars[0].aval.dtype
+        for e in eqns
+        if e.primitive.name == "add" and e.outvars[0].aval.shape == X.shape
+    ]
+    assert sums.count(jnp.float32) <= 3 < sums.count(jnp.dtype(dtype))
 
 
 @both_dtypes
