@@ -238,11 +238,25 @@ class Plan:
         return size < size_of(value.aval)
 
     def subtracts(self, eqn: Equation) -> bool:
-        """Tells whether ``eqn`` is a difference, or adds what was negated."""
-        if eqn.primitive.name not in JOINS:
-            return eqn.primitive.name in DIFFERENCES
-        made = (self.definition(atom) for atom in eqn.invars)
-        return any(one is not None and one.primitive.name in NEGATES for one in made)
+        """Tells whether ``eqn`` is a difference, or adds what was negated.
+
+        A value less a mean of itself, as in a variance, is none here.
+        """
+        made = [self.definition(atom) for atom in eqn.invars]
+        if eqn.primitive.name in JOINS:
+            return any(one and one.primitive.name in NEGATES for one in made)
+        if eqn.primitive.name not in DIFFERENCES:
+            return False
+        value, taken = (self._unmoved(atom) for atom in eqn.invars)
+        return isinstance(value, _jaxpr.Literal) or value not in self._made_of(taken)
+
+    def _unmoved(self, atom: Any) -> Any:
+        """Returns what ``atom`` is, before it was moved."""
+        while (eqn := self.definition(atom)) is not None:
+            if eqn.primitive.name not in VIEWS or len(eqn.invars) != 1:
+                break
+            (atom,) = eqn.invars
+        return atom
 
     def keeps_offset(self, eqn: Equation, scopes: Scopes) -> bool:
         """Tells whether what was given keeps its digits where ``eqn`` adds it.
@@ -261,25 +275,24 @@ class Plan:
                 if name in VIEWS and len(other.invars) == 1:
                     rest.extend(other.outvars)
                 elif name in DIFFERENCES and not is_backward(other, scopes):
-                    operands = [atom for atom in other.invars if atom is not var]
-                    if not any(self._is_made_of(atom, eqn) for atom in operands):
+                    others = (x for x in other.invars if x is not var)
+                    made_of = self._made_of(next(others, var))
+                    numbers = all(self.definition(x) is not None for x in made_of)
+                    if eqn.outvars[0] not in made_of and not numbers:
                         return True
         return False
 
-    def _is_made_of(self, atom: Any, source: Equation) -> bool:
-        """Tells whether ``atom`` is computed from ``source``, or of numbers alone."""
-        seen, rest, numbers = set(), [atom], True
+    def _made_of(self, atom: Any) -> set[Any]:
+        """Returns ``atom`` and what it is computed from, less numbers."""
+        found, rest = set(), [atom]
         while rest:
             atom = rest.pop()
-            if isinstance(atom, _jaxpr.Literal) or atom in seen:
+            if isinstance(atom, _jaxpr.Literal) or atom in found:
                 continue
-            seen.add(atom)
+            found.add(atom)
             eqn = self.definition(atom)
-            if eqn is source:
-                return True
-            numbers &= eqn is not None
             rest.extend(eqn.invars if eqn is not None else ())
-        return numbers
+        return found
 
     def is_subtracted(self, eqn: Equation) -> bool:
         """Tells whether a difference is made of what ``eqn`` returns."""

@@ -182,7 +182,7 @@ class Caster:
                         outs = [outs[0].firmly_stored(self.dtype), *outs[1:]]
                 if name in POOLS and wants != ("stored",):  # others read it too
                     outs = [pooled(outs[0], wants[0], self.dtype)]
-                return self.as_read(eqn, outs, wants, plan)
+                return self.as_read(eqn, ins, outs, wants, plan)
 
         return _jaxpr.interpret(
             jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
@@ -289,27 +289,31 @@ class Caster:
         return [accumulated(eqn, operands, self.dtype, linear, backward)]
 
     def as_read(
-        self, eqn: Equation, outs: list[Value], wanted: tuple[Want, ...], plan: Plan
+        self,
+        eqn: Equation,
+        ins: list[Value],
+        outs: list[Value],
+        wanted: tuple[Want, ...],
+        plan: Plan,
     ) -> list[Value]:
         """Returns what ``eqn`` computed as those who read it take it.
 
         All of them read the same number, so what is chosen from it is found in it. That
-        which moves or chooses is given rounded values, or is left alone. A gradient
-        that several take is stored for them: XLA would compute it again for each.
+        which moves or chooses is given rounded values, or is left alone. What a norm
+        sends back to several is stored for them: XLA would compute it again for each.
         """
         slope = wanted == ("factor",) and self.planner.is_slope(eqn)
         if slope and outs[0].is_computed():
             return [outs[0].kept_for_backward(self.dtype, (), False)]
         adds_up = eqn.primitive.name in ADDS_UP
-        if STORED.isdisjoint(wanted) and not adds_up:
+        by_norm = outs[0].sent_back and any(x.summed and not x.sent_back for x in ins)
+        if STORED.isdisjoint(wanted) and not (adds_up and by_norm):
             return outs
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
         read = []
         for out, want in zip(outs, wanted, strict=True):
-            sums = adds_up and (
-                want == "added" or (out.sent_back and plan.is_shared(eqn))
-            )
+            sums = adds_up and (want == "added" or (by_norm and plan.is_shared(eqn)))
             firmly = want == "summed" or (want == "multiplied" and out.rounds_again())
             if out.is_computed() and want == "stored":
                 out = out.stored(self.dtype)
