@@ -306,8 +306,9 @@ class Caster:
         if slope and outs[0].is_computed():
             return [outs[0].kept_for_backward(self.dtype, (), False)]
         adds_up = eqn.primitive.name in ADDS_UP
-        by_norm = outs[0].sent_back and any(x.summed and not x.sent_back for x in ins)
-        if STORED.isdisjoint(wanted) and not (adds_up and by_norm):
+        means = adds_up and any(x.summed and not x.sent_back for x in ins)
+        by_norm = means and outs[0].sent_back
+        if STORED.isdisjoint(wanted) and not by_norm:
             return outs
         if eqn.primitive.name in EXACT or _jaxpr.call_kind(eqn):
             return outs
