@@ -82,7 +82,7 @@ class Plan:
         """Tells what ``var`` is wanted for."""
         use = self.uses.get(var, Use.NOTHING)
         if use & Use.BOUNDED:
-            if is_difference(var, self.definition):
+            if is_difference(var, self._definition):
                 return "digits"
             use &= ~Use.BOUNDED
         if use & Use.DIGITS:
@@ -165,12 +165,12 @@ class Plan:
             return self._is_averaged(out, scopes)
         if divisor(eqn) != 1 or not is_count(eqn.invars[1]):
             return False
-        total = self.definition(eqn.invars[0])
+        total = self._definition(eqn.invars[0])
         if total is None or total.primitive.name not in SUMS_WINDOWS:
             return False
-        made = self.definition(total.invars[0])
+        made = self._definition(total.invars[0])
         while made is not None and self._keeps_range(made):
-            made = self.definition(made.invars[0])
+            made = self._definition(made.invars[0])
         if made is None or made.primitive.name not in PRODUCTS:
             return False
         # What is returned may be taken away elsewhere.
@@ -230,7 +230,7 @@ class Plan:
             return False
         (bias,) = others
         size = size_of(bias.aval)
-        while (made := self.definition(bias)) is not None:
+        while (made := self._definition(bias)) is not None:
             if made.primitive.name not in VIEWS or len(made.invars) != 1:
                 return False
             bias = made.invars[0]
@@ -242,7 +242,7 @@ class Plan:
 
         A value less a mean of itself, as in a variance, is none here.
         """
-        made = [self.definition(atom) for atom in eqn.invars]
+        made = [self._definition(atom) for atom in eqn.invars]
         if eqn.primitive.name in JOINS:
             return any(one and one.primitive.name in NEGATES for one in made)
         if eqn.primitive.name not in DIFFERENCES:
@@ -252,7 +252,7 @@ class Plan:
 
     def _unmoved(self, atom: Any) -> Any:
         """Returns what ``atom`` is, before it was moved."""
-        while (eqn := self.definition(atom)) is not None:
+        while (eqn := self._definition(atom)) is not None:
             if eqn.primitive.name not in VIEWS or len(eqn.invars) != 1:
                 break
             (atom,) = eqn.invars
@@ -277,7 +277,7 @@ class Plan:
                 elif name in DIFFERENCES and not is_backward(other, scopes):
                     others = (x for x in other.invars if x is not var)
                     made_of = self._made_of(next(others, var))
-                    numbers = all(self.definition(x) is not None for x in made_of)
+                    numbers = all(self._definition(x) is not None for x in made_of)
                     if eqn.outvars[0] not in made_of and not numbers:
                         return True
         return False
@@ -290,7 +290,7 @@ class Plan:
             if isinstance(atom, _jaxpr.Literal) or atom in found:
                 continue
             found.add(atom)
-            eqn = self.definition(atom)
+            eqn = self._definition(atom)
             rest.extend(eqn.invars if eqn is not None else ())
         return found
 
@@ -334,18 +334,18 @@ class Plan:
 
     def axes_of_softmax(self, eqn: Equation) -> tuple[int, ...]:
         """Returns the axes over which the result of ``eqn`` sums to one, if any."""
-        return axes_of_softmax(eqn, self.definition)
+        return axes_of_softmax(eqn, self._definition)
 
     def is_normed(self, eqn: Equation, ins: Sequence[Any]) -> bool:
         """Tells whether ``eqn`` returns what a norm does, given ``ins``."""
-        return is_normed(eqn, self.definition, ins)
+        return is_normed(eqn, self._definition, ins)
 
     def drops_out(self, eqn: Equation) -> int | None:
         """Returns which input of ``eqn`` is a softmax that a product is to take.
 
         None if there is none: only dropout is between the two.
         """
-        return softmax_in_dropout(eqn, self.definition)
+        return softmax_in_dropout(eqn, self._definition)
 
     def is_slope_of_erf(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` computes ``exp(-x**2)`` where ``erf(x)`` is computed.
@@ -355,7 +355,7 @@ class Plan:
         off by more than ``eps``, because ``x`` times the slope is at most 0.74 and
         0.48. The logarithm of a result would magnify that, and a divisor.
         """
-        x = exponent_of_bell(eqn, self.definition)
+        x = exponent_of_bell(eqn, self._definition)
         if x is None:
             return False
         errors = (other for other in self.eqns if other.primitive.name in ERRORS)
@@ -363,7 +363,7 @@ class Plan:
 
     def bounded_input(self, eqn: Equation) -> Any:
         """Returns what ``eqn`` computes a bounded exponential of, None if of none."""
-        return bounded_input(eqn, self.definition)
+        return bounded_input(eqn, self._definition)
 
     def compares_twins(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` tests if a number equals what was written once more.
@@ -375,7 +375,7 @@ class Plan:
 
     def _are_twins(self, a: Any, b: Any) -> bool:
         """Tells whether two variables are computed in the same way."""
-        one, other = self.definition(a), self.definition(b)
+        one, other = self._definition(a), self._definition(b)
         if one is None or other is None or one.primitive is not other.primitive:
             return False
         return self._twins[a] is self._twins[b]  # They are rare, and found slowly.
@@ -388,12 +388,12 @@ class Plan:
             if isinstance(var, _jaxpr.Literal) or var in found or not is_float32(var):
                 continue
             found.add(var)
-            eqn = self.definition(var)
+            eqn = self._definition(var)
             if eqn is not None and eqn.primitive.name in EXACT:
                 rest.extend(eqn.invars)
         return found
 
-    def definition(self, atom: Any) -> Equation | None:
+    def _definition(self, atom: Any) -> Equation | None:
         """Returns the equation that computes ``atom``, if it is here."""
         if isinstance(atom, _jaxpr.Literal):
             return None

@@ -99,9 +99,12 @@ STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multi
 
 def as_written(wanted: Sequence[Want]) -> tuple[Want, ...]:
     """Returns what is wanted of a body that returns its original types."""
-    same: dict[Want, Want] = {"result": "result", "offset": "offset"}
-    same["predicted"] = "offset"
-    return tuple(same.get(want, "original") for want in wanted)
+    float32: dict[Want, Want] = {
+        "result": "result",
+        "offset": "offset",
+        "predicted": "offset",
+    }
+    return tuple(float32.get(want, "original") for want in wanted)
 
 
 def read_again(want: Want, use: int) -> Want:
