@@ -9,7 +9,7 @@ logarithm. Products then round it for themselves.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from . import _jaxpr
@@ -143,7 +143,7 @@ class Plan:
 
     def pools_shared(self, eqn: Equation) -> bool:
         """Tells whether what ``eqn`` pools others take too, and not to compare it."""
-        readers = [other for other in self.eqns if eqn.invars[0] in other.invars]
+        readers = self._readers.get(eqn.invars[0], ())
         compares = [only_compared(other) is not None for other in readers]
         compares += [other.primitive.name in COMPARES for other in readers]
         return len(readers) - sum(compares) > 1
@@ -187,8 +187,8 @@ class Plan:
             var = rest.pop()
             if var in self.returned or self.use(var) & Use.REGION:
                 return False
-            for other, rule in self._readers.get(var, ()):
-                name = other.primitive.name
+            for other in self._readers.get(var, ()):
+                name, rule = other.primitive.name, self._rules[id(other)]
                 if name in VIEWS or rule == "retype":
                     rest.extend(other.outvars)
                 elif name in TOTALS:
@@ -212,7 +212,7 @@ class Plan:
             readers = self._readers.get(total, ())
             if len(readers) != 1 or total in self.returned:
                 return False
-            ((reader, _),) = readers
+            (reader,) = readers
             numbers = all(isinstance(x, _jaxpr.Literal) for x in reader.invars[1:])
             if reader.primitive.name not in VIEWS | SCALES or not numbers:
                 return False
@@ -267,19 +267,14 @@ class Plan:
         """
         if self.use(eqn.outvars[0]) & (Use.OFFSET | Use.PART):
             return True
-        rest = [*eqn.outvars]
-        while rest:
-            var = rest.pop()
-            for other, _ in self._readers.get(var, ()):
-                name = other.primitive.name
-                if name in VIEWS and len(other.invars) == 1:
-                    rest.extend(other.outvars)
-                elif name in DIFFERENCES and not is_backward(other, scopes):
-                    others = (x for x in other.invars if x is not var)
-                    made_of = self._made_of(next(others, var))
-                    numbers = all(self._definition(x) is not None for x in made_of)
-                    if eqn.outvars[0] not in made_of and not numbers:
-                        return True
+        (total,) = eqn.outvars
+        for var, other in self._readers_of(total):
+            if other.primitive.name in DIFFERENCES and not is_backward(other, scopes):
+                others = (x for x in other.invars if x is not var)
+                made_of = self._made_of(next(others, var))
+                numbers = all(self._definition(x) is not None for x in made_of)
+                if total not in made_of and not numbers:
+                    return True
         return False
 
     def _made_of(self, atom: Any) -> set[Any]:
@@ -300,19 +295,22 @@ class Plan:
 
     def _is_subtracted(self, var: Any, places: Sequence[int]) -> bool:
         """Tells whether ``var``, moved or not, is one of these operands of a `sub`."""
+        return any(
+            other.primitive.name in DIFFERENCES
+            and any(read is other.invars[i] for i in places)
+            for read, other in self._readers_of(var)
+        )
+
+    def _readers_of(self, var: Any) -> Iterator[tuple[Any, Equation]]:
+        """Yields who reads ``var``, moved or not, each after what it reads."""
         rest = [var]
         while rest:
             var = rest.pop()
-            for other in self.eqns:
-                name = other.primitive.name
-                if not any(var is atom for atom in other.invars):
-                    continue
-                if name in VIEWS and len(other.invars) == 1:
+            for other in self._readers.get(var, ()):
+                if other.primitive.name in VIEWS and len(other.invars) == 1:
                     rest.extend(other.outvars)
-                found = name in DIFFERENCES
-                if found and any(var is other.invars[i] for i in places):
-                    return True
-        return False
+                else:
+                    yield var, other
 
     def is_shared(self, eqn: Equation) -> bool:
         """Tells whether several take the gradient that ``eqn`` adds up, in 16 bits.
@@ -323,10 +321,11 @@ class Plan:
         readers = self._readers.get(total, ())
         if len(readers) < 2 or total in self.returned:
             return False
-        return all(self._takes_16bit(other, rule) for other, rule in readers)
+        return all(map(self._takes_16bit, readers))
 
-    def _takes_16bit(self, eqn: Equation, rule: Rule) -> bool:
+    def _takes_16bit(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` takes its inputs in 16 bits, or sums them up."""
+        rule = self._rules[id(eqn)]
         if rule == "allow" or eqn.primitive.name in TOTALS:
             return True
         wants = {self.want(var) for var in eqn.outvars if is_float32(var)}
@@ -400,12 +399,18 @@ class Plan:
         return self._definitions.get(atom)
 
     @functools.cached_property
-    def _readers(self) -> dict[Any, list[tuple[Equation, Rule]]]:
-        readers: dict[Any, list[tuple[Equation, Rule]]] = {}
-        for eqn, rule in zip(self.eqns, self.rules, strict=True):
-            for atom in eqn.invars:
-                if not isinstance(atom, _jaxpr.Literal):
-                    readers.setdefault(atom, []).append((eqn, rule))
+    def _rules(self) -> dict[int, Rule]:
+        """By id of an equation, how it is treated; once all of the plan is there."""
+        return {id(e): rule for e, rule in zip(self.eqns, self.rules, strict=True)}
+
+    @functools.cached_property
+    def _readers(self) -> dict[Any, list[Equation]]:
+        """By variable, the equations that read it, each of them once."""
+        readers: dict[Any, list[Equation]] = {}
+        for eqn in self.eqns:
+            read = (x for x in eqn.invars if not isinstance(x, _jaxpr.Literal))
+            for var in dict.fromkeys(read):
+                readers.setdefault(var, []).append(eqn)
         return readers
 
     @functools.cached_property
