@@ -217,6 +217,7 @@ INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
 GATHERS_ROWS = frozenset({"gather"})
 LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
+REDUCES = PRODUCTS | TOTALS | {"reduce_max", "reduce_min"}
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
 # What is known of numbers while tracing. With NumPy, because evaluating with JAX while

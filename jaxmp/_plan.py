@@ -23,6 +23,7 @@ from ._op_lists import (
     FACTORS,
     JOINS,
     NEGATES,
+    REDUCES,
     REVERSES,
     SCALES,
     SUMS_WINDOWS,
@@ -68,6 +69,13 @@ class Plan:
     def use(self, var: Any) -> int:
         """Tells what the readers of ``var`` do with it."""
         return self.uses.get(var, Use.NOTHING)
+
+    def read(self, eqn: Equation) -> int:
+        """Tells what the readers of all that ``eqn`` returns do with it."""
+        read = Use.NOTHING
+        for var in eqn.outvars:
+            read |= self.use(var)
+        return read
 
     def wanted(self, eqn: Equation) -> tuple[Want, ...]:
         """Tells what each output of ``eqn`` is wanted for, after its readers' plans."""
@@ -240,15 +248,37 @@ class Plan:
     def subtracts(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` is a difference, or adds what was negated.
 
-        A value less a mean of itself, as in a variance, is none here.
+        A value less a mean or a maximum of itself is none here: it is what a norm or a
+        softmax computes.
         """
-        made = [self._definition(atom) for atom in eqn.invars]
         if eqn.primitive.name in JOINS:
+            made = map(self._definition, eqn.invars)
             return any(one and one.primitive.name in NEGATES for one in made)
         if eqn.primitive.name not in DIFFERENCES:
             return False
-        value, taken = (self._unmoved(atom) for atom in eqn.invars)
-        return isinstance(value, _jaxpr.Literal) or value not in self._made_of(taken)
+        value, taken = map(self._unmoved, eqn.invars)
+        if isinstance(taken, _jaxpr.Literal):
+            return taken.val != 0
+        return not self._reduces(value, taken)
+
+    def _reduces(self, value: Any, made: Any) -> bool:
+        """Tells whether a reduction is on the way from ``value`` to ``made``."""
+        if isinstance(value, _jaxpr.Literal) or isinstance(made, _jaxpr.Literal):
+            return False
+        first = self._place(value)
+        parts, rest = set(), [made]
+        while rest:
+            place = self._place(rest.pop())
+            if place > first and place not in parts:
+                parts.add(place)
+                rest.extend(self.eqns[place].invars)
+        # By variable that is made of the value, whether it was reduced on the way.
+        found = {value: False}
+        for eqn in (self.eqns[place] for place in sorted(parts)):
+            read = [found[x] for x in _variables(eqn) if x in found]
+            if read:
+                found |= dict.fromkeys(eqn.outvars, any(read) or _reduces(eqn))
+        return found.get(made, False)
 
     def _unmoved(self, atom: Any) -> Any:
         """Returns what ``atom`` is, before it was moved."""
@@ -258,36 +288,12 @@ class Plan:
             (atom,) = eqn.invars
         return atom
 
-    def keeps_offset(self, eqn: Equation, scopes: Scopes) -> bool:
+    def keeps_offset(self, eqn: Equation) -> bool:
         """Tells whether what was given keeps its digits where ``eqn`` adds it.
 
-        It may be most of the sum, of which somebody takes away what is as large: a
-        loss, or who makes a difference with other values than a mean of the sum itself,
-        as a norm does.
+        It may be most of the sum, of which somebody takes away what is as large.
         """
-        if self.use(eqn.outvars[0]) & (Use.OFFSET | Use.PART):
-            return True
-        (total,) = eqn.outvars
-        for var, other in self._readers_of(total):
-            if other.primitive.name in DIFFERENCES and not is_backward(other, scopes):
-                others = (x for x in other.invars if x is not var)
-                made_of = self._made_of(next(others, var))
-                numbers = all(self._definition(x) is not None for x in made_of)
-                if total not in made_of and not numbers:
-                    return True
-        return False
-
-    def _made_of(self, atom: Any) -> set[Any]:
-        """Returns ``atom`` and what it is computed from, less numbers."""
-        found, rest = set(), [atom]
-        while rest:
-            atom = rest.pop()
-            if isinstance(atom, _jaxpr.Literal) or atom in found:
-                continue
-            found.add(atom)
-            eqn = self._definition(atom)
-            rest.extend(eqn.invars if eqn is not None else ())
-        return found
+        return bool(self.use(eqn.outvars[0]) & (Use.OFFSET | Use.PART))
 
     def is_subtracted(self, eqn: Equation) -> bool:
         """Tells whether a difference is made of what ``eqn`` returns."""
@@ -394,28 +400,30 @@ class Plan:
 
     def _definition(self, atom: Any) -> Equation | None:
         """Returns the equation that computes ``atom``, if it is here."""
-        if isinstance(atom, _jaxpr.Literal):
-            return None
-        return self._definitions.get(atom)
+        place = self._place(atom)
+        return self.eqns[place] if place >= 0 else None
 
     @functools.cached_property
     def _rules(self) -> dict[int, Rule]:
         """By id of an equation, how it is treated; once all of the plan is there."""
         return {id(e): rule for e, rule in zip(self.eqns, self.rules, strict=True)}
 
+    def _place(self, atom: Any) -> int:
+        """Returns which equation computes ``atom``, -1 if none here does."""
+        return -1 if isinstance(atom, _jaxpr.Literal) else self._places.get(atom, -1)
+
+    @functools.cached_property
+    def _places(self) -> dict[Any, int]:
+        return {var: i for i, eqn in enumerate(self.eqns) for var in eqn.outvars}
+
     @functools.cached_property
     def _readers(self) -> dict[Any, list[Equation]]:
         """By variable, the equations that read it, each of them once."""
         readers: dict[Any, list[Equation]] = {}
         for eqn in self.eqns:
-            read = (x for x in eqn.invars if not isinstance(x, _jaxpr.Literal))
-            for var in dict.fromkeys(read):
+            for var in dict.fromkeys(_variables(eqn)):
                 readers.setdefault(var, []).append(eqn)
         return readers
-
-    @functools.cached_property
-    def _definitions(self) -> dict[Any, Equation]:
-        return {var: eqn for eqn in self.eqns for var in eqn.outvars}
 
     @functools.cached_property
     def _twins(self) -> dict[Any, Any]:
@@ -447,6 +455,24 @@ class Plan:
             )
             for eqn, rule, wanted in zip(self.eqns, self.rules, self.wants, strict=True)
         )
+
+
+def has_number(eqn: Equation) -> bool:
+    """Tells whether one of the operands of ``eqn`` is one number."""
+    return any(size_of(atom.aval) == 1 for atom in eqn.invars)
+
+
+def _variables(eqn: Equation) -> list[Any]:
+    """Returns what ``eqn`` reads, less numbers."""
+    return [x for x in eqn.invars if not isinstance(x, _jaxpr.Literal)]
+
+
+def _reduces(eqn: Equation) -> bool:
+    """Tells whether ``eqn`` is a reduction or a product, or calls one."""
+    bodies = map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))
+    return eqn.primitive.name in REDUCES or any(
+        _reduces(inner) for body in bodies for inner in body.eqns
+    )
 
 
 def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:

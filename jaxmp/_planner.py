@@ -36,7 +36,7 @@ from ._op_lists import (
     only_compared,
     scales_far,
 )
-from ._plan import Plan, Rule
+from ._plan import Plan, Rule, has_number
 from ._products import (
     PRODUCTS,
     has_default_precision,
@@ -365,7 +365,7 @@ class Planner:
             around = inside(eqn, scopes)
             rounds = self._rounds_slope(eqn, after, scopes)
             for var, use in self._uses_inside(eqn, after.wants[-1], around):
-                yield var, use & ~Use.DIGITS if rounds else use
+                yield var, use & ~(Use.DIGITS | Use.OFFSET) if rounds else use
             if rounds and (x := after.bounded_input(eqn)) is not None:
                 yield x, Use.BOUNDED
             return
@@ -430,9 +430,7 @@ class Planner:
         picks = name in PICKS or rule == "retype" or pools
         for_product = picks and not FOR_PRODUCT.isdisjoint(wanted)
         use |= Use.PRODUCT if for_product else Use.NOTHING
-        moved = Use.NOTHING
-        for var in eqn.outvars:
-            moved |= after.use(var)
+        moved = after.read(eqn)
         if views:
             return use | moved & ~(Use.PRODUCT | Use.IN_16BIT | Use.EXACT)
         use |= Use.OTHERWISE
@@ -468,15 +466,18 @@ class Planner:
             after: The plan from the end to here.
             handed: Whether it hands on what it is given, elementwise.
         """
-        read = Use.NOTHING
-        for var in eqn.outvars:
-            read |= after.use(var)
-        if read & Use.RESULT and after.subtracts(eqn):
-            return Use.RESULT | Use.OFFSET
-        moved = read & (Use.OFFSET | Use.PART) if handed else Use.NOTHING
-        if eqn.primitive.name in JOINS:
+        read = after.read(eqn)
+        result, name = read & Use.RESULT, eqn.primitive.name
+        if after.subtracts(eqn):
+            return result | Use.OFFSET
+        # What is left of a large offset is squashed; many factors make others of it.
+        mixes = name in FACTORS and not (result or has_number(eqn))
+        if not handed or name in SQUASHES or mixes:
+            return result
+        moved = read & (Use.OFFSET | Use.PART)
+        if name in JOINS:
             moved = Use.PART if moved & Use.OFFSET else Use.NOTHING
-        return read & Use.RESULT | moved
+        return result | moved
 
     def _sums_up(
         self, eqn: Equation, names: Set[str], after: Plan, scopes: Scopes
@@ -533,7 +534,7 @@ class Planner:
         return self.rule(eqn, scopes) == "allow"
 
     def _is_kept(self, scopes: Scopes) -> bool:
-        return is_decided(scopes) or (bool(self.paths) and _is_in(self.paths, scopes))
+        return is_decided(scopes) or _is_in(self.paths, scopes)
 
 
 def is_written(plan: Plan, scopes: Scopes) -> bool:

@@ -171,7 +171,7 @@ class Caster:
                     ins = replaced(ins, [i], [Value(array, linear=linear)])
                 adds = rule == "infer" and name in JOINS
                 fixed = (x.outside or x.scalar is not None for x in ins)
-                if adds and any(fixed) and plan.keeps_offset(eqn, scopes):
+                if adds and any(fixed) and plan.keeps_offset(eqn):
                     rule = "deny"  # what was given may be most of it
                 outs = self.apply(eqn, rule, ins, wants, scopes)
                 joins = bool(wants) and wants[0] in IN_16BIT and outs[0].is_computed()

@@ -31,8 +31,8 @@ class Use:
     # not rounded for it: what is left of larger numbers may be the digits lost.
     BOUNDED = 1 << 13
     RESULT = 1 << 14  # a result is computed from it, and no product is in between
-    # A loss subtracts from it, or it is returned: what was given keeps its digits where
-    # it is added to make this, or to make a part of that sum.
+    # A difference is made of it, or it is returned: what was given keeps its digits
+    # where it is added to make this, or to make a part of that sum.
     OFFSET = 1 << 15
     PART = 1 << 16
     EXACT = DIGITS | GATE

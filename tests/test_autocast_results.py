@@ -1,7 +1,7 @@
-"""What was given keeps its digits where it is added to what a loss subtracts.
+"""What was given keeps its digits where it is added to what a difference is made of.
 
 It may be the last price of a series, which a forecast begins with. In 16 bits the sum
-would lose the digits that the loss is made of.
+would lose the digits that a loss, or the next layer, is made of.
 """
 
 import functools
@@ -89,6 +89,72 @@ def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
     ):
         found = jax.jit(cast)(W)
         assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
+
+
+MEAN = np.float32([1000, 2003, 517, 1501, 803])
+less_mean = jax.jit(lambda z: z - MEAN)
+
+
+def between(z):
+    """Returns what a second network is given of a forecast."""
+    return {
+        "plain": lambda: z - MEAN,
+        "jit": lambda: less_mean(z),
+        "remat": lambda: jax.checkpoint(lambda z: z - MEAN)(z),
+        "map": lambda: lax.map(lambda row: row - MEAN, z),
+        "cond": lambda: lax.cond(z[0, 0] > 9, lambda z: z - MEAN, lambda z: z, z),
+        "relu": lambda: jax.nn.relu(z) - MEAN,
+        "clip": lambda: jnp.clip(z, 0, 1e4) - MEAN,
+        "where": lambda: jnp.where(z > 0, z, MEAN) - MEAN,
+        "concatenate": lambda: jnp.concatenate([z, 2 * z], 1)[:, :5] - MEAN,
+        "negated": lambda: MEAN + -z,
+        "scaled": lambda: 0.01 * z - 0.01 * MEAN,
+        "a ratio": lambda: 1e3 * (z / MEAN - 1),
+        "a number": lambda: z - 1000.0,
+        "increments": lambda: jnp.diff(z, axis=0),
+        "a fraction": lambda: z - jnp.floor(z),
+    }
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", between(None))
+def test_what_is_added_for_the_next_layer_keeps_its_digits(name, dtype):
+    def fun(w, mean):
+        return between((X - 1000) @ w + mean)[name]() @ V
+
+    exact = fun(W, MEAN)
+    assert relative_error(
+        jax.jit(jaxmp.autocast(fun, dtype))(W, MEAN), exact
+    ) < 4 * float(jnp.finfo(dtype).eps)
+
+
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+    "mish": jax.nn.mish,
+    "softplus": jax.nn.softplus,
+    "a gate": lambda x: jax.nn.sigmoid(x) * x + (1 - jax.nn.sigmoid(x)) * x[::-1],
+    "rotated": lambda x: jnp.cos(X[:, :5]) * x - jnp.sin(X[:, :5]) * x[:, ::-1],
+    "a batch norm": lambda x: (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_bias_under_an_activation_joins_16_bits(name, dtype):
+    """Also where the derivative of the activation is a difference."""
+
+    def loss(w, b):
+        return jnp.square(ACTIVATIONS[name](X[:, :5] @ w + b) @ w).mean()
+
+    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
+    sums = [
+        e.outvars[0].aval.dtype
+        for e in jax.make_jaxpr(grad)(V, V[0]).eqns
+        if e.primitive.name == "add" and e.outvars[0].aval.shape == (32, 5)
+    ]
+    assert sums[0] == jnp.dtype(dtype)
 
 
 def test_targets_of_a_critic_are_no_infinite_numbers_in_float16():
