@@ -220,7 +220,7 @@ class _Loop:
         kept = [i for i in range(stop - start) if i not in chosen]
         length, moved = loop.params["length"], set(later)
         new = {
-            var: Var(_jaxpr.stacked_aval(var.aval, length))
+            var: Var(_jaxpr.unmapped_aval(length, 0, var.aval))
             for eqn in later
             for var in self._new(eqn)
         }

@@ -49,6 +49,7 @@ __all__ = [
     "Tracer",
     "Var",
     "jaxpr_as_fun",
+    "unmapped_aval",
 ]
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
@@ -253,11 +254,6 @@ def scan_with(
     return eqn.replace(invars=invars, outvars=outvars, params=params)
 
 
-def stacked_aval(aval: Any, length: int) -> Any:
-    """Returns the type of what a scan puts together, slice by slice."""
-    return unmapped_aval(length, 0, aval)
-
-
 def after_loop(
     eqn: JaxprEqn, loop: JaxprEqn, invars: list[Any], outvars: list[Any], **changed: Any
 ) -> JaxprEqn:
@@ -277,6 +273,12 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     forward and the backward pass of a module have the same scopes.
     """
     return _names(eqn).scopes
+
+
+def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
+    """Returns ``eqn`` as if it were written in one more named scope."""
+    stack = eqn.source_info.name_stack.extend(name)
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def is_computed_again(eqn: JaxprEqn) -> bool:

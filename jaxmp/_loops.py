@@ -135,8 +135,8 @@ def _stacked_late(eqn: Equation, arrays: Sequence[Any], body: Any) -> list[Any]:
     layout, length = _jaxpr.call_layout(eqn), eqn.params["length"]
     start, stop = layout.fixed_in.start, layout.fixed_in.stop
     consts, init, xs = arrays[:start], arrays[start:stop], arrays[stop:]
-    types = [
-        _jaxpr.stacked_aval(aval, length)
+    types: list[Any] = [
+        _jaxpr.unmapped_aval(length, 0, aval)
         for aval in _jaxpr.out_avals(body)[len(layout.fixed_out) :]
     ]
     zero, _ = lax.optimization_barrier((np.int32(0), xs))

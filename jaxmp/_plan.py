@@ -39,6 +39,7 @@ from ._products import PRODUCTS
 from ._scopes import Scopes, is_backward
 from ._sizes import size_of
 from ._slopes import bounded_input, exponent_of_bell, is_difference
+from ._twins import twins
 from ._uses import FOR_BACKWARD, IN_16BIT, STORED, USES, Use, Want
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
@@ -427,23 +428,7 @@ class Plan:
 
     @functools.cached_property
     def _twins(self) -> dict[Any, Any]:
-        """For each computed variable the first one that is computed in the same way."""
-        twins: dict[Any, Any] = {}
-        seen: dict[Any, Any] = {}
-        for eqn in self.eqns:
-            ins = (
-                (str(x.val), x.aval)
-                if isinstance(x, _jaxpr.Literal)
-                else twins.get(x, x)
-                for x in eqn.invars
-            )
-            key = eqn.primitive, tuple(sorted(eqn.params.items())), tuple(ins)
-            try:
-                first = seen.setdefault(key, eqn.outvars)
-            except TypeError:  # a parameter that cannot be compared
-                first = eqn.outvars
-            twins.update(zip(eqn.outvars, first, strict=True))
-        return twins
+        return twins(self.eqns)
 
     def __str__(self) -> str:
         """Writes a line for each equation: its rule, its results, what they are for."""

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
+from ._endings import with_endings
 from ._fp8 import why_16bit
 from ._gates import gates_in_row
 from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from ._layouts import in_order
+from ._moments import with_moments
 from ._op_lists import (
     ADDS_AT,
     ADDS_UP,
@@ -330,11 +332,11 @@ class Planner:
         return plan
 
     def _hoisted(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
-        """Returns the equations of ``jaxpr``, without products that can wait."""
-        memo = self._eqns.setdefault(jaxpr, {})
-        key = self.relevant(scopes)
+        """Returns the equations of ``jaxpr`` as they are planned."""
+        memo, key = self._eqns.setdefault(jaxpr, {}), self.relevant(scopes)
         if key not in memo:
-            eqns = in_order(jaxpr, scopes, self._is_product)
+            ordered = in_order(jaxpr, scopes, self._is_product)
+            eqns = with_endings(with_moments(ordered), scopes, self._is_product)
             eqns, slopes = with_slopes(
                 eqns,
                 _jaxpr.open_jaxpr(jaxpr).outvars,

@@ -1,0 +1,98 @@
+"""Loops that end at a tolerance, and stay float32.
+
+Fixed points, iterative solvers, searches along a line and steps of adaptive size go on
+until an error is small. In 16 bits it may never be: a loop that ends after 20 trips in
+float32 then runs for ever, or takes steps a hundred times as small. Loops that end at a
+count, or at a token, take their products in 16 bits like any other.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from . import _jaxpr
+from ._jaxpr import Equation, is_inexact
+from ._op_lists import DIFFERENCES, ORDERS
+from ._scopes import FLOAT32, KEPT_TO_END, Scopes, inside
+
+# What is known of a value: it is made of what a product returned, and no integer; so it
+# is, with a difference since, such as an error; it tells if that is within a tolerance.
+_COMPUTED, _DIFFERS, _ENDS = 1, 2, 4
+
+IsProduct = Callable[[Equation, Scopes], bool]
+
+
+def with_endings(
+    eqns: Sequence[Equation], scopes: Scopes, is_product: IsProduct
+) -> Sequence[Equation]:
+    """Returns the equations, loops that end at a tolerance in a float32 region.
+
+    Args:
+        eqns: The equations of a jaxpr.
+        scopes: Named scopes around it.
+        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    """
+
+    def in_region(eqn: Equation) -> Equation:
+        if _jaxpr.call_kind(eqn) != "while":
+            return eqn
+        around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+        if not _ends_at_tolerance(eqn, around, is_product):
+            return eqn
+        return _jaxpr.in_scope(_jaxpr.in_scope(eqn, KEPT_TO_END), FLOAT32)
+
+    return [*map(in_region, eqns)]
+
+
+def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) -> bool:
+    """Tells whether what its products return decides when ``loop`` ends."""
+
+    def through(jaxpr: Any, ins: Sequence[int], scopes: Scopes) -> list[int]:
+        def apply(eqn: Equation, ins: list[int]) -> list[int]:
+            here = scopes + _jaxpr.scope_names(eqn)
+            if _jaxpr.call_kind(eqn):
+                return around(eqn, ins, inside(eqn, here))
+            if is_product(eqn, here):
+                return [_COMPUTED] * len(eqn.outvars)
+            known, name = _together(ins), eqn.primitive.name
+            if known & _COMPUTED and name in DIFFERENCES:
+                known |= _DIFFERS
+            given = not all(x & _COMPUTED for x in ins)
+            if known & _DIFFERS and given and name in ORDERS:
+                known |= _ENDS
+            floats = _COMPUTED | _DIFFERS
+            return [
+                known & (floats if is_inexact(var) else _ENDS) for var in eqn.outvars
+            ]
+
+        return _jaxpr.interpret(
+            jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
+        )
+
+    def around(eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
+        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
+        layout = _jaxpr.call_layout(eqn)
+        bodies = layout.bodies[_jaxpr.call_kind(eqn) == "while" :]
+        while True:
+            by_body = [
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes)
+                for body in bodies
+            ]
+            outs = [*map(_together, zip(*by_body, strict=True))]
+            before, ins = ins, list(ins)
+            for i, out in zip(layout.fixed_in, outs, strict=False):
+                ins[i] |= out
+            if ins == before:
+                return outs
+
+    layout = _jaxpr.call_layout(loop)
+    test = layout.bodies[0]
+    carried = around(loop, [0] * len(loop.invars), scopes)
+    given = dict(zip(layout.fixed_in, carried, strict=True))
+    (ends,) = through(test.jaxpr, [given.get(i, 0) for i in test.operands], scopes)
+    return bool(ends & _ENDS)
+
+
+def _together(known: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, known, 0)

@@ -1,0 +1,151 @@
+"""Loops that end at a tolerance end after as many trips as in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import product_dtypes
+from conftest import normal
+
+W, X = normal(0, 16, 16, scale=0.15), normal(1, 4, 16)
+MANY = 500
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def step(z, w, x):
+    return jnp.tanh(z @ w + x)
+
+
+def fixed_point(w, x):
+    def goes_on(state):
+        z, before, trips = state
+        return (jnp.abs(z - before).max() > 1e-5) & (trips < MANY)
+
+    def trip(state):
+        z, _, trips = state
+        return step(z, w, x), z, trips + 1
+
+    return lax.while_loop(goes_on, trip, (step(x, w, x), x, 1))[2]
+
+
+def fixed_point_that_says_so(w, x):
+    def trip(state):
+        z, _, trips = state
+        new = jax.jit(step)(z, w, x)
+        return new, jnp.linalg.norm(new - z) < 1e-5, trips + 1
+
+    return lax.while_loop(
+        lambda s: ~s[1] & (s[2] < MANY), trip, (x, jnp.array(False), 0)
+    )[2]
+
+
+def residual(w, x):
+    """Richardson's iteration; the test has the product."""
+    a = w + 2 * jnp.eye(16)
+
+    def goes_on(state):
+        return (jnp.linalg.norm(state[0] @ a - x) > 1e-4) & (state[1] < MANY)
+
+    def trip(state):
+        return state[0] - 0.4 * (state[0] @ a - x), state[1] + 1
+
+    return lax.while_loop(goes_on, trip, (x, 0))[1]
+
+
+def adaptive_steps(w, x):
+    """Euler's steps, as large as half a step allows."""
+
+    def trip(state):
+        t, h, z, trips = state
+        whole = z + h * step(z, w, 0)
+        half = z + 0.5 * h * step(z, w, 0)
+        error = jnp.abs(half + 0.5 * h * step(half, w, 0) - whole).max()
+        factor = jnp.clip(0.9 * jnp.sqrt(1e-5 / (error + 1e-9)), 0.3, 3)
+        t, z = lax.cond(error < 1e-5, lambda: (t + h, whole), lambda: (t, z))
+        return t, h * factor, z, trips + 1
+
+    state = jnp.float32(0), jnp.float32(0.1), x, 0
+    return lax.while_loop(lambda s: (s[0] < 1) & (s[3] < MANY), trip, state)[3]
+
+
+def of_each(w, x):
+    return jax.vmap(fixed_point, (None, 0))(w, x[:, None])
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "trips",
+    [fixed_point, fixed_point_that_says_so, residual, adaptive_steps, of_each],
+)
+def test_loops_end_after_as_many_trips(trips, dtype):
+    expected = jax.jit(trips)(W, X)
+    assert np.max(expected) < MANY
+    found = jax.jit(jaxmp.autocast(trips, dtype))(W, X)
+    np.testing.assert_allclose(found, expected, atol=1)
+
+
+def counted(w, x):
+    return lax.while_loop(
+        lambda s: s[1] < 5, lambda s: (step(s[0], w, x), s[1] + 1), (x, 0)
+    )[0]
+
+
+def timed(w, x):
+    """The time is a float, and not computed from what products return."""
+    return lax.while_loop(
+        lambda s: s[1] < 1,
+        lambda s: (s[0] + 0.1 * step(s[0], w, x), s[1] + 0.1),
+        (x, 0.0),
+    )[0]
+
+
+def decoded(w, x):
+    """Greedy decoding, until all sequences have ended."""
+
+    def trip(state):
+        z, ended, tokens = state
+        z = step(z, w, x)
+        tokens = jnp.argmax(z, -1)
+        return z, ended | (tokens == 3), tokens
+
+    state = x, jnp.zeros(4, bool), jnp.zeros(4, jnp.int32)
+    return lax.while_loop(lambda s: ~s[1].all(), trip, state)[2]
+
+
+def searched(w, x):
+    """Beam search ends where no live score can exceed the worst that is finished."""
+
+    def trip(state):
+        z, live, finished = state
+        z = step(z, w, x)
+        score = live + z.max(-1)
+        return z, score, jnp.maximum(finished, score - 1)
+
+    state = x, jnp.zeros(4), jnp.full(4, -1e7)
+    return lax.while_loop(lambda s: s[1].max() > s[2].min() + 9, trip, state)[1]
+
+
+def stopped(w, x):
+    """Ends where a probability that follows a norm and a product exceeds a half."""
+
+    def trip(state):
+        z, _ = state
+        z = z - z.mean()
+        z = step(z, w, x)
+        return z, jax.nn.sigmoid(z[:, 0]).max()
+
+    return lax.while_loop(lambda s: s[1] < 0.5, trip, (x, jnp.float32(0)))[0]
+
+
+@pytest.mark.parametrize("fun", [counted, timed, decoded, searched, stopped])
+def test_other_loops_run_in_16_bits(fun):
+    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), W, X)
+    assert found == [{"bfloat16"}]
+
+
+def test_the_audit_says_why():
+    report = jaxmp.audit(jaxmp.autocast(fixed_point, "bfloat16"))(W, X)
+    assert "in a loop that ends at a tolerance" in str(report)

@@ -1,0 +1,115 @@
+"""Means of squares by products: what is left of two large numbers is a variance."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import product_dtypes, relative_error
+from conftest import normal
+
+X = 5 + 0.3 * normal(0, 2, 12, 12, 1)
+K = normal(1, 3, 3, 1, 1, scale=0.02)
+WINDOW = np.full((5, 5, 1, 1), 1 / 25, np.float32)
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def convolved(x, k, padding="VALID"):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(x, k, (1, 1), padding, dimension_numbers=numbers)
+
+
+def variance(mean, y):
+    return mean(y * y) - mean(y) ** 2
+
+
+def with_window(y):
+    return convolved(y, WINDOW)
+
+
+def with_new_window(y):
+    return convolved(y, jnp.ones((5, 5, 1, 1)) / 25)
+
+
+def by_rows_and_columns(y):
+    rows = jnp.full((5, 1, 1, 1), 0.2)
+    return convolved(convolved(y, rows), rows.transpose(1, 0, 2, 3))
+
+
+def pooled(y):
+    """The variance under attention weights."""
+    y = y.reshape(2, -1)
+    weights = jax.nn.softmax(y)
+    return variance(lambda z: jnp.einsum("bn,bn->b", z, weights), y)
+
+
+def of_images(y):
+    """The structural similarity to the images, of Wang et al., 2004."""
+    mx, my, m = with_window(X), with_window(y), with_window
+    both = variance(m, X) + variance(m, y)
+    joint = m(X * y) - mx * my
+    ratio = (2 * mx * my + 1e-2) / (mx**2 + my**2 + 1e-2)
+    return 1 - ratio * (2 * joint + 9e-2) / (both + 9e-2)
+
+
+def together(y):
+    m, s = jnp.split(with_window(jnp.concatenate([y, jnp.square(y)])), 2)
+    return s - m * m
+
+
+MOMENTS = {
+    "similarity": of_images,
+    "a window": lambda y: variance(with_window, y),
+    "a new window": lambda y: variance(with_new_window, y),
+    "rows and columns": lambda y: variance(by_rows_and_columns, y),
+    "weights": pooled,
+    "together": together,
+    "jit": lambda y: variance(jax.jit(with_new_window), y),
+    "a window in jit": lambda y: variance(jax.jit(with_window), y),
+    "a power": lambda y: with_window(y**2) - with_window(y) ** 2,
+    "vmap": jax.vmap(lambda y: variance(with_window, y[None])),
+    "scan": lambda y: lax.map(lambda y: variance(with_window, y[None]), y),
+    "remat": jax.checkpoint(lambda y: variance(with_window, y)),
+}
+
+
+@both_dtypes
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_moments_and_what_they_send_back_are_near_those_of_float32(moment, dtype):
+    def loss(k, x):
+        return moment(x + convolved(x - 5, k, "SAME")).mean()
+
+    @jax.jit
+    def computed(k, x):
+        grad = jax.value_and_grad(loss)
+        inside = jax.value_and_grad(jaxmp.autocast(loss, dtype))
+        return grad(k, x), jaxmp.autocast(grad, dtype)(k, x), inside(k, x)
+
+    exact, *found = computed(K, X)
+    for cast in found:
+        for x, y in zip(cast, exact, strict=True):
+            assert relative_error(x, y) < 8 * float(jnp.finfo(dtype).eps)
+
+
+def test_the_audit_says_why():
+    def fun(k, x):
+        return variance(with_window, convolved(x, k))
+
+    report = jaxmp.audit(jaxmp.autocast(fun, "bfloat16"))(K, X)
+    assert "a mean, and one of squares" in str(report)
+    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
+    assert found == [{"bfloat16"}, {"float32"}, {"float32"}]
+
+
+@both_dtypes
+def test_other_products_of_squares_stay_in_16_bits(dtype):
+    w, v = normal(2, 8, 8), normal(3, 8, 8)
+
+    def loss(w, v):
+        h = jnp.square(jax.nn.relu(v @ w))  # with other weights than those of `h`
+        return jnp.square(h @ v + jnp.sqrt(h) @ w + (v * v) @ v).mean()
+
+    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
+    assert all(found == {dtype} for found in product_dtypes(grad, w, v))
