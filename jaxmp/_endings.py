@@ -13,7 +13,7 @@ from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
-from ._op_lists import DIFFERENCES, ORDERS
+from ._op_lists import DIFFERENCES, EQUALITIES, ORDERS
 from ._scopes import FLOAT32, KEPT_TO_END, Scopes, inside
 
 # What is known of a value: it is made of what a product returned, and no integer; so it
@@ -48,18 +48,22 @@ def with_endings(
 def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) -> bool:
     """Tells whether what its products return decides when ``loop`` ends."""
 
-    def through(jaxpr: Any, ins: Sequence[int], scopes: Scopes) -> list[int]:
+    def through(
+        jaxpr: Any, ins: Sequence[int], scopes: Scopes, settled: bool
+    ) -> list[int]:
         def apply(eqn: Equation, ins: list[int]) -> list[int]:
             here = scopes + _jaxpr.scope_names(eqn)
             if _jaxpr.call_kind(eqn):
-                return around(eqn, ins, inside(eqn, here))
+                return around(eqn, ins, inside(eqn, here), settled)
             if is_product(eqn, here):
                 return [_COMPUTED] * len(eqn.outvars)
             known, name = _together(ins), eqn.primitive.name
             if known & _COMPUTED and name in DIFFERENCES:
                 known |= _DIFFERS
-            given = not all(x & _COMPUTED for x in ins)
-            if known & _DIFFERS and given and name in ORDERS:
+            # With a tolerance, which may be relative; not of two scores.
+            small = len({x & _DIFFERS for x in ins}) > 1 and name in ORDERS
+            same = all(x & _COMPUTED for x in ins) and name in EQUALITIES
+            if settled and (small or same):
                 known |= _ENDS
             floats = _COMPUTED | _DIFFERS
             return [
@@ -70,16 +74,31 @@ def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) ->
             jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
         )
 
-    def around(eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
-        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
-        layout = _jaxpr.call_layout(eqn)
-        bodies = layout.bodies[_jaxpr.call_kind(eqn) == "while" :]
+    def around(
+        eqn: Equation, ins: list[int], scopes: Scopes, settled: bool
+    ) -> list[int]:
+        """Goes through what ``eqn`` holds, a loop until its trips find no more.
+
+        Args:
+            eqn: The equation.
+            ins: What is known of its inputs.
+            scopes: Named scopes around its body.
+            settled: Whether no trip finds more of what is computed, so that it is known
+                what a comparison is of.
+        """
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        bodies = layout.bodies[kind == "while" :]
+        chosen_by = ins[0] & _ENDS if kind == "cond" else 0
         while True:
             by_body = [
-                through(body.jaxpr, [ins[i] for i in body.operands], scopes)
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes, settled)
                 for body in bodies
             ]
-            outs = [*map(_together, zip(*by_body, strict=True))]
+            outs = [
+                _together(known) | chosen_by for known in zip(*by_body, strict=True)
+            ]
+            if any(_is_softmax(body.jaxpr) for body in bodies):
+                outs = [known & _COMPUTED for known in outs]
             before, ins = ins, list(ins)
             for i, out in zip(layout.fixed_in, outs, strict=False):
                 ins[i] |= out
@@ -88,10 +107,20 @@ def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) ->
 
     layout = _jaxpr.call_layout(loop)
     test = layout.bodies[0]
-    carried = around(loop, [0] * len(loop.invars), scopes)
-    given = dict(zip(layout.fixed_in, carried, strict=True))
-    (ends,) = through(test.jaxpr, [given.get(i, 0) for i in test.operands], scopes)
+    known = [0] * len(loop.invars)
+    for settled in (False, True):
+        carried = around(loop, known, scopes, settled)
+        for i, x in zip(layout.fixed_in, carried, strict=True):
+            known[i] |= x
+    ins = [known[i] for i in test.operands]
+    (ends,) = through(test.jaxpr, ins, scopes, True)
     return bool(ends & _ENDS)
+
+
+def _is_softmax(jaxpr: Any) -> bool:
+    """Whether a body is a softmax of JAX: it takes a maximum away, and is no error."""
+    name, *_ = _jaxpr.function_of(jaxpr)
+    return name in {"softmax", "_softmax", "log_softmax", "logsumexp"}
 
 
 def _together(known: Iterable[int]) -> int:

@@ -11,103 +11,121 @@ these are such means. All products with that window stay float32, and so does wh
 send back.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Literal, is_inexact
-from ._op_lists import FACTORS, VIEWS, is_square
-from ._products import PRODUCTS
-from ._scopes import FLOAT32, KEPT_FOR_MOMENTS
+from ._op_lists import FACTORS, JOINS, VIEWS, is_square
+from ._products import PRODUCTS, has_number, is_batch
+from ._scopes import FLOAT32, KEPT_FOR_MOMENTS, Scopes, is_backward
 from ._twins import twins
 
 
-def with_moments(eqns: Sequence[Equation]) -> Sequence[Equation]:
+def with_moments(eqns: Sequence[Equation], scopes: Scopes) -> Sequence[Equation]:
     """Returns the equations, those that take moments in a float32 region.
 
     Args:
         eqns: The equations of a jaxpr.
+        scopes: Named scopes around it.
     """
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
     means = {id(eqn): [*_means(eqn, made)] for eqn in eqns if _multiplies(eqn)}
-    forward = (e for e in eqns if id(e) in means and not _jaxpr.is_transposed(e))
-    pairs = [pair for eqn in forward for pair in means[id(eqn)]]
-    squares = [(root, w) for x, w in pairs if (root := _squared(x, made)) is not None]
-    if not squares:
+    pairs = [
+        (x, window, eqn)
+        for eqn in eqns
+        if id(eqn) in means and not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
+        for x, window in means[id(eqn)]
+    ]
+    if not any(_factors(x, made) for x, *_ in pairs):
         return eqns
     same = twins(eqns)  # A window may be written anew for each mean.
 
-    def alike(*atoms: Any) -> tuple[Any, ...]:
-        return tuple(
-            str(x) if isinstance(x, Literal) else same.get(x, x) for x in atoms
-        )
+    def alike(atom: Any) -> Any:
+        return str(atom) if isinstance(atom, Literal) else same.get(atom, atom)
 
-    averaged = {alike(*pair) for pair in pairs}
-    windows = {alike(w) for x, w in squares if alike(x, w) in averaged}
+    averaged = {(alike(x), alike(window)): eqn for x, window, eqn in pairs}
+    windows: set[Any] = set()
+    second: dict[Any, list[Any]] = {}  # What is averaged twice, by rows and columns.
+    for x, window, eqn in pairs:
+        factors = second.get(alike(x)) or _factors(x, made)
+        first = [averaged.get((alike(x), alike(window))) for x in factors]
+        if factors and all(first):
+            windows.add(alike(window))
+            second[alike(eqn.outvars[0])] = [e.outvars[0] for e in first if e]
 
     def in_region(eqn: Equation) -> Equation:
-        if not any(alike(w) in windows for _, w in means.get(id(eqn), ())):
+        if not any(alike(window) in windows for _, window in means.get(id(eqn), ())):
             return eqn
         return _jaxpr.in_scope(_jaxpr.in_scope(eqn, KEPT_FOR_MOMENTS), FLOAT32)
 
-    return [*map(in_region, eqns)]
+    return [*map(in_region, eqns)] if windows else eqns
 
 
 def _multiplies(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a product, or calls one and is given two arrays at most."""
+    """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
     if eqn.primitive.name in PRODUCTS:
         return True
-    if _jaxpr.call_kind(eqn) != "jit" or len(_arrays(eqn)) > 2:
+    if _jaxpr.call_kind(eqn) in (None, "while") or len(_arrays(eqn)) > 3:
         return False
-    body = _jaxpr.open_jaxpr(next(_jaxpr.sub_jaxprs(eqn)))
-    return any(map(_multiplies, body.eqns))
+    bodies = map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))
+    return any(_multiplies(inner) for body in bodies for inner in body.eqns)
 
 
 def _means(eqn: Equation, made: Mapping[Any, Equation]) -> Iterator[tuple[Any, Any]]:
     """Yields what ``eqn`` may average, and the window or the weights that it takes.
 
-    A function that has its window in it stands for that, by its name.
+    A function that has its window in it stands for that.
     """
     arrays = _arrays(eqn)
     if len(arrays) == 1 and eqn.primitive.name not in PRODUCTS:
-        name, *_ = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
-        yield from ((x, name) for x in _parts(arrays[0], made))
-    if len(arrays) == 2:
-        for x, window in (arrays, arrays[::-1]):
-            yield from ((part, _unmoved(window, made)) for part in _parts(x, made))
+        function = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
+        yield from ((x, function) for x in _parts(arrays[0], eqn, made))
+    for x, window in itertools.permutations(arrays, 2):
+        yield from ((part, _unmoved(window, made)) for part in _parts(x, eqn, made))
 
 
-def _parts(atom: Any, made: Mapping[Any, Equation]) -> Iterator[Any]:
-    """Yields what ``atom`` is put together from."""
-    atom = _unmoved(atom, made)
-    eqn = None if isinstance(atom, Literal) else made.get(atom)
-    if eqn is None or eqn.primitive.name not in VIEWS:
+def _parts(atom: Any, reader: Equation, made: Mapping[Any, Equation]) -> Iterator[Any]:
+    """Yields what ``reader`` averages of ``atom``, which may be a batch, or a sum."""
+    eqn = _made(atom, made)
+    if eqn is not None and is_batch(eqn, reader):
+        yield from (_unmoved(x, made) for x in eqn.invars)
+        return
+    rest = [_unmoved(atom, made)]
+    while rest:
+        atom = rest.pop()
+        eqn = _made(atom, made)
+        if eqn is not None and eqn.primitive.name in JOINS:
+            rest += [_unmoved(x, made) for x in eqn.invars]
         yield atom
-    else:
-        for x in _arrays(eqn):
-            yield from _parts(x, made)
+
+
+def _factors(atom: Any, made: Mapping[Any, Equation]) -> list[Any]:
+    """Returns the factors of which ``atom`` is made, entry by entry."""
+    eqn = _made(atom, made)
+    if eqn is None:
+        return []
+    if is_square(eqn):
+        return [_unmoved(eqn.invars[0], made)]
+    if eqn.primitive.name not in FACTORS or has_number(eqn):
+        return []
+    return [_unmoved(x, made) for x in eqn.invars]
 
 
 def _arrays(eqn: Equation) -> list[Any]:
     return [x for x in eqn.invars if is_inexact(x)]
 
 
-def _squared(atom: Any, made: Mapping[Any, Equation]) -> Any:
-    """Returns of what ``atom`` is the square, None if of nothing."""
-    eqn = None if isinstance(atom, Literal) else made.get(atom)
-    if eqn is None:
-        return None
-    ins = [_unmoved(x, made) for x in eqn.invars]
-    twice = eqn.primitive.name in FACTORS and ins[0] is ins[1]
-    return ins[0] if twice or is_square(eqn) else None
-
-
 def _unmoved(atom: Any, made: Mapping[Any, Equation]) -> Any:
     """Returns what ``atom`` is, before it was moved or cast."""
-    while not isinstance(atom, Literal) and (eqn := made.get(atom)) is not None:
-        if len(eqn.invars) != 1 or not (
-            eqn.primitive.name in VIEWS or _jaxpr.is_cast(eqn)
-        ):
+    while (eqn := _made(atom, made)) is not None and len(eqn.invars) == 1:
+        if eqn.primitive.name not in VIEWS and not _jaxpr.is_cast(eqn):
             break
         (atom,) = eqn.invars
     return atom
+
+
+def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
+    """Returns the equation that computes ``atom``, None if there is none."""
+    return None if isinstance(atom, Literal) else made.get(atom)

@@ -217,7 +217,9 @@ INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
 GATHERS_ROWS = frozenset({"gather"})
 LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
-REDUCES = PRODUCTS | TOTALS | {"reduce_max", "reduce_min"}
+REDUCES = PRODUCTS | TOTALS | ADDS_AT | SUMS_WINDOWS
+REDUCES |= {"reduce_max", "reduce_min", "reduce", "cumsum", "cummax", "cummin"}
+REMAINDERS = frozenset({"rem"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
 # What is known of numbers while tracing. With NumPy, because evaluating with JAX while
@@ -256,8 +258,8 @@ def is_steep_power(eqn: Equation) -> bool:
 
 def is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` squares its input, in any spelling."""
-    if is_power(eqn):
-        return eqn.params["y"] == 2
+    if is_power(eqn) or eqn.primitive.name == "pow":
+        return (eqn.params.get("y") or getattr(eqn.invars[1], "val", None)) == 2
     return eqn.primitive.name == "square" or is_steep_power(eqn)
 
 

@@ -7,6 +7,7 @@ steep function or a divisor is computed from elementwise: a probability next to 
 logarithm. Products then round it for themselves.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ._op_lists import (
     JOINS,
     NEGATES,
     REDUCES,
+    REMAINDERS,
     REVERSES,
     SCALES,
     SUMS_WINDOWS,
@@ -41,6 +43,9 @@ from ._sizes import size_of
 from ._slopes import bounded_input, exponent_of_bell, is_difference
 from ._twins import twins
 from ._uses import FOR_BACKWARD, IN_16BIT, STORED, USES, Use, Want
+
+# How many equations may be between a value and a mean of it that is taken away.
+_STEPS = 100
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
 # value on whose type alone changes, go inside, or leave it in its original dtypes.
@@ -255,6 +260,8 @@ class Plan:
         if eqn.primitive.name in JOINS:
             made = map(self._definition, eqn.invars)
             return any(one and one.primitive.name in NEGATES for one in made)
+        if eqn.primitive.name in REMAINDERS:
+            return True
         if eqn.primitive.name not in DIFFERENCES:
             return False
         value, taken = map(self._unmoved, eqn.invars)
@@ -267,9 +274,10 @@ class Plan:
         if isinstance(value, _jaxpr.Literal) or isinstance(made, _jaxpr.Literal):
             return False
         first = self._place(value)
-        parts, rest = set(), [made]
-        while rest:
-            place = self._place(rest.pop())
+        parts: set[int] = set()
+        rest = collections.deque([made])
+        while rest and len(parts) < _STEPS:
+            place = self._place(rest.popleft())
             if place > first and place not in parts:
                 parts.add(place)
                 rest.extend(self.eqns[place].invars)
@@ -294,7 +302,7 @@ class Plan:
 
         It may be most of the sum, of which somebody takes away what is as large.
         """
-        return bool(self.use(eqn.outvars[0]) & (Use.OFFSET | Use.PART))
+        return bool(self.use(eqn.outvars[0]) & Use.OFFSETS)
 
     def is_subtracted(self, eqn: Equation) -> bool:
         """Tells whether a difference is made of what ``eqn`` returns."""
@@ -440,11 +448,6 @@ class Plan:
             )
             for eqn, rule, wanted in zip(self.eqns, self.rules, self.wants, strict=True)
         )
-
-
-def has_number(eqn: Equation) -> bool:
-    """Tells whether one of the operands of ``eqn`` is one number."""
-    return any(size_of(atom.aval) == 1 for atom in eqn.invars)
 
 
 def _variables(eqn: Equation) -> list[Any]:

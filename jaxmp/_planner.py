@@ -27,6 +27,7 @@ from ._op_lists import (
     HANDS_ON,
     JOINS,
     PICKS,
+    REDUCES,
     SQUASHES,
     STARTS,
     STEEP,
@@ -38,10 +39,11 @@ from ._op_lists import (
     only_compared,
     scales_far,
 )
-from ._plan import Plan, Rule, has_number
+from ._plan import Plan, Rule
 from ._products import (
     PRODUCTS,
     has_default_precision,
+    has_number,
     is_matrix_product,
     is_resize,
     is_sent_back_by_vector,
@@ -335,18 +337,17 @@ class Planner:
         """Returns the equations of ``jaxpr`` as they are planned."""
         memo, key = self._eqns.setdefault(jaxpr, {}), self.relevant(scopes)
         if key not in memo:
-            ordered = in_order(jaxpr, scopes, self._is_product)
-            eqns = with_endings(with_moments(ordered), scopes, self._is_product)
+            eqns = with_moments(in_order(jaxpr, scopes, self._is_product), scopes)
+            eqns = with_endings(eqns, scopes, self._is_product)
             eqns, slopes = with_slopes(
                 eqns,
                 _jaxpr.open_jaxpr(jaxpr).outvars,
                 lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) != "deny",
             )
-            for slope in slopes:
-                self._slopes.add(slope.params["jaxpr"])
+            self._slopes.update(slope.params["jaxpr"] for slope in slopes)
             memo[key], split = hoisted(eqns, scopes, self._is_product)
+            self._split.update(loop.params["jaxpr"] for loop in split)
             for loop in split:
-                self._split.add(loop.params["jaxpr"])
                 self._find_factors_of(loop, scopes)
         return memo[key]
 
@@ -367,7 +368,7 @@ class Planner:
             around = inside(eqn, scopes)
             rounds = self._rounds_slope(eqn, after, scopes)
             for var, use in self._uses_inside(eqn, after.wants[-1], around):
-                yield var, use & ~(Use.DIGITS | Use.OFFSET) if rounds else use
+                yield var, use & ~(Use.DIGITS | Use.OFFSETS) if rounds else use
             if rounds and (x := after.bounded_input(eqn)) is not None:
                 yield x, Use.BOUNDED
             return
@@ -392,9 +393,8 @@ class Planner:
         if rule == "infer" and after.wants[-1] == ("stored",):
             dropped = after.drops_out(eqn)
         # A scatter takes what it adds to, the places, and the terms.
-        terms = None
-        if rule == "deny" and self._sums_up(eqn, ADDS_AT, after, scopes):
-            terms = 2
+        adds_at = rule == "deny" and self._sums_up(eqn, ADDS_AT, after, scopes)
+        terms = 2 if adds_at else None
         for i, var in enumerate(eqn.invars):
             uses = use | Use.DIGITS if i in exact else use
             if i == terms:
@@ -472,11 +472,11 @@ class Planner:
         result, name = read & Use.RESULT, eqn.primitive.name
         if after.subtracts(eqn):
             return result | Use.OFFSET
-        # What is left of a large offset is squashed; many factors make others of it.
-        mixes = name in FACTORS and not (result or has_number(eqn))
-        if not handed or name in SQUASHES or mixes:
+        # A large offset is squashed. Many factors, or neighbours, make others of it.
+        mixes = name in REDUCES or (name in FACTORS and not has_number(eqn))
+        if not handed or name in SQUASHES or (mixes and not result):
             return result
-        moved = read & (Use.OFFSET | Use.PART)
+        moved = read & Use.OFFSETS
         if name in JOINS:
             moved = Use.PART if moved & Use.OFFSET else Use.NOTHING
         return result | moved

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from ._jaxpr import Equation, frames, is_inexact
-from ._sizes import as_number
+from ._sizes import as_number, size_of
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
@@ -93,6 +93,20 @@ def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
         for x, taken in zip((lhs, rhs), contracted, strict=True)
     )
     return rows, terms, columns
+
+
+def is_batch(eqn: Equation, product: Equation) -> bool:
+    """Whether ``eqn`` puts together what ``product`` keeps apart, such as images."""
+    if eqn.primitive.name != "concatenate" or not is_convolution(product):
+        return False
+    batch, channels, *_ = product.params["dimension_numbers"].lhs_spec
+    apart = product.params["feature_group_count"] > 1
+    return eqn.params["dimension"] in ({batch, channels} if apart else {batch})
+
+
+def has_number(eqn: Equation) -> bool:
+    """Whether one of the operands of ``eqn`` is one number."""
+    return any(size_of(atom.aval) == 1 for atom in eqn.invars)
 
 
 def is_batched(eqn: Equation) -> bool:

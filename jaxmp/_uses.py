@@ -36,6 +36,7 @@ class Use:
     OFFSET = 1 << 15
     PART = 1 << 16
     EXACT = DIGITS | GATE
+    OFFSETS = OFFSET | PART
 
 
 # What a value is wanted for, by whoever decides in which dtype it is computed.

@@ -113,6 +113,7 @@ def between(z):
         "a number": lambda: z - 1000.0,
         "increments": lambda: jnp.diff(z, axis=0),
         "a fraction": lambda: z - jnp.floor(z),
+        "a remainder": lambda: z % 100,
     }
 
 
@@ -134,6 +135,8 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "mish": jax.nn.mish,
     "softplus": jax.nn.softplus,
+    "shifted softplus": lambda x: jax.nn.softplus(x) - np.log(2),
+    "less a sum of neighbours": lambda x: x - jnp.cumsum(x, 0) / 32,
     "a gate": lambda x: jax.nn.sigmoid(x) * x + (1 - jax.nn.sigmoid(x)) * x[::-1],
     "rotated": lambda x: jnp.cos(X[:, :5]) * x - jnp.sin(X[:, :5]) * x[:, ::-1],
     "a batch norm": lambda x: (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1),

@@ -71,6 +71,43 @@ def adaptive_steps(w, x):
     return lax.while_loop(lambda s: (s[0] < 1) & (s[3] < MANY), trip, state)[3]
 
 
+def until(goes_on, w, x):
+    return lax.while_loop(
+        lambda s: goes_on(s[0], s[1]) & (s[2] < MANY),
+        lambda s: (step(s[0], w, x), s[0], s[2] + 1),
+        (step(x, w, x), x, 1),
+    )[2]
+
+
+def relative(w, x):
+    def goes_on(z, before):
+        return jnp.linalg.norm(z - before) > 1e-5 * jnp.linalg.norm(z)
+
+    return until(goes_on, w, x)
+
+
+def until_close(w, x):
+    return until(lambda z, before: ~jnp.allclose(z, before, 1e-5), w, x)
+
+
+def until_equal(w, x):
+    # XLA rounds the same number in one way or another: until six digits are equal.
+    def digits(z):
+        return jnp.round(z * 1e5)
+
+    return until(lambda z, before: jnp.any(digits(z) != digits(before)), w, x)
+
+
+def in_a_branch(w, x):
+    def trip(state):
+        z, trips = state
+        new = step(z, w, x)
+        ended = jnp.abs(new - z).max() < 1e-5
+        return new, lax.cond(ended, lambda i: i + 1000, lambda i: i + 1, trips)
+
+    return lax.while_loop(lambda s: s[1] < MANY, trip, (x, 0))[1] % 1000
+
+
 def of_each(w, x):
     return jax.vmap(fixed_point, (None, 0))(w, x[:, None])
 
@@ -78,7 +115,17 @@ def of_each(w, x):
 @both_dtypes
 @pytest.mark.parametrize(
     "trips",
-    [fixed_point, fixed_point_that_says_so, residual, adaptive_steps, of_each],
+    [
+        fixed_point,
+        fixed_point_that_says_so,
+        residual,
+        adaptive_steps,
+        relative,
+        until_close,
+        until_equal,
+        in_a_branch,
+        of_each,
+    ],
 )
 def test_loops_end_after_as_many_trips(trips, dtype):
     expected = jax.jit(trips)(W, X)
@@ -122,7 +169,7 @@ def searched(w, x):
         z, live, finished = state
         z = step(z, w, x)
         score = live + z.max(-1)
-        return z, score, jnp.maximum(finished, score - 1)
+        return z, score, jnp.maximum(finished, 0.9 * score)
 
     state = x, jnp.zeros(4), jnp.full(4, -1e7)
     return lax.while_loop(lambda s: s[1].max() > s[2].min() + 9, trip, state)[1]
@@ -140,7 +187,31 @@ def stopped(w, x):
     return lax.while_loop(lambda s: s[1] < 0.5, trip, (x, jnp.float32(0)))[0]
 
 
-@pytest.mark.parametrize("fun", [counted, timed, decoded, searched, stopped])
+def confident(w, x):
+    """Ends where a softmax is sure."""
+    return lax.while_loop(
+        lambda s: jax.nn.softmax(s)[0].max() < 0.9,
+        lambda s: 2 * step(s, w, x),
+        x,
+    )
+
+
+def best(w, x):
+    """Ends where a score is no better than before."""
+
+    def trip(state):
+        z, score, _ = state
+        z = step(z, w, x)
+        return z, z.max(), score
+
+    return lax.while_loop(
+        lambda s: s[1] > s[2], trip, (x, jnp.float32(1), jnp.float32(0))
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "fun", [confident, best, counted, timed, decoded, searched, stopped]
+)
 def test_other_loops_run_in_16_bits(fun):
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), W, X)
     assert found == [{"bfloat16"}]

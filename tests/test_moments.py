@@ -38,6 +38,26 @@ def by_rows_and_columns(y):
     return convolved(convolved(y, rows), rows.transpose(1, 0, 2, 3))
 
 
+def by_two_windows(y):
+    rows, columns = jnp.full((5, 1, 1, 1), 0.2), jnp.full((1, 3, 1, 1), 1 / 3)
+    return convolved(convolved(y, rows), columns)
+
+
+def by_three_arrays(y):
+    fun = jax.jit(lambda y, window, scale: scale * convolved(y, window))
+    return fun(y, WINDOW, jnp.float32(1))
+
+
+def of_two(y):
+    m, x = with_window, jnp.square(X) / 5
+    return jnp.square(m(x * y) - m(x) * m(y) - 0.1)
+
+
+def of_a_sum(y):
+    m = with_window
+    return m(X * X + y * y) - m(X) ** 2 - m(y) ** 2
+
+
 def pooled(y):
     """The variance under attention weights."""
     y = y.reshape(2, -1)
@@ -64,6 +84,12 @@ MOMENTS = {
     "a window": lambda y: variance(with_window, y),
     "a new window": lambda y: variance(with_new_window, y),
     "rows and columns": lambda y: variance(by_rows_and_columns, y),
+    "two windows": lambda y: variance(by_two_windows, y),
+    "a covariance": of_two,
+    "a sum of squares": of_a_sum,
+    "a float power": lambda y: with_window(y**2.0) - with_window(y) ** 2,
+    "three arrays": lambda y: variance(by_three_arrays, y),
+    "a window in remat": lambda y: variance(jax.checkpoint(with_window), y),
     "weights": pooled,
     "together": together,
     "jit": lambda y: variance(jax.jit(with_new_window), y),
@@ -109,7 +135,9 @@ def test_other_products_of_squares_stay_in_16_bits(dtype):
 
     def loss(w, v):
         h = jnp.square(jax.nn.relu(v @ w))  # with other weights than those of `h`
-        return jnp.square(h @ v + jnp.sqrt(h) @ w + (v * v) @ v).mean()
+        h = jax.checkpoint(lambda h: h @ v + (h * h) @ w)(h / 8)
+        powers = jnp.concatenate([h, h * h], 1) @ jnp.concatenate([w, v])
+        return jnp.square(powers + jnp.sqrt(jnp.abs(h)) @ w + (v * v) @ v).mean()
 
     grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
     assert all(found == {dtype} for found in product_dtypes(grad, w, v))
