@@ -20,14 +20,17 @@ from ._jaxpr import Equation, Literal, is_inexact
 from ._op_lists import FACTORS, JOINS, VIEWS, is_square
 from ._products import PRODUCTS, has_number, is_batch
 from ._scopes import FLOAT32, KEPT_FOR_MOMENTS, Scopes, is_backward
-from ._twins import twins
+from ._twins import same_constants, twins
 
 
-def with_moments(eqns: Sequence[Equation], scopes: Scopes) -> Sequence[Equation]:
+def with_moments(
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes
+) -> Sequence[Equation]:
     """Returns the equations, those that take moments in a float32 region.
 
     Args:
-        eqns: The equations of a jaxpr.
+        eqns: The equations of the jaxpr.
+        jaxpr: The jaxpr, open or closed.
         scopes: Named scopes around it.
     """
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
@@ -40,7 +43,8 @@ def with_moments(eqns: Sequence[Equation], scopes: Scopes) -> Sequence[Equation]
     ]
     if not any(_factors(x, made) for x, *_ in pairs):
         return eqns
-    same = twins(eqns)  # A window may be written anew for each mean.
+    # A window may be written anew for each mean, and is, by JAX 0.8, to go back.
+    same = twins(eqns, same_constants(jaxpr))
 
     def alike(atom: Any) -> Any:
         return str(atom) if isinstance(atom, Literal) else same.get(atom, atom)
@@ -67,7 +71,9 @@ def _multiplies(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
     if eqn.primitive.name in PRODUCTS:
         return True
-    if _jaxpr.call_kind(eqn) in (None, "while") or len(_arrays(eqn)) > 3:
+    if _jaxpr.call_kind(eqn) in (None, "while") or not eqn.outvars:
+        return False
+    if len(_arrays(eqn)) > 3:
         return False
     bodies = map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))
     return any(_multiplies(inner) for body in bodies for inner in body.eqns)

@@ -337,7 +337,8 @@ class Planner:
         """Returns the equations of ``jaxpr`` as they are planned."""
         memo, key = self._eqns.setdefault(jaxpr, {}), self.relevant(scopes)
         if key not in memo:
-            eqns = with_moments(in_order(jaxpr, scopes, self._is_product), scopes)
+            eqns = in_order(jaxpr, scopes, self._is_product)
+            eqns = with_moments(eqns, jaxpr, scopes)
             eqns = with_endings(eqns, scopes, self._is_product)
             eqns, slopes = with_slopes(
                 eqns,
@@ -364,8 +365,8 @@ class Planner:
         """
         holds = eqn.primitive.name in CALLS
         boundary = holds and _jaxpr.call_kind(eqn) in _BOUNDARIES
+        around = inside(eqn, scopes) if holds else scopes
         if rule == "call" and not boundary:
-            around = inside(eqn, scopes)
             rounds = self._rounds_slope(eqn, after, scopes)
             for var, use in self._uses_inside(eqn, after.wants[-1], around):
                 yield var, use & ~(Use.DIGITS | Use.OFFSETS) if rounds else use
@@ -378,11 +379,9 @@ class Planner:
             yield x, Use.BOUNDED
         digits: set[int] = set()
         if boundary:
-            around = inside(eqn, scopes)
             digits = self._digits_inside(eqn, after.wants[-1], around)
         elif holds and not _jaxpr.takes_reference(eqn):
             # What is kept in float32 reads the digits that it would read elsewhere.
-            around = inside(eqn, scopes)
             for var, inner in self._uses_inside(eqn, after.wants[-1], around):
                 yield var, inner & Use.EXACT
         elif eqn.primitive.name in EQUALITIES and after.compares_twins(eqn):

@@ -1,18 +1,44 @@
 """Which variables are computed in the same way, in code that was written twice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._jaxpr import Equation, Literal
+import jax
+import numpy as np
+
+from ._jaxpr import Equation, Literal, closed_consts, open_jaxpr
+
+# Entries of the largest constants that are compared.
+_LARGEST = 4096
 
 
-def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
+def same_constants(jaxpr: Any) -> dict[Any, Any]:
+    """Returns for each small NumPy array that ``jaxpr`` carries the first such array.
+
+    Args:
+        jaxpr: The jaxpr, open or closed.
+    """
+    found: dict[Any, Any] = {}
+    seen: dict[Any, Any] = {}
+    consts = zip(open_jaxpr(jaxpr).constvars, closed_consts(jaxpr), strict=False)
+    for var, x in consts:
+        is_numpy = hasattr(x, "__array__") and not isinstance(x, jax.Array)
+        if is_numpy and np.size(x) <= _LARGEST:
+            x = np.asarray(x)
+            found[var] = seen.setdefault((x.shape, x.dtype, x.tobytes()), var)
+    return found
+
+
+def twins(
+    eqns: Sequence[Equation], same: Mapping[Any, Any] | None = None
+) -> dict[Any, Any]:
     """Returns for each computed variable the first that is computed in the same way.
 
     Args:
         eqns: The equations of a jaxpr.
+        same: The first of equal ones among other variables.
     """
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {**(same or {})}
     seen: dict[Any, Any] = {}
     for eqn in eqns:
         ins = (
