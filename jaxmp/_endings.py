@@ -14,7 +14,7 @@ from typing import Any
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
 from ._op_lists import DIFFERENCES, EQUALITIES, ORDERS
-from ._scopes import FLOAT32, KEPT_TO_END, Scopes, inside
+from ._scopes import KEPT_TO_END, Scopes, in_region, inside
 
 # What is known of a value: it is made of what a product returned, and no integer; so it
 # is, with a difference since, such as an error; it tells if that is within a tolerance.
@@ -34,15 +34,13 @@ def with_endings(
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
     """
 
-    def in_region(eqn: Equation) -> Equation:
+    def ends(eqn: Equation) -> bool:
         if _jaxpr.call_kind(eqn) != "while":
-            return eqn
+            return False
         around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
-        if not _ends_at_tolerance(eqn, around, is_product):
-            return eqn
-        return _jaxpr.in_scope(_jaxpr.in_scope(eqn, KEPT_TO_END), FLOAT32)
+        return _ends_at_tolerance(eqn, around, is_product)
 
-    return [*map(in_region, eqns)]
+    return [in_region(e, KEPT_TO_END) if ends(e) else e for e in eqns]
 
 
 def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) -> bool:

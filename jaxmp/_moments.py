@@ -19,7 +19,7 @@ from . import _jaxpr
 from ._jaxpr import Equation, Literal, is_inexact
 from ._op_lists import FACTORS, JOINS, VIEWS, is_square
 from ._products import PRODUCTS, has_number, is_batch
-from ._scopes import FLOAT32, KEPT_FOR_MOMENTS, Scopes, is_backward
+from ._scopes import KEPT_FOR_MOMENTS, Scopes, in_region, is_backward
 from ._twins import same_constants, twins
 
 
@@ -59,12 +59,10 @@ def with_moments(
             windows.add(alike(window))
             second[alike(eqn.outvars[0])] = [e.outvars[0] for e in first if e]
 
-    def in_region(eqn: Equation) -> Equation:
-        if not any(alike(window) in windows for _, window in means.get(id(eqn), ())):
-            return eqn
-        return _jaxpr.in_scope(_jaxpr.in_scope(eqn, KEPT_FOR_MOMENTS), FLOAT32)
+    def is_moment(eqn: Equation) -> bool:
+        return any(alike(window) in windows for _, window in means.get(id(eqn), ()))
 
-    return [*map(in_region, eqns)] if windows else eqns
+    return [in_region(e, KEPT_FOR_MOMENTS) if is_moment(e) else e for e in eqns]
 
 
 def _multiplies(eqn: Equation) -> bool:

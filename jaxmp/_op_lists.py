@@ -258,8 +258,10 @@ def is_steep_power(eqn: Equation) -> bool:
 
 def is_square(eqn: Equation) -> bool:
     """Whether ``eqn`` squares its input, in any spelling."""
-    if is_power(eqn) or eqn.primitive.name == "pow":
-        return (eqn.params.get("y") or getattr(eqn.invars[1], "val", None)) == 2
+    if is_power(eqn):
+        return eqn.params["y"] == 2
+    if eqn.primitive.name == "pow":
+        return getattr(eqn.invars[1], "val", None) == 2
     return eqn.primitive.name == "square" or is_steep_power(eqn)
 
 

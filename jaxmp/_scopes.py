@@ -56,6 +56,11 @@ def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
     return around
 
 
+def in_region(eqn: _jaxpr.Equation, reason: str) -> _jaxpr.Equation:
+    """Returns ``eqn`` in a float32 region, for a ``reason`` that the audit reads."""
+    return _jaxpr.in_scope(_jaxpr.in_scope(eqn, reason), FLOAT32)
+
+
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
     """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
     if BACKWARD not in scopes and not _jaxpr.is_transposed(eqn):

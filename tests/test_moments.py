@@ -141,3 +141,13 @@ def test_other_products_of_squares_stay_in_16_bits(dtype):
 
     grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
     assert all(found == {dtype} for found in product_dtypes(grad, w, v))
+
+
+def test_a_power_of_zero_is_no_square():
+    def loss(w):
+        return (lax.integer_pow(w, 0) @ w + w @ w).sum()
+
+    w = normal(4, 4, 4)
+    found = product_dtypes(jaxmp.autocast(jax.grad(loss), "bfloat16"), w)
+    assert found
+    assert all(dtypes == {"bfloat16"} for dtypes in found)
