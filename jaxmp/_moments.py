@@ -12,12 +12,13 @@ send back.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import _jaxpr
+from ._definitions import definitions_of, unmoved
 from ._jaxpr import Equation, Literal, is_inexact
-from ._op_lists import FACTORS, JOINS, VIEWS, is_square
+from ._op_lists import FACTORS, JOINS, Definition, is_square
 from ._products import PRODUCTS, has_number, is_batch
 from ._scopes import KEPT_FOR_MOMENTS, Scopes, in_region, is_backward
 from ._twins import same_constants, twins
@@ -33,15 +34,15 @@ def with_moments(
         jaxpr: The jaxpr, open or closed.
         scopes: Named scopes around it.
     """
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
-    means = {id(eqn): [*_means(eqn, made)] for eqn in eqns if _multiplies(eqn)}
+    definition = definitions_of(eqns)
+    means = {id(eqn): [*_means(eqn, definition)] for eqn in eqns if _multiplies(eqn)}
     pairs = [
         (x, window, eqn)
         for eqn in eqns
         if id(eqn) in means and not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
         for x, window in means[id(eqn)]
     ]
-    if not any(_factors(x, made) for x, *_ in pairs):
+    if not any(_factors(x, definition) for x, *_ in pairs):
         return eqns
     # A window may be written anew for each mean, and is, by JAX 0.8, to go back.
     same = twins(eqns, same_constants(jaxpr))
@@ -53,7 +54,7 @@ def with_moments(
     windows: set[Any] = set()
     second: dict[Any, list[Any]] = {}  # What is averaged twice, by rows and columns.
     for x, window, eqn in pairs:
-        factors = second.get(alike(x)) or _factors(x, made)
+        factors = second.get(alike(x)) or _factors(x, definition)
         first = [averaged.get((alike(x), alike(window))) for x in factors]
         if factors and all(first):
             windows.add(alike(window))
@@ -77,7 +78,7 @@ def _multiplies(eqn: Equation) -> bool:
     return any(_multiplies(inner) for body in bodies for inner in body.eqns)
 
 
-def _means(eqn: Equation, made: Mapping[Any, Equation]) -> Iterator[tuple[Any, Any]]:
+def _means(eqn: Equation, definition: Definition) -> Iterator[tuple[Any, Any]]:
     """Yields what ``eqn`` may average, and the window or the weights that it takes.
 
     A function that has its window in it stands for that.
@@ -85,51 +86,38 @@ def _means(eqn: Equation, made: Mapping[Any, Equation]) -> Iterator[tuple[Any, A
     arrays = _arrays(eqn)
     if len(arrays) == 1 and eqn.primitive.name not in PRODUCTS:
         function = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
-        yield from ((x, function) for x in _parts(arrays[0], eqn, made))
+        yield from ((x, function) for x in _parts(arrays[0], eqn, definition))
     for x, window in itertools.permutations(arrays, 2):
-        yield from ((part, _unmoved(window, made)) for part in _parts(x, eqn, made))
+        window = unmoved(window, definition)
+        yield from ((part, window) for part in _parts(x, eqn, definition))
 
 
-def _parts(atom: Any, reader: Equation, made: Mapping[Any, Equation]) -> Iterator[Any]:
+def _parts(atom: Any, reader: Equation, definition: Definition) -> Iterator[Any]:
     """Yields what ``reader`` averages of ``atom``, which may be a batch, or a sum."""
-    eqn = _made(atom, made)
+    eqn = definition(atom)
     if eqn is not None and is_batch(eqn, reader):
-        yield from (_unmoved(x, made) for x in eqn.invars)
+        yield from (unmoved(x, definition) for x in eqn.invars)
         return
-    rest = [_unmoved(atom, made)]
+    rest = [unmoved(atom, definition)]
     while rest:
         atom = rest.pop()
-        eqn = _made(atom, made)
+        eqn = definition(atom)
         if eqn is not None and eqn.primitive.name in JOINS:
-            rest += [_unmoved(x, made) for x in eqn.invars]
+            rest += [unmoved(x, definition) for x in eqn.invars]
         yield atom
 
 
-def _factors(atom: Any, made: Mapping[Any, Equation]) -> list[Any]:
+def _factors(atom: Any, definition: Definition) -> list[Any]:
     """Returns the factors of which ``atom`` is made, entry by entry."""
-    eqn = _made(atom, made)
+    eqn = definition(atom)
     if eqn is None:
         return []
     if is_square(eqn):
-        return [_unmoved(eqn.invars[0], made)]
+        return [unmoved(eqn.invars[0], definition)]
     if eqn.primitive.name not in FACTORS or has_number(eqn):
         return []
-    return [_unmoved(x, made) for x in eqn.invars]
+    return [unmoved(x, definition) for x in eqn.invars]
 
 
 def _arrays(eqn: Equation) -> list[Any]:
     return [x for x in eqn.invars if is_inexact(x)]
-
-
-def _unmoved(atom: Any, made: Mapping[Any, Equation]) -> Any:
-    """Returns what ``atom`` is, before it was moved or cast."""
-    while (eqn := _made(atom, made)) is not None and len(eqn.invars) == 1:
-        if eqn.primitive.name not in VIEWS and not _jaxpr.is_cast(eqn):
-            break
-        (atom,) = eqn.invars
-    return atom
-
-
-def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
-    """Returns the equation that computes ``atom``, None if there is none."""
-    return None if isinstance(atom, Literal) else made.get(atom)

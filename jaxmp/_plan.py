@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from . import _jaxpr
+from ._definitions import unmoved
 from ._jaxpr import Equation, is_float32
 from ._norms import is_normed
 from ._op_lists import (
@@ -264,7 +265,7 @@ class Plan:
             return True
         if eqn.primitive.name not in DIFFERENCES:
             return False
-        value, taken = map(self._unmoved, eqn.invars)
+        value, taken = (unmoved(x, self._definition) for x in eqn.invars)
         if isinstance(taken, _jaxpr.Literal):
             return taken.val != 0
         return not self._reduces(value, taken)
@@ -288,14 +289,6 @@ class Plan:
             if read:
                 found |= dict.fromkeys(eqn.outvars, any(read) or _reduces(eqn))
         return found.get(made, False)
-
-    def _unmoved(self, atom: Any) -> Any:
-        """Returns what ``atom`` is, before it was moved."""
-        while (eqn := self._definition(atom)) is not None:
-            if eqn.primitive.name not in VIEWS or len(eqn.invars) != 1:
-                break
-            (atom,) = eqn.invars
-        return atom
 
     def keeps_offset(self, eqn: Equation) -> bool:
         """Tells whether what was given keeps its digits where ``eqn`` adds it.

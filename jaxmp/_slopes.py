@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from . import _jaxpr
+from ._definitions import definitions_of
 from ._jaxpr import Equation, Literal, Var, is_float32
 from ._op_lists import (
     ABOVE,
@@ -111,9 +112,8 @@ def is_difference(atom: Any, definition: Definition) -> bool:
     if eqn is None or _jaxpr.call_kind(eqn) != "jit":
         return eqn is not None and eqn.primitive.name in DIFFERENCES
     body = _jaxpr.open_jaxpr(next(_jaxpr.sub_jaxprs(eqn)))
-    made = {var: inner for inner in body.eqns for var in inner.outvars}
     result = body.outvars[eqn.outvars.index(atom)]
-    return is_difference(result, lambda atom: _made(atom, made))
+    return is_difference(result, definitions_of(body.eqns))
 
 
 def _is_softplus(eqn: Equation) -> bool:
@@ -159,8 +159,8 @@ def with_slopes(
     eqns = _with_sigmoids(eqns, returned, is_free)
     if not any(eqn.primitive.name in TANHS for eqn in eqns):
         return eqns, []
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
-    gradients = [found for eqn in eqns if (found := _gradient(eqn, made))]
+    definition = definitions_of(eqns)
+    gradients = [found for eqn in eqns if (found := _gradient(eqn, definition))]
     if not gradients:
         return eqns, []
     readers = _readers(eqns, returned)
@@ -196,13 +196,14 @@ def _with_sigmoids(
     is_free: Callable[[Equation], bool],
 ) -> Sequence[Equation]:
     """Returns equations in which the slope of a softplus is a logistic function."""
-    found = {eqn.outvars[0]: eqn for eqn in eqns if _is_softplus(eqn) and is_free(eqn)}
+    found = [eqn for eqn in eqns if _is_softplus(eqn) and is_free(eqn)]
     if not found:
         return eqns
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    definition, softplus_of = definitions_of(eqns), definitions_of(found)
     # What the exponentials were computed from would pass for readers of the softplus.
     read, live = {id(atom) for atom in returned}, []
-    for eqn in reversed([_sigmoid(eqn, made, found) or eqn for eqn in eqns]):
+    written = [_sigmoid(eqn, definition, softplus_of) or eqn for eqn in eqns]
+    for eqn in reversed(written):
         if eqn.effects or not read.isdisjoint(map(id, eqn.outvars)):
             live.append(eqn)
             read.update(map(id, eqn.invars))
@@ -210,14 +211,14 @@ def _with_sigmoids(
 
 
 def _sigmoid(
-    eqn: Equation, made: Mapping[Any, Equation], found: Mapping[Any, Equation]
+    eqn: Equation, definition: Definition, softplus_of: Definition
 ) -> Equation | None:
     """Returns what computes the slope that ``eqn`` does, by ``x`` or by the zero."""
-    less = _made(eqn.invars[0], made) if eqn.primitive.name in EXPONENTIALS else None
+    less = definition(eqn.invars[0]) if eqn.primitive.name in EXPONENTIALS else None
     if less is None or less.primitive.name not in DIFFERENCES:
         return None
-    x, y = (_finite(atom, made) for atom in less.invars)
-    softplus = _made(y, found)
+    x, y = (_finite(atom, definition) for atom in less.invars)
+    softplus = softplus_of(y)
     zero = _is_number(x, 0)
     if softplus is None or not (zero or x is softplus.invars[0]):
         return None
@@ -225,20 +226,20 @@ def _sigmoid(
     return _computed(fun, softplus.invars[0], eqn.outvars[0], eqn)
 
 
-def _finite(atom: Any, made: Mapping[Any, Equation]) -> Any:
+def _finite(atom: Any, definition: Definition) -> Any:
     """Returns ``atom``, or that of which JAX takes zero in its place if infinite."""
-    chosen = _made(atom, made)
+    chosen = definition(atom)
     if chosen is None or chosen.primitive.name not in SELECTS:
         return atom
     where, finite, _ = chosen.invars
-    test = _made(where, made)
+    test = definition(where)
     if test is None or not tests_equal(test) or not _is_number(test.invars[1], np.inf):
         return atom
     tested = test.invars[0]
     return finite if tested is finite or isinstance(tested, Literal) else atom
 
 
-def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
+def _gradient(eqn: Equation, definition: Definition) -> _Gradient | None:
     """Returns the gradient of a `tanh` that ``eqn`` ends, None if it ends none.
 
     Of ``y`` and for ``g`` that is ``s = g * (1 - y)`` and then ``s + s * y``, or in
@@ -247,7 +248,7 @@ def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
     name = eqn.primitive.name
     if name not in FACTORS and name not in ADDS_UP:
         return None
-    ins = [_made(x, made) for x in eqn.invars]
+    ins = [definition(x) for x in eqn.invars]
     if name in FACTORS:
         slope = ins[1]
         if slope is None or slope.primitive.name not in ONE_MINUS_SQUARE:
@@ -260,17 +261,13 @@ def _gradient(eqn: Equation, made: Mapping[Any, Equation]) -> _Gradient | None:
         parts = [times, rest, eqn]
         if times.primitive.name not in FACTORS or rest.primitive.name not in FACTORS:
             return None
-        y, slope = rest.invars[1], _made(times.invars[1], made)
+        y, slope = rest.invars[1], definition(times.invars[1])
         if slope is None or not _is_one_minus(y, slope):
             return None
-    tanh = _made(y, made)
+    tanh = definition(y)
     if tanh is None or tanh.primitive.name not in TANHS:
         return None
     return _Gradient(tanh, slope, parts, times)
-
-
-def _made(atom: Any, made: Mapping[Any, Equation]) -> Equation | None:
-    return None if isinstance(atom, Literal) else made.get(atom)
 
 
 def _is_one_minus(y: Any, eqn: Equation) -> bool:
