@@ -106,10 +106,22 @@ def rest_is_evidence(cases, *usual):
     ]
 
 
+# For sweeps over many programs, whose law does not depend on the dtype.
+usually_bfloat16 = pytest.mark.parametrize(
+    "dtype",
+    rest_is_evidence({"bfloat16": "bfloat16", "float16": "float16"}, "bfloat16"),
+)
+
+
 def normal(seed, *shape, scale=1.0):
     """Draws normal numbers, without a program that would have to be compiled."""
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
     return jax.device_put(np.float32(scale) * numbers)  # `asarray` is a program
+
+
+def at_once(*funs):
+    """Compiles functions of the same arguments as one program."""
+    return jax.jit(lambda *args: [fun(*args) for fun in funs])
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
-from conftest import normal
+from conftest import normal, usually_bfloat16
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
 W = normal(2, 12, 5, scale=0.2)
@@ -79,7 +79,7 @@ LOSSES = {
 }
 
 
-@both_dtypes
+@usually_bfloat16
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
     grad, inside = jax.value_and_grad(loss), jaxmp.autocast(loss, dtype)
@@ -115,7 +115,7 @@ def between(z):
     }
 
 
-@both_dtypes
+@usually_bfloat16
 @pytest.mark.parametrize("name", between(None))
 def test_what_is_added_for_the_next_layer_keeps_its_digits(name, dtype):
     def fun(w, mean):
@@ -140,7 +140,7 @@ ACTIVATIONS = {
 }
 
 
-@both_dtypes
+@usually_bfloat16
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_bias_under_an_activation_joins_16_bits(name, dtype):
     """Also where the derivative of the activation is a difference."""
