@@ -55,12 +55,12 @@ def equations(fun, *args):
 
 @both_dtypes
 @pytest.mark.parametrize(
-    "activation", rest_is_evidence(ACTIVATIONS, "relu", "exact gelu", "dropout")
+    "activation", rest_is_evidence(ACTIVATIONS, "relu", "exact gelu")
 )
 def test_gradients_behind_norms_are_as_near_as_in_16_bits(activation, dtype):
     grad = jax.grad(network(activation, True), (0, 1))
     seeds = 16
-    w, v = normal(3, 4, seeds, 8, 8, scale=0.3), normal(4, 4, seeds, 8)
+    w, v = normal(3, 3, seeds, 8, 8, scale=0.3), normal(4, 3, seeds, 8)
     args = [*w], [*v], normal(5, seeds, 16, 8)
 
     @jax.jit
