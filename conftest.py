@@ -84,8 +84,9 @@ LONGEST = (
 
 
 def pytest_collection_finish():
-    """Lets the garbage collector pass over what is imported by now."""
+    """Lets the garbage collector pass over what is imported by now, and run less."""
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 def pytest_collection_modifyitems(items):
