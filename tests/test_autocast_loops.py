@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import rest_is_evidence
+from conftest import at_once, normal, rest_is_evidence
 from jaxmp import _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
@@ -123,8 +123,8 @@ def test_a_loop_of_a_gradient_is_given_rounded_weights(name):
 )
 def test_the_gradient_of_a_loop_is_that_of_float32(name):
     grad = gradient_of(name)
-    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 4e-3
+    both = at_once(jaxmp.autocast(grad, F16), grad)((W, U), XS)
+    assert relative_error(*both) < 4e-3
 
 
 def test_a_state_that_adds_up_and_the_sums_of_gradients_stay_float32():
@@ -140,8 +140,8 @@ def test_a_state_that_adds_up_and_the_sums_of_gradients_stay_float32():
         assert {v.aval.dtype for v in eqn.invars[:consts]} == {BF16}
         carried = eqn.invars[consts:][:carries]
         assert {v.aval.dtype for v in carried} == {SINGLE}
-    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.02
+    both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), XS)
+    assert relative_error(*both) < 0.02
 
 
 def test_over_thousands_of_steps_a_gradient_adds_up_in_float32():
@@ -151,8 +151,8 @@ def test_over_thousands_of_steps_a_gradient_adds_up_in_float32():
     xs = 1e-3 * (1 + jax.random.uniform(jax.random.key(0), (4096, 2, 8)))
     grad = jax.grad(loss)
     assert roundings(jaxmp.autocast(grad, F16), W, xs)[0] == [False]
-    found = jax.jit(jaxmp.autocast(grad, F16))(W, xs)
-    assert relative_error(found, jax.jit(grad)(W, xs)) < 1e-4
+    both = at_once(jaxmp.autocast(grad, F16), grad)(W, xs)
+    assert relative_error(*both) < 1e-4
 
 
 def residuals(w, x, xs):
@@ -206,9 +206,10 @@ def test_what_every_trip_sends_back_adds_up_in_float32(fun):
     xs = 1 + jax.random.uniform(jax.random.key(1), (1024, 2, 8))
 
     def grad(fun):
-        return jax.jit(jax.grad(lambda w: fun(w, xs[0], xs).sum()))(W)
+        return jax.grad(lambda w: fun(w, xs[0], xs).sum())
 
-    assert relative_error(grad(jaxmp.autocast(fun, BF16)), grad(fun)) < 0.02
+    both = at_once(grad(jaxmp.autocast(fun, BF16)), grad(fun))(W)
+    assert relative_error(*both) < 0.02
 
 
 def test_what_a_scan_is_given_stays_what_it_is_when_it_is_differentiated():
@@ -225,12 +226,10 @@ def test_what_a_scan_is_given_stays_what_it_is_when_it_is_differentiated():
         return total + totals.mean()
 
     args = W, U, jax.random.key(0), XS
-    expected = jax.jit(jax.grad(loss))(*args)
-    for grad in (
-        jax.grad(jaxmp.autocast(loss, BF16)),
-        jaxmp.autocast(jax.grad(loss), BF16),
-    ):
-        assert relative_error(jax.jit(grad)(*args), expected) < 0.02
+    grad = jax.grad(loss)
+    casts = jax.grad(jaxmp.autocast(loss, BF16)), jaxmp.autocast(grad, BF16)
+    expected, *found = at_once(grad, *casts)(*args)
+    assert all(relative_error(one, expected) < 0.02 for one in found)
 
 
 def test_a_long_memory_keeps_the_digits_that_16_bits_have_not():
@@ -246,11 +245,13 @@ def test_a_long_memory_keeps_the_digits_that_16_bits_have_not():
         states = lax.scan(step, jnp.zeros_like(xs[0]), (decays, entries))[1]
         return ((states @ w) ** 2).mean().astype(jnp.float32)
 
-    xs = jax.random.normal(jax.random.key(3), (128, 4, 8))
     grad = jax.grad(loss)
-    expected = jax.jit(grad)((W, U), xs)
-    native = jax.jit(grad)((W, U), xs.astype(BF16))
-    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), xs)
+
+    def in_16_bits(weights, xs):
+        return grad(weights, xs.astype(BF16))
+
+    forms = grad, in_16_bits, jaxmp.autocast(grad, BF16)
+    expected, native, found = at_once(*forms)((W, U), normal(3, 128, 4, 8))
     assert relative_error(native, expected) > 0.02
     assert relative_error(found, expected) < 0.01
 
@@ -271,7 +272,7 @@ def test_a_while_that_nothing_differentiates_is_given_rounded_weights():
     casts, products = roundings(jaxmp.autocast(generated, BF16), *args)
     assert casts == [False, False]
     assert products == [True, True]
-    found, expected = jax.jit(jaxmp.autocast(generated, BF16))(*args), generated(*args)
+    found, expected = at_once(jaxmp.autocast(generated, BF16), generated)(*args)
     assert found[0] == expected[0]
     np.testing.assert_allclose(found[1], expected[1], atol=0.02)
 
@@ -283,19 +284,20 @@ def test_a_while_has_its_derivative_forward():
         )
         return state[1]
 
-    found = jax.jit(jax.jacfwd(jaxmp.autocast(fun, F16)))(W)
-    assert relative_error(found, jax.jit(jax.jacfwd(fun))(W)) < 4e-3
+    both = at_once(jax.jacfwd(jaxmp.autocast(fun, F16)), jax.jacfwd(fun))(W)
+    assert relative_error(*both) < 4e-3
 
 
 def test_a_gradient_of_a_recurrence_may_be_differentiated_again():
     def loss(w):
         return (recurrent(w, U, XS) ** 2).mean()
 
-    def twice(cast):
-        return jax.jit(jax.grad(lambda w: (cast(jax.grad(loss))(w) ** 2).sum()))(W)
+    def again(grad):
+        return jax.grad(lambda w: (grad(w) ** 2).sum())
 
-    found = twice(lambda grad: jaxmp.autocast(grad, BF16))
-    assert relative_error(found, twice(lambda grad: grad)) < 0.03
+    grad = jax.grad(loss)
+    both = at_once(again(jaxmp.autocast(grad, BF16)), again(grad))(W)
+    assert relative_error(*both) < 0.03
 
 
 # The backward pass inside of what holds jaxprs.
@@ -333,7 +335,7 @@ def test_the_backward_pass_reads_a_softmax_in_16_bits_wherever_it_is(name):
     stacked = [v.aval for e in eqns for v in e.outvars if v.aval.shape == (2, 4, 4)]
     assert all(aval.dtype == F16 for aval in stacked)
     assert bool(stacked) == (name in ("scan", "scan of jit", "remat of scan"))
-    assert relative_error(jax.jit(cast)(XS[0]), jax.jit(grad)(XS[0])) < 4e-3
+    assert relative_error(*at_once(cast, grad)(XS[0])) < 4e-3
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])
@@ -344,10 +346,10 @@ def test_what_rounding_leaves_of_the_sums_is_taken_out_in_a_loop_too(wrap):
 
         return lax.scan(step, 0.0, scores)[0]
 
-    scores = jax.random.normal(jax.random.key(2), (2, 4, 8))
-    cast = jaxmp.autocast(jax.grad(loss), BF16)
-    found = jax.jit(cast)(scores, W**2)
-    assert relative_error(found, jax.jit(jax.grad(loss))(scores, W**2)) < 0.02
+    grad = jax.grad(loss)
+    both = at_once(jaxmp.autocast(grad, BF16), grad)
+    found, expected = both(normal(2, 2, 4, 8), W**2)
+    assert relative_error(found, expected) < 0.02
     assert abs(found.sum(-1)).max() < 1e-5 * abs(found).max()
 
 
@@ -446,8 +448,7 @@ def test_what_only_products_read_of_a_scan_is_stacked_in_16_bits(order):
         "outside": jaxmp.autocast(grad, BF16),
         "inside": jax.grad(jaxmp.autocast(plain, BF16)),
     }[order]
-    expected = jax.jit(grad)((W, U), XS)
-    assert relative_error(jax.jit(cast)((W, U), XS), expected) < 0.01
+    assert relative_error(*at_once(cast, grad)((W, U), XS)) < 0.01
 
 
 @pytest.mark.evidence
@@ -481,9 +482,8 @@ def test_gradients_of_recurrent_layers_are_nearer_than_those_of_flax(cell, dtype
 def test_what_multiplies_the_carried_gradient_in_each_trip_keeps_its_digits(wrap):
     xs = jnp.concatenate([jax.random.normal(jax.random.key(4), (32, 4, 8))] * 8)
     grad = jax.grad(loss_of(wrap(decayed)))
-    expected = jax.jit(grad)((W, U), xs)
-    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), xs)
-    assert relative_error(found, expected) < 0.006
+    both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), xs)
+    assert relative_error(*both) < 0.006
     decays = [
         kinds.count(SINGLE) for kinds in stacks(jaxmp.autocast(grad, BF16), (W, U), xs)
     ]
@@ -503,11 +503,11 @@ def test_a_decay_of_a_loop_written_out_in_a_trip_has_all_its_digits():
         return lax.scan(step, 0.0, xs)[0]
 
     grad = jax.grad(loss)
-    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.01
+    both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), XS)
+    assert relative_error(*both) < 0.01
 
 
 def test_what_may_leave_the_range_of_float16_is_stacked_in_float32():
     grad = jax.grad(loss_of(grows))
-    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 4e-3
+    both = at_once(jaxmp.autocast(grad, F16), grad)((W, U), XS)
+    assert relative_error(*both) < 4e-3

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import normal, rest_is_evidence
+from conftest import at_once, normal, rest_is_evidence
 from jaxmp._values import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
@@ -87,7 +87,7 @@ def test_what_a_product_takes_is_moved_in_16_bits_and_is_the_same_number(name):
 
     cast = jaxmp.autocast(fun, HALF)
     assert dtypes_of(name, cast, W, X) == {HALF}
-    got, expected = jax.jit(cast)(W, X), jax.jit(at_the_product)(W, X)
+    got, expected = at_once(cast, at_the_product)(W, X)
     np.testing.assert_allclose(got, expected.astype(jnp.float32), rtol=2**-7, atol=0.01)
 
 
@@ -197,7 +197,7 @@ def test_a_kernel_is_reversed_in_16_bits_for_the_gradient_of_an_input(options, o
 
     grad = ORDERS[order](loss, HALF)
     assert dtypes_of("rev", grad, image) == {HALF}
-    assert error(jax.jit(grad)(image), jax.jit(jax.grad(loss))(image)) < 2**-7
+    assert error(*at_once(grad, jax.grad(loss))(image)) < 2**-7
 
 
 def test_a_reversed_weight_keeps_its_digits_for_others():
@@ -248,9 +248,13 @@ def test_what_is_pooled_and_handed_on_is_stored_in_16_bits(dtype):
     for fun in (alone, grad):
         assert not firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X)
     grad = jax.grad(lambda w, x: (skipped(w, x) ** 2).sum())
-    for order in ORDERS.values():
-        got = jax.jit(order(lambda w, x: (skipped(w, x) ** 2).sum(), dtype))(W, X)
-        assert error(got, jax.jit(grad)(W, X)) < 8 * float(jnp.finfo(dtype).eps)
+    casts = [
+        order(lambda w, x: (skipped(w, x) ** 2).sum(), dtype)
+        for order in ORDERS.values()
+    ]
+    expected, *found = at_once(grad, *casts)(W, X)
+    for got in found:
+        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
@@ -265,9 +269,9 @@ def test_what_was_pooled_is_stored_in_16_bits_for_all_its_readers(dtype):
     found = firmly_rounded_in(jaxmp.autocast(residual, dtype), W, X)
     assert found == [HALF] * (dtype == HALF)
     assert not firmly_rounded_in(jaxmp.autocast(alone, dtype), W, X)
-    expected = jax.jit(jax.grad(residual))(W, X)
-    for order in ORDERS.values():
-        got = jax.jit(order(residual, dtype))(W, X)
+    casts = [order(residual, dtype) for order in ORDERS.values()]
+    expected, *found = at_once(jax.grad(residual), *casts)(W, X)
+    for got in found:
         assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
 
 
@@ -280,8 +284,8 @@ def test_the_gradient_of_pooling_follows_its_inputs(dtype):
 
     grad = jaxmp.autocast(jax.grad(loss), dtype)
     assert dtypes_of("select_and_scatter_add", grad, W, X) == {np.dtype(dtype)}
-    expected = jax.jit(jax.grad(loss))(W, X)
-    assert error(jax.jit(grad)(W, X), expected) < 16 * jnp.finfo(dtype).eps
+    found, expected = at_once(grad, jax.grad(loss))(W, X)
+    assert error(found, expected) < 16 * jnp.finfo(dtype).eps
 
 
 def greatest(h):
@@ -309,8 +313,7 @@ def check_search(search, order, inner):
     def loss(w, x):
         return ((search(inner(w, x)) @ w) ** 2).sum()
 
-    expected = jax.jit(jax.grad(loss))(W, X)
-    found = jax.jit(ORDERS[order](loss, HALF))(W, X)
+    expected, found = at_once(jax.grad(loss), ORDERS[order](loss, HALF))(W, X)
     assert error(found, expected) < 0.1
 
 
@@ -379,8 +382,8 @@ SEEN = {
 )
 def test_who_computes_with_what_was_chosen_sees_its_digits(loss, dtype, order):
     x = abs(X) + 0.1
-    expected = jax.jit(jax.grad(loss))(W, x)
-    assert error(jax.jit(ORDERS[order](loss, dtype))(W, x), expected) < 0.02
+    expected, found = at_once(jax.grad(loss), ORDERS[order](loss, dtype))(W, x)
+    assert error(found, expected) < 0.02
 
 
 def test_the_gradient_of_what_a_loop_reads_adds_up_in_float32():
@@ -390,9 +393,9 @@ def test_the_gradient_of_what_a_loop_reads_adds_up_in_float32():
 
     a, b = jnp.ones((8, 2)) / 4, jnp.ones((2, 8)) / 4
     xs = jnp.ones((2000, 1, 8))
-    expected = jax.jit(jax.grad(loss))(a, b, xs)
-    for order in ORDERS.values():
-        assert error(jax.jit(order(loss, HALF))(a, b, xs), expected) < 0.02
+    casts = [order(loss, HALF) for order in ORDERS.values()]
+    expected, *found = at_once(jax.grad(loss), *casts)(a, b, xs)
+    assert all(error(grad, expected) < 0.02 for grad in found)
 
 
 # The softmax.
@@ -414,11 +417,11 @@ def by_hand(s):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
 def test_the_backward_pass_reads_a_softmax_as_the_product_takes_it(dtype):
-    cast = jaxmp.autocast(attention(jax.nn.softmax), dtype)
+    plain = attention(jax.nn.softmax)
+    cast = jaxmp.autocast(plain, dtype)
     kept = dtypes_of("optimization_barrier", cast, Q, Q, V)
     assert kept == {np.dtype(dtype)}
-    loss, grads = jax.jit(cast)(Q, Q, V)
-    exact, expected = jax.jit(attention(jax.nn.softmax))(Q, Q, V)
+    (loss, grads), (exact, expected) = at_once(cast, plain)(Q, Q, V)
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(loss, exact, rtol=2 * eps)
     for found, grad in zip(grads, expected, strict=True):
@@ -457,9 +460,8 @@ def test_a_softmax_is_kept_in_16_bits_through_dropout(drop, dtype):
     cast = jaxmp.autocast(loss, dtype)
     assert dtypes_of("optimization_barrier", cast, Q, Q, V) == {np.dtype(dtype)}
     # 0.9 is no 16-bit number: what is kept is divided in float32.
-    np.testing.assert_allclose(
-        jax.jit(cast)(Q, Q, V)[0], jax.jit(loss)(Q, Q, V)[0], rtol=jnp.finfo(dtype).eps
-    )
+    (found, _), (expected, _) = at_once(cast, loss)(Q, Q, V)
+    np.testing.assert_allclose(found, expected, rtol=jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -478,13 +480,12 @@ def test_attention_with_dropout_is_nearer_than_that_of_flax(order, dtype):
         )
         return (out.astype(jnp.float32) ** 2).sum()
 
-    def in_16_bits(q):
-        return loss(*(x.astype(dtype) for x in (q, k, v)))
+    def in_16_bits(*args):
+        return loss(*(x.astype(dtype) for x in args))
 
-    q, k, v = normal(0, 3, 2, 8, 4, 8)
-    grad = jax.jit(jax.grad(loss))(q, k, v)
-    found = jax.jit(order(loss, dtype))(q, k, v)
-    assert error(found, grad) < error(jax.jit(jax.grad(in_16_bits))(q), grad)
+    forms = order(loss, dtype), jax.grad(in_16_bits), jax.grad(loss)
+    found, own, exact = at_once(*forms)(*normal(0, 3, 2, 8, 4, 8))
+    assert error(found, exact) < error(own, exact)
 
 
 def test_a_softmax_over_very_many_is_finite():
@@ -528,8 +529,7 @@ def test_an_exact_gelu_is_differentiated_where_it_was_rounded(gelu, dtype):
     cast = jaxmp.autocast(grad(gelu), dtype)
     products = [e for e in traced(cast, W, X) if e.primitive.name == "dot_general"]
     assert products[0].outvars[0].aval.dtype == dtype
-    exact, expected = jax.jit(grad(gelu))(W, X)
-    loss, found = jax.jit(cast)(W, X)
+    (exact, expected), (loss, found) = at_once(grad(gelu), cast)(W, X)
     eps = jnp.finfo(dtype).eps
     assert abs(loss - exact) < 8 * eps * abs(exact)
     assert error(found, expected) < 2 * eps
@@ -628,8 +628,8 @@ def test_cotangents_of_a_stream_add_up_in_float32_and_are_stored_in_16_bits(dtyp
         assert {var.aval.dtype for var in total.invars} == {SINGLE}
         assert rounding.outvars[0].aval.dtype == dtype
         assert {"dot_general", "convert_element_type"} <= readers  # that widens it
-    expected = jax.jit(jax.grad(residual, (0, 1, 2)))(WS, BS, X)
-    for found, grad in zip(jax.jit(cast)(WS, BS, X), expected, strict=True):
+    both = at_once(cast, jax.grad(residual, (0, 1, 2)))(WS, BS, X)
+    for found, grad in zip(*both, strict=True):
         assert error(found, grad) < 4 * float(jnp.finfo(dtype).eps)
 
 
@@ -684,8 +684,8 @@ def test_a_rematerialised_function_keeps_the_same(looped):
     kept = sums_kept(cast, WS, BS, X)
     bodies = 1 if looped else len(WS)
     assert [total.primitive.name for _, total, _ in kept].count("div") == bodies
-    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(WS, BS, X)
-    for found, grad in zip(jax.jit(cast)(WS, BS, X), expected, strict=True):
+    both = at_once(cast, jax.grad(loss, (0, 1, 2)))(WS, BS, X)
+    for found, grad in zip(*both, strict=True):
         assert error(found, grad) < 16 * float(jnp.finfo(HALF).eps)
 
 
@@ -762,8 +762,8 @@ def test_the_gradient_of_a_bias_sums_what_the_product_takes(loss, dtype):
     rounded = made_by("select_n", {*widened})
     assert rounded
     assert {var.aval.dtype for var in rounded} == {np.dtype(dtype)}
-    expected = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
-    for found, grad in zip(jax.jit(cast)(*args), expected, strict=True):
+    both = at_once(cast, jax.grad(loss, (0, 1, 2)))(*args)
+    for found, grad in zip(*both, strict=True):
         assert error(found, grad) < 8 * float(jnp.finfo(dtype).eps)
 
 
@@ -815,8 +815,8 @@ def test_what_an_activation_sends_back_to_a_norm_is_stored_in_16_bits(loss, dtyp
     args = SCALE, X[0], X
     grad = jax.grad(loss, (0, 1, 2))
     assert firmly_rounded_in(jaxmp.autocast(grad, dtype), *args) == [dtype] * 2
-    found = jax.jit(jaxmp.autocast(grad, dtype))(*args)
-    for got, expected in zip(found, jax.jit(grad)(*args), strict=True):
+    both = at_once(jaxmp.autocast(grad, dtype), grad)(*args)
+    for got, expected in zip(*both, strict=True):
         assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
 
 
@@ -878,8 +878,8 @@ def added(fun, dtype):
         return ((layer_norm(h) @ w) * X).sum()
 
     grad = jax.grad(loss)
-    found = jax.jit(jaxmp.autocast(grad, dtype))(W, X)
-    assert error(found, jax.jit(grad)(W, X)) < 8 * float(jnp.finfo(dtype).eps)
+    found, expected = at_once(jaxmp.autocast(grad, dtype), grad)(W, X)
+    assert error(found, expected) < 8 * float(jnp.finfo(dtype).eps)
     (add,) = (
         e
         for e in traced(jaxmp.autocast(loss, dtype), W, X)
@@ -910,8 +910,8 @@ def test_what_only_resembles_a_norm_keeps_the_range_of_float32(fun):
         h = x @ w
         return layer_norm(fun(h) + x @ (2 * w)) @ w
 
-    expected = jax.jit(two_norms)(W, X)
-    assert error(jax.jit(jaxmp.autocast(two_norms, "float16"))(W, X), expected) < 1e-2
+    both = at_once(jaxmp.autocast(two_norms, "float16"), two_norms)
+    assert error(*both(W, X)) < 1e-2
 
 
 def test_weights_that_are_normed_between_steps_do_not_stall():
@@ -925,10 +925,9 @@ def test_weights_that_are_normed_between_steps_do_not_stall():
             w = w + -0.02 * jax.grad(loss)(w)
         return w / jnp.linalg.norm(w, axis=0)
 
-    start = W / jnp.linalg.norm(W, axis=0)
-    expected = jax.jit(trained)(W, X) - start
-    found = jax.jit(jaxmp.autocast(trained, HALF))(W, X) - start
-    assert error(found, expected) < 0.02
+    start = W / np.linalg.norm(W, axis=0)
+    found, expected = at_once(jaxmp.autocast(trained, HALF), trained)(W, X)
+    assert error(found - start, expected - start) < 0.02
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
@@ -1021,7 +1020,7 @@ def test_what_a_norm_sends_back_is_rounded_once_for_all(loss, dtype):
     grad = jax.grad(loss, (0, 1, 2))
     cast = jaxmp.autocast(grad, dtype)
     assert np.dtype(dtype) in firmly_rounded_in(cast, *args)
-    for got, expected in zip(jax.jit(cast)(*args), jax.jit(grad)(*args), strict=True):
+    for got, expected in zip(*at_once(cast, grad)(*args), strict=True):
         assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
 
 
@@ -1038,10 +1037,9 @@ def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bi
         return loss(*(x.astype(HALF) for x in args))
 
     args = SCALE, X[0], normal(6, 64, 8)
-    expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
-    ours = jax.jit(jaxmp.autocast(jax.grad(loss, (0, 1)), HALF))(*args)
-    theirs = jax.jit(jax.grad(native, (0, 1)))(*args)
-    for got, reference, grad in zip(ours, theirs, expected, strict=True):
+    grad = jax.grad(loss, (0, 1))
+    forms = jaxmp.autocast(grad, HALF), jax.grad(native, (0, 1)), grad
+    for got, reference, grad in zip(*at_once(*forms)(*args), strict=True):
         assert error(got, grad) < error(reference, grad)
 
 
@@ -1054,7 +1052,7 @@ def test_the_gradient_of_pooling_between_norms_runs_in_16_bits(dtype):
     args, grad = (SCALE, X[0], X), jax.grad(loss, (0, 1, 2))
     cast = jaxmp.autocast(grad, dtype)
     assert dtypes_of("select_and_scatter_add", cast, *args) == {np.dtype(dtype)}
-    for got, expected in zip(jax.jit(cast)(*args), jax.jit(grad)(*args), strict=True):
+    for got, expected in zip(*at_once(cast, grad)(*args), strict=True):
         assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
 
 
@@ -1100,8 +1098,7 @@ GATED = {
 def test_an_activation_is_stored_in_16_bits_beside_its_mean(activation, dtype):
     fun = gated(activation)
     assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
-    cast = jaxmp.autocast(fun, dtype)
-    found, exact = jax.jit(lambda w, x: (cast(w, x), fun(w, x)))(W, X)
+    found, exact = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
     assert error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
 
 
@@ -1120,8 +1117,8 @@ def residual_gate(between=lambda h: h):
 def test_what_a_shortcut_joins_is_stored_in_16_bits_beside_its_mean(dtype):
     fun = residual_gate()
     assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
-    found = jax.jit(jaxmp.autocast(fun, dtype))(W, X)
-    assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
+    found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
+    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
 
 
 # A logarithm needs the digits of the mean; and what is far is no activation of a norm.
@@ -1215,8 +1212,8 @@ def test_means_of_windows_of_a_product_are_stored_in_16_bits(dtype):
     fun = joined(lambda h: window_sums(h, 2))
     tanh = [HALF] if dtype == HALF else []
     assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype, *tanh]
-    found = jax.jit(jaxmp.autocast(fun, dtype))(W, X)
-    assert error(found, fun(W, X)) < 4 * float(jnp.finfo(dtype).eps)
+    found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
+    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -1260,8 +1257,8 @@ def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm
 
     grad = jax.grad(loss, (0, 1, 2))
     args = SCALE, 0.01 * X[0], X
-    found = jax.jit(jaxmp.autocast(grad, HALF))(*args)
-    for got, expected in zip(found, jax.jit(grad)(*args), strict=True):
+    both = at_once(jaxmp.autocast(grad, HALF), grad)(*args)
+    for got, expected in zip(*both, strict=True):
         assert error(got, expected) < 8 * float(jnp.finfo(HALF).eps)
 
 
@@ -1281,8 +1278,8 @@ def test_a_backward_pass_with_biases_can_be_transposed():
 
     out, pull = jax.vjp(fun, W, X[0], X)
     cast = jaxmp.autocast(pull, HALF)
-    found = jax.jit(jax.linear_transpose(cast, out))((W, X[0], X))
-    expected = jax.jit(jax.linear_transpose(pull, out))((W, X[0], X))
+    turned = [jax.linear_transpose(fun, out) for fun in (cast, pull)]
+    found, expected = at_once(*turned)((W, X[0], X))
     assert error(*found, *expected) < 4 * float(jnp.finfo(HALF).eps)
 
 
@@ -1326,9 +1323,10 @@ def sums_of_a_softmax(w, b, x):
 @pytest.mark.parametrize("loss", [log_of_a_sum, sums_of_a_softmax])
 def test_a_rule_that_sums_sees_what_it_needs(loss):
     args = W, X[0], X
-    found = jax.jit(jaxmp.autocast(jax.grad(loss, (0, 1)), HALF))(*args)
-    for grad, expected in zip(found, jax.grad(loss, (0, 1))(*args), strict=True):
-        assert error(grad, expected) < 8 * float(jnp.finfo(HALF).eps)
+    grad = jax.grad(loss, (0, 1))
+    both = at_once(jaxmp.autocast(grad, HALF), grad)(*args)
+    for found, expected in zip(*both, strict=True):
+        assert error(found, expected) < 8 * float(jnp.finfo(HALF).eps)
 
 
 # Rounded products.
