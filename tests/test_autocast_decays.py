@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import rest_is_evidence
+from conftest import at_once, rest_is_evidence
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -222,9 +222,7 @@ def test_what_multiplies_the_carried_state_keeps_its_digits(fun):
     grad = jax.value_and_grad(loss)
     inside = jax.value_and_grad(jaxmp.autocast(loss, BF16))
     forms = grad, jaxmp.autocast(grad, BF16), inside
-    (value, grads), *found = jax.jit(lambda p, xs: [form(p, xs) for form in forms])(
-        *parameters_and_inputs()
-    )
+    (value, grads), *found = at_once(*forms)(*parameters_and_inputs())
     for one in found:
         assert relative_error(one[0], value) < 0.01
         assert relative_error(one[1], grads) < 0.015

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
-from conftest import normal, usually_bfloat16
+from conftest import at_once, normal, usually_bfloat16
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
 W = normal(2, 12, 5, scale=0.2)
@@ -84,7 +84,7 @@ LOSSES = {
 def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
     grad, inside = jax.value_and_grad(loss), jaxmp.autocast(loss, dtype)
     forms = grad, jaxmp.autocast(grad, dtype), jax.value_and_grad(inside)
-    exact, *found = jax.jit(lambda w: [form(w) for form in forms])(W)
+    exact, *found = at_once(*forms)(W)
     for one in found:
         assert relative_error(one, exact) < 4 * float(jnp.finfo(dtype).eps)
 
@@ -122,7 +122,7 @@ def test_what_is_added_for_the_next_layer_keeps_its_digits(name, dtype):
         return between((X - 1000) @ w + mean)[name]() @ V
 
     cast = jaxmp.autocast(fun, dtype)
-    exact, found = jax.jit(lambda w, mean: (fun(w, mean), cast(w, mean)))(W, MEAN)
+    exact, found = at_once(fun, cast)(W, MEAN)
     assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 # Both are exact in float16, and so is their product.
 X = jnp.asarray(np.float16(normal(0, 3, 5, 7)), jnp.float32)
@@ -351,7 +351,7 @@ def test_rows_are_looked_up_in_16_bits_where_products_alone_take_them(
     grad = jax.value_and_grad(loss, (0, 1))
     inside = jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1))
     forms = grad, jaxmp.autocast(grad, dtype), inside
-    expected, *found = jax.jit(lambda *args: [form(*args) for form in forms])(TABLE, W)
+    expected, *found = at_once(*forms)(TABLE, W)
     for one in found:
         assert relative_error(one, expected) < 4 * float(jnp.finfo(dtype).eps)
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import product_dtypes
-from conftest import normal, usually_bfloat16
+from conftest import at_once, normal, usually_bfloat16
 
 W, X = normal(0, 16, 16, scale=0.15), normal(1, 4, 16)
 MANY = 500
@@ -129,7 +129,7 @@ def of_each(w, x):
 )
 def test_loops_end_after_as_many_trips(trips, dtype):
     cast = jaxmp.autocast(trips, dtype)
-    expected, found = jax.jit(lambda w, x: (trips(w, x), cast(w, x)))(W, X)
+    expected, found = at_once(trips, cast)(W, X)
     assert np.max(expected) < MANY
     np.testing.assert_allclose(found, expected, atol=1)
 

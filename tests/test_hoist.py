@@ -12,15 +12,15 @@ from jax.sharding import PartitionSpec
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import rest_is_evidence
+from conftest import normal, rest_is_evidence
 from jaxmp import _jaxpr, _planner
 from jaxmp._varying import vary
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
 SINGLE = np.dtype(np.float32)
 # Weights of 16 by 16, batches of 4, and 6 steps.
-W, U = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 6
-XS = jax.random.normal(jax.random.key(1), (6, 4, 16))
+W, U = normal(0, 16, 16, scale=1 / 6), normal(1, 16, 16, scale=1 / 6)
+XS = normal(2, 6, 4, 16)
 ZEROS = jnp.zeros((4, 16))
 
 

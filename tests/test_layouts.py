@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 B, T, K, G, S, D = 2, 6, 2, 3, 5, 4
 Q, KEYS, V = normal(0, B, T, K, G, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
@@ -69,7 +69,7 @@ def test_gradients_of_what_was_swapped_are_those_of_float32(name, dtype, order):
     else:
         alone = jax.vmap(jax.grad(lambda *xs: loss(*(x[None] for x in xs)), (0, 1, 2)))
         cast = jaxmp.autocast(alone, dtype)
-    found, exact = jax.jit(lambda *args: (cast(*args), grad(*args)))(Q, KEYS, V)
+    found, exact = at_once(cast, grad)(Q, KEYS, V)
     limit = 0.02 if dtype == "bfloat16" else 0.003
     assert relative_error(found, exact) < limit
 

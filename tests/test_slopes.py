@@ -12,7 +12,7 @@ from jax.interpreters.ad import add_jaxvals
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import normal, rest_is_evidence
+from conftest import at_once, normal, rest_is_evidence
 from jaxmp._slopes import slope_of_tanh
 
 X, W = normal(0, 2, 24, 16), normal(1, 3, 16, 16, scale=1 / 4)
@@ -90,7 +90,7 @@ def test_the_backward_pass_reads_a_16_bit_slope_and_no_float32_scores(name, dtyp
     assert slopes(cast, X, W)
     assert not is_read_by_gradients(cast, X, W)
     assert np.dtype(dtype) in kept(cast, X, W) or name == "vmapped"
-    (loss, found), (exact, expected) = jax.jit(lambda *xw: (cast(*xw), grad(*xw)))(X, W)
+    (loss, found), (exact, expected) = at_once(cast, grad)(X, W)
     assert abs(loss / exact - 1) < 4 * float(jnp.finfo(dtype).eps)
     assert relative_error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
 
@@ -111,7 +111,7 @@ def test_second_derivatives_are_those_of_float32(dtype):
         lambda w: jaxmp.autocast(jax.grad(loss_of(attention)), dtype)(X, w)[0, 3, 5]
     )
     forms = along, jaxmp.autocast(along, dtype), lambda x, w: outside(w)
-    expected, *found = jax.jit(lambda x, w: [form(x, w) for form in forms])(X, W)
+    expected, *found = at_once(*forms)(X, W)
     for one in found:
         assert relative_error(one, expected) < 10 * float(jnp.finfo(dtype).eps)
 
