@@ -35,12 +35,12 @@ def with_moments(
         scopes: Named scopes around it.
     """
     definition = definitions_of(eqns)
-    means = {id(eqn): [*_means(eqn, definition)] for eqn in eqns if _multiplies(eqn)}
+    products = [eqn for eqn in eqns if _multiplies(eqn)]
     pairs = [
         (x, window, eqn)
-        for eqn in eqns
-        if id(eqn) in means and not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
-        for x, window in means[id(eqn)]
+        for eqn in products
+        if not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
+        for x, window in _means(eqn, definition)
     ]
     if not any(_factors(x, definition) for x, *_ in pairs):
         return eqns
@@ -59,11 +59,14 @@ def with_moments(
         if factors and all(first):
             windows.add(alike(window))
             second[alike(eqn.outvars[0])] = [e.outvars[0] for e in first if e]
-
-    def is_moment(eqn: Equation) -> bool:
-        return any(alike(window) in windows for _, window in means.get(id(eqn), ()))
-
-    return [in_region(e, KEPT_FOR_MOMENTS) if is_moment(e) else e for e in eqns]
+    if not windows:
+        return eqns
+    moments = {
+        id(eqn)
+        for eqn in products
+        if any(alike(window) in windows for _, window in _means(eqn, definition))
+    }
+    return [in_region(e, KEPT_FOR_MOMENTS) if id(e) in moments else e for e in eqns]
 
 
 def _multiplies(eqn: Equation) -> bool:
