@@ -101,7 +101,6 @@ def test_nnx_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
     "name",
     rest_is_evidence(
         {name: name for name in (*LINEN, "transformer dropout")},
-        "gpt",
         "lstm",
         "transformer remat",
     ),

@@ -416,8 +416,8 @@ LIKE_FLAX = {
     ("has_aux", "fun", "make", "options"),
     rest_is_evidence(
         {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
-        *(f"False-{k}" for k in ("module", "dict and number", "list", "filters")),
-        *(f"False-{k}" for k in ("variable", "state", "pytree", "shared")),
+        *(f"False-{k}" for k in ("module", "dict and number", "filters")),
+        *(f"False-{k}" for k in ("variable", "pytree", "shared")),
         "True-two",
     ),
 )
