@@ -114,6 +114,15 @@ usually_bfloat16 = pytest.mark.parametrize(
 )
 
 
+def in_both_dtypes(cases, *usual):
+    """Returns named cases in both dtypes, in float16 all but the usual as evidence."""
+    return rest_is_evidence(
+        {f"{n}-{d}": (x, d) for n, x in cases.items() for d in ("bfloat16", "float16")},
+        *(f"{name}-bfloat16" for name in cases),
+        *(f"{name}-float16" for name in usual),
+    )
+
+
 def normal(seed, *shape, scale=1.0):
     """Draws normal numbers, without a program that would have to be compiled."""
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)

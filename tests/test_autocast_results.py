@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
-from conftest import at_once, normal, usually_bfloat16
+from conftest import at_once, in_both_dtypes, normal, usually_bfloat16
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
 W = normal(2, 12, 5, scale=0.2)
@@ -79,8 +79,9 @@ LOSSES = {
 }
 
 
-@usually_bfloat16
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+@pytest.mark.parametrize(
+    ("loss", "dtype"), in_both_dtypes(LOSSES, "squares", "a norm", "scan", "fed back")
+)
 def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
     grad, inside = jax.value_and_grad(loss), jaxmp.autocast(loss, dtype)
     forms = grad, jaxmp.autocast(grad, dtype), jax.value_and_grad(inside)

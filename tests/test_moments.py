@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
-from conftest import normal, usually_bfloat16
+from conftest import in_both_dtypes, normal
 
 X = 5 + 0.3 * normal(0, 2, 12, 12, 1)
 K = normal(1, 3, 3, 1, 1, scale=0.02)
@@ -101,8 +101,9 @@ MOMENTS = {
 }
 
 
-@usually_bfloat16
-@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+@pytest.mark.parametrize(
+    ("moment", "dtype"), in_both_dtypes(MOMENTS, "similarity", "weights", "scan")
+)
 def test_moments_and_what_they_send_back_are_near_those_of_float32(moment, dtype):
     def loss(k, x):
         return moment(x + convolved(x - 5, k, "SAME")).mean()
