@@ -300,9 +300,7 @@ class Family(NamedTuple):
     loss: Callable[..., jax.Array]  # of the model's output
 
 
-# Inputs are drawn by NumPy: to import this file then compiles nothing.
-
-
+# By NumPy, so that importing this file compiles nothing.
 def _normal(*shape):
     return jax.device_put(np.random.default_rng(1).standard_normal(shape, np.float32))
 

@@ -144,7 +144,7 @@ def test_what_is_not_donated_is_not_aliased():
 
 def test_checking_a_deep_model_takes_tens_of_kernels():
     layer = {"kernel": (512, 512), "scale": (512,), "bias": (512,)}
-    shapes = {f"layer_{i}": layer for i in range(12)}
+    shapes = {f"layer_{i}": layer for i in range(24)}
     grads = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float16),
         shapes,
@@ -152,7 +152,7 @@ def test_checking_a_deep_model_takes_tens_of_kernels():
     )
     size = sum(x.size for x in jax.tree.leaves(grads))
     work = hlo.work(h200.compiled(jaxmp.all_finite, grads).as_text())
-    assert work.kernels < 10  # of 36 leaves
+    assert work.kernels < 10  # of 72 leaves
     assert work.bytes < 2.01 * size
 
 
