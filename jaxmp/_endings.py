@@ -8,19 +8,17 @@ count, or at a token, take their products in 16 bits like any other.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
 from ._op_lists import DIFFERENCES, EQUALITIES, ORDERS
-from ._scopes import KEPT_TO_END, Scopes, in_region, inside
+from ._scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
 
 # What is known of a value: it is made of what a product returned, and no integer; so it
 # is, with a difference since, such as an error; it tells if that is within a tolerance.
 _COMPUTED, _DIFFERS, _ENDS = 1, 2, 4
-
-IsProduct = Callable[[Equation, Scopes], bool]
 
 
 def with_endings(

@@ -20,7 +20,7 @@ from . import _jaxpr
 from ._jaxpr import Equation, Var, is_float32
 from ._op_lists import ADDS_UP, CALLS, JOINS, VIEWS
 from ._products import is_matrix_product, over_trips, sums_over_trips
-from ._scopes import Scopes, inside, is_backward
+from ._scopes import IsProduct, Scopes, inside, is_backward
 from ._sizes import as_number, size_of
 
 # Bytes that a trip no longer moves: it reads and writes the sum in float32.
@@ -32,7 +32,7 @@ _STACKED = 4
 def hoisted(
     eqns: Sequence[Equation],
     scopes: Scopes,
-    is_product: Callable[[Equation, Scopes], bool],
+    is_product: IsProduct,
 ) -> tuple[Sequence[Equation], Sequence[Equation]]:
     """Returns equations in which no backward scan adds up products that may wait.
 

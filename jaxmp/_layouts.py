@@ -7,19 +7,17 @@ gradient, for each product that takes them. The product of ``q`` and ``k`` is th
 numbers, and ``s`` is its last axis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, Var
 from ._op_lists import TRANSPOSES
 from ._products import is_batched
-from ._scopes import Scopes, is_backward
+from ._scopes import IsProduct, Scopes, is_backward
 
 
-def in_order(
-    jaxpr: Any, scopes: Scopes, is_product: Callable[[Equation, Scopes], bool]
-) -> Sequence[Equation]:
+def in_order(jaxpr: Any, scopes: Scopes, is_product: IsProduct) -> Sequence[Equation]:
     """Returns equations whose products end with the axis that is last when transposed.
 
     Where the very next equation is the transpose, as ``einsum`` writes it. Not in the

@@ -14,7 +14,7 @@ from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_inexact
 from ._planner import Planner, is_written
 from ._scopes import Scopes
-from ._uses import STACKED, Use, Want
+from ._uses import FOR_BACKWARD, STACKED, Use, Want
 from ._values import Known, Value
 
 
@@ -25,29 +25,32 @@ def rounded_weights(
     scopes: Scopes,
     planner: Planner,
 ) -> list[Value]:
-    """Rounds the weights of a loop before it, where that costs no precision.
+    """Rounds weights before a loop or a remat, where that costs no precision.
 
-    XLA would round them again in each trip. Of scans only one that has been
-    differentiated already qualifies, such as an accumulation, or the two of a recurrent
-    layer in ``autocast(value_and_grad(loss))``: the gradient of another is to add up
-    over all trips, see :func:`scanned`. A ``while`` has no such gradients.
+    XLA would round them again in each trip, and once more where what they are given to
+    is computed again. Of scans and remats only one that has been differentiated already
+    qualifies, such as an accumulation, or the two of a recurrent layer in
+    ``autocast(value_and_grad(loss))``: the gradient of another is to add up over all
+    trips, see :func:`scanned`. A ``while`` has no such gradients.
 
     Args:
-        eqn: The loop.
+        eqn: A loop or a call.
         ins: What it is given.
         wanted: What the outputs of its body are wanted for.
         scopes: Named scopes around its body.
         planner: Plans its bodies.
     """
-    layout, ins = _jaxpr.call_layout(eqn), list(ins)
+    kind, layout, ins = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn), list(ins)
+    if kind not in ("scan", "while") and not _jaxpr.is_remat(eqn):
+        return ins
     for body in layout.bodies:
         plan = planner.plan(body.jaxpr, wanted, scopes)
-        if _jaxpr.call_kind(eqn) == "scan" and not is_written(plan, scopes):
+        if kind == "scan" and not is_written(plan, scopes):
             continue
         for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True):
             read = plan.use(var) & (Use.IN_16BIT | Use.OTHERWISE)
-            is_given = i < layout.fixed_in.start and not ins[i].linear
-            if is_given and read == Use.IN_16BIT:
+            is_given = kind == "remat" or i < layout.fixed_in.start
+            if is_given and not ins[i].linear and read == Use.IN_16BIT:
                 ins[i] = ins[i].rounded(planner.dtype)
     return ins
 
@@ -168,16 +171,55 @@ def _stacked_late(eqn: Equation, arrays: Sequence[Any], body: Any) -> list[Any]:
     return [*carry, *stacks]
 
 
-def known_in_trip(eqn: Equation, ins: list[Value]) -> list[Value]:
+def as_carried(
+    eqn: Equation,
+    ins: Sequence[Value],
+    wanted: Sequence[Want],
+    narrow: frozenset[int],
+    dtype: np.dtype,
+) -> frozenset[int]:
+    """Returns what a loop that may carry it in 16 bits is given so, or as a number.
+
+    Args:
+        eqn: The loop.
+        ins: What it is given.
+        wanted: What the outputs of its body are wanted for.
+        narrow: Which outputs it may carry in 16 bits.
+        dtype: The 16-bit dtype.
+    """
+    start = _jaxpr.call_layout(eqn).fixed_in.start
+
+    def fits(out: int) -> bool:
+        value = ins[start + out]
+        if value.linear:
+            return False
+        joins = value.narrow or value.follows or value.normed
+        is_number = value.scalar is not None and value.fits(dtype)
+        return joins or is_number or wanted[out] in FOR_BACKWARD
+
+    return frozenset(filter(fits, narrow))
+
+
+def known_in_trip(
+    eqn: Equation, ins: list[Value], narrow: frozenset[int], dtype: np.dtype
+) -> list[Value]:
     """Returns what is known of the inputs of a loop in every trip.
 
     Of what it carries only the first value is there, and of what it goes through one
     slice at a time.
+
+    Args:
+        eqn: The loop.
+        ins: What it is given.
+        narrow: Which of its outputs it carries in 16 bits.
+        dtype: The 16-bit dtype.
     """
     layout = _jaxpr.call_layout(eqn)
     known = []
     for i, value in enumerate(ins):
-        if i in layout.fixed_in:
+        if i in layout.fixed_in and i - layout.fixed_in.start in narrow:
+            value = Value(value.in_16bit(dtype), narrow=True, sent_back=value.sent_back)
+        elif i in layout.fixed_in:
             value = Value(value.original(), linear=value.linear)
         elif i >= layout.fixed_in.stop and value.kept is not None:
             axes = () if 0 in value.kept else tuple(axis - 1 for axis in value.kept)
@@ -212,7 +254,10 @@ def note_kept(
     """
     # The slices that a scan puts together have one axis less.
     more = int(_jaxpr.call_kind(eqn) == "scan")
+    carried = _jaxpr.call_layout(eqn).fixed_out
     for i, out in enumerate(outs):
+        if i in carried:
+            continue
         kept = {body[i].kept for body in known if i < len(body)}
         if out.narrow and kept != {None}:
             (axes,) = kept if len(kept) == 1 else ((),)

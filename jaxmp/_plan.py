@@ -43,7 +43,7 @@ from ._scopes import Scopes, is_backward
 from ._sizes import size_of
 from ._slopes import bounded_input, exponent_of_bell, is_difference
 from ._twins import twins
-from ._uses import FOR_BACKWARD, IN_16BIT, STORED, USES, Use, Want
+from ._uses import FOR_BACKWARD, IN_16BIT, STORED, Use, Want, wanted_for
 
 # How many equations may be between a value and a mean of it that is taken away.
 _STEPS = 100
@@ -100,29 +100,7 @@ class Plan:
             if is_difference(var, self._definition):
                 return "digits"
             use &= ~Use.BOUNDED
-        if use & Use.DIGITS:
-            return "digits"
-        if use & Use.GATE:
-            return "gate"
-        if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
-            return "multiplied"
-        if use & ~Use.OTHERWISE == USES["factor"]:
-            return "factor"
-        if use & ~Use.OTHERWISE == USES["terms"]:
-            return "terms"
-        if use & Use.OFFSET:
-            return "predicted" if use & Use.IN_16BIT else "offset"
-        if not use & Use.PRODUCT:
-            if use & Use.IN_16BIT:
-                return "16-bit"
-            return "result" if use & Use.RESULT else "original"
-        if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):
-            return "product"
-        if use & Use.ADDS:
-            return "added"
-        if use & Use.TOTALS:
-            return "summed"
-        return "kept" if use & Use.MULTIPLIES else "stored"
+        return wanted_for(use)
 
     def moves_in_16bit(self, eqn: Equation, rule: Rule, scopes: Scopes) -> bool:
         """Tells whether ``eqn`` gathers or reverses weights for 16 bits alone.

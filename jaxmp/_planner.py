@@ -1,18 +1,20 @@
 """Making plans: the rule of each equation, and what each value is wanted for."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
+from ._carries import carried_in_16bit, wanted_inside
 from ._endings import with_endings
 from ._fp8 import why_16bit
 from ._gates import gates_in_row
 from ._hoist import hoisted
 from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from ._layers import residual_streams
 from ._layouts import in_order
 from ._moments import with_moments
 from ._op_lists import (
@@ -63,18 +65,16 @@ from ._scopes import (
     marks,
 )
 from ._slopes import with_slopes
-from ._trips import Factor, bounds, factors
+from ._trips import Factor, bounds, factors, handed_on
 from ._uses import (
     EXACT,
     FOR_BACKWARD,
     FOR_PRODUCT,
     IN_16BIT,
-    RETURNED,
     USES,
     Use,
     Want,
     as_written,
-    read_again,
 )
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
@@ -122,6 +122,8 @@ class Planner:
         self._resizing: Any = weakref.WeakKeyDictionary()
         # By open jaxpr, those of its variables that multiply a number many times.
         self._factors: Any = weakref.WeakKeyDictionary()
+        # By the body of a loop, what its trips hand on without a product.
+        self._handed_on: Any = weakref.WeakKeyDictionary()
 
     def find_factors(self, jaxpr: Any, scopes: Scopes) -> None:
         """Finds what multiplies a number many times in ``jaxpr``, loops or not.
@@ -260,38 +262,60 @@ class Planner:
         """Whether ``eqn`` computes a slope that the backward pass alone reads."""
         return eqn.params.get("jaxpr") in self._slopes
 
-    def wanted_inside(
+    def carried_in_16bit(
         self, eqn: Equation, wanted: Sequence[Want], scopes: Scopes
+    ) -> frozenset[int]:
+        """Returns which outputs of an equation are carried in 16 bits, as a loop may.
+
+        Args:
+            eqn: A call, a loop or a choice.
+            wanted: What is wanted of its outputs.
+            scopes: Named scopes around its bodies.
+        """
+        if _jaxpr.call_kind(eqn) not in ("scan", "while"):
+            return frozenset()
+        plan = self._in_scopes(scopes)
+        memo = self._handed_on.setdefault(_jaxpr.call_layout(eqn).bodies[-1].jaxpr, {})
+        key = self.relevant(scopes)
+        if key not in memo:
+            growing = handed_on(eqn, self._is_product, scopes)
+            memo[key] = growing - residual_streams(eqn, self._is_product, scopes)
+        return carried_in_16bit(eqn, self._bounded(eqn, wanted), memo[key], plan)
+
+    def wanted_inside(
+        self,
+        eqn: Equation,
+        wanted: Sequence[Want],
+        scopes: Scopes,
+        narrow: frozenset[int],
     ) -> tuple[Want, ...]:
         """Returns what is wanted of the bodies of an equation.
 
-        A loop reads what it carries once more, and so does its test. What the backward
-        pass multiplies by must not become infinite in float16.
+        Args:
+            eqn: A call, a loop or a choice.
+            wanted: What is wanted of its outputs.
+            scopes: Named scopes around its bodies.
+            narrow: Which of its outputs it carries in 16 bits.
         """
-        layout = _jaxpr.call_layout(eqn)
-        carried = layout.fixed_out
+        bounded = self._bounded(eqn, wanted)
+        return wanted_inside(eqn, bounded, narrow, self._in_scopes(scopes))
+
+    def _in_scopes(self, scopes: Scopes) -> Callable[[Any, Sequence[Want]], Plan]:
+        return lambda jaxpr, wanted: self.plan(jaxpr, wanted, scopes)
+
+    def _bounded(self, eqn: Equation, wanted: Sequence[Want]) -> Sequence[Want]:
+        """Returns what is wanted where a scan stacks nothing that becomes infinite.
+
+        In float16, what the backward pass multiplies by must not.
+        """
         stacks = "factor" in wanted and _jaxpr.call_kind(eqn) == "scan"
-        if stacks and self.dtype == jnp.float16:
-            limits = bounds(layout.bodies[0].jaxpr)
-            wanted = tuple(
-                "16-bit" if want == "factor" and not limit < 2**15 else want
-                for want, limit in zip(wanted, limits, strict=True)
-            )
-        inside: list[Want] = [
-            as_written([want])[0] if want in RETURNED and i in carried else want
-            for i, want in enumerate(wanted)
-        ]
-        while True:
-            before = (*inside,)
-            for body in layout.bodies:
-                plan = self.plan(body.jaxpr, before, scopes)
-                inner = _jaxpr.in_vars(body.jaxpr)
-                for i, var in zip(body.operands, inner, strict=True):
-                    if i in layout.fixed_in:
-                        out = carried[i - layout.fixed_in.start]
-                        inside[out] = read_again(inside[out], plan.use(var))
-            if (*inside,) == before:
-                return before
+        if not stacks or self.dtype != jnp.float16:
+            return wanted
+        limits = bounds(_jaxpr.call_layout(eqn).bodies[0].jaxpr)
+        return tuple(
+            "16-bit" if want == "factor" and not limit < 2**15 else want
+            for want, limit in zip(wanted, limits, strict=True)
+        )
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []
@@ -505,7 +529,8 @@ class Planner:
     ) -> Iterator[tuple[Any, int]]:
         """Yields each input of ``eqn``, and what the jaxprs in it do with it."""
         layout = _jaxpr.call_layout(eqn)
-        wanted = self.wanted_inside(eqn, wanted, scopes)
+        narrow = self.carried_in_16bit(eqn, wanted, scopes)
+        wanted = self.wanted_inside(eqn, wanted, scopes, narrow)
         kind = _jaxpr.call_kind(eqn)
         loops = kind in ("scan", "while")
         for body in layout.bodies:
@@ -517,7 +542,8 @@ class Planner:
                 if loops and i < layout.fixed_in.start:
                     # Its gradient would add up in 16 bits, over all trips.
                     use |= Use.COMPUTES | (Use.NOTHING if written else Use.TRIPS)
-                if i in layout.fixed_in:
+                carried = i - layout.fixed_in.start
+                if i in layout.fixed_in and layout.fixed_out[carried] not in narrow:
                     lasting = Use.EXACT | Use.REGION | Use.RESULT | Use.OFFSET
                     use = use & lasting | Use.OTHERWISE | Use.COMPUTES
                 yield eqn.invars[i], use

@@ -22,7 +22,14 @@ from ._custom_rules import noted_as_rule, replaced
 from ._flatten import ARRAY, arrays_of, with_arrays
 from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
-from ._loops import known_in_trip, note_kept, rounded_weights, scanned, stacked
+from ._loops import (
+    as_carried,
+    known_in_trip,
+    note_kept,
+    rounded_weights,
+    scanned,
+    stacked,
+)
 from ._op_lists import (
     ADDS_UP,
     COPIES,
@@ -369,50 +376,83 @@ class Caster:
                 return self.results(eqn, self.custom_vjp(eqn, ins, wanted, scopes))
             case "shard_map":
                 return self.results(eqn, self.shard_map(eqn, ins, wanted, scopes))
+            case "scan" | "while":
+                return self.loop(eqn, ins, wanted, scopes)
             case _:
                 return self.bodies(eqn, ins, wanted, scopes)
 
     def bodies(
         self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
     ) -> list[Value]:
-        """Replays a call, a loop or a choice by giving it rewritten bodies."""
-        kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
-        fixed = tuple(i in layout.fixed_out for i in range(len(wanted)))
-        wanted = self.planner.wanted_inside(eqn, wanted, scopes)
-        if kind in ("scan", "while"):
-            ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
-            ins = known_in_trip(eqn, ins)
-
-        def rewritten(fixed):
-            return [
-                self.rewritten(
-                    body.jaxpr,
-                    [ins[i] for i in body.operands],
-                    wanted,
-                    fixed,
-                    scopes,
-                    stacks=kind == "scan",
-                )
-                for body in layout.bodies
-            ]
-
-        new = rewritten(fixed)
-        if kind == "cond":
+        """Replays a call or a choice by giving it rewritten bodies."""
+        wanted = self.planner.wanted_inside(eqn, wanted, scopes, frozenset())
+        ins = rounded_weights(eqn, ins, wanted, scopes, self.planner)
+        free = (False,) * len(wanted)
+        new = self.rewritten_bodies(eqn, ins, wanted, free, scopes)
+        if _jaxpr.call_kind(eqn) == "cond":
             by_output = zip(*(body.known for body in new), strict=True)
             narrow = [[known.narrow for known in branches] for branches in by_output]
             if any(any(n) and not all(n) for n in narrow):
                 # Branches must agree, so one that returns float32 decides.
-                new = rewritten(tuple(not all(n) for n in narrow))
+                fixed = tuple(not all(n) for n in narrow)
+                new = self.rewritten_bodies(eqn, ins, wanted, fixed, scopes)
         jaxprs = [body.jaxpr for body in new]
-        if kind == "scan":
-            arrays = scanned(eqn, ins, jaxprs[0], late=self.planner.is_split(eqn))
-        else:
-            arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
-        if kind in ("scan", "while", "cond"):
+        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], jaxprs)
+        if _jaxpr.call_kind(eqn) == "cond":
             outs = self.results(eqn, arrays)
             note_kept(eqn, [body.known for body in new], outs)
             return outs
         return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
+
+    def loop(
+        self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
+    ) -> list[Value]:
+        """Replays a loop, which carries 16 bits where each trip would round anyway."""
+        planner, outs = self.planner, range(len(wanted))
+        carried = _jaxpr.call_layout(eqn).fixed_out
+        narrow = planner.carried_in_16bit(eqn, wanted, scopes)
+        while True:
+            inside = planner.wanted_inside(eqn, wanted, scopes, narrow)
+            fit = as_carried(eqn, ins, inside, narrow, self.dtype)
+            if fit == narrow:
+                given = rounded_weights(eqn, ins, inside, scopes, planner)
+                given = known_in_trip(eqn, given, narrow, self.dtype)
+                fixed = tuple(i in carried and i not in narrow for i in outs)
+                new = self.rewritten_bodies(eqn, given, inside, fixed, scopes)
+                fit = frozenset(i for i in narrow if new[-1].known[i].narrow)
+                if fit == narrow:
+                    break
+            narrow = fit
+        jaxprs = [body.jaxpr for body in new]
+        if _jaxpr.call_kind(eqn) == "scan":
+            arrays = scanned(eqn, given, jaxprs[0], late=planner.is_split(eqn))
+        else:
+            arrays = _jaxpr.bind_bodies(eqn, [x.array for x in given], jaxprs)
+        results = self.results(eqn, arrays)
+        note_kept(eqn, [body.known for body in new], results)
+        return results
+
+    def rewritten_bodies(
+        self,
+        eqn: Equation,
+        ins: Sequence[Value],
+        wanted: tuple[Want, ...],
+        fixed: tuple[bool, ...],
+        scopes: Scopes,
+    ) -> list[Rewritten]:
+        """Returns the bodies of ``eqn`` in mixed precision, see :meth:`rewritten`."""
+        stacks = _jaxpr.call_kind(eqn) == "scan"
+        return [
+            self.rewritten(
+                body.jaxpr,
+                [ins[i] for i in body.operands],
+                wanted,
+                fixed,
+                scopes,
+                stacks=stacks,
+            )
+            for body in _jaxpr.call_layout(eqn).bodies
+        ]
 
     def rewritten(
         self,

@@ -1,6 +1,6 @@
 """Named scopes: float32 regions, ``float32_paths``, and why autocast kept float32."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import _jaxpr
@@ -39,6 +39,8 @@ _MARKS = frozenset({DIFFERENTIATED, BACKWARD})
 
 # Names of the scopes around something, the outermost first.
 Scopes = tuple[str, ...]
+# Tells whether an equation, in its scopes, is a product in 16 bits.
+IsProduct = Callable[[_jaxpr.Equation, Scopes], bool]
 
 
 def is_decided(scopes: Scopes) -> bool:

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
 from ._op_lists import BOUNDED, FACTORS, LINEAR, ONE_MINUS_SQUARE, TOTALS, VIEWS
 from ._products import is_outer_product
-from ._scopes import Scopes, inside
+from ._scopes import IsProduct, Scopes, inside
 from ._sizes import size_of
 
 # Equations that hold one jaxpr and run it once.
@@ -32,9 +32,7 @@ class _Path(NamedTuple):
     size: float
 
 
-def factors(
-    loop: Equation, is_product: Callable[[Equation, Scopes], bool], scopes: Scopes
-) -> frozenset[Factor]:
+def factors(loop: Equation, is_product: IsProduct, scopes: Scopes) -> frozenset[Factor]:
     """Returns by what each trip of a loop multiplies what it carries.
 
     A decay of 0.99 for one: rounded once it is 0.2% off, and its 256th power 45%. What
@@ -48,10 +46,52 @@ def factors(
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
         scopes: Named scopes around its body.
     """
+    (body,) = _bodies(loop)
+    found = _used_often(body.jaxpr)
+    for shared in (False, True):
+        steps = _steps(loop, is_product, scopes, shared)
+        found = found.union(*_on_the_way_back(steps).values())
+    return found
 
-    def through(
-        jaxpr: Any, ins: Sequence[_Path], scopes: Scopes, shared: bool
-    ) -> list[_Path]:
+
+def handed_on(loop: Equation, is_product: IsProduct, scopes: Scopes) -> frozenset[int]:
+    """Returns what a loop hands on from trip to trip by other ways than a product.
+
+    Errors grow there: a running sum, the cell of an LSTM, a residual stream.
+
+    Args:
+        loop: A ``scan`` or a ``while``.
+        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+        scopes: Named scopes around its body.
+
+    Returns:
+        Its places among the outputs of ``loop``.
+    """
+    layout = _jaxpr.call_layout(loop)
+    back = _on_the_way_back(_steps(loop, is_product, scopes, shared=False))
+    return frozenset(
+        layout.fixed_out[start - layout.fixed_in.start] for start, _ in back
+    )
+
+
+def _steps(
+    loop: Equation, is_product: IsProduct, scopes: Scopes, shared: bool
+) -> dict[tuple[int, int], frozenset[Factor]]:
+    """Returns what is made of what in a trip, and what multiplies it on the way.
+
+    Args:
+        loop: A ``scan`` or a ``while``.
+        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+        scopes: Named scopes around its body.
+        shared: Whether only factors that many numbers share count; then ways through
+            products and sums count too.
+
+    Returns:
+        By the places, among the inputs of ``loop``, of a carried value and of one of
+        the next trip that is made of it.
+    """
+
+    def through(jaxpr: Any, ins: Sequence[_Path], scopes: Scopes) -> list[_Path]:
         owner = _jaxpr.open_jaxpr(jaxpr)
 
         def apply(eqn: Equation, ins: list[_Path]) -> list[_Path]:
@@ -60,7 +100,7 @@ def factors(
             if not shared and (multiplies or eqn.primitive.name in TOTALS):
                 return [_Path({}, size_of(var.aval)) for var in eqn.outvars]
             if _jaxpr.call_kind(eqn):
-                return around(eqn, ins, inside(eqn, here), shared)
+                return around(eqn, ins, inside(eqn, here))
             trails = [path.trail for path in ins]
             if eqn.primitive.name in FACTORS or is_outer_product(eqn):
                 trails = _multiplied(eqn, ins, owner, shared)
@@ -77,14 +117,12 @@ def factors(
             literal=lambda x: _Path({}, size_of(x.aval)),
         )
 
-    def around(
-        eqn: Equation, ins: list[_Path], scopes: Scopes, shared: bool
-    ) -> list[_Path]:
+    def around(eqn: Equation, ins: list[_Path], scopes: Scopes) -> list[_Path]:
         """Goes through what ``eqn`` holds, a loop until its trips find no more."""
         carried = _jaxpr.call_layout(eqn).fixed_in
         while True:
             by_body = [
-                through(body.jaxpr, [ins[i] for i in body.operands], scopes, shared)
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes)
                 for body in _bodies(eqn)
             ]
             outs = [
@@ -104,11 +142,12 @@ def factors(
         _Path({i: frozenset()} if i in carried else {}, size_of(var.aval))
         for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True)
     ]
-    found = _used_often(body.jaxpr)
-    for shared in (False, True):
-        outs = through(body.jaxpr, given, scopes, shared)
-        found |= _on_the_way_back(carried, [path.trail for path in outs])
-    return found
+    outs = through(body.jaxpr, given, scopes)
+    return {
+        (start, end): found
+        for end, out in zip(carried, outs, strict=False)
+        for start, found in out.trail.items()
+    }
 
 
 def _bodies(eqn: Equation) -> Sequence[_jaxpr.Body]:
@@ -140,19 +179,20 @@ def _multiplied(
     return trails
 
 
-def _on_the_way_back(carried: range, outs: Sequence[Trail]) -> frozenset[Factor]:
-    """Returns what multiplies a carried value on a way that leads back to it."""
-    steps = {
-        (start, end): factors
-        for end, out in zip(carried, outs, strict=False)
-        for start, factors in out.items()
-    }
-    reached = {i: {i} for i in carried}
-    for _ in carried:
+def _on_the_way_back(
+    steps: dict[tuple[int, int], frozenset[Factor]],
+) -> dict[tuple[int, int], frozenset[Factor]]:
+    """Returns those of the steps that are on a way that leads back to its start."""
+    starts = {start for start, _ in steps}
+    reached = {i: {i} for i in starts}
+    for _ in starts:
         for start, end in steps:
-            reached[start] |= reached[end]
-    back = [fs for (start, end), fs in steps.items() if start in reached[end]]
-    return frozenset().union(*back)
+            reached[start] |= reached.get(end, set())
+    return {
+        (start, end): found
+        for (start, end), found in steps.items()
+        if start in reached.get(end, ())
+    }
 
 
 def _used_often(jaxpr: Any) -> frozenset[Factor]:

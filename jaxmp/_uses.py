@@ -98,6 +98,33 @@ EXACT: frozenset[Want] = frozenset(
 STORED: frozenset[Want] = frozenset({"stored", "summed", "kept", "added", "multiplied"})
 
 
+def wanted_for(use: int) -> Want:
+    """Returns what a value is wanted for whose readers do this with it."""
+    if use & Use.DIGITS:
+        return "digits"
+    if use & Use.GATE:
+        return "gate"
+    if use & ~(Use.OTHERWISE | Use.WIDE) == USES["multiplied"]:
+        return "multiplied"
+    if use & ~Use.OTHERWISE == USES["factor"]:
+        return "factor"
+    if use & ~Use.OTHERWISE == USES["terms"]:
+        return "terms"
+    if use & Use.OFFSET:
+        return "predicted" if use & Use.IN_16BIT else "offset"
+    if not use & Use.PRODUCT:
+        if use & Use.IN_16BIT:
+            return "16-bit"
+        return "result" if use & Use.RESULT else "original"
+    if use & Use.COMPUTES or (use & Use.ADDS and use & Use.MULTIPLIES):
+        return "product"
+    if use & Use.ADDS:
+        return "added"
+    if use & Use.TOTALS:
+        return "summed"
+    return "kept" if use & Use.MULTIPLIES else "stored"
+
+
 def as_written(wanted: Sequence[Want]) -> tuple[Want, ...]:
     """Returns what is wanted of a body that returns its original types."""
     float32: dict[Want, Want] = {

@@ -44,10 +44,12 @@ ROWS = [
         "_product_rules",
         "_trips",
         "_hoist",
+        "_layers",
         "_layouts",
         "_slopes",
     },
     {"_plan", "_gates"},
+    {"_carries"},
     {
         "_policy",
         "_batch",

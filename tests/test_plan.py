@@ -102,7 +102,7 @@ def test_what_a_loop_carries_is_read_once_more():
 
     planner = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS)
     (scan,) = jax.make_jaxpr(fun)(X, jnp.ones((3, 8, 8))).eqns
-    assert planner.wanted_inside(scan, ("16-bit",), ()) == ("digits",)
+    assert planner.wanted_inside(scan, ("16-bit",), (), frozenset()) == ("digits",)
 
 
 @pytest.mark.parametrize("wanted", ["16-bit", "original", "digits"])

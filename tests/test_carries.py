@@ -1,0 +1,208 @@
+"""What loops carry: 16 bits, as between layers written out, or float32, as sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.measure import relative_error, traced
+from conftest import at_once, normal
+from jaxmp import _jaxpr
+
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+WIDTH, DEPTH = 16, 5
+
+
+def dense(h, layer):
+    return jax.nn.gelu(h @ layer["w"] + layer["b"])
+
+
+def residual(h, layer):
+    return h + jnp.tanh(h @ layer["w"] + layer["b"])
+
+
+def normed(h, layer):
+    mean, var = h.mean(-1, keepdims=True), h.var(-1, keepdims=True)
+    return h + dense((h - mean) * lax.rsqrt(var + 1e-5), layer)
+
+
+LAYERS = {"dense": dense, "residual": residual, "normed": normed}
+LAYERS |= {f"{name}, again": jax.checkpoint(fun) for name, fun in LAYERS.items()}
+
+
+def params(depth=DEPTH):
+    shapes = {"w": (depth, WIDTH, WIDTH), "b": (depth, WIDTH)}
+    layers = {
+        name: normal(i, *shape) / 4 for i, (name, shape) in enumerate(shapes.items())
+    }
+    return {"in": normal(2, 8, WIDTH) / 3, "layers": layers, "out": normal(3, WIDTH, 4)}
+
+
+X = normal(4, 6, 8)
+
+
+def scanned(layer):
+    def loss(params, x):
+        trip = lambda h, weights: (layer(h, weights), None)  # noqa: E731
+        h, _ = lax.scan(trip, x @ params["in"], params["layers"])
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    return loss
+
+
+def written_out(layer):
+    def loss(params, x):
+        h = x @ params["in"]
+        for i in range(DEPTH):
+            h = layer(h, jax.tree.map(lambda w, i=i: w[i], params["layers"]))
+        return jnp.mean((h @ params["out"]) ** 2)
+
+    return loss
+
+
+def carried(fun, *args):
+    """Returns the dtypes of the floating numbers that each loop of ``fun`` carries."""
+    loops = [e for e in traced(fun, *args) if _jaxpr.call_kind(e) in ("scan", "while")]
+    found = []
+    for eqn in loops:
+        values = [eqn.invars[i].aval.dtype for i in _jaxpr.call_layout(eqn).fixed_in]
+        found.append({str(d) for d in values if jnp.issubdtype(d, jnp.floating)})
+    return found
+
+
+@both_dtypes
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_layers_hand_on_what_they_would_hand_on_written_out(layer, dtype):
+    grad_fn = jaxmp.autocast(jax.value_and_grad(scanned(layer)), dtype)
+    there, back = carried(grad_fn, params(), X)
+    assert there == {dtype}
+    # What a norm sends back has float32 sums in it.
+    assert back == {"float32"} if "norm" in layer.__name__ else {dtype}
+    inside = jax.value_and_grad(jaxmp.autocast(scanned(layer), dtype))
+    assert carried(inside, params(), X) == [{dtype}] * 2
+
+
+@both_dtypes
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_scanned_layers_are_as_near_as_layers_written_out(layer, dtype):
+    def own(params, x):
+        narrow = jaxmp.cast_tree((params, x), dtype)
+        return scanned(layer)(*narrow).astype(jnp.float32)
+
+    exact, found, other, own = at_once(
+        jax.grad(scanned(layer)),
+        jaxmp.autocast(jax.grad(scanned(layer)), dtype),
+        jaxmp.autocast(jax.grad(written_out(layer)), dtype),
+        jax.grad(own),
+    )(params(), X)
+    away = relative_error(found, exact)
+    assert 0 < away < 1.5 * relative_error(other, exact)
+    assert away < 1.1 * relative_error(own, exact)
+
+
+def test_a_plain_recurrent_layer_carries_16_bits():
+    def loss(p, xs):
+        trip = lambda h, x: (jnp.tanh(x @ p["u"] + h @ p["w"]), None)  # noqa: E731
+        h, _ = lax.scan(trip, jnp.zeros((6, WIDTH)), xs)
+        return jnp.mean((h @ p["o"]) ** 2)
+
+    p = {"u": normal(0, 8, WIDTH), "w": normal(1, WIDTH, WIDTH) / 4}
+    p["o"] = normal(2, WIDTH, 4)
+    grad_fn = jaxmp.autocast(jax.grad(loss), "bfloat16")
+    assert carried(grad_fn, p, normal(3, 9, 6, 8))[0] == {"bfloat16"}
+
+
+def running_sum(p, x):
+    return lax.scan(
+        lambda s, w: (s + x @ p["in"] @ w, None), x @ p["in"], p["layers"]["w"]
+    )
+
+
+def with_same_weights(p, x):
+    w = p["layers"]["w"][0]
+    return lax.scan(
+        lambda h, _: (h + 1e-3 * (h @ w), None), x @ p["in"], None, length=9
+    )
+
+
+def decaying(p, x):
+    trip = lambda h, w: (0.99 * h + h @ w, None)  # noqa: E731
+    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+
+
+def counted(p, x):
+    body = lambda i, h: h + 1e-3 * (h @ p["layers"]["w"][0])  # noqa: E731
+    return lax.fori_loop(0, 9, body, x @ p["in"]), None
+
+
+def swapped(p, x):
+    def trip(pair, w):
+        return (pair[1], pair[0] + pair[1] @ w), None
+
+    return lax.scan(trip, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
+
+
+def in_float32(p, x):
+    norm = jaxmp.float32_region(lambda h: h / jnp.linalg.norm(h))
+    return lax.scan(lambda h, w: (norm(h) @ w, None), x @ p["in"], p["layers"]["w"])
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "fun", [running_sum, with_same_weights, decaying, counted, swapped, in_float32]
+)
+def test_what_grows_or_is_kept_stays_float32(fun, dtype):
+    def read_by_a_product(p, x):
+        last = jax.tree.leaves(fun(p, x)[0])[0]
+        return last @ p["out"]
+
+    found = carried(jaxmp.autocast(read_by_a_product, dtype), params(), X)
+    assert found == [{"float32"}]
+
+
+def test_more_trips_than_networks_have_layers_add_up_in_float32():
+    deep = params(depth=129)
+    for depth, dtype in (128, "bfloat16"), (129, "float32"):
+        p = deep | {"layers": jax.tree.map(lambda w, n=depth: w[:n], deep["layers"])}
+        fun = jaxmp.autocast(scanned(residual), "bfloat16")
+        assert carried(fun, p, X) == [{dtype}]
+
+
+@both_dtypes
+def test_what_a_loss_reads_after_the_last_layer_is_not_rounded(dtype):
+    def loss(p, x):
+        trip = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+        h, _ = lax.scan(trip, x @ p["in"], p["layers"]["w"])
+        return -jax.nn.log_softmax(h)[:, 0].mean()
+
+    assert carried(jaxmp.autocast(loss, dtype), params(), X) == [{"float32"}]
+
+
+@both_dtypes
+def test_what_the_first_layer_is_given_keeps_its_digits(dtype):
+    offset = np.float32(1000) + normal(5, 6, WIDTH)
+
+    def fun(p, x):
+        def trip(h, w):
+            return h + (h - h.mean(-1, keepdims=True)) @ w, None
+
+        return lax.scan(trip, x, p["layers"]["w"])[0] @ p["out"]
+
+    assert carried(jaxmp.autocast(fun, dtype), params(), offset) == [{"float32"}]
+
+
+@both_dtypes
+def test_weights_are_rounded_once_for_what_is_computed_again(dtype):
+    def loss(p, x):
+        return jnp.sum(
+            jax.checkpoint(dense)(x @ p["in"], {"w": p["w"], "b": p["b"]}) ** 2
+        )
+
+    p = {"in": normal(0, 8, WIDTH), "w": normal(1, WIDTH, WIDTH), "b": normal(2, WIDTH)}
+    eqns = traced(jaxmp.autocast(jax.grad(loss), dtype), p, X)
+    (again,) = filter(_jaxpr.is_remat, eqns)
+    found = [v.aval.dtype for v in again.invars if v.aval.shape == (WIDTH, WIDTH)]
+    assert found == [dtype]
