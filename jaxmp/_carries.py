@@ -8,9 +8,13 @@ anyway: what one dense layer hands to the next, or the state of a plain recurren
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from . import _jaxpr
 from ._jaxpr import Equation, is_float32
 from ._plan import Plan
+from ._trips import bounds
 from ._uses import (
     IN_16BIT,
     RETURNED,
@@ -27,6 +31,21 @@ _EXACTING = Use.EXACT | Use.OFFSETS | Use.RESULT | Use.REGION | Use.BOUNDED | Us
 
 # Plans a body whose outputs are wanted for something.
 _Plans = Callable[[Any, tuple[Want, ...]], Plan]
+
+
+def bounded(eqn: Equation, wanted: Sequence[Want], dtype: np.dtype) -> Sequence[Want]:
+    """Returns what is wanted where a scan stacks nothing that becomes infinite.
+
+    In float16, what the backward pass multiplies by must not.
+    """
+    stacks = "factor" in wanted and _jaxpr.call_kind(eqn) == "scan"
+    if not stacks or dtype != jnp.float16:
+        return wanted
+    limits = bounds(_jaxpr.call_layout(eqn).bodies[0].jaxpr)
+    return tuple(
+        "16-bit" if want == "factor" and not limit < 2**15 else want
+        for want, limit in zip(wanted, limits, strict=True)
+    )
 
 
 def wanted_inside(

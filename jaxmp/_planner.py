@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
-from ._carries import carried_in_16bit, wanted_inside
+from ._carries import bounded, carried_in_16bit, wanted_inside
 from ._endings import with_endings
 from ._fp8 import why_16bit
 from ._gates import gates_in_row
@@ -65,7 +65,7 @@ from ._scopes import (
     marks,
 )
 from ._slopes import with_slopes
-from ._trips import Factor, bounds, factors, handed_on
+from ._trips import Factor, factors, handed_on
 from ._uses import (
     EXACT,
     FOR_BACKWARD,
@@ -274,13 +274,15 @@ class Planner:
         """
         if _jaxpr.call_kind(eqn) not in ("scan", "while"):
             return frozenset()
-        plan = self._in_scopes(scopes)
-        memo = self._handed_on.setdefault(_jaxpr.call_layout(eqn).bodies[-1].jaxpr, {})
-        key = self.relevant(scopes)
+        layout = _jaxpr.call_layout(eqn)
+        memo = self._handed_on.setdefault(layout.bodies[-1].jaxpr, {})
+        # JAX may share a body between loops of different lengths.
+        key = layout.fixed_in, eqn.params.get("length"), self.relevant(scopes)
         if key not in memo:
             growing = handed_on(eqn, self._is_product, scopes)
             memo[key] = growing - residual_streams(eqn, self._is_product, scopes)
-        return carried_in_16bit(eqn, self._bounded(eqn, wanted), memo[key], plan)
+        wanted = bounded(eqn, wanted, self.dtype)
+        return carried_in_16bit(eqn, wanted, memo[key], self._in_scopes(scopes))
 
     def wanted_inside(
         self,
@@ -297,25 +299,11 @@ class Planner:
             scopes: Named scopes around its bodies.
             narrow: Which of its outputs it carries in 16 bits.
         """
-        bounded = self._bounded(eqn, wanted)
-        return wanted_inside(eqn, bounded, narrow, self._in_scopes(scopes))
+        wanted = bounded(eqn, wanted, self.dtype)
+        return wanted_inside(eqn, wanted, narrow, self._in_scopes(scopes))
 
     def _in_scopes(self, scopes: Scopes) -> Callable[[Any, Sequence[Want]], Plan]:
         return lambda jaxpr, wanted: self.plan(jaxpr, wanted, scopes)
-
-    def _bounded(self, eqn: Equation, wanted: Sequence[Want]) -> Sequence[Want]:
-        """Returns what is wanted where a scan stacks nothing that becomes infinite.
-
-        In float16, what the backward pass multiplies by must not.
-        """
-        stacks = "factor" in wanted and _jaxpr.call_kind(eqn) == "scan"
-        if not stacks or self.dtype != jnp.float16:
-            return wanted
-        limits = bounds(_jaxpr.call_layout(eqn).bodies[0].jaxpr)
-        return tuple(
-            "16-bit" if want == "factor" and not limit < 2**15 else want
-            for want, limit in zip(wanted, limits, strict=True)
-        )
 
     def _planned(self, jaxpr: Any, wanted: Sequence[Want], scopes: Scopes) -> Plan:
         rules: list[Rule] = []

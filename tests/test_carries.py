@@ -171,6 +171,20 @@ def test_more_trips_than_networks_have_layers_add_up_in_float32():
         assert carried(fun, p, X) == [{dtype}]
 
 
+def test_loops_of_one_body_are_told_apart_by_their_length():
+    def layer(h, w):
+        return h + jnp.tanh(h @ w), None
+
+    def loss(stacks, first, x):
+        lasts = [lax.scan(layer, x @ first, weights)[0] for weights in stacks]
+        return sum(jnp.mean((h @ first.T) ** 2) for h in lasts)
+
+    stacks = [normal(i, depth, WIDTH, WIDTH) / 9 for i, depth in enumerate((3, 129))]
+    fun = jaxmp.autocast(loss, "bfloat16")
+    found = carried(fun, stacks, normal(2, 8, WIDTH), X)
+    assert found == [{"bfloat16"}, {"float32"}]
+
+
 @both_dtypes
 def test_what_a_loss_reads_after_the_last_layer_is_not_rounded(dtype):
     def loss(p, x):
