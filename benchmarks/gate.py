@@ -96,9 +96,11 @@ def fp8_checks(name: str, decoder: fp8.Decoder = DECODER) -> Iterator[Check]:
     step = f"gradient in float8, {name}"
     yield Check(step, "products with weights in 16 bits", linear - found["float8"], 0)
     yield Check(step, "products of attention in 8 bits", attention - found["others"], 0)
-    # Of one this small, the numbers that scales are found from are many.
+    # Of one this small, the numbers that scales are found from are many. What is
+    # computed again finds them again, from weights that bfloat16 has rounded once.
     share = found["bytes"] / floor["bytes"]
-    yield Check(step, "bytes, of those in bfloat16", share, 1.18)
+    limit = 1.21 if form.remat else 1.18
+    yield Check(step, "bytes, of those in bfloat16", share, limit)
 
 
 def narrow_checks(name: str) -> Iterator[Check]:
