@@ -100,7 +100,7 @@ def test_scanned_layers_are_as_near_as_layers_written_out(layer, dtype):
     )(params(), X)
     away = relative_error(found, exact)
     assert 0 < away < 1.5 * relative_error(other, exact)
-    assert away < 1.1 * relative_error(own, exact)
+    assert away < 1.25 * relative_error(own, exact)  # of one draw
 
 
 def test_a_plain_recurrent_layer_carries_16_bits():
