@@ -1,8 +1,10 @@
 """What a loop carries: float32, or 16 bits as between layers that are written out.
 
-A running sum, the cell of an LSTM and a residual stream stay float32, because what is
-rounded in each trip adds up. What a product stands behind in each trip is rounded there
-anyway: what one dense layer hands to the next, or the state of a plain recurrent layer.
+A running sum and the cell of an LSTM stay float32, because what is rounded in each trip
+adds up. What a product stands behind in each trip is rounded there anyway: what one
+dense layer hands to the next, or the state of a plain recurrent layer. A residual
+stream of a few layers is rounded as it is where they are written out, see
+:mod:`jaxmp._layers`.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,12 +7,10 @@ from . import _jaxpr
 from ._jaxpr import Equation
 from ._op_lists import BOUNDED, CALLS, FACTORS, LINEAR, PICKS
 from ._scopes import Scopes, inside, is_backward, marks
-from ._trips import OFTEN, Factor
+from ._trips import OFTEN, RUN_ONCE, Factor
 
 # Equations that hold one jaxpr and run it once, given and returning the same.
-_CALLED = frozenset(
-    {"jit", "call", "remat", "custom_jvp", "custom_vjp", "shard_map"},
-)
+_CALLED = RUN_ONCE | {"custom_vjp", "shard_map"}
 # What a value may be: known to have a bound, so that it may be just below it; made by
 # a multiplication, or a sum with such; made of numbers in the program.
 _GATE, _SCALED, _NUMBER = 1, 2, 4

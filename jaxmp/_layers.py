@@ -7,12 +7,11 @@ from . import _jaxpr
 from ._jaxpr import Equation
 from ._op_lists import ADDS_UP, JOINS, VIEWS
 from ._scopes import IsProduct, Scopes, inside
+from ._trips import RUN_ONCE
 
 # Networks are no deeper. What adds to a number more often may be a loop over time.
 _MOST = 128
 _ADDS = JOINS | ADDS_UP | VIEWS
-# Equations that hold one jaxpr and run it once.
-_CALLS = frozenset({"jit", "call", "remat", "custom_jvp"})
 
 
 class _Made(NamedTuple):
@@ -49,7 +48,7 @@ def residual_streams(
         def apply(eqn: Equation, ins: list[_Made]) -> list[_Made]:
             nonlocal layers
             here = scopes + _jaxpr.scope_names(eqn)
-            if _jaxpr.call_kind(eqn) in _CALLS:
+            if _jaxpr.call_kind(eqn) in RUN_ONCE:
                 (body,) = _jaxpr.call_layout(eqn).bodies
                 return through(body.jaxpr, ins, inside(eqn, here))
             made = _Made(

@@ -178,7 +178,10 @@ def as_carried(
     narrow: frozenset[int],
     dtype: np.dtype,
 ) -> frozenset[int]:
-    """Returns what a loop that may carry it in 16 bits is given so, or as a number.
+    """Returns what a loop carries in 16 bits of what it may, because it begins so.
+
+    What it begins with must not lose digits: it has 16 bits, is a number, would be
+    rounded where it is added to 16 bits, or is read by products alone.
 
     Args:
         eqn: The loop.

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
@@ -13,7 +12,7 @@ from ._endings import with_endings
 from ._fp8 import why_16bit
 from ._gates import gates_in_row
 from ._hoist import hoisted
-from ._jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from ._jaxpr import Equation, is_float32, is_inexact
 from ._layers import residual_streams
 from ._layouts import in_order
 from ._moments import with_moments
@@ -45,10 +44,12 @@ from ._plan import Plan, Rule
 from ._products import (
     PRODUCTS,
     has_default_precision,
+    has_float32,
     has_number,
     is_matrix_product,
     is_resize,
     is_sent_back_by_vector,
+    is_written_in,
 )
 from ._scopes import (
     DIFFERENTIATED,
@@ -79,8 +80,6 @@ from ._uses import (
 
 # Functions with backward rules of their own, and a mesh: float32 at their boundary.
 _BOUNDARIES = {"custom_vjp", "shard_map"}
-
-_16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 
 
 class Planner:
@@ -183,10 +182,10 @@ class Planner:
         name, ops = eqn.primitive.name, self.ops
         if self._is_kept(scopes):
             return "deny"
-        allowed = name in ops.allow and _has_float32(eqn, self.dtype)
+        allowed = name in ops.allow and has_float32(eqn, self.dtype)
         if allowed and (_has_sums(eqn) or _is_sent_or_resized(eqn, scopes, wanted)):
             return "allow"
-        if self.float8 and name in ops.allow and _is_written_in(self.dtype, eqn):
+        if self.float8 and name in ops.allow and is_written_in(self.dtype, eqn):
             return "deny" if self.why_16bit(eqn, scopes, False) else "allow"
         follows = name in ops.infer and not is_steep_power(eqn)
         if follows and not _jaxpr.is_told_dtype(eqn):
@@ -210,7 +209,7 @@ class Planner:
             return KEPT_BY_OPS
         if eqn.primitive.name in CALLS and _jaxpr.takes_reference(eqn):
             return KEPT_BY_REFERENCE
-        if self.float8 and _is_written_in(self.dtype, eqn):
+        if self.float8 and is_written_in(self.dtype, eqn):
             return self.why_16bit(eqn, scopes, False)
         return None
 
@@ -567,26 +566,6 @@ def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
 
 def _stays_float32(eqn: Equation) -> bool:
     return is_float32(eqn.invars[0]) and is_float32(eqn.outvars[0])
-
-
-def _is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
-    """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
-    if not is_matrix_product(eqn) or not has_default_precision(eqn):
-        return False
-    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
-
-
-def _has_float32(eqn: Equation, dtype: np.dtype) -> bool:
-    """Whether ``eqn`` is computed in float32, or returns it.
-
-    Of a float32 and a 16-bit operand, or of two kinds of 16 bits, a product is one as
-    well: JAX promotes them. A product that was written in one kind of 16 bits is not.
-    """
-    ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
-    outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
-    if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
-        return False
-    return len(ins) != 1 or FLOAT32 in ins
 
 
 def _has_sums(eqn: Equation) -> bool:

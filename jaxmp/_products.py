@@ -4,16 +4,18 @@ import math
 import os
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._jaxpr import Equation, frames, is_inexact
+from ._jaxpr import FLOAT32, Equation, frames, is_inexact
 from ._sizes import as_number, size_of
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
+_16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _IMAGE = os.path.join("jax", "_src", "image")
 
 
@@ -194,3 +196,23 @@ def _convolution_flops(eqn: Equation) -> float:
         inside = (at >= 0) & (at <= (lhs[numbers.lhs_spec[2 + i]] - 1) * dilation)
         products *= int(np.sum(inside & (at % dilation == 0)))
     return 2.0 * products
+
+
+def is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
+    if not is_matrix_product(eqn) or not has_default_precision(eqn):
+        return False
+    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
+
+
+def has_float32(eqn: Equation, dtype: np.dtype) -> bool:
+    """Whether ``eqn`` is computed in float32, or returns it.
+
+    Of a float32 and a 16-bit operand, or of two kinds of 16 bits, a product is one as
+    well: JAX promotes them. A product that was written in one kind of 16 bits is not.
+    """
+    ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
+    outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
+    if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
+        return False
+    return len(ins) != 1 or FLOAT32 in ins

@@ -15,7 +15,7 @@ from ._scopes import IsProduct, Scopes, inside
 from ._sizes import size_of
 
 # Equations that hold one jaxpr and run it once.
-_CALLS = frozenset({"jit", "call", "remat", "custom_jvp"})
+RUN_ONCE = frozenset({"jit", "call", "remat", "custom_jvp"})
 # So many times, and no more, a number may be multiplied by what was rounded.
 OFTEN = 4
 # A variable, and the open jaxpr that has it.
@@ -57,7 +57,7 @@ def factors(loop: Equation, is_product: IsProduct, scopes: Scopes) -> frozenset[
 def handed_on(loop: Equation, is_product: IsProduct, scopes: Scopes) -> frozenset[int]:
     """Returns what a loop hands on from trip to trip by other ways than a product.
 
-    Errors grow there: a running sum, the cell of an LSTM, a residual stream.
+    Errors may grow there: a running sum, the cell of an LSTM, a residual stream.
 
     Args:
         loop: A ``scan`` or a ``while``.
@@ -201,7 +201,7 @@ def _used_often(jaxpr: Any) -> frozenset[Factor]:
 
     def through(jaxpr: Any, ins: Sequence[frozenset[int]]) -> list[frozenset[int]]:
         def apply(eqn: Equation, ins: list[frozenset[int]]) -> list[frozenset[int]]:
-            if _jaxpr.call_kind(eqn) in {"scan", *_CALLS}:
+            if _jaxpr.call_kind(eqn) in {"scan", *RUN_ONCE}:
                 (body,) = _jaxpr.call_layout(eqn).bodies
                 return through(body.jaxpr, ins)
             if eqn.primitive.name in FACTORS:
@@ -246,7 +246,7 @@ def bounds(jaxpr: Any) -> list[float]:
         return math.prod(found) if name in FACTORS else math.inf
 
     def apply(eqn: Equation, ins: list[float]) -> list[float]:
-        if _jaxpr.call_kind(eqn) in _CALLS:
+        if _jaxpr.call_kind(eqn) in RUN_ONCE:
             (body,) = _jaxpr.call_layout(eqn).bodies
             return through(body.jaxpr, ins)
         return [bound(eqn, ins)] * len(eqn.outvars)

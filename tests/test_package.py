@@ -44,11 +44,10 @@ ROWS = [
         "_product_rules",
         "_trips",
         "_hoist",
-        "_layers",
         "_layouts",
         "_slopes",
     },
-    {"_plan", "_gates"},
+    {"_plan", "_gates", "_layers"},
     {"_carries"},
     {
         "_policy",
