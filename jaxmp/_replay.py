@@ -6,7 +6,6 @@ or, if that was float32, the 16-bit one, and whoever is not known to accept the 
 gets the former back.
 """
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,13 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _jaxpr
 from ._custom_rules import noted_as_rule, replaced
 from ._flatten import ARRAY, arrays_of, with_arrays
-from ._fp8 import multiplied
 from ._jaxpr import ClosedJaxpr, Equation, is_float32, is_inexact
 from ._loops import (
     as_carried,
@@ -32,7 +29,6 @@ from ._loops import (
 )
 from ._op_lists import (
     ADDS_UP,
-    COPIES,
     EXACT,
     GATHERS_ROWS,
     JOINS,
@@ -40,19 +36,17 @@ from ._op_lists import (
     POOLS,
     OpLists,
 )
+from ._operations import allowed, for_reason, inferred
 from ._plan import Plan, Rule, wanted_of_results
 from ._planner import Planner
-from ._product_rules import accumulated, moved, rounded
+from ._product_rules import moved
 from ._products import is_resize
-from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
-from ._sums import firmly_applied
-from ._uses import IN_16BIT, RETURNED, STORED, Want, as_written
+from ._uses import IN_16BIT, STORED, Want, as_written
 from ._values import (
     Known,
     Value,
-    cast,
     given,
     literal,
     note_number,
@@ -61,7 +55,6 @@ from ._values import (
     note_sent_back,
     pooled,
     rounded_by_xla,
-    runs_in_16bit,
 )
 
 
@@ -215,11 +208,12 @@ class Caster:
             match rule:
                 case "allow":
                     around = scopes + _jaxpr.scope_names(eqn)
-                    arrays = self.allowed(eqn, ins, wanted[0], around)
+                    arrays = allowed(eqn, ins, wanted[0], around, self.planner)
                 case "infer":
-                    arrays = self.inferred(eqn, ins, wanted[0])
+                    arrays = inferred(eqn, ins, wanted[0], self.dtype)
                 case _:
-                    with self.with_reason(eqn, scopes):
+                    around = scopes + _jaxpr.scope_names(eqn)
+                    with for_reason(self.planner.reason(eqn, around)):
                         arrays = bind_as_written(eqn, ins, wanted)
             outs = self.results(eqn, arrays)
             note_number(eqn, ins, outs)
@@ -236,64 +230,12 @@ class Caster:
                 out.linear = True
         return outs
 
-    def with_reason(
-        self, eqn: Equation, scopes: Scopes
-    ) -> contextlib.AbstractContextManager:
-        """Writes into the program why ``eqn`` is denied, for the audit to read."""
-        return _noted(self.planner.reason(eqn, scopes + _jaxpr.scope_names(eqn)))
-
     def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
         return [
             Value(array, narrow=is_float32(var) and array.dtype == self.dtype)
             for array, var in zip(arrays, eqn.outvars, strict=True)
         ]
-
-    # Operations.
-
-    def allowed(
-        self, eqn: Equation, ins: list[Value], want: Want, scopes: Scopes
-    ) -> list[Any]:
-        """Applies an operation of the allow list, which is in ``scopes``.
-
-        Its operands have 16 bits, or have them rounded to 8.
-        """
-        operands = [
-            value.in_16bit(self.dtype) if is_inexact(var) else value.array
-            for value, var in zip(ins, eqn.invars, strict=True)
-        ]
-        linear = any(value.linear for value in ins)
-        reason = self.planner.why_16bit(eqn, scopes, linear)
-        backward = is_backward(eqn, scopes)
-        if reason is None:
-            rounds = want in RETURNED or want == "rounded"
-            dtype = self.dtype if rounds else eqn.outvars[0].aval.dtype
-            return [multiplied(eqn, operands, dtype, backward)]
-        with _noted(reason):
-            return self.in_16bit(eqn, operands, want, linear, backward)
-
-    def in_16bit(
-        self,
-        eqn: Equation,
-        operands: list[Any],
-        want: Want,
-        linear: bool,
-        backward: bool,
-    ) -> list[Any]:
-        """Applies an operation of the allow list to 16-bit operands.
-
-        The result of a product is the float32 accumulator unless somebody takes it in
-        16 bits.
-        """
-        accumulates = "preferred_element_type" in eqn.params
-        if not accumulates or not is_float32(eqn.outvars[0]):
-            outs = bind_narrow(eqn, operands, self.dtype)
-            return [*map(self.in_known_dtype, outs, eqn.outvars)]
-        if want in RETURNED:
-            return _jaxpr.bind(eqn, operands, preferred_element_type=self.dtype)
-        if want == "rounded":
-            return [rounded(eqn, operands, self.dtype, backward)]
-        return [accumulated(eqn, operands, self.dtype, linear, backward)]
 
     def as_read(
         self,
@@ -330,31 +272,6 @@ class Caster:
                 out = out.kept_for_backward(self.dtype, axes, firmly)
             read.append(out)
         return read
-
-    def in_known_dtype(self, array: Any, var: Any) -> Any:
-        """Holds the invariant for an operation that the user allowed."""
-        holds = array.dtype == var.aval.dtype
-        holds |= is_float32(var) and array.dtype == self.dtype
-        return array if holds else lax.convert_element_type(array, var.aval.dtype)
-
-    def inferred(self, eqn: Equation, ins: list[Value], want: Want) -> list[Any]:
-        """Applies an operation of the infer list in the dtype of its inputs."""
-        if not runs_in_16bit(eqn, ins, want, self.dtype):
-            return bind_as_written(eqn, ins)
-        name = eqn.primitive.name
-        if name in GATHERS_ROWS and not ins[0].linear:
-            places = [value.array for value in ins[1:]]
-            return [moved(eqn, ins[0].in_16bit(self.dtype), self.dtype, places)]
-        if name in COPIES:
-            return [cast(out, self.dtype) for out in bind_as_written(eqn, ins)]
-        shape = eqn.outvars[0].aval.shape
-        operands = [
-            value.joining(name, shape, self.dtype) if is_float32(var) else value.array
-            for value, var in zip(ins, eqn.invars, strict=True)
-        ]
-        if (activated := firmly_applied(eqn, operands[0])) is not None:
-            return [activated]
-        return bind_narrow(eqn, operands, self.dtype)
 
     # Primitives that hold jaxprs.
 
@@ -624,8 +541,3 @@ class Caster:
         return _jaxpr.bind_shard_map(
             eqn, [value.original() for value in ins], on_shards
         )
-
-
-def _noted(reason: str | None) -> contextlib.AbstractContextManager:
-    """Writes a reason into the program, if there is one."""
-    return jax.named_scope(reason) if reason else contextlib.nullcontext()

@@ -63,7 +63,7 @@ ROWS = [
         "_wide",
         "_loss_scale_state",
     },
-    {"_loops"},
+    {"_loops", "_operations"},
     {
         "_mesh",
         "_replay",
