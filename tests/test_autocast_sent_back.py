@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error
-from conftest import normal, rest_is_evidence
+from conftest import normal, rest_is_evidence, usually_bfloat16
 
 X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -53,7 +53,7 @@ def equations(fun, *args):
     return list(walk(jax.make_jaxpr(fun)(*args).jaxpr))
 
 
-@both_dtypes
+@usually_bfloat16
 @pytest.mark.parametrize(
     "activation", rest_is_evidence(ACTIVATIONS, "relu", "exact gelu")
 )

@@ -15,7 +15,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 from jaxmp._values import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
@@ -520,7 +520,7 @@ GELUS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
+@usually_bfloat16
 @pytest.mark.parametrize("gelu", GELUS.values(), ids=GELUS.keys())
 def test_an_exact_gelu_is_differentiated_where_it_was_rounded(gelu, dtype):
     def grad(act):
