@@ -800,7 +800,7 @@ ACTIVATED = {
     "mish": activated(jax.nn.mish),
     "a remat": jax.checkpoint(activated(jax.nn.silu)),
     "a gate": activated(
-        lambda h: (h := jnp.tanh(h)) * jnp.tanh(h.mean(0, keepdims=True) @ W)
+        lambda h: (h := jnp.tanh(h)) * jax.nn.sigmoid(h.mean(0, keepdims=True) @ W)
     ),
 }
 
