@@ -467,6 +467,8 @@ class Planner:
         backward = name in FACTORS and is_backward(eqn, scopes)
         if not backward:
             return use | Use.COMPUTES
+        if wanted == ("terms",) and not scales_far(eqn):
+            use |= Use.IN_16BIT  # before they are added up, each of them is rounded
         wide = Use.NOTHING if use & Use.IN_16BIT else Use.WIDE
         return use | Use.MULTIPLIES | wide
 

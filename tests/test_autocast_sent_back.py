@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import relative_error
-from conftest import normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -107,6 +107,30 @@ def test_what_a_shortcut_and_an_activation_send_back_is_stored_once(dtype):
     ]
     assert len(barriers) >= 3
     assert set(barriers) == {jnp.dtype(dtype)}
+
+
+def embedded(table, w):
+    """Queries and keys of rows that a norm takes first, as in BERT."""
+    x = normed(table[jnp.arange(16) % 4 * 5]) * (1 + w[0, 0])
+    return (jnp.tanh(x @ w[1]) * (x @ w[2]) + x * 16**0.5) @ w[3]
+
+
+@both_dtypes
+def test_what_products_send_back_through_a_norm_to_a_lookup_is_stored_in_16_bits(dtype):
+    grad = jax.grad(lambda *args: jnp.square(embedded(*args)).mean(), (0, 1))
+    eqns = equations(jaxmp.autocast(grad, dtype), X, W)
+    sent = [
+        e.outvars[0].aval.dtype
+        for e in eqns
+        if e.primitive.name == "dot_general"
+        and "transpose" in str(e.source_info.name_stack)
+        and e.outvars[0].aval.shape == X.shape
+    ]
+    assert sent == [jnp.dtype(dtype)] * 3
+    for found, exact in zip(
+        *at_once(jaxmp.autocast(grad, dtype), grad)(X, W), strict=True
+    ):
+        assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
 
 
 @both_dtypes
