@@ -273,15 +273,33 @@ class Planner:
         """
         if _jaxpr.call_kind(eqn) not in ("scan", "while"):
             return frozenset()
-        layout = _jaxpr.call_layout(eqn)
+        growing, streams = self._handed_on_by(eqn, scopes)
+        wanted = bounded(eqn, wanted, self.dtype)
+        return carried_in_16bit(
+            eqn, wanted, growing - streams.keys(), self._in_scopes(scopes)
+        )
+
+    def weights_of_streams(
+        self, eqn: Equation, scopes: Scopes
+    ) -> dict[int, frozenset[int]]:
+        """Returns which inputs of a loop are weights, by output they add to.
+
+        See :func:`jaxmp._layers.residual_streams`.
+        """
+        return self._handed_on_by(eqn, scopes)[1]
+
+    def _handed_on_by(
+        self, loop: Equation, scopes: Scopes
+    ) -> tuple[frozenset[int], dict[int, frozenset[int]]]:
+        """Returns what a loop hands on without a product, and its residual streams."""
+        layout = _jaxpr.call_layout(loop)
         memo = self._handed_on.setdefault(layout.bodies[-1].jaxpr, {})
         # JAX may share a body between loops of different lengths.
-        key = layout.fixed_in, eqn.params.get("length"), self.relevant(scopes)
+        key = layout.fixed_in, loop.params.get("length"), self.relevant(scopes)
         if key not in memo:
-            growing = handed_on(eqn, self._is_product, scopes)
-            memo[key] = growing - residual_streams(eqn, self._is_product, scopes)
-        wanted = bounded(eqn, wanted, self.dtype)
-        return carried_in_16bit(eqn, wanted, memo[key], self._in_scopes(scopes))
+            growing = handed_on(loop, self._is_product, scopes)
+            memo[key] = growing, residual_streams(loop, self._is_product, scopes)
+        return memo[key]
 
     def wanted_inside(
         self,

@@ -328,6 +328,9 @@ class Caster:
         planner, outs = self.planner, range(len(wanted))
         carried = _jaxpr.call_layout(eqn).fixed_out
         narrow = planner.carried_in_16bit(eqn, wanted, scopes)
+        streams = planner.weights_of_streams(eqn, scopes)
+        # What was computed is no weight: the loop may be one through time.
+        narrow -= {i for i, x in streams.items() if not any(ins[j].outside for j in x)}
         while True:
             inside = planner.wanted_inside(eqn, wanted, scopes, narrow)
             fit = as_carried(eqn, ins, inside, narrow, self.dtype)

@@ -150,9 +150,55 @@ def in_float32(p, x):
     return lax.scan(lambda h, w: (norm(h) @ w, None), x @ p["in"], p["layers"]["w"])
 
 
+def controlled(p, x):
+    """A differential equation that is driven by what the scan goes through."""
+    shared = p["layers"]["w"][0]
+    trip = lambda h, u: (h + jnp.tanh(h @ shared) @ u, None)  # noqa: E731
+    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+
+
+def with_small_steps(p, x):
+    def trip(h, w):
+        return h + jnp.tanh(h @ w) / 256, None
+
+    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+
+
+def with_given_steps(p, x):
+    def trip(h, layer):
+        return h + layer["b"][0] * jnp.tanh(h @ layer["w"]), None
+
+    return lax.scan(trip, x @ p["in"], p["layers"])
+
+
+def with_one_given_step(p, x):
+    def trip(h, w):
+        return h + p["out"][0, 0] * jnp.tanh(h @ w), None
+
+    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+
+
+def with_computed_weights(p, x):
+    weights = jnp.tanh(p["layers"]["w"] @ p["layers"]["w"][0])
+    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ p["in"], weights)
+
+
 @both_dtypes
 @pytest.mark.parametrize(
-    "fun", [running_sum, with_same_weights, decaying, counted, swapped, in_float32]
+    "fun",
+    [
+        running_sum,
+        with_same_weights,
+        decaying,
+        counted,
+        swapped,
+        in_float32,
+        controlled,
+        with_small_steps,
+        with_given_steps,
+        with_one_given_step,
+        with_computed_weights,
+    ],
 )
 def test_what_grows_or_is_kept_stays_float32(fun, dtype):
     def read_by_a_product(p, x):
@@ -161,6 +207,40 @@ def test_what_grows_or_is_kept_stays_float32(fun, dtype):
 
     found = carried(jaxmp.autocast(read_by_a_product, dtype), params(), X)
     assert found == [{"float32"}]
+
+
+def attention(h, layer):
+    """With a mean over all that is carried, a cap and a scale, none of them a step."""
+    scores = (h @ layer["w"]) @ h.T / WIDTH**2
+    weights = jax.nn.softmax(scores) / 0.9
+    context = h.mean(0, keepdims=True) @ layer["w"]
+    return h + jnp.tanh(weights @ (h @ layer["w"].T)) + context
+
+
+def test_layers_are_told_from_steps_through_time():
+    fun = jaxmp.autocast(scanned(attention), "bfloat16")
+    assert carried(fun, params(depth=64), X) == [{"bfloat16"}]
+
+
+@both_dtypes
+def test_what_tokens_send_back_to_a_state_adds_up_in_float32(dtype):
+    """It is changed by what was computed of each of them, as in a delta rule."""
+
+    def loss(p, xs):
+        def step(state, x):
+            key = x @ p["w"]
+            return state + key.T @ jnp.tanh(key @ state), x @ state
+
+        keys = xs @ p["in"]
+        return jnp.mean(lax.scan(step, p["w"] @ p["w"], keys)[1] ** 2)
+
+    p = {"in": normal(0, 8, WIDTH) / 9, "w": normal(1, WIDTH, WIDTH) / 4}
+    eqns = traced(jaxmp.autocast(jax.grad(loss), dtype), p, normal(2, 9, 6, 8))
+    loops = [e for e in eqns if _jaxpr.call_kind(e) == "scan"]
+    states = [
+        v.aval.dtype for e in loops for v in e.outvars if v.aval.shape == p["w"].shape
+    ]
+    assert states == [np.float32] * 2
 
 
 def test_more_trips_than_networks_have_layers_add_up_in_float32():
