@@ -203,7 +203,7 @@ class FourierOperator(nn.Module):
     """Products with the lowest frequencies of an image, beside products of its pixels.
 
     Li et al., 2021, https://arxiv.org/abs/2010.08895. JAX has no Fourier transform of
-    16 bits: frequencies are complex64 in every precision. Their weights are two reals.
+    16 bits: frequencies are complex64 in every precision. Weights are pairs of reals.
     """
 
     layers: int = 4
