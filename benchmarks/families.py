@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .dear_families import DEAR_FAMILIES, DEAR_SMALL
 from .more_families import MORE_FAMILIES, MORE_SMALL
 from .networks import (
     Block,
@@ -304,6 +305,7 @@ FAMILIES: dict[str, Network] = {
     "mlp": mlp(512, features=1024, width=2048, layers=4),
     **MORE_FAMILIES,
     "gru": sequence_model(Recurrent(nn.GRUCell), 128),
+    **DEAR_FAMILIES,
 }
 
 # The same in small, for gradients that are computed on a CPU.
@@ -329,4 +331,5 @@ SMALL: dict[str, Network] = {
     "mlp": mlp(32, features=32, width=64, layers=2, classes=10),
     **MORE_SMALL,
     "gru": sequence_model(Recurrent(nn.GRUCell, width=32, vocabulary=64, length=16), 8),
+    **DEAR_SMALL,
 }

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -21,6 +22,8 @@ from benchmarks import (
     sharded,
     timing,
 )
+from benchmarks.dear_families import in_chunks
+from benchmarks.families import FAMILIES, SMALL
 from benchmarks.networks import TINY
 from benchmarks.steps import CONTESTANTS
 
@@ -325,3 +328,26 @@ def test_samples_of_a_round_are_paired():
     times = timing.interleaved({"a": lambda: next(clock), "b": lambda: next(clock)}, 3)
     assert times == {"a": [0, 3, 4], "b": [1, 2, 5]}
     assert timing.ratio([2.0, 4, 6], [1.0, 1, 6])["median"] == 2
+
+
+def test_every_family_is_there_in_small():
+    assert list(FAMILIES) == list(SMALL)
+    for name, network in SMALL.items():
+        assert type(network.model) is type(FAMILIES[name].model)
+
+
+def test_chunks_of_a_state_space_are_its_recurrence():
+    random = np.random.default_rng(0)
+    x, entry, out = (
+        random.normal(size=(2, 12, *shape)).astype(np.float32)
+        for shape in ((3, 4), (5,), (5,))
+    )
+    decays = -random.uniform(size=(2, 12, 3)).astype(np.float32)
+    state, expected = np.zeros((2, 3, 4, 5)), np.zeros_like(x)
+    for step in range(12):
+        state = np.exp(decays[:, step, :, None, None]) * state
+        state += np.einsum("bhp,bn->bhpn", x[:, step], entry[:, step])
+        expected[:, step] = np.einsum("bhpn,bn->bhp", state, out[:, step])
+    for chunk in (4, 12):
+        found = jax.jit(in_chunks, static_argnums=0)(chunk, x, decays, entry, out)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
