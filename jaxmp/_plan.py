@@ -307,7 +307,26 @@ class Plan:
         readers = self._readers.get(total, ())
         if len(readers) < 2 or total in self.returned:
             return False
-        return all(map(self._takes_16bit, readers))
+        return all(map(self._takes_16bit, readers)) and not self._ends_in_one(total)
+
+    def _ends_in_one(self, var: Any) -> bool:
+        """Tells whether all that is made of ``var``, elementwise, is one value.
+
+        As behind the derivative of an activation, which reads it more than once.
+        """
+        ends, seen, rest = set(), set(), [(var, var)]
+        while rest and len(seen) < _STEPS:
+            var, unmoved = rest.pop()
+            seen.add(var)
+            if var in self.returned:
+                ends.add(unmoved)
+            for other in self._readers.get(var, ()):
+                if self._rules[id(other)] not in ("infer", "retype"):
+                    ends.add(unmoved)
+                    continue
+                views = other.primitive.name in VIEWS
+                rest += [(x, unmoved if views else x) for x in other.outvars]
+        return len(ends) == 1 and not rest
 
     def _takes_16bit(self, eqn: Equation) -> bool:
         """Tells whether ``eqn`` takes its inputs in 16 bits, or sums them up."""

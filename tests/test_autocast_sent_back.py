@@ -95,18 +95,35 @@ def test_what_a_relu_sends_back_is_chosen_in_16_bits(shortcut, dtype):
     assert set(chosen) == {jnp.dtype(dtype)}
 
 
-@both_dtypes
-def test_what_a_shortcut_and_an_activation_send_back_is_stored_once(dtype):
-    grad = jax.grad(network(jax.nn.gelu, True), (0, 1))
-    eqns = equations(jaxmp.autocast(grad, dtype), [*W], [*V], X)
-    barriers = [
+def barriers(loss, dtype):
+    """Returns the dtypes of what is stored behind a barrier, of the size of ``X``."""
+    eqns = equations(jaxmp.autocast(jax.grad(loss, (0, 1)), dtype), [*W], [*V], X)
+    return [
         e.outvars[0].aval.dtype
         for e in eqns
         if e.primitive.name == "optimization_barrier"
         and e.outvars[0].aval.shape == X.shape
     ]
-    assert len(barriers) >= 3
-    assert set(barriers) == {jnp.dtype(dtype)}
+
+
+@both_dtypes
+def test_what_a_shortcut_and_an_activation_send_back_is_stored_once(dtype):
+    found = barriers(network(jax.nn.gelu, True), dtype)
+    assert len(found) >= 3
+    assert set(found) == {jnp.dtype(dtype)}
+
+
+@both_dtypes
+def test_what_an_activation_alone_is_sent_back_is_not_stored(dtype):
+    """Its derivative reads it more than once, in the kernel that computes it."""
+
+    def loss(ws, vs, x):
+        for w, v in zip(ws, vs, strict=True):
+            h = jax.nn.gelu(x @ w + v)
+            x = h * (1 + lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-3)) + h
+        return jnp.square(x @ ws[0]).mean()
+
+    assert not barriers(loss, dtype)
 
 
 def embedded(table, w):
