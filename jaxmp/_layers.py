@@ -33,7 +33,9 @@ class _Made(NamedTuple):
     slices: frozenset[int] = frozenset()  # of what the scan goes through, by any way
     weights: frozenset[int] = frozenset()  # slices by which products multiplied it
     number: bool = False  # one number that the loop is given, or many times the same
-    scaled: bool = False  # something carried, times such a number or a small one
+    # How many numbers were multiplied by such a number or by a small one, at the least,
+    # of all that is carried and that it is made of.
+    scaled: float = 0
     timed: bool = False  # by a step through time
 
 
@@ -57,13 +59,6 @@ def residual_streams(
     layout = _jaxpr.call_layout(loop)
     (body,) = layout.bodies
     inner = _jaxpr.in_vars(body.jaxpr)
-    carried = [
-        var
-        for i, var in zip(body.operands, inner, strict=True)
-        if i in layout.fixed_in and is_inexact(var)
-    ]
-    least = min((size_of(var.aval) for var in carried), default=0)
-
     def through(jaxpr: Any, ins: Sequence[_Made], scopes: Scopes) -> list[_Made]:
         def apply(eqn: Equation, ins: list[_Made]) -> list[_Made]:
             here = scopes + _jaxpr.scope_names(eqn)
@@ -73,7 +68,7 @@ def residual_streams(
             if is_product(eqn, here):
                 made = _multiplied(ins)
             else:
-                made = _computed(eqn, ins, least)
+                made = _computed(eqn, ins)
             return [made] * len(eqn.outvars)
 
         return _jaxpr.interpret(
@@ -114,27 +109,23 @@ def _multiplied(ins: Sequence[_Made]) -> _Made:
     return made._replace(weights=weights, timed=made.timed or shares)
 
 
-def _computed(eqn: Equation, ins: Sequence[_Made], least: float) -> _Made:
-    """Returns of what anything else is made.
-
-    Args:
-        eqn: What computes it.
-        ins: The same of what it is given.
-        least: How many numbers are carried, at the least. A mean is of fewer.
-    """
+def _computed(eqn: Equation, ins: Sequence[_Made]) -> _Made:
+    """Returns of what anything else is made."""
     made, name = _put_together(ins), eqn.primitive.name
-    number = size_of(eqn.outvars[0].aval) == 1 or all(x.number for x in ins)
+    size = size_of(eqn.outvars[0].aval)
+    number = size == 1 or all(x.number for x in ins)
     made = made._replace(number=number and not made.carried)
     if name in _ADDS or _jaxpr.is_cast(eqn):
         streams = any(x.added and not x.others for x in ins)
-        steps = any(x.scaled and not x.added for x in ins)
+        # Not a mean of what is carried, which is of fewer numbers.
+        steps = any(x.scaled >= size and not x.added for x in ins)
         return made._replace(timed=made.timed or (streams and steps))
-    if made.carried and name in SCALES and size_of(eqn.outvars[0].aval) >= least:
+    if made.carried and name in SCALES:
         steps = (
             _is_small(atom, name) if isinstance(atom, Literal) else x.number
             for x, atom in zip(ins, eqn.invars, strict=True)
         )
-        made = made._replace(scaled=made.scaled or any(steps))
+        made = made._replace(scaled=size if any(steps) else made.scaled)
     return made._replace(others=made.added | made.others)
 
 
@@ -155,6 +146,6 @@ def _put_together(ins: Sequence[_Made]) -> _Made:
         carried=bool(carried),
         slices=nothing.union(*(x.slices for x in ins)),
         weights=nothing.union(*(x.weights for x in ins)),
-        scaled=bool(carried) and all(x.scaled for x in carried),
+        scaled=min((x.scaled for x in carried), default=0),
         timed=any(x.timed for x in ins),
     )
