@@ -5,23 +5,39 @@ alike. They share their weights, go through what was computed, or are scaled by 
 step: what each adds is small, and 16 bits would lose it in the same way every time.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import _jaxpr
-from ._jaxpr import Equation, Literal, is_inexact
-from ._op_lists import ADDS_UP, FACTORS, JOINS, SCALES, VIEWS
+from ._jaxpr import Equation
+from ._op_lists import (
+    ADDS_UP,
+    ERRORS,
+    FACTORS,
+    FOLDS,
+    JOINS,
+    PICKS,
+    SCALES,
+    SHIFTS,
+    SUMS_WINDOWS,
+    TANHS,
+    TOTALS,
+    VIEWS,
+)
 from ._scopes import IsProduct, Scopes, inside
 from ._sizes import size_of
 from ._trips import RUN_ONCE
 
 # Networks are no deeper. What adds to a number more often may be a loop over time.
 _MOST = 128
-# Nor do layers scale what they add by less, if by a number in the code.
-_LEAST = 2**-5
+# Nor do layers scale what they add by less, and not by a number that is given.
+_LEAST, _GIVEN = 2**-5, 2**-20
 _ADDS = JOINS | ADDS_UP | VIEWS
+# They return as small a number as they are given.
+_KEEPS = PICKS | TANHS | ERRORS | TOTALS | SUMS_WINDOWS
 
 
 class _Made(NamedTuple):
@@ -30,12 +46,12 @@ class _Made(NamedTuple):
     added: frozenset[int] = frozenset()  # carried values, by additions alone
     others: frozenset[int] = frozenset()  # carried values, in other ways; no products
     carried: bool = False  # of something carried, also by products
-    slices: frozenset[int] = frozenset()  # of what the scan goes through, by any way
+    slices: frozenset[int] = frozenset()  # of what the scan goes through; no products
+    sliced: bool = False  # of what the scan goes through, also by products
+    shared: bool = False  # of arrays that all trips share; no products
     weights: frozenset[int] = frozenset()  # slices by which products multiplied it
-    number: bool = False  # one number that the loop is given, or many times the same
-    # How many numbers were multiplied by such a number or by a small one, at the least,
-    # of all that is carried and that it is made of.
-    scaled: float = 0
+    number: float | None = None  # which one number it is, NaN if that was given
+    scale: float = 1.0  # by which numbers something carried was multiplied
     timed: bool = False  # by a step through time
 
 
@@ -57,8 +73,7 @@ def residual_streams(
     if not isinstance(length, int) or length > _MOST:
         return {}
     layout = _jaxpr.call_layout(loop)
-    (body,) = layout.bodies
-    inner = _jaxpr.in_vars(body.jaxpr)
+
     def through(jaxpr: Any, ins: Sequence[_Made], scopes: Scopes) -> list[_Made]:
         def apply(eqn: Equation, ins: list[_Made]) -> list[_Made]:
             here = scopes + _jaxpr.scope_names(eqn)
@@ -68,24 +83,31 @@ def residual_streams(
             if is_product(eqn, here):
                 made = _multiplied(ins)
             else:
-                made = _computed(eqn, ins)
+                made = _computed(eqn, ins, least)
             return [made] * len(eqn.outvars)
 
         return _jaxpr.interpret(
             jaxpr,
             ins,
             apply,
-            const=lambda x: _Made(number=np.size(x) == 1),
-            literal=lambda _: _Made(number=True),
+            const=lambda x: _shared(np.size(x)),
+            literal=lambda x: _Made(number=float(abs(x.val))),
         )
 
     def given(i: int, var: Any) -> _Made:
+        size = size_of(var.aval)
         if i in layout.fixed_in:
             out = layout.fixed_out[i - layout.fixed_in.start]
             return _Made(added=frozenset([out]), carried=True)
-        slices = frozenset([i] if i >= layout.fixed_in.stop else [])
-        return _Made(slices=slices, number=size_of(var.aval) == 1)
+        if i < layout.fixed_in.start:
+            return _shared(size)
+        number = math.nan if size == 1 else None
+        return _Made(slices=frozenset([i]), sliced=True, number=number)
 
+    (body,) = layout.bodies
+    inner = _jaxpr.in_vars(body.jaxpr)
+    sizes = [size_of(loop.outvars[i].aval) for i in layout.fixed_out]
+    least = min((size for size in sizes if size != 1), default=1)
     ins = [given(i, var) for i, var in zip(body.operands, inner, strict=True)]
     outs = through(body.jaxpr, ins, scopes)
     return {
@@ -98,54 +120,95 @@ def residual_streams(
     }
 
 
+def _shared(size: float) -> _Made:
+    """Returns of what an array is made that a scan is given for all of its trips."""
+    return _Made(number=math.nan) if size == 1 else _Made(shared=True)
+
+
 def _multiplied(ins: Sequence[_Made]) -> _Made:
     """Returns of what a product is made: by weights, or by what all trips share."""
-    made = _put_together(ins)._replace(added=frozenset(), others=frozenset())
+    nothing: frozenset[int] = frozenset()
+    made = _put_together(ins)._replace(
+        added=nothing, others=nothing, slices=nothing, shared=False
+    )
     if not made.carried:
         return made
     factors = [x for x in ins if not x.carried]
-    weights = made.weights.union(*(x.slices for x in factors))
-    shares = any(not x.slices for x in factors)
-    return made._replace(weights=weights, timed=made.timed or shares)
+    shares = any(x.shared or not x.sliced for x in factors)
+    return made._replace(
+        weights=made.weights.union(*(x.slices for x in factors)),
+        scale=math.prod(x.scale for x in ins),
+        timed=made.timed or shares,
+    )
 
 
-def _computed(eqn: Equation, ins: Sequence[_Made]) -> _Made:
+def _computed(eqn: Equation, ins: Sequence[_Made], least: float) -> _Made:
     """Returns of what anything else is made."""
     made, name = _put_together(ins), eqn.primitive.name
-    size = size_of(eqn.outvars[0].aval)
-    number = size == 1 or all(x.number for x in ins)
-    made = made._replace(number=number and not made.carried)
+    if not made.carried:
+        return made._replace(number=_number(eqn, ins))
+    made = made._replace(scale=_scale(eqn, ins, least))
     if name in _ADDS or _jaxpr.is_cast(eqn):
         streams = any(x.added and not x.others for x in ins)
-        # Not a mean of what is carried, which is of fewer numbers.
-        steps = any(x.scaled >= size and not x.added for x in ins)
+        steps = any(x.carried and not x.added and x.scale < _LEAST for x in ins)
         return made._replace(timed=made.timed or (streams and steps))
-    if made.carried and name in SCALES:
-        steps = (
-            _is_small(atom, name) if isinstance(atom, Literal) else x.number
-            for x, atom in zip(ins, eqn.invars, strict=True)
-        )
-        made = made._replace(scaled=size if any(steps) else made.scaled)
     return made._replace(others=made.added | made.others)
 
 
-def _is_small(factor: Literal, name: str) -> bool:
-    """Whether to multiply by ``factor``, or to divide by it, makes a value small."""
-    if np.ndim(factor.val) or not is_inexact(factor) or not factor.val:
-        return False
-    size = abs(float(factor.val))
-    return size < _LEAST if name in FACTORS else size > 1 / _LEAST
+def _number(eqn: Equation, ins: Sequence[_Made]) -> float | None:
+    """Returns which number ``eqn`` computes, of nothing carried, None for an array."""
+    values = [x.number for x in ins if x.number is not None]
+    if len(values) < len(ins) or not ins:
+        return math.nan if size_of(eqn.outvars[0].aval) == 1 else None
+    name = eqn.primitive.name
+    if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
+        return values[0]
+    with np.errstate(all="ignore"):
+        return float(FOLDS[name](*values)) if name in FOLDS else math.nan
+
+
+def _scale(eqn: Equation, ins: Sequence[_Made], least: float) -> float:
+    """Returns by which numbers something carried was multiplied to compute ``eqn``.
+
+    Of what is no longer in proportion to it, such as an exponential, that is one.
+
+    Args:
+        eqn: The equation.
+        ins: What it is given.
+        least: Of how many numbers arrays are carried, at the least.
+    """
+    name = eqn.primitive.name
+    carried = [x.scale for x in ins if x.carried]
+    if name in SCALES:
+        value, factor = ins
+        if name not in FACTORS and factor.carried:
+            return _factor(value) / (factor.scale or 1)
+        if name not in FACTORS and factor.number:
+            factor = factor._replace(number=1 / factor.number)
+        if size_of(eqn.outvars[0].aval) < least:  # a mean, which is of fewer numbers
+            return max(carried)
+        return _factor(value) * _factor(factor)
+    if name in SHIFTS | ADDS_UP:  # a bias is no step
+        return max(x.scale for x in ins)
+    return max(carried) if name in _KEEPS or _jaxpr.is_cast(eqn) else 1.0
+
+
+def _factor(x: _Made) -> float:
+    """Returns by which number a value multiplies, as far as that is known."""
+    if x.carried or not x.number:
+        return x.scale
+    return _GIVEN if math.isnan(x.number) else abs(x.number)
 
 
 def _put_together(ins: Sequence[_Made]) -> _Made:
     nothing: frozenset[int] = frozenset()
-    carried = [x for x in ins if x.carried]
     return _Made(
         added=nothing.union(*(x.added for x in ins)),
         others=nothing.union(*(x.others for x in ins)),
-        carried=bool(carried),
+        carried=any(x.carried for x in ins),
         slices=nothing.union(*(x.slices for x in ins)),
+        sliced=any(x.sliced for x in ins),
+        shared=any(x.shared for x in ins),
         weights=nothing.union(*(x.weights for x in ins)),
-        scaled=min((x.scaled for x in carried), default=0),
         timed=any(x.timed for x in ins),
     )

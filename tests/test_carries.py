@@ -178,6 +178,40 @@ def with_one_given_step(p, x):
     return lax.scan(trip, x @ p["in"], p["layers"]["w"])
 
 
+def with_two_factors(p, x):
+    def trip(h, w):
+        return h + 0.1 * (0.1 * jnp.tanh(h @ w) * jax.nn.sigmoid(h)), None
+
+    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+
+
+def with_weights_of_time(p, x):
+    """The shared weights change with what the scan goes through."""
+    first, second = p["layers"]["w"][:2]
+
+    def trip(h, t):
+        return h + jnp.tanh(h @ (first + t * second)), None
+
+    return lax.scan(trip, x @ p["in"], p["layers"]["b"][:, 0])
+
+
+def with_looked_up_weights(p, x):
+    def trip(h, token):
+        return h + jnp.tanh(h @ p["layers"]["w"][token]), None
+
+    return lax.scan(trip, x @ p["in"], jnp.arange(9) % DEPTH)
+
+
+def with_mixed_weights(p, x):
+    """Each step has a mixture of matrices that all of them share."""
+    matrices = p["layers"]["w"].reshape(DEPTH, -1)
+
+    def trip(h, mixture):
+        return h + h @ (mixture[:DEPTH] @ matrices).reshape(WIDTH, WIDTH), None
+
+    return lax.scan(trip, x @ p["in"], p["layers"]["b"])
+
+
 def with_computed_weights(p, x):
     weights = jnp.tanh(p["layers"]["w"] @ p["layers"]["w"][0])
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ p["in"], weights)
@@ -197,6 +231,10 @@ def with_computed_weights(p, x):
         with_small_steps,
         with_given_steps,
         with_one_given_step,
+        with_two_factors,
+        with_weights_of_time,
+        with_looked_up_weights,
+        with_mixed_weights,
         with_computed_weights,
     ],
 )
@@ -210,16 +248,36 @@ def test_what_grows_or_is_kept_stays_float32(fun, dtype):
 
 
 def attention(h, layer):
-    """With a mean over all that is carried, a cap and a scale, none of them a step."""
-    scores = (h @ layer["w"]) @ h.T / WIDTH**2
+    """With a cap, a mean, and scales, none of which is a step."""
+    scores = 50 * jnp.tanh((h @ layer["w"]) @ h.T / WIDTH**2 / 50)
     weights = jax.nn.softmax(scores) / 0.9
     context = h.mean(0, keepdims=True) @ layer["w"]
     return h + jnp.tanh(weights @ (h @ layer["w"].T)) + context
 
 
-def test_layers_are_told_from_steps_through_time():
-    fun = jaxmp.autocast(scanned(attention), "bfloat16")
+def cross_attention(memory):
+    """Reads ``memory``, in the way of Flax's modules."""
+
+    def layer(h, layer):
+        query = (h @ layer["w"]) / jnp.sqrt(jnp.float32(4096))
+        weights = jax.nn.softmax(query @ (memory @ layer["w"]).T)
+        return h + weights @ (memory @ layer["w"].T)
+
+    return layer
+
+
+@pytest.mark.parametrize("layer", [attention, cross_attention(normal(7, 40, WIDTH))])
+def test_layers_are_told_from_steps_through_time(layer):
+    fun = jaxmp.autocast(scanned(layer), "bfloat16")
     assert carried(fun, params(depth=64), X) == [{"bfloat16"}]
+
+
+def test_complex_numbers_may_be_carried():
+    def spun(z):
+        return lax.scan(lambda z, _: (z * 1j / (2 + 1j), None), z, None, length=4)[0]
+
+    z = jnp.ones(3, "complex64")
+    assert jnp.array_equal(jaxmp.autocast(spun, "bfloat16")(z), spun(z))
 
 
 @both_dtypes
