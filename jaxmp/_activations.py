@@ -134,9 +134,10 @@ def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
     """Evaluates a jaxpr with the next addend, or None, added to each named value."""
+    stacks: dict[tuple[int, int], Any] = {}
 
     def apply(eqn, values):
-        with located_at(eqn), context_of(eqn):
+        with located_at(eqn, stacks), context_of(eqn):
             if inner := _called_once(eqn):
                 return _add_to_named(inner, values, addends)
             values = bind(eqn, values)

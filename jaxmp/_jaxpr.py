@@ -158,11 +158,25 @@ def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(fun)(*avals)
 
 
-def located_at(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
-    """Emits with the named scopes and the source line of ``eqn``."""
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+def located_at(
+    eqn: JaxprEqn, joined: dict[tuple[int, int], Any]
+) -> contextlib.AbstractContextManager:
+    """Emits with the named scopes and the source line of ``eqn``.
+
+    Args:
+        eqn: The equation.
+        joined: What this function keeps for the equations of one jaxpr, empty at first.
+            Most of them share their scopes, and one object for each equation is what
+            the garbage collector would go through.
+    """
+    around, scopes = source_info_util.current_name_stack(), eqn.source_info.name_stack
+    # By identity, because a scope and a transformation of the same name are equal; and
+    # kept, because a new object may have the identity of one that is gone.
+    key = id(around), id(scopes)
+    if key not in joined:
+        joined[key] = around + scopes, around, scopes
     return source_info_util.user_context(
-        eqn.source_info.traceback, name_stack=name_stack
+        eqn.source_info.traceback, name_stack=joined[key][0]
     )
 
 

@@ -12,7 +12,7 @@ send back.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import _jaxpr
@@ -42,7 +42,18 @@ def with_moments(
         if not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
         for x, window in _means(eqn, definition)
     ]
-    if not any(_factors(x, definition) for x, *_ in pairs):
+    consts = frozenset(_jaxpr.open_jaxpr(jaxpr).constvars)
+
+    def looks(atom: Any) -> Any:
+        """Returns what two variables share if they are computed in the same way."""
+        if isinstance(atom, Literal):
+            return str(atom)
+        made = definition(atom)
+        if made is None and atom not in consts:
+            return atom
+        return made and made.primitive, atom.aval.shape
+
+    if not _windows(pairs, looks, definition):  # as in most networks, and found fast
         return eqns
     # A window may be written anew for each mean, and is, by JAX 0.8, to go back.
     same = twins(eqns, same_constants(jaxpr))
@@ -50,6 +61,29 @@ def with_moments(
     def alike(atom: Any) -> Any:
         return str(atom) if isinstance(atom, Literal) else same.get(atom, atom)
 
+    windows = _windows(pairs, alike, definition)
+    if not windows:
+        return eqns
+    moments = {
+        id(eqn)
+        for eqn in products
+        if any(alike(window) in windows for _, window in _means(eqn, definition))
+    }
+    return [in_region(e, KEPT_FOR_MOMENTS) if id(e) in moments else e for e in eqns]
+
+
+def _windows(
+    pairs: Sequence[tuple[Any, Any, Equation]],
+    alike: Callable[[Any], Any],
+    definition: Definition,
+) -> set[Any]:
+    """Returns the windows by which means of a number and of its square are taken.
+
+    Args:
+        pairs: What is averaged, by which window, and by which product.
+        alike: Returns what a variable shares with those that are taken for the same.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
     averaged = {(alike(x), alike(window)): eqn for x, window, eqn in pairs}
     windows: set[Any] = set()
     second: dict[Any, list[Any]] = {}  # What is averaged twice, by rows and columns.
@@ -59,14 +93,7 @@ def with_moments(
         if factors and all(first):
             windows.add(alike(window))
             second[alike(eqn.outvars[0])] = [e.outvars[0] for e in first if e]
-    if not windows:
-        return eqns
-    moments = {
-        id(eqn)
-        for eqn in products
-        if any(alike(window) in windows for _, window in _means(eqn, definition))
-    }
-    return [in_region(e, KEPT_FOR_MOMENTS) if id(e) in moments else e for e in eqns]
+    return windows
 
 
 def _multiplies(eqn: Equation) -> bool:

@@ -150,10 +150,11 @@ class Caster:
         """
         plan = self.planner.plan(jaxpr, wanted, scopes)
         planned = zip(plan.rules, plan.wants, strict=True)
+        stacks: dict[tuple[int, int], Any] = {}
 
         def apply(eqn, ins):
             rule, wants = next(planned)
-            with _jaxpr.located_at(eqn), _jaxpr.context_of(eqn):
+            with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
                 name = eqn.primitive.name
                 moves = name in MOVES_WEIGHTS and ins[0].outside
                 if moves and plan.moves_in_16bit(eqn, rule, scopes):
