@@ -462,10 +462,8 @@ def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:
     body = _jaxpr.open_jaxpr(jaxpr)
     others: set[Any] = set()
     for eqn in body.eqns:
-        sent_back = is_backward(eqn, _jaxpr.scope_names(eqn)) or any(
-            atom in others
-            for atom in eqn.invars
-            if not isinstance(atom, _jaxpr.Literal)
+        sent_back = any(x in others for x in _variables(eqn)) or is_backward(
+            eqn, _jaxpr.scope_names(eqn)
         )
         loops = _jaxpr.call_kind(eqn) in ("scan", "while")
         carried = _jaxpr.call_layout(eqn).fixed_out if loops else ()
