@@ -317,6 +317,8 @@ class Plan:
         ends, seen, rest = set(), set(), [(var, var)]
         while rest and len(seen) < _STEPS:
             var, unmoved = rest.pop()
+            if var in seen:
+                continue
             seen.add(var)
             if var in self.returned:
                 ends.add(unmoved)

@@ -53,6 +53,16 @@ def equations(fun, *args):
     return list(walk(jax.make_jaxpr(fun)(*args).jaxpr))
 
 
+def sent_back(eqns):
+    return [e for e in eqns if "transpose" in str(e.source_info.name_stack)]
+
+
+def dtypes_of(primitive, eqns):
+    """Returns the dtypes in which a primitive computes what has the size of ``X``."""
+    found = [e.outvars[0].aval for e in eqns if e.primitive.name == primitive]
+    return [aval.dtype for aval in found if aval.shape == X.shape]
+
+
 @usually_bfloat16
 @pytest.mark.parametrize(
     "activation", rest_is_evidence(ACTIVATIONS, "relu", "exact gelu")
@@ -83,27 +93,15 @@ def test_what_a_relu_sends_back_is_chosen_in_16_bits(shortcut, dtype):
     """For products, and for the bias, whose gradient sums up rounded numbers anyway."""
     grad = jax.grad(network(jax.nn.relu, shortcut), (0, 1))
     eqns = equations(jaxmp.autocast(grad, dtype), [*W], [*V], X)
-    chosen = [
-        e.outvars[0].aval.dtype
-        for e in eqns
-        if e.primitive.name == "select_n"
-        and "transpose" in str(e.source_info.name_stack)
-        and e.outvars[0].aval.shape == X.shape
-        and e.outvars[0].aval.dtype != bool
-    ]
+    chosen = [x for x in dtypes_of("select_n", sent_back(eqns)) if x != jnp.dtype(bool)]
     assert len(chosen) >= 4
     assert set(chosen) == {jnp.dtype(dtype)}
 
 
 def barriers(loss, dtype):
-    """Returns the dtypes of what is stored behind a barrier, of the size of ``X``."""
-    eqns = equations(jaxmp.autocast(jax.grad(loss, (0, 1)), dtype), [*W], [*V], X)
-    return [
-        e.outvars[0].aval.dtype
-        for e in eqns
-        if e.primitive.name == "optimization_barrier"
-        and e.outvars[0].aval.shape == X.shape
-    ]
+    """Returns the dtypes of what is stored behind a barrier."""
+    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
+    return dtypes_of("optimization_barrier", equations(grad, [*W], [*V], X))
 
 
 @both_dtypes
@@ -136,13 +134,7 @@ def embedded(table, w):
 def test_what_products_send_back_through_a_norm_to_a_lookup_is_stored_in_16_bits(dtype):
     grad = jax.grad(lambda *args: jnp.square(embedded(*args)).mean(), (0, 1))
     eqns = equations(jaxmp.autocast(grad, dtype), X, W)
-    sent = [
-        e.outvars[0].aval.dtype
-        for e in eqns
-        if e.primitive.name == "dot_general"
-        and "transpose" in str(e.source_info.name_stack)
-        and e.outvars[0].aval.shape == X.shape
-    ]
+    sent = dtypes_of("dot_general", sent_back(eqns))
     assert sent == [jnp.dtype(dtype)] * 3
     for found, exact in zip(
         *at_once(jaxmp.autocast(grad, dtype), grad)(X, W), strict=True
