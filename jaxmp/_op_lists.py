@@ -178,6 +178,7 @@ LEAVES_RANGE = frozenset({"mul", "integer_pow"})
 REVERSES = frozenset({"rev"})
 # What puts axes into another order.
 TRANSPOSES = frozenset({"transpose"})
+RESHAPES = frozenset({"reshape"})
 # What brings the shards of an array to every device.
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 MOVES_WEIGHTS = REVERSES | GATHERS

@@ -51,6 +51,7 @@ from ._products import (
     is_sent_back_by_vector,
     is_written_in,
 )
+from ._row_sums import with_row_sums
 from ._scopes import (
     DIFFERENTIATED,
     KEPT_BY_BFLOAT16_PATHS,
@@ -374,6 +375,7 @@ class Planner:
                 _jaxpr.open_jaxpr(jaxpr).outvars,
                 lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) != "deny",
             )
+            eqns = with_row_sums(eqns, scopes, self._is_product, self._is_kept)
             self._slopes.update(slope.params["jaxpr"] for slope in slopes)
             memo[key], split = hoisted(eqns, scopes, self._is_product)
             self._split.update(loop.params["jaxpr"] for loop in split)

@@ -2,7 +2,8 @@
 
 import math
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -143,12 +144,42 @@ def vector_of(eqn: Equation) -> int | None:
 
     None if neither is, or if the axes of a mesh are part of a type.
     """
-    if eqn.primitive.name != "dot_general":
-        return None
-    atoms = *eqn.invars, *eqn.outvars
-    if any(axis is not None for x in atoms for axis in x.aval.sharding.spec):
+    if eqn.primitive.name != "dot_general" or _is_on_mesh(eqn):
         return None
     return next((i for i in (1, 0) if adds_up(eqn, i)), None)
+
+
+class Rows(NamedTuple):
+    """The rows of a product that a sum adds up."""
+
+    operand: int  # the one that they come from
+    axes: tuple[int, ...]  # of that operand, over which a sum of it adds them up
+    params: dict[str, Any]  # of the product of that sum, in float32
+
+
+def rows_summed(eqn: Equation, axes: Sequence[int]) -> Rows | None:
+    """Returns which rows of a product are summed over ``axes`` of its result.
+
+    None if that is no sum over all axes that one operand brings, or no such product, or
+    if the axes of a mesh are part of a type.
+    """
+    if eqn.primitive.name != "dot_general" or is_batched(eqn) or _is_on_mesh(eqn):
+        return None
+    contracted, batch = _dimension_numbers(eqn)
+    start = 0
+    for i, atom in enumerate(eqn.invars):
+        own = [axis for axis in range(atom.aval.ndim) if axis not in contracted[i]]
+        if own and list(axes) == list(range(start, start + len(own))):
+            left = sorted(contracted[i])
+            numbers = list(contracted)
+            numbers[i] = tuple(map(left.index, contracted[i]))
+            params = {
+                "dimension_numbers": (tuple(numbers), batch),
+                "precision": lax.Precision.HIGHEST,
+            }
+            return Rows(i, tuple(own), params)
+        start += len(own)
+    return None
 
 
 def sums_over_trips(eqn: Equation) -> bool:
@@ -165,6 +196,12 @@ def over_trips(eqn: Equation) -> dict[str, Any]:
     contracted = tuple((0, *(axis + 1 for axis in axes)) for axes in contracted)
     batch = tuple(tuple(axis + 1 for axis in axes) for axes in batch)
     return {"dimension_numbers": (contracted, batch)}
+
+
+def _is_on_mesh(eqn: Equation) -> bool:
+    """Whether the axes of a mesh are part of the types of ``eqn``."""
+    atoms = *eqn.invars, *eqn.outvars
+    return any(axis is not None for x in atoms for axis in x.aval.sharding.spec)
 
 
 def _dimension_numbers(eqn: Equation) -> Any:

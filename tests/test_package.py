@@ -45,6 +45,7 @@ ROWS = [
         "_trips",
         "_hoist",
         "_layouts",
+        "_row_sums",
         "_slopes",
     },
     {"_plan", "_gates", "_layers"},
