@@ -229,9 +229,24 @@ def _repeats(eqn: Equation, args: Sequence[Any]) -> Any:
 @functools.cache
 def _is_simple(primitive: Primitive) -> bool:
     """Whether to apply a primitive while tracing is to write an equation."""
+    if CALL_KINDS.get(primitive.name) == "custom_jvp":
+        return True  # with a rule that is traced later, and shared by all copies
     if type(primitive) is not Primitive or primitive.name in CALL_KINDS:
         return False
     return vars(primitive).keys().isdisjoint({"bind", "bind_with_trace", "is_high"})
+
+
+def written_as(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
+    """Returns ``call``, which was traced elsewhere, as the line of ``eqn`` writes it."""
+    traceback = eqn.source_info.traceback
+    ((param, closed, _),) = call_layout(call).bodies
+    body = open_jaxpr(closed)
+    eqns = [
+        x.replace(ctx=eqn.ctx, source_info=x.source_info.replace(traceback=traceback))
+        for x in body.eqns
+    ]
+    closed = closed.replace(jaxpr=body.replace(eqns=eqns))
+    return call.replace(params={**call.params, param: closed})
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:

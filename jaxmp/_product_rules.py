@@ -14,7 +14,7 @@ from . import _jaxpr
 from ._jaxpr import Equation
 from ._products import is_convolution
 from ._scopes import SATURATED
-from ._sums import summed_by_platform
+from ._sums import Product, product_of, summed_by_platform
 
 
 def accumulated(
@@ -27,12 +27,23 @@ def accumulated(
     such a rule, and is rounded on the way like those.
     """
 
-    def product(args, out_dtype):
-        return _jaxpr.bind(eqn, args, preferred_element_type=out_dtype)[0]
+    # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
+    # convolves in float32.
+    if linear or is_convolution(eqn):
+        (out,) = _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+        return lax.convert_element_type(out, jnp.float32)
+    product, avals = product_of(eqn, backward=backward), map(jax.typeof, operands)
+    call = _jaxpr.written_as(_accumulated(product, tuple(avals), dtype), eqn)
+    return _jaxpr.bind(call, operands)[0]
+
+
+@functools.lru_cache(maxsize=4096)  # A function with a rule takes long to trace.
+def _accumulated(product: Product, avals: tuple, dtype: np.dtype) -> Equation:
+    """Returns an equation that calls such a product, of operands of these types."""
 
     def rule(primals, tangents):
         terms = [
-            product((*primals[:i], tangent, *primals[i + 1 :]), dtype)
+            product.bind((*primals[:i], tangent, *primals[i + 1 :]), dtype)
             for i, tangent in enumerate(tangents)
             if not isinstance(tangent, SymbolicZero)
         ]
@@ -42,14 +53,11 @@ def accumulated(
 
     @jax.custom_jvp
     def accumulate(*args):
-        return summed_by_platform(eqn, args, backward=backward)
+        return summed_by_platform(product, args)
 
-    # cuDNN has no 16-bit convolution with a float32 result: XLA widens the operands and
-    # convolves in float32.
-    if linear or is_convolution(eqn):
-        return lax.convert_element_type(product(operands, dtype), jnp.float32)
     accumulate.defjvp(rule, symbolic_zeros=True)
-    return accumulate(*operands)
+    (call,) = _jaxpr.trace(accumulate, avals).eqns
+    return call
 
 
 def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,32 @@ from ._op_lists import ERFCS, TANHS
 from ._products import vector_of
 
 
-def summed_by_platform(
-    eqn: Equation, args: Sequence[Any], *, backward: bool = False
-) -> jax.Array:
+class Product(NamedTuple):
+    """A product, without its operands; hashable."""
+
+    primitive: Primitive
+    params: tuple[tuple[str, Any], ...]
+    vector: int | None  # which operand is a vector, if one is
+    backward: bool  # whether it belongs to a backward pass
+
+    def bind(self, args: Sequence[Any], dtype: np.dtype) -> jax.Array:
+        """Applies it to ``args``, and returns its result in ``dtype``."""
+        options = {**dict(self.params), "preferred_element_type": dtype}
+        return self.primitive.bind(*args, **options)
+
+
+def product_of(eqn: Equation, *, backward: bool = False) -> Product:
+    """Returns what ``eqn`` is without its operands.
+
+    Args:
+        eqn: The product.
+        backward: Whether it belongs to a backward pass.
+    """
+    params = tuple(sorted(eqn.params.items()))
+    return Product(eqn.primitive, params, vector_of(eqn), backward)
+
+
+def summed_by_platform(product: Product, args: Sequence[Any]) -> jax.Array:
     """Applies a product to 16-bit operands and returns its float32 sums.
 
     XLA:CPU has no such product of bfloat16 in every layout. The same sums of widened
@@ -25,31 +48,21 @@ def summed_by_platform(
     once. The choice is made where the program is lowered.
 
     Args:
-        eqn: The product.
+        product: The product.
         args: Its operands.
-        backward: Whether it belongs to a backward pass.
     """
-    vector = vector_of(eqn)
-    if vector is None and all(x.dtype != jnp.bfloat16 for x in args):
-        return bind(eqn, args, preferred_element_type=FLOAT32)[0]
-    params = tuple(sorted(eqn.params.items()))
-    avals = tuple(map(jax.typeof, args))
-    jaxpr = _summed_by_platform(eqn.primitive, params, avals, vector, backward)
+    if product.vector is None and all(x.dtype != jnp.bfloat16 for x in args):
+        return product.bind(args, FLOAT32)
+    jaxpr = _summed_by_platform(product, tuple(map(jax.typeof, args)))
     return interpret(jaxpr, args, bind)[0]
 
 
 @functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.
-def _summed_by_platform(
-    primitive: Primitive,
-    params: tuple,
-    avals: tuple,
-    vector: int | None,
-    backward: bool,
-) -> Any:
-    options: Any = {**dict(params), "preferred_element_type": FLOAT32}
+def _summed_by_platform(product: Product, avals: tuple) -> Any:
+    vector = product.vector
 
     def summed(*args):
-        return primitive.bind(*args, **options)
+        return product.bind(args, FLOAT32)
 
     def widened(*args):
         return summed(*(_widened(x) if x.dtype == jnp.bfloat16 else x for x in args))
@@ -57,8 +70,8 @@ def _summed_by_platform(
     @jax.custom_batching.custom_vmap
     def multiplied(*args):
         assert vector is not None
-        matrix, numbers = args[1 - vector], options["dimension_numbers"]
-        if backward:  # or XLA would store it in float32 as well, for this reader
+        matrix, numbers = args[1 - vector], dict(product.params)["dimension_numbers"]
+        if product.backward:  # or XLA would store it in float32 too, for this reader
             matrix = firmly_rounded(matrix)
         return _times_vector(matrix, args[vector], vector, *numbers)
 
