@@ -301,7 +301,7 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     What differentiation and batching add to the stack is left out, so that the
     forward and the backward pass of a module have the same scopes.
     """
-    return _names(eqn).scopes
+    return names_of(eqn).scopes
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
@@ -310,32 +310,30 @@ def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
-def is_computed_again(eqn: JaxprEqn) -> bool:
-    """Whether a rematerialised function computes ``eqn`` for its backward pass."""
-    return _names(eqn).computed_again
-
-
 def is_differentiated(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` was written by differentiation, forward or backward."""
-    return not _names(eqn).transforms.isdisjoint(("jvp", "transpose"))
+    return names_of(eqn).differentiated
 
 
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` belongs to a backward pass."""
-    return "transpose" in _names(eqn).transforms
+    return names_of(eqn).transposed
 
 
 # What `jax.checkpoint` names what its backward pass computes a second time.
 _COMPUTED_AGAIN = "rematted_computation"
 
 
-class _Names(NamedTuple):
-    scopes: tuple[str, ...]
-    transforms: frozenset[str]
-    computed_again: bool
+class Names(NamedTuple):
+    """What the names around an equation say."""
+
+    scopes: tuple[str, ...]  # see `scope_names`
+    differentiated: bool  # by differentiation, forward or backward
+    transposed: bool  # in a backward pass
+    computed_again: bool  # by a rematerialised function, for its backward pass
 
 
-def _names(eqn: JaxprEqn) -> _Names:
+def names_of(eqn: JaxprEqn) -> Names:
     """Returns what the name stack of ``eqn`` says."""
     stack = eqn.source_info.name_stack.stack
     # A scope and a transformation of the same name are equal.
@@ -343,16 +341,20 @@ def _names(eqn: JaxprEqn) -> _Names:
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_names(stack: tuple, kinds: tuple[type, ...]) -> _Names:
+def _read_names(stack: tuple, kinds: tuple[type, ...]) -> Names:
     names = [
         (kind.__name__, name)
         for entry, kind in zip(stack, kinds, strict=True)
         for name in entry.name.split("/")
     ]
-    transforms = frozenset(name for kind, name in names if kind == "Transform")
+    transforms = {name for kind, name in names if kind == "Transform"}
     scopes = [name for kind, name in names if kind == "Scope"]
-    again = _COMPUTED_AGAIN in scopes
-    return _Names(tuple(x for x in scopes if x != _COMPUTED_AGAIN), transforms, again)
+    return Names(
+        tuple(x for x in scopes if x != _COMPUTED_AGAIN),
+        differentiated=not transforms.isdisjoint(("jvp", "transpose")),
+        transposed="transpose" in transforms,
+        computed_again=_COMPUTED_AGAIN in scopes,
+    )
 
 
 def live_primitives() -> dict[str, Primitive]:

@@ -100,11 +100,11 @@ def _multiplies(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
     if eqn.primitive.name in PRODUCTS:
         return True
-    if _jaxpr.call_kind(eqn) in (None, "while") or not eqn.outvars:
+    bodies = [*map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))]
+    if not bodies or _jaxpr.call_kind(eqn) == "while" or not eqn.outvars:
         return False
     if len(_arrays(eqn)) > 3:
         return False
-    bodies = map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))
     return any(_multiplies(inner) for body in bodies for inner in body.eqns)
 
 

@@ -464,9 +464,8 @@ def wanted_of_results(jaxpr: Any) -> tuple[Want, ...]:
     body = _jaxpr.open_jaxpr(jaxpr)
     others: set[Any] = set()
     for eqn in body.eqns:
-        sent_back = any(x in others for x in _variables(eqn)) or is_backward(
-            eqn, _jaxpr.scope_names(eqn)
-        )
+        read = _variables(eqn)
+        sent_back = not others.isdisjoint(read) or is_backward(eqn, ())
         loops = _jaxpr.call_kind(eqn) in ("scan", "while")
         carried = _jaxpr.call_layout(eqn).fixed_out if loops else ()
         others.update(eqn.outvars if sent_back else (eqn.outvars[i] for i in carried))

@@ -583,7 +583,7 @@ def _split(paths: Sequence[str]) -> dict[str, Scopes]:
 
 
 def _is_in(paths: Mapping[str, Scopes], scopes: Scopes) -> bool:
-    return any(is_under(path, scopes) for path in paths.values())
+    return bool(paths) and any(is_under(path, scopes) for path in paths.values())
 
 
 def _stays_float32(eqn: Equation) -> bool:

@@ -66,9 +66,8 @@ def in_region(eqn: _jaxpr.Equation, reason: str) -> _jaxpr.Equation:
 
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
     """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
-    if BACKWARD not in scopes and not _jaxpr.is_transposed(eqn):
-        return False
-    return not _jaxpr.is_computed_again(eqn)
+    names = _jaxpr.names_of(eqn)
+    return (names.transposed or BACKWARD in scopes) and not names.computed_again
 
 
 def marks(scopes: Scopes) -> Scopes:

@@ -171,12 +171,13 @@ def _is_finite(x: Any) -> jax.Array:
 
 def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Reduces bool arrays of one shape to bool scalars, all in one reduction."""
+    true = [np.True_] * len(arrays)
+    return jax.lax.reduce(arrays, true, _both, tuple(range(arrays[0].ndim)))
 
-    def both(xs, ys):
-        return [jax.lax.bitwise_and(x, y) for x, y in zip(xs, ys, strict=True)]
 
-    true = [jnp.array(True)] * len(arrays)
-    return jax.lax.reduce(arrays, true, both, tuple(range(arrays[0].ndim)))
+# One function, so that JAX traces it once for all reductions of as many arrays.
+def _both(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jax.lax.bitwise_and(x, y) for x, y in zip(xs, ys, strict=True)]
 
 
 def widen(tree: T) -> T:
