@@ -227,6 +227,10 @@ class Planner:
             return KEPT_BY_BFLOAT16_PATHS
         return KEPT_IN_RULE if reason is None and linear else reason
 
+    def has_factors(self, jaxpr: Any) -> bool:
+        """Whether :meth:`find_factors` has found something in ``jaxpr``."""
+        return _jaxpr.open_jaxpr(jaxpr) in self._factors
+
     def matters(self, jaxpr: Any) -> bool:
         """Whether there is something in ``jaxpr`` to decide or to know.
 

@@ -43,6 +43,7 @@ from ._product_rules import moved
 from ._products import is_resize
 from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
+from ._twins import spelled
 from ._uses import IN_16BIT, STORED, Want, as_written
 from ._values import (
     Known,
@@ -76,6 +77,7 @@ class Caster:
         self.planner = Planner(dtype, ops, paths, **float8)
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._rewritten: Any = weakref.WeakKeyDictionary()
+        self._first: Any = weakref.WeakValueDictionary()
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
         """Returns ``fun``, a function of pytrees, in mixed precision.
@@ -420,6 +422,14 @@ class Caster:
             memo[key] = Rewritten(_jaxpr.trace(body, avals), tuple(known_outs))
         return memo[key]
 
+    def first_of(self, jaxpr: Any) -> Any:
+        """Returns the first jaxpr that is the same as ``jaxpr``, from the same lines.
+
+        JAX traces a function with a derivative rule anew for each call, as in layers.
+        """
+        key = None if self.planner.has_factors(jaxpr) else spelled(jaxpr)
+        return jaxpr if key is None else self._first.setdefault(key, jaxpr)
+
     def custom_jvp(
         self, eqn: Equation, ins: list[Value], wanted: tuple[Want, ...], scopes: Scopes
     ) -> list[Value]:
@@ -428,7 +438,8 @@ class Caster:
         known = [value.known() for value in ins]  # keeps no tracer alive
         moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
         free = (False,) * len(wanted)
-        new = self.rewritten(eqn.params["call_jaxpr"], ins, wanted, free, scopes)
+        body = self.first_of(eqn.params["call_jaxpr"])
+        new = self.rewritten(body, ins, wanted, free, scopes)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
 
         def rule(primals, tangents):

@@ -171,7 +171,7 @@ def _is_finite(x: Any) -> jax.Array:
 
 def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Reduces bool arrays of one shape to bool scalars, all in one reduction."""
-    true = [np.True_] * len(arrays)
+    true = [jnp.array(True)] * len(arrays)
     return jax.lax.reduce(arrays, true, _both, tuple(range(arrays[0].ndim)))
 
 
