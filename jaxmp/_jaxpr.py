@@ -185,6 +185,14 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
     return eqn.ctx.manager  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def shared_context(
+    eqns: Sequence[JaxprEqn],
+) -> contextlib.AbstractContextManager | None:
+    """Returns the context of all equations, see :func:`context_of`, None if of none."""
+    contexts = {id(eqn.ctx) for eqn in eqns}
+    return context_of(eqns[0]) if len(contexts) == 1 else None
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Applies the primitive of ``eqn`` to ``args``, with some parameters changed."""
     if not changed and (trace := _repeats(eqn, args)):
@@ -213,7 +221,11 @@ def _repeats(eqn: Equation, args: Sequence[Any]) -> Any:
     What ``eqn`` returned when it was traced is then what it returns now.
     """
     trace = get_opaque_trace_state()._trace_ref()
-    if eqn.effects or not _is_simple(eqn.primitive) or not hasattr(trace, "emit_eqn"):
+    # A cast does more than to write an equation only where it is told a sharding.
+    casts = is_cast(eqn) and eqn.params["sharding"] is None
+    if eqn.effects or not (casts or _is_simple(eqn.primitive)):
+        return None
+    if not hasattr(trace, "emit_eqn"):
         return None
     for x, atom in zip(args, eqn.invars, strict=True):
         if isinstance(atom, Literal):

@@ -400,7 +400,7 @@ def scales_far(eqn: Equation) -> bool:
 
 def is_far(number: Any) -> bool:
     """Whether to multiply by ``number`` brings a value into range, or out of it."""
-    if number is None or np.ndim(number):
+    if number is None or getattr(number, "ndim", 0):
         return False
     return not 2**-8 <= abs(number or 1) <= 2**8
 

@@ -6,6 +6,7 @@ or, if that was float32, the 16-bit one, and whoever is not known to accept the 
 gets the former back.
 """
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -153,10 +154,13 @@ class Caster:
         plan = self.planner.plan(jaxpr, wanted, scopes)
         planned = zip(plan.rules, plan.wants, strict=True)
         stacks: dict[tuple[int, int], Any] = {}
+        # As for most jaxprs: to enter a context takes as long as to write an equation.
+        nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
 
         def apply(eqn, ins):
             rule, wants = next(planned)
-            with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
+            context = nothing if shared else _jaxpr.context_of(eqn)
+            with _jaxpr.located_at(eqn, stacks), context:
                 name = eqn.primitive.name
                 moves = name in MOVES_WEIGHTS and ins[0].outside
                 if moves and plan.moves_in_16bit(eqn, rule, scopes):
@@ -187,9 +191,10 @@ class Caster:
                     outs = [pooled(outs[0], wants[0], self.dtype)]
                 return self.as_read(eqn, ins, outs, wants, plan)
 
-        return _jaxpr.interpret(
-            jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
-        )
+        with shared or nothing:
+            return _jaxpr.interpret(
+                jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
+            )
 
     def apply(
         self,

@@ -1,6 +1,7 @@
 """What autocast knows of a value while it replays a jaxpr."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -246,11 +247,21 @@ class Value:
 def cast(array: Any, dtype: np.dtype) -> Any:
     """Returns an array in another dtype.
 
-    It is ``lax.convert_element_type`` without its checks, which take as long again.
+    It is ``lax.convert_element_type`` without its checks, traced once for each type:
+    there are hundreds in a step.
     """
-    return lax.convert_element_type_p.bind(
-        array, new_dtype=dtype, weak_type=False, sharding=None
-    )
+    return _jaxpr.bind(_cast_of(jax.typeof(array), dtype), [array])[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
+    def cast(x):
+        return lax.convert_element_type_p.bind(
+            x, new_dtype=dtype, weak_type=False, sharding=None
+        )
+
+    (eqn,) = _jaxpr.trace(cast, [aval]).eqns
+    return eqn
 
 
 def given(array: Any) -> Value:
