@@ -248,14 +248,18 @@ def _is_simple(primitive: Primitive) -> bool:
     return vars(primitive).keys().isdisjoint({"bind", "bind_with_trace", "is_high"})
 
 
-def written_as(call: JaxprEqn, eqn: JaxprEqn) -> JaxprEqn:
-    """Returns ``call``, which was traced elsewhere, as the line of ``eqn`` writes it."""
-    traceback = eqn.source_info.traceback
+def written_as(call: JaxprEqn, eqn: Equation) -> JaxprEqn:
+    """Returns ``call``, traced elsewhere, as the line that wrote ``eqn`` writes it."""
+    return _written_at(call, eqn.source_info.traceback, eqn.ctx)
+
+
+@functools.lru_cache(maxsize=4096)  # Layers are from one line, and share it.
+def _written_at(call: JaxprEqn, traceback: Any, ctx: Any) -> JaxprEqn:
     ((param, closed, _),) = call_layout(call).bodies
     body = open_jaxpr(closed)
     eqns = [
-        x.replace(ctx=eqn.ctx, source_info=x.source_info.replace(traceback=traceback))
-        for x in body.eqns
+        eqn.replace(ctx=ctx, source_info=eqn.source_info.replace(traceback=traceback))
+        for eqn in body.eqns
     ]
     closed = closed.replace(jaxpr=body.replace(eqns=eqns))
     return call.replace(params={**call.params, param: closed})

@@ -14,7 +14,7 @@ from . import _jaxpr
 from ._jaxpr import Equation
 from ._products import is_convolution
 from ._scopes import SATURATED
-from ._sums import Product, product_of, summed_by_platform
+from ._sums import Product, product_of
 
 
 def accumulated(
@@ -53,7 +53,7 @@ def _accumulated(product: Product, avals: tuple, dtype: np.dtype) -> Equation:
 
     @jax.custom_jvp
     def accumulate(*args):
-        return summed_by_platform(product, args)
+        return product.summed(args)
 
     accumulate.defjvp(rule, symbolic_zeros=True)
     (call,) = _jaxpr.trace(accumulate, avals).eqns

@@ -154,7 +154,7 @@ class Caster:
         plan = self.planner.plan(jaxpr, wanted, scopes)
         planned = zip(plan.rules, plan.wants, strict=True)
         stacks: dict[tuple[int, int], Any] = {}
-        # As for most jaxprs: to enter a context takes as long as to write an equation.
+        # Most jaxprs have one context, to be entered once.
         nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
 
         def apply(eqn, ins):

@@ -27,6 +27,13 @@ class Product(NamedTuple):
         options = {**dict(self.params), "preferred_element_type": dtype}
         return self.primitive.bind(*args, **options)
 
+    def summed(self, args: Sequence[Any]) -> jax.Array:
+        """Applies it to 16-bit ``args``, see :func:`summed_by_platform`."""
+        if self.vector is None and all(x.dtype != jnp.bfloat16 for x in args):
+            return self.bind(args, FLOAT32)
+        jaxpr = _summed_by_platform(self, tuple(map(jax.typeof, args)))
+        return interpret(jaxpr, args, bind)[0]
+
 
 def product_of(eqn: Equation, *, backward: bool = False) -> Product:
     """Returns what ``eqn`` is without its operands.
@@ -39,7 +46,7 @@ def product_of(eqn: Equation, *, backward: bool = False) -> Product:
     return Product(eqn.primitive, params, vector_of(eqn), backward)
 
 
-def summed_by_platform(product: Product, args: Sequence[Any]) -> jax.Array:
+def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
     """Applies a product to 16-bit operands and returns its float32 sums.
 
     XLA:CPU has no such product of bfloat16 in every layout. The same sums of widened
@@ -48,13 +55,10 @@ def summed_by_platform(product: Product, args: Sequence[Any]) -> jax.Array:
     once. The choice is made where the program is lowered.
 
     Args:
-        product: The product.
+        eqn: The product.
         args: Its operands.
     """
-    if product.vector is None and all(x.dtype != jnp.bfloat16 for x in args):
-        return product.bind(args, FLOAT32)
-    jaxpr = _summed_by_platform(product, tuple(map(jax.typeof, args)))
-    return interpret(jaxpr, args, bind)[0]
+    return product_of(eqn).summed(args)
 
 
 @functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.

@@ -1,4 +1,4 @@
-"""What is computed in the same way, in code that was written twice or runs twice."""
+"""What is computed in the same way, in code that was written or traced twice."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

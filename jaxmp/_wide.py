@@ -15,7 +15,7 @@ from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._op_lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
 from ._products import PRODUCTS
-from ._sums import product_of, summed_by_platform
+from ._sums import summed_by_platform
 
 _FLOAT32 = np.dtype(np.float32)
 _HUGE = np.finfo(np.float32).max
@@ -43,7 +43,7 @@ def before_rounding(eqn: Equation, arrays: Sequence[Any]) -> Any:
         wide = jnp.issubdtype(arrays[0].dtype, jnp.floating)
         return widened(arrays[0]) if wide and arrays[0].dtype.itemsize > 2 else None
     if name in PRODUCTS and all(is_narrow(x) for x in arrays[:2]):
-        return summed_by_platform(product_of(eqn), arrays)
+        return summed_by_platform(eqn, arrays)
     if name in ARITHMETIC:
         return bind_wide(eqn, [*map(widened, arrays)])[0]
     return None
