@@ -85,11 +85,12 @@ def with_row_sums(
 
     found = []
     for eqn in eqns:
-        here = scopes + _jaxpr.scope_names(eqn)
         instead = []
-        if _is_total(eqn) and is_backward(eqn, here):
-            instead = [] if is_kept(here) else by_others(eqn)
-            totals.setdefault((eqn.invars[0], _axes(eqn)), eqn.outvars[0])
+        if _is_total(eqn):
+            here = scopes + _jaxpr.scope_names(eqn)
+            if is_backward(eqn, here):
+                instead = [] if is_kept(here) else by_others(eqn)
+                totals.setdefault((eqn.invars[0], _axes(eqn)), eqn.outvars[0])
         found += instead or [eqn]
     return found
 
