@@ -9,7 +9,6 @@ from ._products import has_default_precision, is_resize
 _SCOPES = {
     _scopes.KEPT_FOR_MOMENTS: "a mean, and one of squares",
     _scopes.KEPT_TO_END: "in a loop that ends at a tolerance",
-    _scopes.KEPT_FOR_SUMS: "of a sum over rows",
     _scopes.FLOAT32: "float32 region",
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
     _scopes.KEPT_BY_OPS: "the lists in `ops`",

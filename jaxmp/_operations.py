@@ -14,10 +14,11 @@ from ._jaxpr import Equation, is_float32, is_inexact
 from ._op_lists import COPIES, GATHERS_ROWS
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
+from ._products import vector_of
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, is_backward
-from ._sums import firmly_applied
+from ._sums import firmly_applied, times_total
 from ._uses import RETURNED, Want
 from ._values import Value, cast, runs_in_16bit
 
@@ -78,6 +79,20 @@ def inferred(
     if (activated := firmly_applied(eqn, operands[0])) is not None:
         return [activated]
     return bind_narrow(eqn, operands, dtype)
+
+
+def row_summed(eqn: Equation, ins: Sequence[Value], dtype: np.dtype) -> list[Any]:
+    """Applies a product of a sum over rows, in float32, and a matrix in 16 bits.
+
+    Args:
+        eqn: The product, see :mod:`jaxmp._row_sums`.
+        ins: Its inputs.
+        dtype: The 16-bit one.
+    """
+    place = vector_of(eqn)
+    assert place is not None
+    matrix, total = ins[1 - place].in_16bit(dtype), ins[place].original()
+    return [times_total(eqn, matrix, total, place)]
 
 
 def for_reason(reason: str | None) -> contextlib.AbstractContextManager:

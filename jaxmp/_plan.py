@@ -49,8 +49,9 @@ from ._uses import FOR_BACKWARD, IN_16BIT, STORED, Use, Want, wanted_for
 _STEPS = 100
 
 # How to treat an equation: give it 16-bit operands, let it follow its inputs, pass a
-# value on whose type alone changes, go inside, or leave it in its original dtypes.
-Rule = Literal["allow", "infer", "retype", "call", "deny"]
+# value on whose type alone changes, go inside, multiply a float32 sum by a 16-bit
+# matrix, or leave it in its original dtypes.
+Rule = Literal["allow", "infer", "retype", "call", "row_sum", "deny"]
 
 
 @dataclasses.dataclass(frozen=True)

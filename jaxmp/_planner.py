@@ -50,6 +50,7 @@ from ._products import (
     is_resize,
     is_sent_back_by_vector,
     is_written_in,
+    vector_of,
 )
 from ._row_sums import with_row_sums
 from ._scopes import (
@@ -59,6 +60,7 @@ from ._scopes import (
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
     KEPT_IN_RULE,
+    ROW_SUMS,
     Scopes,
     inside,
     is_backward,
@@ -183,6 +185,8 @@ class Planner:
         name, ops = eqn.primitive.name, self.ops
         if self._is_kept(scopes):
             return "deny"
+        if ROW_SUMS in scopes:
+            return "row_sum" if name in PRODUCTS else "deny"
         allowed = name in ops.allow and has_float32(eqn, self.dtype)
         if allowed and (_has_sums(eqn) or _is_sent_or_resized(eqn, scopes, wanted)):
             return "allow"
@@ -379,8 +383,8 @@ class Planner:
                 _jaxpr.open_jaxpr(jaxpr).outvars,
                 lambda eqn: self.rule(eqn, scopes + _jaxpr.scope_names(eqn)) != "deny",
             )
-            eqns = with_row_sums(eqns, scopes, self._is_product, self._is_kept)
             self._slopes.update(slope.params["jaxpr"] for slope in slopes)
+            eqns = with_row_sums(eqns, scopes, self._is_product, self._is_kept)
             memo[key], split = hoisted(eqns, scopes, self._is_product)
             self._split.update(loop.params["jaxpr"] for loop in split)
             for loop in split:
@@ -407,6 +411,11 @@ class Planner:
                 yield var, use & ~(Use.DIGITS | Use.OFFSETS) if rounds else use
             if rounds and (x := after.bounded_input(eqn)) is not None:
                 yield x, Use.BOUNDED
+            return
+        if rule == "row_sum":
+            total = vector_of(eqn)
+            for i, var in enumerate(eqn.invars):
+                yield var, Use.OTHERWISE | USES["original" if i == total else "stored"]
             return
         use = self._use(eqn, rule, after, scopes)
         rounds = eqn.primitive.name in STEEP and not use & Use.DIGITS

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AxisType
 
 from ._jaxpr import FLOAT32, Equation, frames, is_inexact
 from ._sizes import as_number, size_of
@@ -144,7 +145,10 @@ def vector_of(eqn: Equation) -> int | None:
 
     None if neither is, or if the axes of a mesh are part of a type.
     """
-    if eqn.primitive.name != "dot_general" or _is_on_mesh(eqn):
+    if eqn.primitive.name != "dot_general":
+        return None
+    atoms = *eqn.invars, *eqn.outvars
+    if any(axis is not None for x in atoms for axis in x.aval.sharding.spec):
         return None
     return next((i for i in (1, 0) if adds_up(eqn, i)), None)
 
@@ -154,30 +158,28 @@ class Rows(NamedTuple):
 
     operand: int  # the one that they come from
     axes: tuple[int, ...]  # of that operand, over which a sum of it adds them up
-    params: dict[str, Any]  # of the product of that sum, in float32
+    dimension_numbers: Any  # of the product of that sum and the other operand
 
 
 def rows_summed(eqn: Equation, axes: Sequence[int]) -> Rows | None:
     """Returns which rows of a product are summed over ``axes`` of its result.
 
     None if that is no sum over all axes that one operand brings, or no such product, or
-    if the axes of a mesh are part of a type.
+    if JAX divides it between devices.
     """
-    if eqn.primitive.name != "dot_general" or is_batched(eqn) or _is_on_mesh(eqn):
+    if eqn.primitive.name != "dot_general" or is_batched(eqn) or _is_divided(eqn):
         return None
     contracted, batch = _dimension_numbers(eqn)
     start = 0
     for i, atom in enumerate(eqn.invars):
         own = [axis for axis in range(atom.aval.ndim) if axis not in contracted[i]]
-        if own and list(axes) == list(range(start, start + len(own))):
+        if list(axes) == list(range(start, start + len(own))):
+            if adds_up(eqn, 1 - i):
+                return None  # of a vector, the sum would be one number
             left = sorted(contracted[i])
             numbers = list(contracted)
             numbers[i] = tuple(map(left.index, contracted[i]))
-            params = {
-                "dimension_numbers": (tuple(numbers), batch),
-                "precision": lax.Precision.HIGHEST,
-            }
-            return Rows(i, tuple(own), params)
+            return Rows(i, tuple(own), (tuple(numbers), batch))
         start += len(own)
     return None
 
@@ -198,10 +200,14 @@ def over_trips(eqn: Equation) -> dict[str, Any]:
     return {"dimension_numbers": (contracted, batch)}
 
 
-def _is_on_mesh(eqn: Equation) -> bool:
-    """Whether the axes of a mesh are part of the types of ``eqn``."""
-    atoms = *eqn.invars, *eqn.outvars
-    return any(axis is not None for x in atoms for axis in x.aval.sharding.spec)
+def _is_divided(eqn: Equation) -> bool:
+    """Whether JAX may divide ``eqn`` between devices, outside of a ``shard_map``."""
+    meshes = [x.aval.sharding.mesh for x in (*eqn.invars, *eqn.outvars)]
+    return any(
+        size > 1 and kind != AxisType.Manual
+        for mesh in meshes
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    )
 
 
 def _dimension_numbers(eqn: Equation) -> Any:

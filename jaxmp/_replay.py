@@ -37,7 +37,7 @@ from ._op_lists import (
     POOLS,
     OpLists,
 )
-from ._operations import allowed, for_reason, inferred
+from ._operations import allowed, for_reason, inferred, row_summed
 from ._plan import Plan, Rule, wanted_of_results
 from ._planner import Planner
 from ._product_rules import moved
@@ -212,6 +212,8 @@ class Caster:
             outs = self.call(eqn, ins, wanted, around)
         elif rule == "retype" and ins[0].narrow:
             return ins
+        elif rule == "row_sum":
+            return self.results(eqn, row_summed(eqn, ins, self.dtype))
         else:
             match rule:
                 case "allow":

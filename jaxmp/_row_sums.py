@@ -9,6 +9,9 @@ Sums are cheap in the kernel that computes what they add up. But XLA:GPU keeps t
 parts of a sum in memory that the threads of a block share, and has room there for two
 sums in float32. Behind a norm there are three: those of its scale, of its bias, and of
 the bias before it.
+
+Not where JAX divides the work between devices: the gradient, and the bias after a step,
+would be sharded as the matrix is. In a `shard_map` each device has its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +22,13 @@ from ._definitions import definitions_of
 from ._jaxpr import Equation, Literal, Var, is_float32
 from ._op_lists import ADDS_UP, RESHAPES, TOTALS, TRANSPOSES
 from ._products import rows_summed
-from ._scopes import KEPT_FOR_SUMS, IsProduct, Scopes, in_region, is_backward
+from ._scopes import ROW_SUMS, IsProduct, Scopes, is_backward
 from ._sizes import size_of
 
-# For each column of what is summed up, the matrix has a column of 4 bytes a number, as
-# long as the sum that is there; and what is summed up one of 2 bytes, as long as `d`.
-_ROWS_FOR_EACH_TERM = 8
-# More terms than those of attention and of what is computed beside it are seldom added.
+# To read the matrix takes as long as to read as many rows as the sum has terms. There
+# have to be more, because rows may be summed in the kernel that computes them, unread.
+_ROWS_FOR_EACH_TERM = 4
+# How many equations may be between what is summed and the products that it is made of.
 _STEPS = 16
 
 
@@ -35,7 +38,7 @@ def with_row_sums(
     is_product: IsProduct,
     is_kept: Callable[[Scopes], bool],
 ) -> Sequence[Equation]:
-    """Returns the equations, sums over what products send back made of other sums.
+    """Returns the equations, with sums over rows made of sums that are there.
 
     Args:
         eqns: The equations of a jaxpr.
@@ -55,12 +58,13 @@ def with_row_sums(
         total = rows and totals.get((product.invars[rows.operand], rows.axes))
         if not rows or total is None:
             return None
-        size = size_of(product.invars[rows.operand].aval)
-        if size < _ROWS_FOR_EACH_TERM * size_of(total.aval) ** 2:
+        terms = size_of(total.aval)
+        if size_of(product.invars[rows.operand].aval) < _ROWS_FOR_EACH_TERM * terms**2:
             return None
         ins = list(product.invars)
         ins[rows.operand] = total
-        return product.replace(invars=ins, params={**product.params, **rows.params})
+        params = product.params | {"dimension_numbers": rows.dimension_numbers}
+        return product.replace(invars=ins, params=params)
 
     def by_others(eqn: Equation) -> list[Equation]:
         """Returns what computes by other sums what ``eqn`` does, empty if none can."""
@@ -88,9 +92,9 @@ def with_row_sums(
         instead = []
         if _is_total(eqn):
             here = scopes + _jaxpr.scope_names(eqn)
-            if is_backward(eqn, here):
-                instead = [] if is_kept(here) else by_others(eqn)
-                totals.setdefault((eqn.invars[0], _axes(eqn)), eqn.outvars[0])
+            if is_backward(eqn, here) and not is_kept(here):
+                instead = by_others(eqn)
+            totals.setdefault((eqn.invars[0], _axes(eqn)), eqn.outvars[0])
         found += instead or [eqn]
     return found
 
@@ -110,7 +114,7 @@ def _axes(eqn: Equation) -> tuple[int, ...]:
 def _placed(
     products: Sequence[Equation], sums: Sequence[Equation], eqn: Equation
 ) -> list[Equation]:
-    """Returns the products, and sums of them, in float32 where ``eqn`` is."""
+    """Returns the products, and sums of them, where ``eqn`` is."""
     (out,) = eqn.outvars
     total, *others = outs = [Var(out.aval) for _ in products]
     added = []
@@ -121,7 +125,7 @@ def _placed(
     *some, last = [*made, *added]
     place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     return [
-        in_region(one.replace(**place), KEPT_FOR_SUMS)
+        _jaxpr.in_scope(one.replace(**place), ROW_SUMS)
         for one in (*some, last.replace(outvars=[out]))
     ]
 
@@ -135,7 +139,7 @@ def _axes_before(eqn: Equation, axes: tuple[int, ...]) -> tuple[int, ...] | None
         order = eqn.params["permutation"]
         left = [place for i, place in enumerate(order) if i not in axes]
         return tuple(sorted(order[i] for i in axes)) if left == sorted(left) else None
-    if eqn.primitive.name in RESHAPES:
+    if eqn.primitive.name in RESHAPES and eqn.params["dimensions"] is None:
         given, out = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
         rows = len(given) - (len(out) - len(axes))
         if axes == tuple(range(len(axes))) and given[rows:] == out[len(axes) :]:

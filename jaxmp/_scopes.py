@@ -16,7 +16,6 @@ KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 KEPT_FOR_MOMENTS = "jaxmp.kept.moments"
 KEPT_TO_END = "jaxmp.kept.tolerance"
-KEPT_FOR_SUMS = "jaxmp.kept.sums"
 # Around an autocast function with products in float8, around each of those, and around
 # that part of it whose numbers are scaled.
 FLOAT8 = "jaxmp.float8"
@@ -24,6 +23,8 @@ FLOAT8_PRODUCT = "jaxmp.float8.product"
 FLOAT8_SCALED = "jaxmp.float8.scaled"
 # Around the clip of what 16 bits would make an Inf of, which float32 has no need of.
 SATURATED = "jaxmp.saturated"
+# Around a product of a sum over rows and a matrix, which is no matrix product.
+ROW_SUMS = "jaxmp.row_sums"
 # These say why a product is not in float8, for the audit to read.
 KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
 KEPT_BATCHED = "jaxmp.16bit.batched"

@@ -1,5 +1,6 @@
 """The gradient of a norm's bias, made of those of the biases behind it."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -155,8 +156,8 @@ def test_what_is_no_sum_of_products_that_have_one_is_as_written(layer, monkeypat
 
 def test_few_rows_are_summed_as_written(monkeypatch):
     grad, (*norm, x, w, b) = gradient(LAYERS["dense"]), ARGS
-    assert is_as_written(monkeypatch, grad, *norm, x[:32], w, b)
-    assert not is_as_written(monkeypatch, grad, *norm, x[:64], w, b)
+    assert is_as_written(monkeypatch, grad, *norm, x[:31], w, b)
+    assert not is_as_written(monkeypatch, grad, *norm, x[:32], w, b)
 
 
 @pytest.mark.parametrize("path", ["dense", "norm"])
@@ -171,14 +172,56 @@ def test_what_the_user_keeps_in_float32_is_as_written(path, monkeypatch):
     assert not is_as_written(monkeypatch, gradient(layer), *ARGS)
 
 
-def test_sums_of_what_lies_on_a_mesh_are_as_written(monkeypatch):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_that_are_divided_between_devices_are_as_written(kind, monkeypatch):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,))
     rows = NamedSharding(mesh, PartitionSpec("x", None))
 
     def layer(y, w, b):
-        b = lax.broadcast_in_dim(b, (128, 8), (1,), out_sharding=rows)
+        b = lax.broadcast_in_dim(
+            b, (128, 8), (1,), out_sharding=rows if kind == AxisType.Explicit else None
+        )
         return jnp.tanh(y @ w + b)
 
-    with jax.set_mesh(mesh):
-        args = SCALE, BIAS, jax.device_put(X, rows), W, B
-        assert is_as_written(monkeypatch, gradient(behind_norm(layer)), *args)
+    x, w = jax.device_put((X, W), rows if kind == AxisType.Auto else (rows, None))
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        grad = gradient(behind_norm(layer))
+        assert is_as_written(monkeypatch, grad, SCALE, BIAS, x, w, B)
+
+
+def test_it_is_no_product_in_float32():
+    jaxmp.assert_16bit(jaxmp.autocast(gradient(LAYERS["several"])), *ARGS)
+
+
+def test_weights_are_gathered_in_16_bits():
+    def loss(w, b, x):
+        w = lax.all_gather(w, "data", tiled=True)
+        return jnp.square(behind_norm(dense)(x, SCALE, b.mean() + BIAS, w, b)).mean()
+
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    axis, whole = PartitionSpec("data"), PartitionSpec()
+    grad = jax.shard_map(
+        jax.grad(loss, (0, 1)),
+        mesh=mesh,
+        in_specs=(axis, whole, axis),
+        out_specs=(axis, whole),
+    )
+    cast = jaxmp.autocast(grad)
+    assert sums_over_rows(cast, W, B, X) == 0
+    gathers = [e for e in traced(cast, W, B, X) if "all_gather" in e.primitive.name]
+    assert [var.aval.dtype for e in gathers for var in e.invars] == [jnp.bfloat16]
+
+
+def test_a_sum_of_what_is_reshaped_by_columns_is_as_written(monkeypatch):
+    @jax.custom_vjp
+    def scaled(c, y, w):
+        return (y * c) @ w
+
+    def backward(w, d):
+        total, sent = d.sum(0), d @ w.T
+        turned = lax.reshape(sent, sent.shape, dimensions=(1, 0))
+        return turned.sum(0) + total.mean(), sent, None
+
+    scaled.defvjp(lambda c, y, w: (scaled(c, y, w), w), backward)
+    grad = jax.grad(lambda c, y, w: jnp.square(scaled(c, y, w)).mean())
+    assert is_as_written(monkeypatch, grad, SCALE, X, W)
