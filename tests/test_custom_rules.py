@@ -216,3 +216,39 @@ def test_a_value_that_a_rule_closes_over_has_no_gradient_as_in_jax():
         jax.grad(jax.jit(loss))(W)
     with pytest.raises(TypeError, match="pass the value as an argument"):
         jax.grad(jaxmp.autocast(loss))(W)
+
+
+def scaled_by(number):
+    """Returns a function with a rule, which the same lines write for each number."""
+
+    @jax.custom_jvp
+    def scaled(x, w):
+        return number * (x @ w)
+
+    @scaled.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, dw) = primals, tangents
+        return scaled(x, w), number * (dx @ w + x @ dw)
+
+    return scaled
+
+
+def test_functions_that_one_line_writes_keep_their_own_numbers():
+    def outputs(x, w):
+        return scaled_by(2.0)(x, w), scaled_by(8.0)(x, w)
+
+    assert relative_error(jaxmp.autocast(outputs)(X, W), outputs(X, W)) < 0.01
+
+
+def test_functions_that_one_line_writes_run_in_the_dtypes_of_their_modules():
+    def outputs(x, w):
+        found = []
+        for name in ("kept", "cast"):
+            with jax.named_scope(name):
+                found.append(scaled_by(2.0)(x, w))
+        return found
+
+    cast = jaxmp.autocast(outputs, float32_paths="kept")
+    kept, rounded = product_dtypes(cast, X, W)
+    assert kept == {"float32"}
+    assert rounded == {"bfloat16"}
