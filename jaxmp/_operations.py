@@ -18,7 +18,7 @@ from ._products import vector_of
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, is_backward
-from ._sums import firmly_applied, times_total
+from ._sums import firmly_applied, firmly_rounded, times_vector
 from ._uses import RETURNED, Want
 from ._values import Value, cast, runs_in_16bit
 
@@ -91,8 +91,10 @@ def row_summed(eqn: Equation, ins: Sequence[Value], dtype: np.dtype) -> list[Any
     """
     place = vector_of(eqn)
     assert place is not None
-    matrix, total = ins[1 - place].in_16bit(dtype), ins[place].original()
-    return [times_total(eqn, matrix, total, place)]
+    # Others read the matrix in 16 bits too: XLA is not to read it in float32 for this.
+    matrix = firmly_rounded(ins[1 - place].in_16bit(dtype))
+    total, numbers = ins[place].original(), eqn.params["dimension_numbers"]
+    return [times_vector(matrix, total, place, *numbers)]
 
 
 def for_reason(reason: str | None) -> contextlib.AbstractContextManager:

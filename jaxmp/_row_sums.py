@@ -28,7 +28,7 @@ from ._sizes import size_of
 # To read the matrix takes as long as to read as many rows as the sum has terms. There
 # have to be more, because rows may be summed in the kernel that computes them, unread.
 _ROWS_FOR_EACH_TERM = 4
-# How many equations may be between what is summed and the products that it is made of.
+# How many products and sums of them may be looked at for what one sum is made of.
 _STEPS = 16
 
 
@@ -55,11 +55,13 @@ def with_row_sums(
         if not is_product(product, scopes + _jaxpr.scope_names(product)):
             return None
         rows = rows_summed(product, axes)
-        total = rows and totals.get((product.invars[rows.operand], rows.axes))
-        if not rows or total is None:
+        if rows is None:
             return None
-        terms = size_of(total.aval)
-        if size_of(product.invars[rows.operand].aval) < _ROWS_FOR_EACH_TERM * terms**2:
+        summed = product.invars[rows.operand]
+        total = totals.get((summed, rows.axes))
+        if total is None:
+            return None
+        if size_of(summed.aval) < _ROWS_FOR_EACH_TERM * size_of(total.aval) ** 2:
             return None
         ins = list(product.invars)
         ins[rows.operand] = total
@@ -116,18 +118,14 @@ def _placed(
 ) -> list[Equation]:
     """Returns the products, and sums of them, where ``eqn`` is."""
     (out,) = eqn.outvars
-    total, *others = outs = [Var(out.aval) for _ in products]
-    added = []
+    made = [one.replace(outvars=[Var(out.aval)]) for one in products]
+    total, *others = (one.outvars[0] for one in made)
     for one, other in zip(sums, others, strict=True):
-        ins, total = [total, other], Var(out.aval)
-        added.append(one.replace(invars=ins, outvars=[total]))
-    made = [one.replace(outvars=[x]) for one, x in zip(products, outs, strict=True)]
-    *some, last = [*made, *added]
+        made.append(one.replace(invars=[total, other], outvars=[Var(out.aval)]))
+        (total,) = made[-1].outvars
+    made[-1] = made[-1].replace(outvars=[out])
     place = {"source_info": eqn.source_info, "ctx": eqn.ctx}
-    return [
-        _jaxpr.in_scope(one.replace(**place), ROW_SUMS)
-        for one in (*some, last.replace(outvars=[out]))
-    ]
+    return [_jaxpr.in_scope(one.replace(**place), ROW_SUMS) for one in made]
 
 
 def _axes_before(eqn: Equation, axes: tuple[int, ...]) -> tuple[int, ...] | None:

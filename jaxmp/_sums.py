@@ -77,7 +77,7 @@ def _summed_by_platform(product: Product, avals: tuple) -> Any:
         matrix, numbers = args[1 - vector], dict(product.params)["dimension_numbers"]
         if product.backward:  # or XLA would store it in float32 too, for this reader
             matrix = firmly_rounded(matrix)
-        return _times_vector(matrix, args[vector], vector, *numbers)
+        return times_vector(matrix, args[vector], vector, *numbers)
 
     @multiplied.def_vmap  # A batch of vectors may be a matrix.
     def batched(_, are_batched, *args):
@@ -96,22 +96,7 @@ def _summed_by_platform(product: Product, avals: tuple) -> Any:
     return trace(choose, avals)
 
 
-def times_total(eqn: Equation, matrix: Any, total: Any, place: int) -> jax.Array:
-    """Returns the product of a 16-bit matrix and a float32 sum, in float32.
-
-    Multiplied and summed up, because no product has such operands.
-
-    Args:
-        eqn: The product.
-        matrix: The matrix, which others read in 16 bits as well.
-        total: The sum.
-        place: Which operand it is.
-    """
-    numbers = eqn.params["dimension_numbers"]
-    return _times_vector(firmly_rounded(matrix), total, place, *numbers)
-
-
-def _times_vector(
+def times_vector(
     matrix: Any, vector: Any, place: int, contracted: Any, batch: Any
 ) -> jax.Array:
     """Returns a product by a vector as float32 sums of what is multiplied elementwise.
