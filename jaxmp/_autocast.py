@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _scopes
-from ._checks import check_function, refuse_lost_updates, short, warn
+from ._checks import check_function, short, warn
 from ._jaxpr import Tracer
+from ._modules import with_module_scopes
+from ._objects import refuse_lost_updates
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
 from ._replay import Caster
@@ -112,7 +114,7 @@ def autocast(
         float8=float8,
         bfloat16_paths=bfloat16_paths,
     )
-    cast = caster.wrap(checked)
+    cast = caster.wrap(with_module_scopes(checked))
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
 
     @functools.wraps(fun, updated=())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -246,61 +245,6 @@ def short(x: Any) -> str:
     """Returns how something is spelled, or what it is where that is long."""
     text = repr(x)
     return describe(x) if callable(x) or len(text) > 60 or "\n" in text else text
-
-
-def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
-    """Returns ``fun``, raising where it changes an NNX object that it got as a copy.
-
-    An NNX object that crosses a JAX transformation as a pytree arrives as a copy, and
-    what ``fun`` changes in it would be lost. One that is only read may pass.
-    A function that raises already, in the name of another of ours, comes back as it is.
-    """
-    if getattr(fun, "refuses_lost_updates", False):
-        return fun
-
-    @functools.wraps(fun, updated=())
-    def checked(*args, **kwargs):
-        nnx = sys.modules.get("flax.nnx")  # who has an object has imported it
-        if nnx is None or not _nnx_leaves(nnx, (args, kwargs)):
-            return fun(*args, **kwargs)
-        # `jax.grad` hands on what it does not differentiate as it is.
-        args, kwargs = jax.tree.map(lambda x: x, (args, kwargs))
-        before = _nnx_leaves(nnx, (args, kwargs))
-        result = fun(*args, **kwargs)
-        after = _nnx_leaves(nnx, (args, kwargs))
-        for path in before | after:
-            owner, old = before.get(path, (None, None))
-            owner, new = after.get(path, (owner, None))
-            if new is not old:
-                name = jax.tree_util.keystr(path[1:], simple=True, separator="/")
-                raise TypeError(
-                    f"`jaxmp.{function}` was given the NNX object `{owner}`, and the "
-                    f"function changed its variable `{name.removesuffix('/value')}`: "
-                    f"in a copy, so that the update would be lost. {cure}"
-                )
-        return result
-
-    vars(checked)["refuses_lost_updates"] = True
-    return checked
-
-
-def note_nnx_objects(error: Exception, tree: Any, note: str) -> None:
-    """Adds a note to an error where there are NNX objects in a pytree."""
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and _nnx_leaves(nnx, tree):
-        error.add_note(note)
-
-
-def _nnx_leaves(nnx: Any, tree: Any) -> dict[Any, tuple[str, Any]]:
-    """Returns the leaves of all NNX objects in a pytree, with the class of each one."""
-    kinds = (nnx.Pytree, nnx.Variable)
-    objects = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
-    return {
-        path + inner: (type(x).__name__, leaf)
-        for path, x in objects
-        if isinstance(x, kinds)
-        for inner, leaf in jax.tree.leaves_with_path(x)
-    }
 
 
 def _is_top_level(module: Any) -> bool:

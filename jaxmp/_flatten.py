@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 
+from ._modules import with_module_scopes
 from ._tree import is_array, path_name
 
 
@@ -41,7 +42,7 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
             next(arrays) if traced else leaf
             for (_, leaf), traced in zip(paths, is_traced, strict=True)
         )
-        outs = jax.tree.leaves_with_path(fun(*args, **kwargs))
+        outs = jax.tree.leaves_with_path(with_module_scopes(fun)(*args, **kwargs))
         outs = [(path, x) for path, x in outs if is_array(x)]
         out_names[:] = [path_name(path) or "result" for path, _ in outs]
         return [x for _, x in outs]

@@ -9,13 +9,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from ._checks import check_function, note_nnx_objects, refuse_lost_updates
+from ._checks import as_tuple, check_function
 from ._differentiate import (
     as_options,
     check_loss_function,
     differentiate,
     loss_and_aux,
 )
+from ._modules import module_scopes
+from ._objects import name_and_cure, refuse_integers, refuse_lost_updates
 from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import AxisName
 
@@ -214,18 +216,19 @@ def value_and_grad(
 
     def stateless(state, *args, **kwargs):
         user = inspect.unwrap(fun)  # of `grad`, what it was given
-        return *loss_and_aux(checked(*args, **kwargs), has_aux, user), state
+        with module_scopes((args, kwargs)):
+            result = checked(*args, **kwargs)
+        return *loss_and_aux(result, has_aux, user), state
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        try:
-            loss, aux, grads, _ = differentiate(
-                options, stateless, {}, args, kwargs, cast=cast
-            )
-        except TypeError as error:
-            note = f"There are NNX objects in the arguments. {cure}"
-            note_nnx_objects(error, (args, kwargs), note)
-            raise
+        if not options.allow_int:
+            positions = {i % len(args) for i in as_tuple(options.argnums) if args}
+            differentiated = [x for i, x in enumerate(args) if i in positions]
+            refuse_integers(*name_and_cure(checked), differentiated)
+        loss, aux, grads, _ = differentiate(
+            options, stateless, {}, args, kwargs, cast=cast
+        )
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped

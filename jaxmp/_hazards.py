@@ -222,7 +222,7 @@ class Hazards:
                 kind=kind,
                 why=_WHY[kind],
                 cure=_cure(kind, place, is_cast=self._is_cast[number]),
-                module=_scopes.module_of(_scopes.without_repeats(place.scopes)),
+                module=place.module,
                 where=place.where,
             )
             # A distance is compared, too, and once is enough.
@@ -245,7 +245,7 @@ def _cure(kind: str, place: Place, *, is_cast: bool) -> str:
         return _FORMULA[kind]
     if is_cast:
         return "x.astype(jnp.float32), for both operands"
-    module = _scopes.module_of(_scopes.without_repeats(place.scopes))
+    module = place.module
     return f'float32_paths=("{module}",)' if "/" in module else _REGION
 
 

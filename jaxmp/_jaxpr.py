@@ -362,6 +362,8 @@ def _read_names(stack: tuple, kinds: tuple[type, ...]) -> Names:
         (kind.__name__, name)
         for entry, kind in zip(stack, kinds, strict=True)
         for name in entry.name.split("/")
+        # Equinox says the class of a layer; which one it is, `_modules` says.
+        if not name.startswith("eqx.nn.")
     ]
     transforms = {name for kind, name in names if kind == "Transform"}
     scopes = [name for kind, name in names if kind == "Scope"]

@@ -266,13 +266,15 @@ def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
 
 def _is_number(x: Any) -> bool:
     """Tells whether ``x`` is an array or a number, also in a variable of NNX."""
-    return hasattr(x, "dtype") or isinstance(x, numbers.Number)
+    # Layers have a `dtype`, too.
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    return is_array or isinstance(x, numbers.Number)
 
 
 def _is_scale(x: Any) -> bool:
     """Tells whether ``x`` looks like a loss scale: a scalar, or a state with one."""
     if _is_number(x):
-        return jnp.shape(x) == ()
+        return getattr(x, "shape", ()) == ()
     return any(True for _ in _loss_scale_states(x))
 
 

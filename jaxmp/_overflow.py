@@ -338,4 +338,4 @@ def _range(found: _Found, key: Any, numbers: list[int]) -> OperationRange:
 
 def _module(place: Place) -> str:
     """Returns the module path of a place, which differentiation may have repeated."""
-    return _scopes.module_of(_scopes.without_repeats(place.scopes))
+    return place.module

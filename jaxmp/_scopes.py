@@ -25,6 +25,8 @@ FLOAT8_SCALED = "jaxmp.float8.scaled"
 SATURATED = "jaxmp.saturated"
 # Around a product of a sum over rows and a matrix, which is no matrix product.
 ROW_SUMS = "jaxmp.row_sums"
+# Around a module in one of the same name, with its depth: no repetition.
+INSIDE = "jaxmp.inside."
 # These say why a product is not in float8, for the audit to read.
 KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
 KEPT_BATCHED = "jaxmp.16bit.batched"
@@ -81,7 +83,7 @@ def is_under(path: Scopes, scopes: Scopes) -> bool:
 
     The outermost name of a Linen model is its class; differentiation repeats it.
     """
-    scopes = tuple(name for name in scopes if name not in _MARKS)
+    scopes = tuple(name for name in scopes if not _is_mark(name))
     starts = (i for i in range(len(scopes)) if i == 0 or scopes[i - 1] == scopes[0])
     return any(scopes[i : i + len(path)] == path for i in starts)
 
@@ -89,10 +91,15 @@ def is_under(path: Scopes, scopes: Scopes) -> bool:
 def module_of(scopes: Scopes) -> str:
     """Returns the module path in ``scopes``.
 
-    Our own marks and the subscripts of ``einsum`` are scopes, but no modules.
+    Our own marks and the subscripts of ``einsum`` are scopes, but no modules; and
+    differentiation repeats what is around a remat or a cond.
     """
-    names = (name for name in scopes if not name.startswith("jaxmp."))
+    names = (name for name in without_repeats(scopes) if not _is_mark(name))
     return "/".join(name for name in names if "->" not in name)
+
+
+def _is_mark(name: str) -> bool:
+    return name.startswith("jaxmp.")
 
 
 def without_repeats(scopes: tuple[str, ...]) -> tuple[str, ...]:
@@ -118,12 +125,14 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
     seen = set(_all_scopes(jaxpr))
     for path, names in paths.items():
         if not any(is_under(names, scopes) for scopes in seen):
-            known = sorted({"/".join(scopes[:3]) for scopes in seen if scopes})
+            named = (module_of(scopes).split("/") for scopes in seen)
+            known = sorted({"/".join(names[:3]) for names in named} - {""})
             raise ValueError(
                 f"`{option}` has `{path}`, but no named scope of the function "
                 f"matches it. Its scopes are: {', '.join(known[:20]) or 'none'}. "
-                "Linen names its modules; elsewhere use `jax.named_scope` and that "
-                "name, or for float32 `jaxmp.float32_region`."
+                "Modules have a name, such as `blocks/0`; elsewhere use "
+                "`jax.named_scope` and that name, or for float32 "
+                "`jaxmp.float32_region`."
             )
 
 

@@ -27,8 +27,6 @@ from ._scopes import (
     AUTOCAST,
     FLOAT8_SCALED,
     SATURATED,
-    module_of,
-    without_repeats,
 )
 from ._varying import vary
 from ._wide import bind_wide, platform_of, wide_literal, widened
@@ -150,7 +148,7 @@ class Program:
 
     def part_of(self, place: Place) -> str:
         """Returns the module path of a place, the names that count."""
-        names = module_of(without_repeats(place.scopes)).split("/")
+        names = place.module.split("/")
         return "/".join(names[: self.depth])
 
 

@@ -23,6 +23,8 @@ from ._differentiate import (
     loss_and_aux,
 )
 from ._gather import gather as _gather
+from ._modules import module_scopes
+from ._objects import refuse_integers
 from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
@@ -143,6 +145,10 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         args, kwargs = _by_position(fun, args, kwargs, (*filters, *batched))
         _check_batch(args, batched)
+        if not options.allow_int:
+            wanted = {i % len(args) for i in filters if args}
+            given = [x for i, x in enumerate(args) if i in wanted]
+            refuse_integers("nnx.value_and_grad", None, given)
         with nnx.update_context(_TAG):
             arguments = _Arguments(args, kwargs, filters)
             if not options.gather:
@@ -270,7 +276,8 @@ def autocast(
             def pure(leaves):
                 inputs = structure.unflatten(leaves)
                 args, kwargs = nnx.from_tree(inputs, ctxtag=_TAG, is_inner=True)
-                result = call(*args, **kwargs)
+                with module_scopes((args, kwargs)):
+                    result = call(*args, **kwargs)
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
             result = _autocast(pure, policy, **options)(leaves)
@@ -368,7 +375,9 @@ class _PureCall:
             leaves[number] = x
         inputs = self.arguments.structure.unflatten(leaves)
         args, kwargs = nnx.from_tree(inputs, ctxtag=_TAG, is_inner=True)
-        loss, aux = loss_and_aux(self.fun(*args, **kwargs), self.has_aux)
+        with module_scopes((args, kwargs)):
+            result = self.fun(*args, **kwargs)
+        loss, aux = loss_and_aux(result, self.has_aux)
         outputs = _objects((args, kwargs)), aux
         objects, aux = nnx.to_tree(outputs, ctxtag=_TAG)
         return loss, aux, self.changes(objects, leaves)

@@ -848,6 +848,143 @@ def test_modules_in_evaluation_pass(wrap, cure):
     wrap(lambda x, model: model(x).sum())(X, model)
 
 
+class Layers(nnx.Module):
+    """Has a layer, a stack of three, statistics and nothing that it must change."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack(key):
+            return nnx.Linear(4, 4, rngs=nnx.Rngs(key))
+
+        self.stack = stack(jax.random.split(jax.random.key(1), 3))
+
+
+def call(model, x):
+    return model.norm(model.layer(x))
+
+
+def over_layers(step):
+    return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+
+# Transformations of NNX, which write each variable back.
+WRITING_BACK = {
+    "remat": lambda model, x: nnx.remat(call)(model, x),
+    "jit": lambda model, x: nnx.jit(call)(model, x),
+    "scan": lambda model, x: over_layers(lambda x, layer: layer(x))(x, model.stack),
+    "remat in scan": lambda model, x: over_layers(
+        nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+    )(x, model.stack),
+    "vmap": lambda model, x: nnx.vmap(
+        lambda layer, x: layer(x), in_axes=(0, None), out_axes=0
+    )(model.stack, x),
+    "cond": lambda model, x: nnx.cond(
+        x.sum() > 0, call, lambda model, x: -call(model, x), model, x
+    ),
+    "loop": lambda model, x: nnx.fori_loop(
+        0, 3, lambda i, carry: (carry[0], jnp.tanh(call(*carry))), (model, x)
+    )[1],
+    "jit in remat": lambda model, x: nnx.remat(nnx.jit(call))(model, x),
+    "grad": lambda model, x: nnx.grad(lambda m: nnx.jit(call)(m, x).mean())(model)[
+        "layer"
+    ]["kernel"][...],
+}
+ways = pytest.mark.parametrize(
+    "run", rest_is_evidence(WRITING_BACK, "remat", "jit", "remat in scan", "cond")
+)
+
+
+@ways
+@plain
+def test_a_variable_that_is_written_back_as_it_was_passes(wrap, cure, run):
+    wrap(lambda model, x: run(model, x).astype(FULL).mean())(Layers(), X)
+
+
+@ways
+def test_a_variable_that_a_transformation_changes_is_refused(run):
+    def counted(model, x):
+        out = run(model, x)
+        return nnx.remat(lambda m: assign(m.norm.mean, m.norm.var[...]) or out)(model)
+
+    with pytest.raises(TypeError, match=r"changed its variable `norm/mean`"):
+        jaxmp.autocast(counted)(Layers(), X)
+
+
+# Flax writes a float32 sum into what `with_policy` has cast.
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
+@pytest.mark.parametrize("make", [net, lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
+@plain
+def test_what_is_made_of_a_state_is_the_functions_own(wrap, cure, make):
+    graph, state = nnx.split(make())
+    before = snapshot(state)
+    wrap(lambda state, x: nnx.merge(graph, state)(x).astype(FULL).mean())(state, X)
+    wrap(lambda both, x: nnx.merge(*both)(x).astype(FULL).mean())((graph, state), X)
+    chex.assert_trees_all_equal(snapshot(state), before)
+
+
+def test_a_state_may_be_returned_as_it_has_become():
+    graph, state = nnx.split(net())
+
+    def forward(state, x):
+        model = nnx.merge(graph, state)
+        return model(x), nnx.state(model)
+
+    _, new = jaxmp.autocast(forward, "bfloat16")(state, X)
+    assert new["norm"]["mean"].dtype == FULL
+    assert (new["norm"]["mean"][...] != state["norm"]["mean"][...]).all()
+
+
+def dropping():
+    return nnx.Sequential(
+        nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    )
+
+
+@pytest.mark.parametrize("name", ["value_and_grad", "grad"])
+def test_a_stream_among_the_parameters_is_explained(name):
+    def loss_fn(model, x):
+        return model(x).mean()
+
+    with pytest.raises(
+        TypeError,
+        match=rf"`jaxmp.{name}` was given the NNX object `Sequential`, whose variable "
+        r"`layers/1/rngs/count` has no gradient.*uint32.*`jaxmp.nnx.value_and_grad`",
+    ):
+        getattr(jaxmp, name)(loss_fn)(dropping(), X)
+    model = dropping()
+    _, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, X)
+    assert set(grads["layers"]) == {0}
+    assert model.layers[1].rngs.count[...] == 1
+
+
+@pytest.mark.parametrize("nnx_too", [False, True])
+def test_a_stream_in_a_state_is_to_be_split_off(nnx_too):
+    value_and_grad = jaxmp.nnx.value_and_grad if nnx_too else jaxmp.value_and_grad
+    model = dropping()
+    graph, state = nnx.split(model)
+
+    def loss_fn(state, rest, x):
+        return nnx.merge(graph, state, *rest)(x).mean()
+
+    with pytest.raises(TypeError, match=r"uint32. Split .* `graph, params, rest = "):
+        value_and_grad(loss_fn)(state, (), X)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    _, grads = value_and_grad(loss_fn)(params, (rest,), X)
+    assert grads["layers"][0]["kernel"].shape == (4, 4)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layer_alone_is_differentiated_without_a_warning():
+    layer = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    loss, grads = jaxmp.value_and_grad(lambda layer, x: layer(x).mean())(layer, X)
+    assert loss.dtype == FULL
+    np.testing.assert_allclose(grads.bias[...], 1)
+
+
 def test_an_audit_only_looks():
     report = jaxmp.audit(lambda model, x: model(x))(net(), X)
     assert report.fraction_16bit == 0

@@ -28,7 +28,16 @@ ROWS = [
         "_sizes",
         "_varying",
     },
-    {"_tree", "_products", "_scopes", "_report", "_residuals", "_uses"},
+    {
+        "_handed_back",
+        "_products",
+        "_report",
+        "_residuals",
+        "_scopes",
+        "_tree",
+        "_uses",
+    },
+    {"_modules", "_objects"},
     {
         "_op_lists",
         "_places",
