@@ -25,6 +25,7 @@ from ._checks import (
     describe,
     warn,
 )
+from ._equinox import arrays_of_models, with_rest
 from ._gather import all_gather, dims_of, sum_scatter
 from ._loss_scale_state import scale_in, unscale
 from ._mesh import (
@@ -195,6 +196,9 @@ def differentiate(
     differentiated = _indices(options.argnums, args, "argnums")
     batched = _indices(options.batch_argnums, args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
+    models = options.params(args)
+    args = options.with_params(args, arrays_of_models(models))
+    fun = _with_models(options, fun, models)
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
@@ -302,6 +306,18 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
         return loss, grads, aux, changes
 
     return scaled
+
+
+def _with_models(
+    options: Options, fun: Callable[..., Any], models: Any
+) -> Callable[..., Any]:
+    """Returns ``fun`` of the arrays of Equinox models."""
+
+    def with_models(state, *args, **kwargs):
+        params = with_rest(options.params(args), models)
+        return fun(state, *options.with_params(args, params), **kwargs)
+
+    return with_models
 
 
 def _with_gathered_shards(

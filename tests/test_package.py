@@ -23,6 +23,7 @@ ROWS = [
         "_checks",
         "_custom_rules",
         "_dtypes",
+        "_equinox",
         "_jaxpr",
         "_rounding",
         "_sizes",

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from laws import (
     DTYPES,
@@ -229,3 +230,91 @@ def test_what_is_not_compiled_is_near_what_is(order):
     grad_fn = order(program.loss, "mixed_bfloat16")
     expected = run(jax.value_and_grad(program.loss), *program.args)[0]
     near(grad_fn(*program.args), expected, jnp.bfloat16, 4)
+
+
+class Dropping(eqx.Module):
+    """Has leaves of every kind: functions, flags, numbers, strings, integers."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+    dropout: eqx.nn.Dropout
+    activation: object
+    name: str
+    order: jax.Array
+    factor: float
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(4, 4, key=key)
+        self.norm, self.dropout = eqx.nn.LayerNorm(4), eqx.nn.Dropout(0.5)
+        self.activation, self.name, self.factor = jax.nn.gelu, "a", 2.0
+        self.order = jnp.array([3, 2, 1, 0])
+
+    def __call__(self, x, key):
+        h = self.dropout(self.activation(self.norm(x)), key=key)
+        return self.factor * self.linear(h)[self.order]
+
+
+def whole_model():
+    keys = jax.random.split(KEY, 8)
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x, keys[: len(x)]) ** 2)
+
+    return loss, Dropping(KEY), normal(1, 8, 4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_whole_model_is_differentiated_as_equinox_does(scale, jit):
+    loss, model, x = whole_model()
+    expected = eqx.filter_value_and_grad(loss)(model, x)
+    grad_fn = jaxmp.value_and_grad(loss, loss_scale=scale)
+    got = (eqx.filter_jit(grad_fn) if jit else grad_fn)(model, x)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    near(got, expected, jnp.float32, 4)
+    assert got[1].factor is None
+    assert got[1].activation is None
+
+
+def test_a_model_beside_a_number_is_differentiated_as_both_are():
+    loss, model, x = whole_model()
+    grads = jaxmp.grad(lambda p, x: p["s"] * loss(p["m"], x))({"m": model, "s": 3.0}, x)
+    assert grads["s"] == loss(model, x)
+    expected = jax.tree.map(lambda g: 3 * g, eqx.filter_grad(loss)(model, x))
+    near([grads["m"]], [expected], jnp.float32, 8)
+
+
+def test_a_whole_model_is_split_in_micro_batches_and_over_a_mesh():
+    loss, model, x = whole_model()
+    model = eqx.nn.inference_mode(model)
+    expected = eqx.filter_value_and_grad(loss)(model, x)
+    options = {"batch_argnums": 1, "accum_steps": 2}
+    near(jaxmp.value_and_grad(loss, **options)(model, x), expected, jnp.float32, 8)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+    options = {"batch_argnums": 1, "mesh": mesh}
+    near(jaxmp.value_and_grad(loss, **options)(model, x), expected, jnp.float32, 8)
+
+
+def test_a_whole_model_trains_with_a_loss_scale():
+    loss, model, x = whole_model()
+    tx = jaxmp.loss_scaling(optax.adam(1e-2), "mixed_float16")
+
+    def arrays(model):
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        grad_fn = jaxmp.value_and_grad(loss, loss_scale=opt_state)
+        value, grads = jaxmp.autocast(grad_fn, "mixed_float16")(model, x)
+        updates, opt_state = tx.update(grads, opt_state, arrays(model))
+        return eqx.apply_updates(model, updates), opt_state, value
+
+    opt_state, values = tx.init(arrays(model)), []
+    for _ in range(4):
+        model, opt_state, value = step(model, opt_state, x)
+        values.append(value)
+    assert values == sorted(values, reverse=True)
+    assert values[-1] < values[0]
+    assert model.factor == 2.0
+    assert model.dropout.p == 0.5
+    assert model.linear.weight.dtype == jnp.float32
