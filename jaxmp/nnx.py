@@ -23,6 +23,7 @@ from ._differentiate import (
     loss_and_aux,
 )
 from ._gather import gather as _gather
+from ._handed_back import sources
 from ._modules import module_scopes
 from ._objects import refuse_integers
 from ._policy import Policy, PolicyLike, check_casts, get_policy
@@ -373,6 +374,11 @@ class _PureCall:
         given = jax.tree.leaves((args, kwargs))
         for number, x in zip(self.arguments.given, given, strict=True):
             leaves[number] = x
+        loss, aux, objects = self.run(leaves)
+        return loss, aux, self.changes(objects, leaves)
+
+    def run(self, leaves: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Returns the loss, aux, and the objects as ``fun`` leaves them."""
         inputs = self.arguments.structure.unflatten(leaves)
         args, kwargs = nnx.from_tree(inputs, ctxtag=_TAG, is_inner=True)
         with module_scopes((args, kwargs)):
@@ -380,16 +386,50 @@ class _PureCall:
         loss, aux = loss_and_aux(result, self.has_aux)
         outputs = _objects((args, kwargs)), aux
         objects, aux = nnx.to_tree(outputs, ctxtag=_TAG)
-        return loss, aux, self.changes(objects, leaves)
+        return loss, aux, objects
+
+    def handed_back(self, objects: Any, leaves: Sequence[Any]) -> set[int]:
+        """Returns which parameters are new tracers of the value that they had.
+
+        An ``nnx.remat`` writes all variables of its module.
+        """
+
+        def is_new(number):
+            is_state = self.leaves[number] is self.arguments.leaves[number]
+            new = isinstance(values[number], jax.Array)
+            new = new and values[number] is not leaves[number]
+            return new and not (is_state and number in self.keys)
+
+        values = self.by_number(objects)
+        new = [*filter(is_new, values)]
+        if not new:
+            return set()
+
+        def again(*arrays):
+            replaced = dict(zip(new, arrays, strict=True))
+            *_, objects = self.run([replaced.get(n, x) for n, x in enumerate(leaves)])
+            values = self.by_number(objects)
+            return [values[n] for n in new]
+
+        found = sources(again, [leaves[n] for n in new])
+        return {number for i, number in enumerate(new) if found[i] == i}
+
+    def by_number(self, objects: Any) -> dict[int, Any]:
+        """Returns the leaves of objects that came with the arguments."""
+        numbers = self.arguments.numbers
+        entries = jax.tree.leaves_with_path(objects)
+        return {numbers[path]: x for path, x in entries if path in numbers}
 
     def changes(self, objects: Any, leaves: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns what ``fun`` has changed; nothing if it must be traced again."""
         entries, self.structure = jax.tree.flatten_with_path(objects)
         number_of = {id(x): number for number, x in enumerate(leaves)}
+        handed_back = self.handed_back(objects, leaves)
         self.sources, changes = [], {}
         for path, x in entries:
             number = self.arguments.numbers.get(path)
-            if number is not None and x is leaves[number]:
+            is_same = number is not None and x is leaves[number]
+            if is_same or number in handed_back:
                 self.sources.append(number)
                 continue
             if number is None and self.fixed:

@@ -886,7 +886,7 @@ WRITING_BACK = {
         x.sum() > 0, call, lambda model, x: -call(model, x), model, x
     ),
     "loop": lambda model, x: nnx.fori_loop(
-        0, 3, lambda i, carry: (carry[0], jnp.tanh(call(*carry))), (model, x)
+        0, 3, lambda i, both: (both[0], jnp.tanh(both[0].layer(both[1]))), (model, x)
     )[1],
     "jit in remat": lambda model, x: nnx.remat(nnx.jit(call))(model, x),
     "grad": lambda model, x: nnx.grad(lambda m: nnx.jit(call)(m, x).mean())(model)[
@@ -912,6 +912,31 @@ def test_a_variable_that_a_transformation_changes_is_refused(run):
 
     with pytest.raises(TypeError, match=r"changed its variable `norm/mean`"):
         jaxmp.autocast(counted)(Layers(), X)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@ways
+def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
+    def loss_fn(model, x, run):
+        call = jaxmp.with_policy(lambda x: run(model, x), "mixed_bfloat16")
+        return jnp.mean(call(x) ** 2)
+
+    def trained(run):
+        grad_fn = jaxmp.nnx.value_and_grad(
+            partial(loss_fn, run=run),
+            "mixed_bfloat16",
+            accum_steps=steps,
+            batch_argnums=1,
+        )
+        model = Layers()
+        report = jaxmp.audit(grad_fn)(model, X)
+        return report, *grad_fn(model, X), snapshot(model)
+
+    report, loss, grads, after = trained(run)
+    assert report.fraction_16bit == 1, str(report)
+    chex.assert_trees_all_equal(after, snapshot(Layers()))
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype(FULL)}
+    assert jnp.isfinite(loss)
 
 
 # Flax writes a float32 sum into what `with_policy` has cast.
