@@ -59,9 +59,9 @@ def autocast(
         policy: A policy, its string, or a dtype, of which the compute and the dot
             dtype are used; None is bfloat16. Under a float32 policy nothing changes.
         ops: Which primitives to allow, to deny and to let follow.
-        float32_paths: Named scopes, such as those that Linen gives its modules, to
-            keep in float32 forward and backward. ``"head"``, or ``"Net/head"``, is a
-            module of the Linen model ``Net`` with all that is below it.
+        float32_paths: Named scopes to keep in float32 forward and backward.
+            ``"head"``, or ``"Net/head"``, is a module of the model ``Net`` with all
+            that is below it: of Linen, NNX (``"blocks/0"``), Equinox or Haiku.
         bfloat16_paths: The same, to keep out of float8.
 
     Returns:

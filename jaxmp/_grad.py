@@ -165,8 +165,9 @@ def value_and_grad(
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
         ``((loss, aux), gradients)``. The loss and the gradients are in true units and
         at least float32; the gradients have the structure and shapes of the
-        differentiated arguments. With several micro-batches, ``aux`` has a new
-        leading axis of length ``accum_steps``.
+        differentiated arguments; in an Equinox model they are those of
+        ``eqx.filter_grad``, None for what is no floating array. With several
+        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``.
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive

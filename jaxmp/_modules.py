@@ -173,7 +173,7 @@ def _scoped_methods(classes: set[type]) -> Iterator[None]:
                 methods = {
                     name: _scoped(method)
                     for name, method in vars(cls).items()
-                    if _is_method(cls, name, method)
+                    if _is_method(name, method)
                 }
                 for name, method in methods.items():
                     setattr(cls, name, method)
@@ -192,11 +192,9 @@ def _scoped_methods(classes: set[type]) -> Iterator[None]:
                         setattr(cls, name, method.__wrapped__)
 
 
-def _is_method(cls: type, name: str, method: Any) -> bool:
+def _is_method(name: str, method: Any) -> bool:
     """Whether a part of a class is a method by which it is used."""
-    nnx = sys.modules.get("flax.nnx")
-    is_public = nnx is not None and issubclass(cls, nnx.Module) and name[:1] != "_"
-    if name != "__call__" and not is_public:
+    if name != "__call__" and name.startswith("_"):
         return False
     is_bound = callable(method) and hasattr(method, "__get__")
     others = isinstance(method, (type, staticmethod, classmethod))

@@ -50,7 +50,7 @@ def sensitivity(
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
-    ``fun`` is a loss. For each module path in it (Linen and Haiku name theirs, and
+    ``fun`` is a loss. For each module path in it (of Linen, NNX, Equinox and Haiku, and
     ``jax.named_scope`` names anything), the report has the errors of the loss and of
     the gradients, against float32 throughout, when that module alone is in 16 bits and
     when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
@@ -74,7 +74,7 @@ def sensitivity(
             power of two up to 2^15 with which they are finite.
         ops: As :func:`jaxmp.autocast` takes it.
         depth: How many names of a path tell modules apart, for fewer rows: 2 are the
-            layers of a Linen model. None is all of them.
+            layers of a Linen model, 3 in a list of NNX. None is all of them.
         progress: Whether to show a progress bar; None does where there is a terminal,
             and rich.
 

@@ -242,7 +242,8 @@ def autocast(
     in them (parameters, running statistics, random streams, metrics, optimizers, new
     attributes) reaches the caller's objects. ``fun`` may be a whole training step. It
     works under ``nnx.jit``, and inside or around ``nnx.value_and_grad``; around it is
-    better.
+    better. The paths of ``float32_paths`` are the attributes by which modules are
+    reached, such as ``"blocks/0"``.
 
     Args:
         fun: Function of NNX objects and of anything else.
