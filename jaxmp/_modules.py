@@ -79,7 +79,7 @@ class _Reach:
                 for inner, x in _modules_in(value, kinds):
                     if id(x) not in seen:
                         seen.add(id(x))
-                        found.append(((*path, name, *inner), x))
+                        found.append(((*path, str(name), *inner), x))
         return found
 
     @functools.cached_property

@@ -104,7 +104,7 @@ def _leaves(tree: Any, *, and_states: bool = False) -> dict[_Path, _Leaf]:
     nnx = sys.modules.get("flax.nnx")  # who has an object has imported it
     if nnx is None:
         return {}
-    objects, states = (nnx.Pytree, nnx.Variable), (nnx.State, nnx.FlatState)
+    objects, states = (nnx.Pytree, nnx.Variable), (nnx.State, nnx.statelib.FlatState)
     wanted = (*objects, *states) if and_states else objects
     entries = jax.tree.leaves_with_path(
         tree, is_leaf=lambda x: isinstance(x, (*objects, *states))
