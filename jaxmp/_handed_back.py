@@ -22,6 +22,7 @@ class _Slice(NamedTuple):
     """What the steps of a scan see of an array: its slices, one after the other."""
 
     of: Any
+    scan: int  # the id of the equation
 
 
 def _sources(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
@@ -43,8 +44,10 @@ def _through(eqn: Any, ins: list[Any]) -> list[Any]:
     layout = _jaxpr.call_layout(eqn)
     bodies = [b for b in layout.bodies if b.param != "cond_jaxpr"]  # of a `while`
     is_scan, carries = _jaxpr.call_kind(eqn) == "scan", layout.fixed_in
+    slices: list[Any] = []
     if is_scan:
-        ins = [*ins[: carries.stop], *map(_Slice, ins[carries.stop :])]
+        slices = [_Slice(x, id(eqn)) for x in ins[carries.stop :]]
+        ins = [*ins[: carries.stop], *slices]
     while True:
         found = [_sources(b.jaxpr, [ins[i] for i in b.operands]) for b in bodies]
         outs = [xs[0] if len({*xs}) == 1 else None for xs in zip(*found, strict=True)]
@@ -54,8 +57,7 @@ def _through(eqn: Any, ins: list[Any]) -> list[Any]:
             break
         for i in away:
             ins[i] = None
+    others = outs[len(carries) :]
     if is_scan:
-        stacked = outs[len(carries) :]
-        whole = [x.of if isinstance(x, _Slice) else None for x in stacked]
-        outs = [*outs[: len(carries)], *whole]
-    return outs
+        others = [x.of if x in slices else None for x in others]
+    return [*(ins[i] for i in carries), *others]
