@@ -44,7 +44,6 @@ def _through(eqn: Any, ins: list[Any]) -> list[Any]:
     layout = _jaxpr.call_layout(eqn)
     bodies = [b for b in layout.bodies if b.param != "cond_jaxpr"]  # of a `while`
     is_scan, carries = _jaxpr.call_kind(eqn) == "scan", layout.fixed_in
-    slices: list[Any] = []
     if is_scan:
         slices = [_Slice(x, id(eqn)) for x in ins[carries.stop :]]
         ins = [*ins[: carries.stop], *slices]
@@ -59,5 +58,10 @@ def _through(eqn: Any, ins: list[Any]) -> list[Any]:
             ins[i] = None
     others = outs[len(carries) :]
     if is_scan:
-        others = [x.of if x in slices else None for x in others]
+        others = [_whole(x, id(eqn)) for x in others]
     return [*(ins[i] for i in carries), *others]
+
+
+def _whole(x: Any, scan: int) -> Any:
+    """Returns of what ``x`` is each slice in a scan, None if of nothing."""
+    return x.of if isinstance(x, _Slice) and x.scan == scan else None
