@@ -197,8 +197,9 @@ def differentiate(
     batched = _indices(options.batch_argnums, args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
     models = options.params(args)
-    args = options.with_params(args, arrays_of_models(models))
-    fun = _with_models(options, fun, models)
+    if (arrays := arrays_of_models(models)) is not models:
+        args = options.with_params(args, arrays)
+        fun = _with_models(options, fun, models)
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)

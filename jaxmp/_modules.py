@@ -47,11 +47,11 @@ def module_scopes(tree: Any) -> Iterator[None]:
     if not kinds:
         yield
         return
-    modules = [x for _, x in _modules_in(tree, kinds)]
-    around = _callers.get()[-1].scopes if _callers.get() else ()
-    given = _Reach((((type(x).__name__,), x) for x in modules), around)
+    callers = _callers.get()
+    starts = (((type(x).__name__,), x) for _, x in _modules_in(tree, kinds))
+    given = _Reach(starts, callers[-1].scopes if callers else ())
     with _scoped_methods(_classes(given.modules)):
-        token = _callers.set((*_callers.get(), given))
+        token = _callers.set((*callers, given))
         try:
             yield
         finally:
@@ -119,7 +119,7 @@ _callers: contextvars.ContextVar[tuple[_Reach, ...]] = contextvars.ContextVar(
 def _module_types() -> tuple[type, ...]:
     # Who has a module has imported its library.
     found = (sys.modules.get(name) for name in ("flax.nnx", "equinox"))
-    return tuple(library.Module for library in found if library)
+    return tuple(filter(None, (getattr(library, "Module", None) for library in found)))
 
 
 def _modules_in(tree: Any, kinds: tuple[type, ...]) -> Iterator[tuple[Scopes, Any]]:
@@ -156,8 +156,7 @@ def _classes(modules: Iterable[Any]) -> set[type]:
     """
     kinds = _module_types()
     classes = {base for x in modules for base in type(x).__mro__}
-    nnx = sys.modules.get("flax.nnx")
-    todo = [nnx.Module] if nnx else []
+    todo = [cls for cls in kinds if cls.__module__.startswith("flax")]
     for cls in todo:  # which grows
         todo.extend(cls.__subclasses__())
     return {x for x in classes | {*todo} if issubclass(x, kinds) and x not in kinds}

@@ -76,7 +76,7 @@ def refuse_integers(function: str, cure: str | None, params: Any) -> None:
     """
     for path, (owner, leaf) in _leaves(params, and_states=True).items():
         own_cure = cure
-        if owner == "State":
+        if owner in ("State", "FlatState"):
             own_cure = (
                 "Split the parameters off, and pass the rest in another argument: "
                 "`graph, params, rest = nnx.split(model, nnx.Param, ...)`."

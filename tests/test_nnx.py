@@ -939,6 +939,35 @@ def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
     assert jnp.isfinite(loss)
 
 
+@pytest.mark.parametrize("where", ["mesh", "shard_map"])
+def test_on_many_devices_a_policy_reaches_it_too(where):
+    mesh, spec = Mesh(jax.devices()[:4], ("data",)), jax.sharding.PartitionSpec
+
+    def loss_fn(model, x):
+        call = jaxmp.with_policy(lambda x: nnx.remat(call_both)(model, x), "bfloat16")
+        return jnp.mean(call(x).astype(FULL) ** 2)
+
+    def call_both(model, x):
+        return model.layer(jnp.tanh(model.layer(x)))
+
+    def gradients(model, x):
+        place = {"mesh": mesh} if where == "mesh" else {"axis_name": "data"}
+        grad_fn = jaxmp.nnx.value_and_grad(
+            loss_fn, "mixed_bfloat16", batch_argnums=1, **place
+        )
+        return grad_fn(model, x)[1]["layer"]["kernel"][...]
+
+    def run(x):
+        return gradients(Layers(), x)
+
+    if where == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=spec("data"), out_specs=spec())
+    report = jaxmp.audit(run)(X)
+    assert report.fraction_16bit == 1, str(report)
+    _, alone = jaxmp.nnx.value_and_grad(loss_fn, "mixed_bfloat16")(Layers(), X)
+    np.testing.assert_allclose(run(X), alone["layer"]["kernel"][...], atol=2e-2)
+
+
 # Flax writes a float32 sum into what `with_policy` has cast.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
 @pytest.mark.parametrize("make", [net, lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
@@ -983,6 +1012,21 @@ def test_a_stream_among_the_parameters_is_explained(name):
     model = dropping()
     _, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, X)
     assert set(grads["layers"]) == {0}
+    assert model.layers[1].rngs.count[...] == 1
+
+
+def test_following_the_advice_about_a_stream_leads_to_a_step_that_works():
+    def loss_fn(model, x):
+        return model(x).mean()
+
+    ways = jaxmp.autocast, jaxmp.nnx.autocast
+    grads = jaxmp.value_and_grad, jaxmp.nnx.value_and_grad
+    with pytest.raises(TypeError, match=r"`jaxmp.nnx.value_and_grad`, which takes"):
+        ways[0](grads[0](loss_fn), "bfloat16")(dropping(), X)
+    with pytest.raises(TypeError, match=r"`jaxmp.nnx.autocast`, which takes"):
+        ways[0](grads[1](loss_fn), "bfloat16")(dropping(), X)
+    model = dropping()
+    ways[1](grads[1](loss_fn), "bfloat16")(model, X)
     assert model.layers[1].rngs.count[...] == 1
 
 
