@@ -19,8 +19,8 @@ from ._checks import (
     known_number,
     short,
 )
-from ._loss_scale_state import LossScaleState
-from ._narrow_params import check_nothing_follows
+from ._loss_scale_state import MIGRATE, LossScaleState
+from ._narrow_params import check_nothing_follows, note_kahan
 from ._policy import PolicyLike, get_policy
 from ._tree import AxisName, all_finite, is_strong
 from ._varying import varying_axes
@@ -57,12 +57,13 @@ def dynamic_loss_scale(
     min_scale: float = 2.0**-5,
     max_scale: float = 2.0**24,
     hysteresis: int = 1,
+    check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> LossScaling:
     """Applies ``inner`` on finite steps, skips the others, and adapts the loss scale.
 
     The gradients come in true units, as :func:`jaxmp.value_and_grad` returns them;
-    nothing is unscaled here. On a step with an Inf or NaN anywhere, the updates are
+    nothing is unscaled here. On a step with an Inf or NaN gradient, the updates are
     negative zeros, the state of ``inner`` stays what it was bit for bit, and the
     scale shrinks. What is stateful or depends on the parameters (weight decay,
     momentum, schedules) belongs inside ``inner``, because only that is skipped.
@@ -80,6 +81,10 @@ def dynamic_loss_scale(
         min_scale: Lower bound of the scale.
         max_scale: Upper bound of the scale, at most float32's largest number.
         hysteresis: Skipped steps in a row from which on the scale shrinks.
+        check_updates: Whether to skip a step also where ``inner`` makes an Inf or NaN
+            of finite gradients, which takes one more read of the updates. It is always
+            done where ``inner`` is given a function, such as the ``grad_fn`` of
+            ``optax.contrib.sam``, which computes gradients inside.
         axis_name: Mesh axes over which the devices must agree, inside
             ``shard_map`` or ``pmap``.
 
@@ -159,13 +164,14 @@ def dynamic_loss_scale(
         good_steps = jnp.where(grows, 0, state.good_steps)
         return state._replace(loss_scale=scale, good_steps=good_steps)
 
-    return _skipping(inner, init_scale, adapt, axis_name)
+    return _skipping(inner, init_scale, adapt, check_updates, axis_name)
 
 
 def static_loss_scale(
     inner: optax.GradientTransformation,
     scale: float = 1.0,
     *,
+    check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> LossScaling:
     """Applies ``inner`` on finite steps and skips the others, under a fixed scale.
@@ -176,6 +182,7 @@ def static_loss_scale(
     Args:
         inner: The optimizer of the float32 parameters.
         scale: The loss scale.
+        check_updates: As for :func:`dynamic_loss_scale`.
         axis_name: Mesh axes over which the devices must agree, inside
             ``shard_map`` or ``pmap``.
 
@@ -197,7 +204,7 @@ def static_loss_scale(
     def adapt(state: LossScaleState) -> LossScaleState:
         return state._replace(loss_scale=jnp.full_like(state.loss_scale, scale))
 
-    return _skipping(inner, scale, adapt, axis_name)
+    return _skipping(inner, scale, adapt, check_updates, axis_name)
 
 
 def loss_scaling(
@@ -216,7 +223,8 @@ def loss_scaling(
         inner: The optimizer of the float32 parameters.
         policy: A policy, its string, or a dtype.
         **options: Options of :func:`dynamic_loss_scale`. They are checked under every
-            policy and used under float16; ``axis_name`` is always used.
+            policy and used under float16; ``check_updates`` and ``axis_name`` are
+            always used.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -249,13 +257,15 @@ def loss_scaling(
     dynamic = dynamic_loss_scale(inner, **options)
     if get_policy(policy).compute_dtype == jnp.float16:
         return dynamic
-    return static_loss_scale(inner, axis_name=options.get("axis_name"))
+    shared = {"check_updates", "axis_name"} & set(options)
+    return static_loss_scale(inner, **{name: options[name] for name in shared})
 
 
 def _skipping(
     inner: optax.GradientTransformation,
     init_scale: float,
     adapt: Callable[[LossScaleState], LossScaleState],
+    check_updates: bool,
     axis_name: AxisName | None,
 ) -> LossScaling:
     """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale."""
@@ -279,13 +289,17 @@ def _skipping(
             raise TypeError(
                 "`tx.update(grads, opt_state, params)` needs the state that "
                 f"`tx.init(params)` made, a `LossScaleState`, but got {short(state)}. "
-                "Begin with `opt_state = tx.init(params)`."
+                f"Begin with `opt_state = tx.init(params)`. {MIGRATE}"
             )
         finite = all_finite(updates, axis_name=axis_name)
         _check_agreement(finite, state.loss_scale, axis_name)
-        updates, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
-        )
+        with note_kahan(params):
+            updates, inner_state = inner.update(
+                updates, state.inner_state, params, **extra_args
+            )
+        # A function may be differentiated inside, where the gradients are not seen.
+        if check_updates or any(map(callable, extra_args.values())):
+            finite &= all_finite(updates, axis_name=axis_name)
         # A select fuses into the update; a cond would copy every buffer.
         updates = _updates_or_zeros(finite, updates)
         inner_state = _select_state(finite, inner_state, state.inner_state)
@@ -352,7 +366,7 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
         return _choose(finite, new, old)
 
     def select(new, old):
-        if new is old or getattr(new, "dtype", None) == jax.dtypes.float0:
+        if new is old or _is_float0(new):
             return new
         if not (_is_selectable(new) and _is_selectable(old)):
             return _choose(finite, new, old)
@@ -388,6 +402,12 @@ def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _is_selectable(x: Any) -> bool:
     """Tells whether ``x`` is an array or a number that JAX can select from."""
-    if isinstance(x, (np.ndarray, np.generic)):  # not of float0, nor of strings
+    if isinstance(x, (np.ndarray, np.generic)):  # not of strings
         return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
+    if _is_float0(x):  # the gradient of an integer
+        return False
     return isinstance(x, (jax.Array, int, float, complex))
+
+
+def _is_float0(x: Any) -> bool:
+    return getattr(x, "dtype", None) == jax.dtypes.float0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,8 +15,15 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import as_count, as_scale, plain_array, short
-from ._tree import is_inexact, widen
+from ._checks import (
+    as_count,
+    as_scale,
+    check_positive,
+    plain_array,
+    short,
+    warn,
+)
+from ._tree import all_finite, is_inexact, path_name, widen
 
 T = TypeVar("T")
 
@@ -38,6 +46,17 @@ _ZEROING = {
 }
 
 
+class _Unscaled(float):
+    """A scale that nobody gave."""
+
+
+UNSCALED = _Unscaled(1.0)  # the default, which differs from a 1.0 that is meant
+
+# Gradients that `value_and_grad` has divided, by id. Weak, so that none is held, and
+# no id is used again.
+_DIVIDED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
 class LossScaleState(NamedTuple):
     """State of the three loss-scale transformations, the same for every policy.
 
@@ -56,6 +75,12 @@ class LossScaleState(NamedTuple):
     skipped: jax.Array
     last_finite: jax.Array
     inner_state: optax.OptState
+
+
+MIGRATE = (
+    "The state of the optimizer alone, from before it was wrapped, goes inside: "
+    "`opt_state = tx.init(params)._replace(inner_state=opt_state)`."
+)
 
 
 def get_loss_scale(opt_state: Any) -> jax.Array:
@@ -135,12 +160,15 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
             "`opt_state` must hold a loss scale, but there is no `LossScaleState` in "
             f"the {type(opt_state).__name__} given. Wrap the optimizer with "
             "`jaxmp.loss_scaling(optimizer, policy)`; restore a checkpoint with "
-            "`tx.init(params)` as the target, so that the state keeps its type."
+            "`tx.init(params)` as the target, so that the state keeps its type. "
+            f"{MIGRATE}"
         )
     if len(found) > 1:
         raise ValueError(
             f"`opt_state` must hold one loss scale, but holds {len(found)}. Wrap an "
-            "optimizer once, and pass the state of one optimizer at a time."
+            "optimizer once, and `optax.partition` as a whole. The states of several "
+            "optimizers go one at a time; only `value_and_grad` and `check_loss_scale` "
+            "take them together, `(a_state, b_state)`."
         )
     state, hidden_by = found[0]
     if hidden_by is not None:
@@ -158,16 +186,30 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
     return state._replace(**arrays)
 
 
-def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
+def check_loss_scale(
+    opt_state: Any,
+    *,
+    max_skipped_in_a_row: int = 30,
+    max_scale: float = 2.0**24,
+    grads: Any = None,
+) -> None:
     """Raises once a run skips every step. Call it on the host now and then.
 
     With the default options, 29 skipped steps in a row lead from the largest scale to
     the smallest; whatever overflows then is not a matter of the scale.
 
+    A scale that has grown to ``max_scale`` without one skipped step was most likely
+    never used, which gives a warning. It is no error, because gradients that are small
+    enough lead there too, and train well.
+
     Args:
         opt_state: As in :func:`get_loss_scale`, with concrete values, of any leading
-            shape when the training step is vmapped.
+            shape when the training step is vmapped; or a tuple of the states of the
+            optimizers that share a loss.
         max_skipped_in_a_row: The number of steps from which on this raises.
+        max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
+        grads: The gradients of the last step, for the error to name those that are
+            not finite.
 
     Raises:
         FloatingPointError: If as many steps in a row have been skipped.
@@ -179,29 +221,72 @@ def check_loss_scale(opt_state: Any, *, max_skipped_in_a_row: int = 30) -> None:
         >>> check_loss_scale(tx.init(jnp.ones(2)))
     """
     limit = as_count("max_skipped_in_a_row", max_skipped_in_a_row)
-    state = get_loss_scale_state(opt_state)
-    if isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+    check_positive("max_scale", max_scale)
+    parts = opt_state if _are_scales(opt_state) else [opt_state]
+    states = [get_loss_scale_state(part) for part in parts]
+    if any(
+        isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct))
+        for state in states
+    ):
         raise TypeError(
             "`check_loss_scale` needs concrete values, but was given a state that is "
             "abstract, or traced by JAX. Call it outside `jax.jit`, between two steps."
         )
-    bad_steps = np.max(state.bad_steps)
-    if bad_steps >= limit:
-        raise FloatingPointError(
-            f"The last {bad_steps} steps had Inf or NaN gradients and were skipped "
-            f"(loss_scale {state.loss_scale}, {state.skipped} skipped since init). "
-            "The scale no longer helps. Likely causes: the loss or a parameter is NaN "
-            "or Inf already; the learning rate is too high; an operation overflows "
-            "float16 in the forward pass (a mask of -1e9, a square, a large sum); or "
-            "the input data is not finite. Look at the loss, and try the same step "
-            "under the policy `float32` with `jax.debug_nans(True)`."
+    for state in states:
+        if (bad_steps := np.max(state.bad_steps)) >= limit:
+            raise FloatingPointError(
+                f"The last {bad_steps} steps met an Inf or NaN and were skipped "
+                f"(loss_scale {_spelled(state.loss_scale)}, {_spelled(state.skipped)} "
+                f"skipped since init). The scale no longer helps. {_nonfinite(grads)}"
+                "Likely causes: the loss or a parameter is NaN or Inf already (if an "
+                "optimizer makes that of finite gradients, give `jaxmp.loss_scaling` "
+                "the option `check_updates=True`); the learning rate is too high; an "
+                "operation overflows float16 in the forward pass (a mask of -1e9, a "
+                "square, a large sum); the scale was read once, outside of the step; "
+                "the gradient of a frozen parameter is NaN (put `jaxmp.loss_scaling` "
+                "around the trained part, inside `optax.partition`); or the input data "
+                "is not finite. Look at the loss, and try the same step under the "
+                "policy `float32` with `jax.debug_nans(True)`."
+            )
+    if all(np.any(looks_unused(state, max_scale)) for state in states):
+        warn(
+            "The loss scale has reached `max_scale` without a skipped step. Is "
+            "`loss_scale=opt_state` passed to `value_and_grad`? A scale that no "
+            "gradient is computed with grows so, while small gradients become 0 in "
+            "float16. If it is passed, let the scale grow on until it skips a step: "
+            "`jaxmp.loss_scaling(..., max_scale=2.0**40)`, and the same `max_scale` in "
+            "`jaxmp.check_loss_scale`."
         )
+
+
+def _spelled(x: Any) -> str:
+    """Spells a number, or those of the replicas of a vmapped step."""
+    return str(x) if np.size(x) < 9 else f"{np.min(x)} to {np.max(x)}"
+
+
+def looks_unused(state: LossScaleState, max_scale: Any) -> Any:
+    """Tells whether a scale has grown as far as it may, and no step was skipped."""
+    return (state.loss_scale >= max_scale) & (state.skipped == 0)
+
+
+def _nonfinite(grads: Any) -> str:
+    """Says which gradients are not finite, for a message; nothing where all are."""
+    names = [
+        path_name(path)[-60:] or "the gradient"
+        for path, x in jax.tree.leaves_with_path(grads)
+        if not all_finite(x)
+    ]
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"Not finite in `grads`: {', '.join(names[:3])}{more}. "
 
 
 def unscale(tree: T, loss_scale: Any) -> T:
     """Divides scaled gradients by the loss scale, in at least float32.
 
-    For hand-written loops: :func:`jaxmp.value_and_grad` has done it already.
+    For hand-written loops, in which the loss was multiplied by the scale. What
+    :func:`jaxmp.value_and_grad` returns has been divided, and is refused.
 
     Args:
         tree: Pytree of gradients of the scaled loss, of any shapes.
@@ -213,7 +298,8 @@ def unscale(tree: T, loss_scale: Any) -> T:
         that are neither floating nor complex pass through. Inf and NaN stay visible.
 
     Raises:
-        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive.
+        ValueError: If ``loss_scale`` is not a scalar, or is known and not positive; or
+            if :func:`jaxmp.value_and_grad` has divided one of the gradients by a scale.
         TypeError: If the arguments are swapped.
 
     Examples:
@@ -225,9 +311,30 @@ def unscale(tree: T, loss_scale: Any) -> T:
             "`unscale(grads, loss_scale)` takes the gradients first, but the first "
             f"argument is {short(tree)} and the second {short(loss_scale)}. Swap them."
         )
-    loss_scale = scale_in(loss_scale)
+    if any(_DIVIDED.get(id(x)) is x for x in jax.tree.leaves(tree)):
+        raise ValueError(
+            "`unscale` was given gradients that `jaxmp.value_and_grad` returned, which "
+            "has divided them by its loss scale already. Use them as they are. "
+            "`unscale` is for loops that multiply the loss by hand."
+        )
+    return _unscaled(tree, scale_in(loss_scale))
+
+
+def divided(grads: T, loss_scale: Any) -> T:
+    """Unscales the gradients of ``value_and_grad``, which are not to be so again."""
+    grads = _unscaled(grads, loss_scale)
+    if not _is_one(loss_scale):
+        _DIVIDED.update({id(x): x for x in jax.tree.leaves(grads)})
+    return grads
+
+
+def _is_one(loss_scale: Any) -> bool:
+    return isinstance(loss_scale, (int, float)) and loss_scale == 1
+
+
+def _unscaled(tree: T, loss_scale: Any) -> T:
     scale = as_scale(loss_scale)
-    if isinstance(loss_scale, (int, float)) and loss_scale == 1:
+    if _is_one(loss_scale):
         return widen(tree)
     # XLA turns a division by a scalar into a multiplication by its reciprocal, which
     # above 2^126 is subnormal, and so flushed to zero. Both sides are made smaller
@@ -241,9 +348,14 @@ def unscale(tree: T, loss_scale: Any) -> T:
 
 
 def scale_in(loss_scale: Any) -> Any:
-    """Takes the loss scale out of a state that holds one; a scalar stays as it is."""
+    """Takes the loss scale out of a state that holds one; a scalar stays as it is.
+
+    Of several states of optimizers that share a loss it is the smaller scale.
+    """
     if _is_number(loss_scale):
         return loss_scale
+    if _are_scales(loss_scale):
+        return functools.reduce(jnp.minimum, map(get_loss_scale, loss_scale))
     cure = ""
     if isinstance(loss_scale, (str, jmp.Policy)):
         cure = "A policy is another argument, `policy=`."
@@ -257,6 +369,19 @@ def scale_in(loss_scale: Any) -> Any:
             f"one, but is {short(loss_scale)}. Pass `loss_scale=opt_state`. {cure}"
         )
     return get_loss_scale(loss_scale)
+
+
+def holds_scale(x: Any) -> bool:
+    """Tells whether there is a loss scale in ``x``, as in an optimizer state."""
+    return any(True for _ in _loss_scale_states(x))
+
+
+def _are_scales(x: Any) -> bool:
+    """Tells whether ``x`` are states of several optimizers, and not the one of a chain.
+
+    In the state of a chain one part holds the scale.
+    """
+    return type(x) is tuple and len(x) > 1 and all(map(holds_scale, x))
 
 
 @functools.partial(jax.jit, inline=True)  # traced once for all leaves of one shape
@@ -275,7 +400,7 @@ def _is_scale(x: Any) -> bool:
     """Tells whether ``x`` looks like a loss scale: a scalar, or a state with one."""
     if _is_number(x):
         return getattr(x, "shape", ()) == ()
-    return any(True for _ in _loss_scale_states(x))
+    return holds_scale(x)
 
 
 class _Hiding(NamedTuple):

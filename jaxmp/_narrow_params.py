@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -195,6 +197,24 @@ def check_nothing_follows(state: Any) -> None:
     for part in jax.tree.leaves(state, is_leaf=is_part):
         if is_part(part):
             check_nothing_follows(part)
+
+
+@contextlib.contextmanager
+def note_kahan(params: Any) -> Iterator[None]:
+    """Adds to what an optimizer of 16-bit parameters raises that it needs a wrapper."""
+    try:
+        yield
+    except TypeError as error:
+        if any(map(_is_16_bit, jax.tree.leaves(params))) and not isinstance(
+            error, jax.errors.JAXTypeError
+        ):
+            error.add_note(
+                "There are 16-bit parameters, and `jaxmp.value_and_grad` returns "
+                "float32 gradients. Where optax needs both in one dtype (in a "
+                "`lax.cond`), wrap its optimizer: `jaxmp.loss_scaling("
+                "jaxmp.kahan_summation(optimizer), policy)`, which gives it float32."
+            )
+        raise
 
 
 def _without_masters(

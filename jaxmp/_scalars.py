@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from ._checks import plain_array
 from ._exponents import RecordRangesState
-from ._loss_scale_state import get_loss_scale_state
+from ._loss_scale_state import LossScaleState, get_loss_scale_state, looks_unused
 
 # States of optax that count the steps that were taken, and those that gather the
 # gradients of several, so that the ones inside them count fewer.
@@ -35,7 +36,11 @@ _GATHERING = {
 
 
 def scalars(
-    opt_state: Any, step: Any = None, *, prefix: str = "mixed_precision/"
+    opt_state: Any,
+    step: Any = None,
+    *,
+    prefix: str = "mixed_precision/",
+    max_scale: float = 2.0**24,
 ) -> dict[str, Any]:
     """Returns what to log after each step, as a flat dict of scalar arrays.
 
@@ -52,10 +57,13 @@ def scalars(
             optimizer inside, which has counted those that were not skipped, as Adam
             does.
         prefix: What each name begins with: a section of TensorBoard or W&B.
+        max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
 
     Returns:
         ``loss_scale``, ``good_steps`` and ``bad_steps`` in a row, ``skipped`` steps in
-        all, ``last_finite`` as 0 or 1; the share of the skipped steps,
+        all, ``last_finite`` as 0 or 1; ``looks_unused``, which is 1 where the scale has
+        grown to ``max_scale`` without a skipped step, most likely because no gradient
+        is computed with it; the share of the skipped steps,
         ``skipped_share``, where the number of steps is known; of recorded ranges
         ``max``, and
         ``zero_share`` and ``nonfinite_share`` of the counted values. Where several are
@@ -69,7 +77,7 @@ def scalars(
         >>> logged = jaxmp.scalars(tx.init(jnp.ones(2)), prefix="")
         >>> {name: x.item() for name, x in logged.items()}
         {'loss_scale': 32768.0, 'good_steps': 0, 'bad_steps': 0, 'skipped': 0, \
-'last_finite': 1.0}
+'last_finite': 1.0, 'looks_unused': 0.0}
     """
     state = get_loss_scale_state(opt_state)
     found = {
@@ -78,11 +86,12 @@ def scalars(
         "bad_steps": state.bad_steps,
         "skipped": state.skipped,
         "last_finite": jnp.asarray(state.last_finite, jnp.float32),
+        "looks_unused": _looks_unused(state._replace(inner_state=None), max_scale),
     }
     if step is None and (taken := _steps_taken(state.inner_state)) is not None:
         step = taken + state.skipped
     if step is not None:
-        found["skipped_share"] = state.skipped / jnp.maximum(step, 1)
+        found["skipped_share"] = _share(state.skipped, step)
 
     def is_ranges(x):
         return isinstance(x, RecordRangesState)
@@ -92,6 +101,20 @@ def scalars(
     for name in recorded[0] if recorded else ():
         found[name] = jnp.stack([x[name] for x in recorded]).max()
     return {f"{prefix}{name}": x for name, x in found.items()}
+
+
+# Jitted, because a number in eager code is sent to the device where it is used, which
+# `jax.transfer_guard` forbids.
+
+
+@jax.jit
+def _share(count: jax.Array, total: jax.Array) -> jax.Array:
+    return count / jnp.maximum(total, 1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _looks_unused(state: LossScaleState, max_scale: float) -> jax.Array:
+    return looks_unused(state, max_scale).astype(jnp.float32)
 
 
 def _steps_taken(state: Any) -> jax.Array | None:
@@ -109,9 +132,8 @@ def _steps_taken(state: Any) -> jax.Array | None:
 def _of_ranges(state: RecordRangesState) -> dict[str, jax.Array]:
     zeros, nonfinite = plain_array(state.zeros), plain_array(state.nonfinite)
     total = plain_array(state.exponents).sum() + zeros + nonfinite
-    counted = jnp.maximum(total, 1)
     return {
         "max": plain_array(state.max),
-        "zero_share": zeros / counted,
-        "nonfinite_share": nonfinite / counted,
+        "zero_share": _share(zeros, total),
+        "nonfinite_share": _share(nonfinite, total),
     }

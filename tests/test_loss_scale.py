@@ -543,6 +543,80 @@ def test_one_stuck_replica_is_enough():
         jaxmp.check_loss_scale(state, max_skipped_in_a_row=7)
 
 
+def test_many_stuck_replicas_are_no_page_of_numbers():
+    states = jax.vmap(ADAM.init)(jax.tree.map(lambda x: jnp.stack([x] * 500), PARAMS))
+    states = states._replace(bad_steps=jnp.full(500, 7), skipped=jnp.arange(500))
+    with pytest.raises(FloatingPointError, match="0 to 499 skipped") as caught:
+        jaxmp.check_loss_scale(states, max_skipped_in_a_row=7)
+    assert len(str(caught.value)) < 1200
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_scale_at_its_maximum_that_never_skipped_is_asked_about(policy):
+    tx = jaxmp.loss_scaling(optax.sgd(1.0), policy, growth_interval=1, max_scale=2**17)
+    never, once = run(tx, [1] * 6), run(tx, [1, 1, 0, 1, 1, 1])
+    for states in (never, once):
+        last = jax.tree.map(lambda x: x[-1], states)
+        unused = states is never and policy == "mixed_float16"
+        assert jaxmp.scalars(last, max_scale=2**17, prefix="")["looks_unused"] == unused
+        jaxmp.check_loss_scale(last)  # of another maximum
+        if not unused:
+            jaxmp.check_loss_scale(last, max_scale=2**17)
+            continue
+        with pytest.warns(UserWarning, match="Is `loss_scale=opt_state` passed to"):
+            jaxmp.check_loss_scale(last, max_scale=2**17)
+    default = jaxmp.loss_scaling(optax.sgd(1.0), "f16", growth_interval=1)
+    state = jax.tree.map(lambda x: x[-1], run(default, [1] * 9))
+    with pytest.warns(UserWarning, match="without a skipped step"):
+        jaxmp.check_loss_scale(state)
+
+
+def test_a_scale_that_grew_on_until_it_skipped_is_not_asked_about():
+    tx = dynamic(growth_interval=1, max_scale=2.0**40)  # as the warning advises
+    state = tx.init(jnp.ones(2))
+    for _ in range(30):
+        grad = jaxmp.grad(
+            lambda w: (w.astype(jnp.float16) * 2**-10).sum().astype(jnp.float32),
+            loss_scale=state,
+        )(jnp.ones(2))
+        _, state = tx.update(grad, state)
+        jaxmp.check_loss_scale(state, max_scale=2.0**40)
+    assert state.skipped > 0
+
+
+def test_a_stuck_run_names_the_gradients_that_are_not_finite():
+    grads = {"frozen": jnp.array([1.0, jnp.nan]), "w": jnp.ones(2), "n": np.arange(2)}
+    tx = jaxmp.loss_scaling(optax.sgd(1.0), "float32")
+    _, state = tx.update(grads, tx.init(grads))
+    message = r"Not finite in `grads`: frozen\. .*inside `optax.partition`"
+    with pytest.raises(FloatingPointError, match=message):
+        jaxmp.check_loss_scale(state, max_skipped_in_a_row=1, grads=grads)
+    many = {f"layer_{i}/" + "kernel" * 99: jnp.full(2, jnp.inf) for i in range(500)}
+    with pytest.raises(FloatingPointError, match="and 497 more") as caught:
+        jaxmp.check_loss_scale(state, max_skipped_in_a_row=1, grads=many)
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_state_from_before_the_wrapper_is_told_where_it_goes():
+    adam = optax.adam(0.1)
+    tx = jaxmp.loss_scaling(adam, "mixed_float16")
+    params, grads = {"w": jnp.ones(3)}, {"w": jnp.arange(3.0)}
+    _, opt_state = adam.update(grads, adam.init(params))  # as restored
+    advice = "opt_state = tx.init(params)._replace(inner_state=opt_state)"
+    for error, call in (
+        (TypeError, lambda: tx.update(grads, opt_state, params)),
+        (ValueError, lambda: jaxmp.grad(lambda w: w, loss_scale=opt_state)),
+    ):
+        with pytest.raises(error, match=re.escape(advice)):
+            call()
+    names = {"tx": tx, "params": params, "opt_state": opt_state}
+    exec(advice, names)
+    expected, _ = adam.update(grads, opt_state, params)
+    got, state = jax.jit(tx.update)(grads, names["opt_state"], params)
+    np.testing.assert_array_equal(got["w"], expected["w"])
+    assert jaxmp.get_loss_scale(state) == 2**15
+
+
 def test_checking_while_jax_traces_is_refused():
     @jax.jit
     def step(state):

@@ -629,3 +629,162 @@ def test_an_nnx_optimizer_skips():
     assert step(model, optimizer, jnp.ones((1, 3))) == (2.0**14, True)
     assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != params
     assert jaxmp.get_loss_scale_state(optimizer.opt_state).skipped == 1
+
+
+# What the inner optimizer makes of finite gradients
+
+
+def broken_after(steps):
+    """An optimizer whose updates are NaN from some step on."""
+
+    def update(updates, state, params=None):
+        bad = jnp.where(state >= steps, jnp.nan, 0.0)
+        return jax.tree.map(lambda u: -0.5 * u + bad, updates), state + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros([], jnp.int32), update)
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
+def test_updates_that_are_not_finite_are_skipped_where_they_are_checked(policy):
+    inner = optax.chain(optax.trace(0.5), broken_after(2))
+    tx = jaxmp.loss_scaling(inner, policy, check_updates=True)
+    params = {"w": jnp.array([1.0, -0.0])}
+    grads = jax.tree.map(jnp.ones_like, params)
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    before = params, state.inner_state
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    after = optax.apply_updates(params, updates), state.inner_state
+    chex.assert_trees_all_equal(after, before)
+    assert not np.signbit(after[0]["w"]).any() ^ np.signbit(before[0]["w"]).any()
+    assert (state.skipped, state.bad_steps, bool(state.last_finite)) == (1, 1, False)
+    assert state.loss_scale == (2**14 if policy == "mixed_float16" else 1)
+
+    unchecked = jaxmp.loss_scaling(inner, policy)
+    state = unchecked.init(params)._replace(inner_state=before[1])
+    assert not jaxmp.all_finite(unchecked.update(grads, state, params)[0])
+
+
+@pytest.mark.parametrize("mode", ["f16", "O1"])
+def test_a_second_gradient_that_overflows_inside_is_skipped_by_itself(mode):
+    # Sharpness-aware minimisation: its second gradient overflows float16 in step 2.
+    def loss(p, x, factor):
+        return jnp.mean((x @ p["w"]) ** 2) * factor
+
+    ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    sam = optax.contrib.sam(optax.adam(1e-2), ascent, opaque_mode=True)
+    tx = jaxmp.loss_scaling(sam, mode)
+    p, x = {"w": jnp.ones((4, 1))}, jnp.ones((8, 4))
+
+    @jax.jit
+    def step(p, s, factor):
+        def gradient(factor):
+            grad_fn = jaxmp.grad(loss, loss_scale=s)
+            return lambda q, _=None: jaxmp.autocast(grad_fn, mode)(q, x, factor)
+
+        grads = gradient(1.0)(p)
+        updates, s = tx.update(grads, s, p, grad_fn=gradient(factor))
+        return optax.apply_updates(p, updates), s
+
+    s = tx.init(p)
+    for i in range(4):
+        before = p, s.inner_state
+        p, s = step(p, s, 1e6 if i == 2 else 1.0)
+        assert s.last_finite == (i != 2)
+        if i == 2:
+            chex.assert_trees_all_equal((p, s.inner_state), before)
+    assert jaxmp.all_finite(p)
+    assert (s.skipped, s.loss_scale) == (1, 2**14)
+
+
+def test_a_frozen_gradient_of_nan_skips_nothing_with_the_wrapper_inside():
+    params = {"frozen": jnp.zeros(3), "w": jnp.ones(4)}
+    labels = {"frozen": "f", "w": "t"}
+    tx = optax.partition(
+        {"t": jaxmp.loss_scaling(optax.adam(0.1), "f32"), "f": optax.set_to_zero()},
+        labels,
+    )
+    plain = optax.partition({"t": optax.adam(0.1), "f": optax.set_to_zero()}, labels)
+
+    def loss(p):
+        return jnp.sum(p["w"] ** 2) + 0.0 * jnp.sqrt(jnp.sum(p["frozen"] ** 2))
+
+    @jax.jit
+    def step(p, s, q, t):
+        grads = jaxmp.grad(loss, loss_scale=s)(p)
+        updates, s = tx.update(grads, s, p)
+        expected, t = plain.update(jax.grad(loss)(q), t, q)
+        return optax.apply_updates(p, updates), s, optax.apply_updates(q, expected), t
+
+    p, s, q, t = params, tx.init(params), params, plain.init(params)
+    for _ in range(3):
+        p, s, q, t = step(p, s, q, t)
+    chex.assert_trees_all_equal(p, q)
+    jaxmp.check_loss_scale(s, max_skipped_in_a_row=1)
+    assert jaxmp.get_loss_scale_state(s).skipped == 0
+
+
+# 16-bit parameters
+
+WITH_A_COND = {
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+    "conditionally_transform": optax.conditionally_transform(
+        optax.adam(1e-3), lambda step, **_: step % 2 == 0
+    ),
+    "galore": optax.contrib.galore(1e-3),
+    "mechanize": optax.contrib.mechanize(optax.adam(1e-3)),
+}
+
+
+@pytest.mark.parametrize("inner", WITH_A_COND.values(), ids=WITH_A_COND.keys())
+def test_what_wants_16_bit_gradients_is_told_the_wrapper_that_it_works_in(inner):
+    params = {"w": jnp.ones((16, 8), jnp.bfloat16)}
+    grads = {"w": jnp.ones((16, 8))}  # as `value_and_grad` returns them
+    tx = jaxmp.loss_scaling(inner, "bfloat16")
+    with pytest.raises(TypeError) as caught:
+        tx.update(grads, tx.init(params), params)
+    notes = " ".join(caught.value.__notes__)
+    assert "jaxmp.loss_scaling(jaxmp.kahan_summation(optimizer), policy)" in notes
+
+    tx = jaxmp.loss_scaling(jaxmp.kahan_summation(inner), "bfloat16")
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    assert jaxmp.all_finite(optax.apply_updates(params, updates))
+
+
+def test_other_errors_of_an_optimizer_carry_no_note():
+    def fail(updates, state, params=None):
+        raise TypeError("no")
+
+    failing = optax.GradientTransformation(lambda _: optax.EmptyState(), fail)
+    tx = jaxmp.loss_scaling(failing, "O1")
+    params = {"w": jnp.ones(2)}
+    with pytest.raises(TypeError, match="no") as caught:
+        tx.update(params, tx.init(params), params)
+    assert not hasattr(caught.value, "__notes__")
+
+
+# Leaves that are not floating
+
+
+@pytest.mark.parametrize("poison", [1.0, jnp.inf])
+@pytest.mark.parametrize("ours", [True, False], ids=["jaxmp.grad", "jax.grad"])
+def test_an_integer_base_in_one_tree_with_what_is_trained_passes(ours, poison):
+    params = {"base": jnp.ones((4, 1), jnp.int8), "a": jnp.ones((4, 1))}
+    parts = {"t": optax.adam(0.1), "f": optax.set_to_zero()}
+    tx = jaxmp.loss_scaling(optax.partition(parts, {"base": "f", "a": "t"}), "O1")
+
+    def loss(p, x):
+        return jnp.mean((x @ (p["base"] * 0.125 + p["a"])) ** 2)
+
+    @jax.jit
+    def step(p, s, x):
+        grad = partial(jaxmp.grad, loss_scale=s) if ours else jax.grad
+        updates, s = tx.update(grad(loss, allow_int=True)(p, x), s, p)
+        assert updates["base"].dtype == jax.dtypes.float0
+        return updates["a"], s
+
+    updates, state = step(params, tx.init(params), jnp.full((8, 4), poison))
+    assert state.last_finite == (poison == 1)
+    assert (updates == 0).all() == (poison != 1)

@@ -89,3 +89,17 @@ def test_an_optimizer_that_does_not_count_every_step_tells_no_share(inner):
 def test_a_state_without_a_scale_is_refused():
     with pytest.raises(ValueError, match="must hold a loss scale"):
         jaxmp.scalars(optax.sgd(0.1).init(jnp.ones(2)))
+
+
+def test_nothing_is_sent_to_the_device_in_hiding():
+    tx = optax.chain(
+        jaxmp.record_ranges(every=1), jaxmp.loss_scaling(optax.adam(0.1), "float16")
+    )
+    opt_state, _ = run(tx, [1.0, jnp.inf])
+    steps = jnp.int32(2)
+    expected = jaxmp.scalars(opt_state, steps)
+    with jax.transfer_guard("disallow"):
+        logged = jaxmp.scalars(opt_state)
+        told = jaxmp.scalars(opt_state, steps)
+    assert logged == told == expected
+    assert logged["mixed_precision/skipped_share"] == 0.5
