@@ -159,7 +159,7 @@ def training_step(
         weights = jaxmp.get_policy(policy).cast_to_compute(params, shardings=where)
         loss, grads = jaxmp.value_and_grad(
             loss_fn,
-            policy,
+            policy=policy,
             loss_scale=state,
             accum_steps=accum_steps,
             batch_argnums=(1, 2),

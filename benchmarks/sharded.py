@@ -126,7 +126,7 @@ def compile_step(options: Options, form: str, devices: int, accum_steps: int) ->
         extra = {"mesh": mesh, "shardings": where, "gather": not gathered}
     by_mesh = policy if extra else None  # `jit` sums as it likes
     grad_fn = jaxmp.value_and_grad(
-        loss, by_mesh, accum_steps=accum_steps, batch_argnums=1, **extra
+        loss, policy=by_mesh, accum_steps=accum_steps, batch_argnums=1, **extra
     )
     if under_autocast:
         grad_fn = jaxmp.autocast(grad_fn)

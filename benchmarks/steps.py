@@ -192,7 +192,7 @@ def jaxmp_cast(network, dtype, accum_steps):
     """Casts the parameters and the model's inputs, by a policy."""
     policy = jaxmp.get_policy(f"mixed_{dtype}")
     loss_fn = loss_of(jaxmp.with_policy(network.model.apply, policy))
-    grad_fn = partial(jaxmp.value_and_grad, loss_fn, policy)
+    grad_fn = partial(jaxmp.value_and_grad, loss_fn, policy=policy)
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
@@ -202,7 +202,7 @@ def jaxmp_modules(network, dtype, accum_steps):
     loss_fn = loss_of(network.with_dtype(dtype).apply)
     # Given the policy, micro-batches share one cast of the parameters.
     casts = policy if accum_steps > 1 else None
-    grad_fn = partial(jaxmp.value_and_grad, loss_fn, casts)
+    grad_fn = partial(jaxmp.value_and_grad, loss_fn, policy=casts)
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 

@@ -56,7 +56,7 @@ def make_train_step(policy: jaxmp.Policy):
 
     @nnx.jit
     def train_step(model, optimizer, images, labels):
-        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy, loss_scale=optimizer)
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=optimizer)
         # A copy, because the statistics in `nnx.state` change with those in the model.
         old_stats = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
         loss, grads = grad_fn(model, images, labels)

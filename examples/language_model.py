@@ -165,7 +165,7 @@ def train(setting: str, seed: int, config: Config, tokens, progress) -> Result:
     def train_step(params, opt_state, batch):
         grad_fn = jaxmp.value_and_grad(
             loss_fn,
-            policy,
+            policy=policy,
             loss_scale=opt_state,
             accum_steps=MICRO_BATCHES if config.full else 1,
             batch_argnums=1,

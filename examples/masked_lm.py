@@ -139,7 +139,7 @@ def make_step(model: MaskedLM, policy: str, learning_rate: float, accum_steps: i
     def train_step(params, opt_state, batch):
         loss, grads = jaxmp.value_and_grad(
             loss_fn,
-            policy,
+            policy=policy,
             loss_scale=opt_state,
             accum_steps=accum_steps,
             batch_argnums=1,

@@ -115,7 +115,7 @@ def work(config: Config) -> dict[str, Any]:
     def train_step(params, state, images, labels):
         grad_fn = jaxmp.value_and_grad(
             partial(loss_fn, policy),
-            policy,
+            policy=policy,
             loss_scale=state,
             batch_argnums=(1, 2),
             mesh=mesh,

@@ -16,6 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _scopes
+from ._around import (
+    end_look,
+    inside,
+    is_staged,
+    traced_by_us,
+    warn_if_unscaled,
+)
 from ._checks import check_function, short, warn
 from ._jaxpr import Tracer
 from ._modules import with_module_scopes
@@ -114,13 +121,16 @@ def autocast(
         float8=float8,
         bfloat16_paths=bfloat16_paths,
     )
-    cast = caster.wrap(with_module_scopes(checked))
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
-        with jax.named_scope(scope), _explained(fun):
-            return cast(*args, **kwargs)
+        end_look()
+        cast = caster.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
+        with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
+            result = cast(*args, **kwargs)
+        warn_if_unscaled(dtype, result)
+        return result
 
     return autocast_fun
 
@@ -154,7 +164,7 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):
-        with jax.named_scope(_scopes.FLOAT32):
+        with jax.named_scope(_scopes.FLOAT32), inside(autocast=np.dtype(np.float32)):
             return fun(*args, **kwargs)
 
     return in_float32
@@ -180,8 +190,8 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
     if policy.reduce_dtype is not None:
         warn(
             f"The `reduce_dtype` of {policy} is not used by `autocast`, which sums "
-            "nothing over devices. Give it to `jaxmp.value_and_grad(fun, policy, ...)` "
-            "with `axis_name` or `mesh`, and `autocast` a policy without `r=`."
+            "nothing over devices. Pass it to `value_and_grad`, `policy=policy`, with "
+            "`axis_name` or `mesh`, and `autocast` a policy without `r=`."
         )
     if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(

@@ -168,12 +168,33 @@ def check_mesh(mesh: Any) -> None:
 
 
 def warn(message: str) -> None:
-    """Warns at the line that called jaxmp, however deep inside of it this is."""
-    ours, frame, level = __package__, sys._getframe(1), 2
-    # Code that was given to `exec` may have no name.
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == ours:
+    """Warns at the user's line that called jaxmp, however deep inside of it this is.
+
+    JAX may be between: it traces the functions that it is given.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and _is_between(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+# Ours, and what may call us for a user.
+_BETWEEN = {
+    "jaxmp",
+    "jax",
+    "flax",
+    "optax",
+    "equinox",
+    "haiku",
+    "contextlib",
+    "functools",
+}
+
+
+def _is_between(frame: Any) -> bool:
+    # Code that was given to `exec` may have no name.
+    name = frame.f_globals.get("__name__", "").split(".")[0]
+    return name in _BETWEEN
 
 
 def check_optimizer(inner: Any, call: str) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ._around import autocast_dtype, inside, is_staged, warn_if_constant, warn_unscaled
 from ._batch import GradFun, check_batch_is_whole, over_micro_batches
 from ._checks import (
     as_count,
@@ -27,7 +29,7 @@ from ._checks import (
 )
 from ._equinox import arrays_of_models, with_rest
 from ._gather import all_gather, dims_of, sum_scatter
-from ._loss_scale_state import scale_in, unscale
+from ._loss_scale_state import UNSCALED, divided, holds_scale, scale_in
 from ._mesh import (
     agreed,
     axes_of_shardings,
@@ -42,6 +44,8 @@ from ._policy import Policy
 from ._tree import AxisName, is_array, is_inexact, path_name, widen
 from ._varying import tracked_axes, vary, varying_axes
 
+_16_BIT = (jnp.float16, jnp.bfloat16)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Options:
@@ -49,6 +53,7 @@ class Options:
 
     policy: Policy | None
     loss_scale: Any  # the number or array; a Python number 1 divides nothing
+    is_scaled: bool  # whether a loss scale was given, be it 1
     scale: jax.Array | np.float32  # the same as a float32 scalar
     argnums: int | tuple[int, ...]
     allow_int: bool
@@ -147,10 +152,12 @@ def as_options(
     own_axes = axes_of_shardings(shardings)  # refuses what is none
     if mesh is not None and gather:  # the function sees whole parameters
         own_axes = axes_of_shardings(PartitionSpec())
+    is_scaled = loss_scale is not UNSCALED
     loss_scale = scale_in(loss_scale)
     return Options(
         policy=policy,
         loss_scale=loss_scale,
+        is_scaled=is_scaled,
         scale=as_scale(loss_scale),
         argnums=argnums,
         allow_int=allow_int,
@@ -173,7 +180,9 @@ def differentiate(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
+    user: Callable[..., Any],
     cast: Callable[[Any], Any] | None = None,
+    warns: bool = True,
 ) -> tuple[jax.Array, Any, Any, dict[str, Any]]:
     """Differentiates a function that may change some state.
 
@@ -187,12 +196,24 @@ def differentiate(
         state: Dict of arrays, as the changes are.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        user: The function that the user gave, whose arguments have names.
         cast: What each of the differentiated arguments goes through before.
+        warns: Whether to look for a loss scale or a policy that does nothing.
 
     Returns:
         ``(loss, aux, gradients, changes)``, in true units.
     """
     args = list(args)
+    unscaled = warns and not options.is_scaled
+    if warns:
+        warn_if_constant(options.loss_scale)
+        policy_dtype = None if options.policy is None else options.policy.compute_dtype
+        around = autocast_dtype()
+        if unscaled and np.float16 in (policy_dtype, around):
+            warn_unscaled()
+            unscaled = False  # what is inside need not say it again
+        if policy_dtype in _16_BIT and around not in _16_BIT and is_staged():
+            fun = _looked_at(options, fun, user)
     differentiated = _indices(options.argnums, args, "argnums")
     batched = _indices(options.batch_argnums, args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
@@ -231,29 +252,57 @@ def differentiate(
         steps = options.accum_steps
         params_of = options.params
         run = over_mesh(run, mesh, options.axes, batched, steps, params_of, specs)
-    loss, grads, aux, changes = run(args, kwargs, state)
+    with inside(unscaled=unscaled):
+        loss, grads, aux, changes = run(args, kwargs, state)
+    grads = divided(grads, options.loss_scale)
     grads = jax.tree.map(
         lambda x, g: np.zeros(np.shape(x), jax.dtypes.float0) if g is None else g,
         options.params(args),
-        unscale(grads, options.loss_scale),
+        grads,
     )
     return loss, aux, grads, changes
 
 
-def check_loss_function(name: str, fun: Any, policy: Any) -> None:
-    """Raises where something else stands in the place of the loss or the policy."""
+def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
+    """Raises where something else stands in the place of the loss, or beside it.
+
+    Args:
+        name: The name of our function.
+        fun: What it was given first.
+        others: What it was given after that by position, where there must be nothing.
+    """
     check_function(
         name,
         fun,
-        f"{name}(loss_fn, policy)",
+        f"{name}(loss_fn)",
         "Pass the loss, a function of the parameters and the batch that calls "
         "`model.apply(params, x)`.",
     )
-    if isinstance(policy, (int, np.integer, tuple, list)):
-        raise TypeError(
-            f"The second argument of `jaxmp.{name}` is the policy, but is {policy!r}. "
-            f"Pass `argnums={policy!r}` to choose what to differentiate."
+    if not others:
+        return
+    other = others[0]
+    cure = f"Call what it returns: `jaxmp.{name}(loss_fn)(params, x)`."
+    if isinstance(other, (str, jmp.Policy, np.dtype, type)):
+        home = "jaxmp.nnx" if name.startswith("nnx.") else "jaxmp"
+        cure = (
+            "To run all of it in 16 bits, type "
+            f"`{home}.autocast(jaxmp.{name}(loss_fn, loss_scale=opt_state), policy)`. "
+            "`policy=` casts the parameters alone, for a loss that casts its inputs."
         )
+    elif other is None:
+        cure = "Leave it out."
+    elif holds_scale(other):
+        cure = "Pass `loss_scale=opt_state`."
+    elif all(isinstance(i, (int, np.integer)) for i in _as_list(other)):
+        cure = f"Pass `argnums={other!r}` to choose what to differentiate."
+    raise TypeError(
+        f"`jaxmp.{name}` takes the function, and everything else by its name, but was "
+        f"given {describe(other)} after it. {cure}"
+    )
+
+
+def _as_list(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (tuple, list)) else [x]
 
 
 def loss_and_aux(result: Any, has_aux: bool, fun: Any = None) -> tuple[Any, Any]:
@@ -319,6 +368,30 @@ def _with_models(
         return fun(state, *options.with_params(args, params), **kwargs)
 
     return with_models
+
+
+def _looked_at(
+    options: Options, fun: Callable[..., Any], user: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns ``fun``, looking at its first call whether anything runs in 16 bits."""
+    policy, seen = options.policy, False
+    assert policy is not None
+
+    def looked_at(state, *args, **kwargs):
+        nonlocal seen
+        if not seen:
+            seen = True
+            # Reading jaxprs takes long to import.
+            from ._promoted import warn_if_promoted
+
+            @functools.wraps(user, updated=())
+            def loss(*args, **kwargs):
+                return fun(state, *args, **kwargs)[0]
+
+            warn_if_promoted(policy, loss, args, kwargs)
+        return fun(state, *args, **kwargs)
+
+    return looked_at
 
 
 def _with_gathered_shards(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 
+from ._around import is_staged, traced_by_us
 from ._modules import with_module_scopes
 from ._tree import is_array, path_name
 
@@ -27,6 +28,7 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
     is_traced = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
     parameters = _parameters(fun, len(args))
     leaves, names, out_names = [], [], []
+    run = traced_by_us(with_module_scopes(fun), is_staged())
     for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
         if traced:
             path = path_name(tuple(rest))
@@ -42,7 +44,7 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
             next(arrays) if traced else leaf
             for (_, leaf), traced in zip(paths, is_traced, strict=True)
         )
-        outs = jax.tree.leaves_with_path(with_module_scopes(fun)(*args, **kwargs))
+        outs = jax.tree.leaves_with_path(run(*args, **kwargs))
         outs = [(path, x) for path, x in outs if is_array(x)]
         out_names[:] = [path_name(path) or "result" for path, _ in outs]
         return [x for _, x in outs]

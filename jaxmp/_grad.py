@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 
+from ._around import end_look, warn_if_unscaled
 from ._checks import as_tuple, check_function
 from ._differentiate import (
     as_options,
@@ -16,6 +17,7 @@ from ._differentiate import (
     differentiate,
     loss_and_aux,
 )
+from ._loss_scale_state import UNSCALED
 from ._modules import module_scopes
 from ._objects import name_and_cure, refuse_integers, refuse_lost_updates
 from ._policy import PolicyLike, check_casts, get_policy
@@ -25,8 +27,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CLOSE_OVER = (
-    "Inside `jaxmp.nnx.value_and_grad(fun, policy)`, which has cast the parameters, "
-    "close over it: `jaxmp.with_policy(model, policy)(x)`. Elsewhere use "
+    "Inside `jaxmp.nnx.value_and_grad(fun, policy=policy)`, which has cast the "
+    "parameters, close over it: `jaxmp.with_policy(model, policy)(x)`. Elsewhere use "
     "`jaxmp.nnx.autocast(fun, policy)` in the place of `with_policy`."
 )
 
@@ -76,18 +78,21 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
 
     @functools.wraps(fun, updated=())
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        end_look()
         cast_args = [policy.cast_to_compute(arg) for arg in args]
         cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
-        return policy.cast_to_output(checked(*cast_args, **cast_kwargs))
+        result = checked(*cast_args, **cast_kwargs)
+        warn_if_unscaled(policy.compute_dtype, result)
+        return policy.cast_to_output(result)
 
     return wrapped
 
 
 def value_and_grad(
     fun: Callable[P, Any],
+    *positional: Never,
     policy: PolicyLike | None = None,
-    *,
-    loss_scale: Any = 1.0,
+    loss_scale: Any = UNSCALED,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     allow_int: bool = False,
@@ -114,14 +119,20 @@ def value_and_grad(
         fun: Function that returns a real floating scalar, the loss, or with
             ``has_aux`` a pair of it and anything. Return a float32 loss: the gradient
             of a float16 one overflows at a ``loss_scale`` of 2**16.
-        policy: None where ``fun`` casts for itself, the usual case: nothing is cast.
-            With a policy (or its string, or a dtype) the
-            differentiated arguments are cast to compute dtype once, and the 16-bit
-            copies are what ``fun`` sees. A penalty on the parameters then belongs
-            in the optimizer.
+        *positional: Nothing. What follows ``fun`` is passed by its name.
+        policy: None where ``fun`` casts for itself or :func:`jaxmp.autocast` is around
+            this, the usual case: nothing is cast. With a policy (or its string, or a
+            dtype) the differentiated arguments, and they alone, are cast to compute
+            dtype once, and the 16-bit copies are what ``fun`` sees, which casts its
+            other inputs itself. A penalty on the parameters then belongs in the
+            optimizer. Under ``jit``, a ``fun`` without :func:`jaxmp.with_policy` is
+            traced once more, to warn where not one product runs in 16 bits.
         loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
             anything else that :func:`jaxmp.get_loss_scale` takes; or a positive
-            scalar, best a power of two.
+            scalar, best a power of two. Of a tuple of the states of several
+            optimizers the smaller scale is taken. Where the function is jitted, the
+            state must be an argument of the jitted function. Where gradients are
+            computed in float16 and none is given, not even 1.0, this warns.
         argnums: The positional argument or arguments to differentiate.
         has_aux: Whether ``fun`` returns a pair.
         allow_int: Whether leaves that are not floating may be differentiated; their
@@ -194,7 +205,7 @@ def value_and_grad(
         Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2,
         https://arxiv.org/abs/1710.03740.
     """
-    check_loss_function("value_and_grad", fun, policy)
+    check_loss_function("value_and_grad", fun, positional)
     policy = None if policy is None else get_policy(policy)
     if policy is not None:
         check_casts(policy, "value_and_grad")
@@ -215,8 +226,9 @@ def value_and_grad(
         gather=gather,
     )
 
+    user = inspect.unwrap(fun)  # of `grad`, what it was given
+
     def stateless(state, *args, **kwargs):
-        user = inspect.unwrap(fun)  # of `grad`, what it was given
         with module_scopes((args, kwargs)):
             result = checked(*args, **kwargs)
         return *loss_and_aux(result, has_aux, user), state
@@ -228,7 +240,7 @@ def value_and_grad(
             differentiated = [x for i, x in enumerate(args) if i in positions]
             refuse_integers(*name_and_cure(checked), differentiated)
         loss, aux, grads, _ = differentiate(
-            options, stateless, {}, args, kwargs, cast=cast
+            options, stateless, {}, args, kwargs, user=user, cast=cast
         )
         return ((loss, aux) if has_aux else loss), grads
 
@@ -237,8 +249,8 @@ def value_and_grad(
 
 def grad(
     fun: Callable[P, Any],
+    *positional: Never,
     policy: PolicyLike | None = None,
-    *,
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[P, Any]:
@@ -246,6 +258,7 @@ def grad(
 
     Args:
         fun: As in :func:`value_and_grad`.
+        *positional: Nothing, as in :func:`value_and_grad`.
         policy: As in :func:`value_and_grad`.
         has_aux: Whether ``fun`` returns a pair.
         **options: The other options of :func:`value_and_grad`.
@@ -261,10 +274,12 @@ def grad(
         >>> grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
         Array(6., dtype=float32)
     """
-    check_loss_function("grad", fun, policy)
+    check_loss_function("grad", fun, positional)
     cure = "Use `jaxmp.nnx.value_and_grad`, which returns the gradients second."
     checked = refuse_lost_updates("grad", cure, fun)
-    value_and_grad_fun = value_and_grad(checked, policy, has_aux=has_aux, **options)
+    value_and_grad_fun = value_and_grad(
+        checked, policy=policy, has_aux=has_aux, **options
+    )
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):

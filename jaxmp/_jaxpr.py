@@ -158,6 +158,24 @@ def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     return jax.make_jaxpr(fun)(*avals)
 
 
+def stage() -> Any:
+    """Returns the innermost trace around that JAX keeps, as of ``jit`` or ``scan``.
+
+    None where there is none: under ``vmap`` and ``grad`` alone, operations run at once.
+    """
+    trace = get_opaque_trace_state()._trace_ref()
+    while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":
+        trace = getattr(trace, "parent_trace", None)
+    return trace
+
+
+def is_being_differentiated(x: Any) -> bool:
+    """Tells whether the innermost ``grad`` or ``jvp`` around differentiates ``x``."""
+    while type(x).__name__ == "BatchTracer":
+        x = x.val
+    return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
+
+
 def located_at(
     eqn: JaxprEqn, joined: dict[tuple[int, int], Any]
 ) -> contextlib.AbstractContextManager:

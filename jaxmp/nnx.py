@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, Never, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from ._differentiate import (
 )
 from ._gather import gather as _gather
 from ._handed_back import sources
+from ._loss_scale_state import UNSCALED
 from ._modules import module_scopes
 from ._objects import refuse_integers
 from ._policy import Policy, PolicyLike, check_casts, get_policy
@@ -37,9 +38,9 @@ _TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
 
 def value_and_grad(
     fun: Callable[P, Any],
+    *positional: Never,
     policy: PolicyLike | None = None,
-    *,
-    loss_scale: Any = 1.0,
+    loss_scale: Any = UNSCALED,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
@@ -79,6 +80,7 @@ def value_and_grad(
     Args:
         fun: Function that returns the loss, a real floating scalar, or with
             ``has_aux`` a pair of it and anything.
+        *positional: Nothing. What follows ``fun`` is passed by its name.
         policy: None where the modules cast for themselves (built with ``dtype=...``);
             otherwise a policy, or its string. Its overrides are searched in the path
             of a variable in its argument, such as ``norm/scale``.
@@ -116,12 +118,14 @@ def value_and_grad(
         >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
         >>> def loss_fn(model, x):
         ...     return jaxmp.with_policy(model, "mixed_float16")(x).mean()
-        >>> grad_fn = value_and_grad(loss_fn, "mixed_float16", loss_scale=2.0**15)
+        >>> grad_fn = value_and_grad(
+        ...     loss_fn, policy="mixed_float16", loss_scale=2.0**15
+        ... )
         >>> loss, grads = grad_fn(model, jnp.ones((4, 2)))
         >>> jax.tree.map(lambda g: str(g.dtype), nnx.to_pure_dict(grads))
         {'bias': 'float32', 'kernel': 'float32'}
     """
-    check_loss_function("nnx.value_and_grad", fun, policy)
+    check_loss_function("nnx.value_and_grad", fun, positional)
     policy = None if policy is None else get_policy(policy)
     if policy is not None:
         check_casts(policy, "jaxmp.nnx.value_and_grad")
@@ -159,7 +163,12 @@ def value_and_grad(
                 call = _PureCall(fun, has_aux, arguments, policy, written, fixed)
                 given = arguments.without_state(call.leaves)
                 loss, aux, grads, changes = differentiate(
-                    options, call, call.state, *given
+                    options,
+                    call,
+                    call.state,
+                    *given,
+                    user=fun,
+                    warns=not written,
                 )
                 if not call.written:
                     break

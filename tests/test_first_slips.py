@@ -145,11 +145,11 @@ SLIPS = {
     "a gradient of a Linen model": (lambda: jaxmp.grad(MODEL), "the loss,"),
     "a gradient with its argnums second": (
         lambda: jaxmp.grad(loss_fn, 0),
-        r"second argument of `jaxmp.grad` is the policy.*argnums=0",
+        r"`jaxmp.grad` takes the function, and everything else by its name.*argnums=0",
     ),
     "a gradient of NNX with its argnums second": (
         lambda: jaxmp.nnx.value_and_grad(loss_fn, 0),
-        r"second argument of `jaxmp.nnx.value_and_grad` is the policy.*argnums=0",
+        r"`jaxmp.nnx.value_and_grad` takes the function.*argnums=0",
     ),
     "a gradient of NNX, swapped": (
         lambda: jaxmp.nnx.value_and_grad("mixed_float16", loss_fn),

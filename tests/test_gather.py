@@ -75,9 +75,9 @@ def grad_of(form, policy=None, specs=SPECS, mesh=DATA, **options):
     """Returns ``value_and_grad`` of the loss, gathered once or by each layer."""
     options = {"mesh": mesh, "shardings": specs, "batch_argnums": 1} | options
     if form == "once":
-        return jaxmp.value_and_grad(loss_fn, policy, **options)
+        return jaxmp.value_and_grad(loss_fn, policy=policy, **options)
     loss = by_layer(specs, policy)
-    return jaxmp.value_and_grad(loss, policy, gather=False, **options)
+    return jaxmp.value_and_grad(loss, policy=policy, gather=False, **options)
 
 
 @functools.cache
@@ -179,7 +179,8 @@ def test_a_float16_sum_does_not_overflow_where_the_mean_does_not():
     @jax.jit
     def run(w, x):
         by_layer = jaxmp.value_and_grad(gathering, gather=False, **options)
-        return jaxmp.value_and_grad(loss, policy, **options)(w, x), by_layer(w, x)
+        whole = jaxmp.value_and_grad(loss, policy=policy, loss_scale=1.0, **options)
+        return whole(w, x), by_layer(w, x)
 
     for value, grads in run(jnp.ones(8), x):
         assert value == 2e4
@@ -283,7 +284,7 @@ def test_autocast_gathers_in_sixteen_bits_and_sums_in_float32(form, order):
         step = jaxmp.autocast(jaxmp.value_and_grad(loss, **options))
     else:  # whose weights are given whole, and so gathered by the policy
         policy = "mixed_bfloat16" if form == "once" else None
-        step = jaxmp.value_and_grad(jaxmp.autocast(loss), policy, **options)
+        step = jaxmp.value_and_grad(jaxmp.autocast(loss), policy=policy, **options)
     params = put(SPECS, DATA)
     sent = {(c.kind, c.dtype) for c in exchanged(step, params, X)}
     expected = {("all-gather", "bf16"), ("reduce-scatter", "f32")}
@@ -440,11 +441,14 @@ def test_layers_of_linen_gather_with_their_names_and_shapes(boxed):
     @jax.jit
     def run(params, x):
         whole = jaxmp.value_and_grad(
-            functools.partial(loss, plain), "mixed_bfloat16", mesh=DATA, batch_argnums=1
+            functools.partial(loss, plain),
+            policy="mixed_bfloat16",
+            mesh=DATA,
+            batch_argnums=1,
         )
         by_layer = jaxmp.value_and_grad(
             functools.partial(loss, model),
-            "mixed_bfloat16",
+            policy="mixed_bfloat16",
             mesh=DATA,
             shardings=shardings,
             gather=False,
@@ -491,11 +495,11 @@ def test_layers_of_nnx_gather_and_keep_what_they_change():
     @nnx.jit
     def run(whole, model, x):
         grad_fn = jaxmp.nnx.value_and_grad(
-            functools.partial(loss, False), "mixed_bfloat16", **options
+            functools.partial(loss, False), policy="mixed_bfloat16", **options
         )
         by_layer = jaxmp.nnx.value_and_grad(
             functools.partial(loss, True),
-            "mixed_bfloat16",
+            policy="mixed_bfloat16",
             shardings=shardings,
             gather=False,
             **options,

@@ -63,7 +63,7 @@ def allclose(a, b, tolerance):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_in_float32_it_is_jax_value_and_grad_bit_for_bit(policy, transform):
     expected = transform(jax.value_and_grad(loss_fn))(PARAMS, X, Y)
-    result = transform(jaxmp.value_and_grad(loss_fn, policy))(PARAMS, X, Y)
+    result = transform(jaxmp.value_and_grad(loss_fn, policy=policy))(PARAMS, X, Y)
     chex.assert_trees_all_equal(result, expected)
 
 
@@ -84,8 +84,9 @@ def test_gradients_that_underflow_unscaled_agree_with_float32_when_scaled():
 
     @jax.jit
     def run(params):
+        unscaled = jaxmp.grad(tiny16, loss_scale=1.0)
         scaled = jaxmp.grad(tiny16, loss_scale=2.0**24)
-        return jax.grad(tiny)(params), jaxmp.grad(tiny16)(params), scaled(params)
+        return jax.grad(tiny)(params), unscaled(params), scaled(params)
 
     expected, unscaled, scaled = run(PARAMS)
     assert all((g == 0).all() for g in jax.tree.leaves(unscaled))
@@ -95,14 +96,14 @@ def test_gradients_that_underflow_unscaled_agree_with_float32_when_scaled():
 @pytest.mark.parametrize("poison", [jnp.inf, jnp.nan])
 def test_an_overflow_stays_visible(poison):
     loss, grads = jaxmp.value_and_grad(
-        lambda w, x: (w * x).mean(), "mixed_float16", loss_scale=2.0**15
+        lambda w, x: (w * x).mean(), policy="mixed_float16", loss_scale=2.0**15
     )(jnp.ones(12), X[:, 0].at[3].set(poison))
     assert not jnp.isfinite(loss)
     assert not jaxmp.all_finite(grads)
 
 
 def test_too_large_a_scale_gives_inf_and_the_true_loss():
-    grad_fn = jaxmp.value_and_grad(loss_fn, "float16", loss_scale=2.0**30)
+    grad_fn = jaxmp.value_and_grad(loss_fn, policy="float16", loss_scale=2.0**30)
     loss, grads = jax.jit(grad_fn)(PARAMS, X.astype(jnp.float16), Y)
     assert jnp.isfinite(loss)
     assert not jaxmp.all_finite(grads)
@@ -169,7 +170,8 @@ def test_targets_keep_their_precision_under_with_policy():
     def squared_error(w, x, target):
         return (apply(w, x) - target) ** 2
 
-    loss = jaxmp.value_and_grad(squared_error)(jnp.ones([]), jnp.ones([]), 1e5)[0]
+    grad_fn = jaxmp.value_and_grad(squared_error, loss_scale=1.0)
+    loss = grad_fn(jnp.ones([]), jnp.ones([]), 1e5)[0]
     assert loss == (1 - np.float32(1e5)) ** 2
 
 
@@ -180,7 +182,9 @@ def test_a_policy_casts_the_differentiated_arguments_alone():
 
     seen = []
     params = {"w": jnp.ones(2), "n": jnp.arange(2)}
-    grads = jaxmp.grad(dtypes, "mixed_bfloat16", allow_int=True)(params, jnp.ones(2))
+    grads = jaxmp.grad(dtypes, policy="mixed_bfloat16", allow_int=True)(
+        params, jnp.ones(2)
+    )
     assert seen == [jnp.bfloat16, jnp.int32, jnp.float32]
     assert grads["w"].dtype == jnp.float32
     assert grads["n"].dtype == jax.dtypes.float0
@@ -190,7 +194,8 @@ def test_parameters_are_cast_once_and_outside_the_loop():
     apply = jaxmp.with_policy(MODEL.apply, "mixed_float16")
     accumulate = jaxmp.value_and_grad(
         partial(loss_fn, apply=apply),
-        "mixed_float16",
+        policy="mixed_float16",
+        loss_scale=2.0**10,
         accum_steps=4,
         batch_argnums=(1, 2),
     )
@@ -227,7 +232,7 @@ def test_strict_promotion_is_enough(policy):
     with jax.numpy_dtype_promotion("strict"):
         jaxmp.value_and_grad(
             lambda w, x: (w.astype(jnp.float32) * x).sum(),
-            policy,
+            policy=policy,
             loss_scale=jnp.float32(8),
             accum_steps=2,
             batch_argnums=1,
@@ -262,7 +267,14 @@ def test_sixteen_bit_gradients_are_added_in_float32(policy):
     def count(w, x):
         return (w * x).sum()
 
-    grad = jaxmp.grad(count, policy, accum_steps=4096, batch_argnums=1, reduction="sum")
+    grad = jaxmp.grad(
+        count,
+        policy=policy,
+        loss_scale=1.0,
+        accum_steps=4096,
+        batch_argnums=1,
+        reduction="sum",
+    )
     dtype = jaxmp.get_policy(policy).compute_dtype
     assert grad(jnp.float32(1), jnp.ones(4096, dtype)) == 4096
 
@@ -329,9 +341,11 @@ def test_one_micro_batch_of_activations_is_held_at_a_time():
 )
 def test_accumulation_inside_shard_map_is_the_full_batch(check_vma, policy):
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",))
+    apply = MODEL.apply if policy is None else jaxmp.with_policy(MODEL.apply, policy)
     step = jaxmp.value_and_grad(
-        loss_fn,
-        policy,
+        partial(loss_fn, apply=apply),
+        policy=policy,
+        loss_scale=2.0**10,
         accum_steps=3,
         batch_argnums=(1, 2),
         axis_name="data",
@@ -537,7 +551,7 @@ def test_positions_are_what_they_are_in_jax(argnums):
     chex.assert_trees_all_equal(
         jaxmp.value_and_grad(f, argnums=argnums)(3.0, 5.0), expected
     )
-    policy = jaxmp.value_and_grad(f, "float32", argnums=argnums)(3.0, 5.0)
+    policy = jaxmp.value_and_grad(f, policy="float32", argnums=argnums)(3.0, 5.0)
     chex.assert_trees_all_equal(policy, expected)
 
 
@@ -588,9 +602,10 @@ def test_complex_parameters_are_differentiated_as_in_jax():
 
 
 def test_empty_trees_and_none_leaves_pass():
-    loss, grads = jaxmp.value_and_grad(lambda p: jnp.float32(2), "float16")({})
+    in_16_bits = {"policy": "float16", "loss_scale": 1.0}
+    loss, grads = jaxmp.value_and_grad(lambda p: jnp.float32(2), **in_16_bits)({})
     assert (loss, grads) == (2, {})
-    grads = jaxmp.grad(lambda p: p["w"], "float16")({"w": 1.0, "n": None})
+    grads = jaxmp.grad(lambda p: p["w"], **in_16_bits)({"w": 1.0, "n": None})
     assert grads == {"w": 1.0, "n": None}
 
 

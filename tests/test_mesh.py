@@ -120,7 +120,7 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     expected = on_one_device(name)
     step = jaxmp.value_and_grad(
         loss_fn,
-        policy,
+        policy=policy,
         loss_scale=8.0,
         accum_steps=steps,
         batch_argnums=(1, 2),
@@ -155,7 +155,8 @@ def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     text = f"p=f32,c={compute},o=f32" + (f",r={reduce}" if reduce else "")
     step = jaxmp.value_and_grad(
         loss_of(jaxmp.with_policy(MODEL.apply, text)),
-        text,
+        policy=text,
+        loss_scale=2.0**10,
         accum_steps=4,
         batch_argnums=(1, 2),
         mesh=DATA,
@@ -182,9 +183,9 @@ def test_a_float16_sum_does_not_overflow_where_the_mean_does_not(form, reduce):
         return jnp.float32((w.astype(x.dtype) * x).mean())
 
     def run(w, x):  # w cast by us, w cast in the function, and two micro-batches
-        policy = "p=f32,c=f16,o=f32" + reduce
-        for options in ({"policy": policy}, {}, {"policy": policy, "accum_steps": 2}):
-            yield over_devices(loss_fn, form, (1,), **options)(w, x)
+        cast = {"policy": "p=f32,c=f16,o=f32" + reduce}
+        for options in (cast, {}, {**cast, "accum_steps": 2}):
+            yield over_devices(loss_fn, form, (1,), loss_scale=1.0, **options)(w, x)
 
     x = jnp.full(16, 2e4, jnp.float16)  # the sum of eight is Inf
     for loss, grad in jax.jit(lambda *args: list(run(*args)))(jnp.float32(1), x):
@@ -641,7 +642,7 @@ def test_a_mesh_gathers_pinned_copies_in_sixteen_bits_and_once(steps):
     policy = jaxmp.get_policy("mixed_bfloat16")
     grad_fn = jaxmp.value_and_grad(
         loss_of(jaxmp.with_policy(MODEL.apply, policy)),
-        policy,
+        policy=policy,
         accum_steps=steps,
         batch_argnums=(1, 2),
         mesh=DATA,
@@ -805,7 +806,7 @@ def test_a_reduce_dtype_that_nothing_uses_is_said_aloud(function):
     policy = "p=f32,c=bf16,o=f32,r=bf16"
     cure = "with `axis_name`" if function == "autocast" else "Pass one of the two"
     with pytest.warns(UserWarning, match=f"`reduce_dtype`.*is not used.*{cure}"):
-        getattr(jaxmp, function)(lambda w: w, policy)
+        getattr(jaxmp, function)(lambda w: w, policy=policy)
 
 
 def test_a_reduce_dtype_is_not_used_where_every_parameter_is_sharded():
@@ -819,7 +820,7 @@ def test_a_reduce_dtype_is_not_used_where_every_parameter_is_sharded():
     def run(params):
         specs = {"own": P("data"), "same": P()}
         specs = {name: specs[name] for name in params}
-        grad_fn = jaxmp.grad(loss, policy, axis_name="data")
+        grad_fn = jaxmp.grad(loss, policy=policy, axis_name="data")
         on_devices = jax.shard_map(
             grad_fn, mesh=DATA, in_specs=(specs, P("data")), out_specs=specs
         )

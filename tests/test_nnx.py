@@ -142,7 +142,7 @@ def test_value_and_grad_brings_back_every_change(make, change, place, find, poli
     expected, changed = make(), make()
     change(expected)
     args, kwargs = place(changed)
-    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy, loss_scale=8.0)
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=8.0)
     loss, grad = grad_fn(jnp.ones(2), *args, **kwargs)
     assert (loss, grad.tolist()) == (2, [1, 1])
     chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
@@ -182,7 +182,11 @@ ORDERS = {
     ),
     "around ours": lambda policy: (
         lambda step: jaxmp.nnx.autocast(
-            partial(step, value_and_grad=jaxmp.nnx.value_and_grad), policy
+            partial(
+                step,
+                value_and_grad=partial(jaxmp.nnx.value_and_grad, loss_scale=2.0**10),
+            ),
+            policy,
         )
     ),
     "inside ours": lambda policy: (
@@ -263,7 +267,10 @@ def test_modules_may_be_returned():
     np.testing.assert_allclose(made["new"].kernel[...], X.T @ X, rtol=1e-3)
 
     (_, aux), _ = jaxmp.nnx.value_and_grad(
-        lambda model, x: (model(x).sum(), fun(model, x)), "float16", has_aux=True
+        lambda model, x: (model(x).sum(), fun(model, x)),
+        policy="float16",
+        loss_scale=1.0,
+        has_aux=True,
     )(model, X)
     assert aux[0] is model
     assert aux[2] is model.head
@@ -347,7 +354,9 @@ def test_it_works_under_scan_vmap_and_remat():
     outer = jaxmp.nnx.autocast(nnx.vmap(lambda m: m(X), in_axes=0), "float16")
     assert outer(layers).shape == (3, 8, 4)
     grad_fn = nnx.vmap(
-        jaxmp.nnx.value_and_grad(lambda m, x: jnp.mean(m(x) ** 2), "mixed_float16"),
+        jaxmp.nnx.value_and_grad(
+            lambda m, x: jnp.mean(m(x) ** 2), policy="mixed_float16", loss_scale=8.0
+        ),
         in_axes=(0, None),
     )
     _, grads = grad_fn(layers, X)
@@ -433,7 +442,9 @@ def test_gradients_and_state_are_those_of_flax(fun, make, options, has_aux):
     chex.assert_trees_all_equal(jax.tree.leaves(actual), jax.tree.leaves(expected))
     chex.assert_trees_all_equal(snapshot(own_args), snapshot(args))
 
-    scaled = jaxmp.nnx.value_and_grad(loss_fn, "mixed_bfloat16", **options)(*make())
+    scaled = jaxmp.nnx.value_and_grad(loss_fn, policy="mixed_bfloat16", **options)(
+        *make()
+    )
     assert jax.tree.structure(scaled) == jax.tree.structure(expected)
     chex.assert_trees_all_equal_shapes_and_dtypes(scaled[1], expected[1])
 
@@ -502,7 +513,9 @@ def test_all_parameters_are_in_compute_dtype_and_come_back_as_they_were(
             outs.append(jaxmp.with_policy(module, "mixed_float16")(args[1]))
         return jnp.mean((outs[0] - outs[1]) ** 2)
 
-    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, "mixed_float16", wrt=wrt)
+    grad_fn = jaxmp.nnx.value_and_grad(
+        loss_fn, policy="mixed_float16", loss_scale=8.0, wrt=wrt
+    )
     args, kwargs = place(student, teacher)
     assert jaxmp.audit(grad_fn)(*args, **kwargs).fraction_16bit == 1
     assert seen.pop("mean") == seen.pop("var") == {np.dtype(FULL)}
@@ -526,7 +539,7 @@ def test_overrides_are_searched_in_the_path_of_a_variable():
         seen.update(scale=model.norm.scale.dtype, bias=model.norm.bias.dtype)
         return model(X).sum()
 
-    jaxmp.nnx.value_and_grad(loss_fn, policy)(net())
+    jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=8.0)(net())
     assert seen == {"scale": FULL, "bias": HALF}
 
 
@@ -546,7 +559,7 @@ def test_a_parameter_that_the_function_writes_keeps_its_digits(steps):
     kernel = np.array(model.kernel[...])
     teacher.kernel[...] = jnp.ones((4, 4)) * 2
     grad_fn = jaxmp.nnx.value_and_grad(
-        loss_fn, "mixed_bfloat16", accum_steps=steps, batch_argnums=1
+        loss_fn, policy="mixed_bfloat16", accum_steps=steps, batch_argnums=1
     )
     _, grads = grad_fn(model, X, teacher, target)
     expected = 1 + 0.999**steps
@@ -562,7 +575,7 @@ def test_a_parameter_that_the_function_writes_keeps_its_digits(steps):
 def test_a_parameter_that_is_only_read_stays_the_same_array():
     model = net()
     before = model.inner.kernel[...]
-    jaxmp.nnx.value_and_grad(lambda m: m(X).mean(), "mixed_float16")(model)
+    jaxmp.nnx.value_and_grad(lambda m: m(X).mean(), policy="mixed_bfloat16")(model)
     assert model.inner.kernel[...] is before
 
 
@@ -605,7 +618,12 @@ def test_each_micro_batch_has_its_own_mask(policy):
     rngs = nnx.Rngs(0)
     ones = jnp.ones((8, 4))
     (_, masks), _ = jaxmp.nnx.value_and_grad(
-        loss_fn, policy, has_aux=True, accum_steps=4, batch_argnums=1
+        loss_fn,
+        policy=policy,
+        loss_scale=8.0,
+        has_aux=True,
+        accum_steps=4,
+        batch_argnums=1,
     )(Noisy(nnx.Rngs(1)), ones, rngs)
     assert masks.shape == (4, 2, 4)
     assert len({mask.tobytes() for mask in np.array(masks)}) == 4
@@ -726,7 +744,7 @@ def test_two_networks_train_against_each_other():
     def deceive(maker, critic, x):
         return jnp.mean(nnx.softplus(-critic(maker(x))))
 
-    def run(value_and_grad):
+    def run(value_and_grad, x=X):
         maker, critic = Lora(nnx.Rngs(0)), net()
 
         @nnx.jit
@@ -739,12 +757,13 @@ def test_two_networks_train_against_each_other():
 
         sgd = optax.sgd(0.125)
         opts = [nnx.Optimizer(m, sgd, wrt=nnx.Param) for m in (maker, critic)]
-        losses = [step(maker, critic, *opts, X) for _ in range(2)]
+        losses = [step(maker, critic, *opts, x) for _ in range(2)]
         return losses, snapshot((maker, critic, opts))
 
     expected = run(nnx.value_and_grad)
     chex.assert_trees_all_equal(run(jaxmp.nnx.value_and_grad), expected)
-    actual = run(partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16"))
+    in_16_bits = partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16")
+    actual = run(in_16_bits, X.astype(jnp.bfloat16))
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
     chex.assert_trees_all_close(actual, expected, atol=0.05)
 
@@ -1065,7 +1084,7 @@ def test_the_advice_inside_of_a_gradient_works():
     def loss_fn(model, x, call):
         return call(model)(x).mean()
 
-    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, "mixed_float16")
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy="mixed_float16", loss_scale=8.0)
     call = jaxmp.with_policy(lambda m, x: m.dropout(x), "mixed_float16")
     with pytest.raises(TypeError, match=r"close over it: `jaxmp\.with_policy"):
         grad_fn(model, X, lambda m: partial(call, m))
@@ -1164,6 +1183,6 @@ def test_state_of_a_weak_type_keeps_its_digits_beside_cast_parameters():
             return self.weight[...].sum()
 
     model = Tracked()
-    jaxmp.nnx.value_and_grad(lambda m: m(), "mixed_bfloat16")(model)
+    jaxmp.nnx.value_and_grad(lambda m: m(), policy="mixed_bfloat16")(model)
     expected = 0.3 + float(jnp.bfloat16(0.1))  # of the cast parameter's mean
     np.testing.assert_allclose(model.mean[...], expected, rtol=1e-6)

@@ -30,6 +30,7 @@ ROWS = [
         "_varying",
     },
     {
+        "_around",
         "_handed_back",
         "_products",
         "_report",
@@ -85,7 +86,7 @@ ROWS = [
         "_scalars",
         "_hazards",
     },
-    {"_gather", "_ungathered"},
+    {"_gather", "_promoted", "_ungathered"},
     {"_differentiate", "_trails", "_switches"},
     {"_table"},
     {"_probe"},
@@ -159,7 +160,7 @@ print(*sys.modules)
 
 # `jax.distributed.initialize` must come first, and may come after the imports.
 import jax, optax
-jaxmp.value_and_grad(lambda w: w, "mixed_float16", loss_scale=2**15)
+jaxmp.value_and_grad(lambda w: w, policy="mixed_float16", loss_scale=2**15)
 jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has started
 print(jax.device_count("cpu"))

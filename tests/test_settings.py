@@ -41,7 +41,7 @@ def train(policy):
     @jax.jit
     def step(params, state, x, factor):
         scale = jaxmp.get_loss_scale(state)
-        grad_fn = jaxmp.value_and_grad(loss_fn, policy, loss_scale=scale)
+        grad_fn = jaxmp.value_and_grad(loss_fn, policy=policy, loss_scale=scale)
         _, grads = grad_fn(params, x)
         grads = jax.tree.map(lambda g: g * factor, grads)
         updates, state = tx.update(grads, state, params)
@@ -57,7 +57,7 @@ def train(policy):
 
 def accumulated():
     grad_fn = jaxmp.value_and_grad(
-        loss_fn, "mixed_bfloat16", loss_scale=8, accum_steps=2, batch_argnums=1
+        loss_fn, policy="mixed_bfloat16", loss_scale=8, accum_steps=2, batch_argnums=1
     )
     return grad_fn(*arrays((PARAMS, X)))
 

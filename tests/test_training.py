@@ -371,7 +371,7 @@ def nnx_loss_fn(model, x, y, policy):
 @partial(nnx.jit, static_argnames="policy")
 def nnx_step(model, optimizer, x, y, policy):
     grad_fn = jaxmp.nnx.value_and_grad(
-        nnx_loss_fn, policy, loss_scale=jaxmp.get_loss_scale(optimizer.opt_state)
+        nnx_loss_fn, policy=policy, loss_scale=jaxmp.get_loss_scale(optimizer.opt_state)
     )
     loss, grads = grad_fn(model, x, y, policy)
     optimizer.update(model, grads)

@@ -114,7 +114,7 @@ decorated("x")  # error
 
 @partial(jax.jit, donate_argnums=(0, 1))
 def train_step(params, opt_state, x):
-    grad_fn = jaxmp.value_and_grad(loss_fn, policy, loss_scale=opt_state)
+    grad_fn = jaxmp.value_and_grad(loss_fn, policy=policy, loss_scale=opt_state)
     loss, grads = jaxmp.autocast(grad_fn, policy)(params, x)
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
@@ -123,7 +123,8 @@ def train_step(params, opt_state, x):
 params, opt_state, loss = train_step(params, opt_state, x)
 
 # Options and names
-jaxmp.value_and_grad(loss_fn, "mixed_float16", accum_steps=2, batch_argnums=(1,))
+jaxmp.value_and_grad(loss_fn, policy="mixed_float16", accum_steps=2, batch_argnums=(1,))
+jaxmp.value_and_grad(loss_fn, "mixed_float16")  # error
 jaxmp.value_and_grad(loss_fn, acum_steps=2)  # error
 jaxmp.value_and_grad(loss_fn, mesh="data")  # error
 jaxmp.autocast(policy, loss_fn)  # error
@@ -142,8 +143,8 @@ def net_loss(net: nnx.Linear, x: jax.Array) -> jax.Array:
     return jaxmp.with_policy(net, policy)(x).mean()
 
 
-jaxmp.nnx.value_and_grad(net_loss, policy, loss_scale=optimizer)(net, x)
-jaxmp.nnx.value_and_grad(net_loss, policy)(x, net)  # error
+jaxmp.nnx.value_and_grad(net_loss, policy=policy, loss_scale=optimizer)(net, x)
+jaxmp.nnx.value_and_grad(net_loss, policy=policy)(x, net)  # error
 
 from jaxmp import *  # pyright: ignore[reportWildcardImportFromLibrary]
 

@@ -147,7 +147,8 @@ def test_a_step_with_a_stream_as_an_argument_is_what_it_was(made, usual, cast, p
 @in_each_policy
 def test_the_gradient_of_jaxmp_takes_the_stream_along(made, usual, policy):
     def with_policy(model, optimizer, metric, rngs, images, labels):
-        loss, grads = jaxmp.nnx.value_and_grad(loss_fn)(model, rngs, images, labels)
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=1.0)
+        loss, grads = grad_fn(model, rngs, images, labels)
         optimizer.update(model, grads)
         metric.update(loss=loss)
         return loss

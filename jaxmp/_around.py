@@ -1,0 +1,128 @@
+"""What goes on around a call: whose trace it is in, and what scales its gradients.
+
+Warnings of a loss scale that does nothing need it, and nothing else: no result depends
+on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+
+from ._checks import known_number, warn
+
+T = TypeVar("T")
+
+
+class Around(NamedTuple):
+    """What is known of the functions of ours that a call is in."""
+
+    own: Any = None  # the trace of ours, to replay or to read what it holds
+    staged: bool = False  # whether that is inside one that JAX keeps
+    autocast: np.dtype | None = None  # the compute dtype of the innermost autocast
+    unscaled: bool = False  # in a gradient of ours that was given no loss scale
+    looking: bool = False  # for something that casts, in a function that does not run
+
+
+class CastsItself(BaseException):
+    """Ends a look at a function: it casts its inputs. No code of a user catches it."""
+
+
+_NOTHING = Around()
+_AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("around")
+
+
+@contextlib.contextmanager
+def inside(**known: Any) -> Iterator[None]:
+    """Lets what is called in here know more of what is around it."""
+    token = _AROUND.set(_AROUND.get(_NOTHING)._replace(**known))
+    try:
+        yield
+    finally:
+        _AROUND.reset(token)
+
+
+def autocast_dtype() -> np.dtype | None:
+    """Returns the compute dtype of the autocast that a call is in, None without one."""
+    return _AROUND.get(_NOTHING).autocast
+
+
+def end_look() -> None:
+    """Ends a look at a function for what casts, which has been found."""
+    if _AROUND.get(_NOTHING).looking:
+        raise CastsItself
+
+
+def is_staged() -> bool:
+    """Tells whether JAX keeps what it traces here, to run it another time.
+
+    As ``jax.jit`` and ``lax.scan`` do. What we trace ourselves (autocast, an audit)
+    runs at once, or never.
+    """
+    from . import _jaxpr  # takes long to import
+
+    stage, around = _jaxpr.stage(), _AROUND.get(_NOTHING)
+    return around.staged if stage is around.own else stage is not None
+
+
+def traced_by_us(fun: Callable[..., T], staged: bool) -> Callable[..., T]:
+    """Returns a function that we trace ourselves, outside of which it ``is_staged``."""
+    from . import _jaxpr
+
+    @functools.wraps(fun, updated=())
+    def traced(*args, **kwargs):
+        with inside(own=_jaxpr.stage(), staged=staged):
+            return fun(*args, **kwargs)
+
+    return traced
+
+
+def warn_if_constant(loss_scale: Any) -> None:
+    """Warns where a loss scale that will change becomes a constant of a program.
+
+    A number is meant to stay as it is, and so is a scale of 1.
+    """
+    if not isinstance(loss_scale, jax.Array) or isinstance(loss_scale, jax.core.Tracer):
+        return
+    if not is_staged() or known_number("loss_scale", loss_scale) == 1:
+        return
+    warn(
+        "The loss scale becomes a constant of this traced function, because the state "
+        "that it is from comes from outside: the function keeps this scale while the "
+        "one in `opt_state` adapts, or compiles again for each. Make the state an "
+        "argument of what you jit: `jax.jit(lambda params, opt_state, x: jaxmp."
+        "value_and_grad(loss_fn, loss_scale=opt_state)(params, x))`. For a scale that "
+        "is to stay pass a number: `loss_scale=2.0**10`."
+    )
+
+
+def warn_unscaled() -> None:
+    """Warns of gradients in float16 that were given no loss scale."""
+    warn(
+        "These gradients are computed in float16 without a loss scale, so that those "
+        "below 2**-25 become 0. Pass `loss_scale=opt_state` to `value_and_grad`, where "
+        "`opt_state` is the state of `jaxmp.loss_scaling(optimizer, policy)`; or "
+        "`loss_scale=1.0` where you want none."
+    )
+
+
+def warn_if_unscaled(dtype: Any, results: Any) -> None:
+    """Warns where the gradients of what ran in float16 were given no loss scale.
+
+    Args:
+        dtype: In which it ran.
+        results: What it returned, of which gradients may be computed or not.
+    """
+    if dtype != np.float16 or not _AROUND.get(_NOTHING).unscaled:
+        return
+    from . import _jaxpr  # takes long to import
+
+    if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
+        warn_unscaled()

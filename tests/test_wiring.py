@@ -1,0 +1,391 @@
+"""What is wired so that it does nothing says so, and what is right says nothing."""
+
+import re
+import warnings
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxmp
+from conftest import normal
+
+X, Y = normal(0, 16, 8), normal(1, 16, 4)
+PARAMS = {"w": normal(2, 8, 16, scale=1 / 4), "head": normal(3, 16, 4, scale=1 / 4)}
+TX = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+STATE = TX.init(PARAMS)
+
+
+def apply(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["head"]
+
+
+def loss(params, x, y):
+    return jnp.mean((apply(params, x) - y) ** 2)
+
+
+def cast_loss(params, x, y):
+    model = jaxmp.with_policy(apply, "mixed_float16")
+    return jnp.mean((model(params, x) - y) ** 2)
+
+
+def said(fun, *args, **kwargs):
+    """Returns what a call warns of."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fun(*args, **kwargs)
+    assert all(len(str(x.message)) < 1200 for x in found)
+    return found
+
+
+# A scale that was read once
+
+
+def scanned(grad_fn):
+    def run(params, x, y):
+        return jax.lax.scan(lambda c, _: (c, grad_fn(params, x, y)), 0, length=2)
+
+    return run
+
+
+BAKED = {
+    "jit": lambda s: jax.jit(jaxmp.value_and_grad(loss, loss_scale=s)),
+    "grad": lambda s: jax.jit(jaxmp.grad(loss, loss_scale=s)),
+    "the scale itself": lambda s: jax.jit(
+        jaxmp.grad(loss, loss_scale=jaxmp.get_loss_scale(s))
+    ),
+    "two states": lambda s: jax.jit(jaxmp.grad(loss, loss_scale=(s, s))),
+    "in a chain": lambda s: jax.jit(
+        jaxmp.grad(loss, loss_scale=(optax.EmptyState(), s))
+    ),
+    "in a scan": lambda s: scanned(jaxmp.grad(loss, loss_scale=s)),
+    "around autocast": lambda s: jax.jit(
+        jaxmp.autocast(jaxmp.grad(loss, loss_scale=s), "mixed_float16")
+    ),
+    "inside autocast": lambda s: jax.jit(
+        jaxmp.grad(jaxmp.autocast(loss, "mixed_float16"), loss_scale=s)
+    ),
+    "under vmap": lambda s: jax.jit(
+        jax.vmap(jaxmp.grad(loss, loss_scale=s), in_axes=(None, 0, 0))
+    ),
+    "micro-batches": lambda s: jax.jit(
+        jaxmp.grad(loss, loss_scale=s, accum_steps=2, batch_argnums=(1, 2))
+    ),
+    "jit in an audit": lambda s: jaxmp.audit(
+        jax.jit(jaxmp.grad(cast_loss, loss_scale=s))
+    ),
+    "equinox": lambda s: eqx.filter_jit(jaxmp.grad(loss, loss_scale=s)),
+}
+
+
+@pytest.mark.parametrize("made_once", BAKED.values(), ids=BAKED.keys())
+def test_a_scale_that_becomes_a_constant_is_said_once_at_the_users_line(made_once):
+    (found,) = said(made_once(STATE), PARAMS, X, Y)
+    assert "becomes a constant" in str(found.message)
+    assert found.filename == __file__
+    unscaled = jax.tree.map(lambda x: x, STATE._replace(loss_scale=jnp.float32(1)))
+    assert not said(made_once(unscaled), PARAMS, X, Y)
+
+
+def test_the_optimizer_of_nnx_outside_of_its_step_is_said():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    grad_fn = jaxmp.nnx.value_and_grad(
+        lambda m, x: jnp.mean(m(x) ** 2), loss_scale=optimizer
+    )
+    (found,) = said(nnx.jit(grad_fn), model, X)
+    assert "becomes a constant" in str(found.message)
+    assert found.filename == __file__
+    assert not said(grad_fn, model, X)
+
+
+def test_following_the_advice_follows_the_scale():
+    advised = jax.jit(
+        lambda params, opt_state, x: jaxmp.value_and_grad(
+            lambda params, x: loss(params, x, 1e4), loss_scale=opt_state
+        )(params, x)
+    )
+    assert not said(advised, PARAMS, STATE, X)
+    assert jaxmp.all_finite(advised(PARAMS, STATE, X))
+    too_large = STATE._replace(loss_scale=jnp.float32(2.0**120))
+    assert not jaxmp.all_finite(advised(PARAMS, too_large, X)[1])
+
+
+def eager_mesh(params, x, y):
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
+    jaxmp.grad(loss, loss_scale=STATE, mesh=mesh, batch_argnums=(1, 2))(params, x, y)
+
+
+RIGHT = {
+    "eager": jaxmp.grad(loss, loss_scale=STATE),
+    "eager autocast": jaxmp.autocast(jaxmp.grad(loss, loss_scale=STATE), "f16"),
+    "eager vmap": jax.vmap(jaxmp.grad(loss, loss_scale=STATE), in_axes=(None, 0, 0)),
+    "eager micro-batches": jaxmp.grad(
+        loss, loss_scale=STATE, accum_steps=2, batch_argnums=(1, 2)
+    ),
+    "eager mesh": eager_mesh,
+    "a gradient of it": jax.grad(
+        lambda *args: jnp.sum(jaxmp.grad(loss, loss_scale=STATE)(*args)["w"] ** 2)
+    ),
+    "a number": jax.jit(jaxmp.grad(loss, loss_scale=2.0**15)),
+    "a NumPy number": jax.jit(jaxmp.grad(loss, loss_scale=np.float32(8))),
+    "audit": jaxmp.audit(jaxmp.grad(cast_loss, loss_scale=STATE)),
+    "find_overflow": jaxmp.find_overflow(jaxmp.grad(cast_loss, loss_scale=STATE)),
+    "the state as an argument": lambda *args: jax.jit(
+        lambda s, *args: jaxmp.grad(loss, loss_scale=s)(*args)
+    )(STATE, *args),
+}
+
+
+@pytest.mark.parametrize("right", RIGHT.values(), ids=RIGHT.keys())
+def test_a_scale_that_is_read_in_each_step_says_nothing(right):
+    assert not said(right, PARAMS, X, Y)
+
+
+# A gradient without a scale
+
+UNSCALED = {
+    "autocast around": lambda **o: jaxmp.autocast(jaxmp.grad(loss, **o), "O1"),
+    "autocast inside": lambda **o: jaxmp.grad(jaxmp.autocast(loss, "O1"), **o),
+    "with_policy inside": lambda **o: jaxmp.grad(cast_loss, **o),
+    "policy": lambda **o: jaxmp.grad(cast_loss, policy="mixed_float16", **o),
+    "under vmap": lambda **o: jaxmp.grad(
+        lambda p, x, y: jax.vmap(cast_loss, (None, 0, 0))(p, x, y).mean(), **o
+    ),
+    "micro-batches": lambda **o: jaxmp.grad(
+        cast_loss, accum_steps=2, batch_argnums=(1, 2), **o
+    ),
+    "a penalty": lambda **o: jaxmp.grad(
+        lambda p, x, y: jnp.sum(jaxmp.grad(cast_loss, **o)(p, x, y)["w"] ** 2),
+        loss_scale=8.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("build", UNSCALED.values(), ids=UNSCALED.keys())
+def test_a_float16_gradient_without_a_scale_is_said_once(build, transform):
+    (found,) = said(transform(build()), PARAMS, X, Y)
+    assert "without a loss scale" in str(found.message)
+    assert found.filename == __file__
+    for scale in (1.0, 1, 2.0**15, jaxmp.loss_scaling(optax.sgd(1.0), "f32").init({})):
+        assert not said(transform(build(loss_scale=scale)), PARAMS, X, Y)
+
+
+def test_no_gradient_is_no_gradient_without_a_scale():
+    teacher = jaxmp.with_policy(apply, "mixed_float16")
+
+    def student_loss(params, x):
+        aims = teacher(PARAMS, x) + jaxmp.autocast(apply, "O1")(PARAMS, x)
+        return jnp.mean((apply(params, x) - aims) ** 2)
+
+    assert not said(jaxmp.grad(student_loss), PARAMS, X)
+    assert not said(teacher, PARAMS, X)
+    assert not said(jaxmp.autocast(jax.jit(loss), "O1"), PARAMS, X, Y)
+    for policy in ("mixed_bfloat16", "float32"):
+        assert not said(jaxmp.autocast(jaxmp.grad(loss), policy), PARAMS, X, Y)
+    region = jaxmp.float32_region(jaxmp.grad(loss))
+    assert not said(jaxmp.autocast(region, "mixed_float16"), PARAMS, X, Y)
+
+
+# A policy by which nothing runs in 16 bits
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, steps):
+    grad_fn = jaxmp.value_and_grad(
+        loss,
+        policy=policy,
+        loss_scale=8.0,
+        accum_steps=steps,
+        batch_argnums=(1, 2),
+    )
+    (found,) = said(jax.jit(grad_fn), PARAMS, X, Y)
+    assert "No matrix product runs in 16 bits" in str(found.message)
+    line = loss.__code__.co_firstlineno - 3  # of the first product in `apply`
+    assert f"test_wiring.py:{line}: x (float32) meets 16-bit" in str(found.message)
+    assert found.filename == __file__
+    assert jaxmp.audit(grad_fn)(PARAMS, X, Y).fraction_16bit == 0
+
+    # Its two pieces of advice.
+    scaled = jaxmp.value_and_grad(loss, loss_scale=8.0)
+    jaxmp.assert_16bit(jaxmp.autocast(scaled, policy), PARAMS, X, Y)
+    model = jaxmp.with_policy(apply, policy)
+    cast = jaxmp.value_and_grad(
+        lambda p, x, y: jnp.mean((model(p, x) - y) ** 2), policy=policy, loss_scale=8.0
+    )
+    assert not said(jax.jit(cast), PARAMS, X, Y)
+    jaxmp.assert_16bit(cast, PARAMS, X, Y)
+
+
+def test_a_policy_under_which_a_product_runs_in_16_bits_says_nothing():
+    half, wide = X.astype(jnp.bfloat16), partial(jaxmp.grad, loss_scale=1.0)
+    cast = wide(loss, policy="mixed_bfloat16")
+    assert not said(jax.jit(cast), PARAMS, half, Y)
+    assert not said(jax.jit(jaxmp.autocast(cast, "mixed_bfloat16")), PARAMS, X, Y)
+    assert said(jax.jit(jaxmp.autocast(cast, "float32")), PARAMS, X, Y)
+    assert not said(jax.jit(wide(loss, policy="float32")), PARAMS, X, Y)
+    no_product = wide(lambda p: jnp.sum(p["w"] ** 2), policy="mixed_bfloat16")
+    assert not said(jax.jit(no_product), PARAMS)
+
+
+def test_what_has_a_value_keeps_it_under_a_look():
+    table, calls = np.arange(4.0), []
+
+    def values(params, x, table, scale, name):
+        calls.append(name)
+        assert float(table[1]) == 1
+        assert float(scale) == 2
+        return jnp.mean((x @ params["w"]) ** 2) * scale
+
+    grad_fn = jaxmp.grad(values, policy="mixed_bfloat16")
+
+    two = jnp.float32(2)
+    assert said(jax.jit(lambda p, x: grad_fn(p, x, table, two, "a name")), PARAMS, X)
+    assert calls == ["a name"] * 2
+
+
+def test_an_array_that_is_closed_over_is_found_too():
+    @jax.jit
+    def step(params, x, y):
+        grad_fn = jaxmp.grad(lambda p: loss(p, x, y), policy="mixed_bfloat16")
+        return grad_fn(params)
+
+    (found,) = said(step, PARAMS, X, Y)
+    assert "float32" in str(found.message)
+
+
+def test_a_module_of_nnx_under_a_policy_is_looked_at():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    build = partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16")
+    grad_fn = nnx.jit(build(lambda m, x: jnp.mean(m(x) ** 2)))
+    (found,) = said(grad_fn, model, X)
+    assert "x (float32) meets 16-bit" in str(found.message)
+    cast = build(lambda m, x: jnp.mean(jaxmp.with_policy(m, "c=bf16")(x) ** 2))
+    assert not said(nnx.jit(cast), model, X)
+
+
+# What follows the function by position
+
+MISPLACED = {
+    "mixed_float16": r"`jaxmp.autocast\(jaxmp.value_and_grad\(loss_fn, loss_scale=",
+    jaxmp.get_policy("O1"): "casts the parameters alone",
+    jnp.float16: "casts the parameters alone",
+    None: "Leave it out",
+    (0, 1): r"`argnums=\(0, 1\)`",
+}
+
+
+@pytest.mark.parametrize(("given", "cure"), MISPLACED.items(), ids=str)
+def test_what_follows_the_function_goes_by_its_name(given, cure):
+    with pytest.raises(TypeError, match=f"everything else by its name.*{cure}"):
+        jaxmp.value_and_grad(loss, given)
+
+
+@pytest.mark.parametrize("given", [STATE, PARAMS, X], ids=["state", "params", "array"])
+def test_a_state_or_parameters_after_the_function_are_told_apart(given):
+    cure = "Pass `loss_scale=opt_state`" if given is STATE else "Call what it returns"
+    with pytest.raises(TypeError, match=re.escape(cure)) as caught:
+        jaxmp.grad(loss, given)
+    assert len(str(caught.value)) < 400
+
+
+# Gradients that are divided already
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_in_true_units_are_not_divided_again(transform):
+    def twice(params, opt_state):
+        grads = jaxmp.grad(loss, loss_scale=opt_state)(params, X, Y)
+        return jaxmp.unscale(grads["w"], opt_state)
+
+    with pytest.raises(ValueError, match="divided them by its loss scale already"):
+        transform(twice)(PARAMS, STATE)
+
+    def by_hand(params, opt_state):
+        scale = jaxmp.get_loss_scale(opt_state)
+        true = jaxmp.grad(loss, loss_scale=opt_state)(params, X, Y)
+        grads = jax.grad(lambda p: loss(p, X, Y) * scale)(params)
+        return jaxmp.unscale(grads, opt_state), true
+
+    got, true = transform(by_hand)(PARAMS, STATE)
+    np.testing.assert_array_equal(got["w"], true["w"])
+
+    def by_hand_with_ours(params, opt_state):
+        scale = jaxmp.get_loss_scale(opt_state)
+        grad_fn = jaxmp.grad(lambda p: loss(p, X, Y) * scale, loss_scale=1.0)
+        return jaxmp.unscale(grad_fn(params), opt_state)
+
+    got = transform(by_hand_with_ours)(PARAMS, STATE)
+    np.testing.assert_array_equal(got["w"], true["w"])
+
+
+# Several optimizers
+
+
+def test_of_two_states_the_smaller_scale_is_used():
+    small = STATE._replace(loss_scale=jnp.float32(4))
+    seen = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    watched.defvjp(lambda x: (x, None), lambda _, g: (seen.append(g), (g,))[1])
+    for states in ((STATE, small), (small, STATE)):
+        grad = jaxmp.grad(lambda x: watched(x), loss_scale=states)(3.0)
+        assert grad == 1
+        assert seen.pop() == 4
+    with pytest.raises(ValueError, match="holds 2"):
+        jaxmp.get_loss_scale((STATE, small))
+
+
+# The head of case 7: at a scale that suits the encoder, its gradient overflows alone.
+def test_with_both_states_a_head_that_alone_overflows_learns():
+    k = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(k[0], (64, 16))
+    y = 100 * x[:, :4]
+    parts = (
+        jax.random.normal(k[1], (16, 32)) / 4,
+        jax.random.normal(k[2], (32, 4)) * 1e-2,
+    )
+
+    def model(parts, x):
+        return (50 * jnp.tanh(x @ parts[0])) @ parts[1]
+
+    def both(encoder, head):
+        cast = jaxmp.with_policy(model, "mixed_float16")
+        return jnp.mean((cast((encoder, head), x) - y) ** 2)
+
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16", growth_interval=20)
+
+    @partial(jax.jit, static_argnums=2)
+    def step(parts, states, used):
+        scale = states if used == "both" else states[0]
+        grad_fn = jaxmp.grad(both, argnums=(0, 1), loss_scale=scale)
+        pairs = zip(grad_fn(*parts), states, parts, strict=True)
+        updates, states = zip(*(tx.update(*pair) for pair in pairs), strict=True)
+        return optax.apply_updates(parts, updates), states
+
+    def trained(used):
+        now, states = parts, tuple(map(tx.init, parts))
+        for _ in range(60):
+            now, states = step(now, states, used)
+        return now, states
+
+    now, (encoder, head) = trained("both")
+    assert both(*now) < 0.8 * both(*parts)
+    assert head.skipped < 20
+    assert head.loss_scale < encoder.loss_scale
+    jaxmp.check_loss_scale((encoder, head))
+    now, states = trained("the encoder's")
+    np.testing.assert_array_equal(now[1], parts[1])
+    with pytest.raises(FloatingPointError, match="The last 60 steps"):
+        jaxmp.check_loss_scale(states)
