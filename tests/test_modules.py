@@ -318,7 +318,8 @@ def test_what_sensitivity_finds_can_be_pasted():
 def test_an_overflow_is_found_in_its_module():
     model = Steep()
     model.blocks[1].kernel[...] = jnp.full((16, 16), 3e4)
-    grad_fn = jaxmp.nnx.autocast(jaxmp.nnx.value_and_grad(loss_fn), "mixed_float16")
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=1.0)
+    grad_fn = jaxmp.nnx.autocast(grad_fn, "mixed_float16")
     report = jaxmp.find_overflow(grad_fn)(model, X)
     assert report.first.module == "Steep/blocks/1"
     report = jaxmp.find_overflow(lambda model, x: model(x))(

@@ -943,7 +943,7 @@ def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
     def trained(run):
         grad_fn = jaxmp.nnx.value_and_grad(
             partial(loss_fn, run=run),
-            "mixed_bfloat16",
+            policy="mixed_bfloat16",
             accum_steps=steps,
             batch_argnums=1,
         )
@@ -972,7 +972,7 @@ def test_on_many_devices_a_policy_reaches_it_too(where):
     def gradients(model, x):
         place = {"mesh": mesh} if where == "mesh" else {"axis_name": "data"}
         grad_fn = jaxmp.nnx.value_and_grad(
-            loss_fn, "mixed_bfloat16", batch_argnums=1, **place
+            loss_fn, policy="mixed_bfloat16", batch_argnums=1, **place
         )
         return grad_fn(model, x)[1]["layer"]["kernel"][...]
 
@@ -983,7 +983,7 @@ def test_on_many_devices_a_policy_reaches_it_too(where):
         run = jax.shard_map(run, mesh=mesh, in_specs=spec("data"), out_specs=spec())
     report = jaxmp.audit(run)(X)
     assert report.fraction_16bit == 1, str(report)
-    _, alone = jaxmp.nnx.value_and_grad(loss_fn, "mixed_bfloat16")(Layers(), X)
+    _, alone = jaxmp.nnx.value_and_grad(loss_fn, policy="mixed_bfloat16")(Layers(), X)
     np.testing.assert_allclose(run(X), alone["layer"]["kernel"][...], atol=2e-2)
 
 
