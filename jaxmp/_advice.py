@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from ._numbers import Eaten
 from ._overflow_report import Fault, OperationRange
 
 
@@ -12,12 +13,16 @@ class Case(NamedTuple):
     """What is known of a program that was searched."""
 
     first: Fault | None
-    given: dict[str, tuple[int, int]]  # that reached a result
+    given: dict[str, tuple[int, int]]  # that reached a result, or led to the fault
+    is_given: bool  # whether some of that led to the fault
     written: bool  # whether an Inf that stands in the code reached a result
     finite_in_float32: bool | None
-    is_number: bool  # whether the fault is a number in the code, beyond its dtype
+    is_number: bool  # whether the Inf is a number in the code, beyond its dtype
+    number: Eaten | None  # in the code, which the faulty operation reads as 0 or Inf
     after_backward: bool  # whether it is the optimizer's
     by_autocast: bool
+    by_optimizer: bool
+    row: OperationRange | None  # what the faulty line computed
     nearest: OperationRange | None  # the 16-bit operation with the least headroom
     losing: OperationRange | None  # that of the backward pass that loses most
     swallowed: Fault | None  # an overflow of 16 bits that reached no result
@@ -29,7 +34,7 @@ def advice(case: Case) -> str:
     sentences = []
     if case.given:
         sentences.append(_of_given(case.given))
-    if case.first is not None:
+    if case.first is not None and not case.is_given:
         sentences.append(_of_fault(case, case.first))
     if case.written:
         sentences.append(
@@ -46,7 +51,7 @@ def _of_sound(case: Case) -> str:
         return (
             f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
             "gave Inf where float32 would not, and what came after made a finite "
-            "number of it, as 1 / Inf is 0: the results may be wrong. "
+            "number of it, as 1 / Inf is 0: the results are wrong. "
             f"{_cure(case, case.swallowed)}"
         )
     near = case.nearest
@@ -60,10 +65,15 @@ def _of_sound(case: Case) -> str:
         text += (
             f" But in the backward pass {lost.lost:.0%} of what {lost.operation} gives "
             f"at {_line(lost.where)} is zero or subnormal in {lost.dtype} and not in "
-            "float32. If it learns worse than in float32, the loss scale is too small: "
-            "`jaxmp.loss_scaling` and `jaxmp.suggest_loss_scale(grads)` find one."
+            f"float32. {_SCALE}"
         )
     return text
+
+
+_SCALE = (
+    "If it learns worse than in float32, the loss scale is too small: "
+    "`jaxmp.loss_scaling` and `jaxmp.suggest_loss_scale(grads)` find one."
+)
 
 
 def _of_given(given: dict[str, tuple[int, int]]) -> str:
@@ -73,12 +83,14 @@ def _of_given(given: dict[str, tuple[int, int]]) -> str:
         leaves.append(f"`{name}` came in with {' and '.join(counts)}")
     more = f", and {len(given) - 6} more did" if len(given) > 6 else ""
     return (
-        f"{', '.join(leaves)}{more}, and a result has it: no precision helps. Look at "
-        "the data, or at the step that made these parameters."
+        f"{', '.join(leaves)}{more}, and that reaches a result: no precision helps. "
+        "Look at the data, or at the step that made these parameters."
     )
 
 
 def _of_fault(case: Case, fault: Fault) -> str:
+    if fault.kind == "zeros":
+        return _of_zeros(case, fault)
     if case.is_number:
         return (
             f"A number in the code at {_line(fault.where)} is beyond {fault.dtype}, "
@@ -93,14 +105,49 @@ def _of_fault(case: Case, fault: Fault) -> str:
     if case.after_backward:
         return (
             f"It comes after the backward pass and only in {fault.dtype}: the "
-            "optimizer, or what else comes there, computes in 16 bits. Keep the "
-            'parameters and its state in float32, as `"mixed_float16"` does.'
+            f"optimizer, or what else comes there, computes in 16 bits. {_MASTERS}"
         )
     if fault.backward:
         return _of_backward(case, fault)
+    finite = "is finite in float32"
+    if case.finite_in_float32 is None:
+        finite = "cannot be told from here to be finite in float32"
     return (
-        f"The forward pass leaves {fault.dtype} here and is finite in float32. No loss "
-        f"scale helps. {_cure(case, fault)}"
+        f"The forward pass leaves {fault.dtype} here and {finite}. No loss scale "
+        f"helps. {_cure(case, fault)}"
+    )
+
+
+_MASTERS = (
+    'Keep the parameters and its state in float32, as `"mixed_float16"` does: '
+    '`jaxmp.cast_tree((params, grads), "float32")` before `tx.init` and `tx.update`.'
+)
+
+
+def _of_zeros(case: Case, fault: Fault) -> str:
+    line = _line(fault.where)
+    if case.number is not None:
+        what = _of_number(case.number, line, fault.dtype)
+    else:
+        part = f"{case.row.lost:.0%} of what" if case.row else "What"
+        what = (
+            f"{part} {fault.operation} gives at {line} is zero or subnormal in "
+            f"{fault.dtype} and not in float32, and a result is made of it."
+        )
+    if case.by_optimizer or case.after_backward:
+        return f"{what} The optimizer computes in 16 bits. {_MASTERS}"
+    if fault.backward and case.number is None:
+        return f"{what} {_SCALE} Or: {_cure(case, fault)}"
+    return f"{what} No loss scale helps. {_cure(case, fault)}"
+
+
+def _of_number(number: Eaten, line: str, dtype: str) -> str:
+    if number.written is not None:
+        return f"The number {number.written:.4g} in the code at {line} is 0 in {dtype}."
+    return (
+        f"A number in the code at {line} is 0 in {dtype}, as 1e-8 is. If it was "
+        "written so, it is the cause; if it was written as 0, look at what it is "
+        "added to or compared with."
     )
 
 

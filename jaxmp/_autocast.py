@@ -24,6 +24,7 @@ from ._around import (
     warn_if_unscaled,
 )
 from ._checks import check_function, short, warn
+from ._in_float32 import casts_do_nothing
 from ._jaxpr import Tracer
 from ._modules import with_module_scopes
 from ._objects import refuse_lost_updates
@@ -125,6 +126,8 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
+        if casts_do_nothing():
+            return fun(*args, **kwargs)
         end_look()
         cast = caster.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):

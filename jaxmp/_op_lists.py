@@ -199,6 +199,8 @@ LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
 SHIFTS = frozenset({"add", "sub"})
 DIFFERENCES = SHIFTS - JOINS
+# Where a small number in the code keeps a divisor, or what a logarithm reads, from zero.
+GUARDS = SHIFTS | {"max", "clamp"}
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 STRETCHED = frozenset({"broadcast_in_dim"})
 PHASES = frozenset({"sin", "cos", "tan"})

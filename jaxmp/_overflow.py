@@ -6,9 +6,11 @@ The function is traced, and its jaxpr is run as a program that follows every Inf
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
@@ -20,7 +22,10 @@ from ._advice import Case, advice
 from ._checks import check_function
 from ._dtypes import is_narrow
 from ._flatten import Flat, check_values, flatten
+from ._in_float32 import traced_in_float32
+from ._limits import Limit, Limits, Line, line_of
 from ._look import NOTHING, float32_of
+from ._numbers import Numbers
 from ._overflow_report import Fault, OperationRange, OverflowReport
 from ._places import Place, caller
 from ._probe import Probe, Seen, Site
@@ -35,16 +40,12 @@ from ._trails import (
     NAN,
     NEVER,
     OPERANDS,
+    OVER,
     RUNS,
     TOP,
 )
 
 P = ParamSpec("P")
-
-# Numbers that stand for infinity in masks, as float32 has them.
-_MASKS = {float(np.float32(10.0**i)) for i in range(5, 39)} | {
-    float(jnp.finfo(dtype).max) for dtype in (jnp.bfloat16, jnp.float32)
-}
 
 
 def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
@@ -96,7 +97,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
         flat = flatten(fun, args, kwargs)
         check_values("find_overflow", flat, "the arrays of the step that broke")
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
-        return _search(flat, jaxpr, Place(user=caller()))
+        return _Search(flat, jaxpr, Place(user=caller())).report()
 
     return searched
 
@@ -146,66 +147,214 @@ class _Found(NamedTuple):
             largest=float(jnp.finfo(site.dtype).max),
         )
 
-
-def _search(flat: Flat, jaxpr: Any, around: Place) -> OverflowReport:
-    found = _run(flat, jaxpr, around, wide=False)
-    probe = found.probe
-    moment = found.first()
-    first = number = wide = swallowed = None
-    is_number = by_autocast = after_backward = False
-    if moment is not None:
-        number, trips = found.site(moment)
-        first = found.fault(number, trips)
-        wide = False
-        if _is_16bit(jaxpr):
-            wide = _run(flat, jaxpr, around, wide=True).first() is None
-        is_number = wide and _is_number(probe.sites[number], first)
-        backward = [i for i, x in enumerate(probe.sites) if x.place.backward]
-        after_backward = bool(backward) and number > backward[-1]
-    elif hidden := _swallowed(found, flat, jaxpr, around):
-        number = hidden[0]
-        swallowed = found.fault(number, ())
-    if number is not None:
-        by_autocast = _scopes.AUTOCAST in probe.sites[number].place.scopes
-    given, reaching = _given(found)
-    operations = tuple(_ranges(found))
-    narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
-    case = Case(
-        first=first,
-        given=reaching,
-        written=any(x[0] == INF_WRITTEN for x in found.moments()),
-        finite_in_float32=wide,
-        is_number=is_number,
-        after_backward=after_backward,
-        by_autocast=by_autocast,
-        # A mask of `finfo(dtype).min` has none, and is meant.
-        nearest=min(
-            (x for x in narrow if x.headroom > 0),
-            key=lambda x: x.headroom,
-            default=None,
-        ),
-        losing=max(
-            (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
-        ),
-        swallowed=swallowed,
-        is_seen=not probe.notes,
-    )
-    return OverflowReport(
-        first=first,
-        advice=advice(case),
-        reached=_reached(flat, found, moment),
-        reached_modules=_reached_modules(found, moment),
-        given=given,
-        others=tuple(_others(found, number if first else None)),
-        finite_in_float32=wide,
-        operations=operations,
-        notes=tuple(probe.notes),
-    )
+    def sites_of(self, line: Line) -> list[int]:
+        """Returns the sites of a line, in its order."""
+        return [i for i, x in enumerate(self.probe.sites) if _line_of(x) == line]
 
 
-def _is_number(site: Site, fault: Fault) -> bool:
-    """Whether the fault is a number in the code, such as -1e9 in a mask."""
-    return site.is_number or (site.is_cast and fault.inputs[0][2] in _MASKS)
+class _Search:
+    """A program that is searched, and what was asked about it."""
+
+    def __init__(self, flat: Flat, jaxpr: Any, around: Place):
+        """Runs the program, and asks what the first fault calls for."""
+        self.flat, self.jaxpr, self.around = flat, jaxpr, around
+        self.dtypes = _narrow_dtypes(jaxpr)
+        self.found = _run(flat, jaxpr, around, wide=False)
+        self.moment = self.found.first()
+        self.first: Fault | None = None
+        self.number: int | None = None  # the site of the fault
+        self.limit: Limit | None = None
+        self.finite_in_float32: bool | None = None
+        self.swallowed: Fault | None = None
+        if self.moment is not None:
+            self.number, trips = self.found.site(self.moment)
+            self.first = self.found.fault(self.number, trips)
+            self._explain()
+        elif self._may_be_wrong():
+            self._look_for_wrong_results()
+
+    @functools.cached_property
+    def twin(self) -> Any:
+        """The same function, traced in float32; None if that cannot be."""
+        return traced_in_float32(self.flat.fun, self.flat.leaves)
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """What 16 bits have eaten of the numbers in the code."""
+        return Numbers(self.jaxpr, self.twin, self.around)
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """The program with the limits of float16 put back one after the other."""
+        return Limits(self.jaxpr, self.numbers, self.around, self.flat.leaves)
+
+    def _explain(self) -> None:
+        """Asks whether float32 has the fault, and what has led to it."""
+        self.finite_in_float32 = False
+        if not self.dtypes:
+            return
+        wide = self.jaxpr if self.twin is None else self.twin
+        if _run(self.flat, wide, self.around, wide=True).first() is None:
+            self.finite_in_float32 = True
+        elif "float16" in self.dtypes and not self.numbers.are_known:
+            self.finite_in_float32 = None if self.limits.may_be_finite() else False
+        over = self.found.seen.rows.counts[self.number, OVER] > 0
+        if self.finite_in_float32 is False or over or "float16" not in self.dtypes:
+            return
+        self.limit = self.limits.first(is_bad=True)
+        if self.limit is not None and self._is_zero(self.limit):
+            self.first = self._fault_of(self.limit)
+
+    def _may_be_wrong(self) -> bool:
+        """Whether numbers have left float16, or those of the code may have."""
+        if "float16" not in self.dtypes:
+            return False
+        counts = self.found.seen.rows.counts
+        return bool((counts[:, LOST] + counts[:, INF]).any()) or any(self.numbers)
+
+    def _look_for_wrong_results(self) -> None:
+        self.limit = self.limits.first(is_bad=False)
+        if self.limit is None:
+            return
+        fault = self._fault_of(self.limit)
+        if fault.kind == "zeros":
+            self.first = fault
+        else:
+            self.swallowed = fault
+
+    def _is_zero(self, limit: Limit) -> bool:
+        """Whether the limits of an operation make zeros, and not Inf."""
+        if limit.number is not None:
+            return limit.number.left == 0
+        counts = self.found.seen.rows.counts[self.found.sites_of(limit.line)]
+        return not (counts[:, OVER] + counts[:, BIRTHS]).any()
+
+    def _fault_of(self, limit: Limit) -> Fault:
+        """Returns what happened at an operation that its limits have made wrong."""
+        numbers, line = self.found.sites_of(limit.line), limit.line
+        kind = "zeros" if self._is_zero(limit) else "Inf"
+        if not numbers:  # a number in the code that a call is given
+            info = jnp.finfo(line.dtype)
+            return Fault(
+                operation=line.operation,
+                dtype=str(line.dtype),
+                kind=kind,
+                where=line.where,
+                module=line.module,
+                backward=line.backward,
+                trips=(),
+                inputs=(),
+                largest=float(info.max),
+            )
+        counts = self.found.seen.rows.counts[numbers]
+        column = LOST if kind == "zeros" else INF
+        self.number = numbers[int(np.argmax(counts[:, column] > 0))]
+        return dataclasses.replace(self.found.fault(self.number, ()), kind=kind)
+
+    def report(self) -> OverflowReport:
+        """Returns what was found."""
+        found, first = self.found, self.first
+        given, reached = _given(found)
+        leading = self._leading(given)
+        operations = tuple(_ranges(found))
+        return OverflowReport(
+            first=first,
+            advice=advice(self._case(operations, {**reached, **leading}, leading)),
+            reached=self._reached(),
+            reached_modules=_reached_modules(found, self.moment),
+            given=given,
+            others=tuple(_others(found, self.number if first else None)),
+            finite_in_float32=self.finite_in_float32,
+            operations=operations,
+            notes=tuple(found.probe.notes),
+        )
+
+    def _case(
+        self, operations: Sequence[OperationRange], given: dict, leading: dict
+    ) -> Case:
+        sites, number = self.found.probe.sites, self.number
+        place = sites[number].place if number is not None else None
+        if self.limit is not None:
+            place = self.limit.place
+        backward = [i for i, x in enumerate(sites) if x.place.backward]
+        narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
+        return Case(
+            first=self.first,
+            given=given,
+            is_given=bool(leading),
+            written=any(x[0] == INF_WRITTEN for x in self.found.moments()),
+            finite_in_float32=self.finite_in_float32,
+            is_number=self._is_number(),
+            number=self.limit.number if self.limit else None,
+            after_backward=bool(backward)
+            and number is not None
+            and number > backward[-1],
+            by_autocast=place is not None and _scopes.AUTOCAST in place.scopes,
+            by_optimizer=place is not None and _is_optimizers(place),
+            row=self._row(operations),
+            # A mask of `finfo(dtype).min` has none, and is meant.
+            nearest=min(
+                (x for x in narrow if x.headroom > 0),
+                key=lambda x: x.headroom,
+                default=None,
+            ),
+            losing=max(
+                (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
+            ),
+            swallowed=self.swallowed,
+            is_seen=not self.found.probe.notes,
+        )
+
+    def _is_number(self) -> bool:
+        """Whether the Inf or NaN is a number in the code, such as -1e9 in a mask."""
+        if self.first is None or self.number is None:
+            return False
+        if self.limit is not None and self.limit.number is not None:
+            return self.first.kind != "zeros"
+        site, fault = self.found.probe.sites[self.number], self.first
+        if self.finite_in_float32 is False:
+            return False
+        if site.is_cast:
+            return fault.inputs[0][2] in site.numbers
+        return math.inf in site.numbers and is_narrow(site.dtype)
+
+    def _row(self, operations: Sequence[OperationRange]) -> OperationRange | None:
+        """Returns what the faulty line computed."""
+        if self.limit is None:
+            return None
+        line = self.limit.line
+        same = (x for x in operations if Line(*_key_of(x)) == line)
+        return next(same, None)
+
+    def _leading(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns what came in with Inf or NaN and led to the first fault.
+
+        Without them there is none, or another one.
+        """
+        if self.moment is None or self.finite_in_float32 is True:
+            return {}
+        leading = {}
+        for i, (name, x) in enumerate(
+            zip(self.flat.names, self.flat.leaves, strict=True)
+        ):
+            if name in given:
+                leaves = list(self.flat.leaves)
+                leaves[i] = jnp.where(jnp.isfinite(x), x, jnp.ones((), x.dtype))
+                again = _Found(self.found.probe, self.found.probe.run(self.around, leaves))
+                if again.first() != self.moment:
+                    leading[name] = given[name]
+        return leading
+
+    def _reached(self) -> tuple[str, ...]:
+        """Returns the names of the results that the fault reached."""
+        if self.moment is None:
+            wrong = self.limit.wrong if self.limit else ()
+            return tuple(self.flat.out_names[i] for i in wrong) if self.first else ()
+        names = zip(self.flat.out_names, self.found.seen.outs[:, :-2], strict=True)
+        reached = [name for name, x in names if tuple(map(int, x)) == self.moment]
+        if tuple(map(int, self.found.seen.failed)) == self.moment:
+            reached.append("a test of finiteness")
+        return tuple(reached)
 
 
 def _run(flat: Flat, jaxpr: Any, around: Place, *, wide: bool) -> _Found:
@@ -213,36 +362,22 @@ def _run(flat: Flat, jaxpr: Any, around: Place, *, wide: bool) -> _Found:
     return _Found(probe, probe.run(around, flat.leaves))
 
 
-def _is_16bit(jaxpr: Any) -> bool:
-    """Whether there is anything in a jaxpr that has at most 16 bits."""
+def _narrow_dtypes(jaxpr: Any) -> set[str]:
+    """Returns the names of the dtypes of at most 16 bits in a jaxpr."""
     body = _jaxpr.open_jaxpr(jaxpr)
     atoms = [*body.invars, *(var for eqn in body.eqns for var in eqn.outvars)]
-    if any(is_narrow(atom.aval) for atom in atoms):
-        return True
-    return any(_is_16bit(sub) for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
+    found = {str(atom.aval.dtype) for atom in atoms if is_narrow(atom.aval)}
+    subs = (sub for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
+    return found.union(*map(_narrow_dtypes, subs))
 
 
-def _swallowed(found: _Found, flat: Flat, jaxpr: Any, around: Place) -> list[int]:
-    """Returns the sites of Inf that are none in float32 and reached no result.
-
-    Of numbers in the code, such as masks of -1e9, that is as it should be.
-    """
-    numbers = [
-        number
-        for number, (site, counts) in enumerate(
-            zip(found.probe.sites, found.seen.rows.counts, strict=True)
-        )
-        if counts[BIRTHS] and counts[INF] and is_narrow(site.dtype)
-        if not _is_number(site, found.fault(number, ()))
-    ]
-    if not numbers:
-        return []
-    wide = _run(flat, jaxpr, around, wide=True).seen.rows.counts
-    return [i for i in numbers if not wide[i, BIRTHS]]
+def _is_optimizers(place: Place) -> bool:
+    """Whether a library of optimizers has written an operation."""
+    return place.author is not None and "optax" in place.author[0].split(os.sep)
 
 
 def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
-    """Returns what came in with Inf or NaN: all of it, and what reached a result."""
+    """Returns what came in with Inf or NaN: all of it, and what is in a result."""
     counts = {
         i: (int(look[2]), int(look[3]))
         for i, look in enumerate(found.seen.given)
@@ -254,14 +389,6 @@ def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
         {names[i]: count for i, count in counts.items()},
         {names[i]: count for i, count in counts.items() if i in reached},
     )
-
-
-def _reached(flat: Flat, found: _Found, moment: Any) -> tuple[str, ...]:
-    names = zip(flat.out_names, found.seen.outs[:, :-2], strict=True)
-    reached = [name for name, x in names if tuple(map(int, x)) == moment]
-    if moment is not None and tuple(map(int, found.seen.failed)) == moment:
-        reached.append("a test of finiteness")
-    return tuple(reached)
 
 
 def _reached_modules(found: _Found, moment: Any) -> tuple[str, ...]:
@@ -295,13 +422,20 @@ def _others(found: _Found, first: int | None) -> Iterator[Fault]:
 
 def _ranges(found: _Found) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
-    rows: dict[Any, list[int]] = {}
+    rows: dict[Line, list[int]] = {}
     for number, site in enumerate(found.probe.sites):
         if _is_looked_at(site) and found.seen.rows.counts[number, RUNS]:
-            key = site.operation, site.dtype, site.place.where, _module(site.place)
-            rows.setdefault((*key, site.place.backward), []).append(number)
-    for key, numbers in rows.items():
-        yield _range(found, key, numbers)
+            rows.setdefault(_line_of(site), []).append(number)
+    for line, numbers in rows.items():
+        yield _range(found, line, numbers)
+
+
+def _line_of(site: Site) -> Line:
+    return line_of(site.operation, site.dtype, site.place)
+
+
+def _key_of(row: OperationRange) -> tuple[Any, ...]:
+    return row.operation, np.dtype(row.dtype), row.where, row.module, row.backward
 
 
 def _is_looked_at(site: Site) -> bool:
@@ -313,8 +447,8 @@ def _is_scaled(site: Site) -> bool:
     return _scopes.FLOAT8_SCALED in site.place.scopes
 
 
-def _range(found: _Found, key: Any, numbers: list[int]) -> OperationRange:
-    operation, dtype, where, module, backward = key
+def _range(found: _Found, line: Line, numbers: list[int]) -> OperationRange:
+    operation, dtype, where, module, backward = line
     bits = found.seen.rows.bits[numbers]
     counts = found.seen.rows.counts[numbers].astype(np.float64)
     sizes = np.array([found.probe.sites[i].size for i in numbers], np.float64)

@@ -30,7 +30,15 @@ _LIBRARIES = re.compile(
 # These trace what is audited, so that they are around all of it.
 _TRACING = tuple(
     f"{_OWN}_{name}.py"
-    for name in ("audit", "flatten", "overflow", "residuals", "sensitivity", "switches")
+    for name in (
+        "audit",
+        "flatten",
+        "in_float32",
+        "overflow",
+        "residuals",
+        "sensitivity",
+        "switches",
+    )
 )
 
 

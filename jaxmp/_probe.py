@@ -52,7 +52,7 @@ class Site(NamedTuple):
     loops: tuple[Loop, ...]
     computes: bool  # and does not only move or choose between values
     is_cast: bool
-    is_number: bool  # and casts a number, or computes with one that is Inf
+    numbers: frozenset[float]  # in the code, beyond float16, that it may read
 
 
 class Seen(NamedTuple):
@@ -80,21 +80,24 @@ class Probe:
         self.sites: list[Site] = []
         self.notes: dict[str, None] = {}  # an ordered set
         self.platform = "cpu"
+        self._compiled: Any = None
 
     def program(self, around: Place) -> Callable[..., Seen]:
         """Returns the program as a function of its arrays, to be jitted."""
         return functools.partial(self._replay, around)
 
     def run(self, around: Place, arrays: Sequence[Any]) -> Seen:
-        """Compiles the program, runs it, and returns what was seen."""
-        self.platform = platform_of(arrays)
-        # As it stands in the jaxpr: XLA may not leave out a rounding.
-        options: Any = {"xla_allow_excess_precision": False}
-        if self.platform == "cpu":  # where compiling takes longer than running
-            options["xla_backend_optimization_level"] = 0
-        compiled = jax.jit(self.program(around), compiler_options=options)
+        """Runs the program, compiled once, and returns what was seen."""
+        if self._compiled is None:
+            self.platform = platform_of(arrays)
+            # As it stands in the jaxpr: XLA may not leave out a rounding.
+            options: Any = {"xla_allow_excess_precision": False}
+            if self.platform == "cpu":  # where compiling takes longer than running
+                options["xla_backend_optimization_level"] = 0
+            program = self.program(around)
+            self._compiled = jax.jit(program, compiler_options=options)
         with np.errstate(over="ignore"):  # of numbers in the code, said once already
-            return jax.device_get(compiled(*arrays))
+            return jax.device_get(self._compiled(*arrays))
 
     def _replay(self, around: Place, *arrays: Any) -> Seen:
         del self.sites[:], self.names[len(arrays) :]
@@ -209,7 +212,9 @@ class Frame(Trails):
             tested = self.tested(eqn, ins)
             return [Value(x, tested) for x in outs]
         if self.keeps_magnitudes(eqn):
-            return [Value(x, ins[i].trails) for i, x in enumerate(outs)]
+            return [ins[i]._replace(array=x) for i, x in enumerate(outs)]
+        numbers: frozenset[float] = frozenset().union(*(x.numbers for x in ins))
+        is_moved = name in EXACT or _jaxpr.is_cast(eqn)
         sees, wide = glance, None
         if name not in EXACT:
             sees = look
@@ -230,7 +235,8 @@ class Frame(Trails):
                 len(probe.sites), tuple(t for t, _ in inputs), seen_as(x.dtype)
             )
             seen = sees(x) if wide is None else look(x, wide)
-            values.append(Value(x, (self.append(operation, seen),)))
+            kept = numbers if is_moved else frozenset()
+            values.append(Value(x, (self.append(operation, seen),), kept))
             probe.sites.append(
                 Site(
                     operation=name,
@@ -241,7 +247,7 @@ class Frame(Trails):
                     loops=self.loops,
                     computes=bool(inputs) and name not in EXACT,
                     is_cast=_jaxpr.is_cast(eqn),
-                    is_number=_is_number(eqn),
+                    numbers=numbers,
                 )
             )
         return values
@@ -303,7 +309,13 @@ class Frame(Trails):
                 return self.run(jaxpr, ins, place.inside(eqn, jaxpr))
 
     def enclosed(
-        self, jaxpr: Any, place: Place, loop: Loop | None, ins: Any, slices: int = 0
+        self,
+        jaxpr: Any,
+        place: Place,
+        loop: Loop | None,
+        ins: Any,
+        outside: Sequence[Value],
+        slices: int = 0,
     ) -> tuple[Any, int]:
         """Traces the replay of a body.
 
@@ -312,6 +324,7 @@ class Frame(Trails):
             place: What is around its operations.
             loop: The loop that it is the body of.
             ins: Its inputs, arrays or types of them, and a table of their trails.
+            outside: What these inputs are, or begin with, outside.
             slices: How many of them, at the end, are slices of what the trails are of.
 
         Returns:
@@ -328,7 +341,9 @@ class Frame(Trails):
             if slices:
                 table = frame.of_slices(arrays, table, slices)
             first = frame.grow(table)
-            values = [Value(x, (first + i,)) for i, x in enumerate(arrays)]
+            values = [
+                Value(x, (first + i,), outside[i].numbers) for i, x in enumerate(arrays)
+            ]
             outs = frame.run(jaxpr, values, place)
             trails = frame.trails_of(outs, _jaxpr.open_jaxpr(jaxpr).outvars)
             seen = frame.mark((trails, frame.rows(), frame.first_failed()))
@@ -375,6 +390,7 @@ class Frame(Trails):
             place.inside(eqn, jaxpr),
             Loop(length, reverse),
             ([*consts, *carry, *types], table),
+            ins,
             len(xs),
         )
 
@@ -409,12 +425,12 @@ class Frame(Trails):
         tested, repeated = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test, jaxpr = (x.jaxpr for x in bodies)
         table = self.mark(self.trails_of(ins, eqn.invars)[tested:])
-        arrays = [x.array for x in ins]
-        test_consts, arrays = arrays[:tested], arrays[tested:]
+        test_consts, inside = [x.array for x in ins[:tested]], ins[tested:]
+        arrays = [x.array for x in inside]
         consts, carry = arrays[:repeated], arrays[repeated:]
         number = np.int32(len(self.probe.sites))
         body, count = self.enclosed(
-            jaxpr, place.inside(eqn, jaxpr), Loop(None, False), (arrays, table)
+            jaxpr, place.inside(eqn, jaxpr), Loop(None, False), (arrays, table), inside
         )
         quiet = Frame(self.probe, looking=False)
         eqns = _jaxpr.open_jaxpr(test).eqns
@@ -455,7 +471,7 @@ class Frame(Trails):
         table = self.mark(self.trails_of(ins, eqn.invars[1:]))
         arrays = [x.array for x in ins]
         bodies = [
-            self.enclosed(branch, place.inside(eqn, branch), None, (arrays, table))
+            self.enclosed(branch, place.inside(eqn, branch), None, (arrays, table), ins)
             for branch in branches
         ]
         counts = [count for _, count in bodies]
@@ -487,7 +503,7 @@ class Frame(Trails):
         # What is computed again is forward work, and what is not says so itself.
         inside = place.inside(eqn, jaxpr)._replace(backward=False)
         args = self.mark(tuple(self.clock)), [x.array for x in ins], table
-        body, _ = self.enclosed(jaxpr, inside, None, args[1:])
+        body, _ = self.enclosed(jaxpr, inside, None, args[1:], ins)
         outs = _jaxpr.bind_remat(eqn, jax.tree.leaves(args), body.jaxpr)
         outs, trails, rows, failed = body.tree.unflatten(outs)
         self.add(rows, failed)
@@ -506,7 +522,9 @@ class Frame(Trails):
             table, clock = vary(scalars, new)
             frame = Frame(self.probe, clock, self.loops, axes, looking=self.looking)
             first = frame.grow(table)
-            values = [Value(x, (first + i,)) for i, x in enumerate(shards)]
+            values = [
+                Value(x, (first + i,), ins[i].numbers) for i, x in enumerate(shards)
+            ]
             outs = frame.run(jaxpr, values, place.inside(eqn, jaxpr))
             trails = frame.trails_of(outs, _jaxpr.open_jaxpr(jaxpr).outvars)
             seen = vary((trails, frame.rows(), frame.first_failed()), axes)
@@ -558,16 +576,6 @@ def _depth(jaxpr: Any) -> int:
             for body in _jaxpr.sub_jaxprs(eqn)
         ),
         default=0,
-    )
-
-
-def _is_number(eqn: Equation) -> bool:
-    """Whether an Inf may be a number in the code, rounded to the dtype of ``eqn``."""
-    if _jaxpr.is_cast(eqn):
-        return eqn.outvars[0].aval.shape == ()
-    return any(
-        isinstance(x, _jaxpr.Literal) and is_narrow(x.aval) and np.isinf(x.val)
-        for x in eqn.invars
     )
 
 

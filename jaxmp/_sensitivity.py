@@ -28,8 +28,9 @@ from ._places import Place, caller
 from ._policy import PolicyLike, get_policy
 from ._scopes import is_under
 from ._sensitivity_report import ModuleSensitivity, SensitivityReport
-from ._switches import Program, compiled
+from ._switches import Program
 from ._tree import all_finite, path_name, widen
+from ._wide_replay import compiled
 
 P = ParamSpec("P")
 

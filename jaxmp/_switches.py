@@ -8,8 +8,8 @@ modules to keep in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax import lax
 from . import _jaxpr
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
-from ._loops import after_trip
+from ._numbers import Numbers
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
 from ._products import PRODUCTS, flops
@@ -28,22 +28,10 @@ from ._scopes import (
     FLOAT8_SCALED,
     SATURATED,
 )
-from ._varying import vary
-from ._wide import bind_wide, platform_of, wide_literal, widened
+from ._wide import bind_wide, platform_of
+from ._wide_replay import NONE, Value, WideReplay, bodies_of, given, is_call
 
 _KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
-
-# Which part has rounded a value, where it is none.
-_NONE = -1
-
-
-class Value(NamedTuple):
-    """An array, float32 where it was written for 16 bits, and what is known of it."""
-
-    array: Any
-    # Whether it has been rounded, bool[] or True; None leaves that to its readers.
-    narrow: Any = None
-    part: int = _NONE  # whose switch alone has decided that
 
 
 class Program:
@@ -66,6 +54,7 @@ class Program:
         around: Place,
         arrays: Sequence[Any],
         depth: int | None = None,
+        numbers: Numbers | None = None,
     ):
         """Looks for the parts.
 
@@ -75,8 +64,10 @@ class Program:
             arrays: Its arguments.
             depth: How many names of a module path tell one part from another; None is
                 all of them.
+            numbers: Those in the code that 16 bits have eaten.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
+        self.numbers = numbers or Numbers(jaxpr, None, around)
         self.platform = platform_of(arrays)
         self.flops: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # an ordered set
@@ -103,8 +94,8 @@ class Program:
         place = around
         for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
             place = around.of(eqn, before=place)
-            if _is_call(eqn):
-                for body in self.bodies(eqn):
+            if is_call(eqn):
+                for body in bodies_of(eqn, self.platform):
                     yield from self._equations(body, place.inside(eqn, body))
             else:
                 yield eqn, place
@@ -119,19 +110,6 @@ class Program:
             line = place.line or "somewhere"
             self.notes[f"{line}: `{name}` stays in 16 bits throughout"] = None
 
-    def bodies(self, eqn: Equation) -> list[Any]:
-        """Returns the jaxprs in an equation that run on this machine."""
-        bodies = [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
-        if not _jaxpr.chooses_platform(eqn):
-            return bodies
-        # A product of 16-bit operands is widened first on a CPU, which gives the same
-        # numbers. The other branch says what is rounded.
-        for body in bodies:
-            names = [x.primitive.name for x in _jaxpr.open_jaxpr(body).eqns]
-            if len(names) == 1 and names[0] in PRODUCTS:
-                return [body]
-        return [_jaxpr.chosen_branch(eqn, self.platform)]
-
     def run(self, switches: Any, *arrays: Any) -> list[Any]:
         """Replays the jaxpr under the ambient trace.
 
@@ -143,7 +121,7 @@ class Program:
             Its results, float32 where they were 16-bit.
         """
         frame = _Frame(self, switches)
-        values = [_given(x) for x in arrays]
+        values = [given(x) for x in arrays]
         return [x.array for x in frame.run(self.jaxpr, values, self.around)]
 
     def part_of(self, place: Place) -> str:
@@ -152,35 +130,29 @@ class Program:
         return "/".join(names[: self.depth])
 
 
-def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
-    """Compiles a function for some arguments, with every rounding in it."""
-    options: Any = {"xla_allow_excess_precision": False}
-    if platform_of(jax.tree.leaves(args)) == "cpu":
-        options["xla_backend_optimization_level"] = 0  # compiles in a third of the time
-    return jax.jit(fun, compiler_options=options).lower(*args).compile()
-
-
-class _Frame:
+class _Frame(WideReplay):
     """The replay of jaxprs, with the switches as they are here."""
 
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
-        self.program, self.axes = program, axes
+        self.program = program
         self.switches = [switches[i] for i in range(len(program.parts))]
         self.numbers = {part: i for i, part in enumerate(program.parts)}
+        super().__init__(program.platform, self.switches, axes)
 
-    def run(self, jaxpr: Any, values: Sequence[Value], around: Place) -> list[Value]:
-        """Replays a jaxpr, open or closed."""
-        place = around
+    def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
+        """Returns the same replay on the shards of a shard_map."""
+        return _Frame(self.program, scalars, axes)
 
-        def apply(eqn, ins):
-            nonlocal place
-            place = around.of(eqn, before=place)
-            with _jaxpr.context_of(eqn):
-                return (self.call if _is_call(eqn) else self.operation)(eqn, ins, place)
+    def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Returns what an equation reads, with numbers that 16 bits have eaten.
 
-        return _jaxpr.interpret(jaxpr, values, apply, const=_given, literal=_literal)
-
-    # Operations
+        Where its switch is on the reader rounds them again.
+        """
+        eaten = [self.program.numbers.read_by(eqn, i) for i in range(len(ins))]
+        return [
+            x if number is None or number.written is None else Value(np.float32(number.written))
+            for x, number in zip(ins, eaten, strict=True)
+        ]
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, which rounds where the switch of its part is on.
@@ -203,7 +175,7 @@ class _Frame:
         switch = self.switches[number]
         if not is_product:
             switch = functools.reduce(_both, (x.narrow for x in read), switch)
-        owner = number if switch is self.switches[number] else _NONE
+        owner = number if switch is self.switches[number] else NONE
         arrays = []
         for x, var in zip(ins, eqn.invars, strict=True):
             if is_narrow(var.aval) and (x.narrow is None or is_product):
@@ -230,111 +202,6 @@ class _Frame:
             for x, var in zip(ins, eqn.invars, strict=True)
         ]
 
-    # What holds jaxprs
-
-    def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Replays an equation that calls, repeats or chooses between jaxprs."""
-        jaxprs = self.program.bodies(eqn)
-        bodies = [self.body(x, place.inside(eqn, x)) for x in jaxprs]
-        match _jaxpr.call_kind(eqn):
-            case "scan":
-                arrays = _scan(eqn, ins, bodies[0])
-            case "while":
-                arrays = _while_loop(eqn, ins, *bodies)
-            case "shard_map":
-                arrays = self.shard_map(eqn, ins, place)
-            case "cond" if not _jaxpr.chooses_platform(eqn):
-                index, *ins = ins
-                branches = [functools.partial(_of_arrays, x, ins) for x in bodies]
-                arrays = lax.switch(index.array, branches, [x.array for x in ins])
-            case kind:
-                ins = ins[1:] if kind == "cond" else ins  # without the platform
-                return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
-        return [Value(x) for x in arrays]
-
-    def body(self, jaxpr: Any, around: Place) -> Callable[[list[Value]], list[Any]]:
-        """Returns the replay of a jaxpr that is traced on its own."""
-        return lambda values: [x.array for x in self.run(jaxpr, values, around)]
-
-    def shard_map(self, eqn: Equation, ins: list[Value], place: Place) -> list[Any]:
-        """Replays a function of shards."""
-        (jaxpr,) = self.program.bodies(eqn)
-        axes = (*self.axes, *_jaxpr.manual_axes(eqn))
-
-        def body(shards, switches):
-            frame = _Frame(self.program, vary(switches, axes), axes)
-            values = [
-                Value(x, narrow=True if value.narrow is True else None)
-                for x, value in zip(shards, ins, strict=True)
-            ]
-            return frame.body(jaxpr, place.inside(eqn, jaxpr))(values), ()
-
-        arrays = [x.array for x in ins]
-        outs, _ = _jaxpr.map_shards(eqn, arrays, self.switches, body)
-        return outs
-
-
-def _scan(eqn: Equation, ins: list[Value], body: Callable) -> list[Any]:
-    n_consts, n_carry = _jaxpr.scan_counts(eqn)
-    n_fixed = n_consts + n_carry
-    consts, rest = ins[:n_consts], ins[n_fixed:]
-
-    def step(carry, slices):
-        carry = [Value(x) for x in carry]
-        slices = [x._replace(array=y) for x, y in zip(rest, slices, strict=True)]
-        outs = body([*consts, *carry, *slices])
-        return outs[:n_carry], outs[n_carry:]
-
-    carry, ys = lax.scan(
-        step,
-        [x.array for x in ins[n_consts:n_fixed]],
-        [x.array for x in rest],
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params.get("unroll", 1),
-    )
-    return [*carry, *ys]
-
-
-def _while_loop(
-    eqn: Equation, ins: list[Value], test: Callable, body: Callable
-) -> list[Any]:
-    layout = _jaxpr.call_layout(eqn)
-    first = layout.fixed_in.start
-
-    def values(i, carry):
-        closed_over = [ins[j] for j in layout.bodies[i].operands if j < first]
-        return [*closed_over, *(Value(x) for x in carry)]
-
-    def goes_on(carry):
-        return test(values(0, carry))[0]
-
-    # The primitive would take a test of many bools, but no bodies that close over
-    # the switches.
-    return lax.while_loop(
-        lambda carry: jnp.any(goes_on(carry)),
-        lambda carry: after_trip(goes_on(carry), body(values(1, carry)), carry),
-        [x.array for x in ins[first:]],
-    )
-
-
-def _of_arrays(body: Callable, ins: list[Value], arrays: Sequence[Any]) -> list[Any]:
-    """Calls a body with other arrays, of which the same is known."""
-    return body([x._replace(array=y) for x, y in zip(ins, arrays, strict=True)])
-
-
-def _is_call(eqn: Equation) -> bool:
-    return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
-
-
-def _given(array: Any) -> Value:
-    """Returns what comes from outside. A 16-bit array stays what it is."""
-    return Value(widened(array), narrow=True)
-
-
-def _literal(literal: Any) -> Value:
-    return Value(wide_literal(literal), narrow=True)
-
 
 def _narrow(eqn: Equation, ins: list[Value]) -> list[Value]:
     """Returns those of the inputs that were written for 16 bits."""
@@ -351,18 +218,18 @@ def _together(values: list[Value]) -> tuple[Any, int]:
     """Returns whether what is moved or chosen from has been rounded, and by whom."""
     values = [x for x in values if x.narrow is not True]
     if not values:
-        return True, _NONE
+        return True, NONE
     parts = {x.part for x in values}
-    if len(parts) == 1 and _NONE not in parts:
+    if len(parts) == 1 and NONE not in parts:
         return values[0].narrow, values[0].part
     if any(x.narrow is None for x in values):
-        return None, _NONE
-    return functools.reduce(_both, (x.narrow for x in values)), _NONE
+        return None, NONE
+    return functools.reduce(_both, (x.narrow for x in values)), NONE
 
 
 def _rounded(value: Value, switch: Any, part: int, dtype: np.dtype) -> Value:
     """Returns a value that is rounded if a switch is on."""
-    if value.narrow is True or (part != _NONE and value.part == part):
+    if value.narrow is True or (part != NONE and value.part == part):
         return value
     array = _rounded_if(jnp.asarray(value.array), switch, dtype)
     return Value(array, switch, part)

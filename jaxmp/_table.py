@@ -15,6 +15,8 @@ from ._trails import INF_WRITTEN, NAN_WRITTEN, NEVER, Operation, Rows
 from ._varying import vary
 from ._wide import wide_literal, widened
 
+_LARGEST = float(jnp.finfo(jnp.float16).max)
+
 # Rows that every table of trails begins with.
 FINITE, INF, NAN = range(3)
 
@@ -27,6 +29,8 @@ class Value(NamedTuple):
 
     array: Any
     trails: tuple[int, ...]
+    # Magnitudes of numbers in the code, beyond float16, that it may hold as they stand.
+    numbers: frozenset[float] = frozenset()
 
     @property
     def trail(self) -> int:
@@ -158,14 +162,16 @@ class Trails:
         number = np.asarray(value)
         if not is_floating(literal) or np.iscomplexobj(number) or not self.looking:
             return Value(value, (FINITE,))
+        size = float(np.abs(literal.val))
+        numbers = frozenset({size} if size > _LARGEST else ())
         if not np.isfinite(number):
-            return Value(value, (NAN if np.isnan(number) else INF,))
+            return Value(value, (NAN if np.isnan(number) else INF,), numbers)
         top = bits_of(number, np.float32)
         if top not in self._literals:
             self._literals[top] = self._length
             look = np.array([top, *[0] * 7], np.int32)
             self.append(Operation(None, (), np.dtype(np.float32)), look)
-        return Value(value, (self._literals[top],))
+        return Value(value, (self._literals[top],), numbers)
 
     def append(self, operation: Operation, look: Any) -> int:
         """Adds an operation, and returns the row of its trail."""

@@ -32,13 +32,13 @@ class Rows(NamedTuple):
     """What was seen at each of some operations, over all trips."""
 
     bits: Any  # int32[operations, 3 + moment + operands]
-    counts: Any  # float32[operations, 7]
+    counts: Any  # float32[operations, 8]
 
 
 # Columns of `Rows.bits`; after them the moment of birth and the largest operands.
 TOP, LOW, KIND = range(3)
 # Columns of `Rows.counts`.
-NAN, INF, ZERO, SUBNORMAL, LOST, BIRTHS, RUNS = range(7)
+NAN, INF, ZERO, SUBNORMAL, LOST, OVER, BIRTHS, RUNS = range(8)
 
 
 class Operation(NamedTuple):
@@ -131,7 +131,8 @@ def followed(
     kind = jnp.where(is_nan, 2, jnp.where(bad, 1, 0))
     operands = tops[sources[:, :OPERANDS]]
     columns = [top[:, None], low[:, None], kind[:, None], born[known:], operands]
-    counts = [look.nan, look.inf, look.zero, look.subnormal, look.lost, births]
+    counts = [look.nan, look.inf, look.zero, look.subnormal, look.lost, look.over]
+    counts.append(births)
     counts = [x.astype(jnp.float32) for x in counts]
     counts = jnp.stack([*counts, jnp.ones_like(counts[0])], axis=1)
     sites = [i for i, x in enumerate(operations) if x.number is not None]

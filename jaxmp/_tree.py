@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ._checks import as_axes, check_axes_are_bound, short
 from ._dtypes import as_dtype
+from ._in_float32 import dtype_of_cast
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -47,7 +48,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
             "`cast_tree(tree, dtype)` takes the tree first and a dtype second, but the "
             f"second is {short(dtype)}. Pass for example `jnp.bfloat16` there."
         )
-    dtype = as_dtype(dtype, "`dtype`", narrower=True)
+    dtype = dtype_of_cast(as_dtype(dtype, "`dtype`", narrower=True))
 
     def cast(x):
         if not needs_cast(x, dtype):

@@ -19,7 +19,8 @@ from conftest import rest_is_evidence
 from jaxmp._flatten import flatten
 from jaxmp._places import Place
 from jaxmp._sensitivity import _errors, _gradient
-from jaxmp._switches import Program, compiled
+from jaxmp._switches import Program
+from jaxmp._wide_replay import compiled
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.standard_normal((8, 4), np.float32), np.arange(8) % 3

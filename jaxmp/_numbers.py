@@ -1,0 +1,119 @@
+"""Numbers in the code that 16 bits have eaten: 1e-8 is 0 in float16, and 1e9 is Inf.
+
+The jaxpr in 16 bits has only what is left of them. What they were is read from the same
+function traced in float32, where that has the same equation at the same place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _jaxpr
+from ._dtypes import is_narrow
+from ._jaxpr import Equation
+from ._op_lists import GUARDS
+from ._places import Place
+from ._scopes import module_of, without_repeats
+
+
+class Eaten(NamedTuple):
+    """A number in the code that is 0 or Inf in 16 bits."""
+
+    left: float  # what is left of it
+    written: float | None  # what it was, None if nobody knows
+    dtype: np.dtype
+    operation: str  # that reads it
+    place: Place
+
+
+class Numbers:
+    """The numbers of a jaxpr that may have been eaten, by who reads them."""
+
+    def __init__(self, jaxpr: Any, twin: Any, around: Place):
+        """Looks for them.
+
+        Args:
+            jaxpr: What is traced in 16 bits.
+            twin: The same function traced in float32, None if that could not be.
+            around: What is around their operations.
+        """
+        self._found: dict[tuple[int, int], Eaten] = {}
+        ours = _by_place(jaxpr, around)
+        if not any(_is_left(x) for group in ours.values() for _, _, x, _ in group):
+            return
+        theirs = {} if twin is None else _by_place(twin, around)
+        for key, group in ours.items():
+            others = [x for _, _, x, _ in theirs.get(key, [])]
+            if len(others) != len(group) and len({_value(x) for x in others}) == 1:
+                others = others[:1] * len(group)  # one number, written or read again
+            if len(others) != len(group):
+                others = [None] * len(group)
+            for (eqn, i, literal, place), other in zip(group, others, strict=True):
+                self._note(eqn, i, literal, other, place)
+
+    def _note(
+        self, eqn: Equation, i: int, literal: Any, other: Any, place: Place
+    ) -> None:
+        if not _is_left(literal):
+            return
+        left = _value(literal)
+        written = None
+        if other is not None and not is_narrow(other.aval):
+            written = _value(other)
+            if written == left:
+                return  # it was written so
+        elif left == 0 and eqn.primitive.name not in GUARDS:
+            return  # most zeros are meant
+        eaten = Eaten(left, written, literal.aval.dtype, eqn.primitive.name, place)
+        self._found[id(eqn), i] = eaten
+
+    def read_by(self, eqn: Equation, operand: int) -> Eaten | None:
+        """Returns the number that an equation reads, if it has been eaten."""
+        return self._found.get((id(eqn), operand)) if self._found else None
+
+    def __iter__(self) -> Iterator[Eaten]:
+        return iter(self._found.values())
+
+    @property
+    def are_known(self) -> bool:
+        """Whether it is known of all of them what they were."""
+        return all(x.written is not None for x in self)
+
+
+def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
+    """Returns the floating numbers in a jaxpr, by the operations that read them."""
+    groups: dict[Any, list[Any]] = {}
+    for eqn, place in equations(jaxpr, around):
+        for i, x in enumerate(eqn.invars):
+            if isinstance(x, _jaxpr.Literal) and _jaxpr.is_inexact(x) and _is_real(x):
+                module = module_of(without_repeats(place.scopes))
+                key = eqn.primitive.name, i, place.user, place.author, module
+                groups.setdefault((*key, place.backward), []).append((eqn, i, x, place))
+    return groups
+
+
+def equations(jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
+    """Yields every equation of a jaxpr and of those inside, and where it is."""
+    place = around
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        place = around.of(eqn, before=place)
+        yield eqn, place
+        for body in _jaxpr.sub_jaxprs(eqn):
+            yield from equations(body, place.inside(eqn, body))
+
+
+def _is_real(literal: Any) -> bool:
+    return np.ndim(literal.val) == 0 and not np.iscomplexobj(literal.val)
+
+
+def _value(literal: Any) -> float:
+    return float(literal.val)
+
+
+def _is_left(literal: Any) -> bool:
+    """Whether a number may be what is left of another."""
+    value = _value(literal)
+    return is_narrow(literal.aval) and (value == 0 or np.isinf(value))

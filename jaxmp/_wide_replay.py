@@ -1,0 +1,204 @@
+"""A jaxpr that was written for 16 bits, replayed in float32, with a rule of one's own.
+
+What calls, repeats or chooses between jaxprs is replayed here; what an operation does is
+said by who inherits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _jaxpr
+from ._jaxpr import Equation
+from ._loops import after_trip
+from ._places import Place
+from ._products import PRODUCTS
+from ._varying import vary
+from ._wide import platform_of, wide_literal, widened
+
+# Which part of a program has rounded a value, where it is none.
+NONE = -1
+
+
+class Value(NamedTuple):
+    """An array, float32 where it was written for 16 bits, and what is known of it."""
+
+    array: Any
+    # Whether it has been rounded, bool[] or True; None leaves that to its readers.
+    narrow: Any = None
+    part: int = NONE  # whose switch alone has decided that
+
+
+class WideReplay:
+    """The replay of jaxprs under the ambient trace."""
+
+    def __init__(self, platform: str, scalars: Any, axes: tuple[Any, ...] = ()):
+        """Starts a replay.
+
+        Args:
+            platform: That the program runs on.
+            scalars: Arrays of no axes that the operations read.
+            axes: The mesh axes of the shard_maps around.
+        """
+        self.platform, self.scalars, self.axes = platform, scalars, axes
+
+    def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Applies an equation that computes."""
+        raise NotImplementedError
+
+    def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Returns what an equation reads, with its numbers as they are to be."""
+        return ins
+
+    def among(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
+        """Returns the same replay on the shards of a shard_map."""
+        raise NotImplementedError
+
+    def run(self, jaxpr: Any, values: Sequence[Value], around: Place) -> list[Value]:
+        """Replays a jaxpr, open or closed."""
+        place = around
+
+        def apply(eqn, ins):
+            nonlocal place
+            place = around.of(eqn, before=place)
+            ins = self.operands(eqn, ins, place)
+            with _jaxpr.context_of(eqn):
+                return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
+
+        return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=_literal)
+
+    def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Replays an equation that calls, repeats or chooses between jaxprs."""
+        jaxprs = bodies_of(eqn, self.platform)
+        bodies = [self.body(x, place.inside(eqn, x)) for x in jaxprs]
+        match _jaxpr.call_kind(eqn):
+            case "scan":
+                arrays = _scan(eqn, ins, bodies[0])
+            case "while":
+                arrays = _while_loop(eqn, ins, *bodies)
+            case "shard_map":
+                arrays = self.shard_map(eqn, ins, place)
+            case "cond" if not _jaxpr.chooses_platform(eqn):
+                index, *ins = ins
+                branches = [_of_arrays(x, ins) for x in bodies]
+                arrays = lax.switch(index.array, branches, [x.array for x in ins])
+            case kind:
+                ins = ins[1:] if kind == "cond" else ins  # without the platform
+                return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
+        return [Value(x) for x in arrays]
+
+    def body(self, jaxpr: Any, around: Place) -> Callable[[list[Value]], list[Any]]:
+        """Returns the replay of a jaxpr that is traced on its own."""
+        return lambda values: [x.array for x in self.run(jaxpr, values, around)]
+
+    def shard_map(self, eqn: Equation, ins: list[Value], place: Place) -> list[Any]:
+        """Replays a function of shards."""
+        (jaxpr,) = bodies_of(eqn, self.platform)
+        axes = (*self.axes, *_jaxpr.manual_axes(eqn))
+
+        def body(shards, scalars):
+            replay = self.among(vary(scalars, axes), axes)
+            values = [
+                Value(x, narrow=True if value.narrow is True else None)
+                for x, value in zip(shards, ins, strict=True)
+            ]
+            return replay.body(jaxpr, place.inside(eqn, jaxpr))(values), ()
+
+        arrays = [x.array for x in ins]
+        outs, _ = _jaxpr.map_shards(eqn, arrays, self.scalars, body)
+        return outs
+
+
+def given(array: Any) -> Value:
+    """Returns what comes from outside. A 16-bit array stays what it is."""
+    return Value(widened(array), narrow=True)
+
+
+def is_call(eqn: Equation) -> bool:
+    """Whether an equation calls, repeats or chooses between jaxprs."""
+    return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
+
+
+def bodies_of(eqn: Equation, platform: str) -> list[Any]:
+    """Returns the jaxprs in an equation that run on a platform."""
+    bodies = [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
+    if not _jaxpr.chooses_platform(eqn):
+        return bodies
+    # A product of 16-bit operands is widened first on a CPU, which gives the same
+    # numbers. The other branch says what is rounded.
+    for body in bodies:
+        names = [x.primitive.name for x in _jaxpr.open_jaxpr(body).eqns]
+        if len(names) == 1 and names[0] in PRODUCTS:
+            return [body]
+    return [_jaxpr.chosen_branch(eqn, platform)]
+
+
+def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
+    """Compiles a function for some arguments, with every rounding in it."""
+    options: Any = {"xla_allow_excess_precision": False}
+    if platform_of(jax.tree.leaves(args)) == "cpu":
+        options["xla_backend_optimization_level"] = 0  # compiles in a third of the time
+    return jax.jit(fun, compiler_options=options).lower(*args).compile()
+
+
+def _literal(literal: Any) -> Value:
+    return Value(wide_literal(literal), narrow=True)
+
+
+def _scan(eqn: Equation, ins: list[Value], body: Callable) -> list[Any]:
+    n_consts, n_carry = _jaxpr.scan_counts(eqn)
+    n_fixed = n_consts + n_carry
+    consts, rest = ins[:n_consts], ins[n_fixed:]
+
+    def step(carry, slices):
+        carry = [Value(x) for x in carry]
+        slices = [x._replace(array=y) for x, y in zip(rest, slices, strict=True)]
+        outs = body([*consts, *carry, *slices])
+        return outs[:n_carry], outs[n_carry:]
+
+    carry, ys = lax.scan(
+        step,
+        [jnp.asarray(x.array) for x in ins[n_consts:n_fixed]],
+        [jnp.asarray(x.array) for x in rest],
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params.get("unroll", 1),
+    )
+    return [*carry, *ys]
+
+
+def _while_loop(
+    eqn: Equation, ins: list[Value], test: Callable, body: Callable
+) -> list[Any]:
+    layout = _jaxpr.call_layout(eqn)
+    first = layout.fixed_in.start
+
+    def values(i, carry):
+        closed_over = [ins[j] for j in layout.bodies[i].operands if j < first]
+        return [*closed_over, *(Value(x) for x in carry)]
+
+    def goes_on(carry):
+        return test(values(0, carry))[0]
+
+    # The primitive would take a test of many bools, but no bodies that close over
+    # the scalars.
+    return lax.while_loop(
+        lambda carry: jnp.any(goes_on(carry)),
+        lambda carry: after_trip(goes_on(carry), body(values(1, carry)), carry),
+        [jnp.asarray(x.array) for x in ins[first:]],
+    )
+
+
+def _of_arrays(body: Callable, ins: list[Value]) -> Callable[..., list[Any]]:
+    """Returns a body as a function of other arrays, of which the same is known."""
+
+    def branch(arrays: Sequence[Any]) -> list[Any]:
+        return body([x._replace(array=y) for x, y in zip(ins, arrays, strict=True)])
+
+    return branch
