@@ -17,12 +17,12 @@ class Case(NamedTuple):
     is_given: bool  # whether some of that led to the fault
     written: bool  # whether an Inf that stands in the code reached a result
     finite_in_float32: bool | None
-    is_number: bool  # whether the Inf is a number in the code, beyond its dtype
     number: Eaten | None  # in the code, which the faulty operation reads as 0 or Inf
+    argument: str  # that it casts
     after_backward: bool  # whether it is the optimizer's
-    by_autocast: bool
-    by_optimizer: bool
-    row: OperationRange | None  # what the faulty line computed
+    cast_by: str  # what brought it into 16 bits: "autocast", "with_policy", ...
+    override: str  # of a policy, for the parameters of its module
+    lost: float  # which fraction of its values the faulty operation loses
     nearest: OperationRange | None  # the 16-bit operation with the least headroom
     losing: OperationRange | None  # that of the backward pass that loses most
     swallowed: Fault | None  # an overflow of 16 bits that reached no result
@@ -51,7 +51,7 @@ def _of_sound(case: Case) -> str:
         return (
             f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
             "gave Inf where float32 would not, and what came after made a finite "
-            "number of it, as 1 / Inf is 0: the results are wrong. "
+            "number of it, as 1 / Inf is 0: the results may be wrong. "
             f"{_cure(case, case.swallowed)}"
         )
     near = case.nearest
@@ -91,31 +91,34 @@ def _of_given(given: dict[str, tuple[int, int]]) -> str:
 def _of_fault(case: Case, fault: Fault) -> str:
     if fault.kind == "zeros":
         return _of_zeros(case, fault)
-    if case.is_number:
-        return (
-            f"A number in the code at {_line(fault.where)} is beyond {fault.dtype}, "
-            f"which ends at {fault.largest:.4g}, and became Inf. For a mask type "
-            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there."
-        )
     if case.finite_in_float32 is False:
         return (
             "It is not finite in float32 either: the cause is the model or its data at "
             f"{_line(fault.where)}, not the precision, and no loss scale helps."
         )
-    if case.after_backward:
+    if case.number is not None:
         return (
-            f"It comes after the backward pass and only in {fault.dtype}: the "
-            f"optimizer, or what else comes there, computes in 16 bits. {_MASTERS}"
+            f"A number in the code at {_line(fault.where)} is beyond {fault.dtype}, "
+            f"which ends at {fault.largest:.4g}, and became Inf. For a mask type "
+            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there."
+        )
+    if case.after_backward or case.cast_by == "optax":
+        return (
+            f"Only {fault.dtype} has it: the optimizer, or what else comes after the "
+            f"backward pass, computes in 16 bits. {_MASTERS}"
         )
     if fault.backward:
         return _of_backward(case, fault)
     finite = "is finite in float32"
     if case.finite_in_float32 is None:
-        finite = "cannot be told from here to be finite in float32"
-    return (
-        f"The forward pass leaves {fault.dtype} here and {finite}. No loss scale "
-        f"helps. {_cure(case, fault)}"
-    )
+        finite = "may be finite in float32, which cannot be told for certain"
+    what = f"The forward pass leaves {fault.dtype} here and {finite}."
+    if case.argument:
+        what = (
+            f"`{case.argument}` comes up to {fault.inputs[0][2]:.4g}, and is cast to "
+            f"{fault.dtype} at {_line(fault.where)}, which ends at {fault.largest:.4g}."
+        )
+    return f"{what} No loss scale helps. {_cure(case, fault)}"
 
 
 _MASTERS = (
@@ -125,30 +128,29 @@ _MASTERS = (
 
 
 def _of_zeros(case: Case, fault: Fault) -> str:
-    line = _line(fault.where)
-    if case.number is not None:
-        what = _of_number(case.number, line, fault.dtype)
-    else:
-        part = f"{case.row.lost:.0%} of what" if case.row else "What"
+    line, number = _line(fault.where), case.number
+    part = f"{case.lost:.0%} of" if case.lost >= 0.005 else "Some of"
+    zero = f"zero or subnormal in {fault.dtype} and not in float32"
+    if number is not None and number.written is not None:
+        what = f"The number {number.written:.4g} in the code at {line} is 0 in "
+        what += f"{fault.dtype}, and a result is made of it."
+    elif number is not None:
         what = (
-            f"{part} {fault.operation} gives at {line} is zero or subnormal in "
-            f"{fault.dtype} and not in float32, and a result is made of it."
+            f"A number in the code at {line} is 0 in {fault.dtype}, as 1e-8 is. If it "
+            "was written so, that is the cause. If it was written as 0, it cannot be "
+            "told whether float32 helps: try it."
         )
-    if case.by_optimizer or case.after_backward:
+    elif case.argument:
+        what = f"{part} `{case.argument}`, which is cast at {line}, is {zero}, and a "
+        what += "result is made of it."
+    else:
+        what = f"{part} what {fault.operation} gives at {line} is {zero}, and a result "
+        what += "is made of it."
+    if case.after_backward or case.cast_by == "optax":
         return f"{what} The optimizer computes in 16 bits. {_MASTERS}"
-    if fault.backward and case.number is None:
-        return f"{what} {_SCALE} Or: {_cure(case, fault)}"
+    if fault.backward and number is None:
+        return f"{what} {_SCALE} Else: {_cure(case, fault)}"
     return f"{what} No loss scale helps. {_cure(case, fault)}"
-
-
-def _of_number(number: Eaten, line: str, dtype: str) -> str:
-    if number.written is not None:
-        return f"The number {number.written:.4g} in the code at {line} is 0 in {dtype}."
-    return (
-        f"A number in the code at {line} is 0 in {dtype}, as 1e-8 is. If it was "
-        "written so, it is the cause; if it was written as 0, look at what it is "
-        "added to or compared with."
-    )
 
 
 def _of_backward(case: Case, fault: Fault) -> str:
@@ -166,19 +168,25 @@ def _of_backward(case: Case, fault: Fault) -> str:
 
 
 def _cure(case: Case, fault: Fault) -> str:
-    line, parts = _line(fault.where), fault.module.split("/")
-    if case.by_autocast:
-        region = f"`jaxmp.float32_region` around the function of {line}"
-        if len(parts) < 2:
-            return f"Put {region}."
-        return (
-            f'Type `float32_paths=("{fault.module}",)` in `autocast`, or put {region}.'
-        )
+    line, module = _line(fault.where), fault.module
+    match case.cast_by:
+        case "autocast":
+            region = f"`jaxmp.float32_region` around the function of {line}"
+            if "/" not in module:
+                return f"Put {region}."
+            paths = f'`float32_paths=("{module}",)`'
+            return f"Type {paths} in `autocast`, or put {region}."
+        case "with_policy":
+            return (
+                "Put `with_policy` around the model alone, so that this argument stays "
+                "float32; or give it in units in which it is near 1."
+            )
+        case "module":
+            return f"Give the module `{module}` `dtype=jnp.float32`."
     cure = f"Compute {line} in float32: `x.astype(jnp.float32)`"
-    if len(parts) < 2:
+    if not case.override:
         return f"{cure}."
-    inner = "/".join(parts[1:])
-    return f'{cure}, or `policy.with_overrides(("{inner}/", "float32"))`.'
+    return f'{cure}, or `policy.with_overrides(("{case.override}", "float32"))`.'
 
 
 def _line(where: str) -> str:

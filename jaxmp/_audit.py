@@ -16,8 +16,10 @@ import jax
 from . import _jaxpr
 from ._checks import check_function
 from ._flatten import flatten
-from ._hazards import Hazards
+from ._hazards import Hazards, of_numbers
+from ._in_float32 import traced_in_float32
 from ._leaks import Walk
+from ._numbers import Numbers
 from ._places import Place, caller
 from ._report import WIDTH, DtypeReport
 from ._residuals import residual_bytes
@@ -56,7 +58,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
       asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that are wrong in 16 bits because
-      of what is made of them: a phase, a distance, a choice, an inverse, a sum.
+      of what is made of them: a phase, a distance, a choice, an inverse, a sum; and
+      the numbers in the code that are 0 or Inf in 16 bits, such as 1e-8 in float16.
 
     Args:
         fun: Function that JAX can trace.
@@ -95,7 +98,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
         around = Place(user=caller())
         walk.run(jaxpr, [*inputs], around)
         residuals = residual_bytes(jaxpr, flat.fun, leaves)
-        return walk.report(residuals, Hazards().found(jaxpr, around))
+        twin = functools.partial(traced_in_float32, flat.fun, leaves)
+        numbers = Numbers(jaxpr, twin, around)
+        hazards = Hazards().found(jaxpr, around) + of_numbers(numbers)
+        return walk.report(residuals, hazards)
 
     return audited
 

@@ -53,7 +53,7 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
 
 
 def check_values(function: str, flat: Flat, when: str) -> None:
-    """Refuses arguments without values.
+    """Refuses arguments without values, and such as have been given away.
 
     Args:
         function: Of jaxmp, which was given them.
@@ -66,6 +66,15 @@ def check_values(function: str, flat: Flat, when: str) -> None:
             raise TypeError(
                 f"`{function}` needs values, but `{name}` is {kind}. Call it outside "
                 f"of `jax.jit` and `jax.grad`, with {when}; `fun` itself may be jitted."
+            )
+        if isinstance(x, jax.Array) and x.is_deleted():
+            raise ValueError(
+                f"`{function}` needs values, but `{name}` has been deleted: a step "
+                "that was jitted with `donate_argnums` has used up its memory. Call "
+                f"`{function}` before that step, or keep a copy of what it is given, "
+                "`before = jax.tree.map(jnp.copy, args)`. After a step that "
+                "`jaxmp.loss_scaling` has skipped, what the step returned is as good: "
+                "only the loss scale differs."
             )
 
 

@@ -1,6 +1,6 @@
-"""Products that 16 bits make wrong, by what is made of them.
+"""Products that 16 bits make wrong, by what is made of them; numbers that they eat.
 
-No list of operations can know these: the product is like any other, and what comes
+No list of operations can know such products: the product is like any other, and what comes
 after it takes the float32 sums. But its operands were rounded, and that rounding is
 absolute: an error of 0.4% of a phase of 300 is a third of a turn.
 """
@@ -16,6 +16,7 @@ import numpy as np
 from . import _jaxpr, _scopes
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
+from ._numbers import Numbers
 from ._op_lists import (
     CHOOSES,
     FOLDS,
@@ -229,6 +230,24 @@ class Hazards:
             first = self._found.setdefault((row.module, row.where), row)
             if kind == "distance" and first.kind == "comparison":
                 self._found[row.module, row.where] = row
+
+
+def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
+    """Returns the numbers in the code that are 0 or Inf in 16 bits, each line once."""
+    found: dict[Any, Hazard] = {}
+    for x in numbers:
+        if x.written is None or x.place.backward:
+            continue
+        is_zero = x.left == 0
+        row = Hazard(
+            kind="number",
+            why=f"{x.written:.4g} is {'0' if is_zero else 'Inf'} in {x.dtype}",
+            cure="x.astype(jnp.float32)" if is_zero else "jnp.finfo(x.dtype).max",
+            module=_scopes.module_of(_scopes.without_repeats(x.place.scopes)),
+            where=x.place.where,
+        )
+        found.setdefault((row.why, row.module, row.where), row)
+    return tuple(found.values())
 
 
 def _is_in_16bit(eqn: Equation, place: Place) -> bool:

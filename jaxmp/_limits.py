@@ -49,6 +49,7 @@ class Limit(NamedTuple):
     """An operation whose limits make a result wrong."""
 
     line: Line
+    eqn: int  # the equation's `id`
     place: Place
     number: Eaten | None  # that it reads
     wrong: tuple[int, ...]  # the results
@@ -76,10 +77,10 @@ class Limits:
         """
         self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
         self.platform, self._arrays = platform_of(arrays), arrays
-        self.lines: dict[Line, tuple[Place, Eaten | None]] = {}
-        self._order: dict[Line, int] = {}
+        # The operations in their order, with their places and the numbers they read.
+        self._found: dict[tuple[Line, int], tuple[Place, Eaten | None]] = {}
+        self._order: dict[tuple[Line, int], int] = {}
         self._compiled = compiled(self._replay, *_settings(0), *arrays)
-        self._count = len(self.lines)
 
     def first(self, *, is_bad: bool) -> Limit | None:
         """Returns the first operation whose limits make a result wrong.
@@ -105,6 +106,20 @@ class Limits:
         outs = self._run(0, small=_SMALL)
         return all(np.isfinite(x).all() for x in jax.device_get(outs) if _is_float(x))
 
+    def is_on(
+        self,
+        count: Any,
+        eqn: Equation,
+        dtype: Any,
+        place: Place,
+        number: Eaten | None = None,
+    ) -> Any:
+        """Whether an operation is among the first ``count``; it is remembered."""
+        key = line_of(eqn.primitive.name, dtype, place), id(eqn)
+        _, known = self._found.get(key, (place, None))
+        self._found[key] = place, known or number
+        return jnp.int32(self._order.setdefault(key, len(self._order))) < count
+
     def _wrong(
         self, free: Any, *, is_bad: bool, small: float, tolerance: float = _TOLERANCE
     ) -> Any:
@@ -123,7 +138,7 @@ class Limits:
         return wrong
 
     def _first(self, free: Any, wrong: Any, small: float) -> Limit | None:
-        good, bad = 0, self._count
+        good, bad = 0, len(self._found)
         found = wrong(bad)
         if not found:
             return None
@@ -131,8 +146,8 @@ class Limits:
             middle = (good + bad) // 2
             now = wrong(middle)
             good, bad = (good, middle) if now else (middle, bad)
-        line = [*self.lines][bad - 1]
-        return Limit(line, *self.lines[line], found)
+        (line, eqn), (place, number) = [*self._found.items()][bad - 1]
+        return Limit(line, eqn, place, number, found)
 
     def _run(self, count: int, *, exact: bool = False, small: float = 0.0) -> Any:
         return self._compiled(*_settings(count, exact, small), *self._arrays)
@@ -158,15 +173,15 @@ class _Replay(WideReplay):
         """Returns what an equation reads, with the numbers that 16 bits have eaten."""
         eaten = [self.limits.numbers.read_by(eqn, i) for i in range(len(ins))]
         return [
-            x if number is None else Value(self._number(number))
+            x if number is None else Value(self._number(eqn, number))
             for x, number in zip(ins, eaten, strict=True)
         ]
 
-    def _number(self, number: Eaten) -> Any:
+    def _number(self, eqn: Equation, number: Eaten) -> Any:
         written = number.written
         if written is None:
             written = self.small if number.left == 0 else np.copysign(_LARGE, number.left)
-        on = self._is_on(number.operation, number.dtype, number.place, number)
+        on = self.limits.is_on(self.count, eqn, number.dtype, number.place, number)
         return jnp.where(on, np.float32(number.left), jnp.float32(written))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
@@ -178,20 +193,10 @@ class _Replay(WideReplay):
         values = []
         for x, var in zip(outs, eqn.outvars, strict=True):
             if is_narrow(var.aval) and var.aval.dtype.itemsize == 2:
-                on = self._is_on(name, var.aval.dtype, place)
+                on = self.limits.is_on(self.count, eqn, var.aval.dtype, place)
                 x = _rounded(jnp.asarray(x), on, self.exact, var.aval.dtype)
             values.append(Value(x))
         return values
-
-    def _is_on(
-        self, operation: str, dtype: Any, place: Place, number: Eaten | None = None
-    ) -> Any:
-        """Whether the limits hold for an operation, which is remembered."""
-        line, limits = line_of(operation, dtype, place), self.limits
-        _, known = limits.lines.setdefault(line, (place, number))
-        limits.lines[line] = place, known or number
-        position = limits._order.setdefault(line, len(limits._order))
-        return jnp.int32(position) < self.count
 
 
 def _settings(count: int, exact: bool = False, small: float = 0.0) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ function traced in float32, where that has the same equation at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,19 +32,21 @@ class Eaten(NamedTuple):
 class Numbers:
     """The numbers of a jaxpr that may have been eaten, by who reads them."""
 
-    def __init__(self, jaxpr: Any, twin: Any, around: Place):
+    def __init__(self, jaxpr: Any, twin: Callable[[], Any], around: Place):
         """Looks for them.
 
         Args:
             jaxpr: What is traced in 16 bits.
-            twin: The same function traced in float32, None if that could not be.
+            twin: Traces the same function in float32, or returns None if that cannot
+                be. It is called where a number of the jaxpr is 0 or Inf.
             around: What is around their operations.
         """
         self._found: dict[tuple[int, int], Eaten] = {}
         ours = _by_place(jaxpr, around)
         if not any(_is_left(x) for group in ours.values() for _, _, x, _ in group):
             return
-        theirs = {} if twin is None else _by_place(twin, around)
+        in_float32 = twin()
+        theirs = {} if in_float32 is None else _by_place(in_float32, around)
         for key, group in ours.items():
             others = [x for _, _, x, _ in theirs.get(key, [])]
             if len(others) != len(group) and len({_value(x) for x in others}) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
@@ -25,7 +25,7 @@ from ._flatten import Flat, check_values, flatten
 from ._in_float32 import traced_in_float32
 from ._limits import Limit, Limits, Line, line_of
 from ._look import NOTHING, float32_of
-from ._numbers import Numbers
+from ._numbers import Eaten, Numbers
 from ._overflow_report import Fault, OperationRange, OverflowReport
 from ._places import Place, caller
 from ._probe import Probe, Seen, Site
@@ -147,9 +147,16 @@ class _Found(NamedTuple):
             largest=float(jnp.finfo(site.dtype).max),
         )
 
-    def sites_of(self, line: Line) -> list[int]:
-        """Returns the sites of a line, in its order."""
-        return [i for i, x in enumerate(self.probe.sites) if _line_of(x) == line]
+    def sites_of(self, limit: Limit) -> list[int]:
+        """Returns the sites of an operation, in the order of the program."""
+        sites = self.probe.sites
+        same = [i for i, x in enumerate(sites) if _line_of(x) == limit.line]
+        return [i for i in same if sites[i].eqn == limit.eqn] or same
+
+    def lost(self, number: int) -> float:
+        """Returns the fraction of a site's values that 16 bits lose."""
+        counts, size = self.seen.rows.counts[number], self.probe.sites[number].size
+        return float(counts[LOST] / max(counts[RUNS] * size, 1))
 
 
 class _Search:
@@ -181,7 +188,7 @@ class _Search:
     @functools.cached_property
     def numbers(self) -> Numbers:
         """What 16 bits have eaten of the numbers in the code."""
-        return Numbers(self.jaxpr, self.twin, self.around)
+        return Numbers(self.jaxpr, lambda: self.twin, self.around)
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -198,19 +205,33 @@ class _Search:
             self.finite_in_float32 = True
         elif "float16" in self.dtypes and not self.numbers.are_known:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
-        over = self.found.seen.rows.counts[self.number, OVER] > 0
-        if self.finite_in_float32 is False or over or "float16" not in self.dtypes:
+        if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
-        self.limit = self.limits.first(is_bad=True)
-        if self.limit is not None and self._is_zero(self.limit):
-            self.first = self._fault_of(self.limit)
+        rows, sites = self.found.seen.rows.counts, self.found.probe.sites
+        if not rows[self.number, OVER]:
+            limit = self.limits.first(is_bad=True)
+        elif sites[self.number].place.backward and self._loses(forward=True):
+            # Of a forward pass that is wrong no gradient needs to be looked at.
+            limit = self.limits.first(is_bad=False)
+            limit = None if limit and limit.line.backward else limit
+        else:
+            return
+        if limit is not None and self._is_zero(limit):
+            self.limit, self.first = limit, self._fault_of(limit)
+
+    def _loses(self, *, forward: bool) -> bool:
+        """Whether numbers become zero, or Inf, that float32 has."""
+        pairs = zip(self.found.seen.rows.counts, self.found.probe.sites, strict=True)
+        return any(
+            counts[LOST] + counts[INF] > 0 and not (forward and site.place.backward)
+            for counts, site in pairs
+        )
 
     def _may_be_wrong(self) -> bool:
         """Whether numbers have left float16, or those of the code may have."""
         if "float16" not in self.dtypes:
             return False
-        counts = self.found.seen.rows.counts
-        return bool((counts[:, LOST] + counts[:, INF]).any()) or any(self.numbers)
+        return self._loses(forward=False) or any(self.numbers)
 
     def _look_for_wrong_results(self) -> None:
         self.limit = self.limits.first(is_bad=False)
@@ -226,12 +247,12 @@ class _Search:
         """Whether the limits of an operation make zeros, and not Inf."""
         if limit.number is not None:
             return limit.number.left == 0
-        counts = self.found.seen.rows.counts[self.found.sites_of(limit.line)]
+        counts = self.found.seen.rows.counts[self.found.sites_of(limit)]
         return not (counts[:, OVER] + counts[:, BIRTHS]).any()
 
     def _fault_of(self, limit: Limit) -> Fault:
         """Returns what happened at an operation that its limits have made wrong."""
-        numbers, line = self.found.sites_of(limit.line), limit.line
+        numbers, line = self.found.sites_of(limit), limit.line
         kind = "zeros" if self._is_zero(limit) else "Inf"
         if not numbers:  # a number in the code that a call is given
             info = jnp.finfo(line.dtype)
@@ -273,9 +294,7 @@ class _Search:
         self, operations: Sequence[OperationRange], given: dict, leading: dict
     ) -> Case:
         sites, number = self.found.probe.sites, self.number
-        place = sites[number].place if number is not None else None
-        if self.limit is not None:
-            place = self.limit.place
+        site = None if number is None else sites[number]
         backward = [i for i, x in enumerate(sites) if x.place.backward]
         narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
         return Case(
@@ -284,14 +303,14 @@ class _Search:
             is_given=bool(leading),
             written=any(x[0] == INF_WRITTEN for x in self.found.moments()),
             finite_in_float32=self.finite_in_float32,
-            is_number=self._is_number(),
-            number=self.limit.number if self.limit else None,
+            number=self._number(),
+            argument=self._argument(site),
             after_backward=bool(backward)
             and number is not None
             and number > backward[-1],
-            by_autocast=place is not None and _scopes.AUTOCAST in place.scopes,
-            by_optimizer=place is not None and _is_optimizers(place),
-            row=self._row(operations),
+            cast_by=self._cast_by(site),
+            override=self._override(site),
+            lost=0.0 if number is None else self.found.lost(number),
             # A mask of `finfo(dtype).min` has none, and is meant.
             nearest=min(
                 (x for x in narrow if x.headroom > 0),
@@ -305,26 +324,55 @@ class _Search:
             is_seen=not self.found.probe.notes,
         )
 
-    def _is_number(self) -> bool:
-        """Whether the Inf or NaN is a number in the code, such as -1e9 in a mask."""
-        if self.first is None or self.number is None:
-            return False
+    def _number(self) -> Eaten | None:
+        """Returns the number in the code that is the fault, such as -1e9 in a mask."""
         if self.limit is not None and self.limit.number is not None:
-            return self.first.kind != "zeros"
-        site, fault = self.found.probe.sites[self.number], self.first
-        if self.finite_in_float32 is False:
-            return False
-        if site.is_cast:
-            return fault.inputs[0][2] in site.numbers
-        return math.inf in site.numbers and is_narrow(site.dtype)
-
-    def _row(self, operations: Sequence[OperationRange]) -> OperationRange | None:
-        """Returns what the faulty line computed."""
-        if self.limit is None:
+            return self.limit.number
+        if self.first is None or self.number is None:
             return None
-        line = self.limit.line
-        same = (x for x in operations if Line(*_key_of(x)) == line)
-        return next(same, None)
+        site, fault = self.found.probe.sites[self.number], self.first
+        left = 0.0 if fault.kind == "zeros" else math.inf
+        eaten = Eaten(left, None, site.dtype, site.operation, site.place)
+        if site.is_cast and fault.inputs[0][2] in site.numbers:
+            return eaten._replace(written=fault.inputs[0][2])
+        is_inf = math.inf in site.numbers and is_narrow(site.dtype) and left
+        return eaten if is_inf and self.finite_in_float32 is not False else None
+
+    def _argument(self, site: Site | None) -> str:
+        """Returns the name of the argument that the faulty operation casts."""
+        names = self.found.probe.names
+        return "" if site is None or site.given is None else names[site.given]
+
+    def _cast_by(self, site: Site | None) -> str:
+        """Returns what has brought the faulty operation into 16 bits.
+
+        It is ``autocast``, ``optax``, a ``module`` of Flax, ``with_policy``, or the
+        ``code`` of the user.
+        """
+        place = Place() if site is None else site.place
+        if self.limit is not None:
+            place = self.limit.place
+        if _scopes.AUTOCAST in place.scopes:
+            return "autocast"
+        if place.library == "optax":
+            return "optax"
+        if site is not None and site.is_cast and place.library == "jaxmp":
+            return "with_policy"
+        return "module" if place.library == "flax" and not self._has_policy() else "code"
+
+    def _has_policy(self) -> bool:
+        """Whether a policy casts in the program."""
+        return any(
+            x.is_cast and x.place.library == "jaxmp" and is_narrow(x.dtype)
+            for x in self.found.probe.sites
+        )
+
+    def _override(self, site: Site | None) -> str:
+        """Returns the override for the module of the fault, if it has parameters."""
+        inner = "" if site is None else "/".join(_module(site.place).split("/")[1:])
+        names = self.flat.names
+        has = inner and any(re.search(re.escape(f"{inner}/"), x) for x in names)
+        return f"{inner}/" if has and self._has_policy() else ""
 
     def _leading(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns what came in with Inf or NaN and led to the first fault.
@@ -369,11 +417,6 @@ def _narrow_dtypes(jaxpr: Any) -> set[str]:
     found = {str(atom.aval.dtype) for atom in atoms if is_narrow(atom.aval)}
     subs = (sub for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
     return found.union(*map(_narrow_dtypes, subs))
-
-
-def _is_optimizers(place: Place) -> bool:
-    """Whether a library of optimizers has written an operation."""
-    return place.author is not None and "optax" in place.author[0].split(os.sep)
 
 
 def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
@@ -432,10 +475,6 @@ def _ranges(found: _Found) -> Iterator[OperationRange]:
 
 def _line_of(site: Site) -> Line:
     return line_of(site.operation, site.dtype, site.place)
-
-
-def _key_of(row: OperationRange) -> tuple[Any, ...]:
-    return row.operation, np.dtype(row.dtype), row.where, row.module, row.backward
 
 
 def _is_looked_at(site: Site) -> bool:

@@ -68,6 +68,16 @@ class Place(NamedTuple):
         """The same without the file's folders."""
         return os.path.basename(self.where)
 
+    @property
+    def library(self) -> str:
+        """The library that wrote the operation: ours, one of layers; else empty."""
+        if self.author is None:
+            return ""
+        if self.author[0].startswith(_OWN):
+            return "jaxmp"
+        found = _LIBRARIES.search(self.author[0])
+        return (found.group(2) if found else None) or ""
+
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
         if other is None:

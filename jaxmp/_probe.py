@@ -45,6 +45,7 @@ class Site(NamedTuple):
     """A floating result of an operation of the program."""
 
     operation: str
+    eqn: int  # the equation's `id`
     place: Place
     dtype: np.dtype
     size: int
@@ -52,7 +53,8 @@ class Site(NamedTuple):
     loops: tuple[Loop, ...]
     computes: bool  # and does not only move or choose between values
     is_cast: bool
-    numbers: frozenset[float]  # in the code, beyond float16, that it may read
+    numbers: frozenset[float]  # in the code, outside float16, that it may read
+    given: int | None  # which of what the program is given it casts
 
 
 class Seen(NamedTuple):
@@ -117,7 +119,7 @@ class Probe:
         ]
         frame = Frame(self)
         first = frame.grow(jnp.stack(table)) if table else 0
-        values = [Value(x, (first + i,)) for i, x in enumerate(given)]
+        values = [Value(x, (first + i,), given=i) for i, x in enumerate(given)]
         outs = frame.run(
             self.jaxpr, values[: len(arrays)], around, values[len(arrays) :]
         )
@@ -240,6 +242,7 @@ class Frame(Trails):
             probe.sites.append(
                 Site(
                     operation=name,
+                    eqn=id(eqn),
                     place=place,
                     dtype=x.dtype,
                     size=int(x.size),
@@ -248,6 +251,7 @@ class Frame(Trails):
                     computes=bool(inputs) and name not in EXACT,
                     is_cast=_jaxpr.is_cast(eqn),
                     numbers=numbers,
+                    given=ins[0].given if _jaxpr.is_cast(eqn) else None,
                 )
             )
         return values

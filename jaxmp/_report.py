@@ -97,17 +97,18 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Hazard:
-    """A matrix product that 16 bits make wrong, by what is made of it.
+    """A matrix product that 16 bits make wrong, or a number that they make 0 or Inf.
 
     Attributes:
         kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
             ``"comparison"`` of results, an index that is looked up, or one-hot,
-            ``"inverse"`` of a matrix, or ``"sum"``, a product with ones.
+            ``"inverse"`` of a matrix, or ``"sum"``, a product with ones; or
+            ``"number"``, one in the code such as an epsilon of 1e-8 in float16.
         why: What goes wrong, in words.
         cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
             or another formula.
-        module: Named scopes of the product.
-        where: ``file:line`` of the product.
+        module: Named scopes of the product, or of what reads the number.
+        where: Its ``file:line``.
 
     Examples:
         >>> def features(x, w):
@@ -141,7 +142,8 @@ class DtypeReport:
             the function.
         notes: What could not be counted exactly.
         hazards: Products that 16 bits make wrong, by what is made of them, where the
-            pattern is clear. Those that are computed in float32 on purpose are none.
+            pattern is clear, and numbers that 16 bits make 0 or Inf. Products that are
+            computed in float32 on purpose are none.
     """
 
     flops: dict[str, float]
@@ -289,8 +291,9 @@ def _hazard_lines(report: DtypeReport) -> Iterator[str]:
     yield "wrong in 16 bits"
     for row in report.hazards[:_ROWS]:
         module = f" in {row.module}" if row.module else ""
+        subject = "a number" if row.kind == "number" else "the product"
         yield from textwrap.wrap(
-            f"the product at {_base(row)}{module}: {row.why}",
+            f"{subject} at {_base(row)}{module}: {row.why}",
             width=WIDTH,
             initial_indent="  ",
             subsequent_indent="    ",

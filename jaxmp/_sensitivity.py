@@ -22,7 +22,9 @@ from . import _jaxpr
 from ._autocast import autocast
 from ._checks import as_scale, check_function, check_positive
 from ._flatten import Flat, check_values, flatten
+from ._in_float32 import traced_in_float32
 from ._loss_scale_state import scale_in
+from ._numbers import Numbers
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._places import Place, caller
 from ._policy import PolicyLike, get_policy
@@ -136,7 +138,9 @@ def sensitivity(
         in_16bit = step if own.multiplies else paths_keep()
         arrays = [jnp.float32(1), *flat.leaves] if is_loss else flat.leaves
         jaxpr = jax.make_jaxpr(in_16bit)(*arrays)
-        program = Program(jaxpr, around, flat.leaves, depth)
+        twin = functools.partial(traced_in_float32, in_16bit, arrays)
+        numbers = Numbers(jaxpr, twin, around)
+        program = Program(jaxpr, around, flat.leaves, depth, numbers)
         if not program.parts:
             raise ValueError(
                 "`sensitivity` found nothing in 16 bits: the policy computes in "
@@ -297,7 +301,7 @@ class _Search:
             self.settle(leaves, scales, off)
         else:
             self.reference = self.run(off, *leaves)
-        _check_finite(self.reference)
+        _check_finite(self.reference, program)
         self.all = self.errors(~off)
 
     def settle(
@@ -465,13 +469,27 @@ def _relative_error(xs: Sequence[Any], ys: Sequence[Any]) -> jax.Array:
     return jnp.where(jnp.isnan(error), jnp.inf, error)
 
 
-def _check_finite(reference: Sequence[Any]) -> None:
-    if not bool(all_finite(list(reference))):
+def _check_finite(reference: Sequence[Any], program: Program) -> None:
+    if bool(all_finite(list(reference))):
+        return
+    unknown = [x for x in program.numbers if x.written is None]
+    if unknown:
+        left = "0, as 1e-8 is" if unknown[0].left == 0 else "Inf, as 1e9 is"
         raise FloatingPointError(
             "`sensitivity` compares with float32, but the loss or its gradients are "
-            "not finite there. Type `jaxmp.find_overflow(fun)(*args)` to see the line "
-            "that breaks."
+            "not finite as far as it can compute them in float32. The function casts "
+            f"to {unknown[0].dtype} itself, and a number in its code at "
+            f"{unknown[0].place.line or 'some line'} is {left}. Compute that line in "
+            "float32, `x.astype(jnp.float32)`."
         )
+    what = "the loss is not finite there"
+    if bool(all_finite(reference[0])):
+        what = "there the gradients are not finite, although the loss is"
+    raise FloatingPointError(
+        f"`sensitivity` compares with float32, but {what}. Type "
+        "`jaxmp.find_overflow(fun)(*args)`, of the loss or of "
+        "`jax.value_and_grad(loss)`, to see the line that breaks."
+    )
 
 
 class _Bar:

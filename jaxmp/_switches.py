@@ -67,7 +67,7 @@ class Program:
             numbers: Those in the code that 16 bits have eaten.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
-        self.numbers = numbers or Numbers(jaxpr, None, around)
+        self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
         self.flops: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # an ordered set

@@ -16,6 +16,7 @@ from ._varying import vary
 from ._wide import wide_literal, widened
 
 _LARGEST = float(jnp.finfo(jnp.float16).max)
+_LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below
 
 # Rows that every table of trails begins with.
 FINITE, INF, NAN = range(3)
@@ -29,8 +30,10 @@ class Value(NamedTuple):
 
     array: Any
     trails: tuple[int, ...]
-    # Magnitudes of numbers in the code, beyond float16, that it may hold as they stand.
+    # Magnitudes of numbers in the code that it may hold as they stand, and that are Inf
+    # or zero in float16.
     numbers: frozenset[float] = frozenset()
+    given: int | None = None  # which of what the program is given it is
 
     @property
     def trail(self) -> int:
@@ -163,7 +166,8 @@ class Trails:
         if not is_floating(literal) or np.iscomplexobj(number) or not self.looking:
             return Value(value, (FINITE,))
         size = float(np.abs(literal.val))
-        numbers = frozenset({size} if size > _LARGEST else ())
+        is_outside = size > _LARGEST or 0 < size <= _LOST
+        numbers = frozenset({size} if is_outside else ())
         if not np.isfinite(number):
             return Value(value, (NAN if np.isnan(number) else INF,), numbers)
         top = bits_of(number, np.float32)
