@@ -19,6 +19,7 @@ class Case(NamedTuple):
     finite_in_float32: bool | None
     number: Eaten | None  # in the code, which the faulty operation reads as 0 or Inf
     argument: str  # that it casts
+    zeros: str  # an argument in float16 that is all zeros and led to the fault
     after_backward: bool  # whether it is the optimizer's
     cast_by: str  # what brought it into 16 bits: "autocast", "with_policy", ...
     override: str  # of a policy, for the parameters of its module
@@ -91,16 +92,25 @@ def _of_given(given: dict[str, tuple[int, int]]) -> str:
 def _of_fault(case: Case, fault: Fault) -> str:
     if fault.kind == "zeros":
         return _of_zeros(case, fault)
+    if case.finite_in_float32 is False and case.zeros:
+        return (
+            f"`{case.zeros}` came in as float16 and is all zeros, as everything below "
+            "6e-8 is there, and that leads to it. If it is not meant to be, give it in "
+            "float32, or in units in which it is near 1."
+        )
     if case.finite_in_float32 is False:
         return (
             "It is not finite in float32 either: the cause is the model or its data at "
             f"{_line(fault.where)}, not the precision, and no loss scale helps."
         )
     if case.number is not None:
+        written = case.number.written
+        number = "A number" if written is None else f"The number {written:.4g}"
         return (
-            f"A number in the code at {_line(fault.where)} is beyond {fault.dtype}, "
+            f"{number} in the code at {_line(fault.where)} is beyond {fault.dtype}, "
             f"which ends at {fault.largest:.4g}, and became Inf. For a mask type "
-            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there."
+            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there. For "
+            f"anything else: {_cure(case, fault)}"
         )
     if case.after_backward or case.cast_by == "optax":
         return (

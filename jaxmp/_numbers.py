@@ -42,6 +42,9 @@ class Numbers:
             around: What is around their operations.
         """
         self._found: dict[tuple[int, int], Eaten] = {}
+        # Arrays that the code has made in 16 bits have lost their small numbers, too.
+        consts = _jaxpr.closed_consts(jaxpr)
+        self.has_zeros = any(is_narrow(x) and (np.asarray(x) == 0).any() for x in consts)
         ours = _by_place(jaxpr, around)
         if not any(_is_left(x) for group in ours.values() for _, _, x, _ in group):
             return
@@ -82,7 +85,7 @@ class Numbers:
     @property
     def are_known(self) -> bool:
         """Whether it is known of all of them what they were."""
-        return all(x.written is not None for x in self)
+        return not self.has_zeros and all(x.written is not None for x in self)
 
 
 def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
@@ -104,7 +107,7 @@ def equations(jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
         place = around.of(eqn, before=place)
         yield eqn, place
         for body in _jaxpr.sub_jaxprs(eqn):
-            yield from equations(body, place.inside(eqn, body))
+            yield from equations(body, place.replayed(eqn, body))
 
 
 def _is_real(literal: Any) -> bool:

@@ -218,6 +218,8 @@ class _Search:
             return
         if limit is not None and self._is_zero(limit):
             self.limit, self.first = limit, self._fault_of(limit)
+        elif limit is not None and limit.number is not None:
+            self.limit = limit
 
     def _loses(self, *, forward: bool) -> bool:
         """Whether numbers become zero, or Inf, that float32 has."""
@@ -255,6 +257,7 @@ class _Search:
         numbers, line = self.found.sites_of(limit), limit.line
         kind = "zeros" if self._is_zero(limit) else "Inf"
         if not numbers:  # a number in the code that a call is given
+            self.number = None
             info = jnp.finfo(line.dtype)
             return Fault(
                 operation=line.operation,
@@ -295,7 +298,9 @@ class _Search:
     ) -> Case:
         sites, number = self.found.probe.sites, self.number
         site = None if number is None else sites[number]
-        backward = [i for i, x in enumerate(sites) if x.place.backward]
+        backward = [
+            i for i, x in enumerate(sites) if x.place.backward or x.place.again
+        ]
         narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
         return Case(
             first=self.first,
@@ -305,6 +310,7 @@ class _Search:
             finite_in_float32=self.finite_in_float32,
             number=self._number(),
             argument=self._argument(site),
+            zeros="" if leading else self._zeros(),
             after_backward=bool(backward)
             and number is not None
             and number > backward[-1],
@@ -375,23 +381,37 @@ class _Search:
         return f"{inner}/" if has and self._has_policy() else ""
 
     def _leading(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns what came in with Inf or NaN and led to the first fault.
-
-        Without them there is none, or another one.
-        """
+        """Returns what came in with Inf or NaN and led to the first fault."""
         if self.moment is None or self.finite_in_float32 is True:
             return {}
-        leading = {}
+        names = enumerate(self.flat.names)
+        return {x: given[x] for i, x in names if x in given and self._leads(i)}
+
+    def _leads(self, i: int) -> bool:
+        """Whether the first fault is gone with ones for what an argument has wrong.
+
+        Wrong are Inf and NaN, and the zeros of an array of zeros.
+        """
+        leaves = list(self.flat.leaves)
+        x = jnp.asarray(leaves[i])
+        leaves[i] = jnp.where(jnp.isfinite(x) & (x != 0), x, jnp.ones((), x.dtype))
+        again = _Found(self.found.probe, self.found.probe.run(self.around, leaves))
+        return again.first() != self.moment
+
+    def _zeros(self) -> str:
+        """Returns the name of a float16 argument that is all zeros and led to a fault.
+
+        It may have been more in float32.
+        """
+        if self.moment is None or self.finite_in_float32 is True:
+            return ""
         for i, (name, x) in enumerate(
             zip(self.flat.names, self.flat.leaves, strict=True)
         ):
-            if name in given:
-                leaves = list(self.flat.leaves)
-                leaves[i] = jnp.where(jnp.isfinite(x), x, jnp.ones((), x.dtype))
-                again = _Found(self.found.probe, self.found.probe.run(self.around, leaves))
-                if again.first() != self.moment:
-                    leading[name] = given[name]
-        return leading
+            is_zero = x.dtype == jnp.float16 and x.size and not np.asarray(x).any()
+            if is_zero and self._leads(i):
+                return name
+        return ""
 
     def _reached(self) -> tuple[str, ...]:
         """Returns the names of the results that the fault reached."""

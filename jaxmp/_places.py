@@ -52,6 +52,7 @@ class Place(NamedTuple):
     backward: bool = False
     trips: int = 1  # how often this runs, 0 where nothing is counted
     opaque: str = ""  # the primitive around it that nothing is known of
+    again: bool = False  # in what a backward pass computes again
 
     @property
     def module(self) -> str:
@@ -70,13 +71,14 @@ class Place(NamedTuple):
 
     @property
     def library(self) -> str:
-        """The library that wrote the operation: ours, one of layers; else empty."""
-        if self.author is None:
-            return ""
-        if self.author[0].startswith(_OWN):
+        """The library of layers or optimizers that wrote the operation, or ours."""
+        file = self.author[0] if self.author else ""
+        if file.startswith(_OWN):
             return "jaxmp"
-        found = _LIBRARIES.search(self.author[0])
-        return (found.group(2) if found else None) or ""
+        found = _LIBRARIES.search(file)
+        # A loss of optax is part of the model.
+        is_loss = f"{os.sep}losses{os.sep}" in file
+        return (found.group(2) or "") if found and not is_loss else ""
 
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
@@ -124,6 +126,17 @@ class Place(NamedTuple):
             trips=self.trips * (1 if trips is None else trips),
             opaque=self.opaque or ("" if kind else eqn.primitive.name),
         )
+
+    def replayed(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
+        """Returns the same where a program is followed in the order it runs.
+
+        What a backward pass computes again is forward work, and what is not says so
+        itself.
+        """
+        inside = self.inside(eqn, jaxpr)
+        if not _jaxpr.is_remat(eqn):
+            return inside
+        return inside._replace(backward=False, again=self.backward or self.again)
 
 
 def caller() -> Frame | None:

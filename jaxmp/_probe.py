@@ -504,8 +504,7 @@ class Frame(Trails):
         """Replays what a backward pass computes again, so that nothing is kept."""
         jaxpr = eqn.params["jaxpr"]
         table = self.mark(self.trails_of(ins, eqn.invars))
-        # What is computed again is forward work, and what is not says so itself.
-        inside = place.inside(eqn, jaxpr)._replace(backward=False)
+        inside = place.replayed(eqn, jaxpr)
         args = self.mark(tuple(self.clock)), [x.array for x in ins], table
         body, _ = self.enclosed(jaxpr, inside, None, args[1:], ins)
         outs = _jaxpr.bind_remat(eqn, jax.tree.leaves(args), body.jaxpr)

@@ -28,6 +28,7 @@ from ._scopes import (
     FLOAT8_SCALED,
     SATURATED,
 )
+from ._varying import vary
 from ._wide import bind_wide, platform_of
 from ._wide_replay import NONE, Value, WideReplay, bodies_of, given, is_call
 
@@ -141,7 +142,7 @@ class _Frame(WideReplay):
 
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
         """Returns the same replay on the shards of a shard_map."""
-        return _Frame(self.program, scalars, axes)
+        return _Frame(self.program, vary(scalars, axes), axes)
 
     def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Returns what an equation reads, with numbers that 16 bits have eaten.

@@ -165,7 +165,8 @@ class Trails:
         number = np.asarray(value)
         if not is_floating(literal) or np.iscomplexobj(number) or not self.looking:
             return Value(value, (FINITE,))
-        size = float(np.abs(literal.val))
+        with np.errstate(over="ignore"):
+            size = float(np.abs(np.float32(literal.val)))
         is_outside = size > _LARGEST or 0 < size <= _LOST
         numbers = frozenset({size} if is_outside else ())
         if not np.isfinite(number):

@@ -19,7 +19,6 @@ from ._jaxpr import Equation
 from ._loops import after_trip
 from ._places import Place
 from ._products import PRODUCTS
-from ._varying import vary
 from ._wide import platform_of, wide_literal, widened
 
 # Which part of a program has rounded a value, where it is none.
@@ -56,6 +55,10 @@ class WideReplay:
         """Returns what an equation reads, with its numbers as they are to be."""
         return ins
 
+    def constant(self, array: Any) -> Value:
+        """Returns an array that the code has made."""
+        return given(array)
+
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
         """Returns the same replay on the shards of a shard_map."""
         raise NotImplementedError
@@ -71,12 +74,14 @@ class WideReplay:
             with _jaxpr.context_of(eqn):
                 return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
 
-        return _jaxpr.interpret(jaxpr, values, apply, const=given, literal=_literal)
+        return _jaxpr.interpret(
+            jaxpr, values, apply, const=self.constant, literal=_literal
+        )
 
     def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Replays an equation that calls, repeats or chooses between jaxprs."""
         jaxprs = bodies_of(eqn, self.platform)
-        bodies = [self.body(x, place.inside(eqn, x)) for x in jaxprs]
+        bodies = [self.body(x, place.replayed(eqn, x)) for x in jaxprs]
         match _jaxpr.call_kind(eqn):
             case "scan":
                 arrays = _scan(eqn, ins, bodies[0])
@@ -90,7 +95,7 @@ class WideReplay:
                 arrays = lax.switch(index.array, branches, [x.array for x in ins])
             case kind:
                 ins = ins[1:] if kind == "cond" else ins  # without the platform
-                return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
+                return self.run(jaxprs[0], ins, place.replayed(eqn, jaxprs[0]))
         return [Value(x) for x in arrays]
 
     def body(self, jaxpr: Any, around: Place) -> Callable[[list[Value]], list[Any]]:
@@ -103,7 +108,7 @@ class WideReplay:
         axes = (*self.axes, *_jaxpr.manual_axes(eqn))
 
         def body(shards, scalars):
-            replay = self.among(vary(scalars, axes), axes)
+            replay = self.among(scalars, axes)
             values = [
                 Value(x, narrow=True if value.narrow is True else None)
                 for x, value in zip(shards, ins, strict=True)
