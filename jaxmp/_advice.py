@@ -49,11 +49,13 @@ def _of_sound(case: Case) -> str:
     if not case.is_seen:
         text = "All results are finite, but not all could be looked at: see the notes."
     if case.swallowed is not None:
+        what = case.swallowed.operation
+        if case.number is not None and case.number.written is not None:
+            what = f"the number {case.number.written:.4g} in the code"
         return (
-            f"{text} But {case.swallowed.operation} at {_line(case.swallowed.where)} "
-            "gave Inf where float32 would not, and what came after made a finite "
-            "number of it, as 1 / Inf is 0: the results may be wrong. "
-            f"{_cure(case, case.swallowed)}"
+            f"{text} But {what} at {_line(case.swallowed.where)} gave Inf where float32 "
+            "would not, and what came after made a finite number of it, as 1 / Inf is "
+            f"0: the results may be wrong. {_cure(case, case.swallowed)}"
         )
     near = case.nearest
     if near is not None and near.headroom < 1 and not near.backward:
@@ -159,7 +161,7 @@ def _of_zeros(case: Case, fault: Fault) -> str:
     if case.after_backward or case.cast_by == "optax":
         return f"{what} The optimizer computes in 16 bits. {_MASTERS}"
     if fault.backward and number is None:
-        return f"{what} {_SCALE} Else: {_cure(case, fault)}"
+        return f"{what} {_SCALE}"
     return f"{what} No loss scale helps. {_cure(case, fault)}"
 
 
@@ -186,6 +188,9 @@ def _cure(case: Case, fault: Fault) -> str:
                 return f"Put {region}."
             paths = f'`float32_paths=("{module}",)`'
             return f"Type {paths} in `autocast`, or put {region}."
+        case "with_policy" if "/" in case.argument:
+            leaf = "/".join(case.argument.split("/")[-2:])
+            return f'Type `policy.with_overrides(("{leaf}", "float32"))`.'
         case "with_policy":
             return (
                 "Put `with_policy` around the model alone, so that this argument stays "

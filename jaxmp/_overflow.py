@@ -362,7 +362,8 @@ class _Search:
             return "autocast"
         if place.library == "optax":
             return "optax"
-        if site is not None and site.is_cast and place.library == "jaxmp":
+        is_given = site is not None and site.given is not None
+        if is_given and place.library == "jaxmp":
             return "with_policy"
         return "module" if place.library == "flax" and not self._has_policy() else "code"
 

@@ -8,19 +8,23 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import jax.numpy as jnp
+
 from ._report import WIDTH, table
 
 _ROWS = 6  # of each table
+_SEEN = 0.0005  # of a fraction in percent, with one decimal
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An operation that made an Inf or a NaN.
+    """An operation that made an Inf or a NaN, or zeros that make a result wrong.
 
     Attributes:
         operation: Name of the JAX primitive.
         dtype: Of its result.
-        kind: ``"Inf"`` or ``"NaN"``.
+        kind: ``"Inf"``, ``"NaN"``, or ``"zeros"`` where numbers that float32 holds are
+            zero or subnormal here, and a result is not what it would be with them.
         where: The line of the caller's code, ``file:line``.
         module: Named scopes: a Linen module's path, or those of ``jax.named_scope``.
         backward: Whether it is of the backward pass. What a ``jax.checkpoint``
@@ -28,7 +32,8 @@ class Fault:
         trips: For each loop around it, the outermost first, the index of the slice that
             a scan reads or the trip of a while loop.
         inputs: Dtype, shape and largest finite magnitude of its floating inputs, the
-            first three, when it was not finite for the first time.
+            first three, when it was not finite for the first time. Of zeros, the last
+            time.
         largest: The largest number of ``dtype``.
 
     Examples:
@@ -98,16 +103,20 @@ class OverflowReport:
 
     Attributes:
         first: The first operation whose Inf or NaN is in a result, or makes a test of
-            finiteness fail, although what came in was finite. None if there is none.
+            finiteness fail, although what came in was finite. Where a logarithm, a
+            division or a result has it from zeros that float32 would not have, the
+            operation that made these. None if there is none.
         advice: What it means and what to type.
-        reached: The results that it reached.
+        reached: The results that it reached; of zeros, those that are off by more than
+            1%, or gradients by more than half.
         reached_modules: The modules that it reached, in the order of the program.
         given: Arguments that came in with Inf or NaN, by their path: how many values
             are NaN and how many Inf.
         others: All other operations that gave Inf or NaN of finite inputs: what a mask
             or a ``where`` has swallowed, or what came later.
-        finite_in_float32: Whether the same program is finite where all of its 16-bit
-            work is done in float32. None if nobody had to ask.
+        finite_in_float32: Whether the same program, written in float32, is finite. None
+            if nobody had to ask, or if it cannot be told: where the program casts to 16
+            bits by itself, what has become of a number in its code is all that is left.
         operations: What each operation computed, in the order of the program.
         notes: Where nothing could be seen.
     """
@@ -172,7 +181,11 @@ def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
     yield from textwrap.wrap(f"first: {fault}", WIDTH, subsequent_indent="  ")
     for dtype, shape, largest in fault.inputs:
         yield f"  of {dtype}{[*shape]} up to {largest:.4g}"
-    yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
+    if fault.kind == "zeros":
+        tiny = float(jnp.finfo(fault.dtype).tiny)
+        yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
+    else:
+        yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
     for title, names in (
         ("it reached", report.reached),
         ("through", report.reached_modules),
@@ -199,7 +212,7 @@ def _worst(report: OverflowReport) -> list[tuple[str, ...]]:
     return [
         (f"{x.lost:.1%}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
         for x in losing[:_ROWS]
-        if x.lost > 0
+        if x.lost >= _SEEN
     ]
 
 

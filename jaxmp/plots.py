@@ -237,7 +237,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
     Above, the powers of two that were left to the largest number, the least of each
     module, forward and backward; where an operation was not finite there is a cross.
     Below, the largest share of an operation's values that became zero or subnormal. The
-    modules are in the order of the program.
+    modules are in the order of the program. An arrow shows the first fault: above where
+    it is Inf or NaN, below where it is zeros.
 
     Args:
         report: What :func:`jaxmp.find_overflow` returned.
@@ -262,7 +263,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
             "`overflow` draws what computes in 16 bits, but nothing in the report "
             "does. Pass the report of a function in float16 or bfloat16."
         )
-    modules = list(dict.fromkeys(row.module for row in rows))
+    first = [report.first] if report.first else []
+    modules = list(dict.fromkeys(row.module for row in [*rows, *first]))
     if ax is None:
         height = 4.5 + 0.1 * max(map(len, modules))
         figure = Figure(figsize=(max(6, 0.3 * len(modules)), height))
@@ -293,9 +295,27 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
     upper.set_ylabel("headroom (powers of two)")
     lower.set_ylabel("% lost")
     lower.set_ylim(0, max(1.0, lower.get_ylim()[1]))
+    for fault in first:
+        place = modules.index(fault.module) + (0.2 if fault.backward else -0.2)
+        _point_at(lower if fault.kind == "zeros" else upper, place)
     _set_title(upper, "How near 16 bits came to their ends")
     _legend_inside(upper)
     return upper
+
+
+def _point_at(ax: Axes, place: float) -> None:
+    """Points an arrow at the foot of a bar, from above."""
+    low, high = ax.get_ylim()
+    ax.annotate(
+        "first fault",
+        xy=(place, low + 0.04 * (high - low)),
+        xytext=(place, low + 0.55 * (high - low)),
+        color="#c03020",
+        ha="center",
+        arrowprops={"arrowstyle": "-|>", "color": "#c03020"},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        zorder=4,
+    )
 
 
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
