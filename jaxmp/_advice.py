@@ -53,9 +53,10 @@ def _of_sound(case: Case) -> str:
         if case.number is not None and case.number.written is not None:
             what = f"the number {case.number.written:.4g} in the code"
         return (
-            f"{text} But {what} at {_line(case.swallowed.where)} gave Inf where float32 "
-            "would not, and what came after made a finite number of it, as 1 / Inf is "
-            f"0: the results may be wrong. {_cure(case, case.swallowed)}"
+            f"{text} But {what} at {_line(case.swallowed.where)} "
+            "gave Inf where float32 would not, and what came after made a finite "
+            "number of it, as 1 / Inf is 0: the results may be wrong. "
+            f"{_cure(case, case.swallowed)}"
         )
     near = case.nearest
     if near is not None and near.headroom < 1 and not near.backward:

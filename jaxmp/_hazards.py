@@ -1,6 +1,6 @@
 """Products that 16 bits make wrong, by what is made of them; numbers that they eat.
 
-No list of operations can know such products: the product is like any other, and what comes
+No list of operations can know such products: each is like any other, and what comes
 after it takes the float32 sums. But its operands were rounded, and that rounding is
 absolute: an error of 0.4% of a phase of 300 is a third of a turn.
 """

@@ -1,9 +1,9 @@
 """A function traced as if it had been written in float32.
 
-While JAX traces, a number in the code takes the dtype of what it meets: beside a float16
-array 1e-8 is 0. Replaying in float32 what was traced in 16 bits comes too late for it.
-So the function is traced again, with float32 arguments, while the casts of jaxmp to 16
-bits do nothing. What it casts by itself stays in 16 bits.
+While JAX traces, a number in the code takes the dtype of what it meets: beside a
+float16 array 1e-8 is 0. Replaying in float32 what was traced in 16 bits comes too late
+for it. So the function is traced again, with float32 arguments, while the casts of
+jaxmp to 16 bits do nothing. What it casts by itself stays in 16 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._dtypes import is_narrow
 
 _FLOAT32 = np.dtype(np.float32)
 
-# JAX keeps what it has traced by its contexts, so that nothing of the one is in the other.
+# JAX keeps what it has traced by its contexts, so that the two share nothing.
 _IS_ON = jax.make_user_context(False)
 
 

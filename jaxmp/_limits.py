@@ -1,15 +1,16 @@
 """The first operation that makes a result wrong because its numbers leave float16.
 
-A jaxpr is replayed with the digits of 16 bits, but without their limits: nothing becomes
-zero, subnormal or Inf. Then the limits are put back, one operation after the other in
-the order of the program, and the first that changes a result is the cause. What rounding
-alone does to the results is in both, and so no zero counts that does not matter.
+A jaxpr is replayed with the digits of 16 bits, but without their limits: nothing
+becomes zero, subnormal or Inf. Then the limits are put back, one operation after the
+other in the order of the program, and the first that changes a result is the cause.
+What rounding alone does is in all of these runs, and a zero that changes no result does
+not count.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _jaxpr
 from ._dtypes import is_narrow
+from ._flatten import Flat
 from ._jaxpr import Equation
 from ._numbers import Eaten, Numbers
 from ._op_lists import EXACT
@@ -30,6 +31,7 @@ from ._wide_replay import Value, WideReplay, compiled, given
 # A result is wrong that is off by more than this, and by more than twice of what
 # rounding does. A gradient that has lost half of itself may train as well.
 _TOLERANCE, _OF_GRADIENTS = 0.01, 0.5
+_FRACTION = 2.0**-14  # from 1 to the smallest normal number of float16
 
 # Numbers that may have been meant where 16 bits have left 0 and Inf.
 _SMALL, _LARGE = 1e-8, 2.0**100
@@ -64,41 +66,48 @@ def line_of(operation: str, dtype: Any, place: Place) -> Line:
 class Limits:
     """A program in which the limits of 16 bits hold for its first operations alone."""
 
-    def __init__(
-        self, jaxpr: Any, numbers: Numbers, around: Place, arrays: Sequence[Any]
-    ):
+    def __init__(self, flat: Flat, jaxpr: Any, numbers: Numbers, around: Place):
         """Compiles it.
 
         Args:
-            jaxpr: The jaxpr, closed.
+            flat: The function and its arguments.
+            jaxpr: Its jaxpr, closed.
             numbers: Those in the code that 16 bits have eaten.
             around: What is around its operations.
-            arrays: Its arguments.
         """
         self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
-        self.platform, self._arrays = platform_of(arrays), arrays
+        self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
+        self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
         # The operations in their order, with their places and the numbers they read.
         self._found: dict[tuple[Line, int], tuple[Place, Eaten | None]] = {}
         self._order: dict[tuple[Line, int], int] = {}
-        self._compiled = compiled(self._replay, *_settings(0), *arrays)
+        self._compiled = compiled(self._replay, *_settings(0), *self._arrays)
 
-    def first(self, *, is_bad: bool) -> Limit | None:
-        """Returns the first operation whose limits make a result wrong.
+    def first_bad(self) -> Limit | None:
+        """Returns the first operation whose limits make Inf or NaN of a result."""
+        for small in (0.0, _SMALL):
+            free = self._run(0, small=small)
 
-        Args:
-            is_bad: Whether to look for what makes Inf or NaN of a result, else for what
-                makes it wrong.
-        """
+            def bad(count, free=free, small=small):
+                return _compared(self._run(count, small=small), free)[0]
+
+            limit = self._first(bad)
+            if limit is not None or self.numbers.are_known:
+                return limit
+        return None
+
+    def first_wrong(self) -> Limit | None:
+        """Returns the first operation whose limits make a result wrong."""
         free = self._run(0)
-        limit = self._first(free, self._wrong(free, is_bad=is_bad, small=0.0), 0.0)
-        if limit is None and is_bad and not self.numbers.are_known:
-            free = self._run(0, small=_SMALL)
-            wrong = self._wrong(free, is_bad=True, small=_SMALL)
-            return self._first(free, wrong, _SMALL)
-        if limit is not None and limit.line.backward and not is_bad:
-            # Tiny gradients may be none of a user's concern, unless most is lost.
-            wrong = self._wrong(free, is_bad=False, small=0.0, tolerance=_OF_GRADIENTS)
-            return self._first(free, wrong, 0.0)
+        by_rounding = 2 * self._errors(free, self._run(0, exact=True))
+
+        def first(tolerance):
+            allowed = np.maximum(tolerance, by_rounding)
+            return self._first(lambda x: self._errors(self._run(x), free) > allowed)
+
+        limit = first(_TOLERANCE)
+        if limit is not None and limit.line.backward:
+            return first(_OF_GRADIENTS)
         return limit
 
     def may_be_finite(self) -> bool:
@@ -120,34 +129,35 @@ class Limits:
         self._found[key] = place, known or number
         return jnp.int32(self._order.setdefault(key, len(self._order))) < count
 
-    def _wrong(
-        self, free: Any, *, is_bad: bool, small: float, tolerance: float = _TOLERANCE
-    ) -> Any:
-        """Returns a function of a number of operations: which results are wrong."""
-        allowed = np.inf
-        if not is_bad:
-            exact = self._run(0, exact=True)
-            by_rounding = np.array(_differences(free, exact))
-            allowed = np.maximum(tolerance, 2 * by_rounding)
-        limit = np.float32(np.finfo(np.float32).max) if is_bad else allowed
+    def _errors(self, outs: Any, reference: Any) -> np.ndarray:
+        """Returns the relative error of each result; Inf where one is not finite.
 
-        def wrong(count):
-            found = np.array(_differences(self._run(count, small=small), free))
-            return tuple(map(int, np.flatnonzero(found > limit)))
+        Of a tree of results, such as gradients, a leaf counts as no smaller than a
+        fraction of the largest: what is below it makes no difference.
+        """
+        bad, away, size = map(np.array, _compared(outs, reference))
+        groups = np.array(self._groups)
+        least = [_FRACTION * size[groups == group].max() for group in groups]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            errors = np.nan_to_num(away / np.maximum(size, least), posinf=np.inf)
+        is_float = np.array([_is_float(x) for x in outs])
+        return np.where(bad & is_float, np.inf, errors)
 
-        return wrong
+    def _first(self, wrong: Callable[[int], Any]) -> Limit | None:
+        """Returns the first operation with whose limits a result is wrong.
 
-    def _first(self, free: Any, wrong: Any, small: float) -> Limit | None:
+        Args:
+            wrong: Tells which results are, from the number of operations with limits.
+        """
         good, bad = 0, len(self._found)
-        found = wrong(bad)
-        if not found:
+        found = np.flatnonzero(wrong(bad))
+        if not found.size:
             return None
         while bad - good > 1:
             middle = (good + bad) // 2
-            now = wrong(middle)
-            good, bad = (good, middle) if now else (middle, bad)
+            good, bad = (good, middle) if np.any(wrong(middle)) else (middle, bad)
         (line, eqn), (place, number) = [*self._found.items()][bad - 1]
-        return Limit(line, eqn, place, number, found)
+        return Limit(line, eqn, place, number, tuple(map(int, found)))
 
     def _run(self, count: int, *, exact: bool = False, small: float = 0.0) -> Any:
         return self._compiled(*_settings(count, exact, small), *self._arrays)
@@ -187,7 +197,9 @@ class _Replay(WideReplay):
     def _number(self, eqn: Equation, number: Eaten) -> Any:
         written = number.written
         if written is None:
-            written = self.small if number.left == 0 else np.copysign(_LARGE, number.left)
+            written = (
+                self.small if number.left == 0 else np.copysign(_LARGE, number.left)
+            )
         on = self.limits.is_on(self.count, eqn, number.dtype, number.place, number)
         return jnp.where(on, np.float32(number.left), jnp.float32(written))
 
@@ -218,30 +230,49 @@ def _rounded(x: jax.Array, on: Any, exact: Any, dtype: np.dtype) -> jax.Array:
     return jnp.where(exact, x, jnp.where(on, narrow, digits))
 
 
-@jax.jit
-def _differences(outs: Sequence[Any], reference: Sequence[Any]) -> list[jax.Array]:
-    """Returns the relative difference of each result.
+def _tree_of(name: str, arguments: Sequence[str]) -> str:
+    """Returns the tree that a result is a leaf of, itself if that is not known.
 
-    Inf where one is finite and the other is not, and where truth values differ.
+    Gradients, moments and new parameters have the paths of the parameters.
     """
-    return [_difference(x, y) for x, y in zip(outs, reference, strict=True)]
+    found = [x for x in arguments if name == x or name.endswith(f"/{x}")]
+    return name.removesuffix(max(found, key=len)) if found else f"{name} alone"
 
 
-def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
-    if x.dtype == bool:
-        return jnp.where(jnp.any(x != y), jnp.inf, 0.0)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.float32(0)
+@jax.jit
+def _compared(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Compares results: which are bad, how far they are away, and how large they are.
+
+    Bad are those that are not finite where the others are, or the other way round, and
+    truth values that differ.
+    """
+    if not outs:
+        return jnp.zeros(0, bool), jnp.zeros(0), jnp.zeros(0)
+    pairs = zip(outs, reference, strict=True)
+    columns = zip(*(_difference(x, y) for x, y in pairs), strict=True)
+    bad, away, size = map(jnp.stack, columns)
+    return bad, away, size
+
+
+def _difference(x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
+    nothing = jnp.float32(0)
+    if not _is_float(x):
+        return (
+            jnp.any(x != y) if x.dtype == bool else jnp.bool_(False),
+            nothing,
+            nothing,
+        )
     finite = jnp.isfinite(x) & jnp.isfinite(y)
-    differ = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
+    bad = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
     x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)
-    unit = jnp.maximum(jnp.max(jnp.abs(y), initial=0), jnp.max(jnp.abs(x), initial=0))
-    unit = jnp.where(unit > 0, unit, 1)
-    away = jnp.sum(jnp.abs((x - y) / unit) ** 2)
-    size = jnp.sum(jnp.abs(y / unit) ** 2)
-    # As large as this where the other has nothing.
-    error = jnp.sqrt(away) / jnp.maximum(jnp.sqrt(size), 1e-6)
-    return jnp.where(differ, jnp.inf, error)
+    return bad, _norm(x - y), _norm(y)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    """Returns the root of the sum of squares, which may be beyond float32."""
+    top = jnp.max(jnp.abs(x), initial=0)
+    unit = jnp.where(top > 0, top, 1)
+    return (unit * jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))).astype(jnp.float32)
 
 
 def _is_float(x: Any) -> bool:

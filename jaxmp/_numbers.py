@@ -44,7 +44,9 @@ class Numbers:
         self._found: dict[tuple[int, int], Eaten] = {}
         # Arrays that the code has made in 16 bits have lost their small numbers, too.
         consts = _jaxpr.closed_consts(jaxpr)
-        self.has_zeros = any(is_narrow(x) and (np.asarray(x) == 0).any() for x in consts)
+        self.has_zeros = any(
+            is_narrow(x) and (np.asarray(x) == 0).any() for x in consts
+        )
         ours = _by_place(jaxpr, around)
         if not any(_is_left(x) for group in ours.values() for _, _, x, _ in group):
             return

@@ -199,7 +199,7 @@ LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
 SHIFTS = frozenset({"add", "sub"})
 DIFFERENCES = SHIFTS - JOINS
-# Where a small number in the code keeps a divisor, or what a logarithm reads, from zero.
+# Where a small number in the code keeps from zero what is divided by, or a logarithm.
 GUARDS = SHIFTS | {"max", "clamp"}
 ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
 STRETCHED = frozenset({"broadcast_in_dim"})

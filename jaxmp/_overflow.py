@@ -1,7 +1,9 @@
-"""Which operation made the first Inf or NaN, on which line, in which layer.
+"""Which operation made the first Inf, NaN or fatal zero, on which line, in which layer.
 
 The function is traced, and its jaxpr is run as a program that follows every Inf and NaN
-(:mod:`jaxmp._probe`). Here what was seen becomes a report.
+(:mod:`jaxmp._probe`). Where that does not say what was wrong first, the limits of
+float16 are put back one after the other (:mod:`jaxmp._limits`). Here what was seen
+becomes a report.
 """
 
 from __future__ import annotations
@@ -58,10 +60,18 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
 
     An operation is the ``first`` if its result is not finite although its inputs are,
     or are Inf as a mask is and its result is NaN, and if that reaches a result or makes
-    a test of finiteness fail, such as that of :func:`jaxmp.loss_scaling`. What a
-    softmax or a ``where`` swallows is listed apart. It looks into scans, while loops,
-    branches, ``jax.checkpoint``, rules of derivatives and ``shard_map``;
-    ``report.notes`` says where it could not.
+    a test of finiteness fail, such as that of :func:`jaxmp.loss_scaling`. Underflow is
+    a fault as well: where a result is Inf, NaN or off by more than 1% (a gradient by
+    half) because numbers became zero or subnormal in float16, the operation that made
+    the zeros is the ``first``. Whatever changes no result is none. What a softmax or a
+    ``where`` swallows is listed apart. It looks into scans, while loops, branches,
+    ``jax.checkpoint``, rules of derivatives and ``shard_map``; ``report.notes`` says
+    where it could not.
+
+    Whether float32 has the fault is asked of the same function, traced again with
+    float32 arguments and without the casts of jaxmp, so that 1e-8 is 1e-8 there. Where
+    the function casts by itself, to a ``dtype=`` of its own, that cannot always be
+    told; the advice says so.
 
     Every value counts as it stands in the jaxpr, rounded to its dtype. XLA may leave
     out a rounding between two operations, and so survive an overflow.
@@ -74,6 +84,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
 
     Raises:
         TypeError: If ``fun`` is not callable, or an argument has no values.
+        ValueError: If an argument was donated to a step that has run.
 
     Examples:
         >>> def loss(w, x):
@@ -174,9 +185,9 @@ class _Search:
         self.finite_in_float32: bool | None = None
         self.swallowed: Fault | None = None
         if self.moment is not None:
-            self.number, trips = self.found.site(self.moment)
-            self.first = self.found.fault(self.number, trips)
-            self._explain()
+            number, trips = self.found.site(self.moment)
+            self.number, self.first = number, self.found.fault(number, trips)
+            self._explain(number)
         elif self._may_be_wrong():
             self._look_for_wrong_results()
 
@@ -193,10 +204,10 @@ class _Search:
     @functools.cached_property
     def limits(self) -> Limits:
         """The program with the limits of float16 put back one after the other."""
-        return Limits(self.jaxpr, self.numbers, self.around, self.flat.leaves)
+        return Limits(self.flat, self.jaxpr, self.numbers, self.around)
 
-    def _explain(self) -> None:
-        """Asks whether float32 has the fault, and what has led to it."""
+    def _explain(self, number: int) -> None:
+        """Asks whether float32 has the fault of a site, and what has led to it."""
         self.finite_in_float32 = False
         if not self.dtypes:
             return
@@ -208,11 +219,11 @@ class _Search:
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
         rows, sites = self.found.seen.rows.counts, self.found.probe.sites
-        if not rows[self.number, OVER]:
-            limit = self.limits.first(is_bad=True)
-        elif sites[self.number].place.backward and self._loses(forward=True):
+        if not rows[number, OVER]:  # its inputs were wrong already
+            limit = self.limits.first_bad()
+        elif sites[number].place.backward and self._loses(forward=True):
             # Of a forward pass that is wrong no gradient needs to be looked at.
-            limit = self.limits.first(is_bad=False)
+            limit = self.limits.first_wrong()
             limit = None if limit and limit.line.backward else limit
         else:
             return
@@ -236,7 +247,7 @@ class _Search:
         return self._loses(forward=False) or any(self.numbers)
 
     def _look_for_wrong_results(self) -> None:
-        self.limit = self.limits.first(is_bad=False)
+        self.limit = self.limits.first_wrong()
         if self.limit is None:
             return
         fault = self._fault_of(self.limit)
@@ -298,9 +309,7 @@ class _Search:
     ) -> Case:
         sites, number = self.found.probe.sites, self.number
         site = None if number is None else sites[number]
-        backward = [
-            i for i, x in enumerate(sites) if x.place.backward or x.place.again
-        ]
+        backward = [i for i, x in enumerate(sites) if x.place.backward or x.place.again]
         narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
         return Case(
             first=self.first,
@@ -365,7 +374,9 @@ class _Search:
         is_given = site is not None and site.given is not None
         if is_given and place.library == "jaxmp":
             return "with_policy"
-        return "module" if place.library == "flax" and not self._has_policy() else "code"
+        return (
+            "module" if place.library == "flax" and not self._has_policy() else "code"
+        )
 
     def _has_policy(self) -> bool:
         """Whether a policy casts in the program."""
@@ -434,7 +445,8 @@ def _run(flat: Flat, jaxpr: Any, around: Place, *, wide: bool) -> _Found:
 def _narrow_dtypes(jaxpr: Any) -> set[str]:
     """Returns the names of the dtypes of at most 16 bits in a jaxpr."""
     body = _jaxpr.open_jaxpr(jaxpr)
-    atoms = [*body.invars, *(var for eqn in body.eqns for var in eqn.outvars)]
+    atoms: list[Any] = [*body.invars]
+    atoms += [var for eqn in body.eqns for var in eqn.outvars]
     found = {str(atom.aval.dtype) for atom in atoms if is_narrow(atom.aval)}
     subs = (sub for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
     return found.union(*map(_narrow_dtypes, subs))

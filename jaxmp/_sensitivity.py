@@ -88,7 +88,8 @@ def sensitivity(
     Raises:
         TypeError: If ``fun`` is not callable, returns no scalar, or more without
             gradients and ``has_aux``, or if an argument has no values.
-        ValueError: If an option is out of range, or nothing in ``fun`` is in 16 bits.
+        ValueError: If an option is out of range, nothing in ``fun`` is in 16 bits, or
+            an argument was donated to a step that has run.
         FloatingPointError: If the loss or its gradients are not finite in float32.
 
     Examples:

@@ -151,7 +151,9 @@ class _Frame(WideReplay):
         """
         eaten = [self.program.numbers.read_by(eqn, i) for i in range(len(ins))]
         return [
-            x if number is None or number.written is None else Value(np.float32(number.written))
+            x
+            if number is None or number.written is None
+            else Value(np.float32(number.written))
             for x, number in zip(ins, eaten, strict=True)
         ]
 

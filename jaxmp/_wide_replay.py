@@ -1,7 +1,7 @@
-"""A jaxpr that was written for 16 bits, replayed in float32, with a rule of one's own.
+"""A jaxpr that was written for 16 bits, replayed in float32.
 
-What calls, repeats or chooses between jaxprs is replayed here; what an operation does is
-said by who inherits.
+What calls, repeats or chooses between jaxprs is replayed here; what an operation does,
+a class says that inherits from this one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from . import _jaxpr

@@ -299,3 +299,24 @@ def test_hazards_are_wrong_by_what_the_reasons_say():
     apart = jnp.sum((x[:, None] - y) ** 2, -1)
     off = jnp.abs(allowed(distances)(x, y) ** 2 - apart)
     assert (off > apart / 2).any()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_numbers_that_16_bits_have_eaten_are_hazards():
+    def model(x):
+        scores = x / (jnp.abs(x).sum() + 1e-8)  # here
+        return jax.nn.relu(scores) + jnp.zeros_like(x) - 1e9 * x
+
+    half = jax.ShapeDtypeStruct((4,), jnp.float16)
+    full = jax.ShapeDtypeStruct((4,), jnp.float32)
+    epsilon, mask = jaxmp.audit(model)(half).hazards
+    assert (epsilon.kind, epsilon.why) == ("number", "1e-08 is 0 in float16")
+    assert (mask.kind, mask.why) == ("number", "1e+09 is Inf in float16")
+    assert "a number at test_hazards.py:" in str(jaxmp.audit(model)(half))
+    assert jaxmp.audit(model)(full).hazards == ()
+    assert jaxmp.audit(model)(half.update(dtype=jnp.bfloat16)).hazards == ()
+    cast = jaxmp.with_policy(model, "mixed_float16")
+    assert jaxmp.audit(cast)(full).hazards[0].why == epsilon.why
+    # What was written as 0 or Inf is none.
+    written = lambda x: jnp.where(x > 0.0, x + 0.0, -jnp.inf)  # noqa: E731
+    assert jaxmp.audit(written)(half).hazards == ()

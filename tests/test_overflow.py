@@ -475,3 +475,275 @@ def test_what_is_seen_of_constants_is_not_found_while_compiling(fun, is_made):
     probe = Probe(jax.make_jaxpr(fun)(jnp.ones(8)), ["x"])
     text = jax.jit(probe.program(Place())).lower(jnp.ones(8)).as_text()
     assert ("optimization_barrier" in text) == is_made
+
+
+# What is wrong with a program in 16 bits is told apart.
+
+
+def epsilon(x):
+    return x / (jnp.abs(x).sum() + 1e-8)
+
+
+ZEROS = jnp.zeros(4, HALF)
+AROUND_EPSILON = {
+    "argument": epsilon,
+    "jit": jax.jit(epsilon),
+    "scan": lambda x: jax.lax.scan(lambda c, x: (c, epsilon(x)), 0.0, x[None])[1],
+    "grad": jax.grad(lambda x: jax.checkpoint(epsilon)(x).sum()),
+    "clip": lambda x: jnp.log(jnp.clip(x, 1e-9, 1.0)),
+    "where": lambda x: 1 / jnp.where(x > 0, x, 1e-9),
+    "with_policy": jaxmp.with_policy(jax.jit(epsilon), "mixed_float16"),
+    "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x, epsilon, x),
+    "vmap": lambda x: jax.vmap(epsilon)(x[:, None]),
+    "while": lambda x: jax.lax.fori_loop(0, 2, lambda i, x: epsilon(x), x),
+    "full": lambda x: x / (x + jnp.full_like(x, 1e-8)),
+}
+CHEAP = {"argument", "grad", "clip", "with_policy"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in CHEAP else pytest.param(name, marks=pytest.mark.evidence)
+        for name in AROUND_EPSILON
+    ],
+)
+def test_a_number_that_16_bits_have_eaten_is_named_and_float32_has_it(name):
+    x = ZEROS.astype(jnp.float32) if name == "with_policy" else ZEROS
+    report = find(AROUND_EPSILON[name], x)
+    assert report.first.kind == "zeros"
+    assert report.finite_in_float32
+    number = "1e-09" if name in ("clip", "where") else "1e-08"
+    assert f"The number {number} in the code at test_overflow.py:" in report.advice
+    assert "not the precision" not in report.advice
+
+
+def adam_step(params, state, x):
+    tx = optax.adam(1e-3)
+
+    def loss(params):
+        return (params["w"] * x).sum() + 0 * params["unused"].sum()
+
+    grads = jax.grad(loss)(params)
+    updates, state = tx.update(grads, state, params)  # here
+    return optax.apply_updates(params, updates), state
+
+
+def test_a_whole_step_of_adam_with_float16_parameters():
+    params = {"w": jnp.ones(4, HALF), "unused": jnp.ones(4, HALF)}
+    report = find(jax.jit(adam_step), params, optax.adam(1e-3).init(params), X[0])
+    assert report.first.where == line_of(adam_step, "# here")
+    assert "The number 1e-08 in the code" in report.advice
+    assert "Keep the parameters and its state in float32" in report.advice
+
+
+OWN_CASTS = {
+    "epsilon": (lambda x: epsilon(x.astype(HALF)), None),
+    "maximum": (lambda x: jnp.log(jnp.maximum(x.astype(HALF), 1e-12)), None),
+    "flax": (
+        lambda x: epsilon(nn.Dense(2, dtype=HALF).init_with_output(KEY, x)[0]),
+        None,
+    ),
+    # Nobody can say that this 0 was not 1e-8, and it is not said that it was.
+    "relu": (lambda x: 1 / jax.nn.relu(x.astype(HALF)), None),
+    "model": (lambda x: (lambda h: h / h)(x.astype(HALF)), False),
+    "zero": (lambda x: (lambda h: h / h)(x + 0.0), False),
+    "constant": (lambda x: x.astype(HALF) / np.full(4, 1e-8, np.float16), None),
+    "mask": (lambda x: x.astype(HALF) * -1e9, True),
+}
+KEY = jax.random.key(0)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("epsilon", "model")
+        else pytest.param(name, marks=pytest.mark.evidence)
+        for name in OWN_CASTS
+    ],
+)
+def test_the_precision_is_cleared_only_where_that_is_known(name):
+    fun, finite_in_float32 = OWN_CASTS[name]
+    report = find(fun, jnp.zeros(4))
+    assert report.finite_in_float32 is finite_in_float32
+    assert ("not the precision" in report.advice) == (finite_in_float32 is False)
+
+
+def norms(x):
+    return {
+        "sum": lambda: jnp.sum(x**2),
+        "norm": lambda: jnp.linalg.norm(x),
+        "kept": lambda: jnp.sum(x**2, keepdims=True),
+        "loss": lambda: jnp.sum((x / 8).astype(HALF) ** 2).astype(HALF) * 64,
+    }
+
+
+@pytest.mark.parametrize("name", norms(None))
+def test_a_scalar_that_overflows_is_no_number_in_the_code(name):
+    report = find(lambda x: norms(x)[name](), jnp.full((64, 64), 10.0, HALF))
+    assert report.first.kind == "Inf"
+    assert "number in the code" not in report.advice
+    assert "The forward pass leaves float16 here" in report.advice
+
+
+def test_targets_that_look_like_a_mask_are_none():
+    def loss(x, targets):
+        return jnp.mean((x - targets) ** 2)
+
+    cast = jaxmp.with_policy(loss, "mixed_float16")
+    report = find(cast, jnp.ones(4), jnp.full(4, 1e5))
+    assert "`targets` comes up to 1e+05" in report.advice
+    assert "number in the code" not in report.advice
+
+
+@pytest.mark.parametrize(
+    "swallow",
+    [
+        lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0],
+        lambda g: g / jnp.linalg.norm(g),
+        lambda g: g / jnp.linalg.norm(g, keepdims=True),
+    ],
+)
+def test_what_an_overflow_makes_wrong_is_warned_of(swallow):
+    report = find(swallow, jnp.full(8, 200.0, HALF))
+    assert report.first is None
+    assert "gave Inf where float32 would not" in report.advice
+    assert find(swallow, jnp.full(8, 20.0, HALF)).advice == "All results are finite."
+
+
+# Zeros that float32 would not have.
+
+
+def markov(x, around=lambda f: f):
+    moves = jnp.full((4, 4), 0.25)
+
+    def step(alpha, p):
+        return around(lambda a, p: (a @ moves) * p)(alpha, p), None  # the step
+
+    alpha = jax.lax.scan(step, jnp.full(4, 0.25), x)[0]
+    return -jnp.log(alpha.sum())  # the logarithm
+
+
+# The result is Inf, and 2% off.
+@pytest.mark.parametrize(("steps", "p"), [(8, 0.01), (5, 0.02)])
+def test_zeros_are_the_fault_and_not_the_logarithm_of_them(steps, p):
+    x = jnp.full((steps, 4), p)
+    report = find(jaxmp.autocast(markov, HALF), x)
+    assert report.first.kind == "zeros"
+    assert report.first.where == line_of(markov, "# the step")
+    assert not report.first.backward
+    assert find(jaxmp.autocast(markov, HALF), x[:2]).first is None
+    assert find(jaxmp.autocast(markov, jnp.bfloat16), x).first is None
+
+
+def small_units(w, x):
+    return jnp.mean((x @ w) * 1e9)  # here
+
+
+@pytest.mark.parametrize("fun", [small_units, jax.value_and_grad(small_units)])
+def test_inputs_that_are_zeros_in_float16_are_named(fun):
+    report = find(jaxmp.autocast(fun, HALF), jnp.ones((8, 2)), jnp.full((4, 8), 1e-9))
+    assert report.first.kind == "zeros"
+    assert report.first.where == line_of(small_units, "# here")
+    assert not report.first.backward
+    assert "100% of `x`, which is cast at" in report.advice
+    report = find(jnp.log, jnp.full(4, 1e-9, HALF))
+    assert "came in as float16 and is all zeros" in report.advice
+
+
+def test_gradients_that_are_lost_are_zeros_of_the_backward_pass():
+    def loss(w, x):
+        return jnp.mean(jaxmp.with_policy(jnp.matmul, "mixed_float16")(x, w)) / 2**26
+
+    w, x = jnp.ones((8, 2)), jnp.ones((4, 8))
+    report = find(jax.grad(loss), w, x)
+    assert (report.first.kind, report.first.backward) == ("zeros", True)
+    assert "the loss scale is too small" in report.advice
+    scaled = find(jaxmp.value_and_grad(loss, loss_scale=2.0**20), w, x)
+    assert scaled.first is None
+
+
+class Sound(nn.Module):
+    """What has zeros in plenty, which float32 has or which do not matter."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8)(x) - 0.5)
+        x = nn.Dropout(0.5, deterministic=False)(x)
+        scores = 40 * nn.LayerNorm()(x) @ x.T  # far tails
+        seen = jnp.tril(jnp.ones(scores.shape, bool))
+        scores = jnp.where(seen, scores, jnp.finfo(scores.dtype).min)
+        far = jnp.exp(-jnp.arange(8, dtype=x.dtype) * 3)
+        return nn.softmax(scores) @ (x * far)
+
+
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda f: jaxmp.with_policy(f, "mixed_float16"),
+        pytest.param(lambda f: jaxmp.autocast(f, HALF), marks=pytest.mark.evidence),
+    ],
+)
+def test_zeros_that_do_not_matter_are_no_fault(cast):
+    x = jax.random.normal(KEY, (16, 4))
+    params = Sound().init({"params": KEY, "dropout": KEY}, x)
+
+    def loss(params, x):
+        out = cast(lambda p, x: Sound().apply(p, x, rngs={"dropout": KEY}))(params, x)
+        return jnp.mean(out**2)
+
+    report = find(jax.value_and_grad(loss), params, x)
+    assert any(row.lost for row in report.operations)
+    assert report.first is None
+    assert report.advice == "All results are finite."
+
+
+# Data
+
+
+GIVEN = {
+    "norm": lambda w, x: (x - x.mean()) @ w,
+    "tanh": jax.grad(lambda w, x: jnp.tanh(x @ w).sum()),
+    "fft": lambda w, x: jnp.abs(jnp.fft.rfft(x)).sum() * w,
+    "log": lambda w, x: jnp.log(jnp.exp(-x).min()) * w,  # the Inf is 0 in between
+    "where": lambda w, x: jnp.log(jnp.where(jnp.isinf(x), 0.0, 1.0)).sum() * w,
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: jaxmp.autocast(f, HALF)])
+def test_an_inf_that_was_given_is_named_wherever_it_leads(name, around):
+    w, x = jnp.ones((4, 2)), jnp.ones((3, 4)).at[1, 2].set(jnp.inf)
+    report = find(around(GIVEN[name]), w, x)
+    assert report.given == {"x": (0, 1)}
+    assert "`x` came in with 1 Inf" in report.advice
+    assert "the model or its data at" not in report.advice
+
+
+def test_an_inf_that_was_given_is_not_blamed_for_another_fault():
+    def f(x, limit):
+        return jnp.sum(x * x), jnp.minimum(x, limit)
+
+    report = find(f, X, jnp.array(jnp.inf, HALF))
+    assert report.given == {"limit": (0, 1)}
+    assert "came in with" not in report.advice
+    assert "leaves float16" in report.advice
+
+
+@pytest.mark.parametrize("diagnose", [jaxmp.find_overflow, jaxmp.sensitivity])
+def test_arguments_that_were_donated_are_refused_with_what_to_type(diagnose):
+    step = jax.jit(lambda w, x: (w * x).sum() + 0 * w, donate_argnums=0)
+    w, x = jnp.ones(4), jnp.ones(4)
+    step(w, x)
+    with pytest.raises(ValueError, match=r"keep a copy .* jax.tree.map\(jnp.copy"):
+        diagnose(lambda w, x: (w * x).sum())(w, x)
+
+
+def test_no_row_of_the_table_says_that_nothing_was_lost():
+    tiny = jnp.ones(8192, HALF).at[0].set(2.0**-20)
+    report = find(lambda x: x * x, tiny)
+    assert 0 < max(row.lost for row in report.operations) < 0.0005
+    assert "lost most" not in str(report)
+    assert "0.0%" not in str(report)

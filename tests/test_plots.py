@@ -260,6 +260,25 @@ def test_overflow_draws_each_module_forward_and_backward():
     assert jaxmp.plots.overflow(report, ax=own) is own[0]
 
 
+@pytest.mark.parametrize(
+    ("size", "number"), [(2.0**10, 0), (2.0**-14, 1)], ids=["Inf", "zeros"]
+)
+def test_overflow_points_at_the_first_fault(size, number):
+    def loss(x):
+        with jax.named_scope("before"):
+            x = x * 1.5
+        with jax.named_scope("square"):
+            return x * x
+
+    report = jaxmp.find_overflow(loss)(jnp.full(4, size, jnp.float16))
+    axes = jaxmp.plots.overflow(report).figure.axes
+    assert [len(ax.texts) for ax in axes] == [1 - number, number]
+    (text,) = axes[number].texts
+    labels = [x.get_text() for x in axes[1].get_xticklabels()]
+    assert text.get_text() == "first fault"
+    assert labels[round(text.xy[0] + 0.2)] == "square"
+
+
 def test_overflow_needs_16_bits():
     report = jaxmp.find_overflow(jnp.exp)(1.0)
     with pytest.raises(ValueError, match="nothing in the report does"):

@@ -488,3 +488,55 @@ def test_what_cannot_be_measured_is_refused():
         measure(loss, w, X, depth=0)
     with pytest.raises(TypeError, match="the loss"):
         jaxmp.sensitivity(NET)
+
+
+def unit_loss(params, x, *, cast=lambda f: f):
+    def model(params, x):
+        with jax.named_scope("body"):
+            h = x @ params["body"]
+        with jax.named_scope("unit"):
+            h = h / (jnp.abs(h).sum(-1, keepdims=True) * params["unit"] + 1e-8)
+        with jax.named_scope("head"):
+            return h @ params["head"]
+
+    return jnp.mean(cast(model)(params, x).astype(jnp.float32) ** 2)
+
+
+def test_a_module_whose_epsilon_16_bits_have_eaten_is_named():
+    key = jax.random.key(0)
+    params = {"body": jax.random.normal(key, (8, 8)), "unit": jnp.ones(1)}
+    params["head"] = jax.random.normal(key, (8, 2))
+    x = jax.random.normal(key, (4, 8)).at[0].set(0.0)  # a padded row
+
+    def loss(params, x):
+        cast = lambda f: jaxmp.with_policy(f, "mixed_float16")  # noqa: E731
+        return unit_loss(params, x, cast=cast)
+
+    report = jaxmp.sensitivity(loss, progress=False)(params, x)
+    assert report.float32_paths == ("unit",)
+    assert report.loss == np.inf
+    assert report.loss_with_paths < 0.05
+
+    own = lambda p, x: unit_loss(p, x, cast=lambda f: f)  # noqa: E731
+    narrow = lambda p, x: own(jax.tree.map(lambda x: x.astype("float16"), p), x)  # noqa: E731
+    half = x.astype(jnp.float16)
+    with pytest.raises(FloatingPointError, match="casts to float16 itself, and a num"):
+        jaxmp.sensitivity(
+            lambda p, x: narrow(p, x.astype(jnp.float16)), progress=False
+        )(params, x)
+    # Half-precision arguments are widened, and the number is 1e-8 again.
+    report = jaxmp.sensitivity(own, progress=False)(
+        jaxmp.cast_tree(params, "float16"), half
+    )
+    assert report.float32_paths == ("unit",)
+
+
+def test_what_is_not_finite_in_float32_is_told_apart():
+    def loss(w, x):
+        return jnp.sqrt(jnp.sum((x @ w) ** 2))  # whose slope at 0 is Inf times 0
+
+    args = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    with pytest.raises(FloatingPointError, match="gradients are not finite, although"):
+        jaxmp.sensitivity(loss, progress=False)(*args)
+    with pytest.raises(FloatingPointError, match="the loss is not finite there"):
+        jaxmp.sensitivity(lambda w, x: 1 / loss(w, x), progress=False)(*args)
