@@ -74,9 +74,11 @@ def _of_sound(case: Case) -> str:
     return text
 
 
+# `suggest_loss_scale(grads)` is no cure for certain: what comes before the gradients of
+# the parameters may be much larger than these.
 _SCALE = (
     "If it learns worse than in float32, the loss scale is too small: "
-    "`jaxmp.loss_scaling` and `jaxmp.suggest_loss_scale(grads)` find one."
+    "`jaxmp.loss_scaling` finds one that fits."
 )
 
 
