@@ -25,7 +25,6 @@ class Case(NamedTuple):
     override: str  # of a policy, for the parameters of its module
     lost: float  # which fraction of its values the faulty operation loses
     nearest: OperationRange | None  # the 16-bit operation with the least headroom
-    losing: OperationRange | None  # that of the backward pass that loses most
     swallowed: Fault | None  # an overflow of 16 bits that reached no result
     is_seen: bool  # whether all could be looked at
 
@@ -63,13 +62,6 @@ def _of_sound(case: Case) -> str:
         text += (
             f" But {near.operation} at {_line(near.where)} came up to {near.max:.4g}, "
             f"half of the largest number of {near.dtype} or more."
-        )
-    lost = case.losing
-    if lost is not None and lost.lost >= 0.5:
-        text += (
-            f" But in the backward pass {lost.lost:.0%} of what {lost.operation} gives "
-            f"at {_line(lost.where)} is zero or subnormal in {lost.dtype} and not in "
-            f"float32. {_SCALE}"
         )
     return text
 

@@ -218,33 +218,23 @@ class _Search:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
-        rows, sites = self.found.seen.rows.counts, self.found.probe.sites
-        if not rows[number, OVER]:  # its inputs were wrong already
+        counts = self.found.seen.rows.counts
+        limit: Limit | None = None
+        if not counts[number, OVER]:  # what came in was wrong already
             limit = self.limits.first_bad()
-        elif sites[number].place.backward and self._loses(forward=True):
-            # Of a forward pass that is wrong no gradient needs to be looked at.
+        elif counts[:number, LOST].any():  # perhaps that, too
             limit = self.limits.first_wrong()
-            limit = None if limit and limit.line.backward else limit
-        else:
-            return
         if limit is not None and self._is_zero(limit):
             self.limit, self.first = limit, self._fault_of(limit)
         elif limit is not None and limit.number is not None:
             self.limit = limit
 
-    def _loses(self, *, forward: bool) -> bool:
-        """Whether numbers become zero, or Inf, that float32 has."""
-        pairs = zip(self.found.seen.rows.counts, self.found.probe.sites, strict=True)
-        return any(
-            counts[LOST] + counts[INF] > 0 and not (forward and site.place.backward)
-            for counts, site in pairs
-        )
-
     def _may_be_wrong(self) -> bool:
         """Whether numbers have left float16, or those of the code may have."""
         if "float16" not in self.dtypes:
             return False
-        return self._loses(forward=False) or any(self.numbers)
+        counts = self.found.seen.rows.counts
+        return bool((counts[:, LOST] + counts[:, INF]).any()) or any(self.numbers)
 
     def _look_for_wrong_results(self) -> None:
         self.limit = self.limits.first_wrong()
@@ -331,9 +321,6 @@ class _Search:
                 (x for x in narrow if x.headroom > 0),
                 key=lambda x: x.headroom,
                 default=None,
-            ),
-            losing=max(
-                (x for x in narrow if x.backward), key=lambda x: x.lost, default=None
             ),
             swallowed=self.swallowed,
             is_seen=not self.found.probe.notes,
