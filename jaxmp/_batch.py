@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,13 +57,16 @@ def over_micro_batches(
             )
             changed.update(changes)
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-            together, taken_apart = _put_together(aux)
+            arrays, put_back = without_objects(aux)
+            together, apart = _put_together(arrays)
+            taken_apart = apart, put_back
             return (totals, state | changes), (loss, together)
 
         carry = jax.tree.map(_wide_zeros, params_of(args)), state
         carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
         grads, state = carry
-        aux = taken_apart(aux)
+        apart, put_back = taken_apart
+        aux = put_back(apart(aux))
         return losses.sum(), grads, aux, {name: state[name] for name in changed}
 
     return accumulated
@@ -73,14 +77,36 @@ def over_micro_batches(
 _SMALL = 2**14
 
 
-def _put_together(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
-    """Joins the small arrays of a pytree that are alike, to be stacked by a scan.
+def without_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Takes the arrays and numbers out of a pytree.
 
     Returns:
-        Arrays, and a function that takes their stacks apart: it returns a pytree like
-        ``tree``, each leaf with a leading axis.
+        These, and a function that returns such a pytree with others in their places;
+        what is left of the tree, such as a string, is in it as it was.
     """
     leaves, structure = jax.tree.flatten(tree)
+    places = [
+        i for i, x in enumerate(leaves) if is_array(x) or isinstance(x, numbers.Number)
+    ]
+
+    def put_back(arrays):
+        new = list(leaves)
+        for i, array in zip(places, arrays, strict=True):
+            new[i] = array
+        return structure.unflatten(new)
+
+    return [leaves[i] for i in places], put_back
+
+
+def _put_together(
+    leaves: Sequence[Any],
+) -> tuple[list[Any], Callable[[Any], list[Any]]]:
+    """Joins small arrays that are alike, to be stacked by a scan.
+
+    Returns:
+        Arrays, and a function that takes their stacks apart: it returns a list like
+        ``leaves``, each with a leading axis.
+    """
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
         groups.setdefault(_kind(leaf) or i, []).append(i)
@@ -101,7 +127,7 @@ def _put_together(tree: Any) -> tuple[list[jax.Array], Callable[[Any], Any]]:
                 parts = jnp.split(stack, [*ends][:-1], axis=1)
             for i, part in zip(group, parts, strict=True):
                 apart[i] = part.reshape(stack.shape[0], *shapes[i])
-        return structure.unflatten(apart)
+        return apart
 
     return arrays, taken_apart
 

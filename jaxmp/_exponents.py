@@ -35,7 +35,8 @@ def exponent_histogram(
     not counted. Works under ``jit``; the counts of sharded arrays are global.
 
     Args:
-        tree: Pytree of floating arrays of any shapes; dtypes may differ.
+        tree: Pytree of floating arrays of any shapes; dtypes may differ. A complex
+            value counts as two, its real and its imaginary part.
         low: Exponent of the first bucket.
         high: Exponent of the last bucket.
         per_leaf: Whether to count each leaf for itself.
@@ -45,7 +46,7 @@ def exponent_histogram(
         the structure of ``tree`` with such an array for each leaf.
 
     Raises:
-        TypeError: If a leaf is not floating.
+        TypeError: If a leaf is neither floating nor complex.
         ValueError: If ``low`` is not below ``high``, or there are more entries to
             count together than an int32 holds.
 
@@ -123,8 +124,8 @@ def record_ranges(
         :class:`RecordRangesState`. The counts are float32. They do not overflow, are
         exact up to 2^24, and beyond it each addition rounds to 24 bits: after a
         thousand counted steps a bucket is wrong by less than 1 in 10,000, and what
-        adds less than 1 in 2^25 to its bucket is not seen. Leaves that are not
-        floating are not counted.
+        adds less than 1 in 2^25 to its bucket is not seen. Real and
+        imaginary parts count each; leaves that have no floating values do not.
 
     Raises:
         ValueError: If ``every`` is below 1 or ``low`` not below ``high``; in an
@@ -168,6 +169,7 @@ def record_ranges(
         maxima = [_float32_bits(state.max)]
         entries = []
         for path, x in jax.tree.leaves_with_path(updates):
+            x = real_parts(x)
             if is_floating_array(x):
                 _check_agreement(x, state, axes)
                 maxima.append(_largest(x))
@@ -313,9 +315,12 @@ def floating_leaves(
     *,
     on_host: bool = False,
 ) -> list[tuple[str, Any]]:
-    """Returns the leaves with their paths, refusing those that are not floating."""
+    """Returns the leaves with their paths, refusing those that are not floating.
+
+    A complex one is returned as its real and imaginary parts.
+    """
     leaves = jax.tree.leaves_with_path(tree)
-    leaves = [(path_name(path) or "(root)", x) for path, x in leaves]
+    leaves = [(path_name(path) or "(root)", real_parts(x)) for path, x in leaves]
     for path, x in leaves:
         if not (isinstance(x, float) or is_floating_array(x)):
             kind = getattr(x, "dtype", type(x).__name__)
@@ -330,6 +335,14 @@ def floating_leaves(
                 "`jaxmp.record_ranges` count inside."
             )
     return leaves
+
+
+def real_parts(x: Any) -> Any:
+    """Returns the real and imaginary parts of a complex ``x``, all else as it is."""
+    if not jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.complexfloating):
+        return x
+    stack = jnp.stack if isinstance(x, jax.Array) else np.stack
+    return stack([x.real, x.imag])
 
 
 def _check_buckets(low: int, high: int) -> None:

@@ -178,7 +178,8 @@ def value_and_grad(
         at least float32; the gradients have the structure and shapes of the
         differentiated arguments; in an Equinox model they are those of
         ``eqx.filter_grad``, None for what is no floating array. With several
-        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``.
+        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``; a
+        string, or what else is no array or number, comes back as it was.
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive

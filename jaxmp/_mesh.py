@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._batch import GradFun, check_leading_axis, is_scalar_key
+from ._batch import GradFun, check_leading_axis, is_scalar_key, without_objects
 from ._checks import as_axes, short
 from ._tree import AxisName, is_array, is_inexact, path_name, wide_dtype
 from ._varying import tracked_axes, varying_axes
@@ -123,13 +123,15 @@ def over_mesh(
         # Of what is not floating there are no gradients.
         grad_specs = [spec for n, spec in params.items() if is_inexact(entries[n][1])]
         structure_of_grads: Any = None
+        put_back: Any = None
 
         def on_device(arrays):
-            nonlocal structure_of_grads
+            nonlocal structure_of_grads, put_back
             leaves = [arrays.get(number, x) for number, (_, x) in enumerate(entries)]
             loss, grads, aux, changes = fun(*structure.unflatten(leaves))
             grads, structure_of_grads = jax.tree.flatten(grads)
-            aux = jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+            aux, put_back = without_objects(aux)
+            aux = [jnp.asarray(x)[None] for x in aux]
             return loss, grads, aux, changes
 
         # Without the check of what varies, because a model need not know of it (a
@@ -152,7 +154,7 @@ def over_mesh(
         for i, spec in enumerate(grad_specs):
             if spec != _manual_spec(spec, axes):  # the rest is the compiler's
                 grads[i] = _put(grads[i], NamedSharding(mesh, spec))
-        return loss, structure_of_grads.unflatten(grads), aux, changes
+        return loss, structure_of_grads.unflatten(grads), put_back(aux), changes
 
     return split
 

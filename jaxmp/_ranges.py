@@ -123,14 +123,15 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
     Runs on the host, outside ``jit``, and counts exactly.
 
     Args:
-        tree: Pytree of floating arrays of any shapes, sharded or not.
+        tree: Pytree of floating arrays of any shapes, sharded or not. A complex value
+            counts as two, its real and its imaginary part.
         dtype: The format to look at: float16, bfloat16, or a wider one.
 
     Returns:
         A :class:`RangeReport` with the fractions for every leaf and in total.
 
     Raises:
-        TypeError: If a leaf is not floating.
+        TypeError: If a leaf is neither floating nor complex.
         ValueError: If ``dtype`` is not a floating dtype that jaxmp knows.
 
     Examples:
@@ -163,7 +164,7 @@ def suggest_loss_scale(
     bfloat16 has the range of float32 and needs no scale.
 
     Args:
-        tree: What was seen in one or many steps: a pytree of floating arrays, of
+        tree: What was seen in one or many steps: a pytree of floating or complex arrays, of
             :class:`RangeReport`, or of :class:`RecordRangesState`. A state may have
             leading axes, as ``vmap`` and ``scan`` stack it.
         dtype: The format.
@@ -174,7 +175,8 @@ def suggest_loss_scale(
         A power of two between 2^-126 and 2^127, as a Python float.
 
     Raises:
-        TypeError: If a leaf is not floating or ``headroom`` not a number.
+        TypeError: If a leaf is neither floating nor complex, or ``headroom`` is not a
+            number.
         ValueError: If there is no finite nonzero value, ``headroom`` is not finite
             and positive, or ``dtype`` is not one that jaxmp knows.
 

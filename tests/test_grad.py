@@ -298,6 +298,22 @@ def test_sum_serves_a_mean_over_unequal_counts():
     allclose(result, expected, 8 * EPS[jnp.float32])
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("mesh", [False, True], ids=["one", "mesh"])
+def test_what_is_no_array_in_aux_comes_back_as_it_was(steps, mesh):
+    def loss(w, x):
+        return jnp.mean(w * x), {"phase": "train", "x": x, "f": max, "n": 3}
+
+    options: dict = {"mesh": jax.make_mesh((2,), ("data",))} if mesh else {}
+    fun = jaxmp.value_and_grad(
+        loss, has_aux=True, accum_steps=steps, batch_argnums=1, **options
+    )
+    (_, aux), grads = fun(2.0, jnp.arange(4.0))
+    assert (aux["phase"], aux["f"], float(grads)) == ("train", max, 1.5)
+    assert aux["x"].size == 4
+    assert np.size(aux["n"]) == steps * (2 if mesh else 1)
+
+
 def test_each_micro_batch_has_its_own_key_and_its_own_aux():
     def loss(w, batch, train):
         assert train is True
