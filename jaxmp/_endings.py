@@ -1,30 +1,26 @@
-"""Loops that end at a tolerance, and stay float32.
+"""Loops that end where a number says so, and stay float32.
 
 Fixed points, iterative solvers, searches along a line and steps of adaptive size go on
 until an error is small. In 16 bits it may never be: a loop that ends after 20 trips in
-float32 then runs for ever, or takes steps a hundred times as small. Loops that end at a
-count, or at a token, take their products in 16 bits like any other.
+float32 then runs for ever, or takes steps a hundred times as small. An error, a norm of
+a gradient and a probability look alike in a program: what counts is that floating
+values, which products have gone into, are compared. Loops that end at a count, or at a
+token, take their products in 16 bits like any other.
 """
 
-import functools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import _jaxpr
 from ._jaxpr import Equation, is_inexact
-from ._op_lists import DIFFERENCES, EQUALITIES, ORDERS
+from ._op_lists import EQUALITIES, ORDERS
 from ._scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
-
-# What is known of a value: it is made of what a product returned, and no integer; so it
-# is, with a difference since, such as an error; it tells if that is within a tolerance.
-_COMPUTED, _DIFFERS, _ENDS = 1, 2, 4
 
 
 def with_endings(
     eqns: Sequence[Equation], scopes: Scopes, is_product: IsProduct
 ) -> Sequence[Equation]:
-    """Returns the equations, loops that end at a tolerance in a float32 region.
+    """Returns the equations, those loops in a float32 region.
 
     Args:
         eqns: The equations of a jaxpr.
@@ -42,82 +38,59 @@ def with_endings(
 
 
 def _ends_at_tolerance(loop: Equation, scopes: Scopes, is_product: IsProduct) -> bool:
-    """Tells whether what its products return decides when ``loop`` ends."""
+    """Tells whether what its products return decides when ``loop`` ends.
 
-    def through(
-        jaxpr: Any, ins: Sequence[int], scopes: Scopes, settled: bool
-    ) -> list[int]:
-        def apply(eqn: Equation, ins: list[int]) -> list[int]:
+    What is followed, for each value: whether a product has gone into it, if it is
+    floating; whether a comparison of such values has, if it is an integer or a boolean.
+    """
+
+    def through(jaxpr: Any, ins: Sequence[bool], scopes: Scopes) -> list[bool]:
+        def apply(eqn: Equation, ins: list[bool]) -> list[bool]:
             here = scopes + _jaxpr.scope_names(eqn)
             if _jaxpr.call_kind(eqn):
-                return around(eqn, ins, inside(eqn, here), settled)
+                return around(eqn, ins, inside(eqn, here))
             if is_product(eqn, here):
-                return [_COMPUTED] * len(eqn.outvars)
-            known, name = _together(ins), eqn.primitive.name
-            if known & _COMPUTED and name in DIFFERENCES:
-                known |= _DIFFERS
-            # With a tolerance, which may be relative; not of two scores.
-            small = len({x & _DIFFERS for x in ins}) > 1 and name in ORDERS
-            same = all(x & _COMPUTED for x in ins) and name in EQUALITIES
-            if settled and (small or same):
-                known |= _ENDS
-            floats = _COMPUTED | _DIFFERS
-            return [
-                known & (floats if is_inexact(var) else _ENDS) for var in eqn.outvars
-            ]
+                return [True] * len(eqn.outvars)
+            name = eqn.primitive.name
+            compares = name in ORDERS or name in EQUALITIES or _jaxpr.is_cast(eqn)
+            decided = any(
+                x and (compares or not is_inexact(atom))
+                for x, atom in zip(ins, eqn.invars, strict=True)
+            )
+            return [any(ins) if is_inexact(x) else decided for x in eqn.outvars]
 
         return _jaxpr.interpret(
-            jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
+            jaxpr, ins, apply, const=lambda _: False, literal=lambda _: False
         )
 
-    def around(
-        eqn: Equation, ins: list[int], scopes: Scopes, settled: bool
-    ) -> list[int]:
-        """Goes through what ``eqn`` holds, a loop until its trips find no more.
-
-        Args:
-            eqn: The equation.
-            ins: What is known of its inputs.
-            scopes: Named scopes around its body.
-            settled: Whether no trip finds more of what is computed, so that it is known
-                what a comparison is of.
-        """
+    def around(eqn: Equation, ins: list[bool], scopes: Scopes) -> list[bool]:
+        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         bodies = layout.bodies[kind == "while" :]
-        chosen_by = ins[0] & _ENDS if kind == "cond" else 0
         while True:
             by_body = [
-                through(body.jaxpr, [ins[i] for i in body.operands], scopes, settled)
+                through(body.jaxpr, [ins[i] for i in body.operands], scopes)
                 for body in bodies
             ]
-            outs = [
-                _together(known) | chosen_by for known in zip(*by_body, strict=True)
-            ]
-            if any(_is_softmax(body.jaxpr) for body in bodies):
-                outs = [known & _COMPUTED for known in outs]
+            outs = [*map(any, zip(*by_body, strict=True))]
             before, ins = ins, list(ins)
             for i, out in zip(layout.fixed_in, outs, strict=False):
                 ins[i] |= out
             if ins == before:
-                return outs
+                break
+        if kind == "while":
+            chosen = tested(eqn, ins, scopes)
+        else:
+            chosen = kind == "cond" and ins[0]
+        return [out or chosen for out in outs]
 
-    layout = _jaxpr.call_layout(loop)
-    test = layout.bodies[0]
-    known = [0] * len(loop.invars)
-    for settled in (False, True):
-        carried = around(loop, known, scopes, settled)
-        for i, x in zip(layout.fixed_in, carried, strict=True):
-            known[i] |= x
-    ins = [known[i] for i in test.operands]
-    (ends,) = through(test.jaxpr, ins, scopes, True)
-    return bool(ends & _ENDS)
+    def tested(loop: Equation, ins: Sequence[bool], scopes: Scopes) -> bool:
+        """Whether a comparison of what products return is in the test of a loop."""
+        test = _jaxpr.call_layout(loop).bodies[0]
+        return any(through(test.jaxpr, [ins[i] for i in test.operands], scopes))
 
-
-def _is_softmax(jaxpr: Any) -> bool:
-    """Whether a body is a softmax of JAX: it takes a maximum away, and is no error."""
-    name, *_ = _jaxpr.function_of(jaxpr)
-    return name in {"softmax", "_softmax", "log_softmax", "logsumexp"}
-
-
-def _together(known: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, known, 0)
+    carried = around(loop, [False] * len(loop.invars), scopes)
+    ins = [False] * len(loop.invars)
+    for i, out in zip(_jaxpr.call_layout(loop).fixed_in, carried, strict=True):
+        ins[i] = out
+    return tested(loop, ins, scopes)

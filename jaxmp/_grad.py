@@ -20,7 +20,7 @@ from ._differentiate import (
 from ._loss_scale_state import UNSCALED
 from ._modules import module_scopes
 from ._objects import name_and_cure, refuse_integers, refuse_lost_updates
-from ._policy import PolicyLike, check_casts, get_policy
+from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName
 
 P = ParamSpec("P")
@@ -73,6 +73,20 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
     )
     policy = get_policy(policy)
     check_casts(policy, "with_policy")
+    return cast_around("with_policy", fun, policy, fun)
+
+
+def cast_around(
+    name: str, fun: Callable[P, T], policy: Policy, plain: Callable
+) -> Callable[P, T]:
+    """Returns ``fun`` under a policy, see :func:`with_policy`.
+
+    Args:
+        name: The function of jaxmp that casts, for messages.
+        fun: The function to cast for.
+        policy: The policy.
+        plain: The user's function, as it would be without a policy.
+    """
     # Its arguments have other dtypes than those that it is given.
     checked: Callable[..., T] = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)
 
@@ -81,7 +95,14 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         end_look()
         cast_args = [policy.cast_to_compute(arg) for arg in args]
         cast_kwargs = {key: policy.cast_to_compute(arg) for key, arg in kwargs.items()}
-        result = checked(*cast_args, **cast_kwargs)
+        try:
+            result = checked(*cast_args, **cast_kwargs)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            from ._cast_notes import note_cast  # reading jaxprs takes long to import
+
+            given, cast = (args, kwargs), (cast_args, cast_kwargs)
+            note_cast(error, name, plain, policy, given, cast)
+            raise
         warn_if_unscaled(policy.compute_dtype, result)
         return policy.cast_to_output(result)
 
@@ -234,15 +255,31 @@ def value_and_grad(
             result = checked(*args, **kwargs)
         return *loss_and_aux(result, has_aux, user), state
 
+    def note_policy(error, args, kwargs):
+        if policy is None:
+            return
+        from ._cast_notes import note_cast  # reading jaxprs takes long to import
+
+        cast_args = list(args)
+        for i in as_tuple(options.argnums):
+            if -len(args) <= i < len(args):
+                cast_args[i] = policy.cast_to_compute(args[i])
+        given, cast = (args, kwargs), (cast_args, kwargs)
+        note_cast(error, "value_and_grad", fun, policy, given, cast)
+
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
         if not options.allow_int:
             positions = {i % len(args) for i in as_tuple(options.argnums) if args}
             differentiated = [x for i, x in enumerate(args) if i in positions]
             refuse_integers(*name_and_cure(checked), differentiated)
-        loss, aux, grads, _ = differentiate(
-            options, stateless, {}, args, kwargs, user=user, cast=cast
-        )
+        try:
+            loss, aux, grads, _ = differentiate(
+                options, stateless, {}, args, kwargs, user=user, cast=cast
+            )
+        except (TypeError, ValueError, NotImplementedError) as error:
+            note_policy(error, args, kwargs)
+            raise
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped

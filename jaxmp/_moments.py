@@ -11,6 +11,7 @@ these are such means. All products with that window stay float32, and so does wh
 send back.
 """
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,11 +37,13 @@ def with_moments(
     """
     definition = definitions_of(eqns)
     products = [eqn for eqn in eqns if _multiplies(eqn)]
+    seen: dict[Any, set[int]] = collections.defaultdict(set)
     pairs = [
         (x, window, eqn)
         for eqn in products
         if not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
-        for x, window in _means(eqn, definition)
+        for whole, window in _means(eqn, definition)
+        for x in _parts(whole, eqn, definition, seen[_identity(window)])
     ]
     consts = frozenset(_jaxpr.open_jaxpr(jaxpr).constvars)
 
@@ -116,25 +119,43 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[tuple[Any, Any]]:
     arrays = _arrays(eqn)
     if len(arrays) == 1 and eqn.primitive.name not in PRODUCTS:
         function = _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn)))
-        yield from ((x, function) for x in _parts(arrays[0], eqn, definition))
+        yield arrays[0], function
     for x, window in itertools.permutations(arrays, 2):
-        window = unmoved(window, definition)
-        yield from ((part, window) for part in _parts(x, eqn, definition))
+        yield x, unmoved(window, definition)
 
 
-def _parts(atom: Any, reader: Equation, definition: Definition) -> Iterator[Any]:
-    """Yields what ``reader`` averages of ``atom``, which may be a batch, or a sum."""
+def _parts(
+    atom: Any, reader: Equation, definition: Definition, seen: set[int]
+) -> Iterator[Any]:
+    """Yields what ``reader`` averages of ``atom``, which may be a batch, or a sum.
+
+    The parts of a sum that were yielded before are left out, as a sum of hundreds of
+    results is read by hundreds of products.
+
+    Args:
+        atom: What is averaged.
+        reader: The product that averages it.
+        definition: Returns the equation that computes a variable, None for an input.
+        seen: The sums, and their parts, that were averaged by the same window before;
+            others are added.
+    """
     eqn = definition(atom)
     if eqn is not None and is_batch(eqn, reader):
         yield from (unmoved(x, definition) for x in eqn.invars)
         return
-    rest = [unmoved(atom, definition)]
+    whole = unmoved(atom, definition)
+    yield whole
+    rest = [whole]
     while rest:
         atom = rest.pop()
+        if id(atom) in seen:
+            continue
+        seen.add(id(atom))
+        if atom is not whole:
+            yield atom
         eqn = definition(atom)
         if eqn is not None and eqn.primitive.name in JOINS:
             rest += [unmoved(x, definition) for x in eqn.invars]
-        yield atom
 
 
 def _factors(atom: Any, definition: Definition) -> list[Any]:
@@ -147,6 +168,11 @@ def _factors(atom: Any, definition: Definition) -> list[Any]:
     if eqn.primitive.name not in FACTORS or has_number(eqn):
         return []
     return [unmoved(x, definition) for x in eqn.invars]
+
+
+def _identity(window: Any) -> Any:
+    """Returns what tells a window apart, a variable or a literal or a function."""
+    return window if isinstance(window, tuple) else id(window)
 
 
 def _arrays(eqn: Equation) -> list[Any]:

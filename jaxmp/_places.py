@@ -24,7 +24,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
-    r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping)[/\\]"
+    r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"
     r"|^<frozen"
 )
 # These trace what is audited, so that they are around all of it.
@@ -142,7 +142,7 @@ class Place(NamedTuple):
 def caller() -> Frame | None:
     """Returns the innermost running frame outside of all libraries."""
     frame = sys._getframe()
-    while frame and not _is_users(frame.f_code.co_filename):
+    while frame and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame and (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
 
@@ -152,13 +152,13 @@ def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:
     author = None
     for frame in _jaxpr.frames(eqn, is_wanted=_is_somebodys):
         author = author or frame
-        if _is_users(frame[0]):
+        if is_users(frame[0]):
             return frame, author
     return None, author
 
 
 @functools.cache
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     """Whether a file is neither JAX's nor another library's."""
     is_library = file.startswith(_OWN) or _LIBRARIES.search(file)
     return _is_somebodys(file) and not is_library

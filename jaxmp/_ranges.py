@@ -164,9 +164,9 @@ def suggest_loss_scale(
     bfloat16 has the range of float32 and needs no scale.
 
     Args:
-        tree: What was seen in one or many steps: a pytree of floating or complex arrays, of
-            :class:`RangeReport`, or of :class:`RecordRangesState`. A state may have
-            leading axes, as ``vmap`` and ``scan`` stack it.
+        tree: What was seen in one or many steps: a pytree of floating or complex
+            arrays, of :class:`RangeReport`, or of :class:`RecordRangesState`. A state
+            may have leading axes, as ``vmap`` and ``scan`` stack it.
         dtype: The format.
         headroom: Factor by which later values may be larger, a positive number or
             scalar array.

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ._activations import activation_gradients as _activation_gradients
 from ._checks import check_function, short
 from ._gather import gather as _gather
-from ._grad import with_policy as _with_policy
+from ._grad import cast_around as _cast_around
 from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
@@ -104,7 +104,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
         with nn.intercept_methods(bring_back):
             return model.apply(*args, **kwargs)
 
-    return _with_policy(apply, policy)
+    return _cast_around("jaxmp.linen.with_policy", apply, policy, model.apply)
 
 
 def gather(

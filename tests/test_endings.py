@@ -1,4 +1,4 @@
-"""Loops that end at a tolerance end after as many trips as in float32."""
+"""Loops that end where a number says so run as many trips as in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,70 @@ def in_a_branch(w, x):
     return lax.while_loop(lambda s: s[1] < MANY, trip, (x, 0))[1] % 1000
 
 
+def solved_by(name):
+    """Richardson's iteration, in a jitted function that is called ``name``."""
+
+    def improved(z, a, x):
+        d = z @ a - x
+        return z - 0.4 * d, jnp.abs(d).max()
+
+    improved.__name__ = name
+    improved = jax.jit(improved)
+
+    def trips(w, x):
+        a = w + 2 * jnp.eye(16)
+        return lax.while_loop(
+            lambda s: (s[1] > 1e-5) & (s[2] < MANY),
+            lambda s: (*improved(s[0], a, x), s[2] + 1),
+            (x, jnp.float32(1), 0),
+        )[2]
+
+    return trips
+
+
+def descended(w, x):
+    """Gradient descent on a vector: nothing is subtracted but by `jax.grad`."""
+    a, b = w @ w.T + jnp.eye(16), x[0]
+    slope = jax.grad(lambda z: 0.5 * z @ a @ z - b @ z)
+
+    def trip(state):
+        z, _, trips = state
+        d = slope(z)
+        return z - 0.3 * d, jnp.linalg.norm(d), trips + 1
+
+    state = b, jnp.float32(1), 0
+    return lax.while_loop(lambda s: (s[1] > 1e-5) & (s[2] < MANY), trip, state)[2]
+
+
+def shrunk(w, x):
+    """Nothing is subtracted at all."""
+    a = jnp.eye(16) / 4 + w @ w.T / 16
+    return lax.while_loop(
+        lambda s: (jnp.abs(s[0]).max() > 1e-9) & (s[1] < MANY),
+        lambda s: (s[0] @ a, s[1] + 1),
+        (x, 0),
+    )[1]
+
+
+def until_digits_are_equal(w, x):
+    """The last comparison is of integers."""
+
+    def digits(z):
+        return jnp.int32(z * 1e5)
+
+    return until(lambda z, before: jnp.any(digits(z) != digits(before)), w, x)
+
+
+def in_an_inner_loop(w, x):
+    """The outer loop ends where the inner one has ended often enough."""
+
+    def trip(state):
+        x, trips = state
+        return x + 0.1, trips + fixed_point(w, x)
+
+    return lax.while_loop(lambda s: s[1] < MANY - 50, trip, (x, 0))[1]
+
+
 def of_each(w, x):
     return jax.vmap(fixed_point, (None, 0))(w, x[:, None])
 
@@ -125,6 +189,11 @@ def of_each(w, x):
         until_equal,
         in_a_branch,
         of_each,
+        *map(solved_by, ["softmax", "_softmax", "logsumexp"]),
+        descended,
+        shrunk,
+        until_digits_are_equal,
+        in_an_inner_loop,
     ],
 )
 def test_loops_end_after_as_many_trips(trips, dtype):
@@ -209,12 +278,16 @@ def best(w, x):
     )[0]
 
 
-@pytest.mark.parametrize(
-    "fun", [confident, best, counted, timed, decoded, searched, stopped]
-)
-def test_other_loops_run_in_16_bits(fun):
+@pytest.mark.parametrize("fun", [counted, timed, decoded])
+def test_loops_that_end_at_a_count_or_a_token_run_in_16_bits(fun):
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), W, X)
     assert found == [{"bfloat16"}]
+
+
+@pytest.mark.parametrize("fun", [confident, best, searched, stopped])
+def test_loops_that_compare_what_products_return_stay_float32(fun):
+    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), W, X)
+    assert found == [{"float32"}]
 
 
 def test_the_audit_says_why():

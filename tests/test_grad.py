@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -684,3 +685,74 @@ def test_a_batch_that_cannot_be_split_is_named(batch, message):
 def test_a_bad_position_is_named(options, error, message):
     with pytest.raises(error, match=message):
         jaxmp.grad(lambda w, **batch: w, **options)(1.0, x=jnp.ones(4))
+
+
+def _conditional(w, x):
+    return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.zeros((4, 8)), x)
+
+
+def _blurred(w, x):
+    return lax.conv((x @ w)[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
+
+
+def _carried(w, x):
+    return lax.scan(lambda h, _: (h @ w + jnp.ones(8), None), x, length=3)[0]
+
+
+def _looped(w, x):
+    return lax.fori_loop(0, 3, lambda _, h: h @ w + jnp.ones(8), x)
+
+
+# What JAX takes of float32 arrays, and not of 16-bit ones.
+REFUSED = {
+    "fft": lambda w, x: jnp.fft.irfft(jnp.fft.rfft(x @ w)),
+    "cholesky": lambda w, x: x @ jnp.linalg.cholesky(w),
+    "slogdet": lambda w, x: x.sum() + jnp.linalg.slogdet(w)[1],
+    "solve": lambda w, x: jnp.linalg.solve(w, x.T),
+    "complex": lambda w, x: lax.complex(x @ w, x),
+    "switch": _conditional,
+    "select": lambda w, x: lax.select(x > 0, x @ w, jnp.zeros((4, 8))),
+    "clamp": lambda w, x: lax.clamp(jnp.float32(0), x @ w, jnp.float32(1)),
+    "add": lambda w, x: lax.add(x @ w, jnp.zeros((4, 8))),
+    "update": lambda w, x: lax.dynamic_update_slice(jnp.zeros((4, 8)), x, (0, 0)),
+    "convolution": _blurred,
+    "scan": _carried,
+    "fori_loop": _looped,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_where_jax_refuses_what_was_cast_a_note_says_what_to_do(name):
+    model = REFUSED[name]
+    args = jnp.eye(8) * 2, jnp.ones((4, 8))
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+        jaxmp.with_policy(model, "mixed_bfloat16")(*args)
+    note = [x for x in caught.value.__notes__ if "`with_policy` has cast" in x]
+    assert len(note) == 1
+    assert "test_grad.py:" in note[0]
+    assert 'jaxmp.autocast(fun, "bfloat16")' in note[0]
+    jaxmp.autocast(model, "bfloat16")(*args)  # as the note says
+
+
+@pytest.mark.parametrize("name", ["cholesky", "select", "scan"])
+def test_so_it_does_for_a_policy_of_value_and_grad(name):
+    def loss(w, x):
+        return jnp.mean(REFUSED[name](w, x.astype(w.dtype)).astype(jnp.float32))
+
+    fun = jaxmp.value_and_grad(loss, "mixed_bfloat16")
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+        fun(jnp.eye(8) * 2, jnp.ones((4, 8)))
+    (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
+    assert "test_grad.py:" in note
+    assert "`value_and_grad`" in note
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [lambda w, x: w @ x, lambda w, x: jnp.linalg.cholesky(x), lambda w, x: w.missing()],
+    ids=["shapes", "not_square", "attribute"],
+)
+def test_errors_that_the_cast_has_not_made_get_no_note_of_it(fun):
+    with pytest.raises((TypeError, ValueError, AttributeError)) as caught:
+        jaxmp.with_policy(fun, "mixed_bfloat16")(jnp.eye(8), jnp.ones((4, 5)))
+    assert not [x for x in getattr(caught.value, "__notes__", []) if "has cast" in x]

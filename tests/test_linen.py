@@ -231,3 +231,18 @@ def test_no_tracer_outlives_its_trace():
     apply = jax.jit(jaxmp.linen.with_policy(nn.remat(HandsOn)(), "O2"))
     with jax.checking_leaks():
         assert apply(variables, TOKENS)["logits"].dtype == F32
+
+
+def test_where_jax_refuses_what_was_cast_a_note_names_the_line():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jnp.fft.rfft(nn.Dense(8)(x))
+
+    model, x = Net(), jnp.ones((2, 4))
+    params = model.init(jax.random.key(0), x)
+    with pytest.raises((TypeError, NotImplementedError, ValueError)) as caught:
+        jaxmp.linen.with_policy(model, "mixed_bfloat16")(params, x)
+    (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
+    assert "test_linen.py:" in note
+    assert "jaxmp.linen.with_policy" in note

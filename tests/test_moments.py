@@ -1,5 +1,8 @@
 """Means of squares by products: what is left of two large numbers is a variance."""
 
+import cProfile
+import pstats
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,3 +155,23 @@ def test_a_power_of_zero_is_no_square():
     found = product_dtypes(jaxmp.autocast(jax.grad(loss), "bfloat16"), w)
     assert found
     assert all(dtypes == {"bfloat16"} for dtypes in found)
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_a_sum_of_many_results_takes_work_in_proportion(doubled):
+    """A sum that has the same part on both sides, over and over, has few parts too."""
+
+    def calls(n):
+        def fun(w):
+            h, total = jnp.ones((4, 8)), jnp.zeros((4, 8))
+            for _ in range(n):
+                h = h + (h if doubled else jnp.tanh(h @ w))
+                total = total + h
+            return jnp.mean(total @ w)
+
+        with cProfile.Profile() as profile:
+            jax.make_jaxpr(jaxmp.autocast(jax.grad(fun), "bfloat16"))(jnp.eye(8))
+        entries = pstats.Stats(profile).stats.items()  # pyright: ignore
+        return sum(x[0] for key, x in entries if key[0].endswith("_moments.py"))
+
+    assert calls(80) < 3 * calls(40)
