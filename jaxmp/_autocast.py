@@ -179,7 +179,7 @@ def _check_default_precision() -> None:
 
     JAX writes the setting into a product as if its line had asked for it.
     """
-    precision = jax.config.jax_default_matmul_precision
+    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
     if precision not in (None, "default", "bfloat16"):
         warn(
             f"`autocast` keeps every product in float32, because "

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, traced
+from conftest import normal
 
 F16 = jnp.float16
 EYE = jnp.asarray(np.eye(4, dtype=np.float32))
@@ -319,3 +320,32 @@ def test_a_weight_gradient_beyond_float16_stays_finite_outside():
     x = jnp.full((2**17, 2), 50.0)
     grad = ORDERS["outside"](loss)(jnp.ones((2, 2)), x)
     np.testing.assert_array_equal(grad, jnp.full((2, 2), 50.0 * 2**17))
+
+
+def _gradient(factors):
+    def loss(w):
+        out = factors(w + 2 * jnp.eye(8))
+        return jnp.sum(out * jnp.arange(out.size).reshape(out.shape))
+
+    return jax.grad(loss)
+
+
+@pytest.mark.parametrize(
+    "factors",
+    {
+        "cholesky": lambda w: jnp.linalg.cholesky(w * w.T + 4 * jnp.eye(8)),
+        "eigh": lambda w: jnp.linalg.eigh(w + w.T)[1] ** 2,
+        "svd": lambda w: jnp.linalg.svd(w)[0] ** 2,
+        "lu": lambda w: jax.scipy.linalg.lu(w)[2],
+        "inv": jnp.linalg.inv,
+        "solve": lambda w: jnp.linalg.solve(w, w.T),
+        "pinv": jnp.linalg.pinv,
+        "lstsq": lambda w: jnp.linalg.lstsq(w, w.T)[0],
+        "expm": jax.scipy.linalg.expm,
+        "qr in a region": jaxmp.float32_region(lambda w: jnp.linalg.qr(w)[0]),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_gradients_of_factors_stay_float32(factors):
+    grad, w = _gradient(factors[1]), normal(0, 8, 8, scale=0.3)
+    np.testing.assert_array_equal(jaxmp.autocast(grad, "bfloat16")(w), grad(w))
