@@ -40,6 +40,7 @@ from ._report import Kept as Kept
 from ._report import Leak as Leak
 from ._scalars import scalars as scalars
 from ._sensitivity_report import ModuleSensitivity as ModuleSensitivity
+from ._sensitivity_report import RoundedColumn as RoundedColumn
 from ._sensitivity_report import SensitivityReport as SensitivityReport
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
@@ -63,6 +64,7 @@ __all__ = [
     "RangeReport",
     "RangeStats",
     "RecordRangesState",
+    "RoundedColumn",
     "SensitivityReport",
     "StochasticRoundingState",
     "activation_gradients",

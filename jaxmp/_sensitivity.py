@@ -21,6 +21,7 @@ import numpy as np
 from . import _jaxpr
 from ._autocast import autocast
 from ._checks import as_scale, check_function, check_positive
+from ._columns import rounded_columns
 from ._flatten import Flat, check_values, flatten
 from ._in_float32 import traced_in_float32
 from ._loss_scale_state import scale_in
@@ -59,6 +60,9 @@ def sensitivity(
     when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
     a tolerance, as a line to paste.
 
+    Columns of the data that lose in 16 bits what tells their rows apart, such as years
+    and identifiers, are listed in ``report.columns``.
+
     One compiled program stands for all of these choices: each rounding to 16 bits can
     be switched off in it. At the end autocast itself is run with the paths found.
 
@@ -69,7 +73,8 @@ def sensitivity(
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
-        tolerance: What neither relative error should exceed.
+        tolerance: What neither relative error should exceed, nor that of a column of
+            the data.
         has_aux: Whether ``fun`` returns a pair, the loss and something else, which is
             not looked at.
         loss_scale: What the loss is multiplied by for its gradients: a number, or an
@@ -133,8 +138,9 @@ def sensitivity(
                 "`sensitivity`."
             )
         step = flat.fun
+        count = len(flatten(_nothing, args[:1], {}).leaves)
         if is_loss:
-            step = _gradient(flat, len(flatten(_nothing, args[:1], {}).leaves))
+            step = _gradient(flat, count)
         paths_keep = functools.partial(autocast, step, policy, ops=ops)
         in_16bit = step if own.multiplies else paths_keep()
         arrays = [jnp.float32(1), *flat.leaves] if is_loss else flat.leaves
@@ -149,6 +155,8 @@ def sensitivity(
                 '`policy="mixed_bfloat16"`.'
             )
         scales = _scales(loss_scale, program) if is_loss else ()
+        names = ["loss_scale"] * is_loss + flat.names
+        columns = rounded_columns(jaxpr, arrays, names, is_loss + count, tolerance)
         with _Bar(progress) as bar:
             search = _Search(program, flat.leaves, scales, bar)
             rows = search.rows()
@@ -173,6 +181,7 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
+            columns=columns,
         )
         notes = _unmatched(report, [*args, *kwargs.values()])
         return dataclasses.replace(report, notes=report.notes + notes)

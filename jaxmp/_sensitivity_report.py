@@ -11,6 +11,7 @@ from typing import Any
 from ._report import WIDTH
 
 _ROWS = 24
+_COLUMNS = 6
 _NO_MODULE = "(in no module)"
 
 
@@ -73,6 +74,42 @@ class ModuleSensitivity:
 
 
 @dataclasses.dataclass(frozen=True)
+class RoundedColumn:
+    """A column of the data that loses in 16 bits what tells its rows apart.
+
+    Attributes:
+        argument: The argument's path.
+        column: Its place along the last axis; None of an argument with one axis.
+        dtype: The 16-bit dtype that the argument is cast to.
+        values: How many different values it has.
+        values_left: How many of them are left in ``dtype``.
+        error: By how much rounding moves its values, as a share of their standard
+            deviation.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     return jnp.mean(jnp.tanh(x @ w))
+        >>> x = jnp.array([[year, 1.0] for year in range(2010, 2024)])
+        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 1)), x)
+        >>> print(report.columns[0])
+        x[..., 0]: 14 values are 3 in bfloat16
+    """
+
+    argument: str
+    column: int | None
+    dtype: str
+    values: int
+    values_left: int
+    error: float
+
+    def __str__(self) -> str:
+        """Says what is left of it, in one line."""
+        column = "" if self.column is None else f"[..., {self.column}]"
+        left = f"{self.values} values are {self.values_left} in {self.dtype}"
+        return f"{self.argument}{column}: {left}"
+
+
+@dataclasses.dataclass(frozen=True)
 class SensitivityReport:
     """What :func:`jaxmp.sensitivity` found.
 
@@ -92,6 +129,9 @@ class SensitivityReport:
             keep modules in float32.
         loss_scale: What the loss was multiplied by for the gradients.
         notes: What could not be switched to float32.
+        columns: The columns of the data, which is what comes after the first argument,
+            that are cast to 16 bits as they came, and are moved by that by more than
+            ``tolerance`` of their standard deviation.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -106,6 +146,7 @@ class SensitivityReport:
     is_cast: bool
     loss_scale: float
     notes: tuple[str, ...]
+    columns: tuple[RoundedColumn, ...]
 
     @property
     def meets_tolerance(self) -> bool:
@@ -140,7 +181,7 @@ class SensitivityReport:
         writes as ``Infinity``.
         """
         fields = dataclasses.asdict(self)
-        for name in ("modules", "float32_paths", "notes"):
+        for name in ("modules", "float32_paths", "notes", "columns"):
             fields[name] = list(fields[name])
         if self.measured is not None:
             fields["measured"] = list(self.measured)
@@ -168,6 +209,9 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
     if report.loss_scale != 1:
         yield f"with a loss scale of {report.loss_scale:g}"
     yield ""
+    if report.columns:
+        yield from _columns(report.columns)
+        yield ""
     yield from _table(report.modules[:_ROWS])
     if len(report.modules) > _ROWS:
         yield f"  and {len(report.modules) - _ROWS} more in `report.modules`"
@@ -186,6 +230,18 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
     if report.notes:
         yield ""
         yield from (f"note: {note}" for note in report.notes)
+
+
+def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
+    text = (
+        "Subtract the mean from these inputs in float32, before the model, and divide "
+        "by their standard deviation: 16 bits lose what tells their rows apart."
+    )
+    yield from textwrap.wrap(text, WIDTH)
+    yield ""
+    yield from (f"    {column}" for column in columns[:_COLUMNS])
+    if len(columns) > _COLUMNS:
+        yield f"    and {len(columns) - _COLUMNS} more in `report.columns`"
 
 
 def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:

@@ -48,7 +48,7 @@ ROWS = [
         "_overflow_report",
         "_sensitivity_report",
     },
-    {"_sums", "_definitions", "_fp8", "_twins"},
+    {"_sums", "_columns", "_definitions", "_fp8", "_twins"},
     {
         "_endings",
         "_moments",
