@@ -22,6 +22,7 @@ Frame = tuple[str, int, int]  # file, line, position in the bytecode
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
+_REPLAY = f"{_OWN}_replay.py"  # traces the bodies of calls that it has replayed
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"
@@ -52,6 +53,7 @@ class Place(NamedTuple):
     backward: bool = False
     trips: int = 1  # how often this runs, 0 where nothing is counted
     opaque: str = ""  # the primitive around it that nothing is known of
+    rematerialised: bool = False  # what it computes again is told from the rest
     again: bool = False  # in what a backward pass computes again
 
     @property
@@ -106,20 +108,25 @@ class Place(NamedTuple):
             if own == (None, None):
                 user, author = before.user, before.author
                 scopes = before.scopes if scopes == self.scopes else scopes
+        names = _jaxpr.names_of(eqn)
+        again = self.again or (self.rematerialised and names.computed_again)
         return self._replace(
             scopes=scopes,
             user=user,
             author=author,
-            backward=self.backward or _jaxpr.is_transposed(eqn),
+            backward=(self.backward or names.transposed) and not again,
+            again=again,
         )
 
     def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
         """Returns the surroundings of what is inside ``eqn``, which is here."""
         kind = _jaxpr.call_kind(eqn)
         # JAX's own jitted functions, and ours, are traced once, with the lines of the
-        # first caller. Our own rules hold what is theirs, or a loop of the user's.
+        # first caller. Our own rules hold what is theirs, or a loop of the user's; and
+        # a function that we have replayed is the user's.
         sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
-        is_shared = _jaxpr.function_of(jaxpr)[1].startswith(sharing)
+        file = _jaxpr.function_of(jaxpr)[1].rpartition(":")[0]
+        is_shared = file.startswith(sharing) and file != _REPLAY
         trips = trip_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,
@@ -130,13 +137,12 @@ class Place(NamedTuple):
     def replayed(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
         """Returns the same where a program is followed in the order it runs.
 
-        What a backward pass computes again is forward work, and what is not says so
-        itself.
+        What the backward pass of a ``jax.checkpoint`` computes again is forward work.
         """
         inside = self.inside(eqn, jaxpr)
-        if not _jaxpr.is_remat(eqn):
-            return inside
-        return inside._replace(backward=False, again=self.backward or self.again)
+        return inside._replace(
+            rematerialised=self.rematerialised or _jaxpr.is_remat(eqn)
+        )
 
 
 def caller() -> Frame | None:

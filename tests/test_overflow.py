@@ -185,6 +185,28 @@ def test_what_checkpoint_computes_again_is_forward():
     assert "forward" in report.advice
 
 
+@pytest.mark.parametrize("inner", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
+@pytest.mark.parametrize("by", ["autocast", "arguments"])
+def test_what_is_backward_in_a_call_is_backward_and_on_its_own_line(inner, by):
+    # Of a linear function nothing is computed again.
+    @inner
+    def steep(w, x):
+        return 5000 * (x @ w)  # the line
+
+    def loss(w, x):
+        return jnp.mean(steep(w, jnp.sin(x)).astype(jnp.float32))
+
+    args = jnp.eye(4), jnp.ones((8, 4))
+    fun = jaxmp.value_and_grad(loss, loss_scale=2.0**15)
+    if by == "autocast":
+        report = find(jaxmp.autocast(fun, "float16"), *args)
+    else:
+        report = find(fun, *jaxmp.cast_tree(args, HALF))
+    assert report.first.backward
+    assert "loss scale is too large" in report.advice
+    assert report.first.where == line_of(steep.__wrapped__, "# the line")
+
+
 # By default what has an Inf that is swallowed.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize(
