@@ -1,0 +1,48 @@
+"""A planted fault is named, and the advice that names it cures it."""
+
+import json
+import pathlib
+
+import pytest
+
+from benchmarks import faults, planted
+
+# For each kind a program that is faulty, with other casts and places.
+SAMPLE = [(kind, seed) for seed, kind in enumerate(planted.KINDS, start=1)]
+# NumPy says it of a -1e9 in the code.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+
+
+def check(program):
+    report = program.search()
+    told = f"{planted.verdict(report)} {report.advice}\n\n{program.text()}"
+    assert planted.names_it(program, report), told
+    if program.kind != planted.NOTHING:
+        assert planted.is_cured(program, report), told
+
+
+@pytest.mark.parametrize(("kind", "seed"), SAMPLE, ids=[x for x, _ in SAMPLE])
+def test_a_planted_fault_is_named_and_cured(kind, seed):
+    check(planted.program(kind, seed))
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("kind", planted.KINDS)
+def test_planted_faults_are_named_and_cured(kind):
+    programs = [planted.program(kind, seed) for seed in range(24)]
+    # Where 16 bits do not feel a fault there is none.
+    is_sound = kind == planted.NOTHING
+    programs = [x for x in programs if planted.is_faulty(x) != is_sound]
+    assert len(programs) >= 8
+    for program in programs:
+        check(program)
+
+
+def test_the_docs_have_the_table_of_the_results():
+    (found,) = json.loads(faults.RESULTS.read_text()).values()
+    assert [x["planted"] for x in found["rows"]] == [*planted.KINDS]
+    text = (DOCS / "faults.md").read_text()
+    assert faults.table(found["rows"]) in text
+    assert found["command"].split(" --")[0] == "python -m benchmarks faults"
+    assert found["date"] in text
