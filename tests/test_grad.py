@@ -739,7 +739,7 @@ def test_so_it_does_for_a_policy_of_value_and_grad(name):
     def loss(w, x):
         return jnp.mean(REFUSED[name](w, x.astype(w.dtype)).astype(jnp.float32))
 
-    fun = jaxmp.value_and_grad(loss, "mixed_bfloat16")
+    fun = jaxmp.value_and_grad(loss, policy="mixed_bfloat16")
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
         fun(jnp.eye(8) * 2, jnp.ones((4, 8)))
     (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
