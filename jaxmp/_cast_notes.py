@@ -53,6 +53,8 @@ def note_cast(
         f"{cure}. `{name}` has cast arguments to {dtype}, which JAX does not take"
         f"{where}; as they were given it takes them."
     )
+    # Before what JAX says of its frames.
+    error.__notes__.insert(0, error.__notes__.pop())
 
 
 def _works(fun: Callable, arguments: tuple[Sequence[Any], dict[str, Any]]) -> bool:
