@@ -21,7 +21,7 @@ def test_the_program_runs_as_it_stands(capsys):
 
 
 def test_the_diff_makes_the_program():
-    (diff,), (program,) = blocks("diff"), blocks("python")
+    (diff,), (program, _) = blocks("diff"), blocks("python")
     lines, code = diff.splitlines(), program.splitlines()
     assert len(lines) <= 8
     for line in filter(None, lines):
@@ -31,5 +31,5 @@ def test_the_diff_makes_the_program():
 
 def test_the_front_door_is_narrow():
     lines = README.read_text().splitlines()
-    assert len(lines) <= 160
+    assert len(lines) <= 180
     assert lines.index("```python") < 20

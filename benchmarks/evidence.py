@@ -1,0 +1,213 @@
+"""Writes the page of the documentation that holds what was counted and measured.
+
+``docs/evidence.md`` is made from the files in ``benchmarks/results`` and nothing else,
+so that no number in it is typed by hand.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tyro
+
+from . import results
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "evidence.md"
+
+Row = Mapping[str, Any]
+
+# What the page calls the networks of `machinery`, and the order in which it shows them.
+STEPS = {
+    "mlp": "MLP, 27M",
+    "gpt-12m": "GPT, 12M",
+    "gpt-160m": "GPT, 163M",
+    "resnet-18": "ResNet-18",
+    "resnet-50": "ResNet-50",
+}
+FLOOR = "by hand"
+AUTOCAST = "jaxmp autocast"
+FORMS = {
+    AUTOCAST: "autocast",
+    "jaxmp autocast, rounded": "rounded",
+    "jaxmp autocast, inside": "inside",
+}
+ERRORS = {
+    "dtype=": "Flax's `dtype=`",
+    "autocast": "autocast",
+    "rounded": "rounded",
+    "inside": "inside",
+}
+
+INTRODUCTION = """\
+# Evidence
+
+`python -m benchmarks evidence` writes this page from the files in `benchmarks/results`.
+[Performance](performance.md) says what follows from it.
+
+The GPU code was compiled for an H200 and not run. "By hand" is a training step that
+casts the whole model with `astype`, without a loss scale and without a check. *N* is
+the number of parameters.
+"""
+
+STEP = """\
+## What a training step moves
+
+Bytes that move through memory in one step, as a share of the step by hand. The columns
+"x 4" take the batch in four micro-batches.
+"""
+
+PRICE = """\
+## What autocast costs
+
+Bytes moved and temporary memory of a training step, as shares of the same model cast by
+hand. *Less 6N* leaves out what float32 weight gradients cost, which autocast returns on
+purpose. *Rounded* is `DEFAULT_OPS.with_rounded_products()`, and *inside* is
+`value_and_grad(autocast(loss, policy))`.
+"""
+
+ERROR = """\
+## How far gradients are from float32
+
+The norm of the difference over the norm of the gradient, on small networks of the same
+families, computed on a CPU; the mean over seeds. A star marks a network on which
+autocast is further away than Flax's own 16 bits.
+"""
+
+HOST = """\
+## Outside compiled code
+
+Medians of paired ratios of the thread's CPU time; the quartiles stand in brackets.
+"""
+
+
+@dataclasses.dataclass
+class Options:
+    """Where to write the page."""
+
+    output: pathlib.Path = PAGE
+
+
+def main(arguments: list[str]) -> None:
+    """Writes the page."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks evidence")
+    options.output.write_text(page())
+    print(f"wrote {options.output}")
+
+
+def page() -> str:
+    """Returns the page as Markdown."""
+    sections = [INTRODUCTION, *_steps(), *_prices(), *_errors(), *_host()]
+    return "\n".join(sections)
+
+
+def _steps() -> Iterator[str]:
+    found = _read("machinery")
+    yield STEP
+    columns, rows = [], {}
+    for network, name in STEPS.items():
+        for accum_steps in (1, 4):
+            at = [x for x in found[network]["rows"] if x["accum_steps"] == accum_steps]
+            at = {x["contestant"]: x["bytes"] for x in at}
+            columns.append(name if accum_steps == 1 else "x 4")
+            for contestant in found[network]["rows"]:
+                form = contestant["contestant"]
+                share = at[form] / at[FLOOR] if form in at else None
+                rows.setdefault(form, {})[network, accum_steps] = share
+    keys = [(network, steps) for network in STEPS for steps in (1, 4)]
+    table = [
+        [form, *(_share(row.get(key)) for key in keys)] for form, row in rows.items()
+    ]
+    yield _table(["", *columns], table)
+    yield _source([found[network] for network in STEPS])
+
+
+def _prices() -> Iterator[str]:
+    found = _read("price")
+    yield PRICE
+    for dtype in ("bfloat16", "float16"):
+        for accum_steps in (1, 4):
+            result = found[f"{dtype}, {accum_steps} micro-batches"]
+            yield f"### {dtype}, {_count(accum_steps)}\n"
+            networks: dict[str, dict[str, Row]] = {}
+            for row in result["rows"]:
+                networks.setdefault(row["network"], {})[row["form"]] = row
+            header = ["", "bytes", "less 6N", "memory"]
+            header += [
+                f"{x}: {y}" for x in ("rounded", "inside") for y in ("bytes", "memory")
+            ]
+            table = [[name, *_costs(forms)] for name, forms in networks.items()]
+            yield _table(header, table)
+            yield _source([result])
+
+
+def _costs(forms: Mapping[str, Row]) -> Iterator[str]:
+    floor = forms[FLOOR]
+    for form in FORMS:
+        row = forms.get(form)
+        bytes_moved = row and row["bytes"] / floor["bytes"]
+        yield _share(bytes_moved)
+        if form == AUTOCAST:
+            less = row and (row["bytes"] - 6 * row["parameters"]) / floor["bytes"]
+            yield _share(less)
+        yield _share(row and row["temp"] / floor["temp"])
+
+
+def _errors() -> Iterator[str]:
+    found = _read("price")
+    yield ERROR
+    for dtype in ("bfloat16", "float16"):
+        result = found[f"{dtype}, errors"]
+        yield f"### {dtype}\n"
+        table = []
+        for row in result["rows"]:
+            values = [row[f"gradient, {form}"] for form in ERRORS]
+            mark = " *" if values[1] > values[0] else ""
+            table.append([row["network"] + mark, *(f"{x:.2%}" for x in values)])
+        yield _table(["", *ERRORS.values()], table)
+        yield _source([result])
+
+
+def _host() -> Iterator[str]:
+    yield HOST
+    for name, result in _read("host").items():
+        yield f"### {name.capitalize()}\n"
+        header = list(result["rows"][0])
+        table = [[_cell(x) for x in row.values()] for row in result["rows"]]
+        yield _table(header, table)
+        yield _source([result])
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((results.FOLDER / f"{name}.json").read_text())
+
+
+def _count(accum_steps: int) -> str:
+    return "one micro-batch" if accum_steps == 1 else "four micro-batches"
+
+
+def _share(x: float | None) -> str:
+    return "" if x is None else f"{x:.2f}"
+
+
+def _cell(x: Any) -> str:
+    if isinstance(x, Mapping):
+        return f"{x['median']:.2f} ({x['low']:.2f} to {x['high']:.2f})"
+    return f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _source(found: Sequence[Row]) -> str:
+    """Says which commands made a table, when, on what and with which versions."""
+    commands = dict.fromkeys(x["command"] for x in found)
+    dates = sorted({x["date"] for x in found})
+    versions = found[0]["versions"]
+    names = [f"{x} {versions[x]}" for x in ("jax", "flax", "optax") if x in versions]
+    made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    lines = "\n".join(f"    {x}" for x in commands)
+    return f"{lines}\n\n({found[0]['hardware']}; {', '.join(names)}; {made}.)\n"

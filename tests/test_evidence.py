@@ -1,0 +1,106 @@
+"""The numbers in the README and on the performance page come from result files."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import evidence
+
+ROOT = Path(__file__).parent.parent
+README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
+
+
+def results(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def words(path):
+    """Returns a page as one line."""
+    return " ".join(path.read_text().split())
+
+
+def prices():
+    """Yields each network with its bytes less 6N and memory, in bfloat16."""
+    rows = results("price")["bfloat16, 1 micro-batches"]["rows"]
+    floors = {x["network"]: x for x in rows if x["form"] == "by hand"}
+    for row in rows:
+        if row["form"] == "jaxmp autocast":
+            floor = floors[row["network"]]
+            moved = (row["bytes"] - 6 * row["parameters"]) / floor["bytes"]
+            yield row["network"], moved, row["temp"] / floor["temp"]
+
+
+def mean(numbers):
+    numbers = [*numbers]
+    return math.exp(sum(map(math.log, numbers)) / len(numbers))
+
+
+def test_the_evidence_page_is_what_its_command_writes():
+    cure = "Type `python -m benchmarks evidence`."
+    assert (ROOT / "docs/evidence.md").read_text() == evidence.page(), cure
+
+
+@pytest.mark.parametrize("page", [README, PERFORMANCE], ids=lambda x: x.stem)
+def test_what_a_page_says_is_gained_was_counted(page):
+    shown = {
+        "GPT, 163M parameters": "gpt-160m",
+        "ResNet-50": "resnet-50",
+        "MLP, 27M parameters": "mlp",
+    }
+    for name, network in shown.items():
+        rows = {
+            row["contestant"]: row
+            for row in results("machinery")[network]["rows"]
+            if row["accum_steps"] == 1
+        }
+        ours, float32 = rows["jaxmp autocast"], rows["float32"]
+        shares = [f"{ours[x] / float32[x]:.2f}" for x in ("bytes", "peak")]
+        assert f"| {name} | {' | '.join(shares)} |" in page.read_text()
+
+
+def test_the_batches_of_the_readme_were_counted():
+    batches = results("memory")["largest batch of BERT-base in 12 GB"]["rows"]
+    (row,) = [row for row in batches if row["words in a row"] == 128]
+    cast, float32 = row["mixed_float16"], row["float32"]
+    assert f"fits {cast} rows of 128 tokens into 12 GB" in words(README)
+    assert f"where float32 fits {float32}." in words(README)
+
+
+def test_the_price_on_the_performance_page_was_counted():
+    networks, moved, memory = zip(*prices(), strict=True)
+    page = words(PERFORMANCE)
+    assert (
+        f"{mean(moved):.2f} of the bytes and {mean(memory):.2f} of the memory" in page
+    )
+    assert f"over {len(networks)} networks in bfloat16" in page
+    assert sum(round(x, 2) <= 1.05 for x in moved) == 17
+    assert "Seventeen of these" in page
+    dearest = sorted(zip(moved, networks, strict=True), reverse=True)[:2]
+    assert [name for _, name in dearest] == ["state space", "convolutional lstm"]
+    for cost, _ in dearest:
+        assert f"({cost:.2f})" in page
+
+
+def test_the_errors_on_the_performance_page_were_measured():
+    rows = results("price")["bfloat16, errors"]["rows"]
+    ratios = {
+        row["network"]: row["gradient, autocast"] / row["gradient, dtype="]
+        for row in rows
+    }
+    nearer = [name for name, ratio in ratios.items() if ratio < 1]
+    page = words(PERFORMANCE)
+    assert f"on {len(nearer)} of {len(ratios)} small networks" in page
+    assert round(ratios["llama"], 2) == 1
+    assert "The Llama is level" in page
+    further = ratios["deep set with a maximum"] - 1
+    assert f"maximum is {further:.0%} further away" in page
+
+
+def test_the_tracing_on_the_performance_page_was_measured():
+    (row,) = [
+        x for x in results("host")["tracing"]["rows"] if x["step"] == "jaxmp autocast"
+    ]
+    ratio = row["both, of float32"]["median"]
+    assert f"{ratio:.2f} times as long as in float32" in words(PERFORMANCE)
