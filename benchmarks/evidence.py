@@ -54,8 +54,7 @@ the number of parameters.
 STEP = """\
 ## What a training step moves
 
-Bytes that move through memory in one step, as a share of the step by hand. The columns
-"x 4" take the batch in four micro-batches.
+Bytes that move through memory in one step, as a share of the step by hand.
 """
 
 PRICE = """\
@@ -105,21 +104,18 @@ def page() -> str:
 def _steps() -> Iterator[str]:
     found = _read("machinery")
     yield STEP
-    columns, rows = [], {}
-    for network, name in STEPS.items():
-        for accum_steps in (1, 4):
-            at = [x for x in found[network]["rows"] if x["accum_steps"] == accum_steps]
-            at = {x["contestant"]: x["bytes"] for x in at}
-            columns.append(name if accum_steps == 1 else "x 4")
-            for contestant in found[network]["rows"]:
-                form = contestant["contestant"]
-                share = at[form] / at[FLOOR] if form in at else None
-                rows.setdefault(form, {})[network, accum_steps] = share
-    keys = [(network, steps) for network in STEPS for steps in (1, 4)]
-    table = [
-        [form, *(_share(row.get(key)) for key in keys)] for form, row in rows.items()
-    ]
-    yield _table(["", *columns], table)
+    for accum_steps in (1, 4):
+        yield f"### {_count(accum_steps).capitalize()}\n"
+        forms: dict[str, dict[str, float]] = {}
+        for network in STEPS:
+            for row in found[network]["rows"]:
+                if row["accum_steps"] == accum_steps:
+                    forms.setdefault(row["contestant"], {})[network] = row["bytes"]
+        table = [
+            [form, *(_ratio(moved.get(x), forms[FLOOR][x]) for x in STEPS)]
+            for form, moved in forms.items()
+        ]
+        yield _table(["", *STEPS.values()], table)
     yield _source([found[network] for network in STEPS])
 
 
@@ -145,13 +141,11 @@ def _prices() -> Iterator[str]:
 def _costs(forms: Mapping[str, Row]) -> Iterator[str]:
     floor = forms[FLOOR]
     for form in FORMS:
-        row = forms.get(form)
-        bytes_moved = row and row["bytes"] / floor["bytes"]
-        yield _share(bytes_moved)
+        row = forms.get(form, {})
+        yield _ratio(row.get("bytes"), floor["bytes"])
         if form == AUTOCAST:
-            less = row and (row["bytes"] - 6 * row["parameters"]) / floor["bytes"]
-            yield _share(less)
-        yield _share(row and row["temp"] / floor["temp"])
+            yield _ratio(row["bytes"] - 6 * row["parameters"], floor["bytes"])
+        yield _ratio(row.get("temp"), floor["temp"])
 
 
 def _errors() -> Iterator[str]:
@@ -187,8 +181,8 @@ def _count(accum_steps: int) -> str:
     return "one micro-batch" if accum_steps == 1 else "four micro-batches"
 
 
-def _share(x: float | None) -> str:
-    return "" if x is None else f"{x:.2f}"
+def _ratio(x: float | None, of: float) -> str:
+    return "" if x is None else f"{x / of:.2f}"
 
 
 def _cell(x: Any) -> str:

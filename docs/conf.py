@@ -19,6 +19,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
 ]
@@ -42,15 +43,27 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
-# A name of jaxmp in a docstring must lead somewhere. Those of other libraries are
-# names only: the build needs no network.
+# A name of jaxmp in a docstring must lead somewhere. Those of other libraries lead to
+# their pages in the documentation that a release puts online. Elsewhere they are names
+# only, because a build needs no network.
 nitpicky = True
+if os.environ.get("DOCS_ONLINE"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "flax": ("https://flax.readthedocs.io/en/latest", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+        "chex": ("https://chex.readthedocs.io/en/latest", None),
+    }
 nitpick_ignore_regex = [("py:.*", r"(?!jaxmp\.).*")]
 
 html_theme = "furo"
-html_title = "jaxmp"
+html_title = f"jaxmp {release}"
+html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxmp.css"]
+html_js_files = ["sidebar.js"]
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#2f5d8c",
