@@ -29,9 +29,10 @@ def absolute_links(text: str, url: str, tag: str, root: Path) -> str:
 
 def with_urls(pyproject: str, url: str, tag: str) -> str:
     """Returns `pyproject.toml` with the project's addresses."""
+    owner, name = url.split("/")[-2:]
     urls = {
         "Homepage": url,
-        "Documentation": f"{url}/tree/{tag}/docs",
+        "Documentation": f"https://{owner}.github.io/{name}/",  # as `pages` puts it there
         "Changelog": f"{url}/blob/{tag}/CHANGELOG.md",
         "Issues": f"{url}/issues",
     }

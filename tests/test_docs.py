@@ -128,7 +128,9 @@ def test_what_is_released_has_absolute_links():
     assert f"({url}/tree/v1/docs)" in text
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
     project = addresses.with_urls((ROOT / "pyproject.toml").read_text(), url, "v1")
-    assert tomllib.loads(project)["project"]["urls"]["Homepage"] == url
+    urls = tomllib.loads(project)["project"]["urls"]
+    assert urls["Homepage"] == url
+    assert urls["Documentation"] == "https://owner.github.io/jaxmp/"
     with pytest.raises(FileNotFoundError, match=r"nowhere\.md"):
         addresses.absolute_links("[a](nowhere.md)", url, "v1", ROOT)
 
