@@ -1,7 +1,7 @@
 """Trains a small ResNet in the precision that one string names.
 
     python examples/digits.py --policy mixed_bfloat16
-    python examples/digits.py --compare --mode autocast
+    python examples/digits.py --compare --mode cast
 
 The data are scikit-learn's scanned digits, so nothing is downloaded. `--data cifar10
 --data-dir D` trains a ResNet-20 on the CIFAR-10 that lies in D.
@@ -9,30 +9,35 @@ The data are scikit-learn's scanned digits, so nothing is downloaded. `--data ci
 
 import dataclasses
 import math
-import os
-import shlex
 import statistics
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal
 
-import flax.linen as nn
-import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tyro
+from _checkpoints import open_checkpoints, restore
 from _data import Dataset, load_cifar10, load_digits
-from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding
+from _devices import make_cpu_devices, make_mesh
+from _resnet import ResNet, State
+from _results import (
+    Result,
+    describe,
+    log,
+    nbytes,
+    progress_bar,
+    residual_bytes,
+    results_table,
+)
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.progress import Progress
 from tensorboardX import SummaryWriter
 
 import jaxmp
@@ -46,8 +51,8 @@ class Config:
 
     policy: str = "mixed_float16"
     """float32, mixed_bfloat16, mixed_float16, or spelt out: p=f32,c=f16,o=f32."""
-    mode: Literal["cast", "autocast"] = "cast"
-    """Cast the whole model, or autocast the training step as it stands."""
+    mode: Literal["autocast", "cast"] = "autocast"
+    """Autocast the training step as it stands, or cast the whole model."""
     epochs: int = 20
     batch_size: int = 100
     learning_rate: float = 3e-3
@@ -68,51 +73,6 @@ class Config:
     """Where to write what TensorBoard shows, a folder for each policy."""
     compare: bool = False
     """Train in float32, bfloat16 and float16, and print one table."""
-
-
-class ResNet(nn.Module):
-    """The ResNet of He et al. (2015), section 4.2, with 6 * blocks + 2 layers.
-
-    Nothing in it knows of a precision.
-    """
-
-    blocks: int
-    widths: tuple[int, ...] = (16, 32, 64)
-
-    @nn.compact
-    def __call__(self, x, train: bool):
-        conv = partial(nn.Conv, use_bias=False)
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
-        x = nn.relu(norm()(conv(self.widths[0], (3, 3))(x)))
-        for stage, width in enumerate(self.widths):
-            for block in range(self.blocks):
-                strides = 2 if stage > 0 and block == 0 else 1
-                y = nn.relu(norm()(conv(width, (3, 3), strides)(x)))
-                y = norm()(conv(width, (3, 3))(y))
-                x = x[:, ::strides, ::strides]  # their shortcut without parameters
-                x = jnp.pad(x, [(0, 0)] * 3 + [(0, width - x.shape[-1])])
-                x = nn.relu(x + y)
-        return nn.Dense(10)(x.mean((1, 2)))
-
-
-class State(TrainState):
-    """Flax's training state, and the running statistics of BatchNorm."""
-
-    batch_stats: Any = None
-    # The policy to autocast under, where the model is not cast.
-    autocast: jaxmp.Policy | None = flax.struct.field(pytree_node=False, default=None)
-
-
-class Result(NamedTuple):
-    """What one training run came to."""
-
-    policy: str
-    state: State
-    accuracy: float  # on the test data
-    seconds: float  # per epoch
-    stored_bytes: int  # of the parameters
-    compute_bytes: int  # of their copy in compute dtype
-    residual_bytes: int  # of what a batch leaves for the backward pass
 
 
 # One compilation instead of fifty, and one for all precisions.
@@ -189,76 +149,6 @@ def count_correct(state, images, labels):
     return (apply_fn(variables, images, train=False).argmax(-1) == labels).sum()
 
 
-def nbytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def residual_bytes(state: State, images: Any, labels: Any) -> int:
-    """Counts what the forward pass leaves for the backward pass, by JAX's account.
-
-    Activations, that is, and the copies of the weights in compute dtype. XLA keeps less
-    where it can compute again, such as the float32 copies in which BatchNorm takes its
-    mean and variance.
-    """
-
-    def loss(params):
-        return loss_fn(params, state, images, labels)[0]
-
-    if state.autocast:
-        loss = jaxmp.autocast(loss, state.autocast)
-
-    report = jaxmp.audit(loss)(state.params)
-    return sum((report.residual_bytes or {}).values())
-
-
-def open_checkpoints(config: Config) -> ocp.CheckpointManager | None:
-    if config.checkpoint_dir is None:
-        return None
-    # Written before `save` returns, because the next step donates the arrays.
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, enable_async_checkpointing=False
-    )
-    checkpoints = ocp.CheckpointManager(
-        config.checkpoint_dir.absolute(), options=options
-    )
-    newest = checkpoints.latest_step()
-    if newest is not None and not config.resume:
-        sys.exit(
-            f"`{config.checkpoint_dir}` holds a checkpoint of step {newest} already. "
-            "Go on from it with `--resume`, or name another folder."
-        )
-    return checkpoints
-
-
-def restore(checkpoints: ocp.CheckpointManager, config: Config, state: State) -> State:
-    """Restores the newest checkpoint, or says how to go on without it."""
-    *before, newest = sorted(checkpoints.all_steps())
-    # One structure under every policy, so that any run can go on as any.
-    target = ocp.args.StandardRestore(state)
-    try:
-        return cast(State, checkpoints.restore(newest, args=target))
-    except Exception as error:  # of what kind, depends on which file is damaged
-        path = Path(str(config.checkpoint_dir), str(newest))
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        on = f"go on from step {before[-1]}" if before else "begin again"
-        # By the user's hand, for it may be worth mending.
-        sys.exit(
-            f"The checkpoint of step {newest}, `{path}`, cannot be restored: it is "
-            f"damaged, or of another model ({reason}). To {on}, delete it and run the "
-            f"same command once more:\n    rm -r {shlex.quote(str(path))}"
-        )
-
-
-def make_mesh(devices: int) -> Mesh:
-    """Lines up the devices, or as many CPU devices where there are too few."""
-    found = jax.devices()
-    if len(found) < devices:
-        found = jax.devices("cpu")
-    if len(found) < devices:
-        sys.exit(f"`--devices {devices}`, but there are {len(found)}.")
-    return Mesh(np.array(found[:devices]), ("data",))
-
-
 def train(config: Config, data: Dataset, progress: Progress) -> Result:
     steps_per_epoch = len(data.train_images) // config.batch_size
     steps = config.epochs * steps_per_epoch
@@ -267,12 +157,9 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
     mesh = make_mesh(config.devices)
     everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     state = jax.device_put(create_state(config, data, steps), everywhere)
-    checkpoints = open_checkpoints(config)
+    checkpoints = open_checkpoints(config.checkpoint_dir, resume=config.resume)
     if checkpoints and config.resume:
-        newest = checkpoints.latest_step()
-        if newest is not None:
-            state = restore(checkpoints, config, state)
-        where = "the start" if newest is None else f"step {newest}"
+        state, where = restore(checkpoints, state)
         progress.console.print(f"{config.policy} goes on from {where}")
 
     writer = config.log_dir and SummaryWriter(str(config.log_dir / config.policy))
@@ -306,9 +193,11 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
 
     correct = [count_correct(state, *batch) for batch in data.test_batches(1000)]
     policy = jaxmp.get_policy(config.policy)
-    micro_batch = data.train_batch(
-        config.seed, step=0, batch_size=config.batch_size // config.accum_steps
-    )
+    rows = config.batch_size // config.accum_steps
+    micro_batch = data.train_batch(config.seed, step=0, batch_size=rows)
+    loss = partial(loss_fn, state=state, images=micro_batch[0], labels=micro_batch[1])
+    if state.autocast:
+        loss = jaxmp.autocast(loss, state.autocast)
     return Result(
         policy=config.policy,
         state=state,
@@ -317,51 +206,8 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
         seconds=statistics.median(seconds[1:] or seconds or [math.nan]),
         stored_bytes=nbytes(state.params),
         compute_bytes=nbytes(jax.eval_shape(policy.cast_to_compute, state.params)),
-        residual_bytes=residual_bytes(state, *micro_batch),
+        residual_bytes=residual_bytes(loss, state.params),
     )
-
-
-def describe(metrics: list[dict[str, Any]]) -> str:
-    loss = statistics.mean(float(m["loss"]) for m in metrics)
-    accuracy = statistics.mean(float(m["accuracy"]) for m in metrics)
-    scale = metrics[-1]["mixed_precision/loss_scale"]
-    skipped = metrics[-1]["mixed_precision/skipped"]
-    return f"loss {loss:.3f} acc {accuracy:6.1%} scale {power(scale)} skipped {skipped}"
-
-
-def log(writer: SummaryWriter | None, step: int, metrics: list[dict]) -> None:
-    """Writes what some steps returned, of which ``step`` is the last."""
-    if writer is None:
-        return
-    for i, scalars in enumerate(jax.device_get(metrics), step + 1 - len(metrics)):
-        for name, value in scalars.items():
-            writer.add_scalar(name, value, i)
-
-
-def power(scale: Any) -> str:
-    return f"2^{math.log2(scale):<2.0f}"
-
-
-def results_table(results: list[Result], epochs: int) -> Table:
-    timed = "Time per epoch" if epochs > 1 else "Time with compilation"
-    rows = {
-        "Test accuracy": [f"{r.accuracy:.1%}" for r in results],
-        timed: [f"{r.seconds:.2f} s" for r in results],
-        "Parameters, as stored": [f"{r.stored_bytes / 1e3:.0f} kB" for r in results],
-        "  in compute dtype": [f"{r.compute_bytes / 1e3:.0f} kB" for r in results],
-        "Residuals of a batch": [f"{r.residual_bytes / 1e3:.0f} kB" for r in results],
-    }
-    logged = [jaxmp.scalars(r.state.opt_state, prefix="") for r in results]
-    rows["Loss scale at the end"] = [power(x["loss_scale"]) for x in logged]
-    rows["Skipped steps"] = [
-        f"{x['skipped']} ({x['skipped_share']:.0%})" for x in logged
-    ]
-    table = Table("", *(r.policy for r in results), title="What it came to")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
 
 
 def main(config: Config, console: Console | None = None) -> list[Result]:
@@ -386,14 +232,7 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
             f"{config.batch_size} is not one of {config.devices}."
         )
 
-    name, epoch, shown = map(
-        TextColumn,
-        ["{task.description}", "{task.fields[epoch]}", "{task.fields[shown]}"],
-    )
-    columns = name, BarColumn(None), epoch, shown
-    # Where there is no terminal there is a line for each epoch instead.
-    hidden = not console.is_terminal
-    with Progress(*columns, console=console, expand=True, disable=hidden) as progress:
+    with progress_bar(console) as progress:
         results = [
             train(dataclasses.replace(config, policy=policy), data, progress)
             for policy in policies
@@ -404,8 +243,5 @@ def main(config: Config, console: Console | None = None) -> list[Result]:
 
 if __name__ == "__main__":
     config = tyro.cli(Config)
-    if config.devices > 1:  # the CPU's; to be said before JAX starts
-        jax.config.update("jax_num_cpu_devices", config.devices)
-        # Threads for collectives that run at once; with too few they would hang.
-        os.environ.setdefault("NPROC", str(8 * config.devices))
+    make_cpu_devices(config.devices)
     main(config)

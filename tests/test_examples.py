@@ -384,8 +384,7 @@ def test_where_the_only_checkpoint_is_damaged_the_run_begins_again(
 def test_a_checkpoint_that_was_being_written_is_passed_over(killed, tmp_path):
     folder = copy_of(killed, tmp_path)
     (folder / "6").rename(folder / "6.orbax-checkpoint-tmp-0")
-    config = digits.Config(checkpoint_dir=folder, resume=True)
-    checkpoints = digits.open_checkpoints(config)
+    checkpoints = digits.open_checkpoints(folder, resume=True)
     assert checkpoints.latest_step() == 5
 
 
