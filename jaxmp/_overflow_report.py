@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
-from ._report import WIDTH, table
+from ._report import as_html, table, wrapped
 
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
@@ -142,8 +141,10 @@ class OverflowReport:
         return _plain(dataclasses.asdict(self))
 
     def __str__(self) -> str:
-        """Renders a table of at most 98 columns."""
+        """Renders a table of at most 80 columns."""
         return "\n".join(_lines(self))
+
+    _repr_html_ = as_html
 
 
 def _lines(report: OverflowReport) -> Iterator[str]:
@@ -152,7 +153,7 @@ def _lines(report: OverflowReport) -> Iterator[str]:
     else:
         yield from _fault_lines(report, report.first)
     yield ""
-    yield from textwrap.wrap(report.advice, WIDTH)
+    yield from wrapped(report.advice, is_code=True)
     if report.others:
         yield ""
         yield "also not finite, of finite inputs, later or without reaching a result"
@@ -174,11 +175,12 @@ def _lines(report: OverflowReport) -> Iterator[str]:
             yield from table(rows)
     if report.notes:
         yield ""
-        yield from (f"note: {note}" for note in report.notes)
+        for note in report.notes:
+            yield from wrapped(f"note: {note}", "", "  ")
 
 
 def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
-    yield from textwrap.wrap(f"first: {fault}", WIDTH, subsequent_indent="  ")
+    yield from wrapped(f"first: {fault}", "", "  ")
     for dtype, shape, largest in fault.inputs:
         yield f"  of {dtype}{[*shape]} up to {largest:.4g}"
     if fault.kind == "zeros":
@@ -193,9 +195,7 @@ def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
         if names:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
-            yield from textwrap.wrap(
-                text, WIDTH, initial_indent="  ", subsequent_indent="    "
-            )
+            yield from wrapped(text, "  ", "    ")
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, ...]]:

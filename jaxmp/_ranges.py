@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import known_number
+from ._checks import known_number, short
 from ._dtypes import as_dtype
 from ._exponents import RecordRangesState, floating_leaves
+from ._report import WIDTH, as_html, wrapped
 from ._tree import numbered
 
+_HEAD = (
+    "% of the|zero|flushed|sub-|normal|over-|non-|min|max|size",
+    "values|||normal||flow|finite|||",
+)
 _CLASSES = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
 
 
@@ -100,21 +106,23 @@ class RangeReport:
         worst_first = sorted(
             self.leaves.items(), key=lambda item: (-item[1].lost, -item[1].subnormal)
         )
-        rows: list[tuple[str, ...]] = [
-            ("% of the values", *_CLASSES, "min", "max", "size")
-        ]
-        width = _telling_width(list(self.leaves))
+        rows: list[tuple[str, ...]] = [tuple(line.split("|")) for line in _HEAD]
         for path, stats in [("total", self.total), *worst_first]:
-            path = path if len(path) <= width else "…" + path[1 - width :]
             shares = [_percent(getattr(stats, name)) for name in _CLASSES]
             size = f"{stats.size}" if stats.size < 10**8 else f"{stats.size:.2e}"
             rows.append((path, *shares, f"{stats.min:.1e}", f"{stats.max:.1e}", size))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        room = min(widths[0], WIDTH - sum(widths[1:]) - len(widths[1:]))
         lines = [f"{self.total.size:,} values as {self.dtype}"]
-        for name, *cells in rows:
+        for path, *cells in rows:
+            if len(path) > room:  # what an override is to match is not cut
+                lines += wrapped(path)
+                path = ""
             cells = map(str.rjust, cells, widths[1:])
-            lines.append(" ".join([name.ljust(widths[0]), *cells]))
+            lines.append(" ".join([path.ljust(room), *cells]).rstrip())
         return "\n".join(lines)
+
+    _repr_html_ = as_html
 
 
 def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
@@ -138,11 +146,12 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         >>> grads = {"w": jnp.array([0.0, 2.0**-25, 1.0, 65520.0]), "b": jnp.ones(4)}
         >>> print(range_report(grads))
         8 values as float16
-        % of the values  zero flushed subnormal normal overflow nonfinite     min     max size
-        total           12.50   12.50         0  62.50    12.50         0 3.0e-08 6.6e+04    8
-        w               25.00   25.00         0  25.00    25.00         0 3.0e-08 6.6e+04    4
-        b                   0       0         0 100.00        0         0 1.0e+00 1.0e+00    4
-    """  # noqa: E501
+        % of the  zero flushed   sub- normal over-   non-     min     max size
+        values                 normal         flow finite
+        total    12.50   12.50      0  62.50 12.50      0 3.0e-08 6.6e+04    8
+        w        25.00   25.00      0  25.00 25.00      0 3.0e-08 6.6e+04    4
+        b            0       0      0 100.00     0      0 1.0e+00 1.0e+00    4
+    """
     dtype = as_dtype(dtype, "`dtype`")
     named = floating_leaves("range_report", tree, on_host=True)
     counts = [_classify(x, dtype) for _, x in named]
@@ -188,10 +197,10 @@ def suggest_loss_scale(
         524288.0
     """
     headroom = known_number("headroom", headroom)
-    if headroom is None or not 0 < headroom < math.inf:
+    if headroom is None or not 0 < headroom <= sys.float_info.max:
         raise ValueError(
-            f"`headroom` must be finite and positive, but is {headroom}. Pass for "
-            "example 8, for gradients that may become eight times as large."
+            f"`headroom` must be finite and positive, but is {short(headroom)}. Pass "
+            "for example 8, for gradients that may become eight times as large."
         )
     dtype = as_dtype(dtype, "`dtype`")
     summaries = (RangeReport, RecordRangesState)
@@ -287,15 +296,6 @@ def _classify(x: Any, dtype: np.dtype) -> _Counts:
         float(np.min(magnitude, where=counted, initial=np.inf)),
         float(np.max(magnitude, where=counted, initial=0)),
     )
-
-
-def _telling_width(paths: list[str]) -> int:
-    """Returns how long the shortened paths must be to tell all leaves apart."""
-    longest = max(map(len, paths), default=0)
-    for width in range(22, longest):
-        if len({path[1 - width :] for path in paths}) == len(paths):
-            return width
-    return max(longest, 22)
 
 
 def _as_dict(stats: RangeStats) -> dict[str, Any]:

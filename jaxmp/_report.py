@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import os
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,8 +13,13 @@ import jax.numpy as jnp
 
 from ._dtypes import is_wide
 
-WIDTH = 98  # of the table
+WIDTH = 80  # of the table
 _ROWS = 12  # of leaks, and of products that autocast kept
+
+
+def as_html(report: Any) -> str:
+    """Returns the text of a report as Jupyter shows it at the end of a cell."""
+    return f"<pre>{html.escape(str(report))}</pre>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +194,10 @@ class DtypeReport:
         return fractions | fields
 
     def __str__(self) -> str:
-        """Renders a table of at most 98 columns."""
+        """Renders a table of at most 80 columns."""
         return "\n".join(_lines(self))
+
+    _repr_html_ = as_html
 
 
 # The table
@@ -251,12 +259,7 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
         if not kept.flops:
             names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
     for reason, operations in names.items():
-        yield from textwrap.wrap(
-            f"{reason}: {', '.join(operations)}",
-            width=WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-        )
+        yield from wrapped(f"{reason}: {', '.join(operations)}", "  ", "    ")
 
 
 def _kept_16bit_lines(report: DtypeReport) -> Iterator[str]:
@@ -292,13 +295,10 @@ def _hazard_lines(report: DtypeReport) -> Iterator[str]:
     for row in report.hazards[:_ROWS]:
         module = f" in {row.module}" if row.module else ""
         subject = "a number" if row.kind == "number" else "the product"
-        yield from textwrap.wrap(
-            f"{subject} at {_base(row)}{module}: {row.why}",
-            width=WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
+        yield from wrapped(
+            f"{subject} at {_base(row)}{module}: {row.why}", "  ", "    "
         )
-        yield f"    {row.cure}"
+        yield from wrapped(row.cure, "    ", "        ", is_code=True)
     if len(report.hazards) > _ROWS:
         yield f"  and {len(report.hazards) - _ROWS} more in `report.hazards`"
 
@@ -312,7 +312,8 @@ def _residual_lines(report: DtypeReport) -> Iterator[str]:
 
 
 def _note_lines(report: DtypeReport) -> Iterator[str]:
-    return (f"note: {note}" for note in report.notes)
+    for note in report.notes:
+        yield from wrapped(f"note: {note}", "", "  ")
 
 
 def _base(row: Leak | Kept | Hazard) -> str:
@@ -321,22 +322,35 @@ def _base(row: Leak | Kept | Hazard) -> str:
 
 
 def table(cells: list[tuple[str, ...]]) -> Iterator[str]:
-    """Aligns columns. Text that finds no room loses its beginning, modules first."""
+    """Aligns columns; where they find no room, the last two have lines of their own.
+
+    The columns are a number, a text, a module and a line of code.
+    """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    excess = sum(widths) + 2 * len(widths) - WIDTH
-    for column, least in ((2, 16), (1, 16), (3, 8)):
-        cut = min(max(excess, 0), max(widths[column] - least, 0)) if widths else 0
-        if cut:
-            widths[column] -= cut
-            excess -= cut
+    fits = sum(widths) + 2 * len(widths) <= WIDTH
     for row in cells:
-        clipped = [
-            text if len(text) <= width else "…" + text[len(text) - width + 1 :]
-            for text, width in zip(row, widths, strict=True)
-        ]
-        first, *rest = map(str.ljust, clipped, widths)
-        columns = [first.strip().rjust(widths[0]), *filter(None, rest)]
-        yield f"  {'  '.join(columns)}".rstrip()
+        first, *rest = map(str.ljust, row, widths)
+        first = first.strip().rjust(widths[0])
+        if fits:
+            yield f"  {'  '.join([first, *filter(str.strip, rest)])}".rstrip()
+            continue
+        indent = " " * (widths[0] + 4)
+        yield from wrapped(row[1], f"  {first}  ", indent)
+        yield from wrapped("  ".join(filter(None, row[2:])), indent, indent)
+
+
+def wrapped(
+    text: str, first: str = "", rest: str = "", *, is_code: bool = False
+) -> list[str]:
+    """Returns the lines of a text, each behind its indent; no word of code is cut."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=not is_code,
+        break_on_hyphens=False,
+    )
 
 
 def _unit(number: float, base: int) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ._report import WIDTH
+from ._report import WIDTH, as_html, wrapped
 
 _ROWS = 24
 _COLUMNS = 6
@@ -193,8 +192,10 @@ class SensitivityReport:
         }
 
     def __str__(self) -> str:
-        """Renders a table of at most 98 columns, and the line to paste."""
+        """Renders a table of at most 80 columns, and the line to paste."""
         return "\n".join(_lines(self))
+
+    _repr_html_ = as_html
 
 
 def _pattern(path: str) -> str:
@@ -205,7 +206,7 @@ def _pattern(path: str) -> str:
 
 def _lines(report: SensitivityReport) -> Iterator[str]:
     errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
-    yield f"relative errors with everything in {report.dtype}: {errors}"
+    yield from wrapped(f"relative errors with everything in {report.dtype}: {errors}")
     if report.loss_scale != 1:
         yield f"with a loss scale of {report.loss_scale:g}"
     yield ""
@@ -216,20 +217,14 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
     if len(report.modules) > _ROWS:
         yield f"  and {len(report.modules) - _ROWS} more in `report.modules`"
     yield ""
-    yield from textwrap.wrap(_conclusion(report), WIDTH)
+    yield from wrapped(_conclusion(report))
     if report.line:
         yield ""
-        yield from textwrap.wrap(
-            report.line,
-            WIDTH,
-            initial_indent="    ",
-            subsequent_indent="        ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
+        yield from wrapped(report.line, "    ", "        ", is_code=True)
     if report.notes:
         yield ""
-        yield from (f"note: {note}" for note in report.notes)
+        for note in report.notes:
+            yield from wrapped(f"note: {note}", "", "  ")
 
 
 def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
@@ -256,12 +251,13 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
         )
         for row in rows
     ]
-    width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 50)
+    width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
     yield f"  {'':<{width}}  {'alone in 16 bits':>18}  {'all but it':>18}"
     head = ("module", *["loss", "gradients"] * 2, "FLOPs")
     for name, *numbers in (head, *cells):
-        if len(name) > width:
-            name = "…" + name[len(name) - width + 1 :]
+        if len(name) > width:  # what `float32_paths` takes is not cut
+            yield from wrapped(name, "  ", "  ")
+            name = ""
         columns = zip(numbers, (8, 9, 8, 9, 6), strict=True)
         yield f"  {name:<{width}}  {'  '.join(f'{x:>{n}}' for x, n in columns)}"
 

@@ -834,12 +834,8 @@ def test_a_models_line_is_the_audits_where_all_the_code_is_a_librarys(name):
     (leak,) = names["report"].leaks
     assert leak.where == f"{name}:12"
     assert leak.module == "Sequential/layers_0"
-    (row,) = [row for row in str(names["report"]).splitlines() if "meets" in row]
-    assert row.split()[1:] == [
-        *str(leak).split(),
-        "Sequential/layers_0",
-        f"{name}:12",
-    ]
+    words = " ".join(str(names["report"]).split())
+    assert f"{leak} Sequential/layers_0 {name}:12" in words
 
 
 # The report as data, and in a test
@@ -880,7 +876,7 @@ def test_16_bits_are_asserted_with_the_whole_report():
     message = str(error.value)
     assert "of `fun` in 16 bits, but 50.0% of their FLOPs" in " ".join(message.split())
     assert str(jaxmp.audit(fun)(*args, fun=np.float32(2))) in message
-    assert max(map(len, message.splitlines())) <= 98
+    assert max(map(len, message.splitlines())) <= 80
     with pytest.raises(TypeError, match=r"assert_16bit\(fun, \*args\)"):
         jaxmp.assert_16bit(jnp.ones(3))
 
@@ -987,9 +983,11 @@ def test_the_table_is_narrow_and_plain_however_long_the_names():
     report = jaxmp.audit(fun)(params, half(8, 8))
     assert len(report.leaks) == 30
     text = str(report)
-    assert max(map(len, text.splitlines())) <= 98
+    assert max(map(len, text.splitlines())) <= 80
     assert "18 more" in text
-    assert "long_name_0 (float32) meets 16-bit" in text
+    # Long names go on in the next line, and lose nothing.
+    leak = report.leaks[0]
+    assert f"{leak}{leak.module}".replace(" ", "") in "".join(text.split())
 
 
 def test_the_example_shows_the_leak_and_its_cure(capsys):

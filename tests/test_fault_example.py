@@ -60,9 +60,9 @@ def test_bad_data_and_a_large_count_and_a_sound_program_are_told_apart():
     report = fault.report(small, "count")
     assert (report.first.kind, report.first.backward) == ("zeros", True)
     assert "the loss scale is too small" in report.advice
-    console = Console(file=io.StringIO(), width=98, record=True)
+    console = Console(file=io.StringIO(), width=80, record=True)
     fault.main(fault.Config(("none",), width=8, length=4, rows=2), console)
     printed = console.export_text()
     assert "All results are finite." in printed
-    assert max(map(len, printed.splitlines())) <= 98
+    assert max(map(len, printed.splitlines())) <= 80
     assert "no operation made an Inf or NaN" in printed

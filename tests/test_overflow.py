@@ -449,7 +449,7 @@ def test_the_report_is_a_table_and_a_dict():
     step, args = step_with(2.0**24)
     report = find(step, *args)
     text = str(report)
-    assert max(map(len, text.splitlines())) <= 98
+    assert max(map(len, text.splitlines())) <= 80
     for words in ("first: ", "backward", "least headroom"):
         assert words in text
     fields = json.loads(json.dumps(report.as_dict(), allow_nan=False))
