@@ -1,6 +1,39 @@
-"""Mixed precision for JAX, Flax and optax, as a few pure functions."""
+"""Mixed precision for JAX, Flax and optax, as a few pure functions.
+
+A training step in 16 bits, with float32 parameters and true gradients::
+
+    policy = jaxmp.get_policy("mixed_float16")  # or "mixed_bfloat16"
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), policy)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def train_step(params, opt_state, x, y):
+        grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=opt_state)
+        loss, grads = jaxmp.autocast(grad_fn, policy)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+`help` of a name, such as `help(jaxmp.autocast)`, has its options and an example.
+
+Policies    get_policy Policy unused_overrides with_policy cast_tree
+16 bits     autocast float32_region OpLists DEFAULT_OPS
+Gradients   value_and_grad grad gather init_shardings
+Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
+            get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
+            scalars unscale all_finite select_tree
+Dtypes      audit assert_16bit DtypeReport Leak Kept Hazard
+Faults      find_overflow OverflowReport Fault OperationRange
+Errors      sensitivity SensitivityReport ModuleSensitivity
+Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
+            RecordRangesState exponent_histogram activation_gradients
+Parameters  stochastic_rounding StochasticRoundingState kahan_summation
+            KahanSummationState
+Front ends  jaxmp.linen jaxmp.nnx jaxmp.plots
+"""
 
 import importlib as _importlib
+import importlib.util as _util
+import sys as _sys
 import typing as _typing
 
 from ._exponents import RecordRangesState as RecordRangesState
@@ -102,13 +135,12 @@ __all__ = [
 ]
 
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
-# longer than all the rest of jaxmp. The front ends take Flax's own, or
-# matplotlib; no name of `dir`, they are loaded by nothing but their use.
+# longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
     *("_op_lists", "_autocast", "_audit", "_activations", "_overflow"),
     "_sensitivity",
 )
-_FRONT_ENDS = ("linen", "nnx", "plots")
+_FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._activations import activation_gradients as activation_gradients
@@ -121,16 +153,32 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._overflow import find_overflow as find_overflow
     from ._sensitivity import sensitivity as sensitivity
 else:
+    _PUBLIC = __all__
+    # `help(jaxmp)` would print every docstring of `__all__`, thousands of lines. It is
+    # the page above, and finds no list.
+    del __all__
 
     def __getattr__(name: str) -> _typing.Any:
+        if name == "__all__" and _sys._getframe(1).f_globals.get("__name__") != "pydoc":
+            return _PUBLIC
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
-        for module in _READ_JAXPRS if name in __all__ else ():
+        for module in _READ_JAXPRS if name in _PUBLIC else ():
             names = vars(_importlib.import_module(f".{module}", __name__))
             if name in names:
                 return globals().setdefault(name, names[name])
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from ._other_names import ANSWERS
 
+        if name in ANSWERS:
+            raise AttributeError(f"jaxmp has no `{name}`: {ANSWERS[name]}.")
+        # With the module, Python says which name may be meant.
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}",
+            name=name,
+            obj=_sys.modules[__name__],
+        )
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        # A front end whose library is not installed could not be imported.
+        installed = {x for x, of in _FRONT_ENDS.items() if _util.find_spec(of)}
+        return sorted({*_PUBLIC, *installed, "__version__"})

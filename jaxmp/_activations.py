@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from ._checks import as_scale, check_function
+from ._checks import as_scale, check_function, explains
 from ._differentiate import loss_and_aux
 from ._jaxpr import (
     JaxprEqn,
@@ -27,6 +27,7 @@ from ._tree import numbered, widen
 P = ParamSpec("P")
 
 
+@explains("jaxmp.activation_gradients(loss_fn)(*args)")
 def activation_gradients(
     fun: Callable[P, Any], *, loss_scale: Any = 1.0, has_aux: bool = False
 ) -> Callable[P, dict[str, jax.Array]]:

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec
 import jax
 
 from . import _jaxpr
-from ._checks import check_function
+from ._checks import check_function, explains, uncalled
 from ._flatten import flatten
 from ._hazards import Hazards, of_numbers
 from ._in_float32 import traced_in_float32
@@ -29,8 +29,10 @@ P = ParamSpec("P")
 
 # What a size that `jax.export` leaves open counts as: products have FLOPs in numbers.
 _OPEN = 1024
+_LONGEST = 1100  # characters of a report in an error
 
 
+@explains("jaxmp.audit(fun)(*args)")
 def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     """Reports in which dtypes ``fun`` multiplies matrices, and why not in 16 bits.
 
@@ -103,7 +105,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
         hazards = Hazards().found(jaxpr, around) + of_numbers(numbers)
         return walk.report(residuals, hazards)
 
-    return audited
+    return uncalled("audit", fun, audited)
 
 
 def _with_sizes(x: Any) -> Any:
@@ -113,7 +115,7 @@ def _with_sizes(x: Any) -> Any:
 
 
 def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Fails with the whole report unless ``fun`` multiplies matrices in 16 bits only.
+    """Fails with the report unless ``fun`` multiplies matrices in 16 bits only.
 
     One line of a test keeps float32 from coming back. What :func:`jaxmp.autocast`
     left in float32 fails as well, since it is as slow as a leak. Where that is wanted
@@ -154,4 +156,9 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
                 " If autocast keeps products in float32 because you said so, type "
                 "`assert not jaxmp.audit(fun)(*args).leaks` instead."
             )
-        raise AssertionError(f"{textwrap.fill(problem, WIDTH - 16)}\n\n{report}")
+        # The traceback begins with "AssertionError: ".
+        text = f"{textwrap.fill(problem, WIDTH - 16)}\n\n{report}"
+        if len(text) > _LONGEST:
+            head = text[: text.rindex("\n", 0, _LONGEST)]
+            text = f"{head}\n… `print(jaxmp.audit(fun)(*args))` has the rest."
+        raise AssertionError(text)

@@ -23,7 +23,7 @@ from ._around import (
     traced_by_us,
     warn_if_unscaled,
 )
-from ._checks import check_function, short, warn
+from ._checks import check_function, clipped, explains, short, warn
 from ._in_float32 import casts_do_nothing
 from ._jaxpr import Tracer
 from ._modules import with_module_scopes
@@ -37,6 +37,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@explains(
+    'jaxmp.autocast(fun, "mixed_float16")(*args)',
+    "It is no context manager and names no device; as a decorator, type "
+    '`@functools.partial(jaxmp.autocast, policy="mixed_float16")`.',
+)
 def autocast(
     fun: Callable[P, T],
     policy: PolicyLike | None = None,
@@ -107,7 +112,7 @@ def autocast(
     dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun)
-    bfloat16_paths = _as_paths(bfloat16_paths)
+    bfloat16_paths = _as_paths("bfloat16_paths", bfloat16_paths)
     if bfloat16_paths and dtype == jnp.float16:
         raise ValueError(
             "`bfloat16_paths` keeps modules out of float8, but this policy computes in "
@@ -118,7 +123,7 @@ def autocast(
     caster = Caster(
         dtype,
         ops,
-        _as_paths(float32_paths),
+        _as_paths("float32_paths", float32_paths),
         float8=float8,
         bfloat16_paths=bfloat16_paths,
     )
@@ -139,6 +144,7 @@ def autocast(
     return autocast_fun
 
 
+@explains("jaxmp.float32_region(fun)(*args)")
 def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
     """Keeps ``fun`` in the dtypes that it was written in, inside an autocast function.
 
@@ -189,8 +195,16 @@ def _check_default_precision() -> None:
         )
 
 
-def _as_paths(paths: Iterable[str]) -> tuple[str, ...]:
-    return (paths,) if isinstance(paths, str) else tuple(paths)
+def _as_paths(name: str, paths: Iterable[str]) -> tuple[str, ...]:
+    """Returns the paths of modules that an option names, one or several."""
+    is_many = isinstance(paths, Iterable) and not isinstance(paths, str)
+    several: Any = tuple(paths) if is_many else (paths,)
+    if not all(isinstance(path, str) for path in several):
+        raise TypeError(
+            f"`{name}` must be the path of a module or several, but is {short(paths)}. "
+            f'Pass for example `{name}=("head",)`.'
+        )
+    return several
 
 
 def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
@@ -203,19 +217,21 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
     policy = get_policy(policy)
     if policy.overrides:
         raise ValueError(
-            f"`autocast` uses the compute dtype of a policy only, but {policy} has "
-            "overrides. Name the modules in `float32_paths` instead."
+            f"`autocast` uses the compute dtype of a policy only, but "
+            f"{clipped(policy)} has overrides. Name the modules in `float32_paths` "
+            "instead."
         )
     if policy.reduce_dtype is not None:
         warn(
-            f"The `reduce_dtype` of {policy} is not used by `autocast`, which sums "
-            "nothing over devices. Pass it to `value_and_grad`, `policy=policy`, with "
-            "`axis_name` or `mesh`, and `autocast` a policy without `r=`."
+            f"The `reduce_dtype` of {clipped(policy)} is not used by `autocast`, "
+            "which sums nothing over devices. Pass it to `value_and_grad`, "
+            "`policy=policy`, with `axis_name` or `mesh`, and `autocast` a policy "
+            "without `r=`."
         )
     if policy.compute_dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         raise ValueError(
             f"`autocast` computes in float16 or bfloat16, or changes nothing in "
-            f"float32, but {policy} computes in {policy.compute_dtype}. "
+            f"float32, but {clipped(policy)} computes in {policy.compute_dtype}. "
             'Pass for example "mixed_float16".'
         )
     return policy.compute_dtype, policy.dot_dtype is not None

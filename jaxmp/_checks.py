@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
 import operator
 import sys
 import warnings
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -15,6 +17,10 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 from jax.typing import ArrayLike
+
+F = TypeVar("F", bound=Callable)
+
+_CALL_IT = "The arguments of the function go to what is returned."
 
 
 def as_scale(loss_scale: ArrayLike) -> jax.Array | np.float32:
@@ -39,7 +45,7 @@ def known_number(name: str, value: Any) -> Any:
         return value
     if not hasattr(value, "dtype"):
         raise TypeError(
-            f"`{name}` must be a number, but is {value!r}. Pass a Python float."
+            f"`{name}` must be a number, but is {short(value)}. Pass a Python float."
         )
     value = plain_array(value)
     if jnp.shape(value) != ():
@@ -52,7 +58,7 @@ def known_number(name: str, value: Any) -> Any:
     )
     if not is_number or isinstance(value, jax.ShapeDtypeStruct):
         raise TypeError(
-            f"`{name}` must be a number, but is {value!r} of dtype {value.dtype}. "
+            f"`{name}` must be a number, but is {short(value)} of dtype {value.dtype}. "
             "Pass a Python float."
         )
     if isinstance(value, jax.core.Tracer):
@@ -76,7 +82,7 @@ def check_positive(name: str, value: Any) -> None:
     limits = np.finfo(np.float32)
     if value is not None and not float(limits.tiny) <= value <= float(limits.max):
         raise ValueError(
-            f"`{name}` must be finite and positive in float32, but is {value}. "
+            f"`{name}` must be finite and positive in float32, but is {short(value)}. "
             "Pass a power of two such as 2.0**15."
         )
 
@@ -89,11 +95,12 @@ def as_count(name: str, value: int) -> int:
         count = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"`{name}` must be an integer, but is {value!r}. Pass a number of steps."
+            f"`{name}` must be an integer, but is {short(value)}. Pass a number "
+            "of steps."
         ) from None
     if not 1 <= count <= np.iinfo(np.int32).max:
         raise ValueError(
-            f"`{name}` must be at least 1 and fit into int32, but is {value}."
+            f"`{name}` must be at least 1 and fit into int32, but is {short(value)}."
         )
     return count
 
@@ -127,15 +134,20 @@ def as_axes(axis_name: Any) -> tuple[Any, ...]:
     if axis_name is None:
         return ()
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not all(
-        isinstance(axis, Hashable) and not isinstance(axis, numbers.Number)
-        for axis in axes
-    ):
+    if not all(map(_may_name_axis, axes)):
         raise TypeError(
             f"`axis_name` must be the name of a mesh axis or several, but is "
             f'{short(axis_name)}. Pass for example `axis_name="data"`.'
         )
     return axes
+
+
+def _may_name_axis(x: Any) -> bool:
+    try:
+        hash(x)
+    except Exception:  # Flax has an error of its own
+        return False
+    return not isinstance(x, numbers.Number)
 
 
 def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
@@ -148,8 +160,8 @@ def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
             known = f", which has {bound}," if bound else ""
             raise ValueError(
                 "`axis_name` must name axes of the `shard_map` or `pmap` around"
-                f"{known} but {axis!r} is not one. Pass the name of a mesh axis inside "
-                "`jax.shard_map`, and no `axis_name` under plain `jax.jit`."
+                f"{known} but {short(axis)} is not one. Pass the name of a mesh axis "
+                "inside `jax.shard_map`, and no `axis_name` under plain `jax.jit`."
             ) from None
 
 
@@ -161,7 +173,7 @@ def check_mesh(mesh: Any) -> None:
     if isinstance(mesh, jax.sharding.NamedSharding):
         cure = "Pass the mesh in it: `mesh=sharding.mesh`."
     elif isinstance(mesh, str):
-        cure += f" Inside `shard_map`, pass `axis_name={mesh!r}` and no mesh."
+        cure += f" Inside `shard_map`, pass `axis_name={short(mesh)}` and no mesh."
     raise TypeError(
         f"`mesh` must be a `jax.sharding.Mesh`, but is {short(mesh)}. {cure}"
     )
@@ -252,20 +264,78 @@ def describe(x: Any) -> str:
     kind = type(x).__name__
     if hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, type):
         return f"an array {x.dtype}{list(x.shape)}"
-    if isinstance(x, (tuple, list)) and kind in ("tuple", "list"):
+    if isinstance(x, (tuple, list, dict)) and type(x) in (tuple, list, dict):
         return f"a {kind} of {len(x)}"
+    if isinstance(x, str) and len(x) > 60:
+        return f"a string of {len(x)} characters"
     if callable(x) and hasattr(x, "__name__"):
-        return f"the {kind} `{x.__name__}`"
-    text = repr(x)  # of a state, all its arrays
-    if len(text) > 60 or "\n" in text:
-        return f"an object of type {kind}"
-    return f"{text} of type {kind}"
+        return f"the {kind} `{clipped(x.__name__)}`"
+    text = _spelled(x)
+    return f"{text} of type {kind}" if text else f"an object of type {kind}"
 
 
 def short(x: Any) -> str:
     """Returns how something is spelled, or what it is where that is long."""
-    text = repr(x)
-    return describe(x) if callable(x) or len(text) > 60 or "\n" in text else text
+    return describe(x) if callable(x) else _spelled(x) or describe(x)
+
+
+def clipped(text: Any, length: int = 60) -> str:
+    """Returns the beginning of a text that may be long."""
+    text = str(text)
+    return text if len(text) <= length else f"{text[: length - 1]}…"
+
+
+def _spelled(x: Any) -> str:
+    """Returns the `repr` of something, empty where it is long or has arrays in it."""
+    if any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in jax.tree.leaves(x)):
+        return ""
+    try:
+        text = repr(x)
+    except Exception:  # whatever it is: of a donated array, or a number of 9999 digits
+        return ""
+    return "" if len(text) > 60 or "\n" in text else text
+
+
+def explains(call: str, hint: str = _CALL_IT) -> Callable[[F], F]:
+    """Has a function answer arguments that it does not take with what to type.
+
+    Args:
+        call: How the function is called.
+        hint: What else those want who call it in another way.
+    """
+
+    def decorate(fun: F) -> F:
+        signature = inspect.signature(fun)
+        parameters, name = signature.parameters, fun.__name__
+        options = [p.name for p in parameters.values() if p.default is not p.empty]
+
+        @functools.wraps(fun)
+        def explained(*args, **kwargs):
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                problem = f"This call does not fit: {error}."
+                if unknown := [key for key in kwargs if key not in parameters]:
+                    problem = f"`{name}` has no option `{clipped(unknown[0])}`."
+                    if options:
+                        problem += f" Expected one of {', '.join(options)}."
+                parts = filter(None, (f"Type `{call}`.", hint, problem))
+                raise TypeError(" ".join(parts)) from None
+            return fun(*args, **kwargs)
+
+        return explained  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def uncalled(name: str, fun: Callable, reports: F) -> F:
+    """Returns ``reports``; printed before it is called, it says what is missing."""
+    of = getattr(fun, "__name__", type(fun).__name__)
+    # What Python prints of a function.
+    reports.__qualname__ = (
+        f"jaxmp.{name}({of}), to be called with the arguments of {of},"
+    )
+    return reports
 
 
 def _is_top_level(module: Any) -> bool:

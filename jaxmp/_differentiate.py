@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ from ._checks import (
     check_axes_are_bound,
     check_function,
     check_mesh,
+    clipped,
     describe,
+    short,
     warn,
 )
 from ._equinox import arrays_of_models, with_rest
@@ -45,6 +48,8 @@ from ._tree import AxisName, is_array, is_inexact, path_name, widen
 from ._varying import tracked_axes, vary, varying_axes
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
+# How micro-batches and devices are put together.
+Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +64,7 @@ class Options:
     allow_int: bool
     accum_steps: int
     batch_argnums: int | tuple[int, ...] | None
-    reduction: str
+    reduction: Reduction
     axis_name: AxisName | None  # as it was given
     axes: tuple[Any, ...]  # over which to reduce
     mesh: jax.sharding.Mesh | None
@@ -107,7 +112,7 @@ def as_options(
     allow_int: bool,
     accum_steps: int,
     batch_argnums: Any,
-    reduction: str,
+    reduction: Reduction,
     axis_name: AxisName | None,
     mesh: jax.sharding.Mesh | None,
     shardings: Any,
@@ -120,7 +125,9 @@ def as_options(
         batch_argnums = as_positions("batch_argnums", batch_argnums)
     accum_steps = as_count("accum_steps", accum_steps)
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'`reduction` must be "mean" or "sum", but is {reduction!r}.')
+        raise ValueError(
+            f'`reduction` must be "mean" or "sum", but is {short(reduction)}.'
+        )
     for name, needs in (("accum_steps", accum_steps > 1), ("mesh", mesh is not None)):
         if needs and batch_argnums is None:
             raise ValueError(
@@ -134,7 +141,7 @@ def as_options(
             "Under plain `jax.jit` the arrays have their shardings: leave it out."
         )
     if not isinstance(gather, bool):
-        raise TypeError(f"`gather` must be True or False, but is {gather!r}.")
+        raise TypeError(f"`gather` must be True or False, but is {short(gather)}.")
     if not gather and (mesh is None or shardings is None):
         raise ValueError(
             "`gather=False` needs `mesh` and `shardings`: the function then sees the "
@@ -221,6 +228,7 @@ def differentiate(
     if (arrays := arrays_of_models(models)) is not models:
         args = options.with_params(args, arrays)
         fun = _with_models(options, fun, models)
+    _check_kinds(options.params(args))
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
@@ -294,7 +302,7 @@ def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
     elif holds_scale(other):
         cure = "Pass `loss_scale=opt_state`."
     elif all(isinstance(i, (int, np.integer)) for i in _as_list(other)):
-        cure = f"Pass `argnums={other!r}` to choose what to differentiate."
+        cure = f"Pass `argnums={short(other)}` to choose what to differentiate."
     raise TypeError(
         f"`jaxmp.{name}` takes the function, and everything else by its name, but was "
         f"given {describe(other)} after it. {cure}"
@@ -555,7 +563,7 @@ def _indices(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:
     for number in numbers:
         if not -len(args) <= number < len(args):
             raise TypeError(
-                f"`{name}={argnums}` needs more positional arguments than the "
+                f"`{name}={short(argnums)}` needs more positional arguments than the "
                 f"{len(args)} given. Pass them by position, not by keyword."
             )
     return tuple(dict.fromkeys(number % len(args) for number in numbers))
@@ -567,8 +575,8 @@ def _check_apart(
     """Raises where an argument is named twice, or is differentiated and split."""
     if not isinstance(argnums, int) and not 0 < len(argnums) == len(differentiated):
         raise ValueError(
-            f"`argnums={argnums}` must name one argument or more, each once. Pass "
-            "`argnums=0` for the first."
+            f"`argnums={short(argnums)}` must name one argument or more, each once. "
+            "Pass `argnums=0` for the first."
         )
     if both := set(batched) & set(differentiated):
         raise ValueError(
@@ -576,6 +584,18 @@ def _check_apart(
             "gradients add up over the batch, so the batch itself cannot be "
             "differentiated. Take it out of one."
         )
+
+
+def _check_kinds(params: Any) -> None:
+    """Raises where something among the differentiated is no array."""
+    for path, x in jax.tree.leaves_with_path(params):
+        if not isinstance(x, numbers.Number) and not hasattr(x, "dtype"):
+            name = clipped(path_name(path)) or "argument"
+            raise TypeError(
+                f"The differentiated `{name}` must be an array, but is {describe(x)}. "
+                "Pass the parameters, and let the function take all else from around "
+                "it, or from an argument that is not in `argnums`."
+            )
 
 
 def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
+from ._checks import clipped, short
+
 # The names of each dtype; the first is the one that str(policy) uses.
 NAMES = {
     np.dtype(jnp.float16): ("f16", "float16"),
@@ -46,7 +48,7 @@ def as_dtype(dtype: Any, where: str, *, narrower: bool = False) -> np.dtype:
     if not (normal in NAMES or (narrower and is_narrower)):
         raise ValueError(
             f"{where} must be float16, bfloat16, float32 or float64, but is "
-            f"{dtype!r}. Pass for example `jnp.bfloat16`."
+            f"{short(dtype)}. Pass for example `jnp.bfloat16`."
         )
     return normal
 
@@ -61,7 +63,7 @@ def parse_dtype(
     if name in DTYPES:
         return DTYPES[name]
     raise ValueError(
-        f"`{name}` in {where} is not a name that jaxmp knows. "
+        f"`{clipped(name)}` in {where} is not a name that jaxmp knows. "
         f"Expected one of {', '.join(accepted)}.{suggest(name, accepted)}"
     )
 
@@ -72,7 +74,7 @@ def as_dot_dtype(dtype: Any, where: str) -> np.dtype:
     if name in _FLOAT8_NAMES if isinstance(name, str) else _is_float8(name):
         return FLOAT8
     raise ValueError(
-        f"{where} has {dtype!r} for the operands of matrix products, which are "
+        f"{where} has {short(dtype)} for the operands of matrix products, which are "
         '`"fp8"`, float8_e4m3fn, or else of the compute dtype. Type `d=fp8`, or leave '
         "`d=` out."
     )
@@ -99,6 +101,12 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
         return ""
     if nearest not in accepted:
         return f' `{nearest}` is a whole policy: `get_policy("{nearest}")`.'
+    of_all = nearest.removeprefix("mixed_")
+    if of_all != nearest and of_all in accepted and not _is_mixed(name):
+        return (
+            f" Did you mean `{nearest}`, with float32 parameters? `{of_all}` has "
+            "everything in 16 bits, the parameters too."
+        )
     return f" Did you mean `{nearest}`?"
 
 
@@ -116,13 +124,16 @@ def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
     bits = next((bits for bits in ("16", "32", "64") if bits in name), None)
     if bits is None and "half" in name:
         bits = "16"
-    is_mixed = any(word in name for word in ("mix", "amp", "auto"))
     kind = "bfloat" if "b" in name.replace("bit", "") else "float"
     if bits in ("32", "64"):
         return f"float{bits}"
-    if is_mixed or (bits and "mixed_float16" in accepted and "true" not in name):
+    if _is_mixed(name) or (bits and "mixed_float16" in accepted and "true" not in name):
         return f"mixed_{kind}16"
     return f"{kind}16" if bits else None
+
+
+def _is_mixed(name: str) -> bool:
+    return any(word in name.lower() for word in ("mix", "amp", "auto"))
 
 
 def is_wide(x: Any) -> bool:

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._checks import as_axes, as_count, check_axes_are_bound
+from ._checks import as_axes, as_count, check_axes_are_bound, short
 from ._tree import AxisName, alike, is_floating_array, path_name
 from ._varying import varying_axes
 
@@ -351,11 +351,11 @@ def _check_buckets(low: int, high: int) -> None:
             operator.index(value)
         except TypeError:
             raise TypeError(
-                f"`{name}` must be an integer, but is {value!r}. The usual buckets are "
-                "those from `low=-40` to `high=16`."
+                f"`{name}` must be an integer, but is {short(value)}. The usual "
+                "buckets are those from `low=-40` to `high=16`."
             ) from None
-    if low >= high:
+    if not -(2**30) <= low < high <= 2**30:  # far beyond every exponent
         raise ValueError(
-            f"`low` must be below `high`, but they are {low} and {high}. "
+            f"`low` must be below `high`, but they are {short(low)} and {short(high)}. "
             "The usual ones are -40 and 16."
         )

@@ -10,8 +10,9 @@ from typing import Any, Never, ParamSpec, TypeVar
 import jax
 
 from ._around import end_look, warn_if_unscaled
-from ._checks import as_tuple, check_function
+from ._checks import as_tuple, check_function, explains
 from ._differentiate import (
+    Reduction,
     as_options,
     check_loss_function,
     differentiate,
@@ -33,6 +34,7 @@ _CLOSE_OVER = (
 )
 
 
+@explains('jaxmp.with_policy(fun, "mixed_float16")(*args)')
 def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
     """Puts a function under a policy: arguments in compute, results in output dtype.
 
@@ -109,6 +111,7 @@ def cast_around(
     return wrapped
 
 
+@explains("jaxmp.value_and_grad(loss_fn, loss_scale=opt_state)(*args)")
 def value_and_grad(
     fun: Callable[P, Any],
     *positional: Never,
@@ -119,7 +122,7 @@ def value_and_grad(
     allow_int: bool = False,
     accum_steps: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
@@ -285,6 +288,7 @@ def value_and_grad(
     return wrapped
 
 
+@explains("jaxmp.grad(loss_fn, loss_scale=opt_state)(*args)")
 def grad(
     fun: Callable[P, Any],
     *positional: Never,

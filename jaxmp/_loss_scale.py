@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,8 @@ from ._checks import (
     as_count,
     check_optimizer,
     check_positive,
+    clipped,
+    explains,
     known_number,
     short,
 )
@@ -47,6 +48,7 @@ else:
 _CALL = 'loss_scaling(optax.adam(1e-3), "mixed_float16")'
 
 
+@explains("jaxmp.dynamic_loss_scale(optax.adam(1e-3))", "")
 def dynamic_loss_scale(
     inner: optax.GradientTransformation,
     *,
@@ -124,8 +126,8 @@ def dynamic_loss_scale(
     )
     if None not in (low, first, high) and not low <= first <= high:
         raise ValueError(
-            f"`init_scale` must lie in [min_scale, max_scale], but {first} is not "
-            f"in [{low}, {high}]. Move the scale or the bounds."
+            f"`init_scale` must lie in [min_scale, max_scale], but {short(first)} is "
+            f"not in [{short(low)}, {short(high)}]. Move the scale or the bounds."
         )
     growth = known_number("growth_factor", growth_factor)
     backoff = known_number("backoff_factor", backoff_factor)
@@ -133,12 +135,12 @@ def dynamic_loss_scale(
     if growth is not None and not 1 + float(limits.eps) <= growth <= float(limits.max):
         raise ValueError(
             f"`growth_factor` must be above 1 and finite in float32, but is "
-            f"{growth}. The usual one is 2.0."
+            f"{short(growth)}. The usual one is 2.0."
         )
     if backoff is not None and not 0 < backoff <= 1 - float(limits.epsneg):
         raise ValueError(
             f"`backoff_factor` must lie between 0 and 1 in float32, but is "
-            f"{backoff}. The usual one is 0.5."
+            f"{short(backoff)}. The usual one is 0.5."
         )
     interval, patience = (
         jnp.asarray(count, jnp.int32)
@@ -167,6 +169,7 @@ def dynamic_loss_scale(
     return _skipping(inner, init_scale, adapt, check_updates, axis_name)
 
 
+@explains("jaxmp.static_loss_scale(optax.adam(1e-3), 128)", "")
 def static_loss_scale(
     inner: optax.GradientTransformation,
     scale: float = 1.0,
@@ -207,10 +210,23 @@ def static_loss_scale(
     return _skipping(inner, scale, adapt, check_updates, axis_name)
 
 
+@explains(
+    'jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")',
+    "For a fixed scale there is `jaxmp.static_loss_scale`.",
+)
 def loss_scaling(
     inner: optax.GradientTransformation,
     policy: PolicyLike,
-    **options: Any,
+    *,
+    init_scale: float = 2.0**15,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    min_scale: float = 2.0**-5,
+    max_scale: float = 2.0**24,
+    hysteresis: int = 1,
+    check_updates: bool = False,
+    axis_name: AxisName | None = None,
 ) -> LossScaling:
     """Gives ``inner`` the loss scale that a policy needs.
 
@@ -219,19 +235,28 @@ def loss_scaling(
     the gradients. Non-finite steps are skipped in both, and the state has the same
     structure, so that changing the policy changes nothing else.
 
+    The options are those of :func:`dynamic_loss_scale`. They are checked under every
+    policy and used under float16; ``check_updates`` and ``axis_name`` are always used.
+
     Args:
         inner: The optimizer of the float32 parameters.
         policy: A policy, its string, or a dtype.
-        **options: Options of :func:`dynamic_loss_scale`. They are checked under every
-            policy and used under float16; ``check_updates`` and ``axis_name`` are
-            always used.
+        init_scale: As in :func:`dynamic_loss_scale`.
+        growth_factor: As in :func:`dynamic_loss_scale`.
+        backoff_factor: As in :func:`dynamic_loss_scale`.
+        growth_interval: As in :func:`dynamic_loss_scale`.
+        min_scale: As in :func:`dynamic_loss_scale`.
+        max_scale: As in :func:`dynamic_loss_scale`.
+        hysteresis: As in :func:`dynamic_loss_scale`.
+        check_updates: As in :func:`dynamic_loss_scale`.
+        axis_name: As in :func:`dynamic_loss_scale`.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
         :class:`LossScaleState`.
 
     Raises:
-        TypeError: If :func:`dynamic_loss_scale` has no such option.
+        TypeError: If there is no such option.
         ValueError: If an option is out of range.
 
     Examples:
@@ -241,24 +266,21 @@ def loss_scaling(
         32768.0
         1.0
     """
-    if "options" in options:
-        raise TypeError(
-            "`optax.inject_hyperparams` does not see the options of `loss_scaling`. "
-            "Inject those of the optimizer, `jaxmp.loss_scaling("
-            "optax.inject_hyperparams(optax.adam)(1e-3), policy)`, or those of "
-            "`jaxmp.dynamic_loss_scale`, which takes no policy."
-        )
-    known = list(inspect.signature(dynamic_loss_scale).parameters)[1:]
-    if unknown := sorted(set(options) - set(known)):
-        raise TypeError(
-            f"`loss_scaling` has no option `{unknown[0]}`. Expected one of "
-            f"{', '.join(known)}. For a fixed scale use `jaxmp.static_loss_scale`."
-        )
-    dynamic = dynamic_loss_scale(inner, **options)
+    dynamic = dynamic_loss_scale(
+        inner,
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=max_scale,
+        hysteresis=hysteresis,
+        check_updates=check_updates,
+        axis_name=axis_name,
+    )
     if get_policy(policy).compute_dtype == jnp.float16:
         return dynamic
-    shared = {"check_updates", "axis_name"} & set(options)
-    return static_loss_scale(inner, **{name: options[name] for name in shared})
+    return static_loss_scale(inner, check_updates=check_updates, axis_name=axis_name)
 
 
 def _skipping(
@@ -383,9 +405,10 @@ def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
         kinds = [jax.tree.map(lambda x: type(x).__name__, x) for x in (old, new)]
         raise TypeError(
             "An update changes the state of the inner optimizer in a way that a "
-            f"skipped step could not undo inside `jax.jit`, from\n  {kinds[0]}\nto\n"
-            f"  {kinds[1]}\nMake its `init` return the structure that its `update` "
-            "returns, or call `tx.update` outside `jax.jit`."
+            "skipped step could not undo inside `jax.jit`, from\n"
+            f"  {clipped(kinds[0], 300)}\nto\n  {clipped(kinds[1], 300)}\n"
+            "Make its `init` return the structure that its `update` returns, or call "
+            "`tx.update` outside `jax.jit`."
         )
     return new if finite else old
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import weakref
@@ -23,6 +24,7 @@ from ._checks import (
     short,
     warn,
 )
+from ._report import as_html
 from ._tree import all_finite, is_inexact, path_name, widen
 
 T = TypeVar("T")
@@ -75,6 +77,23 @@ class LossScaleState(NamedTuple):
     skipped: jax.Array
     last_finite: jax.Array
     inner_state: optax.OptState
+
+    def __repr__(self) -> str:
+        """Spells the state in one line, the inner state by its kind."""
+        fields = (f"{name}={_told(x)}" for name, x in self._asdict().items())
+        return f"LossScaleState({', '.join(fields)})"
+
+    _repr_html_ = as_html
+
+
+def _told(x: Any) -> str:
+    """Returns the number in a scalar array, and of all else what it is."""
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return short(x)
+    if isinstance(x, (jax.Array, np.ndarray)) and not x.shape:
+        with contextlib.suppress(RuntimeError, TypeError):  # donated, remote or traced
+            return str(np.asarray(jax.device_get(x)))
+    return f"{x.dtype}{list(x.shape)}"
 
 
 MIGRATE = (

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_scalar_key, without_objects
-from ._checks import as_axes, short
+from ._checks import as_axes, clipped, short
 from ._tree import AxisName, is_array, is_inexact, path_name, wide_dtype
 from ._varying import tracked_axes, varying_axes
 
@@ -204,8 +204,8 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
             names = as_axes(entry)
             if unknown := [axis for axis in names if axis not in mesh.axis_names]:
                 raise ValueError(
-                    f"`shardings` shards `{name}` over {unknown[0]!r}, which is no "
-                    f"axis of the mesh, {mesh.axis_names}. Pass one of these."
+                    f"`shardings` shards `{name}` over {short(unknown[0])}, which is "
+                    f"no axis of the mesh, {mesh.axis_names}. Pass one of these."
                 )
             parts = math.prod(mesh.shape[axis] for axis in names)
             if size % parts:
@@ -229,7 +229,8 @@ def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
     if mesh is not None and (unknown := set(axes) - set(mesh.axis_names)):
         raise ValueError(
             f"`axis_name` must name axes of the mesh, {mesh.axis_names}, but "
-            f"{unknown.pop()!r} is not one. Pass one of them, or several as a tuple."
+            f"{short(unknown.pop())} is not one. Pass one of them, or several as "
+            "a tuple."
         )
     return axes
 
@@ -260,7 +261,7 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
     if shardings is None:
         if unknown := sorted(set(axes) - tracked_axes(axes), key=str):
             raise ValueError(
-                f"`axis_name` names {unknown[0]!r}, an axis of "
+                f"`axis_name` names {short(unknown[0])}, an axis of "
                 "`shard_map(check_vma=False)`, `pmap` or `vmap`, where JAX does not "
                 "know which parameters are the same on every device, so that their "
                 "gradients must be summed, and which are sharded. Pass "
@@ -283,7 +284,7 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
             states = ("the same on every device", "sharded or different")
             raise ValueError(
                 f"`shardings` says that `{path_name(path) or 'the parameter'}` is "
-                f"{states[axis in own]} over the mesh axis {axis!r}, but "
+                f"{states[axis in own]} over the mesh axis {short(axis)}, but "
                 f"`shard_map(check_vma=True)` knows that it is "
                 f"{states[axis in known]}. Leave `shardings` out, or pass the "
                 "`in_specs` of the parameters."
@@ -339,7 +340,7 @@ def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
         raise ValueError(
             f"`{option}` must have the structure of {whose}, or of a prefix: one "
             f"PartitionSpec serves a whole tree{several * (option == 'shardings')}. "
-            f"JAX says: {error}"
+            f"JAX says: {clipped(error, 400)}"
         ) from error
 
 
@@ -353,13 +354,13 @@ def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:
             return
         known = f" of {around}" if around else ""
         raise ValueError(
-            f"`shardings` names the mesh axis {axis!r}, but there is none around the "
-            f"call. Pass PartitionSpecs with the axes{known} that the parameters are "
-            "sharded over."
+            f"`shardings` names the mesh axis {short(axis)}, but there is none around "
+            f"the call. Pass PartitionSpecs with the axes{known} that the parameters "
+            "are sharded over."
         ) from None
     if not tracked_axes((axis,)):
         raise ValueError(
-            f"`shardings` says that parameters are sharded over {axis!r}, which "
+            f"`shardings` says that parameters are sharded over {short(axis)}, which "
             f"`axis_name={axes}` does not name. Without `check_vma=True` JAX adds up "
             f"the losses of all devices along it. Pass `axis_name={(*axes, axis)}`."
         )

@@ -16,12 +16,14 @@ import dataclasses
 import difflib
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ._checks import as_count
+from ._checks import as_count, clipped, short
 from ._jaxpr import (
     CALL_KINDS,
     Equation,
@@ -422,7 +424,25 @@ def looks_up_rows(eqn: Equation) -> bool:
 
 
 def _name(primitive: str | Primitive) -> str:
-    return primitive.name if isinstance(primitive, Primitive) else primitive
+    name = primitive.name if isinstance(primitive, Primitive) else primitive
+    if not isinstance(name, str):
+        raise TypeError(
+            f"`OpLists` holds names of JAX primitives, but got {short(primitive)}. "
+            'Pass for example `jaxmp.DEFAULT_OPS.with_deny("tanh")`. To keep a '
+            "function of yours in float32, type `jaxmp.float32_region(fun)`."
+        )
+    return name
+
+
+def _meant_by(name: str, known: Iterable[str]) -> str:
+    """Says what a name that no primitive has may mean."""
+    close = difflib.get_close_matches(name, known)
+    text = f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}."
+    for module in (jax.nn, jnp):
+        if callable(getattr(module, name, None)):  # of several primitives
+            fun = f"{module.__name__}.{name}"
+            return f"{text} Type `jaxmp.float32_region({fun})` for the function."
+    return text
 
 
 _LISTS = ("allow", "deny", "infer")
@@ -462,15 +482,15 @@ class OpLists:
         object.__setattr__(self, "min_size", as_count("min_size", self.min_size))
         for field in _LISTS:
             names = getattr(self, field)
-            names = [names] if isinstance(names, (str, Primitive)) else names
+            names = names if isinstance(names, Iterable) else [names]
+            names = [names] if isinstance(names, str) else names
             object.__setattr__(self, field, frozenset(map(_name, names)))
         for name in sorted((self.allow | self.deny | self.infer) - _KNOWN):
             live = live_primitives()
             if name not in live:
-                close = difflib.get_close_matches(str(name), _KNOWN | live.keys())
                 raise ValueError(
-                    f"`{name}` is not the name of a JAX primitive. "
-                    f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}. "
+                    f"`{clipped(name)}` is not the name of a JAX primitive. "
+                    f"{_meant_by(name, _KNOWN | live.keys())} "
                     "`print(jaxmp.DEFAULT_OPS)` lists them; a `Primitive` works too."
                 )
         for name in sorted((self.allow | self.infer) & CALLS):

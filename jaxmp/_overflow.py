@@ -21,7 +21,7 @@ import numpy as np
 
 from . import _jaxpr, _scopes
 from ._advice import Case, advice
-from ._checks import check_function
+from ._checks import check_function, explains, uncalled
 from ._dtypes import is_narrow
 from ._flatten import Flat, check_values, flatten
 from ._in_float32 import traced_in_float32
@@ -50,6 +50,7 @@ from ._trails import (
 P = ParamSpec("P")
 
 
+@explains("jaxmp.find_overflow(fun)(*args)")
 def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     """Finds the operation that made the first Inf or NaN of ``fun``, and its line.
 
@@ -110,7 +111,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         return _Search(flat, jaxpr, Place(user=caller())).report()
 
-    return searched
+    return uncalled("find_overflow", fun, searched)
 
 
 class _Found(NamedTuple):

@@ -13,6 +13,7 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
+from ._checks import clipped, short
 from ._dtypes import (
     DTYPES,
     as_dot_dtype,
@@ -21,6 +22,7 @@ from ._dtypes import (
     spelled,
     suggest,
 )
+from ._report import as_html
 from ._tree import cast_tree, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
@@ -183,8 +185,8 @@ class Policy(jmp.Policy):
             raise ValueError(
                 "`shardings` must be the shardings of the tree that is cast, or a "
                 "prefix of them. Take them outside `jax.jit`: "
-                "`shardings = jax.tree.map(lambda x: x.sharding, params)`. JAX says: "
-                f"{error}"
+                "`shardings = jax.tree.map(lambda x: x.sharding, params)`."
+                f"{_unless_arrays(shardings, error)}"
             ) from error
 
     def cast_to_output(self, x: T) -> T:
@@ -228,6 +230,9 @@ class Policy(jmp.Policy):
     def __repr__(self) -> str:
         """Spells the call that makes the policy."""
         return f"get_policy({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
 
 def get_policy(policy: PolicyLike) -> Policy:
@@ -277,16 +282,17 @@ def get_policy(policy: PolicyLike) -> Policy:
         return Policy(dtype, dtype, dtype)
     if not isinstance(policy, (str, jmp.Policy)):
         raise TypeError(
-            f"`get_policy` needs a string or a policy, but got {policy!r}. Pass for "
-            'example "mixed_float16" or "p=f32,c=bf16,o=f32", or a dtype such as '
-            "`jnp.bfloat16`."
+            f"`get_policy` needs a string or a policy, but got {short(policy)}. Pass "
+            'for example "mixed_float16" or "p=f32,c=bf16,o=f32", or a dtype such as '
+            "`jnp.bfloat16`. The arguments of a function go to what its wrapper "
+            "returns: `autocast(fun, policy)(*args)`."
         )
     if isinstance(policy, jmp.Policy):
         return Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
     text = _SHORTHANDS.get(policy.strip(), policy)
     if "=" not in text:
         names = ("half", *DTYPES, *_SHORTHANDS)
-        dtype = parse_dtype(text, f"the policy {policy!r}", names)
+        dtype = parse_dtype(text, f"the policy {short(policy)}", names)
         return Policy(dtype, dtype, dtype)
     return _parse_parts(text)
 
@@ -295,8 +301,8 @@ def check_casts(policy: Policy, function: str) -> None:
     """Raises where ``function`` would cast by a policy that no cast can fulfil."""
     if policy.dot_dtype is not None:
         raise ValueError(
-            f"`{function}` casts, and {policy} asks for products in float8, whose "
-            "operands need a scale each, so that no cast can do it. Type "
+            f"`{function}` casts, and {clipped(policy)} asks for products in float8, "
+            "whose operands need a scale each, so that no cast can do it. Type "
             "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and give the other "
             "functions no policy."
         )
@@ -325,6 +331,13 @@ def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
         for pattern, _ in get_policy(policy).overrides
         if not any(re.search(pattern, path) for path in paths)
     )
+
+
+def _unless_arrays(shardings: Any, error: Exception) -> str:
+    """Returns what JAX says, which prints the arrays where there are some."""
+    if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(shardings)):
+        return " But there are arrays in them."
+    return f" JAX says: {clipped(error, 400)}"
 
 
 def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
@@ -374,7 +387,7 @@ def _default_dtype(path: str, dtype: np.dtype) -> np.dtype:
 
 def _parse_parts(text: str) -> Policy:
     """Parses a policy made of ``key=dtype`` parts."""
-    where = f"the policy {text!r}"
+    where = f"the policy {short(text)}"
     dtypes: dict[str, np.dtype] = {}
     overrides = []
     position, comma = 0, ","
@@ -393,14 +406,14 @@ def _parse_parts(text: str) -> Policy:
         field = _KEYS.get(key.strip())
         if not equals or field is None:
             raise ValueError(
-                f"`{rest.strip()}` in {where} is not understood. Expected parts like "
-                f"`c=f16`, whose key is one of {', '.join(_KEYS)}, "
+                f"`{clipped(rest.strip())}` in {where} is not understood. Expected "
+                f"parts like `c=f16`, whose key is one of {', '.join(_KEYS)}, "
                 f"{_NORMALIZATION_KEY}, or a regex in double quotes."
                 f"{suggest(key.strip(), _KEYS)}"
             )
         if field in dtypes:
             raise ValueError(
-                f"`{rest.strip()}` in {where} repeats a key: `{field}` is "
+                f"`{clipped(rest.strip())}` in {where} repeats a key: `{field}` is "
                 f"{dtypes[field].name} already. Keep one of the two."
             )
         parse = as_dot_dtype if field == "dot_dtype" else parse_dtype
@@ -421,7 +434,7 @@ def _parse_parts(text: str) -> Policy:
 def _as_override(pair: Any) -> tuple[str, np.dtype]:
     if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
         raise ValueError(
-            f"An override must be a pair of a regex and a dtype, but is {pair!r}. "
+            f"An override must be a pair of a regex and a dtype, but is {short(pair)}. "
             'Pass for example `("LayerNorm", "float32")`.'
         )
     pattern, dtype = pair
@@ -429,7 +442,8 @@ def _as_override(pair: Any) -> tuple[str, np.dtype]:
         re.compile(pattern)
     except (re.error, TypeError) as error:
         raise ValueError(
-            f"`{pattern!r}` is not a regular expression that an override could search "
-            f"in a leaf's path: {error}. Pass a string such as `LayerNorm_0/scale`."
+            f"`{short(pattern)}` is not a regular expression that an override could "
+            f"search in a leaf's path: {clipped(error)}. Pass a string such as "
+            "`LayerNorm_0/scale`."
         ) from error
-    return str(pattern), as_dtype(dtype, f"the override {pattern!r}")
+    return str(pattern), as_dtype(dtype, f"the override {short(pattern)}")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._checks import plain_array
+from ._checks import check_positive, plain_array, short
 from ._exponents import RecordRangesState
 from ._loss_scale_state import LossScaleState, get_loss_scale_state, looks_unused
 
@@ -70,7 +70,8 @@ def scalars(
         recorded, of one tree of parameters each, that is the worst of them.
 
     Raises:
-        ValueError: As :func:`jaxmp.get_loss_scale`.
+        ValueError: As :func:`jaxmp.get_loss_scale`, or if ``max_scale`` is not a
+            positive number.
 
     Examples:
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
@@ -80,16 +81,23 @@ def scalars(
 'last_finite': 1.0, 'looks_unused': 0.0}
     """
     state = get_loss_scale_state(opt_state)
+    check_positive("max_scale", max_scale)
+    largest = float(max_scale)
     found = {
         "loss_scale": state.loss_scale,
         "good_steps": state.good_steps,
         "bad_steps": state.bad_steps,
         "skipped": state.skipped,
         "last_finite": jnp.asarray(state.last_finite, jnp.float32),
-        "looks_unused": _looks_unused(state._replace(inner_state=None), max_scale),
+        "looks_unused": _looks_unused(state._replace(inner_state=None), largest),
     }
     if step is None and (taken := _steps_taken(state.inner_state)) is not None:
         step = taken + state.skipped
+    if isinstance(step, int) and not 0 <= step < 2**31:
+        raise ValueError(
+            f"`step` must be the number of steps taken, but is {short(step)}. Leave it "
+            "out where the optimizer counts them, as Adam does."
+        )
     if step is not None:
         found["skipped_share"] = _share(state.skipped, step)
 

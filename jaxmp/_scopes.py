@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import _jaxpr
+from ._checks import clipped
 
 # Equations in these stay as they were written: what the user keeps in float32, and what
 # an inner autocast has decided already.
@@ -128,8 +129,9 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
             named = (module_of(scopes).split("/") for scopes in seen)
             known = sorted({"/".join(names[:3]) for names in named} - {""})
             raise ValueError(
-                f"`{option}` has `{path}`, but no named scope of the function "
-                f"matches it. Its scopes are: {', '.join(known[:20]) or 'none'}. "
+                f"`{option}` has `{clipped(path)}`, but no named scope of the function "
+                "matches it. Its scopes are: "
+                f"{clipped(', '.join(known), 600) or 'none'}. "
                 "Modules have a name, such as `blocks/0`; elsewhere use "
                 "`jax.named_scope` and that name, or for float32 "
                 "`jaxmp.float32_region`."

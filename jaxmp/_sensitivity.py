@@ -20,7 +20,7 @@ import numpy as np
 
 from . import _jaxpr
 from ._autocast import autocast
-from ._checks import as_scale, check_function, check_positive
+from ._checks import as_scale, check_function, check_positive, explains, uncalled
 from ._columns import rounded_columns
 from ._flatten import Flat, check_values, flatten
 from ._in_float32 import traced_in_float32
@@ -41,6 +41,7 @@ _TRIED = 4  # modules in each step of the search
 _AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
 
 
+@explains('jaxmp.sensitivity(loss_fn, "mixed_float16")(*args)')
 def sensitivity(
     fun: Callable[P, Any],
     policy: PolicyLike | None = None,
@@ -186,7 +187,7 @@ def sensitivity(
         notes = _unmatched(report, [*args, *kwargs.values()])
         return dataclasses.replace(report, notes=report.notes + notes)
 
-    return measured
+    return uncalled("sensitivity", fun, measured)
 
 
 # What is measured

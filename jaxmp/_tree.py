@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import as_axes, check_axes_are_bound, short
+from ._checks import as_axes, check_axes_are_bound, clipped, short
 from ._dtypes import as_dtype
 from ._in_float32 import dtype_of_cast
 
@@ -135,7 +135,8 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     if structures[0] != structures[1]:
         raise ValueError(
             "`select_tree` needs two trees of the same structure, but `on_true` is\n"
-            f"  {structures[0]}\nand `on_false` is\n  {structures[1]}\n"
+            f"  {clipped(structures[0], 400)}\nand `on_false` is\n"
+            f"  {clipped(structures[1], 400)}\n"
             "Pass the old and the new version of the same tree."
         )
 

@@ -19,6 +19,8 @@ from ._grad import cast_around as _cast_around
 from ._policy import PolicyLike, check_casts, get_policy
 from ._tree import cast_tree, is_floating_array, path_name
 
+__all__ = ["activation_gradients", "gather", "with_policy"]
+
 P = ParamSpec("P")
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -163,7 +165,13 @@ def gather(
             "`jaxmp.linen.gather` needs a class of Linen modules, but got "
             f"{short(module)}. {cure}"
         )
-    methods = (methods,) if isinstance(methods, str) else methods
+    methods = (methods,) if isinstance(methods, str) else tuple(methods)
+    for name in methods:
+        if not callable(getattr(module, name, None) if isinstance(name, str) else None):
+            raise TypeError(
+                f"`methods` must name methods of `{module.__name__}`, but "
+                f'{short(name)} is none. Pass for example `methods=("__call__",)`.'
+            )
 
     def whole(variables):
         def gathered(params):

@@ -14,9 +14,10 @@ import numpy as np
 from flax import nnx
 
 from ._autocast import autocast as _autocast
-from ._checks import as_positions, as_tuple, short
+from ._checks import as_positions, as_tuple, explains, short
 from ._differentiate import (
     Options,
+    Reduction,
     as_options,
     check_loss_function,
     differentiate,
@@ -30,12 +31,15 @@ from ._objects import refuse_integers
 from ._policy import Policy, PolicyLike, check_casts, get_policy
 from ._tree import AxisName, is_floating_array, path_name
 
+__all__ = ["autocast", "gather", "value_and_grad"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
 
 
+@explains("jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(*args)")
 def value_and_grad(
     fun: Callable[P, Any],
     *positional: Never,
@@ -47,7 +51,7 @@ def value_and_grad(
     allow_int: bool = False,
     accum_steps: int = 1,
     batch_argnums: int | Sequence[int] | None = None,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
     axis_name: AxisName | None = None,
     mesh: jax.sharding.Mesh | None = None,
     shardings: Any = None,
@@ -239,6 +243,7 @@ def gather(
     return call
 
 
+@explains('jaxmp.nnx.autocast(fun, "mixed_float16")(*args)')
 def autocast(
     fun: Callable[P, T],
     policy: PolicyLike | None = None,

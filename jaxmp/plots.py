@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import as_scale, check_positive
+from ._checks import as_scale, check_positive, describe
 from ._dtypes import as_dtype, is_narrow
 from ._exponents import RecordRangesState, exponent_histogram
 from ._loss_scale_state import LossScaleState, get_loss_scale_state, scale_in
@@ -25,6 +25,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "`jaxmp.plots` needs matplotlib. Install it with pip install 'jaxmp[plot]'"
     ) from error
+
+__all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 
 # Told apart without colour: filled bars, hatched bars, a dashed outline.
 _VALUES: dict[str, Any] = {"color": "#4878a8"}
@@ -116,7 +118,7 @@ def exponents(
     left_bar, right_bar = left - gap, right + gap  # of zeros, and of Inf and NaN
 
     own_figure = ax is None
-    ax = _new_axes() if own_figure else ax
+    ax = _axes(ax)
     for name, start, end, style in (
         ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
         ("normal", info.minexp, info.maxexp, _NORMAL),
@@ -197,6 +199,12 @@ def loss_scale(
     """
     if isinstance(history, LossScaleState):
         history = [history]
+    if not isinstance(history, Iterable):
+        raise TypeError(
+            "`plots.loss_scale` draws a history of states, but got "
+            f"{describe(history)}. Type `history.append(jaxmp.get_loss_scale_state("
+            "opt_state))` after each step, and `jaxmp.plots.loss_scale(history)`."
+        )
     states = [get_loss_scale_state(opt_state) for opt_state in history]
     if not states or not np.size(states[0].loss_scale):
         raise ValueError(
@@ -216,7 +224,7 @@ def loss_scale(
     # A state holds the scale for the next step.
     used = np.concatenate([scales[:1], scales[:-1]])
 
-    ax = _new_axes() if ax is None else ax
+    ax = _axes(ax)
     # Of a line with one point there is nothing to see.
     style = {"color": "black", "marker": "." if len(steps) == 1 else None}
     ax.step(steps, scales, where="post", label="loss scale", **style)
@@ -257,6 +265,7 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         >>> jaxmp.plots.overflow(report).get_ylabel()
         'headroom (powers of two)'
     """
+    _check_report(report, OverflowReport, "overflow", "find_overflow(fun)(*args)")
     rows = [x for x in report.operations if is_narrow(jnp.dtype(x.dtype))]
     if not rows:
         raise ValueError(
@@ -271,7 +280,7 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         figure.set_layout_engine("constrained")
         upper, lower = figure.subplots(2, 1, sharex=True)
     else:
-        upper, lower = ax
+        upper, lower = _two_axes(ax)
     for backward, style, shift in ((False, _FORWARD, -0.2), (True, _BACKWARD, 0.2)):
         parts = [
             [x for x in rows if (x.module, x.backward) == (module, backward)]
@@ -344,6 +353,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         >>> jaxmp.plots.sensitivity(report).get_xlabel()
         'relative error'
     """
+    _check_report(report, SensitivityReport, "sensitivity", "sensitivity(loss)(*args)")
     rows = report.modules
     figure = None
     if ax is None:
@@ -351,7 +361,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         figure.set_layout_engine("constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     else:
-        left, right = ax
+        left, right = _two_axes(ax)
     places = np.arange(len(rows))
     errors = [x for row in rows for x in (row.alone, row.without)]
     seen = [x for x in errors if 0 < x < math.inf] + [report.tolerance]
@@ -438,9 +448,37 @@ def _legend_inside(ax: Axes) -> None:
     ax.set_ylim(bottom, higher)
 
 
-def _new_axes() -> Axes:
-    # Not by pyplot, which would keep the figure and may show it.
-    return Figure(figsize=(7, 4), layout="constrained").subplots()
+def _check_report(report: Any, kind: type, name: str, call: str) -> None:
+    """Raises where something else stands in the place of the report to draw."""
+    if not isinstance(report, kind):
+        raise TypeError(
+            f"`plots.{name}` draws a report of `jaxmp.{call}`, but got "
+            f"{describe(report)}. Type `jaxmp.plots.{name}(jaxmp.{call})`."
+        )
+
+
+def _axes(ax: Any) -> Axes:
+    """Returns the axes that were given, or those of a new figure for None."""
+    if ax is None:
+        # Not by pyplot, which would keep the figure and may show it.
+        return Figure(figsize=(7, 4), layout="constrained").subplots()
+    if not isinstance(ax, Axes):
+        raise TypeError(
+            f"`ax` must be axes of matplotlib, but is {describe(ax)}. Leave it out for "
+            "a new figure, or pass one of `figure.subplots()`."
+        )
+    return ax
+
+
+def _two_axes(ax: Any) -> list[Axes]:
+    """Returns the two axes that were given."""
+    several = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
+    if len(several) != 2 or not all(isinstance(x, Axes) for x in several):
+        raise TypeError(
+            f"`ax` must be two axes of matplotlib, but is {describe(ax)}. Leave it out "
+            "for a new figure, or pass both of `figure.subplots(2)`."
+        )
+    return several
 
 
 def _power_of_two(scale: float) -> str:

@@ -1,6 +1,12 @@
 """What a newcomer types first and wrong is answered with what to type instead."""
 
+import contextlib
+import inspect
+import io
+import re
+import sys
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,9 +20,13 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
 
 import jaxmp
 import jaxmp.linen
+import jaxmp.nnx
+import jaxmp.plots
+from jaxmp._other_names import ANSWERS
 
 PARAMS = {"w": jnp.ones(3)}
 X, Y = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
@@ -38,6 +48,9 @@ HAIKU = Transformed(MODEL.init, MODEL.apply)
 
 def loss_fn(params, x, y):
     return jnp.mean((x @ params["w"] - y) ** 2)
+
+
+OVERFLOWS = jaxmp.find_overflow(loss_fn)(*jaxmp.cast_tree((PARAMS, X, Y), "float16"))
 
 
 def vag(**options):
@@ -209,6 +222,131 @@ SLIPS = {
         lambda: jaxmp.linen.with_policy(HAIKU, "O2"),
         "there is `jaxmp.with_policy`",
     ),
+    # The arguments of the function in the same call
+    "audit": (
+        lambda: jaxmp.audit(loss_fn, PARAMS, X),
+        r"^Type `jaxmp.audit\(fun\)\(\*",
+    ),
+    "find_overflow": (
+        lambda: jaxmp.find_overflow(loss_fn, PARAMS),
+        r"^Type `jaxmp.find_overflow\(fun\)\(\*args\)`",
+    ),
+    "sensitivity": (
+        lambda: jaxmp.sensitivity(loss_fn, "O1", PARAMS),
+        r'^Type `jaxmp.sensitivity\(loss_fn, "mixed_float16"\)\(\*args\)`',
+    ),
+    "sensitivity without a policy": (
+        lambda: jaxmp.sensitivity(loss_fn, PARAMS, X),
+        r"^Type `jaxmp.sensitivity\(loss_fn, ",
+    ),
+    "parameters for a policy": (
+        lambda: jaxmp.sensitivity(loss_fn, PARAMS),
+        r"got a dict of 1\. Pass.*`autocast\(fun, policy\)\(\*args\)`",
+    ),
+    "float32 of a call": (
+        lambda: jaxmp.float32_region(jnp.matmul, X, X),
+        r"^Type `jaxmp.float32_region\(fun\)\(\*args\)`",
+    ),
+    "cast and call": (
+        lambda: jaxmp.with_policy(MODEL.apply, "O1", VARIABLES, X),
+        r"^Type `jaxmp.with_policy\(fun, .*\)\(\*args\)`",
+    ),
+    "differentiate and call": (
+        lambda: jaxmp.value_and_grad(loss_fn, PARAMS, X, Y),
+        r"Call what it returns: `jaxmp.value_and_grad\(loss_fn\)\(params, x\)`",
+    ),
+    "an option that is not there": (
+        lambda: jaxmp.value_and_grad(loss_fn, accumulate=2),
+        "has no option `accumulate`. Expected one of .*accum_steps",
+    ),
+    "the state for a policy": (
+        lambda: jaxmp.value_and_grad(loss_fn, STATE),
+        "LossScaleState",
+    ),
+    # Autocast as torch has it
+    "with autocast": (
+        lambda: jaxmp.autocast().__enter__(),
+        r"^Type `jaxmp.autocast\(fun, .*It is no context manager",
+    ),
+    "autocast with a device": (
+        lambda: jaxmp.autocast("cuda", dtype=jnp.float16),
+        "names no device.*has no option `dtype`",
+    ),
+    "autocast with keywords": (
+        lambda: jaxmp.autocast(device_type="cuda", dtype=jnp.float16, enabled=True),
+        "names no device.*has no option `device_type`",
+    ),
+    "autocast as a decorator with options": (
+        lambda: jaxmp.autocast(policy="O1"),
+        r"`@functools.partial\(jaxmp.autocast, policy=\"mixed_float16\"\)`",
+    ),
+    # The operations and modules
+    "a function for an operation": (
+        lambda: jaxmp.DEFAULT_OPS.with_deny("softmax"),
+        r"Type `jaxmp.float32_region\(jax.nn.softmax\)`",
+    ),
+    "a function of NumPy for an operation": (
+        lambda: jaxmp.DEFAULT_OPS.with_deny("mean"),
+        r"Type `jaxmp.float32_region\(jax.numpy.mean\)`",
+    ),
+    "a function itself for an operation": (
+        lambda: jaxmp.DEFAULT_OPS.with_deny(jax.nn.softmax),
+        r"type `jaxmp.float32_region\(fun\)`",
+    ),
+    "a report for paths": (
+        lambda: jaxmp.autocast(loss_fn, float32_paths=jaxmp.audit(loss_fn)),
+        r'`float32_paths` must be.*`float32_paths=\("head",\)`',
+    ),
+    # The plots
+    "a plot of a function": (
+        lambda: jaxmp.plots.overflow(jaxmp.find_overflow(loss_fn)),
+        r"got the function `loss_fn`. Type `jaxmp.plots.overflow\(jaxmp.find_overflow",
+    ),
+    "a plot of another report": (
+        lambda: jaxmp.plots.sensitivity(jaxmp.audit(loss_fn)(PARAMS, X, Y)),
+        r"got an object of type DtypeReport. Type `jaxmp.plots.sensitivity\(jaxmp.se",
+    ),
+    "a plot of parameters": (
+        lambda: jaxmp.plots.overflow(PARAMS),
+        r"got a dict of 1. Type `jaxmp.plots.overflow\(jaxmp.find_overflow",
+    ),
+    "a plot on one axis of two": (
+        lambda: jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots()),
+        r"two axes of matplotlib.*`figure.subplots\(2\)`",
+    ),
+    "a plot on a figure": (
+        lambda: jaxmp.plots.exponents(PARAMS, ax=Figure()),
+        r"`ax` must be axes.*`figure.subplots\(\)`",
+    ),
+    "a plot of an optimizer": (
+        lambda: jaxmp.plots.loss_scale([TX]),
+        r"is the optimizer. Pass what `tx.init",
+    ),
+    "a plot of losses": (
+        lambda: jaxmp.plots.loss_scale([1.0, 2.0]),
+        "no `LossScaleState` in",
+    ),
+    "a plot of a number of steps": (
+        lambda: jaxmp.plots.loss_scale(7),
+        r"Type `history.append\(",
+    ),
+    "exponents of a report": (
+        lambda: jaxmp.plots.exponents(jaxmp.range_report(PARAMS)),
+        "Pass the parameters or gradients",
+    ),
+    # Policies
+    "fp16": (
+        lambda: jaxmp.get_policy("fp16"),
+        r"`mixed_float16`, with float32 parameters\? `float16` has everything in 16",
+    ),
+    "a fixed scale of loss_scaling": (
+        lambda: jaxmp.loss_scaling(optax.adam(1.0), "O1", scale=8),
+        "`jaxmp.static_loss_scale`.*no option `scale`",
+    ),
+    "loss_scaling without a policy": (
+        lambda: jaxmp.loss_scaling(optax.adam(1.0)),
+        r"^Type `jaxmp.loss_scaling\(optax.adam\(1e-3\), \"mixed_float16\"\)`",
+    ),
     # The loss scale
     "a policy for a scale": (
         lambda: vag(loss_scale=POLICY),
@@ -313,7 +451,7 @@ SLIPS = {
     # What the loss returns
     "a tuple": (lambda: returning((jnp.ones(()), X)), "tuple of 2.*`has_aux=True`"),
     "a list": (lambda: returning([jnp.ones(()), X]), "list of 2.*`has_aux=True`"),
-    "a dict": (lambda: returning({"loss": jnp.ones((4, 4))}), "type dict.*`has_aux"),
+    "a dict": (lambda: returning({"loss": jnp.ones((4, 4))}), "a dict of 1.*`has_aux"),
     "nothing": (lambda: returning(None), "None of type NoneType"),
     "a loss for each row": (lambda: returning(Y), r"float32\[4\].*`.mean\(\)`"),
     "a list with aux": (lambda: returning([1.0, X], has_aux=True), "pair.*list of 2"),
@@ -332,6 +470,73 @@ def test_a_slip_is_answered_with_a_sentence(typed, answer):
     assert message.endswith(".")
     assert "`" in message
     assert len(message) < 400
+
+
+# What each name of another library is for, as its users type it.
+OTHERS = (
+    "amp GradScaler LossScaler LossScaleOptimizer LossScale initialize scale_loss "
+    "DynamicScale DynamicLossScale DynamicLossScaling StaticLossScale NoOpLossScale "
+    "set_global_policy mixed_precision half_dtype cast_to_half cast_to_full "
+    "cast_to_half_precision cast_to_compute cast_function force_full_precision "
+    "filter_value_and_grad filter_grad optimizer_update master_params disable_casts"
+)
+
+
+@pytest.mark.parametrize("name", OTHERS.split())
+def test_a_name_of_another_library_is_answered(name):
+    with pytest.raises(AttributeError, match=f"^jaxmp has no `{name}`: ") as error:
+        getattr(jaxmp, name)
+    assert len(str(error.value)) < 400
+    assert not hasattr(jaxmp, name)
+
+
+@pytest.mark.parametrize("answer", sorted(set(ANSWERS.values())))
+def test_the_answer_to_a_name_of_another_library_works(answer):
+    def fun(params, x):
+        return jnp.mean(x @ params["w"])
+
+    names = {"jax": jax, "jaxmp": jaxmp, "optax": optax, "loss_fn": fun, "fun": fun}
+    names |= {"params": PARAMS, "x": X, "opt_state": STATE}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for typed in re.findall("`([^`]*)`", answer):
+            exec(typed, names)
+    assert re.search(r"`[^`]*jaxmp\.[^`]*`", answer)
+    if "tx" in names:
+        assert jaxmp.get_loss_scale(names["tx"].init(PARAMS)) > 1
+
+
+def test_no_public_name_is_that_of_another_library():
+    assert not set(ANSWERS) & set(dir(jaxmp))
+
+
+def test_a_misspelt_name_is_answered_by_python(capsys):
+    with pytest.raises(AttributeError) as error:
+        jaxmp.autocats  # noqa: B018
+    sys.__excepthook__(error.type, error.value, None)
+    assert "Did you mean: 'autocast'?" in capsys.readouterr().err
+
+
+def test_what_the_answers_say_to_type_works():
+    half = jaxmp.cast_tree((PARAMS, X, Y), "float16")
+    assert jaxmp.audit(loss_fn)(PARAMS, X, Y).fraction_16bit == 0
+    assert jaxmp.find_overflow(loss_fn)(*half).first is None
+    report = jaxmp.sensitivity(loss_fn, "mixed_float16")(PARAMS, X, Y)
+    jaxmp.plots.sensitivity(report)
+    jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots(2))
+    jaxmp.plots.exponents(PARAMS, ax=Figure().subplots())
+    decorated = partial(jaxmp.autocast, policy="mixed_float16")(loss_fn)
+    np.testing.assert_allclose(decorated(*half), loss_fn(PARAMS, X, Y), rtol=1e-2)
+    kept = jaxmp.autocast(lambda x: jaxmp.float32_region(jax.nn.softmax)(x @ x.T))
+    assert kept(X).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "report", [jaxmp.audit, jaxmp.find_overflow, jaxmp.sensitivity]
+)
+def test_a_report_that_is_not_called_says_so_when_it_is_printed(report):
+    expected = f"<function jaxmp.{report.__name__}(loss_fn), to be called with the"
+    assert str(report(loss_fn)).startswith(expected)
+    assert inspect.signature(report(loss_fn)) == inspect.signature(loss_fn)
 
 
 def test_what_looks_like_a_slip_and_is_none_passes():

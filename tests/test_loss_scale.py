@@ -774,13 +774,15 @@ def test_optax_injects_a_static_scale_and_its_schedule():
     assert injected_run(rising, {}, [1, 1, 0]) == [8, 16, 32]
 
 
-def test_injecting_where_options_cannot_be_seen_says_what_to_type():
-    inject = optax.inject_hyperparams(jaxmp.loss_scaling)
-    tx = inject(optax.sgd(1.0), "mixed_float16", init_scale=8.0)
-    with pytest.raises(TypeError, match=r"`jaxmp.loss_scaling\(optax.inject_hyperpar"):
-        tx.init(jnp.ones(2))
-    inside = optax.inject_hyperparams(optax.sgd)(1.0)
-    assert scales(jaxmp.loss_scaling(inside, "O1", init_scale=8), [0]) == [4]
+def test_optax_injects_the_options_of_the_scale_that_a_policy_needs():
+    def make():
+        inject = optax.inject_hyperparams(jaxmp.loss_scaling)
+        return inject(optax.sgd(1.0), POLICY, init_scale=8.0, growth_interval=2)
+
+    POLICY = jaxmp.get_policy("mixed_float16")
+    assert injected_run(make, {}, [1, 1, 0, 0]) == [8, 16, 8, 4]
+    backoff = {"backoff_factor": jnp.float32(0.25)}
+    assert injected_run(make, backoff, [1, 1, 0, 0]) == [8, 16, 8, 2]
 
 
 # What a step returns, and what it costs to lower

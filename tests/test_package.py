@@ -8,8 +8,12 @@ import pydoc
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxmp
@@ -18,9 +22,8 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
+    {"_version", "_checks", "_other_names"},
     {
-        "_version",
-        "_checks",
         "_custom_rules",
         "_dtypes",
         "_equinox",
@@ -170,7 +173,7 @@ jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend has starte
 print(jax.device_count("cpu"))
 
 for name in {sorted(FRONT_ENDS)}:
-    assert name not in dir(jaxmp)
+    assert name in dir(jaxmp)
     front_end = getattr(jaxmp, name)
     print(front_end.__name__, front_end is sys.modules["jaxmp." + name], end=" ")
 """
@@ -208,6 +211,27 @@ def test_all_names_everything_public_and_nothing_else():
     assert names["autocast"] is jaxmp.autocast
 
 
+@pytest.mark.parametrize("name", sorted(FRONT_ENDS))
+def test_all_of_a_front_end_names_what_it_defines(name):
+    front_end = getattr(jaxmp, name)
+    defined = [
+        key
+        for key, value in inspect.getmembers(front_end)
+        if inspect.isroutine(value) or inspect.isclass(value)
+        if value.__module__ == front_end.__name__ and not key.startswith("_")
+    ]
+    assert front_end.__all__ == defined
+
+
+def test_dir_names_the_front_ends_that_can_be_imported(monkeypatch):
+    assert {*jaxmp.__all__, *FRONT_ENDS} <= set(dir(jaxmp))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "matplotlib" else name
+    )
+    assert {"linen", "nnx"} <= set(dir(jaxmp))
+    assert "plots" not in dir(jaxmp)
+
+
 def test_importing_everything_loads_no_front_end():
     loaded = printed()["everything"]
     assert "jaxmp._autocast" in loaded
@@ -219,13 +243,32 @@ def test_a_front_end_is_imported_by_its_use():
     assert printed()["front ends"] == [word for pair in expected for word in pair]
 
 
-def test_help_shows_every_public_name_with_what_it_does():
+def test_help_is_a_page_with_a_program_and_every_public_name():
     text = pydoc.plain(pydoc.render_doc(jaxmp))
-    for name in jaxmp.__all__:
-        thing = getattr(jaxmp, name)
-        assert re.search(rf"^    (class )?{name}\b", text, re.M), name
-        if name != "DEFAULT_OPS":
-            assert thing.__doc__.splitlines()[0] in text, name
+    page, listed = text.split("PACKAGE CONTENTS")
+    assert len(page.splitlines()) < 45
+    # What follows is one line for each file.
+    assert len(listed.splitlines()) < len([*PACKAGE.glob("*.py")]) + 15
+    assert max(map(len, page.splitlines())) <= 88
+    words = re.findall(r"[\w.]+", page)
+    assert set(jaxmp.__all__) <= set(words)
+    assert {f"jaxmp.{name}" for name in FRONT_ENDS} <= set(words)
+    assert not set(jaxmp.__all__) & set(re.findall(r"\w+", listed)) - {"DEFAULT_OPS"}
+
+
+def test_the_program_of_help_trains():
+    program = jaxmp.__doc__.split("::\n")[1].split("\n`help`")[0]
+    params = {"w": jnp.ones((4, 2))}
+    names = {"jax": jax, "jaxmp": jaxmp, "optax": optax, "params": params}
+    names["loss_fn"] = lambda p, x, y: jnp.mean((x @ p["w"] - y) ** 2)
+    exec(textwrap.dedent(program), names)
+    step, state = names["train_step"], names["opt_state"]
+    x, y = jnp.ones((8, 4)), jnp.zeros((8, 2))
+    _, _, before = step(params, state, x, y)
+    for _ in range(9):
+        params, state, after = step(params, state, x, y)
+    assert jaxmp.last_step_finite(state)
+    assert after < before
 
 
 @pytest.mark.parametrize("name", ["autocast", "with_policy", "audit", "grad"])

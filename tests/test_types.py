@@ -127,6 +127,13 @@ jaxmp.value_and_grad(loss_fn, policy="mixed_float16", accum_steps=2, batch_argnu
 jaxmp.value_and_grad(loss_fn, "mixed_float16")  # error
 jaxmp.value_and_grad(loss_fn, acum_steps=2)  # error
 jaxmp.value_and_grad(loss_fn, mesh="data")  # error
+jaxmp.value_and_grad(loss_fn, reduction="sum")
+jaxmp.value_and_grad(loss_fn, reduction="average")  # error
+jaxmp.nnx.value_and_grad(loss_fn, reduction="average")  # error
+jaxmp.loss_scaling(optax.sgd(1.0), policy, growth_interval=500, axis_name="data")
+jaxmp.loss_scaling(optax.sgd(1.0), policy, growth_intervall=500)  # error
+jaxmp.audit(loss_fn, params, x)  # error
+jaxmp.autocast("cuda", dtype=jnp.float16)  # error
 jaxmp.autocast(policy, loss_fn)  # error
 jaxmp.autocast(loss_fn, ops="tanh")  # error
 jaxmp.autocast(loss_fn, ops=jaxmp.DEFAULT_OPS.with_deny("tanh"))
@@ -203,6 +210,14 @@ def test_every_public_function_says_what_it_takes_and_returns():
                 signature = inspect.signature(fun)
                 arguments = [x.annotation for x in signature.parameters.values()]
                 assert signature.empty not in (*arguments, signature.return_annotation)
+
+
+def test_the_options_of_a_loss_scale_are_those_of_the_dynamic_one():
+    def options(fun):
+        parameters = inspect.signature(fun).parameters.values()
+        return [(p.name, p.default) for p in parameters if p.default is not p.empty]
+
+    assert options(jaxmp.loss_scaling) == options(jaxmp.dynamic_loss_scale)
 
 
 # `.ci/run` has pyright check the library, the examples and the benchmarks.
