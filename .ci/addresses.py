@@ -32,7 +32,8 @@ def with_urls(pyproject: str, url: str, tag: str) -> str:
     owner, name = url.split("/")[-2:]
     urls = {
         "Homepage": url,
-        "Documentation": f"https://{owner}.github.io/{name}/",  # as `pages` puts it there
+        # Where the job `pages` of the release puts it.
+        "Documentation": f"https://{owner}.github.io/{name}/",
         "Changelog": f"{url}/blob/{tag}/CHANGELOG.md",
         "Issues": f"{url}/issues",
     }

@@ -23,7 +23,7 @@ Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             scalars unscale all_finite select_tree
 Dtypes      audit assert_16bit DtypeReport Leak Kept Hazard
 Faults      find_overflow OverflowReport Fault OperationRange
-Errors      sensitivity SensitivityReport ModuleSensitivity
+Errors      sensitivity SensitivityReport ModuleSensitivity RoundedColumn
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
             RecordRangesState exponent_histogram activation_gradients
 Parameters  stochastic_rounding StochasticRoundingState kahan_summation

@@ -232,9 +232,10 @@ def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
         "Subtract the mean from these inputs in float32, before the model, and divide "
         "by their standard deviation: 16 bits lose what tells their rows apart."
     )
-    yield from textwrap.wrap(text, WIDTH)
+    yield from wrapped(text)
     yield ""
-    yield from (f"    {column}" for column in columns[:_COLUMNS])
+    for column in columns[:_COLUMNS]:
+        yield from wrapped(str(column), "    ", "      ")
     if len(columns) > _COLUMNS:
         yield f"    and {len(columns) - _COLUMNS} more in `report.columns`"
 
