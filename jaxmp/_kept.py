@@ -3,7 +3,7 @@
 from . import _jaxpr, _scopes
 from ._op_lists import DEFAULT_OPS, VIEWS, is_iota, is_steep_power
 from ._places import Place
-from ._products import has_default_precision, is_resize
+from ._products import has_default_precision, is_of_factorisation, is_resize
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
@@ -62,6 +62,8 @@ def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
     if is_resize(eqn):
         return "a resize of what is needed in float32"
+    if is_of_factorisation(eqn):
+        return "of a factorisation, or of its derivative"
     if not has_default_precision(eqn):
         return "its `precision`"
     if place.opaque:

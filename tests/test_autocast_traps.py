@@ -342,7 +342,8 @@ def _gradient(factors):
         "pinv": jnp.linalg.pinv,
         "lstsq": lambda w: jnp.linalg.lstsq(w, w.T)[0],
         "expm": jax.scipy.linalg.expm,
-        "qr in a region": jaxmp.float32_region(lambda w: jnp.linalg.qr(w)[0]),
+        "qr": lambda w: jnp.linalg.qr(w)[0],
+        "r of qr": lambda w: jnp.linalg.qr(w)[1],
     }.items(),
     ids=lambda item: item[0],
 )
