@@ -21,6 +21,7 @@ from ._in_float32 import traced_in_float32
 from ._leaks import Walk
 from ._numbers import Numbers
 from ._places import Place, caller
+from ._precision import own_precisions
 from ._report import WIDTH, DtypeReport
 from ._residuals import residual_bytes
 from ._sizes import as_number
@@ -90,20 +91,21 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
 
     @functools.wraps(fun)
     def audited(*args: P.args, **kwargs: P.kwargs) -> DtypeReport:
-        flat = flatten(fun, args, kwargs)
-        leaves = [*map(_with_sizes, flat.leaves)]
-        jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
-        walk = Walk()
-        if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
-            walk.notes[f"sizes that are left open count as {_OPEN}"] = None
-        inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
-        around = Place(user=caller())
-        walk.run(jaxpr, [*inputs], around)
-        residuals = residual_bytes(jaxpr, flat.fun, leaves)
-        twin = functools.partial(traced_in_float32, flat.fun, leaves)
-        numbers = Numbers(jaxpr, twin, around)
-        hazards = Hazards().found(jaxpr, around) + of_numbers(numbers)
-        return walk.report(residuals, hazards)
+        with own_precisions():  # what JAX is told of all products is no request
+            flat = flatten(fun, args, kwargs)
+            leaves = [*map(_with_sizes, flat.leaves)]
+            jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
+            walk = Walk()
+            if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
+                walk.notes[f"sizes that are left open count as {_OPEN}"] = None
+            inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
+            around = Place(user=caller())
+            walk.run(jaxpr, [*inputs], around)
+            residuals = residual_bytes(jaxpr, flat.fun, leaves)
+            twin = functools.partial(traced_in_float32, flat.fun, leaves)
+            numbers = Numbers(jaxpr, twin, around)
+            hazards = Hazards().found(jaxpr, around) + of_numbers(numbers)
+            return walk.report(residuals, hazards)
 
     return uncalled("audit", fun, audited)
 

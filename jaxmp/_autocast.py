@@ -133,7 +133,6 @@ def autocast(
     def autocast_fun(*args, **kwargs):
         if casts_do_nothing():
             return fun(*args, **kwargs)
-        _check_default_precision()
         end_look()
         cast = caster.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
@@ -178,21 +177,6 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
             return fun(*args, **kwargs)
 
     return in_float32
-
-
-def _check_default_precision() -> None:
-    """Warns where JAX is set to ask for a higher precision of every product.
-
-    JAX writes the setting into a product as if its line had asked for it.
-    """
-    precision = jax.config.jax_default_matmul_precision  # pyright: ignore
-    if precision not in (None, "default", "bfloat16"):
-        warn(
-            f"`autocast` keeps every product in float32, because "
-            f"`jax_default_matmul_precision` is {str(precision)!r} where it is called. "
-            "Call it inside of `with jax.default_matmul_precision(None):`, and give "
-            "`precision=` to the products that need it."
-        )
 
 
 def _as_paths(name: str, paths: Iterable[str]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ def multiplied(
 def _params(eqn: Equation, dtype: Any, is_backward: bool) -> tuple:
     # The tensor cores of Hopper add up 14 bits unless they are told to be exact, which
     # is good enough forward. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2.
-    precision = lax.Precision.HIGHEST if is_backward else None
+    precision = lax.Precision.HIGHEST if is_backward else lax.Precision.DEFAULT
     changed = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
     return tuple(sorted({**eqn.params, **changed}.items()))
 

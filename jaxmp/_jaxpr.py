@@ -147,6 +147,27 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
                 yield item
 
 
+def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
+    """Returns a jaxpr, open or closed, with other equations of the same variables."""
+    body = open_jaxpr(jaxpr).replace(eqns=eqns)
+    return jaxpr.replace(jaxpr=body) if isinstance(jaxpr, ClosedJaxpr) else body
+
+
+def with_jaxprs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
+    """Returns ``eqn`` with each jaxpr in its parameters changed."""
+
+    def changed(param):
+        if is_jaxpr(param):
+            return change(param)
+        if isinstance(param, (tuple, list)) and any(map(is_jaxpr, param)):
+            # Of a linear solve it is a tuple with names, and some may be None.
+            return jax.tree.map(lambda x: change(x) if is_jaxpr(x) else x, param)
+        return param
+
+    params = {name: changed(param) for name, param in eqn.params.items()}
+    return eqn.replace(params=params)
+
+
 def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
     """Traces a function of flat arguments to a closed jaxpr.
 
@@ -279,7 +300,7 @@ def _written_at(call: JaxprEqn, traceback: Any, ctx: Any) -> JaxprEqn:
         eqn.replace(ctx=ctx, source_info=eqn.source_info.replace(traceback=traceback))
         for eqn in body.eqns
     ]
-    closed = closed.replace(jaxpr=body.replace(eqns=eqns))
+    closed = with_eqns(closed, eqns)
     return call.replace(params={**call.params, param: closed})
 
 

@@ -13,6 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from . import _jaxpr
 from ._jaxpr import FLOAT32, Equation, is_inexact
 from ._planner import Planner, is_written
+from ._precision import with_default_precision
 from ._scopes import Scopes
 from ._uses import FOR_BACKWARD, STACKED, Use, Want
 from ._values import Known, Value
@@ -116,9 +117,14 @@ def scanned(
             changed = dict(zip(moving, xs, strict=True))
             return rounding_in_each_trip(*replaced(args, changed))
 
-        return jax.jvp(
-            differentiated, [args[i] for i in moving], [moved[i] for i in moving]
-        )
+        def both(*xs):
+            count = len(moving)
+            outs, tangents_out = jax.jvp(differentiated, xs[:count], xs[count:])
+            return [*outs, *tangents_out]
+
+        arrays = [*(args[i] for i in moving), *(moved[i] for i in moving)]
+        outs, count = with_default_precision(both, arrays), len(eqn.outvars)
+        return outs[:count], outs[count:]
 
     scan.defjvp(rule, symbolic_zeros=True)
     return scan(arrays, wide)

@@ -14,7 +14,7 @@ from ._jaxpr import Equation, is_float32, is_inexact
 from ._op_lists import COPIES, GATHERS_ROWS
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
-from ._products import vector_of
+from ._products import vector_of, with_precision
 from ._reducers import bind_narrow
 from ._rows import bind_as_written
 from ._scopes import Scopes, is_backward
@@ -37,6 +37,8 @@ def allowed(
         scopes: Named scopes around it, with its own.
         planner: Knows which products have 8-bit operands.
     """
+    # A default of JAX is for float32. Derivatives would take it from around them.
+    eqn = with_precision(eqn)
     operands = [
         value.in_16bit(planner.dtype) if is_inexact(var) else value.array
         for value, var in zip(ins, eqn.invars, strict=True)

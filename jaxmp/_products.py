@@ -5,12 +5,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from ._jaxpr import FLOAT32, Equation, frames, is_inexact
+from ._jaxpr import FLOAT32, Equation, frames, is_inexact, trace
 from ._sizes import as_number, size_of
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
@@ -18,6 +19,7 @@ from ._sizes import as_number, size_of
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
+_LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
 _IMAGE = os.path.join("jax", "_src", "image")
 _FACTORISATIONS = os.path.join("jax", "_src", "lax", "linalg.py")
 
@@ -77,6 +79,25 @@ def is_of_factorisation(eqn: Equation) -> bool:
 def _precisions(eqn: Equation) -> tuple[Any, ...]:
     precision = eqn.params.get("precision")
     return precision if isinstance(precision, tuple) else (precision,)
+
+
+def default_precision() -> Any:
+    """Returns the precision that JAX is told to give to products that ask for none.
+
+    None where that is the lowest, as if they asked for nothing.
+    """
+    if jax.config.jax_default_matmul_precision is None:  # pyright: ignore
+        return None
+    matrix = jax.ShapeDtypeStruct((2, 2), FLOAT32)
+    (eqn,) = trace(lax.dot, [matrix, matrix]).eqns
+    return None if has_default_precision(eqn) else eqn.params["precision"]
+
+
+def with_precision(eqn: Equation, precision: Any = _LOWEST) -> Equation:
+    """Returns ``eqn``, where it is a product that has no precision, with this one."""
+    if eqn.primitive.name not in PRODUCTS or eqn.params["precision"] is not None:
+        return eqn
+    return eqn.replace(params={**eqn.params, "precision": precision})
 
 
 def is_resize(eqn: Equation) -> bool:

@@ -40,6 +40,7 @@ from ._op_lists import (
 from ._operations import allowed, for_reason, inferred, row_summed
 from ._plan import Plan, Rule, wanted_of_results
 from ._planner import Planner
+from ._precision import own_precisions, with_default_precision
 from ._product_rules import moved
 from ._products import is_resize
 from ._rows import bind_as_written
@@ -105,17 +106,21 @@ class Caster:
             arrays = arrays_of(leaves)
             # With a rule that reads the weights, which are kept in 16 bits, and not the
             # scores, which are not.
-            with jax.softmax_custom_jvp(True):
+            with jax.softmax_custom_jvp(True), own_precisions():
                 jaxpr = _jaxpr.trace(flat, arrays)
             if scopes is None:
                 check_paths("float32_paths", self.planner.paths, jaxpr)
                 check_paths("bfloat16_paths", self.planner.bfloat16_paths, jaxpr)
             self.planner.find_factors(jaxpr, scopes or ())
-            values = [given(array) for array in arrays]
             wanted = wanted_of_results(jaxpr)
             if scopes is not None:
                 wanted = ("original",) * len(wanted)
-            outs = self.replay_as_written(jaxpr, values, wanted, scopes or ())
+
+            def replayed(*arrays):
+                values = [given(array) for array in arrays]
+                return self.replay_as_written(jaxpr, values, wanted, scopes or ())
+
+            outs = with_default_precision(replayed, arrays)
             leaves, out_tree = results
             return out_tree.unflatten(with_arrays(leaves, outs))
 
@@ -466,32 +471,41 @@ class Caster:
                 )
                 return [*primals_out, *(tangents_out[i] for i in moved)]
 
-            with noted_as_rule():
-                jaxpr = _jaxpr.trace(
-                    differentiated, [*avals, *(avals[i] for i in moving)]
-                )
-                self.planner.find_factors(jaxpr, scopes)
-                values = [k.of(x) for k, x in zip(known, primals, strict=True)]
-                values += [
-                    Value(tangents[i], narrow=known[i].narrow, linear=True)
-                    for i in moving
-                ]
-                # Nobody reads a tangent twice, so that none is kept.
-                wants: tuple[Want, ...] = (
-                    *wanted,
-                    *("16-bit" if wanted[i] in IN_16BIT else wanted[i] for i in moved),
-                )
-                outs = self.replay(jaxpr, values, wants, scopes)
+            # Nobody reads a tangent twice, so that none is kept.
+            wants: tuple[Want, ...] = (
+                *wanted,
+                *("16-bit" if wanted[i] in IN_16BIT else wanted[i] for i in moved),
+            )
             # Both must have the dtypes that the function has when it is only called.
             avals_out = _jaxpr.out_avals(new.jaxpr)
             like = [*avals_out, *(avals_out[i] for i in moved)]
-            arrays = [
-                _jaxpr.with_type_of(out.array, aval)
-                for out, aval in zip(outs, like, strict=True)
-            ]
+            zeros: list[bool] = []
+
+            def replayed(*arrays):
+                count = len(avals)
+                values = [k.of(x) for k, x in zip(known, arrays[:count], strict=True)]
+                values += [
+                    Value(x, narrow=known[i].narrow, linear=True)
+                    for i, x in zip(moving, arrays[count:], strict=True)
+                ]
+                outs = self.replay(jaxpr, values, wants, scopes)
+                zeros[:] = [out.is_zero() for out in outs]
+                return [
+                    _jaxpr.with_type_of(out.array, aval)
+                    for out, aval in zip(outs, like, strict=True)
+                ]
+
+            with noted_as_rule():
+                with own_precisions():
+                    jaxpr = _jaxpr.trace(
+                        differentiated, [*avals, *(avals[i] for i in moving)]
+                    )
+                self.planner.find_factors(jaxpr, scopes)
+                moves = (tangents[i] for i in moving)
+                arrays = with_default_precision(replayed, [*primals, *moves])
             tangents_out = [
-                _jaxpr.zero_tangent(jax.typeof(x)) if out.is_zero() else x
-                for x, out in zip(arrays, outs, strict=True)
+                _jaxpr.zero_tangent(jax.typeof(x)) if is_zero else x
+                for x, is_zero in zip(arrays, zeros, strict=True)
             ]
             nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
             results = len(new.known)

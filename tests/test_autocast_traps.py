@@ -108,24 +108,6 @@ def test_rotary_angles_and_other_outer_products_stay_float32():
     assert product_dtypes(jaxmp.autocast(jnp.vdot), *vectors) == [{"float32"}]
 
 
-@pytest.mark.parametrize(
-    "precision", ["high", "highest", "tensorfloat32", "float32", "BF16_BF16_F32_X3"]
-)
-def test_a_default_precision_that_keeps_all_products_is_warned_of(precision):
-    cast = jaxmp.autocast(jnp.matmul)
-    with jax.default_matmul_precision(precision):
-        with pytest.warns(UserWarning, match=r"default_matmul_precision\(None\)"):
-            assert product_dtypes(cast, EYE, EYE) == [{"float32"}]
-        with jax.default_matmul_precision(None):  # as the warning says
-            assert product_dtypes(cast, EYE, EYE) == [{"bfloat16"}]
-
-
-@pytest.mark.parametrize("precision", [None, "default", "bfloat16"])
-def test_other_default_precisions_change_nothing(precision):
-    with jax.default_matmul_precision(precision):
-        assert product_dtypes(jaxmp.autocast(jnp.matmul), EYE, EYE) == [{"bfloat16"}]
-
-
 def test_products_at_higher_precision_stay_float32():
     def product(x):
         return jnp.matmul(x, x, precision="highest") @ x

@@ -51,7 +51,7 @@ ROWS = [
         "_overflow_report",
         "_sensitivity_report",
     },
-    {"_sums", "_columns", "_definitions", "_fp8", "_twins"},
+    {"_sums", "_columns", "_definitions", "_fp8", "_precision", "_twins"},
     {
         "_endings",
         "_moments",
