@@ -1,0 +1,303 @@
+"""What the readers of each value need of it, from the end of a jaxpr to its beginning.
+
+The analysis is pure: it sees equations and no arrays, and is remembered for each jaxpr,
+so that layers that share one are analysed once.
+"""
+
+import collections
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import _jaxpr
+from .._jaxpr import Equation, Literal
+from .._op_lists import OpLists
+from .._scopes import (
+    KEPT_BY_OPS,
+    KEPT_BY_PATHS,
+    KEPT_BY_REFERENCE,
+    Scopes,
+    inside,
+    is_backward,
+    is_decided,
+    is_under,
+    marks,
+)
+from . import classes, needs
+from .classes import Class
+from .loops import accumulated, on_path
+from .needs import Need
+from .passes import MARKERS, REWRITES
+from .transfer import Place, needs_of_inputs
+
+Flags = tuple[bool, ...]
+
+
+class Plan(NamedTuple):
+    """What is known of a jaxpr before it is replayed."""
+
+    eqns: Sequence[Equation]
+    kinds: Sequence[Class]
+    outs: Sequence[tuple[Need, ...]]  # needs of what each equation returns
+    needs: dict[Any, Need]  # of every variable that somebody reads
+
+
+class Trip(NamedTuple):
+    """What the outputs of a jaxpr are needed for, and what it adds up as a trip."""
+
+    wanted: tuple[Need, ...]
+    summed: tuple[tuple[int, int], ...] = ()  # places of inputs and outputs
+
+
+class Around(NamedTuple):
+    """What the transfer function knows of the jaxpr around an equation."""
+
+    scopes: Scopes
+    path: frozenset[Any]  # between what a trip is given and what it adds up
+    given: set[Any]  # what is given, or computed from such alone
+
+
+class Analysis:
+    """Finds classes and needs for one dtype, one set of lists and one of paths."""
+
+    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
+        """Starts with nothing analysed.
+
+        Args:
+            dtype: The 16-bit dtype.
+            ops: The lists.
+            paths: Scopes that stay float32.
+        """
+        self.dtype, self.ops = dtype, ops
+        self.paths = {path: tuple(path.split("/")) for path in paths}
+        self._denied = classes.denied_by_user(ops)
+        # By jaxpr, so that what JAX shares between calls and layers stays shared.
+        self._plans: Any = weakref.WeakKeyDictionary()
+        self._matters: Any = weakref.WeakKeyDictionary()
+        self._eqns: Any = weakref.WeakKeyDictionary()
+        self._marks: Any = weakref.WeakKeyDictionary()
+
+    # Classes, as the user has them.
+
+    def kind(self, eqn: Equation, scopes: Scopes) -> Class:
+        """Returns the class of an equation in ``scopes``, with its own."""
+        if self.is_kept(scopes):
+            return "keep"
+        return classes.classify(eqn, self.ops, self.dtype)
+
+    def is_product(self, eqn: Equation, scopes: Scopes = ()) -> bool:
+        """Whether ``eqn`` is a product in 16 bits."""
+        return self.kind(eqn, scopes) == "product"
+
+    def is_kept(self, scopes: Scopes) -> bool:
+        """Whether the user, or an inner autocast, keeps what is in ``scopes``."""
+        return is_decided(scopes) or any(
+            is_under(path, scopes) for path in self.paths.values()
+        )
+
+    def reason(self, eqn: Equation, scopes: Scopes) -> str | None:
+        """Returns the scope that tells the audit why ``eqn`` stays as it was."""
+        if is_decided(scopes):
+            return None
+        if self.is_kept(scopes):
+            return KEPT_BY_PATHS
+        if classes.is_denied(eqn, self._denied):
+            return KEPT_BY_OPS
+        refers = _jaxpr.call_kind(eqn) and _jaxpr.takes_reference(eqn)
+        return KEPT_BY_REFERENCE if refers else None
+
+    def relevant(self, scopes: Scopes) -> Scopes:
+        """Returns that of ``scopes`` on which a plan depends."""
+        if self.is_kept(scopes):
+            return ("jaxmp.float32", *marks(scopes))
+        return scopes if self.paths else marks(scopes)
+
+    def matters(self, jaxpr: Any) -> bool:
+        """Whether there is something in ``jaxpr`` that 16 bits, or a reason, come from.
+
+        If not, and if it is given no 16 bits, there is no need to go inside.
+        """
+        if jaxpr not in self._matters:
+            self._matters[jaxpr] = any(
+                classes.may_matter(eqn, self.ops)
+                or classes.is_denied(eqn, self._denied)
+                or any(map(self.matters, _jaxpr.sub_jaxprs(eqn)))
+                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
+            )
+        return self._matters[jaxpr]
+
+    # Plans.
+
+    def mark(self, jaxpr: Any, scopes: Scopes) -> bool:
+        """Lets the markers go through a whole program, before it is planned.
+
+        Args:
+            jaxpr: The program, of which all that it holds is part.
+            scopes: Named scopes around it.
+
+        Returns:
+            Whether something was marked, so that older plans are forgotten.
+        """
+        marked = False
+        for marker in MARKERS:
+            for owner, var, need in marker(jaxpr, scopes):
+                found = self._marks.setdefault(owner, {})
+                found[var] = found.get(var, needs.NOTHING) | need
+                marked = True
+        if marked:
+            self._plans.clear()
+        return marked
+
+    def is_marked(self, jaxpr: Any) -> bool:
+        """Whether some variable of a jaxpr, or of what it holds, is marked."""
+        if not self._marks:
+            return False
+        if _jaxpr.open_jaxpr(jaxpr) in self._marks:
+            return True
+        eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+        return any(self.is_marked(x) for eqn in eqns for x in _jaxpr.sub_jaxprs(eqn))
+
+    def plan(
+        self, jaxpr: Any, trip: Trip, scopes: Scopes = (), given: Flags | None = None
+    ) -> Plan:
+        """Returns the plan of a jaxpr.
+
+        Args:
+            jaxpr: Open or closed.
+            trip: What its outputs are needed for.
+            scopes: Named scopes around it.
+            given: Of which inputs it is known that they are given; None is of none.
+        """
+        memo = self._plans.setdefault(jaxpr, {})
+        key = trip, self.relevant(scopes), given
+        if key not in memo:
+            memo[key] = self._plan(jaxpr, trip, scopes, given)
+        return memo[key]
+
+    def _plan(self, jaxpr, trip: Trip, scopes: Scopes, given: Flags | None) -> Plan:
+        body, eqns = _jaxpr.open_jaxpr(jaxpr), self.equations(jaxpr, scopes)
+        path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
+        flags = given or (False,) * len(body.invars)
+        known = self._given(body, eqns, flags)
+        around = Around(scopes, path, known)
+        need: dict[Any, Need] = collections.defaultdict(int)
+        need.update(self._marks.get(body, {}))
+        for var, one in zip(body.outvars, trip.wanted, strict=True):
+            if not isinstance(var, Literal):
+                need[var] |= one
+        kinds, outs = [], []
+        for eqn in reversed(eqns):
+            kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
+            read = tuple([need[var] for var in eqn.outvars])
+            kinds.append(kind)
+            outs.append(read)
+            found = self._needs(eqn, kind, read, around)
+            for var, one in zip(eqn.invars, found, strict=True):
+                if one and not isinstance(var, Literal):
+                    need[var] |= one
+        return Plan(eqns, kinds[::-1], outs[::-1], need)
+
+    def equations(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
+        """Returns the equations of a jaxpr as the rewrites leave them."""
+        memo, key = self._eqns.setdefault(jaxpr, {}), self.relevant(scopes)
+        if key not in memo:
+            eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
+            if not self.is_kept(scopes):
+                for rewrite in REWRITES:
+                    eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
+            memo[key] = eqns
+        return memo[key]
+
+    def _given(self, body: Any, eqns: Sequence[Equation], flags: Flags) -> set[Any]:
+        """Returns the variables that are given, or computed from such alone."""
+        found = {x for x, is_given in zip(body.invars, flags, strict=True) if is_given}
+        found.update(body.constvars)
+        if not any(flags) and not found:
+            return found
+        for eqn in eqns:
+            if found.issuperset(x for x in eqn.invars if not isinstance(x, Literal)):
+                held = any(map(self.matters, _jaxpr.sub_jaxprs(eqn)))
+                if eqn.invars and not held and not classes.is_product_of_any_kind(eqn):
+                    found.update(eqn.outvars)
+        return found
+
+    def _needs(
+        self, eqn: Equation, kind: Class, read: tuple[Need, ...], around: Around
+    ) -> Sequence[Need]:
+        """Returns what ``eqn`` needs of each input, for such needs of its outputs."""
+        here = around.scopes + _jaxpr.scope_names(eqn)
+        if kind == "call":
+            return self._needs_inside(eqn, read, inside(eqn, here), around)
+        back = is_backward(eqn, around.scopes)
+        place = Place(back, self.is_kept(here), around.given, around.path)
+        return needs_of_inputs(eqn, kind, functools.reduce(int.__or__, read, 0), place)
+
+    # What equations hold.
+
+    def _needs_inside(self, eqn, read, scopes, around: Around) -> Sequence[Need]:
+        """Returns what the jaxprs in ``eqn`` need of each of its inputs."""
+        found = [needs.NOTHING] * len(eqn.invars)
+        given = tuple([isinstance(x, Literal) or x in around.given for x in eqn.invars])
+        trip = self.inside(eqn, read, scopes, given)
+        for body, plan in self.plans(eqn, trip, scopes, given):
+            inner = _jaxpr.in_vars(body.jaxpr)
+            for i, var in zip(body.operands, inner, strict=True):
+                found[i] |= plan.needs.get(var, needs.NOTHING)
+        return found
+
+    def plans(
+        self, eqn: Equation, trip: Trip, scopes: Scopes, given: Flags
+    ) -> Iterator[tuple[_jaxpr.Body, Plan]]:
+        """Yields the bodies of ``eqn``, each with its plan.
+
+        Args:
+            eqn: The equation.
+            trip: What its outputs are needed for, see :meth:`inside`.
+            scopes: Named scopes around its bodies.
+            given: Which inputs of ``eqn`` are given.
+        """
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        for i, body in enumerate(layout.bodies):
+            wanted = self.test_of(body) if kind == "while" and i == 0 else trip
+            flags = tuple(
+                [given[k] and k not in layout.fixed_in for k in body.operands]
+            )
+            yield body, self.plan(body.jaxpr, wanted, scopes, flags)
+
+    @staticmethod
+    def test_of(body: Any) -> Trip:
+        """Returns what is needed of the test of a ``while``: one truth value."""
+        return Trip((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
+
+    def inside(
+        self, eqn: Equation, read: tuple[Need, ...], scopes: Scopes, given: Flags
+    ) -> Trip:
+        """Returns what is needed of what the body of ``eqn`` returns.
+
+        What a loop carries is read by the next trip too.
+        """
+        kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
+        if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
+            return Trip(tuple(map(needs.in_float32, read)))
+        if kind not in ("scan", "while"):
+            return Trip(read)
+        body = layout.bodies[-1]
+        start = body.operands.index(layout.fixed_in.start) if layout.fixed_in else 0
+        carried = [(start + i, i) for i in layout.fixed_out]
+        trip = Trip(read, accumulated(body.jaxpr, carried))
+        wanted = list(read)
+        for _, out in trip.summed:
+            wanted[out] |= needs.DIGITS
+        while True:
+            trip, before = trip._replace(wanted=tuple(wanted)), list(wanted)
+            *_, (_, plan) = self.plans(eqn, trip, scopes, given)
+            for place, out in carried:
+                var = _jaxpr.in_vars(body.jaxpr)[place]
+                wanted[out] |= plan.needs.get(var, needs.NOTHING)
+                if not needs.is_carried(read[out], wanted[out]):
+                    wanted[out] = needs.in_float32(wanted[out])
+            if wanted == before:
+                return trip

@@ -1,0 +1,219 @@
+"""Replaying equations that hold jaxprs: calls, choices and loops."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .. import _jaxpr
+from .._jaxpr import FLOAT32, is_float32
+from .._scopes import DIFFERENTIATED, Scopes, inside
+from . import needs, storage
+from .analysis import Analysis, Flags, Trip
+from .customs import Customs
+from .needs import Need
+from .scans import scanned
+from .values import Known, Value
+
+
+class Rewritten(NamedTuple):
+    """A jaxpr in mixed precision, and what is known of its outputs."""
+
+    jaxpr: Any
+    known: tuple[Known, ...]
+
+
+class Calls(Customs):
+    """What the caster does with an equation that holds jaxprs."""
+
+    analysis: Analysis
+    rewritten_by: Any  # by jaxpr, so that what JAX shares stays shared
+
+    def call(self, step: Any, ins: list[Value]) -> list[Value]:
+        """Replays an equation that holds jaxprs, going inside where that matters."""
+        eqn = step.eqn
+        matters = any(map(self.analysis.matters, _jaxpr.sub_jaxprs(eqn)))
+        matters |= any([value.known.half for value in ins])
+        if not matters and not any(map(needs.is_kept, step.read)):
+            return self.untouched(eqn, ins)
+        scopes = inside(eqn, step.around)
+        match _jaxpr.call_kind(eqn):
+            case "custom_jvp":
+                return self.custom_jvp(eqn, ins, step.read, scopes)
+            case "custom_vjp":
+                return self.results(eqn, self.custom_vjp(eqn, ins, step.read, scopes))
+            case "shard_map":
+                return self.results(eqn, self.shard_map(eqn, ins, step.read, scopes))
+            case "scan" | "while":
+                return self.loop(step, ins, scopes)
+            case _:
+                return self.bodies(eqn, ins, step.read, scopes)
+
+    def untouched(self, eqn: Any, ins: list[Value]) -> list[Value]:
+        """Applies an equation in which there is nothing to do."""
+        outs = self.results(eqn, _jaxpr.bind(eqn, [x.array for x in ins]))
+        given = all([value.known.given for value in ins])
+        linear = any([value.known.linear for value in ins])
+        for out in outs:
+            out.note(given=given, linear=linear)
+        return outs
+
+    def bodies(
+        self, eqn: Any, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+    ) -> list[Value]:
+        """Replays a call or a choice by giving it rewritten bodies."""
+        if _jaxpr.is_remat(eqn):
+            ins = self.rounded_before(eqn, ins, Trip(read), scopes, range(len(ins)))
+        layout = _jaxpr.call_layout(eqn)
+        fixed = (False,) * len(read)
+        while True:
+            new = [
+                self.rewritten(body, ins, Trip(read), fixed, scopes)
+                for body in layout.bodies
+            ]
+            outs = zip(*(body.known for body in new), strict=True)
+            halves = [{known.half for known in branches} for branches in outs]
+            if all(len(half) == 1 for half in halves):
+                break
+            fixed = tuple(len(half) > 1 for half in halves)  # branches must agree
+        arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], [b.jaxpr for b in new])
+        if len(new) > 1:
+            return self.results(eqn, arrays)
+        return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
+
+    def loop(self, step: Any, ins: list[Value], scopes: Scopes) -> list[Value]:
+        """Replays a loop, which carries 16 bits where each trip would round anyway."""
+        eqn, read = step.eqn, step.read
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        given = tuple([value.known.given for value in ins])
+        trip = self.analysis.inside(eqn, read, scopes, given)
+        first = layout.fixed_in.start
+        narrow = self.carried(eqn, ins, read, trip)
+        again = any([x.known.linear for x in ins])  # it will be transposed
+        written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
+        wide: dict[int, Any] = {}
+        if kind == "while" or (written and not again):
+            before = ins
+            ins = self.rounded_before(eqn, ins, trip, scopes, range(first))
+            new = (i for i in range(first) if ins[i].known.half)
+            wide = {i: before[i].wide() for i in new}
+        else:  # what each trip sends back to it adds up in float32
+            ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
+        ins = [self.in_trip(layout, i, x, narrow) for i, x in enumerate(ins)]
+        ends = tuple(
+            ("half" if i in narrow else "wide")
+            if i in layout.fixed_out
+            else ("half" if needs.is_kept(need) else False)
+            for i, need in enumerate(trip.wanted)
+        )
+        new = []
+        for i, body in enumerate(layout.bodies):
+            if kind == "while" and i == 0:
+                test = self.analysis.test_of(body)
+                fixed = ("wide",) * len(test.wanted)
+                new.append(self.rewritten(body, ins, test, fixed, scopes))
+            else:
+                new.append(self.rewritten(body, ins, trip, ends, scopes))
+        arrays, jaxprs = [x.array for x in ins], [b.jaxpr for b in new]
+        if kind == "scan":
+            arrays = scanned(eqn, arrays, wide, *jaxprs)
+        else:
+            arrays = _jaxpr.bind_bodies(eqn, arrays, jaxprs)
+        outs = self.results(eqn, arrays)
+        for i, out in enumerate(outs):
+            out.note(linear=again)
+            stacked = kind == "scan" and i not in layout.fixed_out and out.known.half
+            if stacked and needs.has_backward(trip.wanted[i]):
+                out.note(kept=())
+        return outs
+
+    def carried(
+        self, eqn: Any, ins: list[Value], read: tuple[Need, ...], trip: Trip
+    ) -> frozenset[int]:
+        """Returns which outputs of a loop are carried in 16 bits (rule 8)."""
+        layout = _jaxpr.call_layout(eqn)
+        avals = _jaxpr.out_avals(layout.bodies[-1].jaxpr)
+        return frozenset(
+            i
+            for i in layout.fixed_out
+            if avals[i].dtype == FLOAT32
+            and needs.is_carried(read[i], trip.wanted[i])
+            and not ins[layout.fixed_in.start + i].known.linear
+        )
+
+    def in_trip(
+        self, layout: Any, i: int, value: Value, narrow: frozenset[int]
+    ) -> Value:
+        """Returns an input of a loop as each of its trips has it."""
+        start, stop = layout.fixed_in.start, layout.fixed_in.stop
+        if i >= stop:
+            value = value.known._replace(scalar=None).of(value.array)
+            value.note(kept=storage.slices(value.known.kept))
+        elif i >= start:  # of which only the first value is there
+            half = i - start in narrow
+            array = value.narrow(self.dtype) if half else value.wide()
+            value = Known(half=half, linear=value.known.linear).of(array)
+        return value
+
+    def rounded_before(
+        self, eqn: Any, ins: list[Value], trip: Trip, scopes: Scopes, places: range
+    ) -> list[Value]:
+        """Rounds before a loop or a remat what only products in it take."""
+        given: Flags = tuple([value.known.given for value in ins])
+        need = [needs.NOTHING] * len(ins)
+        for body, plan in self.analysis.plans(eqn, trip, scopes, given):
+            inner = _jaxpr.in_vars(body.jaxpr)
+            for i, var in zip(body.operands, inner, strict=True):
+                need[i] |= plan.needs.get(var, needs.NOTHING)
+        ins = list(ins)
+        for i in places:
+            rounds = is_float32(eqn.invars[i]) and ins[i].known.scalar is None
+            rounds &= not ins[i].known.linear
+            if rounds and needs.is_rounded_for_products(need[i]):
+                ins[i] = ins[i].rounded(self.dtype)
+        return ins
+
+    def rewritten(
+        self,
+        body: _jaxpr.Body,
+        ins: Sequence[Value],
+        trip: Trip,
+        ends: tuple[Any, ...],
+        scopes: Scopes,
+    ) -> Rewritten:
+        """Returns a body of an equation in mixed precision.
+
+        Args:
+            body: The body.
+            ins: The inputs of the equation.
+            trip: What its outputs are needed for.
+            ends: For each output ``"wide"`` or True if it must have its original
+                dtype, ``"half"`` if it has to have 16 bits, False if it is free.
+            scopes: Named scopes around the body.
+        """
+        jaxpr = body.jaxpr
+        known = tuple([ins[i].known.in_body() for i in body.operands])
+        key = known, trip, ends, self.analysis.relevant(scopes)
+        memo = self.rewritten_by.setdefault(jaxpr, {})
+        if key not in memo:
+            known_outs = []
+
+            def replayed(*arrays):
+                values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
+                outs = self.replay(jaxpr, values, trip, scopes)
+                outs = [self.as_end(x, end) for x, end in zip(outs, ends, strict=True)]
+                known_outs.extend(out.known for out in outs)
+                return [out.array for out in outs]
+
+            avals = [
+                aval.update(dtype=self.dtype, weak_type=False) if k.half else aval
+                for aval, k in zip(_jaxpr.in_avals(jaxpr), known, strict=True)
+            ]
+            memo[key] = Rewritten(_jaxpr.trace(replayed, avals), tuple(known_outs))
+        return memo[key]
+
+    def as_end(self, out: Value, end: Any) -> Value:
+        """Returns an output of a body in the dtype that it must have."""
+        if end in ("wide", True):
+            return out.widened()
+        if end == "half" and not out.known.half and out.array.dtype == FLOAT32:
+            return out.rounded(self.dtype)
+        return out

@@ -1,0 +1,182 @@
+"""What autocast knows of an operation by its name: its class, and what it does.
+
+The names themselves are with the lists, in :mod:`jaxmp._op_lists`. No other module of
+the engine looks at one.
+"""
+
+import functools
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .. import _jaxpr
+from .._jaxpr import Equation, is_float32
+from .._op_lists import (
+    ARITHMETIC,
+    CALLS,
+    COMPARES,
+    COPIES,
+    DEFAULT_OPS,
+    DIFFERENCES,
+    EQUALITIES,
+    EXACT,
+    EXPS,
+    FOLDS,
+    HANDS_ON,
+    JOINS,
+    ORDERS,
+    PICKS,
+    REMAINDERS,
+    SCALES,
+    SQUASHES,
+    STARTS,
+    STEEP,
+    STRETCHES,
+    VIEWS,
+    OpLists,
+    is_steep_power,
+)
+from .._op_lists import divisor as divisor
+from .._op_lists import is_power as is_power
+from .._op_lists import scales_far as scales_far
+from .._products import (
+    PRODUCTS,
+    has_default_precision,
+    has_float32,
+    is_matrix_product,
+)
+
+# All others are not understood, or hold something that is not gone into.
+_FOLLOWED = DEFAULT_OPS.allow | DEFAULT_OPS.deny | DEFAULT_OPS.infer
+
+Class = Literal[
+    "product",  # takes 16 bits and adds up in float32
+    "exact",  # moves or chooses, and rounds nothing
+    "smooth",  # elementwise, and follows its operands
+    "call",  # holds jaxprs, and is gone into
+    "keep",  # everything else: sees the dtypes that it was written for
+]
+
+
+class Does(NamedTuple):
+    """What an operation does with the numbers that it is given."""
+
+    picks: bool  # returns numbers that it was given
+    hands_on: bool  # elementwise: what is lost before is lost behind
+    is_steep: bool  # makes much of the last digits, or is not known
+    squashes: bool  # comes close to one only where it hardly changes
+    multiplies: bool  # multiplies or divides entry by entry
+    joins: bool  # adds two arrays entry by entry
+    subtracts: bool  # a remainder is a difference too
+    compares: bool
+
+
+@functools.cache
+def _does(name: str) -> Does:
+    return Does(
+        picks=name in PICKS,
+        hands_on=name in ARITHMETIC or name in HANDS_ON,
+        is_steep=name in STEEP or name not in _FOLLOWED,
+        squashes=name in SQUASHES,
+        multiplies=name in SCALES,
+        joins=name in JOINS,
+        subtracts=name in DIFFERENCES | REMAINDERS,
+        compares=name in COMPARES,
+    )
+
+
+def does(eqn: Equation) -> Does:
+    """Returns what an equation does."""
+    return _does(eqn.primitive.name)
+
+
+def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
+    """Returns the class of an equation that no user keeps in float32.
+
+    Args:
+        eqn: The equation.
+        ops: The lists.
+        dtype: The 16-bit dtype.
+    """
+    name = eqn.primitive.name
+    if name in ops.allow and has_float32(eqn, dtype):
+        if name not in PRODUCTS:
+            return "product"
+        if is_matrix_product(eqn) and has_default_precision(eqn):
+            return "product"
+    follows = name in ops.infer and not is_steep_power(eqn)
+    if follows and not _jaxpr.is_told_dtype(eqn):
+        return "exact" if name in EXACT else "smooth"
+    if retypes(eqn):
+        return "exact"
+    if name in CALLS and name not in ops.deny and not _jaxpr.takes_reference(eqn):
+        return "call"
+    return "keep"
+
+
+def denied_by_user(ops: OpLists) -> frozenset[str]:
+    """Returns the operations that would run in 16 bits by the default lists only."""
+    usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
+    return (usual - ops.allow - ops.infer) | (ops.deny - DEFAULT_OPS.deny)
+
+
+def is_denied(eqn: Equation, denied: frozenset[str]) -> bool:
+    """Whether the user denies an equation."""
+    return eqn.primitive.name in denied
+
+
+def may_matter(eqn: Equation, ops: OpLists) -> bool:
+    """Whether 16 bits may come from an equation, jaxprs in it left aside."""
+    name = eqn.primitive.name
+    return name in ops.allow or name in STARTS or _jaxpr.call_kind(eqn) == "custom_vjp"
+
+
+def is_product_of_any_kind(eqn: Equation) -> bool:
+    """Whether an equation is a product in whatever dtype, with or without sums."""
+    return eqn.primitive.name in PRODUCTS
+
+
+def is_outer(eqn: Equation) -> bool:
+    """Whether a product multiplies entries and sums none up."""
+    return is_product_of_any_kind(eqn) and not is_matrix_product(eqn)
+
+
+def tests(eqn: Equation) -> bool:
+    """Whether an equation tells how two numbers compare."""
+    return eqn.primitive.name in ORDERS | EQUALITIES
+
+
+def tests_equal(eqn: Equation) -> bool:
+    """Whether an equation tells where two numbers are equal, or are not."""
+    return eqn.primitive.name in EQUALITIES
+
+
+def copies(eqn: Equation) -> bool:
+    """Whether the transpose of an equation adds up what it has copied."""
+    return eqn.primitive.name in COPIES
+
+
+def stretches(eqn: Equation) -> bool:
+    """Whether an equation stretches operands of size one along an axis."""
+    return eqn.primitive.name in STRETCHES
+
+
+def folded(eqn: Equation, numbers: list[Any]) -> Any:
+    """Returns what ``eqn`` makes of arrays of one number each, or None."""
+    name = eqn.primitive.name
+    if name in FOLDS:
+        with np.errstate(all="ignore"):
+            return FOLDS[name](*numbers)
+    if _jaxpr.is_cast(eqn) and is_float32(eqn.outvars[0]):
+        return np.float32(numbers[0])
+    return numbers[0] if name in VIEWS and len(numbers) == 1 else None
+
+
+def is_exponential(eqn: Equation) -> bool:
+    """Whether an equation is an exponential, less one or not."""
+    return eqn.primitive.name in EXPS
+
+
+def retypes(eqn: Equation) -> bool:
+    """Whether an equation casts float32 to float32, of another weak type."""
+    return _jaxpr.is_cast(eqn) and all(map(is_float32, (*eqn.invars, *eqn.outvars)))

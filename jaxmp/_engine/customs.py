@@ -1,0 +1,213 @@
+"""Replaying functions with derivative rules of their own, and functions of shards."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _jaxpr
+from .._custom_rules import noted_as_rule, replaced
+from .._jaxpr import Equation, is_inexact
+from .._scopes import Scopes
+from .._twins import spelled
+from . import needs
+from .analysis import Analysis, Trip
+from .needs import Need
+from .values import Known, Value
+
+
+class Customs(abc.ABC):
+    """What the caster does with rules, and with shards."""
+
+    analysis: Analysis
+    dtype: np.dtype
+    first_by: Any  # by spelling, the first jaxpr of each
+
+    @abc.abstractmethod
+    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
+        """Returns a function of pytrees in mixed precision."""
+
+    @abc.abstractmethod
+    def mark(self, jaxpr: Any, scopes: Scopes) -> None:
+        """Lets the markers go through a program."""
+
+    @abc.abstractmethod
+    def as_written(
+        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
+    ) -> list[jax.Array]:
+        """Replays a jaxpr and returns its outputs in their original types."""
+
+    @abc.abstractmethod
+    def replay(
+        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
+    ) -> list[Value]:
+        """Replays a jaxpr."""
+
+    @abc.abstractmethod
+    def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
+        """Returns the outputs of an equation."""
+
+    @abc.abstractmethod
+    def rewritten(
+        self,
+        body: _jaxpr.Body,
+        ins: Sequence[Value],
+        trip: Trip,
+        ends: tuple[Any, ...],
+        scopes: Scopes,
+    ) -> Any:
+        """Returns a body of an equation in mixed precision."""
+
+    def custom_jvp(
+        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+    ) -> list[Value]:
+        """Replays a function together with the derivative rule of its own."""
+        body = _jaxpr.call_layout(eqn).bodies[0]
+        body = body._replace(jaxpr=self.first_of(body.jaxpr))
+        new = self.rewritten(body, ins, Trip(read), (False,) * len(read), scopes)
+        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
+        known = [value.known.in_body() for value in ins]  # keeps no tracer alive
+
+        def rule(primals, tangents):
+            # The rule is asked for what is differentiated, and for nothing else.
+            moving = [
+                i
+                for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
+                if is_inexact(var) and not isinstance(x, SymbolicZero)
+            ]
+            values = [k.of(x) for k, x in zip(known, primals, strict=True)]
+            values += [
+                Known(half=known[i].half, linear=True).of(tangents[i]) for i in moving
+            ]
+            return self.differentiated(eqn, values, moving, read, new, scopes)
+
+        function.defjvp(rule, symbolic_zeros=True)
+        arrays = function(*(x.array for x in ins))
+        return [k.of(x) for k, x in zip(new.known, arrays, strict=True)]
+
+    def differentiated(
+        self,
+        eqn: Equation,
+        values: list[Value],
+        moving: list[int],
+        read: tuple[Need, ...],
+        new: Any,
+        scopes: Scopes,
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns results and tangents of a function with a rule.
+
+        Args:
+            eqn: The call of the function.
+            values: Its inputs, and the tangents of those that move.
+            moving: Which these are.
+            read: What its outputs are needed for.
+            new: The function in mixed precision: results and tangents have the dtypes
+                that it has when it is only called.
+            scopes: Named scopes around it.
+        """
+        count, avals = len(eqn.invars), [var.aval for var in eqn.invars]
+        moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
+
+        def differentiated(*args):
+            args, tangents = args[:count], args[count:]
+            primals_out, tangents_out = jax.jvp(
+                lambda *xs: _jaxpr.bind(eqn, replaced(args, moving, xs)),
+                [args[i] for i in moving],
+                list(tangents),
+            )
+            return [*primals_out, *(tangents_out[i] for i in moved)]
+
+        with noted_as_rule():
+            jaxpr = _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
+            self.mark(jaxpr, scopes)
+            wanted = (*read, *(read[i] for i in moved))
+            outs = self.replay(jaxpr, values, Trip(wanted), scopes)
+        avals_out = _jaxpr.out_avals(new.jaxpr)
+        like = [*avals_out, *(avals_out[i] for i in moved)]
+        arrays = [
+            _jaxpr.with_type_of(out.array, aval)
+            for out, aval in zip(outs, like, strict=True)
+        ]
+        tangents = [
+            _jaxpr.zero_tangent(jax.typeof(x)) if _is_zero(out) else x
+            for x, out in zip(arrays, outs, strict=True)
+        ]
+        nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
+        results = len(read)
+        return arrays[:results], replaced(nothing, moved, tangents[results:])
+
+    def first_of(self, jaxpr: Any) -> Any:
+        """Returns the first jaxpr that is the same as ``jaxpr``, from the same lines.
+
+        JAX traces a function with a derivative rule anew for each call, as in layers.
+        """
+        key = None if self.analysis.is_marked(jaxpr) else spelled(jaxpr)
+        return jaxpr if key is None else self.first_by.setdefault(key, jaxpr)
+
+    def custom_vjp(
+        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+    ) -> list[Any]:
+        """Replays a function with a backward rule, in float32 at its boundary."""
+        closed_over = eqn.params["num_consts"]
+        known = [value.widened().known.in_body() for value in ins]
+        trip = Trip(tuple(map(needs.in_float32, read)))
+
+        @jax.custom_vjp
+        def function(*arrays):
+            values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
+            return self.as_written(eqn.params["call_jaxpr"], values, trip, scopes)
+
+        def forward(*primals):
+            # The rule is asked for what is differentiated, and for nothing else.
+            moving = [i for i, primal in enumerate(primals) if primal.perturbed]
+            if any(i < closed_over for i in moving):
+                raise TypeError(
+                    "A `jax.custom_vjp` function closes over a value that is "
+                    "differentiated. Its rule has no gradient for it: pass the value "
+                    "as an argument."
+                )
+
+            def linearized(*arrays):
+                return jax.vjp(
+                    lambda *args: _jaxpr.bind(eqn, replaced(arrays, moving, args)),
+                    *(arrays[i] for i in moving),
+                )
+
+            with noted_as_rule():
+                outs, pull = self.wrap(linearized, scopes)(*(p.value for p in primals))
+            return outs, (pull, dict.fromkeys(moving))
+
+        def backward(residuals, cotangents):
+            pull, moving = residuals
+            cotangents = [
+                _jaxpr.zero_cotangent(x, symbolic=eqn.params["symbolic_zeros"])
+                if isinstance(x, SymbolicZero)
+                else x
+                for x in cotangents
+            ]
+            with noted_as_rule():
+                pulled = self.wrap(lambda pull, x: pull(x), scopes)(pull, cotangents)
+            return tuple(replaced([None] * len(ins), moving, pulled))
+
+        function.defvjp(forward, backward, symbolic_zeros=True)
+        return function(*(value.wide() for value in ins))
+
+    def shard_map(
+        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+    ) -> list[Any]:
+        """Replays a function of shards, in float32 at its boundary."""
+        known = [value.widened().known.in_body() for value in ins]
+        trip = Trip(tuple(map(needs.in_float32, read)))
+
+        def on_shards(*shards):
+            values = [k.of(x) for k, x in zip(known, shards, strict=True)]
+            return self.as_written(eqn.params["jaxpr"], values, trip, scopes)
+
+        return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], on_shards)
+
+
+def _is_zero(value: Value) -> bool:
+    return value.known.scalar is not None and value.known.scalar == 0

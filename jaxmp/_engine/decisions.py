@@ -1,0 +1,102 @@
+"""Deciding in which dtype an equation runs, and by which rule: a pure function.
+
+What the readers need comes from the analysis, the facts of the operands from the
+replay. The sentences are in :mod:`jaxmp._engine.rules`.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .._jaxpr import Equation, is_float32
+from . import classes, needs, rules
+from .classes import Class
+from .needs import Need
+from .values import Value
+
+How = Literal[
+    "float32",  # as it was written
+    "half",  # in 16 bits
+    "rounded",  # in float32, rounded once
+    "stored",  # in float32, stored in 16 bits for a product and the backward pass
+    "inside",  # its jaxprs are gone into
+]
+
+
+class Decision(NamedTuple):
+    """How an equation runs, and the number of the rule that says so."""
+
+    how: How
+    rule: int
+
+
+def decide(
+    eqn: Equation, kind: Class, ins: Sequence[Value], need: Need, dtype: np.dtype
+) -> Decision:
+    """Decides how an equation runs.
+
+    Args:
+        eqn: The equation.
+        kind: Its class.
+        ins: Its inputs.
+        need: What the readers of its (first) output need.
+        dtype: The 16-bit dtype.
+    """
+    if kind == "call":
+        return Decision("inside", rules.FLOAT32)
+    if not any(map(is_float32, eqn.outvars)):
+        return Decision("float32", rules.AS_WRITTEN)
+    half = needs.is_half(need)
+    if kind == "product":
+        return Decision("half" if half else "float32", _of_float32(need, rules.PRODUCT))
+    if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
+        return Decision("half", rules.FOLLOWS)
+    if kind == "smooth" and half and classes.does(eqn).joins:
+        how, rule = _joins(ins, need, dtype)
+        if how is not None:
+            return Decision(how, rule)
+    # What was given is rounded where it is used.
+    if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
+        return Decision("stored", rules.KEPT)
+    return Decision("float32", _of_float32(need, rules.FLOAT32))
+
+
+def _of_float32(need: Need, usual: int) -> int:
+    """Returns by which rule something is float32, if its readers decide that."""
+    if needs.has_gate(need):
+        return rules.LOOP
+    return rules.DIGITS if needs.has_digits(need) else usual
+
+
+def _follows(
+    eqn: Equation, kind: Class, ins: Sequence[Value], half: bool, dtype: np.dtype
+) -> bool:
+    """Whether elementwise work, a choice or a move runs in 16 bits (rule 3)."""
+    floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
+    if classes.is_power(eqn) or not any([x.known.half for x in floats]):
+        return False
+    if not half and kind == "smooth":
+        return False
+    # What is kept is multiplied in float32. To add or to move it makes no difference.
+    kept = any([x.known.kept is not None for x in floats])
+    if kept and kind == "smooth" and not classes.does(eqn).joins:
+        return False
+    return all(
+        [x.known.half or (x.known.scalar is not None and x.fits(dtype)) for x in floats]
+    )
+
+
+def _joins(ins: Sequence[Value], need: Need, dtype: np.dtype) -> tuple[How | None, int]:
+    """Returns how a sum of 16 bits and of something else is made (rule 4)."""
+    if not any([x.known.half for x in ins]):
+        return None, rules.FLOAT32
+    if _all_given([x for x in ins if not x.known.half]):
+        if needs.has_offset(need):
+            return "float32", rules.OFFSET
+        return "half", rules.JOINS  # a bias is rounded as weights are
+    return None if dtype == np.float16 else "rounded", rules.JOINS
+
+
+def _all_given(ins: Sequence[Value]) -> bool:
+    return all([x.known.given for x in ins])

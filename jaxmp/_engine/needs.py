@@ -1,0 +1,125 @@
+"""What the readers of a value need of it: a set of eight kinds of reader.
+
+This is the whole lattice: sets, which join by union. Others put them together with
+``|`` and hand them on. What they mean is asked for by the predicates below, and nowhere
+else, so that no rule can depend on a reader that the others do not see.
+"""
+
+Need = int  # an ``enum.Flag`` takes ten times as long
+
+NOTHING: Need = 0
+PRODUCT: Need = 1  # a product takes it, perhaps moved or chosen from
+HALF: Need = 2  # elementwise work that runs in 16 bits, in the forward pass
+HALF_BACK: Need = 4  # the same, in the backward pass
+FULL: Need = 8  # float32 work, in the forward pass: a sum, a norm, a loss
+FULL_BACK: Need = 16  # the same, in the backward pass
+DIGITS: Need = 32  # its last digits matter: a result, a divisor, what a logarithm reads
+GATE: Need = 64  # so do those of what it becomes: it multiplies what a loop carries
+OFFSET: Need = 128  # a difference is made of it, so that what was given may cancel
+
+_FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
+_TAKES_HALF = _FORWARD | HALF_BACK
+_BACK = HALF_BACK | FULL_BACK
+_EXACT = DIGITS | GATE
+# What a float32 region reads, and who is not understood: all that is needed at all.
+EVERYTHING: Need = DIGITS | GATE | OFFSET
+
+
+def reader(half: bool, back: bool) -> Need:
+    """Returns what kind of reader an operation is.
+
+    Args:
+        half: Whether it runs in 16 bits.
+        back: Whether it belongs to the backward pass.
+    """
+    return (HALF_BACK if back else HALF) if half else (FULL_BACK if back else FULL)
+
+
+def is_half(need: Need) -> bool:
+    """Whether a value is in 16 bits if 16-bit work computes it.
+
+    Not what the forward pass reads in float32 alone: that the gradient of a loss
+    multiplies by it is no reason to round it.
+    """
+    if need & _EXACT or (need & FULL and not need & _FORWARD):
+        return False
+    return bool(need & _TAKES_HALF)
+
+
+def is_kept(need: Need) -> bool:
+    """Whether a float32 value is stored in 16 bits.
+
+    A product takes it, and nobody else reads it but the backward pass.
+    """
+    return bool(need & PRODUCT) and not need & ~(PRODUCT | _BACK)
+
+
+def is_rounded_for_products(need: Need) -> bool:
+    """Whether products take a value, and nobody else reads it at all."""
+    return need == PRODUCT
+
+
+def is_carried(last: Need, trip: Need) -> bool:
+    """Whether a loop carries 16 bits.
+
+    Args:
+        last: Needs of the value after the last trip.
+        trip: Needs of the value after any trip.
+    """
+    return is_half(trip) and (is_half(last) or not last)
+
+
+def is_for_backward(need: Need) -> bool:
+    """Whether the backward pass alone reads a value, such as a slope."""
+    return bool(need) and not need & ~_BACK
+
+
+def has_backward(need: Need) -> bool:
+    """Whether the backward pass reads a value too."""
+    return bool(need & _BACK)
+
+
+def has_digits(need: Need) -> bool:
+    """Whether somebody needs the last digits of a value."""
+    return bool(need & DIGITS)
+
+
+def has_gate(need: Need) -> bool:
+    """Whether what a loop carries is multiplied by what is made of a value."""
+    return bool(need & GATE)
+
+
+def has_region(need: Need) -> bool:
+    """Whether somebody needs everything, such as a float32 region of the user."""
+    return need & EVERYTHING == EVERYTHING
+
+
+def has_several(need: Need) -> bool:
+    """Whether readers of several kinds read a value."""
+    return bool(need & (need - 1))
+
+
+def has_offset(need: Need) -> bool:
+    """Whether a difference is made of a value, or its digits matter anyhow."""
+    return bool(need & (OFFSET | _EXACT))
+
+
+def for_product(need: Need) -> bool:
+    """Whether a product takes a value."""
+    return bool(need & PRODUCT)
+
+
+def handed_on(need: Need, *, squashed: bool = False) -> Need:
+    """Returns what of ``need`` is needed of that from which a value is computed.
+
+    Args:
+        need: What its readers need.
+        squashed: Whether it comes close to one only where it hardly changes, such as a
+            sigmoid, so that a gate is no steeper than what it is computed from.
+    """
+    return need & (DIGITS if squashed else DIGITS | GATE | OFFSET)
+
+
+def in_float32(need: Need) -> Need:
+    """Returns the needs of a value that has to be float32 where it is handed over."""
+    return need & ~_TAKES_HALF | FULL

@@ -1,0 +1,105 @@
+"""Loops that end by comparing numbers that products computed: they stay float32.
+
+Fixed points, iterative solvers, searches along a line and steps of adaptive size go on
+until an error is small. In 16 bits it may never be. A loop that ends at a count, or at
+a token that an argmax has chosen, is like any other code.
+"""
+
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ... import _jaxpr
+from ..._jaxpr import Equation, is_inexact
+from ..._scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
+from .. import classes
+
+# What is known of a value: it is made of what a product returned; it is decided by
+# comparing such numbers.
+_COMPUTED, _COMPARED = 1, 2
+
+
+def endings(
+    eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
+) -> Sequence[Equation]:
+    """Returns the equations, loops that end at a comparison in a float32 region.
+
+    Args:
+        eqns: The equations of a jaxpr.
+        jaxpr: The jaxpr.
+        scopes: Named scopes around it.
+        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    """
+
+    def ends(eqn: Equation) -> bool:
+        if _jaxpr.call_kind(eqn) != "while":
+            return False
+        around = inside(eqn, scopes + _jaxpr.scope_names(eqn))
+        return _Trail(is_product).ends_by_comparing(eqn, around)
+
+    return [in_region(e, KEPT_TO_END) if ends(e) else e for e in eqns]
+
+
+class _Trail:
+    """Follows what products compute, through calls and around loops."""
+
+    def __init__(self, is_product: IsProduct):
+        self._is_product = is_product
+
+    def ends_by_comparing(self, loop: Equation, scopes: Scopes) -> bool:
+        """Whether what products of ``loop`` compute decides when it ends."""
+        layout = _jaxpr.call_layout(loop)
+        known = [0] * len(loop.invars)
+        for i, x in zip(
+            layout.fixed_in, self._around(loop, known, scopes), strict=True
+        ):
+            known[i] |= x
+        test = layout.bodies[0]
+        ins = [known[i] for i in test.operands]
+        return any(x & _COMPARED for x in self._through(test.jaxpr, ins, scopes))
+
+    def _through(self, jaxpr: Any, ins: Sequence[int], scopes: Scopes) -> list[int]:
+        def apply(eqn: Equation, ins: list[int]) -> list[int]:
+            here = scopes + _jaxpr.scope_names(eqn)
+            if _jaxpr.call_kind(eqn):
+                return self._around(eqn, ins, inside(eqn, here))
+            known = _together(ins)
+            if self._is_product(eqn, here):
+                known |= _COMPUTED
+            if known & _COMPUTED and classes.tests(eqn):
+                known |= _COMPARED
+            return [_kept(known, var) for var in eqn.outvars]
+
+        return _jaxpr.interpret(
+            jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
+        )
+
+    def _around(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
+        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        bodies = layout.bodies[kind == "while" :]
+        chosen_by = ins[0] if kind == "cond" else 0
+        while True:
+            by_body = [
+                self._through(body.jaxpr, [ins[i] for i in body.operands], scopes)
+                for body in bodies
+            ]
+            outs = [
+                _kept(_together(known) | chosen_by, var)
+                for *known, var in zip(*by_body, eqn.outvars, strict=True)
+            ]
+            before, ins = ins, list(ins)
+            for i, out in zip(layout.fixed_in, outs, strict=False):
+                ins[i] |= out
+            if ins == before:
+                return outs
+
+
+def _kept(known: int, var: Any) -> int:
+    """A floating value is computed, and a truth value or a count is compared."""
+    return known & (_COMPUTED if is_inexact(var) else _COMPARED)
+
+
+def _together(known: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, known, 0)

@@ -1,0 +1,304 @@
+"""Replaying a jaxpr in mixed precision, one equation after the other."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+
+from .. import _jaxpr
+from .._definitions import definitions_of
+from .._flatten import ARRAY, arrays_of, with_arrays
+from .._jaxpr import Equation, is_float32, is_inexact
+from .._op_lists import Definition, OpLists
+from .._product_rules import accumulated, rounded
+from .._reducers import bind_narrow
+from .._scopes import Scopes, check_paths, is_backward
+from . import classes, needs, storage
+from .analysis import Analysis, Trip
+from .calls import Calls
+from .classes import Class
+from .decisions import Decision, decide
+from .needs import Need
+from .values import Known, Value, cast, given, literal, saturated
+
+
+class Step(NamedTuple):
+    """An equation, and what its replay depends on beside its inputs."""
+
+    eqn: Equation
+    kind: Class
+    read: tuple[Need, ...]
+    scopes: Scopes  # around the jaxpr
+    definition: Definition
+
+    @property
+    def around(self) -> Scopes:
+        """The scopes around the equation, with its own."""
+        return self.scopes + _jaxpr.scope_names(self.eqn)
+
+    @property
+    def back(self) -> bool:
+        """Whether the equation belongs to the backward pass."""
+        return is_backward(self.eqn, self.scopes)
+
+    @property
+    def need(self) -> Need:
+        """What the readers of its first output need."""
+        return self.read[0] if self.read else needs.NOTHING
+
+
+# Told of every equation, in the order of the program, what was decided.
+Listener = Callable[[Step, Decision], None]
+
+
+class Caster(Calls):
+    """Replays jaxprs with one 16-bit dtype, one set of lists and one of paths."""
+
+    def __init__(
+        self,
+        dtype: np.dtype,
+        ops: OpLists,
+        paths: Sequence[str] = (),
+        *,
+        float8: bool = False,
+        bfloat16_paths: Sequence[str] = (),
+        listener: Listener | None = None,
+    ):
+        """Starts with nothing rewritten.
+
+        Args:
+            dtype: The 16-bit dtype.
+            ops: The lists.
+            paths: Scopes that stay float32.
+            float8: Whether products are to take their operands in float8, which is to
+                come.
+            bfloat16_paths: Scopes in which they take them in ``dtype``.
+            listener: Is told what is decided.
+
+        Raises:
+            NotImplementedError: If products are to take float8.
+        """
+        if float8 or bfloat16_paths:
+            raise NotImplementedError("This engine has no products in float8 yet.")
+        self.dtype, self.rounds_products = dtype, ops.rounds_products
+        self.analysis = Analysis(dtype, ops, paths)
+        self.listener = listener
+        self.rewritten_by: Any = weakref.WeakKeyDictionary()
+        self.first_by: Any = weakref.WeakValueDictionary()
+
+    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
+        """Returns ``fun``, a function of pytrees, in mixed precision.
+
+        Args:
+            fun: Function that JAX can trace.
+            scopes: Named scopes around it, None for a function of the user.
+        """
+
+        def wrapped(*args, **kwargs):
+            leaves, in_tree = jax.tree.flatten((args, kwargs))
+            results: Any = None
+
+            @functools.wraps(fun, updated=())
+            def flat(*arrays):
+                nonlocal results
+                args, kwargs = in_tree.unflatten(with_arrays(leaves, arrays))
+                outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+                # Nothing holds a tracer when its trace is over.
+                known = [ARRAY if isinstance(x, jax.Array) else x for x in outs]
+                results = known, out_tree
+                return arrays_of(outs)
+
+            arrays = arrays_of(leaves)
+            # With a rule that reads the weights, which are kept in 16 bits, and not the
+            # scores, which are not.
+            with jax.softmax_custom_jvp(True):
+                jaxpr = _jaxpr.trace(flat, arrays)
+            if scopes is None:
+                check_paths("float32_paths", self.analysis.paths, jaxpr)
+            self.mark(jaxpr, scopes or ())
+            outs = len(_jaxpr.out_avals(jaxpr))
+            # What an inner rule returns is read by whoever called it.
+            wanted = (needs.DIGITS if scopes is None else needs.FULL,) * outs
+            values = [given(array) for array in arrays]
+            results_in = self.as_written(jaxpr, values, Trip(wanted), scopes or ())
+            leaves, out_tree = results
+            return out_tree.unflatten(with_arrays(leaves, results_in))
+
+        return wrapped
+
+    def mark(self, jaxpr: Any, scopes: Scopes) -> None:
+        """Lets the markers go through a program, before it is replayed."""
+        if self.analysis.mark(jaxpr, scopes):
+            self.rewritten_by.clear()
+
+    def as_written(
+        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
+    ) -> list[jax.Array]:
+        """Replays ``jaxpr`` and returns its outputs in their original types."""
+        outs = self.replay(jaxpr, values, trip, scopes)
+        return [
+            _jaxpr.with_type_of(out.wide(), aval)
+            for out, aval in zip(outs, _jaxpr.out_avals(jaxpr), strict=True)
+        ]
+
+    def replay(
+        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
+    ) -> list[Value]:
+        """Replays ``jaxpr`` under the ambient trace.
+
+        Args:
+            jaxpr: Open or closed jaxpr.
+            values: Its inputs.
+            trip: What its outputs are needed for.
+            scopes: Named scopes around ``jaxpr``.
+        """
+        flags = tuple([value.known.given for value in values])
+        plan = self.analysis.plan(jaxpr, trip, scopes, flags)
+        definition = definitions_of(plan.eqns)
+        planned = zip(plan.kinds, plan.outs, strict=True)
+        stacks: dict[tuple[int, int], Any] = {}
+        # Most jaxprs have one context, to be entered once.
+        nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
+
+        def apply(eqn, ins):
+            step = Step(eqn, *next(planned), scopes, definition)
+            context = nothing if shared else _jaxpr.context_of(eqn)
+            with _jaxpr.located_at(eqn, stacks), context:
+                return self.apply(step, ins)
+
+        with shared or nothing:
+            return _jaxpr.interpret(
+                jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
+            )
+
+    def apply(self, step: Step, ins: list[Value]) -> list[Value]:
+        """Replays one equation."""
+        decision = decide(step.eqn, step.kind, ins, step.need, self.dtype)
+        if self.listener is not None:
+            self.listener(step, decision)
+        if decision.how == "inside":
+            outs = self.call(step, ins)
+        elif step.kind == "product":
+            outs = self.results(step.eqn, self.product(step, ins, decision))
+        elif decision.how == "half":
+            outs = self.results(step.eqn, self.in_16_bits(step.eqn, ins))
+        else:
+            outs = self.in_float32(step, ins, decision)
+        if decision.how != "inside":
+            _note(step, ins, outs)
+        return outs
+
+    def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
+        """Returns the outputs of ``eqn``, of which only the dtype is known."""
+        return [
+            Known(half=is_float32(var) and x.dtype == self.dtype).of(x)
+            for x, var in zip(arrays, eqn.outvars, strict=True)
+        ]
+
+    def product(self, step: Step, ins: list[Value], decision: Decision) -> list[Any]:
+        """Applies a product to 16-bit operands (rule 2)."""
+        eqn, dtype = step.eqn, self.dtype
+        operands = [
+            value.narrow(dtype) if is_inexact(var) else value.array
+            for value, var in zip(ins, eqn.invars, strict=True)
+        ]
+        accumulates = "preferred_element_type" in eqn.params
+        if not accumulates or not is_float32(eqn.outvars[0]):
+            outs = bind_narrow(eqn, operands, dtype)
+            return [
+                x
+                if _may_be(x, var, dtype)
+                else lax.convert_element_type(x, var.aval.dtype)
+                for x, var in zip(outs, eqn.outvars, strict=True)
+            ]
+        if decision.how == "half":
+            return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+        if self.rounds_products and not needs.has_region(step.need):
+            return [rounded(eqn, operands, dtype, step.back)]
+        linear = any(value.known.linear for value in ins)
+        return [accumulated(eqn, operands, dtype, linear, step.back)]
+
+    def in_16_bits(self, eqn: Equation, ins: list[Value]) -> list[Any]:
+        """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
+        if classes.copies(eqn) and not _jaxpr.is_differentiated(eqn):
+            # The transpose of copying is a sum, which is to run in float32.
+            wide = _jaxpr.bind(eqn, [value.wide() for value in ins])
+            return [cast(x, self.dtype) for x in wide]
+        shape = eqn.outvars[0].aval.shape if classes.stretches(eqn) else None
+        operands = [
+            self.operand(value, shape) if is_float32(var) else value.array
+            for value, var in zip(ins, eqn.invars, strict=True)
+        ]
+        return bind_narrow(eqn, operands, self.dtype)
+
+    def operand(self, value: Value, shape: tuple[int, ...] | None) -> Any:
+        """Returns an operand in 16 bits, stretched to ``shape`` where that is told.
+
+        The gradient of stretching is a sum, which is to run in float32.
+        """
+        if value.known.scalar is not None:
+            return value.narrow(self.dtype)
+        array, wide = value.array, not value.known.half
+        if wide and self.dtype == np.float16:
+            array = saturated(array, self.dtype)  # a mask of -1e9 must not become -inf
+        if shape is not None and array.shape != shape:
+            array = array if wide else value.wide()
+            axes = range(len(shape) - array.ndim, len(shape))
+            array = lax.broadcast_in_dim(array, shape, axes)
+            return cast(array, self.dtype)
+        return cast(array, self.dtype) if wide else array
+
+    def in_float32(
+        self, step: Step, ins: list[Value], decision: Decision
+    ) -> list[Value]:
+        """Applies an equation as it was written, and stores what it returns."""
+        eqn, (how, _) = step.eqn, decision
+        if classes.retypes(eqn) and ins[0].known.half:
+            return [ins[0]]
+        reason = self.analysis.reason(eqn, step.around) if step.kind == "keep" else None
+        wide = [value.wide() for value in ins]
+        with jax.named_scope(reason) if reason else contextlib.nullcontext():
+            outs = self.results(eqn, _jaxpr.bind(eqn, wide))
+        if how == "rounded":
+            firmly = needs.has_several(step.need)
+            return [storage.joined(outs[0], self.dtype, firmly=firmly)]
+        if how == "stored" and outs[0].is_float32():
+            out = storage.kept(
+                outs[0],
+                eqn,
+                self.dtype,
+                need=step.need,
+                back=step.back,
+                definition=step.definition,
+            )
+            return [out]
+        return outs
+
+
+def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:
+    """Notes what is known of the outputs of an equation that holds no jaxpr."""
+    if any([value.known.linear for value in ins]):
+        for out in outs:
+            out.note(linear=True)
+    if step.kind == "product":
+        return
+    if ins and all([value.known.given for value in ins]):
+        for out in outs:
+            out.note(given=True)
+    if ins and all([value.known.scalar is not None for value in ins]):
+        number = classes.folded(step.eqn, [value.known.scalar for value in ins])
+        for out in outs:
+            out.note(scalar=number)
+    if step.kind == "exact" and any([value.known.kept is not None for value in ins]):
+        for out in outs:
+            out.note(kept=() if out.known.half else None)
+
+
+def _may_be(x: Any, var: Any, dtype: np.dtype) -> bool:
+    """Whether what the user has allowed has one of the two dtypes of a value."""
+    return x.dtype == var.aval.dtype or (is_float32(var) and x.dtype == dtype)

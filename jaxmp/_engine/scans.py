@@ -1,0 +1,67 @@
+"""Scans that are given rounded weights, and whose gradients add up in float32."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _jaxpr
+from .._custom_rules import replaced
+from .._jaxpr import FLOAT32, Equation, is_inexact
+
+
+def scanned(
+    eqn: Equation, arrays: Sequence[Any], wide: Mapping[int, Any], body: Any
+) -> list[Any]:
+    """Applies a scan whose weights were rounded before its first trip.
+
+    JAX adds up what the trips send back to a constant in the dtype of that constant,
+    and a sum in bfloat16 stalls after some hundreds of them. So where the scan is
+    differentiated, it is given the float32 weights, and rounds them in each trip.
+
+    Args:
+        eqn: The scan.
+        arrays: What it is given.
+        wide: By place, the float32 array of what was rounded.
+        body: Its body in mixed precision.
+    """
+    if not wide:
+        return _jaxpr.bind_bodies(eqn, arrays, [body])
+    places = sorted(wide)  # and no tracer: the rule lives as long as its jaxpr
+
+    def trip(*args):
+        in_16_bits = [
+            lax.convert_element_type(args[i], _jaxpr.in_avals(body)[i].dtype)
+            for i in places
+        ]
+        return _jaxpr.jaxpr_as_fun(body)(*replaced(args, places, in_16_bits))
+
+    def rounding_in_each_trip(*args):
+        avals = [
+            aval.update(dtype=FLOAT32) if i in places else aval
+            for i, aval in enumerate(_jaxpr.in_avals(body))
+        ]
+        return _jaxpr.bind_bodies(eqn, args, [_jaxpr.trace(trip, avals)])
+
+    @jax.custom_jvp
+    def scan(arrays, wide):
+        return _jaxpr.bind_bodies(eqn, arrays, [body])
+
+    def rule(primals, tangents):
+        args, moved = (replaced(x, places, y) for x, y in (primals, tangents))
+        # The rule is asked for what is differentiated, and for nothing else.
+        moving = [
+            i
+            for i, (var, x) in enumerate(zip(eqn.invars, moved, strict=True))
+            if is_inexact(var) and not isinstance(x, SymbolicZero)
+        ]
+        return jax.jvp(
+            lambda *xs: rounding_in_each_trip(*replaced(args, moving, xs)),
+            [args[i] for i in moving],
+            [moved[i] for i in moving],
+        )
+
+    scan.defjvp(rule, symbolic_zeros=True)
+    return scan(list(arrays), [wide[i] for i in places])

@@ -1,0 +1,72 @@
+"""The ways in which a value that was computed in float32 is stored in 16 bits.
+
+They depend on who reads the value, so they cannot be rewrites of a jaxpr.
+"""
+
+import math
+
+import numpy as np
+from jax import lax
+
+from .._jaxpr import Equation
+from .._op_lists import Definition, axes_of_softmax
+from .._sizes import as_number
+from .._sums import firmly_rounded
+from . import needs
+from .needs import Need
+from .values import Value
+
+
+def kept(
+    out: Value,
+    eqn: Equation,
+    dtype: np.dtype,
+    *,
+    need: Need,
+    back: bool,
+    definition: Definition,
+) -> Value:
+    """Returns a value that a product takes and the backward pass reads (rule 7).
+
+    XLA would keep what it was computed from, and compute it anew, if there were nothing
+    between the rounding and those who widen the value again.
+
+    Args:
+        out: The value, in float32.
+        eqn: What computed it.
+        dtype: The 16-bit dtype.
+        need: What its readers need.
+        back: Whether that belongs to the backward pass.
+        definition: Returns the equation that computes a variable, None for an input.
+    """
+    value = out.rounded(dtype)
+    if needs.is_rounded_for_products(need):
+        return value
+    if back:  # a barrier would keep its sum from fusing with what is before
+        value.array = firmly_rounded(value.array)
+    else:
+        value.array = lax.optimization_barrier(value.array)
+    axes = axes_of_softmax(eqn, definition)
+    # Of more than 2^14 weights the largest may round to zero, and so may the sum.
+    few = as_number(math.prod(value.array.shape[i] for i in axes)) <= 2**14
+    value.note(kept=axes if few else ())
+    return value
+
+
+def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:
+    """Returns a sum that is rounded once (rule 4).
+
+    Args:
+        out: The sum, in float32.
+        dtype: The 16-bit dtype.
+        firmly: Whether somebody widens it again, for whom XLA would store float32.
+    """
+    value = out.rounded(dtype)
+    if firmly:
+        value.array = firmly_rounded(value.array)
+    return value
+
+
+def slices(known: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Returns what is known of the slices of what is kept, as a scan takes them."""
+    return known and (() if 0 in known else tuple(axis - 1 for axis in known))

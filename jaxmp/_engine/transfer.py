@@ -1,0 +1,110 @@
+"""What an equation needs of its inputs, if so much is needed of what it returns.
+
+This is all that the analysis knows of operations: one function, of one equation that
+holds no jaxpr, its class, and what is known around it.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .. import _jaxpr
+from .._jaxpr import Equation, Literal, is_float32
+from . import classes, needs
+from .classes import Class
+from .needs import Need
+
+
+class Place(NamedTuple):
+    """What is known around an equation."""
+
+    back: bool  # whether it belongs to the backward pass
+    kept: bool  # whether the user keeps it in float32
+    given: set[Any]  # variables that are given, or computed from such alone
+    path: frozenset[Any]  # those between what a trip is given and what it adds up
+
+
+def needs_of_inputs(
+    eqn: Equation, kind: Class, out: Need, place: Place
+) -> Sequence[Need]:
+    """Returns what ``eqn`` needs of each input.
+
+    Args:
+        eqn: The equation.
+        kind: Its class, which is not ``"call"``.
+        out: What its outputs are needed for.
+        place: What is known around it.
+    """
+    count = len(eqn.invars)
+    if kind == "product":
+        return [needs.PRODUCT] * count
+    # What only the backward pass reads, such as a slope, is part of it.
+    back = place.back or needs.is_for_backward(out)
+    if kind == "exact":
+        return _of_move(eqn, out, back)
+    usual = _of_work(eqn, kind, out, place.kept, back)
+    if not back:
+        usual |= _of_offset(eqn, place.given)
+    found = [usual] * count
+    if place.path and not place.path.isdisjoint(eqn.outvars):
+        found = _of_sum_over_trips(eqn, place.path)
+    if (i := classes.divisor(eqn)) is not None:
+        found[i] |= needs.DIGITS
+    return found
+
+
+def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
+    """What is moved or chosen is read by whoever reads it then."""
+    does, count = classes.does(eqn), len(eqn.invars)
+    if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
+        return [out] * count
+    if classes.tests_equal(eqn) and not back:
+        return [needs.DIGITS] * count  # once they are rounded, others are equal
+    # To compare with a number in the code is no computing: a relu.
+    compares = does.compares and isinstance(eqn.invars[-1], Literal)
+    return [needs.NOTHING if compares else needs.reader(False, back)] * count
+
+
+def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> Need:
+    """Returns what elementwise work, and what sees float32, needs of any input."""
+    if kept:
+        return needs.reader(False, back) | needs.EVERYTHING
+    does = classes.does(eqn)
+    # A scale of 1e6 may bring a value back into range.
+    half = kind == "smooth" and needs.is_half(out) and not classes.scales_far(eqn)
+    found = needs.reader(half, back)
+    # The slope of a GELU is an exponential of what was rounded anyway.
+    if does.is_steep and not (back and classes.is_exponential(eqn)):
+        found |= needs.DIGITS
+    if kind == "smooth" or does.hands_on:
+        found |= needs.handed_on(out, squashed=does.squashes)
+    return found
+
+
+def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
+    """What a trip adds to a sum is one term of many. What multiplies it counts."""
+    multiplies = classes.does(eqn).multiplies or classes.is_outer(eqn)
+    term = needs.GATE if multiplies else needs.FULL
+    return [
+        needs.DIGITS if not isinstance(x, Literal) and x in path else term
+        for x in eqn.invars
+    ]
+
+
+def _of_offset(eqn: Equation, given: set[Any]) -> Need:
+    """Returns what is needed of that from which something is taken away.
+
+    What was given may be most of a sum, and cancels then.
+    """
+    does, is_ratio = classes.does(eqn), classes.divisor(eqn) is not None
+    if does.subtracts and not _takes_statistic_away(eqn):
+        return needs.OFFSET
+    meets = any(not isinstance(x, Literal) and x in given for x in eqn.invars)
+    takes = does.subtracts or does.joins or is_ratio
+    return needs.OFFSET if takes and meets else needs.NOTHING
+
+
+def _takes_statistic_away(eqn: Equation) -> bool:
+    """Whether a difference takes away what is smaller, as a norm does its mean."""
+    if any(isinstance(x, Literal) for x in eqn.invars):
+        return False
+    return eqn.invars[1].aval.size != eqn.outvars[0].aval.size

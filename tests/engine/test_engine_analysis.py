@@ -1,0 +1,151 @@
+"""What readers need, by hand-made tables of small programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from jaxmp._engine import needs
+from jaxmp._engine.analysis import Analysis, Trip
+
+W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "OFFSET")
+
+
+def plan_of(fun, *args, wanted=needs.FULL):
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
+    analysis.mark(jaxpr, ())
+    count, given = len(jaxpr.out_avals), (True,) * len(jaxpr.in_avals)
+    return analysis.plan(jaxpr, Trip((wanted,) * count), (), given)
+
+
+def read(fun, *args, wanted=needs.FULL):
+    """Returns who reads what the first product in ``fun`` returns."""
+    plan = plan_of(fun, *args, wanted=wanted)
+    i = plan.kinds.index("product")
+    return {name for name in BITS if plan.outs[i][0] & getattr(needs, name)}
+
+
+def mean_away(h):
+    return h - h.mean(-1, keepdims=True)
+
+
+# What is made of `X @ W`, and who reads that product then.
+READERS = {
+    "another product": (lambda h: h @ W, {"PRODUCT"}),
+    "a product, transposed": (lambda h: h.T @ h, {"PRODUCT"}),
+    "a relu before one": (lambda h: jnp.maximum(h, 0) @ W, {"PRODUCT"}),
+    "a relu by hand": (
+        lambda h: lax.select(h > 0.0, h, 0 * h) @ W, {"PRODUCT", "HALF"}
+    ),
+    "a tanh before one": (lambda h: jnp.tanh(h) @ W, {"HALF"}),
+    "a sum": (lambda h: h.sum(), {"FULL"}),
+    "a shortcut and a norm": (
+        lambda h: (h + mean_away(h) @ W) @ W, {"HALF", "FULL"}
+    ),
+    "an exponential": (jnp.exp, {"FULL", "DIGITS"}),
+    "a softmax": (lambda h: jax.nn.softmax(h) @ W, {"FULL", "DIGITS"}),
+    "a logarithm of a sigmoid": (
+        lambda h: jnp.log(jax.nn.sigmoid(h)), {"FULL", "DIGITS"}
+    ),
+    "a divisor": (lambda h: (X / h) @ W, {"HALF", "DIGITS", "OFFSET"}),
+    "a mean that is taken away": (lambda h: mean_away(h) @ W, {"HALF", "FULL"}),
+    "a difference": (lambda h: (h - h[::-1]) @ W, {"HALF", "OFFSET"}),
+    "an equality": (lambda h: (h == h[::-1]).sum(), {"DIGITS"}),
+    "a scale of a million": (lambda h: (1e6 * h) @ W, {"FULL"}),
+    "a float32 region": (
+        lambda h: jaxmp.float32_region(jnp.matmul)(h, W),
+        {"FULL", "DIGITS", "GATE", "OFFSET"},
+    ),
+    "a callback": (
+        lambda h: jax.pure_callback(lambda x: x, h, h) @ W, {"FULL", "DIGITS"}
+    ),
+    "nobody": (lambda h: W, set()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fun", "expected"), READERS.values(), ids=READERS)
+def test_the_readers_of_a_product_are_found(fun, expected):
+    assert read(lambda w, x: fun(x @ w), W, X) == expected
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jax.vmap])
+@pytest.mark.parametrize("name", ["a tanh before one", "an exponential", "a sum"])
+def test_calls_are_looked_through(name, wrap):
+    fun, expected = READERS[name]
+    if wrap is jax.vmap:
+        wrapped = jax.vmap(lambda h: fun(h))
+        assert read(lambda w, x: wrapped((x @ w)[None]), W, X) == expected
+    else:
+        assert read(lambda w, x: wrap(fun)(x @ w), W, X) == expected
+
+
+def test_what_is_returned_keeps_its_digits_up_to_the_product():
+    found = read(lambda w, x: 2 * jnp.tanh(x @ w), W, X, wanted=needs.DIGITS)
+    assert found == {"FULL", "DIGITS"}
+
+
+def test_only_the_gradient_of_a_loss_multiplies_by_it():
+    def loss(w):
+        return jnp.square(X @ w).mean()
+
+    found = read(jax.value_and_grad(loss), W)
+    assert found == {"FULL", "HALF_BACK"}
+    assert not needs.is_half(needs.FULL | needs.HALF_BACK)
+
+
+def carried(trip, *init):
+    """Returns what the first carried value of a scan is needed for in any trip."""
+
+    def fun(w, x):
+        return lax.scan(lambda c, x: (trip(c, x, w), None), init, x[None])[0][0] @ w
+
+    jaxpr = jax.make_jaxpr(fun)(W, X)
+    analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    read = (needs.PRODUCT,) * len(scan.outvars)
+    return analysis.inside(scan, read, (), (False,) * len(scan.invars))
+
+
+def test_a_loop_adds_up_where_no_product_is_on_the_way():
+    trip = carried(lambda c, x, w: (c[0] + x @ w,), X)
+    assert needs.has_digits(trip.wanted[0])
+    trip = carried(lambda c, x, w: (jnp.tanh(c[0] @ w + x),), X)
+    assert not trip.summed
+    assert needs.is_carried(needs.PRODUCT, trip.wanted[0])
+
+
+def test_what_changes_places_is_added_up_over_two_trips():
+    trip = carried(lambda c, x, w: (c[1] + x @ w, c[0]), X, X)
+    assert {out for _, out in trip.summed} == {0, 1}
+
+
+def test_the_decay_of_a_state_is_a_gate_up_to_a_sigmoid():
+    def fun(decay):
+        def loss(w, x):
+            a = decay(x @ w)
+            return lax.scan(lambda c, x: (a * c + x, None), x, x[None])[0]
+
+        return loss
+
+    assert "GATE" in read(fun(lambda h: 1 - h), W, X)
+    # Near one it hardly changes.
+    assert "GATE" not in read(fun(jax.nn.sigmoid), W, X)
+
+
+def test_layers_that_share_a_jaxpr_are_analysed_once():
+    layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
+    analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
+
+    def fun(w, x):
+        for _ in range(9):
+            x = layer(x, w)
+        return x @ w
+
+    jaxpr = jax.make_jaxpr(fun)(W, X)
+    analysis.plan(jaxpr, Trip((needs.FULL,)))
+    calls = [e for e in jaxpr.eqns if "jaxpr" in e.params]
+    assert len(analysis._plans[calls[0].params["jaxpr"]]) <= 2
