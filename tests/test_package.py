@@ -109,7 +109,7 @@ ROOMS = {
     "_engine": [
         {"needs", "rules"},
         {"classes", "loops", "scans", "values"},
-        {"endings", "gates", "moments"},
+        {"endings", "gates", "hoisting", "moments", "order"},
         {"passes"},
         {"decisions", "storage", "transfer"},
         {"analysis"},

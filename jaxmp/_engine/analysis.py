@@ -31,7 +31,7 @@ from .classes import Class
 from .loops import accumulated, on_path
 from .needs import Need
 from .passes import MARKERS, REWRITES
-from .transfer import Place, needs_of_inputs
+from .transfer import Place, masks_in, needs_of_inputs
 
 Flags = tuple[bool, ...]
 
@@ -58,6 +58,7 @@ class Around(NamedTuple):
     scopes: Scopes
     path: frozenset[Any]  # between what a trip is given and what it adds up
     given: set[Any]  # what is given, or computed from such alone
+    masks: set[Any]  # of dropout
 
 
 class Analysis:
@@ -182,7 +183,7 @@ class Analysis:
         path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
         flags = given or (False,) * len(body.invars)
         known = self._given(body, eqns, flags)
-        around = Around(scopes, path, known)
+        around = Around(scopes, path, known, masks_in(eqns))
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -232,7 +233,7 @@ class Analysis:
         if kind == "call":
             return self._needs_inside(eqn, read, inside(eqn, here), around)
         back = is_backward(eqn, around.scopes)
-        place = Place(back, self.is_kept(here), around.given, around.path)
+        place = Place(back, self.is_kept(here), around.given, around.path, around.masks)
         return needs_of_inputs(eqn, kind, functools.reduce(int.__or__, read, 0), place)
 
     # What equations hold.

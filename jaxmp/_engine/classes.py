@@ -141,6 +141,11 @@ def is_outer(eqn: Equation) -> bool:
     return is_product_of_any_kind(eqn) and not is_matrix_product(eqn)
 
 
+def is_view(eqn: Equation) -> bool:
+    """Whether an equation returns what it was given in another shape or place."""
+    return eqn.primitive.name in VIEWS
+
+
 def tests(eqn: Equation) -> bool:
     """Whether an equation tells how two numbers compare."""
     return eqn.primitive.name in ORDERS | EQUALITIES

@@ -132,7 +132,7 @@ class Customs(abc.ABC):
             for out, aval in zip(outs, like, strict=True)
         ]
         tangents = [
-            _jaxpr.zero_tangent(jax.typeof(x)) if _is_zero(out) else x
+            _jaxpr.zero_tangent(jax.typeof(x)) if out.is_zero() else x
             for x, out in zip(arrays, outs, strict=True)
         ]
         nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
@@ -207,7 +207,3 @@ class Customs(abc.ABC):
             return self.as_written(eqn.params["jaxpr"], values, trip, scopes)
 
         return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], on_shards)
-
-
-def _is_zero(value: Value) -> bool:
-    return value.known.scalar is not None and value.known.scalar == 0

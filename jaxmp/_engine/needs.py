@@ -120,6 +120,18 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
     return need & (DIGITS if squashed else DIGITS | GATE | OFFSET)
 
 
+def scaled(need: Need, usual: Need) -> Need:
+    """Returns what is needed of that which a number or a mask multiplies.
+
+    A product that takes the result takes it: it may be rounded before or after.
+
+    Args:
+        need: What the readers of the result need.
+        usual: What is needed of it otherwise.
+    """
+    return usual & ~HALF | PRODUCT | need & HALF
+
+
 def in_float32(need: Need) -> Need:
     """Returns the needs of a value that has to be float32 where it is handed over."""
     return need & ~_TAKES_HALF | FULL

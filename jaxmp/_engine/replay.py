@@ -263,7 +263,8 @@ class Caster(Calls):
         reason = self.analysis.reason(eqn, step.around) if step.kind == "keep" else None
         wide = [value.wide() for value in ins]
         with jax.named_scope(reason) if reason else contextlib.nullcontext():
-            outs = self.results(eqn, _jaxpr.bind(eqn, wide))
+            chosen = storage.as_choice(eqn, ins, step.need)
+            outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))
         if how == "rounded":
             firmly = needs.has_several(step.need)
             return [storage.joined(outs[0], self.dtype, firmly=firmly)]

@@ -4,12 +4,15 @@ They depend on who reads the value, so they cannot be rewrites of a jaxpr.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
 
 from .._jaxpr import Equation
 from .._op_lists import Definition, axes_of_softmax
+from .._rows import added_to_zeros, row_axis
 from .._sizes import as_number
 from .._sums import firmly_rounded
 from . import needs
@@ -51,6 +54,23 @@ def kept(
     few = as_number(math.prod(value.array.shape[i] for i in axes)) <= 2**14
     value.note(kept=axes if few else ())
     return value
+
+
+def as_choice(eqn: Equation, ins: Sequence[Value], need: Need) -> list[Any] | None:
+    """Applies the gradient of a lookup in each row as a choice, None if it is none.
+
+    The loss of a language model looks up the logit of each label. A scatter would store
+    the gradient of all logits in float32 on its way to the products. A choice is the
+    same number, and fuses.
+
+    Args:
+        eqn: The equation.
+        ins: Its inputs.
+        need: What the readers of its output need.
+    """
+    if not needs.is_half(need) or row_axis(eqn) is None or not ins[0].is_zero():
+        return None
+    return [added_to_zeros(eqn, *(value.wide() for value in ins))]
 
 
 def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:

@@ -21,6 +21,7 @@ class Place(NamedTuple):
     kept: bool  # whether the user keeps it in float32
     given: set[Any]  # variables that are given, or computed from such alone
     path: frozenset[Any]  # those between what a trip is given and what it adds up
+    masks: set[Any]  # those of dropout
 
 
 def needs_of_inputs(
@@ -42,6 +43,9 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back)
     usual = _of_work(eqn, kind, out, place.kept, back)
+    takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
+    if takes and _only_scales(eqn, place.masks):
+        usual = needs.scaled(out, usual)
     if not back:
         usual |= _of_offset(eqn, place.given)
     found = [usual] * count
@@ -50,6 +54,29 @@ def needs_of_inputs(
     if (i := classes.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found
+
+
+def masks_in(eqns: Sequence[Equation]) -> set[Any]:
+    """Returns the masks of dropout: what was boolean, and at most scaled by numbers."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        made = [x for x in eqn.invars if not isinstance(x, Literal)]
+        is_mask = _jaxpr.is_cast(eqn) and bool(made) and made[0].aval.dtype == bool
+        is_moved = bool(made) and found.issuperset(made) and _hands_mask_on(eqn, found)
+        if is_mask or is_moved:
+            found.update(eqn.outvars)
+    return found
+
+
+def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
+    return classes.is_view(eqn) or _only_scales(eqn, masks)
+
+
+def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
+    """Whether a number or a mask multiplies something, and brings it no range."""
+    if not classes.does(eqn).multiplies or classes.scales_far(eqn):
+        return False
+    return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
 
 
 def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:

@@ -65,6 +65,10 @@ class Value:
             return False
         return getattr(self.array, "dtype", None) == FLOAT32
 
+    def is_zero(self) -> bool:
+        """Whether every entry is known to be zero."""
+        return self.known.scalar is not None and self.known.scalar == 0
+
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is neither lost nor infinite."""
         if self.known.scalar is None:

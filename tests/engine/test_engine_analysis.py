@@ -38,9 +38,8 @@ READERS = {
     "another product": (lambda h: h @ W, {"PRODUCT"}),
     "a product, transposed": (lambda h: h.T @ h, {"PRODUCT"}),
     "a relu before one": (lambda h: jnp.maximum(h, 0) @ W, {"PRODUCT"}),
-    "a relu by hand": (
-        lambda h: lax.select(h > 0.0, h, 0 * h) @ W, {"PRODUCT", "HALF"}
-    ),
+    "a relu by hand": (lambda h: lax.select(h > 0.0, h, 0 * h) @ W, {"PRODUCT"}),
+    "a dropout": (lambda h: ((h > 1.0) * h / 0.9) @ W, {"PRODUCT"}),
     "a tanh before one": (lambda h: jnp.tanh(h) @ W, {"HALF"}),
     "a sum": (lambda h: h.sum(), {"FULL"}),
     "a shortcut and a norm": (

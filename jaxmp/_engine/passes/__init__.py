@@ -6,6 +6,10 @@ jaxprs, variables of theirs, and what these are needed for.
 
 | pass | what for | the test that fails without it |
 |---|---|---|
+| `order` | scores are computed in the order in which the softmax reads them | \
+`test_scores_are_computed_queries_first` |
+| `hoisting` | weight gradients of a recurrent scan are one product after it | \
+`test_no_trip_adds_up_the_gradient_of_a_weight` |
 | `endings` | loops that end by comparing what products computed stay float32 | \
 `test_loops_end_after_as_many_trips` |
 | `moments` | means of a number and of its square stay float32 | \
@@ -16,7 +20,9 @@ jaxprs, variables of theirs, and what these are needed for.
 
 from .endings import endings
 from .gates import gates
+from .hoisting import hoisting
 from .moments import moments
+from .order import order
 
-REWRITES = moments, endings
+REWRITES = order, moments, endings, hoisting
 MARKERS = (gates,)
