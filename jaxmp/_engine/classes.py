@@ -24,6 +24,7 @@ from .._op_lists import (
     FOLDS,
     HANDS_ON,
     JOINS,
+    NEGATES,
     ORDERS,
     PICKS,
     REMAINDERS,
@@ -144,6 +145,11 @@ def is_outer(eqn: Equation) -> bool:
 def is_view(eqn: Equation) -> bool:
     """Whether an equation returns what it was given in another shape or place."""
     return eqn.primitive.name in VIEWS
+
+
+def negates(eqn: Equation) -> bool:
+    """Whether an equation changes the sign of what it is given."""
+    return eqn.primitive.name in NEGATES
 
 
 def tests(eqn: Equation) -> bool:

@@ -27,8 +27,8 @@ RULES = {
     "in 16 bits.",
     LOOP: "A loop carries float32 where no product stands between one trip and the "
     "next, and what multiplies such a value is float32.",
-    OFFSET: "Where something given is added, and a difference, a ratio or another such "
-    "sum is made of that, the sum is float32.",
+    OFFSET: "Where something given is added, and a difference, a ratio or the negative "
+    "is made of that, the sum is float32.",
     ENDS: "A loop that ends by comparing numbers that products computed, and means of "
     "a number and of its square, are float32.",
 }

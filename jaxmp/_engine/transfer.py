@@ -82,6 +82,8 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
 def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     does, count = classes.does(eqn), len(eqn.invars)
+    if classes.negates(eqn) and out and not back:
+        return [out | needs.OFFSET]  # to be taken away from something
     if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
         return [out] * count
     if classes.tests_equal(eqn) and not back:
@@ -118,7 +120,7 @@ def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
 
 
 def _of_offset(eqn: Equation, given: set[Any]) -> Need:
-    """Returns what is needed of that from which something is taken away.
+    """Returns what is needed of that from which something may be taken away.
 
     What was given may be most of a sum, and cancels then.
     """
@@ -126,7 +128,7 @@ def _of_offset(eqn: Equation, given: set[Any]) -> Need:
     if does.subtracts and not _takes_statistic_away(eqn):
         return needs.OFFSET
     meets = any(not isinstance(x, Literal) and x in given for x in eqn.invars)
-    takes = does.subtracts or does.joins or is_ratio
+    takes = does.subtracts or is_ratio
     return needs.OFFSET if takes and meets else needs.NOTHING
 
 
