@@ -24,6 +24,7 @@ from .._op_lists import (
     FOLDS,
     HANDS_ON,
     JOINS,
+    JOINS_TERMS,
     NEGATES,
     ORDERS,
     PICKS,
@@ -170,6 +171,11 @@ def copies(eqn: Equation) -> bool:
 def stretches(eqn: Equation) -> bool:
     """Whether an equation stretches operands of size one along an axis."""
     return eqn.primitive.name in STRETCHES
+
+
+def adds_terms(eqn: Equation) -> bool:
+    """Whether an equation adds up, or takes away, entry by entry."""
+    return eqn.primitive.name in JOINS_TERMS
 
 
 def folded(eqn: Equation, numbers: list[Any]) -> Any:

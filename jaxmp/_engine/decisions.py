@@ -32,7 +32,13 @@ class Decision(NamedTuple):
 
 
 def decide(
-    eqn: Equation, kind: Class, ins: Sequence[Value], need: Need, dtype: np.dtype
+    eqn: Equation,
+    kind: Class,
+    ins: Sequence[Value],
+    need: Need,
+    dtype: np.dtype,
+    *,
+    back: bool,
 ) -> Decision:
     """Decides how an equation runs.
 
@@ -42,6 +48,7 @@ def decide(
         ins: Its inputs.
         need: What the readers of its (first) output need.
         dtype: The 16-bit dtype.
+        back: Whether it belongs to the backward pass.
     """
     if kind == "call":
         return Decision("inside", rules.FLOAT32)
@@ -56,10 +63,42 @@ def decide(
         how, rule = _joins(ins, need, dtype)
         if how is not None:
             return Decision(how, rule)
+    sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
+    if sums and back and is_sent_back(eqn, ins):
+        return Decision("stored", rules.KEPT)
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT)
     return Decision("float32", _of_float32(need, rules.FLOAT32))
+
+
+def is_sent_back(eqn: Equation, ins: Sequence[Value]) -> bool:
+    """Whether what ``eqn`` of a backward pass returns was sent back by a product.
+
+    It is made of that elementwise, so each of its entries has been rounded, and
+    may be once more. Not behind a factor that was given, which may bring them out
+    of range. And not copies: these were rounded alike, and their errors add up.
+    """
+    makes = classes.does(eqn).multiplies or classes.adds_terms(eqn)
+    if not makes or any([x.is_far() for x in ins]):
+        return False
+    known = [value.known for value in ins]
+    if any(x.kept or (x.given and x.scalar is None) for x in known):
+        return False
+    return any(x.sent and not x.copied for x in known)
+
+
+def is_copied(eqn: Equation, kind: Class, ins: Sequence[Value]) -> bool:
+    """Whether what ``eqn`` of a backward pass returns was sent to many alike."""
+    known = [value.known for value in ins]
+    if classes.copies(eqn):
+        return True
+    if kind == "product":
+        return any(x.copied or x.scalar is not None for x in known)
+    computed = [x for x in known if x.scalar is None]
+    if classes.does(eqn).multiplies:
+        computed = [x for x in computed if x.sent or x.copied] or computed
+    return bool(computed) and all(x.copied for x in computed)
 
 
 def _of_float32(need: Need, usual: int) -> int:

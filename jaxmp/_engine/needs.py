@@ -54,6 +54,11 @@ def is_kept(need: Need) -> bool:
     return bool(need & PRODUCT) and not need & ~(PRODUCT | _BACK)
 
 
+def is_summed_and_handed_on(need: Need) -> bool:
+    """Whether the backward pass sums a value up, and takes it in 16 bits as well."""
+    return need | PRODUCT == _BACK | PRODUCT
+
+
 def is_rounded_for_products(need: Need) -> bool:
     """Whether products take a value, and nobody else reads it at all."""
     return need == PRODUCT
@@ -129,7 +134,8 @@ def scaled(need: Need, usual: Need) -> Need:
         need: What the readers of the result need.
         usual: What is needed of it otherwise.
     """
-    return usual & ~HALF | PRODUCT | need & HALF
+    half = HALF | HALF_BACK
+    return usual & ~half | PRODUCT | need & half
 
 
 def in_float32(need: Need) -> Need:

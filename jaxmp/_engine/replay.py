@@ -22,7 +22,7 @@ from . import classes, needs, storage
 from .analysis import Analysis, Trip
 from .calls import Calls
 from .classes import Class
-from .decisions import Decision, decide
+from .decisions import Decision, decide, is_copied, is_sent_back
 from .needs import Need
 from .values import Known, Value, cast, given, literal, saturated
 
@@ -178,7 +178,9 @@ class Caster(Calls):
 
     def apply(self, step: Step, ins: list[Value]) -> list[Value]:
         """Replays one equation."""
-        decision = decide(step.eqn, step.kind, ins, step.need, self.dtype)
+        decision = decide(
+            step.eqn, step.kind, ins, step.need, self.dtype, back=step.back
+        )
         if self.listener is not None:
             self.listener(step, decision)
         if decision.how == "inside":
@@ -286,6 +288,12 @@ def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:
     if any([value.known.linear for value in ins]):
         for out in outs:
             out.note(linear=True)
+    if step.back:
+        copied = is_copied(step.eqn, step.kind, ins)
+        sent = step.kind == "product" or is_sent_back(step.eqn, ins)
+        sent |= step.kind == "exact" and any([value.known.sent for value in ins])
+        for out in outs:
+            out.note(sent=sent, copied=copied)
     if step.kind == "product":
         return
     if ins and all([value.known.given for value in ins]):

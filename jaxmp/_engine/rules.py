@@ -24,7 +24,8 @@ RULES = {
     "a divisor or a test of equality reads, keeps its digits, back to the product that "
     "it is made of.",
     KEPT: "What a product takes, and otherwise only the backward pass reads, is stored "
-    "in 16 bits.",
+    "in 16 bits, and so is what products have sent back and the backward pass both "
+    "sums up and hands on.",
     LOOP: "A loop carries float32 where no product stands between one trip and the "
     "next, and what multiplies such a value is float32.",
     OFFSET: "Where something given is added, and a difference, a ratio or the negative "

@@ -16,6 +16,7 @@ from jax import lax
 
 from .. import _jaxpr
 from .._jaxpr import FLOAT32, Equation
+from .._op_lists import is_far
 from .._scopes import SATURATED
 
 
@@ -24,6 +25,8 @@ class Known(NamedTuple):
 
     half: bool = False  # it has 16 bits, and was float32
     given: bool = False  # an argument or a constant, or computed from such alone
+    sent: bool = False  # a product has sent it back, or what it is made of
+    copied: bool = False  # sent back to many entries alike, as a mean does
     linear: bool = False  # it comes from the tangents of a rule, to be transposed
     scalar: Any = None  # what every entry equals, where that is known while tracing
     # Rounded for a product, and read from there by the backward pass, in float32: the
@@ -68,6 +71,10 @@ class Value:
     def is_zero(self) -> bool:
         """Whether every entry is known to be zero."""
         return self.known.scalar is not None and self.known.scalar == 0
+
+    def is_far(self) -> bool:
+        """Whether the value is a number that brings others into range, or out of it."""
+        return is_far(self.known.scalar)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is neither lost nor infinite."""

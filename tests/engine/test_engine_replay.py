@@ -331,3 +331,105 @@ def test_pairs_of_transformations_agree_with_float32():
     exact = jax.jacfwd(fun)(W)
     for one, other in itertools.combinations([*orders, lambda w: exact], 2):
         assert relative_error(jax.jit(one)(W), jax.jit(other)(W)) < 0.05
+
+
+# Stores and rewrites, each with what it is there for.
+
+
+def stored(fun, *args):
+    return [name for name, how, _ in decisions(fun, *args) if how == "stored"]
+
+
+def test_dropout_lets_a_softmax_be_kept():
+    mask = X[:, :4] > 0
+
+    def loss(w, drop):
+        p = jax.nn.softmax(X @ w[:, :4])
+        return (drop(p) @ w[:4]).sum()
+
+    def dropped(p):
+        return jnp.where(mask, p / 0.9, 0)
+
+    for drop in (lambda p: p, dropped):
+        assert "div" in stored(jax.grad(lambda w, d=drop: loss(w, d)), W)
+
+
+def test_the_gradient_of_a_lookup_of_labels_is_a_choice():
+    def loss(w):
+        logits = jax.nn.log_softmax(X @ w)
+        return -jnp.take_along_axis(logits, jnp.array([[1], [0], [7], [3]]), 1).mean()
+
+    grad = jax.grad(loss)
+    names = [e.primitive.name for e in traced(autocast(grad), W)]
+    assert "scatter-add" not in names
+    assert relative_error(jax.jit(autocast(grad))(W), grad(W)) < 1e-2
+
+
+def test_scores_are_computed_in_the_order_in_which_they_are_read():
+    def attention(q, k):
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k)
+        return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores), k)
+
+    q, k = normal(2, 2, 6, 2, 3, 4), normal(3, 2, 5, 2, 4)
+    eqns = traced(autocast(attention), q, k)
+    shapes = [
+        e.outvars[0].aval.shape for e in eqns if e.primitive.name == "dot_general"
+    ]
+    assert shapes[0][-1] == 5
+    found = jax.jit(autocast(attention))(q, k)
+    assert relative_error(found, attention(q, k)) < 1e-2
+
+
+def test_no_trip_adds_up_the_gradient_of_a_weight():
+    def loss(w, u, xs):
+        trip = lambda h, x: (jnp.tanh(x @ w + h @ u),) * 2  # noqa: E731
+        return jnp.square(lax.scan(trip, 0 * xs[0], xs)[1]).mean()
+
+    w, u = normal(2, 16, 16, scale=1 / 6), normal(3, 16, 16, scale=1 / 6)
+    xs, grad = normal(4, 6, 4, 16), jax.grad(loss, (0, 1))
+    eqns = traced(autocast(grad), w, u, xs)
+    loops = [e for e in eqns if e.primitive.name == "scan"]
+    assert len(loops) == 2
+    assert (16, 16) not in [x.aval.shape for e in loops for x in e.outvars]
+    found = jax.jit(autocast(grad))(w, u, xs)
+    assert relative_error(found, grad(w, u, xs)) < 3e-2
+
+
+def test_a_variance_by_a_window_is_near_that_of_float32():
+    window = jnp.ones((1, 1, 3, 3)) / 9
+
+    def variance(x):
+        mean = lambda x: lax.conv(x, window, (1, 1), "VALID")  # noqa: E731
+        return mean(x * x) - mean(x) ** 2
+
+    x = 30 + normal(7, 1, 1, 9, 9)
+    found, exact = jax.jit(autocast(variance))(x), variance(x)
+    assert relative_error(found, exact) < 1e-4
+
+
+def test_gates_of_which_many_multiply_one_another_have_all_digits():
+    def kept(w):
+        gates = jax.nn.sigmoid(7 + X @ w)
+        h = X
+        for _ in range(64):
+            h = (gates * h) + 0 * h
+        return jnp.tanh(h) @ w
+
+    assert ("float32", rules.LOOP) in of("logistic", kept, W)
+
+
+def normed(scale, bias, x):
+    h = jax.nn.standardize(x @ W) * scale + bias
+    return ((jax.nn.silu(h) @ W) * X).sum()
+
+
+def test_what_products_send_back_to_a_norm_is_rounded_once_and_copies_are_not():
+    def of_a_mean(scale, bias, x):
+        return jnp.mean(jax.nn.silu(jax.nn.standardize(x @ W) * scale + bias) @ W)
+
+    args = 1 + W[0], W[1], X
+    found, of_copies = (
+        stored(jax.grad(fun, (0, 1, 2)), *args).count("add_any")
+        for fun in (normed, of_a_mean)
+    )
+    assert found == of_copies + 1

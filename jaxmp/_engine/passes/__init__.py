@@ -7,15 +7,15 @@ jaxprs, variables of theirs, and what these are needed for.
 | pass | what for | the test that fails without it |
 |---|---|---|
 | `order` | scores are computed in the order in which the softmax reads them | \
-`test_scores_are_computed_queries_first` |
+`test_scores_are_computed_in_the_order_in_which_they_are_read` |
 | `hoisting` | weight gradients of a recurrent scan are one product after it | \
 `test_no_trip_adds_up_the_gradient_of_a_weight` |
 | `endings` | loops that end by comparing what products computed stay float32 | \
-`test_loops_end_after_as_many_trips` |
+`test_rule_10_a_loop_ends_as_in_float32_whatever_its_helper_is_called` |
 | `moments` | means of a number and of its square stay float32 | \
-`test_a_variance_is_never_negative` |
+`test_a_variance_by_a_window_is_near_that_of_float32` |
 | `gates` | what multiplies a number many times without a loop stays float32 | \
-`test_gates_in_a_row_keep_their_digits` |
+`test_gates_of_which_many_multiply_one_another_have_all_digits` |
 """
 
 from .endings import endings
