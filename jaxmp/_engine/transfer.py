@@ -82,7 +82,7 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
 def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     does, count = classes.does(eqn), len(eqn.invars)
-    if classes.negates(eqn) and out and not back:
+    if classes.negates(eqn) and not back and not needs.is_kept(out):
         return [out | needs.OFFSET]  # to be taken away from something
     if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
         return [out] * count
