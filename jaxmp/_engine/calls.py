@@ -8,7 +8,7 @@ from .._jaxpr import FLOAT32, is_float32
 from .._scopes import DIFFERENTIATED, Scopes, inside
 from . import needs, storage
 from .analysis import Analysis, Flags, Trip
-from .customs import Customs
+from .customs import Customs, End
 from .needs import Need
 from .scans import scanned
 from .values import Known, Value
@@ -63,17 +63,21 @@ class Calls(Customs):
         if _jaxpr.is_remat(eqn):
             ins = self.rounded_before(eqn, ins, Trip(read), scopes, range(len(ins)))
         layout = _jaxpr.call_layout(eqn)
-        fixed = (False,) * len(read)
+        ends: tuple[End, ...] = ("free",) * len(read)
         while True:
             new = [
-                self.rewritten(body, ins, Trip(read), fixed, scopes)
+                self.rewritten(body, ins, Trip(read), ends, scopes)
                 for body in layout.bodies
             ]
             outs = zip(*(body.known for body in new), strict=True)
             halves = [{known.half for known in branches} for branches in outs]
             if all(len(half) == 1 for half in halves):
                 break
-            fixed = tuple(len(half) > 1 for half in halves)  # branches must agree
+            # Branches must agree, so one that returns float32 decides.
+            ends = tuple(
+                "wide" if len(half) > 1 else end
+                for half, end in zip(halves, ends, strict=True)
+            )
         arrays = _jaxpr.bind_bodies(eqn, [x.array for x in ins], [b.jaxpr for b in new])
         if len(new) > 1:
             return self.results(eqn, arrays)
@@ -98,17 +102,17 @@ class Calls(Customs):
         else:  # what each trip sends back to it adds up in float32
             ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
         ins = [self.in_trip(layout, i, x, narrow) for i, x in enumerate(ins)]
-        ends = tuple(
+        ends: tuple[End, ...] = tuple(
             ("half" if i in narrow else "wide")
             if i in layout.fixed_out
-            else ("half" if needs.is_kept(need) else False)
+            else ("half" if needs.is_kept(need) else "free")
             for i, need in enumerate(trip.wanted)
         )
         new = []
         for i, body in enumerate(layout.bodies):
             if kind == "while" and i == 0:
                 test = self.analysis.test_of(body)
-                fixed = ("wide",) * len(test.wanted)
+                fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
                 new.append(self.rewritten(body, ins, test, fixed, scopes))
             else:
                 new.append(self.rewritten(body, ins, trip, ends, scopes))
@@ -176,7 +180,7 @@ class Calls(Customs):
         body: _jaxpr.Body,
         ins: Sequence[Value],
         trip: Trip,
-        ends: tuple[Any, ...],
+        ends: tuple[End, ...],
         scopes: Scopes,
     ) -> Rewritten:
         """Returns a body of an equation in mixed precision.
@@ -185,8 +189,8 @@ class Calls(Customs):
             body: The body.
             ins: The inputs of the equation.
             trip: What its outputs are needed for.
-            ends: For each output ``"wide"`` or True if it must have its original
-                dtype, ``"half"`` if it has to have 16 bits, False if it is free.
+            ends: For each output, which dtype it must have: its original one, 16 bits,
+                or any of the two.
             scopes: Named scopes around the body.
         """
         jaxpr = body.jaxpr
@@ -210,9 +214,9 @@ class Calls(Customs):
             memo[key] = Rewritten(_jaxpr.trace(replayed, avals), tuple(known_outs))
         return memo[key]
 
-    def as_end(self, out: Value, end: Any) -> Value:
+    def as_end(self, out: Value, end: End) -> Value:
         """Returns an output of a body in the dtype that it must have."""
-        if end in ("wide", True):
+        if end == "wide":
             return out.widened()
         if end == "half" and not out.known.half and out.array.dtype == FLOAT32:
             return out.rounded(self.dtype)

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,6 +17,9 @@ from . import needs
 from .analysis import Analysis, Trip
 from .needs import Need
 from .values import Known, Value
+
+# Which dtype an output of a body must have.
+End = Literal["wide", "half", "free"]
 
 
 class Customs(abc.ABC):
@@ -56,7 +59,7 @@ class Customs(abc.ABC):
         body: _jaxpr.Body,
         ins: Sequence[Value],
         trip: Trip,
-        ends: tuple[Any, ...],
+        ends: tuple[End, ...],
         scopes: Scopes,
     ) -> Any:
         """Returns a body of an equation in mixed precision."""
@@ -67,7 +70,7 @@ class Customs(abc.ABC):
         """Replays a function together with the derivative rule of its own."""
         body = _jaxpr.call_layout(eqn).bodies[0]
         body = body._replace(jaxpr=self.first_of(body.jaxpr))
-        new = self.rewritten(body, ins, Trip(read), (False,) * len(read), scopes)
+        new = self.rewritten(body, ins, Trip(read), ("free",) * len(read), scopes)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
         known = [value.known.in_body() for value in ins]  # keeps no tracer alive
 
