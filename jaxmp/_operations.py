@@ -37,7 +37,7 @@ def allowed(
         scopes: Named scopes around it, with its own.
         planner: Knows which products have 8-bit operands.
     """
-    # A default of JAX is for float32. Derivatives would take it from around them.
+    # The default is for float32, and JAX would give it to the derivatives.
     eqn = with_precision(eqn)
     operands = [
         value.in_16bit(planner.dtype) if is_inexact(var) else value.array

@@ -34,11 +34,11 @@ def own_precisions() -> Iterator[None]:
         yield
 
 
-def with_default_precision(fun: Callable, arrays: Sequence[Any]) -> Sequence[Any]:
+def with_default_precision(fun: Callable, arrays: Sequence[Any]) -> list[Any]:
     """Calls ``fun`` apart from the default, which its products without one then get.
 
     Args:
-        fun: Function of arrays that returns a sequence of arrays.
+        fun: Function of arrays that returns a list of arrays.
         arrays: Its arguments.
     """
     default = default_precision()

@@ -14,14 +14,18 @@ IMAGE = jax.random.normal(jax.random.key(2), (2, 3, 8, 8))
 KERNEL = jax.random.normal(jax.random.key(3), (3, 3, 3, 3))
 
 # What JAX writes into a product for each of them.
+HIGH, HIGHEST, LOWEST = (
+    (p, p) for p in (lax.Precision.HIGH, lax.Precision.HIGHEST, lax.Precision.DEFAULT)
+)
 DEFAULTS = {
-    name: jax.make_jaxpr(lambda x, name=name: jnp.dot(x, x, precision=name))(W)
-    .eqns[0]
-    .params["precision"]
-    for name in ("high", "tensorfloat32", "highest", "float32", "BF16_BF16_F32_X3")
+    None: None,
+    "high": HIGH,
+    "tensorfloat32": HIGH,
+    "highest": HIGHEST,
+    "float32": HIGHEST,
+    "BF16_BF16_F32_X3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
 }
-LOWEST = "default", "bfloat16"
-each_default = pytest.mark.parametrize("default", DEFAULTS)
+each_default = pytest.mark.parametrize("default", [name for name in DEFAULTS if name])
 
 
 def sub_jaxprs(param):
@@ -43,12 +47,6 @@ def products(fun, *args):
     return [*walk(jax.make_jaxpr(fun)(*args).jaxpr)]
 
 
-def float32_precisions(fun, *args):
-    # Of 16-bit operands XLA:CPU takes wide copies; autocast has said how.
-    lowest = (lax.Precision.DEFAULT,) * 2
-    return {p for dtype, p in products(fun, *args) if dtype == "float32"} - {lowest}
-
-
 def wide(w, x):
     return jnp.mean(jnp.tanh(jaxmp.float32_region(jnp.matmul)(x, w) @ w) ** 2)
 
@@ -60,17 +58,15 @@ def in_scan(w, x):
     return jnp.mean(lax.scan(trip, x, jnp.ones((3, 16)))[0] ** 2)
 
 
-def in_counting_scan(w, x):
+def in_scan_over_16_bits(w, x):
+    h = jnp.tanh(x @ w)
+
     def trip(carry, _):
         i, x = carry
-        return (i + 1, jaxmp.float32_region(jnp.matmul)(x @ w, w)), i
+        return (i + 1, jaxmp.float32_region(jnp.matmul)(x @ h.T @ h, w)), i
 
     (_, x), _ = lax.scan(trip, (0, x), length=3)
     return jnp.mean(x**2)
-
-
-def in_while(w, x):
-    return lax.fori_loop(0, 3, lambda i, x: x + wide(w, x), x).sum()
 
 
 def in_cond(w, x):
@@ -106,7 +102,7 @@ WIDE = {
     "flat": wide,
     "jit": jax.jit(wide),
     "scan": in_scan,
-    "a scan that counts": in_counting_scan,
+    "scan over 16 bits": in_scan_over_16_bits,
     "cond": in_cond,
     "remat": jax.checkpoint(wide),
     "remat of a scan": jax.checkpoint(in_scan),
@@ -122,40 +118,131 @@ ORDERS = {
 
 
 @each_default
-def test_autocast_runs_whatever_the_default_precision(default):
-    grad = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))
-    for fun in (jaxmp.autocast(grad), jaxmp.autocast(grad, "mixed_fp8")):
-        want = fun(W, X)
-        with jax.default_matmul_precision(default):
-            report = jaxmp.audit(fun)(W, X)
-            np.testing.assert_array_equal(fun(W, X), want)
-            np.testing.assert_array_equal(jax.jit(fun)(W, X), jax.jit(fun)(W, X))
-        assert set(report.flops) == {"bfloat16"}
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_fp8"])
+def test_autocast_runs_whatever_the_default_precision(policy, default):
+    def loss(w, x, kernel):
+        images = lax.conv(IMAGE, kernel, (1, 1), "SAME")
+        return jnp.mean(jnp.tanh(x @ w) ** 2) + jnp.mean(images**2)
 
-    def conv(x, k):
-        return lax.conv(x, k, (1, 1), "SAME").sum()
-
+    fun = jaxmp.autocast(jax.grad(loss, (0, 2)), policy)
+    want, report = fun(W, X, KERNEL), jaxmp.audit(fun)(W, X, KERNEL)
     with jax.default_matmul_precision(default):
-        fun = jaxmp.autocast(jax.grad(conv))
-        assert set(jaxmp.audit(fun)(IMAGE, KERNEL).flops) == {"bfloat16"}
+        for got, expected in zip(fun(W, X, KERNEL), want, strict=True):
+            np.testing.assert_array_equal(got, expected)
+        flops = jaxmp.audit(fun)(W, X, KERNEL).flops
+    assert flops == report.flops
+    assert report.fraction_16bit == 1
 
 
-@each_default
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 @pytest.mark.parametrize("fun", WIDE.values(), ids=WIDE.keys())
-def test_products_left_in_float32_have_the_default_precision(fun, order, default):
+def test_products_left_in_float32_have_the_default_precision(fun, order):
     cast = order(fun)
-    assert float32_precisions(cast, W, X) == {None}  # and nothing of it is kept
-    with jax.default_matmul_precision(default):
-        assert float32_precisions(cast, W, X) == {DEFAULTS[default]}
-        np.testing.assert_allclose(cast(W, X), jax.jit(cast)(W, X), rtol=0.05, atol=0.1)
-    assert float32_precisions(cast, W, X) == {None}
+    dtypes = [dtype for dtype, _ in products(cast, W, X)]
+    for default in ("highest", "BF16_BF16_F32_X3", None):  # and keep none
+        with jax.default_matmul_precision(default):
+            found = products(cast, W, X)
+            got, want = cast(W, X), order(fun)(W, X)
+        assert [dtype for dtype, _ in found] == dtypes
+        precisions = {p for dtype, p in found if dtype == "float32"}
+        assert precisions - {LOWEST} == {DEFAULTS[default]}
+        # Nor do derivatives ask for more where the product does not.
+        assert {p for dtype, p in found if dtype == "bfloat16"} <= {LOWEST}
+        np.testing.assert_array_equal(got, want)
+
+
+def test_the_setting_of_a_whole_program_is_a_default_too():
+    cast = jax.grad(jaxmp.autocast(wide))
+    jax.config.update("jax_default_matmul_precision", "high")
+    try:
+        lowered = jax.jit(cast).lower(W, X).as_text()
+        found = products(cast, W, X)
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert ("float32", DEFAULTS["high"]) in found
+    assert ("bfloat16", LOWEST) in found
+    assert "precision = [HIGH, HIGH]" in lowered
 
 
 @each_default
-@pytest.mark.parametrize("fun", WIDE.values(), ids=WIDE.keys())
-def test_16_bit_products_ask_for_nothing(fun, default):
+def test_what_a_product_asks_for_itself_is_kept_and_the_audit_says_so(default):
+    def asks(w, x):
+        with jax.default_matmul_precision("float32"):
+            x = jnp.tanh(x @ w)
+        return jnp.matmul(jnp.matmul(x, w, precision="high"), w) @ w
+
+    cast = jaxmp.autocast(asks)
     with jax.default_matmul_precision(default):
-        found = products(jax.grad(jaxmp.autocast(fun)), W, X)
-    asked = {p for dtype, p in found if dtype == "bfloat16"}
-    assert asked <= {(lax.Precision.DEFAULT,) * 2}
+        report = jaxmp.audit(cast)(W, X)
+        found = products(cast, W, X)
+    of_float32 = [p for dtype, p in found if dtype == "float32" and p != LOWEST]
+    assert of_float32 == [DEFAULTS["float32"], DEFAULTS["high"]]
+    assert report.fraction_16bit == 0.5
+    kept = [x.reason for x in report.kept if x.operation == "dot_general"]
+    assert kept == ["its `precision`"] * 2
+
+
+@each_default
+def test_the_audit_gives_the_reasons_that_it_gives_without_a_default(default):
+    def loss(w, x):
+        return jnp.mean(jnp.linalg.qr(x @ w)[0] ** 2) + wide(w, x)
+
+    for fun in (loss, jaxmp.autocast(jax.grad(loss)), jax.grad(jaxmp.autocast(loss))):
+        want = jaxmp.audit(fun)(W, X)
+        with jax.default_matmul_precision(default):
+            got = jaxmp.audit(fun)(W, X)
+        assert str(got) == str(want)
+        assert got == want
+
+
+def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default():
+    def distances(x):
+        squares = jnp.sum(x**2, axis=1)
+        return squares[:, None] + squares - 2 * x @ x.T
+
+    want = jaxmp.audit(distances)(X).hazards
+    assert want
+    with jax.default_matmul_precision("high"):
+        assert jaxmp.audit(distances)(X).hazards == want
+
+
+@pytest.mark.parametrize("default", ["default", "bfloat16"])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+def test_a_default_of_the_lowest_precision_changes_no_bit(order, default):
+    cast = order(in_scan)
+    want = cast(W, X)
+    with jax.default_matmul_precision(default):
+        np.testing.assert_array_equal(cast(W, X), want)
+        assert set(jaxmp.audit(cast)(W, X).flops) == {"bfloat16", "float32"}
+
+
+@each_default
+def test_a_float32_policy_changes_no_bit_at_any_default(default):
+    with jax.default_matmul_precision(default):
+        for fun in (wide, jax.grad(wide)):
+            cast = jaxmp.autocast(fun, "float32")
+            np.testing.assert_array_equal(cast(W, X), fun(W, X))
+            assert products(cast, W, X) == products(fun, W, X)
+
+
+def test_autocast_inside_of_autocast_has_the_default_once():
+    inner = jaxmp.autocast(wide)
+
+    def loss(w, x):
+        return inner(w, x) + wide(w, x)
+
+    for cast in (jaxmp.autocast(jax.grad(loss)), jax.grad(jaxmp.autocast(loss))):
+        with jax.default_matmul_precision("high"):
+            found = products(cast, W, X)
+        precisions = {p for dtype, p in found if dtype == "float32"}
+        assert precisions - {LOWEST} == {DEFAULTS["high"]}
+
+
+def test_a_linear_solve_keeps_its_parts():
+    def solve(w, x):
+        return jax.scipy.sparse.linalg.cg(lambda v: w.T @ (w @ v) + v, x[0])[0].sum()
+
+    want = jaxmp.autocast(jax.grad(solve))(W, X)
+    with jax.default_matmul_precision("high"):
+        got = jaxmp.autocast(jax.grad(solve))(W, X)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
