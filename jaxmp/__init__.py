@@ -36,6 +36,7 @@ import importlib.util as _util
 import sys as _sys
 import typing as _typing
 
+from ._blocks import Int8Blocks as Int8Blocks
 from ._exponents import RecordRangesState as RecordRangesState
 from ._exponents import exponent_histogram as exponent_histogram
 from ._exponents import record_ranges as record_ranges
@@ -52,6 +53,8 @@ from ._loss_scale_state import get_loss_scale as get_loss_scale
 from ._loss_scale_state import get_loss_scale_state as get_loss_scale_state
 from ._loss_scale_state import last_step_finite as last_step_finite
 from ._loss_scale_state import unscale as unscale
+from ._masters import masters as masters
+from ._masters import set_masters as set_masters
 from ._mesh import init_shardings as init_shardings
 from ._narrow_params import KahanSummationState as KahanSummationState
 from ._narrow_params import StochasticRoundingState as StochasticRoundingState
@@ -75,6 +78,9 @@ from ._scalars import scalars as scalars
 from ._sensitivity_report import ModuleSensitivity as ModuleSensitivity
 from ._sensitivity_report import RoundedColumn as RoundedColumn
 from ._sensitivity_report import SensitivityReport as SensitivityReport
+from ._state_dtype import StateDtypeState as StateDtypeState
+from ._state_dtype import cast_state as cast_state
+from ._state_dtype import with_state_dtype as with_state_dtype
 from ._tree import all_finite as all_finite
 from ._tree import cast_tree as cast_tree
 from ._tree import select_tree as select_tree
@@ -85,6 +91,7 @@ __all__ = [
     "DtypeReport",
     "Fault",
     "Hazard",
+    "Int8Blocks",
     "KahanSummationState",
     "Kept",
     "Leak",
@@ -99,12 +106,14 @@ __all__ = [
     "RecordRangesState",
     "RoundedColumn",
     "SensitivityReport",
+    "StateDtypeState",
     "StochasticRoundingState",
     "activation_gradients",
     "all_finite",
     "assert_16bit",
     "audit",
     "autocast",
+    "cast_state",
     "cast_tree",
     "check_loss_scale",
     "dynamic_loss_scale",
@@ -120,11 +129,13 @@ __all__ = [
     "kahan_summation",
     "last_step_finite",
     "loss_scaling",
+    "masters",
     "range_report",
     "record_ranges",
     "scalars",
     "select_tree",
     "sensitivity",
+    "set_masters",
     "static_loss_scale",
     "stochastic_rounding",
     "suggest_loss_scale",
@@ -132,6 +143,7 @@ __all__ = [
     "unused_overrides",
     "value_and_grad",
     "with_policy",
+    "with_state_dtype",
 ]
 
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._batch import GradFun, check_leading_axis, is_scalar_key, without_objects
+from ._blocks import Int8Blocks, is_blocks
 from ._checks import as_axes, clipped, short
 from ._tree import AxisName, is_array, is_inexact, path_name, wide_dtype
 from ._varying import tracked_axes, varying_axes
@@ -70,14 +71,33 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         )
     everywhere = NamedSharding(meshes.pop(), P())
     state = jax.eval_shape(tx.init, params)
+
+    def beside(x, param, sharding):
+        if is_blocks(x):
+            return Int8Blocks(sharding, _as_far_as_it_fits(sharding, x.units.shape))
+        return sharding if x.shape == param.shape else everywhere
+
     return optax.tree_map_params(
         tx,
-        lambda x, param, sharding: sharding if x.shape == param.shape else everywhere,
+        beside,
         state,
         params,
         shardings,
         transform_non_params=lambda _: everywhere,
+        is_leaf=is_blocks,
     )
+
+
+def _as_far_as_it_fits(sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+    """Returns a sharding of an array with shorter rows than the one it was made for.
+
+    A row with too few elements for its devices is whole on each of them.
+    """
+    spec = sharding.spec
+    axes = as_axes(spec[-1]) if len(spec) == len(shape) else ()
+    if shape[-1] % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0:
+        return sharding
+    return sharding.update(spec=P(*spec[:-1]))
 
 
 def over_mesh(

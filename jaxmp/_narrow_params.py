@@ -13,8 +13,20 @@ import optax
 from jax.typing import DTypeLike
 
 from ._checks import check_optimizer, short
-from ._dtypes import as_dtype
-from ._rounding import join, noise_seeds, round_stochastically, split
+from ._rounding import (
+    join,
+    noise_seeds,
+    round_stochastically,
+    split,
+    split_stochastically,
+)
+from ._state_dtype import (
+    as_state_dtype,
+    check_seed,
+    check_state,
+    narrow_init,
+    narrow_update,
+)
 from ._tree import is_floating, path_name, widen
 
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
@@ -37,7 +49,7 @@ class KahanSummationState(NamedTuple):
     """State of :func:`kahan_summation`."""
 
     steps: jax.Array  # uint32[], since init; each has random numbers of its own
-    compensation: Any  # int16, of the shapes of the 16-bit parameters, else int16[]
+    compensation: Any  # int16 or int8, of the shapes of 16-bit parameters, else []
     inner_state: optax.OptState
 
 
@@ -55,9 +67,10 @@ def stochastic_rounding(
     add up to. Rounded to the nearest number, as ``optax.apply_updates`` does it, an
     update below 1/512 of its parameter is lost, and a model stops learning.
 
-    A parameter with Adam takes 10 bytes, with ``state_dtype="bfloat16"`` 6, where
-    float32 masters take 12 and 2 more for their 16-bit copy. Float32 parameters are
-    updated as ``inner`` alone would; the program is the same for both.
+    A parameter with Adam takes 10 bytes, with ``state_dtype="bfloat16"`` 6 and with
+    ``"int8"`` 4, where float32 masters take 12 and 2 more for their 16-bit copy.
+    Float32 parameters are updated as ``inner`` alone would; the program is the same for
+    both.
 
     Its updates are float32, and ``optax.apply_updates`` makes exactly the rounded
     parameters of them. So nothing may change them: in a chain this comes last, with
@@ -71,8 +84,8 @@ def stochastic_rounding(
     Args:
         inner: The optimizer, of float32 parameters as ever.
         state_dtype: bfloat16 stores the state of ``inner`` so, except its scalars,
-            rounded in the same way; also that of float32 parameters. Rounded to the
-            nearest number, a second moment would stand still. None leaves it float32.
+            and ``"int8"`` its moments in 8 bits, as :func:`jaxmp.with_state_dtype`
+            does; also those of float32 parameters. None leaves it float32.
         seed: Of the random numbers.
 
     Returns:
@@ -112,6 +125,7 @@ def kahan_summation(
     inner: optax.GradientTransformation,
     *,
     state_dtype: DTypeLike | None = None,
+    compensation: DTypeLike = "int16",
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Trains 16-bit parameters without float32 masters, keeping what rounding loses.
@@ -124,9 +138,12 @@ def kahan_summation(
     its compensation; below 2^-14, where float16 has fewer digits, a multiple of 2^-39.
 
     A parameter with Adam takes 12 bytes, as with float32 masters but without their
-    16-bit copy, and with ``state_dtype="bfloat16"`` 8. Float32 parameters are updated
-    as ``inner`` alone would, and their compensation is a single 0; the program is the
-    same for all.
+    16-bit copy, with ``state_dtype="bfloat16"`` 8 and with ``"int8"`` 6. With
+    ``compensation="int8"`` it is one byte less: the two are the float32 number without
+    its lowest 8 bits, which are rounded up or down at random, so that no update is lost
+    on the average. Float32 parameters are updated as ``inner`` alone would, and their
+    compensation is a single 0; the program is the same for all.
+    :func:`jaxmp.masters` returns the float32 numbers.
 
     As for :func:`stochastic_rounding`, nothing may change the updates: in a chain this
     comes last, and only :func:`jaxmp.loss_scaling` goes around it. The parameters may
@@ -136,8 +153,9 @@ def kahan_summation(
     Args:
         inner: The optimizer, of float32 parameters as ever.
         state_dtype: As in :func:`stochastic_rounding`.
-        seed: Of the random numbers by which ``state_dtype`` rounds. Without it there
-            are none.
+        compensation: Its dtype, int16 or int8.
+        seed: Of the random numbers by which ``state_dtype`` and ``compensation="int8"``
+            round. Without these there are none.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -163,7 +181,7 @@ def kahan_summation(
         as the compensation.
     """
     return _without_masters(
-        "kahan_summation", inner, state_dtype, seed, KahanSummationState
+        "kahan_summation", inner, state_dtype, seed, KahanSummationState, compensation
     )
 
 
@@ -205,7 +223,7 @@ def note_kahan(params: Any) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if any(map(_is_16_bit, jax.tree.leaves(params))) and not isinstance(
+        if any(map(is_16_bit, jax.tree.leaves(params))) and not isinstance(
             error, jax.errors.JAXTypeError
         ):
             error.add_note(
@@ -223,76 +241,67 @@ def _without_masters(
     state_dtype: DTypeLike | None,
     seed: Any,
     state_type: Any,
+    compensation: DTypeLike = "int16",
 ) -> optax.GradientTransformationExtraArgs:
     """Shows ``inner`` float32 parameters, and stores what it makes of them."""
     check_optimizer(inner, f"jaxmp.{name}(optax.adam(1e-3))")
-    _check_seed(seed)
-    narrow = _as_state_dtype(state_dtype)
+    check_seed(seed)
+    narrow, rest_dtype = as_state_dtype(state_dtype), _as_rest_dtype(compensation)
     inner = optax.with_extra_args_support(inner)
     compensated = state_type is KahanSummationState
 
     def init_fn(params):
         _check_params(name, params)
-        inner_state = inner.init(widen(params))
+        inner_state = narrow_init(inner, widen(params), narrow)
         if _has_wrapper(inner_state):
             raise ValueError(
                 f"`jaxmp.{name}` has another wrapper of its kind inside, and the "
                 "parameters would be rounded twice. Wrap the optimizer once."
             )
-        # Mostly zeros. Other numbers are rounded to the nearest, this once.
-        inner_state = jax.tree.map(
-            lambda x: x.astype(narrow) if _is_kept(x, jnp.float32, narrow) else x,
-            inner_state,
-        )
         fields: dict[str, Any] = {"steps": jnp.zeros([], jnp.uint32)}
         if compensated:
-            fields["compensation"] = jax.tree.map(_no_compensation, params)
+            fields["compensation"] = jax.tree.map(
+                lambda p: jnp.zeros(p.shape if is_16_bit(p) else (), rest_dtype), params
+            )
         return state_type(inner_state=inner_state, **fields)
 
     # So that an autocast around the whole step leaves it alone.
     @jax.named_scope("jaxmp.float32")
     def update_fn(updates, state, params=None, **extra_args):
-        _check_state(name, state, state_type)
+        check_state(state, state_type)
         _check_params(name, params)
         leaves, structure = jax.tree.flatten(params)
         wide, rests = widen(leaves), []
         if compensated:
             rests = structure.flatten_up_to(state.compensation)
-            _check_compensation(leaves, rests)
+            _check_compensation(leaves, rests, rest_dtype)
             wide = [
-                join(p, rest) if _is_16_bit(p) else w
+                join(p, rest) if is_16_bit(p) else w
                 for p, w, rest in zip(leaves, wide, rests, strict=True)
             ]
-        wide_state = jax.tree.map(
-            lambda x: x.astype(jnp.float32) if _is_kept(x, narrow, narrow) else x,
-            state.inner_state,
-        )
-        updates, inner_state = inner.update(
-            widen(updates), wide_state, structure.unflatten(wide), **extra_args
-        )
-        changes = structure.flatten_up_to(updates)
-        states, state_structure = jax.tree.flatten(inner_state)
         seeds = noise_seeds(seed, state.steps)
+        args = widen(updates), state.inner_state, structure.unflatten(wide), extra_args
+        updates, inner_state = narrow_update(inner, args, narrow, seeds, len(leaves))
 
+        changes = structure.flatten_up_to(updates)
         for i, p in enumerate(leaves):
-            if not _is_16_bit(p):
+            if not is_16_bit(p):
                 continue
             total = jnp.asarray(wide[i] + changes[i], jnp.float32)
-            if compensated:
+            if not compensated:
+                stored = round_stochastically(total, seeds, np.uint32(i))
+            elif rest_dtype == jnp.int16:
                 stored, rests[i] = split(total, p.dtype)
             else:
-                stored = round_stochastically(total, seeds, np.uint32(i))
+                number = np.uint32(i)
+                stored, rests[i] = split_stochastically(total, p.dtype, seeds, number)
             changes[i] = _change(p, stored)
-        for i, x in enumerate(states):
-            if _is_kept(x, jnp.float32, narrow):
-                number = np.uint32(len(leaves) + i)
-                states[i] = round_stochastically(x, seeds, number).astype(narrow)
 
         fields: dict[str, Any] = {"steps": state.steps + np.uint32(1)}
         if compensated:
             fields["compensation"] = structure.unflatten(rests)
         return structure.unflatten(changes), state_type(
-            inner_state=state_structure.unflatten(states), **fields
+            inner_state=inner_state, **fields
         )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -309,20 +318,9 @@ def _change(param: jax.Array, stored: jax.Array) -> jax.Array:
     return jnp.where(stored == param, 0, stored - param)  # Inf - Inf is NaN
 
 
-def _is_16_bit(x: Any) -> bool:
+def is_16_bit(x: Any) -> bool:
+    """Tells whether a parameter may have a compensation."""
     return is_floating(x) and x.dtype in (_BFLOAT16, _FLOAT16)
-
-
-def _is_kept(x: Any, dtype: Any, narrow: np.dtype | None) -> bool:
-    """Tells whether a leaf of the inner state is stored in another dtype than used."""
-    is_stored = narrow is not None and is_floating(x)
-    return is_stored and x.ndim > 0 and x.dtype == dtype
-
-
-def _no_compensation(param: Any) -> jax.Array:
-    if _is_16_bit(param):
-        return jnp.zeros_like(param, jnp.int16)
-    return jnp.zeros([], jnp.int16)
 
 
 def _has_wrapper(state: Any) -> bool:
@@ -331,28 +329,15 @@ def _has_wrapper(state: Any) -> bool:
     return any(isinstance(x, kinds) for x in leaves)
 
 
-def _as_state_dtype(state_dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns the dtype in which the inner state is stored, None where as it is."""
-    if state_dtype is None:
-        return None
-    dtype = as_dtype(state_dtype, "`state_dtype`")
-    if dtype != _BFLOAT16:
-        raise ValueError(
-            f"`state_dtype` must be bfloat16 or None, but is {dtype.name}. Float16 "
-            "has no room for second moments; None leaves the state float32."
-        )
-    return dtype
-
-
-def _check_seed(seed: Any) -> None:
-    dtype = getattr(seed, "dtype", None)
-    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    is_int = isinstance(seed, int) and not isinstance(seed, bool)
-    if not is_int and not (is_array and jnp.shape(seed) == ()):
-        raise TypeError(
-            f"`seed` must be an integer, but is {short(seed)}. Pass for example "
-            "`seed=0`; the random numbers of each step are made of it."
-        )
+def _as_rest_dtype(compensation: Any) -> np.dtype:
+    for dtype in (np.dtype(jnp.int16), np.dtype(jnp.int8)):
+        is_dtype = isinstance(compensation, (str, type, np.dtype))
+        if is_dtype and compensation in (dtype.name, dtype, dtype.type):
+            return dtype
+    raise ValueError(
+        f"`compensation` must be int16 or int8, but is {short(compensation)}. Leave it "
+        "out for int16: the parameters are those of float32 masters, bit for bit."
+    )
 
 
 def _check_params(name: str, params: Any) -> None:
@@ -375,23 +360,23 @@ def _check_params(name: str, params: Any) -> None:
         )
 
 
-def _check_state(name: str, state: Any, state_type: Any) -> None:
-    if not isinstance(state, state_type):
-        raise TypeError(
-            "`tx.update(grads, opt_state, params)` needs the state that "
-            f"`tx.init(params)` made, a `{state_type.__name__}`, but got "
-            f"{short(state)}. Begin with `opt_state = tx.init(params)`."
-        )
-
-
-def _check_compensation(params: list[Any], rests: list[Any]) -> None:
+def _check_compensation(
+    params: list[Any], rests: list[Any], rest_dtype: np.dtype
+) -> None:
     """Raises where the state was made for parameters of other dtypes or shapes."""
     for p, rest in zip(params, rests, strict=True):
-        shape = jnp.shape(p) if _is_16_bit(p) else ()
+        shape = jnp.shape(p) if is_16_bit(p) else ()
         if rest.shape != shape:
             raise ValueError(
                 f"A parameter {jnp.result_type(p)}{list(jnp.shape(p))} has a "
                 f"compensation of the shape {list(rest.shape)}, as if it had another "
                 "dtype when the state was made. Cast first, "
                 "`params = policy.cast_to_param(params)`, then `tx.init(params)`."
+            )
+        if rest.dtype != rest_dtype:
+            raise ValueError(
+                f"The compensation of the state is {rest.dtype.name}, but "
+                f"`compensation` is {rest_dtype.name}. To go on with the other one, "
+                "take `masters = jaxmp.masters(params, opt_state)` and give it to "
+                "`jaxmp.set_masters(masters, params, tx.init(params))`."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,11 +11,13 @@ import numpy as np
 
 # The two halves of a float32 number: the upper one is a bfloat16 number.
 _UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0x0000FFFF)
+_LOWEST_BYTE = np.uint32(0x000000FF)
 # Float16 numbers have 10 bits of fraction, and exponents from -14 to 15.
 _FRACTION, _LOWEST, _HIGHEST = 10, -14, 15
-# The compensation of a float16 number counts in 2^-15 of the number's spacing. With the
-# 11 bits of the number these are 26, two more than those of float32.
-_PARTS = 2.0**15
+# The compensation of a float16 number counts in 2^-15 of the number's spacing, or in
+# 2^-7 where it has 8 bits. With the 11 bits of the number these are 26, two more than
+# those of float32, or 18.
+_PARTS = {np.dtype(jnp.int16): 2.0**15, np.dtype(jnp.int8): 2.0**7}
 
 # JAX traces the jitted functions once for all arrays of one shape. There is no cast to
 # 16 bits and back in them: XLA leaves it out on a GPU, and with it the rounding.
@@ -34,19 +37,43 @@ def noise_seeds(seed: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier((first, second))
 
 
-def split(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def split(
+    x: jax.Array, dtype: Any, rest_dtype: Any = jnp.int16
+) -> tuple[jax.Array, jax.Array]:
     """Rounds a float32 array to 16-bit numbers, and returns what is left over.
 
     Args:
         x: A float32 array.
         dtype: bfloat16 or float16.
+        rest_dtype: Of what is left over, int16 or int8.
 
     Returns:
-        A float32 array of numbers of ``dtype``, the nearest ones, and an int16 array,
-        from which :func:`join` makes ``x`` again: exactly if ``dtype`` is bfloat16, and
-        for float16 where ``x`` lies in the range of its normal numbers.
+        A float32 array of numbers of ``dtype``, the nearest ones, and an array of
+        ``rest_dtype``, from which :func:`join` makes ``x`` again: exactly if they are
+        bfloat16 and int16, and for float16 where ``x`` lies in the range of its normal
+        numbers. With int8 it makes the nearest number that has so many digits, which
+        is off by 2^-16 of ``x`` at the most.
     """
-    return (_split_bfloat16 if dtype == jnp.bfloat16 else _split_float16)(x)
+    split_it = _split_bfloat16 if dtype == jnp.bfloat16 else _split_float16
+    return split_it(x, np.dtype(rest_dtype))
+
+
+def split_stochastically(
+    x: jax.Array, dtype: Any, seeds: tuple[jax.Array, jax.Array], number: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Splits a float32 array into 16-bit numbers and an int8 array, as :func:`split`.
+
+    What the two have no digits for is rounded up or down at random.
+
+    Args:
+        x: A float32 array.
+        dtype: bfloat16 or float16.
+        seeds: What :func:`noise_seeds` returns.
+        number: uint32[], another one for each array of a step.
+    """
+    is_bfloat16 = dtype == jnp.bfloat16
+    to_grid = _to_24_bits if is_bfloat16 else _to_18_digits
+    return split(to_grid(x, seeds, number), dtype, jnp.int8)
 
 
 def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
@@ -57,6 +84,17 @@ def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
     """
     is_bfloat16 = stored.dtype == jnp.bfloat16
     return (_join_bfloat16 if is_bfloat16 else _join_float16)(stored, rest)
+
+
+def draws(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
+    """Returns random float32 numbers between 0 and 1, of which they are neither.
+
+    Args:
+        shape: Of the array.
+        seeds: What :func:`noise_seeds` returns.
+        number: uint32[], another one for each array of a step.
+    """
+    return (_noise(shape, seeds, number).astype(jnp.float32) + 0.5) / 2.0**16
 
 
 @jax.jit
@@ -84,40 +122,67 @@ def round_stochastically(
 
 
 @jax.jit
-def _split_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _to_24_bits(x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any):
+    """Rounds at random to float32 numbers whose lowest 8 bits are zero."""
+    noise = _noise(x.shape, seeds, number) & _LOWEST_BYTE
     bits = _bits(x)
+    down, up = bits & ~_LOWEST_BYTE, (bits + noise) & ~_LOWEST_BYTE
+    up = jnp.where(jnp.isfinite(_float(up)), up, down)
+    return _derived(x, jnp.where(jnp.isfinite(x), _float(up), x))
+
+
+@jax.jit
+def _to_18_digits(x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any):
+    """Rounds at random to multiples of 2^-7 of the spacing of float16 numbers."""
+    spacing = _float16_spacing(x)
+    nearest = jnp.round(x / spacing) * spacing  # 2^k below which x may lie
+    grid = _float16_spacing(nearest) / _PARTS[np.dtype(jnp.int8)]
+    parts = x / grid
+    down = jnp.floor(parts)
+    up = down + (parts - down > draws(x.shape, seeds, number))
+    return _derived(x, jnp.where(jnp.isfinite(x), up * grid, x))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _split_bfloat16(x: jax.Array, rest_dtype: Any) -> tuple[jax.Array, jax.Array]:
+    bits, is_short = _bits(x), rest_dtype == jnp.int8
+    if is_short:
+        bits = (bits + np.uint32(0x80)) & ~_LOWEST_BYTE
     nearest = (bits + np.uint32(0x8000)) & _UPPER
     stored = jnp.where(jnp.isfinite(x), _float(nearest), x)
     rest = jax.lax.bitcast_convert_type(bits - nearest, jnp.int32)
-    rest = jnp.where(jnp.isfinite(stored), rest, 0).astype(jnp.int16)
-    return _derived(x, stored), rest
+    rest = jnp.where(jnp.isfinite(stored), rest >> 8 if is_short else rest, 0)
+    return _derived(x, stored), rest.astype(rest_dtype)
 
 
 @jax.jit
 def _join_bfloat16(stored: jax.Array, rest: jax.Array) -> jax.Array:
-    stored = stored.astype(jnp.float32)
+    stored, is_short = stored.astype(jnp.float32), rest.dtype == jnp.int8
     # Next to zero on one side, and to Inf on the other, there is NaN. No number has
     # such a rest, but a parameter may have been set to zero or Inf since. The bits tell
     # zero from subnormal numbers on every machine.
     is_zero = (_bits(stored) << 1) == 0
     rest = jnp.where(is_zero, jnp.maximum(rest, 0), rest).astype(jnp.int32)
+    rest = rest << 8 if is_short else rest
     joined = _bits(stored) + jax.lax.bitcast_convert_type(rest, jnp.uint32)
     return _derived(stored, jnp.where(jnp.isfinite(stored), _float(joined), stored))
 
 
-@jax.jit
-def _split_float16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def _split_float16(x: jax.Array, rest_dtype: Any) -> tuple[jax.Array, jax.Array]:
     spacing = _float16_spacing(x)
     stored = jnp.round(x / spacing) * spacing
-    rest = jnp.round((x - stored) / _float16_spacing(stored) * _PARTS)
+    rest = (x - stored) / _float16_spacing(stored) * _PARTS[rest_dtype]
     in_range = jnp.abs(stored) <= np.float32(np.finfo(np.float16).max)
-    return _derived(x, stored), jnp.where(in_range, rest, 0).astype(jnp.int16)
+    rest = jnp.where(in_range, jnp.round(rest), 0)
+    return _derived(x, stored), rest.astype(rest_dtype)
 
 
 @jax.jit
 def _join_float16(stored: jax.Array, rest: jax.Array) -> jax.Array:
     stored = stored.astype(jnp.float32)
-    return stored + rest.astype(jnp.float32) / _PARTS * _float16_spacing(stored)
+    parts = rest.astype(jnp.float32) / _PARTS[rest.dtype]
+    return stored + parts * _float16_spacing(stored)
 
 
 @jax.custom_jvp

@@ -603,7 +603,7 @@ MISTAKES = {
     ),
     "float16 moments": (
         lambda: jaxmp.kahan_summation(SGD, state_dtype="float16"),
-        "must be bfloat16 or None, but is float16",
+        "must be int8, bfloat16 or None, but is float16",
     ),
     "a key": (
         lambda: jaxmp.stochastic_rounding(SGD, seed=jax.random.key(0)),

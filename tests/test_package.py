@@ -36,6 +36,7 @@ ROWS = [
     {"_in_float32"},
     {
         "_around",
+        "_blocks",
         "_handed_back",
         "_products",
         "_report",
@@ -46,6 +47,7 @@ ROWS = [
     },
     {"_modules", "_objects"},
     {
+        "_state_dtype",
         "_op_lists",
         "_places",
         "_flatten",
@@ -81,6 +83,7 @@ ROWS = [
     },
     {"_loops", "_numbers", "_operations"},
     {
+        "_masters",
         "_mesh",
         "_replay",
         "_leaks",
