@@ -11,24 +11,26 @@ import numpy as np
 from ._rounding import draws
 
 # Of a row that is no multiple of it, the blocks are shorter. Updates read the numbers
-# twice, to find the scales and to use them, and with so many in a block the scales are
+# twice, to find the units and to use them, and with so many in a block the units are
 # next to nothing of it. torchao and bitsandbytes have 256, too.
 _LONGEST = 256
-_LARGEST = 127  # code
-_NAN, _TINY = np.uint16(0x7FC0), np.uint16(0x0080)  # as bits of bfloat16 numbers
+_TOP, _TOP_OF_POSITIVE = 127, 255  # the largest codes
+_TINY = np.float32(2.0**-126)  # the smallest normal number
 
 
 class Int8Blocks(NamedTuple):
     """A float32 array in 8 bits a number, as ``state_dtype="int8"`` stores moments.
 
-    A code ``c`` stands for ``c * |c| * unit``: the numbers are dense near zero, and the
-    largest is 16,129 times the smallest. Every block of at most 256 numbers along the
-    last axis has a unit of its own, so that both arrays can be sharded as the array is
-    that they stand for. :func:`jaxmp.cast_state` makes float32 of them.
+    Every block of at most 256 numbers along the last axis has a unit. A code ``c``
+    stands for ``c * |c|`` units, from -127 to 127, so that the numbers are dense near
+    zero. In a block without negative numbers, as second moments have them, codes from
+    0 to 255 stand for ``c**4`` units: the root of such a number is as dense as the
+    others are, and none that is positive becomes zero, by which an optimizer would
+    divide. :func:`jaxmp.cast_state` makes float32 of them.
 
     Attributes:
-        codes: int8, of the shape of the array, from -127 to 127.
-        units: bfloat16 ``[..., blocks]``, what the code 1 stands for.
+        codes: int8, of the shape of the array. Those from 0 to 255 are 128 less here.
+        units: bfloat16 ``[..., blocks]``, negative where no number of a block is.
     """
 
     codes: jax.Array
@@ -42,9 +44,11 @@ def is_blocks(x: Any) -> bool:
 
 @jax.jit
 def decode(blocks: Int8Blocks) -> jax.Array:
-    """Returns the float32 array that codes stand for. No product is rounded."""
+    """Returns the float32 array that codes stand for."""
+    unit = _of_each(blocks.units, blocks.codes.shape)
     codes = blocks.codes.astype(jnp.float32)
-    return codes * jnp.abs(codes) * _of_each(blocks.units, blocks.codes.shape)
+    squares = jnp.square(codes + 128)
+    return unit * jnp.where(unit < 0, -squares * squares, codes * jnp.abs(codes))
 
 
 @jax.jit
@@ -52,19 +56,21 @@ def units_of(x: jax.Array) -> jax.Array:
     """Returns the units with which the codes of a float32 array reach its largest.
 
     They are rounded up. That of a block with an Inf or NaN in it is NaN, so that none
-    is hidden; that of numbers below 2e-34 is zero.
+    is hidden, and that of zeros is zero.
     """
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x) / _LARGEST**2, jnp.uint32)
-    # Integers, which are in the order of the numbers; NaN is the largest.
-    upper = jnp.minimum((bits + np.uint32(0xFFFF)) >> 16, _NAN).astype(jnp.uint16)
     count, length = _blocks(x.shape[-1])
     missing = count * length - x.shape[-1]
     if missing:
-        upper = jnp.pad(upper, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    upper = upper.reshape(*x.shape[:-1], count, length).max(-1)
-    upper = jnp.where(upper >= np.uint16(0x7F80), _NAN, upper)
-    upper = jnp.where(upper < _TINY, np.uint16(0), upper)
-    return jax.lax.bitcast_convert_type(upper, jnp.bfloat16)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    x = x.reshape(*x.shape[:-1], count, length)
+    is_positive = ~jnp.any(x < 0, axis=-1)
+    # As integers, half as many bytes; they are in the order of the numbers.
+    upper = _upper_bits(jnp.abs(x)).max(-1)
+    largest = jax.lax.bitcast_convert_type(upper, jnp.bfloat16).astype(jnp.float32)
+    unit = largest / jnp.where(is_positive, float(_TOP_OF_POSITIVE) ** 4, _TOP**2)
+    unit = jnp.where(largest > 0, jnp.maximum(unit, _TINY), unit)
+    unit = jax.lax.bitcast_convert_type(_upper_bits(unit), jnp.bfloat16)
+    return jnp.where(is_positive, -unit, unit)
 
 
 @jax.jit
@@ -95,11 +101,32 @@ def nearest(x: jax.Array) -> Int8Blocks:
 def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
     """Rounds up where the number has come further than ``draw`` of the way."""
     unit = _of_each(units, x.shape)
-    size = jnp.where(unit > 0, jnp.abs(x) / unit, 0)  # not that of a NaN
-    low = jnp.minimum(jnp.floor(jnp.sqrt(size)), _LARGEST - 1)
-    # From low^2 to (low + 1)^2.
-    code = low + (size - low * low > draw * (2 * low + 1))
-    return jnp.where(x < 0, -code, code).astype(jnp.int8)
+    is_positive = unit < 0
+
+    def power(code):
+        square = code * code
+        return jnp.where(is_positive, square * square, square)
+
+    size = jnp.where(unit == 0, 0, jnp.abs(x / unit))
+    root = jnp.sqrt(size)
+    root = jnp.where(is_positive, jnp.sqrt(root), root)
+    top = jnp.where(is_positive, _TOP_OF_POSITIVE, _TOP)
+    low = jnp.clip(jnp.floor(root), 0, top - 1)
+    step = power(low + 1) - power(low)
+    code = low + (size - power(low) > draw * step)
+    code = jnp.where(x < 0, -code, code)
+    positive = jnp.maximum(code, (x > 0).astype(code.dtype)) - 128
+    return jnp.where(is_positive, positive, code).astype(jnp.int8)
+
+
+def _upper_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits, uint16, of positive float32 numbers rounded up to bfloat16.
+
+    Those of Inf and NaN are the bits of NaN.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    upper = (bits + np.uint32(0xFFFF)) >> 16
+    return jnp.where(upper >= 0x7F80, 0x7FC0, upper).astype(jnp.uint16)
 
 
 def _of_each(units: jax.Array, shape: tuple[int, ...]) -> jax.Array:

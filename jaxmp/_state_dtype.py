@@ -219,23 +219,22 @@ def narrow_update(
     stored, structure = jax.tree.flatten(state, is_leaf=is_blocks)
     _check_stored(inner, params, state, narrow)
 
-    def update():
+    def update(stored):
         wide = structure.unflatten([_widened(x, narrow) for x in stored])
         updates, state = inner.update(grads, wide, params, **extra_args)
         return updates, *jax.tree.flatten(state)
 
     units = {}
-    if narrow == _INT8 and any(map(is_blocks, stored)):
+    blocks = {i: x for i, x in enumerate(stored) if is_blocks(x) and narrow == _INT8}
+    if blocks:
         # A unit needs the whole block, and what needs the unit is another kernel:
         # between the two XLA would write float32 moments to memory. So each computes
         # them, from codes of which XLA is not to know that they are the same.
-        _, wide, now = update()
+        others = jax.lax.optimization_barrier(blocks)
+        _, wide, now = update([others.get(i, x) for i, x in enumerate(stored)])
         _check_structure(structure, now)
-        for i, x in enumerate(stored):
-            if is_blocks(x):
-                unit = units_of(wide[i].astype(jnp.float32))
-                stored[i], units[i] = jax.lax.optimization_barrier((x, unit))
-    updates, new, structure = update()
+        units = {i: units_of(wide[i].astype(jnp.float32)) for i in blocks}
+    updates, new, structure = update(stored)
     for i, x in enumerate(new):
         this = np.uint32(number + i)
         if i in units:

@@ -1,0 +1,275 @@
+"""Small models that train with their optimizers' states in 32, 16 and 8 bits.
+
+A language model on characters, an embedding of tokens most of which are rare, a network
+of convolutions on digits, and adapters of low rank beside frozen weights; each with
+AdamW, SGD with momentum, Lion, Adafactor and Muon. What is compared is the loss, three
+seeds in one program. The weights are of a size at which moments are stored in 8 bits.
+
+    python -m benchmarks moments                 # all, an hour on two cores
+    python -m benchmarks moments --models cnn    # one, added to what is saved
+"""
+
+import dataclasses
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from sklearn.datasets import load_digits
+
+import jaxmp
+from jaxmp._blocks import is_blocks
+
+from . import results
+from .networks import GPT
+from .tables import show
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import _text
+
+LAST = 50  # updates whose loss is taken
+
+
+class Task(NamedTuple):
+    """A model and its data, for one seed."""
+
+    params: Any  # to train
+    loss: Callable[[Any, Any], jax.Array]  # of parameters and a batch
+    batches: Any  # each leaf with a leading axis of updates
+
+
+def language_model(seed: int, updates: int) -> Task:
+    """Returns a transformer that predicts the next character."""
+    model = GPT(2, 64, 4, len(_text.CHARACTERS), 64)
+    rows, _ = _text.split(_text.as_characters(_text.read()), 65)
+    chosen = np.random.default_rng(seed).integers(len(rows), size=(updates, 8))
+    batches = rows[chosen]
+
+    def loss(params, rows):
+        logits: Any = model.apply(params, rows[:, :-1])
+        return cross_entropy(logits, rows[:, 1:])
+
+    params = model.init(jax.random.key(seed), batches[0, :, :-1])
+    return Task(params, loss, batches)
+
+
+def rare_rows(seed: int, updates: int) -> Task:
+    """Returns an embedding of 4,096 tokens, of which most are seen some ten times.
+
+    How often a token is seen falls with its rank, as with words, and which token comes
+    next depends on the last one. The rows of both matrices are in no order.
+    """
+    size, width = 4096, 32
+    rng = np.random.default_rng(seed)
+    weights = 1 / np.arange(1, size + 1)
+    order, following = rng.permutation(size), rng.permutation(size)
+    tokens = order[rng.choice(size, p=weights / weights.sum(), size=(updates, 128))]
+
+    def loss(params, tokens):
+        hidden = jnp.tanh(params["embedding"][tokens])
+        return cross_entropy(hidden @ params["head"], jnp.asarray(following)[tokens])
+
+    params = {
+        "embedding": rng.normal(size=(size, width)).astype(np.float32),
+        "head": rng.normal(size=(width, size)).astype(np.float32) / width**0.5,
+    }
+    return Task(params, loss, tokens)
+
+
+class Convolutions(nn.Module):
+    """Three layers of convolutions, and a layer of logits."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Maps ``[batch, 8, 8, 1]`` to logits."""
+        for strides in (1, 2, 2):
+            x = nn.relu(nn.Conv(32, (3, 3), strides)(x))
+        return nn.Dense(10)(x.reshape(len(x), -1))
+
+
+def cnn(seed: int, updates: int) -> Task:
+    """Returns a network of convolutions that reads digits."""
+    model = Convolutions()
+    batches = digits(seed, updates)
+
+    def loss(params, batch):
+        return cross_entropy(model.apply(params, batch[0][..., None]), batch[1])
+
+    return Task(model.init(jax.random.key(seed), batches[0][0][..., None]), loss, batches)
+
+
+def lora(seed: int, updates: int) -> Task:
+    """Returns adapters of rank 8 that teach a network, which is frozen, other labels."""
+    width, rank = 512, 8
+    rng = np.random.default_rng(seed)
+    sizes = [(64, width), (width, width), (width, 10)]
+    frozen = [rng.normal(size=s).astype(np.float32) * (2 / s[0]) ** 0.5 for s in sizes]
+    images, labels = digits(seed, updates)
+    params = [
+        {
+            "a": rng.normal(size=(n, rank)).astype(np.float32) / n**0.5,
+            "b": np.zeros((rank, m), np.float32),
+        }
+        for n, m in sizes
+    ]
+
+    def loss(params, batch):
+        x = batch[0].reshape(len(batch[0]), -1)
+        for i, (w, p) in enumerate(zip(frozen, params, strict=True)):
+            x = x @ w + (x @ p["a"]) @ p["b"]
+            x = nn.relu(x) if i < 2 else x
+        return cross_entropy(x, batch[1])
+
+    return Task(params, loss, (images, (labels * 3 + 1) % 10))
+
+
+def digits(seed: int, updates: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images of digits and their labels, 32 an update."""
+    images, labels = load_digits(return_X_y=True)
+    chosen = np.random.default_rng(seed).integers(len(images), size=(updates, 32))
+    images = images.reshape(-1, 8, 8)[chosen].astype(np.float32) / 16
+    return images, labels[chosen].astype(np.int32)
+
+
+def cross_entropy(logits: Any, labels: Any) -> jax.Array:
+    """Returns the mean loss in nats."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean()
+
+
+MODELS = {
+    "language model": language_model,
+    "rare rows": rare_rows,
+    "cnn": cnn,
+    "lora": lora,
+}
+OPTIMIZERS = {
+    "adamw": partial(optax.adamw, 2e-3),
+    "sgd": partial(optax.sgd, 0.1, momentum=0.9),
+    "lion": partial(optax.lion, 3e-4),
+    "adafactor": partial(optax.adafactor, 1e-2, momentum=0.9),
+    "muon": partial(optax.contrib.muon, 2e-3),
+}
+
+
+def linear(inner: Any) -> optax.GradientTransformation:
+    """Stores moments in 8 bits without what keeps them right: the usual first idea.
+
+    The codes are in proportion to the numbers, and are rounded to the nearest.
+    """
+
+    def stored(new, blocks):
+        def round_it(x, like):
+            if not is_blocks(like):
+                return x
+            width = x.shape[-1] // like.units.shape[-1]
+            rows = x.reshape(*like.units.shape, width)
+            unit = jnp.abs(rows).max(-1, keepdims=True) / 127
+            unit = jnp.where(unit > 0, unit, 1)
+            return (jnp.round(rows / unit) * unit).reshape(x.shape)
+
+        return jax.tree.map(round_it, new, blocks)
+
+    in_8_bits = jaxmp.with_state_dtype(inner, "int8")
+
+    def update(updates, state, params):
+        blocks = jax.eval_shape(in_8_bits.init, params).inner_state
+        updates, new = inner.update(updates, state, params)
+        return updates, stored(new, blocks)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+class Storage(NamedTuple):
+    """How parameters and the state of an optimizer are stored."""
+
+    wrap: Callable[[Any], Any]
+    params: Any = jnp.float32
+
+
+STORAGES = {
+    "float32": Storage(lambda tx: tx),
+    "bfloat16": Storage(partial(jaxmp.with_state_dtype, state_dtype="bfloat16")),
+    "int8": Storage(partial(jaxmp.with_state_dtype, state_dtype="int8")),
+    "int8, at random": Storage(
+        partial(jaxmp.stochastic_rounding, state_dtype="int8"), jnp.bfloat16
+    ),
+    "int8, Kahan in int8": Storage(
+        partial(jaxmp.kahan_summation, state_dtype="int8", compensation="int8"),
+        jnp.bfloat16,
+    ),
+    "linear int8": Storage(linear),
+}
+
+
+@dataclasses.dataclass
+class Options:
+    """What to train, and where to save the losses."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
+    storages: tuple[str, ...] = tuple(STORAGES)
+    seeds: int = 3
+    updates: int = 300
+    output: pathlib.Path = results.FOLDER / "moments.json"
+
+
+def main(arguments: list[str]) -> None:
+    """Prints a table for each model, and saves it."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks moments")
+    for name in options.models:
+        rows = list(losses(name, options))
+        show(name, rows)
+        command = ["moments", *arguments]
+        results.save(options.output, name, results.hardware(), command, rows)
+
+
+def losses(name: str, options: Options):
+    """Yields the losses of a model, a row for each optimizer."""
+    tasks = [MODELS[name](seed, options.updates) for seed in range(options.seeds)]
+    for optimizer in options.optimizers:
+        row = {"optimizer": optimizer}
+        for storage in options.storages:
+            start = time.time()
+            tx = OPTIMIZERS[optimizer]()
+            found = [train(task, tx, STORAGES[storage]) for task in tasks]
+            row[storage] = spread(found)
+            print(name, optimizer, storage, row[storage], f"{time.time()-start:.0f} s", flush=True)
+        yield row
+
+
+def spread(values: list[float]) -> str:
+    """Spells a mean and a standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
+
+
+def train(task: Task, tx: Any, storage: Storage) -> float:
+    """Returns the mean loss of the last updates."""
+    tx = optax.with_extra_args_support(storage.wrap(tx))
+    params = jaxmp.cast_tree(task.params, storage.params)
+
+    def step(carry, batch):
+        params, state = carry
+        # In float32 products: what is compared is the optimizer.
+        loss, grads = jax.value_and_grad(task.loss)(
+            jaxmp.cast_tree(params, jnp.float32), batch
+        )
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    @jax.jit
+    def run(params, batches):
+        return jax.lax.scan(step, (params, tx.init(params)), batches)[1]
+
+    found = run(jax.tree.map(jnp.asarray, params), task.batches)
+    return float(found[-LAST:].mean())
