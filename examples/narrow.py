@@ -3,7 +3,7 @@
 A small transformer learns to predict the next character of English text, with updates
 that are small beside its weights, as they are late in any training. Stored in bfloat16
 and rounded to the nearest number, most updates are lost. Rounded at random, or with a
-compensation, none are: the model learns what float32 masters learn, in 6 or 8 bytes a
+compensation, none are: the model learns what float32 masters learn, in 4 to 8 bytes a
 parameter where masters and their moments take 12.
 
 With float32 masters, the operands of products may be rounded to float8, four bits of
@@ -89,11 +89,26 @@ SETTINGS = {
         partial(STOCHASTIC, state_dtype="bfloat16"),
         {"color": "#4878a8", "marker": "o", "markersize": 4, "ls": ":"},
     ),
+    "stochastic-int8": Setting(
+        "bfloat16",
+        partial(STOCHASTIC, state_dtype="int8"),
+        {"color": "#4878a8", "ls": (0, (3, 3))},
+    ),
     "kahan": Setting("bfloat16", KAHAN, {"color": "black", "ls": ":", "lw": 2.5}),
     "kahan-narrow": Setting(
         "bfloat16",
         partial(KAHAN, state_dtype="bfloat16"),
         {"color": "#5a9a5a", "ls": "-."},
+    ),
+    "kahan-int8": Setting(
+        "bfloat16",
+        partial(KAHAN, state_dtype="int8", compensation="int8"),
+        {"color": "#5a9a5a", "ls": (0, (3, 3))},
+    ),
+    "masters-int8": Setting(
+        "mixed_bfloat16",
+        partial(jaxmp.with_state_dtype, state_dtype="int8"),
+        {"color": "0.5", "ls": (0, (3, 3))},
     ),
     "fp8": Setting("mixed_fp8", as_it_is, {"color": "#a03080", "ls": (0, (5, 1))}),
     "fp8-unscaled": Setting(
@@ -114,8 +129,8 @@ class Config:
     """Trains a character model with 16-bit parameters, or products in float8."""
 
     setting: tuple[str, ...] = tuple(SETTINGS)
-    """Any of masters, bfloat16, stochastic, stochastic-narrow, kahan, kahan-narrow,
-    fp8, fp8-unscaled, O3, O3-kahan."""
+    """Any of masters, bfloat16, stochastic, stochastic-narrow, stochastic-int8, kahan,
+    kahan-narrow, kahan-int8, masters-int8, fp8, fp8-unscaled, O3, O3-kahan."""
     full: bool = False
     """Three seeds and 600 updates."""
     seeds: int = 1

@@ -105,7 +105,8 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
     made = []
     for i, ((_, x), wide) in enumerate(zip(leaves, given, strict=True)):
         if rests[i] is not None:
-            wide, rests[i] = split(jnp.asarray(wide, jnp.float32), x.dtype, rests[i].dtype)
+            wide = jnp.asarray(wide, jnp.float32)
+            wide, rests[i] = split(wide, x.dtype, rests[i].dtype)
         made.append(jnp.asarray(wide).astype(x.dtype))
     return structure.unflatten(made), _with_compensations(opt_state, leaves, rests)
 

@@ -1,0 +1,394 @@
+"""States in 8 and 16 bits train as float32 ones, and are left alone as these are."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from conftest import rest_is_evidence
+from jaxmp._blocks import decode, is_blocks
+
+PARAMS = {
+    "w": jnp.asarray(np.linspace(-1, 1, 16 * 512, dtype="f4").reshape(16, 512)),
+    "b": jnp.ones(512),
+}
+GRADS = jax.tree.map(jnp.sin, jax.tree.map(lambda p: 37 * p, PARAMS))
+MOMENTUM = optax.sgd(1e-3, momentum=0.75)
+INT8 = partial(jaxmp.with_state_dtype, state_dtype="int8")
+DOORS = {
+    "float32": (INT8, jnp.float32),
+    "stochastic": (
+        partial(jaxmp.stochastic_rounding, state_dtype="int8"),
+        jnp.bfloat16,
+    ),
+    "Kahan": (
+        partial(jaxmp.kahan_summation, state_dtype="int8", compensation="int8"),
+        jnp.bfloat16,
+    ),
+}
+each_door = pytest.mark.parametrize(("wrap", "dtype"), DOORS.values(), ids=DOORS)
+
+
+def step_of(tx):
+    """Returns the training step that users write."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params, value=jnp.float32(1))
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def train(tx, params, grads, length):
+    """Updates with the same gradients again and again."""
+
+    def step(carry, _):
+        return step_of(tx)(*carry, grads), None
+
+    return jax.lax.scan(step, (params, tx.init(params)), length=length)[0]
+
+
+def bits(tree):
+    """Returns the leaves as dtypes and bytes."""
+    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
+
+
+def stored(state):
+    """Returns how many arrays are stored in 8 bits."""
+    return sum(map(is_blocks, jax.tree.leaves(state, is_leaf=is_blocks)))
+
+
+# What is stored
+
+
+def test_moments_alone_are_stored_in_8_bits():
+    params = PARAMS | {"short": jnp.ones((8, 8)), "n": jnp.arange(3), "none": None}
+    state = jax.eval_shape(INT8(optax.adamw(1e-3)).init, params)
+    mu = optax.tree.get(state, "mu")
+    assert mu["w"].codes.shape == (16, 512)
+    assert mu["w"].units.shape == (16, 2)
+    assert mu["b"].dtype == mu["short"].dtype == jnp.float32
+    assert stored(state) == 2
+    # Another shape than a parameter's, and copies of parameters.
+    big = {"w": jnp.ones((256, 256))}
+    assert stored(jax.eval_shape(INT8(optax.adafactor(1e-3)).init, big)) == 0
+    adafactor = optax.adafactor(1e-3, momentum=0.9)
+    assert stored(jax.eval_shape(INT8(adafactor).init, big)) == 1
+    free = optax.contrib.schedule_free(optax.sgd(1e-3, momentum=0.9), 1e-3)
+    found = jax.eval_shape(INT8(free).init, big)
+    assert found.inner_state.z["w"].dtype == jnp.float32
+    assert stored(found) == 1
+    assert stored(jax.eval_shape(INT8(optax.contrib.muon(1e-3)).init, big)) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "bytes_each"),
+    [
+        (INT8, "float32", 6.02),
+        (partial(jaxmp.with_state_dtype, state_dtype="bfloat16"), "float32", 8),
+        (DOORS["stochastic"][0], "bfloat16", 4.02),
+        (partial(jaxmp.kahan_summation, state_dtype="int8"), "bfloat16", 6.02),
+        (DOORS["Kahan"][0], "bfloat16", 5.02),
+    ],
+)
+def test_bytes_of_a_parameter_with_adam(make, dtype, bytes_each):
+    params = jax.ShapeDtypeStruct((1024, 1024), dtype)
+    state = jax.eval_shape(make(optax.adam(1e-3)).init, params)
+    found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    assert round(found / 2**20, 2) == bytes_each
+
+
+# What it trains
+
+
+@pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
+def test_the_mean_of_a_moment_is_right(state_dtype):
+    # 1000 gradients of 1 and 2000 of 0, beside numbers that stay large.
+    truth = (1 - 0.999**1000) * 0.999**2000
+    params = jnp.ones((16, 256))
+    tx = jaxmp.with_state_dtype(optax.scale_by_rms(0.999), state_dtype)
+    large = jnp.arange(256) % 64 == 0
+
+    def step(state, grad):
+        return tx.update(jnp.where(large, 2, grad) * params, state, params)[1], None
+
+    grads = jnp.repeat(jnp.array([1.0, 0.0]), jnp.array([1000, 2000]))
+    state = jax.lax.scan(step, tx.init(params), grads)[0]
+    (nu,) = jax.tree.leaves(optax.tree.get(state, "nu"), is_leaf=is_blocks)
+    nu = np.asarray(decode(nu) if is_blocks(nu) else nu, float)
+    assert abs(nu[:, ~large].mean() / truth - 1) < 0.02
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam, optax.rmsprop, optax.yogi])
+def test_small_gradients_beside_large_ones_make_no_large_updates(optimizer):
+    # Rounded to zero, a second moment would make updates of a million learning rates,
+    # also where gradients are a millionth of others in their block.
+    size = 10.0 ** np.linspace(-6, 0, 256)
+    rng = np.random.default_rng(0)
+    grads = jnp.asarray(rng.normal(size=(100, 32, 256)) * size, jnp.float32)
+    params = jnp.zeros((32, 256))
+
+    def largest(tx):
+        def step(state, grad):
+            updates, state = tx.update(grad, state, params)
+            return state, jnp.abs(updates).max()
+
+        return jax.lax.scan(step, tx.init(params), grads)[1].max()
+
+    tx = optimizer(1.0)
+    assert largest(INT8(tx)) < 10 * largest(tx)
+
+
+def test_it_trains_as_float32_does_where_linear_codes_do_not():
+    from benchmarks import moments
+
+    tasks = [moments.lora(0, 150)]
+    tx = optax.adamw(2e-3)
+    wide, narrow, linear = (
+        moments.train(tasks, tx, moments.STORAGES[name])[0]
+        for name in ("float32", "int8", "linear int8")
+    )
+    assert abs(narrow - wide) < 0.03
+    assert not linear < wide + 1
+
+
+# Transformations of JAX, skipped steps, checkpoints
+
+
+@pytest.fixture(scope="module", params=DOORS)
+def trained(request):
+    """A wrapper, parameters, and what three steps make of them."""
+    wrap, dtype = DOORS[request.param]
+    tx, params = wrap(MOMENTUM), jaxmp.cast_tree(PARAMS, dtype)
+    step, carry = jax.jit(step_of(tx)), (params, tx.init(params))
+    for _ in range(3):
+        carry = step(*carry, GRADS)
+    return tx, params, carry
+
+
+def test_scan_and_donation_change_no_bit(trained):
+    tx, params, expected = trained
+    assert bits(train(tx, params, GRADS, 3)) == bits(expected)
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
+    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
+    for _ in range(3):
+        given = jax.tree.leaves(carry)
+        carry = step(*carry, GRADS)
+        assert all(x.is_deleted() for x in given)
+    assert step._cache_size() == 1
+    assert bits(carry) == bits(expected)
+
+
+def test_replicas_of_vmap_are_the_same(trained):
+    tx, params, expected = trained
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
+    step = jax.jit(jax.vmap(step_of(tx), (0, 0, None)))
+    for _ in range(3):
+        stacked = step(*stacked, GRADS)
+    first, second = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2))
+    assert bits(first) == bits(second)
+    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, expected)
+
+
+@pytest.mark.parametrize(
+    "spec", rest_is_evidence({"both": P("x", "y"), "rows": P("x"), "y": P(None, "y")}, "both")
+)
+def test_sharding_changes_no_bit(spec, trained):
+    tx, params, expected = trained
+    mesh = jax.make_mesh((4, 2), ("x", "y"))
+    put = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P())}
+    params, grads = (jax.device_put(x, put) for x in (params, GRADS))
+    shardings = jaxmp.init_shardings(tx, params)
+    carry = params, jax.jit(tx.init, out_shardings=shardings)(params)
+    step = jax.jit(step_of(tx))
+    for _ in range(3):
+        carry = step(*carry, grads)
+    (trace,) = (
+        x for x in jax.tree.leaves(carry[1], is_leaf=is_blocks) if is_blocks(x)
+    )
+    for part in trace:
+        assert part.sharding.is_equivalent_to(put["w"], 2)
+    assert bits(carry) == bits(expected)
+
+
+def test_units_of_rows_that_are_too_short_for_their_devices_are_whole():
+    mesh = Mesh(jax.devices(), ("x",))
+    params = jax.device_put(PARAMS["w"], NamedSharding(mesh, P(None, "x")))
+    tx = INT8(MOMENTUM)
+    shardings = jaxmp.init_shardings(tx, params)
+    state = jax.jit(tx.init, out_shardings=shardings)(params)
+    _, state = jax.jit(step_of(tx))(params, state, GRADS["w"])
+    trace = optax.tree.get(state, "trace")
+    assert trace.codes.sharding.is_equivalent_to(params.sharding, 2)
+
+
+@each_door
+def test_a_skipped_step_leaves_every_bit(wrap, dtype):
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    tx = jaxmp.loss_scaling(wrap(inner), "bfloat16")
+    params = jaxmp.cast_tree(PARAMS, dtype)
+    step, state = jax.jit(step_of(tx)), tx.init(params)
+    for poison in (0.0, jnp.inf, 0.0, jnp.nan):
+        before = bits((params, state.inner_state))
+        grads = {**GRADS, "w": GRADS["w"].at[1, 1].add(poison)}
+        params, state = step(params, state, grads)
+        assert (bits((params, state.inner_state)) == before) == (poison != 0)
+    assert stored(state) == 2
+    assert step._cache_size() == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+def test_orbax_resumes_bit_for_bit_and_on_other_devices(trained, tmp_path):
+    tx, params, expected = trained
+    step = jax.jit(step_of(tx))
+    saved = step(params, tx.init(params), GRADS)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "1", saved)
+        checkpointer.wait_until_finished()
+        target = jax.eval_shape(lambda p: (p, tx.init(p)), params)
+        carry = checkpointer.restore(tmp_path / "1", target)
+        mesh = Mesh(jax.devices()[:4], ("x",))
+        put = {"w": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P())}
+        there = jax.device_put(params, put)
+        shardings = put, jaxmp.init_shardings(tx, there)
+        target = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            target,
+            shardings,
+        )
+        elsewhere = checkpointer.restore(tmp_path / "1", target)
+    for _ in range(2):
+        carry = step(*carry, GRADS)
+        elsewhere = step(*elsewhere, jax.device_put(GRADS, put))
+    assert bits(carry) == bits(expected)
+    assert bits(elsewhere) == bits(expected)
+
+
+def test_a_state_changes_its_dtype_there_and_back():
+    txs = {
+        dtype: jaxmp.loss_scaling(
+            jaxmp.with_state_dtype(optax.adam(1e-2), dtype), "mixed_bfloat16"
+        )
+        for dtype in (None, "bfloat16", "int8")
+    }
+    params, wide = train(txs[None], PARAMS, GRADS, 5)
+    for dtype in ("bfloat16", "int8"):
+        like = jax.eval_shape(txs[dtype].init, PARAMS)
+        narrow = jaxmp.cast_state(wide, like)
+        assert jax.tree.map(jnp.shape, narrow) == jax.tree.map(jnp.shape, like)
+        back = jaxmp.cast_state(narrow, jax.eval_shape(txs[None].init, PARAMS))
+        assert back.inner_state.steps == 5
+        for name in ("mu", "nu"):
+            ours, theirs = (optax.tree.get(x, name)["w"] for x in (back, wide))
+            np.testing.assert_allclose(ours, theirs, atol=0.01 * abs(theirs).max())
+        # What is stored in the same way is the same.
+        assert bits(jaxmp.cast_state(narrow, narrow)) == bits(narrow)
+        _, again = jax.jit(step_of(txs[dtype]))(params, narrow, GRADS)
+        assert jax.tree.structure(again) == jax.tree.structure(like)
+
+
+def test_derivatives_are_finite():
+    def moved(learning_rate):
+        tx = INT8(optax.sgd(learning_rate, momentum=0.5))
+        updates, state = tx.update(GRADS, tx.init(PARAMS), PARAMS)
+        params = optax.apply_updates(PARAMS, updates)
+        updates, _ = tx.update(GRADS, state, params)
+        return optax.apply_updates(params, updates)["w"].sum()
+
+    assert np.isfinite(jax.jit(jax.grad(moved))(0.125))
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("wrap", [INT8, DOORS["stochastic"][0]])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.lion(1e-3),
+        optax.adafactor(1e-2, momentum=0.9),
+        optax.contrib.muon(1e-3),
+        optax.amsgrad(1e-3),
+        optax.contrib.prodigy(),
+        optax.contrib.schedule_free(optax.adam(1e-3), 1e-3),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.inject_hyperparams(optax.adamw)(1e-3),
+        optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
+        optax.lbfgs(1e-3, linesearch=None),
+    ],
+)
+def test_every_optimizer_trains(wrap, inner):
+    params, state = train(wrap(inner), PARAMS, GRADS, 4)
+    assert jaxmp.all_finite(params)
+    moved = np.abs(np.asarray(params["w"] - PARAMS["w"]))
+    assert 0 < moved.max() < 1
+
+
+# Mistakes
+
+F32 = jaxmp.with_state_dtype(MOMENTUM, None)
+MISTAKES = {
+    "bfloat16 parameters": (
+        lambda: INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.bfloat16)),
+        r"`b` is bfloat16.*jaxmp\.stochastic_rounding\(",
+    ),
+    "float16 parameters": (
+        lambda: INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.float16)),
+        r"`b` is float16.*jaxmp\.kahan_summation\(",
+    ),
+    "twice": (
+        lambda: jaxmp.stochastic_rounding(INT8(MOMENTUM), state_dtype="int8").init(
+            PARAMS
+        ),
+        "Leave one of them out",
+    ),
+    "a float32 state": (
+        lambda: INT8(MOMENTUM).update(GRADS, F32.init(PARAMS), PARAMS),
+        r"is int8, but the state is not stored so.*jaxmp\.cast_state\(",
+    ),
+    "a state in 8 bits": (
+        lambda: F32.update(GRADS, INT8(MOMENTUM).init(PARAMS), PARAMS),
+        r"stored in 8 bits, but `state_dtype` is None.*jaxmp\.cast_state\(",
+    ),
+    "another optimizer's state": (
+        lambda: INT8(MOMENTUM).update(GRADS, MOMENTUM.init(PARAMS), PARAMS),
+        "a `StateDtypeState`, but got",
+    ),
+    "float8": (
+        lambda: jaxmp.with_state_dtype(MOMENTUM, "float16"),
+        "must be int8, bfloat16 or None",
+    ),
+    "a policy first": (
+        lambda: jaxmp.with_state_dtype("int8", MOMENTUM),
+        "It comes first",
+    ),
+    "states of two optimizers": (
+        lambda: jaxmp.cast_state(F32.init(PARAMS), MOMENTUM.init(PARAMS)),
+        "two states of one optimizer",
+    ),
+    "states of two models": (
+        lambda: jaxmp.cast_state(
+            F32.init(PARAMS), F32.init(PARAMS | {"w": PARAMS["b"]})
+        ),
+        r"`inner_state/0/trace/w` has the shape \[16, 512\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "answer"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_answered(mistake, answer):
+    with pytest.raises((TypeError, ValueError), match=answer):
+        mistake()
+
+
+def test_a_part_of_a_model_may_be_stored_in_8_bits_inside_a_wrapper():
+    parts = {"w": INT8(MOMENTUM), "b": MOMENTUM}
+    tx = jaxmp.kahan_summation(optax.multi_transform(parts, {"w": "w", "b": "b"}))
+    params, state = train(tx, jaxmp.cast_tree(PARAMS, jnp.bfloat16), GRADS, 2)
+    assert stored(state) == 1
+    assert jaxmp.all_finite(params)
