@@ -110,7 +110,7 @@ def cnn(seed: int, updates: int) -> Task:
 
 
 def lora(seed: int, updates: int) -> Task:
-    """Returns adapters of rank 8 that teach a network, which is frozen, other labels."""
+    """Returns adapters of rank 8 that teach a frozen network other labels."""
     width, rank = 512, 8
     rng = np.random.default_rng(seed)
     sizes = [(64, width), (width, width), (width, 10)]
@@ -183,7 +183,7 @@ def linear(inner: Any) -> optax.GradientTransformation:
 
     in_8_bits = jaxmp.with_state_dtype(inner, "int8")
 
-    def update(updates, state, params):
+    def update(updates, state, params=None):
         blocks = jax.eval_shape(in_8_bits.init, params).inner_state
         updates, new = inner.update(updates, state, params)
         return updates, stored(new, blocks)

@@ -55,9 +55,7 @@ VARIANTS = {
     "Kahan, bfloat16 state": Variant(
         partial(KAHAN, ADAM, state_dtype="bfloat16"), 8, 18
     ),
-    "Kahan, int8 state": Variant(
-        partial(KAHAN, ADAM, state_dtype="int8"), 6.02, 18.1
-    ),
+    "Kahan, int8 state": Variant(partial(KAHAN, ADAM, state_dtype="int8"), 6.02, 18.1),
     "Kahan in int8, int8 state": Variant(
         partial(KAHAN, ADAM, state_dtype="int8", compensation="int8"), 5.02, 16.1
     ),

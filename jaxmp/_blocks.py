@@ -136,7 +136,9 @@ def _upper_bits(x: jax.Array) -> jax.Array:
 def _of_each(units: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns the unit of each number of an array, in float32."""
     count, length = _blocks(shape[-1])
-    each = jnp.broadcast_to(units.astype(jnp.float32)[..., None], (*units.shape, length))
+    each = jnp.broadcast_to(
+        units.astype(jnp.float32)[..., None], (*units.shape, length)
+    )
     return each.reshape(*shape[:-1], count * length)[..., : shape[-1]]
 
 

@@ -325,9 +325,7 @@ def _check_float32(params: Any) -> None:
             )
 
 
-def _check_stored(
-    inner: Any, params: Any, state: Any, narrow: np.dtype | None
-) -> None:
+def _check_stored(inner: Any, params: Any, state: Any, narrow: np.dtype | None) -> None:
     """Raises where a state is stored in 8 bits and should not be, or should and is not.
 
     As after a checkpoint has been restored with another ``state_dtype``.

@@ -1,4 +1,4 @@
-"""Eight bits: the mean is right, no Inf is hidden, and no second moment becomes zero."""
+"""Eight bits: the mean is right, no Inf is hidden, no second moment becomes zero."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,9 @@ def test_what_a_code_stands_for_stays():
     np.testing.assert_array_equal(found, codes)
 
 
-@pytest.mark.parametrize("x", [ANY, abs(ANY), ANY**2], ids=["any", "positive", "squares"])
+@pytest.mark.parametrize(
+    "x", [ANY, abs(ANY), ANY**2], ids=["any", "positive", "squares"]
+)
 def test_every_number_becomes_one_of_its_neighbours(x):
     blocks = at_random(x)
     found = np.asarray(_blocks.decode(blocks))

@@ -198,7 +198,8 @@ def test_replicas_of_vmap_are_the_same(trained):
 
 
 @pytest.mark.parametrize(
-    "spec", rest_is_evidence({"both": P("x", "y"), "rows": P("x"), "y": P(None, "y")}, "both")
+    "spec",
+    rest_is_evidence({"both": P("x", "y"), "rows": P("x"), "y": P(None, "y")}, "both"),
 )
 def test_sharding_changes_no_bit(spec, trained):
     tx, params, expected = trained
@@ -210,9 +211,7 @@ def test_sharding_changes_no_bit(spec, trained):
     step = jax.jit(step_of(tx))
     for _ in range(3):
         carry = step(*carry, grads)
-    (trace,) = (
-        x for x in jax.tree.leaves(carry[1], is_leaf=is_blocks) if is_blocks(x)
-    )
+    (trace,) = (x for x in jax.tree.leaves(carry[1], is_leaf=is_blocks) if is_blocks(x))
     for part in trace:
         assert part.sharding.is_equivalent_to(put["w"], 2)
     assert bits(carry) == bits(expected)
@@ -323,7 +322,7 @@ def test_derivatives_are_finite():
     ],
 )
 def test_every_optimizer_trains(wrap, inner):
-    params, state = train(wrap(inner), PARAMS, GRADS, 4)
+    params, _ = train(wrap(inner), PARAMS, GRADS, 4)
     assert jaxmp.all_finite(params)
     moved = np.abs(np.asarray(params["w"] - PARAMS["w"]))
     assert 0 < moved.max() < 1
