@@ -1,6 +1,8 @@
 """States in 8 and 16 bits train as float32 ones, and are left alone as these are."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -318,7 +320,6 @@ def test_derivatives_are_finite():
         optax.MultiSteps(optax.adam(1e-3), 2),
         optax.inject_hyperparams(optax.adamw)(1e-3),
         optax.masked(optax.adam(1e-3), {"w": True, "b": False}),
-        optax.lbfgs(1e-3, linesearch=None),
     ],
 )
 def test_every_optimizer_trains(wrap, inner):
@@ -326,6 +327,63 @@ def test_every_optimizer_trains(wrap, inner):
     assert jaxmp.all_finite(params)
     moved = np.abs(np.asarray(params["w"] - PARAMS["w"]))
     assert 0 < moved.max() < 1
+
+
+# The page
+
+ROOT = Path(jaxmp.__file__).parent.parent
+PAGE = (ROOT / "docs" / "narrow_params.md").read_text()
+# The rows of the first table, by what was counted.
+COUNTED = {
+    "float32 parameters": "float32 masters",
+    "float32 parameters, bfloat16 state": "float32 parameters, bfloat16 state",
+    "float32 parameters, int8 state": "float32 parameters, int8 state",
+    "`bfloat16`, optax alone": "bfloat16, optax alone",
+    "`stochastic_rounding`, float32 state": "stochastic",
+    "`stochastic_rounding`, bfloat16 state": "stochastic, bfloat16 state",
+    "`stochastic_rounding`, int8 state": "stochastic, int8 state",
+    "`kahan_summation`, float32 state": "Kahan",
+    "`kahan_summation`, bfloat16 state": "Kahan, bfloat16 state",
+    "`kahan_summation`, int8 state": "Kahan, int8 state",
+    "`kahan_summation`, int8 state and compensation": "Kahan in int8, int8 state",
+    "`kahan_summation`, float16 (`O3`), float32 state": "Kahan, float16",
+}
+COLUMNS = ("float32", "int8", "int8, at random", "linear int8")
+
+
+def table(first):
+    """Returns the cells of a table by its first column."""
+    rows = PAGE[PAGE.index(first) :].split("\n\n")[0].splitlines()[2:]
+    cells = ([x.strip(" *") for x in row.strip("|").split("|")] for row in rows)
+    return {name: values for name, *values in cells}
+
+
+def results(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    return json.loads(path.read_text())
+
+
+def test_the_page_says_the_bytes_that_were_counted():
+    counted = {x["update"]: x for x in results("narrow")["gpt-12m"]["rows"]}
+    rows = table("| Adam, bytes per parameter")
+    assert set(rows) == set(COUNTED)
+    for name, (stored, moved, _) in rows.items():
+        found = counted[COUNTED[name]]
+        assert float(stored) == round(found["bytes stored"], 1), name
+        assert float(moved) == round(found["bytes moved"], 1), name
+
+
+def test_the_page_says_the_losses_that_were_measured():
+    found = results("moments")
+    rows = {
+        f"{model}, {row['optimizer']}": [row.get(name, "") for name in COLUMNS]
+        for model in found
+        for row in found[model]["rows"]
+    }
+    assert table("| Model, optimizer") == rows
+    experiments = (ROOT / "examples" / "README.md").read_text()
+    for *_, loss in table("| Adam, bytes per parameter").values():
+        assert loss in experiments
 
 
 # Mistakes
