@@ -127,7 +127,7 @@ def lora(seed: int, updates: int) -> Task:
     def loss(params, frozen, batch):
         x = batch[0].reshape(len(batch[0]), -1)
         for i, (w, p) in enumerate(zip(frozen, params, strict=True)):
-            x = x @ w + (x @ p["a"]) @ p["b"]
+            x = x @ w + 0.25 * (x @ p["a"]) @ p["b"]
             x = nn.relu(x) if i < 2 else x
         return cross_entropy(x, batch[1])
 
@@ -246,7 +246,7 @@ def losses(name: str, options: Options):
 
 def spread(values: list[float]) -> str:
     """Spells a mean and a standard deviation, of runs that do not diverge."""
-    if not max(values) < 100:
+    if not all(value < 100 for value in values):
         return "diverges"
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.3f} ± {deviation:.3f}"

@@ -67,10 +67,11 @@ def units_of(x: jax.Array) -> jax.Array:
     if missing:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     x = x.reshape(*x.shape[:-1], count, length)
-    is_positive = ~jnp.any(x < 0, axis=-1)
-    # As integers, half as many bytes; they are in the order of the numbers.
-    upper = _upper_bits(jnp.abs(x)).max(-1)
-    largest = jax.lax.bitcast_convert_type(upper, jnp.bfloat16).astype(jnp.float32)
+    # In one reduction, and of the numbers as they are, or XLA may write to memory what
+    # is to be reduced.
+    zeros = np.float32(0), np.float32(0)
+    most, least = jax.lax.reduce((x, x), zeros, _both_ends, (x.ndim - 1,))
+    largest, is_positive = jnp.maximum(most, -least), least == 0
     unit = largest / jnp.where(is_positive, float(_TOP_OF_POSITIVE) ** 4, _TOP**2)
     unit = jnp.where(largest > 0, jnp.maximum(unit, _TINY), unit)
     unit = jax.lax.bitcast_convert_type(_upper_bits(unit), jnp.bfloat16)
@@ -121,6 +122,10 @@ def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
     code = jnp.where(x < 0, -code, code)
     positive = jnp.maximum(code, jnp.where(x > 0, _LEAST, 0)) - 128
     return jnp.where(is_positive, positive, code).astype(jnp.int8)
+
+
+def _both_ends(x: Any, y: Any) -> Any:
+    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
 
 
 def _upper_bits(x: jax.Array) -> jax.Array:
