@@ -62,6 +62,7 @@ def test_a_product_in_float32_does_not_pass():
     rest_is_evidence(
         {name: name for name in narrow.VARIANTS},
         "stochastic, bfloat16 state",
+        "stochastic, int8 state",
     ),
 )
 def test_an_update_without_masters_moves_what_it_reads_and_writes(name):
