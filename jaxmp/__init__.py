@@ -26,8 +26,9 @@ Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity RoundedColumn
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
             RecordRangesState exponent_histogram activation_gradients
-Parameters  stochastic_rounding StochasticRoundingState kahan_summation
-            KahanSummationState
+Memory      with_state_dtype cast_state StateDtypeState Int8Blocks
+            stochastic_rounding StochasticRoundingState
+            kahan_summation KahanSummationState masters set_masters
 Front ends  jaxmp.linen jaxmp.nnx jaxmp.plots
 """
 
