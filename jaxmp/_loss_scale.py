@@ -307,6 +307,11 @@ def _skipping(
         )
 
     def update_fn(updates, state, params=None, **extra_args):
+        if isinstance(params, LossScaleState) and not isinstance(state, LossScaleState):
+            raise TypeError(
+                "`tx.update` takes the state before the parameters, but got them the "
+                "other way round. Type `tx.update(grads, opt_state, params)`."
+            )
         if not isinstance(state, LossScaleState):
             raise TypeError(
                 "`tx.update(grads, opt_state, params)` needs the state that "

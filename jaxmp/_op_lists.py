@@ -437,7 +437,7 @@ def _name(primitive: str | Primitive) -> str:
 def _meant_by(name: str, known: Iterable[str]) -> str:
     """Says what a name that no primitive has may mean."""
     close = difflib.get_close_matches(name, known)
-    text = f"The nearest are {', '.join(f'`{c}`' for c in close) or 'none'}."
+    text = f"Near it: {', '.join(f'`{c}`' for c in close) or 'none'}."
     for module in (jax.nn, jnp):
         if callable(getattr(module, name, None)):  # of several primitives
             fun = f"{module.__name__}.{name}"

@@ -597,6 +597,15 @@ def test_a_stuck_run_names_the_gradients_that_are_not_finite():
     assert len(str(caught.value)) < 1200
 
 
+@pytest.mark.parametrize("make", [jaxmp.dynamic_loss_scale, jaxmp.static_loss_scale])
+def test_a_state_and_parameters_that_are_swapped_are_not_taken_for_a_checkpoint(make):
+    tx, params = make(optax.adam(1e-3)), {"w": jnp.ones(2)}
+    with pytest.raises(TypeError, match="other way round") as error:
+        tx.update(params, params, tx.init(params))
+    assert "tx.update(grads, opt_state, params)" in str(error.value)
+    assert "inner_state" not in str(error.value)
+
+
 def test_a_state_from_before_the_wrapper_is_told_where_it_goes():
     adam = optax.adam(0.1)
     tx = jaxmp.loss_scaling(adam, "mixed_float16")
