@@ -98,8 +98,9 @@ def warn_if_constant(loss_scale: Any) -> None:
         "that it is from comes from outside: the function keeps this scale while the "
         "one in `opt_state` adapts, or compiles again for each. Make the state an "
         "argument of what you jit: `jax.jit(lambda params, opt_state, x: jaxmp."
-        "value_and_grad(loss_fn, loss_scale=opt_state)(params, x))`. For a scale that "
-        "is to stay pass a number: `loss_scale=2.0**10`."
+        "value_and_grad(loss_fn, loss_scale=opt_state)(params, x))`; in a `lax.scan` "
+        "pass it in the carry. For a scale that is to stay pass a number: "
+        "`loss_scale=2.0**10`."
     )
 
 
