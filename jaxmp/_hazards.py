@@ -243,7 +243,7 @@ def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
             kind="number",
             why=f"{x.written:.4g} is {'0' if is_zero else 'Inf'} in {x.dtype}",
             cure="x.astype(jnp.float32)" if is_zero else "jnp.finfo(x.dtype).max",
-            module=_scopes.module_of(_scopes.without_repeats(x.place.scopes)),
+            module=x.place.module,
             where=x.place.where,
         )
         found.setdefault((row.why, row.module, row.where), row)

@@ -24,7 +24,7 @@ from ._jaxpr import Equation
 from ._numbers import Eaten, Numbers
 from ._op_lists import EXACT
 from ._places import Place
-from ._scopes import FLOAT8_SCALED, module_of, without_repeats
+from ._scopes import FLOAT8_SCALED
 from ._wide import bind_wide, platform_of
 from ._wide_replay import Value, WideReplay, compiled, given
 
@@ -59,8 +59,7 @@ class Limit(NamedTuple):
 
 def line_of(operation: str, dtype: Any, place: Place) -> Line:
     """Returns the line that an operation belongs to."""
-    module = module_of(without_repeats(place.scopes))
-    return Line(operation, np.dtype(dtype), place.where, module, place.backward)
+    return Line(operation, np.dtype(dtype), place.where, place.module, place.backward)
 
 
 class Limits:

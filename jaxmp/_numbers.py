@@ -16,7 +16,6 @@ from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._op_lists import GUARDS
 from ._places import Place
-from ._scopes import module_of, without_repeats
 
 
 class Eaten(NamedTuple):
@@ -96,8 +95,7 @@ def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
     for eqn, place in equations(jaxpr, around):
         for i, x in enumerate(eqn.invars):
             if isinstance(x, _jaxpr.Literal) and _jaxpr.is_inexact(x) and _is_real(x):
-                module = module_of(without_repeats(place.scopes))
-                key = eqn.primitive.name, i, place.user, place.author, module
+                key = eqn.primitive.name, i, place.user, place.author, place.module
                 groups.setdefault((*key, place.backward), []).append((eqn, i, x, place))
     return groups
 

@@ -152,7 +152,7 @@ class _Found(NamedTuple):
             dtype=str(site.dtype),
             kind="NaN" if bits[KIND] == 2 else "Inf",
             where=site.place.where,
-            module=_module(site.place),
+            module=site.place.module,
             backward=site.place.backward,
             trips=trips,
             inputs=tuple((str(x.dtype), x.shape, float32_of(top)) for x, top in shown),
@@ -375,7 +375,7 @@ class _Search:
 
     def _override(self, site: Site | None) -> str:
         """Returns the override for the module of the fault, if it has parameters."""
-        inner = "" if site is None else "/".join(_module(site.place).split("/")[1:])
+        inner = "" if site is None else "/".join(site.place.module.split("/")[1:])
         names = self.flat.names
         has = inner and any(re.search(re.escape(f"{inner}/"), x) for x in names)
         return f"{inner}/" if has and self._has_policy() else ""
@@ -460,7 +460,7 @@ def _reached_modules(found: _Found, moment: Any) -> tuple[str, ...]:
         return ()
     born = found.seen.rows.bits[:, KIND + 1 : -OPERANDS]
     modules = {
-        _module(site.place): None
+        site.place.module: None
         for site, x in zip(found.probe.sites, born, strict=True)
         if tuple(map(int, x)) == moment
     }
@@ -528,8 +528,3 @@ def _range(found: _Found, line: Line, numbers: list[int]) -> OperationRange:
         lost=float(counts[:, LOST].sum() / size) if size else 0.0,
         nonfinite=float(counts[:, [NAN, INF]].sum() / size) if size else 0.0,
     )
-
-
-def _module(place: Place) -> str:
-    """Returns the module path of a place, which differentiation may have repeated."""
-    return place.module
