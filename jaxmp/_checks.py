@@ -232,6 +232,24 @@ def check_optimizer(inner: Any, call: str) -> None:
     )
 
 
+def check_state(state: Any, state_type: type, more: str = "") -> None:
+    """Raises where a state is not the one that our ``init`` made.
+
+    Args:
+        state: What an update was given.
+        state_type: What ``init`` makes.
+        more: What else to say.
+    """
+    if isinstance(state, state_type):
+        return
+    text = (
+        "`tx.update(grads, opt_state, params)` needs the state that `tx.init(params)` "
+        f"made, a `{state_type.__name__}`, but got {short(state)}. Begin with "
+        "`opt_state = tx.init(params)`."
+    )
+    raise TypeError(f"{text} {more}".rstrip())
+
+
 def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
     """Raises where a model, a policy or a result stands in the place of a function.
 

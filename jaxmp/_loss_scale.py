@@ -15,6 +15,7 @@ from ._checks import (
     as_count,
     check_optimizer,
     check_positive,
+    check_state,
     clipped,
     explains,
     known_number,
@@ -312,12 +313,7 @@ def _skipping(
                 "`tx.update` takes the state before the parameters, but got them the "
                 "other way round. Type `tx.update(grads, opt_state, params)`."
             )
-        if not isinstance(state, LossScaleState):
-            raise TypeError(
-                "`tx.update(grads, opt_state, params)` needs the state that "
-                f"`tx.init(params)` made, a `LossScaleState`, but got {short(state)}. "
-                f"Begin with `opt_state = tx.init(params)`. {MIGRATE}"
-            )
+        check_state(state, LossScaleState, MIGRATE)
         finite = all_finite(updates, axis_name=axis_name)
         _check_agreement(finite, state.loss_scale, axis_name)
         with note_kahan(params):

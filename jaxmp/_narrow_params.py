@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from ._checks import check_optimizer, short
+from ._checks import check_optimizer, check_state, short
 from ._rounding import (
     join,
     noise_seeds,
@@ -23,7 +23,6 @@ from ._rounding import (
 from ._state_dtype import (
     as_state_dtype,
     check_seed,
-    check_state,
     narrow_init,
     narrow_update,
 )

@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from ._blocks import Int8Blocks, decode, encode, is_blocks, nearest, units_of
-from ._checks import check_optimizer, short
+from ._checks import check_optimizer, check_state, short
 from ._dtypes import as_dtype
 from ._rounding import noise_seeds, round_stochastically
 from ._tree import is_floating, path_name, widen
@@ -254,16 +254,6 @@ def check_seed(seed: Any) -> None:
         raise TypeError(
             f"`seed` must be an integer, but is {short(seed)}. Pass for example "
             "`seed=0`; the random numbers of each step are made of it."
-        )
-
-
-def check_state(state: Any, state_type: Any) -> None:
-    """Raises where a state is not the one that our ``init`` made."""
-    if not isinstance(state, state_type):
-        raise TypeError(
-            "`tx.update(grads, opt_state, params)` needs the state that "
-            f"`tx.init(params)` made, a `{state_type.__name__}`, but got "
-            f"{short(state)}. Begin with `opt_state = tx.init(params)`."
         )
 
 
