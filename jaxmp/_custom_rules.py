@@ -4,6 +4,10 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jax.custom_derivatives import SymbolicZero
+
+from ._jaxpr import Equation, is_inexact
+
 
 @contextlib.contextmanager
 def noted_as_rule() -> Iterator[None]:
@@ -23,3 +27,19 @@ def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) ->
     """Returns ``items`` with those at ``places`` replaced."""
     changed = dict(zip(places, new, strict=True))
     return [changed.get(i, item) for i, item in enumerate(items)]
+
+
+def places_of_moving(eqn: Equation, tangents: Iterable[Any]) -> list[int]:
+    """Returns which inputs of ``eqn`` are differentiated.
+
+    A rule is asked for these, and for nothing else.
+
+    Args:
+        eqn: The equation.
+        tangents: Of its inputs, with symbolic zeros.
+    """
+    return [
+        i
+        for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
+        if is_inexact(var) and not isinstance(x, SymbolicZero)
+    ]

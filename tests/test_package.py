@@ -25,7 +25,6 @@ PACKAGE = Path(jaxmp.__file__).parent
 ROWS = [
     {"_version", "_checks", "_other_names"},
     {
-        "_custom_rules",
         "_dtypes",
         "_equinox",
         "_jaxpr",
@@ -33,7 +32,7 @@ ROWS = [
         "_sizes",
         "_varying",
     },
-    {"_in_float32"},
+    {"_custom_rules", "_in_float32"},
     {
         "_around",
         "_blocks",

@@ -9,8 +9,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .. import _jaxpr
-from .._custom_rules import noted_as_rule, replaced
+from .._custom_rules import noted_as_rule, places_of_moving, replaced
 from .._jaxpr import Equation, is_inexact
+from .._precision import own_precisions, with_default_precision
 from .._scopes import Scopes
 from .._twins import spelled
 from . import needs
@@ -75,17 +76,10 @@ class Customs(abc.ABC):
         known = [value.known.in_body() for value in ins]  # keeps no tracer alive
 
         def rule(primals, tangents):
-            # The rule is asked for what is differentiated, and for nothing else.
-            moving = [
-                i
-                for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
-                if is_inexact(var) and not isinstance(x, SymbolicZero)
-            ]
-            values = [k.of(x) for k, x in zip(known, primals, strict=True)]
-            values += [
-                Known(half=known[i].half, linear=True).of(tangents[i]) for i in moving
-            ]
-            return self.differentiated(eqn, values, moving, read, new, scopes)
+            moving = places_of_moving(eqn, tangents)
+            arrays = [*primals, *(tangents[i] for i in moving)]
+            facts = [*known, *(Known(known[i].half, linear=True) for i in moving)]
+            return self.differentiated(eqn, facts, arrays, moving, read, new, scopes)
 
         function.defjvp(rule, symbolic_zeros=True)
         arrays = function(*(x.array for x in ins))
@@ -94,7 +88,8 @@ class Customs(abc.ABC):
     def differentiated(
         self,
         eqn: Equation,
-        values: list[Value],
+        facts: Sequence[Known],
+        arrays: Sequence[Any],
         moving: list[int],
         read: tuple[Need, ...],
         new: Any,
@@ -104,39 +99,36 @@ class Customs(abc.ABC):
 
         Args:
             eqn: The call of the function.
-            values: Its inputs, and the tangents of those that move.
+            facts: What is known of its inputs, and of the tangents of those that move.
+            arrays: These.
             moving: Which these are.
             read: What its outputs are needed for.
             new: The function in mixed precision: results and tangents have the dtypes
                 that it has when it is only called.
             scopes: Named scopes around it.
         """
-        count, avals = len(eqn.invars), [var.aval for var in eqn.invars]
         moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-
-        def differentiated(*args):
-            args, tangents = args[:count], args[count:]
-            primals_out, tangents_out = jax.jvp(
-                lambda *xs: _jaxpr.bind(eqn, replaced(args, moving, xs)),
-                [args[i] for i in moving],
-                list(tangents),
-            )
-            return [*primals_out, *(tangents_out[i] for i in moved)]
-
-        with noted_as_rule():
-            jaxpr = _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
-            self.mark(jaxpr, scopes)
-            wanted = (*read, *(read[i] for i in moved))
-            outs = self.replay(jaxpr, values, Trip(wanted), scopes)
+        wanted = (*read, *(read[i] for i in moved))
         avals_out = _jaxpr.out_avals(new.jaxpr)
         like = [*avals_out, *(avals_out[i] for i in moved)]
-        arrays = [
-            _jaxpr.with_type_of(out.array, aval)
-            for out, aval in zip(outs, like, strict=True)
-        ]
+        zeros: list[bool] = []
+
+        def replayed(*arrays):
+            values = [k.of(x) for k, x in zip(facts, arrays, strict=True)]
+            outs = self.replay(jaxpr, values, Trip(wanted), scopes)
+            zeros[:] = [out.is_zero() for out in outs]
+            return [
+                _jaxpr.with_type_of(out.array, aval)
+                for out, aval in zip(outs, like, strict=True)
+            ]
+
+        with noted_as_rule():
+            jaxpr = _derivative(eqn, moving, moved)
+            self.mark(jaxpr, scopes)
+            arrays = with_default_precision(replayed, arrays)
         tangents = [
-            _jaxpr.zero_tangent(jax.typeof(x)) if out.is_zero() else x
-            for x, out in zip(arrays, outs, strict=True)
+            _jaxpr.zero_tangent(jax.typeof(x)) if is_zero else x
+            for x, is_zero in zip(arrays, zeros, strict=True)
         ]
         nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
         results = len(read)
@@ -210,3 +202,26 @@ class Customs(abc.ABC):
             return self.as_written(eqn.params["jaxpr"], values, trip, scopes)
 
         return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], on_shards)
+
+
+def _derivative(eqn: Equation, moving: Sequence[int], moved: Sequence[int]) -> Any:
+    """Returns a jaxpr of the results of a function with a rule, and of their tangents.
+
+    Args:
+        eqn: The call of the function.
+        moving: Which of its inputs have tangents, which the jaxpr takes behind them.
+        moved: Which of its outputs do.
+    """
+    count, avals = len(eqn.invars), [var.aval for var in eqn.invars]
+
+    def differentiated(*args):
+        args, tangents = args[:count], args[count:]
+        primals_out, tangents_out = jax.jvp(
+            lambda *xs: _jaxpr.bind(eqn, replaced(args, moving, xs)),
+            [args[i] for i in moving],
+            list(tangents),
+        )
+        return [*primals_out, *(tangents_out[i] for i in moved)]
+
+    with own_precisions():
+        return _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])

@@ -15,7 +15,9 @@ from .._definitions import definitions_of
 from .._flatten import ARRAY, arrays_of, with_arrays
 from .._jaxpr import Equation, is_float32, is_inexact
 from .._op_lists import Definition, OpLists
+from .._precision import own_precisions, with_default_precision
 from .._product_rules import accumulated, rounded
+from .._products import with_precision
 from .._reducers import bind_narrow
 from .._scopes import Scopes, check_paths, is_backward
 from . import classes, needs, storage
@@ -116,7 +118,7 @@ class Caster(Calls):
             arrays = arrays_of(leaves)
             # With a rule that reads the weights, which are kept in 16 bits, and not the
             # scores, which are not.
-            with jax.softmax_custom_jvp(True):
+            with jax.softmax_custom_jvp(True), own_precisions():
                 jaxpr = _jaxpr.trace(flat, arrays)
             if scopes is None:
                 check_paths("float32_paths", self.analysis.paths, jaxpr)
@@ -124,10 +126,14 @@ class Caster(Calls):
             outs = len(_jaxpr.out_avals(jaxpr))
             # What an inner rule returns is read by whoever called it.
             wanted = (needs.DIGITS if scopes is None else needs.FULL,) * outs
-            values = [given(array) for array in arrays]
-            results_in = self.as_written(jaxpr, values, Trip(wanted), scopes or ())
+
+            def replayed(*arrays):
+                values = [given(array) for array in arrays]
+                return self.as_written(jaxpr, values, Trip(wanted), scopes or ())
+
+            arrays = with_default_precision(replayed, arrays)
             leaves, out_tree = results
-            return out_tree.unflatten(with_arrays(leaves, results_in))
+            return out_tree.unflatten(with_arrays(leaves, arrays))
 
         return wrapped
 
@@ -204,7 +210,8 @@ class Caster(Calls):
 
     def product(self, step: Step, ins: list[Value], decision: Decision) -> list[Any]:
         """Applies a product to 16-bit operands (rule 2)."""
-        eqn, dtype = step.eqn, self.dtype
+        # The default is for float32, and JAX would give it to the derivatives.
+        eqn, dtype = with_precision(step.eqn), self.dtype
         operands = [
             value.narrow(dtype) if is_inexact(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)

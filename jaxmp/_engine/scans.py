@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from .. import _jaxpr
-from .._custom_rules import replaced
-from .._jaxpr import FLOAT32, Equation, is_inexact
+from .._custom_rules import places_of_moving, replaced
+from .._jaxpr import FLOAT32, Equation
+from .._precision import with_default_precision
 
 
 def scanned(
@@ -51,17 +51,19 @@ def scanned(
 
     def rule(primals, tangents):
         args, moved = (replaced(x, places, y) for x, y in (primals, tangents))
-        # The rule is asked for what is differentiated, and for nothing else.
-        moving = [
-            i
-            for i, (var, x) in enumerate(zip(eqn.invars, moved, strict=True))
-            if is_inexact(var) and not isinstance(x, SymbolicZero)
-        ]
-        return jax.jvp(
-            lambda *xs: rounding_in_each_trip(*replaced(args, moving, xs)),
-            [args[i] for i in moving],
-            [moved[i] for i in moving],
-        )
+        moving = places_of_moving(eqn, moved)
+
+        def differentiated(*xs):
+            outs, tangents = jax.jvp(
+                lambda *xs: rounding_in_each_trip(*replaced(args, moving, xs)),
+                xs[: len(moving)],
+                xs[len(moving) :],
+            )
+            return [*outs, *tangents]
+
+        pairs = [*(args[i] for i in moving), *(moved[i] for i in moving)]
+        outs, count = with_default_precision(differentiated, pairs), len(eqn.outvars)
+        return outs[:count], outs[count:]
 
     scan.defjvp(rule, symbolic_zeros=True)
     return scan(list(arrays), [wide[i] for i in places])
