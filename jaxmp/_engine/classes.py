@@ -36,10 +36,10 @@ from .._op_lists import (
     STRETCHES,
     VIEWS,
     OpLists,
+    is_power,
     is_steep_power,
 )
 from .._op_lists import divisor as divisor
-from .._op_lists import is_power as is_power
 from .._op_lists import scales_far as scales_far
 from .._products import (
     PRODUCTS,
@@ -106,8 +106,8 @@ def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
             return "product"
         if is_matrix_product(eqn) and has_default_precision(eqn):
             return "product"
-    follows = name in ops.infer and not is_steep_power(eqn)
-    if follows and not _jaxpr.is_told_dtype(eqn):
+    leaves_range = is_power(eqn) or is_steep_power(eqn) or scales_far(eqn)
+    if name in ops.infer and not leaves_range and not _jaxpr.is_told_dtype(eqn):
         return "exact" if name in EXACT else "smooth"
     if retypes(eqn):
         return "exact"

@@ -113,7 +113,7 @@ def _follows(
 ) -> bool:
     """Whether elementwise work, a choice or a move runs in 16 bits (rule 3)."""
     floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
-    if classes.is_power(eqn) or not any([x.known.half for x in floats]):
+    if not any([x.known.half for x in floats]):
         return False
     if not half and kind == "smooth":
         return False

@@ -90,7 +90,11 @@ def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
         return [needs.DIGITS] * count  # once they are rounded, others are equal
     # To compare with a number in the code is no computing: a relu.
     compares = does.compares and isinstance(eqn.invars[-1], Literal)
-    return [needs.NOTHING if compares else needs.reader(False, back)] * count
+    if compares:
+        return [needs.NOTHING] * count
+    # What is sorted or rounded to whole numbers has the digits of what it is made of.
+    kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
+    return [needs.reader(False, back) | kept] * count
 
 
 def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> Need:
@@ -98,9 +102,7 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     if kept:
         return needs.reader(False, back) | needs.EVERYTHING
     does = classes.does(eqn)
-    # A scale of 1e6 may bring a value back into range.
-    half = kind == "smooth" and needs.is_half(out) and not classes.scales_far(eqn)
-    found = needs.reader(half, back)
+    found = needs.reader(kind == "smooth" and needs.is_half(out), back)
     # The slope of a GELU is an exponential of what was rounded anyway.
     if does.is_steep and not (back and classes.is_exponential(eqn)):
         found |= needs.DIGITS

@@ -93,6 +93,25 @@ def test_rule_6_a_probability_keeps_its_digits_for_a_logarithm():
     assert of("logistic", loss, W) == [("float32", rules.DIGITS)]
 
 
+REARRANGED = {
+    "sorted": jnp.sort,
+    "the largest few": lambda h: lax.top_k(h, 3)[0],
+    "in whole numbers": lambda h: jnp.round(h * 64),
+    "the largest so far": lambda h: lax.cummax(h, axis=1),
+}
+
+
+@pytest.mark.parametrize("change", REARRANGED.values(), ids=REARRANGED)
+def test_rule_6_what_is_put_into_another_order_and_returned_keeps_its_digits(change):
+    def fun(w, x):
+        h = x @ w
+        return change(h), jnp.tanh(h) @ w
+
+    rounded = [jnp.float32(jnp.bfloat16(x)) for x in (W, X)]
+    found = autocast(fun)(W, X)[0]
+    np.testing.assert_allclose(found, fun(*rounded)[0], rtol=1e-6)
+
+
 def test_rule_7_a_softmax_that_a_product_takes_is_kept_in_16_bits():
     def loss(w):
         return (jax.nn.softmax(X @ w) @ w).sum()
