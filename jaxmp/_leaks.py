@@ -18,10 +18,10 @@ import numpy as np
 
 from . import _jaxpr, _scopes
 from ._dtypes import is_narrow, is_wide
-from ._kept import computes, why_16bit, why_kept
 from ._op_lists import VIEWS
 from ._places import Place, trip_count
 from ._products import flops as flops_of
+from ._reasons import computes, why_16bit, why_kept
 from ._report import DtypeReport, Hazard, Kept, Leak
 
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -271,23 +270,3 @@ def note_kept(
         if out.narrow and kept != {None}:
             (axes,) = kept if len(kept) == 1 else ((),)
             out.kept = tuple(axis + more for axis in axes or ())
-
-
-def after_trip(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
-    """Returns what a ``while`` carries after a trip.
-
-    Under ``vmap`` its test is an array, whose axes are the first of all that is
-    carried. The loop goes on while any example does, and those that have ended wait for
-    the others. ``lax.while_loop`` takes no such test.
-
-    Args:
-        goes_on: The test of what was carried before the trip.
-        new: What the trip returns.
-        old: What was carried before it.
-    """
-    if not jnp.ndim(goes_on):
-        return list(new)
-    return [
-        jnp.where(jnp.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, y)
-        for x, y in zip(new, old, strict=True)
-    ]

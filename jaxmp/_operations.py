@@ -11,15 +11,15 @@ from jax import lax
 from . import _jaxpr
 from ._fp8 import multiplied
 from ._jaxpr import Equation, is_float32, is_inexact
+from ._lookups import added_to_zeros, row_axis
 from ._op_lists import COPIES, GATHERS_ROWS
 from ._planner import Planner
 from ._product_rules import accumulated, moved, rounded
 from ._products import vector_of, with_precision
 from ._reducers import bind_narrow
-from ._rows import bind_as_written
 from ._scopes import Scopes, is_backward
 from ._sums import firmly_applied, firmly_rounded, times_vector
-from ._uses import RETURNED, Want
+from ._uses import IN_16BIT, RETURNED, Want
 from ._values import Value, cast, runs_in_16bit
 
 
@@ -136,3 +136,19 @@ def _with_known_dtype(array: Any, var: Any, dtype: np.dtype) -> Any:
     holds = array.dtype == var.aval.dtype
     holds |= is_float32(var) and array.dtype == dtype
     return array if holds else lax.convert_element_type(array, var.aval.dtype)
+
+
+def bind_as_written(eqn: Equation, ins: Sequence[Any], wanted: Any = ()) -> list[Any]:
+    """Applies ``eqn`` in the original dtypes of its inputs.
+
+    Args:
+        eqn: The equation.
+        ins: Its inputs, each a :class:`jaxmp._values.Value`.
+        wanted: What its outputs are wanted for.
+    """
+    arrays = [value.original() for value in ins]
+    # What is wanted in float32 may be added up over a loop, in place.
+    in_16bit = not IN_16BIT.isdisjoint(wanted)
+    if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
+        return [added_to_zeros(eqn, *arrays)]
+    return _jaxpr.bind(eqn, arrays)

@@ -21,13 +21,13 @@ from . import _jaxpr, _trails
 from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._look import glance, look, seen_as
-from ._loops import after_trip
 from ._op_lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
 from ._places import Place
 from ._table import FINITE, Trails, Value, is_floating, is_floating_array
 from ._trails import GIVEN, NEVER, Operation, Rows
 from ._varying import vary
 from ._wide import before_rounding, bind_wide, platform_of, widened
+from ._wide_replay import after_trip
 
 
 class Loop(NamedTuple):

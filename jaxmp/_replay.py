@@ -37,13 +37,18 @@ from ._op_lists import (
     POOLS,
     OpLists,
 )
-from ._operations import allowed, for_reason, inferred, row_summed
+from ._operations import (
+    allowed,
+    bind_as_written,
+    for_reason,
+    inferred,
+    row_summed,
+)
 from ._plan import Plan, Rule, wanted_of_results
 from ._planner import Planner
 from ._precision import own_precisions, with_default_precision
 from ._product_rules import moved
 from ._products import is_resize
-from ._rows import bind_as_written
 from ._scopes import Scopes, check_paths, inside, is_backward
 from ._twins import spelled
 from ._uses import IN_16BIT, STORED, Want, as_written

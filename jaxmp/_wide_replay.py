@@ -15,7 +15,6 @@ from jax import lax
 
 from . import _jaxpr
 from ._jaxpr import Equation
-from ._loops import after_trip
 from ._places import Place
 from ._products import PRODUCTS
 from ._wide import platform_of, wide_literal, widened
@@ -141,6 +140,26 @@ def bodies_of(eqn: Equation, platform: str) -> list[Any]:
         if len(names) == 1 and names[0] in PRODUCTS:
             return [body]
     return [_jaxpr.chosen_branch(eqn, platform)]
+
+
+def after_trip(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Returns what a ``while`` carries after a trip.
+
+    Under ``vmap`` its test is an array, whose axes are the first of all that is
+    carried. The loop goes on while any example does, and those that have ended wait for
+    the others. ``lax.while_loop`` takes no such test.
+
+    Args:
+        goes_on: The test of what was carried before the trip.
+        new: What the trip returns.
+        old: What was carried before it.
+    """
+    if not jnp.ndim(goes_on):
+        return list(new)
+    return [
+        jnp.where(jnp.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, y)
+        for x, y in zip(new, old, strict=True)
+    ]
 
 
 def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:

@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 
 from .._jaxpr import Equation
+from .._lookups import added_to_zeros, row_axis
 from .._op_lists import Definition, axes_of_softmax
-from .._rows import added_to_zeros, row_axis
 from .._sizes import as_number
 from .._sums import firmly_rounded
 from . import needs

@@ -7,16 +7,13 @@ fuses.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from . import _jaxpr
 from ._jaxpr import Equation
 from ._op_lists import ADDS_AT
-from ._uses import IN_16BIT
 
 _CLIPS = lax.GatherScatterMode.CLIP
 # Whoever promises that all places are in bounds has no use for others.
@@ -56,19 +53,3 @@ def added_to_zeros(eqn: Equation, zeros: Any, indices: Any, updates: Any) -> Any
     indices, updates = jnp.reshape(indices, rows), jnp.reshape(updates, rows)
     # Of the zeros come the dtype and the sharding: what is added may be a number.
     return jnp.where(places == indices, updates, zeros)
-
-
-def bind_as_written(eqn: Equation, ins: Sequence[Any], wanted: Any = ()) -> list[Any]:
-    """Applies ``eqn`` in the original dtypes of its inputs.
-
-    Args:
-        eqn: The equation.
-        ins: Its inputs, each a :class:`jaxmp._values.Value`.
-        wanted: What its outputs are wanted for.
-    """
-    arrays = [value.original() for value in ins]
-    # What is wanted in float32 may be added up over a loop, in place.
-    in_16bit = not IN_16BIT.isdisjoint(wanted)
-    if in_16bit and row_axis(eqn) is not None and ins[0].is_zero():
-        return [added_to_zeros(eqn, *arrays)]
-    return _jaxpr.bind(eqn, arrays)
