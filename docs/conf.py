@@ -37,7 +37,9 @@ nb_output_stderr = "remove"  # what JAX logs about the machine
 
 toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # every argument is described in words
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 70
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -56,7 +58,10 @@ if os.environ.get("DOCS_ONLINE"):
         "optax": ("https://optax.readthedocs.io/en/latest", None),
         "chex": ("https://chex.readthedocs.io/en/latest", None),
     }
-nitpick_ignore_regex = [("py:.*", r"(?!jaxmp\.).*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(?!jaxmp\.).*"),
+    ("py:class", r"jaxmp\.\w+\.(T|P|Module)"),  # in signatures
+]
 
 html_theme = "furo"
 html_title = f"jaxmp {release}"
