@@ -113,7 +113,7 @@ ROOMS = {
         {"classes", "loops", "scans", "values"},
         {"endings", "gates", "hoisting", "moments", "order"},
         {"passes"},
-        {"decisions", "storage", "transfer"},
+        {"decisions", "float8", "storage", "transfer"},
         {"analysis"},
         {"customs"},
         {"calls"},

@@ -23,9 +23,6 @@ def autocast(fun: Callable, policy: PolicyLike | None = None, **options: Any) ->
 
     Returns:
         A function with the signature of ``fun``.
-
-    Raises:
-        NotImplementedError: If the policy asks for float8, which is to come.
     """
     with in_use():
         return _autocast.autocast(fun, policy, **options)

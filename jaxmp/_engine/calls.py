@@ -1,5 +1,6 @@
 """Replaying equations that hold jaxprs: calls, choices and loops."""
 
+import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,10 @@ class Calls(Customs):
 
     analysis: Analysis
     rewritten_by: Any  # by jaxpr, so that what JAX shares stays shared
+
+    @abc.abstractmethod
+    def relevant(self, scopes: Scopes) -> Scopes:
+        """Returns that of ``scopes`` on which the replay of a jaxpr depends."""
 
     def call(self, step: Any, ins: list[Value]) -> list[Value]:
         """Replays an equation that holds jaxprs, going inside where that matters."""
@@ -195,7 +200,7 @@ class Calls(Customs):
         """
         jaxpr = body.jaxpr
         known = tuple([ins[i].known.in_body() for i in body.operands])
-        key = known, trip, ends, self.analysis.relevant(scopes)
+        key = known, trip, ends, self.relevant(scopes)
         memo = self.rewritten_by.setdefault(jaxpr, {})
         if key not in memo:
             known_outs = []

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import _jaxpr
+from .. import _jaxpr, _products
 from .._jaxpr import Equation, is_float32
 from .._op_lists import (
     ARITHMETIC,
@@ -114,6 +114,17 @@ def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
     if name in CALLS and name not in ops.deny and not _jaxpr.takes_reference(eqn):
         return "call"
     return "keep"
+
+
+def is_written_in(eqn: Equation, ops: OpLists, dtype: np.dtype) -> bool:
+    """Whether an equation is a matrix product that the user wrote in ``dtype``.
+
+    Args:
+        eqn: The equation.
+        ops: The lists, which may deny it.
+        dtype: The 16-bit dtype.
+    """
+    return eqn.primitive.name in ops.allow and _products.is_written_in(dtype, eqn)
 
 
 def denied_by_user(ops: OpLists) -> frozenset[str]:

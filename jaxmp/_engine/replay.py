@@ -13,6 +13,7 @@ from jax import lax
 from .. import _jaxpr
 from .._definitions import definitions_of
 from .._flatten import ARRAY, arrays_of, with_arrays
+from .._fp8 import multiplied
 from .._jaxpr import Equation, is_float32, is_inexact
 from .._op_lists import Definition, OpLists
 from .._precision import own_precisions, with_default_precision
@@ -25,6 +26,7 @@ from .analysis import Analysis, Trip
 from .calls import Calls
 from .classes import Class
 from .decisions import Decision, decide, is_copied, is_sent_back
+from .float8 import Float8
 from .needs import Need
 from .values import Known, Value, cast, given, literal, saturated
 
@@ -77,18 +79,13 @@ class Caster(Calls):
             dtype: The 16-bit dtype.
             ops: The lists.
             paths: Scopes that stay float32.
-            float8: Whether products are to take their operands in float8, which is to
-                come.
+            float8: Whether products take their operands in float8.
             bfloat16_paths: Scopes in which they take them in ``dtype``.
             listener: Is told what is decided.
-
-        Raises:
-            NotImplementedError: If products are to take float8.
         """
-        if float8 or bfloat16_paths:
-            raise NotImplementedError("This engine has no products in float8 yet.")
         self.dtype, self.rounds_products = dtype, ops.rounds_products
         self.analysis = Analysis(dtype, ops, paths)
+        self.float8 = Float8(dtype, ops, bfloat16_paths, is_on=float8)
         self.listener = listener
         self.rewritten_by: Any = weakref.WeakKeyDictionary()
         self.first_by: Any = weakref.WeakValueDictionary()
@@ -122,6 +119,7 @@ class Caster(Calls):
                 jaxpr = _jaxpr.trace(flat, arrays)
             if scopes is None:
                 check_paths("float32_paths", self.analysis.paths, jaxpr)
+                check_paths("bfloat16_paths", self.float8.paths, jaxpr)
             self.mark(jaxpr, scopes or ())
             outs = len(_jaxpr.out_avals(jaxpr))
             # What an inner rule returns is read by whoever called it.
@@ -191,7 +189,7 @@ class Caster(Calls):
             self.listener(step, decision)
         if decision.how == "inside":
             outs = self.call(step, ins)
-        elif step.kind == "product":
+        elif step.kind == "product" or self.why_16bit(step, ins) is None:
             outs = self.results(step.eqn, self.product(step, ins, decision))
         elif decision.how == "half":
             outs = self.results(step.eqn, self.in_16_bits(step.eqn, ins))
@@ -209,28 +207,45 @@ class Caster(Calls):
         ]
 
     def product(self, step: Step, ins: list[Value], decision: Decision) -> list[Any]:
-        """Applies a product to 16-bit operands (rule 2)."""
+        """Applies a product to operands in 16 bits, or rounded to 8 (rule 2)."""
         # The default is for float32, and JAX would give it to the derivatives.
         eqn, dtype = with_precision(step.eqn), self.dtype
         operands = [
             value.narrow(dtype) if is_inexact(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
-        accumulates = "preferred_element_type" in eqn.params
-        if not accumulates or not is_float32(eqn.outvars[0]):
-            outs = bind_narrow(eqn, operands, dtype)
-            return [
-                x
-                if _may_be(x, var, dtype)
-                else lax.convert_element_type(x, var.aval.dtype)
-                for x, var in zip(outs, eqn.outvars, strict=True)
-            ]
-        if decision.how == "half":
-            return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
-        if self.rounds_products and not needs.has_region(step.need):
-            return [rounded(eqn, operands, dtype, step.back)]
-        linear = any(value.known.linear for value in ins)
-        return [accumulated(eqn, operands, dtype, linear, step.back)]
+        firmly = self.rounds_products and not needs.has_region(step.need)
+        reason = self.why_16bit(step, ins)
+        if reason is None:
+            narrow = step.kind == "product" and (decision.how == "half" or firmly)
+            out = dtype if narrow else eqn.outvars[0].aval.dtype
+            return [multiplied(eqn, operands, out, step.back)]
+        with _in_scope(reason):
+            accumulates = "preferred_element_type" in eqn.params
+            if not accumulates or not is_float32(eqn.outvars[0]):
+                outs = bind_narrow(eqn, operands, dtype)
+                return [
+                    x if _may_be(x, var, dtype) else cast(x, var.aval.dtype)
+                    for x, var in zip(outs, eqn.outvars, strict=True)
+                ]
+            if decision.how == "half":
+                return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+            if firmly:
+                return [rounded(eqn, operands, dtype, step.back)]
+            linear = any([value.known.linear for value in ins])
+            return [accumulated(eqn, operands, dtype, linear, step.back)]
+
+    def why_16bit(self, step: Step, ins: list[Value]) -> str | None:
+        """Returns why an equation rounds nothing to float8, see :class:`Float8`."""
+        if not self.float8.is_on or self.analysis.is_kept(step.around):
+            return ""
+        linear = any([value.known.linear for value in ins])
+        return self.float8.why_16bit(step.eqn, step.kind, step.around, linear=linear)
+
+    def relevant(self, scopes: Scopes) -> Scopes:
+        """Returns that of ``scopes`` on which the replay of a jaxpr depends."""
+        by_path = self.float8.is_on and self.float8.paths
+        return scopes if by_path else self.analysis.relevant(scopes)
 
     def in_16_bits(self, eqn: Equation, ins: list[Value]) -> list[Any]:
         """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
@@ -269,9 +284,11 @@ class Caster(Calls):
         eqn, (how, _) = step.eqn, decision
         if classes.retypes(eqn) and ins[0].known.half:
             return [ins[0]]
-        reason = self.analysis.reason(eqn, step.around) if step.kind == "keep" else None
+        reason = None
+        if step.kind == "keep":
+            reason = self.analysis.reason(eqn, step.around) or self.why_16bit(step, ins)
         wide = [value.wide() for value in ins]
-        with jax.named_scope(reason) if reason else contextlib.nullcontext():
+        with _in_scope(reason):
             chosen = storage.as_choice(eqn, ins, step.need)
             outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))
         if how == "rounded":
@@ -313,6 +330,11 @@ def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:
     if step.kind == "exact" and any([value.known.kept is not None for value in ins]):
         for out in outs:
             out.note(kept=() if out.known.half else None)
+
+
+def _in_scope(reason: str | None) -> contextlib.AbstractContextManager:
+    """Writes into the program why an equation has its dtype, for the audit to read."""
+    return jax.named_scope(reason) if reason else contextlib.nullcontext()
 
 
 def _may_be(x: Any, var: Any, dtype: np.dtype) -> bool:

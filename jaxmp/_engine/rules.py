@@ -33,3 +33,9 @@ RULES = {
     ENDS: "A loop that ends by comparing numbers that products computed, and means of "
     "a number and of its square, are float32.",
 }
+
+# Beside the rules, which give the dtypes of values, and not what a product does inside.
+FLOAT8 = (
+    'Under "mixed_fp8" a product of two large matrices rounds the bfloat16 that it '
+    "takes further, to float8, with a scale for each of the two."
+)

@@ -307,9 +307,62 @@ def test_every_decision_has_a_rule():
     assert len({rule for *_, rule in found}) >= 5
 
 
-def test_there_is_no_float8_yet_and_it_says_so():
-    with pytest.raises(NotImplementedError, match="float8"):
-        autocast(plain, "mixed_fp8")
+FLOAT8 = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
+LARGE, ROWS = normal(2, 32, 32, scale=0.2), normal(3, 4, 16, 32)
+
+
+def written_by_hand(w, x):
+    """Products that the user wrote in bfloat16, with results in both dtypes."""
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    return jnp.tanh(x @ w) @ w + jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+IN_FLOAT8 = {
+    "plain": lambda w, x: plain(w, x).sum(),
+    "hand": lambda w, x: written_by_hand(w, x).sum(),
+    "scan": lambda w, x: lax.scan(
+        lambda h, x: (jnp.tanh(h @ w + x @ w), h.sum()), x[0], x
+    )[0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", IN_FLOAT8)
+def test_with_float8_each_value_has_the_dtype_that_it_has_without(name):
+    fun = jax.grad(IN_FLOAT8[name], (0, 1))
+
+    def found(float8):
+        told = []
+
+        def listener(step, decision):
+            told.append((str(step.eqn), decision))
+
+        options = {"listener": listener, "float8": float8}
+        caster = Caster(np.dtype(jnp.bfloat16), FLOAT8, **options)
+        jaxpr = jax.make_jaxpr(caster.wrap(fun))(LARGE, ROWS)
+        products = product_dtypes(caster.wrap(fun), LARGE, ROWS)
+        return told, jaxpr.out_avals, products
+
+    (with_float8, without) = found(True), found(False)
+    assert with_float8[:2] == without[:2]
+    assert "float8_e4m3fn" in str(with_float8[2])
+    assert "float8_e4m3fn" not in str(without[2])
+
+
+def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
+    for dtype in (jnp.bfloat16, jnp.float32):
+
+        def fun(w, x, dtype=dtype):
+            x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+            return jnp.tanh(jnp.dot(x, w, preferred_element_type=dtype)) @ LARGE
+
+        eqns = traced(autocast(fun, "mixed_fp8", ops=FLOAT8), LARGE, ROWS)
+        in_8 = [
+            eqn.outvars[0].aval.dtype
+            for eqn in eqns
+            if eqn.primitive.name == "dot_general"
+            and eqn.invars[0].aval.dtype == jnp.float8_e4m3fn
+        ]
+        assert in_8 == [dtype, jnp.float32]
 
 
 def test_tracing_takes_as_long_as_the_program_is():
