@@ -43,23 +43,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from _canvases import (
-    ANCHORS,
-    CLASSES,
-    SIDES,
-    Canvases,
-    cells,
-    f1_score,
-    match,
-    moved,
-    paste_digits,
-    with_neighbours,
-)
+from _canvases import Canvases, f1_score, paste_digits
 from _data import load_digits
-from matplotlib.figure import Figure
+from _detections import Result, draw, results_table
+from _single_stage import GLOBAL_ANCHORS, SHARE, WORKERS, Detector, find, multibox_loss
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import jaxmp
 import jaxmp.linen
@@ -73,19 +62,7 @@ SETTINGS: dict[str, tuple[str, float | None]] = {
     "float16 dynamic": ("mixed_float16", None),
     "bfloat16": ("mixed_bfloat16", None),
 }
-
-# Lines that overlap, and that black and white tells apart.
-LINES: dict[str, dict[str, Any]] = {
-    "float32": {"color": "0.75", "linewidth": 5},
-    "float16 unscaled": {"color": "#c03020"},
-    "float16 static 8": {"color": "#4878a8", "linestyle": "-.", "linewidth": 2},
-    "float16 dynamic": {"color": "black", "linestyle": "--"},
-    "bfloat16": {"color": "black", "linestyle": ":", "linewidth": 2.5},
-}
-
-SHARE, WORKERS = 35, 28  # canvases of one worker, and the workers of one update
 TRAIN_CANVASES, TEST_CANVASES = 4000, 200
-GLOBAL_ANCHORS = WORKERS * SHARE * len(ANCHORS)
 
 
 @dataclasses.dataclass
@@ -108,53 +85,6 @@ class Config:
     def kind(self) -> "Kind":
         """Returns the detector that was asked for."""
         return TWO_STAGE if self.two_stage else SINGLE_STAGE
-
-
-class Result(NamedTuple):
-    f1: float  # on the test canvases
-    losses: np.ndarray  # float32[steps]
-    loss_scale: float
-    skipped: int
-    params: Any
-
-
-class Detector(nn.Module):
-    """A class and a box for every anchor, from patches that see their neighbours."""
-
-    @nn.compact
-    def __call__(self, x):
-        x = cells(x)
-        for width in (32, 48, 48):
-            x = nn.relu(nn.Dense(width)(with_neighbours(x)))
-        x = nn.Dense(len(SIDES) ** 2 * (CLASSES + 4))(x)
-        return x.reshape(len(x), len(ANCHORS), CLASSES + 4)
-
-
-def multibox_loss(
-    apply: Callable, params: Any, images: Any, boxes: Any, labels: Any, key: Any
-) -> jax.Array:
-    """Sums over the digits' anchors and the hardest others; divides by all anchors."""
-    del key  # nothing is drawn
-    outputs = apply(params, images)
-    target, offsets, _ = jax.vmap(partial(match, ANCHORS))(boxes, labels)
-    positive = target > 0
-    logits, predicted_offsets = outputs[..., :CLASSES], outputs[..., CLASSES:]
-    class_loss = optax.softmax_cross_entropy_with_integer_labels(logits, target)
-    box_loss = jnp.where(
-        positive, optax.huber_loss(predicted_offsets, offsets).sum(-1), 0
-    )
-    # Three background anchors for each positive one: those with the largest loss.
-    background = jnp.where(positive, -1, jax.lax.stop_gradient(class_loss))
-    last = len(ANCHORS) - 1 - 3 * positive.sum(1, keepdims=True)
-    threshold = jnp.take_along_axis(jnp.sort(background, 1), last, 1)
-    chosen = positive | (background > threshold)
-    return (jnp.where(chosen, class_loss, 0).sum() + box_loss.sum()) / GLOBAL_ANCHORS
-
-
-def find(apply: Callable, params: Any, images: Any) -> tuple[Any, Any]:
-    """Returns logits and boxes of all anchors."""
-    outputs = apply(params, images)
-    return outputs[..., :CLASSES], moved(jnp.asarray(ANCHORS), outputs[..., CLASSES:])
 
 
 class Kind(NamedTuple):
@@ -246,42 +176,6 @@ def activation_gradients(
     # What the model itself returns is only its layers' outputs, reshaped.
     name = type(kind.model).__name__
     return {path: grad for path, grad in grads.items() if path.split(".")[0] != name}
-
-
-def results_table(results: dict[str, list[Result]]) -> Table:
-    table = Table(title="Digits found on the test canvases")
-    table.add_column("Setting")
-    for name in ("F1", "± over seeds", "Loss at the end", "Scale", "Skipped"):
-        table.add_column(name, justify="right")
-    for setting, runs in results.items():
-        f1 = [run.f1 for run in runs]
-        table.add_row(
-            setting,
-            f"{np.mean(f1):.2f}",
-            f"{np.std(f1, ddof=1):.2f}" if len(f1) > 1 else "",
-            f"{np.mean([run.losses[-20:].mean() for run in runs]):.3f}",
-            f"{runs[-1].loss_scale:.0f}",
-            f"{np.mean([run.skipped for run in runs]):.0f}",
-        )
-    return table
-
-
-def draw(results: dict[str, list[Result]], grads: dict[str, Any], path: Path) -> None:
-    figure = Figure(figsize=(5.5 * (len(grads) + 1), 4), layout="constrained")
-    *ranges, right = figure.subplots(1, len(grads) + 1)
-    for axes, (name, tree) in zip(ranges, grads.items(), strict=True):
-        jaxmp.plots.exponents(tree, "float16", loss_scale=8.0, ax=axes)
-        axes.set_title(f"{name}: gradients of the activations, and 8 times them")
-    for setting, runs in results.items():
-        losses = np.mean([run.losses for run in runs], 0)
-        window = max(1, len(losses) // 40)
-        smooth = np.convolve(losses, np.ones(window) / window, "valid")
-        right.plot(smooth, label=setting, **LINES[setting])
-    right.set(title="Training", xlabel="update", ylabel="loss, running mean")
-    right.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, frameon=False
-    )
-    figure.savefig(path, dpi=90)
 
 
 def main(config: Config, console: Console | None = None) -> dict[str, list[Result]]:

@@ -2,12 +2,12 @@
 
     python examples/digits_nnx.py --policy mixed_bfloat16
 
-What differs from Linen: the gradients come from `jaxmp.nnx.value_and_grad`, which
-casts the parameters alone and hands the running statistics and the random streams
-back to the model, float32 as they were.
+What differs from Linen: gradients and autocast come from `jaxmp.nnx`, which hands the
+running statistics and the random streams back to the model, float32 as they were.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,14 @@ class Net(nnx.Module):
 
 def make_train_step(policy: jaxmp.Policy):
     def loss_fn(model, images, labels):
-        logits = jaxmp.with_policy(model, policy)(images)
+        logits = model(images)
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return loss.mean()
 
     @nnx.jit
+    @partial(jaxmp.nnx.autocast, policy=policy)
     def train_step(model, optimizer, images, labels):
-        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=optimizer)
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
         # A copy, because the statistics in `nnx.state` change with those in the model.
         old_stats = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
         loss, grads = grad_fn(model, images, labels)
@@ -97,9 +98,8 @@ def main(config: Config, console: Console | None = None) -> tuple[float, nnx.Opt
 
     model.eval()
     images = data.normalize(data.test_images)
-    logits = nnx.jit(lambda model, x: jaxmp.with_policy(model, policy)(x))(
-        model, images
-    )
+    predict = nnx.jit(jaxmp.nnx.autocast(lambda model, x: model(x), policy))
+    logits = predict(model, images)
     accuracy = float((logits.argmax(-1) == data.test_labels).mean())
     console.print(f"{config.policy}: test accuracy {accuracy:.1%}", highlight=False)
     return accuracy, optimizer

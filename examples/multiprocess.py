@@ -19,11 +19,9 @@ import faulthandler
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tyro
 from _data import load_digits
+from _processes import free_address, has_launcher, wait
 from digits import Config as DigitsConfig
 from digits import count_correct, create_state, train_step
 from jax.sharding import Mesh, NamedSharding
@@ -68,12 +67,6 @@ class Config:
     on this machine."""
     coordinator: str = ""
     """Address and port of process 0."""
-
-
-def has_launcher() -> bool:
-    """Tells whether SLURM's `srun` or Open MPI's `mpirun` has started this process."""
-    # Not SLURM_PROCID: the shell of a batch job has that, too.
-    return not {"SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK"}.isdisjoint(os.environ)
 
 
 def join(config: Any) -> None:
@@ -201,27 +194,6 @@ def start(config: Config) -> list[dict[str, Any]]:
                 worker.kill()
                 worker.wait()
         return [json.loads(log.read_text().splitlines()[-1]) for log in logs]
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def wait(workers: list[subprocess.Popen], logs: list[Path], seconds: int) -> None:
-    """Waits for all processes to succeed, and ends the program where one does not."""
-    deadline = time.monotonic() + seconds
-    while any(worker.poll() is None for worker in workers):
-        if any(worker.poll() for worker in workers) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    for i, (worker, log) in enumerate(zip(workers, logs, strict=True)):
-        if worker.poll():
-            sys.exit(f"Process {i} failed:\n{log.read_text()}")
-    for i, worker in enumerate(workers):
-        if worker.poll() is None:
-            sys.exit(f"Process {i} did not end within {seconds} seconds.")
 
 
 def main(config: Config, console: Console | None = None) -> list[dict[str, Any]]:

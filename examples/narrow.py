@@ -27,17 +27,17 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import _text
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from _character_model import LENGTH, make_model
+from _unscaled import unscaled
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import Progress
@@ -57,26 +57,6 @@ class Setting(NamedTuple):
 
 def as_it_is(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     return tx
-
-
-@jax.custom_vjp
-def in_float8(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float8_e4m3fn).astype(x.dtype)
-
-
-@jax.custom_vjp
-def gradient_in_float8(x: jax.Array) -> jax.Array:
-    return x
-
-
-in_float8.defvjp(lambda x: (in_float8(x), None), lambda _, g: (g,))
-gradient_in_float8.defvjp(lambda x: (x, None), lambda _, g: (in_float8(g),))
-
-
-def unscaled(lhs: jax.Array, rhs: jax.Array, *args: Any, **options: Any) -> jax.Array:
-    """Does what "mixed_fp8" does, without its scales."""
-    out = jax.lax.dot_general(in_float8(lhs), in_float8(rhs), *args, **options)
-    return gradient_in_float8(out)
 
 
 STOCHASTIC, KAHAN = jaxmp.stochastic_rounding, jaxmp.kahan_summation
@@ -119,7 +99,6 @@ SETTINGS = {
 }
 # The model is small, and only its losses are looked at.
 OPS = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
-LENGTH = 64  # characters to predict in a row of text
 ROWS = 8  # of an update
 AT_ONCE = 50  # updates of one call
 
@@ -139,48 +118,6 @@ class Config:
     learning_rate: float = 1e-4
     figure: Path | None = None
     """Where to save the curves, as PNG."""
-
-
-class Block(nn.Module):
-    """Causal attention and a layer of hidden units, each added to what comes in."""
-
-    dot: Any
-    heads: int = 4
-
-    @nn.compact
-    def __call__(self, x):
-        mask, dot = nn.make_causal_mask(x[..., 0]), self.dot
-        h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(
-            self.heads, qkv_dot_general=dot, out_dot_general=dot
-        )(h, mask=mask)
-        h = nn.Dense(4 * x.shape[-1], dot_general=dot)(nn.LayerNorm()(x))
-        return x + nn.Dense(x.shape[-1], dot_general=dot)(nn.gelu(h))
-
-
-class LanguageModel(nn.Module):
-    """A transformer of two blocks."""
-
-    features: int
-    dot: Any
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        position = self.param(
-            "position", nn.initializers.normal(0.02), (LENGTH, self.features)
-        )
-        x = nn.Embed(len(_text.CHARACTERS), self.features)(tokens) + position
-        for _ in range(2):
-            x = Block(self.dot)(x)
-        x = nn.LayerNorm()(x)
-        return nn.Dense(len(_text.CHARACTERS), dot_general=self.dot)(x)
-
-
-@cache
-def make_model(features: int, dot: Any) -> tuple[LanguageModel, Any]:
-    """Returns a model and its init, which is compiled once for all runs."""
-    model = LanguageModel(features, dot)
-    return model, jax.jit(model.init)
 
 
 class Result(NamedTuple):

@@ -763,3 +763,8 @@ def test_nnx_keeps_everything_on_a_skipped_step():
     mean = before[0]["norm1"]["mean"]
     assert (numbers()[0]["norm1"]["mean"] != mean).any()
     assert train_step.jitted_fn._cache_size() == 1
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda x: x.name)
+def test_an_example_is_read_in_one_sitting(path):
+    assert len(path.read_text().splitlines()) <= 250

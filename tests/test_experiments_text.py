@@ -18,6 +18,7 @@ from benchmarks.measure import product_dtypes
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 
+import _lstm  # noqa: E402
 import _text  # noqa: E402
 import language_model  # noqa: E402
 import masked_lm  # noqa: E402
@@ -108,7 +109,7 @@ def test_float16_learns_from_half_a_million_characters_only_with_a_scale(tmp_pat
 
 
 def test_all_products_of_the_lstm_are_in_16_bits():
-    model = language_model.LanguageModel(96, 8)
+    model = _lstm.LanguageModel(96, 8)
     tokens = np.zeros((2, 3), np.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
     apply = jaxmp.with_policy(model.apply, "mixed_float16")

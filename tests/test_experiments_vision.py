@@ -17,6 +17,7 @@ import jaxmp
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
 import _canvases
+import _single_stage
 import _two_stage
 import cnn_zoo
 import detector
@@ -76,7 +77,7 @@ def test_the_whole_batch_is_the_sum_of_the_shares(monkeypatch):
     """`--full` and the quick form are one computation: equal shares, equal updates."""
     monkeypatch.setattr(detector, "WORKERS", 2)
     monkeypatch.setattr(detector, "SHARE", 4)
-    monkeypatch.setattr(detector, "GLOBAL_ANCHORS", 8 * len(detector.ANCHORS))
+    monkeypatch.setattr(_single_stage, "GLOBAL_ANCHORS", 8 * len(_canvases.ANCHORS))
     data = detector.load_digits()
     canvases = detector.paste_digits(data.train_images, data.train_labels, 1, seed=0)
     losses = []
@@ -93,12 +94,12 @@ def test_the_detector_finds_what_it_is_told():
     """Targets turned back into outputs give an F1 of 1, so the metric can reach it."""
     data = detector.load_digits()
     canvases = detector.paste_digits(data.test_images, data.test_labels, 20, seed=1)
-    logits = np.zeros((20, len(detector.ANCHORS), 11), np.float32)
+    logits = np.zeros((20, len(_canvases.ANCHORS), 11), np.float32)
     found = []
     for output, boxes, labels in zip(logits, *canvases[1:], strict=True):
-        target, offsets, _ = detector.match(detector.ANCHORS, boxes, labels)
+        target, offsets, _ = _canvases.match(_canvases.ANCHORS, boxes, labels)
         output[np.arange(len(target)), np.asarray(target)] = 9
-        found.append(detector.moved(detector.ANCHORS, offsets))
+        found.append(_canvases.moved(_canvases.ANCHORS, offsets))
     assert detector.f1_score((logits, found), canvases) > 0.95
     assert detector.f1_score((0 * logits, found), canvases) == 0
 
@@ -114,7 +115,7 @@ def test_a_region_is_sampled_where_it_lies():
 
 
 def test_proposals_overlap_little_and_the_best_come_first():
-    anchors = jnp.asarray(detector.ANCHORS)
+    anchors = jnp.asarray(_canvases.ANCHORS)
     scores = jax.random.normal(jax.random.key(0), (len(anchors),))
     regions = jax.jit(_two_stage.best_regions)(scores, jnp.zeros_like(anchors))
     np.testing.assert_array_equal(regions[0], anchors[scores.argmax()])
@@ -126,7 +127,7 @@ def test_the_first_stage_takes_a_mean_over_half_and_half():
     data = detector.load_digits()
     canvases = detector.paste_digits(data.train_images, data.train_labels, 1, seed=0)
     boxes, labels = canvases.boxes[0], canvases.labels[0]
-    target, offsets, _ = detector.match(detector.ANCHORS, boxes, labels)
+    target, offsets, _ = _canvases.match(_canvases.ANCHORS, boxes, labels)
     loss = jax.jit(_two_stage.first_stage_loss)
     right = jnp.where(target > 0, 9.0, -9.0)
     key = jax.random.key(0)
