@@ -22,6 +22,7 @@ from .._op_lists import (
     EXACT,
     EXPS,
     FOLDS,
+    GATHERS,
     HANDS_ON,
     JOINS,
     JOINS_TERMS,
@@ -198,6 +199,11 @@ def folded(eqn: Equation, numbers: list[Any]) -> Any:
     if _jaxpr.is_cast(eqn) and is_float32(eqn.outvars[0]):
         return np.float32(numbers[0])
     return numbers[0] if name in VIEWS and len(numbers) == 1 else None
+
+
+def gathers(eqn: Equation) -> bool:
+    """Whether an equation brings the shards of an array to every device."""
+    return eqn.primitive.name in GATHERS
 
 
 def is_exponential(eqn: Equation) -> bool:

@@ -69,6 +69,13 @@ def decide(
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT)
+    if kind == "exact" and needs.is_kept(need) and _all_given(ins):
+        # XLA finds the gradient of a convolution where nothing stands between it and
+        # the reversed kernel.
+        if back and needs.is_rounded_for_products(need):
+            return Decision("half", rules.KEPT)
+        if classes.gathers(eqn):  # devices send one another 16 bits
+            return Decision("stored", rules.KEPT)
     return Decision("float32", _of_float32(need, rules.FLOAT32))
 
 

@@ -284,10 +284,12 @@ class Caster(Calls):
         eqn, (how, _) = step.eqn, decision
         if classes.retypes(eqn) and ins[0].known.half:
             return [ins[0]]
+        if how == "stored" and step.kind == "exact":
+            return self.results(eqn, [storage.sent(eqn, ins[0].array, self.dtype)])
         reason = None
         if step.kind == "keep":
             reason = self.analysis.reason(eqn, step.around) or self.why_16bit(step, ins)
-        wide = [value.wide() for value in ins]
+        wide = storage.same(eqn, ins) or [value.wide() for value in ins]
         with _in_scope(reason):
             chosen = storage.as_choice(eqn, ins, step.need)
             outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))

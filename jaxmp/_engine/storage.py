@@ -7,15 +7,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _jaxpr
 from .._jaxpr import Equation
 from .._lookups import added_to_zeros, row_axis
 from .._op_lists import Definition, axes_of_softmax
 from .._sizes import as_number
 from .._sums import firmly_rounded
-from . import needs
+from . import classes, needs
 from .needs import Need
 from .values import Value
 
@@ -85,6 +88,46 @@ def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:
     if firmly:
         value.array = firmly_rounded(value.array)
     return value
+
+
+def same(eqn: Equation, ins: Sequence[Value]) -> list[Any] | None:
+    """Returns what a comparison is given, each the number that others read.
+
+    XLA may compare what it has not rounded yet. What was chosen from an array would not
+    be found in it again. None for all other equations, and beside a number in the code.
+    """
+    if not classes.tests(eqn) or any([x.known.scalar is not None for x in ins]):
+        return None
+    return [
+        lax.reduce_precision(x.wide(), 8, 7)
+        if x.known.half and x.array.dtype == jnp.bfloat16
+        else x.wide()
+        for x in ins
+    ]
+
+
+def sent(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
+    """Gathers a weight in 16 bits, for products to take (rule 7).
+
+    It is widened behind, and rounded by each reader to the same number, so that the
+    gradients of all readers, and of all devices, add up in float32.
+
+    Args:
+        eqn: What gathers it.
+        array: The shard of it, in float32.
+        dtype: The 16-bit dtype.
+    """
+
+    @jax.custom_jvp
+    def gather(x):
+        (out,) = _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype)])
+        return lax.convert_element_type(out, x.dtype)
+
+    @gather.defjvp
+    def rule(primals, tangents):
+        return gather(*primals), _jaxpr.bind(eqn, tangents)[0]
+
+    return gather(array)
 
 
 def slices(known: tuple[int, ...] | None) -> tuple[int, ...] | None:
