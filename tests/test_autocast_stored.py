@@ -1,9 +1,9 @@
-"""A value is stored as its readers take it, and all of them read the same number.
+"""What a product takes is moved in 16 bits, and all who read it read the same number.
 
-What a product takes, at most moved or chosen from before, is rounded before that, where
-nobody else computes with it; a softmax that a product takes is read from there by the
-backward pass.
+Values and gradients stay within a few last digits of float32, whoever reads beside.
 """
+
+import functools
 
 import flax.linen as nn
 import jax
@@ -15,13 +15,19 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
-from jaxmp._values import firmly_rounded
+from conftest import (
+    at_once,
+    normal,
+    rest_is_evidence,
+    usually_bfloat16,
+)
+from jaxmp._sums import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
 X = normal(1, 4, 8)
 SCALE = jnp.asarray(np.linspace(0.5, 2, 8, dtype=np.float32))
 HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+DTYPES = "float16", "bfloat16"
 ORDERS = {
     "outside": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
     "inside": lambda loss, dtype: jax.grad(jaxmp.autocast(loss, dtype)),
@@ -40,15 +46,6 @@ def dtypes_of(name, fun, *args):
     found = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == name]
     assert found, name
     return set(found)
-
-
-def firmly_rounded_in(fun, *args):
-    """Returns the dtypes of what is rounded so that XLA cannot leave it out."""
-    eqns = list(traced(fun, *args))
-    barriers = [e for e in eqns if e.primitive.name == "optimization_barrier"]
-    itself = [e.outvars[0] for e in barriers if e.outvars[0].aval.dtype == bool]
-    choices = [e for e in eqns if e.primitive.name == "select_n"]
-    return [e.outvars[0].aval.dtype for e in choices if e.invars[0] in itself]
 
 
 def error(found, expected):
@@ -225,69 +222,6 @@ def test_a_mask_value_beyond_the_range_stays_finite():
     assert dtypes_of("select_n", cast, W, X) == {SINGLE}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_what_is_pooled_and_handed_on_is_stored_in_16_bits(dtype):
-    def image(w, x):
-        return jax.nn.silu(normalised(w, x).reshape(1, 4, 8, 1))
-
-    def halved(h):
-        window = (1, 2, 1, 1)
-        return lax.reduce_window(h, -jnp.inf, lax.max, window, window, "VALID")
-
-    def skipped(w, x):
-        h = image(w, x)
-        return jnp.concatenate([halved(h), h], 1).reshape(6, 8) @ w
-
-    def alone(w, x):
-        return halved(image(w, x)).reshape(2, 8) @ w
-
-    # Only of bfloat16 does XLA leave out the rounding.
-    found = firmly_rounded_in(jaxmp.autocast(skipped, dtype), W, X)
-    assert found == [HALF] * (dtype == HALF)
-    grad = jax.grad(lambda w, x: alone(w, x).sum())
-    for fun in (alone, grad):
-        assert not firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X)
-    grad = jax.grad(lambda w, x: (skipped(w, x) ** 2).sum())
-    casts = [
-        order(lambda w, x: (skipped(w, x) ** 2).sum(), dtype)
-        for order in ORDERS.values()
-    ]
-    expected, *found = at_once(grad, *casts)(W, X)
-    for got in found:
-        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_what_was_pooled_is_stored_in_16_bits_for_all_its_readers(dtype):
-    def residual(w, x):
-        h = pooled(jax.nn.relu(normalised(w, x)))
-        return ((h + jnp.tanh(h @ w)) ** 2).sum()
-
-    def alone(w, x):
-        return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
-
-    found = firmly_rounded_in(jaxmp.autocast(residual, dtype), W, X)
-    assert found == [HALF] * (dtype == HALF)
-    assert not firmly_rounded_in(jaxmp.autocast(alone, dtype), W, X)
-    casts = [order(residual, dtype) for order in ORDERS.values()]
-    expected, *found = at_once(jax.grad(residual), *casts)(W, X)
-    for got in found:
-        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize(
-    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
-)
-def test_the_gradient_of_pooling_follows_its_inputs(dtype):
-    def loss(w, x):
-        return ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum()
-
-    grad = jaxmp.autocast(jax.grad(loss), dtype)
-    assert dtypes_of("select_and_scatter_add", grad, W, X) == {np.dtype(dtype)}
-    found, expected = at_once(grad, jax.grad(loss))(W, X)
-    assert error(found, expected) < 16 * jnp.finfo(dtype).eps
-
-
 def greatest(h):
     return jnp.where(h == h.max(-1, keepdims=True), h, 0.0)
 
@@ -332,12 +266,19 @@ def test_what_is_chosen_is_found_among_that_from_which_it_was_chosen(search):
     check_search(search, "outside", normalised)
 
 
+def sine(w, x):
+    return jnp.sin(x @ w * 3)
+
+
+def test_what_was_rounded_is_compared_as_it_was_rounded():
+    # XLA leaves out the rounding of a bfloat16 sine for who widens it.
+    check_search(SEARCHES["the greatest three"], "outside", sine)
+
+
 @pytest.mark.evidence
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES.keys())
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "inner", [normalised, lambda w, x: jnp.sin(x @ w * 3)], ids=["norm", "sine"]
-)
+@pytest.mark.parametrize("inner", [normalised, sine])
 def test_the_same_for_other_values_and_in_both_orders(search, order, inner):
     check_search(search, order, inner)
 
@@ -410,17 +351,10 @@ def attention(softmax):
     return jax.value_and_grad(loss, (0, 1, 2))
 
 
-def by_hand(s):
-    e = jnp.exp(s - lax.stop_gradient(s.max(-1, keepdims=True)))
-    return e / e.sum(-1, keepdims=True)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_the_backward_pass_reads_a_softmax_as_the_product_takes_it(dtype):
+def test_what_rounding_leaves_of_the_sums_of_a_softmax_is_taken_out(dtype):
     plain = attention(jax.nn.softmax)
     cast = jaxmp.autocast(plain, dtype)
-    kept = dtypes_of("optimization_barrier", cast, Q, Q, V)
-    assert kept == {np.dtype(dtype)}
     (loss, grads), (exact, expected) = at_once(cast, plain)(Q, Q, V)
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(loss, exact, rtol=2 * eps)
@@ -428,20 +362,6 @@ def test_the_backward_pass_reads_a_softmax_as_the_product_takes_it(dtype):
         assert error(found, grad) < 4 * eps
     # Rounded weights do not sum to one. Their gradient does not notice.
     assert abs(grads[0].sum(-1) - expected[0].sum(-1)).max() < 16 * eps
-
-
-def test_who_computes_with_a_softmax_reads_all_its_digits():
-    def entropy(s):
-        p = jax.nn.softmax(s)
-        return p * -jnp.log(p + 1e-9)
-
-    def scaled(s):
-        return jax.nn.softmax(s) * 2.0**20
-
-    for softmax in (entropy, lambda s: jax.nn.softmax(s) * s.max(), scaled, by_hand):
-        cast = jaxmp.autocast(attention(softmax), HALF)
-        names = {eqn.primitive.name for eqn in traced(cast, Q, Q, V)}
-        assert "optimization_barrier" not in names
 
 
 DROPPED = jax.random.bernoulli(jax.random.key(5), 0.75, (6, 6))
@@ -455,11 +375,10 @@ DROPOUTS = {
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
 @pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS.keys())
-def test_a_softmax_is_kept_in_16_bits_through_dropout(drop, dtype):
+def test_what_dropout_divides_is_divided_in_float32(drop, dtype):
     loss = attention(lambda s: drop(jax.nn.softmax(s)))
     cast = jaxmp.autocast(loss, dtype)
-    assert dtypes_of("optimization_barrier", cast, Q, Q, V) == {np.dtype(dtype)}
-    # 0.9 is no 16-bit number: what is kept is divided in float32.
+    # 0.9 is no 16-bit number.
     (found, _), (expected, _) = at_once(cast, loss)(Q, Q, V)
     np.testing.assert_allclose(found, expected, rtol=jnp.finfo(dtype).eps)
 
@@ -535,11 +454,6 @@ def test_an_exact_gelu_is_differentiated_where_it_was_rounded(gelu, dtype):
     assert error(found, expected) < 2 * eps
 
 
-BELLS = {
-    "square": lambda h: jnp.exp(-jnp.square(h)) * lax.erf(h),
-    "integer_pow": lambda h: jnp.exp(-(h**2)) * lax.erfc(h),
-    "mul": lambda h: jnp.exp(-(h * h)) * lax.erf(h),
-}
 STEEP = {
     "of no error function": lambda h: jnp.exp(-jnp.square(h)),
     "of another's": lambda h: jnp.exp(-jnp.square(h)) * lax.erf(h + 1),
@@ -554,16 +468,15 @@ STEEP = {
 }
 
 
-def test_only_the_slope_of_an_error_function_may_be_rounded():
-    for expected, funs in ({HALF, SINGLE}, BELLS), ({SINGLE}, STEEP):
-        for name, fun in funs.items():
+def test_what_an_exponential_or_a_divisor_reads_keeps_its_digits():
+    for name, fun in STEEP.items():
 
-            def both(w, x, fun=fun):
-                h = x @ w
-                return fun(h).sum() + (h @ w).sum()
+        def both(w, x, fun=fun):
+            h = x @ w
+            return fun(h).sum() + (h @ w).sum()
 
-            cast = jaxmp.autocast(both, HALF)
-            assert dtypes_of("dot_general", cast, W, X) == expected, name
+        cast = jaxmp.autocast(both, HALF)
+        assert dtypes_of("dot_general", cast, W, X) == {SINGLE}, name
 
 
 LOSSES = {
@@ -603,36 +516,6 @@ def residual(ws, bs, x):
 WS, BS = normal(4, 3, 8, 8, scale=1 / 3), normal(5, 3, 8)
 
 
-def sums_kept(fun, *args):
-    """Returns, for each value kept in 16 bits, what was rounded, and who reads it."""
-    eqns = list(traced(fun, *args))
-    made = {var: eqn for eqn in eqns for var in eqn.outvars}
-    found = []
-    for eqn in eqns:
-        hides = eqn.primitive.name == "optimization_barrier" and len(eqn.invars) == 1
-        if hides and eqn.outvars[0].aval.dtype != bool:  # no choice, as of a tanh
-            rounding = made[eqn.invars[0]]
-            total = made[rounding.invars[0]]
-            readers = [e for e in eqns if eqn.outvars[0] in e.invars]
-            found.append((rounding, total, {e.primitive.name for e in readers}))
-    return found
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_cotangents_of_a_stream_add_up_in_float32_and_are_stored_in_16_bits(dtype):
-    cast = jaxmp.autocast(jax.grad(residual, (0, 1, 2)), dtype)
-    kept = sums_kept(cast, WS, BS, X)
-    assert len(kept) == len(WS) - 1  # what the first layer sends back is a result
-    for rounding, total, readers in kept:
-        assert total.primitive.name == "add_any"
-        assert {var.aval.dtype for var in total.invars} == {SINGLE}
-        assert rounding.outvars[0].aval.dtype == dtype
-        assert {"dot_general", "convert_element_type"} <= readers  # that widens it
-    both = at_once(cast, jax.grad(residual, (0, 1, 2)))(WS, BS, X)
-    for found, grad in zip(*both, strict=True):
-        assert error(found, grad) < 4 * float(jnp.finfo(dtype).eps)
-
-
 @pytest.mark.evidence
 def test_through_many_layers_gradients_are_nearer_than_those_of_a_model_in_16_bits():
     def native(ws, bs, x):
@@ -661,36 +544,25 @@ def test_through_many_layers_gradients_are_nearer_than_those_of_a_model_in_16_bi
     assert ours_first < theirs_first
 
 
-@pytest.mark.parametrize(
-    "looped",
-    [True, pytest.param(False, marks=pytest.mark.evidence)],
-    ids=["in a scan", "plain"],
-)
-def test_a_rematerialised_function_keeps_the_same(looped):
-    @jax.checkpoint
-    def layer(x, w, b):
-        x = block(x, w, b)
-        return x + jax.nn.softmax(4 * x @ x.T) @ (norm(x) @ w)
+@jax.checkpoint
+def recomputed(x, w, b):
+    x = block(x, w, b)
+    return x + jax.nn.softmax(4 * x @ x.T) @ (norm(x) @ w)
 
-    def loss(ws, bs, x):
-        if looped:
-            x, _ = lax.scan(lambda x, wb: (layer(x, *wb), None), x, (ws, bs))
-        else:
-            for w, b in zip(ws, bs, strict=True):
-                x = layer(x, w, b)
-        return (x @ ws[0]).sum()
 
-    cast = jaxmp.autocast(jax.grad(loss, (0, 1, 2)), HALF)
-    kept = sums_kept(cast, WS, BS, X)
-    bodies = 1 if looped else len(WS)
-    assert [total.primitive.name for _, total, _ in kept].count("div") == bodies
-    both = at_once(cast, jax.grad(loss, (0, 1, 2)))(WS, BS, X)
-    for found, grad in zip(*both, strict=True):
-        assert error(found, grad) < 16 * float(jnp.finfo(HALF).eps)
+def layers(layer, ws, bs, x):
+    for w, b in zip(ws, bs, strict=True):
+        x = layer(x, w, b)
+    return (x @ ws[0]).sum()
+
+
+def scanned(layer, ws, bs, x):
+    x, _ = lax.scan(lambda x, wb: (layer(x, *wb), None), x, (ws, bs))
+    return (x @ ws[0]).sum()
 
 
 def with_reader(reader):
-    """A stream of which the sum of cotangents in the middle has one more reader."""
+    """A stream of which the cotangent in the middle has one more reader."""
 
     @jax.custom_vjp
     def look(x):
@@ -706,29 +578,24 @@ def with_reader(reader):
     return loss
 
 
-# What a product does not take, or takes with others who compute with it.
-UNROUNDED = {
-    "a loop": lambda ws, bs, x: lax.scan(
-        lambda x, wb: (block(x, *wb), None), x, (ws, bs)
-    )[0].sum(),
+# The gradient of a stream of layers: of each weight, each bias, and the input.
+STREAMS = {
+    "layers": residual,
+    "remat": functools.partial(layers, recomputed),
+    "scan": functools.partial(scanned, block),
+    "scan of remat": functools.partial(scanned, recomputed),
     "a float32 region": lambda ws, bs, x: jaxmp.float32_region(residual)(ws, bs, x) * 2,
-    "a norm": with_reader(lambda ct, x: ct * lax.rsqrt((ct * ct).sum() + 1)),
+    "a norm of a cotangent": with_reader(
+        lambda ct, x: ct * lax.rsqrt((ct * ct).sum() + 1)
+    ),
 }
-
-
-@pytest.mark.parametrize("name", UNROUNDED)
-def test_other_sums_of_cotangents_keep_their_digits(name):
-    args = WS[:2], BS[:2], X
-    cast = jaxmp.autocast(jax.grad(UNROUNDED[name], (0, 1, 2)), HALF)
-    kept = [total.primitive.name for _, total, _ in sums_kept(cast, *args)]
-    assert "add_any" not in kept
 
 
 def before_a_norm(w, b, x):
     return (norm(x @ w + b) @ w * X).sum()
 
 
-# The gradient of the bias sums up what the product takes that sends back to `x`.
+# The gradient of a bias, beside those of the product before it.
 BIASED = {
     "an activation": lambda w, b, x: (jax.nn.gelu(x @ w + b) @ w).sum(),
     "a norm": before_a_norm,
@@ -738,33 +605,6 @@ BIASED = {
         lambda x, _: (norm(x @ w + b), None), x, length=2
     )[0][:, 0].sum(),
 }
-
-
-@pytest.mark.parametrize(
-    "loss", rest_is_evidence(BIASED, "an activation", "a norm", "a scan")
-)
-@pytest.mark.parametrize(
-    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
-)
-def test_the_gradient_of_a_bias_sums_what_the_product_takes(loss, dtype):
-    cast = jaxmp.autocast(jax.grad(loss, (0, 1, 2)), dtype)
-    args = W, X[0], X
-    eqns = list(traced(cast, *args))
-
-    def read_by(name):
-        return {x for e in eqns if e.primitive.name == name for x in e.invars[:2]}
-
-    def made_by(name, read):
-        made = [e for e in eqns if e.primitive.name == name]
-        return {e.outvars[0]: e.invars[0] for e in made if e.outvars[0] in read}
-
-    widened = made_by("convert_element_type", read_by("reduce_sum")).values()
-    rounded = made_by("select_n", {*widened})
-    assert rounded
-    assert {var.aval.dtype for var in rounded} == {np.dtype(dtype)}
-    both = at_once(cast, jax.grad(loss, (0, 1, 2)))(*args)
-    for found, grad in zip(*both, strict=True):
-        assert error(found, grad) < 8 * float(jnp.finfo(dtype).eps)
 
 
 def test_the_gradient_of_a_bias_may_be_differentiated_again():
@@ -805,21 +645,6 @@ ACTIVATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "loss", rest_is_evidence(ACTIVATED, "silu", "hard swish", "a remat")
-)
-@pytest.mark.parametrize(
-    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
-)
-def test_what_an_activation_sends_back_to_a_norm_is_stored_in_16_bits(loss, dtype):
-    args = SCALE, X[0], X
-    grad = jax.grad(loss, (0, 1, 2))
-    assert firmly_rounded_in(jaxmp.autocast(grad, dtype), *args) == [dtype] * 2
-    both = at_once(jaxmp.autocast(grad, dtype), grad)(*args)
-    for got, expected in zip(*both, strict=True):
-        assert error(got, expected) < 8 * float(jnp.finfo(dtype).eps)
-
-
 def layer_norm(x):
     return norm(x) * SCALE + X[0]
 
@@ -835,7 +660,7 @@ def group_norm(x):
     return ((groups - mean) * scale).reshape(4, 8) * SCALE
 
 
-# Of a product `h`, and then added to one.
+# What is made of a product, and then added to one.
 NORMED = {
     "layer norm": layer_norm,
     "RMS norm": root_mean_square_norm,
@@ -868,40 +693,14 @@ FAR = {
 }
 
 
-def added(fun, dtype):
-    """Returns the dtype in which ``fun`` of a product is added to another product."""
+def added(fun):
+    """Adds ``fun`` of a product to another product."""
 
     def loss(w, x):
-        h, more = fun(x @ w), x @ (2 * w)
-        with jax.named_scope("here"):
-            h = h + more
-        return ((layer_norm(h) @ w) * X).sum()
+        h = x @ w
+        return ((layer_norm(fun(h) + x @ (2 * w)) @ w) * X).sum()
 
-    grad = jax.grad(loss)
-    found, expected = at_once(jaxmp.autocast(grad, dtype), grad)(W, X)
-    assert error(found, expected) < 8 * float(jnp.finfo(dtype).eps)
-    (add,) = (
-        e
-        for e in traced(jaxmp.autocast(loss, dtype), W, X)
-        if e.primitive.name == "add" and "here" in str(e.source_info.name_stack)
-    )
-    return add.outvars[0].aval.dtype
-
-
-@pytest.mark.parametrize("norm", rest_is_evidence(NORMED, "layer norm", "dropout"))
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_what_a_norm_returns_joins_16_bit_values(norm, dtype):
-    assert added(norm, dtype) == dtype
-
-
-@pytest.mark.parametrize(
-    "other",
-    rest_is_evidence(
-        NOT_NORMED, "a gate", "log probabilities", "a score", "chosen with others"
-    ),
-)
-def test_what_else_was_computed_in_float32_does_not(other):
-    assert added(other, HALF) == SINGLE
+    return loss
 
 
 @pytest.mark.parametrize("fun", FAR.values(), ids=FAR.keys())
@@ -930,15 +729,6 @@ def test_weights_that_are_normed_between_steps_do_not_stall():
     assert error(found - start, expected - start) < 0.02
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_what_is_pooled_of_a_norm_is_stored_in_16_bits(dtype):
-    def stem(w, x):
-        h = pooled(jax.nn.relu(layer_norm(x @ w)))
-        return jnp.concatenate([h, layer_norm(h) @ w], -1) @ jnp.concatenate([w, w])
-
-    assert firmly_rounded_in(jaxmp.autocast(stem, dtype), W, X) == [dtype]
-
-
 def behind(change):
     """A product behind a change of what was activated behind a norm."""
 
@@ -949,7 +739,7 @@ def behind(change):
     return loss
 
 
-# What no product sends back, what others need, and what is more than rounded numbers.
+# What no product sends back, and what others need.
 NOT_SENT_BACK = {
     "a loss": lambda scale, bias, x: jnp.sum(
         jax.nn.silu(norm(x @ W) * scale + bias) ** 2
@@ -957,10 +747,6 @@ NOT_SENT_BACK = {
     "a float32 region": lambda scale, bias, x: jnp.sum(
         jax.nn.silu(jaxmp.float32_region(lambda h: norm(h) * scale + bias)(x)) @ W
     ),
-    "a factor that was given": behind(lambda h: h * (1e-6 * SCALE)),
-    "a number": behind(lambda h: h * 1e-6),
-    "a number for each": behind(lambda h: h * jnp.full(8, 1e-6)),
-    "a divisor": behind(lambda h: h / 1e5),
     "a mean": behind(lambda h: h.reshape(2, 2, 8).mean(1)),
     "a mean behind a product": lambda scale, bias, x: jnp.mean(
         jnp.tanh(norm(x @ W) * scale + bias) @ W
@@ -971,10 +757,13 @@ NOT_SENT_BACK = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_SENT_BACK)
-def test_what_is_sent_back_to_a_norm_keeps_digits_and_range(name):
-    grad = jax.grad(NOT_SENT_BACK[name], (0, 1, 2))
-    assert not firmly_rounded_in(jaxmp.autocast(grad, HALF), SCALE, X[0], X)
+# Behind which the gradients leave the range of float16.
+FACTORS = {
+    "a factor that was given": behind(lambda h: h * (1e-6 * SCALE)),
+    "a number": behind(lambda h: h * 1e-6),
+    "a number for each": behind(lambda h: h * jnp.full(8, 1e-6)),
+    "a divisor": behind(lambda h: h / 1e5),
+}
 
 
 def test_factors_around_an_activation_leave_its_gradients_in_the_range_of_float16():
@@ -997,31 +786,87 @@ def averaged(h):
     return h * jnp.tanh(h.mean(0, keepdims=True) @ W)
 
 
-# What norms, softmaxes and means send back, of what a product has sent back to them.
+# What norms, softmaxes, pools and means send back, of what was sent back to them.
 SENT_THROUGH = {
     "a norm": behind(norm),
     "a batch norm": behind(lambda h: norm(h.T).T),
     "a softmax": behind(jax.nn.softmax),
     "a post-norm": behind(lambda h: norm(h + jnp.tanh(h @ W))),
+    "a pool": behind(lambda h: norm(pooled(jax.nn.relu(h)))),
     "a mean of many": lambda scale, bias, x: jnp.sum(
         (averaged(jnp.tanh(norm(jnp.tile(x, (80, 1)) @ W) * scale + bias)) @ W)[:4] * X
     ),
 }
 
 
+def halved(h):
+    window = (1, 2, 1, 1)
+    h = lax.reduce_window(h, -jnp.inf, lax.max, window, window, "VALID")
+    return h
+
+
+def pooled_beside_itself(w, x):
+    h = jax.nn.silu(normalised(w, x).reshape(1, 4, 8, 1))
+    return ((jnp.concatenate([halved(h), h], 1).reshape(6, 8) @ w) ** 2).sum()
+
+
+def pooled_and_added_to(w, x):
+    h = pooled(jax.nn.relu(normalised(w, x)))
+    return ((h + jnp.tanh(h @ w)) ** 2).sum()
+
+
+POOLS = {
+    "beside itself": pooled_beside_itself,
+    "added to": pooled_and_added_to,
+    "alone": lambda w, x: ((pooled(jax.nn.relu(normalised(w, x))) @ w) ** 2).sum(),
+}
+# A loss of products and given numbers, and by how many last digits its gradients may
+# be off.
+GRADIENTS = {
+    **{f"stream, {n}": (f, (WS, BS, X), 16) for n, f in STREAMS.items()},
+    **{f"bias, {n}": (f, (W, X[0], X), 8) for n, f in BIASED.items()},
+    **{f"activated, {n}": (f, (SCALE, X[0], X), 8) for n, f in ACTIVATED.items()},
+    **{f"behind, {n}": (f, (SCALE, X[0], X), 16) for n, f in NOT_SENT_BACK.items()},
+    **{f"through {n}": (f, (SCALE, X[0], X), 16) for n, f in SENT_THROUGH.items()},
+    **{f"pooled, {n}": (f, (W, X), 16) for n, f in POOLS.items()},
+    **{f"added, {n}": (added(f), (W, X), 8) for n, f in (NORMED | NOT_NORMED).items()},
+}
+
+
+IN_BOTH = {f"{n}-{d}": (case, d) for n, case in GRADIENTS.items() for d in DTYPES}
+USUAL = [
+    *(
+        f"stream, {n}-bfloat16"
+        for n in ("layers", "scan of remat", "a norm of a cotangent")
+    ),
+    *(f"bias, {n}-float16" for n in ("an activation", "a norm", "a scan")),
+    *(f"activated, {n}-float16" for n in ("silu", "hard swish", "a remat")),
+    *(f"behind, {n}-bfloat16" for n in ("a float32 region", "a mean behind a product")),
+    *(f"through {n}-float16" for n in ("a norm", "a pool", "a mean of many")),
+    *(f"pooled, {n}-float16" for n in POOLS),
+    *(f"added, {n}-bfloat16" for n in ("layer norm", "a gate", "chosen with others")),
+]
+
+
+def check_gradient(case, dtype):
+    loss, args, limit = case
+    grad = jax.grad(loss, tuple(range(len(args))))
+    both = at_once(jaxmp.autocast(grad, dtype), grad)(*args)
+    for found, expected in zip(*both, strict=True):
+        assert error(found, expected) < limit * float(jnp.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize(
-    "loss", rest_is_evidence(SENT_THROUGH, "a norm", "a mean of many")
+    ("case", "dtype"),
+    rest_is_evidence(IN_BOTH, *USUAL),
 )
-@pytest.mark.parametrize(
-    "dtype", [jnp.float16, pytest.param(HALF, marks=pytest.mark.evidence)]
-)
-def test_what_a_norm_sends_back_is_rounded_once_for_all(loss, dtype):
-    args = SCALE, X[0], X
-    grad = jax.grad(loss, (0, 1, 2))
-    cast = jaxmp.autocast(grad, dtype)
-    assert np.dtype(dtype) in firmly_rounded_in(cast, *args)
-    for got, expected in zip(*at_once(cast, grad)(*args), strict=True):
-        assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
+def test_a_gradient_is_off_by_a_few_last_digits(case, dtype):
+    check_gradient(case, dtype)
+
+
+@pytest.mark.parametrize("loss", FACTORS.values(), ids=FACTORS.keys())
+def test_a_gradient_keeps_the_range_of_bfloat16(loss):
+    check_gradient((loss, (SCALE, X[0], X), 16), HALF)
 
 
 def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bits():
@@ -1041,19 +886,6 @@ def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bi
     forms = jaxmp.autocast(grad, HALF), jax.grad(native, (0, 1)), grad
     for got, reference, grad in zip(*at_once(*forms)(*args), strict=True):
         assert error(got, grad) < error(reference, grad)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_the_gradient_of_pooling_between_norms_runs_in_16_bits(dtype):
-    def loss(scale, bias, x):
-        h = pooled(jax.nn.relu(norm(x @ W) * scale + bias))
-        return jnp.sum((norm(h) @ W) * X)
-
-    args, grad = (SCALE, X[0], X), jax.grad(loss, (0, 1, 2))
-    cast = jaxmp.autocast(grad, dtype)
-    assert dtypes_of("select_and_scatter_add", cast, *args) == {np.dtype(dtype)}
-    for got, expected in zip(*at_once(cast, grad)(*args), strict=True):
-        assert error(got, expected) < 16 * float(jnp.finfo(dtype).eps)
 
 
 def test_the_gradient_of_pooling_out_of_range_runs_in_float32():
@@ -1091,17 +923,6 @@ GATED = {
 }
 
 
-@pytest.mark.parametrize(
-    "activation", rest_is_evidence(GATED, "silu", "relu", "hard swish", "a clip")
-)
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_an_activation_is_stored_in_16_bits_beside_its_mean(activation, dtype):
-    fun = gated(activation)
-    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
-    found, exact = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
-    assert error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
-
-
 def residual_gate(between=lambda h: h):
     """Squeeze and excitation of what a norm returns, before a shortcut joins it."""
 
@@ -1113,17 +934,9 @@ def residual_gate(between=lambda h: h):
     return fun
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_what_a_shortcut_joins_is_stored_in_16_bits_beside_its_mean(dtype):
-    fun = residual_gate()
-    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype]
-    found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
-    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
-
-
-# A logarithm needs the digits of the mean; and what is far is no activation of a norm.
-# Nor is anything rounded of which more is made than a sum before a shortcut joins it.
-MEANS_IN_FLOAT32 = {
+# Whatever is made of a mean, or of what it gates.
+MEANS = {
+    "a shortcut": residual_gate(),
     "a difference of what is gated": residual_gate(lambda h: h - h.mean(0)),
     "a logarithm of what is gated": residual_gate(lambda h: jnp.log(h * h + 1e-6)),
     "a square of what is gated": residual_gate(lambda h: h * h - (h * h).mean(0)),
@@ -1133,21 +946,8 @@ MEANS_IN_FLOAT32 = {
     "a logarithm of another mean": gated(
         jax.nn.silu, lambda h: h.mean(0) @ W + jnp.log(h.mean(0) ** 2 + 1e-6)
     ),
-    "far": gated(lambda h: jnp.exp(3 * h) * 1e6),
-    "a quotient": gated(lambda h: h / jnp.tanh(1e-6 * h)),
-    "a quotient of a clip": gated(lambda h: h / jnp.clip(1e-3 * h, -1, 1)),
-    "clipped far away": gated(lambda h: h * jnp.clip(1e3 * h, -1e4, 1e4)),
-    "not clipped below": gated(lambda h: h * jnp.minimum(1e4 * h, 1)),
-    "a clip, scaled": gated(lambda h: h * (jnp.clip(h, -1, 1) * 1e5)),
-    "a clip, scaled again": gated(lambda h: h * (((jnp.clip(h, -1, 1) * 8) * 8) * 8)),
-    "a clip over a number": gated(lambda h: h * (jnp.clip(h, -1, 1) / 1e-5)),
-    "clipped and raised": gated(lambda h: h * (jnp.clip(h, -1, 1) + 1e5)),
+    **{name: gated(activation) for name, activation in GATED.items()},
 }
-
-
-@pytest.mark.parametrize("fun", MEANS_IN_FLOAT32.values(), ids=MEANS_IN_FLOAT32.keys())
-def test_what_else_a_mean_is_taken_of_is_not_rounded(fun):
-    assert not firmly_rounded_in(jaxmp.autocast(fun, jnp.float16), W, X)
 
 
 def beside(reader):
@@ -1188,8 +988,14 @@ NEED_DIGITS = {
 
 
 @pytest.mark.parametrize("fun", NEED_DIGITS.values(), ids=NEED_DIGITS.keys())
-def test_an_activation_beside_its_mean_keeps_digits_for_other_readers(fun):
-    assert not firmly_rounded_in(jaxmp.autocast(fun, HALF), W, X)
+def test_what_a_product_takes_keeps_its_digits_for_other_readers(fun):
+    """Rounded, it would be off by a fifth of what it differs by."""
+    both = at_once(jaxmp.autocast(fun, HALF), fun)(W, X)
+    (_, found), (_, expected) = both
+    if jnp.issubdtype(found.dtype, jnp.inexact):
+        assert jnp.abs(found - expected).max() < 5e-4
+    else:
+        assert (found == expected).mean() > 0.95
 
 
 def window_sums(h, count=1.0):
@@ -1205,24 +1011,6 @@ def joined(pool):
         return layer_norm(h) @ w
 
     return fun
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-def test_means_of_windows_of_a_product_are_stored_in_16_bits(dtype):
-    fun = joined(lambda h: window_sums(h, 2))
-    tanh = [HALF] if dtype == HALF else []
-    assert firmly_rounded_in(jaxmp.autocast(fun, dtype), W, X) == [dtype, *tanh]
-    found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
-    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize(
-    "pool",
-    [window_sums, lambda h: window_sums(h, 1e-6), lambda h: window_sums(1e6 * h, 2)],
-    ids=["sums", "scaled sums", "of what is far"],
-)
-def test_other_sums_of_windows_are_not(pool):
-    assert not firmly_rounded_in(jaxmp.autocast(joined(pool), jnp.float16), W, X)
 
 
 FAR_OR_EXACT = {
@@ -1243,11 +1031,23 @@ def taken_away(w, x):
     return layer_norm(means) @ w, means, h.reshape(2, 2, 8) - means[:, None]
 
 
+MEANS["windows"] = joined(lambda h: window_sums(h, 2))
+
+
+@pytest.mark.parametrize(
+    "fun", rest_is_evidence(MEANS, "a shortcut", "silu", "windows")
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_made_of_a_mean_is_off_by_a_few_last_digits(fun, dtype):
+    found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
+    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
+
+
 @pytest.mark.parametrize("fun", FAR_OR_EXACT.values(), ids=FAR_OR_EXACT.keys())
 def test_means_of_windows_keep_range_and_digits_for_other_readers(fun):
-    cast = jaxmp.autocast(fun, jnp.float16)
-    assert not firmly_rounded_in(cast, W, X)
-    assert all(jnp.isfinite(out).all() for out in jax.tree.leaves(jax.jit(cast)(W, X)))
+    both = at_once(jaxmp.autocast(fun, jnp.float16), fun)(W, X)
+    for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
+        assert error(found, expected) < 1e-2
 
 
 def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm():
@@ -1284,18 +1084,8 @@ def test_a_backward_pass_with_biases_can_be_transposed():
 
 
 @jax.custom_vjp
-def with_log_of_a_sum(x, w):
-    return x @ w
-
-
-@jax.custom_vjp
 def with_sums_of_rows(p, w):
     return p @ w
-
-
-def adds_log_of_a_sum(operands, ct):
-    x, w = operands
-    return ct @ w.T, x.T @ ct + jnp.log(jnp.abs(ct.sum(0)) + 1e-3)
 
 
 def multiplies_by_what_sums_lack(operands, ct):
@@ -1307,23 +1097,16 @@ def both(*operands):
     return operands[0] @ operands[1], operands
 
 
-with_log_of_a_sum.defvjp(both, adds_log_of_a_sum)
 with_sums_of_rows.defvjp(both, multiplies_by_what_sums_lack)
-
-
-def log_of_a_sum(w, b, x):
-    out = with_log_of_a_sum(jnp.tanh(x @ w + b), w)
-    return ((out - out.mean(0)) ** 2).sum()  # whose cotangents cancel
 
 
 def sums_of_a_softmax(w, b, x):
     return (with_sums_of_rows(jax.nn.softmax(x @ w + b), w) ** 2).sum()
 
 
-@pytest.mark.parametrize("loss", [log_of_a_sum, sums_of_a_softmax])
-def test_a_rule_that_sums_sees_what_it_needs(loss):
+def test_a_rule_sees_sums_of_a_softmax_that_are_one():
     args = W, X[0], X
-    grad = jax.grad(loss, (0, 1))
+    grad = jax.grad(sums_of_a_softmax, (0, 1))
     both = at_once(jaxmp.autocast(grad, HALF), grad)(*args)
     for found, expected in zip(*both, strict=True):
         assert error(found, expected) < 8 * float(jnp.finfo(HALF).eps)
@@ -1332,38 +1115,6 @@ def test_a_rule_that_sums_sees_what_it_needs(loss):
 # Rounded products.
 
 ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
-
-
-def test_a_tanh_is_stored_as_it_was_rounded():
-    """Who widens it again, as a sum in the backward pass, would have XLA keep more."""
-
-    def fun(w, x):
-        return jax.nn.gelu(x @ w) @ w
-
-    cast = jaxmp.autocast(fun, HALF)
-    assert firmly_rounded_in(cast, W, X) == [HALF]
-    assert not firmly_rounded_in(jaxmp.autocast(fun, "float16"), W, X)
-    assert not firmly_rounded_in(jaxmp.autocast(jnp.tanh, HALF), X)
-    rounded = (a.astype(HALF) for a in (W, X))
-    np.testing.assert_allclose(cast(W, X), fun(*rounded).astype(SINGLE), atol=0.02)
-
-
-def stream(w, tokens):
-    """An embedding to which what norms return is added, as in Gemma 2."""
-    x = normal(3, 5, 8)[tokens]
-    for _ in range(2):
-        y = x @ w
-        x = x + y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + 1e-6)
-    return x @ w
-
-
-def test_a_stream_of_an_embedding_and_norms_is_stored_in_bfloat16():
-    """In float16 an embedding may be out of range, by a scale."""
-    tokens = np.arange(32).reshape(2, 16) % 5
-    for dtype, stored in [(HALF, HALF), (np.dtype(np.float16), SINGLE)]:
-        eqns = traced(jaxmp.autocast(stream, dtype), W, tokens)
-        sums = [e.outvars[0].aval for e in eqns if e.primitive.name == "add"]
-        assert [x.dtype for x in sums if x.shape == (2, 16, 8)] == [stored] * 2
 
 
 def test_every_product_can_return_16_bits():
