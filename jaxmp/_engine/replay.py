@@ -305,7 +305,7 @@ class Caster(Calls):
                 back=step.back,
                 definition=step.definition,
             )
-            return [out]
+            return [out, *outs[1:]]
         return outs
 
 

@@ -69,7 +69,8 @@ class _Trail:
                 known |= _COMPUTED
             if known & _COMPUTED and classes.tests(eqn):
                 known |= _COMPARED
-            return [_kept(known, var) for var in eqn.outvars]
+            chosen = not _jaxpr.is_cast(eqn) and any(map(is_inexact, eqn.invars))
+            return [_kept(known, var, chosen) for var in eqn.outvars]
 
         return _jaxpr.interpret(
             jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
@@ -96,9 +97,15 @@ class _Trail:
                 return outs
 
 
-def _kept(known: int, var: Any) -> int:
-    """A floating value is computed, and a truth value or a count is compared."""
-    return known & (_COMPUTED if is_inexact(var) else _COMPARED)
+def _kept(known: int, var: Any, chosen: bool = False) -> int:
+    """A floating value is computed, and a truth value is compared.
+
+    An integer may be either: a count of comparisons, or what a float was cast to. A
+    place that was chosen, as by an argmax, is no number that was computed.
+    """
+    if is_inexact(var):
+        return known & _COMPUTED
+    return known & _COMPARED if chosen or var.aval.dtype == bool else known
 
 
 def _together(known: Iterable[int]) -> int:
