@@ -453,6 +453,17 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
+def cast_to_float32(jaxpr: Any) -> set[Any]:
+    """Returns the variables of a jaxpr that it casts to float32."""
+    casts = [x for x in open_jaxpr(jaxpr).eqns if is_cast(x)]
+    return {
+        x
+        for eqn in casts
+        for x in eqn.invars
+        if is_float32(eqn.outvars[0]) and not isinstance(x, Literal)
+    }
+
+
 def is_told_dtype(eqn: JaxprEqn) -> bool:
     """Whether an elementwise ``eqn`` is told the dtype of its result."""
     return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on

@@ -98,32 +98,6 @@ def test_what_a_relu_sends_back_is_chosen_in_16_bits(shortcut, dtype):
     assert set(chosen) == {jnp.dtype(dtype)}
 
 
-def barriers(loss, dtype):
-    """Returns the dtypes of what is stored behind a barrier."""
-    grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
-    return dtypes_of("optimization_barrier", equations(grad, [*W], [*V], X))
-
-
-@both_dtypes
-def test_what_a_shortcut_and_an_activation_send_back_is_stored_once(dtype):
-    found = barriers(network(jax.nn.gelu, True), dtype)
-    assert len(found) >= 3
-    assert set(found) == {jnp.dtype(dtype)}
-
-
-@both_dtypes
-def test_what_an_activation_alone_is_sent_back_is_not_stored(dtype):
-    """Its derivative reads it more than once, in the kernel that computes it."""
-
-    def loss(ws, vs, x):
-        for w, v in zip(ws, vs, strict=True):
-            h = jax.nn.gelu(x @ w + v)
-            x = h * (1 + lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-3)) + h
-        return jnp.square(x @ ws[0]).mean()
-
-    assert not barriers(loss, dtype)
-
-
 def embedded(table, w):
     """Queries and keys of rows that a norm takes first, as in BERT."""
     x = normed(table[jnp.arange(16) % 4 * 5]) * (1 + w[0, 0])
@@ -131,11 +105,8 @@ def embedded(table, w):
 
 
 @both_dtypes
-def test_what_products_send_back_through_a_norm_to_a_lookup_is_stored_in_16_bits(dtype):
+def test_what_products_send_back_through_a_norm_to_a_lookup_is_near(dtype):
     grad = jax.grad(lambda *args: jnp.square(embedded(*args)).mean(), (0, 1))
-    eqns = equations(jaxmp.autocast(grad, dtype), X, W)
-    sent = dtypes_of("dot_general", sent_back(eqns))
-    assert sent == [jnp.dtype(dtype)] * 3
     for found, exact in zip(
         *at_once(jaxmp.autocast(grad, dtype), grad)(X, W), strict=True
     ):
@@ -184,17 +155,3 @@ def test_the_backward_pass_of_a_tanh_reads_what_was_stored():
     _, expected = jax.jvp(jax.grad(loss), ([*W],), moved)
     _, second = jax.jvp(jax.grad(cast), ([*W],), moved)
     assert relative_error(second, expected) < 0.05
-
-
-@both_dtypes
-def test_an_exact_gelu_is_rounded_once(dtype):
-    """XLA would store the `erfc` in float32 for a norm behind it."""
-
-    def fun(w):
-        return normed(jax.nn.gelu(X @ w, approximate=False)) @ w
-
-    eqns = equations(jaxmp.autocast(fun, dtype), W[0])
-    (erfc,) = [e for e in eqns if e.primitive.name == "erfc"]
-    readers = [e for e in eqns if erfc.outvars[0] in e.invars]
-    assert erfc.outvars[0].aval.dtype == dtype
-    assert {e.primitive.name for e in readers} == {"neg", "select_n"}

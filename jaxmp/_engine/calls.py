@@ -199,7 +199,15 @@ class Calls(Customs):
             scopes: Named scopes around the body.
         """
         jaxpr = body.jaxpr
-        known = tuple([ins[i].known.in_body() for i in body.operands])
+        known = [ins[i].known for i in body.operands]
+        numbers = any([k.scalar is not None for k in known])
+        casts = _jaxpr.cast_to_float32(jaxpr) if numbers else ()
+        known = tuple(
+            [
+                k.in_body(is_cast=var in casts)
+                for k, var in zip(known, _jaxpr.in_vars(jaxpr), strict=True)
+            ]
+        )
         key = known, trip, ends, self.relevant(scopes)
         memo = self.rewritten_by.setdefault(jaxpr, {})
         if key not in memo:

@@ -37,12 +37,15 @@ class Known(NamedTuple):
         """Returns a value of which this is known."""
         return Value(array, self)
 
-    def in_body(self) -> "Known":
+    def in_body(self, *, is_cast: bool = False) -> "Known":
         """Returns what is told to a jaxpr that is rewritten for such values.
 
         A layer that is called with its number is the same layer for each number.
+
+        Args:
+            is_cast: Whether an integer is made a float there, as a zero in a `where`.
         """
-        told = getattr(self.scalar, "dtype", None) == FLOAT32
+        told = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
         return self if told else self._replace(scalar=None)
 
 

@@ -38,6 +38,22 @@ def of(name, fun, *args):
     return [found[1:] for found in decisions(fun, *args) if found[0] == name]
 
 
+@jaxmp.float32_region
+@jax.jit
+def several(x):
+    """Its derivative is a call of several results, of which a product takes one."""
+    return jnp.logaddexp(x, 0.0)
+
+
+@both_dtypes
+def test_a_region_may_call_what_has_several_results(dtype):
+    def loss(w, x):
+        return (several(x @ w) @ w).sum()
+
+    found = autocast(jax.grad(loss), dtype)(W, X)
+    assert relative_error(found, jax.grad(loss)(W, X)) < float(jnp.finfo(dtype).eps)
+
+
 # Each rule, in a program that needs it.
 
 
@@ -268,6 +284,22 @@ def test_innocent_edits_change_no_value(edit, dtype):
     # XLA may leave out a rounding in the middle of what it fuses.
     for one, other in zip(found, expected, strict=True):
         assert relative_error(one, other) < float(jnp.finfo(dtype).eps)
+
+
+@both_dtypes
+def test_a_number_without_a_point_is_a_number_too(dtype):
+    """The zero of a dropout, and the number of a layer, which is the same layer."""
+
+    def net(zero):
+        return lambda w, x: jnp.where(x > 0, jnp.tanh(x @ w) @ w, zero) @ w
+
+    found, expected = (decisions(net(zero), W, X, dtype=dtype) for zero in (0, 0.0))
+    chosen = [x for x in found if x[0] == "select_n"]
+    assert (
+        chosen
+        == [x for x in expected if x[0] == "select_n"]
+        == [("select_n", "half", rules.FOLLOWS)]
+    )
 
 
 @pytest.mark.parametrize("name", EDITS)

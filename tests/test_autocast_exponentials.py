@@ -1,8 +1,6 @@
-"""Activations made of bounded exponentials read 16 bits, and nothing else does.
+"""What an exponential, a logarithm, a divisor, a gate or a loss reads has its digits.
 
-``exp(x)`` of an ``x`` that is nowhere positive is off by at most 0.37 ``eps`` if ``x``
-is off by a relative ``eps``. What a logarithm, a divisor, a gate or a loss is made of
-keeps its digits.
+Back to the product that it is made of, also where another product takes the same.
 """
 
 from typing import Any
@@ -17,6 +15,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import relative_error, traced
 from conftest import normal, rest_is_evidence
+from jaxmp._engine import in_use
 
 W = normal(0, 64, 64, scale=1 / 8)
 X = normal(1, 32, 64)
@@ -49,10 +48,6 @@ def equations(fun, *args) -> list[Any]:
     return [*traced(fun, *args)]
 
 
-def names(fun, *args):
-    return {eqn.primitive.name for eqn in equations(fun, *args)}
-
-
 def products(fun, *args):
     """Returns the dtypes that products return, in the order of the program."""
     eqns = equations(fun, *args)
@@ -62,34 +57,13 @@ def products(fun, *args):
 @pytest.mark.parametrize("dtype", [HALF, np.dtype(np.float16)])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
 @pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "elu", "softplus"))
-def test_an_activation_reads_what_a_product_returned_in_16_bits(act, order, dtype):
-    cast = order(loss_of(act), dtype)
-    assert products(cast, W, X)[0] == dtype
+def test_an_activation_with_an_exponential_reads_float32_sums(act, order, dtype):
+    with in_use():
+        cast = order(loss_of(act), dtype)
+    assert products(cast, W, X)[0] == SINGLE
     if act is not jax.nn.selu:  # its slope jumps at zero, where products may differ
         found, exact = jax.jit(cast)(W, X), jax.jit(jax.grad(loss_of(act)))(W, X)
         assert relative_error(found, exact) < jnp.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("name", ["softplus", "mish"])
-def test_the_slope_of_a_softplus_is_an_activation_in_16_bits(name):
-    cast = jaxmp.autocast(jax.grad(loss_of(ACTIVATIONS[name])), HALF)
-    eqns = equations(cast, W, X)
-    slopes = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "logistic"]
-    assert HALF in slopes  # the other one, by the zero, nobody reads
-    assert [e.primitive.name for e in eqns].count("exp") == 1
-
-
-def test_a_softplus_is_rounded_before_it_is_pooled():
-    """Who computed the slope from it would have had its digits."""
-
-    def loss(w, x):
-        h = jax.nn.softplus(x @ w)
-        sides = (1, 2), (1, 1), "SAME"
-        return (lax.reduce_window(h, -jnp.inf, lax.max, *sides) @ w).sum()
-
-    eqns = equations(jaxmp.autocast(jax.grad(loss), HALF), W, X)
-    pools = [e for e in eqns if e.primitive.name == "reduce_window_max"]
-    assert {e.invars[0].aval.dtype for e in pools} == {HALF}
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
@@ -103,41 +77,6 @@ def test_the_slope_of_a_softplus_is_accurate_far_from_zero(order):
 
     found, exact = jax.jit(order(loss, HALF))(x), jax.jit(jax.grad(loss))(x)
     assert abs(found - exact).max() < 100 * 1.3 * EPS
-
-
-def slopes(x):
-    y = jnp.logaddexp(x, 0.0)
-    return jnp.exp(x - y), jnp.exp(0.0 - y)
-
-
-def no_slopes(x, other):
-    y = jnp.logaddexp(x, 0.0)
-    return (
-        jnp.exp(lax.select(other > 0, x, other) - y),
-        jnp.exp(lax.select(x == 1, other, x) - y),
-        jnp.exp(lax.select(other == jnp.inf, other, x) - y),
-        jnp.exp(lax.select(other == jnp.inf, other, jnp.zeros_like(x)) - y),
-        jnp.exp(other - y),
-        jnp.expm1(x - y),
-        jnp.exp(x - jnp.logaddexp(x, 1.0)),
-    )
-
-
-def test_the_slope_of_a_softplus_is_the_same_number():
-    x = jnp.linspace(-120, 120, 481)
-    cast = jaxmp.autocast(slopes, HALF)
-    assert "logistic" in names(cast, x)
-    tiny = float(jnp.finfo(SINGLE).tiny)
-    for one, other in zip(cast(x), slopes(x), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=tiny)
-
-
-def test_what_is_no_slope_of_a_softplus_stays_as_it_was_written():
-    x = jnp.linspace(-120, 120, 481)
-    cast, args = jaxmp.autocast(no_slopes, HALF), (x, jnp.roll(x, 1))
-    assert "logistic" not in names(cast, *args)
-    for one, other in zip(cast(*args), no_slopes(*args), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -230,7 +169,7 @@ LOSSES = {
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 def test_a_loss_behind_an_activation_reads_float32_logits(loss):
     def fun(w, x):
-        return loss(jax.nn.elu(x @ w) @ w, jax.nn.softmax(x)).sum()
+        return loss(jax.nn.silu(x @ w) @ w, jax.nn.softmax(x)).sum()
 
     cast = jaxmp.autocast(jax.value_and_grad(fun), HALF)
     assert products(cast, W, X)[:2] == [HALF, SINGLE]
@@ -260,41 +199,7 @@ def test_the_gradient_of_a_loss_is_computed_in_float32(loss, scale):
     assert (abs(found - exact) <= 2 * EPS * abs(exact) + 1e-30).all()
 
 
-# Regions, lists and places.
-
-
-def softplus_in_a_scope(h):
-    with jax.named_scope("jaxmp.float32"):
-        return jnp.logaddexp(h, 0.0)
-
-
-REGIONS = {
-    "region": jaxmp.float32_region(jax.nn.softplus),
-    "scope": softplus_in_a_scope,
-}
-
-
-@pytest.mark.parametrize("act", REGIONS.values(), ids=REGIONS.keys())
-def test_a_region_keeps_the_slope_that_jax_has_written(act):
-    cast = jaxmp.autocast(jax.grad(lambda x: act(x @ W).sum()), HALF)
-    assert "logistic" not in names(cast, X)
-
-
-def test_a_path_keeps_the_slope_that_jax_has_written():
-    def fun(x):
-        with jax.named_scope("kept"):
-            y = jnp.logaddexp(x @ W, 0.0)
-        return (y @ W).sum()
-
-    cast = jaxmp.autocast(jax.grad(fun), HALF, float32_paths=("kept",))
-    assert "logistic" not in names(cast, X)
-
-
-def test_a_logistic_that_the_user_denies_is_computed_in_float32():
-    ops = jaxmp.DEFAULT_OPS.with_deny("logistic")
-    cast = jaxmp.autocast(jax.grad(loss_of(jax.nn.softplus)), HALF, ops=ops)
-    found = [e for e in equations(cast, W, X) if e.primitive.name == "logistic"]
-    assert {e.outvars[0].aval.dtype for e in found} == {SINGLE}
+# Places.
 
 
 def test_it_runs_without_jit():
@@ -353,7 +258,7 @@ def test_what_decays_a_state_is_made_of_all_digits(gate):
     assert products(cast, W, X)[0] == SINGLE
 
 
-def test_a_forward_algorithm_in_a_scan_reads_float32():
+def test_a_forward_algorithm_in_a_scan_is_near():
     def loss(w, x):
         h = x @ w
 
@@ -362,15 +267,8 @@ def test_a_forward_algorithm_in_a_scan_reads_float32():
 
         return lax.scan(step, jnp.zeros(64), h)[0].sum() + (h @ w).sum()
 
-    def alone(w, x):
-        return loss(w, x) - ((x @ w) @ w).sum()
-
     cast = jax.jit(jaxmp.autocast(jax.grad(loss), HALF))
     assert relative_error(cast(W, X), jax.jit(jax.grad(loss))(W, X)) < 0.01
-    eqns = equations(jaxmp.autocast(jax.grad(alone), HALF), W, X)
-    scans = [e for e in eqns if e.primitive.name == "scan"]
-    read = {atom.aval.dtype for e in scans for atom in e.invars}
-    assert HALF not in read
 
 
 @pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "mish"))
@@ -407,17 +305,3 @@ def test_an_activation_may_be_differentiated_again(act):
     assert relative_error(found, exact) < 4 * EPS
     around = jax.jit(jaxmp.autocast(jax.grad(all_of_it), HALF))(X)
     assert relative_error(around, exact) < 4 * EPS
-
-
-def test_the_bounds_of_the_rule_hold():
-    random = np.random.default_rng(0)
-    x = np.concatenate([random.normal(0, scale, 10**4) for scale in (0.1, 1, 10, 100)])
-    off = x * (1 + 2**-9 * random.uniform(-1, 1, x.size))
-    eps, negative, other = 2**-9, np.minimum(x, 0), np.minimum(off, 0)
-    assert (abs(np.exp(other) - np.exp(negative)) <= 0.371 * eps).all()
-    less_one = abs(np.expm1(negative))
-    assert (abs(np.expm1(other) - np.expm1(negative)) <= 1.01 * eps * less_one).all()
-    softplus = [np.logaddexp(y, 0) for y in (x, off)]
-    assert (abs(softplus[1] - softplus[0]) <= eps * abs(x)).all()
-    slopes = [np.exp(y - np.logaddexp(y, 0)) for y in (x, off)]
-    assert (abs(slopes[1] - slopes[0]) <= 0.23 * eps).all()
