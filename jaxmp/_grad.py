@@ -130,14 +130,13 @@ def value_and_grad(
 ) -> Callable[P, tuple[Any, Any]]:
     """Differentiates a function under a loss scale and returns true gradients.
 
-    In the place of ``jax.value_and_grad``. The loss is multiplied by ``loss_scale``
-    in float32, and the gradients are widened to float32 and divided by it before they
-    are returned, so that nothing outside sees the scale. An overflow stays visible as
-    Inf or NaN.
+    Use it in the place of ``jax.value_and_grad``. It multiplies the loss by
+    ``loss_scale`` in float32, and divides the gradients by it in float32 before it
+    returns them. An overflow stays visible as Inf or NaN.
 
-    With ``accum_steps=k`` the batch is taken in ``k`` micro-batches, one after the
-    other. The scaled gradients add up in float32, and the activations of one
-    micro-batch are held at a time.
+    With ``accum_steps=k`` it splits the batch into ``k`` micro-batches, one after the
+    other. The scaled gradients add up in float32, and the memory holds the activations
+    of one micro-batch.
 
     Args:
         fun: Function that returns a real floating scalar, the loss, or with
@@ -152,11 +151,11 @@ def value_and_grad(
             optimizer. Under ``jit``, a ``fun`` without :func:`jaxmp.with_policy` is
             traced once more, to warn where not one product runs in 16 bits.
         loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
-            anything else that :func:`jaxmp.get_loss_scale` takes; or a positive
-            scalar, best a power of two. Of a tuple of the states of several
-            optimizers the smaller scale is taken. Where the function is jitted, the
-            state must be an argument of the jitted function. Where gradients are
-            computed in float16 and none is given, not even 1.0, this warns.
+            anything else that :func:`jaxmp.get_loss_scale` takes; or a positive scalar,
+            best a power of two. A tuple of the states of several optimizers stands for
+            the smallest of their scales. Inside ``jax.jit``, the state must be an
+            argument of the jitted function. If gradients are computed in float16
+            without any ``loss_scale``, not even 1.0, this warns.
         argnums: The positional argument or arguments to differentiate.
         has_aux: Whether ``fun`` returns a pair.
         allow_int: Whether leaves that are not floating may be differentiated; their
@@ -179,11 +178,10 @@ def value_and_grad(
             gradients of parameters that are sharded over such an axis (experts, FSDP
             by hand) are not summed over it, because the collectives in ``fun`` have
             done so; they are averaged only.
-        mesh: A mesh over which to do that for you, where you are not inside
-            ``shard_map``: the batch is split over ``axis_name`` (all its axes if that
-            is None), and everything else is the same on every device. The gradients
-            are reduced once, after the micro-batches. ``aux`` has a new leading axis,
-            the devices.
+        mesh: A mesh over which to do that for you, outside of ``shard_map``: the batch
+            is split over ``axis_name`` (all its axes if that is None), and everything
+            else is the same on every device. The gradients are reduced once, after the
+            micro-batches. ``aux`` has a new leading axis, the devices.
         shardings: Over which mesh axes the differentiated arguments are sharded: a
             pytree of ``PartitionSpec`` or ``NamedSharding`` with their structure, or
             a prefix of it. ``PartitionSpec()`` means the same on every device.
@@ -202,8 +200,8 @@ def value_and_grad(
         at least float32; the gradients have the structure and shapes of the
         differentiated arguments; in an Equinox model they are those of
         ``eqx.filter_grad``, None for what is no floating array. With several
-        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``; a
-        string, or what else is no array or number, comes back as it was.
+        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``; leaves
+        that are neither arrays nor numbers, such as strings, come back unchanged.
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive

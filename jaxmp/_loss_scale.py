@@ -67,9 +67,9 @@ def dynamic_loss_scale(
 
     The gradients come in true units, as :func:`jaxmp.value_and_grad` returns them;
     nothing is unscaled here. On a step with an Inf or NaN gradient, the updates are
-    negative zeros, the state of ``inner`` stays what it was bit for bit, and the
-    scale shrinks. What is stateful or depends on the parameters (weight decay,
-    momentum, schedules) belongs inside ``inner``, because only that is skipped.
+    negative zeros, the state of ``inner`` stays what it was bit for bit, and the scale
+    shrinks. Transformations with a state or that read the parameters (weight decay,
+    momentum, schedules) belong inside ``inner``: only ``inner`` is skipped.
 
     With the default factors the scale stays a power of two, so that scaling and
     unscaling never round.
@@ -77,17 +77,17 @@ def dynamic_loss_scale(
     Args:
         inner: The optimizer of the float32 parameters.
         init_scale: The first loss scale.
-        growth_factor: What the scale is multiplied by on the ``growth_interval``-th
-            finite step in a row.
-        backoff_factor: What it is multiplied by on a skipped step.
+        growth_factor: Factor on the scale at the ``growth_interval``-th finite step in
+            a row.
+        backoff_factor: Factor on the scale at a skipped step.
         growth_interval: Finite steps in a row after which the scale grows.
         min_scale: Lower bound of the scale.
         max_scale: Upper bound of the scale, at most float32's largest number.
-        hysteresis: Skipped steps in a row from which on the scale shrinks.
-        check_updates: Whether to skip a step also where ``inner`` makes an Inf or NaN
-            of finite gradients, which takes one more read of the updates. It is always
-            done where ``inner`` is given a function, such as the ``grad_fn`` of
-            ``optax.contrib.sam``, which computes gradients inside.
+        hysteresis: Number of skipped steps in a row after which the scale shrinks.
+        check_updates: Whether to skip a step also if ``inner`` makes an Inf or NaN of
+            finite gradients. That takes one more read of the updates. An optimizer that
+            computes gradients inside, such as ``optax.contrib.sam`` with its
+            ``grad_fn``, is always checked so.
         axis_name: Mesh axes over which the devices must agree, inside
             ``shard_map`` or ``pmap``.
 

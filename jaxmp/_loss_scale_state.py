@@ -215,17 +215,17 @@ def check_loss_scale(
     """Raises once a run skips every step. Call it on the host now and then.
 
     With the default options, 29 skipped steps in a row lead from the largest scale to
-    the smallest; whatever overflows then is not a matter of the scale.
+    the smallest. If gradients still overflow then, the scale is not the cause.
 
-    A scale that has grown to ``max_scale`` without one skipped step was most likely
-    never used, which gives a warning. It is no error, because gradients that are small
-    enough lead there too, and train well.
+    Warns of a scale that has grown to ``max_scale`` without one skipped step: most
+    likely nothing uses it. This is no error, because very small gradients lead there
+    too.
 
     Args:
         opt_state: As in :func:`get_loss_scale`, with concrete values, of any leading
             shape when the training step is vmapped; or a tuple of the states of the
             optimizers that share a loss.
-        max_skipped_in_a_row: The number of steps from which on this raises.
+        max_skipped_in_a_row: The number of skipped steps at which this raises.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
         grads: The gradients of the last step, for the error to name those that are
             not finite.

@@ -60,11 +60,11 @@ def stochastic_rounding(
 ) -> optax.GradientTransformationExtraArgs:
     """Trains bfloat16 parameters without float32 masters, rounding at random.
 
-    ``inner`` sees parameters and gradients in float32, and its state is float32. What
-    it makes of a bfloat16 parameter is rounded up or down at random, to the nearer
-    neighbour the more probably, so that the mean of many small updates is what they
-    add up to. Rounded to the nearest number, as ``optax.apply_updates`` does it, an
-    update below 1/512 of its parameter is lost, and a model stops learning.
+    ``inner`` sees parameters and gradients in float32, and its state is float32. The
+    new value of a bfloat16 parameter is rounded up or down at random, with a higher
+    probability to the nearer neighbour, so that the mean of many small updates is
+    right. ``optax.apply_updates`` rounds to nearest: an update below 1/512 of its
+    parameter is lost, and a model stops learning.
 
     A parameter with Adam takes 10 bytes, with ``state_dtype="bfloat16"`` 6 and with
     ``"int8"`` 4, where float32 masters take 12 and 2 more for their 16-bit copy.

@@ -22,17 +22,15 @@ class Fault:
     Attributes:
         operation: Name of the JAX primitive.
         dtype: Of its result.
-        kind: ``"Inf"``, ``"NaN"``, or ``"zeros"`` where numbers that float32 holds are
-            zero or subnormal here, and a result is not what it would be with them.
-        where: The line of the caller's code, ``file:line``.
+        kind: ``"Inf"``, ``"NaN"``, or ``"zeros"``: numbers that float32 holds are zero
+            or subnormal here, and change a result.
+        where: The line of your code, ``file:line``.
         module: Named scopes: a Linen module's path, or those of ``jax.named_scope``.
-        backward: Whether it is of the backward pass. What a ``jax.checkpoint``
-            computes again is not.
-        trips: For each loop around it, the outermost first, the index of the slice that
-            a scan reads or the trip of a while loop.
-        inputs: Dtype, shape and largest finite magnitude of its floating inputs, the
-            first three, when it was not finite for the first time. Of zeros, the last
-            time.
+        backward: Whether it is in the backward pass. Recomputation in a
+            ``jax.checkpoint`` is not.
+        trips: For each loop around it, the outermost first, the index of the iteration.
+        inputs: Dtype, shape and largest finite magnitude of its first three floating
+            inputs, at the first result that was not finite (for zeros: at the last).
         largest: The largest number of ``dtype``.
 
     Examples:
@@ -65,7 +63,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class OperationRange:
-    """What an operation computed, over all calls of its line in its module.
+    """The range of an operation's results, over all calls of its line in its module.
 
     Attributes:
         operation: Name of the JAX primitive.
@@ -73,13 +71,13 @@ class OperationRange:
         where: The line of the caller's code, ``file:line``.
         module: Named scopes.
         backward: Whether it is of the backward pass.
-        size: How many values it gave.
+        size: The number of its values.
         max: Their largest finite magnitude.
         min: Their smallest magnitude that is not zero, 0 if there is none.
         headroom: Powers of two from ``max`` to the largest number of ``dtype``; Inf if
             all is zero.
-        lost: The fraction that float32 holds, and that is zero or subnormal here,
-            because of this operation.
+        lost: The fraction that float32 would hold, and that this operation makes zero
+            or subnormal.
         nonfinite: The fraction that is Inf or NaN.
     """
 
@@ -101,23 +99,23 @@ class OverflowReport:
     """What :func:`jaxmp.find_overflow` found; ``str`` of it is a table.
 
     Attributes:
-        first: The first operation whose Inf or NaN is in a result, or makes a test of
-            finiteness fail, although what came in was finite. Where a logarithm, a
-            division or a result has it from zeros that float32 would not have, the
-            operation that made these. None if there is none.
+        first: The first operation that makes an Inf or NaN of finite inputs, if that
+            reaches a result or a test of finiteness. If zeros that float32 would not
+            have are the cause, the operation that made the zeros. None if there is
+            none.
         advice: What it means and what to type.
-        reached: The results that it reached; of zeros, those that are off by more than
-            1%, or gradients by more than half.
+        reached: The results that it reached. For zeros: the results that are off by
+            more than 1%, and gradients that are off by more than half.
         reached_modules: The modules that it reached, in the order of the program.
-        given: Arguments that came in with Inf or NaN, by their path: how many values
-            are NaN and how many Inf.
-        others: All other operations that gave Inf or NaN of finite inputs: what a mask
-            or a ``where`` has swallowed, or what came later.
+        given: The arguments with an Inf or NaN, by their path: the number of NaNs and
+            of Infs.
+        others: All other operations that made an Inf or NaN of finite inputs: a mask or
+            a ``where`` removed it, or it came later.
         finite_in_float32: Whether the same program, written in float32, is finite. None
-            if nobody had to ask, or if it cannot be told: where the program casts to 16
-            bits by itself, what has become of a number in its code is all that is left.
-        operations: What each operation computed, in the order of the program.
-        notes: Where nothing could be seen.
+            if there was no fault, or if the program casts by itself and the numbers
+            before the cast are lost.
+        operations: The range of each operation, in the order of the program.
+        notes: The parts of the program that it could not look into.
     """
 
     first: Fault | None

@@ -31,15 +31,14 @@ class Leak:
         kind: ``"argument"``, ``"constant"``, ``"cast"`` or, where an operation that
             JAX alone knows made it float32, ``"unknown"``.
         dtype: The dtype that ``source`` brought in.
-        meets_16bit: Whether it turned 16-bit work into float32; if not, nothing that
-            it meets was 16-bit to begin with.
+        meets_16bit: Whether it promoted 16-bit values to float32. If not, everything
+            that it meets is float32 already.
         module: Named scopes (Linen module path) where that happened.
-        where: The line of the caller's code, ``file:line``. For a number in the code it
-            is the line where the number stands, also if it is handed on from there to
-            a jitted function. Where all the code is a library's, the line that called
-            the audit.
-        flops: FLOPs of the products that are float32 on its account. Two causes of
-            one product both count it.
+        where: The line of your code, ``file:line``. For a number in the code, the line
+            where the number stands. If all the code is a library's, the line that
+            called the audit.
+        flops: FLOPs of the matmuls that are float32 because of it. Two causes of one
+            matmul both count it.
         share: ``flops`` as a share of all the FLOPs.
 
     Examples:
@@ -74,12 +73,12 @@ class Leak:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What :func:`jaxmp.autocast` left in float32, or in 16 bits, and why.
+    """An operation that :func:`jaxmp.autocast` left in float32, or in 16 bits, and why.
 
     Attributes:
         operation: Name of the JAX primitive.
-        reason: Why it stayed.
-        count: How many times it runs.
+        reason: Why it was left.
+        count: The number of times that it runs.
         flops: FLOPs, where it is a product.
         module: Named scopes of a product, else of the first such operation.
         where: ``file:line`` of a product, else of the first such operation.
@@ -103,7 +102,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Hazard:
-    """A matrix product that 16 bits make wrong, or a number that they make 0 or Inf.
+    """A matmul that is wrong in 16 bits, or a number that becomes 0 or Inf.
 
     Attributes:
         kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
@@ -140,16 +139,15 @@ class DtypeReport:
         flops: FLOPs of matrix products and convolutions by the dtype of their inputs,
             the wider one where they differ.
         leaks: Causes of float32 products, worst first, each once.
-        kept: What autocast left in float32 on purpose, products first.
+        kept: The operations that autocast left in float32, matmuls first.
         kept_16bit: The products that autocast left in 16 bits under a policy that asks
             for float8.
-        residual_bytes: Bytes by dtype of what the forward pass computes and keeps for
-            the backward pass, arguments left out. None if JAX cannot differentiate
-            the function.
+        residual_bytes: Bytes by dtype that the forward pass stores for the backward
+            pass, without the arguments. None if JAX cannot differentiate the function.
         notes: What could not be counted exactly.
-        hazards: Products that 16 bits make wrong, by what is made of them, where the
-            pattern is clear, and numbers that 16 bits make 0 or Inf. Products that are
-            computed in float32 on purpose are none.
+        hazards: Matmuls whose use makes 16 bits wrong, where the pattern is clear, and
+            numbers that become 0 or Inf in 16 bits. A matmul that is in float32 on
+            purpose is no hazard.
     """
 
     flops: dict[str, float]

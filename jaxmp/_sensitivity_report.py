@@ -1,4 +1,4 @@
-"""What each module makes of 16 bits, as data and as a table."""
+"""The error that each module makes in 16 bits, as data and as a table."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _NO_MODULE = "(in no module)"
 
 @dataclasses.dataclass(frozen=True)
 class ModuleSensitivity:
-    """What one module, with all that is below it, makes of 16 bits.
+    """The error that one module, with everything inside it, makes in 16 bits.
 
-    Errors are relative: that of a loss of 2.02 in the place of 2 is 0.01; that of the
-    gradients is the length of their difference over their length. They are ``inf``
-    where a result is not finite.
+    Errors are relative. A loss of 2.02 instead of 2 has an error of 0.01. The error of
+    the gradients is the norm of their difference over their norm. An error is ``inf``
+    if a result is not finite.
 
     Attributes:
-        path: The module path, empty for what is in no module.
+        path: The module path; empty for lines outside all modules.
         loss_alone: Error of the loss with this module alone in 16 bits.
         gradients_alone: Error of the gradients with this module alone in 16 bits.
         loss_without: Error of the loss with everything but this module in 16 bits.
         gradients_without: Error of the gradients, likewise.
         flops: FLOPs of its matrix products and convolutions, forward and backward.
         share: ``flops`` as a share of all the FLOPs.
-        has_path: Whether ``float32_paths`` can name it alone. What is in no module, or
-            in the outermost one but in none of its parts, has no path of its own, and
-            its row is for these lines alone.
+        has_path: Whether ``float32_paths`` can name it alone. Lines outside all
+            modules, and lines of the outermost module itself, have no path of their
+            own.
 
     Examples:
         >>> def loss(w, x):
@@ -74,14 +74,14 @@ class ModuleSensitivity:
 
 @dataclasses.dataclass(frozen=True)
 class RoundedColumn:
-    """A column of the data that loses in 16 bits what tells its rows apart.
+    """A column of the data whose rows are hard to tell apart in 16 bits.
 
     Attributes:
         argument: The argument's path.
-        column: Its place along the last axis; None of an argument with one axis.
+        column: Its index along the last axis; None if the argument has one axis.
         dtype: The 16-bit dtype that the argument is cast to.
-        values: How many different values it has.
-        values_left: How many of them are left in ``dtype``.
+        values: The number of different values in it.
+        values_left: The number of different values after rounding to ``dtype``.
         error: By how much rounding moves its values, as a share of their standard
             deviation.
 
@@ -117,20 +117,20 @@ class SensitivityReport:
         dtype: The 16-bit dtype, or those that a function that casts by itself has.
         loss: Error of the loss with everything in 16 bits.
         gradients: Error of the gradients with everything in 16 bits.
-        tolerance: What neither of them should exceed.
-        float32_paths: The modules that should stay in float32 for that, found greedily;
-            empty if none need to.
+        tolerance: The largest error that is accepted for either.
+        float32_paths: The modules that must stay in float32 to meet it, found greedily;
+            empty if none must.
         loss_with_paths: Error of the loss with these in float32.
         gradients_with_paths: Error of the gradients with these in float32.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
             against the function as it stands. None for a function that casts by itself.
-        is_cast: Whether the function casts by itself, so that overrides of its policy
-            keep modules in float32.
-        loss_scale: What the loss was multiplied by for the gradients.
+        is_cast: Whether the function casts by itself. Then overrides of its policy keep
+            modules in float32.
+        loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
-        columns: The columns of the data, which is what comes after the first argument,
-            that are cast to 16 bits as they came, and are moved by that by more than
-            ``tolerance`` of their standard deviation.
+        columns: The columns of the arguments after the first that are cast to 16 bits
+            unchanged, and that rounding moves by more than ``tolerance`` of their
+            standard deviation.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -253,7 +253,7 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
         for row in rows
     ]
     width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
-    yield f"  {'':<{width}}  {'alone in 16 bits':>18}  {'all but it':>18}"
+    yield f"  {'':<{width}}  {'alone in 16 bits':>18}  {'alone in float32':>18}"
     head = ("module", *["loss", "gradients"] * 2, "FLOPs")
     for name, *numbers in (head, *cells):
         if len(name) > width:  # what `float32_paths` takes is not cut

@@ -37,16 +37,16 @@ def with_state_dtype(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the state of any optimizer in 8 or 16 bits a number.
 
-    That is ``mu_dtype`` and ``nu_dtype`` at once, for every optimizer. ``inner`` sees
-    a float32 state, and what it makes of it is rounded up or down at random, so that
-    the mean is right: rounded to the nearest number, a second moment stands still.
+    It is ``mu_dtype`` and ``nu_dtype`` at once, for every optimizer. ``inner`` sees a
+    float32 state. Its new state is rounded up or down at random, so that the mean is
+    right: rounded to nearest, a second moment would stand still.
 
     Adam's moments take 8 bytes a parameter in float32, 4 in bfloat16 and 2.02 in
-    ``"int8"``, which stores the arrays of a parameter's shape that hold moments. What
-    ``init`` makes of the values of parameters, such as a copy of them, is none, and
-    stays as it is. So do arrays of fewer than 4,096 numbers, of other shapes, and
-    scalars. An array in 8 bits is an :class:`Int8Blocks`. A block in it with an Inf or
-    NaN becomes NaN, and no derivative passes through it.
+    ``"int8"``, which stores the arrays of a parameter's shape that hold moments. Copies
+    of parameters that ``init`` makes stay as they are. So do arrays of fewer than 4,096
+    numbers, arrays of other shapes, and scalars. An array in 8 bits is an
+    :class:`Int8Blocks`. A block in it with an Inf or NaN becomes NaN, and no derivative
+    passes through it.
 
     For float32 parameters. :func:`jaxmp.stochastic_rounding` and
     :func:`jaxmp.kahan_summation` have the same option for those in 16 bits.

@@ -328,7 +328,7 @@ def _point_at(ax: Axes, place: float) -> None:
 
 
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
-    """Draws what each module makes of 16 bits, and what it would cost in float32.
+    """Draws the error of each module in 16 bits, and the cost of float32 for it.
 
     On the left, the larger relative error of loss and gradients, with the module alone
     in 16 bits and with everything but the module; a dashed line is the tolerance, and a
@@ -369,7 +369,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     alone = [min(row.alone, high) for row in rows]
     without = [min(row.without, high) for row in rows]
     left.barh(places - 0.2, alone, 0.38, **{**_FORWARD, "label": "alone in 16 bits"})
-    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "all but it"})
+    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "alone in float32"})
     label = f"tolerance ({report.tolerance:g})"
     left.axvline(report.tolerance, **_SCALED, label=label)
     left.set_xscale("log")
@@ -383,7 +383,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
     right.set_xlabel("% of the FLOPs")
     right.tick_params(labelleft=False)
-    _set_title(left, "What each module makes of 16 bits")
+    _set_title(left, "Error of each module in 16 bits")
     if figure is not None:
         below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
         figure.legend(handles=left.get_legend_handles_labels()[0], **below)
