@@ -22,7 +22,8 @@ Frame = tuple[str, int, int]  # file, line, position in the bytecode
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
-_REPLAY = f"{_OWN}_replay.py"  # traces the bodies of calls that it has replayed
+# These trace the bodies of calls that they have replayed.
+_REPLAYS = f"{_OWN}_replay.py", os.path.join(_OWN, "_engine", "calls.py")
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"
@@ -126,7 +127,7 @@ class Place(NamedTuple):
         # a function that we have replayed is the user's.
         sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
         file = _jaxpr.function_of(jaxpr)[1].rpartition(":")[0]
-        is_shared = file.startswith(sharing) and file != _REPLAY
+        is_shared = file.startswith(sharing) and file not in _REPLAYS
         trips = trip_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,

@@ -23,6 +23,7 @@ from ._numbers import Numbers
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
 from ._products import PRODUCTS, flops
+from ._readers import Parts, Readers
 from ._scopes import (
     AUTOCAST,
     FLOAT8_SCALED,
@@ -89,6 +90,9 @@ class Program:
                 self.flops[part] = self.flops.get(part, 0.0) + found
                 self._note(eqn, place)
         self.parts = tuple(parts)
+        self.readers = Readers(self.parts, self.part_of, self.platform)
+        nobody: list[Parts] = [frozenset()] * len(_jaxpr.out_avals(jaxpr))
+        self.readers.find(jaxpr, around, nobody)
 
     def _equations(self, jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
         """Yields every equation that computes, and where it is."""
@@ -138,6 +142,14 @@ class _Frame(WideReplay):
         self.program = program
         self.switches = [switches[i] for i in range(len(program.parts))]
         self.numbers = {part: i for i, part in enumerate(program.parts)}
+        # Whether the switches of all readers of a value are on. Here, and not where it
+        # is asked for: that may be in the body of a loop.
+        self.all_on = {
+            parts: jnp.all(
+                jnp.stack([self.switches[self.numbers[x]] for x in sorted(parts)])
+            )
+            for parts in program.readers.sets()
+        }
         super().__init__(program.platform, self.switches, axes)
 
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
@@ -161,7 +173,8 @@ class _Frame(WideReplay):
         """Applies an equation, which rounds where the switch of its part is on.
 
         A product rounds what it takes. All else is 16-bit work only if what it takes is
-        16-bit: so do autocast and JAX's promotion have it.
+        16-bit: so do autocast and JAX's promotion have it. By autocast's rules a result
+        has 16 bits only if those who read it take them.
         """
         name, read = eqn.primitive.name, _narrow(eqn, ins)
         if SATURATED in place.scopes:
@@ -187,10 +200,14 @@ class _Frame(WideReplay):
         outs = [Value(x) for x in bind_wide(eqn, arrays)]
         if is_made and not part:
             return outs  # weights, which are cast as a whole: their readers round
-        return [
-            _rounded(x, switch, owner, var.aval.dtype) if is_narrow(var.aval) else x
-            for x, var in zip(outs, eqn.outvars, strict=True)
-        ]
+        rounded = []
+        for x, var in zip(outs, eqn.outvars, strict=True):
+            if is_narrow(var.aval):
+                readers = self.program.readers.of(var, place)
+                on = _both(switch, self.all_on.get(readers))
+                x = _rounded(x, on, owner if on is switch else NONE, var.aval.dtype)
+            rounded.append(x)
+        return rounded
 
     def limited(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Returns the inputs of a clip to the range of 16 bits, or of its derivative.

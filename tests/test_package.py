@@ -95,7 +95,8 @@ ROWS = [
         "_wide_replay",
     },
     {"_gather", "_promoted", "_ungathered"},
-    {"_differentiate", "_trails", "_switches", "_limits"},
+    {"_differentiate", "_trails", "_limits", "_readers"},
+    {"_switches"},
     {"_table"},
     {"_probe"},
     {"_autocast", "_audit", "_activations", "_overflow"},
@@ -207,9 +208,9 @@ def test_names_of_primitives_stay_with_the_lists_of_them():
 
 
 def test_the_files_that_trace_what_is_audited_are_there():
-    from jaxmp._places import _TRACING
+    from jaxmp._places import _REPLAYS, _TRACING
 
-    assert all(map(os.path.exists, _TRACING))
+    assert all(map(os.path.exists, (*_TRACING, *_REPLAYS)))
 
 
 # What a user may do one after the other. All in one interpreter, which takes seconds to

@@ -397,6 +397,20 @@ def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
         assert in_8 == [dtype, jnp.float32]
 
 
+@both_dtypes
+def test_of_what_returns_several_values_the_first_may_be_stored(dtype):
+    def fun(w, x):
+        values, places = lax.sort([jnp.cumsum(x @ w, 0), jnp.cumsum(x, 0)])
+        mixed = jax.jit(lambda x: (jax.nn.standardize(x), x.sum()))
+        with jax.named_scope("norm"):
+            y, total = mixed(x)
+        return jnp.tanh(values @ w).sum() + (y @ w + places).sum() + total
+
+    for paths in ((), ("norm",)):
+        found = autocast(jax.grad(fun, (0, 1)), dtype, float32_paths=paths)(W, X)
+        assert relative_error(found, jax.grad(fun, (0, 1))(W, X)) < 0.02
+
+
 def test_tracing_takes_as_long_as_the_program_is():
     def model(n):
         def fun(w):
