@@ -7,8 +7,11 @@ from ._products import has_default_precision, is_of_factorisation, is_resize
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
-    _scopes.KEPT_FOR_MOMENTS: "a mean, and one of squares",
-    _scopes.KEPT_TO_END: "in a loop that ends at a tolerance",
+    _scopes.KEPT_FOR_MOMENTS: "a mean, and one of squares (rule 10)",
+    _scopes.KEPT_TO_END: "in a loop that ends at a tolerance (rule 10)",
+    _scopes.KEPT_FOR_DIGITS: "its last digits are read (rule 6)",
+    _scopes.KEPT_IN_LOOP: "what a loop adds up or multiplies by (rule 8)",
+    _scopes.KEPT_FOR_DIFFERENCE: "a difference is made of it (rule 9)",
     _scopes.FLOAT32: "float32 region",
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
     _scopes.KEPT_BY_OPS: "the lists in `ops`",
@@ -44,7 +47,7 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     if name in DEFAULT_OPS.deny:
         return "denied by list"
     if name in DEFAULT_OPS.infer:
-        return "float32 work around it"
+        return "float32 work around it (rule 3)"
     if name in DEFAULT_OPS.allow:
         return "no matrix product"
     return "in no list"

@@ -17,6 +17,9 @@ KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 KEPT_FOR_MOMENTS = "jaxmp.kept.moments"
 KEPT_TO_END = "jaxmp.kept.tolerance"
+KEPT_FOR_DIGITS = "jaxmp.kept.digits"
+KEPT_IN_LOOP = "jaxmp.kept.loop"
+KEPT_FOR_DIFFERENCE = "jaxmp.kept.difference"
 # Around an autocast function with products in float8, around each of those, and around
 # that part of it whose numbers are scaled.
 FLOAT8 = "jaxmp.float8"

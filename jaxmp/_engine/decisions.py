@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .._jaxpr import Equation, is_float32
+from .._scopes import KEPT_FOR_DIFFERENCE, KEPT_FOR_DIGITS, KEPT_IN_LOOP
 from . import classes, needs, rules
 from .classes import Class
 from .needs import Need
@@ -22,6 +23,15 @@ How = Literal[
     "stored",  # in float32, stored in 16 bits for a product and the backward pass
     "inside",  # its jaxprs are gone into
 ]
+
+
+# The scopes that tell the audit why what follows its operands does not run in 16 bits.
+# Where there is none, an operand or a reader is float32.
+REASONS = {
+    rules.DIGITS: KEPT_FOR_DIGITS,
+    rules.LOOP: KEPT_IN_LOOP,
+    rules.OFFSET: KEPT_FOR_DIFFERENCE,
+}
 
 
 class Decision(NamedTuple):

@@ -25,7 +25,7 @@ from . import classes, needs, storage
 from .analysis import Analysis, Trip
 from .calls import Calls
 from .classes import Class
-from .decisions import Decision, decide, is_copied, is_sent_back
+from .decisions import REASONS, Decision, decide, is_copied, is_sent_back
 from .float8 import Float8
 from .needs import Need
 from .values import Known, Value, cast, given, literal, saturated
@@ -286,9 +286,10 @@ class Caster(Calls):
             return [ins[0]]
         if how == "stored" and step.kind == "exact":
             return self.results(eqn, [storage.sent(eqn, ins[0].array, self.dtype)])
-        reason = None
         if step.kind == "keep":
             reason = self.analysis.reason(eqn, step.around) or self.why_16bit(step, ins)
+        else:
+            reason = REASONS.get(decision.rule) if how == "float32" else None
         wide = storage.same(eqn, ins) or [value.wide() for value in ins]
         with _in_scope(reason):
             chosen = storage.as_choice(eqn, ins, step.need)

@@ -397,6 +397,34 @@ def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
         assert in_8 == [dtype, jnp.float32]
 
 
+def gated(w, x):
+    def trip(c, x):
+        return jnp.tanh(x @ w) * c + jax.nn.relu(x @ w), None
+
+    return lax.scan(trip, x, jnp.stack([x, x]))[0]
+
+
+KEPT_BY_RULE = {
+    "float32 work around it (rule 3)": ("max", lambda w, x: jax.nn.relu(x @ w).sum()),
+    "its last digits are read (rule 6)": (
+        "logistic",
+        lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
+    ),
+    "what a loop adds up or multiplies by (rule 8)": ("tanh", gated),
+    "a difference is made of it (rule 9)": (
+        "add",
+        lambda w, x: (jax.nn.relu(x @ w + w[0]) - w[0]) @ w,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", KEPT_BY_RULE)
+def test_the_audit_names_the_rule_that_has_decided(reason):
+    operation, fun = KEPT_BY_RULE[reason]
+    report = jaxmp.audit(autocast(fun))(W, X)
+    assert reason in {k.reason for k in report.kept if k.operation == operation}, report
+
+
 @both_dtypes
 def test_of_what_returns_several_values_the_first_may_be_stored(dtype):
     def fun(w, x):
