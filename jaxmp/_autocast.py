@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -30,6 +30,7 @@ from ._modules import with_module_scopes
 from ._objects import refuse_lost_updates
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._policy import PolicyLike, get_policy
+from ._precision import PRECISIONS, Precision
 from ._replay import Caster
 from ._tree import path_name
 
@@ -47,7 +48,7 @@ def autocast(
     policy: PolicyLike | None = None,
     *,
     ops: OpLists = DEFAULT_OPS,
-    float32_paths: Iterable[str] = (),
+    float32_paths: Iterable[str] | Mapping[str, Precision] = (),
     bfloat16_paths: Iterable[str] = (),
 ) -> Callable[P, T]:
     """Runs the matrix products and convolutions of ``fun`` in 16 bits.
@@ -74,7 +75,9 @@ def autocast(
         ops: Which primitives to allow, to deny and to let follow.
         float32_paths: Named scopes to keep in float32 forward and backward.
             ``"head"``, or ``"Net/head"``, is a module of the model ``Net`` with all
-            that is below it: of Linen, NNX (``"blocks/0"``), Equinox or Haiku.
+            that is below it: of Linen, NNX (``"blocks/0"``), Equinox or Haiku. Their
+            matrix products have all digits of float32; ``{"head": "default"}`` names
+            a cheaper precision, see :func:`float32_region`.
         bfloat16_paths: The same, to keep out of float8.
 
     Returns:
@@ -111,7 +114,7 @@ def autocast(
         )
     dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
-        return float32_region(fun)
+        return float32_region(fun, precision="default")
     bfloat16_paths = _as_paths("bfloat16_paths", bfloat16_paths)
     if bfloat16_paths and dtype == jnp.float16:
         raise ValueError(
@@ -123,7 +126,7 @@ def autocast(
     caster = Caster(
         dtype,
         ops,
-        _as_paths("float32_paths", float32_paths),
+        _as_precisions(float32_paths),
         float8=float8,
         bfloat16_paths=bfloat16_paths,
     )
@@ -144,17 +147,28 @@ def autocast(
 
 
 @explains("jaxmp.float32_region(fun)(*args)")
-def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
+def float32_region(
+    fun: Callable[P, T], *, precision: Precision = "highest"
+) -> Callable[P, T]:
     """Keeps ``fun`` in the dtypes that it was written in, inside an autocast function.
 
-    Its inputs are brought back to float32. For a few lines,
-    ``with jax.named_scope("jaxmp.float32"):`` does the same.
+    Its inputs are cast back to float32. For a few lines, write
+    ``with jax.named_scope("jaxmp.float32"):`` instead.
+
+    A float32 matrix product is TF32 on NVIDIA GPUs from A100 on, and bfloat16 on a TPU,
+    by JAX's default. In the region, and in its gradients, it has all digits.
 
     Args:
         fun: Function that JAX can trace.
+        precision: ``"highest"``; or ``"tf32x3"``, three passes of TF32 on an NVIDIA
+            GPU, which are faster and nearly as exact; or ``"default"``, JAX's own. A
+            product whose line names a precision keeps it.
 
     Returns:
         The same function, in the named scope ``jaxmp.float32``.
+
+    Raises:
+        ValueError: If there is no such precision.
 
     Examples:
         >>> def f(x):
@@ -171,9 +185,14 @@ def float32_region(fun: Callable[P, T]) -> Callable[P, T]:
         "Pass a function that calls `model.apply`.",
     )
 
+    _check_precision("precision", precision)
+    scope = _scopes.FLOAT32
+    if precision != "highest":
+        scope = f"{scope}/{_scopes.PRECISION}{precision}"
+
     @functools.wraps(fun, updated=())
     def in_float32(*args, **kwargs):
-        with jax.named_scope(_scopes.FLOAT32), inside(autocast=np.dtype(np.float32)):
+        with jax.named_scope(scope), inside(autocast=np.dtype(np.float32)):
             return fun(*args, **kwargs)
 
     return in_float32
@@ -189,6 +208,25 @@ def _as_paths(name: str, paths: Iterable[str]) -> tuple[str, ...]:
             f'Pass for example `{name}=("head",)`.'
         )
     return several
+
+
+def _as_precisions(
+    paths: Iterable[str] | Mapping[str, Precision],
+) -> Mapping[str, str]:
+    """Returns the precision of the float32 products in each of the paths."""
+    names = _as_paths("float32_paths", paths)
+    found = paths if isinstance(paths, Mapping) else dict.fromkeys(names, "highest")
+    for path, precision in found.items():
+        _check_precision(f"float32_paths[{short(path)}]", precision)
+    return found
+
+
+def _check_precision(name: str, precision: Any) -> None:
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(map(repr, PRECISIONS))}, but is "
+            f'{short(precision)}. "highest" has all digits of float32.'
+        )
 
 
 def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:

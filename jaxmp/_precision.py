@@ -1,4 +1,7 @@
-"""The default precision that JAX is told, apart from what a product's line asks for.
+"""The precision of float32 products: JAX's default, and what the user keeps in float32.
+
+A float32 product is TF32 on an NVIDIA GPU from A100 on, and one pass of bfloat16 on a
+TPU, as long as nobody names a precision. What the user keeps in float32 has one.
 
 JAX writes ``jax_default_matmul_precision`` into each product that it traces, as if the
 line had asked for it. So autocast traces without a default, and then gives it to the
@@ -8,19 +11,31 @@ products that it leaves as they were written.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+from jax import lax
 
 from . import _jaxpr
-from ._products import default_precision, with_precision
+from ._products import (
+    default_precision,
+    is_float32_product,
+    takes_algorithm,
+    with_precision,
+)
 
 # JAX keeps what it has traced by its contexts. The rule of a derivative, which runs
 # where there is a default, would otherwise be kept with the one of the first call.
 _APART = jax.make_user_context(None)
 
+# What a user may name: all digits; three passes of TF32 on a GPU, which have nearly all
+# (elsewhere all digits); and whatever the device does by default.
+Precision = Literal["highest", "tf32x3", "default"]
+PRECISIONS = get_args(Precision)
+
 # By jaxpr, so that what JAX shares between calls and layers stays shared.
 _given: Any = weakref.WeakKeyDictionary()
+_kept: Any = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -63,3 +78,51 @@ def _with_default(jaxpr: Any, default: Any) -> Any:
             ],
         )
     return memo[default]
+
+
+def at_precision(eqn: _jaxpr.Equation, precision: str) -> _jaxpr.Equation:
+    """Returns ``eqn``, the float32 products that it is or holds at a precision.
+
+    Args:
+        eqn: The equation.
+        precision: One of :data:`PRECISIONS`. Products whose own line names one keep it.
+    """
+    if precision == "default":
+        return eqn
+    if is_float32_product(eqn):
+        highest = with_precision(eqn, (lax.Precision.HIGHEST,) * 2)
+        is_highest = precision == "highest" or not takes_algorithm(eqn)
+        return highest if is_highest else _in_three_passes(eqn, highest)
+    return _jaxpr.with_jaxprs(eqn, lambda x: _all_at_precision(x, precision))
+
+
+def _all_at_precision(jaxpr: Any, precision: str) -> Any:
+    """Returns ``jaxpr`` with all its float32 products at a precision."""
+    memo = _kept.setdefault(jaxpr, {})
+    if precision not in memo:
+        eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+        changed = [at_precision(eqn, precision) for eqn in eqns]
+        memo[precision] = _jaxpr.with_eqns(jaxpr, changed)
+    return memo[precision]
+
+
+def _in_three_passes(eqn: _jaxpr.Equation, highest: _jaxpr.Equation) -> _jaxpr.Equation:
+    """Returns a product as three passes of TF32 on a GPU, and as ``highest`` elsewhere.
+
+    Only a GPU has them, and which device it will be is known when XLA compiles.
+    """
+    algorithm = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    passes = with_precision(eqn, algorithm)
+
+    @jax.jit
+    def product(*operands):
+        return lax.platform_dependent(
+            *operands,
+            cuda=lambda *x: _jaxpr.bind(passes, x),
+            default=lambda *x: _jaxpr.bind(highest, x),
+        )
+
+    (call,) = _jaxpr.trace(product, [x.aval for x in eqn.invars]).eqns
+    return call.replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
+    )

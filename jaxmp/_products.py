@@ -100,6 +100,18 @@ def with_precision(eqn: Equation, precision: Any = _LOWEST) -> Equation:
     return eqn.replace(params={**eqn.params, "precision": precision})
 
 
+def is_float32_product(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product of float32 operands that names no precision."""
+    if eqn.primitive.name not in PRODUCTS or eqn.params["precision"] is not None:
+        return False
+    return all(atom.aval.dtype == FLOAT32 for atom in eqn.invars[:2])
+
+
+def takes_algorithm(eqn: Equation) -> bool:
+    """Whether the precision of a product may be the name of an algorithm."""
+    return eqn.primitive.name == "dot_general"
+
+
 def is_resize(eqn: Equation) -> bool:
     """Whether ``jax.image`` has written a product, which resizes an image.
 

@@ -76,9 +76,7 @@ class Rewritten(NamedTuple):
 class Caster:
     """Replays jaxprs with one 16-bit dtype, one set of lists and one of paths."""
 
-    def __init__(
-        self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = (), **float8: Any
-    ):
+    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Any = (), **float8: Any):
         """Starts with nothing rewritten, and takes what :class:`Planner` takes."""
         self.dtype = dtype
         self.planner = Planner(dtype, ops, paths, **float8)

@@ -9,6 +9,8 @@ from ._checks import clipped
 # Equations in these stay as they were written: what the user keeps in float32, and what
 # an inner autocast has decided already.
 FLOAT32 = "jaxmp.float32"
+# Inside a float32 region, and before its name: the precision of its products.
+PRECISION = "jaxmp.precision."
 AUTOCAST = "jaxmp.autocast"
 # These say why an operation stayed as it was, for the audit to read. What the equation
 # itself and the default lists say has none.

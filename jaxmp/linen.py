@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import jmp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ._activations import activation_gradients as _activation_gradients
@@ -32,7 +34,8 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
     come back to compute dtype. In Linen a module without a ``dtype`` of its own
     promotes to its widest input or parameter, so that one float32 norm scale makes
     every product after it a float32 one. Here the norm itself is computed in float32
-    and nothing after it.
+    and nothing after it. The matrix products of a module whose parameters the policy
+    keeps in float32 have all its digits, on a GPU or TPU too.
 
     A submodule's result is cast unless the module has a ``dtype`` of its own, or was
     called with a floating array in another dtype than the compute dtype. So a head
@@ -85,10 +88,13 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
         # Results of modules with a dtype of their own, by id. Weak, so that no tracer
         # outlives its trace and no id is used again.
         chosen = weakref.WeakValueDictionary()
+        default = jax.config.jax_default_matmul_precision  # pyright: ignore
 
         def bring_back(next_fun, args, kwargs, context):
-            result = next_fun(*args, **kwargs)
             module = context.module
+            precision = "highest" if _is_kept(module, compute_dtype) else default
+            with jax.default_matmul_precision(precision):
+                result = next_fun(*args, **kwargs)
             # `nn.share_scope` gives a submodule the path of the module around it.
             if not module.path and not isinstance(module.parent, nn.Module):
                 return result
@@ -107,6 +113,15 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             return model.apply(*args, **kwargs)
 
     return _cast_around("jaxmp.linen.with_policy", apply, policy, model.apply)
+
+
+def _is_kept(module: nn.Module, compute_dtype: np.dtype) -> bool:
+    """Whether a policy keeps a parameter of a module itself in float32."""
+    if compute_dtype == jnp.float32 or module.scope is None:
+        return False
+    own = module.scope.variables().get("params", {}).values()
+    arrays = jax.tree.leaves([x for x in own if not isinstance(x, Mapping)])
+    return any(getattr(x, "dtype", None) == jnp.float32 for x in arrays)
 
 
 def gather(

@@ -1,5 +1,7 @@
 """What JAX is told of all products is no request of one of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,9 @@ W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))
 IMAGE = jax.random.normal(jax.random.key(2), (2, 3, 8, 8))
 KERNEL = jax.random.normal(jax.random.key(3), (3, 3, 3, 3))
+
+# Float32 products to which the default applies.
+by_default = functools.partial(jaxmp.float32_region, precision="default")
 
 # What JAX writes into a product for each of them.
 HIGH, HIGHEST, LOWEST = (
@@ -48,12 +53,12 @@ def products(fun, *args):
 
 
 def wide(w, x):
-    return jnp.mean(jnp.tanh(jaxmp.float32_region(jnp.matmul)(x, w) @ w) ** 2)
+    return jnp.mean(jnp.tanh(by_default(jnp.matmul)(x, w) @ w) ** 2)
 
 
 def in_scan(w, x):
     def trip(x, b):
-        return jaxmp.float32_region(jnp.matmul)(x @ w, w) + b, x.sum()
+        return by_default(jnp.matmul)(x @ w, w) + b, x.sum()
 
     return jnp.mean(lax.scan(trip, x, jnp.ones((3, 16)))[0] ** 2)
 
@@ -63,7 +68,7 @@ def in_scan_over_16_bits(w, x):
 
     def trip(carry, _):
         i, x = carry
-        return (i + 1, jaxmp.float32_region(jnp.matmul)(x @ h.T @ h, w)), i
+        return (i + 1, by_default(jnp.matmul)(x @ h.T @ h, w)), i
 
     (_, x), _ = lax.scan(trip, (0, x), length=3)
     return jnp.mean(x**2)
@@ -82,7 +87,7 @@ def ruled(w, x):
 def ruled_jvp(primals, tangents):
     w, x = primals
     out, (dw, _) = ruled(w, x), tangents
-    slope = jaxmp.float32_region(jnp.matmul)(x.T, x) @ w
+    slope = by_default(jnp.matmul)(x.T, x) @ w
     return out, jnp.sum(slope * dw)
 
 
@@ -93,7 +98,7 @@ def pulled(w, x):
 
 def pulled_backward(residuals, cotangent):
     w, x = residuals
-    return cotangent * jaxmp.float32_region(jnp.matmul)(x.T, x) @ w, None
+    return cotangent * by_default(jnp.matmul)(x.T, x) @ w, None
 
 
 pulled.defvjp(lambda w, x: (pulled(w, x), (w, x)), pulled_backward)

@@ -246,3 +246,20 @@ def test_where_jax_refuses_what_was_cast_a_note_names_the_line():
     (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
     assert "test_linen.py:" in note
     assert "jaxmp.linen.with_policy" in note
+
+
+def test_modules_that_a_policy_keeps_in_float32_have_all_digits():
+    model = nn.Sequential([nn.Dense(4), nn.LayerNorm(), nn.Dense(4), nn.Dense(2)])
+    x = jnp.ones((3, 5))
+    variables = model.init(jax.random.key(0), x)
+    policy = jaxmp.get_policy("mixed_bfloat16").with_overrides(("layers_2/", "float32"))
+    apply = jaxmp.linen.with_policy(model, policy)
+    grad = jax.grad(lambda variables, x: apply(variables, x).sum(), argnums=(0, 1))
+    found = [
+        (str(eqn.invars[0].aval.dtype), eqn.params["precision"])
+        for eqn in jax.make_jaxpr(grad)(variables, x).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    highest = (jax.lax.Precision.HIGHEST,) * 2
+    assert found.count(("float32", highest)) == 3  # forward, and both gradients
+    assert set(found) == {("float32", highest), ("bfloat16", None)}

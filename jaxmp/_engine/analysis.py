@@ -7,7 +7,8 @@ so that layers that share one are analysed once.
 import collections
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +17,12 @@ from .. import _jaxpr
 from .._jaxpr import Equation, Literal
 from .._op_lists import OpLists
 from .._scopes import (
+    AUTOCAST,
+    FLOAT32,
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
+    PRECISION,
     Scopes,
     inside,
     is_backward,
@@ -61,19 +65,25 @@ class Around(NamedTuple):
     masks: set[Any]  # of dropout
 
 
+NO_PATHS: Mapping[str, str] = MappingProxyType({})
+
+
 class Analysis:
     """Finds classes and needs for one dtype, one set of lists and one of paths."""
 
-    def __init__(self, dtype: np.dtype, ops: OpLists, paths: Sequence[str] = ()):
+    def __init__(
+        self, dtype: np.dtype, ops: OpLists, paths: Mapping[str, str] = NO_PATHS
+    ):
         """Starts with nothing analysed.
 
         Args:
             dtype: The 16-bit dtype.
             ops: The lists.
-            paths: Scopes that stay float32.
+            paths: Scopes that stay float32, each with the precision of its products.
         """
         self.dtype, self.ops = dtype, ops
         self.paths = {path: tuple(path.split("/")) for path in paths}
+        self._precisions = paths
         self._denied = classes.denied_by_user(ops)
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
@@ -98,6 +108,18 @@ class Analysis:
         return is_decided(scopes) or any(
             is_under(path, scopes) for path in self.paths.values()
         )
+
+    def precision(self, eqn: Equation, scopes: Scopes) -> str:
+        """Returns the precision of the float32 products that ``eqn`` is or holds."""
+        if AUTOCAST in scopes:  # and has been decided there
+            return "default"
+        if FLOAT32 in scopes:
+            named = [x for x in scopes if x.startswith(PRECISION)]
+            return named[-1].removeprefix(PRECISION) if named else "highest"
+        for path, names in self.paths.items():
+            if is_under(names, scopes):
+                return self._precisions[path]
+        return "highest" if classes.is_denied(eqn, self._denied) else "default"
 
     def reason(self, eqn: Equation, scopes: Scopes) -> str | None:
         """Returns the scope that tells the audit why ``eqn`` stays as it was."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +16,13 @@ from .._flatten import ARRAY, arrays_of, with_arrays
 from .._fp8 import multiplied
 from .._jaxpr import Equation, is_float32, is_inexact
 from .._op_lists import Definition, OpLists
-from .._precision import own_precisions, with_default_precision
+from .._precision import at_precision, own_precisions, with_default_precision
 from .._product_rules import accumulated, rounded
 from .._products import with_precision
 from .._reducers import bind_narrow
 from .._scopes import Scopes, check_paths, is_backward
 from . import classes, needs, storage
-from .analysis import Analysis, Trip
+from .analysis import NO_PATHS, Analysis, Trip
 from .calls import Calls
 from .classes import Class
 from .decisions import REASONS, Decision, decide, is_copied, is_sent_back
@@ -67,7 +67,7 @@ class Caster(Calls):
         self,
         dtype: np.dtype,
         ops: OpLists,
-        paths: Sequence[str] = (),
+        paths: Mapping[str, str] = NO_PATHS,
         *,
         float8: bool = False,
         bfloat16_paths: Sequence[str] = (),
@@ -78,7 +78,7 @@ class Caster(Calls):
         Args:
             dtype: The 16-bit dtype.
             ops: The lists.
-            paths: Scopes that stay float32.
+            paths: Scopes that stay float32, each with the precision of its products.
             float8: Whether products take their operands in float8.
             bfloat16_paths: Scopes in which they take them in ``dtype``.
             listener: Is told what is decided.
@@ -288,6 +288,7 @@ class Caster(Calls):
             return self.results(eqn, [storage.sent(eqn, ins[0].array, self.dtype)])
         if step.kind == "keep":
             reason = self.analysis.reason(eqn, step.around) or self.why_16bit(step, ins)
+            eqn = at_precision(eqn, self.analysis.precision(eqn, step.around))
         else:
             reason = REASONS.get(decision.rule) if how == "float32" else None
         wide = storage.same(eqn, ins) or [value.wide() for value in ins]
