@@ -1,5 +1,7 @@
 """What the user keeps in float32 has all digits, on devices that take fewer too."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,9 +23,11 @@ def products(fun, *args):
     def look(jaxpr):
         for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
             if "precision" in eqn.params:
-                dtype = str(eqn.invars[0].aval.dtype)
+                aval: Any = eqn.invars[0].aval
                 precision = eqn.params["precision"]
-                found.append((dtype, None if precision == DEFAULT else precision))
+                found.append(
+                    (str(aval.dtype), None if precision == DEFAULT else precision)
+                )
             for inner in _jaxpr.sub_jaxprs(eqn):
                 look(inner)
 
