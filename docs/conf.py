@@ -25,7 +25,7 @@ extensions = [
 ]
 
 # Pages are plain Markdown, so that they read well in a repository browser too.
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["alert", "colon_fence"]
 myst_heading_anchors = 3
 
 # A notebook holds no output; it is run here, and an exception in it ends the build.
