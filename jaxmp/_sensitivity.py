@@ -59,7 +59,8 @@ def sensitivity(
     ``jax.named_scope`` names anything), the report has the errors of the loss and of
     the gradients, against float32 throughout, when that module alone is in 16 bits and
     when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
-    a tolerance, as a line to paste.
+    a tolerance, as a line to paste. Under ``"mixed_fp8"`` these are the modules for
+    which bfloat16 is not enough, and ``bfloat16_paths`` those to keep out of float8.
 
     Columns of the data that lose in 16 bits what tells their rows apart, such as years
     and identifiers, are listed in ``report.columns``.
@@ -161,11 +162,11 @@ def sensitivity(
         with _Bar(progress) as bar:
             search = _Search(program, flat.leaves, scales, bar)
             rows = search.rows()
-            paths, errors = search.paths(rows, tolerance)
+            paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
             if not own.multiplies:
                 bar.expect("running autocast itself", 1)
-                kept = paths_keep(float32_paths=paths)
+                kept = paths_keep(float32_paths=paths, bfloat16_paths=milder)
                 loss, gradients = _errors_of(kept, step, search.arrays)
                 again = loss, gradients
                 bar.advance()
@@ -176,6 +177,7 @@ def sensitivity(
             gradients=search.all.gradients,
             tolerance=float(tolerance),
             float32_paths=paths,
+            bfloat16_paths=milder,
             loss_with_paths=errors.loss,
             gradients_with_paths=errors.gradients,
             measured=again,
@@ -301,7 +303,8 @@ class _Search:
         """Compiles the program, and runs it with all switches off and all on."""
         self.program, self.bar = program, bar
         self.masks = {part: self.mask(part) for part in program.parts}
-        off = np.zeros(len(program.parts), bool)
+        self.count = len(program.parts) + len(program.float8_parts)
+        off = np.zeros(self.count, bool)
         self.scale, self.arrays = 1.0, leaves
         bar.expect("compiling", 1)
         first = [jnp.float32(1)] * bool(scales)
@@ -346,8 +349,9 @@ class _Search:
     def row(self, part: str) -> ModuleSensitivity:
         """Measures one module."""
         mask, by_part = self.masks[part], self.program.flops
-        alone, without = self.errors(mask), self.errors(~mask)
-        inside = zip(by_part.values(), mask, strict=True)
+        float8 = np.arange(self.count) >= len(self.program.parts)
+        alone, without = self.errors(mask | float8), self.errors(~mask)
+        inside = zip(by_part.values(), mask, strict=False)
         flops, total = sum(x for x, is_in in inside if is_in), sum(by_part.values())
         return ModuleSensitivity(
             path=part,
@@ -371,45 +375,86 @@ class _Search:
         return bool(part) and (len(self.below(part)) < len(named) or len(named) == 1)
 
     def mask(self, part: str) -> np.ndarray:
-        """Returns which parts are in the row of one."""
+        """Returns which switches to 16 bits are in the row of one."""
         inside = self.below(part) if self.has_path(part) else [part]
-        return np.array([x in inside for x in self.program.parts])
+        first = [x in inside for x in self.program.parts]
+        return np.array(first + [False] * len(self.program.float8_parts))
 
-    def paths(
+    def mask_of_float8(self, part: str) -> np.ndarray:
+        """Returns which switches to float8 ``bfloat16_paths`` means by a name."""
+        inside, first = self.below(part), [False] * len(self.program.parts)
+        return np.array(first + [x in inside for x in self.program.float8_parts])
+
+    def found(
         self, rows: Sequence[ModuleSensitivity], tolerance: float
+    ) -> tuple[tuple[str, ...], tuple[str, ...], _Errors]:
+        """Searches for the fewest modules to keep in float32, and out of float8.
+
+        What bfloat16 is not enough for needs float32. With that, some of the rest may
+        have to stay in bfloat16.
+
+        Returns:
+            The paths of both, and the errors with them.
+        """
+        rows = [row for row in rows if row.has_path]
+        aim, on = _AIM * tolerance, np.ones(self.count, bool)
+        if self.all.worst <= aim or not rows:
+            return (), (), self.all
+        no_float8 = np.arange(self.count) < len(self.program.parts)
+        found: dict[str, _Errors] | None = None
+        if no_float8.all():  # the rows have the first step
+            found = {x.path: _Errors(x.loss_without, x.gradients_without) for x in rows}
+        paths, errors = self.fewest(rows, self.masks, no_float8, found, aim)
+        if no_float8.all():
+            return paths, (), errors
+        for path in paths:
+            on &= ~self.masks[path]
+        masks = {row.path: self.mask_of_float8(row.path) for row in rows}
+        rows = [row for row in rows if masks[row.path].any()]
+        milder, errors = self.fewest(rows, masks, on, None, aim)
+        return paths, milder, errors
+
+    def fewest(
+        self,
+        rows: Sequence[ModuleSensitivity],
+        masks: dict[str, np.ndarray],
+        start: np.ndarray,
+        found: dict[str, _Errors] | None,
+        aim: float,
     ) -> tuple[tuple[str, ...], _Errors]:
-        """Searches for the fewest modules whose float32 meets the tolerance.
+        """Searches for the fewest modules whose switches, off, bring the error down.
 
         One after the other: the cheapest that is enough, else the one that takes away
         most of the squared error for its FLOPs; at last those that were not needed are
         left out again. Where nothing is enough, as near as all of them come.
 
+        Args:
+            rows: The modules.
+            masks: The switches of each.
+            start: All switches, as they are before.
+            found: The errors with each module off, if they are known.
+            aim: The largest error that is accepted.
+
         Returns:
-            Their paths, and the errors with these in float32.
+            Their paths, and the errors with these off.
         """
-        rows = [row for row in rows if row.has_path]
-        aim = _AIM * tolerance
-        if self.all.worst <= aim or not rows:
-            return (), self.all
-        on = np.ones(len(self.program.parts), bool)
-        self.bar.expect("searching", 1)
-        least = self.errors(on & ~np.any([self.masks[x.path] for x in rows], axis=0))
+        self.bar.expect("searching", 2)
+        before = now = self.errors(start)
+        if now.worst <= aim or not rows:
+            return (), now
+        least = self.errors(np.all([start, *(~masks[x.path] for x in rows)], axis=0))
         target = max(aim, 1.1 * least.worst)
         chosen: list[ModuleSensitivity] = []
-        now = self.all
-        found = {
-            row.path: _Errors(row.loss_without, row.gradients_without) for row in rows
-        }
-        order = sorted(
-            rows, key=lambda x: _use(x, self.all, found[x.path]), reverse=True
-        )
+        on = start
+        if found is None:
+            found = self.without(rows, masks, on)
+        order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
         while now.worst > target:
-            if chosen:  # the first step is in the rows
-                left = [x for x in order if (on & self.masks[x.path]).any()][:_TRIED]
+            if chosen:
+                left = [x for x in order if (on & masks[x.path]).any()][:_TRIED]
                 if not left:
                     break
-                self.bar.expect("searching", len(left))
-                found = {x.path: self.errors(on & ~self.masks[x.path]) for x in left}
+                found = self.without(left, masks, on)
             candidates = [row for row in order if row.path in found]
             enough = [x for x in candidates if found[x.path].worst <= target]
             if enough:
@@ -418,19 +463,34 @@ class _Search:
                 before = now
                 best = max(candidates, key=lambda x: _use(x, before, found[x.path]))
             chosen.append(best)
-            on, now = on & ~self.masks[best.path], found[best.path]
-        return self.needed(chosen, now, target)
+            on, now = on & ~masks[best.path], found[best.path]
+        return self.needed(chosen, masks, start, now, target)
+
+    def without(
+        self,
+        rows: Sequence[ModuleSensitivity],
+        masks: dict[str, np.ndarray],
+        on: np.ndarray,
+    ) -> dict[str, _Errors]:
+        """Returns the errors with each module off, and others as they are."""
+        self.bar.expect("searching", len(rows))
+        return {x.path: self.errors(on & ~masks[x.path]) for x in rows}
 
     def needed(
-        self, chosen: list[ModuleSensitivity], errors: _Errors, target: float
+        self,
+        chosen: list[ModuleSensitivity],
+        masks: dict[str, np.ndarray],
+        start: np.ndarray,
+        errors: _Errors,
+        target: float,
     ) -> tuple[tuple[str, ...], _Errors]:
         """Leaves out, the dearest first, what the others make superfluous."""
         if len(chosen) > 1:
             self.bar.expect("searching", len(chosen))
             for row in sorted(chosen, key=lambda x: -x.flops):
                 rest = [x for x in chosen if x is not row]
-                off = [self.masks[x.path] for x in rest]
-                found = self.errors(~np.any(off, axis=0)) if rest else self.all
+                kept = [~masks[x.path] for x in rest]
+                found = self.errors(np.all([start, *kept], axis=0))
                 if found.worst <= target:
                     chosen, errors = rest, found
         paths = {row.path for row in chosen}

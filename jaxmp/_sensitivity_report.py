@@ -120,8 +120,9 @@ class SensitivityReport:
         tolerance: The largest error that is accepted for either.
         float32_paths: The modules that must stay in float32 to meet it, found greedily;
             empty if none must.
-        loss_with_paths: Error of the loss with these in float32.
-        gradients_with_paths: Error of the gradients with these in float32.
+        bfloat16_paths: The modules that must stay out of float8 besides, likewise.
+        loss_with_paths: Error of the loss with these paths.
+        gradients_with_paths: Error of the gradients with these paths.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
             against the function as it stands. None for a function that casts by itself.
         is_cast: Whether the function casts by itself. Then overrides of its policy keep
@@ -139,6 +140,7 @@ class SensitivityReport:
     gradients: float
     tolerance: float
     float32_paths: tuple[str, ...]
+    bfloat16_paths: tuple[str, ...]
     loss_with_paths: float
     gradients_with_paths: float
     measured: tuple[float, float] | None
@@ -149,7 +151,7 @@ class SensitivityReport:
 
     @property
     def meets_tolerance(self) -> bool:
-        """Whether the errors stay below the tolerance with ``float32_paths``."""
+        """Whether the errors stay below the tolerance with the paths."""
         found = self.measured or (self.loss_with_paths, self.gradients_with_paths)
         return max(found) <= self.tolerance
 
@@ -164,14 +166,16 @@ class SensitivityReport:
 
     @property
     def line(self) -> str:
-        """What to paste, empty if nothing needs float32."""
-        if not self.float32_paths:
-            return ""
-        if self.is_cast:
+        """What to paste, empty if no path is needed."""
+        if self.is_cast and self.float32_paths:
             pairs = (f'(r"{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
             return f"policy.with_overrides({', '.join(pairs)})"
-        names = ", ".join(f'"{path}"' for path in self.float32_paths)
-        return f"float32_paths=({names}{',' * (len(self.float32_paths) == 1)})"
+        options = ("float32_paths", "bfloat16_paths")
+        return ", ".join(
+            f"{option}={_spelled(getattr(self, option))}"
+            for option in options
+            if getattr(self, option)
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.
@@ -180,7 +184,13 @@ class SensitivityReport:
         writes as ``Infinity``.
         """
         fields = dataclasses.asdict(self)
-        for name in ("modules", "float32_paths", "notes", "columns"):
+        for name in (
+            "modules",
+            "float32_paths",
+            "bfloat16_paths",
+            "notes",
+            "columns",
+        ):
             fields[name] = list(fields[name])
         if self.measured is not None:
             fields["measured"] = list(self.measured)
@@ -196,6 +206,12 @@ class SensitivityReport:
         return "\n".join(_lines(self))
 
     _repr_html_ = as_html
+
+
+def _spelled(paths: tuple[str, ...]) -> str:
+    """Returns paths as code."""
+    names = ", ".join(f'"{path}"' for path in paths)
+    return f"({names}{',' * (len(paths) == 1)})"
 
 
 def _pattern(path: str) -> str:
@@ -265,7 +281,7 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
 
 def _conclusion(report: SensitivityReport) -> str:
     limit = f"{report.tolerance:g}"
-    if not report.float32_paths and report.meets_tolerance:
+    if not report.line and report.meets_tolerance:
         return f"Nothing needs float32: both errors are at most {limit}."
     with_paths = (report.loss_with_paths, report.gradients_with_paths)
     loss, gradients = map(_error, report.measured or with_paths)
@@ -276,8 +292,14 @@ def _conclusion(report: SensitivityReport) -> str:
             f"{errors}. Run again with the policy below to see."
         )
     if report.meets_tolerance:
+        kept = {
+            "In float32": report.float32_paths,
+            "out of float8": report.bfloat16_paths,
+        }
+        text = " and ".join(words for words, paths in kept.items() if paths)
         return (
-            f"In float32, these modules bring both errors to at most {limit}: {errors}."
+            f"{text[0].upper()}{text[1:]}, these modules bring both errors to at most "
+            f"{limit}: {errors}."
         )
     if max(with_paths) <= report.tolerance:
         return (

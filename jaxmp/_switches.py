@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from . import _jaxpr
-from ._dtypes import is_narrow
+from ._dtypes import FLOAT8, is_narrow
 from ._jaxpr import Equation
 from ._numbers import Numbers
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
@@ -42,6 +42,8 @@ class Program:
     Attributes:
         parts: The module paths, in the order of the program; empty for what is in no
             module.
+        float8_parts: Those of them in which products round further, to float8. They
+            have a second switch, behind those of all parts.
         flops: FLOPs of the matrix products and convolutions of each part.
         dtypes: Names of the 16-bit dtypes.
         multiplies: Whether there is a matrix product of 16-bit operands.
@@ -76,6 +78,7 @@ class Program:
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = False
         parts: dict[str, None] = {}
+        float8_parts: dict[str, None] = {}
         for eqn, place in self._equations(jaxpr, around):
             part, found = self.part_of(place), flops(eqn) * place.trips
             atoms = (*eqn.invars, *eqn.outvars)
@@ -89,7 +92,9 @@ class Program:
                 parts[part] = None
                 self.flops[part] = self.flops.get(part, 0.0) + found
                 self._note(eqn, place)
-        self.parts = tuple(parts)
+            if FLOAT8_SCALED in place.scopes:
+                float8_parts[part] = None
+        self.parts, self.float8_parts = tuple(parts), tuple(float8_parts)
         self.readers = Readers(self.parts, self.part_of, self.platform)
         nobody: list[Parts] = [frozenset()] * len(_jaxpr.out_avals(jaxpr))
         self.readers.find(jaxpr, around, nobody)
@@ -119,7 +124,8 @@ class Program:
         """Replays the jaxpr under the ambient trace.
 
         Args:
-            switches: bool[parts], whether each part rounds to 16 bits.
+            switches: bool[parts + float8_parts], whether each part rounds to 16 bits,
+                and whether its products round further.
             *arrays: The arguments of the jaxpr.
 
         Returns:
@@ -140,8 +146,13 @@ class _Frame(WideReplay):
 
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
         self.program = program
-        self.switches = [switches[i] for i in range(len(program.parts))]
+        count = len(program.parts)
+        self.switches = [switches[i] for i in range(count + len(program.float8_parts))]
         self.numbers = {part: i for i, part in enumerate(program.parts)}
+        self.float8 = {}  # the second switch of a part, which is off with the first
+        for i, part in enumerate(program.float8_parts, count):
+            first = self.switches[self.numbers[part]]
+            self.float8[part] = i, jnp.logical_and(first, self.switches[i])
         # Whether the switches of all readers of a value are on. Here, and not where it
         # is asked for: that may be in the body of a loop.
         self.all_on = {
@@ -195,7 +206,8 @@ class _Frame(WideReplay):
         arrays = []
         for x, var in zip(ins, eqn.invars, strict=True):
             if is_narrow(var.aval) and (x.narrow is None or is_product):
-                x = _rounded(x, switch, owner, var.aval.dtype)
+                decided = self.decided(part, switch, owner, var.aval.dtype)
+                x = _rounded(x, *decided, var.aval.dtype)
             arrays.append(x.array)
         outs = [Value(x) for x in bind_wide(eqn, arrays)]
         if is_made and not part:
@@ -205,9 +217,20 @@ class _Frame(WideReplay):
             if is_narrow(var.aval):
                 readers = self.program.readers.of(var, place)
                 on = _both(switch, self.all_on.get(readers))
-                x = _rounded(x, on, owner if on is switch else NONE, var.aval.dtype)
+                by = owner if on is switch else NONE
+                decided = self.decided(part, on, by, var.aval.dtype)
+                x = _rounded(x, *decided, var.aval.dtype)
             rounded.append(x)
         return rounded
+
+    def decided(
+        self, part: str, switch: Any, owner: int, dtype: np.dtype
+    ) -> tuple[Any, int]:
+        """Returns the switch of a rounding, and its number if it decides alone."""
+        if dtype == FLOAT8 and part in self.float8:
+            number, switch = self.float8[part]
+            return switch, number
+        return switch, owner
 
     def limited(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Returns the inputs of a clip to the range of 16 bits, or of its derivative.

@@ -334,7 +334,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     in 16 bits and with everything but the module; a dashed line is the tolerance, and a
     bar that reaches the edge is of a result that is not finite. On the right, the
     module's share of the FLOPs. The modules are in the order of the report, the worst
-    above; those in ``report.float32_paths`` are in bold.
+    above; those in ``report.float32_paths`` or ``bfloat16_paths`` are in bold.
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.
@@ -376,8 +376,9 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     left.set_xlim(low, high)
     left.set_xlabel("relative error")
     left.set_yticks(places, [row.name for row in rows])
+    named = report.float32_paths + report.bfloat16_paths
     for row, text in zip(rows, left.get_yticklabels(), strict=True):
-        text.set_fontweight("bold" if row.path in report.float32_paths else "normal")
+        text.set_fontweight("bold" if row.path in named else "normal")
     if not left.yaxis_inverted():  # shared, so for both
         left.invert_yaxis()
     right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)

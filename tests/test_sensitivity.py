@@ -153,6 +153,84 @@ def test_products_in_float8_are_switched_with_their_scales():
     assert not report.notes
 
 
+FLOAT8 = {"policy": "mixed_fp8", "ops": jaxmp.DEFAULT_OPS.with_fp8(min_size=16)}
+
+
+def waves(params, x):
+    """Two sines of numbers that are large or not, and two layers that are harmless."""
+    with jax.named_scope("phases"):
+        h = jnp.sin(x @ params["phases"])
+    with jax.named_scope("sharp"):
+        h = jnp.sin(h @ params["sharp"])
+    with jax.named_scope("plain"):
+        h = h + jnp.tanh(h @ params["plain"])
+    with jax.named_scope("head"):
+        return jnp.mean((h @ params["head"]) ** 2)
+
+
+def waves_of(phases, sharp):
+    random = np.random.default_rng(1)
+    x = random.standard_normal((16, 16), np.float32)
+    sizes = {"phases": (16, 32), "sharp": (32, 32), "plain": (32, 32), "head": (32, 16)}
+    scales = {"phases": phases, "sharp": sharp, "plain": 0.1, "head": 0.2}
+    return {
+        name: scales[name] * random.standard_normal(shape, np.float32)
+        for name, shape in sizes.items()
+    }, x
+
+
+# What is needed, by the scales of the phases and of the second sine.
+IN_FLOAT8 = {
+    "nothing": (0.2, 0.2, (False, False)),
+    "float32": (60, 0.2, (True, False)),
+    "bfloat16": (0.2, 3, (False, True)),
+    "both": (60, 3, (True, True)),
+}
+
+
+@pytest.mark.parametrize(
+    ("phases", "sharp", "expected"), rest_is_evidence(IN_FLOAT8, "both")
+)
+def test_the_fewest_paths_of_both_kinds_are_found(phases, sharp, expected):
+    args = waves_of(phases, sharp)
+    report = measure(waves, *args, **FLOAT8, tolerance=0.1)
+    paths = {
+        "float32_paths": report.float32_paths,
+        "bfloat16_paths": report.bfloat16_paths,
+    }
+    assert tuple(map(bool, paths.values())) == expected
+    assert report.meets_tolerance
+    told = (report.loss_with_paths, report.gradients_with_paths)
+    assert told == pytest.approx(report.measured, abs=0.03)
+    for option, named in paths.items():
+        text = ", ".join(f'"{path}"' for path in named)
+        assert (f"{option}=({text}" in report.line) == bool(named)
+    assert report.as_dict()["bfloat16_paths"] == list(report.bfloat16_paths)
+    exact = jax.jit(jax.value_and_grad(waves))(*args)
+    for option, named in paths.items():  # each is needed
+        for path in named:
+            fewer = {**paths, option: tuple(x for x in named if x != path)}
+            cast = jaxmp.autocast(jax.value_and_grad(waves), **FLOAT8, **fewer)
+            leaves = map(jax.tree.leaves, (compiled(cast, *args)(*args), exact))
+            assert max(map(float, _errors(*leaves))) > 0.9 * 0.1, fewer
+
+
+def test_switches_stand_for_products_in_float8():
+    args = waves_of(1, 1)
+    program, flat = programs_of(
+        jax.value_and_grad(waves), *args, dtype="mixed_fp8", ops=FLOAT8["ops"]
+    )
+    run = compiled(program.run, np.zeros(8, bool), *flat.leaves)
+    for paths in ((), ("sharp", "head"), program.parts):
+        options = {"bfloat16_paths": paths, "ops": FLOAT8["ops"]}
+        cast = jaxmp.autocast(flat.fun, "mixed_fp8", **options)
+        real = compiled(cast, *flat.leaves)(*flat.leaves)
+        switches = np.ones(8, bool)
+        switches[4:] = [x not in paths for x in program.float8_parts]
+        got = run(switches, *flat.leaves)
+        assert max(map(float, _errors(got, real))) < 1e-6
+
+
 def test_an_override_that_matches_no_parameter_is_named():
     def loss(weights, x):
         def model(weights, x):
