@@ -27,17 +27,8 @@ def test_a_planted_fault_is_named_and_cured(kind, seed):
     check(planted.program(kind, seed))
 
 
-# Autocast rounds what a checkpointed function is given before the call, and the report
-# has the line of the call, not that of the product in it.
-AT_THE_CALL = pytest.mark.xfail(reason="the line is that of the call", strict=True)
-WIDE = [
-    pytest.param(kind, marks=[AT_THE_CALL] * (kind == "underflow, backward"))
-    for kind in planted.KINDS
-]
-
-
 @pytest.mark.evidence
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("kind", planted.KINDS)
 def test_planted_faults_are_named_and_cured(kind):
     programs = [planted.program(kind, seed) for seed in range(24)]
     # Where 16 bits do not feel a fault there is none.

@@ -82,7 +82,7 @@ def decide(
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
-        if back and needs.is_rounded_for_products(need):
+        if back and needs.is_rounded_for_products(need) and ins[0].is_float32():
             return Decision("half", rules.KEPT)
         if classes.gathers(eqn):  # devices send one another 16 bits
             return Decision("stored", rules.KEPT)
