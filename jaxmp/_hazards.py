@@ -37,7 +37,7 @@ from ._op_lists import (
     tests_equal,
 )
 from ._places import Place
-from ._products import PRODUCTS, adds_up, flops, has_default_precision
+from ._products import PRODUCTS, adds_up, has_default_precision, is_matrix_product
 from ._report import Hazard
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
@@ -131,7 +131,7 @@ class Hazards:
         compared = _union(x.compared for x in ins)
         if compared and has_jump and not around.of(eqn, before=around).backward:
             self._note("comparison", compared)
-        if flops(eqn):
+        if is_matrix_product(eqn):
             return self._product(eqn, ins, around)
         self._look(eqn, ins, around)
         made = Made(

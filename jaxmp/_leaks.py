@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _jaxpr, _scopes
 from ._dtypes import is_narrow, is_wide
-from ._op_lists import VIEWS
+from ._op_lists import MAY_MULTIPLY, VIEWS
 from ._places import Place, trip_count
 from ._products import flops as flops_of
 from ._reasons import computes, why_16bit, why_kept
@@ -273,8 +273,8 @@ class Walk:
         self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
     ) -> list[Origin]:
         """Follows one equation without jaxprs."""
-        if _jaxpr.is_kernel(eqn):
-            self.note("a Pallas kernel, its products not counted", place)
+        if eqn.primitive.name in MAY_MULTIPLY:
+            self.note(f"`{eqn.primitive.name}`, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
             return []
         operands = [

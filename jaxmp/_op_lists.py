@@ -117,6 +117,13 @@ _OPAQUE = """
     reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"""
 
+# Those of them that may multiply matrices, of which nobody knows how many.
+MAY_MULTIPLY = frozenset(
+    name
+    for name in _OPAQUE.split()
+    if name.startswith(("dot_product_attention", "ffi_call", "pallas_call"))
+)
+
 # Primitives that hold jaxprs: autocast goes inside.
 CALLS = frozenset(CALL_KINDS)
 # Readers that make much of the last digits, log(1 - p) of a p near 1 for one: steep

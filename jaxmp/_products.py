@@ -17,6 +17,8 @@ from ._sizes import as_number, size_of
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+# Products of operands in 8 bits or fewer, with a scale for each block: the user's.
+SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
 
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
@@ -164,6 +166,8 @@ def is_batched(eqn: Equation) -> bool:
 
 def flops(eqn: Equation) -> float:
     """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
+    if eqn.primitive.name in SCALED_PRODUCTS:
+        return _scaled_flops(eqn)
     if not is_matrix_product(eqn):
         return 0.0
     if is_convolution(eqn):
@@ -173,6 +177,13 @@ def flops(eqn: Equation) -> float:
     taken = {*contracted, *batch, *_group_dimensions(eqn)}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
     return 2.0 * math.prod(lhs) * rhs_free
+
+
+def _scaled_flops(eqn: Equation) -> float:
+    numbers = eqn.params.get("dimension_numbers")
+    contracted = numbers[0][0] if numbers else (-1,)
+    lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    return 2.0 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
 def adds_up(eqn: Equation, i: int) -> bool:

@@ -221,7 +221,10 @@ def _lines(report: DtypeReport) -> Iterator[str]:
 def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
     products = "matrix product and convolution FLOPs"
-    yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
+    if total:
+        yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
+    else:
+        yield f"no {products}"
     if report.kept_16bit or (report.fraction_8bit and total):
         yield f"{report.fraction_8bit:.1%} of them in 8 bits"
     width = max(map(len, ("bfloat16", *report.flops))) + 2

@@ -401,10 +401,10 @@ class _Search:
         if self.all.worst <= aim or not rows:
             return (), (), self.all
         no_float8 = np.arange(self.count) < len(self.program.parts)
-        found: dict[str, _Errors] | None = None
+        known: dict[str, _Errors] | None = None
         if no_float8.all():  # the rows have the first step
-            found = {x.path: _Errors(x.loss_without, x.gradients_without) for x in rows}
-        paths, errors = self.fewest(rows, self.masks, no_float8, found, aim)
+            known = {x.path: _Errors(x.loss_without, x.gradients_without) for x in rows}
+        paths, errors = self.fewest(rows, self.masks, no_float8, known, aim)
         if no_float8.all():
             return paths, (), errors
         for path in paths:
@@ -419,7 +419,7 @@ class _Search:
         rows: Sequence[ModuleSensitivity],
         masks: dict[str, np.ndarray],
         start: np.ndarray,
-        found: dict[str, _Errors] | None,
+        known: dict[str, _Errors] | None,
         aim: float,
     ) -> tuple[tuple[str, ...], _Errors]:
         """Searches for the fewest modules whose switches, off, bring the error down.
@@ -432,7 +432,7 @@ class _Search:
             rows: The modules.
             masks: The switches of each.
             start: All switches, as they are before.
-            found: The errors with each module off, if they are known.
+            known: The errors with each module off, if somebody has them.
             aim: The largest error that is accepted.
 
         Returns:
@@ -446,8 +446,7 @@ class _Search:
         target = max(aim, 1.1 * least.worst)
         chosen: list[ModuleSensitivity] = []
         on = start
-        if found is None:
-            found = self.without(rows, masks, on)
+        found = known or self.without(rows, masks, on)
         order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
         while now.worst > target:
             if chosen:

@@ -508,6 +508,38 @@ def test_what_autocast_keeps_is_explained_and_no_leak():
     assert "exp (1)" in str(report)
 
 
+SCALED = {
+    "scaled_matmul": lambda a, s: jax.nn.scaled_matmul(
+        a[None], a[None], s[None], s[None]
+    ),
+    "scaled_dot": lambda a, s: lax.scaled_dot(a, a, lhs_scale=s, rhs_scale=s.T),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_products_with_a_scale_for_each_block_are_counted(name):
+    if not hasattr(lax if name == "scaled_dot" else jax.nn, name):
+        pytest.skip("this JAX has none")
+    a = jax.ShapeDtypeStruct((64, 64), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((64, 2), jnp.float8_e8m0fnu)
+    report = jaxmp.audit(SCALED[name])(a, scales)
+    assert report.flops == {"float8_e4m3fn": 2 * 64**3}
+    assert report.fraction_8bit == 1
+    assert not report.notes
+    assert not report.hazards
+
+
+def test_what_is_not_counted_is_said():
+    def call(x):
+        return jax.ffi.ffi_call("somewhere", jax.typeof(x))(x)
+
+    report = jaxmp.audit(call)(full(8, 8))
+    (note,) = report.notes
+    assert "`ffi_call`, its products not counted" in note
+    assert "no matrix product and convolution FLOPs" in str(report)
+    assert "100.0%" not in str(report)
+
+
 def _with_a_reference(w, x):
     total = jax.new_ref(jnp.zeros((8, 8)))
 
