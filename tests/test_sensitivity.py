@@ -359,7 +359,10 @@ def test_switches_stand_for_autocast_in_whole_networks(name):
     got = compiled(program.run, on, *flat.leaves)(on, *flat.leaves)
     autocast = jaxmp.autocast(flat.fun, "bfloat16")
     real = compiled(autocast, *flat.leaves)(*flat.leaves)
-    assert max(map(float, _errors(got, real))) < 2**-9
+    # XLA:CPU makes four operations of a sigmoid of bfloat16, which round one after the
+    # other where no excess precision is allowed. The switches round it once.
+    limit = 2**-8 if name == "lstm" else 2**-9
+    assert max(map(float, _errors(got, real))) < limit
 
 
 @pytest.mark.evidence
