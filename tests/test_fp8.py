@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import pathlib
 
 import chex
 import flax.linen as nn
@@ -21,6 +22,7 @@ from benchmarks import collectives
 from benchmarks.measure import traced
 from conftest import normal
 from jaxmp import _fp8
+from jaxmp._engine import rules
 
 F8, BF16 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.bfloat16)
 OPS = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
@@ -221,6 +223,12 @@ def test_products_below_the_smallest_size_stay_as_they_are():
     assert reasons == {"batched", "a size below `min_size`"}
     as_large = jaxmp.autocast(grad, "mixed_fp8", ops=ops.with_fp8(min_size=32))
     assert (F8, F8) in products(as_large, *args)
+
+
+def test_the_page_has_the_sentence_that_stands_beside_the_rules():
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    text = (docs / "formats_narrow.md").read_text()
+    assert rules.FLOAT8 in " ".join(text.split())
 
 
 def test_all_else_is_as_under_bfloat16():

@@ -36,6 +36,6 @@ RULES = {
 
 # Beside the rules, which give the dtypes of values, and not what a product does inside.
 FLOAT8 = (
-    'Under "mixed_fp8" a product of two large matrices rounds the bfloat16 that it '
+    "Under `mixed_fp8` a product of two large matrices rounds the bfloat16 that it "
     "takes further, to float8, with a scale for each of the two."
 )
