@@ -409,6 +409,15 @@ def scales_far(eqn: Equation) -> bool:
     return any(map(is_far, numbers))
 
 
+def scales_down(eqn: Equation) -> bool:
+    """Whether ``eqn`` multiplies by a number below one, as a mean does with a sum."""
+    if eqn.primitive.name not in ("mul", "div"):
+        return False
+    sizes = [abs(x.val) for x in eqn.invars if isinstance(x, Literal)]
+    is_ratio = eqn.primitive.name == "div"
+    return any(x > 1 if is_ratio else 0 < x < 1 for x in sizes)
+
+
 def is_far(number: Any) -> bool:
     """Whether to multiply by ``number`` brings a value into range, or out of it."""
     if number is None or getattr(number, "ndim", 0):

@@ -56,7 +56,7 @@ def decide(
         eqn: The equation.
         kind: Its class.
         ins: Its inputs.
-        need: What the readers of its (first) output need.
+        need: What the readers of its outputs need.
         dtype: The 16-bit dtype.
         back: Whether it belongs to the backward pass.
     """

@@ -76,7 +76,7 @@ def is_carried(last: Need, trip: Need) -> bool:
 
 def is_for_backward(need: Need) -> bool:
     """Whether the backward pass alone reads a value, such as a slope."""
-    return bool(need) and not need & ~_BACK
+    return bool(need & _BACK) and not need & ~(_BACK | DIGITS)
 
 
 def has_backward(need: Need) -> bool:

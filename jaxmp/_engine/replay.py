@@ -52,8 +52,8 @@ class Step(NamedTuple):
 
     @property
     def need(self) -> Need:
-        """What the readers of its first output need."""
-        return self.read[0] if self.read else needs.NOTHING
+        """What the readers of its outputs need."""
+        return functools.reduce(int.__or__, self.read, needs.NOTHING)
 
 
 # Told of every equation, in the order of the program, what was decided.
@@ -123,11 +123,12 @@ class Caster(Calls):
             self.mark(jaxpr, scopes or ())
             outs = len(_jaxpr.out_avals(jaxpr))
             # What an inner rule returns is read by whoever called it.
-            wanted = (needs.DIGITS if scopes is None else needs.FULL,) * outs
+            returned = needs.FULL | (needs.DIGITS if scopes is None else needs.NOTHING)
+            trip = Trip((returned,) * outs)
 
             def replayed(*arrays):
                 values = [given(array) for array in arrays]
-                return self.as_written(jaxpr, values, Trip(wanted), scopes or ())
+                return self.as_written(jaxpr, values, trip, scopes or ())
 
             arrays = with_default_precision(replayed, arrays)
             leaves, out_tree = results
@@ -298,17 +299,20 @@ class Caster(Calls):
         if how == "rounded":
             firmly = needs.has_several(step.need)
             return [storage.joined(outs[0], self.dtype, firmly=firmly)]
-        if how == "stored" and outs[0].is_float32():
-            out = storage.kept(
-                outs[0],
-                eqn,
-                self.dtype,
-                need=step.need,
-                back=step.back,
-                definition=step.definition,
-            )
-            return [out, *outs[1:]]
+        if how == "stored":
+            return [self.stored(step, out) if out.is_float32() else out for out in outs]
         return outs
+
+    def stored(self, step: Step, out: Value) -> Value:
+        """Returns a float32 result as it is stored in 16 bits (rule 7)."""
+        return storage.kept(
+            out,
+            step.eqn,
+            self.dtype,
+            need=step.need,
+            back=step.back,
+            definition=step.definition,
+        )
 
 
 def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:

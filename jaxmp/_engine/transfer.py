@@ -4,7 +4,7 @@ This is all that the analysis knows of operations: one function, of one equation
 holds no jaxpr, its class, and what is known around it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from .. import _jaxpr
@@ -43,12 +43,14 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back)
     usual = _of_work(eqn, kind, out, place.kept, back)
-    takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
-    if takes and _only_scales(eqn, place.masks):
-        usual = needs.scaled(out, usual)
     if not back:
         usual |= _of_offset(eqn, place.given)
     found = [usual] * count
+    takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
+    # A sum may be out of range where its mean is not.
+    if takes and _only_scales(eqn, place.masks) and not classes.scales_down(eqn):
+        scaled = needs.scaled(out, usual)
+        found = [usual if _is_in(x, place.masks) else scaled for x in eqn.invars]
     if place.path and not place.path.isdisjoint(eqn.outvars):
         found = _of_sum_over_trips(eqn, place.path)
     if (i := classes.divisor(eqn)) is not None:
@@ -79,6 +81,10 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
     return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
 
 
+def _is_in(atom: Any, variables: Collection[Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
+
+
 def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     does, count = classes.does(eqn), len(eqn.invars)
@@ -87,7 +93,8 @@ def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
     if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
         return [out] * count
     if classes.tests_equal(eqn) and not back:
-        return [needs.DIGITS] * count  # once they are rounded, others are equal
+        # Once they are rounded, others are equal.
+        return [needs.reader(False, back) | needs.DIGITS] * count
     # To compare with a number in the code is no computing: a relu.
     compares = does.compares and isinstance(eqn.invars[-1], Literal)
     if compares:
@@ -115,10 +122,7 @@ def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
     multiplies = classes.does(eqn).multiplies or classes.is_outer(eqn)
     term = needs.GATE if multiplies else needs.FULL
-    return [
-        needs.DIGITS if not isinstance(x, Literal) and x in path else term
-        for x in eqn.invars
-    ]
+    return [needs.DIGITS if _is_in(x, path) else term for x in eqn.invars]
 
 
 def _of_offset(eqn: Equation, given: set[Any]) -> Need:
@@ -129,7 +133,7 @@ def _of_offset(eqn: Equation, given: set[Any]) -> Need:
     does, is_ratio = classes.does(eqn), classes.divisor(eqn) is not None
     if does.subtracts and not _takes_statistic_away(eqn):
         return needs.OFFSET
-    meets = any(not isinstance(x, Literal) and x in given for x in eqn.invars)
+    meets = any(_is_in(x, given) for x in eqn.invars)
     takes = does.subtracts or is_ratio
     return needs.OFFSET if takes and meets else needs.NOTHING
 

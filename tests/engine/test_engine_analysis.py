@@ -53,7 +53,7 @@ READERS = {
     "a divisor": (lambda h: (X / h) @ W, {"HALF", "DIGITS", "OFFSET"}),
     "a mean that is taken away": (lambda h: mean_away(h) @ W, {"HALF", "FULL"}),
     "a difference": (lambda h: (h - h[::-1]) @ W, {"HALF", "OFFSET"}),
-    "an equality": (lambda h: (h == h[::-1]).sum(), {"DIGITS"}),
+    "an equality": (lambda h: (h == h[::-1]).sum(), {"FULL", "DIGITS"}),
     "a scale of a million": (lambda h: (1e6 * h) @ W, {"FULL"}),
     "a float32 region": (
         lambda h: jaxmp.float32_region(jnp.matmul)(h, W),

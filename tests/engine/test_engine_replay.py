@@ -579,3 +579,12 @@ def test_what_products_send_back_to_a_norm_is_rounded_once_and_copies_are_not():
         for fun in (normed, of_a_mean)
     )
     assert found == of_copies + 1
+
+
+def test_a_sum_is_not_rounded_before_it_is_divided():
+    def fun(w, x):
+        return (x @ w).mean(0) @ w
+
+    x = jnp.full((128, 8), 1000.0)
+    for program in (fun, lambda w, x: jnp.sum(x @ w, 0) * (1 / 128) @ w):
+        assert jnp.isfinite(autocast(program, "float16")(jnp.eye(8), x)).all()
