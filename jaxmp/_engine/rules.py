@@ -1,37 +1,51 @@
 """The ten rules by which autocast decides. No value has a dtype that they do not give.
 
-*16-bit work* is a matrix product or convolution, and whatever rule 3 runs in 16 bits.
-*Given* is an argument or a constant, and what is looked up or computed from such alone.
+The page on autocast has them word for word, and the terms in which they are written.
 """
 
 AS_WRITTEN, PRODUCT, FOLLOWS, JOINS, FLOAT32 = 1, 2, 3, 4, 5
 DIGITS, KEPT, LOOP, OFFSET, ENDS = 6, 7, 8, 9, 10
 
+TERMS = {
+    "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
+    "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, `erf`, "
+    "`sin` or `cos`. Powers are none, nor are factors above 256 or below 1/256.",
+    "move": "A *move* returns numbers that it was given: a reshape, a slice, a lookup, "
+    "`concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting is none.",
+    "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
+    "directly or through moves and elementwise operations. For a gradient this means "
+    "the backward pass.",
+    "input": "An *input* is an argument of the function, such as a parameter, or what is "
+    "computed from inputs without a matmul.",
+}
+
 RULES = {
-    AS_WRITTEN: "What you keep in float32 (a region, a path, a denied operation), and "
-    "what is not float32, stays as it was written.",
-    PRODUCT: "A matrix product or a convolution takes 16 bits and adds up in float32; "
-    "it returns 16 bits if 16-bit work reads the result, and its float32 sums if not.",
-    FOLLOWS: "Elementwise work, a choice or a move runs in 16 bits if all of its "
-    "operands have 16 bits, or are numbers in the code, and 16-bit work reads the "
-    "result.",
-    JOINS: "A sum of 16 bits and of something in float32 is made in float32, and "
-    "rounded once if 16-bit work reads it; in float16, which ends at 65504, only if "
-    "the float32 one was given.",
-    FLOAT32: "Everything else is float32: sums, norms, losses, and whatever autocast "
-    "does not know.",
-    DIGITS: "What is returned, and what a logarithm, an exponential, a root, a solver, "
-    "a divisor or a test of equality reads, keeps its digits, back to the product that "
-    "it is made of.",
-    KEPT: "What a product takes, and otherwise only the backward pass reads, is stored "
-    "in 16 bits, and so is what products have sent back and the backward pass both "
-    "sums up and hands on.",
-    LOOP: "A loop carries float32 where no product stands between one trip and the "
-    "next, and what multiplies such a value is float32.",
-    OFFSET: "Where something given is added, and a difference, a ratio or the negative "
-    "is made of that, the sum is float32.",
-    ENDS: "A loop that ends by comparing numbers that products computed, and means of "
-    "a number and of its square, are float32.",
+    AS_WRITTEN: "What is not float32 in your code stays as you wrote it, and so does "
+    "what a float32 region, a path, a denied operation or a `precision` keeps.",
+    PRODUCT: "A matmul rounds its arguments to 16 bits and adds in float32; it returns "
+    "16 bits if the result leads to another matmul, and float32 if not.",
+    FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
+    "values or numbers in the code and its result leads to a matmul; a move keeps the "
+    "dtype of its arguments.",
+    JOINS: "A sum that leads to a matmul is 16 bits if it adds an input, such as a "
+    "bias, to a 16-bit value; a sum with any other float32 value is rounded afterwards, "
+    "in bfloat16 only.",
+    FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
+    "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and whatever "
+    "autocast does not know.",
+    DIGITS: "What is returned, and what a logarithm, exponential, root, solver, "
+    "divisor, test of equality or unknown operation reads, is float32, back to the "
+    "matmul or reduction that computed it.",
+    KEPT: "A float32 result that only matmuls and the backward pass read is stored in "
+    "16 bits, and so is a gradient from a matmul that the backward pass both sums and "
+    "hands on.",
+    LOOP: "A loop carries float32 if it hands a value from one iteration to the next "
+    "without a matmul; factors of such a value are float32, and so are gates that "
+    "multiply one another many times.",
+    OFFSET: "A sum with an input is float32 if a difference, a negative, or a ratio to "
+    "another input is computed from it, because the input may cancel there.",
+    ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
+    "float32, and so are means of a number and of its square.",
 }
 
 # Beside the rules, which give the dtypes of values, and not what a product does inside.

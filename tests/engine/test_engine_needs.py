@@ -100,7 +100,7 @@ def test_there_are_ten_rules_and_each_is_one_sentence():
         assert sentence.endswith(".")
         assert ". " not in sentence
         assert "unless" not in sentence
-        assert len(sentence.split()) <= 45
+        assert len(sentence.split()) <= 36
 
 
 def test_the_engine_is_not_in_use():
