@@ -8,31 +8,32 @@ DIGITS, KEPT, LOOP, OFFSET, ENDS = 6, 7, 8, 9, 10
 
 TERMS = {
     "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
-    "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, `erf`, "
-    "`sin` or `cos`. Powers are none, nor are factors above 256 or below 1/256.",
-    "move": "A *move* returns numbers that it was given: a reshape, a slice, a lookup, "
-    "`concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting is none.",
+    "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
+    "`erf`, `sin` or `cos`. Powers are none, nor are factors above 256 or below 1/256.",
+    "move": "A *move* returns numbers that it was given: a reshape, a slice, a "
+    "lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting is "
+    "none.",
     "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
     "directly or through moves and elementwise operations. For a gradient this means "
     "the backward pass.",
-    "input": "An *input* is an argument of the function, such as a parameter, or what is "
-    "computed from inputs without a matmul.",
+    "input": "An *input* is an argument of the function, such as a parameter, or what "
+    "is computed from inputs without a matmul.",
 }
 
 RULES = {
     AS_WRITTEN: "What is not float32 in your code stays as you wrote it, and so does "
     "what a float32 region, a path, a denied operation or a `precision` keeps.",
-    PRODUCT: "A matmul rounds its arguments to 16 bits and adds in float32; it returns "
-    "16 bits if the result leads to another matmul, and float32 if not.",
+    PRODUCT: "A matmul rounds its arguments to 16 bits and adds in float32; it "
+    "returns 16 bits if the result leads to another matmul, and float32 if not.",
     FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
     "values or numbers in the code and its result leads to a matmul; a move keeps the "
     "dtype of its arguments.",
     JOINS: "A sum that leads to a matmul is 16 bits if it adds an input, such as a "
-    "bias, to a 16-bit value; a sum with any other float32 value is rounded afterwards, "
-    "in bfloat16 only.",
+    "bias, to a 16-bit value; a sum with any other float32 value is rounded "
+    "afterwards, in bfloat16 only.",
     FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
-    "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and whatever "
-    "autocast does not know.",
+    "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
+    "whatever autocast does not know.",
     DIGITS: "What is returned, and what a logarithm, exponential, root, solver, "
     "divisor, test of equality or unknown operation reads, is float32, back to the "
     "matmul or reduction that computed it.",
@@ -42,8 +43,8 @@ RULES = {
     LOOP: "A loop carries float32 if it hands a value from one iteration to the next "
     "without a matmul; factors of such a value are float32, and so are gates that "
     "multiply one another many times.",
-    OFFSET: "A sum with an input is float32 if a difference, a negative, or a ratio to "
-    "another input is computed from it, because the input may cancel there.",
+    OFFSET: "A sum with an input is float32 if a difference, a negative, or a ratio "
+    "to another input is computed from it, because the input may cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
     "float32, and so are means of a number and of its square.",
 }
