@@ -37,9 +37,9 @@ RULES = {
     DIGITS: "What is returned, and what a logarithm, exponential, root, solver, "
     "divisor, test of equality or unknown operation reads, is float32, back to the "
     "matmul or reduction that computed it.",
-    KEPT: "A float32 result that only matmuls and the backward pass read is stored in "
-    "16 bits, and so is a gradient from a matmul that the backward pass both sums and "
-    "hands on.",
+    KEPT: "Float32 results that only matmuls and the backward pass read are stored in "
+    "16 bits, moves and inputs apart; so is a gradient of a matmul that the backward "
+    "pass both sums and hands on.",
     LOOP: "A loop carries float32 if it hands a value from one iteration to the next "
     "without a matmul; factors of such a value are float32, and so are gates that "
     "multiply one another many times.",
