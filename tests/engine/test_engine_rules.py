@@ -1,7 +1,7 @@
 """The ten rules give the dtypes of programs for which the engine was not built.
 
-Each is `y = ...` and what reads `y`, of arguments `x`, `w` and `b`, with the dtype that a
-reader of the rule expects `y` to have.
+Each is `y = ...` and what reads `y`, of arguments `x`, `w` and `b`, with the dtype that
+somebody who reads the rule expects `y` to have.
 """
 
 import jax
