@@ -35,7 +35,7 @@ from .classes import Class
 from .loops import accumulated, on_path
 from .needs import Need
 from .passes import MARKERS, REWRITES
-from .transfer import Place, masks_in, needs_of_inputs
+from .transfer import Place, masks_in, needs_of_inputs, zeros_in
 
 Flags = tuple[bool, ...]
 
@@ -204,7 +204,7 @@ class Analysis:
         body, eqns = _jaxpr.open_jaxpr(jaxpr), self.equations(jaxpr, scopes)
         path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
         flags = given or (False,) * len(body.invars)
-        known = self._given(body, eqns, flags)
+        known = self._given(body, eqns, flags) - zeros_in(eqns)
         around = Around(scopes, path, known, masks_in(eqns))
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
@@ -243,7 +243,7 @@ class Analysis:
         for eqn in eqns:
             if found.issuperset(x for x in eqn.invars if not isinstance(x, Literal)):
                 held = any(map(self.matters, _jaxpr.sub_jaxprs(eqn)))
-                if eqn.invars and not held and not classes.is_product_of_any_kind(eqn):
+                if not held and not classes.is_product_of_any_kind(eqn):
                     found.update(eqn.outvars)
         return found
 

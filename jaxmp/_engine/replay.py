@@ -328,7 +328,7 @@ def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:
             out.note(sent=sent, copied=copied)
     if step.kind == "product":
         return
-    if ins and all([value.known.given for value in ins]):
+    if all([value.known.given for value in ins]):
         for out in outs:
             out.note(given=True)
     if ins and all([value.known.scalar is not None for value in ins]):

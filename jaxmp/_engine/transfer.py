@@ -70,6 +70,21 @@ def masks_in(eqns: Sequence[Equation]) -> set[Any]:
     return found
 
 
+def zeros_in(eqns: Sequence[Equation]) -> set[Any]:
+    """Returns what is zero, moved at most: taking it away makes no difference."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        if classes.is_view(eqn) and all(_is_zero(x, found) for x in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _is_zero(atom: Any, zeros: set[Any]) -> bool:
+    if not isinstance(atom, Literal):
+        return atom in zeros
+    return not atom.aval.shape and atom.val == 0
+
+
 def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
     return classes.is_view(eqn) or _only_scales(eqn, masks)
 

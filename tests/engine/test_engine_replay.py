@@ -588,3 +588,20 @@ def test_a_sum_is_not_rounded_before_it_is_divided():
     x = jnp.full((128, 8), 1000.0)
     for program in (fun, lambda w, x: jnp.sum(x @ w, 0) * (1 / 128) @ w):
         assert jnp.isfinite(autocast(program, "float16")(jnp.eye(8), x)).all()
+
+
+def test_what_is_looked_up_by_a_range_was_given():
+    def positions(w, table):
+        x = table[jnp.arange(4)]
+        return jnp.tanh(X @ w + x) @ w
+
+    found = decisions(positions, W, normal(3, 9, 8), dtype=jnp.float16)
+    assert [x[1:] for x in found if x[0] == "add"][-1] == ("half", rules.JOINS)
+
+
+def test_to_take_zero_away_is_no_difference():
+    def without_mean(w, bias):
+        h = X @ w + bias
+        return (h - jnp.zeros((4, 1))) @ w
+
+    assert of("add", without_mean, W, W[0]) == [("half", rules.JOINS)]
