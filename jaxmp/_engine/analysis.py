@@ -35,7 +35,14 @@ from .classes import Class
 from .loops import accumulated, on_path
 from .needs import Need
 from .passes import MARKERS, REWRITES
-from .transfer import Place, masks_in, needs_of_inputs, zeros_in
+from .transfer import (
+    Place,
+    masks_in,
+    needs_of_inputs,
+    negated_in,
+    signs_in,
+    zeros_in,
+)
 
 Flags = tuple[bool, ...]
 
@@ -60,9 +67,11 @@ class Around(NamedTuple):
     """What the transfer function knows of the jaxpr around an equation."""
 
     scopes: Scopes
-    path: frozenset[Any]  # between what a trip is given and what it adds up
     given: set[Any]  # what is given, or computed from such alone
+    path: frozenset[Any]  # between what a trip is given and what it adds up
     masks: set[Any]  # of dropout
+    negated: set[Any]  # the negative of something
+    signs: set[Any]  # tests of equality that tell a sign
 
 
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
@@ -204,8 +213,10 @@ class Analysis:
         body, eqns = _jaxpr.open_jaxpr(jaxpr), self.equations(jaxpr, scopes)
         path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
         flags = given or (False,) * len(body.invars)
-        known = self._given(body, eqns, flags) - zeros_in(eqns)
-        around = Around(scopes, path, known, masks_in(eqns))
+        zeros = zeros_in(eqns)
+        known = self._given(body, eqns, flags) - zeros
+        found = masks_in(eqns), negated_in(eqns), signs_in(eqns, zeros)
+        around = Around(scopes, known, path, *found)
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -255,7 +266,7 @@ class Analysis:
         if kind == "call":
             return self._needs_inside(eqn, read, inside(eqn, here), around)
         back = is_backward(eqn, around.scopes)
-        place = Place(back, self.is_kept(here), around.given, around.path, around.masks)
+        place = Place(back, self.is_kept(here), *around[1:])
         return needs_of_inputs(eqn, kind, functools.reduce(int.__or__, read, 0), place)
 
     # What equations hold.

@@ -21,6 +21,7 @@ from .._op_lists import (
     EQUALITIES,
     EXACT,
     EXPS,
+    EXTREMES,
     FOLDS,
     GATHERS,
     HANDS_ON,
@@ -163,7 +164,16 @@ def is_view(eqn: Equation) -> bool:
 
 def negates(eqn: Equation) -> bool:
     """Whether an equation changes the sign of what it is given."""
+    if does(eqn).multiplies:
+        return any(
+            isinstance(x, _jaxpr.Literal) and np.all(x.val < 0) for x in eqn.invars
+        )
     return eqn.primitive.name in NEGATES
+
+
+def is_extreme(eqn: Equation) -> bool:
+    """Whether an equation returns the larger, or the smaller, of two numbers."""
+    return eqn.primitive.name in EXTREMES
 
 
 def tests(eqn: Equation) -> bool:

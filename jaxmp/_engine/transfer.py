@@ -22,6 +22,8 @@ class Place(NamedTuple):
     given: set[Any]  # variables that are given, or computed from such alone
     path: frozenset[Any]  # those between what a trip is given and what it adds up
     masks: set[Any]  # those of dropout
+    negated: set[Any]  # the negative of something
+    signs: set[Any]  # tests of equality that tell a sign
 
 
 def needs_of_inputs(
@@ -41,10 +43,10 @@ def needs_of_inputs(
     # What only the backward pass reads, such as a slope, is part of it.
     back = place.back or needs.is_for_backward(out)
     if kind == "exact":
-        return _of_move(eqn, out, back)
+        return _of_move(eqn, out, back, place.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
     if not back:
-        usual |= _of_offset(eqn, place.given)
+        usual |= _of_offset(eqn, place)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
@@ -85,6 +87,36 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
     return not atom.aval.shape and atom.val == 0
 
 
+def negated_in(eqns: Sequence[Equation]) -> set[Any]:
+    """Returns what is the negative of something, which to add is a difference."""
+    found: set[Any] = set()
+    for eqn in eqns:
+        made = [x for x in eqn.invars if not isinstance(x, Literal)]
+        is_moved = bool(made) and found.issuperset(made) and classes.is_view(eqn)
+        if is_moved or classes.negates(eqn):
+            found.update(eqn.outvars)
+    return found
+
+
+def signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
+    """Returns the tests by which JAX differentiates a maximum with zero.
+
+    They ask whether it is zero, and whether it is what it was chosen from.
+    """
+    clipped: dict[Any, Any] = {}
+    found: set[Any] = set()
+    for eqn in eqns:
+        if classes.is_extreme(eqn):
+            x, y = eqn.invars
+            if _is_zero(x, zeros) or _is_zero(y, zeros):
+                clipped[eqn.outvars[0]] = y if _is_zero(x, zeros) else x
+        elif classes.tests_equal(eqn):
+            for x, y in (eqn.invars, eqn.invars[::-1]):
+                if _is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
+                    found.update(eqn.outvars)
+    return found
+
+
 def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
     return classes.is_view(eqn) or _only_scales(eqn, masks)
 
@@ -100,18 +132,19 @@ def _is_in(atom: Any, variables: Collection[Any]) -> bool:
     return not isinstance(atom, Literal) and atom in variables
 
 
-def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
+def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     does, count = classes.does(eqn), len(eqn.invars)
     if classes.negates(eqn) and not back and not needs.is_kept(out):
         return [out | needs.OFFSET]  # to be taken away from something
     if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
         return [out] * count
-    if classes.tests_equal(eqn) and not back:
+    tells_sign = not signs.isdisjoint(eqn.outvars)
+    if classes.tests_equal(eqn) and not back and not tells_sign:
         # Once they are rounded, others are equal.
         return [needs.reader(False, back) | needs.DIGITS] * count
     # To compare with a number in the code is no computing: a relu.
-    compares = does.compares and isinstance(eqn.invars[-1], Literal)
+    compares = tells_sign or (does.compares and isinstance(eqn.invars[-1], Literal))
     if compares:
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
@@ -140,21 +173,31 @@ def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
     return [needs.DIGITS if _is_in(x, path) else term for x in eqn.invars]
 
 
-def _of_offset(eqn: Equation, given: set[Any]) -> Need:
+def _of_offset(eqn: Equation, place: Place) -> Need:
     """Returns what is needed of that from which something may be taken away.
 
     What was given may be most of a sum, and cancels then.
     """
-    does, is_ratio = classes.does(eqn), classes.divisor(eqn) is not None
-    if does.subtracts and not _takes_statistic_away(eqn):
+    taken, is_ratio = _taken_away(eqn, place), classes.divisor(eqn) is not None
+    takes = taken is not None
+    has_number = any(isinstance(x, Literal) for x in eqn.invars)
+    if classes.negates(eqn) or (takes and (has_number or _is_whole(taken, eqn))):
         return needs.OFFSET
-    meets = any(_is_in(x, given) for x in eqn.invars)
-    takes = does.subtracts or is_ratio
-    return needs.OFFSET if takes and meets else needs.NOTHING
+    meets = any(_is_in(x, place.given) for x in eqn.invars)
+    return needs.OFFSET if (takes or is_ratio) and meets else needs.NOTHING
 
 
-def _takes_statistic_away(eqn: Equation) -> bool:
-    """Whether a difference takes away what is smaller, as a norm does its mean."""
-    if any(isinstance(x, Literal) for x in eqn.invars):
-        return False
-    return eqn.invars[1].aval.size != eqn.outvars[0].aval.size
+def _is_whole(taken: Any, eqn: Equation) -> bool:
+    """Whether what is taken away is no smaller, as the mean is in a norm."""
+    return taken.aval.size == eqn.outvars[0].aval.size
+
+
+def _taken_away(eqn: Equation, place: Place) -> Any:
+    """Returns what ``eqn`` takes away from something, None if nothing."""
+    does = classes.does(eqn)
+    if does.subtracts:
+        return eqn.invars[1]
+    for x in eqn.invars if does.joins else ():
+        if _is_in(x, place.negated):
+            return x
+    return None

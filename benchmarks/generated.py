@@ -1,0 +1,232 @@
+"""Compares generated training steps under autocast with the same, cast by hand.
+
+Each seed is a training step: some layers, a loss and its gradients. It is held against
+the same step with its products cast by hand: they take 16 bits, add up in float32 and
+return 16 bits, and everything else is float32. The law is that no result of autocast, a
+loss or a gradient, is further from float32 than :data:`FACTOR` times that, or than
+:data:`ULPS` units in the last place of 16 bits, whichever is more.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+
+import jaxmp
+
+from .generated_layers import LAYERS, Asked, Batch, Scope, batch_of
+from .generated_loops import LOOPS
+from .generated_losses import LOSSES
+from .measure import IN_A_HURRY
+
+FACTOR = 4.0
+ULPS = 2.0
+DRAWS = 8  # of weights and data: errors are medians over them
+LOSS_SCALE = 256.0  # so that no gradient is below the range of float16
+# Rounds where the program says, and nowhere else.
+AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
+
+ALL_LAYERS = LAYERS | LOOPS
+Form = Literal["outside", "inside"]
+FORMS: tuple[Form, ...] = (
+    "outside",
+    "inside",
+)  # autocast around the gradient, or in it
+
+WRAPPERS: dict[str, Callable] = {
+    "plain": lambda layer: layer,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda layer: lambda x, y: jax.vmap(layer)(x[None], y[None])[0],
+    "twice": lambda layer: (
+        lambda x, y: lax.scan(lambda x, _: (layer(x, y), None), x, None, length=2)[0]
+    ),
+    "cond": lambda layer: (
+        lambda x, y: lax.cond(x[0, 0] * 0 == 0, layer, lambda x, y: x, x, y)
+    ),
+}
+
+
+class Program(NamedTuple):
+    """A training step, by the names of what it is made of."""
+
+    layers: tuple[tuple[str, str, int], ...]  # name, wrapper, which earlier value
+    loss: str
+    dtype: str
+    seed: int  # of weights and data
+
+
+def drawn(seed: int, most: int = 5) -> Program:
+    """Returns the program of a seed, of at most so many layers."""
+    rng = np.random.default_rng(seed)
+
+    def one_of(names):
+        return str(rng.choice(list(names)))
+
+    layers = [
+        (
+            one_of(ALL_LAYERS if rng.random() < 0.7 else LOOPS),
+            one_of(WRAPPERS) if rng.random() < 0.4 else "plain",
+            int(rng.integers(8)),
+        )
+        for _ in range(rng.integers(1, most + 1))
+    ]
+    dtype = ("bfloat16", "float16")[seed % 2]
+    return Program(tuple(layers), one_of(LOSSES), dtype, seed)
+
+
+def loss_of(
+    program: Program, cast: Callable, asked: dict[str, Asked] | None = None
+) -> Callable[[dict[str, Any], Batch], Any]:
+    """Returns the loss of a program, a function of weights and data.
+
+    Args:
+        program: The program.
+        cast: Rounds what a product takes and returns, or does nothing.
+        asked: Is filled with the weights that the program asks for; None if there are
+            weights.
+    """
+
+    def loss(weights, batch):
+        def scope(name):
+            return Scope(str(name), batch, weights, cast, asked)
+
+        values = [batch.x + scope("words").weight(12, 8, scale=1.0)[batch.words]]
+        for i, (name, wrapper, earlier) in enumerate(program.layers):
+
+            def layer(x, y, name=name, i=i):
+                return ALL_LAYERS[name](scope(i), x, y)
+
+            if asked is None:
+                layer = WRAPPERS[wrapper](layer)
+            values.append(layer(values[-1], values[earlier % len(values)]))
+        return LOSS_SCALE * LOSSES[program.loss](scope("loss"), values[-1], values[-2])
+
+    return loss
+
+
+def inputs(program: Program) -> tuple[dict[str, Any], Batch]:
+    """Returns weights and data of a program, for all draws."""
+    rng = np.random.default_rng(program.seed)
+    batches = [batch_of(rng) for _ in range(DRAWS)]
+    asked: dict[str, Asked] = {}
+    jax.eval_shape(loss_of(program, lambda x: x, asked), {}, batches[0])
+    weights = {
+        name: (mean + scale * rng.normal(size=(DRAWS, *shape))).astype(np.float32)
+        for name, (shape, scale, mean) in asked.items()
+    }
+    return weights, jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+
+class Finding(NamedTuple):
+    """A result of a program, and how far it is from float32, over its size."""
+
+    form: str
+    result: str
+    error: float
+    by_hand: float
+    ratio: float  # of the error to what is allowed, less the factor
+
+
+def findings(program: Program, forms: Sequence[Form] = FORMS) -> list[Finding]:
+    """Returns all results of a program, the worst first."""
+    dtype, args = jnp.dtype(program.dtype), inputs(program)
+    written = loss_of(program, lambda x: x)
+    by_hand = loss_of(program, lambda x: x.astype(dtype).astype(jnp.float32))
+    steps = {
+        "written": jax.value_and_grad(written),
+        # Casts of operands fuse into products, so a product takes 16 bits.
+        "by hand": jax.value_and_grad(by_hand),
+        "outside": jaxmp.autocast(jax.value_and_grad(written), dtype),
+        "inside": jax.value_and_grad(jaxmp.autocast(written, dtype)),
+    }
+    steps = {name: jax.vmap(steps[name]) for name in ("written", "by hand", *forms)}
+    together = jax.jit(lambda *args: [step(*args) for step in steps.values()])
+    outs = together.lower(*args).compile(compiler_options=AS_WRITTEN)(*args)
+    exact, hand, *outs = (_named(*out) for out in outs)
+    largest = functools.reduce(np.maximum, [_size(exact[x]) for x in exact if x])
+    found = []
+    for form, out in zip(forms, outs, strict=True):
+        for name, x in exact.items():
+            size = _size(x)
+            if name:  # a gradient that is zero, but for rounding, has no size
+                size = np.where(size < 1e-5 * largest, largest, size)
+            error, usual = (
+                float(np.median(_size(y[name] - x) / size)) for y in (out, hand)
+            )
+            least = ULPS / FACTOR * float(jnp.finfo(dtype).eps)
+            ratio = error / max(usual, least) if np.isfinite(usual) else 0.0
+            found.append(Finding(form, name or "loss", error, usual, ratio))
+    return sorted(found, key=lambda x: -np.nan_to_num(x.ratio, nan=np.inf))
+
+
+def _named(loss: Any, gradients: dict[str, Any]) -> dict[str, Any]:
+    return {"": loss, **gradients}
+
+
+def _size(x: Any) -> Any:
+    """Returns the root mean square of the entries, for each draw."""
+    x = np.asarray(x, np.float64).reshape(DRAWS, -1)
+    return np.sqrt((x**2).mean(-1))
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Yields the programs with a layer less, without a wrapper, and of a plain loss."""
+    layers = program.layers
+    for i, (name, wrapper, earlier) in enumerate(layers):
+        yield program._replace(layers=layers[:i] + layers[i + 1 :])
+        if wrapper != "plain":
+            plain = name, "plain", earlier
+            yield program._replace(layers=(*layers[:i], plain, *layers[i + 1 :]))
+    if program.loss != "squares":
+        yield program._replace(loss="squares")
+
+
+def minimised(program: Program, factor: float = FACTOR) -> Program:
+    """Returns a smallest program that breaks the law as ``program`` does."""
+    for other in smaller(program):
+        if not findings(other)[0].ratio <= factor:
+            return minimised(other, factor)
+    return program
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line sets."""
+
+    minutes: float = 60.0
+    """For how long programs are drawn."""
+    first: int = 0
+    """The first seed."""
+    minimise: bool = True
+    """Whether programs that break the law are made smaller."""
+
+
+def main(arguments: list[str]) -> None:
+    """Draws programs for a while, and prints those that break the law."""
+    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks generated")
+    end, seed, ratios = time.monotonic() + 60 * options.minutes, options.first, []
+    while time.monotonic() < end:
+        program = drawn(seed)
+        worst = findings(program)[0]
+        ratios.append(worst.ratio)
+        if not worst.ratio <= FACTOR:
+            print(worst, program, sep="\n")
+            if options.minimise:
+                small = minimised(program)
+                print("smallest:", findings(small)[0], small, sep="\n")
+        if len(ratios) % 25 == 0:
+            jax.clear_caches()
+        seed += 1
+    broken = sum(not x <= FACTOR for x in ratios)
+    middle = np.median(ratios)
+    print(f"{len(ratios)} programs, seeds {options.first} to {seed - 1}.")
+    print(f"The worst result of each, in units of the error by hand: {middle:.2f} (the")
+    print(f"median), {max(ratios):.2f} at most. {broken} break the law of {FACTOR}.")

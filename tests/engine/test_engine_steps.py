@@ -1,0 +1,23 @@
+"""Generated training steps are as near to float32 as the same cast by hand."""
+
+import pytest
+
+from benchmarks.generated import FACTOR, FORMS, drawn, findings
+from jaxmp import _engine
+
+
+def hold(program, forms):
+    with _engine.in_use():
+        worst = findings(program, forms)[0]
+    assert worst.ratio <= FACTOR, (worst, program)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_step_is_no_further_from_float32_than_by_hand(seed):
+    hold(drawn(seed, most=1), FORMS[seed // 2 % 2 :][:1])
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("seed", range(6, 66))
+def test_any_step_is_no_further_from_float32_than_by_hand(seed):
+    hold(drawn(seed), FORMS)
