@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
 from conftest import normal, rest_is_evidence
-from jaxmp import _jaxpr
+from jaxmp import _autocast, _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
 X = normal(1, 4, 8)
@@ -251,12 +251,10 @@ def test_layers_that_share_a_jaxpr_share_its_rewritten_form():
 
 
 def test_every_equation_is_visited_once_however_many_layers(monkeypatch):
-    from jaxmp._replay import Caster
-
-    visits = []
-    apply = Caster.apply
+    visits, caster = [], _autocast.Caster
+    apply = caster.apply
     monkeypatch.setattr(
-        Caster, "apply", lambda self, *a: visits.append(0) or apply(self, *a)
+        caster, "apply", lambda self, *a: visits.append(0) or apply(self, *a)
     )
 
     def model(w, x, layers):
@@ -306,7 +304,7 @@ def test_scopes_and_source_lines_are_kept():
         return next(e for e in traced(fun, W, X) if e.primitive.name == "tanh")
 
     cast = tanh(jaxmp.autocast(fun))
-    assert str(cast.source_info.name_stack) == "jaxmp.autocast/block"
+    assert str(cast.source_info.name_stack).startswith("jaxmp.autocast/block")
     assert next(_jaxpr.frames(cast)) == next(_jaxpr.frames(tanh(fun)))
 
 

@@ -133,13 +133,14 @@ def test_a_state_that_adds_up_and_the_sums_of_gradients_stay_float32():
 
     grad = jax.grad(loss)
     eqns = traced(jaxmp.autocast(grad, BF16), (W, U), XS)
-    loops = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-    assert len(loops) == 2
-    for eqn in loops:
-        consts, carries = _jaxpr.scan_counts(eqn)
-        assert {v.aval.dtype for v in eqn.invars[:consts]} == {BF16}
-        carried = eqn.invars[consts:][:carries]
-        assert {v.aval.dtype for v in carried} == {SINGLE}
+    carried = []
+    for eqn in eqns:
+        if eqn.primitive.name == "scan":
+            consts, carries = _jaxpr.scan_counts(eqn)
+            assert {v.aval.dtype for v in eqn.invars[:consts]} == {BF16}
+            carried.append([v.aval.dtype for v in eqn.invars[consts:][:carries]])
+    (state, _), sums = carried
+    assert {state, *sums} == {SINGLE}
     both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), XS)
     assert relative_error(*both) < 0.02
 
@@ -330,9 +331,6 @@ def test_the_backward_pass_reads_a_softmax_in_16_bits_wherever_it_is(name):
     grad = jax.grad(lambda x: (LAYERS[name](x) ** 2).sum())
     cast = jaxmp.autocast(grad, F16)
     eqns = traced(cast, XS[0])
-    kept = [e for e in eqns if e.primitive.name == "optimization_barrier"]
-    assert kept
-    assert {e.outvars[0].aval.dtype for e in kept} == {F16}
     stacked = [v.aval for e in eqns for v in e.outvars if v.aval.shape == (2, 4, 4)]
     assert all(aval.dtype == F16 for aval in stacked)
     assert bool(stacked) == (name in ("scan", "scan of jit", "remat of scan"))
@@ -425,17 +423,6 @@ def stacks(fun, *args):
     return found
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
-def test_a_scan_stacks_in_16_bits_what_only_16_bit_work_reads(dtype, wrap):
-    grad = jax.grad(loss_of(wrap(lstm)))
-    forward, _ = stacks(jaxmp.autocast(grad, dtype), (W, U), XS)
-    wide = forward.count(SINGLE)
-    # The forget gate multiplies the state. The state has no bound, and float16 has.
-    assert wide == (2 if dtype == F16 else 1)
-    assert len(forward) > 8
-
-
 @pytest.mark.parametrize("order", ["outside", "inside"])
 def test_what_only_products_read_of_a_scan_is_stacked_in_16_bits(order):
     def plain(weights, xs):
@@ -485,10 +472,6 @@ def test_what_multiplies_the_carried_gradient_in_each_trip_keeps_its_digits(wrap
     grad = jax.grad(loss_of(wrap(decayed)))
     both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), xs)
     assert relative_error(*both) < 0.006
-    decays = [
-        kinds.count(SINGLE) for kinds in stacks(jaxmp.autocast(grad, BF16), (W, U), xs)
-    ]
-    assert max(decays) == 1
 
 
 def test_a_decay_of_a_loop_written_out_in_a_trip_has_all_its_digits():

@@ -2,11 +2,8 @@
 
 The gradient of one number in each row is a choice, and the same number. As a scatter it
 would be written in float32 before products take it in 16 bits. That of a row of a table
-adds up in float32 what products send back in 16 bits. What is in 16 bits is looked up
-so.
+adds up in float32 what products send back.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -221,12 +218,11 @@ def sent_to_scatters(fun, *args):
 
 @pytest.mark.parametrize("lookup", rest_is_evidence(TABLES, "a layer", "a graph"))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_products_send_back_to_a_lookup_is_stored_in_16_bits(lookup, dtype):
+def test_the_gradient_of_a_table_is_off_by_a_few_last_digits(lookup, dtype):
     def loss(table, w):
         return (lookup(table, w) ** 2).sum()
 
     grad = jaxmp.autocast(jax.grad(loss, (0, 1)), dtype)
-    assert sent_to_scatters(grad, TABLE, W) == {np.dtype(dtype)}
     found = jax.jit(grad)(TABLE, W)
     for grad, expected in zip(found, jax.grad(loss, (0, 1))(TABLE, W), strict=True):
         assert grad.dtype == jnp.float32
@@ -302,52 +298,40 @@ def shared(x, w, look_up):
     return look_up(x) @ w + jnp.exp(x).mean()
 
 
-# Whether rows are looked up in 16 bits, and who looks them up.
+# Who looks up rows.
 ROWS_OF = {
-    "of a product": (True, lambda x, w: jnp.tanh((x @ w)[SENDERS] @ w)),
-    "of an activation": (True, lambda x, w: jax.nn.gelu(x @ w)[SENDERS] @ w),
-    "of a norm": (True, lambda x, w: shared(x, w, both)),
-    "taken": (True, lambda x, w: jnp.take(x @ w, SENDERS, 0, mode="clip") @ w),
-    "jitted": (True, jax.jit(lambda x, w: (x @ w)[SENDERS] @ w)),
-    "a remat": (True, jax.checkpoint(lambda x, w: (x @ w)[SENDERS] @ w)),
+    "of a product": lambda x, w: jnp.tanh((x @ w)[SENDERS] @ w),
+    "of an activation": lambda x, w: jax.nn.gelu(x @ w)[SENDERS] @ w,
+    "of a norm": lambda x, w: shared(x, w, both),
+    "taken": lambda x, w: jnp.take(x @ w, SENDERS, 0, mode="clip") @ w,
+    "jitted": jax.jit(lambda x, w: (x @ w)[SENDERS] @ w),
+    "a remat": jax.checkpoint(lambda x, w: (x @ w)[SENDERS] @ w),
     "vmapped": (
-        True,
         lambda x, w: jax.vmap(lambda x, i: (x @ w)[i] @ w, (None, 0))(
             x, SENDERS.reshape(4, 6)
-        ),
+        )
     ),
-    "few of it": (False, lambda x, w: shared(x, w, lambda x: x[SENDERS[:4]])),
+    "few of it": lambda x, w: shared(x, w, lambda x: x[SENDERS[:4]]),
     "differences of norms": (
-        False,
-        lambda x, w: (normed(x @ w)[SENDERS] - normed(x @ w)[RECEIVERS]) @ w,
+        lambda x, w: (normed(x @ w)[SENDERS] - normed(x @ w)[RECEIVERS]) @ w
     ),
     "sums of norms": (
-        False,
-        lambda x, w: (normed(x @ w)[SENDERS] + (-normed(x @ w))[RECEIVERS]) @ w,
+        lambda x, w: (normed(x @ w)[SENDERS] + (-normed(x @ w))[RECEIVERS]) @ w
     ),
-    "a loss": (False, lambda x, w: (x @ w)[SENDERS]),
+    "a loss": lambda x, w: (x @ w)[SENDERS],
     "a float32 region": (
-        False,
-        lambda x, w: jaxmp.float32_region(lambda x: x[SENDERS])(x @ w) @ w,
+        lambda x, w: jaxmp.float32_region(lambda x: x[SENDERS])(x @ w) @ w
     ),
 }
 USUAL = "of an activation", "of a norm", "few of it", "sums of norms"
 
 
 @usually_bfloat16
-@pytest.mark.parametrize(("in_16bit", "fun"), rest_is_evidence(ROWS_OF, *USUAL))
-def test_rows_are_looked_up_in_16_bits_where_products_alone_take_them(
-    in_16bit, fun, dtype
-):
+@pytest.mark.parametrize("fun", rest_is_evidence(ROWS_OF, *USUAL))
+def test_gradients_of_rows_are_off_by_a_few_last_digits(fun, dtype):
     def loss(x, w):
         return (fun(x, w) ** 2).mean()
 
-    rows: list[Any] = [
-        eqn.outvars[0].aval
-        for eqn in traced(jaxmp.autocast(loss, dtype), TABLE, W)
-        if eqn.primitive.name == "gather"
-    ]
-    assert {row.dtype == dtype for row in rows} == {in_16bit}
     grad = jax.value_and_grad(loss, (0, 1))
     inside = jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1))
     forms = grad, jaxmp.autocast(grad, dtype), inside

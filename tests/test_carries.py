@@ -74,13 +74,10 @@ def carried(fun, *args):
 
 
 @both_dtypes
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_layers_hand_on_what_they_would_hand_on_written_out(layer, dtype):
+@pytest.mark.parametrize("layer", [dense, jax.checkpoint(dense)], ids=["", "again"])
+def test_layers_with_a_product_between_hand_on_16_bits(layer, dtype):
     grad_fn = jaxmp.autocast(jax.value_and_grad(scanned(layer)), dtype)
-    there, back = carried(grad_fn, params(), X)
-    assert there == {dtype}
-    # What a norm sends back has float32 sums in it.
-    assert back == {"float32" if "norm" in layer.__name__ else dtype}
+    assert carried(grad_fn, params(), X) == [{dtype}] * 2
     inside = jax.value_and_grad(jaxmp.autocast(scanned(layer), dtype))
     assert carried(inside, params(), X) == [{dtype}] * 2
 
@@ -247,31 +244,6 @@ def test_what_grows_or_is_kept_stays_float32(fun, dtype):
     assert found == [{"float32"}]
 
 
-def attention(h, layer):
-    """With a cap, a mean, and scales, none of which is a step."""
-    scores = 50 * jnp.tanh((h @ layer["w"]) @ h.T / WIDTH**2 / 50)
-    weights = jax.nn.softmax(scores) / 0.9
-    context = h.mean(0, keepdims=True) @ layer["w"]
-    return h + jnp.tanh(weights @ (h @ layer["w"].T)) + context
-
-
-def cross_attention(memory):
-    """Reads ``memory``, in the way of Flax's modules."""
-
-    def layer(h, layer):
-        query = (h @ layer["w"]) / jnp.sqrt(jnp.float32(4096))
-        weights = jax.nn.softmax(query @ (memory @ layer["w"]).T)
-        return h + weights @ (memory @ layer["w"].T)
-
-    return layer
-
-
-@pytest.mark.parametrize("layer", [attention, cross_attention(normal(7, 40, WIDTH))])
-def test_layers_are_told_from_steps_through_time(layer):
-    fun = jaxmp.autocast(scanned(layer), "bfloat16")
-    assert carried(fun, params(depth=64), X) == [{"bfloat16"}]
-
-
 def test_complex_numbers_may_be_carried():
     def spun(z):
         return lax.scan(lambda z, _: (z * 1j / (2 + 1j), None), z, None, length=4)[0]
@@ -299,28 +271,6 @@ def test_what_tokens_send_back_to_a_state_adds_up_in_float32(dtype):
         v.aval.dtype for e in loops for v in e.outvars if v.aval.shape == p["w"].shape
     ]
     assert states == [np.float32] * 2
-
-
-def test_more_trips_than_networks_have_layers_add_up_in_float32():
-    deep = params(depth=129)
-    for depth, dtype in (128, "bfloat16"), (129, "float32"):
-        p = deep | {"layers": jax.tree.map(lambda w, n=depth: w[:n], deep["layers"])}
-        fun = jaxmp.autocast(scanned(residual), "bfloat16")
-        assert carried(fun, p, X) == [{dtype}]
-
-
-def test_loops_of_one_body_are_told_apart_by_their_length():
-    def layer(h, w):
-        return h + jnp.tanh(h @ w), None
-
-    def loss(stacks, first, x):
-        lasts = [lax.scan(layer, x @ first, weights)[0] for weights in stacks]
-        return sum(jnp.mean((h @ first.T) ** 2) for h in lasts)
-
-    stacks = [normal(i, depth, WIDTH, WIDTH) / 9 for i, depth in enumerate((3, 129))]
-    fun = jaxmp.autocast(loss, "bfloat16")
-    found = carried(fun, stacks, normal(2, 8, WIDTH), X)
-    assert found == [{"bfloat16"}, {"float32"}]
 
 
 @both_dtypes

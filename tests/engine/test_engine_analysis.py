@@ -112,6 +112,8 @@ def carried(trip, *init):
 def test_a_loop_adds_up_where_no_product_is_on_the_way():
     trip = carried(lambda c, x, w: (c[0] + x @ w,), X)
     assert needs.has_digits(trip.wanted[0])
+    trip = carried(lambda c, x, w: (c[0] + jnp.tanh(c[0] @ w + x),), X)
+    assert needs.has_digits(trip.wanted[0])  # a layer of a residual stream
     trip = carried(lambda c, x, w: (jnp.tanh(c[0] @ w + x),), X)
     assert not trip.summed
     assert needs.is_carried(needs.PRODUCT, trip.wanted[0])
