@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 import jaxmp
 from benchmarks.measure import relative_error, traced
-from conftest import normal, rest_is_evidence
-from jaxmp import _jaxpr, _planner
+from conftest import at_once, normal, rest_is_evidence
+from jaxmp import _jaxpr
 from jaxmp._varying import vary
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
@@ -132,13 +132,6 @@ def products_of_all_trips(fun, *args):
     ]
 
 
-def without(monkeypatch, fun, *args):
-    """Returns the program in which each trip adds up."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_planner, "hoisted", lambda eqns, *_: (eqns, []))
-        return str(jax.make_jaxpr(fun)(*args))
-
-
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
@@ -157,16 +150,6 @@ def test_products_of_all_trips_are_the_gradients_of_float32(name):
     grad = gradient_of(name)
     found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
     assert relative_error(found, jax.jit(grad)((W, U), XS)) < 2e-3
-
-
-def test_gradients_are_the_sums_that_the_trips_would_add_up(monkeypatch):
-    grad = gradient_of("reversed")
-    found = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
-    with monkeypatch.context() as patch:
-        patch.setattr(_planner, "hoisted", lambda eqns, *_: (eqns, []))
-        expected = jax.jit(jaxmp.autocast(grad, BF16))((W, U), XS)
-    # The same products, in another order of float32 additions.
-    assert relative_error(found, expected) < 1e-6
 
 
 def test_a_sum_that_has_begun_goes_on():
@@ -329,14 +312,14 @@ STAY = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_what_is_no_recurrent_layer_or_stays_float32_is_left_as_it_is(
-    name, monkeypatch
-):
-    paths = ("head",) if name == "in_a_path" else ()
-    cast = jaxmp.autocast(STAY[name], BF16, float32_paths=paths)
-    found = str(jax.make_jaxpr(cast)((W, U), XS))
-    cast = jaxmp.autocast(STAY[name], BF16, float32_paths=paths)
-    assert found == without(monkeypatch, cast, (W, U), XS)
+def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_trips(name):
+    fun, paths = STAY[name], ("head",) if name == "in_a_path" else ()
+    cast = jaxmp.autocast(fun, F16, float32_paths=paths)
+    assert not products_of_all_trips(cast, (W, U), XS)
+    for found, expected in zip(
+        *map(jax.tree.leaves, at_once(cast, fun)((W, U), XS)), strict=True
+    ):  # zeros, if there are no trips
+        assert jnp.linalg.norm(found - expected) <= 0.03 * jnp.linalg.norm(expected)
 
 
 # Where it is, and where it is asked for.
@@ -373,14 +356,6 @@ def test_what_a_path_keeps_in_float32_adds_up_in_the_trips(cell):
     cast = jaxmp.autocast(jax.grad(rnn), BF16, float32_paths=path)
     assert sums(cast, *cell) == 1
     assert len(products_of_all_trips(cast, *cell)) == 5
-
-
-def test_the_stacks_of_a_split_scan_are_not_there_before_it():
-    eqn = loops(jaxmp.autocast(gradient_of("simple"), BF16), (W, U), XS)[-1]
-    consts, carries = _jaxpr.scan_counts(eqn)
-    assert len(eqn.outvars) == carries
-    stacks = [v.aval for v in eqn.invars[consts:][:carries] if v.aval.shape[0] == 6]
-    assert [aval.dtype for aval in stacks] == [BF16]
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
