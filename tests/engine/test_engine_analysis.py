@@ -1,5 +1,7 @@
 """What readers need, by hand-made tables of small programs."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from jaxmp import _jaxpr
 from jaxmp._engine import needs
 from jaxmp._engine.analysis import Analysis, Trip
 
@@ -135,6 +138,54 @@ def test_the_decay_of_a_state_is_a_gate_up_to_a_sigmoid():
     assert "GATE" in read(fun(lambda h: 1 - h), W, X)
     # Near one it hardly changes.
     assert "GATE" not in read(fun(jax.nn.sigmoid), W, X)
+
+
+def inner_loop(c, r, s):
+    return lax.scan(lambda c, _: (c * r + s, None), c, None, length=2)[0]
+
+
+# Trips, and which of the two inputs of each multiply what is carried.
+TRIPS = {
+    "a decay": (lambda c, r, s: r * c + s, {0}),
+    "of a sum": (lambda c, r, s: r * (c + s), {0}),
+    "what enters": (lambda c, r, s: c + r * s, set()),
+    "by way of products": (lambda c, r, s: (r * c) @ s, set()),
+    "beside a product": (lambda c, r, s: r * c + (s * c) @ c, {0}),
+    "the slope": (lambda c, r, s: jnp.sin(r * c) / s, {0, 1}),
+    "in a loop": (inner_loop, {0}),
+}
+
+
+@pytest.mark.parametrize(("trip", "expected"), TRIPS.values(), ids=TRIPS)
+def test_what_multiplies_what_is_carried_is_told_from_what_enters(trip, expected):
+    square = jnp.ones((4, 4))
+
+    def fun(r, s):
+        return lax.scan(lambda c, x: (trip(c, *x), None), square, (r, s))[0] @ square
+
+    jaxpr = jax.make_jaxpr(fun)(square[None], square[None])
+    analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
+    (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
+    flags = (False,) * len(scan.invars)
+    wanted = analysis.inside(scan, (needs.PRODUCT,), (), flags)
+    ((body, plan),) = analysis.plans(scan, wanted, (), flags)
+    inputs = _jaxpr.in_vars(body.jaxpr)[-2:]
+    exact = [plan.needs.get(x, 0) & (needs.GATE | needs.DIGITS) for x in inputs]
+    assert {i for i, need in enumerate(exact) if need} == expected
+
+
+def test_an_analysis_keeps_no_jaxpr_alive():
+    # An autocast function lives as long as the program, and may trace again and again.
+    analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
+    # Of functions of its own: JAX keeps what it traces as long as a function lives.
+    jaxpr = jax.make_jaxpr(lambda x: jax.checkpoint(lambda x: jnp.tanh(x))(x @ W))(X)
+    for planned in (jaxpr, jaxpr.jaxpr, next(_jaxpr.sub_jaxprs(jaxpr.eqns[-1]))):
+        analysis.plan(planned, Trip((needs.FULL,)))
+        analysis.matters(planned)
+    assert len(analysis._plans) >= 2
+    del jaxpr, planned
+    gc.collect()
+    assert len(analysis._plans) == len(analysis._matters) == len(analysis._eqns) == 0
 
 
 def test_layers_that_share_a_jaxpr_are_analysed_once():

@@ -21,6 +21,12 @@ CLASSES = {
     "a product of two vectors": (lambda: V @ V, "keep"),
     "an outer product": (lambda: jnp.einsum("i,j->ij", V, V), "keep"),
     "a product of high precision": (lambda: jnp.dot(X, W, precision="highest"), "keep"),
+    "a product with integers": (lambda: lax.dot(W.astype(int), W), "product"),
+    "a product with a mask": (lambda: lax.dot(W, W > 0), "product"),
+    "a product by groups": (lambda: lax.ragged_dot(X, W[None], jnp.array([4])),
+                            "product"),
+    "an outer product by groups": (
+        lambda: lax.ragged_dot(X[:, :1], W[None, :1], jnp.array([4])), "keep"),
     "a transpose": (lambda: lax.transpose(W, (1, 0)), "exact"),
     "a choice": (lambda: lax.select(W > 0, W, W), "exact"),
     "the largest": (lambda: lax.reduce_max(W, (0,)), "exact"),
