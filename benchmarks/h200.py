@@ -61,13 +61,27 @@ def compiled(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
 
     Args:
         fun: The function.
-        *args: Its arguments: pytrees of arrays, or of anything with a shape and a
-            dtype.
+        *args: Its arguments, see :func:`lowered`.
         donated: How many of them, from the first on, are donated.
 
     Returns:
         The ``jax.stages.Compiled``. It has its program, ``as_text()``, and
         ``memory_analysis()``.
+    """
+    return lowered(fun, *args, donated=donated).compile(compiler_options=OPTIONS)
+
+
+def lowered(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
+    """Lowers a function for an H200.
+
+    Args:
+        fun: The function.
+        *args: Its arguments: pytrees of arrays, or of anything with a shape and a
+            dtype.
+        donated: How many of them, from the first on, are donated.
+
+    Returns:
+        The ``jax.stages.Lowered``, which is to be compiled with :data:`OPTIONS`.
     """
     sharding = SingleDeviceSharding(_topology().devices[0])
     leaves, structure = jax.tree.flatten(args)
@@ -79,8 +93,7 @@ def compiled(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
     # the place of arrays here.
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in leaves]
     split = len(jax.tree.leaves(args[:donated]))
-    lowered = jax.jit(flat, donate_argnums=0).lower(shapes[:split], shapes[split:])
-    return lowered.compile(compiler_options=OPTIONS)
+    return jax.jit(flat, donate_argnums=0).lower(shapes[:split], shapes[split:])
 
 
 @functools.cache

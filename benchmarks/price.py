@@ -18,11 +18,11 @@ import tyro
 
 import jaxmp
 
-from . import h200, results
+from . import h200, results, worth
 from .families import FAMILIES, SMALL
 from .machinery import count
 from .measure import IN_A_HURRY, relative_error
-from .steps import FLOOR, contestants, loss_of
+from .steps import CONTESTANTS, FLOOR, contestants, loss_of
 from .tables import show
 
 FORMS = (
@@ -39,12 +39,16 @@ class Options:
     """What to compile, and where to save what is found."""
 
     networks: tuple[str, ...] = tuple(FAMILIES)
-    forms: tuple[str, ...] = FORMS
+    forms: tuple[str, ...] = ()
+    """All, or autocast alone with `--without`."""
+    without: tuple[str, ...] = ()
+    """Parts of the engine to leave out, one at a time; `all` is each of them."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     accum_steps: tuple[int, ...] = (1, 4)
     seeds: int = 3
     """Of the errors."""
-    output: pathlib.Path = results.FOLDER / "price.json"
+    output: pathlib.Path | None = None
+    """`benchmarks/results/price.json`, or `worth.json` with `--without`."""
 
 
 def main(arguments: list[str]) -> None:
@@ -52,16 +56,23 @@ def main(arguments: list[str]) -> None:
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks price")
     h200.require("price")
     command = ["price", *arguments]
+    worth.check("network", options.networks, FAMILIES)
+    worth.check("form", options.forms, CONTESTANTS)
+    if options.without:
+        worth.measure(options, command)
+        return
+    path = options.output or results.FOLDER / "price.json"
+    forms = options.forms or FORMS
     for dtype in options.dtypes:
         for accum_steps in options.accum_steps:
-            rows = list(prices(options.networks, options.forms, dtype, accum_steps))
+            rows = list(prices(options.networks, forms, dtype, accum_steps))
             title = f"{dtype}, {accum_steps} micro-batches"
             show(f"{title}: over the model cast whole", table(rows))
-            results.save(options.output, title, h200.HARDWARE, command, rows)
+            results.save(path, title, h200.HARDWARE, command, rows)
         rows = list(errors(options.networks, dtype, options.seeds))
         title = f"{dtype}, errors"
         show(f"{title} (of {options.seeds} seeds the mean)", rows)
-        results.save(options.output, title, results.hardware(), command, rows)
+        results.save(path, title, results.hardware(), command, rows)
 
 
 def prices(

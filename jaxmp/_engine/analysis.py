@@ -174,8 +174,8 @@ class Analysis:
             Whether something was marked, so that older plans are forgotten.
         """
         marked = False
-        for marker in MARKERS:
-            for owner, var, need in marker(jaxpr, scopes):
+        for marker in MARKERS.values():
+            for owner, var, need in marker.run(jaxpr, scopes):
                 found = self._marks.setdefault(owner, {})
                 found[var] = found.get(var, needs.NOTHING) | need
                 marked = True
@@ -240,8 +240,8 @@ class Analysis:
         if key not in memo:
             eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
             if not self.is_kept(scopes):
-                for rewrite in REWRITES:
-                    eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
+                for rewrite in REWRITES.values():
+                    eqns = rewrite.run(eqns, jaxpr, scopes, self.is_product)
             memo[key] = eqns
         return memo[key]
 

@@ -2,21 +2,12 @@
 
 A *rewrite* is a function ``(equations, jaxpr, scopes, is_product) -> equations`` of one
 jaxpr. A *marker* is a function ``(jaxpr, scopes)`` of a whole program, which yields
-jaxprs, variables of theirs, and what these are needed for.
-
-| pass | what for | the test that fails without it |
-|---|---|---|
-| `order` | scores are computed in the order in which the softmax reads them | \
-`test_scores_are_computed_in_the_order_in_which_they_are_read` |
-| `hoisting` | weight gradients of a recurrent scan are one product after it | \
-`test_no_trip_adds_up_the_gradient_of_a_weight` |
-| `endings` | loops that end by comparing what products computed stay float32 | \
-`test_rule_10_a_loop_ends_as_in_float32_whatever_its_helper_is_called` |
-| `moments` | means of a number and of its square stay float32 | \
-`test_a_variance_by_a_window_is_near_that_of_float32` |
-| `gates` | what multiplies a number many times without a loop stays float32 | \
-`test_gates_of_which_many_multiply_one_another_have_all_digits` |
+jaxprs, variables of theirs, and what these are needed for. They run in this order.
+`python -m benchmarks price --without NAME` counts what one is worth.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from .endings import endings
 from .gates import gates
@@ -24,5 +15,41 @@ from .hoisting import hoisting
 from .moments import moments
 from .order import order
 
-REWRITES = order, moments, endings, hoisting
-MARKERS = (gates,)
+
+class Pass(NamedTuple):
+    """A pass, what it is there for, and a test that fails without it."""
+
+    run: Callable
+    what_for: str
+    test: str
+
+
+REWRITES = {
+    "order": Pass(
+        order,
+        "computes scores in the order in which the softmax reads them",
+        "test_scores_are_computed_in_the_order_in_which_they_are_read",
+    ),
+    "moments": Pass(
+        moments,
+        "keeps means of a number and of its square in float32 (rule 10)",
+        "test_a_variance_by_a_window_is_near_that_of_float32",
+    ),
+    "endings": Pass(
+        endings,
+        "keeps loops that end by comparing what products computed in float32 (rule 10)",
+        "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
+    ),
+    "hoisting": Pass(
+        hoisting,
+        "makes one product of the weight gradients of a recurrent scan",
+        "test_no_trip_adds_up_the_gradient_of_a_weight",
+    ),
+}
+MARKERS = {
+    "gates": Pass(
+        gates,
+        "keeps what multiplies a number many times without a loop in float32 (rule 8)",
+        "test_gates_of_which_many_multiply_one_another_have_all_digits",
+    ),
+}

@@ -1,0 +1,205 @@
+"""The parts of the engine: each is there for something that fails without it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks import price, worth
+from benchmarks.measure import relative_error, traced
+from conftest import normal
+from jaxmp._engine import autocast
+from jaxmp._engine.replay import Caster
+
+W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
+
+
+def decisions(fun, *args):
+    """Returns name, how and rule of each equation, in the order of the program."""
+    found = []
+    caster = Caster(
+        np.dtype(jnp.bfloat16),
+        jaxmp.DEFAULT_OPS,
+        listener=lambda step, decided: found.append(
+            (step.eqn.primitive.name, decided.how, decided.rule)
+        ),
+    )
+    jax.make_jaxpr(caster.wrap(fun))(*args)
+    return found
+
+
+def stored(fun, *args):
+    """Returns the dtypes of what is stored in 16 bits for the backward pass too."""
+    eqns = traced(autocast(fun), *args)
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    return [eqn.outvars[0].aval.dtype for eqn in barriers]
+
+
+def test_dropout_lets_a_softmax_be_kept():
+    mask = X[:, :4] > 0
+
+    def loss(w, drop):
+        p = jax.nn.softmax(X @ w[:, :4])
+        return (drop(p) @ w[:4]).sum()
+
+    def dropped(p):
+        return jnp.where(mask, p / 0.9, 0)
+
+    for drop in (lambda p: p, dropped):
+        found = stored(jax.grad(lambda w, d=drop: loss(w, d)), W)
+        assert found == [jnp.bfloat16]
+
+
+def test_the_gradient_of_a_lookup_of_labels_is_a_choice():
+    def loss(w):
+        logits = jax.nn.log_softmax(X @ w)
+        return -jnp.take_along_axis(logits, jnp.array([[1], [0], [7], [3]]), 1).mean()
+
+    grad = jax.grad(loss)
+    names = [e.primitive.name for e in traced(autocast(grad), W)]
+    assert "scatter-add" not in names
+    assert relative_error(jax.jit(autocast(grad))(W), grad(W)) < 1e-2
+
+
+def test_scores_are_computed_in_the_order_in_which_they_are_read():
+    def attention(q, k):
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k)
+        return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores), k)
+
+    q, k = normal(2, 2, 6, 2, 3, 4), normal(3, 2, 5, 2, 4)
+    eqns = traced(autocast(attention), q, k)
+    shapes = [
+        e.outvars[0].aval.shape for e in eqns if e.primitive.name == "dot_general"
+    ]
+    assert shapes[0][-1] == 5
+    found = jax.jit(autocast(attention))(q, k)
+    assert relative_error(found, attention(q, k)) < 1e-2
+
+
+def test_no_trip_adds_up_the_gradient_of_a_weight():
+    def loss(w, u, xs):
+        trip = lambda h, x: (jnp.tanh(x @ w + h @ u),) * 2  # noqa: E731
+        return jnp.square(lax.scan(trip, 0 * xs[0], xs)[1]).mean()
+
+    w, u = normal(2, 16, 16, scale=1 / 6), normal(3, 16, 16, scale=1 / 6)
+    xs, grad = normal(4, 6, 4, 16), jax.grad(loss, (0, 1))
+    eqns = traced(autocast(grad), w, u, xs)
+    loops = [e for e in eqns if e.primitive.name == "scan"]
+    assert len(loops) == 2
+    assert (16, 16) not in [x.aval.shape for e in loops for x in e.outvars]
+    found = jax.jit(autocast(grad))(w, u, xs)
+    assert relative_error(found, grad(w, u, xs)) < 3e-2
+
+
+def test_a_variance_by_a_window_is_near_that_of_float32():
+    window = jnp.ones((1, 1, 3, 3)) / 9
+
+    def variance(x):
+        mean = lambda x: lax.conv(x, window, (1, 1), "VALID")  # noqa: E731
+        return mean(x * x) - mean(x) ** 2
+
+    x = 30 + normal(7, 1, 1, 9, 9)
+    found, exact = jax.jit(autocast(variance))(x), variance(x)
+    assert relative_error(found, exact) < 1e-4
+
+
+def test_gates_of_which_many_multiply_one_another_have_all_digits():
+    def kept(w):
+        gates = jax.nn.sigmoid(7 + X @ w)
+        h = X
+        for _ in range(64):
+            h = (gates * h) + 0 * h
+        return jnp.tanh(h) @ w
+
+    found = [how for name, how, _ in decisions(kept, W) if name == "logistic"]
+    assert found == ["float32"]
+
+
+def normed(scale, bias, x):
+    h = jax.nn.standardize(x @ W) * scale + bias
+    return ((jax.nn.silu(h) @ W) * X).sum()
+
+
+def test_what_products_send_back_to_a_norm_is_rounded_once_and_copies_are_not():
+    def of_a_mean(scale, bias, x):
+        return jnp.mean(jax.nn.silu(jax.nn.standardize(x @ W) * scale + bias) @ W)
+
+    args = 1 + W[0], W[1], X
+    found, of_copies = (
+        len(stored(jax.grad(fun, (0, 1, 2)), *args)) for fun in (normed, of_a_mean)
+    )
+    assert found == of_copies + 1
+
+
+def test_a_softmax_that_is_kept_sends_back_nothing_to_all_scores_alike():
+    values = jnp.concatenate([W, jnp.full((8, 8), 64.0)], 1)
+
+    def loss(q):
+        return (jax.nn.softmax(q @ W) @ values).sum()
+
+    found, exact = (jax.jit(f)(X) for f in (autocast(jax.grad(loss)), jax.grad(loss)))
+    assert relative_error(found, exact) < 2e-2
+
+
+def test_a_sum_that_several_read_is_stored_as_it_was_rounded():
+    def fun(x):
+        h = x @ W
+        h = h + jax.nn.standardize(h)
+        return jax.nn.standardize(h) @ W + jnp.tanh(h) @ W
+
+    eqns = traced(autocast(fun), X)
+    assert "optimization_barrier" in [eqn.primitive.name for eqn in eqns]
+
+
+def test_a_loop_is_given_rounded_weights():
+    def loss(w):
+        return lax.scan(lambda h, _: (jnp.tanh(h @ w), None), X, length=3)[0].sum()
+
+    eqns = traced(autocast(jax.grad(loss)), W)
+    loops = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    assert {loop.invars[0].aval.dtype for loop in loops} == {np.dtype(jnp.bfloat16)}
+
+
+def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
+    matrix = X.T @ X / 8 + jnp.eye(8)
+
+    def solve(b):
+        def trip(state):
+            x, n, _ = state
+            change = 0.3 * (matrix @ x - b)
+            return x - change, n + 1, abs(change).max()
+
+        return lax.while_loop(
+            lambda state: (state[2] > 1e-5) & (state[1] < 999),
+            trip,
+            (b, 0, jnp.float32(1)),
+        )[1]
+
+    expected = jax.jit(solve)(W[0])
+    assert expected < 999
+    assert jax.jit(autocast(solve))(W[0]) <= expected + 1
+
+
+# Each part in the table has its test here, and the test needs the part.
+
+
+@pytest.mark.parametrize("name", worth.PARTS)
+def test_a_test_fails_without_each_part(name):
+    part = worth.PARTS[name]
+    with part.left_out(), pytest.raises(AssertionError):
+        globals()[part.test]()
+    globals()[part.test]()
+
+
+def test_all_parts_are_counted_and_the_page_is_what_the_command_writes():
+    assert worth.PAGE.read_text() == worth.page(), (
+        "Type `python -m benchmarks price --without all` again."
+    )
+
+
+@pytest.mark.parametrize("option", ["without", "networks", "forms"])
+def test_a_part_that_there_is_not_is_a_sentence(option):
+    with pytest.raises(SystemExit, match=r"there is no .* `nothing`; there are"):
+        price.main([f"--{option}", "nothing"])
