@@ -12,7 +12,9 @@ import numpy as np
 from .. import _jaxpr, _products
 from .._jaxpr import Equation, is_float32
 from .._op_lists import (
+    ADDS_UP,
     ARITHMETIC,
+    BOUNDED,
     CALLS,
     COMPARES,
     COPIES,
@@ -22,11 +24,13 @@ from .._op_lists import (
     EXACT,
     EXPS,
     EXTREMES,
+    FACTORS,
     FOLDS,
     GATHERS,
     HANDS_ON,
     JOINS,
     JOINS_TERMS,
+    LINEAR,
     NEGATES,
     ORDERS,
     PICKS,
@@ -36,6 +40,7 @@ from .._op_lists import (
     STARTS,
     STEEP,
     STRETCHES,
+    TRANSPOSES,
     VIEWS,
     OpLists,
     is_power,
@@ -43,6 +48,7 @@ from .._op_lists import (
 )
 from .._op_lists import divisor as divisor
 from .._op_lists import scales_down as scales_down
+from .._op_lists import is_square as is_square
 from .._op_lists import scales_far as scales_far
 from .._products import (
     PRODUCTS,
@@ -50,6 +56,11 @@ from .._products import (
     has_float32,
     is_matrix_product,
 )
+from .._products import has_number as has_number
+from .._products import is_batch as is_batch
+from .._products import is_batched as is_batched
+from .._products import over_trips as over_trips
+from .._products import sums_over_trips as sums_over_trips
 
 # All others are not understood, or hold something that is not gone into.
 _FOLLOWED = DEFAULT_OPS.allow | DEFAULT_OPS.deny | DEFAULT_OPS.infer
@@ -215,6 +226,40 @@ def folded(eqn: Equation, numbers: list[Any]) -> Any:
 def gathers(eqn: Equation) -> bool:
     """Whether an equation brings the shards of an array to every device."""
     return eqn.primitive.name in GATHERS
+
+
+def sums_entries(eqn: Equation) -> bool:
+    """Whether an equation adds two arrays entry by entry, in either pass."""
+    return eqn.primitive.name in ADDS_UP | JOINS
+
+
+def holds_product(eqn: Equation) -> bool:
+    """Whether an equation is a matrix product, or holds one."""
+    return is_matrix_product(eqn) or any(
+        holds_product(inner)
+        for body in _jaxpr.sub_jaxprs(eqn)
+        for inner in _jaxpr.open_jaxpr(body).eqns
+    )
+
+
+def transposes(eqn: Equation) -> bool:
+    """Whether an equation puts the axes of an array in another order."""
+    return eqn.primitive.name in TRANSPOSES
+
+
+def is_bounded(eqn: Equation) -> bool:
+    """Whether an equation returns no more than one, whatever it is given."""
+    return eqn.primitive.name in BOUNDED
+
+
+def multiplies_entries(eqn: Equation) -> bool:
+    """Whether an equation multiplies two arrays entry by entry."""
+    return eqn.primitive.name in FACTORS
+
+
+def is_linear(eqn: Equation) -> bool:
+    """Whether an equation adds up, chooses or moves, or casts."""
+    return eqn.primitive.name in LINEAR or _jaxpr.is_cast(eqn)
 
 
 def is_exponential(eqn: Equation) -> bool:

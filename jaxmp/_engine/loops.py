@@ -71,6 +71,15 @@ def on_path(
     return frozenset(path)
 
 
+def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
+    """Returns ``start``, and the variables that are computed from it."""
+    found = set(start)
+    for eqn in eqns:
+        if not found.isdisjoint(_variables(eqn)):
+            found.update(eqn.outvars)
+    return found
+
+
 def made_of(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
     """Returns what is computed from ``start`` without a product."""
     found = set(start)

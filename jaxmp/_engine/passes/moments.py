@@ -1,11 +1,31 @@
-"""Means of a number and of its square, of which a variance is made, stay float32."""
+"""Means of a number and of its square, of which a variance is made, stay float32.
 
-from collections.abc import Sequence
+A variance is the mean of the squares less the square of the mean. What is left of the
+two is small, and a product in 16 bits rounds each of them in its own way: the
+structural similarity of two images (Wang et al., 2004), whose means are convolutions
+with a window, comes out negative. So do the moments of a local norm, or of a pooling
+by weights.
+
+Where a number and its square are multiplied by the same window, or by the same weights,
+these are such means. All products with that window stay float32, and so does what they
+send back.
+"""
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._jaxpr import Equation
-from ..._moments import with_moments
-from ..._scopes import IsProduct, Scopes
+from ... import _jaxpr
+from ..._definitions import definitions_of, unmoved
+from ..._jaxpr import Equation, Literal, is_inexact
+from ..._op_lists import Definition
+from ..._scopes import KEPT_FOR_MOMENTS, IsProduct, Scopes, in_region, is_backward
+from ..._twins import twins
+from .. import classes
+
+# What is averaged, and the window or the weights that it is averaged by.
+Mean = tuple[Any, Any]
 
 
 def moments(
@@ -19,4 +39,115 @@ def moments(
         scopes: Named scopes around it.
         is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
     """
-    return with_moments(eqns, jaxpr, scopes)
+    definition = definitions_of(eqns)
+    means = {eqn: [*_means(eqn, definition)] for eqn in eqns if _multiplies(eqn)}
+    forward = {
+        eqn: found
+        for eqn, found in means.items()
+        if not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
+    }
+    averaged = {x for found in forward.values() for x, _ in found}
+    squares = {
+        eqn.outvars[0]: factors
+        for eqn in eqns
+        if (factors := _factors(eqn, definition)) and averaged.issuperset(factors)
+    }
+    if not squares:  # as in most networks
+        return eqns
+    # A window may be written anew for each mean.
+    same = twins(eqns)
+    windows = _windows(eqns, forward, squares, same)
+    return [
+        in_region(eqn, KEPT_FOR_MOMENTS)
+        if any(same.get(window, window) in windows for _, window in means.get(eqn, ()))
+        else eqn
+        for eqn in eqns
+    ]
+
+
+def _windows(
+    eqns: Sequence[Equation],
+    means: dict[Equation, list[Mean]],
+    squares: dict[Any, tuple[Any, ...]],
+    same: dict[Any, Any],
+) -> set[Any]:
+    """Returns the windows by which means of a number and of its square are taken.
+
+    Args:
+        eqns: The equations of the jaxpr.
+        means: The products of the forward pass, with what they average.
+        squares: The products of two averaged numbers, with these.
+        same: The first variable that is computed in the same way as another one.
+    """
+    mean_of = {
+        (x, same.get(window, window)): eqn.outvars[0]
+        for eqn, found in means.items()
+        for x, window in found
+    }
+    windows: set[Any] = set()
+    # For each variable, the factors of the squares that it is a sum of.
+    sums: dict[Any, set[tuple[Any, ...]]] = collections.defaultdict(set)
+    for eqn in eqns:
+        (out, *_) = *eqn.outvars, None
+        if out in squares:
+            sums[out].add(squares[out])
+        if classes.is_linear(eqn):
+            for x in eqn.invars:
+                sums[out] |= set() if isinstance(x, Literal) else sums[x]
+        for x, window in means.get(eqn, ()):
+            window = same.get(window, window)
+            for factors in [*sums[x]]:
+                found = tuple(mean_of.get((factor, window)) for factor in factors)
+                if all(found):
+                    windows.add(window)
+                    sums[out].add(found)  # to be averaged by columns, after rows
+    return windows
+
+
+def _multiplies(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
+    if classes.is_product_of_any_kind(eqn):
+        return True
+    bodies = [*map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))]
+    if not bodies or _jaxpr.call_kind(eqn) == "while" or not eqn.outvars:
+        return False
+    if len(_arrays(eqn)) > 3:
+        return False
+    return any(_multiplies(inner) for body in bodies for inner in body.eqns)
+
+
+def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
+    """Yields what a product may average, also in a batch of several.
+
+    A function that has its window in it stands for that.
+    """
+    arrays = _arrays(eqn)
+    if len(arrays) == 1 and not classes.is_product_of_any_kind(eqn):
+        yield (
+            _whole(arrays[0], definition),
+            _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn))),
+        )
+    for x, window in itertools.permutations(arrays, 2):
+        made = definition(x)
+        batch = made is not None and classes.is_batch(made, eqn)
+        for part in made.invars if batch else (x,):
+            yield _whole(part, definition), _whole(window, definition)
+
+
+def _factors(eqn: Equation, definition: Definition) -> tuple[Any, ...]:
+    """Returns what ``eqn`` multiplies entry by entry, which may be one array twice."""
+    if classes.is_square(eqn):
+        return (_whole(eqn.invars[0], definition),)
+    if not classes.multiplies_entries(eqn) or classes.has_number(eqn):
+        return ()
+    return tuple(_whole(x, definition) for x in eqn.invars)
+
+
+def _arrays(eqn: Equation) -> list[Any]:
+    return [x for x in eqn.invars if is_inexact(x)]
+
+
+def _whole(atom: Any, definition: Definition) -> Any:
+    """Returns the variable that was moved or cast to ``atom``, or a number's digits."""
+    atom = unmoved(atom, definition)
+    return str(atom) if isinstance(atom, Literal) else atom
