@@ -32,9 +32,9 @@ SHOWN = 4  # networks in a cell of the page
 
 INTRODUCTION = """\
 A pass or a kind of storage stays if without it some network costs 2% more bytes or 5%
-more memory, or if a program that a test names loses digits. Here are the networks, of
-{networks}, that cost so much more: the bytes of a training step, and its temporary
-memory, over those with all parts. The code was compiled for an H200, and not run.
+more memory, or if a program that a test names loses digits. The third column names the
+networks that cost so much more, with the bytes of a training step and its temporary
+memory, over those with all parts. Compiled for an H200, and not run, were {networks}:
 
     {command}
 
@@ -211,9 +211,10 @@ def page() -> str:
 def _section(found: dict[str, Any]) -> Iterator[str]:
     shown = table(found["rows"])
     yield INTRODUCTION.format(
-        networks=len({row["network"] for row in shown}), command=found["command"]
+        networks=", ".join(dict.fromkeys(row["network"] for row in shown)),
+        command=found["command"],
     )
-    yield "| part | it | bytes / memory without it | test that fails without it |\n"
+    yield "| part | what it does | without it | test that fails without it |\n"
     yield "|---|---|---|---|\n"
     for name, part in PARTS.items():
         rows = [x for x in shown if x["without"] == name]
@@ -224,5 +225,5 @@ def _section(found: dict[str, Any]) -> Iterator[str]:
         ]
         if len(dear) > SHOWN:
             cells.append(f"and {len(dear) - SHOWN} more")
-        where = "; ".join(cells) or "as with it"
+        where = "; ".join(cells) or "no more"
         yield f"| {name} | {part.what_for} | {where} | `{part.test}` |\n"

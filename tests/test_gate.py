@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price
+from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price, worth
 from benchmarks.networks import TINY
 from benchmarks.steps import contestants
 from conftest import rest_is_evidence
@@ -183,6 +183,18 @@ def test_a_contestant_that_cannot_take_part_is_named():
     assert list(found) == []
     assert len(lines) == 1
     assert lines[0].startswith("mpx is left out: ")
+
+
+def test_what_a_part_of_the_engine_is_worth_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(price, "FAMILIES", TINY)
+    monkeypatch.setattr(worth, "FAMILIES", TINY)
+    path = tmp_path / "worth.json"
+    which = "--networks gpt --dtypes bfloat16 --accum-steps 1 --without kept endings"
+    price.main([*which.split(), "--output", str(path)])
+    (found,) = json.loads(path.read_text()).values()
+    whole, kept, endings = found["rows"]
+    assert [row["without"] for row in found["rows"]] == ["", "kept", "endings"]
+    assert kept["bytes"] > whole["bytes"] == endings["bytes"]
 
 
 def test_the_price_of_autocast_is_counted_beside_its_errors(tmp_path, monkeypatch):
