@@ -47,8 +47,8 @@ from .._op_lists import (
     is_steep_power,
 )
 from .._op_lists import divisor as divisor
-from .._op_lists import scales_down as scales_down
 from .._op_lists import is_square as is_square
+from .._op_lists import scales_down as scales_down
 from .._op_lists import scales_far as scales_far
 from .._products import (
     PRODUCTS,
