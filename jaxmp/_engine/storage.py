@@ -91,12 +91,13 @@ def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:
 
 
 def same(eqn: Equation, ins: Sequence[Value]) -> list[Any] | None:
-    """Returns what a comparison is given, each the number that others read.
+    """Returns what a comparison or a choice is given, each the number that others read.
 
-    XLA may compare what it has not rounded yet. What was chosen from an array would not
-    be found in it again. None for all other equations, and beside a number in the code.
+    XLA may take what it has not rounded yet. What was chosen from an array would not be
+    found in it again. None for all other equations, and beside a number in the code.
     """
-    if not classes.tests(eqn) or any([x.known.scalar is not None for x in ins]):
+    finds = classes.tests(eqn) or classes.does(eqn).picks
+    if not finds or any([x.known.scalar is not None for x in ins]):
         return None
     return [
         lax.reduce_precision(x.wide(), 8, 7)
