@@ -134,7 +134,8 @@ def checkpointed_loop():
         loop = eqxi.while_loop(more, body, start, max_steps=16, kind="checkpointed")
         return (loop[1] ** 2).mean()
 
-    return Program(loss, (w, x))
+    # What the loop compares was computed by products.
+    return Program(loss, (w, x), wide=True)
 
 
 def loop_with_buffers():
