@@ -58,11 +58,11 @@ def autocast(
     where you can: in ``autocast(value_and_grad(loss))`` the backward pass adds in
     float32, and gradients come out in float32 unrounded.
 
-    Products take their operands in 16 bits; sums, exponentials and whatever autocast
-    does not know see the dtypes they were written for; elementwise work follows its
-    inputs. What comes from outside or is looked up keeps its digits until 16-bit work
-    reads it, and so does what a logarithm, an exponential or a divisor is computed
-    from. A value is stored as its readers take it.
+    A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
+    returns 16 bits if the result leads to another one through elementwise operations,
+    and float32 if not. Reductions, exponentials, norms, losses and whatever autocast
+    does not know are float32. The guide to autocast has the ten rules that give the
+    dtype of every value.
 
     Under ``"mixed_fp8"`` the operands of large matrix products are rounded further, to
     float8, each under a scale of its own.
