@@ -388,7 +388,8 @@ def _bits(jaxpr: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name == "name":
-            bits = str(8 * eqn.outvars[0].aval.dtype.itemsize)
+            aval: Any = eqn.outvars[0].aval
+            bits = str(8 * aval.dtype.itemsize)
             found.setdefault(eqn.params["name"], bits)
         for inner in _jaxpr.sub_jaxprs(eqn):
             found = _bits(inner) | found

@@ -4,6 +4,8 @@ Each is `y = ...` and what reads `y`, of arguments `x`, `w` and `b`, with the dt
 somebody who reads the rule expects `y` to have.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -80,4 +82,5 @@ def test_a_value_has_the_dtype_that_the_rule_gives(rule, first, then, expected):
     for dtype in expected:
         eqns = traced(autocast(fun, dtype), *args)
         named = [x for x in eqns if x.primitive.name == "name"]
-        assert {x.outvars[0].aval.dtype for x in named} == {jnp.dtype(expected[dtype])}
+        avals: list[Any] = [x.outvars[0].aval for x in named]
+        assert {x.dtype for x in avals} == {jnp.dtype(expected[dtype])}
