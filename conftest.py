@@ -53,17 +53,8 @@ settings.register_profile("same", derandomize=True, database=None, deadline=None
 settings.load_profile("same")
 
 
-def pytest_addoption(parser):
-    """Adds ``--engine``: all tests then run against the engine that is being built."""
-    parser.addoption("--engine", action="store_true")
-
-
 def pytest_configure(config):
     """Keeps compiled programs in pytest's cache, for all workers and the next run."""
-    if config.getoption("--engine"):
-        from jaxmp import _autocast, _engine
-
-        _autocast.Caster = _engine.Caster
     if not hasattr(config, "cache"):  # `-p no:cacheprovider`
         return
     folder = config.cache.mkdir("jax")

@@ -1,9 +1,5 @@
-"""Runs one benchmark: ``python -m benchmarks autocast``.
+"""Runs one benchmark: ``python -m benchmarks autocast``."""
 
-With ``--engine`` anywhere behind it, autocast is the one that is being built.
-"""
-
-import contextlib
 import importlib
 import pathlib
 import sys
@@ -14,20 +10,14 @@ def main() -> None:
     folder = pathlib.Path(__file__).parent
     names = [p.stem for p in folder.glob("*.py") if "def main(" in p.read_text()]
     names = sorted(set(names) - {"__main__"})
-    arguments = [x for x in sys.argv[1:] if x != "--engine"]
+    arguments = sys.argv[1:]
     if arguments[:1] not in [[name] for name in names]:
         raise SystemExit(f"usage: python -m benchmarks {{{','.join(names)}}} [options]")
     try:
         benchmark = importlib.import_module(f"benchmarks.{arguments[0]}")
     except ModuleNotFoundError as error:
         raise SystemExit(f"{arguments[0]} is short of a library: {error}") from None
-    engine = contextlib.nullcontext()
-    if len(arguments) < len(sys.argv[1:]):
-        from jaxmp import _engine
-
-        engine = _engine.in_use()
-    with engine:
-        benchmark.main(arguments[1:])
+    benchmark.main(arguments[1:])
 
 
 if __name__ == "__main__":

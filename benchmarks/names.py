@@ -22,9 +22,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp import _jaxpr
-from jaxmp._engine import classes, rules
-from jaxmp._engine.decisions import Decision
-from jaxmp._engine.replay import Caster
+from jaxmp._autocast import classes, rules
+from jaxmp._autocast.decisions import Decision
+from jaxmp._autocast.replay import Caster
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 

@@ -15,9 +15,9 @@ from unittest import mock
 
 import jax
 
-from jaxmp._engine import in_use, needs, storage
-from jaxmp._engine.calls import Calls
-from jaxmp._engine.passes import MARKERS, REWRITES
+from jaxmp._autocast import needs, storage
+from jaxmp._autocast.calls import Calls
+from jaxmp._autocast.passes import MARKERS, REWRITES
 
 from . import h200, hlo, results
 from .families import FAMILIES
@@ -169,7 +169,7 @@ def _counted(
     nothing = Part(contextlib.nullcontext, "", "")
     seen: dict[str, Row] = {}
     for name, part in {"": nothing, **chosen}.items():
-        with part.left_out(), in_use():
+        with part.left_out():
             found = contestant(form, FAMILIES[network], dtype=dtype, accum_steps=steps)
             state, shapes = jax.eval_shape(found.init), FAMILIES[network].shapes()
             lowered = h200.lowered(found.step, state, shapes, donated=1)

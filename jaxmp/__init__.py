@@ -150,7 +150,7 @@ __all__ = [
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
-    *("_op_lists", "_autocast", "_audit", "_activations", "_overflow"),
+    *("_op_lists", "_autocast.autocast", "_audit", "_activations", "_overflow"),
     "_sensitivity",
 )
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
@@ -159,8 +159,8 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._activations import activation_gradients as activation_gradients
     from ._audit import assert_16bit as assert_16bit
     from ._audit import audit as audit
-    from ._autocast import autocast as autocast
-    from ._autocast import float32_region as float32_region
+    from ._autocast.autocast import autocast as autocast
+    from ._autocast.autocast import float32_region as float32_region
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
     from ._overflow import find_overflow as find_overflow

@@ -23,7 +23,7 @@ Frame = tuple[str, int, int]  # file, line, position in the bytecode
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 # These trace the bodies of calls that they have replayed.
-_REPLAYS = f"{_OWN}_replay.py", os.path.join(_OWN, "_engine", "calls.py")
+_REPLAYS = (os.path.join(_OWN, "_autocast", "calls.py"),)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _jaxpr
-from ._autocast import autocast
+from ._autocast.autocast import autocast
 from ._checks import as_scale, check_function, check_positive, explains, uncalled
 from ._columns import rounded_columns
 from ._flatten import Flat, check_values, flatten

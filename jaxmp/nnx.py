@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ._autocast import autocast as _autocast
+from ._autocast.autocast import autocast as _autocast
 from ._checks import as_positions, as_tuple, explains, short
 from ._differentiate import (
     Options,

@@ -11,7 +11,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import relative_error, traced
 from conftest import normal, rest_is_evidence
-from jaxmp._engine import autocast
+from jaxmp import autocast
 
 HALVES = (jnp.float16, jnp.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])

@@ -10,7 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks import names
-from jaxmp._engine import autocast, rules
+from jaxmp import autocast
+from jaxmp._autocast import rules
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "autocast.md").read_text()

@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error
 from conftest import at_once, in_both_dtypes, normal, usually_bfloat16
-from jaxmp._engine import autocast
+from jaxmp import autocast
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
 W = normal(2, 12, 5, scale=0.2)

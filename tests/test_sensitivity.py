@@ -16,20 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.families import SMALL
 from conftest import rest_is_evidence
-from jaxmp._engine import in_use
 from jaxmp._flatten import flatten
 from jaxmp._places import Place
 from jaxmp._sensitivity import _errors, _gradient
 from jaxmp._switches import Program
 from jaxmp._wide_replay import compiled
-
-
-@pytest.fixture(autouse=True)
-def engine():
-    """Runs all of it by the rules that the switches stand for."""
-    with in_use():
-        yield
-
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.standard_normal((8, 4), np.float32), np.arange(8) % 3

@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 import jaxmp
-from jaxmp._engine import classes
+from jaxmp._autocast import classes
 
 W, X, V = jnp.ones((8, 8)), jnp.ones((4, 8)), jnp.ones(8)
 FLOAT16 = np.dtype("float16")

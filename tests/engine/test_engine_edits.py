@@ -18,8 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import IN_A_HURRY, dtypes, relative_error
 from conftest import normal
-from jaxmp import _jaxpr, _products
-from jaxmp._engine import autocast
+from jaxmp import _jaxpr, _products, autocast
 
 ROWS, SIZE = 6, 8
 X = normal(0, ROWS, SIZE)

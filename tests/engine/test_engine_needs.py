@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import jaxmp
-from jaxmp._engine import needs, rules
+from jaxmp._autocast import needs, rules
 
 BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "OFFSET")
 ALL = range(2 ** len(BITS))
@@ -100,7 +99,3 @@ def test_there_are_ten_rules_and_each_is_one_sentence():
         assert ". " not in sentence
         assert "unless" not in sentence
         assert len(sentence.split()) <= 36
-
-
-def test_the_engine_is_not_in_use():
-    assert jaxmp.autocast.__module__ == "jaxmp._autocast"

@@ -10,8 +10,8 @@ import jaxmp
 from benchmarks import price, worth
 from benchmarks.measure import relative_error, traced
 from conftest import normal
-from jaxmp._engine import autocast
-from jaxmp._engine.replay import Caster
+from jaxmp import autocast
+from jaxmp._autocast.replay import Caster
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 

@@ -10,7 +10,7 @@ from jax import lax
 import jaxmp
 from benchmarks import h200
 from conftest import normal
-from jaxmp import _engine, _jaxpr
+from jaxmp import _jaxpr
 
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 DEFAULT = (lax.Precision.DEFAULT,) * 2
@@ -89,11 +89,11 @@ WX = normal(0, 8, 8), normal(1, 8, 8)
 
 
 def around(loss, options):
-    return _engine.autocast(jax.grad(loss, (0, 1)), "bfloat16", **options)
+    return jaxmp.autocast(jax.grad(loss, (0, 1)), "bfloat16", **options)
 
 
 def inside(loss, options):
-    return jax.grad(_engine.autocast(loss, "bfloat16", **options), (0, 1))
+    return jax.grad(jaxmp.autocast(loss, "bfloat16", **options), (0, 1))
 
 
 @pytest.mark.parametrize("place", [around, inside])
@@ -140,7 +140,7 @@ def test_a_line_keeps_the_precision_that_it_names():
         with jax.named_scope("jaxmp.float32"):
             return jnp.dot(x, w, precision="high")
 
-    found = products(_engine.autocast(fun, "bfloat16"), *WX)
+    found = products(jaxmp.autocast(fun, "bfloat16"), *WX)
     assert found == [("float32", (lax.Precision.HIGH,) * 2)]
 
 
@@ -149,14 +149,14 @@ def test_what_nobody_keeps_has_no_precision(policy):
     def loss(w, x):
         return jnp.sum((x @ w) ** 2)
 
-    found = products(_engine.autocast(jax.grad(loss), policy), *WX)
+    found = products(jaxmp.autocast(jax.grad(loss), policy), *WX)
     assert {precision for _, precision in found} == {None}
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("precision", ["highest", "tf32x3"])
 def test_the_exported_program_asks_for_all_digits(platform, precision):
-    fun = _engine.autocast(
+    fun = jaxmp.autocast(
         jax.grad(lambda w, x: jnp.sum(named(jnp.sin(x), w) ** 2)),
         "bfloat16",
         float32_paths={"head": precision},
@@ -175,7 +175,7 @@ def test_the_exported_program_asks_for_all_digits(platform, precision):
 def test_a_precision_that_does_not_exist_is_refused():
     for make in (
         lambda: jaxmp.float32_region(jnp.dot, precision="tf32"),  # pyright: ignore
-        lambda: _engine.autocast(jnp.dot, float32_paths={"head": "tf32"}),  # pyright: ignore
+        lambda: jaxmp.autocast(jnp.dot, float32_paths={"head": "tf32"}),  # pyright: ignore
     ):
         with pytest.raises(ValueError, match="'highest', 'tf32x3', 'default'"):
             make()
@@ -190,18 +190,18 @@ def test_a_loop_that_ends_by_comparing_has_all_digits():
 
         return lax.while_loop(lambda c: c[1] > 1e-6, body, (b, jnp.float32(1)))[0]
 
-    found = products(_engine.autocast(fixed_point, "bfloat16"), WX[0] / 8, WX[1])
+    found = products(jaxmp.autocast(fixed_point, "bfloat16"), WX[0] / 8, WX[1])
     assert set(found) == {("float32", HIGHEST)}
 
 
 def test_an_inner_autocast_has_decided():
-    inner = _engine.autocast(lambda x, w: x @ w, "bfloat16")
+    inner = jaxmp.autocast(lambda x, w: x @ w, "bfloat16")
 
     def fun(x, w):
         with jax.named_scope("jaxmp.float32"):
             return inner(x, w)
 
-    found = products(_engine.autocast(fun, "bfloat16"), *WX)
+    found = products(jaxmp.autocast(fun, "bfloat16"), *WX)
     assert found == products(inner, *WX)
 
 

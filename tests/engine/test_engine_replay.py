@@ -12,8 +12,9 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import product_dtypes, relative_error, traced
 from conftest import normal
-from jaxmp._engine import autocast, rules
-from jaxmp._engine.replay import Caster
+from jaxmp import autocast
+from jaxmp._autocast import rules
+from jaxmp._autocast.replay import Caster
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 HALVES = (jnp.float16, jnp.bfloat16)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import traced
-from jaxmp._engine import autocast
+from jaxmp import autocast
 
 HALF = {jnp.bfloat16: jnp.bfloat16, jnp.float16: jnp.float16}
 FLOAT32 = {jnp.bfloat16: jnp.float32, jnp.float16: jnp.float32}

@@ -1,7 +1,7 @@
 """Deciding in which dtype an equation runs, and by which rule: a pure function.
 
 What the readers need comes from the analysis, the facts of the operands from the
-replay. The sentences are in :mod:`jaxmp._engine.rules`.
+replay. The sentences are in :mod:`jaxmp._autocast.rules`.
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,24 +12,23 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from . import _scopes
-from ._around import (
+from .. import _scopes
+from .._around import (
     end_look,
     inside,
     is_staged,
     traced_by_us,
     warn_if_unscaled,
 )
-from ._checks import check_function, clipped, explains, short, warn
-from ._in_float32 import casts_do_nothing
-from ._jaxpr import Tracer
-from ._modules import with_module_scopes
-from ._objects import refuse_lost_updates
-from ._op_lists import DEFAULT_OPS, OpLists
-from ._policy import PolicyLike, get_policy
-from ._precision import PRECISIONS, Precision
-from ._replay import Caster
-from ._tree import path_name
+from .._checks import check_function, clipped, explains, short, warn
+from .._in_float32 import casts_do_nothing
+from .._kept_state import haiku_state_kept, linen_state_kept
+from .._modules import with_module_scopes
+from .._objects import refuse_lost_updates
+from .._op_lists import DEFAULT_OPS, OpLists
+from .._policy import PolicyLike, get_policy
+from .._precision import PRECISIONS, Precision
+from .replay import Caster
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -263,7 +259,7 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
 def _explained(fun: Callable) -> Iterator[None]:
     """Adds what autocast knows to errors of JAX and Flax."""
     try:
-        with _linen_state_kept(fun), _haiku_state_kept():
+        with linen_state_kept(fun), haiku_state_kept():
             yield
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
         error.add_note(
@@ -287,93 +283,6 @@ def _explained(fun: Callable) -> Iterator[None]:
                 "`nnx.scan`, `nnx.grad` and their like, not those of JAX."
             )
         raise
-
-
-@contextlib.contextmanager
-def _linen_state_kept(fun: Callable) -> Iterator[None]:
-    """Raises where variables of a Linen module outside were created or changed inside.
-
-    They would hold tracers of a trace that is over.
-    """
-    linen = sys.modules.get("flax.linen")  # who has a module has imported it
-    if linen is None or not _is_in_linen(linen, fun):
-        yield
-        return
-    tracers = importlib.import_module("flax.core.tracers")
-    outside, variables = tracers.current_trace(), {}
-
-    def watch(next_fun, args, kwargs, context):
-        scope = context.module.scope
-        if scope is not None and scope.root.trace_level == outside:
-            before = jax.tree.leaves(scope.root.variables())
-            variables.setdefault(scope.root, set(map(id, before)))
-        return next_fun(*args, **kwargs)
-
-    with linen.intercept_methods(watch):
-        yield
-    for scope, before in variables.items():
-        for path, leaf in jax.tree.leaves_with_path(scope.variables()):
-            if isinstance(leaf, Tracer) and id(leaf) not in before:
-                name = path_name(path)
-                raise TypeError(
-                    f"`autocast` wraps a Linen module inside another, and `{name}` was "
-                    "created or changed in it, which would leak a tracer. Wrap the "
-                    "outermost call: `autocast(model.apply, ...)`, and initialise "
-                    "without autocast."
-                )
-
-
-@contextlib.contextmanager
-def _haiku_state_kept() -> Iterator[None]:
-    """Raises where what a Haiku transform holds was created or changed inside.
-
-    It would hold tracers of a trace that is over.
-    """
-    before = set(map(id, _held_by_haiku()))
-    yield
-    for leaf in _held_by_haiku():
-        if isinstance(leaf, Tracer) and id(leaf) not in before:
-            raise TypeError(
-                "`autocast` was called inside of `hk.transform`, and a parameter, a "
-                "state or the random stream of the transform was created or changed "
-                "in it, which would leak a tracer. Wrap what Haiku returns: "
-                "`autocast(transformed.apply, ...)`, and initialise without autocast."
-            )
-
-
-def _held_by_haiku() -> list[Any]:
-    """Returns the arrays of the Haiku transform that runs, if one does."""
-    haiku = sys.modules.get("haiku")  # who is in a transform has imported it
-    if haiku is None:
-        return []
-    try:
-        haiku.running_init()
-    except ValueError:  # not in a transform
-        return []
-    held = haiku.get_params(), haiku.get_initial_state(), haiku.get_current_state()
-    return jax.tree.leaves((held, haiku.maybe_get_rng_sequence_state()))
-
-
-def _is_in_linen(linen: Any, fun: Callable) -> bool:
-    """Whether ``fun`` is a Linen module or is called inside one.
-
-    Watching methods lengthens every call stack, which JAX records for each operation:
-    an eighth of the tracing time of a transformer.
-    """
-    context = getattr(linen.module, "_context", None)
-    stack = getattr(context, "module_stack", [fun])  # ends with None outside modules
-    inner: Any = inspect.unwrap(fun)  # of `value_and_grad`, the loss
-    cells = getattr(inner, "__closure__", None) or ()
-    known = [inner, getattr(inner, "__self__", None), *map(_contents, cells)]
-    bound = any(isinstance(x, linen.Module) and x.scope is not None for x in known)
-    return bound or stack[-1] is not None
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return None
 
 
 def _name(fun: Callable) -> str:

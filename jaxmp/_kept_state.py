@@ -1,0 +1,102 @@
+"""State of Linen and Haiku that a trace would leak: it is refused with what to type."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from ._jaxpr import Tracer
+from ._tree import path_name
+
+
+@contextlib.contextmanager
+def linen_state_kept(fun: Callable) -> Iterator[None]:
+    """Raises where variables of a Linen module outside were created or changed inside.
+
+    They would hold tracers of a trace that is over.
+    """
+    linen = sys.modules.get("flax.linen")  # who has a module has imported it
+    if linen is None or not _is_in_linen(linen, fun):
+        yield
+        return
+    tracers = importlib.import_module("flax.core.tracers")
+    outside, variables = tracers.current_trace(), {}
+
+    def watch(next_fun, args, kwargs, context):
+        scope = context.module.scope
+        if scope is not None and scope.root.trace_level == outside:
+            before = jax.tree.leaves(scope.root.variables())
+            variables.setdefault(scope.root, set(map(id, before)))
+        return next_fun(*args, **kwargs)
+
+    with linen.intercept_methods(watch):
+        yield
+    for scope, before in variables.items():
+        for path, leaf in jax.tree.leaves_with_path(scope.variables()):
+            if isinstance(leaf, Tracer) and id(leaf) not in before:
+                name = path_name(path)
+                raise TypeError(
+                    f"`autocast` wraps a Linen module inside another, and `{name}` was "
+                    "created or changed in it, which would leak a tracer. Wrap the "
+                    "outermost call: `autocast(model.apply, ...)`, and initialise "
+                    "without autocast."
+                )
+
+
+@contextlib.contextmanager
+def haiku_state_kept() -> Iterator[None]:
+    """Raises where what a Haiku transform holds was created or changed inside.
+
+    It would hold tracers of a trace that is over.
+    """
+    before = set(map(id, _held_by_haiku()))
+    yield
+    for leaf in _held_by_haiku():
+        if isinstance(leaf, Tracer) and id(leaf) not in before:
+            raise TypeError(
+                "`autocast` was called inside of `hk.transform`, and a parameter, a "
+                "state or the random stream of the transform was created or changed "
+                "in it, which would leak a tracer. Wrap what Haiku returns: "
+                "`autocast(transformed.apply, ...)`, and initialise without autocast."
+            )
+
+
+def _held_by_haiku() -> list[Any]:
+    """Returns the arrays of the Haiku transform that runs, if one does."""
+    haiku = sys.modules.get("haiku")  # who is in a transform has imported it
+    if haiku is None:
+        return []
+    try:
+        haiku.running_init()
+    except ValueError:  # not in a transform
+        return []
+    held = haiku.get_params(), haiku.get_initial_state(), haiku.get_current_state()
+    return jax.tree.leaves((held, haiku.maybe_get_rng_sequence_state()))
+
+
+def _is_in_linen(linen: Any, fun: Callable) -> bool:
+    """Whether ``fun`` is a Linen module or is called inside one.
+
+    Watching methods lengthens every call stack, which JAX records for each operation:
+    an eighth of the tracing time of a transformer.
+    """
+    context = getattr(linen.module, "_context", None)
+    stack = getattr(context, "module_stack", [fun])  # ends with None outside modules
+    inner: Any = inspect.unwrap(fun)  # of `value_and_grad`, the loss
+    cells = getattr(inner, "__closure__", None) or ()
+    known = [inner, getattr(inner, "__self__", None), *map(_contents, cells)]
+    bound = any(isinstance(x, linen.Module) and x.scope is not None for x in known)
+    return bound or stack[-1] is not None
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return None
