@@ -152,6 +152,11 @@ def test_imports_go_one_way_in_a_package(package):
         earlier |= row
 
 
+def doc(node):
+    """Returns the docstring of a function, which is not counted as code."""
+    return ast.get_docstring(node) or ""
+
+
 def test_the_rooms_of_autocast_stay_small():
     sizes = {}
     for path in (PACKAGE / "_autocast").rglob("*.py"):
@@ -159,7 +164,8 @@ def test_the_rooms_of_autocast_stay_small():
         sizes[path] = len(text.splitlines())
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
-                assert node.end_lineno - node.lineno < 60, (path.name, node.name)
+                lines = node.end_lineno - node.lineno - len(str(doc(node)).splitlines())
+                assert lines < 60, (path.name, node.name)
             if isinstance(node, ast.ClassDef) and node.bases != []:
                 fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
                 assert len(fields) <= 8, (path.name, node.name)
