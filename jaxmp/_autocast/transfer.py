@@ -84,7 +84,8 @@ def zeros_in(eqns: Sequence[Equation]) -> set[Any]:
 def _is_zero(atom: Any, zeros: set[Any]) -> bool:
     if not isinstance(atom, Literal):
         return atom in zeros
-    return not atom.aval.shape and atom.val == 0
+    aval: Any = atom.aval
+    return not aval.shape and atom.val == 0
 
 
 def negated_in(eqns: Sequence[Equation]) -> set[Any]:

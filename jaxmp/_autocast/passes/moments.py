@@ -129,8 +129,10 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
         )
     for x, window in itertools.permutations(arrays, 2):
         made = definition(x)
-        batch = made is not None and classes.is_batch(made, eqn)
-        for part in made.invars if batch else (x,):
+        parts = (x,)
+        if made is not None and classes.is_batch(made, eqn):
+            parts = made.invars
+        for part in parts:
             yield _whole(part, definition), _whole(window, definition)
 
 
