@@ -41,9 +41,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     it a forward pass, a loss, a gradient function or a whole training step.
 
     * **FLOPs**: a scan counts its length, a shard_map its devices, all branches of a
-      cond count, a while loop counts once (and is noted). A product of two vectors
-      or over an axis of size 1 is no matrix product. Kernels (of Pallas, of cuDNN, a
-      ``jax.ffi`` call) are noted, not counted.
+      cond count, a while loop counts once (and is noted). Of a
+      ``lax.platform_dependent``, the branch that an NVIDIA GPU takes counts. A product
+      of two vectors or over an axis of size 1 is no matrix product. Kernels (of
+      Pallas, of cuDNN, a ``jax.ffi`` call) are noted, not counted.
     * **Leaks**: each float32 product is charged to the float32 arguments and array
       constants that reach it through float32 values; if there are none, to the casts
       from 16 bits; if there are none either, to arrays made in float32; and at the

@@ -140,6 +140,24 @@ def test_loops_branches_and_devices_multiply():
     assert pathlib.Path(__file__).name in note
 
 
+def test_of_a_branch_for_each_platform_what_a_gpu_runs_counts():
+    w = half(8, 8)
+    once, twice = (lambda x, w: x @ w), (lambda x, w: x @ w @ w)
+
+    def named(x, w):
+        return lax.platform_dependent(x, w, tpu=twice, cuda=once, default=twice)
+
+    def other(x, w):
+        return lax.platform_dependent(x, w, tpu=once, default=twice)
+
+    def scanned(x, w):
+        return lax.scan(lambda c, _: (named(c, w), None), x, None, length=5)[0]
+
+    assert jaxmp.audit(named)(w, w).flops == {"bfloat16": MATMUL}
+    assert jaxmp.audit(other)(w, w).flops == {"bfloat16": 2 * MATMUL}
+    assert jaxmp.audit(scanned)(w, w).flops == {"bfloat16": 5 * MATMUL}
+
+
 def test_inputs_decide_the_dtype_of_a_product():
     def accumulated(x, w):
         return lax.dot(x, w, preferred_element_type=FULL)

@@ -128,6 +128,20 @@ def test_a_path_may_name_a_cheaper_precision(place):
     assert all(abs(a - b).max() < 1e-4 for a, b in zip(ours, exact, strict=True))
 
 
+@pytest.mark.parametrize("place", [around, inside])
+def test_the_audit_counts_each_product_once_at_every_precision(place):
+    def loss(w, x):
+        return jnp.sum(named(jnp.sin(x), w) ** 2)
+
+    def flops(precision):
+        options = {"float32_paths": {"head": precision}}
+        return jaxmp.audit(place(loss, options))(*WX).flops
+
+    (w, x), of_highest = WX, flops("highest")
+    assert of_highest == {"float32": 3 * 2.0 * x.shape[0] * x.shape[1] * w.shape[1]}
+    assert flops("tf32x3") == flops("default") == of_highest
+
+
 def test_a_region_may_name_a_cheaper_precision():
     def loss(w, x):
         return jnp.sum(jaxmp.float32_region(jnp.dot, precision="default")(x, w) ** 2)
