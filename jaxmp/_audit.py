@@ -22,6 +22,7 @@ from ._leaks import Walk
 from ._numbers import Numbers
 from ._places import Place, caller
 from ._precision import own_precisions
+from ._products import default_precision
 from ._report import WIDTH, DtypeReport
 from ._residuals import residual_bytes
 from ._sizes import as_number
@@ -92,11 +93,12 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
 
     @functools.wraps(fun)
     def audited(*args: P.args, **kwargs: P.kwargs) -> DtypeReport:
+        default = default_precision()
         with own_precisions():  # what JAX is told of all products is no request
             flat = flatten(fun, args, kwargs)
             leaves = [*map(_with_sizes, flat.leaves)]
             jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
-            walk = Walk()
+            walk = Walk(default)
             if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
                 walk.notes[f"sizes that are left open count as {_OPEN}"] = None
             inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))

@@ -21,6 +21,7 @@ from ._dtypes import is_narrow, is_wide
 from ._op_lists import MAY_MULTIPLY, VIEWS
 from ._places import Place, trip_count
 from ._products import flops as flops_of
+from ._products import is_float32_at_default
 from ._reasons import computes, why_16bit, why_kept
 from ._report import DtypeReport, Hazard, Kept, Leak
 
@@ -111,8 +112,10 @@ class Operand(NamedTuple):
 class Walk:
     """Follows float32 values through a jaxpr and adds up its products."""
 
-    def __init__(self):
+    def __init__(self, default_precision: Any = None):
+        self.default_precision = default_precision
         self.flops: dict[str, float] = {}
+        self.default_precision_flops = 0.0
         self.kept: dict[Any, Kept] = {}
         self.kept_16bit: dict[Any, Kept] = {}
         self.notes: dict[str, None] = {}  # an ordered set
@@ -133,6 +136,7 @@ class Walk:
             residual_bytes=residual_bytes,
             notes=tuple(self.notes),
             hazards=hazards,
+            default_precision_flops=self.default_precision_flops,
         )
 
     def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:
@@ -362,6 +366,8 @@ class Walk:
         dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
         dtype = str(max(dtypes, key=lambda d: d.itemsize))
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
+        if is_float32_at_default(eqn, self.default_precision):
+            self.default_precision_flops += flops
         key = (_scopes.without_repeats(place.scopes), place.user, eqn.primitive.name)
         if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:

@@ -109,6 +109,23 @@ def is_float32_product(eqn: Equation) -> bool:
     return all(atom.aval.dtype == FLOAT32 for atom in eqn.invars[:2])
 
 
+def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
+    """Whether ``eqn`` is a product of float32 operands that a device may round.
+
+    TF32 and bfloat16 are what a GPU and a TPU make of such operands.
+
+    Args:
+        eqn: The equation.
+        default: The precision of products whose lines ask for none.
+    """
+    if eqn.primitive.name not in PRODUCTS:
+        return False
+    if any(atom.aval.dtype != FLOAT32 for atom in eqn.invars[:2]):
+        return False
+    precisions = [default if p is None else p for p in _precisions(eqn)]
+    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
+
+
 def takes_algorithm(eqn: Equation) -> bool:
     """Whether the precision of a product may be the name of an algorithm."""
     return eqn.primitive.name == "dot_general"

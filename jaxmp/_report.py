@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from ._dtypes import is_wide
 
 WIDTH = 80  # of the table
+_ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _ROWS = 12  # of leaks, and of products that autocast kept
 
 
@@ -148,6 +149,8 @@ class DtypeReport:
         hazards: Matmuls whose use makes 16 bits wrong, where the pattern is clear, and
             numbers that become 0 or Inf in 16 bits. A matmul that is in float32 on
             purpose is no hazard.
+        default_precision_flops: FLOPs of the float32 matmuls at JAX's default
+            precision, which is TF32 on an A100 and later, and bfloat16 on a TPU.
     """
 
     flops: dict[str, float]
@@ -157,6 +160,7 @@ class DtypeReport:
     notes: tuple[str, ...]
     kept_16bit: tuple[Kept, ...] = ()
     hazards: tuple[Hazard, ...] = ()
+    default_precision_flops: float = 0.0
 
     @property
     def fraction_16bit(self) -> float:
@@ -230,6 +234,10 @@ def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     width = max(map(len, ("bfloat16", *report.flops))) + 2
     for dtype, flops in report.flops.items():
         yield f"  {dtype:<{width}}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
+    if report.default_precision_flops:
+        share = f"{report.default_precision_flops / total:.1%} of the FLOPs"
+        text = f"{share} in float32 at default precision: {_ON_DEVICES}"
+        yield from wrapped(text, "", "  ")
 
 
 def _leak_lines(report: DtypeReport) -> Iterator[str]:

@@ -888,6 +888,64 @@ def test_a_models_line_is_the_audits_where_all_the_code_is_a_librarys(name):
     assert f"{leak} Sequential/layers_0 {name}:12" in words
 
 
+# Float32 that a device rounds
+
+
+def at_default(fun, *args):
+    """Returns the share at default precision, which the table says if there is any."""
+    report = jaxmp.audit(fun)(*args)
+    share = report.default_precision_flops / sum(report.flops.values())
+    said = f"{share:.1%} of the FLOPs in float32 at default precision: TF32 on A100 and"
+    text = str(report)
+    assert (said in " ".join(text.split())) == (share > 0)
+    assert ("default precision" in text) == (share > 0)
+    assert max(map(len, text.splitlines())) <= 80
+    assert report.as_dict()["default_precision_flops"] == report.default_precision_flops
+    return share
+
+
+@pytest.mark.parametrize(
+    ("precision", "share"),
+    [(None, 1), ("default", 1), ("highest", 0), ("high", 0), ("F32_F32_F32", 0)],
+)
+def test_float32_at_default_precision_is_told(precision, share):
+    def fun(x, w):
+        return jnp.matmul(x, w, precision=precision)
+
+    assert at_default(fun, full(8, 8), full(8, 8)) == share
+    assert at_default(fun, half(8, 8), half(8, 8)) == 0
+
+
+def test_a_precision_for_all_products_counts_where_their_lines_have_none():
+    def net(w, x):
+        return jnp.matmul(jnp.tanh(x @ w), w, precision="default")
+
+    args = full(8, 8), full(8, 8)
+    assert at_default(net, *args) == 1
+    for precision, share in [("highest", 0.5), ("tensorfloat32", 0.5), ("bfloat16", 1)]:
+        with jax.default_matmul_precision(precision):
+            assert at_default(net, *args) == share
+
+    def inside(w, x):
+        with jax.default_matmul_precision("highest"):
+            x = x @ w
+        return x @ w
+
+    assert at_default(inside, *args) == 0.5
+
+
+def test_what_the_user_keeps_in_float32_is_not_at_default_precision():
+    def net(w, x, **options):
+        kept = jaxmp.float32_region(jnp.matmul, **options)
+        return jax.lax.scan(lambda x, _: (kept(x, w), None), x @ w, length=3)[0]
+
+    args = full(8, 8), full(8, 8)
+    assert at_default(jaxmp.autocast(net), *args) == 0
+    of_device = functools.partial(net, precision="default")
+    assert at_default(jaxmp.autocast(of_device), *args) == 0.75
+    assert at_default(of_device, *args) == 1
+
+
 # The report as data, and in a test
 
 
