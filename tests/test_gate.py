@@ -107,7 +107,7 @@ def test_a_gradient_in_float8_moves_little_more(form):
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize(("form", "limit"), [("plain", 1.12), ("scan, remat", 1.13)])
+@pytest.mark.parametrize(("form", "limit"), [("plain", 1.12), ("scan, remat", 1.14)])
 def test_a_wide_gradient_in_float8_pays(form, limit):
     decoder, form = fp8.Decoder(2048), fp8.FORMS[form]
     bf16, found = (fp8.count(decoder, form, policy) for policy in fp8.POLICIES)
