@@ -41,7 +41,7 @@ STEPS = [
     ("cnn", "jaxmp autocast", 1),
     ("lstm", "jaxmp autocast", 1),
 ]
-# The most that autocast may cost in float16, in bytes but for 6N and in temporary memory.
+# The most that autocast may cost in float16, in bytes but for 6N and temporary memory.
 # A sum with a norm's result is float32 there (rule 4), which a residual network feels
 # most; and the state of a cell is float32 (rule 8).
 AUTOCAST = {

@@ -28,7 +28,8 @@ extensions = [
 myst_enable_extensions = ["alert", "colon_fence"]
 myst_heading_anchors = 3
 
-# A notebook holds no output; it is run here, and an exception in it ends the build.
+# A notebook holds what it showed when `.ci/notebooks.py` ran it, for those who read it
+# elsewhere. It runs again here, and an exception in it ends the build.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
