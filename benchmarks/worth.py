@@ -18,6 +18,7 @@ import jax
 from jaxmp._autocast import needs, storage
 from jaxmp._autocast.calls import Calls
 from jaxmp._autocast.passes import MARKERS, REWRITES
+from jaxmp._jaxpr import bind
 
 from . import h200, hlo, results
 from .families import FAMILIES
@@ -108,6 +109,16 @@ PARTS = dict(_passes()) | {
         _put(storage, "as_choice", lambda *_: None),
         "makes a choice of the scatter that a lookup in each row sends back",
         "test_the_gradient_of_a_lookup_of_labels_is_a_choice",
+    ),
+    "same": Part(
+        _put(storage, "same", lambda *_: None),
+        "compares what was rounded, where XLA would take what it has not rounded yet",
+        "test_what_was_chosen_is_found_where_it_was_chosen_from",
+    ),
+    "sent": Part(
+        _put(storage, "sent", lambda eqn, array, _: bind(eqn, [array])[0]),
+        "sends a weight to all devices in 16 bits",
+        "test_a_weight_is_sent_in_16_bits",
     ),
     "weights": Part(
         _put(Calls, "rounded_before", lambda self, eqn, ins, *_: ins),
@@ -225,5 +236,5 @@ def _section(found: dict[str, Any]) -> Iterator[str]:
         ]
         if len(dear) > SHOWN:
             cells.append(f"and {len(dear) - SHOWN} more")
-        where = "; ".join(cells) or "no more"
+        where = "; ".join(cells) or ("no more" if rows else "not counted")
         yield f"| {name} | {part.what_for} | {where} | `{part.test}` |\n"

@@ -14,7 +14,6 @@ them, and an infer list that may do either. Sources, named at each group below:
 
 import dataclasses
 import difflib
-import math
 import textwrap
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,7 +36,6 @@ from ._jaxpr import (
     sub_jaxprs,
 )
 from ._products import PRODUCTS
-from ._sizes import as_number
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """
@@ -152,7 +150,6 @@ PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 EQUALITIES = frozenset({"eq", "ne"})
 POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
-SUMS_WINDOWS = frozenset({"reduce_window_sum"})
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """
     reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy stop_gradient
@@ -177,20 +174,10 @@ SQUASHES = frozenset({"logistic", "tanh", "erf"})
 # Whatever they are given, they return no more than 1.
 BOUNDED = SQUASHES | {"sin", "cos"}
 EXTREMES = frozenset({"min", "max"})
-CLAMPS = frozenset({"clamp"})
-TANHS = frozenset({"tanh"})
-# What newer JAX writes for the slope of tanh.
-ONE_MINUS_SQUARE = frozenset({"one_minus_square"})
-# Operations that may leave the range of 16 bits: a factor of 1e6, the cube of 50.
-LEAVES_RANGE = frozenset({"mul", "integer_pow"})
-# What turns a kernel around, for the gradient of a convolution's input.
-REVERSES = frozenset({"rev"})
 # What puts axes into another order.
 TRANSPOSES = frozenset({"transpose"})
-RESHAPES = frozenset({"reshape"})
 # What brings the shards of an array to every device.
 GATHERS = frozenset({"all_gather", "all_gather_invariant"})
-MOVES_WEIGHTS = REVERSES | GATHERS
 # Adds numbers at places: the gradient of a lookup.
 ADDS_AT = frozenset({"scatter-add"})
 # Besides products, what makes it worth going inside of what holds jaxprs.
@@ -210,18 +197,12 @@ SHIFTS = frozenset({"add", "sub"})
 DIFFERENCES = SHIFTS - JOINS
 # Where a small number in the code keeps from zero what is divided by, or a logarithm.
 GUARDS = SHIFTS | {"max", "clamp"}
-ROOTS = frozenset({"sqrt", "rsqrt", "pow"})
-STRETCHED = frozenset({"broadcast_in_dim"})
 PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})
 SELECTS = frozenset({"select_n"})
 RANDOM = frozenset({"random_bits"})
-ERFCS = frozenset({"erfc"})
-ERRORS = ERFCS | {"erf"}
 EXPONENTIALS = frozenset({"exp"})
 EXPS = EXPONENTIALS | {"expm1"}  # less one, or not
-MINIMA = frozenset({"min"})
-ABOVE = frozenset({"gt"})
 NEGATES = frozenset({"neg"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
@@ -229,8 +210,6 @@ INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
 GATHERS_ROWS = frozenset({"gather"})
 LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
-REDUCES = PRODUCTS | TOTALS | ADDS_AT | SUMS_WINDOWS
-REDUCES |= {"reduce_max", "reduce_min", "reduce", "cumsum", "cummax", "cummin"}
 REMAINDERS = frozenset({"rem"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
@@ -317,11 +296,6 @@ def reduces_tests(eqn: Equation) -> bool:
     """Whether ``eqn`` makes one truth value of many."""
     name = eqn.primitive.name
     return name in ("reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce")
-
-
-def only_compared(eqn: Equation) -> int | None:
-    """Returns which input of ``eqn`` only says where the others go, if one does."""
-    return 1 if eqn.primitive.name == _POOL else None
 
 
 def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
@@ -423,20 +397,6 @@ def is_far(number: Any) -> bool:
     if number is None or getattr(number, "ndim", 0):
         return False
     return not 2**-8 <= abs(number or 1) <= 2**8
-
-
-def is_count(atom: Any) -> bool:
-    """Whether ``atom`` is a number by which a sum is divided for a mean."""
-    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val >= 1
-
-
-def looks_up_rows(eqn: Equation) -> bool:
-    """Whether ``eqn`` takes rows out of a table: an embedding, and no schedule."""
-    if eqn.primitive.name not in LOOKS_UP:
-        return False
-    chosen = any(not isinstance(atom, Literal) for atom in eqn.invars[1:])
-    many = as_number(math.prod(eqn.params["slice_sizes"])) > 1
-    return is_float32(eqn.invars[0]) and chosen and many
 
 
 def _name(primitive: str | Primitive) -> str:

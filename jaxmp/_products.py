@@ -2,14 +2,12 @@
 
 import math
 import os
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from ._jaxpr import FLOAT32, Equation, frames, is_inexact, trace
 from ._sizes import as_number, size_of
@@ -43,19 +41,6 @@ def is_matrix_product(eqn: Equation) -> bool:
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
     terms = as_number(math.prod(lhs.shape[i] for i in contracted))
     return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
-
-
-def is_outer_product(eqn: Equation) -> bool:
-    """Whether ``eqn`` multiplies entries and adds none up, as ``bi,bij->bij`` does."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contracted, _), _ = _dimension_numbers(eqn)
-    return math.prod(eqn.invars[0].aval.shape[i] for i in contracted) == 1
-
-
-def is_sent_back_by_vector(eqn: Equation) -> bool:
-    """Whether ``eqn``, of a backward pass, may be the gradient of a matrix."""
-    return is_outer_product(eqn) and not (adds_up(eqn, 0) or adds_up(eqn, 1))
 
 
 def is_convolution(eqn: Equation) -> bool:
@@ -225,37 +210,6 @@ def vector_of(eqn: Equation) -> int | None:
     return next((i for i in (1, 0) if adds_up(eqn, i)), None)
 
 
-class Rows(NamedTuple):
-    """The rows of a product that a sum adds up."""
-
-    operand: int  # the one that they come from
-    axes: tuple[int, ...]  # of that operand, over which a sum of it adds them up
-    dimension_numbers: Any  # of the product of that sum and the other operand
-
-
-def rows_summed(eqn: Equation, axes: Sequence[int]) -> Rows | None:
-    """Returns which rows of a product are summed over ``axes`` of its result.
-
-    None if that is no sum over all axes that one operand brings, or no such product, or
-    if JAX divides it between devices.
-    """
-    if eqn.primitive.name != "dot_general" or is_batched(eqn) or _is_divided(eqn):
-        return None
-    contracted, batch = _dimension_numbers(eqn)
-    start = 0
-    for i, atom in enumerate(eqn.invars):
-        own = [axis for axis in range(atom.aval.ndim) if axis not in contracted[i]]
-        if list(axes) == list(range(start, start + len(own))):
-            if adds_up(eqn, 1 - i):
-                return None  # of a vector, the sum would be one number
-            left = sorted(contracted[i])
-            numbers = list(contracted)
-            numbers[i] = tuple(map(left.index, contracted[i]))
-            return Rows(i, tuple(own), (tuple(numbers), batch))
-        start += len(own)
-    return None
-
-
 def sums_over_trips(eqn: Equation) -> bool:
     """Whether the sum of a product over the trips of a loop is a product too."""
     return eqn.primitive.name == "dot_general"
@@ -270,16 +224,6 @@ def over_trips(eqn: Equation) -> dict[str, Any]:
     contracted = tuple((0, *(axis + 1 for axis in axes)) for axes in contracted)
     batch = tuple(tuple(axis + 1 for axis in axes) for axes in batch)
     return {"dimension_numbers": (contracted, batch)}
-
-
-def _is_divided(eqn: Equation) -> bool:
-    """Whether JAX may divide ``eqn`` between devices, outside of a ``shard_map``."""
-    meshes = [x.aval.sharding.mesh for x in (*eqn.invars, *eqn.outvars)]
-    return any(
-        size > 1 and kind != AxisType.Manual
-        for mesh in meshes
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    )
 
 
 def _dimension_numbers(eqn: Equation) -> Any:

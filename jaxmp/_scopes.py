@@ -29,8 +29,6 @@ FLOAT8_PRODUCT = "jaxmp.float8.product"
 FLOAT8_SCALED = "jaxmp.float8.scaled"
 # Around the clip of what 16 bits would make an Inf of, which float32 has no need of.
 SATURATED = "jaxmp.saturated"
-# Around a product of a sum over rows and a matrix, which is no matrix product.
-ROW_SUMS = "jaxmp.row_sums"
 # Around a module in one of the same name, with its depth: no repetition.
 INSIDE = "jaxmp.inside."
 # These say why a product is not in float8, for the audit to read.

@@ -10,7 +10,6 @@ import numpy as np
 from jax import lax
 
 from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, trace
-from ._op_lists import ERFCS, TANHS
 from ._products import vector_of
 
 
@@ -141,34 +140,3 @@ def firmly_rounded(array: Any) -> Any:
     # a test of the array could not be.
     itself = lax.optimization_barrier(np.True_)
     return lax.select(itself, array, lax.neg(array))
-
-
-def firmly_applied(eqn: Equation, x: Any) -> Any | None:
-    """Applies an activation that XLA computes in float32, and rounds it firmly.
-
-    None for all others. XLA has no ``tanh`` of bfloat16 and no ``erfc``, that of an
-    exact GELU, of 16 bits. It would store float32 numbers for a norm or a shortcut.
-
-    Args:
-        eqn: The activation.
-        x: A 16-bit array.
-    """
-    name = eqn.primitive.name
-    if name in ERFCS:
-        return firmly_rounded(bind(eqn, [x])[0])
-    if name not in TANHS or x.dtype != jnp.bfloat16:
-        return None
-
-    # The slope is computed from what is stored. JAX's own rule would keep the result
-    # before it is rounded as well.
-    @jax.custom_jvp
-    def tanh(x):
-        return firmly_rounded(bind(eqn, [x])[0])
-
-    @tanh.defjvp
-    def rule(primals, tangents):
-        y, (moved,) = tanh(*primals), tangents
-        slope = lax.mul(moved, lax.sub(np.ones((), y.dtype), y))
-        return y, lax.add(slope, lax.mul(slope, y))
-
-    return tanh(x)

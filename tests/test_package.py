@@ -52,7 +52,7 @@ ROWS = [
         "_overflow_report",
         "_sensitivity_report",
     },
-    {"_sums", "_columns", "_definitions", "_fp8", "_precision", "_twins"},
+    {"_sums", "_columns", "_fp8", "_precision"},
     {
         "_product_rules",
     },
@@ -96,8 +96,9 @@ FRONT_ENDS = {"linen", "nnx", "plots"}
 # The same for the rooms of a package, each of which may import what the package may.
 ROOMS = {
     "_autocast": [
-        {"needs", "rules"},
+        {"needs", "rules", "twins"},
         {"classes", "loops", "scans", "values"},
+        {"definitions"},
         {"endings", "gates", "hoisting", "moments", "order"},
         {"passes"},
         {"decisions", "float8", "storage", "transfer"},

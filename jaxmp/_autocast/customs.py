@@ -13,10 +13,10 @@ from .._custom_rules import noted_as_rule, places_of_moving, replaced
 from .._jaxpr import Equation, is_inexact
 from .._precision import own_precisions, with_default_precision
 from .._scopes import Scopes
-from .._twins import spelled
 from . import needs
 from .analysis import Analysis, Trip
 from .needs import Need
+from .twins import spelled
 from .values import Known, Value
 
 # Which dtype an output of a body must have.

@@ -11,7 +11,6 @@ import numpy as np
 from jax import lax
 
 from .. import _jaxpr
-from .._definitions import definitions_of
 from .._flatten import ARRAY, arrays_of, with_arrays
 from .._fp8 import multiplied
 from .._jaxpr import Equation, is_float32, is_inexact
@@ -26,6 +25,7 @@ from .analysis import NO_PATHS, Analysis, Trip
 from .calls import Calls
 from .classes import Class
 from .decisions import REASONS, Decision, decide, is_copied, is_sent_back
+from .definitions import definitions_of
 from .float8 import Float8
 from .needs import Need
 from .values import Known, Value, cast, given, literal, saturated

@@ -182,6 +182,33 @@ def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     assert jax.jit(autocast(solve))(W[0]) <= expected + 1
 
 
+def test_what_was_chosen_is_found_where_it_was_chosen_from():
+    def loss(w, x):
+        h = jnp.sin(3 * x @ w)
+        chosen = jnp.where(h >= lax.top_k(h, 3)[0][:, -1:], h, 0)
+        return jnp.square(chosen @ w).sum()
+
+    found, exact = (
+        jax.jit(f)(W, X) for f in (jax.grad(autocast(loss)), jax.grad(loss))
+    )
+    assert relative_error(found, exact) < 0.1
+
+
+def test_a_weight_is_sent_in_16_bits():
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def fun(w, x):
+        return x @ lax.all_gather(w, "data", tiled=True)
+
+    cast = jax.shard_map(
+        autocast(fun), mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False
+    )
+    eqns = traced(cast, W, X)
+    (gathered,) = [e.outvars[0].aval for e in eqns if e.primitive.name == "all_gather"]
+    assert gathered.dtype == jnp.bfloat16
+
+
 # Each part in the table has its test here, and the test needs the part.
 
 

@@ -20,9 +20,9 @@ from ... import _jaxpr
 from ..._jaxpr import Equation, Var, is_float32
 from ..._scopes import IsProduct, Scopes, inside, is_backward
 from ..._sizes import as_number, size_of
-from ..._twins import twins
 from .. import classes
 from ..loops import reached
+from ..twins import twins
 
 
 def hoisting(

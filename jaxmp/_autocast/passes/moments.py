@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ... import _jaxpr
-from ..._definitions import definitions_of, unmoved
 from ..._jaxpr import Equation, Literal, is_inexact
 from ..._op_lists import Definition
 from ..._scopes import KEPT_FOR_MOMENTS, IsProduct, Scopes, in_region, is_backward
-from ..._twins import twins
 from .. import classes
+from ..definitions import definitions_of, unmoved
+from ..twins import twins
 
 # What is averaged, and the window or the weights that it is averaged by.
 Mean = tuple[Any, Any]

@@ -1,32 +1,9 @@
 """What is computed in the same way, in code that was written or traced twice."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from ._jaxpr import Equation, Literal, closed_consts, open_jaxpr
-
-# Entries of the largest constants that are compared.
-_LARGEST = 4096
-
-
-def same_constants(jaxpr: Any) -> dict[Any, Any]:
-    """Returns for each small NumPy array that ``jaxpr`` carries the first such array.
-
-    Args:
-        jaxpr: The jaxpr, open or closed.
-    """
-    found: dict[Any, Any] = {}
-    seen: dict[Any, Any] = {}
-    consts = zip(open_jaxpr(jaxpr).constvars, closed_consts(jaxpr), strict=False)
-    for var, x in consts:
-        is_numpy = hasattr(x, "__array__") and not isinstance(x, jax.Array)
-        if is_numpy and np.size(x) <= _LARGEST:
-            x = np.asarray(x)
-            found[var] = seen.setdefault((x.shape, x.dtype, x.tobytes()), var)
-    return found
+from .._jaxpr import Equation, Literal, open_jaxpr
 
 
 def spelled(jaxpr: Any) -> Any:
@@ -69,16 +46,9 @@ def spelled(jaxpr: Any) -> Any:
     return None if body.constvars or body.effects else key
 
 
-def twins(
-    eqns: Sequence[Equation], same: Mapping[Any, Any] | None = None
-) -> dict[Any, Any]:
-    """Returns for each computed variable the first that is computed in the same way.
-
-    Args:
-        eqns: The equations of a jaxpr.
-        same: The first of equal ones among other variables.
-    """
-    found: dict[Any, Any] = {**(same or {})}
+def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
+    """Returns for each computed variable the first that is computed in the same way."""
+    found: dict[Any, Any] = {}
     seen: dict[Any, Any] = {}
     for eqn in eqns:
         ins = (

@@ -3,8 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
-from ._jaxpr import Equation, Literal, is_cast
-from ._op_lists import VIEWS, Definition
+from .._jaxpr import Equation, Literal, is_cast
+from .._op_lists import Definition
+from . import classes
 
 
 def definitions_of(eqns: Iterable[Equation]) -> Definition:
@@ -16,7 +17,7 @@ def definitions_of(eqns: Iterable[Equation]) -> Definition:
 def unmoved(atom: Any, definition: Definition) -> Any:
     """Returns what ``atom`` is, before it was moved or cast."""
     while (eqn := definition(atom)) is not None and len(eqn.invars) == 1:
-        if eqn.primitive.name not in VIEWS and not is_cast(eqn):
+        if not classes.is_view(eqn) and not is_cast(eqn):
             break
         (atom,) = eqn.invars
     return atom
