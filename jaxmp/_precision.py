@@ -33,6 +33,12 @@ _APART = jax.make_user_context(None)
 Precision = Literal["highest", "tf32x3", "default"]
 PRECISIONS = get_args(Precision)
 
+# What a device may make of the operands of a product that names none, with the bits of
+# the fraction that it leaves.
+Float32Products = Literal["tf32", "bfloat16"]
+FLOAT32_PRODUCTS = get_args(Float32Products)
+_FRACTIONS = {"tf32": 10, "bfloat16": 7}
+
 # By jaxpr, so that what JAX shares between calls and layers stays shared.
 _given: Any = weakref.WeakKeyDictionary()
 _kept: Any = weakref.WeakKeyDictionary()
@@ -126,3 +132,8 @@ def _in_three_passes(eqn: _jaxpr.Equation, highest: _jaxpr.Equation) -> _jaxpr.E
     return call.replace(
         invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
     )
+
+
+def rounded_by_device(x: jax.Array, kind: Float32Products) -> jax.Array:
+    """Returns a float32 operand of a product as a device takes it, to nearest."""
+    return lax.reduce_precision(x, 8, _FRACTIONS[kind])

@@ -94,6 +94,11 @@ def is_float32_product(eqn: Equation) -> bool:
     return all(atom.aval.dtype == FLOAT32 for atom in eqn.invars[:2])
 
 
+def is_rounded_by_device(eqn: Equation) -> bool:
+    """Whether a device may round the float32 operands of a matrix product."""
+    return is_float32_product(eqn) and is_matrix_product(eqn)
+
+
 def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
     """Whether ``eqn`` is a product of float32 operands that a device may round.
 

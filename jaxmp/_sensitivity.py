@@ -20,7 +20,14 @@ import numpy as np
 
 from . import _jaxpr
 from ._autocast.autocast import autocast
-from ._checks import as_scale, check_function, check_positive, explains, uncalled
+from ._checks import (
+    as_scale,
+    check_function,
+    check_positive,
+    clipped,
+    explains,
+    uncalled,
+)
 from ._columns import rounded_columns
 from ._flatten import Flat, check_values, flatten
 from ._in_float32 import traced_in_float32
@@ -29,6 +36,7 @@ from ._numbers import Numbers
 from ._op_lists import DEFAULT_OPS, OpLists
 from ._places import Place, caller
 from ._policy import PolicyLike, get_policy
+from ._precision import FLOAT32_PRODUCTS, Float32Products
 from ._scopes import is_under
 from ._sensitivity_report import ModuleSensitivity, SensitivityReport
 from ._switches import Program
@@ -52,6 +60,7 @@ def sensitivity(
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
+    float32_products: Float32Products | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
@@ -87,6 +96,11 @@ def sensitivity(
             layers of a Linen model, 3 in a list of NNX. None is all of them.
         progress: Whether to show a progress bar; None does where there is a terminal,
             and rich.
+        float32_products: What a device makes of the operands of float32 products that
+            name no precision, wherever this runs: ``"tf32"`` as NVIDIA GPUs from A100
+            on, ``"bfloat16"`` as a TPU. None leaves them to the device that this runs
+            on; a CPU has all digits. With it and the policy ``"float32"``, a float32
+            program is measured.
 
     Returns:
         A function of the arguments of ``fun`` that returns a
@@ -116,7 +130,7 @@ def sensitivity(
         "sensitivity(fun, policy)",
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
-    _check_options(tolerance, depth)
+    _check_options(tolerance, depth, float32_products)
     policy = None if policy is None else get_policy(policy)
 
     @functools.wraps(fun, updated=())
@@ -145,17 +159,15 @@ def sensitivity(
             step = _gradient(flat, count)
         paths_keep = functools.partial(autocast, step, policy, ops=ops)
         in_16bit = step if own.multiplies else paths_keep()
+        is_float32 = policy is not None and policy.compute_dtype == jnp.float32
+        in_float32 = is_float32 and not own.multiplies and float32_products is not None
         arrays = [jnp.float32(1), *flat.leaves] if is_loss else flat.leaves
         jaxpr = jax.make_jaxpr(in_16bit)(*arrays)
         twin = functools.partial(traced_in_float32, in_16bit, arrays)
         numbers = Numbers(jaxpr, twin, around)
-        program = Program(jaxpr, around, flat.leaves, depth, numbers)
+        program = Program(jaxpr, around, flat.leaves, depth, numbers, float32_products)
         if not program.parts:
-            raise ValueError(
-                "`sensitivity` found nothing in 16 bits: the policy computes in "
-                "float32, or `fun` has no matrix product. Pass for example "
-                '`policy="mixed_bfloat16"`.'
-            )
+            raise ValueError(_nothing_found(float32_products))
         scales = _scales(loss_scale, program) if is_loss else ()
         names = ["loss_scale"] * is_loss + flat.names
         columns = rounded_columns(jaxpr, arrays, names, is_loss + count, tolerance)
@@ -164,9 +176,11 @@ def sensitivity(
             rows = search.rows()
             paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
-            if not own.multiplies:
+            if not (own.multiplies or in_float32):
                 bar.expect("running autocast itself", 1)
                 kept = paths_keep(float32_paths=paths, bfloat16_paths=milder)
+                if float32_products is not None:
+                    kept = _on_device(kept, around, search.arrays, float32_products)
                 loss, gradients = _errors_of(kept, step, search.arrays)
                 again = loss, gradients
                 bar.advance()
@@ -185,8 +199,15 @@ def sensitivity(
             loss_scale=search.scale,
             notes=tuple(program.notes),
             columns=columns,
+            float32_products=float32_products,
+            in_float32=in_float32,
         )
         notes = _unmatched(report, [*args, *kwargs.values()])
+        if in_float32 and report.dtype:
+            notes += (
+                f"the program casts to {report.dtype} by itself: its errors are among "
+                "those above, and no precision takes them away",
+            )
         return dataclasses.replace(report, notes=report.notes + notes)
 
     return uncalled("sensitivity", fun, measured)
@@ -195,7 +216,15 @@ def sensitivity(
 # What is measured
 
 
-def _check_options(tolerance: float, depth: int | None) -> None:
+def _check_options(tolerance: float, depth: int | None, products: Any) -> None:
+    is_name = isinstance(products, str)
+    if products is not None and not (is_name and products in FLOAT32_PRODUCTS):
+        got = repr(clipped(products)) if is_name else f"a {type(products).__name__}"
+        raise ValueError(
+            f"`float32_products` must be None or one of {FLOAT32_PRODUCTS}, but is "
+            f'{got}. Pass `"tf32"` for NVIDIA GPUs from A100 on, and `"bfloat16"` for '
+            "a TPU."
+        )
     if not 0 < tolerance < math.inf:
         raise ValueError(
             f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
@@ -206,6 +235,22 @@ def _check_options(tolerance: float, depth: int | None) -> None:
             f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
             "Linen model, and None for all modules."
         )
+
+
+def _nothing_found(products: str | None) -> str:
+    """Returns what to say of a program in which nothing is rounded."""
+    if products is None:
+        return (
+            "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
+            'or `fun` has no matrix product. Pass for example `policy="mixed_bfloat16"`'
+            ", or for a float32 program on a GPU "
+            '`sensitivity(fun, "float32", float32_products="tf32")`.'
+        )
+    return (
+        "`sensitivity` found nothing to round: the policy computes in float32, and "
+        "each matrix product of `fun` names a precision, or there is none. No device "
+        "takes digits from it."
+    )
 
 
 def _unmatched(report: SensitivityReport, args: Sequence[Any]) -> tuple[str, ...]:
@@ -504,6 +549,16 @@ def _use(
     if after.worst < math.inf:
         gain = before.worst**2 - after.worst**2
     return gain / (row.share + 0.01), row.alone
+
+
+def _on_device(
+    fun: Callable, around: Place, arrays: Sequence[Any], products: Float32Products
+) -> Callable[..., list[Any]]:
+    """Returns a function whose float32 products are those of a device."""
+    jaxpr = jax.make_jaxpr(fun)(*arrays)
+    program = Program(jaxpr, around, arrays, float32_products=products)
+    count = len(program.parts) + len(program.float8_parts)
+    return functools.partial(program.run, np.ones(count, bool))
 
 
 def _errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> _Errors:

@@ -12,6 +12,9 @@ from ._report import WIDTH, as_html, wrapped
 _ROWS = 24
 _COLUMNS = 6
 _NO_MODULE = "(in no module)"
+_HIGHEST = 'with jax.default_matmul_precision("highest"):'
+# Of `float32_products`.
+_NAMES = {"tf32": "TF32", "bfloat16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,8 @@ class SensitivityReport:
 
     Attributes:
         modules: A row for each module path that touches 16 bits, the worst first.
-        dtype: The 16-bit dtype, or those that a function that casts by itself has.
+        dtype: The 16-bit dtype, or those that a function that casts by itself has;
+            empty if nothing is in 16 bits.
         loss: Error of the loss with everything in 16 bits.
         gradients: Error of the gradients with everything in 16 bits.
         tolerance: The largest error that is accepted for either.
@@ -132,6 +136,9 @@ class SensitivityReport:
         columns: The columns of the arguments after the first that are cast to 16 bits
             unchanged, and that rounding moves by more than ``tolerance`` of their
             standard deviation.
+        float32_products: As :func:`jaxmp.sensitivity` was given it. The errors include
+            those that float32 products make on such a device.
+        in_float32: Whether it measured a program in float32 on such a device.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -148,6 +155,13 @@ class SensitivityReport:
     loss_scale: float
     notes: tuple[str, ...]
     columns: tuple[RoundedColumn, ...]
+    float32_products: str | None = None
+    in_float32: bool = False
+
+    @property
+    def narrow(self) -> str:
+        """What a module is in where it is not in float32, in words."""
+        return _NAMES[str(self.float32_products)] if self.in_float32 else "16 bits"
 
     @property
     def meets_tolerance(self) -> bool:
@@ -166,7 +180,13 @@ class SensitivityReport:
 
     @property
     def line(self) -> str:
-        """What to paste, empty if no path is needed."""
+        """What to paste, empty if no path is needed.
+
+        For a program in float32 this is a ``with`` statement to put around the code of
+        each module.
+        """
+        if self.float32_paths and self.in_float32:
+            return _HIGHEST
         if self.is_cast and self.float32_paths:
             pairs = (f'(r"{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
             return f"policy.with_overrides({', '.join(pairs)})"
@@ -222,14 +242,14 @@ def _pattern(path: str) -> str:
 
 def _lines(report: SensitivityReport) -> Iterator[str]:
     errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
-    yield from wrapped(f"relative errors with everything in {report.dtype}: {errors}")
+    yield from wrapped(f"relative errors with {_everything(report)}: {errors}")
     if report.loss_scale != 1:
         yield f"with a loss scale of {report.loss_scale:g}"
     yield ""
     if report.columns:
         yield from _columns(report.columns)
         yield ""
-    yield from _table(report.modules[:_ROWS])
+    yield from _table(report.modules[:_ROWS], f"alone in {report.narrow}")
     if len(report.modules) > _ROWS:
         yield f"  and {len(report.modules) - _ROWS} more in `report.modules`"
     yield ""
@@ -241,6 +261,15 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
         yield ""
         for note in report.notes:
             yield from wrapped(f"note: {note}", "", "  ")
+
+
+def _everything(report: SensitivityReport) -> str:
+    """Says what is rounded."""
+    narrow = f"everything in {report.dtype}" if report.dtype else ""
+    products = _NAMES.get(str(report.float32_products), "")
+    if products:
+        products = f"float32 products at default precision in {products}"
+    return " and ".join(filter(None, (narrow, products)))
 
 
 def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
@@ -256,7 +285,7 @@ def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
         yield f"    and {len(columns) - _COLUMNS} more in `report.columns`"
 
 
-def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
+def _table(rows: tuple[ModuleSensitivity, ...], alone: str) -> Iterator[str]:
     cells = [
         (
             row.name,
@@ -269,7 +298,7 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
         for row in rows
     ]
     width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
-    yield f"  {'':<{width}}  {'alone in 16 bits':>18}  {'alone in float32':>18}"
+    yield f"  {'':<{width}}  {alone:>18}  {'alone in float32':>18}"
     head = ("module", *["loss", "gradients"] * 2, "FLOPs")
     for name, *numbers in (head, *cells):
         if len(name) > width:  # what `float32_paths` takes is not cut
@@ -282,15 +311,25 @@ def _table(rows: tuple[ModuleSensitivity, ...]) -> Iterator[str]:
 def _conclusion(report: SensitivityReport) -> str:
     limit = f"{report.tolerance:g}"
     if not report.line and report.meets_tolerance:
-        return f"Nothing needs float32: both errors are at most {limit}."
+        need = "all digits of float32" if report.in_float32 else "float32"
+        return f"Nothing needs {need}: both errors are at most {limit}."
     with_paths = (report.loss_with_paths, report.gradients_with_paths)
     loss, gradients = map(_error, report.measured or with_paths)
     errors = f"loss {loss}, gradients {gradients}"
-    if report.is_cast and report.meets_tolerance:
+    if report.in_float32 and report.meets_tolerance:
+        paths = " and ".join(f"`{path}`" for path in report.float32_paths)
         return (
+            f"With all digits of float32 in {paths}, both errors are at most {limit}: "
+            f"{errors}. Put this line around the code of each:"
+        )
+    if report.is_cast and report.meets_tolerance:
+        text = (
             f"In float32, these modules should bring both errors to at most {limit}: "
             f"{errors}. Run again with the policy below to see."
         )
+        if report.float32_products:
+            text += f" For all digits on the device, put `{_HIGHEST}` around them, too."
+        return text
     if report.meets_tolerance:
         kept = {
             "In float32": report.float32_paths,
@@ -310,9 +349,10 @@ def _conclusion(report: SensitivityReport) -> str:
     text = f"No choice of modules brings both errors to at most {limit}: {errors}."
     if rest and max(row.alone for row in rest) > report.tolerance:
         worst = max(rest, key=lambda row: row.alone)
+        cure = _HIGHEST if report.in_float32 else "jaxmp.float32_region"
         text += (
             f" What is left is in {worst.name}: name its parts with "
-            "`jax.named_scope`, or put `jaxmp.float32_region` around them."
+            f"`jax.named_scope`, or put `{cure}` around them."
         )
     return text
 

@@ -22,7 +22,8 @@ from ._jaxpr import Equation
 from ._numbers import Numbers
 from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ._places import Place
-from ._products import PRODUCTS, flops
+from ._precision import Float32Products, rounded_by_device
+from ._products import PRODUCTS, flops, is_rounded_by_device
 from ._readers import Parts, Readers
 from ._scopes import (
     AUTOCAST,
@@ -38,6 +39,9 @@ _KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
 
 class Program:
     """A jaxpr with a switch for each module path in it that touches 16 bits.
+
+    If it is for a device that rounds the operands of float32 products, the switch of
+    their module is for that, too.
 
     Attributes:
         parts: The module paths, in the order of the program; empty for what is in no
@@ -59,6 +63,7 @@ class Program:
         arrays: Sequence[Any],
         depth: int | None = None,
         numbers: Numbers | None = None,
+        float32_products: Float32Products | None = None,
     ):
         """Looks for the parts.
 
@@ -69,10 +74,13 @@ class Program:
             depth: How many names of a module path tell one part from another; None is
                 all of them.
             numbers: Those in the code that 16 bits have eaten.
+            float32_products: What a device makes of the operands of float32 products
+                that name no precision; None is float32.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
+        self.float32_products = float32_products
         self.flops: dict[str, float] = {}
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
@@ -88,7 +96,7 @@ class Program:
             if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes
-            if narrow or SATURATED in place.scopes:
+            if narrow or SATURATED in place.scopes or self.rounds_operands(eqn):
                 parts[part] = None
                 self.flops[part] = self.flops.get(part, 0.0) + found
                 self._note(eqn, place)
@@ -134,6 +142,10 @@ class Program:
         frame = _Frame(self, switches)
         values = [given(x) for x in arrays]
         return [x.array for x in frame.run(self.jaxpr, values, self.around)]
+
+    def rounds_operands(self, eqn: Equation) -> bool:
+        """Whether the device rounds the operands of a product in float32."""
+        return self.float32_products is not None and is_rounded_by_device(eqn)
 
     def part_of(self, place: Place) -> str:
         """Returns the module path of a place, the names that count."""
@@ -194,6 +206,8 @@ class _Frame(WideReplay):
             narrow, part = _together(read)
             outs = bind_wide(eqn, [x.array for x in ins])
             return [Value(x, narrow, part) for x in outs]
+        if self.program.rounds_operands(eqn):
+            ins = self.rounded_by_device(ins, place)
         if not read and not any(is_narrow(x.aval) for x in eqn.outvars):
             return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
         part = self.program.part_of(place)
@@ -231,6 +245,14 @@ class _Frame(WideReplay):
             number, switch = self.float8[part]
             return switch, number
         return switch, owner
+
+    def rounded_by_device(self, ins: list[Value], place: Place) -> list[Value]:
+        """Returns the operands of a float32 product, and what else it takes."""
+        switch = self.switches[self.numbers[self.program.part_of(place)]]
+        kind: Any = self.program.float32_products
+        operands = [jnp.asarray(x.array) for x in ins[:2]]
+        rounded = [jnp.where(switch, rounded_by_device(x, kind), x) for x in operands]
+        return [*map(Value, rounded), *ins[2:]]
 
     def limited(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Returns the inputs of a clip to the range of 16 bits, or of its derivative.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import _jaxpr
+from ._dtypes import is_narrow
 from ._jaxpr import Equation
 from ._places import Place
 from ._products import PRODUCTS
@@ -136,8 +137,10 @@ def bodies_of(eqn: Equation, platform: str) -> list[Any]:
     # A product of 16-bit operands is widened first on a CPU, which gives the same
     # numbers. The other branch says what is rounded.
     for body in bodies:
-        names = [x.primitive.name for x in _jaxpr.open_jaxpr(body).eqns]
-        if len(names) == 1 and names[0] in PRODUCTS:
+        first, *rest = _jaxpr.open_jaxpr(body).eqns or [None]
+        if first is None or rest or first.primitive.name not in PRODUCTS:
+            continue
+        if any(is_narrow(x.aval) for x in first.invars):
             return [body]
     return [_jaxpr.chosen_branch(eqn, platform)]
 

@@ -368,7 +368,9 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     low, high = min(seen) / 2, max(seen) * 2
     alone = [min(row.alone, high) for row in rows]
     without = [min(row.without, high) for row in rows]
-    left.barh(places - 0.2, alone, 0.38, **{**_FORWARD, "label": "alone in 16 bits"})
+    left.barh(
+        places - 0.2, alone, 0.38, **{**_FORWARD, "label": f"alone in {report.narrow}"}
+    )
     left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "alone in float32"})
     label = f"tolerance ({report.tolerance:g})"
     left.axvline(report.tolerance, **_SCALED, label=label)
@@ -384,7 +386,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
     right.set_xlabel("% of the FLOPs")
     right.tick_params(labelleft=False)
-    _set_title(left, "Error of each module in 16 bits")
+    _set_title(left, f"Error of each module in {report.narrow}")
     if figure is not None:
         below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
         figure.legend(handles=left.get_legend_handles_labels()[0], **below)
