@@ -128,7 +128,8 @@ class SensitivityReport:
         loss_with_paths: Error of the loss with these paths.
         gradients_with_paths: Error of the gradients with these paths.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
-            against the function as it stands. None for a function that casts by itself.
+            against the function as it stands. None for a function that casts by itself,
+            and for one in float32.
         is_cast: Whether the function casts by itself. Then overrides of its policy keep
             modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
