@@ -29,8 +29,8 @@ from .measure import IN_A_HURRY
 FACTOR = 4.0
 ULPS = 2.0
 DRAWS = 8  # of weights and data: errors are medians over them
-# The loss is multiplied by the first that keeps the step cast by hand in range. A larger
-# one keeps more gradients above the smallest number of float16.
+# The loss is multiplied by the first that keeps the step cast by hand in range. A large
+# one keeps gradients above the smallest number of float16.
 LOSS_SCALES = 256.0, 1.0, 2.0**-8, 2.0**-16
 # Rounds where the program says, and nowhere else.
 AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
