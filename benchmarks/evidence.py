@@ -153,7 +153,8 @@ def _costs(forms: Mapping[str, Row]) -> Iterator[str]:
 
 def _errors() -> Iterator[str]:
     found = _read("price")
-    yield ERROR
+    if any("errors" in title for title in found):
+        yield ERROR
     for dtype in ("bfloat16", "float16"):
         if f"{dtype}, errors" not in found:
             continue

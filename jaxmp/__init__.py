@@ -21,7 +21,8 @@ Gradients   value_and_grad grad gather init_shardings
 Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
             scalars unscale all_finite select_tree
-Dtypes      audit assert_16bit DtypeReport Leak Kept Hazard
+Dtypes      explain Explanation ExplainedLine
+            audit assert_16bit DtypeReport Leak Kept Hazard
 Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity RoundedColumn
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
@@ -38,6 +39,8 @@ import sys as _sys
 import typing as _typing
 
 from ._blocks import Int8Blocks as Int8Blocks
+from ._explain_report import ExplainedLine as ExplainedLine
+from ._explain_report import Explanation as Explanation
 from ._exponents import RecordRangesState as RecordRangesState
 from ._exponents import exponent_histogram as exponent_histogram
 from ._exponents import record_ranges as record_ranges
@@ -90,6 +93,8 @@ from ._version import __version__ as __version__
 __all__ = [
     "DEFAULT_OPS",
     "DtypeReport",
+    "ExplainedLine",
+    "Explanation",
     "Fault",
     "Hazard",
     "Int8Blocks",
@@ -118,6 +123,7 @@ __all__ = [
     "cast_tree",
     "check_loss_scale",
     "dynamic_loss_scale",
+    "explain",
     "exponent_histogram",
     "find_overflow",
     "float32_region",
@@ -151,7 +157,7 @@ __all__ = [
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
     *("_op_lists", "_autocast.autocast", "_audit", "_activations", "_overflow"),
-    "_sensitivity",
+    *("_explain", "_sensitivity"),
 )
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 
@@ -161,6 +167,7 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._audit import audit as audit
     from ._autocast.autocast import autocast as autocast
     from ._autocast.autocast import float32_region as float32_region
+    from ._explain import explain as explain
     from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
     from ._op_lists import OpLists as OpLists
     from ._overflow import find_overflow as find_overflow

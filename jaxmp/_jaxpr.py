@@ -635,8 +635,8 @@ def manual_axes(eqn: JaxprEqn) -> Any:
 
 def frames(
     eqn: JaxprEqn, is_wanted: Callable[[str], bool] = lambda file: True
-) -> Iterator[tuple[str, int, int]]:
-    """Yields file, line and bytecode position of the Python calls that wrote ``eqn``.
+) -> Iterator[tuple[str, int, int, str]]:
+    """Yields file, line, bytecode position and function of the calls behind ``eqn``.
 
     Innermost first, and only those in files that are wanted, as it takes long to find a
     line. JAX may have cut the outer end, never the inner one.
@@ -645,7 +645,8 @@ def frames(
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
             if is_wanted(code.co_filename):
-                yield code.co_filename, _line(code, instruction), instruction
+                line = _line(code, instruction)
+                yield code.co_filename, line, instruction, code.co_qualname
 
 
 @functools.cache
@@ -659,6 +660,14 @@ def function_of(jaxpr: Any) -> tuple[str, str]:
     """Returns name and place of the function behind a jaxpr, empty if unknown."""
     name, _, place = open_jaxpr(jaxpr).debug_info.func_src_info.partition(" at ")
     return name, place
+
+
+def written_in(jaxpr: Any, like: Any) -> Any:
+    """Returns a jaxpr that says of itself to be the function behind another."""
+    body = open_jaxpr(jaxpr)
+    behind = open_jaxpr(like).debug_info.func_src_info
+    body = body.replace(debug_info=body.debug_info._replace(func_src_info=behind))
+    return jaxpr.replace(jaxpr=body) if isinstance(jaxpr, ClosedJaxpr) else body
 
 
 def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:

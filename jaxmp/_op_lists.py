@@ -213,6 +213,28 @@ TOTALS = frozenset({"reduce_sum"})
 REMAINDERS = frozenset({"rem"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
+# What an explanation calls operations; of all others it has the name of the primitive.
+_WORDS: dict[str, frozenset[str]] = {
+    "a matmul": PRODUCTS,
+    "an exponential": EXPS,
+    "a logarithm": frozenset({"log", "log1p", "log2"}),
+    "a root": frozenset({"sqrt", "rsqrt", "cbrt"}),
+    "a sum": TOTALS,
+    "a running sum": frozenset({"cumsum"}),
+    "a maximum": frozenset({"reduce_max", "max"}),
+    "a minimum": frozenset({"reduce_min", "min"}),
+    "a division": frozenset({"div"}),
+    "a difference": frozenset({"sub"}),
+    "a square": frozenset({"square"}),
+    "a power": frozenset({"pow", "integer_pow"}),
+    "a comparison": EQUALITIES | ORDERS,
+    "a solver": frozenset(_SOLVE.split()) - {"fft"},
+    "a cast": frozenset({"convert_element_type"}),
+    "an addition": frozenset({"add", "add_any"}),
+    "a multiplication": FACTORS,
+}
+_IN_WORDS = {name: words for words, names in _WORDS.items() for name in names}
+
 # What is known of numbers while tracing. With NumPy, because evaluating with JAX while
 # tracing fails inside `shard_map`.
 FOLDS: dict[str, Callable] = {
@@ -277,6 +299,12 @@ def divisor(eqn: Equation) -> int | None:
 def is_iota(eqn: Equation) -> bool:
     """Whether ``eqn`` makes an array that counts, from nothing."""
     return eqn.primitive.name == "iota"
+
+
+def in_words(eqn: Equation) -> str:
+    """Returns what an explanation calls an operation."""
+    name = eqn.primitive.name
+    return _IN_WORDS.get(name, name)
 
 
 def given_name(eqn: Equation) -> str | None:

@@ -7,6 +7,7 @@ that called it may be.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import re
@@ -18,7 +19,7 @@ import jax
 
 from . import _jaxpr, _scopes
 
-Frame = tuple[str, int, int]  # file, line, position in the bytecode
+Frame = tuple[str, int, int, str]  # file, line, position in the bytecode, function
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
@@ -34,6 +35,7 @@ _TRACING = tuple(
     f"{_OWN}_{name}.py"
     for name in (
         "audit",
+        "explain",
         "flatten",
         "in_float32",
         "overflow",
@@ -151,7 +153,10 @@ def caller() -> Frame | None:
     frame = sys._getframe()
     while frame and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame and (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+    if frame is None:
+        return None
+    code = frame.f_code
+    return code.co_filename, frame.f_lineno, frame.f_lasti, code.co_qualname
 
 
 def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:
@@ -162,6 +167,34 @@ def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:
         if is_users(frame[0]):
             return frame, author
     return None, author
+
+
+# What a user calls by name: the rest of a library is between that and the operation.
+_CALLED_BY_NAME = re.compile(
+    r"[/\\](jax[/\\]_src[/\\](nn|numpy|scipy|image)"
+    r"|flax[/\\](linen|nnx[/\\]nn)|optax[/\\]losses)[/\\]"
+)
+_OPERATORS = re.compile(
+    r"[/\\](array_methods|ufuncs|ufunc_api|lax_numpy|indexing|module|transforms|summary|util"
+    r"|hijax|dtypes|tensor_contractions)\.py$"
+)
+
+
+def library_function(eqn: _jaxpr.Equation) -> str:
+    """Returns the function of a library that the user's line calls, empty if none."""
+    found = ""
+    for file, *_, function in frames_below_users(eqn):
+        function = function.partition(".<locals>")[0]
+        if _CALLED_BY_NAME.search(file) and not _OPERATORS.search(file):
+            found = found if function == "<lambda>" else function
+    found = found.removesuffix(".__call__")
+    return found.rpartition(".")[2].strip("_")
+
+
+def frames_below_users(eqn: _jaxpr.Equation) -> tuple[Frame, ...]:
+    """Returns the frames of libraries, from an operation to the user's line."""
+    frames = _jaxpr.frames(eqn)
+    return tuple(itertools.takewhile(lambda frame: not is_users(frame[0]), frames))
 
 
 @functools.cache

@@ -37,9 +37,8 @@ def computes(eqn: _jaxpr.Equation) -> bool:
 def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     """Returns why autocast did not take ``eqn`` in 16 bits."""
     name = eqn.primitive.name
-    for scope in place.scopes:
-        if scope in _SCOPES:
-            return _SCOPES[scope]
+    if told := why_by_scopes(place.scopes):
+        return told
     if is_product:
         return _why_product(eqn, place)
     if is_steep_power(eqn):
@@ -51,6 +50,11 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     if name in DEFAULT_OPS.allow:
         return "no matrix product"
     return "in no list"
+
+
+def why_by_scopes(scopes: _scopes.Scopes) -> str:
+    """Returns what the user or our marks say of some scopes, empty if nothing."""
+    return next((_SCOPES[scope] for scope in scopes if scope in _SCOPES), "")
 
 
 def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:

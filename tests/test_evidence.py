@@ -84,21 +84,6 @@ def test_the_price_on_the_performance_page_was_counted():
         assert f"({cost:.2f})" in page
 
 
-def test_the_errors_on_the_performance_page_were_measured():
-    rows = results("price")["bfloat16, errors"]["rows"]
-    ratios = {
-        row["network"]: row["gradient, autocast"] / row["gradient, dtype="]
-        for row in rows
-    }
-    nearer = [name for name, ratio in ratios.items() if ratio < 1]
-    page = words(PERFORMANCE)
-    assert f"on {len(nearer)} of {len(ratios)} small networks" in page
-    assert round(ratios["llama"], 2) == 1
-    assert "The Llama is level" in page
-    further = ratios["deep set with a maximum"] - 1
-    assert f"maximum is {further:.0%} further away" in page
-
-
 def test_the_tracing_on_the_performance_page_was_measured():
     (row,) = [
         x for x in results("host")["tracing"]["rows"] if x["step"] == "jaxmp autocast"

@@ -196,6 +196,11 @@ SLIPS = {
         lambda: jaxmp.audit(MODEL),
         r"`audit\(model.apply\)\(params, x\)`",
     ),
+    "explain a result": (lambda: jaxmp.explain(X), r"`explain\(fun\)\(\*args\)`"),
+    "explain a model": (
+        lambda: jaxmp.explain(MODEL),
+        r"`explain\(model.apply\)\(params, x\)`",
+    ),
     "activations of a model": (
         lambda: jaxmp.linen.activation_gradients(MODEL),
         "Pass the loss",
@@ -226,6 +231,10 @@ SLIPS = {
     "audit": (
         lambda: jaxmp.audit(loss_fn, PARAMS, X),
         r"^Type `jaxmp.audit\(fun\)\(\*",
+    ),
+    "explain": (
+        lambda: jaxmp.explain(loss_fn, PARAMS, X),
+        r"^Type `jaxmp.explain\(fun\)\(\*",
     ),
     "find_overflow": (
         lambda: jaxmp.find_overflow(loss_fn, PARAMS),
@@ -531,7 +540,8 @@ def test_what_the_answers_say_to_type_works():
 
 
 @pytest.mark.parametrize(
-    "report", [jaxmp.audit, jaxmp.find_overflow, jaxmp.sensitivity]
+    "report",
+    [jaxmp.audit, jaxmp.explain, jaxmp.find_overflow, jaxmp.sensitivity],
 )
 def test_a_report_that_is_not_called_says_so_when_it_is_printed(report):
     expected = f"<function jaxmp.{report.__name__}(loss_fn), to be called with the"

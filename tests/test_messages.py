@@ -205,6 +205,7 @@ WRAPPERS = {
     "autocast": jaxmp.autocast,
     "activation_gradients": jaxmp.activation_gradients,
     "audit": jaxmp.audit,
+    "explain": jaxmp.explain,
     "sensitivity": jaxmp.sensitivity,
 }
 

@@ -23,7 +23,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_other_names"},
+    {"_version", "_checks", "_explaining", "_other_names"},
     {
         "_dtypes",
         "_equinox",
@@ -51,6 +51,7 @@ ROWS = [
         "_flatten",
         "_overflow_report",
         "_sensitivity_report",
+        "_explain_report",
     },
     {"_sums", "_columns", "_fp8", "_precision"},
     {
@@ -83,10 +84,10 @@ ROWS = [
     {"_gather", "_promoted", "_ungathered"},
     {"_differentiate", "_trails", "_limits", "_readers"},
     {"_switches"},
-    {"_table"},
+    {"_table", "_flow"},
     {"_probe"},
     {"_autocast", "_audit", "_activations", "_overflow"},
-    {"_cast_notes"},
+    {"_cast_notes", "_explain"},
     {"_grad"},
     {"_sensitivity"},
     {"linen", "nnx", "plots"},
@@ -99,6 +100,7 @@ ROOMS = {
         {"needs", "rules", "twins"},
         {"classes", "loops", "scans", "values"},
         {"definitions"},
+        {"steps"},
         {"endings", "gates", "hoisting", "moments", "order"},
         {"passes"},
         {"decisions", "float8", "storage", "transfer"},

@@ -96,6 +96,7 @@ reveal_type(jaxmp.autocast(loss_fn))  # SIGNATURE -> Array
 reveal_type(jaxmp.with_policy(loss_fn, policy))  # SIGNATURE -> Array
 reveal_type(jaxmp.float32_region(loss_fn))  # SIGNATURE -> Array
 reveal_type(jaxmp.audit(loss_fn))  # SIGNATURE -> DtypeReport
+reveal_type(jaxmp.explain(loss_fn))  # SIGNATURE -> Explanation
 reveal_type(jaxmp.grad(loss_fn))  # SIGNATURE -> Any
 reveal_type(jaxmp.autocast(grad_fn, policy))  # SIGNATURE -> tuple[Any, Any]
 reveal_type(jaxmp.activation_gradients(loss_fn))  # SIGNATURE -> dict[str, Array]
@@ -182,6 +183,7 @@ WRAPPERS = (
     jaxmp.activation_gradients,
     jaxmp.audit,
     jaxmp.autocast,
+    jaxmp.explain,
     jaxmp.find_overflow,
     jaxmp.float32_region,
     jaxmp.grad,

@@ -136,6 +136,7 @@ RIGHT = {
     "a number": jax.jit(jaxmp.grad(loss, loss_scale=2.0**15)),
     "a NumPy number": jax.jit(jaxmp.grad(loss, loss_scale=np.float32(8))),
     "audit": jaxmp.audit(jaxmp.grad(cast_loss, loss_scale=STATE)),
+    "explain": jaxmp.explain(jaxmp.grad(cast_loss, loss_scale=STATE)),
     "find_overflow": jaxmp.find_overflow(jaxmp.grad(cast_loss, loss_scale=STATE)),
     "the state as an argument": lambda *args: jax.jit(
         lambda s, *args: jaxmp.grad(loss, loss_scale=s)(*args)

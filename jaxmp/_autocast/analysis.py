@@ -22,6 +22,8 @@ from .._scopes import (
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
+    KEPT_FOR_MOMENTS,
+    KEPT_TO_END,
     PRECISION,
     Scopes,
     inside,
@@ -30,7 +32,7 @@ from .._scopes import (
     is_under,
     marks,
 )
-from . import classes, needs
+from . import classes, needs, rules
 from .classes import Class
 from .loops import accumulated, on_path
 from .needs import Need
@@ -53,7 +55,9 @@ class Plan(NamedTuple):
     eqns: Sequence[Equation]
     kinds: Sequence[Class]
     outs: Sequence[tuple[Need, ...]]  # needs of what each equation returns
+    ins: Sequence[Sequence[Need]]  # what each equation needs of its inputs
     needs: dict[Any, Need]  # of every variable that somebody reads
+    path: frozenset[Any]  # between what a trip is given and what it adds up
 
 
 class Trip(NamedTuple):
@@ -141,6 +145,13 @@ class Analysis:
         refers = _jaxpr.call_kind(eqn) and _jaxpr.takes_reference(eqn)
         return KEPT_BY_REFERENCE if refers else None
 
+    def keeps(self, eqn: Equation, scopes: Scopes) -> int | None:
+        """Returns the rule by which ``scopes``, or the user, keep ``eqn``."""
+        if KEPT_TO_END in scopes or KEPT_FOR_MOMENTS in scopes:
+            return rules.ENDS
+        is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
+        return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
+
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of ``scopes`` on which a plan depends."""
         if self.is_kept(scopes):
@@ -222,17 +233,18 @@ class Analysis:
         for var, one in zip(body.outvars, trip.wanted, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
-        kinds, outs = [], []
+        kinds, outs, ins = [], [], []
         for eqn in reversed(eqns):
             kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
             read = tuple([need[var] for var in eqn.outvars])
             kinds.append(kind)
             outs.append(read)
             found = self._needs(eqn, kind, read, around)
+            ins.append(found)
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Plan(eqns, kinds[::-1], outs[::-1], need)
+        return Plan(eqns, kinds[::-1], outs[::-1], ins[::-1], need, path)
 
     def equations(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
         """Returns the equations of a jaxpr as the rewrites leave them."""

@@ -21,6 +21,7 @@ from .._around import (
     warn_if_unscaled,
 )
 from .._checks import check_function, clipped, explains, short, warn
+from .._explaining import listener
 from .._in_float32 import casts_do_nothing
 from .._kept_state import haiku_state_kept, linen_state_kept
 from .._modules import with_module_scopes
@@ -119,13 +120,15 @@ def autocast(
         )
     cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
     checked = refuse_lost_updates("autocast", cure, fun)
-    caster = Caster(
+    make_caster = functools.partial(
+        Caster,
         dtype,
         ops,
         _as_precisions(float32_paths),
         float8=float8,
         bfloat16_paths=bfloat16_paths,
     )
+    caster = make_caster()
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
 
     @functools.wraps(fun, updated=())
@@ -133,7 +136,9 @@ def autocast(
         if casts_do_nothing():
             return fun(*args, **kwargs)
         end_look()
-        cast = caster.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
+        told = listener()
+        used = caster if told is None else make_caster(listener=told)
+        cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
             result = cast(*args, **kwargs)
         warn_if_unscaled(dtype, result)

@@ -12,6 +12,7 @@ from .analysis import Analysis, Flags, Trip
 from .customs import Customs, End
 from .needs import Need
 from .scans import scanned
+from .steps import Step
 from .values import Known, Value
 
 
@@ -32,14 +33,15 @@ class Calls(Customs):
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of ``scopes`` on which the replay of a jaxpr depends."""
 
-    def call(self, step: Any, ins: list[Value]) -> list[Value]:
-        """Replays an equation that holds jaxprs, going inside where that matters."""
-        eqn = step.eqn
-        matters = any(map(self.analysis.matters, _jaxpr.sub_jaxprs(eqn)))
+    def enters(self, step: Step, ins: list[Value]) -> bool:
+        """Whether something is to be decided in the jaxprs that an equation holds."""
+        matters = any(map(self.analysis.matters, _jaxpr.sub_jaxprs(step.eqn)))
         matters |= any([value.known.half for value in ins])
-        if not matters and not any(map(needs.is_kept, step.read)):
-            return self.untouched(eqn, ins)
-        scopes = inside(eqn, step.around)
+        return matters or any(map(needs.is_kept, step.read))
+
+    def call(self, step: Step, ins: list[Value]) -> list[Value]:
+        """Replays an equation that holds jaxprs by going inside."""
+        eqn, scopes = step.eqn, inside(step.eqn, step.around)
         match _jaxpr.call_kind(eqn):
             case "custom_jvp":
                 return self.custom_jvp(eqn, ins, step.read, scopes)
@@ -88,7 +90,7 @@ class Calls(Customs):
             return self.results(eqn, arrays)
         return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
 
-    def loop(self, step: Any, ins: list[Value], scopes: Scopes) -> list[Value]:
+    def loop(self, step: Step, ins: list[Value], scopes: Scopes) -> list[Value]:
         """Replays a loop, which carries 16 bits where each trip would round anyway."""
         eqn, read = step.eqn, step.read
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
@@ -224,7 +226,8 @@ class Calls(Customs):
                 aval.update(dtype=self.dtype, weak_type=False) if k.half else aval
                 for aval, k in zip(_jaxpr.in_avals(jaxpr), known, strict=True)
             ]
-            memo[key] = Rewritten(_jaxpr.trace(replayed, avals), tuple(known_outs))
+            new = _jaxpr.written_in(_jaxpr.trace(replayed, avals), jaxpr)
+            memo[key] = Rewritten(new, tuple(known_outs))
         return memo[key]
 
     def as_end(self, out: Value, end: End) -> Value:

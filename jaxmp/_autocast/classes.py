@@ -163,6 +163,11 @@ def is_product_of_any_kind(eqn: Equation) -> bool:
     return eqn.primitive.name in PRODUCTS
 
 
+def is_told(eqn: Equation) -> bool:
+    """Whether an equation is a product that asks for a precision of its own."""
+    return is_product_of_any_kind(eqn) and not has_default_precision(eqn)
+
+
 def is_outer(eqn: Equation) -> bool:
     """Whether a product multiplies entries and sums none up."""
     return is_product_of_any_kind(eqn) and not is_matrix_product(eqn)

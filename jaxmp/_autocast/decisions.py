@@ -14,6 +14,7 @@ from .._scopes import KEPT_FOR_DIFFERENCE, KEPT_FOR_DIGITS, KEPT_IN_LOOP
 from . import classes, needs, rules
 from .classes import Class
 from .needs import Need
+from .steps import Step
 from .values import Value
 
 How = Literal[
@@ -39,34 +40,30 @@ class Decision(NamedTuple):
 
     how: How
     rule: int
+    computed_by: int = rules.FLOAT32  # the rule by which what is stored is float32
+
+
+# Of an equation in which each equation is decided.
+INSIDE = Decision("inside", rules.FLOAT32)
 
 
 def decide(
-    eqn: Equation,
-    kind: Class,
-    ins: Sequence[Value],
-    need: Need,
-    dtype: np.dtype,
-    *,
-    back: bool,
+    step: Step, ins: Sequence[Value], dtype: np.dtype, *, kept: int | None
 ) -> Decision:
     """Decides how an equation runs.
 
     Args:
-        eqn: The equation.
-        kind: Its class.
+        step: The equation, its class, and what its readers need.
         ins: Its inputs.
-        need: What the readers of its outputs need.
         dtype: The 16-bit dtype.
-        back: Whether it belongs to the backward pass.
+        kept: The rule by which its scopes keep it as it was written, None if none does.
     """
-    if kind == "call":
-        return Decision("inside", rules.FLOAT32)
+    eqn, kind, need = step.eqn, step.kind, step.need
     if not any(map(is_float32, eqn.outvars)):
         return Decision("float32", rules.AS_WRITTEN)
     half = needs.is_half(need)
     if kind == "product":
-        return Decision("half" if half else "float32", _of_float32(need, rules.PRODUCT))
+        return Decision("half" if half else "float32", _of_float32(step, rules.PRODUCT))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         return Decision("half", rules.FOLLOWS)
     if kind == "smooth" and half and classes.does(eqn).joins:
@@ -74,19 +71,20 @@ def decide(
         if how is not None:
             return Decision(how, rule)
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
-    if sums and back and is_sent_back(eqn, ins):
+    if sums and step.back and is_sent_back(eqn, ins):
         return Decision("stored", rules.KEPT)
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
-        return Decision("stored", rules.KEPT)
+        return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
-        if back and needs.is_rounded_for_products(need) and ins[0].is_float32():
+        if step.back and needs.is_rounded_for_products(need) and ins[0].is_float32():
             return Decision("half", rules.KEPT)
         if classes.gathers(eqn):  # devices send one another 16 bits
             return Decision("stored", rules.KEPT)
-    return Decision("float32", _of_float32(need, rules.FLOAT32))
+    usual = rules.FOLLOWS if kind == "exact" else rules.FLOAT32
+    return Decision("float32", kept or _of_float32(step, usual))
 
 
 def is_sent_back(eqn: Equation, ins: Sequence[Value]) -> bool:
@@ -118,9 +116,12 @@ def is_copied(eqn: Equation, kind: Class, ins: Sequence[Value]) -> bool:
     return bool(computed) and all(x.copied for x in computed)
 
 
-def _of_float32(need: Need, usual: int) -> int:
+def _of_float32(step: Step, usual: int) -> int:
     """Returns by which rule something is float32, if its readers decide that."""
-    if needs.has_gate(need):
+    need = step.need
+    if needs.has_region(need):
+        return usual  # what the user keeps, or nobody knows, reads it as it is
+    if step.is_summed or needs.has_gate(need):
         return rules.LOOP
     return rules.DIGITS if needs.has_digits(need) else usual
 

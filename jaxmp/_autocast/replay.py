@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,50 +14,24 @@ from .. import _jaxpr
 from .._flatten import ARRAY, arrays_of, with_arrays
 from .._fp8 import multiplied
 from .._jaxpr import Equation, is_float32, is_inexact
-from .._op_lists import Definition, OpLists
+from .._op_lists import OpLists
 from .._precision import at_precision, own_precisions, with_default_precision
 from .._product_rules import accumulated, rounded
 from .._products import with_precision
 from .._reducers import bind_narrow
-from .._scopes import Scopes, check_paths, is_backward
+from .._scopes import Scopes, check_paths
 from . import classes, needs, storage
 from .analysis import NO_PATHS, Analysis, Trip
 from .calls import Calls
-from .classes import Class
-from .decisions import REASONS, Decision, decide, is_copied, is_sent_back
+from .decisions import INSIDE, REASONS, Decision, decide, is_copied, is_sent_back
 from .definitions import definitions_of
 from .float8 import Float8
-from .needs import Need
+from .steps import Step
 from .values import Known, Value, cast, given, literal, saturated
 
-
-class Step(NamedTuple):
-    """An equation, and what its replay depends on beside its inputs."""
-
-    eqn: Equation
-    kind: Class
-    read: tuple[Need, ...]
-    scopes: Scopes  # around the jaxpr
-    definition: Definition
-
-    @property
-    def around(self) -> Scopes:
-        """The scopes around the equation, with its own."""
-        return self.scopes + _jaxpr.scope_names(self.eqn)
-
-    @property
-    def back(self) -> bool:
-        """Whether the equation belongs to the backward pass."""
-        return is_backward(self.eqn, self.scopes)
-
-    @property
-    def need(self) -> Need:
-        """What the readers of its outputs need."""
-        return functools.reduce(int.__or__, self.read, needs.NOTHING)
-
-
-# Told of every equation, in the order of the program, what was decided.
-Listener = Callable[[Step, Decision], None]
+# Told of every equation, in the order of the program, what was decided. What the
+# equation becomes is emitted in the scope that it returns, if any.
+Listener = Callable[[Step, Decision], str | None]
 
 
 class Caster(Calls):
@@ -165,13 +139,13 @@ class Caster(Calls):
         flags = tuple([value.known.given for value in values])
         plan = self.analysis.plan(jaxpr, trip, scopes, flags)
         definition = definitions_of(plan.eqns)
-        planned = zip(plan.kinds, plan.outs, strict=True)
+        planned = zip(plan.kinds, plan.outs, plan.ins, strict=True)
         stacks: dict[tuple[int, int], Any] = {}
         # Most jaxprs have one context, to be entered once.
         nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
 
         def apply(eqn, ins):
-            step = Step(eqn, *next(planned), scopes, definition)
+            step = Step(eqn, *next(planned), scopes, plan.path, definition)
             context = nothing if shared else _jaxpr.context_of(eqn)
             with _jaxpr.located_at(eqn, stacks), context:
                 return self.apply(step, ins)
@@ -183,21 +157,32 @@ class Caster(Calls):
 
     def apply(self, step: Step, ins: list[Value]) -> list[Value]:
         """Replays one equation."""
-        decision = decide(
-            step.eqn, step.kind, ins, step.need, self.dtype, back=step.back
-        )
-        if self.listener is not None:
-            self.listener(step, decision)
-        if decision.how == "inside":
-            outs = self.call(step, ins)
-        elif step.kind == "product" or self.why_16bit(step, ins) is None:
+        enters = step.kind == "call" and self.enters(step, ins)
+        decision = INSIDE if enters else self.decide(step, ins)
+        scope = None if self.listener is None else self.listener(step, decision)
+        if enters:  # and each equation inside has a scope of its own
+            return self.call(step, ins)
+        with _in_scope(scope):
+            return self.applied(step, ins, decision)
+
+    def decide(self, step: Step, ins: list[Value]) -> Decision:
+        """Decides how an equation runs that is not gone into."""
+        kept = None
+        if step.kind == "keep":
+            kept = self.analysis.keeps(step.eqn, step.around)
+        return decide(step, ins, self.dtype, kept=kept)
+
+    def applied(self, step: Step, ins: list[Value], decision: Decision) -> list[Value]:
+        """Replays one equation as it was decided."""
+        if step.kind == "call":
+            return self.untouched(step.eqn, ins)
+        if step.kind == "product" or self.why_16bit(step, ins) is None:
             outs = self.results(step.eqn, self.product(step, ins, decision))
         elif decision.how == "half":
             outs = self.results(step.eqn, self.in_16_bits(step.eqn, ins))
         else:
             outs = self.in_float32(step, ins, decision)
-        if decision.how != "inside":
-            _note(step, ins, outs)
+        _note(step, ins, outs)
         return outs
 
     def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
@@ -282,7 +267,7 @@ class Caster(Calls):
         self, step: Step, ins: list[Value], decision: Decision
     ) -> list[Value]:
         """Applies an equation as it was written, and stores what it returns."""
-        eqn, (how, _) = step.eqn, decision
+        eqn, how = step.eqn, decision.how
         if classes.retypes(eqn) and ins[0].known.half:
             return [ins[0]]
         if how == "stored" and step.kind == "exact":

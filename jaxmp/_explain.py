@@ -1,0 +1,299 @@
+"""What each line of a program computes, in which dtype, and by which rule.
+
+The function is traced, never run. Autocast functions in it tell what they decide, and
+the program that comes of it (:mod:`jaxmp._flow`) tells who reads what.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec
+
+import jax
+
+from ._autocast import needs, rules
+from ._autocast.decisions import Decision
+from ._autocast.steps import Step
+from ._checks import check_function, clipped, explains, uncalled
+from ._explain_report import NO_SOURCE, ExplainedLine, Explanation
+from ._explaining import explaining
+from ._flatten import flatten
+from ._flow import DECIDED, Flow, Note, Operation
+from ._places import Place, caller
+from ._precision import own_precisions
+
+P = ParamSpec("P")
+
+
+@explains("jaxmp.explain(fun)(*args)")
+def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
+    """Says of each line of the user's code in which dtype it computes, and why.
+
+    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Give
+    it a model, a loss, a gradient function or a whole training step, with autocast in
+    it or around it, or without.
+
+    Each line of the forward pass is there once, with the dtype of the last number that
+    it computes, the number of the rule by which autocast decided, and the reader that
+    it decided for, with its line in parentheses. What a library computes belongs to
+    the line that calls it. If ``fun`` computes gradients, the report also says in which
+    dtype the backward pass keeps what the line has computed.
+
+    Args:
+        fun: Function that JAX can trace.
+
+    Returns:
+        A function of the arguments of ``fun`` that returns an :class:`Explanation`.
+        Arrays may be given as ``jax.ShapeDtypeStruct``; leaves that are not arrays
+        reach ``fun`` as they are.
+
+    Raises:
+        TypeError: If ``fun`` is not callable.
+
+    Examples:
+        >>> def attention(q, k, v):
+        ...     scores = q @ k.T
+        ...     return jax.nn.softmax(scores) @ v
+        >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        >>> scores, _ = jaxmp.explain(jaxmp.autocast(attention))(x, x, x).lines
+        >>> scores.dtype, scores.rule
+        ('float32', 6)
+    """
+    check_function(
+        "explain", fun, "explain(fun)", "Type `explain(model.apply)(params, x)`."
+    )
+
+    @functools.wraps(fun)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
+        notes: list[Note] = []
+        with own_precisions(), explaining(functools.partial(_told, notes)):
+            flat = flatten(fun, args, kwargs)
+            jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
+        around = caller()
+        found = Flow(notes).follow(jaxpr, Place(user=around))
+        inside = [x for x in found if x.frame != around]
+        sentences = dict(rules.RULES) if notes else {}
+        return Explanation(tuple(_lines(inside or found)), sentences)
+
+    return uncalled("explain", fun, explained)
+
+
+def _told(notes: list[Note], step: Step, decision: Decision) -> str:
+    """Notes what was decided, and returns the scope that leads to the note."""
+    is_stored = decision.how == "stored"
+    notes.append(
+        Note(
+            rule=decision.computed_by if is_stored else decision.rule,
+            how=decision.how,
+            kind=step.kind,
+            asks=functools.reduce(int.__or__, step.asks, needs.NOTHING),
+            summed=step.is_summed,
+            eqn=step.eqn,
+        )
+    )
+    return f"{DECIDED}{len(notes) - 1}"
+
+
+# From operations to lines
+
+
+def _lines(operations: Sequence[Operation]) -> Iterator[ExplainedLine]:
+    """Yields the lines: files and functions as the program comes to them."""
+    by_line: dict[tuple[str, str, int], list[Operation]] = {}
+    for operation in operations:
+        if _counts(operation):
+            by_line.setdefault(operation.line, []).append(operation)
+    kept = _kept(operations)
+    order = {line[:2]: i for i, line in reversed([*enumerate(by_line)])}
+    for line in sorted(by_line, key=lambda x: (order[x[:2]], x[2])):
+        yield _explained(line, by_line[line], tuple(kept.get(line, ())))
+
+
+def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
+    """Returns in which dtypes the backward pass keeps what each line has computed."""
+    kept: dict[tuple, dict[str, None]] = {}
+    for operation in operations:
+        computed = _computed(operation)
+        dtypes = [x for out in operation.outs for y in out.all_forms() for x in y.kept]
+        if computed.frame is not None:
+            found = kept.setdefault(computed.line, {})
+            found.update((x, None) for x in dtypes if "int" not in x)
+    return kept
+
+
+def _computed(operation: Operation) -> Operation:
+    """Returns the operation that computed what another only moves, itself if none."""
+    while operation.moves:
+        before = [x.operation for x in operation.ins if x.operation is not None]
+        if not before:
+            break
+        operation = before[0]
+    return operation
+
+
+def _counts(operation: Operation) -> bool:
+    """Whether an operation computes numbers of the forward pass, and makes none up."""
+    known = operation.frame is not None and bool(operation.dtype)
+    computes = bool(operation.ins) or operation.carries
+    return known and operation.is_forward and computes
+
+
+def _explained(
+    line: tuple[str, str, int], operations: list[Operation], kept: tuple[str, ...]
+) -> ExplainedLine:
+    """Returns what there is to say of a line."""
+    results = _results(operations)
+    usual = statistics.mode((x.dtype, _rule(x)) for x in results)
+    last = next(x for x in results if (x.dtype, _rule(x)) == usual)
+    dtypes = dict.fromkeys(x.dtype for x in operations if not x.moves)
+    products = dict.fromkeys(x.takes for x in operations if x.takes)
+    file, function, number = line
+    stored = any(x.is_stored for x in operations)
+    return ExplainedLine(
+        file=file,
+        function=function,
+        number=number,
+        source=linecache.getline(file, number).strip() or NO_SOURCE,
+        dtype=last.dtype,
+        also=tuple(x for x in dtypes if x != last.dtype and x not in products),
+        rule=_rule(last),
+        reason=_reason(last, is_library=bool(last.library) and not products),
+        products=tuple(products),
+        kept=tuple(sorted(kept, key=lambda x: x != "float32")),
+        kept_by=rules.KEPT if kept and stored else None,
+        times=sum(x.times for x in operations if x.call == last.call),
+    )
+
+
+def _rule(operation: Operation) -> int | None:
+    """Returns the rule that decided, None outside of autocast."""
+    return operation.note.rule if operation.note else None
+
+
+def _moved(operation: Operation) -> Operation:
+    """Returns the operation of the same line whose result another moves."""
+    while operation.moves:
+        before = [x.operation for x in operation.ins if x.operation is not None]
+        same = [x for x in before if x.frame and x.line == operation.line and x.dtype]
+        if not same or same[0] is operation:
+            break
+        operation = same[0]
+    return operation
+
+
+def _results(operations: list[Operation]) -> list[Operation]:
+    """Returns what computes the last numbers of a line, once for each time it runs."""
+    read = [x for x in operations if _is_read_elsewhere(x)]
+    last = [_moved(x) for x in read or operations]
+    return [x for x in last if x.call == last[-1].call]
+
+
+def _is_read_elsewhere(operation: Operation) -> bool:
+    """Whether another line reads what an operation returns, or it is a result."""
+    readers = (x for x in _readers(operation) if x.is_forward and x.frame)
+    elsewhere = any(x.line != operation.line for x in readers)
+    return elsewhere or operation.carries or _is_returned(operation)
+
+
+def _readers(operation: Operation) -> list[Operation]:
+    """Returns what reads the results of an operation."""
+    return [
+        reader
+        for out in operation.outs
+        for form in out.all_forms()
+        for reader in form.readers
+    ]
+
+
+def _is_returned(operation: Operation) -> bool:
+    return any(form.is_returned for out in operation.outs for form in out.all_forms())
+
+
+# Reasons
+
+
+def _reason(operation: Operation, *, is_library: bool) -> str:
+    """Says for which reader autocast decided, or what else.
+
+    Args:
+        operation: The last operation of a line.
+        is_library: Whether a library computes all of the line, and takes no product.
+    """
+    note = operation.note
+    if operation.carries:
+        return "carried from iteration to iteration"
+    if note is None:
+        return ""
+    match note.rule:
+        case rules.AS_WRITTEN | rules.ENDS:
+            return operation.kept or "as it was written"
+        case rules.FLOAT32 if operation.is_stored:
+            return _of_readers(operation, note)
+        case rules.FLOAT32 if note.kind in ("keep", "call") or is_library:
+            return _named(operation)
+        case rules.FOLLOWS if not note.is_half:
+            return "a move of float32"
+        case rules.LOOP if note.summed:
+            return "the iterations add it up"
+        case rules.DIGITS if _is_returned(operation):
+            return "returned"
+        case _:
+            return _of_readers(operation, note)
+
+
+def _of_readers(operation: Operation, note: Note) -> str:
+    """Says which reader decided."""
+    seen: set[Operation] = set()
+    readers = [x for x in _through_moves(operation, seen) if x is not operation]
+    readers.sort(key=lambda x: (not x.is_forward, not _multiplies(x)))
+    wanted = {
+        rules.DIGITS: needs.has_digits,
+        rules.LOOP: needs.has_gate,
+        rules.OFFSET: needs.has_offset,
+        rules.FLOAT32: needs.for_product if operation.is_stored else None,
+    }.get(note.rule)
+    if wanted is not None:
+        chosen = [x for x in readers if x.note and wanted(x.note.asks)]
+    elif note.is_half:
+        chosen = [x for x in readers if _multiplies(x) or (x.note and x.note.is_half)]
+    else:
+        chosen = readers
+    chosen = chosen or readers
+    if not chosen:
+        at_end = _is_returned(operation) or note.rule == rules.DIGITS
+        return "returned" if at_end else ""
+    reader = chosen[0]
+    does = "a matmul takes" if _multiplies(reader) else f"{_named(reader)} reads"
+    return f"{does} it{_where(reader, operation)}"
+
+
+def _multiplies(operation: Operation) -> bool:
+    """Whether an operation is a matrix product or a convolution in 16 bits."""
+    return operation.note is not None and operation.note.kind == "product"
+
+
+def _named(operation: Operation) -> str:
+    return clipped(operation.name, 20)
+
+
+def _through_moves(operation: Operation, seen: set[Operation]) -> Iterator[Operation]:
+    """Yields what reads the results of an operation, moved or not."""
+    for reader in _readers(operation):
+        if reader not in seen:
+            seen.add(reader)
+            if reader.moves:
+                yield from _through_moves(reader, seen)
+            else:
+                yield reader
+
+
+def _where(reader: Operation, operation: Operation) -> str:
+    """Returns the line of a reader as it is said beside another line."""
+    if reader.frame is None or operation.frame is None:
+        return ""
+    (file, _, number), here = reader.line, operation.line[0]
+    return f" ({number})" if file == here else f" ({os.path.basename(file)}:{number})"

@@ -1,0 +1,226 @@
+"""What an explanation says of each line of the user's, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import itertools
+import os
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ._report import WIDTH, wrapped
+
+NO_SOURCE = "(no source)"
+_LONGEST = 32  # characters of a line of code, in text
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainedLine:
+    """What one line of the user's code computes.
+
+    Attributes:
+        file: Path of the file.
+        function: Name of the function that the line is in, such as
+            ``"Block.__call__"``; empty for a line of a module.
+        number: Number of the line.
+        source: The line itself.
+        dtype: Dtype of the last number that the line computes.
+        also: Other dtypes that it computes in on the way, or at another call.
+        products: Dtypes of what the products of the line take.
+        rule: Number of the rule of autocast that decided; None outside of autocast.
+        reason: Who reads the result, or what else decided.
+        kept: Dtypes of what the line computes and the backward pass reads.
+        kept_by: Number of the rule by which that is stored in 16 bits, None if none is.
+        times: How often the line runs; 0 in a ``while`` loop, of which nobody knows.
+
+    Examples:
+        >>> def model(w, x):
+        ...     h = jnp.tanh(x @ w)
+        ...     return h @ w
+        >>> x = jnp.ones((8, 8))
+        >>> hidden, result = jaxmp.explain(jaxmp.autocast(model))(x, x).lines
+        >>> hidden.dtype, hidden.rule, result.dtype, result.rule
+        ('bfloat16', 3, 'float32', 6)
+    """
+
+    file: str
+    function: str
+    number: int
+    source: str
+    dtype: str
+    also: tuple[str, ...] = ()
+    products: tuple[str, ...] = ()
+    rule: int | None = None
+    reason: str = ""
+    kept: tuple[str, ...] = ()
+    kept_by: int | None = None
+    times: int = 1
+
+    def said(self, usual: int = 1) -> list[str]:
+        """Says in words what is not a column of the table.
+
+        Args:
+            usual: How often the other lines of the function run.
+        """
+        words = [self.reason]
+        if taken := [x for x in self.products if x != self.dtype]:
+            words.append(f"matmuls take {', '.join(taken)}")
+        if self.also:
+            words.append(f"also {' and '.join(self.also)}")
+        if self.kept:
+            rule = f": {self.kept_by}" if self.kept_by else ""
+            words.append(f"backward keeps {', '.join(self.kept)}{rule}")
+        if self.times != usual:
+            words.append(_often(self.times) or "once")
+        return [*filter(None, words)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What :func:`jaxmp.explain` found.
+
+    Attributes:
+        lines: What each line computes: files and functions in the order in which the
+            program comes to them, the lines of a function as they stand in the file.
+        rules: The sentences of the rules, by number; empty where autocast is not used.
+    """
+
+    lines: tuple[ExplainedLine, ...]
+    rules: dict[int, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, strings and numbers, for JSON.
+
+        Examples:
+            >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+            >>> (line,) = jaxmp.explain(lambda w: w @ w)(w).as_dict()["lines"]
+            >>> line["dtype"]
+            'float32'
+        """
+        rows = [dataclasses.asdict(line) for line in self.lines]
+        return {"lines": rows, "rules": {str(n): x for n, x in self.rules.items()}}
+
+    def __str__(self) -> str:
+        """Renders a table of at most 80 columns."""
+        return "\n".join(_text(self))
+
+    def _repr_html_(self) -> str:
+        return "".join(_html(self))
+
+
+def _text(report: Explanation) -> Iterator[str]:
+    """Yields the lines of the table, an empty one between its parts."""
+    if not report.lines:
+        yield "No line computes a number that is not an integer."
+        return
+    widths = _widths(report.lines)
+    for heading, lines, times in _groups(report.lines):
+        yield _clipped(heading, WIDTH)
+        for line in lines:
+            yield from _row(line, widths, times)
+        yield ""
+    used = _rules_of(report)
+    if used:
+        yield "rules"
+        for number in used:
+            yield from wrapped(f"{number}  {report.rules[number]}", "  ", "     ")
+    else:
+        yield "No rules: autocast is not used."
+
+
+def _widths(lines: Sequence[ExplainedLine]) -> tuple[int, int, int, int]:
+    """Returns the widths of the number, the code, the dtype and the rule."""
+    return (
+        max(len(str(line.number)) for line in lines),
+        min(_LONGEST, max(len(line.source) for line in lines)),
+        max(len(line.dtype) for line in lines),
+        max(len(str(line.rule or "")) for line in lines),
+    )
+
+
+def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[str]:
+    number, code, dtype, rule = widths
+    cells = [
+        f"{line.number:>{number}}",
+        f"{_clipped(line.source, code):<{code}}",
+        f"{line.dtype:<{dtype}}",
+        *([f"{line.rule or '':>{rule}}"] if rule else []),
+    ]
+    first = f"  {'  '.join(cells)}  "
+    if not line.said(times):
+        yield first.rstrip()
+    for text in line.said(times):
+        yield from wrapped(text, first, " " * (len(first) + 2))
+        first = " " * len(first)
+
+
+def _html(report: Explanation) -> Iterator[str]:
+    """Yields a table for each function, and the rules below them."""
+    cell = '<td style="text-align:left;white-space:pre-wrap;vertical-align:top">'
+    code = f"{cell}<code>"
+    yield "<div>"
+    for heading, lines, times in _groups(report.lines):
+        head = "".join(
+            f'<th style="text-align:left">{name}</th>'
+            for name in ("", "line", "dtype", "rule", "why")
+        )
+        title = '<caption style="text-align:left;font-weight:bold">'
+        yield f"<table>{title}{html.escape(heading)}</caption><tr>{head}</tr>"
+        for line in lines:
+            sentence = html.escape(report.rules.get(line.rule or 0, ""), quote=True)
+            yield (
+                f"<tr>{cell}{line.number}</td>"
+                f"{code}{html.escape(line.source)}</code></td>"
+                f"{cell}{html.escape(line.dtype)}</td>"
+                f'<td title="{sentence}">{line.rule or ""}</td>'
+                f"{cell}{html.escape('; '.join(line.said(times)))}</td></tr>"
+            )
+        yield "</table>"
+    for number in _rules_of(report):
+        yield f"<p><b>{number}</b> {html.escape(report.rules[number])}</p>"
+    yield "</div>"
+
+
+def _groups(
+    lines: Sequence[ExplainedLine],
+) -> Iterator[tuple[str, list[ExplainedLine], int]]:
+    """Yields a heading, the lines below it, and how often most of them run."""
+    named = _names({line.file for line in lines})
+    for (file, function), group in itertools.groupby(
+        lines, key=lambda line: (line.file, line.function)
+    ):
+        rows = list(group)
+        times = statistics.mode(line.times for line in rows)
+        parts = (named[file], function, _often(times))
+        yield ", ".join(filter(None, parts)), rows, times
+
+
+def _often(times: int) -> str:
+    if times == 0:
+        return "in a `while` loop"
+    return "" if times == 1 else f"{times} times"
+
+
+def _rules_of(report: Explanation) -> list[int]:
+    """Returns the numbers of the rules that some line names."""
+    found = {n for line in report.lines for n in (line.rule, line.kept_by) if n}
+    return sorted(found)
+
+
+def _names(files: set[str]) -> dict[str, str]:
+    """Returns short names for files, with a folder where two have the same name."""
+    found = {}
+    for file in files:
+        name = os.path.basename(file)
+        if any(x != file and os.path.basename(x) == name for x in files):
+            name = os.path.join(os.path.basename(os.path.dirname(file)), name)
+        # IPython gives each cell a file of its own, whose name says nothing.
+        found[file] = "a cell" if re.search(r"ipykernel_|^<ipython", file) else name
+    return found
+
+
+def _clipped(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"

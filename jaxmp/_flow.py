@@ -1,0 +1,343 @@
+"""Which operation of a program reads what which other has computed.
+
+The program is one that was traced while autocast told what it decides: each equation is
+then in a named scope with the number of a note. Casts that autocast adds are no
+operations of the user's. What they return is the same value, in another dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _jaxpr, _scopes
+from ._dtypes import FLOAT8
+from ._op_lists import VIEWS, in_words
+from ._places import Frame, Place, frames_below_users, library_function
+from ._products import PRODUCTS
+from ._reasons import why_by_scopes
+
+DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
+
+
+class Note(NamedTuple):
+    """What autocast has decided about an equation of the user's."""
+
+    rule: int  # by which it has its dtype; how it is stored is another
+    how: str
+    kind: str  # its class
+    asks: int  # what it needs of its inputs
+    summed: bool  # whether the trips of a loop add up what it returns
+    eqn: _jaxpr.Equation
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it returns 16 bits."""
+        return self.how in ("half", "rounded")
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """An operation as the user wrote it: one equation, or several that stand for it."""
+
+    name: str  # in words
+    library: str  # the function of a library that the user has called, if any
+    frame: Frame | None  # the user's line
+    call: Any  # tells the calls of a line apart, and the operations in them
+    note: Note | None
+    times: int  # how often it runs, 0 if nobody knows
+    moves: bool  # only moves what it is given
+    ins: list[Value] = dataclasses.field(default_factory=list)
+    outs: list[Value] = dataclasses.field(default_factory=list)
+    dtype: str = ""  # of the floating numbers that it returns, empty if of none
+    kept: str = ""  # why the user, or our marks, keep it as it was written
+    carries: bool = False  # whether it is a loop, which computes nothing itself
+    takes: str = ""  # dtype of what a product takes, empty if it is none
+    is_forward: bool = False  # whether the forward pass needs it
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is computed in float32, and stored in 16 bits."""
+        return self.note is not None and self.note.how == "stored"
+
+    @property
+    def line(self) -> tuple[str, str, int]:
+        """File, function and line."""
+        assert self.frame is not None
+        file, number, _, function = self.frame
+        function = function.rpartition("<locals>.")[2]
+        return file, "" if function == "<module>" else function, number
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """What an operation has computed, or what comes from outside."""
+
+    operation: Operation | None = None
+    readers: list[Operation] = dataclasses.field(default_factory=list)
+    becomes: list[Value] = dataclasses.field(default_factory=list)
+    comes_from: list[Value] = dataclasses.field(default_factory=list)
+    kept: dict[str, None] = dataclasses.field(default_factory=dict)
+    is_returned: bool = False
+
+    def turn_into(self, other: Value) -> None:
+        """Notes that ``other`` may be this value, as the carry of the next trip is."""
+        if other is not self:
+            self.becomes.append(other)
+            other.comes_from.append(self)
+
+    def all_forms(self) -> Iterator[Value]:
+        """Yields this value and all that it becomes."""
+        seen, left = {self}, [self]
+        while left:
+            value = left.pop()
+            yield value
+            new = [x for x in value.becomes if x not in seen]
+            seen.update(new)
+            left += new
+
+
+class Array(NamedTuple):
+    """A value in some dtype."""
+
+    value: Value
+    dtype: np.dtype
+    stored: np.dtype  # the narrowest dtype that it has had: a compiler stores that
+
+
+class Around(NamedTuple):
+    """What is known of the equations of a jaxpr by what holds it."""
+
+    place: Place
+    note: Note | None = None  # of what holds them, if autocast did not go inside
+    function: str = ""  # the function of JAX that they are in
+
+
+class Flow:
+    """Follows the values of a program."""
+
+    def __init__(self, notes: Sequence[Note]):
+        """Starts with nothing followed.
+
+        Args:
+            notes: What autocast has decided, by number.
+        """
+        self.notes = notes
+        self.operations: list[Operation] = []
+        self.values: list[Value] = []
+
+    def follow(self, jaxpr: Any, place: Place) -> list[Operation]:
+        """Follows a whole program, and returns its operations in order."""
+        ins = [self.given(aval) for aval in _jaxpr.in_avals(jaxpr)]
+        for out in self.run(jaxpr, ins, Around(place)):
+            out.value.is_returned = True
+        self.find_forward()
+        return self.operations
+
+    def run(self, jaxpr: Any, ins: Sequence[Array], around: Around) -> list[Array]:
+        """Follows a jaxpr, and returns its outputs."""
+        place, made = around.place, {}
+
+        def apply(eqn, ins):
+            nonlocal place
+            place = around.place.of(eqn, before=place)
+            names = _jaxpr.names_of(eqn)
+            number = next(map(_number, filter(_is_number, names.scopes)), None)
+            own = None if number is None else self.notes[number]
+            here = around._replace(place=place, note=own or around.note)
+            if names.transposed or names.computed_again:
+                return self.backward(eqn, ins)
+            if _jaxpr.is_cast(eqn) and self.is_added(own, here):
+                return [self.retyped(eqn, ins[0], made.get(number))]
+            opens = own is None or _jaxpr.call_kind(own.eqn)
+            if _jaxpr.call_kind(eqn) and opens:
+                return self.call(eqn, ins, here)
+            # Of several equations that stand for one, the first begins it.
+            operation = made.get(number) if own else None
+            if operation is None:
+                first = own.eqn if own else eqn
+                operation = made[number] = self.operation(first, here)
+            if _scopes.FLOAT8_PRODUCT in names.scopes:
+                operation.takes = str(FLOAT8)
+            return self.outputs(eqn, ins, operation)
+
+        return _jaxpr.interpret(
+            jaxpr,
+            ins,
+            apply,
+            const=lambda x: self.given(x),
+            literal=lambda x: self.given(x.aval),
+        )
+
+    def is_added(self, own: Note | None, here: Around) -> bool:
+        """Whether autocast has added a cast."""
+        if own is not None:
+            return not _jaxpr.is_cast(own.eqn)
+        return _scopes.AUTOCAST in here.place.scopes and here.note is None
+
+    def retyped(
+        self, eqn: _jaxpr.Equation, array: Array, operation: Operation | None
+    ) -> Array:
+        """Returns an array as a cast of autocast leaves it."""
+        out = _retyped(array, eqn)
+        is_result = operation is not None and array.value.operation is operation
+        if is_result and not operation.is_stored:
+            operation.dtype = str(out.dtype)
+        return out
+
+    def given(self, aval: Any, operation: Operation | None = None) -> Array:
+        """Returns an array that nobody has read yet."""
+        value = Value(operation)
+        self.values.append(value)
+        dtype: Any = getattr(aval, "dtype", None)
+        return Array(value, dtype, dtype)
+
+    def operation(self, eqn: _jaxpr.Equation, here: Around) -> Operation:
+        """Returns the operation that an equation stands for, or begins."""
+        place = here.place
+        name, library = eqn.primitive.name, here.function or library_function(eqn)
+        operation = Operation(
+            name=library or in_words(eqn),
+            library=library,
+            frame=place.user,
+            call=(place.user, place.author, frames_below_users(eqn), name),
+            note=here.note,
+            times=place.trips,
+            moves=name in VIEWS,
+            kept=why_by_scopes(place.scopes).partition(" (rule")[0],
+        )
+        self.operations.append(operation)
+        return operation
+
+    def outputs(
+        self, eqn: _jaxpr.Equation, ins: list[Array], operation: Operation
+    ) -> list[Array]:
+        """Notes what an equation reads, and returns what it computes."""
+        outs = [self.given(var.aval, operation) for var in eqn.outvars]
+        note, name = operation.note, eqn.primitive.name
+        multiplies = note.kind == "product" if note else name in PRODUCTS
+        for array, atom in zip(ins, eqn.invars, strict=True):
+            if isinstance(atom, _jaxpr.Literal):
+                continue
+            value = array.value
+            if multiplies and _jaxpr.is_inexact(atom) and not operation.takes:
+                operation.takes = str(array.dtype)
+            if value.operation is operation:  # one equation of several
+                for out in outs:
+                    value.turn_into(out.value)
+            else:
+                value.readers.append(operation)
+                operation.ins.append(value)
+        for var, out in zip(eqn.outvars, outs, strict=True):
+            operation.outs.append(out.value)
+            is_barrier = bool(operation.dtype) and operation.is_stored
+            if _jaxpr.is_inexact(var) and not is_barrier:
+                operation.dtype = str(out.dtype)
+        return outs
+
+    def backward(self, eqn: _jaxpr.Equation, ins: list[Array]) -> list[Array]:
+        """Notes what the backward pass reads, which is stored for it."""
+        if _jaxpr.is_cast(eqn):
+            return [_retyped(ins[0], eqn)]
+        for array, atom in zip(ins, eqn.invars, strict=True):
+            if getattr(atom.aval, "size", 1) != 1:
+                array.value.kept[str(array.stored)] = None
+        return [self.given(var.aval) for var in eqn.outvars]
+
+    # What equations hold.
+
+    def call(self, eqn: _jaxpr.Equation, ins: list[Array], here: Around) -> list[Array]:
+        """Follows the jaxprs that an equation holds."""
+        layout = _jaxpr.call_layout(eqn)
+        ins = list(ins)
+        carried = [self.given(eqn.invars[i].aval) for i in layout.fixed_in]
+        for i, array in zip(layout.fixed_in, carried, strict=True):
+            ins[i].value.turn_into(array.value)
+            ins[i] = array
+        bodies = [body.jaxpr for body in layout.bodies]
+        chosen = _jaxpr.on_accelerator(eqn, bodies)
+        results = [
+            self.run(
+                body.jaxpr,
+                [ins[i] for i in body.operands],
+                self.inside(eqn, body.jaxpr, here),
+            )
+            for body in layout.bodies
+            if any(body.jaxpr is x for x in chosen)
+        ]
+        if _jaxpr.call_kind(eqn) == "while":
+            results = results[-1:]
+        for i, array in zip(layout.fixed_out, carried, strict=True):
+            results[0][i].value.turn_into(array.value)
+        floating = [i for i in layout.fixed_in if _jaxpr.is_inexact(eqn.invars[i])]
+        for dtype in dict.fromkeys(str(eqn.invars[i].aval.dtype) for i in floating):
+            loop = self.operation(eqn, here._replace(note=None))
+            loop.dtype, loop.carries, loop.is_forward = dtype, True, True
+            loop.call = loop.call, dtype
+        if len(results) == 1:
+            return results[0]
+        return [*map(self.either, zip(*results, strict=True))]
+
+    def either(self, arrays: Sequence[Array]) -> Array:
+        """Returns what is one of some arrays, as a branch has been taken."""
+        out = Value()
+        self.values.append(out)
+        for array in arrays:
+            array.value.turn_into(out)
+        return arrays[0]._replace(value=out)
+
+    def inside(self, eqn: _jaxpr.Equation, jaxpr: Any, here: Around) -> Around:
+        """Returns what is known of what is inside ``eqn``."""
+        kind, before = _jaxpr.call_kind(eqn), here.place
+        place = before.inside(eqn, jaxpr)
+        if kind == "custom_jvp":  # which JAX traces anew for each call
+            place = place._replace(shared=before.shared)
+        trips = {"scan": before.trips * eqn.params.get("length", 1), "while": 0}
+        place = place._replace(trips=trips.get(kind, before.trips))
+        function = here.function
+        if place.shared and not before.shared:
+            name = _jaxpr.function_of(jaxpr)[0].strip("_")
+            function = library_function(eqn) or name
+        return here._replace(place=place, function=function)
+
+    # What the forward pass needs.
+
+    def find_forward(self) -> None:
+        """Finds the operations that do not serve the backward pass alone.
+
+        Differentiation writes slopes into the forward pass, beside what the user wrote.
+        """
+        left = [x for x in self.values if _ends(x)]
+        seen = set(left)
+        while left:
+            value = left.pop()
+            before = list(value.comes_from)
+            if value.operation is not None:
+                value.operation.is_forward = True
+                before += value.operation.ins
+            new = [x for x in before if x not in seen]
+            seen.update(new)
+            left += new
+
+
+def _is_number(scope: str) -> bool:
+    return scope.startswith(DECIDED)
+
+
+def _number(scope: str) -> int:
+    return int(scope.removeprefix(DECIDED))
+
+
+def _ends(value: Value) -> bool:
+    """Whether a value is a result, or one that nobody reads."""
+    return value.is_returned or not (value.readers or value.becomes or value.kept)
+
+
+def _retyped(array: Array, eqn: _jaxpr.Equation) -> Array:
+    """Returns an array as a cast leaves it."""
+    dtype = eqn.outvars[0].aval.dtype
+    stored = min(array.stored, dtype, key=lambda x: np.dtype(x).itemsize)
+    return Array(array.value, dtype, stored)

@@ -1,0 +1,496 @@
+"""What `explain` says of each line: what autocast does, and no second opinion."""
+
+import contextlib
+import functools
+import html
+import io
+import json
+import linecache
+import re
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+import jaxmp.nnx
+from jaxmp import _jaxpr
+from jaxmp._autocast import rules
+from jaxmp._explain import _told
+from jaxmp._explaining import explaining
+from jaxmp._places import is_users
+
+HALVES = ("bfloat16", "float16")
+PAGE = Path(__file__).parent.parent / "docs/explain.md"
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+W, X = shape(8, 8), shape(4, 8)
+
+
+def explained(fun, *args):
+    """Returns the report, in which every line has room."""
+    report = jaxmp.explain(fun)(*args)
+    assert all(len(line) <= 80 for line in str(report).splitlines())
+    json.dumps(report.as_dict())
+    return report
+
+
+def at(report, source):
+    """Returns what is said of the one line with such code."""
+    (line,) = (x for x in report.lines if source in x.source)
+    return line
+
+
+def dtype_and_rule(report, source):
+    line = at(report, source)
+    return line.dtype, line.rule
+
+
+# Programs
+
+
+class Attention(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        q, k, v = jnp.split(nn.Dense(24)(y), 3, axis=-1)
+        s = jnp.einsum("bqd,bkd->bqk", q, k) / 8
+        p = jax.nn.softmax(s)
+        o = jnp.einsum("bqk,bkd->bqd", p, v)
+        return x + nn.Dense(8)(o)
+
+
+TOKENS = shape(2, 4, 8)
+PARAMS = jax.eval_shape(Attention().init, jax.random.key(0), TOKENS)
+
+
+def attention_loss(params, x):
+    y = Attention().apply(params, x)
+    return jnp.mean(y**2)
+
+
+def layer(x, w):
+    h = jnp.tanh(x @ w)
+    return x + h, None
+
+
+def scanned(ws, x):
+    x, _ = lax.scan(layer, x, ws)
+    return jnp.sum(x**2)
+
+
+@jax.custom_jvp
+def own_softmax(s):
+    e = jnp.exp(s - s.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+@own_softmax.defjvp
+def own_softmax_rule(primals, tangents):
+    y = own_softmax(*primals)
+    t = y * tangents[0]
+    return y, t - y * t.sum(-1, keepdims=True)
+
+
+def own_attention(w, x):
+    scores = x @ w
+    p = own_softmax(scores)
+    out = p @ w
+    return (out @ w).sum()
+
+
+def branches(w, x):
+    def yes(x):
+        return jnp.tanh(x @ w) @ w
+
+    def no(x):
+        return x * 2.0
+
+    def goes_on(state):
+        return state[0] < 9
+
+    def once_more(state):
+        i, x = state
+        x = jnp.tanh(x @ w)
+        return i + 1, x
+
+    _, x = lax.while_loop(goes_on, once_more, (0, x))
+    return lax.cond(x.sum() > 0, yes, no, x)
+
+
+def plain(w, x):
+    h = jnp.tanh(x @ w)
+    return h @ w
+
+
+def step(params, x):
+    loss, grads = jax.value_and_grad(attention_loss)(params, x)
+    new = optax.tree.add_scale(params, -0.1, grads)
+    return new, loss
+
+
+PROGRAMS = {
+    "attention": (attention_loss, PARAMS, TOKENS),
+    "attention, gradient": (jax.value_and_grad(attention_loss), PARAMS, TOKENS),
+    "step": (jax.jit(step), PARAMS, TOKENS),
+    "scan": (jax.value_and_grad(scanned), shape(5, 8, 8), X),
+    "custom_jvp": (jax.grad(own_attention), W, W),
+    "branches": (branches, W, X),
+}
+
+
+def equations(jaxpr):
+    """Yields all equations of a program."""
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for body in _jaxpr.sub_jaxprs(eqn):
+            yield from equations(body)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_that_is_explained_is_the_one_that_runs(name, dtype):
+    fun, *args = PROGRAMS[name]
+
+    def traced():
+        jaxpr = jax.make_jaxpr(jaxmp.autocast(fun, dtype))(*args)
+        return [
+            (eqn.primitive.name, [str(x.aval) for x in (*eqn.invars, *eqn.outvars)])
+            for eqn in equations(jaxpr)
+        ]
+
+    runs, notes = traced(), []
+    with explaining(functools.partial(_told, notes)):
+        assert traced() == runs
+    assert notes
+    assert traced() == runs
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_line_has_a_dtype_that_the_program_has_there(name):
+    fun, *args = PROGRAMS[name]
+    fun, found = jaxmp.autocast(fun), {}
+
+    def look(jaxpr, around):
+        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+            frames = (x[:2] for x in _jaxpr.frames(eqn) if is_users(x[0]))
+            frame = next(frames, around)  # code of a library belongs to what calls it
+            dtypes = {str(x.aval.dtype) for x in eqn.outvars}
+            found.setdefault(frame, set()).update(dtypes)
+            for body in _jaxpr.sub_jaxprs(eqn):
+                look(body, frame)
+
+    look(jax.make_jaxpr(fun)(*args), None)
+    report = explained(fun, *args)
+    for line in report.lines:
+        is_loop = line.reason.startswith("carried")
+        assert {line.dtype, *line.also} <= found[line.file, line.number], line
+        assert (line.rule in rules.RULES) != is_loop
+    assert report.rules == rules.RULES
+
+
+# Rules
+
+
+def test_attention_is_told_line_by_line():
+    report = explained(jaxmp.autocast(jax.grad(attention_loss)), PARAMS, TOKENS)
+    norm, split, scores, softmax, mixed, _, loss = report.lines
+    assert (norm.dtype, norm.rule, norm.reason) == ("float32", 5, "LayerNorm")
+    assert (split.dtype, split.rule) == ("bfloat16", 4)
+    assert split.reason == f"a matmul takes it ({scores.number})"
+    assert (scores.dtype, scores.rule) == ("float32", 6)
+    assert scores.reason == f"softmax reads it ({softmax.number})"
+    assert scores.products == ("bfloat16",)
+    assert (softmax.dtype, softmax.rule) == ("float32", 5)
+    assert (softmax.kept, softmax.kept_by) == (("bfloat16",), 7)
+    assert softmax.reason == f"a matmul takes it ({mixed.number})"
+    assert (mixed.dtype, mixed.rule) == ("bfloat16", 2)
+    assert loss.function == "attention_loss"
+    assert {x.function for x in report.lines[:-1]} == {"Attention.__call__"}
+    numbers = [x.number for x in report.lines[:-1]]
+    assert numbers == sorted(numbers)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.second = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        h = nnx.relu(self.first(x))
+        return self.second(h)
+
+
+def test_a_model_of_nnx_is_told():
+    net = Net(nnx.Rngs(0))
+    loss = nnx.value_and_grad(lambda net, x: jnp.mean(net(x) ** 2))
+    report = explained(jaxmp.nnx.autocast(loss), net, jnp.ones((4, 8)))
+    hidden = at(report, "h = nnx.relu")
+    assert (hidden.dtype, hidden.rule) == ("bfloat16", 3)
+    assert "bool" in hidden.kept
+    assert at(report, "self.second(h)").dtype == "float32"
+
+
+def test_a_loop_is_told_once_with_its_count():
+    report = explained(jaxmp.autocast(scanned), shape(5, 8, 8), X)
+    assert [x.times for x in report.lines if x.function == "layer"] == [5, 5]
+    assert dtype_and_rule(report, "return x + h, None") == ("float32", 8)
+    assert at(report, "lax.scan(layer").reason == "carried from iteration to iteration"
+    assert "layer, 5 times" in str(report)
+    twice = explained(jaxmp.autocast(lambda w, x: plain(w, plain(w, x))), W, X)
+    assert [x.times for x in twice.lines] == [2, 2]
+
+
+def test_a_while_loop_and_branches_are_told():
+    report = explained(jaxmp.autocast(branches), W, X)
+    assert at(report, "x = jnp.tanh(x @ w)").times == 0
+    assert "in a `while` loop" in str(report)
+    assert dtype_and_rule(report, "return x * 2.0") == ("float32", 6)
+    assert at(report, "return jnp.tanh(x @ w) @ w").reason == "returned"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_function_with_a_derivative_of_its_own_has_its_own_lines(dtype):
+    report = explained(jaxmp.autocast(jax.grad(own_attention), dtype), W, W)
+    e, p = at(report, "e = jnp.exp"), at(report, "return e / e.sum")
+    assert e.function == p.function == "own_softmax"
+    assert (e.dtype, e.reason) == ("float32", "an exponential")
+    assert (p.kept, p.kept_by) == ((dtype,), 7)
+    assert dtype_and_rule(report, "out = p @ w") == (dtype, 2)
+
+
+def kept_by_user(w, x):
+    with jax.named_scope("head"):
+        first = jnp.tanh(x @ w)
+    middle = first @ w
+    with jax.named_scope("jaxmp.float32"):
+        last = jnp.tanh(middle @ w)
+    return last @ w
+
+
+def test_what_the_user_keeps_has_rule_1():
+    report = explained(jaxmp.autocast(kept_by_user, float32_paths="head"), W, X)
+    assert dtype_and_rule(report, "first = ") == ("float32", 1)
+    assert at(report, "first = ").reason == "`float32_paths`"
+    assert dtype_and_rule(report, "middle = ") == ("float32", 2)
+    assert dtype_and_rule(report, "last = ") == ("float32", 1)
+    assert at(report, "last = ").reason == "float32 region"
+    lists = jaxmp.DEFAULT_OPS.with_deny("tanh")
+    report = explained(jaxmp.autocast(kept_by_user, ops=lists), W, X)
+    assert at(report, "first = ").reason == "the lists in `ops`"
+    assert at(report, "first = ").products == ("bfloat16",)
+
+
+def offset(w, b, x):
+    y = x @ w + b
+    z = jax.nn.relu(y) - b
+    return z @ w
+
+
+def ends(w, x):
+    def goes_on(state):
+        return state[1] > 1e-3
+
+    def once_more(state):
+        y = jnp.tanh(state[0] @ w)
+        return y, jnp.abs(y - state[0]).max()
+
+    return lax.while_loop(goes_on, once_more, (x, 1.0))[0]
+
+
+def precise(w, x):
+    y = jnp.matmul(x, w, precision="highest")
+    return y.astype(jnp.float16) * 2
+
+
+@pytest.mark.parametrize(
+    ("fun", "args", "source", "rule"),
+    [
+        (offset, (W, shape(8), X), "y = x @ w + b", rules.OFFSET),
+        (ends, (W, X), "y = jnp.tanh(state[0] @ w)", rules.ENDS),
+        (precise, (W, X), "precision=", rules.AS_WRITTEN),
+        (precise, (W, X), "y.astype", rules.AS_WRITTEN),
+        (lambda w, x: x[:2] @ w, (W, X), "x[:2] @ w", rules.DIGITS),
+    ],
+)
+def test_a_line_has_the_rule_that_decided(fun, args, source, rule):
+    assert at(explained(jaxmp.autocast(fun), *args), source).rule == rule
+
+
+def test_float8_is_what_matmuls_take():
+    fun, large = jaxmp.autocast(plain, "mixed_fp8"), shape(1024, 1024)
+    report = explained(fun, large, large)
+    assert at(report, "h = jnp.tanh").products == ("float8_e4m3fn",)
+    assert at(report, "h = jnp.tanh").dtype == "bfloat16"
+
+
+# Programs without autocast, and with it inside
+
+
+def by_hand(w, x):
+    h = jnp.tanh(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
+    return h.astype(jnp.float32).sum()
+
+
+def test_a_program_without_autocast_has_dtypes_and_no_rules():
+    for fun in (by_hand, jax.grad(by_hand), jaxmp.autocast(by_hand, "float32")):
+        report = explained(fun, W, X)
+        assert dtype_and_rule(report, "h = jnp.tanh") == ("bfloat16", None)
+        assert dtype_and_rule(report, "return h.astype") == ("float32", None)
+        assert report.rules == {}
+        assert "autocast is not used" in str(report)
+    kept = at(explained(jax.grad(by_hand), W, X), "h = jnp.tanh")
+    assert (kept.kept, kept.kept_by) == (("bfloat16",), None)
+    cast = jaxmp.with_policy(plain, "mixed_float16")
+    report = explained(cast, W, X)
+    assert {x.dtype for x in report.lines} == {"float16"}
+    assert {x.function for x in report.lines} == {"plain"}
+
+
+@jax.jit
+def with_autocast_inside(w, x):
+    y = jaxmp.autocast(plain, "float16")(w, x)
+    return jnp.tanh(y @ w)
+
+
+def test_autocast_may_be_anywhere_inside():
+    with_autocast_inside(jnp.ones((8, 8)), jnp.ones((4, 8)))  # and may have been traced
+    for _ in range(2):
+        report = explained(with_autocast_inside, W, X)
+        assert dtype_and_rule(report, "h = jnp.tanh") == ("float16", 3)
+        assert dtype_and_rule(report, "return jnp.tanh") == ("float32", None)
+    both = explained(jaxmp.autocast(with_autocast_inside), W, X)
+    assert dtype_and_rule(both, "h = jnp.tanh") == ("float16", 3)
+    assert at(both, "return jnp.tanh").products == ("bfloat16",)
+
+
+def test_what_is_explained_leaves_no_trace():
+    fun = jaxmp.autocast(jax.jit(plain))
+    jaxmp.explain(fun)(W, X)
+    jaxpr = jax.make_jaxpr(fun)(W, X)
+    names = {x for e in equations(jaxpr) for x in _jaxpr.scope_names(e)}
+    assert not any("decided" in x for x in names)
+
+
+def test_a_step_with_a_loss_scale_is_told():
+    policy = jaxmp.get_policy("mixed_float16")
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), policy)
+    state = jax.eval_shape(tx.init, PARAMS)
+
+    @jax.jit
+    def train_step(params, opt_state, x):
+        grad_fn = jaxmp.value_and_grad(attention_loss, loss_scale=opt_state)
+        loss, grads = jaxmp.autocast(grad_fn, policy)(params, x)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    report = explained(train_step, PARAMS, state, TOKENS)
+    assert dtype_and_rule(report, "p = jax.nn.softmax") == ("float32", 5)
+    assert at(report, "p = jax.nn.softmax").kept == ("float16",)
+    assert dtype_and_rule(report, "updates, opt_state = ") == ("float32", None)
+    assert "explained(" not in str(report)  # the line that asks computes nothing
+
+
+def test_a_differentiated_autocast_function_says_what_is_kept():
+    report = explained(jax.grad(jaxmp.autocast(attention_loss)), PARAMS, TOKENS)
+    assert at(report, "p = jax.nn.softmax").kept
+    assert not any(x.kept for x in explained(attention_loss, PARAMS, TOKENS).lines)
+
+
+# Lines
+
+
+def test_two_lines_that_share_what_jax_has_traced_are_told_apart():
+    def twice(w, x):
+        a = jax.nn.softmax(x @ w)
+        b = jax.nn.softmax(a @ w)
+        c = jnp.where(b > 0, b @ w, 0.0)
+        d = jnp.where(c > 0, c @ w, 0.0)
+        return d.sum()
+
+    report = explained(jaxmp.autocast(twice), W, X)
+    assert [x.source[0] for x in report.lines] == ["a", "b", "c", "d", "r"]
+    a, b, c, *_ = report.lines
+    assert a.reason == f"a matmul takes it ({b.number})"
+    assert b.reason == f"a matmul takes it ({c.number})"
+
+
+def test_recursion_decorators_and_lambdas_have_their_lines():
+    def power(w, x, n):
+        h = jnp.tanh(x @ w)
+        return h if n == 1 else power(w, h, n - 1)
+
+    def decorated(fun):
+        @functools.wraps(fun)
+        def inner(*args):
+            return fun(*args) * 2.0
+
+        return inner
+
+    fun = decorated(lambda w, x: power(w, x, 3) @ w)
+    report = explained(jaxmp.autocast(fun), W, X)
+    assert at(report, "h = jnp.tanh").times == 3
+    found = {x.function for x in report.lines}
+    assert found == {"power", "inner", "<lambda>"}
+
+
+def test_code_without_a_file_says_so_and_a_cell_of_a_notebook_has_its_lines():
+    names, cell = {}, "/tmp/ipykernel_1/123.py"
+    code = "import jax.numpy as jnp\ndef f(w, x):\n    return jnp.tanh(x @ w)\n"
+    exec(code, names)
+    (line,) = explained(jaxmp.autocast(names["f"]), W, X).lines
+    assert (line.source, line.number) == ("(no source)", 3)
+    exec(compile(code, cell, "exec"), names)
+    linecache.cache[cell] = len(code), None, code.splitlines(True), cell
+    report = explained(jaxmp.autocast(names["f"]), W, X)
+    assert report.lines[0].source == "return jnp.tanh(x @ w)"
+    assert "a cell, f\n" in str(report)
+
+
+def test_a_long_line_is_clipped_in_the_text_and_whole_in_the_data():
+    def long_one(weights, inputs):
+        return jnp.tanh(inputs @ weights) + jnp.tanh(inputs @ weights.T) + 1.0 - 2.0
+
+    report = explained(jaxmp.autocast(long_one), W, X)
+    assert "… " in str(report)
+    assert report.lines[0].source.endswith("+ 1.0 - 2.0")
+
+
+def test_code_of_a_library_alone_belongs_to_the_line_that_asks():
+    (line,) = explained(jnp.matmul, W, W).lines
+    assert "jaxmp.explain(fun)" in line.source
+    report = jaxmp.explain(lambda x: x + 1)(shape(3, dtype=jnp.int32))
+    assert report.lines == ()
+    assert str(report).startswith("No line computes")
+
+
+def test_the_table_of_a_notebook_has_every_line():
+    def less(w, x):
+        return jnp.where(x < 1, x @ w, 0.0) @ w
+
+    report = explained(jaxmp.autocast(less), W, X)
+    shown = report._repr_html_()
+    assert html.escape(report.lines[0].source) in shown
+    assert shown.count("<tr>") == len(report.lines) + 1
+    assert shown.count("<table") == shown.count("</table>") == 1
+    assert html.escape(rules.RULES[report.lines[0].rule]) in shown
+
+
+def test_the_page_shows_what_explain_prints():
+    text = PAGE.read_text()
+    program = re.search(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code = "\n" * text[: program.start(1)].count("\n") + program[1]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
+    shown = re.search(r"^```text\n(.*?)^```", text, re.M | re.S)[1]
+    assert shown == printed.getvalue()
