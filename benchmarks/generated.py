@@ -155,10 +155,7 @@ def findings(program: Program, forms: Sequence[Form] = FORMS) -> list[Finding]:
     }
     together = jax.jit(lambda *args: [step(*args) for step in steps.values()])
     compiled = together.lower(*args, 1.0).compile(compiler_options=AS_WRITTEN)
-    for scale in LOSS_SCALES:
-        exact, hand, *outs = (_named(*out) for out in compiled(*args, scale))
-        if all(np.isfinite(x).all() for x in hand.values()):
-            break
+    exact, hand, *outs = _in_range(lambda scale: compiled(*args, scale))
     largest = functools.reduce(np.maximum, [_size(exact[x]) for x in exact if x])
     found = []
     for form, out in zip(forms, outs, strict=True):
@@ -173,6 +170,16 @@ def findings(program: Program, forms: Sequence[Form] = FORMS) -> list[Finding]:
             ratio = error / max(usual, least) if np.isfinite(usual) else 0.0
             found.append(Finding(form, name or "loss", error, usual, ratio))
     return sorted(found, key=lambda x: -np.nan_to_num(x.ratio, nan=np.inf))
+
+
+def _in_range(step: Callable[[float], Any]) -> list[dict[str, Any]]:
+    """Returns the results at the first loss scale at which those by hand are finite."""
+    found: list[dict[str, Any]] = []
+    for scale in LOSS_SCALES:
+        found = [_named(*out) for out in step(scale)]
+        if all(np.isfinite(x).all() for x in found[1].values()):
+            break
+    return found
 
 
 def _named(loss: Any, gradients: dict[str, Any]) -> dict[str, Any]:

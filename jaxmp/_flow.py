@@ -91,7 +91,8 @@ class Value:
 
     def all_forms(self) -> Iterator[Value]:
         """Yields this value and all that it becomes."""
-        seen, left = {self}, [self]
+        seen: set[Value] = {self}
+        left: list[Value] = [self]
         while left:
             value = left.pop()
             yield value
@@ -183,8 +184,9 @@ class Flow:
     ) -> Array:
         """Returns an array as a cast of autocast leaves it."""
         out = _retyped(array, eqn)
-        is_result = operation is not None and array.value.operation is operation
-        if is_result and not operation.is_stored:
+        if operation is None or array.value.operation is not operation:
+            return out
+        if not operation.is_stored:
             operation.dtype = str(out.dtype)
         return out
 

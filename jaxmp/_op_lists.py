@@ -303,8 +303,8 @@ def is_iota(eqn: Equation) -> bool:
 
 def in_words(eqn: Equation) -> str:
     """Returns what an explanation calls an operation."""
-    name = eqn.primitive.name
-    return _IN_WORDS.get(name, name)
+    name: str = eqn.primitive.name
+    return _IN_WORDS.get(name) or name
 
 
 def given_name(eqn: Equation) -> str | None:
