@@ -35,7 +35,8 @@ INTRODUCTION = """\
 A pass or a kind of storage stays if without it some network costs 2% more bytes or 5%
 more memory, or if a program that a test names loses digits. The third column names the
 networks that cost so much more, with the bytes of a training step and its temporary
-memory, over those with all parts. Compiled for an H200, and not run, were {networks}:
+memory, over those with all parts. The code was compiled for an H200, and not run, of
+{networks}:
 
     {command}
 
