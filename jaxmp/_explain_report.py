@@ -14,6 +14,7 @@ from typing import Any
 from ._report import WIDTH, wrapped
 
 NO_SOURCE = "(no source)"
+_COLUMNS = ("", "line", "dtype", "rule", "why")
 _LONGEST = 32  # characters of a line of code, in text
 
 
@@ -158,30 +159,23 @@ def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[s
 
 
 def _html(report: Explanation) -> Iterator[str]:
-    """Yields a table for each function, and the rules below them."""
-    cell = '<td style="text-align:left;white-space:pre-wrap;vertical-align:top">'
-    code = f"{cell}<code>"
-    yield "<div>"
+    """Yields one table, with a heading for each function, and the rules below it."""
+    style = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
+    yield f"<table><tr>{''.join(f'<th {style}>{x}</th>' for x in _COLUMNS)}</tr>"
     for heading, lines, times in _groups(report.lines):
-        head = "".join(
-            f'<th style="text-align:left">{name}</th>'
-            for name in ("", "line", "dtype", "rule", "why")
-        )
-        title = '<caption style="text-align:left;font-weight:bold">'
-        yield f"<table>{title}{html.escape(heading)}</caption><tr>{head}</tr>"
+        yield f'<tr><th {style} colspan="5">{html.escape(heading)}</th></tr>'
         for line in lines:
-            sentence = html.escape(report.rules.get(line.rule or 0, ""), quote=True)
-            yield (
-                f"<tr>{cell}{line.number}</td>"
-                f"{code}{html.escape(line.source)}</code></td>"
-                f"{cell}{html.escape(line.dtype)}</td>"
-                f'<td title="{sentence}">{line.rule or ""}</td>'
-                f"{cell}{html.escape('; '.join(line.said(times)))}</td></tr>"
+            cells = (
+                str(line.number),
+                f"<code>{html.escape(line.source)}</code>",
+                html.escape(line.dtype),
+                str(line.rule or ""),
+                html.escape("; ".join(line.said(times))),
             )
-        yield "</table>"
+            yield f"<tr>{''.join(f'<td {style}>{x}</td>' for x in cells)}</tr>"
+    yield "</table>"
     for number in _rules_of(report):
         yield f"<p><b>{number}</b> {html.escape(report.rules[number])}</p>"
-    yield "</div>"
 
 
 def _groups(

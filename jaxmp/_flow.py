@@ -30,7 +30,7 @@ class Note(NamedTuple):
     how: str
     kind: str  # its class
     asks: int  # what it needs of its inputs
-    summed: bool  # whether the trips of a loop add up what it returns
+    summed: bool  # whether the iterations of a loop add up what it returns
     eqn: _jaxpr.Equation
 
     @property
@@ -84,7 +84,7 @@ class Value:
     is_returned: bool = False
 
     def turn_into(self, other: Value) -> None:
-        """Notes that ``other`` may be this value, as the carry of the next trip is."""
+        """Notes that ``other`` may be this value, as what a loop carries is."""
         if other is not self:
             self.becomes.append(other)
             other.comes_from.append(self)
@@ -140,7 +140,7 @@ class Flow:
 
     def run(self, jaxpr: Any, ins: Sequence[Array], around: Around) -> list[Array]:
         """Follows a jaxpr, and returns its outputs."""
-        place, made = around.place, {}
+        place, made = around.place, {}  # by number, the operations of notes
 
         def apply(eqn, ins):
             nonlocal place
@@ -157,10 +157,11 @@ class Flow:
             if _jaxpr.call_kind(eqn) and opens:
                 return self.call(eqn, ins, here)
             # Of several equations that stand for one, the first begins it.
-            operation = made.get(number) if own else None
+            operation = made.get(number)
             if operation is None:
-                first = own.eqn if own else eqn
-                operation = made[number] = self.operation(first, here)
+                operation = self.operation(own.eqn if own else eqn, here)
+            if own:
+                made[number] = operation
             if _scopes.FLOAT8_PRODUCT in names.scopes:
                 operation.takes = str(FLOAT8)
             return self.outputs(eqn, ins, operation)
