@@ -37,14 +37,7 @@ from .classes import Class
 from .loops import accumulated, on_path
 from .needs import Need
 from .passes import MARKERS, REWRITES
-from .transfer import (
-    Place,
-    masks_in,
-    needs_of_inputs,
-    negated_in,
-    signs_in,
-    zeros_in,
-)
+from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
 Flags = tuple[bool, ...]
 
@@ -65,17 +58,6 @@ class Trip(NamedTuple):
 
     wanted: tuple[Need, ...]
     summed: tuple[tuple[int, int], ...] = ()  # places of inputs and outputs
-
-
-class Around(NamedTuple):
-    """What the transfer function knows of the jaxpr around an equation."""
-
-    scopes: Scopes
-    given: set[Any]  # what is given, or computed from such alone
-    path: frozenset[Any]  # between what a trip is given and what it adds up
-    masks: set[Any]  # of dropout
-    negated: set[Any]  # the negative of something
-    signs: set[Any]  # tests of equality that tell a sign
 
 
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
@@ -101,7 +83,7 @@ class Analysis:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
-        self._eqns: Any = weakref.WeakKeyDictionary()
+        self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
 
     # Classes, as the user has them.
@@ -155,7 +137,7 @@ class Analysis:
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of ``scopes`` on which a plan depends."""
         if self.is_kept(scopes):
-            return ("jaxmp.float32", *marks(scopes))
+            return (FLOAT32, *marks(scopes))
         return scopes if self.paths else marks(scopes)
 
     def matters(self, jaxpr: Any) -> bool:
@@ -221,13 +203,12 @@ class Analysis:
         return memo[key]
 
     def _plan(self, jaxpr, trip: Trip, scopes: Scopes, given: Flags | None) -> Plan:
-        body, eqns = _jaxpr.open_jaxpr(jaxpr), self.equations(jaxpr, scopes)
+        body = _jaxpr.open_jaxpr(jaxpr)
+        eqns, spotted = self._program(jaxpr, scopes)
         path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
         flags = given or (False,) * len(body.invars)
-        zeros = zeros_in(eqns)
-        known = self._given(body, eqns, flags) - zeros
-        found = masks_in(eqns), negated_in(eqns), signs_in(eqns, zeros)
-        around = Around(scopes, known, path, *found)
+        known = self._given(body, eqns, flags) - spotted.zeros
+        around = known, path, spotted
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -239,22 +220,24 @@ class Analysis:
             read = tuple([need[var] for var in eqn.outvars])
             kinds.append(kind)
             outs.append(read)
-            found = self._needs(eqn, kind, read, around)
+            found = self._needs(eqn, kind, read, scopes, around)
             ins.append(found)
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
         return Plan(eqns, kinds[::-1], outs[::-1], ins[::-1], need, path)
 
-    def equations(self, jaxpr: Any, scopes: Scopes) -> Sequence[Equation]:
-        """Returns the equations of a jaxpr as the rewrites leave them."""
-        memo, key = self._eqns.setdefault(jaxpr, {}), self.relevant(scopes)
+    def _program(
+        self, jaxpr: Any, scopes: Scopes
+    ) -> tuple[Sequence[Equation], Spotted]:
+        """Returns the equations of a jaxpr as rewritten, and what they alone say."""
+        memo, key = self._programs.setdefault(jaxpr, {}), self.relevant(scopes)
         if key not in memo:
             eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
             if not self.is_kept(scopes):
                 for rewrite in REWRITES.values():
                     eqns = rewrite.run(eqns, jaxpr, scopes, self.is_product)
-            memo[key] = eqns
+            memo[key] = eqns, spotted_in(eqns)
         return memo[key]
 
     def _given(self, body: Any, eqns: Sequence[Equation], flags: Flags) -> set[Any]:
@@ -271,22 +254,35 @@ class Analysis:
         return found
 
     def _needs(
-        self, eqn: Equation, kind: Class, read: tuple[Need, ...], around: Around
+        self,
+        eqn: Equation,
+        kind: Class,
+        read: tuple[Need, ...],
+        scopes: Scopes,
+        around: tuple[set[Any], frozenset[Any], Spotted],
     ) -> Sequence[Need]:
-        """Returns what ``eqn`` needs of each input, for such needs of its outputs."""
-        here = around.scopes + _jaxpr.scope_names(eqn)
+        """Returns what ``eqn`` needs of each input, for such needs of its outputs.
+
+        Args:
+            eqn: The equation.
+            kind: Its class.
+            read: What its outputs are needed for.
+            scopes: Named scopes around its jaxpr.
+            around: What a :class:`Place` in the jaxpr knows of it.
+        """
+        here = scopes + _jaxpr.scope_names(eqn)
         if kind == "call":
-            return self._needs_inside(eqn, read, inside(eqn, here), around)
-        back = is_backward(eqn, around.scopes)
-        place = Place(back, self.is_kept(here), *around[1:])
-        return needs_of_inputs(eqn, kind, functools.reduce(int.__or__, read, 0), place)
+            return self._needs_inside(eqn, read, inside(eqn, here), around[0])
+        own = is_backward(eqn, scopes), self.is_kept(here)
+        out = functools.reduce(int.__or__, read, needs.NOTHING)
+        return needs_of_inputs(eqn, kind, out, Place(*own, *around))
 
     # What equations hold.
 
-    def _needs_inside(self, eqn, read, scopes, around: Around) -> Sequence[Need]:
+    def _needs_inside(self, eqn, read, scopes, known: set[Any]) -> Sequence[Need]:
         """Returns what the jaxprs in ``eqn`` need of each of its inputs."""
         found = [needs.NOTHING] * len(eqn.invars)
-        given = tuple([isinstance(x, Literal) or x in around.given for x in eqn.invars])
+        given = tuple([isinstance(x, Literal) or x in known for x in eqn.invars])
         trip = self.inside(eqn, read, scopes, given)
         for body, plan in self.plans(eqn, trip, scopes, given):
             inner = _jaxpr.in_vars(body.jaxpr)

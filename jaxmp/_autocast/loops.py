@@ -5,7 +5,7 @@ even out. Without one, they add up from trip to trip.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import _jaxpr
@@ -34,7 +34,7 @@ def accumulated(
     for place, out in carried:
         if is_float32(jaxpr.invars[place]):
             made = made_of(jaxpr.eqns, [jaxpr.invars[place]])
-            steps[out] = {k for _, k in carried if _is_in(jaxpr.outvars[k], made)}
+            steps[out] = {k for _, k in carried if is_in(jaxpr.outvars[k], made)}
     return tuple(
         (place, out) for place, out in carried if out in _reachable(out, steps)
     )
@@ -97,10 +97,10 @@ def _made_by(eqn: Equation, given: set[Any]) -> Iterable[Any]:
     for body in _jaxpr.call_layout(eqn).bodies:
         inner = _jaxpr.open_jaxpr(body.jaxpr)
         pairs = zip((eqn.invars[i] for i in body.operands), inner.invars, strict=True)
-        made = made_of(inner.eqns, [x for atom, x in pairs if _is_in(atom, given)])
+        made = made_of(inner.eqns, [x for atom, x in pairs if is_in(atom, given)])
         outs = zip(eqn.outvars, inner.outvars, strict=False)
-        found.update(var for var, x in outs if _is_in(x, made))
-    if _jaxpr.call_kind(eqn) == "cond" and _is_in(eqn.invars[0], given):
+        found.update(var for var, x in outs if is_in(x, made))
+    if _jaxpr.call_kind(eqn) == "cond" and is_in(eqn.invars[0], given):
         return eqn.outvars
     return found
 
@@ -109,5 +109,6 @@ def _variables(eqn: Equation) -> Iterator[Any]:
     return itertools.filterfalse(lambda x: isinstance(x, Literal), eqn.invars)
 
 
-def _is_in(atom: Any, variables: set[Any]) -> bool:
+def is_in(atom: Any, variables: Collection[Any]) -> bool:
+    """Whether an atom is one of some variables."""
     return not isinstance(atom, Literal) and atom in variables

@@ -4,14 +4,24 @@ This is all that the analysis knows of operations: one function, of one equation
 holds no jaxpr, its class, and what is known around it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .. import _jaxpr
 from .._jaxpr import Equation, Literal, is_float32
 from . import classes, needs
 from .classes import Class
+from .loops import is_in
 from .needs import Need
+
+
+class Spotted(NamedTuple):
+    """Variables of which the equations of a jaxpr alone say what they are."""
+
+    masks: set[Any]  # those of dropout
+    zeros: set[Any]  # zero, moved at most: taking it away makes no difference
+    negated: set[Any]  # the negative of something
+    signs: set[Any]  # tests of equality that tell a sign
 
 
 class Place(NamedTuple):
@@ -21,9 +31,7 @@ class Place(NamedTuple):
     kept: bool  # whether the user keeps it in float32
     given: set[Any]  # variables that are given, or computed from such alone
     path: frozenset[Any]  # those between what a trip is given and what it adds up
-    masks: set[Any]  # those of dropout
-    negated: set[Any]  # the negative of something
-    signs: set[Any]  # tests of equality that tell a sign
+    spotted: Spotted
 
 
 def needs_of_inputs(
@@ -43,24 +51,31 @@ def needs_of_inputs(
     # What only the backward pass reads, such as a slope, is part of it.
     back = place.back or needs.is_for_backward(out)
     if kind == "exact":
-        return _of_move(eqn, out, back, place.signs)
+        return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
     if not back:
         usual |= _of_offset(eqn, place)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
-    if takes and _only_scales(eqn, place.masks) and not classes.scales_down(eqn):
+    masks = place.spotted.masks
+    if takes and _only_scales(eqn, masks) and not classes.scales_down(eqn):
         scaled = needs.scaled(out, usual)
-        found = [usual if _is_in(x, place.masks) else scaled for x in eqn.invars]
-    if place.path and not place.path.isdisjoint(eqn.outvars):
+        found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
+    if not place.path.isdisjoint(eqn.outvars):
         found = _of_sum_over_trips(eqn, place.path)
     if (i := classes.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found
 
 
-def masks_in(eqns: Sequence[Equation]) -> set[Any]:
+def spotted_in(eqns: Sequence[Equation]) -> Spotted:
+    """Returns what the equations of a jaxpr say of its variables."""
+    zeros = _zeros_in(eqns)
+    return Spotted(_masks_in(eqns), zeros, _negated_in(eqns), _signs_in(eqns, zeros))
+
+
+def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns the masks of dropout: what was boolean, and at most scaled by numbers."""
     found: set[Any] = set()
     for eqn in eqns:
@@ -72,7 +87,7 @@ def masks_in(eqns: Sequence[Equation]) -> set[Any]:
     return found
 
 
-def zeros_in(eqns: Sequence[Equation]) -> set[Any]:
+def _zeros_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns what is zero, moved at most: taking it away makes no difference."""
     found: set[Any] = set()
     for eqn in eqns:
@@ -88,7 +103,7 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
     return not aval.shape and atom.val == 0
 
 
-def negated_in(eqns: Sequence[Equation]) -> set[Any]:
+def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns what is the negative of something, which to add is a difference."""
     found: set[Any] = set()
     for eqn in eqns:
@@ -99,7 +114,7 @@ def negated_in(eqns: Sequence[Equation]) -> set[Any]:
     return found
 
 
-def signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
+def _signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
     """Returns the tests by which JAX differentiates a maximum with zero.
 
     They ask whether it is zero, and whether it is what it was chosen from.
@@ -113,7 +128,7 @@ def signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
                 clipped[eqn.outvars[0]] = y if _is_zero(x, zeros) else x
         elif classes.tests_equal(eqn):
             for x, y in (eqn.invars, eqn.invars[::-1]):
-                if _is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
+                if is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
                     found.update(eqn.outvars)
     return found
 
@@ -127,10 +142,6 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
     if not classes.does(eqn).multiplies or classes.scales_far(eqn):
         return False
     return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
-
-
-def _is_in(atom: Any, variables: Collection[Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in variables
 
 
 def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
@@ -171,7 +182,7 @@ def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
     multiplies = classes.does(eqn).multiplies or classes.is_outer(eqn)
     term = needs.GATE if multiplies else needs.FULL
-    return [needs.DIGITS if _is_in(x, path) else term for x in eqn.invars]
+    return [needs.DIGITS if is_in(x, path) else term for x in eqn.invars]
 
 
 def _of_offset(eqn: Equation, place: Place) -> Need:
@@ -184,7 +195,7 @@ def _of_offset(eqn: Equation, place: Place) -> Need:
     has_number = any(isinstance(x, Literal) for x in eqn.invars)
     if classes.negates(eqn) or (takes and (has_number or _is_whole(taken, eqn))):
         return needs.OFFSET
-    meets = any(_is_in(x, place.given) for x in eqn.invars)
+    meets = any(is_in(x, place.given) for x in eqn.invars)
     return needs.OFFSET if (takes or is_ratio) and meets else needs.NOTHING
 
 
@@ -199,6 +210,6 @@ def _taken_away(eqn: Equation, place: Place) -> Any:
     if does.subtracts:
         return eqn.invars[1]
     for x in eqn.invars if does.joins else ():
-        if _is_in(x, place.negated):
+        if is_in(x, place.spotted.negated):
             return x
     return None

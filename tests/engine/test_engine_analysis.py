@@ -185,7 +185,9 @@ def test_an_analysis_keeps_no_jaxpr_alive():
     assert len(analysis._plans) >= 2
     del jaxpr, planned
     gc.collect()
-    assert len(analysis._plans) == len(analysis._matters) == len(analysis._eqns) == 0
+    assert (
+        len(analysis._plans) == len(analysis._matters) == len(analysis._programs) == 0
+    )
 
 
 def test_layers_that_share_a_jaxpr_are_analysed_once():
