@@ -176,12 +176,13 @@ class Caster(Calls):
         """Replays one equation as it was decided."""
         if step.kind == "call":
             return self.untouched(step.eqn, ins)
-        if step.kind == "product" or self.why_16bit(step, ins) is None:
-            outs = self.results(step.eqn, self.product(step, ins, decision))
+        reason = self.why_16bit(step, ins)
+        if step.kind == "product" or reason is None:
+            outs = self.results(step.eqn, self.product(step, ins, decision, reason))
         elif decision.how == "half":
             outs = self.results(step.eqn, self.in_16_bits(step.eqn, ins))
         else:
-            outs = self.in_float32(step, ins, decision)
+            outs = self.in_float32(step, ins, decision, reason)
         _note(step, ins, outs)
         return outs
 
@@ -192,8 +193,17 @@ class Caster(Calls):
             for x, var in zip(arrays, eqn.outvars, strict=True)
         ]
 
-    def product(self, step: Step, ins: list[Value], decision: Decision) -> list[Any]:
-        """Applies a product to operands in 16 bits, or rounded to 8 (rule 2)."""
+    def product(
+        self, step: Step, ins: list[Value], decision: Decision, reason: str | None
+    ) -> list[Any]:
+        """Applies a product to operands in 16 bits, or rounded to 8 (rule 2).
+
+        Args:
+            step: The equation.
+            ins: Its inputs.
+            decision: What was decided.
+            reason: Why it rounds nothing to float8, None if it does.
+        """
         # The default is for float32, and JAX would give it to the derivatives.
         eqn, dtype = with_precision(step.eqn), self.dtype
         operands = [
@@ -201,7 +211,6 @@ class Caster(Calls):
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
         firmly = self.rounds_products and not needs.has_region(step.need)
-        reason = self.why_16bit(step, ins)
         if reason is None:
             narrow = step.kind == "product" and (decision.how == "half" or firmly)
             out = dtype if narrow else eqn.outvars[0].aval.dtype
@@ -264,16 +273,19 @@ class Caster(Calls):
         return cast(array, self.dtype) if wide else array
 
     def in_float32(
-        self, step: Step, ins: list[Value], decision: Decision
+        self, step: Step, ins: list[Value], decision: Decision, reason: str | None
     ) -> list[Value]:
-        """Applies an equation as it was written, and stores what it returns."""
+        """Applies an equation as it was written, and stores what it returns.
+
+        The arguments are those of :meth:`product`.
+        """
         eqn, how = step.eqn, decision.how
         if classes.retypes(eqn) and ins[0].known.half:
             return [ins[0]]
         if how == "stored" and step.kind == "exact":
             return self.results(eqn, [storage.sent(eqn, ins[0].array, self.dtype)])
         if step.kind == "keep":
-            reason = self.analysis.reason(eqn, step.around) or self.why_16bit(step, ins)
+            reason = self.analysis.reason(eqn, step.around) or reason
             eqn = at_precision(eqn, self.analysis.precision(eqn, step.around))
         else:
             reason = REASONS.get(decision.rule) if how == "float32" else None
