@@ -40,8 +40,7 @@ FLOAT32_PRODUCTS = get_args(Float32Products)
 _FRACTIONS = {"tf32": 10, "bfloat16": 7}
 
 # By jaxpr, so that what JAX shares between calls and layers stays shared.
-_given: Any = weakref.WeakKeyDictionary()
-_kept: Any = weakref.WeakKeyDictionary()
+_changed: Any = weakref.WeakKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -67,23 +66,13 @@ def with_default_precision(fun: Callable, arrays: Sequence[Any]) -> list[Any]:
         return fun(*arrays)
     with own_precisions():
         jaxpr = _jaxpr.trace(fun, arrays)
-    return _jaxpr.jaxpr_as_fun(_with_default(jaxpr, default))(*arrays)
+    return _jaxpr.jaxpr_as_fun(_throughout(jaxpr, _at_default, default))(*arrays)
 
 
-def _with_default(jaxpr: Any, default: Any) -> Any:
-    """Returns ``jaxpr`` with a precision for each product that has none."""
-    memo = _given.setdefault(jaxpr, {})
-    if default not in memo:
-        memo[default] = _jaxpr.with_eqns(
-            jaxpr,
-            [
-                _jaxpr.with_jaxprs(
-                    with_precision(eqn, default), lambda x: _with_default(x, default)
-                )
-                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
-            ],
-        )
-    return memo[default]
+def _at_default(eqn: _jaxpr.Equation, default: Any) -> _jaxpr.Equation:
+    """Returns ``eqn``, the products without a precision that it is or holds at one."""
+    eqn = with_precision(eqn, default)
+    return _jaxpr.with_jaxprs(eqn, lambda x: _throughout(x, _at_default, default))
 
 
 def at_precision(eqn: _jaxpr.Equation, precision: str) -> _jaxpr.Equation:
@@ -99,17 +88,16 @@ def at_precision(eqn: _jaxpr.Equation, precision: str) -> _jaxpr.Equation:
         highest = with_precision(eqn, (lax.Precision.HIGHEST,) * 2)
         is_highest = precision == "highest" or not takes_algorithm(eqn)
         return highest if is_highest else _in_three_passes(eqn, highest)
-    return _jaxpr.with_jaxprs(eqn, lambda x: _all_at_precision(x, precision))
+    return _jaxpr.with_jaxprs(eqn, lambda x: _throughout(x, at_precision, precision))
 
 
-def _all_at_precision(jaxpr: Any, precision: str) -> Any:
-    """Returns ``jaxpr`` with all its float32 products at a precision."""
-    memo = _kept.setdefault(jaxpr, {})
-    if precision not in memo:
+def _throughout(jaxpr: Any, change: Callable, precision: Any) -> Any:
+    """Returns ``jaxpr``, each of its equations as ``change(equation, precision)``."""
+    memo, key = _changed.setdefault(jaxpr, {}), (change, precision)
+    if key not in memo:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
-        changed = [at_precision(eqn, precision) for eqn in eqns]
-        memo[precision] = _jaxpr.with_eqns(jaxpr, changed)
-    return memo[precision]
+        memo[key] = _jaxpr.with_eqns(jaxpr, [change(eqn, precision) for eqn in eqns])
+    return memo[key]
 
 
 def _in_three_passes(eqn: _jaxpr.Equation, highest: _jaxpr.Equation) -> _jaxpr.Equation:
