@@ -1,8 +1,10 @@
 """Passes over a program before it is analysed: one table of all of them.
 
 A *rewrite* is a function ``(equations, jaxpr, scopes, is_product) -> equations`` of one
-jaxpr. A *marker* is a function ``(jaxpr, scopes)`` of a whole program, which yields
-jaxprs, variables of theirs, and what these are needed for. They run in this order.
+jaxpr, the named scopes around it, and a function that tells whether an equation, in its
+scopes, is a product in 16 bits. A *marker* is a function ``(jaxpr, scopes)`` of a whole
+program, which yields jaxprs, variables of theirs, and what these are needed for. They
+run in this order.
 `python -m benchmarks price --without NAME` counts what one is worth.
 """
 

@@ -25,11 +25,7 @@ def endings(
 ) -> Sequence[Equation]:
     """Returns the equations, loops that end at a comparison in a float32 region.
 
-    Args:
-        eqns: The equations of a jaxpr.
-        jaxpr: The jaxpr.
-        scopes: Named scopes around it.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
 
     def ends(eqn: Equation) -> bool:

@@ -30,11 +30,7 @@ def hoisting(
 ) -> Sequence[Equation]:
     """Returns the equations, sums of products over trips as products after the loop.
 
-    Args:
-        eqns: The equations of a jaxpr.
-        jaxpr: The jaxpr.
-        scopes: Named scopes around it.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     found: list[Equation] = []
     for eqn in eqns:

@@ -33,11 +33,7 @@ def moments(
 ) -> Sequence[Equation]:
     """Returns the equations, those that take moments in a float32 region.
 
-    Args:
-        eqns: The equations of a jaxpr.
-        jaxpr: The jaxpr.
-        scopes: Named scopes around it.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     definition = definitions_of(eqns)
     means = {eqn: [*_means(eqn, definition)] for eqn in eqns if _multiplies(eqn)}

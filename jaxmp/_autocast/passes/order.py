@@ -24,11 +24,7 @@ def order(
     Where the very next equation is the transpose, as ``einsum`` writes it. Not in the
     backward pass: what JAX transposes there, products take.
 
-    Args:
-        eqns: The equations of a jaxpr.
-        jaxpr: The jaxpr.
-        scopes: Named scopes around it.
-        is_product: Tells whether an equation, in its scopes, is a product in 16 bits.
+    A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     found: list[Equation] = []
     for eqn in eqns:
