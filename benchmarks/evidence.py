@@ -4,15 +4,12 @@
 so that no number in it is typed by hand.
 """
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tyro
-
-from . import results
+from . import pages, results
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "evidence.md"
 
@@ -81,18 +78,9 @@ Medians of paired ratios of the thread's CPU time; the quartiles stand in bracke
 """
 
 
-@dataclasses.dataclass
-class Options:
-    """Where to write the page."""
-
-    output: pathlib.Path = PAGE
-
-
 def main(arguments: list[str]) -> None:
     """Writes the page."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks evidence")
-    options.output.write_text(page())
-    print(f"wrote {options.output}")
+    pages.write(arguments, "evidence", PAGE, page)
 
 
 def page() -> str:

@@ -4,7 +4,6 @@
 so that no dtype in it is typed by hand.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
@@ -25,6 +23,8 @@ from jaxmp import _jaxpr
 from jaxmp._autocast import classes, rules
 from jaxmp._autocast.decisions import Decision
 from jaxmp._autocast.replay import Caster
+
+from . import pages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 
@@ -265,18 +265,9 @@ def _cases() -> dict[str, dict[str, Case]]:
     }  # fmt: skip
 
 
-@dataclasses.dataclass
-class Options:
-    """Where to write the page."""
-
-    output: pathlib.Path = PAGE
-
-
 def main(arguments: list[str]) -> None:
     """Writes the page."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks names")
-    options.output.write_text(page())
-    print(f"wrote {options.output}")
+    pages.write(arguments, "names", PAGE, page)
 
 
 def page() -> str:

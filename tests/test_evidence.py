@@ -42,6 +42,12 @@ def test_the_evidence_page_is_what_its_command_writes():
     assert (ROOT / "docs/evidence.md").read_text() == evidence.page(), cure
 
 
+def test_the_command_writes_where_it_is_told(tmp_path, capsys):
+    evidence.main(["--output", str(tmp_path / "page.md")])
+    assert (tmp_path / "page.md").read_text() == evidence.page()
+    assert "page.md" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("page", [README, PERFORMANCE], ids=lambda x: x.stem)
 def test_what_a_page_says_is_gained_was_counted(page):
     shown = {
