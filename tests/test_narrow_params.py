@@ -14,6 +14,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from updates import bits, step_of, train
 
 import jaxmp
 from jaxmp import _rounding
@@ -32,30 +33,6 @@ PARAMS = {
     "b": jnp.array([0.5, -0.0, 3.0]),  # float32
 }
 GRADS = jax.tree.map(lambda p: jnp.full(p.shape, 2.0**-6), PARAMS)
-
-
-def step_of(tx):
-    """Returns the training step that users write."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, value=jnp.float32(1))
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def train(tx, params, grads, length):
-    """Updates with the same gradients again and again."""
-
-    def step(carry, _):
-        return step_of(tx)(*carry, grads), None
-
-    return jax.lax.scan(step, (params, tx.init(params)), length=length)[0]
-
-
-def bits(tree):
-    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
-    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
 
 
 def full(params, state):

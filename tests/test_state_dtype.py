@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from updates import bits, step_of, train
 
 import jaxmp
 from conftest import rest_is_evidence
@@ -36,30 +37,6 @@ DOORS = {
     ),
 }
 each_door = pytest.mark.parametrize(("wrap", "dtype"), DOORS.values(), ids=DOORS)
-
-
-def step_of(tx):
-    """Returns the training step that users write."""
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params, value=jnp.float32(1))
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def train(tx, params, grads, length):
-    """Updates with the same gradients again and again."""
-
-    def step(carry, _):
-        return step_of(tx)(*carry, grads), None
-
-    return jax.lax.scan(step, (params, tx.init(params)), length=length)[0]
-
-
-def bits(tree):
-    """Returns the leaves as dtypes and bytes."""
-    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
 
 
 def stored(state):
