@@ -117,7 +117,7 @@ def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
     """Returns in which dtypes the backward pass keeps what each line has computed."""
     kept: dict[tuple, dict[str, None]] = {}
     for operation in operations:
-        computed = _computed(operation)
+        computed = _behind_moves(operation)
         dtypes = [x for out in operation.outs for y in out.all_forms() for x in y.kept]
         if computed.frame is not None:
             found = kept.setdefault(computed.line, {})
@@ -125,13 +125,21 @@ def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
     return kept
 
 
-def _computed(operation: Operation) -> Operation:
-    """Returns the operation that computed what another only moves, itself if none."""
+def _behind_moves(
+    operation: Operation, among: Callable[[Operation], bool] = lambda _: True
+) -> Operation:
+    """Returns the operation whose result another only moves, itself if there is none.
+
+    Args:
+        operation: The operation.
+        among: Which operations it may be.
+    """
     while operation.moves:
         before = [x.operation for x in operation.ins if x.operation is not None]
-        if not before:
+        found = next(filter(among, before), operation)
+        if found is operation:
             break
-        operation = before[0]
+        operation = found
     return operation
 
 
@@ -176,13 +184,9 @@ def _rule(operation: Operation) -> int | None:
 
 def _moved(operation: Operation) -> Operation:
     """Returns the operation of the same line whose result another moves."""
-    while operation.moves:
-        before = [x.operation for x in operation.ins if x.operation is not None]
-        same = [x for x in before if x.frame and x.line == operation.line and x.dtype]
-        if not same or same[0] is operation:
-            break
-        operation = same[0]
-    return operation
+    return _behind_moves(
+        operation, lambda x: bool(x.frame and x.line == operation.line and x.dtype)
+    )
 
 
 def _results(operations: list[Operation]) -> list[Operation]:

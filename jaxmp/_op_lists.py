@@ -149,7 +149,6 @@ _PICK = """
 PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 EQUALITIES = frozenset({"eq", "ne"})
-POOLS = frozenset({"reduce_window_max", "reduce_window_min"})
 # The same magnitudes in another shape, order or place, or with another sign.
 _KEEPS_MAGNITUDES = """
     reshape broadcast_in_dim broadcast_to transpose squeeze rev tile copy stop_gradient
