@@ -61,7 +61,7 @@ if os.environ.get("DOCS_ONLINE"):
     }
 nitpick_ignore_regex = [
     ("py:.*", r"(?!jaxmp\.).*"),
-    ("py:class", r"jaxmp\.\w+\.(T|P|Module)"),  # in signatures
+    ("py:class", r"jaxmp\.[\w.]+\.(T|P|Module)"),  # in signatures
 ]
 
 html_theme = "furo"
