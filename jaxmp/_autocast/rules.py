@@ -40,9 +40,9 @@ RULES = {
     KEPT: "Float32 results that only matmuls and the backward pass read are stored in "
     "16 bits, moves and inputs apart; so is a gradient of a matmul that the backward "
     "pass both sums and hands on.",
-    LOOP: "A loop carries float32 if it hands a value from one iteration to the next "
-    "without a matmul; factors of such a value are float32, and so are gates that "
-    "multiply one another many times.",
+    LOOP: "A loop carries float32 if it hands a value to the next iteration without a "
+    "matmul; the value's factors are float32, and so are more than four gates that "
+    "multiply one another, and their results.",
     OFFSET: "A sum with an input is float32 if a difference, a negative, or a ratio "
     "to another input is computed from it, because the input may cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "

@@ -1,5 +1,7 @@
 """The parts of the engine: each is there for something that fails without it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax import lax
 import jaxmp
 from benchmarks import price, worth
 from benchmarks.measure import relative_error, traced
-from conftest import normal
+from conftest import at_once, normal
 from jaxmp import autocast
 from jaxmp._autocast.replay import Caster
 
@@ -115,6 +117,55 @@ def test_gates_of_which_many_multiply_one_another_have_all_digits():
 
     found = [how for name, how, _ in decisions(kept, W) if name == "logistic"]
     assert found == ["float32"]
+
+
+def leaks(w, state, x):
+    """A leak into a second leak, as of a neuron."""
+    current, potential = state
+    current = jax.nn.sigmoid(5 + x @ w[0]) * current + 0.1 * (x @ w[1])
+    return current, jax.nn.sigmoid(6 + x @ w[2]) * potential + 0.1 * current
+
+
+@jax.checkpoint
+def interpolates(w, h, x):
+    """A gated unit that is recomputed in the backward pass."""
+    z = jax.nn.sigmoid(x @ w[0] - 5)
+    return (1 - z) * h + z * jnp.tanh(x @ w[1])
+
+
+def of_a_matrix(w, state, x):
+    """Linear attention whose keys decay."""
+    decay = jax.nn.sigmoid(6 + x @ w[0])[:, :, None]
+    return decay * state + 0.1 * (x @ w[1])[:, :, None] * x[:, None]
+
+
+@pytest.mark.parametrize(
+    ("trip", "start"),
+    [
+        (leaks, (jnp.zeros((4, 8)), jnp.zeros((4, 8)))),
+        (interpolates, jnp.zeros((4, 8))),
+        (of_a_matrix, jnp.zeros((4, 8, 8))),
+    ],
+)
+def test_a_chain_of_gates_is_as_near_as_the_loop_that_it_could_be(trip, start):
+    w, xs = normal(3, 3, 8, 8, scale=0.3), normal(4, 24, 4, 8)
+
+    def scanned(w):
+        return lax.scan(lambda state, x: (trip(w, state, x), None), start, xs)[0]
+
+    def chained(w):
+        return functools.reduce(functools.partial(trip, w), xs, start)
+
+    def errors(fun):
+        def loss(w):
+            return sum(jnp.square(h @ w[0]).mean() for h in jax.tree.leaves(fun(w)))
+
+        exact, *found = at_once(
+            jax.grad(loss), autocast(jax.grad(loss)), jax.grad(autocast(loss))
+        )(w)
+        return [relative_error(one, exact) for one in found]
+
+    assert max(errors(chained)) <= 1.1 * max(errors(scanned))
 
 
 def normed(scale, bias, x):

@@ -1,9 +1,13 @@
 """Gates in a row: what multiplies a number many times without a loop.
 
 As the trips of a loop do that is written out, or is an ``associative_scan``: what is
-left of a number after many gates just below one depends on the last digits of each.
+left of a number after many gates just below one depends on the last digits of each,
+and on those of what they multiply, which would be rounded as often. The backward pass
+multiplies by the same gates, or by gates that it computes again.
 """
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,27 +17,29 @@ from ..._scopes import Scopes, inside, is_backward, marks
 from .. import classes, needs
 from ..needs import Need
 
-# So many times, and no more, a number may be multiplied by what was rounded.
+# So many times, and no more, a number may be multiplied by gates that are rounded.
 _OFTEN = 4
 # What a value may be: known to have a bound, so that it may be just below it; made by
-# a multiplication, or a sum with such; made of numbers in the program.
-_GATE, _SCALED, _NUMBER = 1, 2, 4
+# a multiplication, or a sum with such; made of numbers in the program; made by a gate
+# of many, or a sum with such.
+_GATE, _SCALED, _NUMBER, _STATE = 1, 2, 4, 8
 
 
 def gates(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
     """Yields the gates of which many multiply one another's results.
+
+    And these results, where they are of the forward pass.
 
     Args:
         jaxpr: The program.
         scopes: Named scopes around it.
     """
     rows = _Rows()
-    rows.before(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)), scopes)
+    rows.before(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
     if rows.found:  # as in few programs
         found = _Gates(rows.found)
-        found.through(jaxpr, [0] * len(_jaxpr.in_avals(jaxpr)))
-        for owner, var in found.found:
-            yield owner, var, needs.GATE
+        found.through(jaxpr, [0] * len(_jaxpr.in_avals(jaxpr)), scopes)
+        yield from found.found
 
 
 class _Rows:
@@ -43,7 +49,7 @@ class _Rows:
         self.found: set[Equation] = set()
         self._before: dict[Any, list[int]] = {}
 
-    def before(self, jaxpr: Any, after: Sequence[int], scopes: Scopes) -> list[int]:
+    def before(self, jaxpr: Any, after: Sequence[int]) -> list[int]:
         """Returns how many multiplications follow one another after each input.
 
         With nothing else than sums and moves between. Those beyond what is many are
@@ -52,29 +58,27 @@ class _Rows:
         Args:
             jaxpr: The jaxpr, open or closed.
             after: How many follow after each output.
-            scopes: Named scopes around it.
         """
         owner = _jaxpr.open_jaxpr(jaxpr)
-        key = owner, tuple(after), marks(scopes)
+        key = owner, tuple(after)
         if key not in self._before:
             counts: dict[Any, int] = {}
             _note(counts, owner.outvars, after)
             for eqn in reversed(owner.eqns):
                 outs = [counts.get(var, 0) for var in eqn.outvars]
-                _note(counts, eqn.invars, self._of(eqn, outs, scopes))
+                _note(counts, eqn.invars, self._of(eqn, outs))
             self._before[key] = [counts.get(var, 0) for var in owner.invars]
         return self._before[key]
 
-    def _of(self, eqn: Equation, after: list[int], scopes: Scopes) -> Sequence[int]:
+    def _of(self, eqn: Equation, after: list[int]) -> Sequence[int]:
         """Returns how many follow after each input of ``eqn``."""
-        here = scopes + _jaxpr.scope_names(eqn)
         if _jaxpr.call_kind(eqn):
             counts: dict[Any, int] = {}
             for body in _jaxpr.call_layout(eqn).bodies:
                 ends = (
                     [0] * len(_jaxpr.out_avals(body.jaxpr)) if _is_loop(eqn) else after
                 )
-                found = self.before(body.jaxpr, ends, inside(eqn, here))
+                found = self.before(body.jaxpr, ends)
                 _note(counts, [*body.operands], found)
             return [
                 0 if _is_loop(eqn) else counts.get(i, 0) for i in range(len(eqn.invars))
@@ -82,7 +86,7 @@ class _Rows:
         count = after[0] if after else 0
         if classes.multiplies_entries(eqn):
             read = [x for x in eqn.invars if not isinstance(x, Literal)]
-            if len(read) > 1 and not is_backward(eqn, here):
+            if len(read) > 1:
                 count += 1
                 if count > _OFTEN:
                     self.found.add(eqn)
@@ -93,38 +97,44 @@ class _Rows:
 
 
 class _Gates:
-    """Finds the gates among the factors of some multiplications."""
+    """Finds the gates among the factors of some multiplications, and their results."""
 
     def __init__(self, multiplications: set[Equation]):
-        self.found: set[tuple[Any, Any]] = set()
+        self.found: set[tuple[Any, Any, Need]] = set()
         self._multiplications = multiplications
         self._outs: dict[Any, list[int]] = {}
 
-    def through(self, jaxpr: Any, ins: Sequence[int]) -> list[int]:
+    def through(self, jaxpr: Any, ins: Sequence[int], scopes: Scopes) -> list[int]:
         """Returns what the outputs of a jaxpr may be, given that of its inputs."""
         owner = _jaxpr.open_jaxpr(jaxpr)
 
         def apply(eqn: Equation, ins: list[int]) -> list[int]:
+            here = scopes + _jaxpr.scope_names(eqn)
             if _jaxpr.call_kind(eqn):
-                return self._inside(eqn, ins)
-            if eqn in self._multiplications:
+                return self._inside(eqn, ins, inside(eqn, here))
+            made = _made_by(eqn, ins)
+            if classes.multiplies_entries(eqn):
+                many = _SCALED | _GATE if eqn in self._multiplications else 0
                 for var, kind, other in zip(eqn.invars, ins, ins[::-1], strict=True):
-                    if kind & _GATE and other & (_GATE | _SCALED):
-                        self.found.add((owner, var))
-            return [_made_by(eqn, ins)] * len(eqn.outvars)
+                    if kind & _GATE and other & (_STATE | many):
+                        self.found.add((owner, var, needs.GATE))
+                        made |= _STATE
+                    if kind & _STATE and not is_backward(eqn, here):
+                        self.found.add((owner, var, needs.DIGITS))
+            return [made] * len(eqn.outvars)
 
-        key = owner, tuple(ins)
+        key = owner, tuple(ins), marks(scopes)
         if key not in self._outs:
             self._outs[key] = _jaxpr.interpret(
                 jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: _NUMBER
             )
         return self._outs[key]
 
-    def _inside(self, eqn: Equation, ins: list[int]) -> list[int]:
+    def _inside(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
         outs = [0] * len(eqn.outvars)
         for body in _jaxpr.call_layout(eqn).bodies:
             given = [0 if _is_loop(eqn) else ins[i] for i in body.operands]
-            made = self.through(body.jaxpr, given)
+            made = self.through(body.jaxpr, given, scopes)
             if not _is_loop(eqn):
                 outs = [one | other for one, other in zip(outs, made, strict=True)]
         return outs
@@ -140,7 +150,7 @@ def _made_by(eqn: Equation, ins: list[int]) -> int:
         return 0
     pairs = zip(eqn.invars, ins, strict=True)
     floats = [kind for x, kind in pairs if _jaxpr.is_inexact(x)]
-    found = _SCALED if any(kind & _SCALED for kind in floats) else 0
+    found = functools.reduce(operator.or_, floats, 0) & (_SCALED | _STATE)
     if floats and all(kind & (_GATE | _NUMBER) for kind in floats):
         found |= _GATE if any(kind & _GATE for kind in floats) else _NUMBER
     return found
