@@ -23,9 +23,10 @@ from ._numbers import Numbers
 from ._places import Place, caller
 from ._precision import own_precisions
 from ._products import default_precision
-from ._report import WIDTH, DtypeReport
+from ._report import DtypeReport
 from ._residuals import residual_bytes
 from ._sizes import as_number
+from ._text import WIDTH
 
 P = ParamSpec("P")
 

@@ -24,7 +24,7 @@ from ._checks import (
     short,
     warn,
 )
-from ._report import as_html
+from ._text import as_html
 from ._tree import all_finite, is_inexact, path_name, widen
 
 T = TypeVar("T")

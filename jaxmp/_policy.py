@@ -22,7 +22,7 @@ from ._dtypes import (
     spelled,
     suggest,
 )
-from ._report import as_html
+from ._text import as_html
 from ._tree import cast_tree, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")

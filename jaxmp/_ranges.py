@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from ._checks import known_number, short
 from ._dtypes import as_dtype
 from ._exponents import RecordRangesState, floating_leaves
-from ._report import WIDTH, as_html, wrapped
+from ._text import WIDTH, as_html, wrapped
 from ._tree import numbered
 
 _HEAD = (

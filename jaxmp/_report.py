@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import os
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ._dtypes import is_wide
+from ._text import as_html, table, wrapped
 
-WIDTH = 80  # of the table
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _ROWS = 12  # of leaks, and of products that autocast kept
-
-
-def as_html(report: Any) -> str:
-    """Returns the text of a report as Jupyter shows it at the end of a cell."""
-    return f"<pre>{html.escape(str(report))}</pre>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,38 +321,6 @@ def _note_lines(report: DtypeReport) -> Iterator[str]:
 def _base(row: Leak | Kept | Hazard) -> str:
     """Returns the line without its folders."""
     return os.path.basename(row.where)
-
-
-def table(cells: list[tuple[str, ...]]) -> Iterator[str]:
-    """Aligns columns; where they find no room, the last two have lines of their own.
-
-    The columns are a number, a text, a module and a line of code.
-    """
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    fits = sum(widths) + 2 * len(widths) <= WIDTH
-    for row in cells:
-        first, *rest = map(str.ljust, row, widths)
-        first = first.strip().rjust(widths[0])
-        if fits:
-            yield f"  {'  '.join([first, *filter(str.strip, rest)])}".rstrip()
-            continue
-        indent = " " * (widths[0] + 4)
-        yield from wrapped(row[1], f"  {first}  ", indent)
-        yield from wrapped("  ".join(filter(None, row[2:])), indent, indent)
-
-
-def wrapped(
-    text: str, first: str = "", rest: str = "", *, is_code: bool = False
-) -> list[str]:
-    """Returns the lines of a text, each behind its indent; no word of code is cut."""
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=not is_code,
-        break_on_hyphens=False,
-    )
 
 
 def _unit(number: float, base: int) -> str:

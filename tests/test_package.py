@@ -23,7 +23,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 
 # Each file may import from those before its own row, and nothing else of jaxmp.
 ROWS = [
-    {"_version", "_checks", "_explaining", "_other_names"},
+    {"_version", "_checks", "_explaining", "_other_names", "_text"},
     {
         "_dtypes",
         "_equinox",
