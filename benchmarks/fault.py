@@ -12,9 +12,9 @@ import optax
 import tyro
 
 import jaxmp
-from jaxmp._flatten import flatten
-from jaxmp._places import Place
-from jaxmp._probe import Probe
+from jaxmp._diagnosis.overflow.probe import Probe
+from jaxmp._jaxprs.flatten import flatten
+from jaxmp._jaxprs.places import Place
 
 from . import h200, hlo, results
 from .compiled import peak

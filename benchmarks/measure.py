@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxmp
-from jaxmp import _jaxpr, _products
+from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._ops import products as _products
 
 # For programs whose speed does not matter: they are read, or run once.
 IN_A_HURRY: dict[str, Any] = {"xla_backend_optimization_level": 0}
@@ -40,8 +41,8 @@ def product_dtypes(fun, *args):
 def product_dtypes_of(jaxpr):
     """Returns the same of a jaxpr, whose outer products are left out.
 
-    Unlike :func:`jaxmp._products.is_matrix_product` it counts products of vectors too,
-    so that tests see in which dtype autocast leaves them.
+    Unlike :func:`jaxmp._ops.products.is_matrix_product` it counts products of vectors
+    too, so that tests see in which dtype autocast leaves them.
     """
     return [
         {d.name for d in dtypes(eqn)}

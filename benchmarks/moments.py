@@ -27,7 +27,7 @@ import tyro
 from sklearn.datasets import load_digits
 
 import jaxmp
-from jaxmp._blocks import is_blocks
+from jaxmp._base.blocks import is_blocks
 
 from . import results
 from .networks import GPT

@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp import _jaxpr
 from jaxmp._autocast import classes, rules
 from jaxmp._autocast.decisions import Decision
 from jaxmp._autocast.replay import Caster
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 from . import pages
 

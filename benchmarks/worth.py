@@ -18,7 +18,7 @@ import jax
 from jaxmp._autocast import needs, storage
 from jaxmp._autocast.calls import Calls
 from jaxmp._autocast.passes import MARKERS, REWRITES
-from jaxmp._jaxpr import bind
+from jaxmp._jaxprs.jaxpr import bind
 
 from . import h200, hlo, results
 from .families import FAMILIES

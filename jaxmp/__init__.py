@@ -38,56 +38,56 @@ import importlib.util as _util
 import sys as _sys
 import typing as _typing
 
-from ._blocks import Int8Blocks as Int8Blocks
-from ._explain_report import ExplainedLine as ExplainedLine
-from ._explain_report import Explanation as Explanation
-from ._exponents import RecordRangesState as RecordRangesState
-from ._exponents import exponent_histogram as exponent_histogram
-from ._exponents import record_ranges as record_ranges
-from ._gather import gather as gather
-from ._grad import grad as grad
-from ._grad import value_and_grad as value_and_grad
-from ._grad import with_policy as with_policy
-from ._loss_scale import dynamic_loss_scale as dynamic_loss_scale
-from ._loss_scale import loss_scaling as loss_scaling
-from ._loss_scale import static_loss_scale as static_loss_scale
-from ._loss_scale_state import LossScaleState as LossScaleState
-from ._loss_scale_state import check_loss_scale as check_loss_scale
-from ._loss_scale_state import get_loss_scale as get_loss_scale
-from ._loss_scale_state import get_loss_scale_state as get_loss_scale_state
-from ._loss_scale_state import last_step_finite as last_step_finite
-from ._loss_scale_state import unscale as unscale
-from ._masters import masters as masters
-from ._masters import set_masters as set_masters
-from ._mesh import init_shardings as init_shardings
-from ._narrow_params import KahanSummationState as KahanSummationState
-from ._narrow_params import StochasticRoundingState as StochasticRoundingState
-from ._narrow_params import kahan_summation as kahan_summation
-from ._narrow_params import stochastic_rounding as stochastic_rounding
-from ._overflow_report import Fault as Fault
-from ._overflow_report import OperationRange as OperationRange
-from ._overflow_report import OverflowReport as OverflowReport
-from ._policy import Policy as Policy
-from ._policy import get_policy as get_policy
-from ._policy import unused_overrides as unused_overrides
-from ._ranges import RangeReport as RangeReport
-from ._ranges import RangeStats as RangeStats
-from ._ranges import range_report as range_report
-from ._ranges import suggest_loss_scale as suggest_loss_scale
-from ._report import DtypeReport as DtypeReport
-from ._report import Hazard as Hazard
-from ._report import Kept as Kept
-from ._report import Leak as Leak
-from ._scalars import scalars as scalars
-from ._sensitivity_report import ModuleSensitivity as ModuleSensitivity
-from ._sensitivity_report import RoundedColumn as RoundedColumn
-from ._sensitivity_report import SensitivityReport as SensitivityReport
-from ._state_dtype import StateDtypeState as StateDtypeState
-from ._state_dtype import cast_state as cast_state
-from ._state_dtype import with_state_dtype as with_state_dtype
-from ._tree import all_finite as all_finite
-from ._tree import cast_tree as cast_tree
-from ._tree import select_tree as select_tree
+from ._base.blocks import Int8Blocks as Int8Blocks
+from ._base.policy import Policy as Policy
+from ._base.policy import get_policy as get_policy
+from ._base.policy import unused_overrides as unused_overrides
+from ._base.tree import all_finite as all_finite
+from ._base.tree import cast_tree as cast_tree
+from ._base.tree import select_tree as select_tree
+from ._devices.gather import gather as gather
+from ._devices.mesh import init_shardings as init_shardings
+from ._diagnosis.audit.report import DtypeReport as DtypeReport
+from ._diagnosis.audit.report import Hazard as Hazard
+from ._diagnosis.audit.report import Kept as Kept
+from ._diagnosis.audit.report import Leak as Leak
+from ._diagnosis.explain.report import ExplainedLine as ExplainedLine
+from ._diagnosis.explain.report import Explanation as Explanation
+from ._diagnosis.overflow.report import Fault as Fault
+from ._diagnosis.overflow.report import OperationRange as OperationRange
+from ._diagnosis.overflow.report import OverflowReport as OverflowReport
+from ._diagnosis.ranges import RangeReport as RangeReport
+from ._diagnosis.ranges import RangeStats as RangeStats
+from ._diagnosis.ranges import range_report as range_report
+from ._diagnosis.ranges import suggest_loss_scale as suggest_loss_scale
+from ._diagnosis.sensitivity.report import ModuleSensitivity as ModuleSensitivity
+from ._diagnosis.sensitivity.report import RoundedColumn as RoundedColumn
+from ._diagnosis.sensitivity.report import SensitivityReport as SensitivityReport
+from ._training.exponents import RecordRangesState as RecordRangesState
+from ._training.exponents import exponent_histogram as exponent_histogram
+from ._training.exponents import record_ranges as record_ranges
+from ._training.grad import grad as grad
+from ._training.grad import value_and_grad as value_and_grad
+from ._training.grad import with_policy as with_policy
+from ._training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from ._training.loss_scale import loss_scaling as loss_scaling
+from ._training.loss_scale import static_loss_scale as static_loss_scale
+from ._training.loss_scale_state import LossScaleState as LossScaleState
+from ._training.loss_scale_state import check_loss_scale as check_loss_scale
+from ._training.loss_scale_state import get_loss_scale as get_loss_scale
+from ._training.loss_scale_state import get_loss_scale_state as get_loss_scale_state
+from ._training.loss_scale_state import last_step_finite as last_step_finite
+from ._training.loss_scale_state import unscale as unscale
+from ._training.masters import masters as masters
+from ._training.masters import set_masters as set_masters
+from ._training.narrow_params import KahanSummationState as KahanSummationState
+from ._training.narrow_params import StochasticRoundingState as StochasticRoundingState
+from ._training.narrow_params import kahan_summation as kahan_summation
+from ._training.narrow_params import stochastic_rounding as stochastic_rounding
+from ._training.scalars import scalars as scalars
+from ._training.state_dtype import StateDtypeState as StateDtypeState
+from ._training.state_dtype import cast_state as cast_state
+from ._training.state_dtype import with_state_dtype as with_state_dtype
 from ._version import __version__ as __version__
 
 __all__ = [
@@ -156,22 +156,23 @@ __all__ = [
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
-    *("_op_lists", "_autocast.autocast", "_audit", "_activations", "_overflow"),
-    *("_explain", "_sensitivity"),
+    *("_ops.lists", "_autocast.autocast", "_diagnosis.audit.audit"),
+    *("_diagnosis.activations", "_diagnosis.overflow.overflow"),
+    *("_diagnosis.explain.explain", "_diagnosis.sensitivity.sensitivity"),
 )
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
-    from ._activations import activation_gradients as activation_gradients
-    from ._audit import assert_16bit as assert_16bit
-    from ._audit import audit as audit
     from ._autocast.autocast import autocast as autocast
     from ._autocast.autocast import float32_region as float32_region
-    from ._explain import explain as explain
-    from ._op_lists import DEFAULT_OPS as DEFAULT_OPS
-    from ._op_lists import OpLists as OpLists
-    from ._overflow import find_overflow as find_overflow
-    from ._sensitivity import sensitivity as sensitivity
+    from ._diagnosis.activations import activation_gradients as activation_gradients
+    from ._diagnosis.audit.audit import assert_16bit as assert_16bit
+    from ._diagnosis.audit.audit import audit as audit
+    from ._diagnosis.explain.explain import explain as explain
+    from ._diagnosis.overflow.overflow import find_overflow as find_overflow
+    from ._diagnosis.sensitivity.sensitivity import sensitivity as sensitivity
+    from ._ops.lists import DEFAULT_OPS as DEFAULT_OPS
+    from ._ops.lists import OpLists as OpLists
 else:
     _PUBLIC = __all__
     # `help(jaxmp)` would print every docstring of `__all__`, thousands of lines. It is
@@ -187,7 +188,7 @@ else:
             names = vars(_importlib.import_module(f".{module}", __name__))
             if name in names:
                 return globals().setdefault(name, names[name])
-        from ._other_names import ANSWERS
+        from ._base.names import ANSWERS
 
         if name in ANSWERS:
             raise AttributeError(f"jaxmp has no `{name}`: {ANSWERS[name]}.")

@@ -14,12 +14,12 @@ import jmp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ._activations import activation_gradients as _activation_gradients
-from ._checks import check_function, short
-from ._gather import gather as _gather
-from ._grad import cast_around as _cast_around
-from ._policy import PolicyLike, check_casts, get_policy
-from ._tree import cast_tree, is_floating_array, path_name
+from ._base.checks import check_function, short
+from ._base.policy import PolicyLike, check_casts, get_policy
+from ._base.tree import cast_tree, is_floating_array, path_name
+from ._devices.gather import gather as _gather
+from ._diagnosis.activations import activation_gradients as _activation_gradients
+from ._training.grad import cast_around as _cast_around
 
 __all__ = ["activation_gradients", "gather", "with_policy"]
 

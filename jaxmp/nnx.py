@@ -14,8 +14,14 @@ import numpy as np
 from flax import nnx
 
 from ._autocast.autocast import autocast as _autocast
-from ._checks import as_positions, as_tuple, explains, short
-from ._differentiate import (
+from ._base.checks import as_positions, as_tuple, explains, short
+from ._base.policy import Policy, PolicyLike, check_casts, get_policy
+from ._base.tree import AxisName, is_floating_array, path_name
+from ._devices.gather import gather as _gather
+from ._jaxprs.handed_back import sources
+from ._jaxprs.modules import module_scopes
+from ._jaxprs.objects import refuse_integers
+from ._training.differentiate import (
     Options,
     Reduction,
     as_options,
@@ -23,13 +29,7 @@ from ._differentiate import (
     differentiate,
     loss_and_aux,
 )
-from ._gather import gather as _gather
-from ._handed_back import sources
-from ._loss_scale_state import UNSCALED
-from ._modules import module_scopes
-from ._objects import refuse_integers
-from ._policy import Policy, PolicyLike, check_casts, get_policy
-from ._tree import AxisName, is_floating_array, path_name
+from ._training.loss_scale_state import UNSCALED
 
 __all__ = ["autocast", "gather", "value_and_grad"]
 

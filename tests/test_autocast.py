@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
 from conftest import normal, rest_is_evidence
-from jaxmp import _jaxpr
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
 X = normal(1, 4, 8)

@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence
-from jaxmp import _jaxpr
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
 SINGLE = np.dtype(np.float32)

@@ -15,13 +15,8 @@ from jax import lax
 
 import jaxmp
 from benchmarks.measure import traced
-from conftest import (
-    at_once,
-    normal,
-    rest_is_evidence,
-    usually_bfloat16,
-)
-from jaxmp._sums import firmly_rounded
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
+from jaxmp._ops.sums import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
 X = normal(1, 4, 8)

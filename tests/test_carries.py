@@ -9,7 +9,7 @@ from jax import lax
 import jaxmp
 from benchmarks.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
-from jaxmp import _jaxpr
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 

@@ -19,11 +19,11 @@ from jax import lax
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp import _jaxpr
 from jaxmp._autocast import rules
-from jaxmp._explain import _told
-from jaxmp._explaining import explaining
-from jaxmp._places import is_users
+from jaxmp._diagnosis.explain.explain import _told
+from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._jaxprs.explaining import explaining
+from jaxmp._jaxprs.places import is_users
 
 HALVES = ("bfloat16", "float16")
 PAGE = Path(__file__).parent.parent / "docs/explain.md"

@@ -17,7 +17,7 @@ from benchmarks.measure import (
     traced,
 )
 from conftest import normal, rest_is_evidence
-from jaxmp._sizes import as_number
+from jaxmp._base.sizes import as_number
 
 D, H = 8, 16
 SHAPES = {

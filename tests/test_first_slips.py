@@ -26,7 +26,7 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 import jaxmp.plots
-from jaxmp._other_names import ANSWERS
+from jaxmp._base.names import ANSWERS
 
 PARAMS = {"w": jnp.ones(3)}
 X, Y = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)

@@ -10,10 +10,10 @@ from test_sensitivity import BODIES
 
 import jaxmp
 from conftest import rest_is_evidence
-from jaxmp._places import Place
-from jaxmp._sensitivity import _errors
-from jaxmp._switches import Program
-from jaxmp._wide_replay import compiled
+from jaxmp._diagnosis.sensitivity.sensitivity import _errors
+from jaxmp._diagnosis.sensitivity.switches import Program
+from jaxmp._diagnosis.wide_replay import compiled
+from jaxmp._jaxprs.places import Place
 
 RANDOM = np.random.default_rng(0)
 FRACTIONS = {"tf32": 10, "bfloat16": 7}

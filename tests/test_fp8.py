@@ -21,8 +21,8 @@ import jaxmp
 from benchmarks import collectives
 from benchmarks.measure import traced
 from conftest import normal
-from jaxmp import _fp8
 from jaxmp._autocast import rules
+from jaxmp._ops import fp8 as _fp8
 
 F8, BF16 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.bfloat16)
 OPS = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)

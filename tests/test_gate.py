@@ -14,7 +14,8 @@ from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price, worth
 from benchmarks.networks import TINY
 from benchmarks.steps import contestants
 from conftest import rest_is_evidence
-from jaxmp import _loss_scale, _narrow_params
+from jaxmp._training import loss_scale as _loss_scale
+from jaxmp._training import narrow_params as _narrow_params
 
 UNAVAILABLE = h200.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))

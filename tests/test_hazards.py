@@ -14,8 +14,8 @@ import jaxmp
 from benchmarks.families import SMALL
 from benchmarks.networks import TINY
 from conftest import rest_is_evidence
-from jaxmp._hazards import Hazards
-from jaxmp._places import Place
+from jaxmp._diagnosis.audit.hazards import Hazards
+from jaxmp._jaxprs.places import Place
 
 X, Y = Shape((8, 4), jnp.float32), Shape((8, 4), jnp.float32)
 REGION = 'with jax.named_scope("jaxmp.float32"):'

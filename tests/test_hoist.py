@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 import jaxmp
 from benchmarks.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence
-from jaxmp import _jaxpr
-from jaxmp._varying import vary
+from jaxmp._devices.varying import vary
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
 SINGLE = np.dtype(np.float32)

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxmp
-from jaxmp import _rounding
+from jaxmp._base import rounding as _rounding
 
 KAHAN = {
     dtype: lambda tx, dtype=dtype: jaxmp.kahan_summation(tx, compensation=dtype)

@@ -14,7 +14,7 @@ from flax import nnx
 import jaxmp
 import jaxmp.nnx
 from conftest import rest_is_evidence
-from jaxmp import _modules
+from jaxmp._jaxprs import modules as _modules
 
 X = jnp.asarray(np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
 

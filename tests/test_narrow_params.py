@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from updates import bits, step_of, train
 
 import jaxmp
-from jaxmp import _rounding
+from jaxmp._base import rounding as _rounding
 
 WRAPPERS = {
     "stochastic": jaxmp.stochastic_rounding,

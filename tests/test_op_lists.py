@@ -12,7 +12,7 @@ from jax.interpreters import ad
 
 import jaxmp
 from benchmarks.measure import traced
-from jaxmp._op_lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
+from jaxmp._ops.lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
 
 FLOAT32 = Primitive("a_primitive_of_these_tests")
 
@@ -21,7 +21,7 @@ def test_every_primitive_of_this_jax_is_listed():
     # In a process of its own, where no other library has made primitives.
     program = """
 import jax, jax.numpy, jax.nn, jax.scipy.special, jax.scipy.linalg, jax.export
-from jaxmp._jaxpr import live_primitives
+from jaxmp._jaxprs.jaxpr import live_primitives
 print(*live_primitives())
 """
     run = [sys.executable, "-c", program]

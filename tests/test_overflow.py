@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import jaxmp.nnx
-from jaxmp._places import Place
-from jaxmp._probe import Probe
+from jaxmp._diagnosis.overflow.probe import Probe
+from jaxmp._jaxprs.places import Place
 
 HALF = jnp.float16
 X = jnp.array([1.0, 300.0, 2.0], HALF)

@@ -21,87 +21,44 @@ import jaxmp
 
 PACKAGE = Path(jaxmp.__file__).parent
 
-# Each file may import from those before its own row, and nothing else of jaxmp.
-ROWS = [
-    {"_version", "_checks", "_explaining", "_other_names", "_text"},
-    {
-        "_dtypes",
-        "_equinox",
-        "_jaxpr",
-        "_rounding",
-        "_sizes",
-        "_varying",
-    },
-    {"_custom_rules", "_in_float32"},
-    {
-        "_around",
-        "_blocks",
-        "_handed_back",
-        "_products",
-        "_report",
-        "_residuals",
-        "_scopes",
-        "_tree",
-    },
-    {"_kept_state", "_modules", "_objects"},
-    {
-        "_state_dtype",
-        "_op_lists",
-        "_places",
-        "_flatten",
-        "_overflow_report",
-        "_sensitivity_report",
-        "_explain_report",
-    },
-    {"_sums", "_columns", "_fp8", "_precision"},
-    {
-        "_product_rules",
-    },
-    {
-        "_policy",
-        "_batch",
-        "_reducers",
-        "_lookups",
-        "_reasons",
-        "_exponents",
-        "_narrow_params",
-        "_wide",
-        "_loss_scale_state",
-    },
-    {"_numbers"},
-    {
-        "_masters",
-        "_mesh",
-        "_leaks",
-        "_loss_scale",
-        "_ranges",
-        "_look",
-        "_scalars",
-        "_advice",
-        "_hazards",
-        "_wide_replay",
-    },
-    {"_gather", "_promoted", "_ungathered"},
-    {"_differentiate", "_trails", "_limits", "_readers"},
-    {"_switches"},
-    {"_table", "_flow"},
-    {"_probe"},
-    {"_autocast", "_audit", "_activations", "_overflow"},
-    {"_cast_notes", "_explain"},
-    {"_grad"},
-    {"_sensitivity"},
-    {"linen", "nnx", "plots"},
-    {"__init__"},
-]
-FRONT_ENDS = {"linen", "nnx", "plots"}
-# The same for the rooms of a package, each of which may import what the package may.
-ROOMS = {
+# Each wing may import those before it, and a room those before its row in the wing.
+WINGS = {
+    "_base": [
+        {"checks", "names", "rounding", "sizes", "text"},
+        {"blocks", "dtypes"},
+        {"in_float32"},
+        {"tree"},
+        {"policy"},
+    ],
+    "_jaxprs": [
+        {"explaining", "jaxpr"},
+        {"around", "custom_rules", "handed_back", "kept_state", "scopes"},
+        {"modules", "objects", "places"},
+        {"flatten"},
+    ],
+    "_ops": [
+        {"products", "reducers"},
+        {"fp8", "lists", "precision", "sums"},
+        {"lookups", "product_rules"},
+    ],
+    "_devices": [{"ungathered", "varying"}, {"batch"}, {"mesh"}, {"gather"}],
+    "_training": [
+        {"equinox", "exponents", "loss_scale_state", "state_dtype"},
+        {"differentiate", "narrow_params", "scalars"},
+        {"grad", "loss_scale", "masters"},
+    ],
     "_autocast": [
         {"needs", "rules", "twins"},
         {"classes", "loops", "scans", "values"},
         {"definitions"},
         {"steps"},
-        {"endings", "gates", "hoisting", "moments", "order"},
+        {
+            "passes.endings",
+            "passes.gates",
+            "passes.hoisting",
+            "passes.moments",
+            "passes.order",
+        },
         {"passes"},
         {"decisions", "float8", "storage", "transfer"},
         {"analysis"},
@@ -109,15 +66,72 @@ ROOMS = {
         {"calls"},
         {"replay"},
         {"autocast"},
-        {"_autocast"},
-    ]
+    ],
+    "_diagnosis": [
+        {
+            "activations",
+            "audit.reasons",
+            "audit.report",
+            "audit.residuals",
+            "cast_notes",
+            "explain.report",
+            "numbers",
+            "overflow.look",
+            "overflow.report",
+            "ranges",
+            "sensitivity.report",
+            "wide",
+        },
+        {
+            "audit.hazards",
+            "audit.leaks",
+            "explain.flow",
+            "overflow.advice",
+            "overflow.trails",
+            "sensitivity.columns",
+            "wide_replay",
+        },
+        {
+            "audit.audit",
+            "explain.explain",
+            "overflow.limits",
+            "overflow.table",
+            "promoted",
+            "sensitivity.readers",
+        },
+        {"overflow.probe", "sensitivity.switches"},
+        {"overflow.overflow", "sensitivity.sensitivity"},
+    ],
+}
+FRONT_ENDS = {"linen", "nnx", "plots"}
+# A step that fails or that runs nothing in 16 bits says why, by the eyes of the
+# diagnosis, which is imported only then.
+UPWARD = {
+    ("_training.grad", "_diagnosis.cast_notes"),
+    ("_training.differentiate", "_diagnosis.promoted"),
 }
 
 
-def named(path):
-    """Returns how ROWS and ROOMS name a file: a package's own is its ``__init__``."""
-    is_own = path.stem == "__init__" and path.parent != PACKAGE
-    return path.parent.name if is_own else path.stem
+@functools.cache
+def rooms():
+    """Returns the file of each module of jaxmp by its dotted name."""
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
+    return files
+
+
+def imported(room, path):
+    """Yields each module of jaxmp that a room imports, and what it takes from it."""
+    around = path.relative_to(PACKAGE).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            parts = around[: len(around) - node.level + 1]
+            module = ".".join((*parts, *filter(None, [node.module])))
+            for alias in node.names:
+                whole = f"{module}.{alias.name}".lstrip(".")
+                yield (whole, None) if whole in rooms() else (module, alias.name)
 
 
 def imports(path):
@@ -131,28 +145,42 @@ def imports(path):
             yield "." * node.level + node.module
 
 
-def test_imports_go_one_way():
-    files = {path.stem: path for path in PACKAGE.glob("*.py")}
-    assert set(files) | set(ROOMS) == set().union(*ROWS)
+def test_each_room_is_in_a_wing():
+    named = {f"{wing}.{room}" for wing in WINGS for row in WINGS[wing] for room in row}
+    doors = {
+        room
+        for room, path in rooms().items()
+        if path.stem == "__init__" and not list(imported(room, path))
+    }
+    others = {*FRONT_ENDS, "_version", "__init__"}
+    assert {*rooms()} - doors - others == named - doors
+    assert {*WINGS} <= doors
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_wing_imports_those_below_it(wing):
+    below = {*itertools.takewhile(lambda other: other != wing, WINGS), "_version"}
     earlier = set()
-    for row in ROWS:
-        for name in row & set(files):
-            ours = {m[1:].split(".")[0] for m in imports(files[name]) if m[0] == "."}
-            assert ours <= earlier - FRONT_ENDS, name
-        earlier |= row
+    for row in WINGS[wing]:
+        for name in (f"{wing}.{room}" for room in row):
+            for module, _ in imported(name, rooms()[name]):
+                allowed = module.split(".")[0] in below or module in earlier
+                assert allowed or (name, module) in UPWARD, (name, module)
+        earlier |= {f"{wing}.{room}" for room in row}
 
 
-@pytest.mark.parametrize("package", ROOMS)
-def test_imports_go_one_way_in_a_package(package):
-    files = {named(path): path for path in (PACKAGE / package).rglob("*.py")}
-    assert set(files) == set().union(*ROOMS[package])
-    before = itertools.takewhile(lambda row: package not in row, ROWS)
-    earlier = set().union(*before) - FRONT_ENDS
-    for row in ROOMS[package]:
-        for name in row:
-            ours = {m.lstrip(".") for m in imports(files[name]) if m.startswith(".")}
-            assert ours <= earlier, name
-        earlier |= row
+def test_nobody_reaches_past_a_door():
+    for room, path in rooms().items():
+        for module, name in imported(room, path):
+            is_private = (name or "").startswith("_") and not name.startswith("__")
+            assert not is_private, (room, module, name)
+
+
+@pytest.mark.parametrize("wing", WINGS)
+def test_a_door_says_what_a_wing_is_for(wing):
+    path = rooms()[wing]
+    assert 3 <= len(path.read_text().splitlines()) <= 10
+    assert not list(imports(path))
 
 
 def doc(node):
@@ -180,23 +208,23 @@ def test_the_rooms_of_autocast_stay_small():
 def test_what_is_not_public_in_jax_stays_in_one_file():
     for path in PACKAGE.rglob("*.py"):
         private = [m for m in imports(path) if m.startswith(("jax._src", "jax.extend"))]
-        assert not private or path.stem == "_jaxpr", (path.name, private)
+        assert not private or path.stem == "jaxpr", (path.name, private)
         text = path.read_text()
-        assert "jax.__version" not in text or path.stem == "_jaxpr", path.name
+        assert "jax.__version" not in text or path.stem == "jaxpr", path.name
 
 
 def test_names_of_primitives_stay_with_the_lists_of_them():
-    from jaxmp._jaxpr import CALL_KINDS
+    from jaxmp._jaxprs.jaxpr import CALL_KINDS
 
     ops = jaxmp.DEFAULT_OPS
     names = ops.allow | ops.deny | ops.infer | CALL_KINDS.keys()
-    lists = {"_jaxpr", "_op_lists", "_products"}
+    lists = {"jaxpr", "lists", "products"}
     readers = {
         path
-        for path in PACKAGE.rglob("*.py")
-        if not {"._jaxpr", ".._jaxpr", "..._jaxpr"}.isdisjoint(imports(path))
+        for room, path in rooms().items()
+        if "_jaxprs.jaxpr" in {module for module, _ in imported(room, path)}
     }
-    assert {"_leaks", "classes", "replay"} <= {p.stem for p in readers}
+    assert {"leaks", "classes", "replay"} <= {p.stem for p in readers}
     for path in readers:
         nodes = ast.walk(ast.parse(path.read_text()))
         strings = {node.value for node in nodes if isinstance(node, ast.Constant)}
@@ -205,7 +233,7 @@ def test_names_of_primitives_stay_with_the_lists_of_them():
 
 
 def test_the_files_that_trace_what_is_audited_are_there():
-    from jaxmp._places import _REPLAYS, _TRACING
+    from jaxmp._jaxprs.places import _REPLAYS, _TRACING
 
     assert all(map(os.path.exists, (*_TRACING, *_REPLAYS)))
 
@@ -246,7 +274,7 @@ def printed():
 def test_importing_jaxmp_loads_no_front_end_and_nothing_slow():
     loaded = printed()["imported"]
     assert "optax" in loaded
-    slow = {"flax.linen", "flax.nnx", "matplotlib", "jax.extend", "jaxmp._jaxpr"}
+    slow = {"flax.linen", "flax.nnx", "matplotlib", "jax.extend", "jaxmp._jaxprs.jaxpr"}
     assert not slow & set(loaded)
 
 
@@ -301,8 +329,8 @@ def test_help_is_a_page_with_a_program_and_every_public_name():
     text = pydoc.plain(pydoc.render_doc(jaxmp))
     page, listed = text.split("PACKAGE CONTENTS")
     assert len(page.splitlines()) < 45
-    # What follows is one line for each file.
-    assert len(listed.splitlines()) < len([*PACKAGE.glob("*.py")]) + 15
+    # What follows is one line for each wing and each file beside them.
+    assert len(listed.splitlines()) < len([*WINGS, *PACKAGE.glob("*.py")]) + 15
     assert max(map(len, page.splitlines())) <= 88
     words = re.findall(r"[\w.]+", page)
     assert set(jaxmp.__all__) <= set(words)

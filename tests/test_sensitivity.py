@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.families import SMALL
 from conftest import rest_is_evidence
-from jaxmp._flatten import flatten
-from jaxmp._places import Place
-from jaxmp._sensitivity import _errors, _gradient
-from jaxmp._switches import Program
-from jaxmp._wide_replay import compiled
+from jaxmp._diagnosis.sensitivity.sensitivity import _errors, _gradient
+from jaxmp._diagnosis.sensitivity.switches import Program
+from jaxmp._diagnosis.wide_replay import compiled
+from jaxmp._jaxprs.flatten import flatten
+from jaxmp._jaxprs.places import Place
 
 RANDOM = np.random.default_rng(0)
 X, Y = RANDOM.standard_normal((8, 4), np.float32), np.arange(8) % 3

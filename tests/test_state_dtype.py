@@ -16,7 +16,7 @@ from updates import bits, step_of, train
 
 import jaxmp
 from conftest import rest_is_evidence
-from jaxmp._blocks import decode, is_blocks
+from jaxmp._base.blocks import decode, is_blocks
 
 PARAMS = {
     "w": jnp.asarray(np.linspace(-1, 1, 16 * 512, dtype="f4").reshape(16, 512)),

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import _jaxpr
-from .._jaxpr import Equation, Literal
-from .._op_lists import OpLists
-from .._scopes import (
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, Literal
+from .._jaxprs.scopes import (
     AUTOCAST,
     FLOAT32,
     KEPT_BY_OPS,
@@ -32,6 +31,7 @@ from .._scopes import (
     is_under,
     marks,
 )
+from .._ops.lists import OpLists
 from . import classes, needs, rules
 from .classes import Class
 from .loops import accumulated, on_path

@@ -12,23 +12,17 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _scopes
-from .._around import (
-    end_look,
-    inside,
-    is_staged,
-    traced_by_us,
-    warn_if_unscaled,
-)
-from .._checks import check_function, clipped, explains, short, warn
-from .._explaining import listener
-from .._in_float32 import casts_do_nothing
-from .._kept_state import haiku_state_kept, linen_state_kept
-from .._modules import with_module_scopes
-from .._objects import refuse_lost_updates
-from .._op_lists import DEFAULT_OPS, OpLists
-from .._policy import PolicyLike, get_policy
-from .._precision import PRECISIONS, Precision
+from .._base.checks import check_function, clipped, explains, short, warn
+from .._base.in_float32 import casts_do_nothing
+from .._base.policy import PolicyLike, get_policy
+from .._jaxprs import scopes as _scopes
+from .._jaxprs.around import end_look, inside, is_staged, traced_by_us, warn_if_unscaled
+from .._jaxprs.explaining import listener
+from .._jaxprs.kept_state import haiku_state_kept, linen_state_kept
+from .._jaxprs.modules import with_module_scopes
+from .._jaxprs.objects import refuse_lost_updates
+from .._ops.lists import DEFAULT_OPS, OpLists
+from .._ops.precision import PRECISIONS, Precision
 from .replay import Caster
 
 P = ParamSpec("P")

@@ -4,9 +4,9 @@ import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .. import _jaxpr
-from .._jaxpr import FLOAT32, is_float32
-from .._scopes import DIFFERENTIATED, Scopes, inside
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import FLOAT32, is_float32
+from .._jaxprs.scopes import DIFFERENTIATED, Scopes, inside
 from . import needs, storage
 from .analysis import Analysis, Flags, Trip
 from .customs import Customs, End

@@ -1,6 +1,6 @@
 """What autocast knows of an operation by its name: its class, and what it does.
 
-The names themselves are with the lists, in :mod:`jaxmp._op_lists`. No other module of
+The names themselves are with the lists, in :mod:`jaxmp._ops.lists`. No other module of
 the engine looks at one.
 """
 
@@ -9,9 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import _jaxpr, _products
-from .._jaxpr import Equation, is_float32
-from .._op_lists import (
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, is_float32
+from .._ops import products as _products
+from .._ops.lists import (
     ADDS_UP,
     ARITHMETIC,
     BOUNDED,
@@ -46,21 +47,21 @@ from .._op_lists import (
     is_power,
     is_steep_power,
 )
-from .._op_lists import divisor as divisor
-from .._op_lists import is_square as is_square
-from .._op_lists import scales_down as scales_down
-from .._op_lists import scales_far as scales_far
-from .._products import (
+from .._ops.lists import divisor as divisor
+from .._ops.lists import is_square as is_square
+from .._ops.lists import scales_down as scales_down
+from .._ops.lists import scales_far as scales_far
+from .._ops.products import (
     PRODUCTS,
     has_default_precision,
     has_float32,
     is_matrix_product,
 )
-from .._products import has_number as has_number
-from .._products import is_batch as is_batch
-from .._products import is_batched as is_batched
-from .._products import over_trips as over_trips
-from .._products import sums_over_trips as sums_over_trips
+from .._ops.products import has_number as has_number
+from .._ops.products import is_batch as is_batch
+from .._ops.products import is_batched as is_batched
+from .._ops.products import over_trips as over_trips
+from .._ops.products import sums_over_trips as sums_over_trips
 
 # All others are not understood, or hold something that is not gone into.
 _FOLLOWED = DEFAULT_OPS.allow | DEFAULT_OPS.deny | DEFAULT_OPS.infer

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .. import _jaxpr
-from .._custom_rules import noted_as_rule, places_of_moving, replaced
-from .._jaxpr import Equation, is_inexact
-from .._precision import own_precisions, with_default_precision
-from .._scopes import Scopes
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.custom_rules import noted_as_rule, places_of_moving, replaced
+from .._jaxprs.jaxpr import Equation, is_inexact
+from .._jaxprs.scopes import Scopes
+from .._ops.precision import own_precisions, with_default_precision
 from . import needs
 from .analysis import Analysis, Trip
 from .needs import Need

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._jaxpr import Equation, is_float32
-from .._scopes import KEPT_FOR_DIFFERENCE, KEPT_FOR_DIGITS, KEPT_IN_LOOP
+from .._jaxprs.jaxpr import Equation, is_float32
+from .._jaxprs.scopes import KEPT_FOR_DIFFERENCE, KEPT_FOR_DIGITS, KEPT_IN_LOOP
 from . import classes, needs, rules
 from .classes import Class
 from .needs import Need

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from .._jaxpr import Equation, Literal, is_cast
-from .._op_lists import Definition
+from .._jaxprs.jaxpr import Equation, Literal, is_cast
+from .._ops.lists import Definition
 from . import classes
 
 

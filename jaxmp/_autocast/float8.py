@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .._fp8 import why_16bit
-from .._jaxpr import Equation
-from .._op_lists import OpLists
-from .._scopes import KEPT_BY_BFLOAT16_PATHS, KEPT_IN_RULE, Scopes, is_under
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.scopes import KEPT_BY_BFLOAT16_PATHS, KEPT_IN_RULE, Scopes, is_under
+from .._ops.fp8 import why_16bit
+from .._ops.lists import OpLists
 from . import classes
 from .classes import Class
 

@@ -8,9 +8,9 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .. import _jaxpr
-from .._jaxpr import Equation, Literal, is_float32
-from .._products import is_matrix_product
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, Literal, is_float32
+from .._ops.products import is_matrix_product
 
 # Equations that hold jaxprs and run one of them once, so that it can be looked through.
 _ONCE = frozenset({"jit", "call", "remat", "custom_jvp", "custom_vjp", "cond"})

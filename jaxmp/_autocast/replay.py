@@ -10,16 +10,16 @@ import jax
 import numpy as np
 from jax import lax
 
-from .. import _jaxpr
-from .._flatten import ARRAY, arrays_of, with_arrays
-from .._fp8 import multiplied
-from .._jaxpr import Equation, is_float32, is_inexact
-from .._op_lists import OpLists
-from .._precision import at_precision, own_precisions, with_default_precision
-from .._product_rules import accumulated, rounded
-from .._products import with_precision
-from .._reducers import bind_narrow
-from .._scopes import Scopes, check_paths
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.flatten import ARRAY, arrays_of, with_arrays
+from .._jaxprs.jaxpr import Equation, is_float32, is_inexact
+from .._jaxprs.scopes import Scopes, check_paths
+from .._ops.fp8 import multiplied
+from .._ops.lists import OpLists
+from .._ops.precision import at_precision, own_precisions, with_default_precision
+from .._ops.product_rules import accumulated, rounded
+from .._ops.products import with_precision
+from .._ops.reducers import bind_narrow
 from . import classes, needs, storage
 from .analysis import NO_PATHS, Analysis, Trip
 from .calls import Calls

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax import lax
 
-from .. import _jaxpr
-from .._custom_rules import places_of_moving, replaced
-from .._jaxpr import FLOAT32, Equation
-from .._precision import with_default_precision
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.custom_rules import places_of_moving, replaced
+from .._jaxprs.jaxpr import FLOAT32, Equation
+from .._ops.precision import with_default_precision
 
 
 def scanned(

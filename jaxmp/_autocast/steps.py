@@ -4,10 +4,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .. import _jaxpr
-from .._jaxpr import Equation
-from .._op_lists import Definition
-from .._scopes import Scopes, is_backward
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.scopes import Scopes, is_backward
+from .._ops.lists import Definition
 from . import needs
 from .classes import Class
 from .needs import Need

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _jaxpr
-from .._jaxpr import Equation
-from .._lookups import added_to_zeros, row_axis
-from .._op_lists import Definition, axes_of_softmax
-from .._sizes import as_number
-from .._sums import firmly_rounded
+from .._base.sizes import as_number
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._ops.lists import Definition, axes_of_softmax
+from .._ops.lookups import added_to_zeros, row_axis
+from .._ops.sums import firmly_rounded
 from . import classes, needs
 from .needs import Need
 from .values import Value

@@ -7,8 +7,8 @@ holds no jaxpr, its class, and what is known around it.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .. import _jaxpr
-from .._jaxpr import Equation, Literal, is_float32
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from . import classes, needs
 from .classes import Class
 from .loops import is_in

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _jaxpr
-from .._jaxpr import FLOAT32, Equation
-from .._op_lists import is_far
-from .._scopes import SATURATED
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import FLOAT32, Equation
+from .._jaxprs.scopes import SATURATED
+from .._ops.lists import is_far
 
 
 class Known(NamedTuple):

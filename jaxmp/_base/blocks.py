@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._rounding import draws
+from .rounding import draws
 
 # Of a row that is no multiple of it, the blocks are shorter. Updates read the numbers
 # twice, to find the units and to use them, and with so many in a block the units are
@@ -90,7 +90,7 @@ def encode(
     Args:
         x: The array.
         units: Those of :func:`units_of`.
-        seeds: What :func:`jaxmp._rounding.noise_seeds` returns.
+        seeds: What :func:`jaxmp._base.rounding.noise_seeds` returns.
         number: uint32[], another one for each array of a step.
     """
     return _codes(x, units, draws(x.shape, seeds, number))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import jmp
 import numpy as np
 
-from ._checks import clipped, short
+from .checks import clipped, short
 
 # The names of each dtype; the first is the one that str(policy) uses.
 NAMES = {

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import is_narrow
+from .dtypes import is_narrow
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -13,17 +13,10 @@ import jmp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import clipped, short
-from ._dtypes import (
-    DTYPES,
-    as_dot_dtype,
-    as_dtype,
-    parse_dtype,
-    spelled,
-    suggest,
-)
-from ._text import as_html
-from ._tree import cast_tree, is_floating, path_name, wide_dtype
+from .checks import clipped, short
+from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
+from .text import as_html
+from .tree import cast_tree, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import as_axes, check_axes_are_bound, clipped, short
-from ._dtypes import as_dtype
-from ._in_float32 import dtype_of_cast
+from .checks import as_axes, check_axes_are_bound, clipped, short
+from .dtypes import as_dtype
+from .in_float32 import dtype_of_cast
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._sizes import size_of
-from ._tree import is_array, is_inexact, path_name, wide_dtype
-from ._varying import varying_axes
+from .._base.sizes import size_of
+from .._base.tree import is_array, is_inexact, path_name, wide_dtype
+from .varying import varying_axes
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from ._checks import as_axes
-from ._mesh import as_spec, named_axes, spread_shardings
-from ._policy import PolicyLike, get_policy
-from ._tree import is_array, is_inexact, path_name, wide_dtype
+from .._base.checks import as_axes
+from .._base.policy import PolicyLike, get_policy
+from .._base.tree import is_array, is_inexact, path_name, wide_dtype
+from .mesh import as_spec, named_axes, spread_shardings
 
 T = TypeVar("T")
 

@@ -13,11 +13,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._batch import GradFun, check_leading_axis, is_scalar_key, without_objects
-from ._blocks import Int8Blocks, is_blocks
-from ._checks import as_axes, clipped, short
-from ._tree import AxisName, is_array, is_inexact, path_name, wide_dtype
-from ._varying import tracked_axes, varying_axes
+from .._base.blocks import Int8Blocks, is_blocks
+from .._base.checks import as_axes, clipped, short
+from .._base.tree import AxisName, is_array, is_inexact, path_name, wide_dtype
+from .batch import GradFun, check_leading_axis, is_scalar_key, without_objects
+from .varying import tracked_axes, varying_axes
 
 _CONSTRAINT = (
     "Under `mesh=` of `jaxmp.value_and_grad` each device sees its part of the batch, "

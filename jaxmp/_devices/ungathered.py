@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from . import _jaxpr
+from .._jaxprs import jaxpr as _jaxpr
 
 # Of a value: the shards that it was computed from and has not met the other parts of,
 # each as its number and a mesh axis.

@@ -9,9 +9,9 @@ from typing import Any, ParamSpec
 import jax
 import jax.numpy as jnp
 
-from ._checks import as_scale, check_function, explains
-from ._differentiate import loss_and_aux
-from ._jaxpr import (
+from .._base.checks import as_scale, check_function, explains
+from .._base.tree import numbered, widen
+from .._jaxprs.jaxpr import (
     JaxprEqn,
     bind,
     call_kind,
@@ -20,9 +20,9 @@ from ._jaxpr import (
     located_at,
     open_jaxpr,
 )
-from ._loss_scale_state import scale_in
-from ._op_lists import given_name
-from ._tree import numbered, widen
+from .._ops.lists import given_name
+from .._training.differentiate import loss_and_aux
+from .._training.loss_scale_state import scale_in
 
 P = ParamSpec("P")
 

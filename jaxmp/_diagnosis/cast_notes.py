@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.core
 
-from ._flatten import flatten
-from ._places import is_users
+from .._jaxprs.flatten import flatten
+from .._jaxprs.places import is_users
 
 
 def note_cast(
@@ -37,7 +37,7 @@ def note_cast(
     if _works(fun, cast) or not _works(fun, given):
         return
     # Importing it here, because it takes long.
-    from ._autocast.autocast import autocast
+    from .._autocast.autocast import autocast
 
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{x.filename}:{x.lineno}" for x in frames if is_users(x.filename)]

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _jaxpr
-from ._dtypes import is_narrow
-from ._jaxpr import Equation
-from ._op_lists import GUARDS
-from ._places import Place
+from .._base.dtypes import is_narrow
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.places import Place
+from .._ops.lists import GUARDS
 
 
 class Eaten(NamedTuple):

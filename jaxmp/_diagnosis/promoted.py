@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import jax.core
 
-from . import _jaxpr
-from ._around import CastsItself, inside
-from ._checks import warn
-from ._flatten import flatten
-from ._leaks import Walk
-from ._places import Place, caller
-from ._policy import Policy
+from .._base.checks import warn
+from .._base.policy import Policy
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.around import CastsItself, inside
+from .._jaxprs.flatten import flatten
+from .._jaxprs.places import Place, caller
+from .audit.leaks import Walk
 
 
 @dataclasses.dataclass(frozen=True)

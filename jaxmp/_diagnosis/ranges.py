@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ._checks import known_number, short
-from ._dtypes import as_dtype
-from ._exponents import RecordRangesState, floating_leaves
-from ._text import WIDTH, as_html, wrapped
-from ._tree import numbered
+from .._base.checks import known_number, short
+from .._base.dtypes import as_dtype
+from .._base.text import WIDTH, as_html, wrapped
+from .._base.tree import numbered
+from .._training.exponents import RecordRangesState, floating_leaves
 
 _HEAD = (
     "% of the|zero|flushed|sub-|normal|over-|non-|min|max|size",

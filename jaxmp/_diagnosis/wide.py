@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _jaxpr
-from ._dtypes import is_narrow
-from ._jaxpr import Equation
-from ._op_lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
-from ._products import PRODUCTS
-from ._sums import summed_by_platform
+from .._base.dtypes import is_narrow
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._ops.lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
+from .._ops.products import PRODUCTS
+from .._ops.sums import summed_by_platform
 
 _FLOAT32 = np.dtype(np.float32)
 _HUGE = np.finfo(np.float32).max

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from . import _jaxpr
-from ._dtypes import is_narrow
-from ._jaxpr import Equation
-from ._places import Place
-from ._products import PRODUCTS
-from ._wide import platform_of, wide_literal, widened
+from .._base.dtypes import is_narrow
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.places import Place
+from .._ops.products import PRODUCTS
+from .wide import platform_of, wide_literal, widened
 
 # Which part of a program has rounded a value, where it is none.
 NONE = -1

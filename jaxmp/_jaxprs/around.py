@@ -16,7 +16,7 @@ import jax
 import jax.core
 import numpy as np
 
-from ._checks import known_number, warn
+from .._base.checks import known_number, warn
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def is_staged() -> bool:
     As ``jax.jit`` and ``lax.scan`` do. What we trace ourselves (autocast, an audit)
     runs at once, or never.
     """
-    from . import _jaxpr  # takes long to import
+    from . import jaxpr as _jaxpr
 
     stage, around = _jaxpr.stage(), _AROUND.get(_NOTHING)
     return around.staged if stage is around.own else stage is not None
@@ -74,7 +74,7 @@ def is_staged() -> bool:
 
 def traced_by_us(fun: Callable[..., T], staged: bool) -> Callable[..., T]:
     """Returns a function that we trace ourselves, outside of which it ``is_staged``."""
-    from . import _jaxpr
+    from . import jaxpr as _jaxpr
 
     @functools.wraps(fun, updated=())
     def traced(*args, **kwargs):
@@ -123,7 +123,7 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
     """
     if dtype != np.float16 or not _AROUND.get(_NOTHING).unscaled:
         return
-    from . import _jaxpr  # takes long to import
+    from . import jaxpr as _jaxpr
 
     if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
         warn_unscaled()

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.custom_derivatives import SymbolicZero
 
-from ._jaxpr import Equation, is_inexact
+from .jaxpr import Equation, is_inexact
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.core
 
-from ._around import is_staged, traced_by_us
-from ._modules import with_module_scopes
-from ._tree import is_array, path_name
+from .._base.tree import is_array, path_name
+from .around import is_staged, traced_by_us
+from .modules import with_module_scopes
 
 
 class Flat(NamedTuple):

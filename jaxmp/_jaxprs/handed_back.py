@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from . import _jaxpr
+from . import jaxpr as _jaxpr
 
 
 def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:

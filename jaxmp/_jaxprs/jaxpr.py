@@ -2,8 +2,8 @@
 
 Everything that leans on ``jax.extend.core``, on an attribute outside JAX's public
 interface or on a JAX version lives in this file, so that a new release is met here, and
-in :mod:`jaxmp._varying`, which a program without autocast needs and which is apart
-because importing ``jax.extend`` takes long.
+in :mod:`jaxmp._devices.varying`, which a program without autocast needs and which is
+apart because importing ``jax.extend`` takes long.
 """
 
 import contextlib

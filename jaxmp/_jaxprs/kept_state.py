@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from ._jaxpr import Tracer
-from ._tree import path_name
+from .._base.tree import path_name
+from .jaxpr import Tracer
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ def _scoped(method: Any) -> Any:
         if not is_call or callers[-1].starts_with(self):
             return method(*args, **kwargs)
         # Reading jaxprs takes long to import.
-        from ._scopes import INSIDE, without_repeats
+        from .scopes import INSIDE, without_repeats
 
         paths = (caller.path_of(self) for caller in reversed(callers))
         path = next(filter(None, paths), (type(self).__name__,))

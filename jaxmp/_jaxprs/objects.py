@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._tree import is_inexact, path_name
+from .._base.tree import is_inexact, path_name
 
 _Path = tuple[Any, ...]
 
@@ -143,7 +143,7 @@ def _written_back(
     if not arrays:
         return set()
     # Reading jaxprs takes long to import.
-    from ._handed_back import sources
+    from .handed_back import sources
 
     entries, structure = jax.tree.flatten_with_path((args, kwargs))
     number_of = {path: number for number, (path, _) in enumerate(entries)}

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import _jaxpr, _scopes
+from . import jaxpr as _jaxpr
+from . import scopes as _scopes
 
 Frame = tuple[str, int, int, str]  # file, line, position in the bytecode, function
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
-_OWN = os.path.dirname(__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # These trace the bodies of calls that they have replayed.
 _REPLAYS = (os.path.join(_OWN, "_autocast", "calls.py"),)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -32,16 +33,16 @@ _LIBRARIES = re.compile(
 )
 # These trace what is audited, so that they are around all of it.
 _TRACING = tuple(
-    f"{_OWN}_{name}.py"
-    for name in (
-        "audit",
-        "explain",
-        "flatten",
-        "in_float32",
-        "overflow",
-        "residuals",
-        "sensitivity",
-        "switches",
+    os.path.join(_OWN, *path.split("/")) + ".py"
+    for path in (
+        "_base/in_float32",
+        "_diagnosis/audit/audit",
+        "_diagnosis/audit/residuals",
+        "_diagnosis/explain/explain",
+        "_diagnosis/overflow/overflow",
+        "_diagnosis/sensitivity/sensitivity",
+        "_diagnosis/sensitivity/switches",
+        "_jaxprs/flatten",
     )
 )
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from . import _jaxpr
-from ._checks import clipped
+from .._base.checks import clipped
+from . import jaxpr as _jaxpr
 
 # Equations in these stay as they were written: what the user keeps in float32, and what
 # an inner autocast has decided already.

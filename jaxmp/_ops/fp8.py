@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _jaxpr, _scopes
-from ._dtypes import FLOAT8
-from ._jaxpr import Equation, Primitive, is_inexact
-from ._products import is_batched, is_matrix_product, is_resize, sizes
+from .._base.dtypes import FLOAT8
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs import scopes as _scopes
+from .._jaxprs.jaxpr import Equation, Primitive, is_inexact
+from .products import is_batched, is_matrix_product, is_resize, sizes
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 # Units for tensor products in float8 take sizes in multiples of 16; XLA pads others.
@@ -39,8 +40,8 @@ _HIGHEST, _ABOVE = 8, (1 << _FRACTION) - 1 - 0b1100000
 def why_16bit(eqn: Equation, min_size: int) -> str | None:
     """Returns why a product of 16-bit operands is none of float8; None if it is one.
 
-    The reason is the name of a scope, see :mod:`jaxmp._scopes`, and empty for what is
-    no matrix product, or resizes an image.
+    The reason is the name of a scope, see :mod:`jaxmp._jaxprs.scopes`, and empty for
+    what is no matrix product, or resizes an image.
     """
     if not is_matrix_product(eqn) or is_resize(eqn):
         return ""

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checks import as_count, clipped, short
-from ._jaxpr import (
+from .._base.checks import as_count, clipped, short
+from .._jaxprs.jaxpr import (
     CALL_KINDS,
     Equation,
     Literal,
@@ -35,7 +35,7 @@ from ._jaxpr import (
     open_jaxpr,
     sub_jaxprs,
 )
-from ._products import PRODUCTS
+from .products import PRODUCTS
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """

@@ -12,8 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ._jaxpr import Equation
-from ._op_lists import ADDS_AT
+from .._jaxprs.jaxpr import Equation
+from .lists import ADDS_AT
 
 _CLIPS = lax.GatherScatterMode.CLIP
 # Whoever promises that all places are in bounds has no use for others.

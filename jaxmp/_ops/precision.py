@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-from . import _jaxpr
-from ._products import (
+from .._jaxprs import jaxpr as _jaxpr
+from .products import (
     default_precision,
     is_float32_product,
     takes_algorithm,

@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from . import _jaxpr
-from ._jaxpr import Equation
-from ._products import is_convolution
-from ._scopes import SATURATED
-from ._sums import Product, product_of
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.scopes import SATURATED
+from .products import is_convolution
+from .sums import Product, product_of
 
 
 def accumulated(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._jaxpr import FLOAT32, Equation, frames, is_inexact, trace
-from ._sizes import as_number, size_of
+from .._base.sizes import as_number, size_of
+from .._jaxprs.jaxpr import FLOAT32, Equation, frames, is_inexact, trace
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _jaxpr
-from ._jaxpr import FLOAT32, Equation, is_float32
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32
 
 
 def bind_narrow(eqn: Equation, arrays: Sequence[Any], dtype: np.dtype) -> list[Any]:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._jaxpr import FLOAT32, Equation, Primitive, bind, interpret, trace
-from ._products import vector_of
+from .._jaxprs.jaxpr import FLOAT32, Equation, Primitive, bind, interpret, trace
+from .products import vector_of
 
 
 class Product(NamedTuple):

@@ -15,9 +15,7 @@ import jmp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ._around import autocast_dtype, inside, is_staged, warn_if_constant, warn_unscaled
-from ._batch import GradFun, check_batch_is_whole, over_micro_batches
-from ._checks import (
+from .._base.checks import (
     as_count,
     as_positions,
     as_scale,
@@ -30,10 +28,11 @@ from ._checks import (
     short,
     warn,
 )
-from ._equinox import arrays_of_models, with_rest
-from ._gather import all_gather, dims_of, sum_scatter
-from ._loss_scale_state import UNSCALED, divided, holds_scale, scale_in
-from ._mesh import (
+from .._base.policy import Policy
+from .._base.tree import AxisName, is_array, is_inexact, path_name, widen
+from .._devices.batch import GradFun, check_batch_is_whole, over_micro_batches
+from .._devices.gather import all_gather, dims_of, sum_scatter
+from .._devices.mesh import (
     agreed,
     axes_of_shardings,
     mesh_axes,
@@ -43,9 +42,16 @@ from ._mesh import (
     parameter_specs,
     sharded_axes,
 )
-from ._policy import Policy
-from ._tree import AxisName, is_array, is_inexact, path_name, widen
-from ._varying import tracked_axes, vary, varying_axes
+from .._devices.varying import tracked_axes, vary, varying_axes
+from .._jaxprs.around import (
+    autocast_dtype,
+    inside,
+    is_staged,
+    warn_if_constant,
+    warn_unscaled,
+)
+from .equinox import arrays_of_models, with_rest
+from .loss_scale_state import UNSCALED, divided, holds_scale, scale_in
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
 # How micro-batches and devices are put together.
@@ -390,7 +396,7 @@ def _looked_at(
         if not seen:
             seen = True
             # Reading jaxprs takes long to import.
-            from ._promoted import warn_if_promoted
+            from .._diagnosis.promoted import warn_if_promoted
 
             @functools.wraps(user, updated=())
             def loss(*args, **kwargs):
@@ -409,7 +415,7 @@ def _with_gathered_shards(
 
     def checked(state, *args, **kwargs):
         # Reading jaxprs takes long to import.
-        from ._ungathered import never_gathered
+        from .._devices.ungathered import never_gathered
 
         params = options.params(args)
         entries, structure = jax.tree.flatten_with_path(params)

@@ -9,20 +9,20 @@ from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 
-from ._around import end_look, warn_if_unscaled
-from ._checks import as_tuple, check_function, explains
-from ._differentiate import (
+from .._base.checks import as_tuple, check_function, explains
+from .._base.policy import Policy, PolicyLike, check_casts, get_policy
+from .._base.tree import AxisName
+from .._jaxprs.around import end_look, warn_if_unscaled
+from .._jaxprs.modules import module_scopes
+from .._jaxprs.objects import name_and_cure, refuse_integers, refuse_lost_updates
+from .differentiate import (
     Reduction,
     as_options,
     check_loss_function,
     differentiate,
     loss_and_aux,
 )
-from ._loss_scale_state import UNSCALED
-from ._modules import module_scopes
-from ._objects import name_and_cure, refuse_integers, refuse_lost_updates
-from ._policy import Policy, PolicyLike, check_casts, get_policy
-from ._tree import AxisName
+from .loss_scale_state import UNSCALED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -100,7 +100,7 @@ def cast_around(
         try:
             result = checked(*cast_args, **cast_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            from ._cast_notes import note_cast  # reading jaxprs takes long to import
+            from .._diagnosis.cast_notes import note_cast
 
             given, cast = (args, kwargs), (cast_args, cast_kwargs)
             note_cast(error, name, plain, policy, given, cast)
@@ -259,7 +259,7 @@ def value_and_grad(
     def note_policy(error, args, kwargs):
         if policy is None:
             return
-        from ._cast_notes import note_cast  # reading jaxprs takes long to import
+        from .._diagnosis.cast_notes import note_cast
 
         cast_args = list(args)
         for i in as_tuple(options.argnums):

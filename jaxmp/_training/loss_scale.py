@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._checks import (
+from .._base.checks import (
     as_count,
     check_optimizer,
     check_positive,
@@ -21,11 +21,11 @@ from ._checks import (
     known_number,
     short,
 )
-from ._loss_scale_state import MIGRATE, LossScaleState
-from ._narrow_params import check_nothing_follows, note_kahan
-from ._policy import PolicyLike, get_policy
-from ._tree import AxisName, all_finite, is_strong
-from ._varying import varying_axes
+from .._base.policy import PolicyLike, get_policy
+from .._base.tree import AxisName, all_finite, is_strong
+from .._devices.varying import varying_axes
+from .loss_scale_state import MIGRATE, LossScaleState
+from .narrow_params import check_nothing_follows, note_kahan
 
 if TYPE_CHECKING:
 

@@ -16,16 +16,9 @@ import jmp
 import numpy as np
 import optax
 
-from ._checks import (
-    as_count,
-    as_scale,
-    check_positive,
-    plain_array,
-    short,
-    warn,
-)
-from ._text import as_html
-from ._tree import all_finite, is_inexact, path_name, widen
+from .._base.checks import as_count, as_scale, check_positive, plain_array, short, warn
+from .._base.text import as_html
+from .._base.tree import all_finite, is_inexact, path_name, widen
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ._checks import plain_array, warn
-from ._narrow_params import KahanSummationState, is_16_bit
-from ._rounding import join, split
-from ._tree import path_name, widen
+from .._base.checks import plain_array, warn
+from .._base.rounding import join, split
+from .._base.tree import path_name, widen
+from .narrow_params import KahanSummationState, is_16_bit
 
 T = TypeVar("T")
 

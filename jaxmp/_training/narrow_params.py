@@ -12,21 +12,16 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from ._checks import check_optimizer, check_state, short
-from ._rounding import (
+from .._base.checks import check_optimizer, check_state, short
+from .._base.rounding import (
     join,
     noise_seeds,
     round_stochastically,
     split,
     split_stochastically,
 )
-from ._state_dtype import (
-    as_state_dtype,
-    check_seed,
-    narrow_init,
-    narrow_update,
-)
-from ._tree import is_floating, path_name, widen
+from .._base.tree import is_floating, path_name, widen
+from .state_dtype import as_state_dtype, check_seed, narrow_init, narrow_update
 
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
 # What changes the updates of the transformation inside it, by the name of its state.

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._checks import check_positive, plain_array, short
-from ._exponents import RecordRangesState
-from ._loss_scale_state import LossScaleState, get_loss_scale_state, looks_unused
+from .._base.checks import check_positive, plain_array, short
+from .exponents import RecordRangesState
+from .loss_scale_state import LossScaleState, get_loss_scale_state, looks_unused
 
 # States of optax that count the steps that were taken, and those that gather the
 # gradients of several, so that the ones inside them count fewer.

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from ._blocks import Int8Blocks, decode, encode, is_blocks, nearest, units_of
-from ._checks import check_optimizer, check_state, short
-from ._dtypes import as_dtype
-from ._rounding import noise_seeds, round_stochastically
-from ._tree import is_floating, path_name, widen
+from .._base.blocks import Int8Blocks, decode, encode, is_blocks, nearest, units_of
+from .._base.checks import check_optimizer, check_state, short
+from .._base.dtypes import as_dtype
+from .._base.rounding import noise_seeds, round_stochastically
+from .._base.tree import is_floating, path_name, widen
 
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 _INT8 = np.dtype(jnp.int8)

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp import _jaxpr
 from jaxmp._autocast import needs
 from jaxmp._autocast.analysis import Analysis, Trip
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
 BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "OFFSET")

@@ -18,7 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.measure import IN_A_HURRY, dtypes, relative_error
 from conftest import normal
-from jaxmp import _jaxpr, _products, autocast
+from jaxmp import autocast
+from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._ops import products as _products
 
 ROWS, SIZE = 6, 8
 X = normal(0, ROWS, SIZE)

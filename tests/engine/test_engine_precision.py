@@ -10,7 +10,7 @@ from jax import lax
 import jaxmp
 from benchmarks import h200
 from conftest import normal
-from jaxmp import _jaxpr
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 DEFAULT = (lax.Precision.DEFAULT,) * 2

@@ -10,8 +10,8 @@ from flax import nnx
 from laws import KEY, Program, normal
 
 import jaxmp
-from jaxmp._hazards import Hazards
-from jaxmp._places import Place
+from jaxmp._diagnosis.audit.hazards import Hazards
+from jaxmp._jaxprs.places import Place
 
 # The programs that have hazards, and which.
 WRONG = {}

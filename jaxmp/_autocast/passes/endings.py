@@ -10,9 +10,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ... import _jaxpr
-from ..._jaxpr import Equation, is_inexact
-from ..._scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation, is_inexact
+from ..._jaxprs.scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
 from .. import classes
 
 # What is known of a value: it is made of what a product returned; it is decided by

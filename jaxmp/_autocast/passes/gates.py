@@ -11,9 +11,9 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ... import _jaxpr
-from ..._jaxpr import Equation, Literal
-from ..._scopes import Scopes, inside, is_backward, marks
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation, Literal
+from ..._jaxprs.scopes import Scopes, inside, is_backward, marks
 from .. import classes, needs
 from ..needs import Need
 

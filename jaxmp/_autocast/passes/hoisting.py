@@ -16,10 +16,10 @@ import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ... import _jaxpr
-from ..._jaxpr import Equation, Var, is_float32
-from ..._scopes import IsProduct, Scopes, inside, is_backward
-from ..._sizes import as_number, size_of
+from ..._base.sizes import as_number, size_of
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation, Var, is_float32
+from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
 from .. import classes
 from ..loops import reached
 from ..twins import twins

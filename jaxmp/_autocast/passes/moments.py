@@ -16,10 +16,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ... import _jaxpr
-from ..._jaxpr import Equation, Literal, is_inexact
-from ..._op_lists import Definition
-from ..._scopes import KEPT_FOR_MOMENTS, IsProduct, Scopes, in_region, is_backward
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
+from ..._jaxprs.scopes import (
+    KEPT_FOR_MOMENTS,
+    IsProduct,
+    Scopes,
+    in_region,
+    is_backward,
+)
+from ..._ops.lists import Definition
 from .. import classes
 from ..definitions import definitions_of, unmoved
 from ..twins import twins

@@ -10,9 +10,9 @@ numbers, and ``s`` is its last axis.
 from collections.abc import Sequence
 from typing import Any
 
-from ... import _jaxpr
-from ..._jaxpr import Equation, Var
-from ..._scopes import IsProduct, Scopes, is_backward
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation, Var
+from ..._jaxprs.scopes import IsProduct, Scopes, is_backward
 from .. import classes
 
 

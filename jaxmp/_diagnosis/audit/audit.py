@@ -1,9 +1,8 @@
 """Which products of a function run in which dtype, and what made them float32.
 
 The function is traced, never run. One walk over its jaxpr finds the products and the
-causes of float32 (:mod:`jaxmp._leaks`), another what forward passes hand to backward
-passes (:mod:`jaxmp._residuals`), a third what is made of products
-(:mod:`jaxmp._hazards`).
+causes of float32 (:mod:`~.leaks`), another what forward passes hand to backward passes
+(:mod:`~.residuals`), a third what is made of products (:mod:`~.hazards`).
 """
 
 import functools
@@ -13,20 +12,20 @@ from typing import Any, ParamSpec
 
 import jax
 
-from . import _jaxpr
-from ._checks import check_function, explains, uncalled
-from ._flatten import flatten
-from ._hazards import Hazards, of_numbers
-from ._in_float32 import traced_in_float32
-from ._leaks import Walk
-from ._numbers import Numbers
-from ._places import Place, caller
-from ._precision import own_precisions
-from ._products import default_precision
-from ._report import DtypeReport
-from ._residuals import residual_bytes
-from ._sizes import as_number
-from ._text import WIDTH
+from ..._base.checks import check_function, explains, uncalled
+from ..._base.in_float32 import traced_in_float32
+from ..._base.sizes import as_number
+from ..._base.text import WIDTH
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.flatten import flatten
+from ..._jaxprs.places import Place, caller
+from ..._ops.precision import own_precisions
+from ..._ops.products import default_precision
+from ..numbers import Numbers
+from .hazards import Hazards, of_numbers
+from .leaks import Walk
+from .report import DtypeReport
+from .residuals import residual_bytes
 
 P = ParamSpec("P")
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _jaxpr, _scopes
-from ._dtypes import is_narrow
-from ._jaxpr import Equation
-from ._numbers import Numbers
-from ._op_lists import (
+from ..._base.dtypes import is_narrow
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs import scopes as _scopes
+from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.places import Place
+from ..._ops.lists import (
     CHOOSES,
     FOLDS,
     INVERTS,
@@ -36,9 +37,9 @@ from ._op_lists import (
     is_square,
     tests_equal,
 )
-from ._places import Place
-from ._products import PRODUCTS, adds_up, has_default_precision, is_matrix_product
-from ._report import Hazard
+from ..._ops.products import PRODUCTS, adds_up, has_default_precision, is_matrix_product
+from ..numbers import Numbers
+from .report import Hazard
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from . import _jaxpr, _scopes
-from ._dtypes import is_narrow, is_wide
-from ._op_lists import MAY_MULTIPLY, VIEWS
-from ._places import Place, trip_count
-from ._products import flops as flops_of
-from ._products import is_float32_at_default
-from ._reasons import computes, why_16bit, why_kept
-from ._report import DtypeReport, Hazard, Kept, Leak
+from ..._base.dtypes import is_narrow, is_wide
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs import scopes as _scopes
+from ..._jaxprs.places import Place, trip_count
+from ..._ops.lists import MAY_MULTIPLY, VIEWS
+from ..._ops.products import flops as flops_of
+from ..._ops.products import is_float32_at_default
+from .reasons import computes, why_16bit, why_kept
+from .report import DtypeReport, Hazard, Kept, Leak
 
 
 class Turn(enum.IntEnum):

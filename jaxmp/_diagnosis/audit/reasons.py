@@ -1,9 +1,10 @@
 """For the audit: why autocast left an operation in float32, or a product in 16 bits."""
 
-from . import _jaxpr, _scopes
-from ._op_lists import DEFAULT_OPS, VIEWS, is_iota, is_steep_power
-from ._places import Place
-from ._products import has_default_precision, is_of_factorisation, is_resize
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs import scopes as _scopes
+from ..._jaxprs.places import Place
+from ..._ops.lists import DEFAULT_OPS, VIEWS, is_iota, is_steep_power
+from ..._ops.products import has_default_precision, is_of_factorisation, is_resize
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {

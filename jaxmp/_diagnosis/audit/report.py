@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._dtypes import is_wide
-from ._text import as_html, table, wrapped
+from ..._base.dtypes import is_wide
+from ..._base.text import as_html, table, wrapped
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _ROWS = 12  # of leaks, and of products that autocast kept

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from . import _jaxpr
-from ._dtypes import is_narrow, is_wide
+from ..._base.dtypes import is_narrow, is_wide
+from ..._jaxprs import jaxpr as _jaxpr
 
 
 def residual_bytes(

@@ -1,7 +1,7 @@
 """What each line of a program computes, in which dtype, and by which rule.
 
 The function is traced, never run. Autocast functions in it tell what they decide, and
-the program that comes of it (:mod:`jaxmp._flow`) tells who reads what.
+the program that comes of it (:mod:`~.flow`) tells who reads what.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, ParamSpec
 
 import jax
 
-from ._autocast import needs, rules
-from ._autocast.decisions import Decision
-from ._autocast.steps import Step
-from ._checks import check_function, clipped, explains, uncalled
-from ._explain_report import NO_SOURCE, ExplainedLine, Explanation
-from ._explaining import explaining
-from ._flatten import flatten
-from ._flow import DECIDED, Flow, Note, Operation
-from ._places import Place, caller
-from ._precision import own_precisions
+from ..._autocast import needs, rules
+from ..._autocast.decisions import Decision
+from ..._autocast.steps import Step
+from ..._base.checks import check_function, clipped, explains, uncalled
+from ..._jaxprs.explaining import explaining
+from ..._jaxprs.flatten import flatten
+from ..._jaxprs.places import Place, caller
+from ..._ops.precision import own_precisions
+from .flow import DECIDED, Flow, Note, Operation
+from .report import NO_SOURCE, ExplainedLine, Explanation
 
 P = ParamSpec("P")
 

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import _jaxpr, _scopes
-from ._dtypes import FLOAT8
-from ._op_lists import VIEWS, in_words
-from ._places import Frame, Place, frames_below_users, library_function
-from ._products import PRODUCTS
-from ._reasons import why_by_scopes
+from ..._base.dtypes import FLOAT8
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs import scopes as _scopes
+from ..._jaxprs.places import Frame, Place, frames_below_users, library_function
+from ..._ops.lists import VIEWS, in_words
+from ..._ops.products import PRODUCTS
+from ..audit.reasons import why_by_scopes
 
 DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
 

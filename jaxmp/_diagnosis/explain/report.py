@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ._text import WIDTH, wrapped
+from ..._base.text import WIDTH, wrapped
 
 NO_SOURCE = "(no source)"
 _COLUMNS = ("", "line", "dtype", "rule", "why")

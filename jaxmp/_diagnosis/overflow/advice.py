@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from ._numbers import Eaten
-from ._overflow_report import Fault, OperationRange
+from ..numbers import Eaten
+from .report import Fault, OperationRange
 
 
 class Case(NamedTuple):

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._dtypes import is_narrow
-from ._flatten import Flat
-from ._jaxpr import Equation
-from ._numbers import Eaten, Numbers
-from ._op_lists import EXACT
-from ._places import Place
-from ._scopes import FLOAT8_SCALED
-from ._wide import bind_wide, platform_of
-from ._wide_replay import Value, WideReplay, compiled, given
+from ..._base.dtypes import is_narrow
+from ..._jaxprs.flatten import Flat
+from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.places import Place
+from ..._jaxprs.scopes import FLOAT8_SCALED
+from ..._ops.lists import EXACT
+from ..numbers import Eaten, Numbers
+from ..wide import bind_wide, platform_of
+from ..wide_replay import Value, WideReplay, compiled, given
 
 # A result is wrong that is off by more than this, and by more than twice of what
 # rounding does. A gradient that has lost half of itself may train as well.

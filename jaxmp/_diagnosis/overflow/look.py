@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import is_narrow
-from ._exponents import magnitude_bits
+from ..._base.dtypes import is_narrow
+from ..._training.exponents import magnitude_bits
 
 # Magnitudes are compared as their bits, which are ordered in the same way: a CPU takes
 # subnormal numbers for zeros. These are beyond all of them.

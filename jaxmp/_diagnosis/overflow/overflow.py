@@ -1,9 +1,8 @@
 """Which operation made the first Inf, NaN or fatal zero, on which line, in which layer.
 
 The function is traced, and its jaxpr is run as a program that follows every Inf and NaN
-(:mod:`jaxmp._probe`). Where that does not say what was wrong first, the limits of
-float16 are put back one after the other (:mod:`jaxmp._limits`). Here what was seen
-becomes a report.
+(:mod:`~.probe`). Where that does not say what was wrong first, the limits of float16
+are put back one after the other (:mod:`~.limits`). Here what was seen becomes a report.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _jaxpr, _scopes
-from ._advice import Case, advice
-from ._checks import check_function, explains, uncalled
-from ._dtypes import is_narrow
-from ._flatten import Flat, check_values, flatten
-from ._in_float32 import traced_in_float32
-from ._limits import Limit, Limits, Line, line_of
-from ._look import NOTHING, float32_of
-from ._numbers import Eaten, Numbers
-from ._overflow_report import Fault, OperationRange, OverflowReport
-from ._places import Place, caller
-from ._probe import Probe, Seen, Site
-from ._trails import (
+from ..._base.checks import check_function, explains, uncalled
+from ..._base.dtypes import is_narrow
+from ..._base.in_float32 import traced_in_float32
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs import scopes as _scopes
+from ..._jaxprs.flatten import Flat, check_values, flatten
+from ..._jaxprs.places import Place, caller
+from ..numbers import Eaten, Numbers
+from .advice import Case, advice
+from .limits import Limit, Limits, Line, line_of
+from .look import NOTHING, float32_of
+from .probe import Probe, Seen, Site
+from .report import Fault, OperationRange, OverflowReport
+from .trails import (
     BIRTHS,
     GIVEN,
     INF,

@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _jaxpr, _trails
-from ._dtypes import is_narrow
-from ._jaxpr import Equation
-from ._look import glance, look, seen_as
-from ._op_lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
-from ._places import Place
-from ._table import FINITE, Trails, Value, is_floating, is_floating_array
-from ._trails import GIVEN, NEVER, Operation, Rows
-from ._varying import vary
-from ._wide import before_rounding, bind_wide, platform_of, widened
-from ._wide_replay import after_trip
+from ..._base.dtypes import is_narrow
+from ..._devices.varying import vary
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.places import Place
+from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
+from ..wide import before_rounding, bind_wide, platform_of, widened
+from ..wide_replay import after_trip
+from . import trails as _trails
+from .look import glance, look, seen_as
+from .table import FINITE, Trails, Value, is_floating, is_floating_array
+from .trails import GIVEN, NEVER, Operation, Rows
 
 
 class Loop(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._text import as_html, table, wrapped
+from ..._base.text import as_html, table, wrapped
 
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _jaxpr, _trails
-from ._look import bits_of, look
-from ._trails import INF_WRITTEN, NAN_WRITTEN, NEVER, Operation, Rows
-from ._varying import vary
-from ._wide import wide_literal, widened
+from ..._devices.varying import vary
+from ..._jaxprs import jaxpr as _jaxpr
+from ..wide import wide_literal, widened
+from . import trails as _trails
+from .look import bits_of, look
+from .trails import INF_WRITTEN, NAN_WRITTEN, NEVER, Operation, Rows
 
 _LARGEST = float(jnp.finfo(jnp.float16).max)
 _LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below

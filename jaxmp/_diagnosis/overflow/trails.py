@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._look import NOTHING, Look
+from .look import NOTHING, Look
 
 # Moments that are no operation's: of what was given, of an Inf in the code, of a NaN in
 # the code, and of what is finite.

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _jaxpr
-from ._dtypes import is_narrow, is_wide
-from ._op_lists import VIEWS
-from ._sensitivity_report import RoundedColumn
+from ..._base.dtypes import is_narrow, is_wide
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._ops.lists import VIEWS
+from .report import RoundedColumn
 
 # Of fewer rows some columns of any table have nearly the same value in all.
 _ROWS = 8

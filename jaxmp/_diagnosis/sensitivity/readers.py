@@ -11,12 +11,12 @@ import collections
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from . import _jaxpr
-from ._jaxpr import Equation
-from ._op_lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON
-from ._places import Place
-from ._scopes import AUTOCAST, Scopes
-from ._wide_replay import bodies_of, is_call
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.places import Place
+from ..._jaxprs.scopes import AUTOCAST, Scopes
+from ..._ops.lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON
+from ..wide_replay import bodies_of, is_call
 
 Parts = frozenset[str]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ._text import WIDTH, as_html, wrapped
+from ..._base.text import WIDTH, as_html, wrapped
 
 _ROWS = 24
 _COLUMNS = 6

@@ -1,7 +1,7 @@
 """Which part of a model needs float32, measured.
 
 The loss and its gradients are computed once for each choice of the modules that round
-to 16 bits, by one compiled program (:mod:`jaxmp._switches`), and compared with those of
+to 16 bits, by one compiled program (:mod:`~.switches`), and compared with those of
 float32.
 """
 
@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _jaxpr
-from ._autocast.autocast import autocast
-from ._checks import (
+from ..._autocast.autocast import autocast
+from ..._base.checks import (
     as_scale,
     check_function,
     check_positive,
@@ -28,20 +27,21 @@ from ._checks import (
     explains,
     uncalled,
 )
-from ._columns import rounded_columns
-from ._flatten import Flat, check_values, flatten
-from ._in_float32 import traced_in_float32
-from ._loss_scale_state import scale_in
-from ._numbers import Numbers
-from ._op_lists import DEFAULT_OPS, OpLists
-from ._places import Place, caller
-from ._policy import PolicyLike, get_policy
-from ._precision import FLOAT32_PRODUCTS, Float32Products
-from ._scopes import is_under
-from ._sensitivity_report import ModuleSensitivity, SensitivityReport
-from ._switches import Program
-from ._tree import all_finite, path_name, widen
-from ._wide_replay import compiled
+from ..._base.in_float32 import traced_in_float32
+from ..._base.policy import PolicyLike, get_policy
+from ..._base.tree import all_finite, path_name, widen
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.flatten import Flat, check_values, flatten
+from ..._jaxprs.places import Place, caller
+from ..._jaxprs.scopes import is_under
+from ..._ops.lists import DEFAULT_OPS, OpLists
+from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
+from ..._training.loss_scale_state import scale_in
+from ..numbers import Numbers
+from ..wide_replay import compiled
+from .columns import rounded_columns
+from .report import ModuleSensitivity, SensitivityReport
+from .switches import Program
 
 P = ParamSpec("P")
 

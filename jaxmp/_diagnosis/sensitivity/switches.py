@@ -16,23 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _jaxpr
-from ._dtypes import FLOAT8, is_narrow
-from ._jaxpr import Equation
-from ._numbers import Numbers
-from ._op_lists import AS_WRITTEN, DEFAULT_OPS, EXACT
-from ._places import Place
-from ._precision import Float32Products, rounded_by_device
-from ._products import PRODUCTS, flops, is_rounded_by_device
-from ._readers import Parts, Readers
-from ._scopes import (
-    AUTOCAST,
-    FLOAT8_SCALED,
-    SATURATED,
-)
-from ._varying import vary
-from ._wide import bind_wide, platform_of
-from ._wide_replay import NONE, Value, WideReplay, bodies_of, given, is_call
+from ..._base.dtypes import FLOAT8, is_narrow
+from ..._devices.varying import vary
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.places import Place
+from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
+from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
+from ..._ops.precision import Float32Products, rounded_by_device
+from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
+from ..numbers import Numbers
+from ..wide import bind_wide, platform_of
+from ..wide_replay import NONE, Value, WideReplay, bodies_of, given, is_call
+from .readers import Parts, Readers
 
 _KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
 
