@@ -226,7 +226,7 @@ def test_products_below_the_smallest_size_stay_as_they_are():
 
 
 def test_the_page_has_the_sentence_that_stands_beside_the_rules():
-    docs = pathlib.Path(__file__).parents[1] / "docs"
+    docs = pathlib.Path(__file__).parents[2] / "docs"
     text = (docs / "formats_narrow.md").read_text()
     assert rules.FLOAT8 in " ".join(text.split())
 

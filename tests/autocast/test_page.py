@@ -13,7 +13,7 @@ from benchmarks import names
 from jaxmp import autocast
 from jaxmp._autocast import rules
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "autocast.md").read_text()
 EXAMPLES = re.findall(r"- `y = (.+?)`, then `(.+?)`: `y` is (\w+)\.", PAGE)
 

@@ -1099,7 +1099,7 @@ def test_the_table_is_narrow_and_plain_however_long_the_names():
 
 
 def test_the_example_shows_the_leak_and_its_cure(capsys):
-    path = pathlib.Path(__file__).parents[1] / "examples" / "audit.py"
+    path = pathlib.Path(__file__).parents[2] / "examples" / "audit.py"
     example = runpy.run_path(str(path))
     example["main"](example["Args"](width=8, blocks=1, batch=2))
     before, after = capsys.readouterr().out.split("nn.LayerNorm(dtype=jnp.bfloat16)")

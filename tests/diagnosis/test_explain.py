@@ -26,7 +26,7 @@ from jaxmp._jaxprs.explaining import explaining
 from jaxmp._jaxprs.places import is_users
 
 HALVES = ("bfloat16", "float16")
-PAGE = Path(__file__).parent.parent / "docs/explain.md"
+PAGE = Path(__file__).parents[2] / "docs/explain.md"
 
 
 def shape(*sizes, dtype=jnp.float32):

@@ -11,7 +11,7 @@ from benchmarks import faults, planted
 SAMPLE = [(kind, seed) for seed, kind in enumerate(planted.KINDS, start=1)]
 # NumPy says it of a -1e9 in the code.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 
 def check(program):

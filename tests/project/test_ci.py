@@ -6,7 +6,7 @@ from pathlib import Path
 from benchmarks import h200
 from conftest import failed_if_skipped
 
-CI = Path(__file__).parent.parent / ".ci"
+CI = Path(__file__).parents[2] / ".ci"
 
 
 def test_a_leg_is_pinned_to_the_compiler_of_the_gate():
@@ -16,7 +16,7 @@ def test_a_leg_is_pinned_to_the_compiler_of_the_gate():
 
 
 def test_a_skip_is_a_failure_where_nothing_may_be_skipped():
-    where = ("tests/test_gate.py", 1, "Skipped: no compiler")
+    where = ("tests/project/test_gate.py", 1, "Skipped: no compiler")
     skip = types.SimpleNamespace(skipped=True, outcome="skipped", longrepr=where)
     report = failed_if_skipped(skip)
     assert report.outcome == "failed"

@@ -16,7 +16,7 @@ import jaxmp.linen
 import jaxmp.nnx
 import jaxmp.plots
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path for path in DOCS.rglob("*.md")}
 OPTIONAL = {"equinox", "haiku"}  # in the extra `programs`

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import evidence
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
 
 

@@ -26,7 +26,7 @@ from rich.console import Console
 import jaxmp
 from conftest import rest_is_evidence
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 
 import _data  # noqa: E402

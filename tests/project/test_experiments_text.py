@@ -15,7 +15,7 @@ from rich.console import Console
 import jaxmp
 from benchmarks.measure import product_dtypes
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 
 import _lstm  # noqa: E402

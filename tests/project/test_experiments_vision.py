@@ -14,7 +14,7 @@ from rich.console import Console
 
 import jaxmp
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
 import _canvases
 import _single_stage

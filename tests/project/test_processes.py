@@ -22,7 +22,7 @@ from rich.console import Console
 import jaxmp
 from conftest import normal
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # before an installed `multiprocess`
 
 import _data  # noqa: E402

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def blocks(language):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # before an installed `multiprocess`
 
 import multiprocess  # noqa: E402
