@@ -15,10 +15,12 @@ from benchmarks.families import SMALL
 from benchmarks.networks import TINY
 from conftest import rest_is_evidence
 from jaxmp._diagnosis.audit.hazards import Hazards
+from jaxmp._diagnosis.sensitivity.switches import Program
 from jaxmp._jaxprs.places import Place
 
 X, Y = Shape((8, 4), jnp.float32), Shape((8, 4), jnp.float32)
 REGION = 'with jax.named_scope("jaxmp.float32"):'
+HIGHEST = 'with jax.default_matmul_precision("highest"):'
 
 
 def fourier_features(x, y):
@@ -123,10 +125,11 @@ def test_a_hazard_is_named_with_its_line_as_it_stands_and_under_autocast(fun, ki
     for form in (fun, jaxmp.autocast(fun), jaxmp.autocast(gradient)):
         (found,) = hazards(form, X, Y)
         assert (found.kind, found.where) == (kind, f"{__file__}:{line}")
+        assert found.at_default_precision == (form is fun)
         if kind in ("distance", "sum"):
             assert found.cure.startswith("jnp.sum(")
         else:
-            assert found.cure == REGION
+            assert found.cure == (HIGHEST if form is fun else REGION)
 
 
 def test_the_audit_prints_it_with_the_cure_and_the_cure_cures():
@@ -150,12 +153,112 @@ def test_the_audit_prints_it_with_the_cure_and_the_cure_cures():
 def test_what_was_cast_is_told_to_be_cast_back():
     half = Shape((8, 4), jnp.float16)
     (hazard,) = hazards(fourier_features, half, half)
-    assert hazard.cure == "x.astype(jnp.float32), for both operands"
+    assert hazard.cure.startswith("x.astype(jnp.float32), for both operands")
+
+    def cast_back(x, y):
+        x, y = (z.astype(jnp.float32) for z in (x, y))
+        return jnp.sin(jnp.matmul(x, y.T, precision="highest"))
+
+    assert hazard.cure.endswith('precision="highest"')
+    assert not hazards(cast_back, half, half)
 
 
-def in_a_region(x, y):
-    with jax.named_scope("jaxmp.float32"):
-        return jnp.sin(x @ y.T)
+def phase(x, y, product=jnp.matmul):
+    with jax.named_scope("net"), jax.named_scope("phases"):
+        phases = product(x, y.T)
+    return jnp.sin(phases)
+
+
+AT_DEFAULT = {
+    "plain": phase,
+    "float32 policy": jaxmp.autocast(phase, "float32"),
+    "region": functools.partial(
+        phase, product=jaxmp.float32_region(jnp.matmul, precision="default")
+    ),
+    "path": jaxmp.autocast(phase, float32_paths={"net/phases": "default"}),
+}
+
+
+@pytest.mark.parametrize("fun", AT_DEFAULT.values(), ids=AT_DEFAULT.keys())
+def test_float32_at_default_precision_is_said_to_be_wrong_on_devices(fun):
+    report = jaxmp.audit(fun)(X, Y)
+    (hazard,) = report.hazards
+    assert hazard.at_default_precision
+    assert report.as_dict()["hazards"][0]["at_default_precision"]
+    assert hazard.cure == HIGHEST
+    text = " ".join(str(report).split())
+    assert "float32 at default precision: TF32 on A100 and later" in text
+    assert "bfloat16 on a TPU" in text
+    assert max(map(len, str(report).splitlines())) <= 80
+
+
+def test_a_region_has_all_digits_under_autocast_and_is_plain_float32_without():
+    def in_a_region(x, y):
+        with jax.named_scope("jaxmp.float32"):
+            return jnp.sin(x @ y.T)
+
+    gradient = jax.value_and_grad(lambda x, y: in_a_region(x, y).sum())
+    for form in (in_a_region, gradient):
+        assert not hazards(jaxmp.autocast(form), X, Y)
+    (hazard,) = hazards(in_a_region, X, Y)
+    assert hazard.at_default_precision
+
+
+def test_float32_with_all_digits_is_wrong_in_16_bits_alone():
+    paths = {"net/phases": "tf32x3"}
+    assert not hazards(jaxmp.autocast(phase, float32_paths=paths), X, Y)
+    with jax.default_matmul_precision("highest"):
+        (hazard,) = jaxmp.audit(phase)(X, Y).hazards
+    assert not hazard.at_default_precision
+    assert hazard.cure == 'float32_paths=("net/phases",)'
+
+
+def cured(fun, kind):
+    """Follows the advice."""
+    if kind == "distance":
+        # Of some functions the root, the negative or the nearest point is returned.
+        return lambda x, y: jnp.sum((x[:, None] - y) ** 2, axis=-1)
+    if kind == "sum":
+        return lambda x, y: jnp.sum(x, axis=1, keepdims=True)
+
+    @functools.wraps(fun)
+    def exact(x, y):
+        with jax.default_matmul_precision("highest"):
+            return fun(x, y)
+
+    return exact
+
+
+# The least relative error that a device makes, of values with an offset. Of choices
+# between points of which each has one beside it, some of many fall the other way.
+LEAST = {"phase": 0.05, "distance": 0.01, "inverse": 1e-4, "sum": 5e-5}
+CHOICES = nearest, nearest_one_hot, nearest_by_distance, greater, share_above
+
+
+@pytest.mark.parametrize("device", ["tf32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("fun", "kind"),
+    rest_is_evidence(WRONG, "phase", "distance", "argmax", "solve", "ones"),
+)
+def test_the_advice_takes_the_error_of_a_device_away(fun, kind, device):
+    mean, rows = (0, 4096) if fun in CHOICES else (9, 8)
+    random = np.random.default_rng(1)
+    x = random.normal(mean, 1, (rows, 4)).astype(np.float32)
+    y = np.repeat(random.normal(mean, 1, (4, 4)), 2, axis=0)
+    y = (y + random.normal(0, 1e-4, (8, 4))).astype(np.float32)
+    exact = cured(fun, kind)
+    for form in (exact, jaxmp.autocast(exact)):
+        assert not hazards(form, x, y)
+    assert on_device(fun, device, x, y) > (0 if fun in CHOICES else LEAST[kind])
+    assert on_device(exact, device, x, y) == 0
+
+
+def on_device(fun, kind, *args):
+    """Returns the relative error that a device makes of the products of ``fun``."""
+    program = Program(jax.make_jaxpr(fun)(*args), Place(), args, float32_products=kind)
+    off = np.zeros(len(program.parts), bool)
+    rounded, exact = (jax.jit(program.run)(x, *args)[0] for x in (~off, off))
+    return jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)
 
 
 def in_highest_precision(x, y):
@@ -233,7 +336,6 @@ def accuracy_of_pairs(x, y):
 
 
 RIGHT = [
-    in_a_region,
     in_highest_precision,
     rotary,
     normalised_before,

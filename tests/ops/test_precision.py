@@ -199,21 +199,32 @@ def test_the_audit_gives_the_reasons_that_it_gives_without_a_default(default):
             got = jaxmp.audit(fun)(W, X)
         # A default names a precision, so less is float32 without one.
         assert got.default_precision_flops <= want.default_precision_flops
-        flops = want.default_precision_flops
-        got = dataclasses.replace(got, default_precision_flops=flops)
+        assert places(got) == places(want)
+        assert not any(x.at_default_precision for x in got.hazards)
+        flops, hazards = want.default_precision_flops, want.hazards
+        got = dataclasses.replace(got, default_precision_flops=flops, hazards=hazards)
         assert str(got) == str(want)
         assert got == want
 
 
-def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default():
-    def distances(x):
-        squares = jnp.sum(x**2, axis=1)
-        return squares[:, None] + squares - 2 * x @ x.T
+def places(report):
+    """Returns what is wrong in 16 bits, and where."""
+    return [(x.kind, x.why, x.module, x.where) for x in report.hazards]
 
-    want = jaxmp.audit(distances)(X).hazards
-    assert want
-    with jax.default_matmul_precision("high"):
-        assert jaxmp.audit(distances)(X).hazards == want
+
+@each_default
+def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default(default):
+    def phases(w, x):
+        return jnp.sin(x @ w)
+
+    want = jaxmp.audit(phases)(W, X)
+    assert [x.at_default_precision for x in want.hazards] == [True]
+    with jax.default_matmul_precision(default):
+        got = jaxmp.audit(phases)(W, X)
+        in_16_bits = jaxmp.audit(jaxmp.autocast(phases))(W, X)
+    # In mixed precision it is in 16 bits, whatever the default is.
+    assert got.hazards == in_16_bits.hazards
+    assert places(got) == places(want)
 
 
 @pytest.mark.parametrize("default", ["default", "bfloat16"])

@@ -62,9 +62,9 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     * **Autocast**: products and arithmetic inside :func:`jaxmp.autocast` that stayed
       float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
       asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
-    * **Hazards**: ``report.hazards`` has the products that are wrong in 16 bits because
-      of what is made of them: a phase, a distance, a choice, an inverse, a sum; and
-      the numbers in the code that are 0 or Inf in 16 bits, such as 1e-8 in float16.
+    * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
+      default precision, make wrong because of what is made of them: a phase, a
+      distance, a choice, an inverse, a sum; and numbers that are 0 or Inf in 16 bits.
 
     Args:
         fun: Function that JAX can trace.
@@ -107,7 +107,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             residuals = residual_bytes(jaxpr, flat.fun, leaves)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
-            hazards = Hazards().found(jaxpr, around) + of_numbers(numbers)
+            hazards = Hazards(default).found(jaxpr, around) + of_numbers(numbers)
             return walk.report(residuals, hazards)
 
     return uncalled("audit", fun, audited)

@@ -2,7 +2,8 @@
 
 No list of operations can know such products: each is like any other, and what comes
 after it takes the float32 sums. But its operands were rounded, and that rounding is
-absolute: an error of 0.4% of a phase of 300 is a third of a turn.
+absolute: an error of 0.4% of a phase of 300 is a third of a turn. A device rounds the
+operands of a float32 product at default precision too, to TF32 or bfloat16.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ from ..._ops.lists import (
     is_square,
     tests_equal,
 )
-from ..._ops.products import PRODUCTS, adds_up, has_default_precision, is_matrix_product
+from ..._ops.products import (
+    PRODUCTS,
+    adds_up,
+    has_default_precision,
+    is_float32_at_default,
+    is_matrix_product,
+)
 from ..numbers import Numbers
 from .report import Hazard
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
+_HIGHEST = 'with jax.default_matmul_precision("highest"):'
 
 # Why each kind is one, and the cure where it is another formula.
 _WHY = {
@@ -79,13 +87,25 @@ class Made(NamedTuple):
     random: bool = False  # with random numbers in it
 
 
+class Product(NamedTuple):
+    """A product that is followed."""
+
+    place: Place
+    is_cast: bool  # to 16 bits, by the program itself
+    at_default: bool  # in float32, which a device rounds
+
+
 class Hazards:
     """Follows products through a jaxpr to what is made of them."""
 
-    def __init__(self):
-        """Starts with nothing found."""
-        self._places: list[Place] = []  # of the products that are followed
-        self._is_cast: list[bool] = []
+    def __init__(self, default_precision: Any = None):
+        """Starts with nothing found.
+
+        Args:
+            default_precision: That of products whose lines ask for none.
+        """
+        self._default_precision = default_precision
+        self._followed: list[Product] = []
         self._found: dict[Any, Hazard] = {}
 
     def found(self, jaxpr: Any, around: Place) -> tuple[Hazard, ...]:
@@ -184,13 +204,17 @@ class Hazards:
 
     def _product(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
         place = around.of(eqn, before=around)
-        is_cast = any(is_narrow(x.aval) for x in eqn.invars[:2])
-        is_cast &= _scopes.AUTOCAST not in place.scopes
-        if place.backward or not _is_in_16bit(eqn, place):
+        is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
+        is_default = has_default_precision(eqn)
+        at_default = is_default and is_float32_at_default(eqn, self._default_precision)
+        # What nobody has decided would be in 16 bits in mixed precision.
+        is_undecided = is_default and not _scopes.is_decided(place.scopes)
+        would_be = is_undecided and _jaxpr.is_float32(eqn.invars[0])
+        if place.backward or not (is_narrow_one or at_default or would_be):
             return Made()
-        number = len(self._places)
-        self._places.append(place)
-        self._is_cast.append(is_cast)
+        is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
+        number = len(self._followed)
+        self._followed.append(Product(place, is_cast, at_default))
         one = frozenset({number})
         uniform = [i for i in range(2) if ins[i].number not in (None, 0)]
         if any(adds_up(eqn, i) for i in uniform):
@@ -219,13 +243,14 @@ class Hazards:
 
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
-            place = self._places[number]
+            product = self._followed[number]
             row = Hazard(
                 kind=kind,
                 why=_WHY[kind],
-                cure=_cure(kind, place, is_cast=self._is_cast[number]),
-                module=place.module,
-                where=place.where,
+                cure=_cure(kind, product),
+                module=product.place.module,
+                where=product.place.where,
+                at_default_precision=product.at_default,
             )
             # A distance is compared, too, and once is enough.
             first = self._found.setdefault((row.module, row.where), row)
@@ -251,21 +276,15 @@ def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
     return tuple(found.values())
 
 
-def _is_in_16bit(eqn: Equation, place: Place) -> bool:
-    """Whether a product is in 16 bits, or would be in mixed precision."""
-    if any(is_narrow(x.aval) for x in eqn.invars[:2]):
-        return True
-    kept = _scopes.is_decided(place.scopes)
-    return not kept and has_default_precision(eqn) and _jaxpr.is_float32(eqn.invars[0])
-
-
-def _cure(kind: str, place: Place, *, is_cast: bool) -> str:
+def _cure(kind: str, product: Product) -> str:
     """Returns what to type."""
     if kind in _FORMULA:
         return _FORMULA[kind]
-    if is_cast:
-        return "x.astype(jnp.float32), for both operands"
-    module = place.module
+    if product.at_default:  # with which autocast, too, leaves it in float32
+        return _HIGHEST
+    if product.is_cast:
+        return 'x.astype(jnp.float32), for both operands, and precision="highest"'
+    module = product.place.module
     return f'float32_paths=("{module}",)' if "/" in module else _REGION
 
 

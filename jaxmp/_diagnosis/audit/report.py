@@ -13,6 +13,11 @@ from ..._base.dtypes import is_wide
 from ..._base.text import as_html, table, wrapped
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
+_WRONG = "wrong in 16 bits"
+_WRONG_ON_DEVICES = (
+    f"{_WRONG} and in float32 at default precision: TF32 on A100 and later (rounded by "
+    "0.05%), bfloat16 on a TPU (0.2%)"
+)
 _ROWS = 12  # of leaks, and of products that autocast kept
 
 
@@ -108,6 +113,9 @@ class Hazard:
             or another formula.
         module: Named scopes of the product, or of what reads the number.
         where: Its ``file:line``.
+        at_default_precision: Whether the matmul is float32 at default precision, and
+            so is wrong on a device as it stands: TF32 on an A100 and later, whose
+            operands are rounded by up to 0.05%, and bfloat16 on a TPU (0.2%).
 
     Examples:
         >>> def features(x, w):
@@ -115,7 +123,9 @@ class Hazard:
         >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         >>> (hazard,) = jaxmp.audit(features)(x, x).hazards
         >>> hazard.kind, hazard.cure
-        ('phase', 'with jax.named_scope("jaxmp.float32"):')
+        ('phase', 'with jax.default_matmul_precision("highest"):')
+        >>> hazard.at_default_precision
+        True
     """
 
     kind: str
@@ -123,6 +133,7 @@ class Hazard:
     cure: str
     module: str
     where: str
+    at_default_precision: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,18 +302,22 @@ def _product_lines(
 
 def _hazard_lines(report: DtypeReport) -> Iterator[str]:
     """Yields two lines or more for each hazard: what it is, and what to type."""
-    if not report.hazards:
-        return
-    yield "wrong in 16 bits"
-    for row in report.hazards[:_ROWS]:
-        module = f" in {row.module}" if row.module else ""
-        subject = "a number" if row.kind == "number" else "the product"
-        yield from wrapped(
-            f"{subject} at {_base(row)}{module}: {row.why}", "  ", "    "
-        )
-        yield from wrapped(row.cure, "    ", "        ", is_code=True)
+    shown = report.hazards[:_ROWS]
+    for heading, on_devices in ((_WRONG, False), (_WRONG_ON_DEVICES, True)):
+        rows = [row for row in shown if row.at_default_precision == on_devices]
+        if rows:
+            yield from wrapped(heading, "", "  ")
+        for row in rows:
+            yield from _lines_of_hazard(row)
     if len(report.hazards) > _ROWS:
         yield f"  and {len(report.hazards) - _ROWS} more in `report.hazards`"
+
+
+def _lines_of_hazard(row: Hazard) -> Iterator[str]:
+    module = f" in {row.module}" if row.module else ""
+    subject = "a number" if row.kind == "number" else "the product"
+    yield from wrapped(f"{subject} at {_base(row)}{module}: {row.why}", "  ", "    ")
+    yield from wrapped(row.cure, "    ", "        ", is_code=True)
 
 
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
