@@ -43,38 +43,39 @@ INTRODUCTION = """\
 `python -m benchmarks evidence` writes this page from the files in `benchmarks/results`.
 [Performance](performance.md) says what follows from it.
 
-The GPU code was compiled for an H200 and not run. "By hand" is a training step that
-casts the whole model with `astype`, without a loss scale and without a check. *N* is
-the number of parameters.
+The GPU code was compiled for an H200 and not run. *By hand* is a training step that
+casts the whole model with `astype`, has no loss scale and skips no step. *N* is the
+number of parameters.
 """
 
 STEP = """\
 ## What a training step moves
 
-Bytes that move through memory in one step, as a share of the step by hand.
+The bytes that move through memory in one step, relative to the step by hand.
 """
 
 PRICE = """\
 ## What autocast costs
 
-Bytes moved and temporary memory of a training step, as shares of the same model cast by
-hand. *Less 6N* leaves out what float32 weight gradients cost, which autocast returns on
-purpose. *Rounded* is `DEFAULT_OPS.with_rounded_products()`, and *inside* is
-`value_and_grad(autocast(loss, policy))`.
+The bytes moved and the temporary memory of a training step, relative to the same model
+cast by hand. *Less 6N* leaves out the bytes of float32 weight gradients, which autocast
+returns on purpose. *Rounded* is autocast with `DEFAULT_OPS.with_rounded_products()`.
+*Inside* is `value_and_grad(autocast(loss, policy))`.
 """
 
 ERROR = """\
 ## How far gradients are from float32
 
-The norm of the difference over the norm of the gradient, on small networks of the same
-families, computed on a CPU; the mean over seeds. A star marks a network on which
-autocast is further away than Flax's own 16 bits.
+The norm of the error over the norm of the gradient, as the mean over seeds. It was
+computed on a CPU, for small networks of the same families. A star marks a network for
+which Flax's own 16 bits are nearer to float32 than autocast.
 """
 
 HOST = """\
 ## Outside compiled code
 
-Medians of paired ratios of the thread's CPU time; the quartiles stand in brackets.
+The ratios are medians over pairs of runs, of the CPU time of the thread. The quartiles
+are in brackets.
 """
 
 

@@ -31,14 +31,14 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 INTRODUCTION = """\
 # The dtype of each name
 
-Find the name that you type. Each cell says what it takes and what it returns in a
-training step under autocast: `32 (6) → 16 (7)` takes float32 by
-[rule 6](autocast.md#the-ten-rules) and returns 16 bits by rule 7. A matmul computed
-what it takes. The first column is for a result that another matmul reads, the second
-for one that a loss reads.
+Find the function or layer that you use. Each cell has the dtype of its argument and of
+its result in a training step under autocast. `32 (6) → 16 (7)` means that the argument
+is float32 by [rule 6](autocast.md#the-ten-rules) and the result 16 bits by rule 7. The
+argument is the result of a matmul. In the first column another matmul reads the result,
+in the second a loss.
 
-Parameters stay float32. A layer rounds its own copy of them. The table holds for
-bfloat16 and float16, where a cell does not name float16.
+Parameters stay float32, and a layer rounds its own copy of them. The tables hold for
+bfloat16 and for float16, unless a cell names float16.
 
 `python -m benchmarks names` writes this page from what autocast does.
 """
