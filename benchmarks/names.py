@@ -278,7 +278,7 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     for heading, cases in _cases().items():
         rows = [_row(name, case) for name, case in cases.items()]
-        head = "| | to a matmul | to a loss |\n|---|---|---|"
+        head = "| | read by a matmul | read by a loss |\n|---|---|---|"
         yield "\n".join([f"## {heading}\n", head, *rows, ""])
 
 

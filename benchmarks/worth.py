@@ -32,11 +32,11 @@ BYTES, MEMORY = 1.02, 1.05  # what a network must cost without a part, if that s
 SHOWN = 4  # networks in a cell of the page
 
 INTRODUCTION = """\
-A pass or a kind of storage stays if without it some network costs 2% more bytes or 5%
-more memory, or if a program that a test names loses digits. The third column names the
-networks that cost so much more, with the bytes of a training step and its temporary
-memory, over those with all parts. The code was compiled for an H200, and not run, of
-{networks}:
+A pass or a kind of storage stays if it is worth it: without it some network costs 2%
+more bytes or 5% more memory, or the program of a test loses digits. The third column
+names the networks that cost so much more. It has the bytes of a training step and its
+temporary memory, relative to those with all parts. The code was compiled for an H200
+and not run. The networks are {networks}:
 
     {command}
 
@@ -88,17 +88,17 @@ def _not_sent_back(out, eqn, dtype, *, need, **options):
 PARTS = dict(_passes()) | {
     "kept": Part(
         _put(storage, "kept", _not_kept),
-        "stores what a product takes and the backward pass reads in 16 bits (rule 7)",
+        "stores in 16 bits what a matmul and the backward pass read (rule 7)",
         "test_dropout_lets_a_softmax_be_kept",
     ),
     "sent back": Part(
         _put(storage, "kept", _not_sent_back),
-        "rounds once what the backward pass sums up and hands on (rule 7)",
+        "rounds once a gradient that is both summed and handed on (rule 7)",
         "test_what_products_send_back_to_a_norm_is_rounded_once_and_copies_are_not",
     ),
     "sums": Part(
         _put(storage, "axes_of_softmax", lambda *_: ()),
-        "divides a softmax that is kept by its sums, where the backward pass reads it",
+        "divides a stored softmax by its sums where the backward pass reads it",
         "test_a_softmax_that_is_kept_sends_back_nothing_to_all_scores_alike",
     ),
     "firm": Part(
@@ -108,12 +108,12 @@ PARTS = dict(_passes()) | {
     ),
     "choice": Part(
         _put(storage, "as_choice", lambda *_: None),
-        "makes a choice of the scatter that a lookup in each row sends back",
+        "turns the scatter in the gradient of a lookup in each row into a `where`",
         "test_the_gradient_of_a_lookup_of_labels_is_a_choice",
     ),
     "same": Part(
         _put(storage, "same", lambda *_: None),
-        "compares what was rounded, where XLA would take what it has not rounded yet",
+        "compares rounded values, where XLA would compare unrounded ones",
         "test_what_was_chosen_is_found_where_it_was_chosen_from",
     ),
     "sent": Part(

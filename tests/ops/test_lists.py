@@ -28,7 +28,7 @@ print(*live_primitives())
     names = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     ops = DEFAULT_OPS
     missing = set(names.split()) - ops.allow - ops.deny - ops.infer - CALLS
-    assert not missing, f"put into a list of `_op_lists.py`: {sorted(missing)}"
+    assert not missing, f"put into a list of `_ops/lists.py`: {sorted(missing)}"
 
 
 def test_no_primitive_is_in_two_lists():

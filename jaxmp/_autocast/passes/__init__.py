@@ -39,19 +39,19 @@ REWRITES = {
     ),
     "endings": Pass(
         endings,
-        "keeps loops that end by comparing what products computed in float32 (rule 10)",
+        "keeps loops that end by comparing results of matmuls in float32 (rule 10)",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),
     "hoisting": Pass(
         hoisting,
-        "makes one product of the weight gradients of a recurrent scan",
+        "computes the weight gradients of a recurrent scan in one matmul",
         "test_no_trip_adds_up_the_gradient_of_a_weight",
     ),
 }
 MARKERS = {
     "gates": Pass(
         gates,
-        "keeps what multiplies a number many times without a loop in float32 (rule 8)",
+        "keeps gates that multiply a number many times in float32 (rule 8)",
         "test_gates_of_which_many_multiply_one_another_have_all_digits",
     ),
 }
