@@ -5,7 +5,6 @@ so that layers that share one are analysed once.
 """
 
 import collections
-import functools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -34,9 +33,10 @@ from .._jaxprs.scopes import (
 from .._ops.lists import OpLists
 from . import classes, needs, rules
 from .classes import Class
-from .loops import accumulated, on_path
+from .loops import accumulated, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
+from .steps import Trip
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
 Flags = tuple[bool, ...]
@@ -47,17 +47,9 @@ class Plan(NamedTuple):
 
     eqns: Sequence[Equation]
     kinds: Sequence[Class]
-    outs: Sequence[tuple[Need, ...]]  # needs of what each equation returns
+    outs: Sequence[Trip]  # what is needed of what each equation returns
     ins: Sequence[Sequence[Need]]  # what each equation needs of its inputs
     needs: dict[Any, Need]  # of every variable that somebody reads
-    path: frozenset[Any]  # between what a trip is given and what it adds up
-
-
-class Trip(NamedTuple):
-    """What the outputs of a jaxpr are needed for, and what it adds up as a trip."""
-
-    wanted: tuple[Need, ...]
-    summed: tuple[tuple[int, int], ...] = ()  # places of inputs and outputs
 
 
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
@@ -205,10 +197,10 @@ class Analysis:
     def _plan(self, jaxpr, trip: Trip, scopes: Scopes, given: Flags | None) -> Plan:
         body = _jaxpr.open_jaxpr(jaxpr)
         eqns, spotted = self._program(jaxpr, scopes)
-        path = on_path(body, eqns, trip.summed) if trip.summed else frozenset()
+        ways = on_ways(body, eqns, trip.summed)
         flags = given or (False,) * len(body.invars)
         known = self._given(body, eqns, flags) - spotted.zeros
-        around = known, path, spotted
+        around = known, spotted
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -217,7 +209,7 @@ class Analysis:
         kinds, outs, ins = [], [], []
         for eqn in reversed(eqns):
             kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
-            read = tuple([need[var] for var in eqn.outvars])
+            read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
             kinds.append(kind)
             outs.append(read)
             found = self._needs(eqn, kind, read, scopes, around)
@@ -225,7 +217,7 @@ class Analysis:
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Plan(eqns, kinds[::-1], outs[::-1], ins[::-1], need, path)
+        return Plan(eqns, kinds[::-1], outs[::-1], ins[::-1], need)
 
     def _program(
         self, jaxpr: Any, scopes: Scopes
@@ -257,9 +249,9 @@ class Analysis:
         self,
         eqn: Equation,
         kind: Class,
-        read: tuple[Need, ...],
+        read: Trip,
         scopes: Scopes,
-        around: tuple[set[Any], frozenset[Any], Spotted],
+        around: tuple[set[Any], Spotted],
     ) -> Sequence[Need]:
         """Returns what ``eqn`` needs of each input, for such needs of its outputs.
 
@@ -274,8 +266,8 @@ class Analysis:
         if kind == "call":
             return self._needs_inside(eqn, read, inside(eqn, here), around[0])
         own = is_backward(eqn, scopes), self.is_kept(here)
-        out = functools.reduce(int.__or__, read, needs.NOTHING)
-        return needs_of_inputs(eqn, kind, out, Place(*own, *around))
+        out = joined(read.wanted)
+        return needs_of_inputs(eqn, kind, out, Place(*own, read.summed, *around))
 
     # What equations hold.
 
@@ -314,32 +306,32 @@ class Analysis:
         """Returns what is needed of the test of a ``while``: one truth value."""
         return Trip((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
 
-    def inside(
-        self, eqn: Equation, read: tuple[Need, ...], scopes: Scopes, given: Flags
-    ) -> Trip:
+    def inside(self, eqn: Equation, read: Trip, scopes: Scopes, given: Flags) -> Trip:
         """Returns what is needed of what the body of ``eqn`` returns.
 
         What a loop carries is read by the next trip too.
         """
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
-        if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
-            return Trip(tuple(map(needs.in_float32, read)))
-        if kind not in ("scan", "while"):
-            return Trip(read)
         body = layout.bodies[-1]
-        start = body.operands.index(layout.fixed_in.start) if layout.fixed_in else 0
-        carried = [(start + i, i) for i in layout.fixed_out]
-        trip = Trip(read, accumulated(body.jaxpr, carried))
-        wanted = list(read)
-        for _, out in trip.summed:
-            wanted[out] |= needs.DIGITS
+        first = len(eqn.invars) - len(body.operands)
+        trip = Trip(read.wanted, tuple([(x >> first, y) for x, y in read.summed]))
+        if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
+            return trip._replace(wanted=tuple(map(needs.in_float32, read.wanted)))
+        if kind not in ("scan", "while"):
+            return trip
+        pairs = zip(layout.fixed_in, layout.fixed_out, strict=True)
+        carried = [(place - first, out) for place, out in pairs]
+        summed = accumulated(body.jaxpr, carried)
+        trip = trip._replace(summed=summed + trip.summed)
+        sums = joined(outs for _, outs in summed)
+        wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]
         while True:
             trip, before = trip._replace(wanted=tuple(wanted)), list(wanted)
             *_, (_, plan) = self.plans(eqn, trip, scopes, given)
             for place, out in carried:
                 var = _jaxpr.in_vars(body.jaxpr)[place]
                 wanted[out] |= plan.needs.get(var, needs.NOTHING)
-                if not needs.is_carried(read[out], wanted[out]):
+                if not needs.is_carried(read.wanted[out], wanted[out]):
                     wanted[out] = needs.in_float32(wanted[out])
             if wanted == before:
                 return trip

@@ -8,11 +8,11 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, is_float32
 from .._jaxprs.scopes import DIFFERENTIATED, Scopes, inside
 from . import needs, storage
-from .analysis import Analysis, Flags, Trip
+from .analysis import Analysis, Flags
 from .customs import Customs, End
 from .needs import Need
 from .scans import scanned
-from .steps import Step
+from .steps import Step, Trip
 from .values import Known, Value
 
 
@@ -37,22 +37,24 @@ class Calls(Customs):
         """Whether something is to be decided in the jaxprs that an equation holds."""
         matters = any(map(self.analysis.matters, _jaxpr.sub_jaxprs(step.eqn)))
         matters |= any([value.known.half for value in ins])
-        return matters or any(map(needs.is_kept, step.read))
+        return matters or any(map(needs.is_kept, step.read.wanted))
 
     def call(self, step: Step, ins: list[Value]) -> list[Value]:
         """Replays an equation that holds jaxprs by going inside."""
         eqn, scopes = step.eqn, inside(step.eqn, step.around)
+        given = tuple([value.known.given for value in ins])
+        trip = self.analysis.inside(eqn, step.read, scopes, given)
         match _jaxpr.call_kind(eqn):
             case "custom_jvp":
-                return self.custom_jvp(eqn, ins, step.read, scopes)
+                return self.custom_jvp(eqn, ins, trip, scopes)
             case "custom_vjp":
-                return self.results(eqn, self.custom_vjp(eqn, ins, step.read, scopes))
+                return self.results(eqn, self.custom_vjp(eqn, ins, trip, scopes))
             case "shard_map":
-                return self.results(eqn, self.shard_map(eqn, ins, step.read, scopes))
+                return self.results(eqn, self.shard_map(eqn, ins, trip, scopes))
             case "scan" | "while":
-                return self.loop(step, ins, scopes)
+                return self.loop(step, ins, trip, scopes)
             case _:
-                return self.bodies(eqn, ins, step.read, scopes)
+                return self.bodies(eqn, ins, trip, scopes)
 
     def untouched(self, eqn: Any, ins: list[Value]) -> list[Value]:
         """Applies an equation in which there is nothing to do."""
@@ -64,17 +66,16 @@ class Calls(Customs):
         return outs
 
     def bodies(
-        self, eqn: Any, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+        self, eqn: Any, ins: list[Value], trip: Trip, scopes: Scopes
     ) -> list[Value]:
         """Replays a call or a choice by giving it rewritten bodies."""
         if _jaxpr.is_remat(eqn):
-            ins = self.rounded_before(eqn, ins, Trip(read), scopes, range(len(ins)))
+            ins = self.rounded_before(eqn, ins, trip, scopes, range(len(ins)))
         layout = _jaxpr.call_layout(eqn)
-        ends: tuple[End, ...] = ("free",) * len(read)
+        ends: tuple[End, ...] = ("free",) * len(trip.wanted)
         while True:
             new = [
-                self.rewritten(body, ins, Trip(read), ends, scopes)
-                for body in layout.bodies
+                self.rewritten(body, ins, trip, ends, scopes) for body in layout.bodies
             ]
             outs = zip(*(body.known for body in new), strict=True)
             halves = [{known.half for known in branches} for branches in outs]
@@ -90,12 +91,12 @@ class Calls(Customs):
             return self.results(eqn, arrays)
         return [k.of(x) for k, x in zip(new[0].known, arrays, strict=True)]
 
-    def loop(self, step: Step, ins: list[Value], scopes: Scopes) -> list[Value]:
+    def loop(
+        self, step: Step, ins: list[Value], trip: Trip, scopes: Scopes
+    ) -> list[Value]:
         """Replays a loop, which carries 16 bits where each trip would round anyway."""
-        eqn, read = step.eqn, step.read
+        eqn, read = step.eqn, step.read.wanted
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
-        given = tuple([value.known.given for value in ins])
-        trip = self.analysis.inside(eqn, read, scopes, given)
         first = layout.fixed_in.start
         narrow = self.carried(eqn, ins, read, trip)
         again = any([x.known.linear for x in ins])  # it will be transposed

@@ -13,9 +13,8 @@ from .._jaxprs.custom_rules import noted_as_rule, places_of_moving, replaced
 from .._jaxprs.jaxpr import Equation, is_inexact
 from .._jaxprs.scopes import Scopes
 from .._ops.precision import own_precisions, with_default_precision
-from . import needs
-from .analysis import Analysis, Trip
-from .needs import Need
+from .analysis import Analysis
+from .steps import Trip
 from .twins import spelled
 from .values import Known, Value
 
@@ -66,12 +65,12 @@ class Customs(abc.ABC):
         """Returns a body of an equation in mixed precision."""
 
     def custom_jvp(
-        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
     ) -> list[Value]:
         """Replays a function together with the derivative rule of its own."""
         body = _jaxpr.call_layout(eqn).bodies[0]
         body = body._replace(jaxpr=self.first_of(body.jaxpr))
-        new = self.rewritten(body, ins, Trip(read), ("free",) * len(read), scopes)
+        new = self.rewritten(body, ins, trip, ("free",) * len(trip.wanted), scopes)
         function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
         known = [value.known.in_body() for value in ins]  # keeps no tracer alive
 
@@ -79,7 +78,7 @@ class Customs(abc.ABC):
             moving = places_of_moving(eqn, tangents)
             arrays = [*primals, *(tangents[i] for i in moving)]
             facts = [*known, *(Known(known[i].half, linear=True) for i in moving)]
-            return self.differentiated(eqn, facts, arrays, moving, read, new, scopes)
+            return self.differentiated(eqn, facts, arrays, moving, trip, new, scopes)
 
         function.defjvp(rule, symbolic_zeros=True)
         arrays = function(*(x.array for x in ins))
@@ -91,7 +90,7 @@ class Customs(abc.ABC):
         facts: Sequence[Known],
         arrays: Sequence[Any],
         moving: list[int],
-        read: tuple[Need, ...],
+        trip: Trip,
         new: Any,
         scopes: Scopes,
     ) -> tuple[list[Any], list[Any]]:
@@ -102,20 +101,20 @@ class Customs(abc.ABC):
             facts: What is known of its inputs, and of the tangents of those that move.
             arrays: These.
             moving: Which these are.
-            read: What its outputs are needed for.
+            trip: What its outputs are needed for.
             new: The function in mixed precision: results and tangents have the dtypes
                 that it has when it is only called.
             scopes: Named scopes around it.
         """
         moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-        wanted = (*read, *(read[i] for i in moved))
+        trip = Trip((*trip.wanted, *(trip.wanted[i] for i in moved)), trip.summed)
         avals_out = _jaxpr.out_avals(new.jaxpr)
         like = [*avals_out, *(avals_out[i] for i in moved)]
         zeros: list[bool] = []
 
         def replayed(*arrays):
             values = [k.of(x) for k, x in zip(facts, arrays, strict=True)]
-            outs = self.replay(jaxpr, values, Trip(wanted), scopes)
+            outs = self.replay(jaxpr, values, trip, scopes)
             zeros[:] = [out.is_zero() for out in outs]
             return [
                 _jaxpr.with_type_of(out.array, aval)
@@ -131,7 +130,7 @@ class Customs(abc.ABC):
             for x, is_zero in zip(arrays, zeros, strict=True)
         ]
         nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
-        results = len(read)
+        results = len(eqn.outvars)
         return arrays[:results], replaced(nothing, moved, tangents[results:])
 
     def first_of(self, jaxpr: Any) -> Any:
@@ -143,12 +142,11 @@ class Customs(abc.ABC):
         return jaxpr if key is None else self.first_by.setdefault(key, jaxpr)
 
     def custom_vjp(
-        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
     ) -> list[Any]:
         """Replays a function with a backward rule, in float32 at its boundary."""
         closed_over = eqn.params["num_consts"]
         known = [value.widened().known.in_body() for value in ins]
-        trip = Trip(tuple(map(needs.in_float32, read)))
 
         @jax.custom_vjp
         def function(*arrays):
@@ -191,11 +189,10 @@ class Customs(abc.ABC):
         return function(*(value.wide() for value in ins))
 
     def shard_map(
-        self, eqn: Equation, ins: list[Value], read: tuple[Need, ...], scopes: Scopes
+        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
     ) -> list[Any]:
         """Replays a function of shards, in float32 at its boundary."""
         known = [value.widened().known.in_body() for value in ins]
-        trip = Trip(tuple(map(needs.in_float32, read)))
 
         def on_shards(*shards):
             values = [k.of(x) for k, x in zip(known, shards, strict=True)]

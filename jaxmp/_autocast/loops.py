@@ -1,10 +1,11 @@
-"""Questions about the graph of a loop: what it adds up, and on which way.
+"""Questions about the graph of a loop: what it adds up, and on which ways.
 
 A product ends every way: what it returns is off in each trip anyway, and there errors
 even out. Without one, they add up from trip to trip.
 """
 
-import itertools
+import functools
+import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +13,17 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from .._ops.products import is_matrix_product
 
-# Equations that hold jaxprs and run one of them once, so that it can be looked through.
-_ONCE = frozenset({"jit", "call", "remat", "custom_jvp", "custom_vjp", "cond"})
+# Equations whose jaxprs are looked through: they run one of them, at least once.
+_ENTERED = frozenset(
+    {"jit", "call", "remat", "custom_jvp", "custom_vjp", "cond", "scan"}
+)
+
+# For each way, the inputs and outputs by which it goes through a jaxpr or an equation,
+# as the bits of a number.
+Ways = tuple[tuple[int, int], ...]
 
 
-def accumulated(
-    body: Any, carried: Sequence[tuple[int, int]]
-) -> tuple[tuple[int, int], ...]:
+def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
     """Returns what the trips of a loop hand on without a product.
 
     Args:
@@ -26,89 +31,105 @@ def accumulated(
         carried: Places of what is carried, among its inputs and among its outputs.
 
     Returns:
-        Those of ``carried`` from which a way without a product leads back to
-        themselves, over one trip or several.
+        A way for each of ``carried`` from which one without a product leads back to
+        itself, over one trip or several.
     """
-    jaxpr = _jaxpr.open_jaxpr(body)
-    steps: dict[int, set[int]] = {}
-    for place, out in carried:
-        if is_float32(jaxpr.invars[place]):
-            made = made_of(jaxpr.eqns, [jaxpr.invars[place]])
-            steps[out] = {k for _, k in carried if is_in(jaxpr.outvars[k], made)}
+    inputs = _jaxpr.in_vars(body)
+    carried = [(place, out) for place, out in carried if is_float32(inputs[place])]
+    made = _over_trips(_made_of(body), carried)
+    return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
+
+
+def on_ways(
+    body: Any, eqns: Sequence[Equation], summed: Ways
+) -> tuple[frozenset[Any], ...]:
+    """Returns the variables on each way through an open jaxpr of such equations.
+
+    Each way for itself: what is on another one is a term here.
+    """
+    links = [(eqn, _links(eqn)) for eqn in eqns] if summed else []
+    ways = []
+    for starts, ends in summed:
+        made = set(_chosen(body.invars, starts))
+        for eqn, of in links:
+            given = _places(eqn.invars, made)
+            made.update(x for x, i in zip(eqn.outvars, of, strict=True) if i & given)
+        leads = set(_chosen(body.outvars, ends))
+        for eqn, of in reversed(links):
+            outs = zip(eqn.outvars, of, strict=True)
+            leads.update(_chosen(eqn.invars, joined(i for x, i in outs if x in leads)))
+        ways.append(frozenset(made & leads))
+    return tuple(ways)
+
+
+def through(eqn: Equation, ways: Sequence[frozenset[Any]]) -> Ways:
+    """Returns by which inputs and outputs of ``eqn`` ways go through it."""
     return tuple(
-        (place, out) for place, out in carried if out in _reachable(out, steps)
+        (_places(eqn.invars, way), _places(eqn.outvars, way))
+        for way in ways
+        if not way.isdisjoint(eqn.outvars)
     )
-
-
-def _reachable(start: int, steps: dict[int, set[int]]) -> set[int]:
-    """Returns where one comes from ``start`` in one step or more."""
-    reached: set[int] = set()
-    rest = [start]
-    while rest:
-        new = steps.get(rest.pop(), set()) - reached
-        reached |= new
-        rest += new
-    return reached
-
-
-def on_path(
-    body: Any, eqns: Sequence[Equation], summed: Iterable[tuple[int, int]]
-) -> frozenset[Any]:
-    """Returns the variables between what is carried into a trip and out of it.
-
-    Args:
-        body: The open jaxpr of the trip.
-        eqns: Its equations.
-        summed: What it adds up, see :func:`accumulated`.
-    """
-    path: set[Any] = set()
-    for place, out in summed:  # each for itself: what another one has is a term here
-        made, leads = made_of(eqns, [body.invars[place]]), {body.outvars[out]}
-        for eqn in reversed(eqns):
-            if not is_matrix_product(eqn) and not leads.isdisjoint(eqn.outvars):
-                leads.update(_variables(eqn))
-        path |= made & leads
-    return frozenset(path)
 
 
 def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
     """Returns ``start``, and the variables that are computed from it."""
     found = set(start)
     for eqn in eqns:
-        if not found.isdisjoint(_variables(eqn)):
+        if not found.isdisjoint(filter(_is_var, eqn.invars)):
             found.update(eqn.outvars)
     return found
 
 
-def made_of(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
-    """Returns what is computed from ``start`` without a product."""
-    found = set(start)
-    for eqn in eqns:
-        if not is_matrix_product(eqn) and not found.isdisjoint(_variables(eqn)):
-            found.update(_made_by(eqn, found))
-    return found
+def _made_of(jaxpr: Any) -> list[int]:
+    """Returns of which inputs each output is made without a product, as bits."""
+    body = _jaxpr.open_jaxpr(jaxpr)
+    made: dict[Any, int] = {x: 1 << i for i, x in enumerate(body.invars)}
+    for eqn in body.eqns:
+        ins = {x: made[x] for x in eqn.invars if is_in(x, made)}
+        for var, places in zip(eqn.outvars, _links(eqn) if ins else (), strict=False):
+            made[var] = joined(ins.get(x, 0) for x in _chosen(eqn.invars, places))
+    return [made.get(x, 0) if _is_var(x) else 0 for x in body.outvars]
 
 
-def _made_by(eqn: Equation, given: set[Any]) -> Iterable[Any]:
-    """Returns which outputs of ``eqn`` are made of ``given`` without a product."""
-    if _jaxpr.call_kind(eqn) not in _ONCE:
-        return eqn.outvars
-    found: set[Any] = set()
-    for body in _jaxpr.call_layout(eqn).bodies:
-        inner = _jaxpr.open_jaxpr(body.jaxpr)
-        pairs = zip((eqn.invars[i] for i in body.operands), inner.invars, strict=True)
-        made = made_of(inner.eqns, [x for atom, x in pairs if is_in(atom, given)])
-        outs = zip(eqn.outvars, inner.outvars, strict=False)
-        found.update(var for var, x in outs if is_in(x, made))
-    if _jaxpr.call_kind(eqn) == "cond" and is_in(eqn.invars[0], given):
-        return eqn.outvars
-    return found
+def _links(eqn: Equation) -> list[int]:
+    """Returns the same of an equation."""
+    if is_matrix_product(eqn):
+        return [0] * len(eqn.outvars)
+    if _jaxpr.call_kind(eqn) not in _ENTERED:
+        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    layout = _jaxpr.call_layout(eqn)
+    found = [int(_jaxpr.call_kind(eqn) == "cond")] * len(eqn.outvars)
+    for body in layout.bodies:
+        first = len(eqn.invars) - len(body.operands)
+        made = _made_of(body.jaxpr)
+        found = [x | y << first for x, y in zip(found, made, strict=True)]
+    return _over_trips(found, zip(layout.fixed_in, layout.fixed_out, strict=True))
 
 
-def _variables(eqn: Equation) -> Iterator[Any]:
-    return itertools.filterfalse(lambda x: isinstance(x, Literal), eqn.invars)
+def _over_trips(made: list[int], carried: Iterable[tuple[int, int]]) -> list[int]:
+    """Returns the same of all trips of a loop: each takes what another returns."""
+    for place, out in carried:
+        made = [x | made[out] if x >> place & 1 else x for x in made]
+    return made
+
+
+def joined(numbers: Iterable[int]) -> int:
+    """Returns the bits that some of the numbers have."""
+    return functools.reduce(operator.or_, numbers, 0)
+
+
+def _places(atoms: Sequence[Any], variables: Collection[Any]) -> int:
+    return joined(1 << i for i, x in enumerate(atoms) if is_in(x, variables))
+
+
+def _chosen(atoms: Sequence[Any], places: int) -> Iterator[Any]:
+    return (x for i, x in enumerate(atoms) if places >> i & 1 and _is_var(x))
+
+
+def _is_var(atom: Any) -> bool:
+    return not isinstance(atom, Literal)
 
 
 def is_in(atom: Any, variables: Collection[Any]) -> bool:
     """Whether an atom is one of some variables."""
-    return not isinstance(atom, Literal) and atom in variables
+    return _is_var(atom) and atom in variables

@@ -21,12 +21,12 @@ from .._ops.product_rules import accumulated, rounded
 from .._ops.products import with_precision
 from .._ops.reducers import bind_narrow
 from . import classes, needs, storage
-from .analysis import NO_PATHS, Analysis, Trip
+from .analysis import NO_PATHS, Analysis
 from .calls import Calls
 from .decisions import INSIDE, REASONS, Decision, decide, is_copied, is_sent_back
 from .definitions import definitions_of
 from .float8 import Float8
-from .steps import Step
+from .steps import Step, Trip
 from .values import Known, Value, cast, given, literal, saturated
 
 # Told of every equation, in the order of the program, what was decided. What the
@@ -145,7 +145,7 @@ class Caster(Calls):
         nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
 
         def apply(eqn, ins):
-            step = Step(eqn, *next(planned), scopes, plan.path, definition)
+            step = Step(eqn, *next(planned), scopes, definition)
             context = nothing if shared else _jaxpr.context_of(eqn)
             with _jaxpr.located_at(eqn, stacks), context:
                 return self.apply(step, ins)

@@ -1,16 +1,25 @@
 """A step of the replay: one equation, and what is known of it before it is decided."""
 
-import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import Scopes, is_backward
 from .._ops.lists import Definition
-from . import needs
 from .classes import Class
+from .loops import Ways, joined
 from .needs import Need
+
+
+class Trip(NamedTuple):
+    """What outputs of a jaxpr, or an equation, are needed for.
+
+    And the ways through it by which the trips of a loop add up.
+    """
+
+    wanted: tuple[Need, ...]
+    summed: Ways = ()
 
 
 class Step(NamedTuple):
@@ -18,10 +27,9 @@ class Step(NamedTuple):
 
     eqn: Equation
     kind: Class
-    read: tuple[Need, ...]
+    read: Trip  # what is needed of what it returns
     asks: Sequence[Need]  # what it needs of each input
     scopes: Scopes  # around the jaxpr
-    path: frozenset[Any]  # between what a trip is given and what it adds up
     definition: Definition
 
     @property
@@ -37,9 +45,9 @@ class Step(NamedTuple):
     @property
     def need(self) -> Need:
         """What the readers of its outputs need."""
-        return functools.reduce(int.__or__, self.read, needs.NOTHING)
+        return joined(self.read.wanted)
 
     @property
     def is_summed(self) -> bool:
         """Whether the trips of a loop add up what it returns."""
-        return bool(self.path) and not self.path.isdisjoint(self.eqn.outvars)
+        return bool(self.read.summed)

@@ -11,7 +11,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from . import classes, needs
 from .classes import Class
-from .loops import is_in
+from .loops import Ways, is_in, joined
 from .needs import Need
 
 
@@ -29,8 +29,8 @@ class Place(NamedTuple):
 
     back: bool  # whether it belongs to the backward pass
     kept: bool  # whether the user keeps it in float32
+    summed: Ways  # by which the trips of a loop add up, and which go through it
     given: set[Any]  # variables that are given, or computed from such alone
-    path: frozenset[Any]  # those between what a trip is given and what it adds up
     spotted: Spotted
 
 
@@ -62,8 +62,8 @@ def needs_of_inputs(
     if takes and _only_scales(eqn, masks) and not classes.scales_down(eqn):
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
-    if not place.path.isdisjoint(eqn.outvars):
-        found = _of_sum_over_trips(eqn, place.path)
+    if place.summed:
+        found = _of_sum_over_trips(eqn, place.summed)
     if (i := classes.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found
@@ -178,11 +178,12 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     return found
 
 
-def _of_sum_over_trips(eqn: Equation, path: frozenset[Any]) -> list[Need]:
+def _of_sum_over_trips(eqn: Equation, summed: Ways) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
     multiplies = classes.does(eqn).multiplies or classes.is_outer(eqn)
     term = needs.GATE if multiplies else needs.FULL
-    return [needs.DIGITS if is_in(x, path) else term for x in eqn.invars]
+    way = joined(starts for starts, _ in summed)
+    return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]
 
 
 def _of_offset(eqn: Equation, place: Place) -> Need:

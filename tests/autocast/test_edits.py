@@ -307,6 +307,63 @@ def test_what_is_around_a_layer_changes_no_dtype(around):
         agree(*both_of([(kind, 0, around)]), "a product")
 
 
+gate = jax.nn.sigmoid
+
+# What an iteration makes of what it carries and of two matmuls.
+STEPS = {
+    "a sum": lambda c, h, k: c + jnp.tanh(h),
+    "a sum of products": lambda c, h, k: c + h * k,
+    "a decay": lambda c, h, k: c * checkpoint_name(gate(h), "gate") + k,
+    "an interpolation": lambda c, h, k: c + checkpoint_name(gate(h), "gate") * (k - c),
+    "a factor": lambda c, h, k: c * (1 + h),
+    "a maximum": lambda c, h, k: jnp.maximum(c, h) + k,
+    "a norm": lambda c, h, k: norm(c + h),
+    "a matmul": lambda c, h, k: jnp.tanh(c @ WEIGHTS["w3"] + h),
+    "a matmul beside": lambda c, h, k: c * k + (c * (1 + h)) @ WEIGHTS["w3"],
+}
+
+
+def with_rule(fun):
+    called = jax.custom_jvp(fun)
+    called.defjvp(lambda xs, tangents: jax.jvp(fun, xs, tangents))
+    return called
+
+
+def mapped(fun):
+    return lambda *xs: lax.map(lambda xs: fun(*xs), [x[None] for x in xs])[0]
+
+
+AROUND_STEPS = {
+    "jit": jax.jit,
+    "jit in jit": lambda fun: jax.jit(helper(jax.jit(fun))),
+    "checkpoint": jax.checkpoint,
+    "a rule": with_rule,
+    "cond": lambda fun: lambda *xs: lax.cond(True, fun, fun, *xs),
+    "a map": lambda fun: mapped(lambda *xs: fun(*xs)),
+}
+
+
+def loop(step, start, weights, xs):
+    """Returns what a scan carries. Matmuls take the terms as well, and the carry."""
+
+    def trip(c, x):
+        h, k = jnp.tanh(x @ weights["w0"]), x @ weights["w1"]
+        h, k, c = map(checkpoint_name, (h, k, c), "hkc")
+        return step(c, h, k), (h @ weights["w2"]) * (k @ weights["w2"])
+
+    c, ys = lax.scan(trip, start, xs)
+    return (c @ weights["w2"]).mean() + ys.mean()
+
+
+@pytest.mark.parametrize("around", sorted(AROUND_STEPS))
+def test_what_is_around_a_step_of_a_loop_changes_no_dtype(around):
+    args = X, WEIGHTS, normal(21, 3, ROWS, SIZE)
+    for name, step in STEPS.items():
+        plain, edited = step, AROUND_STEPS[around](step)
+        one, other = (functools.partial(loop, x) for x in (plain, edited))
+        assert decided(one, *args) == decided(other, *args), name
+
+
 @hypothesis.settings(max_examples=5)
 @hypothesis.given(st.lists(edits, min_size=1, max_size=3), losses)
 def test_edits_of_a_program_change_nothing(drawn, loss):

@@ -5,15 +5,14 @@ until an error is small. In 16 bits it may never be. A loop that ends at a count
 a token that an argmax has chosen, is like any other code.
 """
 
-import functools
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
 from ..._jaxprs.scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
 from .. import classes
+from ..loops import joined
 
 # What is known of a value: it is made of what a product returned; it is decided by
 # comparing such numbers.
@@ -60,7 +59,7 @@ class _Trail:
             here = scopes + _jaxpr.scope_names(eqn)
             if _jaxpr.call_kind(eqn):
                 return self._around(eqn, ins, inside(eqn, here))
-            known = _together(ins)
+            known = joined(ins)
             if self._is_product(eqn, here):
                 known |= _COMPUTED
             if known & _COMPUTED and classes.tests(eqn):
@@ -83,7 +82,7 @@ class _Trail:
                 for body in bodies
             ]
             outs = [
-                _kept(_together(known) | chosen_by, var)
+                _kept(joined(known) | chosen_by, var)
                 for *known, var in zip(*by_body, eqn.outvars, strict=True)
             ]
             before, ins = ins, list(ins)
@@ -102,7 +101,3 @@ def _kept(known: int, var: Any, chosen: bool = False) -> int:
     if is_inexact(var):
         return known & _COMPUTED
     return known & _COMPARED if chosen or var.aval.dtype == bool else known
-
-
-def _together(known: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, known, 0)

@@ -1,13 +1,11 @@
 """Gates in a row: what multiplies a number many times without a loop.
 
 As the trips of a loop do that is written out, or is an ``associative_scan``: what is
-left of a number after many gates just below one depends on the last digits of each,
-and on those of what they multiply, which would be rounded as often. The backward pass
-multiplies by the same gates, or by gates that it computes again.
+left after many gates just below one depends on the last digits of each, and on those
+of what they multiply. The backward pass multiplies by the same gates, or by gates that
+it computes again.
 """
 
-import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +13,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal
 from ..._jaxprs.scopes import Scopes, inside, is_backward, marks
 from .. import classes, needs
+from ..loops import joined
 from ..needs import Need
 
 # So many times, and no more, a number may be multiplied by gates that are rounded.
@@ -28,11 +27,8 @@ _GATE, _SCALED, _NUMBER, _STATE = 1, 2, 4, 8
 def gates(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
     """Yields the gates of which many multiply one another's results.
 
-    And these results, where they are of the forward pass.
-
-    Args:
-        jaxpr: The program.
-        scopes: Named scopes around it.
+    And these results, where they are of the forward pass. A marker, see
+    :mod:`jaxmp._autocast.passes`.
     """
     rows = _Rows()
     rows.before(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
@@ -52,12 +48,8 @@ class _Rows:
     def before(self, jaxpr: Any, after: Sequence[int]) -> list[int]:
         """Returns how many multiplications follow one another after each input.
 
-        With nothing else than sums and moves between. Those beyond what is many are
-        not counted.
-
-        Args:
-            jaxpr: The jaxpr, open or closed.
-            after: How many follow after each output.
+        With nothing else than sums and moves between, and ``after`` behind its outputs.
+        Those beyond what is many are not counted.
         """
         owner = _jaxpr.open_jaxpr(jaxpr)
         key = owner, tuple(after)
@@ -150,7 +142,7 @@ def _made_by(eqn: Equation, ins: list[int]) -> int:
         return 0
     pairs = zip(eqn.invars, ins, strict=True)
     floats = [kind for x, kind in pairs if _jaxpr.is_inexact(x)]
-    found = functools.reduce(operator.or_, floats, 0) & (_SCALED | _STATE)
+    found = joined(floats) & (_SCALED | _STATE)
     if floats and all(kind & (_GATE | _NUMBER) for kind in floats):
         found |= _GATE if any(kind & _GATE for kind in floats) else _NUMBER
     return found
