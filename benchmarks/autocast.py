@@ -17,11 +17,11 @@ import tyro
 
 import jaxmp
 
-from . import h200, models, results, tables
-from .measure import denied_of, product_dtypes_of, relative_error, run
+from .counting import h200, results, tables
+from .counting.measure import denied_of, product_dtypes_of, relative_error, run
+from .networks import models
 
 DTYPES = (jnp.float16, jnp.bfloat16)
-RESULTS = results.FOLDER / "autocast.json"
 LAYERS, REPEATS = 12, 5
 
 
@@ -130,7 +130,13 @@ def main(arguments: list[str]) -> None:
         rows = list(section())
         tables.show(title, rows)
         if rows and not options.families:  # a part must not replace the whole
-            results.save(RESULTS, title, results.hardware(), ["autocast"], rows)
+            results.save(
+                results.target("autocast"),
+                title,
+                results.hardware(),
+                ["autocast"],
+                rows,
+            )
 
 
 def _transformers():

@@ -30,8 +30,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from . import hlo, results, tables
-from .measure import IN_A_HURRY
+from .counting import hlo, results, tables
+from .counting.measure import IN_A_HURRY
 
 ALL = ("data", "model")
 # Where the two matrices of a block lie, and who sums the gradients. The first axis of
@@ -70,7 +70,7 @@ class Options:
     tensor_parallel: int = 4
     """Devices in a group that splits the matrices."""
     accum_steps: tuple[int, ...] = (1, 4)
-    output: pathlib.Path = results.FOLDER / "collectives.json"
+    output: pathlib.Path | None = None
 
 
 class Collective(NamedTuple):
@@ -105,7 +105,13 @@ def main(arguments: list[str]) -> None:
     rows = list(measured(options))
     tables.show(title, rows)
     command = ["collectives", *arguments]
-    results.save(options.output, title, "counted, not run", command, rows)
+    results.save(
+        options.output or results.target("collectives"),
+        title,
+        "counted, not run",
+        command,
+        rows,
+    )
 
 
 def measured(options: Options) -> Iterator[dict[str, Any]]:

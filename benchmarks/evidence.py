@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from . import pages, results
+from .counting import pages, results
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "evidence.md"
 

@@ -16,12 +16,11 @@ from jaxmp._diagnosis.overflow.probe import Probe
 from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
 
-from . import h200, hlo, results
-from .compiled import peak
-from .networks import Network, gpt, mlp, resnet
-from .tables import show
+from .counting import h200, hlo, results
+from .counting.compiled import peak
+from .counting.tables import show
+from .networks.basic import Network, gpt, mlp, resnet
 
-RESULTS = results.FOLDER / "fault.json"
 NETWORKS = {
     "MLP": mlp(256, features=2048),
     "GPT, 1 layer": gpt(32, layers=1, width=384, heads=6, vocabulary=2048, length=256),
@@ -34,7 +33,6 @@ class Options:
     """Which networks to compile."""
 
     networks: tuple[str, ...] = tuple(NETWORKS)
-    save: bool = True
 
 
 def gradient(network: Network) -> tuple[Any, tuple[Any, ...]]:
@@ -76,5 +74,10 @@ def main(arguments: list[str]) -> None:
     h200.require("fault")
     rows = [count(name) for name in options.networks]
     show("searched, over plain", rows)
-    if options.save:
-        results.save(RESULTS, "over plain", h200.HARDWARE, ["fault", *arguments], rows)
+    results.save(
+        results.target("fault"),
+        "over plain",
+        h200.HARDWARE,
+        ["fault", *arguments],
+        rows,
+    )

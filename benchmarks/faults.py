@@ -1,6 +1,7 @@
 """How many planted faults `jaxmp.find_overflow` names, and its advice cures.
 
-Random small programs with one fault each, and sound ones: see `benchmarks.planted`.
+Random small programs with one fault each, and sound ones: see
+`benchmarks.networks.planted`.
 Needs no GPU. `docs/faults.md` has the table.
 """
 
@@ -10,10 +11,9 @@ from typing import Any
 
 import tyro
 
-from . import planted, results
-from .tables import show
-
-RESULTS = results.FOLDER / "faults.json"
+from .counting import results
+from .counting.tables import show
+from .networks import planted
 
 
 @dataclasses.dataclass
@@ -21,7 +21,6 @@ class Options:
     """How many programs of each kind to try."""
 
     programs: int = 24
-    save: bool = True
 
 
 def count(kind: str, programs: int) -> dict[str, Any]:
@@ -61,6 +60,7 @@ def main(arguments: list[str]) -> None:
     rows = [count(kind, options.programs) for kind in planted.KINDS]
     show("planted faults", rows)
     print(table(rows))
-    if options.save:
-        command = ["faults", *arguments]
-        results.save(RESULTS, "planted faults", results.hardware(), command, rows)
+    command = ["faults", *arguments]
+    results.save(
+        results.target("faults"), "planted faults", results.hardware(), command, rows
+    )

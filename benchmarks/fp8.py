@@ -17,9 +17,9 @@ import tyro
 
 import jaxmp
 
-from . import h200, hlo, results
-from .networks import causal_attention
-from .tables import show
+from .counting import h200, hlo, results
+from .counting.tables import show
+from .networks.basic import causal_attention
 
 
 class Form(NamedTuple):
@@ -124,7 +124,7 @@ class Options:
     widths: tuple[int, ...] = (1024, 2048, 4096)
     forms: tuple[str, ...] = tuple(FORMS)
     policies: tuple[str, ...] = POLICIES
-    output: pathlib.Path = results.FOLDER / "fp8.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -135,7 +135,13 @@ def main(arguments: list[str]) -> None:
         rows = list(counted(options, Decoder(width)))
         show(f"4 layers of width {width}, 8 x 1024 tokens", table(rows))
         command = ["fp8", *arguments]
-        results.save(options.output, f"width {width}", h200.HARDWARE, command, rows)
+        results.save(
+            options.output or results.target("fp8"),
+            f"width {width}",
+            h200.HARDWARE,
+            command,
+            rows,
+        )
 
 
 def counted(options: Options, decoder: Decoder) -> Iterator[dict[str, Any]]:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jaxmp
 
-from . import fp8, h200, narrow
-from .families import Recurrent
+from . import fp8, narrow
+from .counting import h200
+from .counting.steps import FLOOR, contestant
+from .counting.tables import show
 from .machinery import count
-from .networks import gpt, mlp, resnet, sequence_model
-from .steps import FLOOR, contestant
-from .tables import show
+from .networks.basic import gpt, mlp, resnet, sequence_model
+from .networks.families import Recurrent
 
 NETWORKS = {
     "mlp": mlp(256, features=1024, width=1024, layers=2),

@@ -21,10 +21,10 @@ from jax import lax
 
 import jaxmp
 
-from .generated_layers import LAYERS, Asked, Batch, Scope, batch_of
-from .generated_loops import LOOPS
-from .generated_losses import LOSSES
-from .measure import IN_A_HURRY
+from .counting.measure import IN_A_HURRY
+from .networks.generated_layers import LAYERS, Asked, Batch, Scope, batch_of
+from .networks.generated_loops import LOOPS
+from .networks.generated_losses import LOSSES
 
 FACTOR = 4.0
 ULPS = 2.0

@@ -32,8 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from . import h200, networks, results, timing
-from .compiled import (
+from .counting import h200, results, timing
+from .counting.compiled import (
     MIB,
     Effort,
     Variant,
@@ -43,12 +43,13 @@ from .compiled import (
     lower,
     peak,
 )
-from .measure import IN_A_HURRY
-from .networks import Network
-from .optimizer import GivenGradients
-from .steps import CONTESTANTS, contestant
-from .tables import show
-from .timing import spread
+from .counting.measure import IN_A_HURRY
+from .counting.steps import CONTESTANTS, contestant
+from .counting.tables import show
+from .counting.timing import spread
+from .networks import basic as networks
+from .networks.basic import Network
+from .networks.optimizer import GivenGradients
 
 ROOT = pathlib.Path(__file__).parent.parent
 FITTED = ("float32", "jaxmp cast")  # whose largest batches are looked for
@@ -156,10 +157,10 @@ class Options:
 
     @property
     def path(self) -> pathlib.Path:
-        """The file, which is elsewhere if the results are none, or not the whole."""
-        elsewhere = pathlib.Path(tempfile.gettempdir())
-        folder = elsewhere if self.tiny or self.only else results.FOLDER
-        return self.output or folder / "gpu.json"
+        """The file, which is in the scratch folder if the results are not the whole."""
+        in_part = results.SCRATCH / "gpu.json"
+        whole = in_part if self.tiny or self.only else results.target("gpu")
+        return self.output or whole
 
 
 def main(arguments: list[str]) -> None:

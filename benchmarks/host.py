@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from . import networks, results, steps
-from .steps import FLOOR
-from .tables import show
-from .timing import interleaved, ratio, spread
+from .counting import results, steps
+from .counting.steps import FLOOR
+from .counting.tables import show
+from .counting.timing import interleaved, ratio, spread
+from .networks import basic as networks
 
 NATIVE = "Flax's own dtype"
 PEERS = ("jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx")
@@ -47,7 +48,7 @@ class Options:
     rounds: int = 9
     calls: int = 50
     """Of a step, in one sample."""
-    output: pathlib.Path = results.FOLDER / "host.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -60,7 +61,9 @@ def main(arguments: list[str]) -> None:
         show(f"{part} (goal: {GOALS[part]})", rows)
         load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
         hardware = f"{results.hardware()}, {load}"
-        results.save(options.output, part, hardware, command, rows)
+        results.save(
+            options.output or results.target("host"), part, hardware, command, rows
+        )
 
 
 def dispatch(options: Options) -> Iterator[dict[str, Any]]:

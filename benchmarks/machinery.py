@@ -11,11 +11,11 @@ from typing import Any, Literal
 import jax
 import tyro
 
-from . import h200, hlo, results
-from .compiled import peak
-from .networks import NETWORKS, Network
-from .steps import CONTESTANTS, FLOOR, Contestant, contestants
-from .tables import show
+from .counting import h200, hlo, results
+from .counting.compiled import peak
+from .counting.steps import CONTESTANTS, FLOOR, Contestant, contestants
+from .counting.tables import show
+from .networks.basic import NETWORKS, Network
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ class Options:
     contestants: tuple[str, ...] = tuple(CONTESTANTS)
     accum_steps: tuple[int, ...] = (1, 4)
     dtype: Literal["float16", "bfloat16"] = "float16"
-    output: pathlib.Path = results.FOLDER / "machinery.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -52,7 +52,13 @@ def main(arguments: list[str]) -> None:
             rows += found
         key = name if options.dtype == "float16" else f"{name} {options.dtype}"
         command = ["machinery", *arguments]
-        results.save(options.output, key, h200.HARDWARE, command, rows)
+        results.save(
+            options.output or results.target("machinery"),
+            key,
+            h200.HARDWARE,
+            command,
+            rows,
+        )
 
 
 def count(contestant: Contestant, network: Network) -> dict[str, Any]:

@@ -25,11 +25,11 @@ import tyro
 
 import jaxmp
 
-from . import h200, results, tables
-from .compiled import largest_batch, peak
+from .counting import h200, results, tables
+from .counting.compiled import largest_batch, peak
+from .counting.steps import contestant
 from .machinery import count
-from .networks import resnet
-from .steps import contestant
+from .networks.basic import resnet
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -65,7 +65,7 @@ class Options:
     """Words in a row of the largest batches of BERT-base."""
     gigabytes: float = 12.0
     """What the largest batch must fit into."""
-    output: pathlib.Path = results.FOLDER / "memory.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -85,7 +85,13 @@ def main(arguments: list[str]) -> None:
         rows = list(section(options))
         tables.show(title, rows)
         command = ["memory", *arguments]
-        results.save(options.output, title, h200.HARDWARE, command, rows)
+        results.save(
+            options.output or results.target("memory"),
+            title,
+            h200.HARDWARE,
+            command,
+            rows,
+        )
 
 
 def updates(options: Options) -> Iterator[dict[str, Any]]:

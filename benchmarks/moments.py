@@ -29,9 +29,9 @@ from sklearn.datasets import load_digits
 import jaxmp
 from jaxmp._base.blocks import is_blocks
 
-from . import results
-from .networks import GPT
-from .tables import show
+from .counting import results
+from .counting.tables import show
+from .networks.basic import GPT
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import _text
@@ -217,7 +217,7 @@ class Options:
     storages: tuple[str, ...] = tuple(STORAGES)
     seeds: int = 3
     updates: int = 200
-    output: pathlib.Path = results.FOLDER / "moments.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -227,7 +227,13 @@ def main(arguments: list[str]) -> None:
         rows = list(losses(name, options))
         show(name, rows)
         command = ["moments", *arguments]
-        results.save(options.output, name, results.hardware(), command, rows)
+        results.save(
+            options.output or results.target("moments"),
+            name,
+            results.hardware(),
+            command,
+            rows,
+        )
 
 
 def losses(name: str, options: Options):

@@ -24,7 +24,7 @@ from jaxmp._autocast.decisions import Decision
 from jaxmp._autocast.replay import Caster
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
-from . import pages
+from .counting import pages
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "names.md"
 

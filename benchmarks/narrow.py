@@ -18,9 +18,9 @@ from jax.typing import DTypeLike
 
 import jaxmp
 
-from . import h200, hlo, results
-from .networks import NETWORKS, Network
-from .tables import show
+from .counting import h200, hlo, results
+from .counting.tables import show
+from .networks.basic import NETWORKS, Network
 
 ADAM = optax.adam(1e-3)
 STOCHASTIC, KAHAN = jaxmp.stochastic_rounding, jaxmp.kahan_summation
@@ -92,7 +92,7 @@ class Options:
     network: str = "gpt-12m"
     """Whose parameters to update."""
     variants: tuple[str, ...] = tuple(VARIANTS)
-    output: pathlib.Path = results.FOLDER / "narrow.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -105,7 +105,13 @@ def main(arguments: list[str]) -> None:
     ]
     show(f"{options.network}, bytes of each parameter", rows)
     command = ["narrow", *arguments]
-    results.save(options.output, options.network, h200.HARDWARE, command, rows)
+    results.save(
+        options.output or results.target("narrow"),
+        options.network,
+        h200.HARDWARE,
+        command,
+        rows,
+    )
 
 
 def limits(variant: Variant) -> dict[str, float]:

@@ -18,12 +18,12 @@ import tyro
 
 import jaxmp
 
-from . import h200, results, worth
-from .families import FAMILIES, SMALL
+from .counting import h200, results, worth
+from .counting.measure import IN_A_HURRY, relative_error
+from .counting.steps import CONTESTANTS, FLOOR, contestants, loss_of
+from .counting.tables import show
 from .machinery import count
-from .measure import IN_A_HURRY, relative_error
-from .steps import CONTESTANTS, FLOOR, contestants, loss_of
-from .tables import show
+from .networks.families import FAMILIES, SMALL
 
 FORMS = (
     FLOOR,
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     if options.without:
         worth.measure(options, command)
         return
-    path = options.output or results.FOLDER / "price.json"
+    path = options.output or results.target("price")
     forms = options.forms or FORMS
     for dtype in options.dtypes:
         for accum_steps in options.accum_steps:

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from . import h200, results, tables
 from .collectives import sent_bytes
+from .counting import h200, results, tables
 
 BF16 = jaxmp.get_policy("mixed_bfloat16")
 SUMS_BF16 = jaxmp.get_policy("p=f32,c=bf16,o=f32,r=bf16")
@@ -65,7 +65,7 @@ class Options:
     vocabulary: int = 32000
     tokens: int = 2048
     """Of a sequence."""
-    output: pathlib.Path = results.FOLDER / "sharded.json"
+    output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
@@ -80,7 +80,13 @@ def main(arguments: list[str]) -> None:
             print(row, flush=True)
             rows.append(row)
             command = ["sharded", *arguments]
-            results.save(options.output, title, h200.HARDWARE, command, rows)
+            results.save(
+                options.output or results.target("sharded"),
+                title,
+                h200.HARDWARE,
+                command,
+                rows,
+            )
         tables.show(title, rows)
 
 
@@ -152,7 +158,7 @@ def placed(x: Any, sharding: Any) -> Any:
 
 def topology(devices: int) -> list[Any]:
     """Returns H200s, eight of which are in a machine."""
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+    target = (pathlib.Path(h200.__file__).with_name("h200.txtpb")).read_text()
     machines = max(1, devices // 8)
     return topologies.get_topology_desc(
         platform="cuda",

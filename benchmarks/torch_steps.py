@@ -1,6 +1,6 @@
 """The five models in PyTorch, trained with ``torch.amp``, eager and compiled.
 
-Those of :mod:`benchmarks.networks`, with what PyTorch recommends: fused Adam,
+Those of :mod:`benchmarks.networks.basic`, with what PyTorch recommends: fused Adam,
 channels last for images, and ``GradScaler`` for float16. "fused" attention is PyTorch's
 own kernel, which does not write the matrix of weights to memory; "written" attention
 does the same arithmetic as the JAX models.
@@ -21,10 +21,11 @@ import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 import tyro
 from torch import nn  # pyright: ignore[reportMissingImports]
 
-from . import networks, results, timing
-from .compiled import MIB, first_line
-from .tables import show
-from .timing import spread
+from .counting import results, timing
+from .counting.compiled import MIB, first_line
+from .counting.tables import show
+from .counting.timing import spread
+from .networks import basic as networks
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -153,7 +154,7 @@ class Options:
     """Try it out, on a CPU too."""
     seconds: float = 150.0
     """When to stop."""
-    output: pathlib.Path = results.FOLDER / "torch.json"
+    output: pathlib.Path | None = None
     """A file of JSON."""
 
 
@@ -177,7 +178,9 @@ def main(arguments: list[str]) -> None:
             except Exception as error:  # out of memory, or no compiler
                 traceback.print_exc()
                 rows["left out"].append(f"torch, {setting}: {first_line(error)}")
-        results.save(options.output, hardware, hardware, command, rows)
+        results.save(
+            options.output or results.target("torch"), hardware, hardware, command, rows
+        )
         if over:
             break
     show("torch", rows["torch"])

@@ -7,13 +7,18 @@ import os
 import pathlib
 import platform
 import shlex
+import tempfile
 from typing import Any
 
 import jax
 
 import jaxmp
 
-FOLDER = pathlib.Path(__file__).parent / "results"
+# Those that the documentation quotes. Without `--save`, a run leaves them as they are.
+FOLDER = pathlib.Path(__file__).parents[1] / "results"
+SCRATCH = pathlib.Path(tempfile.gettempdir()) / "jaxmp_benchmarks"
+
+_folder = SCRATCH
 LIBRARIES = (
     "jax",
     "jaxlib",
@@ -24,6 +29,17 @@ LIBRARIES = (
     "equinox",
     "torch",
 )
+
+
+def write_to(folder: pathlib.Path) -> None:
+    """Chooses the folder of the results that are written from now on."""
+    global _folder
+    _folder = folder
+
+
+def target(name: str) -> pathlib.Path:
+    """Returns the file that the results of a benchmark are written to."""
+    return _folder / f"{name}.json"
 
 
 def save(

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 import jaxmp
 
-from .networks import Network
+from ..networks.basic import Network
 
 LEARNING_RATE = 1e-3
 FLOOR = "by hand"  # the contestant that the others are measured from

@@ -20,12 +20,12 @@ from jaxmp._autocast.calls import Calls
 from jaxmp._autocast.passes import MARKERS, REWRITES
 from jaxmp._jaxprs.jaxpr import bind
 
+from ..networks.families import FAMILIES
 from . import h200, hlo, results
-from .families import FAMILIES
 from .steps import contestant
 from .tables import show
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "internals.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "internals.md"
 RESULTS = results.FOLDER / "worth.json"
 HEADING = "## What each part is worth\n"
 BYTES, MEMORY = 1.02, 1.05  # what a network must cost without a part, if that stays
@@ -158,7 +158,7 @@ def measure(options: Any, command: list[str]) -> None:
         command: The command line.
     """
     chosen = parts(options.without)
-    path = options.output or RESULTS
+    path = options.output or results.target("worth")
     for dtype in options.dtypes:
         for steps in options.accum_steps:
             rows = [

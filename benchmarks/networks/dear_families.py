@@ -1,7 +1,7 @@
 """Families of networks for which autocast costs more than for most.
 
-Written as in :mod:`benchmarks.families`, which lists them. `docs/performance.md` says
-what makes each of them dear.
+Written as in :mod:`benchmarks.networks.families`, which lists them.
+`docs/performance.md` says what makes each of them dear.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .networks import Block, Network, image_classifier, sequence_model
+from .basic import Block, Network, image_classifier, sequence_model
 
 
 def attention(q, k, v):
@@ -26,7 +26,8 @@ class Rematerialised(nn.Module):
 
     Chen et al., "Training deep nets with sublinear memory cost", 2016,
     https://arxiv.org/abs/1604.06174. With Flax's attention, unlike
-    :class:`benchmarks.families.ScannedGPT`: cast whole, it has scores in 16 bits.
+    :class:`~benchmarks.networks.families.ScannedGPT`: cast whole, it has scores in
+    16 bits.
     """
 
     scanned: bool = False
@@ -167,7 +168,7 @@ class ConvolutionalLSTM(nn.Module):
         size, dtype = (self.size, self.size), self.dtype or x.dtype
 
         def zeros(key, shape, _):
-            return jnp.zeros(shape, dtype)  # see `benchmarks.families.Recurrent`
+            return jnp.zeros(shape, dtype)  # see `families.Recurrent`
 
         for _ in range(self.layers):
             cell = nn.ConvLSTMCell(self.width, size, dtype=self.dtype, carry_init=zeros)

@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .dear_families import DEAR_FAMILIES, DEAR_SMALL
-from .more_families import MORE_FAMILIES, MORE_SMALL
-from .networks import (
+from .basic import (
     Block,
     Network,
     causal_attention,
@@ -24,6 +22,8 @@ from .networks import (
     rotated,
     sequence_model,
 )
+from .dear_families import DEAR_FAMILIES, DEAR_SMALL
+from .more_families import MORE_FAMILIES, MORE_SMALL
 
 
 class Llama(nn.Module):

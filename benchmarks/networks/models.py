@@ -17,7 +17,7 @@ from flax import nnx
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-from .networks import rotated
+from .basic import rotated
 
 KEY = jax.random.key(0)
 WIDTH, HEADS, LENGTH, BATCH, VOCABULARY = 32, 4, 16, 8, 50

@@ -1,6 +1,6 @@
 """More families of networks: whether what holds for the others holds in general.
 
-Written as in :mod:`benchmarks.families`, which lists them.
+Written as in :mod:`benchmarks.networks.families`, which lists them.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .networks import Network, image_classifier, rotated, sequence_model
+from .basic import Network, image_classifier, rotated, sequence_model
 
 
 class BERT(nn.Module):

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .networks import Network
+from .basic import Network
 
 
 class GivenGradients:
-    """In the place of a :class:`benchmarks.networks.Network`, with its parameters.
+    """Stands for a :class:`benchmarks.networks.basic.Network`, with its parameters.
 
     The gradients are the batch. Whatever a library does to a model and a loss, the
     derivative is what was given, and XLA drops the rest; casting, unscaling, checking,

@@ -13,7 +13,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.measure import denied_in, product_dtypes, relative_error, run, traced
+from benchmarks.counting.measure import (
+    denied_in,
+    product_dtypes,
+    relative_error,
+    run,
+    traced,
+)
 from conftest import normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 from jaxmp._jaxprs import jaxpr as _jaxpr
 

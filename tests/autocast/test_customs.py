@@ -8,7 +8,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
-from benchmarks.measure import product_dtypes, relative_error
+from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import normal, rest_is_evidence
 
 W = normal(0, 4, 4, scale=0.5)

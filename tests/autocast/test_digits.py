@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import normal, rest_is_evidence
 from jaxmp import autocast
 

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.measure import IN_A_HURRY, dtypes, relative_error
+from benchmarks.counting.measure import IN_A_HURRY, dtypes, relative_error
 from conftest import normal
 from jaxmp import autocast
 from jaxmp._jaxprs import jaxpr as _jaxpr

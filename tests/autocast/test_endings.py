@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import product_dtypes
+from benchmarks.counting.measure import product_dtypes
 from conftest import at_once, normal, usually_bfloat16
 
 W, X = normal(0, 16, 16, scale=0.15), normal(1, 4, 16)

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import normal, rest_is_evidence
 
 W = normal(0, 64, 64, scale=1 / 8)

@@ -9,7 +9,7 @@ from jax import export, lax
 from jax.core import max_dim, min_dim
 
 import jaxmp
-from benchmarks.measure import (
+from benchmarks.counting.measure import (
     dtypes,
     product_dtypes,
     product_dtypes_of,

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks import collectives
-from benchmarks.measure import traced
+from benchmarks.counting.measure import traced
 from conftest import normal
 from jaxmp._autocast import rules
 from jaxmp._ops import fp8 as _fp8

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, rest_is_evidence
 
 BF16 = np.dtype(jnp.bfloat16)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence
 from jaxmp._devices.varying import vary
 from jaxmp._jaxprs import jaxpr as _jaxpr

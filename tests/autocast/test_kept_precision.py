@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks import h200
+from benchmarks.counting import h200
 from conftest import normal
 from jaxmp._jaxprs import jaxpr as _jaxpr
 

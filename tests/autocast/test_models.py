@@ -14,14 +14,14 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
-from benchmarks import models
-from benchmarks.measure import (
+from benchmarks.counting.measure import (
     denied_of,
     product_dtypes,
     product_dtypes_of,
     relative_error,
     run,
 )
+from benchmarks.networks import models
 from conftest import rest_is_evidence
 
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import product_dtypes, relative_error
+from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import in_both_dtypes, normal
 
 X = 5 + 0.3 * normal(0, 2, 12, 12, 1)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, in_both_dtypes, normal
 
 # 128 rows of 16 features, and 8 outputs.

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 B, T, K, G, S, D = 2, 6, 2, 3, 5, 4

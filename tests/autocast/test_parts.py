@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks import price, worth
-from benchmarks.measure import relative_error, traced
+from benchmarks import price
+from benchmarks.counting import worth
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal
 from jaxmp import autocast
 from jaxmp._autocast.replay import Caster

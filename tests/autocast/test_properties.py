@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import IN_A_HURRY, relative_error
+from benchmarks.counting.measure import IN_A_HURRY, relative_error
 from conftest import normal
 
 SIZE = 4

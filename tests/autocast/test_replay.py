@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import product_dtypes, relative_error, traced
+from benchmarks.counting.measure import product_dtypes, relative_error, traced
 from conftest import normal
 from jaxmp import autocast
 from jaxmp._autocast import rules

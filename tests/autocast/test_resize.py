@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxmp
-from benchmarks.measure import product_dtypes, relative_error
+from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import normal, usually_bfloat16
 
 X = normal(0, 2, 8, 8, 4)

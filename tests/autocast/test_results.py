@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import product_dtypes, relative_error
+from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import at_once, in_both_dtypes, normal, usually_bfloat16
 from jaxmp import autocast
 

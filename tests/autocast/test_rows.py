@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 # Both are exact in float16, and so is their product.

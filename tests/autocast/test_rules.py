@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.measure import traced
+from benchmarks.counting.measure import traced
 from jaxmp import autocast
 
 HALF = {jnp.bfloat16: jnp.bfloat16, jnp.float16: jnp.float16}

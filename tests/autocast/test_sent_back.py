@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error
+from benchmarks.counting.measure import relative_error
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import relative_error
+from benchmarks.counting.measure import relative_error
 from conftest import at_once, normal, rest_is_evidence
 
 X, W = normal(0, 2, 24, 16), normal(1, 3, 16, 16, scale=1 / 4)

@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.measure import traced
+from benchmarks.counting.measure import traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 from jaxmp._ops.sums import firmly_rounded
 

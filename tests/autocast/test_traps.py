@@ -9,7 +9,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.measure import denied_in, product_dtypes, relative_error, traced
+from benchmarks.counting.measure import (
+    denied_in,
+    product_dtypes,
+    relative_error,
+    traced,
+)
 from conftest import normal
 
 F16 = jnp.float16

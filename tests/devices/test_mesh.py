@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.collectives import collectives, partitioned
-from benchmarks.hlo import bits
+from benchmarks.counting.hlo import bits
 from conftest import normal, rest_is_evidence
 
 CPUS = np.array(jax.devices("cpu")[:8])

@@ -11,8 +11,8 @@ import pytest
 from jax import ShapeDtypeStruct as Shape
 
 import jaxmp
-from benchmarks.families import SMALL
-from benchmarks.networks import TINY
+from benchmarks.networks.basic import TINY
+from benchmarks.networks.families import SMALL
 from conftest import rest_is_evidence
 from jaxmp._diagnosis.audit.hazards import Hazards
 from jaxmp._diagnosis.sensitivity.switches import Program

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.families import SMALL
+from benchmarks.networks.families import SMALL
 from conftest import rest_is_evidence
 from jaxmp._diagnosis.sensitivity.sensitivity import _errors, _gradient
 from jaxmp._diagnosis.sensitivity.switches import Program

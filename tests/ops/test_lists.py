@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 import jaxmp
-from benchmarks.measure import traced
+from benchmarks.counting.measure import traced
 from jaxmp._ops.lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
 
 FLOAT32 = Primitive("a_primitive_of_these_tests")

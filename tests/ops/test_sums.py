@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxmp
-from benchmarks.measure import relative_error, traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import normal
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._ops.products import is_matrix_product, vector_of

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from benchmarks.measure import IN_A_HURRY, relative_error, run
+from benchmarks.counting.measure import IN_A_HURRY, relative_error, run
 from conftest import normal as normal
 
 DTYPES = {"mixed_float16": jnp.float16, "mixed_bfloat16": jnp.bfloat16}

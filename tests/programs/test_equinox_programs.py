@@ -22,7 +22,7 @@ from laws import (
 )
 
 import jaxmp
-from benchmarks.measure import run
+from benchmarks.counting.measure import run
 from conftest import rest_is_evidence
 
 eqx = pytest.importorskip("equinox", reason="Equinox is in the extra `programs`")

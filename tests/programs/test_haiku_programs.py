@@ -8,7 +8,7 @@ import pytest
 from laws import DTYPES, KEY, Program, drawn, hold, in_16_bits, near, normal, programs
 
 import jaxmp
-from benchmarks.measure import run
+from benchmarks.counting.measure import run
 
 hk = pytest.importorskip("haiku", reason="dm-haiku is in the extra `programs`")
 

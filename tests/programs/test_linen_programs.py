@@ -20,7 +20,7 @@ from laws import (
 )
 
 import jaxmp
-from benchmarks.measure import run
+from benchmarks.counting.measure import run
 from conftest import rest_is_evidence
 
 VOCABULARY = 13

@@ -11,22 +11,14 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import (
-    collectives,
-    compiled,
-    gpu,
-    h200,
-    host,
-    memory,
-    results,
-    sharded,
-    timing,
-)
-from benchmarks.dear_families import in_chunks
-from benchmarks.families import FAMILIES, SMALL
-from benchmarks.networks import TINY
-from benchmarks.steps import CONTESTANTS
+from benchmarks import __main__, collectives, gpu, host, memory, sharded
+from benchmarks.counting import compiled, h200, results, timing
+from benchmarks.counting.steps import CONTESTANTS
+from benchmarks.networks.basic import TINY
+from benchmarks.networks.dear_families import in_chunks
+from benchmarks.networks.families import FAMILIES, SMALL
 
+ROOT = pathlib.Path(__file__).parents[2]
 UNAVAILABLE = h200.unavailable()
 needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
@@ -57,7 +49,7 @@ def saved(path, command):
 
 def test_what_compiles_for_a_gpu_asks_for_no_device_when_it_is_imported():
     """It chooses the CPU first: JAX's plugin for CUDA is lost where none is found."""
-    folder = pathlib.Path(h200.__file__).parent
+    folder = pathlib.Path(h200.__file__).parents[1]
     names = [
         path.stem
         for path in folder.glob("*.py")
@@ -351,3 +343,26 @@ def test_chunks_of_a_state_space_are_its_recurrence():
     for chunk in (4, 12):
         found = jax.jit(in_chunks, static_argnums=0)(chunk, x, decays, entry, out)
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_commands_are_listed_with_a_line_each():
+    run = [sys.executable, "-m", "benchmarks"]
+    found = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
+    assert found.returncode == 1
+    listed = dict(line.split(maxsplit=1) for line in found.stderr.splitlines()[5:])
+    assert {"price", "machinery", "evidence"} <= set(listed)
+    assert all(len(line) > 20 and line[0].isupper() for line in listed.values())
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_results_that_the_documentation_quotes_are_replaced_by_save_alone(
+    saves, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(results, "FOLDER", tmp_path / "quoted")
+    monkeypatch.setattr(results, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(results, "_folder", tmp_path / "scratch")
+    options = ["host", "--rounds", "1", "--calls", "2", "--parts", "dispatch"]
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *options, *["--save"] * saves])
+    __main__.main()
+    written = "quoted" if saves else "scratch"
+    assert [x.parent.name for x in tmp_path.rglob("host.json")] == [written]

@@ -3,7 +3,7 @@
 import types
 from pathlib import Path
 
-from benchmarks import h200
+from benchmarks.counting import h200
 from conftest import failed_if_skipped
 
 CI = Path(__file__).parents[2] / ".ci"

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import jaxmp
-from benchmarks.measure import product_dtypes
+from benchmarks.counting.measure import product_dtypes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import fp8, gate, h200, hlo, machinery, narrow, price, worth
-from benchmarks.networks import TINY
-from benchmarks.steps import contestants
+from benchmarks import fp8, gate, machinery, narrow, price
+from benchmarks.counting import h200, hlo, worth
+from benchmarks.counting.steps import contestants
+from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
 from jaxmp._training import loss_scale as _loss_scale
 from jaxmp._training import narrow_params as _narrow_params

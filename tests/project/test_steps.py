@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from benchmarks.networks import TINY
-from benchmarks.steps import CONTESTANTS, contestants
+from benchmarks.counting.steps import CONTESTANTS, contestants
+from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
 
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.measure import equations, traced
+from benchmarks.counting.measure import equations, traced
 from conftest import normal, rest_is_evidence
 
 EPS = {d: float(jnp.finfo(d).eps) for d in (jnp.float32, jnp.float16, jnp.bfloat16)}

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from benchmarks.measure import equations, product_dtypes
+from benchmarks.counting.measure import equations, product_dtypes
 from conftest import normal, rest_is_evidence
 
 F16, BF16, F32 = (np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32))

@@ -1,0 +1,1 @@
+"""How benchmarks count and time: compiled code, bytes, training steps, results."""

@@ -1,0 +1,1 @@
+"""The networks and programs that benchmarks and tests measure, at any size."""
