@@ -182,9 +182,8 @@ def is_view(eqn: Equation) -> bool:
 def negates(eqn: Equation) -> bool:
     """Whether an equation changes the sign of what it is given."""
     if does(eqn).multiplies:
-        return any(
-            isinstance(x, _jaxpr.Literal) and np.all(x.val < 0) for x in eqn.invars
-        )
+        literals = (x for x in eqn.invars if isinstance(x, _jaxpr.Literal))
+        return any(np.all(np.real(x.val) < 0) for x in literals)
     return eqn.primitive.name in NEGATES
 
 

@@ -336,3 +336,14 @@ def _gradient(factors):
 def test_gradients_of_factors_stay_float32(factors):
     grad, w = _gradient(factors[1]), normal(0, 8, 8, scale=0.3)
     np.testing.assert_array_equal(jaxmp.autocast(grad, "bfloat16")(w), grad(w))
+
+
+@both_orders
+@pytest.mark.parametrize("number", [2j, -2j, 1 - 1j])
+def test_a_complex_number_times_integers_has_no_sign(order, number):
+    def loss(w):
+        turns = number * jnp.arange(4)  # JAX keeps this number as Python's own
+        return jnp.sum((jnp.exp(turns).real * w) @ w)
+
+    found, expected = order(loss)(EYE), jax.grad(loss)(EYE)
+    assert relative_error(found, expected) < 1e-3
