@@ -2,9 +2,10 @@
 
 Each seed is a training step: some layers, a loss and its gradients. It is held against
 the same step with its products cast by hand: they take 16 bits, add up in float32 and
-return 16 bits, and everything else is float32. The law is that no result of autocast, a
-loss or a gradient, is further from float32 than :data:`FACTOR` times that, or than
-:data:`ULPS` units in the last place of 16 bits, whichever is more.
+return 16 bits, with their bias if they have one, and everything else is float32. The
+law is that no result of autocast, a loss or a gradient, is further from float32 than
+:data:`FACTOR` times that, or than :data:`ULPS` units in the last place of 16 bits,
+whichever is more.
 """
 
 import dataclasses
@@ -196,7 +197,8 @@ def smaller(program: Program) -> Iterator[Program]:
     """Yields the programs with a layer less, without a wrapper, and of a plain loss."""
     layers = program.layers
     for i, (name, wrapper, earlier) in enumerate(layers):
-        yield program._replace(layers=layers[:i] + layers[i + 1 :])
+        if len(layers) > 1:
+            yield program._replace(layers=layers[:i] + layers[i + 1 :])
         if wrapper != "plain":
             plain = name, "plain", earlier
             yield program._replace(layers=(*layers[:i], plain, *layers[i + 1 :]))

@@ -83,7 +83,7 @@ class Scope:
         return self._cast(jnp.einsum(subscripts, self._cast(a), self._cast(b)))
 
     def convolved(self, x: Any, kernel: Any, groups: int = 1) -> Any:
-        """Returns a convolution over the tokens."""
+        """Returns a convolution over the tokens, with a bias."""
         out = lax.conv_general_dilated(
             self._cast(x)[None],
             self._cast(kernel),
@@ -92,12 +92,21 @@ class Scope:
             dimension_numbers=("NHC", "HIO", "NHC"),
             feature_group_count=groups,
         )
-        return self._cast(out[0])
+        return self._biased(self._cast(out[0]))
 
     def dense(self, x: Any, size: int = SIZE, *, bias: bool = True) -> Any:
         """Returns a dense layer."""
         y = self.dot("...i,ij->...j", x, self.weight(x.shape[-1], size))
-        return y + self.weight(size, scale=0.1) if bias else y
+        return self._biased(y) if bias else y
+
+    def _biased(self, y: Any) -> Any:
+        """Returns a layer with its bias, which is cast as in layers of Flax or PyTorch.
+
+        The gradient of the bias is a sum of what was rounded. Where its terms cancel,
+        as behind a difference of neighbours, their roundings are all that is left.
+        """
+        bias = self._cast(self.weight(y.shape[-1], scale=0.1))
+        return self._cast(y + bias)
 
 
 def norm(x: Any, axis: int = -1, eps: float = 1e-5) -> Any:
@@ -274,8 +283,7 @@ def convolution(groups: int = 1, pool: Callable = lambda x: x) -> Layer:
 
     def layer(s, x, _):
         kernel = s.weight(3, SIZE // groups, SIZE, scale=(3 * SIZE / groups) ** -0.5)
-        h = s.convolved(x, kernel, groups) + s.weight(SIZE, scale=0.1)
-        return s.dense(jax.nn.gelu(pool(h)))
+        return s.dense(jax.nn.gelu(pool(s.convolved(x, kernel, groups))))
 
     return layer
 
