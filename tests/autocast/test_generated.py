@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.generated import FACTOR, FORMS, drawn, findings
+from benchmarks.generated import FACTOR, FORMS, drawn, findings, smaller
 
 
 def hold(program, forms):
@@ -19,3 +19,11 @@ def test_a_step_is_no_further_from_float32_than_by_hand(seed):
 @pytest.mark.parametrize("seed", range(6, 66))
 def test_any_step_is_no_further_from_float32_than_by_hand(seed):
     hold(drawn(seed), FORMS)
+
+
+def test_smaller_programs_lead_to_one_plain_layer():
+    program = drawn(10)
+    while rest := list(smaller(program)):
+        program = rest[0]
+    assert [wrapper for _, wrapper, _ in program.layers] == ["plain"]
+    assert program.loss == "squares"
