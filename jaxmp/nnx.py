@@ -18,9 +18,9 @@ from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.policy import Policy, PolicyLike, check_casts, get_policy
 from ._base.tree import AxisName, is_floating_array, path_name
 from ._devices.gather import gather as _gather
-from ._jaxprs.handed_back import sources
 from ._jaxprs.modules import module_scopes
 from ._jaxprs.objects import refuse_integers
+from ._jaxprs.state import sources
 from ._training.differentiate import (
     Options,
     Reduction,

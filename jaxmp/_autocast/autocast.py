@@ -16,11 +16,17 @@ from .._base.checks import check_function, clipped, explains, short, warn
 from .._base.in_float32 import casts_do_nothing
 from .._base.policy import PolicyLike, get_policy
 from .._jaxprs import scopes as _scopes
-from .._jaxprs.around import end_look, inside, is_staged, traced_by_us, warn_if_unscaled
-from .._jaxprs.explaining import listener
-from .._jaxprs.kept_state import haiku_state_kept, linen_state_kept
+from .._jaxprs.around import (
+    end_look,
+    inside,
+    is_staged,
+    listener,
+    traced_by_us,
+    warn_if_unscaled,
+)
 from .._jaxprs.modules import with_module_scopes
 from .._jaxprs.objects import refuse_lost_updates
+from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
 from .replay import Caster

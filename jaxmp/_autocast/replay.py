@@ -16,10 +16,9 @@ from .._jaxprs.jaxpr import Equation, is_float32, is_inexact
 from .._jaxprs.scopes import Scopes, check_paths
 from .._ops.fp8 import multiplied
 from .._ops.lists import OpLists
+from .._ops.narrow import accumulated, bind_narrow, rounded
 from .._ops.precision import at_precision, own_precisions, with_default_precision
-from .._ops.product_rules import accumulated, rounded
 from .._ops.products import with_precision
-from .._ops.reducers import bind_narrow
 from . import classes, needs, storage
 from .analysis import NO_PATHS, Analysis
 from .calls import Calls

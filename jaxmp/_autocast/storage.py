@@ -16,8 +16,7 @@ from .._base.sizes import as_number
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._ops.lists import Definition, axes_of_softmax
-from .._ops.lookups import added_to_zeros, row_axis
-from .._ops.sums import firmly_rounded
+from .._ops.narrow import added_to_zeros, firmly_rounded, row_axis
 from . import classes, needs
 from .needs import Need
 from .values import Value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import re
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -251,3 +252,32 @@ def needs_cast(x: Any, dtype: np.dtype) -> bool:
 def _is_tree(x: Any) -> bool:
     """Tells whether ``x`` is an array or holds some, and so is no dtype."""
     return is_array(x) or (x is not None and not jax.tree_util.all_leaves([x]))
+
+
+def arrays_of_models(params: Any) -> Any:
+    """Returns parameters with None for what no gradient of an Equinox model is of.
+
+    What is left are its floating arrays, as for ``eqx.filter_grad``. What is in no
+    Equinox model stays.
+    """
+    eqx = sys.modules.get("equinox")  # who has a model has imported it
+    if eqx is None:
+        return params
+
+    def is_model(x):
+        return isinstance(x, eqx.Module)
+
+    def arrays(x):
+        return eqx.filter(x, eqx.is_inexact_array) if is_model(x) else x
+
+    return jax.tree.map(arrays, params, is_leaf=is_model)
+
+
+def with_rest(arrays: Any, params: Any) -> Any:
+    """Puts back what :func:`arrays_of_models` has taken out of ``params``."""
+    return jax.tree.map(
+        lambda array, old: old if array is None else array,
+        arrays,
+        params,
+        is_leaf=lambda x: x is None,
+    )

@@ -1,7 +1,7 @@
-"""What goes on around a call: whose trace it is in, and what scales its gradients.
+"""What goes on around a call: whose trace it is in, and whether it is explained.
 
-Warnings of a loss scale that does nothing need it, and nothing else: no result depends
-on it.
+What scales its gradients is known here too. Warnings of a loss scale that does nothing
+need that, and nothing else: no result depends on it.
 """
 
 from __future__ import annotations
@@ -127,3 +127,24 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
 
     if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
         warn_unscaled()
+
+
+# JAX keeps what it has traced by its contexts, so that a program which is explained
+# shares nothing with one that runs, nor with one that was explained before.
+_LISTENER = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def explaining(listener: Callable) -> Iterator[None]:
+    """Has autocast functions that are called in here tell what they decide.
+
+    Args:
+        listener: Is told it, see :class:`jaxmp._autocast.replay.Caster`.
+    """
+    with _LISTENER(listener):
+        yield
+
+
+def listener() -> Callable[..., Any] | None:
+    """Returns what is to be told, None if nobody asks."""
+    return _LISTENER.value

@@ -143,7 +143,7 @@ def _written_back(
     if not arrays:
         return set()
     # Reading jaxprs takes long to import.
-    from .handed_back import sources
+    from .state import sources
 
     entries, structure = jax.tree.flatten_with_path((args, kwargs))
     number_of = {path: number for number, (path, _) in enumerate(entries)}

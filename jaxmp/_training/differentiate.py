@@ -29,7 +29,15 @@ from .._base.checks import (
     warn,
 )
 from .._base.policy import Policy
-from .._base.tree import AxisName, is_array, is_inexact, path_name, widen
+from .._base.tree import (
+    AxisName,
+    arrays_of_models,
+    is_array,
+    is_inexact,
+    path_name,
+    widen,
+    with_rest,
+)
 from .._devices.batch import GradFun, check_batch_is_whole, over_micro_batches
 from .._devices.gather import all_gather, dims_of, sum_scatter
 from .._devices.mesh import (
@@ -50,7 +58,6 @@ from .._jaxprs.around import (
     warn_if_constant,
     warn_unscaled,
 )
-from .equinox import arrays_of_models, with_rest
 from .loss_scale_state import UNSCALED, divided, holds_scale, scale_in
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
@@ -396,7 +403,7 @@ def _looked_at(
         if not seen:
             seen = True
             # Reading jaxprs takes long to import.
-            from .._diagnosis.promoted import warn_if_promoted
+            from .._diagnosis.policy_notes import warn_if_promoted
 
             @functools.wraps(user, updated=())
             def loss(*args, **kwargs):

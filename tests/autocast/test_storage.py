@@ -16,7 +16,7 @@ from jax import lax
 import jaxmp
 from benchmarks.counting.measure import traced
 from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
-from jaxmp._ops.sums import firmly_rounded
+from jaxmp._ops.narrow import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
 X = normal(1, 4, 8)

@@ -22,7 +22,7 @@ import jaxmp.nnx
 from jaxmp._autocast import rules
 from jaxmp._diagnosis.explain.explain import _told
 from jaxmp._jaxprs import jaxpr as _jaxpr
-from jaxmp._jaxprs.explaining import explaining
+from jaxmp._jaxprs.around import explaining
 from jaxmp._jaxprs.places import is_users
 
 HALVES = ("bfloat16", "float16")

@@ -31,19 +31,19 @@ WINGS = {
         {"policy"},
     ],
     "_jaxprs": [
-        {"explaining", "jaxpr"},
-        {"around", "custom_rules", "handed_back", "kept_state", "scopes"},
+        {"jaxpr"},
+        {"around", "custom_rules", "scopes", "state"},
         {"modules", "objects", "places"},
         {"flatten"},
     ],
     "_ops": [
-        {"products", "reducers"},
-        {"fp8", "lists", "precision", "sums"},
-        {"lookups", "product_rules"},
+        {"products"},
+        {"fp8", "lists", "precision"},
+        {"narrow"},
     ],
     "_devices": [{"ungathered", "varying"}, {"batch"}, {"mesh"}, {"gather"}],
     "_training": [
-        {"equinox", "exponents", "loss_scale_state", "state_dtype"},
+        {"exponents", "loss_scale_state", "state_dtype"},
         {"differentiate", "narrow_params", "scalars"},
         {"grad", "loss_scale", "masters"},
     ],
@@ -73,33 +73,31 @@ WINGS = {
             "audit.reasons",
             "audit.report",
             "audit.residuals",
-            "cast_notes",
             "explain.report",
             "numbers",
-            "overflow.look",
             "overflow.report",
+            "overflow.trails",
             "ranges",
             "sensitivity.report",
-            "wide",
+            "wide_replay",
         },
         {
             "audit.hazards",
             "audit.leaks",
             "explain.flow",
             "overflow.advice",
-            "overflow.trails",
+            "overflow.limits",
+            "overflow.table",
             "sensitivity.columns",
-            "wide_replay",
+            "sensitivity.readers",
         },
         {
             "audit.audit",
             "explain.explain",
-            "overflow.limits",
-            "overflow.table",
-            "promoted",
-            "sensitivity.readers",
+            "overflow.probe",
+            "policy_notes",
+            "sensitivity.switches",
         },
-        {"overflow.probe", "sensitivity.switches"},
         {"overflow.overflow", "sensitivity.sensitivity"},
     ],
 }
@@ -107,8 +105,8 @@ FRONT_ENDS = {"linen", "nnx", "plots"}
 # A step that fails or that runs nothing in 16 bits says why, by the eyes of the
 # diagnosis, which is imported only then.
 UPWARD = {
-    ("_training.grad", "_diagnosis.cast_notes"),
-    ("_training.differentiate", "_diagnosis.promoted"),
+    ("_training.grad", "_diagnosis.policy_notes"),
+    ("_training.differentiate", "_diagnosis.policy_notes"),
 }
 
 

@@ -19,7 +19,7 @@ from ..._autocast import needs, rules
 from ..._autocast.decisions import Decision
 from ..._autocast.steps import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
-from ..._jaxprs.explaining import explaining
+from ..._jaxprs.around import explaining
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions

@@ -25,8 +25,7 @@ from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.lists import EXACT
 from ..numbers import Eaten, Numbers
-from ..wide import bind_wide, platform_of
-from ..wide_replay import Value, WideReplay, compiled, given
+from ..wide_replay import Value, WideReplay, bind_wide, compiled, given, platform_of
 
 # A result is wrong that is off by more than this, and by more than twice of what
 # rounding does. A gradient that has lost half of itself may train as well.

@@ -28,7 +28,6 @@ from ..._jaxprs.places import Place, caller
 from ..numbers import Eaten, Numbers
 from .advice import Case, advice
 from .limits import Limit, Limits, Line, line_of
-from .look import NOTHING, float32_of
 from .probe import Probe, Seen, Site
 from .report import Fault, OperationRange, OverflowReport
 from .trails import (
@@ -41,10 +40,12 @@ from .trails import (
     LOW,
     NAN,
     NEVER,
+    NOTHING,
     OPERANDS,
     OVER,
     RUNS,
     TOP,
+    float32_of,
 )
 
 P = ParamSpec("P")

@@ -23,12 +23,10 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
-from ..wide import before_rounding, bind_wide, platform_of, widened
-from ..wide_replay import after_trip
+from ..wide_replay import after_trip, before_rounding, bind_wide, platform_of, widened
 from . import trails as _trails
-from .look import glance, look, seen_as
 from .table import FINITE, Trails, Value, is_floating, is_floating_array
-from .trails import GIVEN, NEVER, Operation, Rows
+from .trails import GIVEN, NEVER, Operation, Rows, glance, look, seen_as
 
 
 class Loop(NamedTuple):

@@ -11,10 +11,9 @@ import numpy as np
 
 from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
-from ..wide import wide_literal, widened
+from ..wide_replay import wide_literal, widened
 from . import trails as _trails
-from .look import bits_of, look
-from .trails import INF_WRITTEN, NAN_WRITTEN, NEVER, Operation, Rows
+from .trails import INF_WRITTEN, NAN_WRITTEN, NEVER, Operation, Rows, bits_of, look
 
 _LARGEST = float(jnp.finfo(jnp.float16).max)
 _LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below

@@ -26,8 +26,16 @@ from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
 from ..numbers import Numbers
-from ..wide import bind_wide, platform_of
-from ..wide_replay import NONE, Value, WideReplay, bodies_of, given, is_call
+from ..wide_replay import (
+    NONE,
+    Value,
+    WideReplay,
+    bind_wide,
+    bodies_of,
+    given,
+    is_call,
+    platform_of,
+)
 from .readers import Parts, Readers
 
 _KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxmp._jaxprs.handed_back import sources
+from jaxmp._jaxprs.state import sources
 
 A, B = jnp.arange(3.0), jnp.arange(3.0) + 5
 

@@ -14,8 +14,8 @@ import jaxmp
 from benchmarks.counting.measure import relative_error, traced
 from conftest import normal
 from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._ops.narrow import summed_by_platform
 from jaxmp._ops.products import is_matrix_product, vector_of
-from jaxmp._ops.sums import summed_by_platform
 
 W = normal(0, 64, 64, scale=1 / 8)
 V = normal(1, 64, 1, scale=1 / 8)
