@@ -181,6 +181,21 @@ def test_a_door_says_what_a_wing_is_for(wing):
     assert not list(imports(path))
 
 
+def test_the_page_on_how_jaxmp_is_built_names_what_there_is():
+    page = (PACKAGE.parent / "docs" / "internals.md").read_text()
+    assert re.findall(r"^\| `(_\w+)` \|", page, re.M) == [*WINGS]
+    named = set(re.findall(r"`(_[a-z]+/[a-z_0-9/]+)`", page))
+    assert len(named) > 10
+    for place in named:
+        path = PACKAGE / place
+        assert path.is_dir() or path.with_suffix(".py").exists(), place
+    listed = page.split("## The modules of autocast")[1].split("## What each")[0]
+    rows = re.findall(r"^\| (`.*?) \|", listed, re.M)
+    modules = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    there = {room.split(".")[0] for row in WINGS["_autocast"] for room in row}
+    assert modules == there
+
+
 def doc(node):
     """Returns the docstring of a function, which is not counted as code."""
     return ast.get_docstring(node) or ""
