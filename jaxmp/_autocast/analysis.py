@@ -61,13 +61,7 @@ class Analysis:
     def __init__(
         self, dtype: np.dtype, ops: OpLists, paths: Mapping[str, str] = NO_PATHS
     ):
-        """Starts with nothing analysed.
-
-        Args:
-            dtype: The 16-bit dtype.
-            ops: The lists.
-            paths: Scopes that stay float32, each with the precision of its products.
-        """
+        """Starts with nothing analysed."""
         self.dtype, self.ops = dtype, ops
         self.paths = {path: tuple(path.split("/")) for path in paths}
         self._precisions = paths
@@ -253,15 +247,7 @@ class Analysis:
         scopes: Scopes,
         around: tuple[set[Any], Spotted],
     ) -> Sequence[Need]:
-        """Returns what ``eqn`` needs of each input, for such needs of its outputs.
-
-        Args:
-            eqn: The equation.
-            kind: Its class.
-            read: What its outputs are needed for.
-            scopes: Named scopes around its jaxpr.
-            around: What a :class:`Place` in the jaxpr knows of it.
-        """
+        """Returns what ``eqn`` needs of each input, for such needs of its outputs."""
         here = scopes + _jaxpr.scope_names(eqn)
         if kind == "call":
             return self._needs_inside(eqn, read, inside(eqn, here), around[0])
@@ -273,9 +259,14 @@ class Analysis:
 
     def _needs_inside(self, eqn, read, scopes, known: set[Any]) -> Sequence[Need]:
         """Returns what the jaxprs in ``eqn`` need of each of its inputs."""
-        found = [needs.NOTHING] * len(eqn.invars)
         given = tuple([isinstance(x, Literal) or x in known for x in eqn.invars])
-        trip = self.inside(eqn, read, scopes, given)
+        return self.asked(eqn, self.inside(eqn, read, scopes, given), scopes, given)
+
+    def asked(
+        self, eqn: Equation, trip: Trip, scopes: Scopes, given: Flags
+    ) -> Sequence[Need]:
+        """Returns the same, if ``trip`` is needed of what they return."""
+        found = [needs.NOTHING] * len(eqn.invars)
         for body, plan in self.plans(eqn, trip, scopes, given):
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
@@ -285,14 +276,7 @@ class Analysis:
     def plans(
         self, eqn: Equation, trip: Trip, scopes: Scopes, given: Flags
     ) -> Iterator[tuple[_jaxpr.Body, Plan]]:
-        """Yields the bodies of ``eqn``, each with its plan.
-
-        Args:
-            eqn: The equation.
-            trip: What its outputs are needed for, see :meth:`inside`.
-            scopes: Named scopes around its bodies.
-            given: Which inputs of ``eqn`` are given.
-        """
+        """Yields the bodies of ``eqn``, each with its plan."""
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         for i, body in enumerate(layout.bodies):
             wanted = self.test_of(body) if kind == "while" and i == 0 else trip

@@ -4,12 +4,16 @@ import abc
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import FLOAT32, is_float32
+from .._jaxprs.jaxpr import FLOAT32, Literal, is_float32
 from .._jaxprs.scopes import DIFFERENTIATED, Scopes, inside
+from .._ops.lists import Definition
 from . import needs, storage
 from .analysis import Analysis, Flags
 from .customs import Customs, End
+from .definitions import definitions_of
 from .needs import Need
 from .scans import scanned
 from .steps import Step, Trip
@@ -99,6 +103,7 @@ class Calls(Customs):
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         first = layout.fixed_in.start
         narrow = self.carried(eqn, ins, read, trip)
+        ends = self.ends(step, ins, trip, narrow, scopes)
         again = any([x.known.linear for x in ins])  # it will be transposed
         written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
         wide: dict[int, Any] = {}
@@ -110,12 +115,6 @@ class Calls(Customs):
         else:  # what each trip sends back to it adds up in float32
             ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
         ins = [self.in_trip(layout, i, x, narrow) for i, x in enumerate(ins)]
-        ends: tuple[End, ...] = tuple(
-            ("half" if i in narrow else "wide")
-            if i in layout.fixed_out
-            else ("half" if needs.is_kept(need) else "free")
-            for i, need in enumerate(trip.wanted)
-        )
         new = []
         for i, body in enumerate(layout.bodies):
             if kind == "while" and i == 0:
@@ -134,8 +133,36 @@ class Calls(Customs):
             out.note(linear=again)
             stacked = kind == "scan" and i not in layout.fixed_out and out.known.half
             if stacked and needs.has_backward(trip.wanted[i]):
-                out.note(kept=())
+                out.note(kept=storage.stacks(new[0].known[i].kept))
         return outs
+
+    def ends(
+        self,
+        step: Step,
+        ins: list[Value],
+        trip: Trip,
+        narrow: frozenset[int],
+        scopes: Scopes,
+    ) -> tuple[End, ...]:
+        """Returns the dtypes of what each trip of a loop returns (rules 7 and 8)."""
+        layout = _jaxpr.call_layout(step.eqn)
+        given: Flags = tuple([value.known.given for value in ins])
+        *_, (body, plan) = self.analysis.plans(step.eqn, trip, scopes, given)
+        # Gradients are sums, and float16 may not have the range of what is stacked.
+        stacks = not step.back and self.dtype != np.float16
+
+        def end(i: int, var: Any) -> End:
+            if i in layout.fixed_out:
+                return "half" if i in narrow else "wide"
+            if needs.is_kept(trip.wanted[i]):
+                return "half"
+            if not stacks or isinstance(var, Literal):
+                return "free"
+            entry = plan.needs.get(var, needs.NOTHING)
+            return "stacked" if needs.is_stacked(trip.wanted[i], entry) else "free"
+
+        outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
+        return tuple([end(i, var) for i, var in outs])
 
     def carried(
         self, eqn: Any, ins: list[Value], read: tuple[Need, ...], trip: Trip
@@ -170,11 +197,7 @@ class Calls(Customs):
     ) -> list[Value]:
         """Rounds before a loop or a remat what only products in it take."""
         given: Flags = tuple([value.known.given for value in ins])
-        need = [needs.NOTHING] * len(ins)
-        for body, plan in self.analysis.plans(eqn, trip, scopes, given):
-            inner = _jaxpr.in_vars(body.jaxpr)
-            for i, var in zip(body.operands, inner, strict=True):
-                need[i] |= plan.needs.get(var, needs.NOTHING)
+        need = self.analysis.asked(eqn, trip, scopes, given)
         ins = list(ins)
         for i in places:
             rounds = is_float32(eqn.invars[i]) and ins[i].known.scalar is None
@@ -197,8 +220,8 @@ class Calls(Customs):
             body: The body.
             ins: The inputs of the equation.
             trip: What its outputs are needed for.
-            ends: For each output, which dtype it must have: its original one, 16 bits,
-                or any of the two.
+            ends: For each output, which dtype it must have: its original one, 16 bits
+                (if it was computed, where a scan stacks it), or any of the two.
             scopes: Named scopes around the body.
         """
         jaxpr = body.jaxpr
@@ -214,12 +237,14 @@ class Calls(Customs):
         key = known, trip, ends, self.relevant(scopes)
         memo = self.rewritten_by.setdefault(jaxpr, {})
         if key not in memo:
+            definition = definitions_of(_jaxpr.open_jaxpr(jaxpr).eqns)
             known_outs = []
 
             def replayed(*arrays):
                 values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
                 outs = self.replay(jaxpr, values, trip, scopes)
-                outs = [self.as_end(x, end) for x, end in zip(outs, ends, strict=True)]
+                places = zip(outs, _jaxpr.open_jaxpr(jaxpr).outvars, ends, strict=True)
+                outs = [self.as_end(*place, definition) for place in places]
                 known_outs.extend(out.known for out in outs)
                 return [out.array for out in outs]
 
@@ -231,10 +256,12 @@ class Calls(Customs):
             memo[key] = Rewritten(new, tuple(known_outs))
         return memo[key]
 
-    def as_end(self, out: Value, end: End) -> Value:
-        """Returns an output of a body in the dtype that it must have."""
+    def as_end(self, out: Value, var: Any, end: End, definition: Definition) -> Value:
+        """Returns ``var``, an output of a body, in the dtype that it must have."""
         if end == "wide":
             return out.widened()
-        if end == "half" and not out.known.half and out.array.dtype == FLOAT32:
-            return out.rounded(self.dtype)
-        return out
+        if out.known.half or out.array.dtype != FLOAT32:
+            return out
+        if end == "stacked" and not out.known.given:
+            return storage.noted(out.rounded(self.dtype), definition(var), definition)
+        return out.rounded(self.dtype) if end == "half" else out

@@ -108,13 +108,7 @@ def does(eqn: Equation) -> Does:
 
 
 def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
-    """Returns the class of an equation that no user keeps in float32.
-
-    Args:
-        eqn: The equation.
-        ops: The lists.
-        dtype: The 16-bit dtype.
-    """
+    """Returns the class of an equation that no user keeps in float32."""
     name = eqn.primitive.name
     if name in ops.allow and has_float32(eqn, dtype):
         if name not in PRODUCTS:
@@ -132,13 +126,7 @@ def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
 
 
 def is_written_in(eqn: Equation, ops: OpLists, dtype: np.dtype) -> bool:
-    """Whether an equation is a matrix product that the user wrote in ``dtype``.
-
-    Args:
-        eqn: The equation.
-        ops: The lists, which may deny it.
-        dtype: The 16-bit dtype.
-    """
+    """Whether an equation is a matrix product that the user wrote in ``dtype``."""
     return eqn.primitive.name in ops.allow and _products.is_written_in(dtype, eqn)
 
 

@@ -19,7 +19,7 @@ from .twins import spelled
 from .values import Known, Value
 
 # Which dtype an output of a body must have.
-End = Literal["wide", "half", "free"]
+End = Literal["wide", "half", "stacked", "free"]
 
 
 class Customs(abc.ABC):
@@ -202,13 +202,7 @@ class Customs(abc.ABC):
 
 
 def _derivative(eqn: Equation, moving: Sequence[int], moved: Sequence[int]) -> Any:
-    """Returns a jaxpr of the results of a function with a rule, and of their tangents.
-
-    Args:
-        eqn: The call of the function.
-        moving: Which of its inputs have tangents, which the jaxpr takes behind them.
-        moved: Which of its outputs do.
-    """
+    """Returns a jaxpr of the results of a function with a rule, and of tangents."""
     count, avals = len(eqn.invars), [var.aval for var in eqn.invars]
 
     def differentiated(*args):

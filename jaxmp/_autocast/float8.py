@@ -22,14 +22,7 @@ class Float8:
     def __init__(
         self, dtype: np.dtype, ops: OpLists, paths: Sequence[str], *, is_on: bool
     ):
-        """Takes what the user asks for.
-
-        Args:
-            dtype: The 16-bit dtype.
-            ops: The lists.
-            paths: Scopes in which products take ``dtype``.
-            is_on: Whether the user asks for float8 at all.
-        """
+        """Takes what the user asks for."""
         self.dtype, self.ops, self.is_on = dtype, ops, is_on
         self.paths = {path: tuple(path.split("/")) for path in paths}
 
@@ -39,12 +32,6 @@ class Float8:
         """Returns why an equation rounds nothing to float8; None if it does.
 
         The reason is the name of a scope, and empty for what is no product in 16 bits.
-
-        Args:
-            eqn: The equation, which the user does not keep in float32.
-            kind: Its class.
-            scopes: Named scopes around it, with its own.
-            linear: Whether it is to be transposed, which finding a scale cannot be.
         """
         if kind != "product" and not classes.is_written_in(eqn, self.ops, self.dtype):
             return ""

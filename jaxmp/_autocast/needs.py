@@ -54,6 +54,16 @@ def is_kept(need: Need) -> bool:
     return bool(need & PRODUCT) and not need & ~(PRODUCT | _BACK)
 
 
+def is_stacked(stack: Need, entry: Need) -> bool:
+    """Whether a scan stores in 16 bits what the backward pass alone reads of it.
+
+    Args:
+        stack: Needs of what it stacks.
+        entry: Needs of the value of a trip, which others may read in that trip.
+    """
+    return bool(stack & _BACK) and not (stack & ~_BACK or has_offset(entry))
+
+
 def is_summed_and_handed_on(need: Need) -> bool:
     """Whether the backward pass sums a value up, and takes it in 16 bits as well."""
     return need | PRODUCT == _BACK | PRODUCT
@@ -107,6 +117,11 @@ def has_several(need: Need) -> bool:
 def has_offset(need: Need) -> bool:
     """Whether a difference is made of a value, or its digits matter anyhow."""
     return bool(need & (OFFSET | _EXACT))
+
+
+def is_taken_from(need: Need) -> bool:
+    """Whether a difference is made of a value."""
+    return bool(need & OFFSET)
 
 
 def for_product(need: Need) -> bool:

@@ -127,14 +127,7 @@ class Caster(Calls):
     def replay(
         self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
     ) -> list[Value]:
-        """Replays ``jaxpr`` under the ambient trace.
-
-        Args:
-            jaxpr: Open or closed jaxpr.
-            values: Its inputs.
-            trip: What its outputs are needed for.
-            scopes: Named scopes around ``jaxpr``.
-        """
+        """Replays ``jaxpr`` under the ambient trace."""
         flags = tuple([value.known.given for value in values])
         plan = self.analysis.plan(jaxpr, trip, scopes, flags)
         definition = definitions_of(plan.eqns)

@@ -37,9 +37,9 @@ RULES = {
     DIGITS: "What is returned, and what a logarithm, exponential, root, solver, "
     "divisor, test of equality or unknown operation reads, is float32, back to the "
     "matmul or reduction that computed it.",
-    KEPT: "Float32 results that only matmuls and the backward pass read are stored in "
-    "16 bits, moves and inputs apart; so is a gradient of a matmul that the backward "
-    "pass both sums and hands on.",
+    KEPT: "Results that only matmuls and the backward pass read are stored in 16 bits, "
+    "inputs and moves apart; so are matmul gradients that it sums and hands on, and, "
+    "in bfloat16, what scans stack for it.",
     LOOP: "A loop carries float32 if it hands a value to the next iteration without a "
     "matmul; the value's factors are float32, and so are more than four gates that "
     "multiply one another, and their results.",

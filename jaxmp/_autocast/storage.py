@@ -51,7 +51,12 @@ def kept(
         value.array = firmly_rounded(value.array)
     else:
         value.array = lax.optimization_barrier(value.array)
-    axes = axes_of_softmax(eqn, definition)
+    return noted(value, eqn, definition)
+
+
+def noted(value: Value, eqn: Equation | None, definition: Definition) -> Value:
+    """Returns what is stored in 16 bits, with the axes over which it sums to one."""
+    axes = axes_of_softmax(eqn, definition) if eqn else ()
     # Of more than 2^14 weights the largest may round to zero, and so may the sum.
     few = as_number(math.prod(value.array.shape[i] for i in axes)) <= 2**14
     value.note(kept=axes if few else ())
@@ -64,11 +69,6 @@ def as_choice(eqn: Equation, ins: Sequence[Value], need: Need) -> list[Any] | No
     The loss of a language model looks up the logit of each label. A scatter would store
     the gradient of all logits in float32 on its way to the products. A choice is the
     same number, and fuses.
-
-    Args:
-        eqn: The equation.
-        ins: Its inputs.
-        need: What the readers of its output need.
     """
     if not needs.is_half(need) or row_axis(eqn) is None or not ins[0].is_zero():
         return None
@@ -111,11 +111,6 @@ def sent(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
 
     It is widened behind, and rounded by each reader to the same number, so that the
     gradients of all readers, and of all devices, add up in float32.
-
-    Args:
-        eqn: What gathers it.
-        array: The shard of it, in float32.
-        dtype: The 16-bit dtype.
     """
 
     @jax.custom_jvp
@@ -128,6 +123,11 @@ def sent(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
         return gather(*primals), _jaxpr.bind(eqn, tangents)[0]
 
     return gather(array)
+
+
+def stacks(known: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns what is known of what a scan stacks, of each of which this is known."""
+    return tuple(axis + 1 for axis in known or ())
 
 
 def slices(known: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -55,6 +55,8 @@ def needs_of_inputs(
     usual = _of_work(eqn, kind, out, place.kept, back)
     if not back:
         usual |= _of_offset(eqn, place)
+    elif place.back:
+        usual |= _of_rule(eqn, out)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
@@ -198,6 +200,13 @@ def _of_offset(eqn: Equation, place: Place) -> Need:
         return needs.OFFSET
     meets = any(is_in(x, place.given) for x in eqn.invars)
     return needs.OFFSET if (takes or is_ratio) and meets else needs.NOTHING
+
+
+def _of_rule(eqn: Equation, out: Need) -> Need:
+    """Returns what a backward rule needs that takes something away, as JAX's do not."""
+    does = classes.does(eqn)
+    computes = does.subtracts or does.joins or classes.is_exponential(eqn)
+    return needs.OFFSET if computes or needs.is_taken_from(out) else needs.NOTHING
 
 
 def _is_whole(taken: Any, eqn: Equation) -> bool:

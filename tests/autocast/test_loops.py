@@ -19,6 +19,7 @@ from conftest import at_once, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
+F32 = np.dtype(jnp.float32)
 SINGLE = np.dtype(np.float32)
 W, U = jax.random.normal(jax.random.key(0), (2, 8, 8)) / 4
 XS = jax.random.normal(jax.random.key(1), (5, 4, 8))
@@ -421,6 +422,66 @@ def stacks(fun, *args):
             _, carries = _jaxpr.scan_counts(eqn)
             found.append([v.aval.dtype for v in eqn.outvars[carries:]])
     return found
+
+
+def test_a_scan_stacks_for_the_backward_pass_in_bfloat16_what_it_multiplies_by():
+    grad = jax.grad(loss_of(lstm))
+    forward, _ = stacks(jaxmp.autocast(grad, BF16), (W, U), XS)
+    # The cell, and the gate that multiplies it, have all their digits.
+    assert forward.count(F32) == 2
+    assert forward.count(BF16) == len(forward) - 2 >= 8
+    forward, _ = stacks(jaxmp.autocast(grad, F16), (W, U), XS)
+    assert F32 in forward
+    assert BF16 not in forward
+
+
+@jax.custom_vjp
+def centred(x):
+    return x - x.mean(-1, keepdims=True)
+
+
+centred.defvjp(lambda x: (centred(x) ** 2, x), lambda x, g: (2 * g * centred(x),))
+
+
+@jax.custom_vjp
+def variance(x):
+    return ((x - x.mean(-1, keepdims=True)) ** 2).mean(-1, keepdims=True)
+
+
+def sent_to_variance(x, g):
+    mean = x.mean(-1, keepdims=True)
+    variance = (x * x).mean(-1, keepdims=True) - mean**2
+    return (g * x * (2 / x.shape[-1]) * jnp.sign(variance - 0.5),)
+
+
+variance.defvjp(lambda x: (variance(x), x), sent_to_variance)
+
+
+@pytest.mark.parametrize("rule", [centred, variance])
+def test_what_a_backward_rule_takes_something_away_from_is_stacked_in_float32(rule):
+    def loss(w, xs):
+        def step(total, x):
+            return total + rule(x @ w + 300).mean(), None
+
+        return lax.scan(step, 0.0, xs)[0]
+
+    cast = jaxmp.autocast(jax.grad(loss), BF16)
+    forward, _ = stacks(cast, W, XS)
+    assert set(forward) == {F32}
+
+
+def test_a_stacked_softmax_is_divided_by_its_sums():
+    values = 64 + jnp.round(4 * W)  # which have 16 bits
+
+    def loss(w, xs):
+        def step(total, x):
+            return total + (jax.nn.softmax(x @ w) @ values).sum(), None
+
+        return lax.scan(step, 0.0, xs)[0]
+
+    grad = jax.grad(loss)
+    assert BF16 in stacks(jaxmp.autocast(grad, BF16), W, XS)[0]
+    assert relative_error(*at_once(jaxmp.autocast(grad, BF16), grad)(W, XS)) < 0.02
 
 
 @pytest.mark.parametrize("order", ["outside", "inside"])

@@ -6,7 +6,8 @@ of what they multiply. The backward pass multiplies by the same gates, or by gat
 it computes again.
 """
 
-from collections.abc import Iterator, Sequence
+import collections
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
@@ -125,11 +126,21 @@ class _Gates:
     def _inside(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
         outs = [0] * len(eqn.outvars)
         for body in _jaxpr.call_layout(eqn).bodies:
-            given = [0 if _is_loop(eqn) else ins[i] for i in body.operands]
+            given = [ins[i] for i in body.operands]
+            if _is_loop(eqn):
+                again = self._used_again(body.jaxpr) if is_backward(eqn, scopes) else ()
+                given = [_GATE * (var in again) for var in _jaxpr.in_vars(body.jaxpr)]
             made = self.through(body.jaxpr, given, scopes)
             if not _is_loop(eqn):
                 outs = [one | other for one, other in zip(outs, made, strict=True)]
         return outs
+
+    def _used_again(self, jaxpr: Any) -> Collection[Any]:
+        """Returns what multiplies many times in a trip, such as a stacked decay."""
+        eqns = _jaxpr.open_jaxpr(jaxpr).eqns
+        read = [x for eqn in eqns if eqn in self._multiplications for x in eqn.invars]
+        counts = collections.Counter(x for x in read if not isinstance(x, Literal))
+        return [var for var, count in counts.items() if count > _OFTEN]
 
 
 def _made_by(eqn: Equation, ins: list[int]) -> int:

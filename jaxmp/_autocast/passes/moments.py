@@ -73,14 +73,7 @@ def _windows(
     squares: dict[Any, tuple[Any, ...]],
     same: dict[Any, Any],
 ) -> set[Any]:
-    """Returns the windows by which means of a number and of its square are taken.
-
-    Args:
-        eqns: The equations of the jaxpr.
-        means: The products of the forward pass, with what they average.
-        squares: The products of two averaged numbers, with these.
-        same: The first variable that is computed in the same way as another one.
-    """
+    """Returns the windows by which means of a number and of its square are taken."""
     mean_of = {
         (x, same.get(window, window)): eqn.outvars[0]
         for eqn, found in means.items()
