@@ -70,6 +70,7 @@ WINGS = {
     "_diagnosis": [
         {
             "activations",
+            "audit.made",
             "audit.reasons",
             "audit.report",
             "audit.residuals",

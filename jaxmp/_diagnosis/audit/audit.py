@@ -63,8 +63,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
       asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
-      default precision, make wrong because of what is made of them: a phase, a
-      distance, a choice, an inverse, a sum; and numbers that are 0 or Inf in 16 bits.
+      default precision, make wrong because of what is made of them: a phase, a small
+      difference, a choice, an inverse, a sum; and numbers that are 0 or Inf there.
 
     Args:
         fun: Function that JAX can trace.

@@ -12,23 +12,27 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._ops.lists import (
+    ARITHMETIC,
     CHOOSES,
-    FOLDS,
+    DIFFERENCES,
+    EXPONENTIALS,
+    FACTORS,
     INVERTS,
+    INVERTS_SYMMETRIC,
     JOINS_TERMS,
     LINEAR,
     LOOKS_UP,
     ORDERS,
     PHASES,
     RANDOM,
+    REMAINDERS,
+    ROOTS,
     SCALES,
     SELECTS,
     TOTALS,
@@ -42,10 +46,12 @@ from ..._ops.products import (
     PRODUCTS,
     adds_up,
     has_default_precision,
+    is_convolution,
     is_float32_at_default,
     is_matrix_product,
 )
 from ..numbers import Numbers
+from .made import NONE, Made, Products, constant, either, literal, number_of, union
 from .report import Hazard
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
@@ -58,33 +64,15 @@ _WHY = {
     "comparison": "its results are compared, and those that are near change places",
     "inverse": "the matrix is inverted or factorised, which makes more of its errors",
     "sum": "it is a sum, written as a product with ones, and rounds what it adds",
+    "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
+    "difference": "its kernel adds up to 0: a small difference of large numbers",
 }
 _FORMULA = {
     "distance": "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
     "sum": "jnp.sum(x, axis=...)",
+    "covariance": "(x - x.mean(0)).T @ (y - y.mean(0)) / len(x)",
+    "difference": "slices, such as x[1:] - x[:-1]",
 }
-
-_LARGEST = 2**16  # of the constants of which the numbers are looked at
-
-Products = frozenset[int]
-_NONE: Products = frozenset()
-
-
-class Made(NamedTuple):
-    """What a value is made of."""
-
-    products: Products = _NONE  # it is a sum of these, scaled
-    twice: Products = _NONE  # those that are in it twice, as 2xy is
-    chosen: Products = _NONE  # it is an index that was chosen by these
-    rank: int = 0  # of the index, when it was chosen
-    compared: Products = _NONE  # it says where these are above something
-    given: bool = False  # from arguments and numbers alone
-    number: Any = None  # what every entry is, where that is known
-    doubled: bool = False  # it is twice something
-    squared: bool = False  # a square
-    squares: bool = False  # a sum with sums of squares in it
-    counts: bool = False  # 0, 1, 2...
-    random: bool = False  # with random numbers in it
 
 
 class Product(NamedTuple):
@@ -112,7 +100,7 @@ class Hazards:
         """Returns the hazards in a jaxpr, in the order of the program."""
         given = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
         outs = self._run(jaxpr, given, around)
-        self._note("comparison", _union(x.compared for x in outs))
+        self._note("comparison", union(x.compared for x in outs))
         return tuple(self._found.values())
 
     def _run(self, jaxpr: Any, inputs: Sequence[Made], around: Place) -> list[Made]:
@@ -121,7 +109,7 @@ class Hazards:
                 return self._call(eqn, ins, around)
             return [self._operation(eqn, ins, around)] * len(eqn.outvars)
 
-        return _jaxpr.interpret(jaxpr, inputs, apply, const=_constant, literal=_literal)
+        return _jaxpr.interpret(jaxpr, inputs, apply, const=constant, literal=literal)
 
     def _call(self, eqn: Equation, ins: list[Made], around: Place) -> list[Made]:
         layout, place = _jaxpr.call_layout(eqn), around.of(eqn, before=around)
@@ -136,70 +124,47 @@ class Hazards:
             for body in _jaxpr.on_accelerator(eqn, layout.bodies)
         ]
         if _jaxpr.call_kind(eqn) == "cond":
-            return [_either(outs) for outs in zip(*results, strict=True)]
+            return [either(outs) for outs in zip(*results, strict=True)]
         return results[-1]
 
     def _operation(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
         """Returns what the results of an equation are made of."""
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
-        name, counts = eqn.primitive.name, is_iota(eqn)
+        name = eqn.primitive.name
         if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
             return ins[0]
         # A choice between values that were computed, such as both sides of a quantile
         # loss, has no jump for certain.
         has_jump = name not in SELECTS or all(x.given for x in ins[1:])
-        compared = _union(x.compared for x in ins)
+        compared = union(x.compared for x in ins)
         if compared and has_jump and not around.of(eqn, before=around).backward:
             self._note("comparison", compared)
         if is_matrix_product(eqn):
             return self._product(eqn, ins, around)
         self._look(eqn, ins, around)
-        made = Made(
-            given=all(x.given for x in ins),
-            number=_number(name, ins),
-            squared=is_square(eqn),
-            squares=name in PRODUCTS and eqn.invars[0] is eqn.invars[1],
-            counts=counts,
-            random=name in RANDOM or any(x.random for x in ins),
-        )
+        made = _made(eqn, ins)
         if name in CHOOSES:
             # What is sampled is not more random where near results change places.
-            chosen = _NONE if ins[0].random else ins[0].products
+            chosen = NONE if ins[0].random else ins[0].products
             return made._replace(chosen=chosen, rank=len(eqn.outvars[0].aval.shape))
         # And not with what was computed from scores, such as the second best.
         is_known = any(x.number is not None for x in ins)
         if name in ORDERS and any(x.given for x in ins) and not is_known:
-            return made._replace(compared=_union(x.products for x in ins))
+            return made._replace(compared=union(x.products for x in ins))
         if name in TOTALS:
-            squares = ins[0].squared or ins[0].squares
-            return made._replace(products=ins[0].products, squares=squares)
+            return made._replace(products=ins[0].products)
         if name in LOOKS_UP:
             ins = ins[:1]  # without the indices
         if name in LINEAR:
             return made._replace(
-                products=_union(x.products for x in ins),
-                twice=_union(x.twice for x in ins),
-                chosen=_union(x.chosen for x in ins),
+                products=union(x.products for x in ins),
+                twice=union(x.twice for x in ins),
+                chosen=union(x.chosen for x in ins),
                 rank=max(x.rank for x in ins),
-                squares=any(x.squares for x in ins),
             )
         if name in SCALES and not is_square(eqn):
-            x, factor = ins
-            if divisor(eqn) is None and (x.number is not None or not factor.given):
-                x, factor = factor, x
-            if factor.given:
-                is_two = factor.number is not None and abs(factor.number) == 2
-                return made._replace(
-                    products=x.products,
-                    twice=x.products if is_two else x.twice,
-                    # What is divided is no index any more, as of beams.
-                    chosen=x.chosen if divisor(eqn) is None else _NONE,
-                    rank=x.rank,
-                    doubled=is_two,
-                    squared=x.squared,
-                    squares=x.squares,
-                )
+            return _scaled(eqn, ins, made)
         return made
 
     def _product(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
@@ -219,27 +184,34 @@ class Hazards:
         uniform = [i for i in range(2) if ins[i].number not in (None, 0)]
         if any(adds_up(eqn, i) for i in uniform):
             self._note("sum", one)
-        return Made(products=one, twice=one if any(x.doubled for x in ins) else _NONE)
+        if is_convolution(eqn) and ins[1].cancels:
+            self._note("difference", one)
+        return Made(products=one, twice=one if any(x.doubled for x in ins) else NONE)
 
     def _look(self, eqn: Equation, ins: list[Made], around: Place) -> None:
         """Notes what ``eqn`` makes of products, if that is a hazard."""
         name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
         is_array = math.prod(shape) > 1
-        if name in PHASES:
+        is_turn = name in EXPONENTIALS and eqn.outvars[0].aval.dtype.kind == "c"
+        if name in PHASES or name in REMAINDERS or is_turn:
             self._note("phase", ins[0].products)
         elif name in INVERTS:
-            self._note("inverse", ins[0].products)
-        elif name in JOINS_TERMS and any(x.squares for x in ins) and is_array:
-            self._note("distance", _union(x.twice for x in ins))
+            of_entries = ins[0].entries if name in INVERTS_SYMMETRIC else NONE
+            self._note("inverse", ins[0].products | of_entries)
+        elif name in JOINS_TERMS and is_array:
+            if any(x.squares and not x.twice for x in ins):
+                self._note("distance", union(x.twice for x in ins if not x.squares))
+            if name in DIFFERENCES and any(x.of_totals for x in ins):
+                self._note("covariance", union(x.products for x in ins))
         elif name in LOOKS_UP:
             if not ins[0].products:  # as the values of a choice have
-                self._note("comparison", _union(x.chosen for x in ins[1:]))
+                self._note("comparison", union(x.chosen for x in ins[1:]))
         elif tests_equal(eqn) and any(x.counts for x in ins):
             # One-hot, and not an accuracy, where labels count. In the backward pass it
             # is the gradient of a lookup.
             is_one_hot = len(shape) > max(x.rank for x in ins)
             if is_one_hot and not around.of(eqn, before=around).backward:
-                self._note("comparison", _union(x.chosen for x in ins))
+                self._note("comparison", union(x.chosen for x in ins))
 
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
@@ -276,6 +248,49 @@ def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
     return tuple(found.values())
 
 
+def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
+    """Returns what an operation says of its result, whatever it is made of."""
+    name, first = eqn.primitive.name, ins[0] if ins else Made()
+    squares = name in PRODUCTS and eqn.invars[0] is eqn.invars[1]
+    squares |= name in TOTALS and (first.squared or first.squares)
+    squares |= name in LINEAR and any(x.squares for x in ins)
+    is_product = name in FACTORS or name in PRODUCTS
+    return Made(
+        given=all(x.given for x in ins),
+        number=number_of(name, ins),
+        squared=is_square(eqn),
+        squares=squares or (is_square(eqn) and first.norm),
+        norm=name in ROOTS and first.squares,
+        total=name in TOTALS,
+        of_totals=is_product and all(x.total for x in ins[:2]),
+        entries=union(x.products | x.entries for x in ins if name in ARITHMETIC),
+        counts=is_iota(eqn),
+        random=name in RANDOM or any(x.random for x in ins),
+    )
+
+
+def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
+    """Returns what is made by a product of numbers, or a quotient."""
+    x, factor = ins
+    if divisor(eqn) is None and (x.number is not None or not factor.given):
+        x, factor = factor, x
+    if not factor.given:
+        return made
+    is_two = factor.number is not None and abs(factor.number) == 2
+    return made._replace(
+        products=x.products,
+        twice=x.products if is_two else x.twice,
+        # What is divided is no index any more, as of beams.
+        chosen=x.chosen if divisor(eqn) is None else NONE,
+        rank=x.rank,
+        cancels=x.cancels,
+        doubled=is_two,
+        squared=x.squared,
+        squares=x.squares,
+        total=x.total,
+    )
+
+
 def _cure(kind: str, product: Product) -> str:
     """Returns what to type."""
     if kind in _FORMULA:
@@ -286,49 +301,3 @@ def _cure(kind: str, product: Product) -> str:
         return 'x.astype(jnp.float32), for both operands, and precision="highest"'
     module = product.place.module
     return f'float32_paths=("{module}",)' if "/" in module else _REGION
-
-
-def _constant(array: Any) -> Made:
-    """Returns what is known of an array that a jaxpr carries."""
-    number = None
-    is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
-    if is_known and isinstance(array.dtype, np.dtype):  # and no key
-        numbers = np.asarray(array)
-        if (numbers == numbers.flat[0]).all():
-            number = numbers.flat[0].item()
-    return Made(given=True, number=number)
-
-
-def _literal(literal: Any) -> Made:
-    number = literal.val if np.ndim(literal.val) == 0 else None
-    return Made(given=True, number=number)
-
-
-def _number(name: str, ins: list[Made]) -> Any:
-    """Returns what every entry of a result is, if that is known."""
-    numbers = [x.number for x in ins]
-    if name not in FOLDS or not numbers or any(x is None for x in numbers):
-        return None
-    with np.errstate(all="ignore"):
-        return FOLDS[name](*(np.float64(x) for x in numbers))
-
-
-def _union(sets: Any) -> Products:
-    return _NONE.union(*sets)
-
-
-def _either(values: Sequence[Made]) -> Made:
-    """Returns what is known of a value that is one of these."""
-    first = values[0]
-    if all(x == first for x in values):
-        return first
-    return Made(
-        products=_union(x.products for x in values),
-        twice=_union(x.twice for x in values),
-        chosen=_union(x.chosen for x in values),
-        rank=max(x.rank for x in values),
-        compared=_union(x.compared for x in values),
-        given=all(x.given for x in values),
-        squares=any(x.squares for x in values),
-        random=any(x.random for x in values),
-    )

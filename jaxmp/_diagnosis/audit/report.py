@@ -105,6 +105,7 @@ class Hazard:
 
     Attributes:
         kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
+            ``"covariance"`` from moments, ``"difference"`` by a convolution,
             ``"comparison"`` of results, an index that is looked up, or one-hot,
             ``"inverse"`` of a matrix, or ``"sum"``, a product with ones; or
             ``"number"``, one in the code such as an epsilon of 1e-8 in float16.
