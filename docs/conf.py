@@ -69,7 +69,7 @@ html_title = f"jaxmp {release}"
 html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxmp.css"]
-html_js_files = ["sidebar.js"]
+html_js_files = ["sidebar.js", "tables.js"]
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#2f5d8c",
