@@ -74,9 +74,8 @@ def as_dot_dtype(dtype: Any, where: str) -> np.dtype:
     if name in _FLOAT8_NAMES if isinstance(name, str) else _is_float8(name):
         return FLOAT8
     raise ValueError(
-        f"{where} has {short(dtype)} for the operands of matrix products, which are "
-        '`"fp8"`, float8_e4m3fn, or else of the compute dtype. Type `d=fp8`, or leave '
-        "`d=` out."
+        f"{where} has {short(dtype)} for the operands of matmuls. Type `d=fp8` for "
+        "float8_e4m3fn, or leave `d=` out for the compute dtype."
     )
 
 

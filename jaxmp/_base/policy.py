@@ -294,10 +294,10 @@ def check_casts(policy: Policy, function: str) -> None:
     """Raises where ``function`` would cast by a policy that no cast can fulfil."""
     if policy.dot_dtype is not None:
         raise ValueError(
-            f"`{function}` casts, and {clipped(policy)} asks for products in float8, "
-            "whose operands need a scale each, so that no cast can do it. Type "
-            "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and give the other "
-            "functions no policy."
+            f"`{function}` cannot cast to {clipped(policy)}: operands in float8 "
+            "need a scale each, and a cast has none. Type "
+            "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and pass no policy to "
+            "the other functions."
         )
 
 

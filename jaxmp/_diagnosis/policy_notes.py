@@ -72,11 +72,11 @@ def warn_if_promoted(
         leak = report.leaks[0]
         why = f" {os.path.basename(leak.where)}: {leak}."
     warn(
-        "No matrix product runs in 16 bits. `policy=` casts the differentiated "
-        "arguments alone, and what is float32 beside them makes float32 of every "
-        f"product.{why} To run all of it in {policy.compute_dtype} leave `policy=` out "
-        "and put autocast around, `autocast(grad_fn, policy)`; or cast the inputs in "
-        "the loss too, `jaxmp.with_policy(model.apply, policy)`."
+        "No matmul runs in 16 bits. `policy=` casts only the differentiated arguments, "
+        f"and other float32 arrays promote every matmul to float32.{why} To run them "
+        f"in {policy.compute_dtype}, leave `policy=` out and put autocast around the "
+        "gradient function, `autocast(grad_fn, policy)`; or cast the inputs in the "
+        "loss too, `jaxmp.with_policy(model.apply, policy)`."
     )
 
 

@@ -611,9 +611,9 @@ class OpLists:
             )
             for field in _LISTS
         ]
-        paragraphs += ["Every product returns 16 bits."] * self.rounds_products
+        paragraphs += ["Every matmul returns 16 bits."] * self.rounds_products
         if self.min_size != DEFAULT_OPS.min_size:
-            paragraphs.append(f"In float8: products of sizes from {self.min_size} on.")
+            paragraphs.append(f"In float8: matmuls of sizes from {self.min_size} on.")
         return "\n".join(paragraphs)
 
 

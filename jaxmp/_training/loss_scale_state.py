@@ -250,24 +250,24 @@ def check_loss_scale(
                 f"The last {bad_steps} steps met an Inf or NaN and were skipped "
                 f"(loss_scale {_spelled(state.loss_scale)}, {_spelled(state.skipped)} "
                 f"skipped since init). The scale no longer helps. {_nonfinite(grads)}"
-                "Likely causes: the loss or a parameter is NaN or Inf already (if an "
-                "optimizer makes that of finite gradients, give `jaxmp.loss_scaling` "
-                "the option `check_updates=True`); the learning rate is too high; an "
-                "operation overflows float16 in the forward pass (a mask of -1e9, a "
-                "square, a large sum); the scale was read once, outside of the step; "
-                "the gradient of a frozen parameter is NaN (put `jaxmp.loss_scaling` "
-                "around the trained part, inside `optax.partition`); or the input data "
-                "is not finite. Look at the loss, and try the same step under the "
-                "policy `float32` with `jax.debug_nans(True)`."
+                "Type `print(jaxmp.find_overflow(train_step)(*args))` to find the "
+                "operation. Likely causes: the loss or a parameter is NaN or Inf "
+                "already (if the optimizer turns finite gradients into NaN, pass "
+                "`check_updates=True` to `jaxmp.loss_scaling`); the learning rate is "
+                "too high; an operation overflows float16 in the forward pass (a mask "
+                "of -1e9, a square, a large sum); the scale was read once, outside the "
+                "step; the gradient of a frozen parameter is NaN (put "
+                "`jaxmp.loss_scaling` around the trained part, inside "
+                "`optax.partition`); or the input data is not finite."
             )
     if all(np.any(looks_unused(state, max_scale)) for state in states):
         warn(
             "The loss scale has reached `max_scale` without a skipped step. Is "
-            "`loss_scale=opt_state` passed to `value_and_grad`? A scale that no "
-            "gradient is computed with grows so, while small gradients become 0 in "
-            "float16. If it is passed, let the scale grow on until it skips a step: "
-            "`jaxmp.loss_scaling(..., max_scale=2.0**40)`, and the same `max_scale` in "
-            "`jaxmp.check_loss_scale`."
+            "`loss_scale=opt_state` passed to `value_and_grad`? If not, the scale "
+            "grows without being used, and small gradients become 0 in float16. If it "
+            "is passed, raise the maximum, so that the scale grows until it skips a "
+            "step: `jaxmp.loss_scaling(..., max_scale=2.0**40)`, with the same "
+            "`max_scale` in `jaxmp.check_loss_scale`."
         )
 
 

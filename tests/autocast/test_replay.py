@@ -406,13 +406,16 @@ def gated(w, x):
 
 
 KEPT_BY_RULE = {
-    "float32 work around it (rule 3)": ("max", lambda w, x: jax.nn.relu(x @ w).sum()),
-    "its last digits are read (rule 6)": (
+    "a float32 argument, or no matmul reads it (rule 3)": (
+        "max",
+        lambda w, x: jax.nn.relu(x @ w).sum(),
+    ),
+    "its reader needs float32 (rule 6)": (
         "logistic",
         lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
     ),
-    "what a loop adds up or multiplies by (rule 8)": ("tanh", gated),
-    "a difference is made of it (rule 9)": (
+    "a loop adds it up or multiplies by it (rule 8)": ("tanh", gated),
+    "a difference is computed from it (rule 9)": (
         "add",
         lambda w, x: (jax.nn.relu(x @ w + w[0]) - w[0]) @ w,
     ),

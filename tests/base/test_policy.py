@@ -111,7 +111,7 @@ BAD = {
     "fp8": "Did you mean `mixed_fp8`",
     "c=fp8": r"`mixed_fp8` is a whole policy",
     "d=fp8,dot=fp8": "`dot=fp8` in the policy.*repeats.*`dot_dtype` is float8_e4m3fn",
-    "c=bf16,d=bf16": "'bf16' for the operands of matrix products.*Type `d=fp8`",
+    "c=bf16,d=bf16": "'bf16' for the operands of matmuls.*Type `d=fp8`",
     "c=bf16,d=float8_e5m2": "'float8_e5m2' for the operands",
     "c=f16,d=fp8": "needs the compute dtype bfloat16.*is float16.*Type `c=bf16`",
     "d=fp8": "needs the compute dtype bfloat16.*is float32",

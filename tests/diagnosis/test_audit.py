@@ -554,7 +554,7 @@ def test_what_is_not_counted_is_said():
     report = jaxmp.audit(call)(full(8, 8))
     (note,) = report.notes
     assert "`ffi_call`, its products not counted" in note
-    assert "no matrix product and convolution FLOPs" in str(report)
+    assert "no matmul and convolution FLOPs" in str(report)
     assert "100.0%" not in str(report)
 
 
@@ -586,7 +586,7 @@ KEPT = {
         x[None, None], w[None, None], (1, 1), "SAME"
     ),
     "in a call that takes references": _with_a_reference,
-    "inside of `custom_vmap_call`": lambda w, x: _opaque(x, w),
+    "inside `custom_vmap_call`": lambda w, x: _opaque(x, w),
     "written in float64": lambda w, x: x.astype("float64") @ w.astype("float64"),
     "written in float16 and float32": lambda w, x: jnp.matmul(
         x, w, preferred_element_type=jnp.float16
@@ -623,7 +623,7 @@ def test_derivatives_of_outer_products_taken_outside_of_autocast_are_explained()
     assert report.fraction_16bit == 1
     report = jaxmp.audit(jax.grad(jaxmp.autocast(loss)))(*args)
     reasons = {k.reason for k in report.kept if k.flops}
-    assert reasons == {"derivative of what stayed float32"}
+    assert reasons == {"derivative of an operation that stayed float32"}
 
 
 def test_squares_and_what_the_user_denies_are_named_as_such():
@@ -1103,9 +1103,9 @@ def test_the_example_shows_the_leak_and_its_cure(capsys):
     example = runpy.run_path(str(path))
     example["main"](example["Args"](width=8, blocks=1, batch=2))
     before, after = capsys.readouterr().out.split("nn.LayerNorm(dtype=jnp.bfloat16)")
-    assert "0.0% of matrix product and convolution FLOPs in 16 bits" in before
+    assert "0.0% of matmul and convolution FLOPs in 16 bits" in before
     assert "params/LayerNorm_0/scale (float32) meets 16-bit" in before
-    assert "100.0% of matrix product and convolution FLOPs in 16 bits" in after
+    assert "100.0% of matmul and convolution FLOPs in 16 bits" in after
 
 
 def test_a_function_is_expected():

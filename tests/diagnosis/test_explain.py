@@ -206,13 +206,13 @@ def test_attention_is_told_line_by_line():
     norm, split, scores, softmax, mixed, _, loss = report.lines
     assert (norm.dtype, norm.rule, norm.reason) == ("float32", 5, "LayerNorm")
     assert (split.dtype, split.rule) == ("bfloat16", 4)
-    assert split.reason == f"a matmul takes it ({scores.number})"
+    assert split.reason == f"a matmul reads it ({scores.number})"
     assert (scores.dtype, scores.rule) == ("float32", 6)
     assert scores.reason == f"softmax reads it ({softmax.number})"
     assert scores.products == ("bfloat16",)
     assert (softmax.dtype, softmax.rule) == ("float32", 5)
     assert (softmax.kept, softmax.kept_by) == (("bfloat16",), 7)
-    assert softmax.reason == f"a matmul takes it ({mixed.number})"
+    assert softmax.reason == f"a matmul reads it ({mixed.number})"
     assert (mixed.dtype, mixed.rule) == ("bfloat16", 2)
     assert loss.function == "attention_loss"
     assert {x.function for x in report.lines[:-1]} == {"Attention.__call__"}
@@ -420,8 +420,8 @@ def test_two_lines_that_share_what_jax_has_traced_are_told_apart():
     report = explained(jaxmp.autocast(twice), W, X)
     assert [x.source[0] for x in report.lines] == ["a", "b", "c", "d", "r"]
     a, b, c, *_ = report.lines
-    assert a.reason == f"a matmul takes it ({b.number})"
-    assert b.reason == f"a matmul takes it ({c.number})"
+    assert a.reason == f"a matmul reads it ({b.number})"
+    assert b.reason == f"a matmul reads it ({c.number})"
 
 
 def test_recursion_decorators_and_lambdas_have_their_lines():

@@ -121,7 +121,7 @@ def test_the_smallest_size_is_a_value_of_the_lists():
     for lists in (small, both, few):
         assert eval(repr(lists), names) == lists
     assert repr(small) == "DEFAULT_OPS.with_fp8(min_size=16)"
-    assert "float8: products of sizes from 16 on" in str(small)
+    assert "float8: matmuls of sizes from 16 on" in str(small)
     with pytest.raises(ValueError, match="`min_size` must be at least 1"):
         ops.with_fp8(min_size=0)
     with pytest.raises(TypeError, match="`min_size` must be an integer"):

@@ -56,7 +56,7 @@ def test_bad_data_and_a_large_count_and_a_sound_program_are_told_apart():
     small = fault.Config(width=8, length=4, rows=2)
     report = fault.report(small, "data")
     assert report.given == {"weights": (1, 0)}
-    assert "`weights` came in with 1 NaN" in report.advice
+    assert "`weights` contains 1 NaN" in report.advice
     report = fault.report(small, "count")
     assert (report.first.kind, report.first.backward) == ("zeros", True)
     assert "the loss scale is too small" in report.advice

@@ -209,7 +209,7 @@ def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, ste
         batch_argnums=(1, 2),
     )
     (found,) = said(jax.jit(grad_fn), PARAMS, X, Y)
-    assert "No matrix product runs in 16 bits" in str(found.message)
+    assert "No matmul runs in 16 bits" in str(found.message)
     line = loss.__code__.co_firstlineno - 3  # of the first product in `apply`
     assert f"test_wiring.py:{line}: x (float32) meets 16-bit" in str(found.message)
     assert found.filename == __file__

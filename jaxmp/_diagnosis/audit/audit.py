@@ -151,14 +151,14 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
     if report.fraction_16bit < 1:
         name = getattr(fun, "__name__", type(fun).__name__)
         problem = (
-            f"`assert_16bit` expects all matrix products and convolutions of `{name}` "
-            f"in 16 bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
+            f"`assert_16bit` expects all matmuls and convolutions of `{name}` in 16 "
+            f"bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
         )
         if report.leaks:
             problem += " Change the lines under `float32 because of`."
         if report.kept:
             problem += (
-                " If autocast keeps products in float32 because you said so, type "
+                " If you told autocast to keep some of them in float32, type "
                 "`assert not jaxmp.audit(fun)(*args).leaks` instead."
             )
         # The traceback begins with "AssertionError: ".

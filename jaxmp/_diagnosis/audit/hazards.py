@@ -59,11 +59,11 @@ _HIGHEST = 'with jax.default_matmul_precision("highest"):'
 
 # Why each kind is one, and the cure where it is another formula.
 _WHY = {
-    "phase": "its result is a phase, of which whole turns do not count",
+    "phase": "its result is a phase, and only the fraction of a turn matters",
     "distance": "|x|² + |y|² - 2xy is a small difference of large numbers",
-    "comparison": "its results are compared, and those that are near change places",
-    "inverse": "the matrix is inverted or factorised, which makes more of its errors",
-    "sum": "it is a sum, written as a product with ones, and rounds what it adds",
+    "comparison": "its results are compared, and near ties swap places",
+    "inverse": "the matrix is inverted or factorised, which amplifies its errors",
+    "sum": "it is a sum written as a matmul with ones, which rounds what it adds",
     "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
     "difference": "its kernel adds up to 0: a small difference of large numbers",
 }

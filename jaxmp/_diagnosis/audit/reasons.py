@@ -8,11 +8,11 @@ from ..._ops.products import has_default_precision, is_of_factorisation, is_resi
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
-    _scopes.KEPT_FOR_MOMENTS: "a mean, and one of squares (rule 10)",
+    _scopes.KEPT_FOR_MOMENTS: "a mean of a number and of its square (rule 10)",
     _scopes.KEPT_TO_END: "in a loop that ends at a tolerance (rule 10)",
-    _scopes.KEPT_FOR_DIGITS: "its last digits are read (rule 6)",
-    _scopes.KEPT_IN_LOOP: "what a loop adds up or multiplies by (rule 8)",
-    _scopes.KEPT_FOR_DIFFERENCE: "a difference is made of it (rule 9)",
+    _scopes.KEPT_FOR_DIGITS: "its reader needs float32 (rule 6)",
+    _scopes.KEPT_IN_LOOP: "a loop adds it up or multiplies by it (rule 8)",
+    _scopes.KEPT_FOR_DIFFERENCE: "a difference is computed from it (rule 9)",
     _scopes.FLOAT32: "float32 region",
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
     _scopes.KEPT_BY_OPS: "the lists in `ops`",
@@ -24,7 +24,7 @@ _SCOPES_16BIT = {
     _scopes.KEPT_BATCHED: "batched",
     _scopes.KEPT_SMALL: "a size below `min_size`",
     _scopes.KEPT_ODD: "a size that is no multiple of 16",
-    _scopes.KEPT_OTHER_KIND: "no product of two floating matrices",
+    _scopes.KEPT_OTHER_KIND: "no matmul of two floating matrices",
     _scopes.KEPT_IN_RULE: "in the rule of a custom derivative",
 }
 
@@ -47,9 +47,9 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     if name in DEFAULT_OPS.deny:
         return "denied by list"
     if name in DEFAULT_OPS.infer:
-        return "float32 work around it (rule 3)"
+        return "a float32 argument, or no matmul reads it (rule 3)"
     if name in DEFAULT_OPS.allow:
-        return "no matrix product"
+        return "no matmul"
     return "in no list"
 
 
@@ -69,16 +69,16 @@ def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:
 
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
     if is_resize(eqn):
-        return "a resize of what is needed in float32"
+        return "a resize whose result must be float32"
     if is_of_factorisation(eqn):
-        return "of a factorisation, or of its derivative"
+        return "part of a factorisation or of its derivative"
     if not has_default_precision(eqn):
         return "its `precision`"
     if place.opaque:
-        return f"inside of `{place.opaque}`"
+        return f"inside `{place.opaque}`"
     dtypes = {str(atom.aval.dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
     if dtypes != {"float32"}:
         return f"written in {' and '.join(sorted(dtypes))}"
     if _jaxpr.is_differentiated(eqn):
-        return "derivative of what stayed float32"
+        return "derivative of an operation that stayed float32"
     return "where autocast does not see it"

@@ -229,7 +229,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
 
 def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
-    products = "matrix product and convolution FLOPs"
+    products = "matmul and convolution FLOPs"
     if total:
         yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
     else:
@@ -316,7 +316,7 @@ def _hazard_lines(report: DtypeReport) -> Iterator[str]:
 
 def _lines_of_hazard(row: Hazard) -> Iterator[str]:
     module = f" in {row.module}" if row.module else ""
-    subject = "a number" if row.kind == "number" else "the product"
+    subject = "a number" if row.kind == "number" else "the matmul"
     yield from wrapped(f"{subject} at {_base(row)}{module}: {row.why}", "  ", "    ")
     yield from wrapped(row.cure, "    ", "        ", is_code=True)
 

@@ -240,7 +240,7 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
         case rules.FLOAT32 if note.kind in ("keep", "call") or is_library:
             return _named(operation)
         case rules.FOLLOWS if not note.is_half:
-            return "a move of float32"
+            return "it moves float32 numbers"
         case rules.LOOP if note.summed:
             return "the iterations add it up"
         case rules.DIGITS if _is_returned(operation):
@@ -271,7 +271,7 @@ def _of_readers(operation: Operation, note: Note) -> str:
         at_end = _is_returned(operation) or note.rule == rules.DIGITS
         return "returned" if at_end else ""
     reader = chosen[0]
-    does = "a matmul takes" if _multiplies(reader) else f"{_named(reader)} reads"
+    does = "a matmul reads" if _multiplies(reader) else f"{_named(reader)} reads"
     return f"{does} it{_where(reader, operation)}"
 
 

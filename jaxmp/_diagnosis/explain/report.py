@@ -68,7 +68,7 @@ class ExplainedLine:
         """
         words = [self.reason]
         if taken := [x for x in self.products if x != self.dtype]:
-            words.append(f"matmuls take {', '.join(taken)}")
+            words.append(f"matmuls read {', '.join(taken)}")
         if self.also:
             words.append(f"also {' and '.join(self.also)}")
         if self.kept:

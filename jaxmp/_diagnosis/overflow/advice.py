@@ -38,7 +38,7 @@ def advice(case: Case) -> str:
         sentences.append(_of_fault(case, case.first))
     if case.written:
         sentences.append(
-            "An Inf that stands in the code reached a result, as it may be meant to."
+            "An Inf that is written in the code reached a result. It may be meant to."
         )
     return " ".join(sentences or [_of_sound(case)])
 
@@ -53,15 +53,15 @@ def _of_sound(case: Case) -> str:
             what = f"the number {case.number.written:.4g} in the code"
         return (
             f"{text} But {what} at {_line(case.swallowed.where)} "
-            "gave Inf where float32 would not, and what came after made a finite "
-            "number of it, as 1 / Inf is 0: the results may be wrong. "
+            "gave Inf where float32 would not, and a later operation turned it into "
+            "a finite number, as 1 / Inf is 0: the results may be wrong. "
             f"{_cure(case, case.swallowed)}"
         )
     near = case.nearest
     if near is not None and near.headroom < 1 and not near.backward:
         text += (
-            f" But {near.operation} at {_line(near.where)} came up to {near.max:.4g}, "
-            f"half of the largest number of {near.dtype} or more."
+            f" But {near.operation} at {_line(near.where)} reached {near.max:.4g}, at "
+            f"least half of the largest number of {near.dtype}."
         )
     return text
 
@@ -78,10 +78,10 @@ def _of_given(given: dict[str, tuple[int, int]]) -> str:
     leaves = []
     for name, (nan, inf) in [*given.items()][:6]:
         counts = [f"{nan} NaN"] * (nan > 0) + [f"{inf} Inf"] * (inf > 0)
-        leaves.append(f"`{name}` came in with {' and '.join(counts)}")
-    more = f", and {len(given) - 6} more did" if len(given) > 6 else ""
+        leaves.append(f"`{name}` contains {' and '.join(counts)}")
+    more = f", and {len(given) - 6} more do" if len(given) > 6 else ""
     return (
-        f"{', '.join(leaves)}{more}, and that reaches a result: no precision helps. "
+        f"{', '.join(leaves)}{more}, which reaches a result: no precision helps. "
         "Look at the data, or at the step that made these parameters."
     )
 
@@ -91,8 +91,8 @@ def _of_fault(case: Case, fault: Fault) -> str:
         return _of_zeros(case, fault)
     if case.finite_in_float32 is False and case.zeros:
         return (
-            f"`{case.zeros}` came in as float16 and is all zeros, as everything below "
-            "6e-8 is there, and that leads to it. If it is not meant to be, give it in "
+            f"`{case.zeros}` is float16 and all zeros, as everything below 6e-8 is in "
+            "float16, and that is the cause. Unless it should be zero, pass it in "
             "float32, or in units in which it is near 1."
         )
     if case.finite_in_float32 is False:
@@ -105,32 +105,34 @@ def _of_fault(case: Case, fault: Fault) -> str:
         number = "A number" if written is None else f"The number {written:.4g}"
         return (
             f"{number} in the code at {_line(fault.where)} is beyond {fault.dtype}, "
-            f"which ends at {fault.largest:.4g}, and became Inf. For a mask type "
-            "`jnp.finfo(x.dtype).min`, of the dtype that the scores have there. For "
-            f"anything else: {_cure(case, fault)}"
+            f"which ends at {fault.largest:.4g}, and became Inf. For a mask, type "
+            "`jnp.finfo(x.dtype).min`, with the dtype of the scores. For anything "
+            f"else: {_cure(case, fault)}"
         )
     if case.after_backward or case.cast_by == "optax":
         return (
-            f"Only {fault.dtype} has it: the optimizer, or what else comes after the "
-            f"backward pass, computes in 16 bits. {_MASTERS}"
+            f"It happens only in {fault.dtype}: the optimizer, or something else after "
+            f"the backward pass, computes in 16 bits. {_MASTERS}"
         )
     if fault.backward:
         return _of_backward(case, fault)
     finite = "is finite in float32"
     if case.finite_in_float32 is None:
-        finite = "may be finite in float32, which cannot be told for certain"
-    what = f"The forward pass leaves {fault.dtype} here and {finite}."
+        finite = "may be finite in float32; jaxmp cannot tell"
+    what = f"The forward pass overflows {fault.dtype} here, and {finite}."
     if case.argument:
         what = (
-            f"`{case.argument}` comes up to {fault.inputs[0][2]:.4g}, and is cast to "
-            f"{fault.dtype} at {_line(fault.where)}, which ends at {fault.largest:.4g}."
+            f"`{case.argument}` has values up to {fault.inputs[0][2]:.4g}, and is cast "
+            f"to {fault.dtype} at {_line(fault.where)}, which ends at "
+            f"{fault.largest:.4g}."
         )
     return f"{what} No loss scale helps. {_cure(case, fault)}"
 
 
 _MASTERS = (
-    'Keep the parameters and its state in float32, as `"mixed_float16"` does: '
-    '`jaxmp.cast_tree((params, grads), "float32")` before `tx.init` and `tx.update`.'
+    'Keep the parameters and the optimizer state in float32, as `"mixed_float16"` '
+    'does: `jaxmp.cast_tree((params, grads), "float32")` before `tx.init` and '
+    "`tx.update`."
 )
 
 
@@ -140,19 +142,19 @@ def _of_zeros(case: Case, fault: Fault) -> str:
     zero = f"zero or subnormal in {fault.dtype} and not in float32"
     if number is not None and number.written is not None:
         what = f"The number {number.written:.4g} in the code at {line} is 0 in "
-        what += f"{fault.dtype}, and a result is made of it."
+        what += f"{fault.dtype}, and a result depends on it."
     elif number is not None:
         what = (
-            f"A number in the code at {line} is 0 in {fault.dtype}, as 1e-8 is. If it "
-            "was written so, that is the cause. If it was written as 0, it cannot be "
-            "told whether float32 helps: try it."
+            f"A number in the code at {line} is 0 in {fault.dtype}, as 1e-8 is. If you "
+            "wrote such a number, that is the cause. If you wrote 0, try float32: it "
+            "may help."
         )
     elif case.argument:
         what = f"{part} `{case.argument}`, which is cast at {line}, is {zero}, and a "
-        what += "result is made of it."
+        what += "result depends on it."
     else:
         what = f"{part} what {fault.operation} gives at {line} is {zero}, and a result "
-        what += "is made of it."
+        what += "depends on it."
     if case.after_backward or case.cast_by == "optax":
         return f"{what} The optimizer computes in 16 bits. {_MASTERS}"
     if fault.backward and number is None:
@@ -163,14 +165,14 @@ def _of_zeros(case: Case, fault: Fault) -> str:
 def _of_backward(case: Case, fault: Fault) -> str:
     if fault.dtype != "float16":
         return (
-            f"Only the backward pass leaves {fault.dtype}, which has the range of "
+            f"Only the backward pass overflows {fault.dtype}, which has the range of "
             f"float32: no loss scale helps. {_cure(case, fault)}"
         )
     return (
         "Only the backward pass overflows: the loss scale is too large for this step. "
         "That passes: `jaxmp.loss_scaling` skips the step and halves the scale. If "
-        "there is none, or it comes again in every step, the gradients themselves "
-        f"leave float16. {_cure(case, fault)}"
+        "there is no scale, or every step overflows, the gradients themselves are too "
+        f"large for float16. {_cure(case, fault)}"
     )
 
 
@@ -189,7 +191,7 @@ def _cure(case: Case, fault: Fault) -> str:
         case "with_policy":
             return (
                 "Put `with_policy` around the model alone, so that this argument stays "
-                "float32; or give it in units in which it is near 1."
+                "float32; or pass it in units in which it is near 1."
             )
         case "module":
             return f"Give the module `{module}` `dtype=jnp.float32`."

@@ -154,7 +154,7 @@ def _lines(report: OverflowReport) -> Iterator[str]:
     yield from wrapped(report.advice, is_code=True)
     if report.others:
         yield ""
-        yield "also not finite, of finite inputs, later or without reaching a result"
+        yield "other operations that made Inf or NaN of finite inputs"
         yield from table(
             [
                 (x.kind, f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
@@ -180,16 +180,16 @@ def _lines(report: OverflowReport) -> Iterator[str]:
 def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
     yield from wrapped(f"first: {fault}", "", "  ")
     for dtype, shape, largest in fault.inputs:
-        yield f"  of {dtype}{[*shape]} up to {largest:.4g}"
+        yield f"  input {dtype}{[*shape]} up to {largest:.4g}"
     if fault.kind == "zeros":
         tiny = float(jnp.finfo(fault.dtype).tiny)
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
     else:
         yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
-    for title, names in (
-        ("it reached", report.reached),
-        ("through", report.reached_modules),
-    ):
+    reached = [
+        "the result" if x == "result" else f"result `{x}`" for x in report.reached
+    ]
+    for title, names in (("it reached", reached), ("through", report.reached_modules)):
         if names:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"

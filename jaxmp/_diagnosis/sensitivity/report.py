@@ -269,14 +269,14 @@ def _everything(report: SensitivityReport) -> str:
     narrow = f"everything in {report.dtype}" if report.dtype else ""
     products = _NAMES.get(str(report.float32_products), "")
     if products:
-        products = f"float32 products at default precision in {products}"
+        products = f"float32 matmuls at default precision in {products}"
     return " and ".join(filter(None, (narrow, products)))
 
 
 def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
     text = (
         "Subtract the mean from these inputs in float32, before the model, and divide "
-        "by their standard deviation: 16 bits lose what tells their rows apart."
+        "by their standard deviation: in 16 bits their rows become the same."
     )
     yield from wrapped(text)
     yield ""

@@ -242,14 +242,13 @@ def _nothing_found(products: str | None) -> str:
     if products is None:
         return (
             "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
-            'or `fun` has no matrix product. Pass for example `policy="mixed_bfloat16"`'
+            'or `fun` has no matmul. Pass for example `policy="mixed_bfloat16"`'
             ", or for a float32 program on a GPU "
             '`sensitivity(fun, "float32", float32_products="tf32")`.'
         )
     return (
         "`sensitivity` found nothing to round: the policy computes in float32, and "
-        "each matrix product of `fun` names a precision, or there is none. No device "
-        "takes digits from it."
+        "`fun` has no matmul without a precision. No device rounds it."
     )
 
 
