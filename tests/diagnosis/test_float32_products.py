@@ -108,7 +108,7 @@ def test_what_is_pasted_takes_the_error_away(kind):
     assert (after.loss, after.gradients) == pytest.approx(promised)
     assert not after.line
     assert after.meets_tolerance
-    with pytest.raises(ValueError, match="No device takes digits"):
+    with pytest.raises(ValueError, match="No device rounds it"):
         measure(exactly(waves), W, X, **options)
     with pytest.raises(ValueError, match="found nothing in 16 bits"):
         measure(waves, W, X)
@@ -129,7 +129,7 @@ def test_under_a_16_bit_policy_the_paths_have_all_digits(policy):
     assert of_cpu.gradients < 0.05 < of_device.gradients
     assert of_device.gradients == pytest.approx(errors_by_hand("bfloat16")[1], rel=0.1)
     assert of_device.as_dict()["float32_products"] == "bfloat16"
-    assert "float32 products at default precision in bfloat16" in " ".join(
+    assert "float32 matmuls at default precision in bfloat16" in " ".join(
         str(of_device).split()
     )
 
