@@ -29,6 +29,8 @@ from .._jaxprs.objects import refuse_lost_updates
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
+from .._residuals.eight_bits import FORMATS, Format
+from .._residuals.replay import with_narrow_residuals
 from .replay import Caster
 
 P = ParamSpec("P")
@@ -47,13 +49,14 @@ def autocast(
     ops: OpLists = DEFAULT_OPS,
     float32_paths: Iterable[str] | Mapping[str, Precision] = (),
     bfloat16_paths: Iterable[str] = (),
+    residuals: Format | None = None,
 ) -> Callable[P, T]:
     """Runs the matrix products and convolutions of ``fun`` in 16 bits.
 
-    ``fun`` is any function that JAX can trace, as it stands: a model's ``apply``, a
-    loss, or a whole ``value_and_grad``. Put autocast around the differentiated function
-    where you can: in ``autocast(value_and_grad(loss))`` the backward pass adds in
-    float32, and gradients come out in float32 unrounded.
+    ``fun`` is any function that JAX can trace: a model's ``apply``, a loss, or a whole
+    ``value_and_grad``. Put autocast around the differentiated function where you can:
+    in ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and
+    gradients come out in float32 unrounded.
 
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
     returns 16 bits if the result leads to another one through elementwise operations,
@@ -61,8 +64,7 @@ def autocast(
     does not know are float32. The guide to autocast has the ten rules that give the
     dtype of every value.
 
-    Under ``"mixed_fp8"`` the operands of large matrix products are rounded further, to
-    float8, each under a scale of its own.
+    Under ``"mixed_fp8"`` large matrix products round their operands to scaled float8.
 
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
@@ -75,7 +77,9 @@ def autocast(
             that is below it: of Linen, NNX (``"blocks/0"``), Equinox or Haiku. Their
             matrix products have all digits of float32; ``{"head": "default"}`` names
             a cheaper precision, see :func:`float32_region`.
-        bfloat16_paths: The same, to keep out of float8.
+        bfloat16_paths: The same, to keep out of eight bits.
+        residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass
+            hands to the backward pass; None stores it in the dtype that it has.
 
     Returns:
         A function with the signature of ``fun``. Its outputs have the structure and
@@ -83,7 +87,7 @@ def autocast(
 
     Raises:
         ValueError: If the policy has overrides, or a path matches no named scope, or
-            ``bfloat16_paths`` come with float16.
+            ``bfloat16_paths`` come with float16, or ``residuals`` without gradients.
         TypeError: If a Flax module or a Haiku transform would lose its state.
 
     Examples:
@@ -109,15 +113,11 @@ def autocast(
             f"`ops` must be an `OpLists`, but is {short(ops)}. Pass for example "
             '`ops=jaxmp.DEFAULT_OPS.with_deny("tanh")`.'
         )
+    _check_residuals(residuals)
     dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun, precision="default")
-    bfloat16_paths = _as_paths("bfloat16_paths", bfloat16_paths)
-    if bfloat16_paths and dtype == jnp.float16:
-        raise ValueError(
-            "`bfloat16_paths` keeps modules out of float8, but this policy computes in "
-            'float16. Pass the policy "mixed_fp8", or leave `bfloat16_paths` out.'
-        )
+    bfloat16_paths = _as_bfloat16_paths(bfloat16_paths, dtype)
     cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
     checked = refuse_lost_updates("autocast", cure, fun)
     make_caster = functools.partial(
@@ -139,6 +139,7 @@ def autocast(
         told = listener()
         used = caster if told is None else make_caster(listener=told)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
+        cast = with_narrow_residuals(cast, residuals, bfloat16_paths)
         with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
             result = cast(*args, **kwargs)
         warn_if_unscaled(dtype, result)
@@ -220,6 +221,26 @@ def _as_precisions(
     for path, precision in found.items():
         _check_precision(f"float32_paths[{short(path)}]", precision)
     return found
+
+
+def _as_bfloat16_paths(paths: Iterable[str], dtype: np.dtype) -> tuple[str, ...]:
+    """Returns the paths of modules to keep out of eight bits."""
+    paths = _as_paths("bfloat16_paths", paths)
+    if paths and dtype == jnp.float16:
+        raise ValueError(
+            "`bfloat16_paths` keeps modules out of eight bits, but this policy "
+            'computes in float16. Pass the policy "mixed_bfloat16" or "mixed_fp8", or '
+            "leave `bfloat16_paths` out."
+        )
+    return paths
+
+
+def _check_residuals(residuals: Any) -> None:
+    if residuals is not None and residuals not in FORMATS:
+        raise ValueError(
+            f"`residuals` must be one of {', '.join(map(repr, FORMATS))} or None, but "
+            f'is {short(residuals)}. "int8" is nearer to what is stored.'
+        )
 
 
 def _check_precision(name: str, precision: Any) -> None:

@@ -453,6 +453,26 @@ def is_cast(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "convert_element_type"
 
 
+def is_inlined(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` is a ``jit`` that says nothing of where its values live."""
+    if call_kind(eqn) != "jit":
+        return False
+    placed = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return all(type(x).__name__ == "UnspecifiedValue" for x in placed)
+
+
+def live(jaxpr: Any) -> list[JaxprEqn]:
+    """Returns the equations that the outputs of a jaxpr, or effects, depend on."""
+    body = open_jaxpr(jaxpr)
+    needed = {x for x in body.outvars if not isinstance(x, Literal)}
+    eqns = []
+    for eqn in reversed(body.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            needed.update(x for x in eqn.invars if not isinstance(x, Literal))
+    return eqns[::-1]
+
+
 def cast_to_float32(jaxpr: Any) -> set[Any]:
     """Returns the variables of a jaxpr that it casts to float32."""
     casts = [x for x in open_jaxpr(jaxpr).eqns if is_cast(x)]

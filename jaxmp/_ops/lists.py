@@ -214,6 +214,23 @@ TOTALS = frozenset({"reduce_sum"})
 REMAINDERS = frozenset({"rem"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
+# Of what is kept for the backward pass: moves that leave each number where it can be
+# found, and choices that hardly change when what they choose from does.
+_PARTS = frozenset(["slice", "split", "concatenate", "pad"])
+_ASIDE = frozenset({"name", "optimization_barrier", "tie", "device_put"})
+_MOVED = (KEEPS_MAGNITUDES | _PARTS) - _ASIDE
+_CHOSEN = EXTREMES | SELECTS | {"clamp"}
+_CASTS = frozenset({"convert_element_type", "reduce_precision"})
+# Elementwise, and computed again at the price of a fusion.
+COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | _CASTS
+# The same numbers each time, from what is given.
+_LOGIC = frozenset({"and", "or", "not", "xor", "iota"})
+_REPEATABLE = ARITHMETIC | _MOVED | _CHOSEN | _CASTS | COMPARES | _LOGIC
+_REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
+_TELLS = COMPARES | CHOOSES | {"floor", "ceil", "round", _POOL}
+_READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - _CASTS
+_KNOWN = ARITHMETIC | EXACT | SUMS | AS_WRITTEN | PRODUCTS | _TELLS
+
 # What an explanation calls operations; of all others it has the name of the primitive.
 _WORDS: dict[str, frozenset[str]] = {
     "a matmul": PRODUCTS,
@@ -295,6 +312,45 @@ def divisor(eqn: Equation) -> int | None:
     if name == "div":
         return 1
     return 0 if name == "integer_pow" and eqn.params["y"] < 0 else None
+
+
+def is_computed_again(eqn: Equation) -> bool:
+    """Whether ``eqn`` is elementwise or a move, and forgives rounded inputs."""
+    if call_kind(eqn) in ("jit", "custom_jvp"):
+        bodies = map(open_jaxpr, sub_jaxprs(eqn))
+        return all(is_computed_again(inner) for body in bodies for inner in body.eqns)
+    return eqn.primitive.name in COMPUTED_AGAIN
+
+
+def is_repeatable(eqn: Equation) -> bool:
+    """Whether ``eqn`` is elementwise or a move, whatever it makes of its inputs."""
+    return eqn.primitive.name in _REPEATABLE
+
+
+def is_elementwise(eqn: Equation) -> bool:
+    """Whether ``eqn`` hands on what is lost of its inputs, entry by entry."""
+    return eqn.primitive.name in _REPEATABLE - COMPARES
+
+
+def is_moved(eqn: Equation) -> bool:
+    """Whether ``eqn`` returns what it is given in another place, shape or dtype."""
+    return eqn.primitive.name in _MOVED | _CASTS
+
+
+def is_placed(eqn: Equation) -> bool:
+    """Whether ``eqn`` says of a value what ``jax.checkpoint`` does with it."""
+    return eqn.primitive.name in _ASIDE
+
+
+def reduces(eqn: Equation) -> bool:
+    """Whether ``eqn`` makes a statistic of many numbers."""
+    return eqn.primitive.name in _REDUCES
+
+
+def reads_digits(eqn: Equation) -> bool:
+    """Whether ``eqn`` makes much of the last digits of what it reads, or is unknown."""
+    name = eqn.primitive.name
+    return name in _READS_DIGITS or name not in _KNOWN
 
 
 def is_iota(eqn: Equation) -> bool:

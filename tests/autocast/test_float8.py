@@ -285,7 +285,7 @@ def test_paths_mean_nothing_without_float8_and_are_checked():
     with pytest.raises(ValueError, match=r"`bfloat16_paths` has `haed`, but no named"):
         fp8(loss, bfloat16_paths="haed")(PARAMS, X)
     with pytest.raises(
-        ValueError, match="out of float8, but this policy computes in f"
+        ValueError, match="out of eight bits, but this policy computes in f"
     ):
         jaxmp.autocast(loss, "mixed_float16", bfloat16_paths="head")
     for policy in ("mixed_bfloat16", "float32"):

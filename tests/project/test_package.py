@@ -47,6 +47,7 @@ WINGS = {
         {"differentiate", "narrow_params", "scalars"},
         {"grad", "loss_scale", "masters"},
     ],
+    "_residuals": [{"eight_bits"}, {"plan"}, {"scans"}, {"replay"}],
     "_autocast": [
         {"needs", "rules", "twins"},
         {"classes", "loops", "scans", "values"},

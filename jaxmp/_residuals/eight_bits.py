@@ -1,0 +1,122 @@
+"""Arrays in eight bits with a scale for each row, and truth values in one bit."""
+
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Format = Literal["int8", "fp8"]
+FORMATS: tuple[str, ...] = get_args(Format)
+
+# In eight bits, as truth values in one bit each, as it is, or so that the compiler
+# does not rather store what it is made of.
+How = Literal["eight", "bits", "whole", "firm"]
+
+_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+_LARGEST = {"int8": 127.0, "fp8": 448.0}
+_STORED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
+_FEW = 2**12  # numbers that are not worth it
+_SHORT = 16  # of a row, beside which a scale is no small price
+_TINY = 2.0**-100  # under the largest of a row the scale would be no normal number
+
+
+class Stored(NamedTuple):
+    """A value as it is stored."""
+
+    how: How
+    aval: Any  # what it was
+    arrays: tuple[jax.Array, ...]
+
+    def restored(self) -> jax.Array:
+        """Returns the value as the backward pass reads it."""
+        first, *scale = self.arrays
+        if self.how == "eight":
+            return widened(first, scale[0], self.aval.dtype)
+        return unpacked(first, self.aval.shape) if self.how == "bits" else first
+
+
+def stored(x: jax.Array, how: How, kind: str) -> Stored:
+    """Stores a value for the backward pass.
+
+    Args:
+        x: The value.
+        how: In how many bits.
+        kind: Which eight bits.
+    """
+    aval = jax.typeof(x)
+    if how == "eight":
+        return Stored(how, aval, narrowed(x, kind))
+    if how == "bits":
+        return Stored(how, aval, (packed(x),))
+    return Stored(how, aval, (lax.optimization_barrier(x) if how == "firm" else x,))
+
+
+def is_small(aval: Any) -> bool:
+    """Whether an array is too small to be worth anything."""
+    return math.prod(aval.shape) < _FEW
+
+
+def fits(aval: Any) -> bool:
+    """Whether an array can be stored in eight bits, and is worth it."""
+    if aval.dtype not in _STORED or is_small(aval):
+        return False
+    return aval.shape[-1] >= _SHORT
+
+
+def packs(aval: Any) -> bool:
+    """Whether an array of truth values can be stored in bits, and is worth it."""
+    return aval.dtype == bool and not is_small(aval) and _axis(aval.shape) is not None
+
+
+def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Returns ``x`` in eight bits, and the scale of each row.
+
+    A row is the last axis. An Inf or a NaN in it makes its scale one, so that whoever
+    reads the row sees NaN.
+    """
+    wide = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scale = jnp.maximum(largest, _TINY) / _LARGEST[kind]
+    rows = wide / scale
+    if kind == "int8":
+        rows = lax.round(rows, lax.RoundingMethod.TO_NEAREST_EVEN)
+    # XLA would see what the bits were made of, and keep that.
+    return lax.optimization_barrier((rows.astype(_DTYPES[kind]), scale))
+
+
+def widened(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Returns what :func:`narrowed` has stored, in the dtype that it had."""
+    return (rows.astype(jnp.float32) * scale).astype(dtype)
+
+
+def packed(x: jax.Array) -> jax.Array:
+    """Returns truth values as bits, eight in a byte."""
+    axis = _axis(x.shape)
+    assert axis is not None
+    eights = x.reshape(_in_eights(x.shape, axis)).astype(jnp.uint8)
+    place = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
+    summed = jnp.sum(eights << place, axis=axis + 1, dtype=jnp.uint8)
+    return lax.optimization_barrier(summed)
+
+
+def unpacked(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns the truth values of ``shape`` that :func:`packed` has stored."""
+    axis = _axis(shape)
+    assert axis is not None
+    eights = jnp.expand_dims(x, axis + 1)
+    places = [8 if i == axis + 1 else 1 for i in range(eights.ndim)]
+    place = lax.broadcasted_iota(jnp.uint8, places, axis + 1)
+    return ((eights >> place) & 1).astype(bool).reshape(shape)
+
+
+def _axis(shape: tuple[int, ...]) -> int | None:
+    """Returns the axis along which eight go into a byte, None if there is none."""
+    return next((i for i, size in enumerate(shape) if size % 8 == 0), None)
+
+
+def _in_eights(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    # Those that share a byte are neighbours, so that a sharded axis stays sharded.
+    return (*shape[:axis], shape[axis] // 8, 8, *shape[axis + 1 :])

@@ -1,0 +1,263 @@
+"""What crosses from a forward pass to its backward pass, and how it is stored.
+
+Of what the backward pass reads, the program stores as little as it can: values that are
+made elementwise from a stored one are computed again from it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .._jaxprs.scopes import FLOAT32, KEPT_BY_PATHS, Scopes, is_under
+from .._ops import lists
+from . import eight_bits
+from .eight_bits import How, Stored
+
+# Whether an equation, in the scopes around its jaxpr, is to be left alone.
+IsLeft = Callable[[Equation, Scopes], bool]
+
+
+def leaves_out(paths: Iterable[str]) -> IsLeft:
+    """Returns what tells whether the user keeps the residuals of an equation.
+
+    Args:
+        paths: Named scopes to leave out, beside those that stay float32.
+    """
+    named = [tuple(path.split("/")) for path in paths]
+
+    def is_left(eqn: Equation, scopes: Scopes) -> bool:
+        here = scopes + _jaxpr.scope_names(eqn)
+        if FLOAT32 in here or KEPT_BY_PATHS in here:
+            return True
+        return any(is_under(path, here) for path in named)
+
+    return is_left
+
+
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Yields those of some atoms that are no numbers in the code."""
+    return (x for x in atoms if not isinstance(x, _jaxpr.Literal))
+
+
+class Forward:
+    """What a forward pass computes, and what of it can be computed again."""
+
+    def __init__(self, eqns: Sequence[Equation], given: Iterable[Any], is_left: IsLeft):
+        """Looks at the equations.
+
+        Args:
+            eqns: Those of the forward pass, in order.
+            given: Variables that the backward pass can read anyway.
+            is_left: See :func:`leaves_out`.
+        """
+        self.makers: dict[Any, Equation] = {}
+        self.given = set(given)
+        self._sums: set[Any] = set()
+        self._left: set[Any] = set()
+        for eqn in eqns:
+            self.makers.update(dict.fromkeys(eqn.outvars, eqn))
+            ins = list(variables(eqn.invars))
+            if all(x in self.given for x in ins) and lists.is_repeatable(eqn):
+                self.given.update(eqn.outvars)
+            elif lists.reduces(eqn) or self._is_of_sums(eqn, ins):
+                self._sums.update(eqn.outvars)
+            moved = lists.is_moved(eqn) and not self._left.isdisjoint(ins)
+            if moved or is_left(eqn, ()) or lists.is_placed(eqn):
+                self._left.update(eqn.outvars)
+
+    def _is_of_sums(self, eqn: Equation, ins: Sequence[Any]) -> bool:
+        """Whether an equation computes statistics from statistics."""
+        if not ins or not lists.is_elementwise(eqn):
+            return False
+        if not all(x in self.given or x in self._sums for x in ins):
+            return False
+        return eqn.outvars[0].aval.size <= max(x.aval.size for x in ins)
+
+    def is_free(self, atom: Any) -> bool:
+        """Whether it costs nothing, or hardly anything, to keep a value as it is."""
+        if isinstance(atom, _jaxpr.Literal) or atom in self.given:
+            return True
+        return atom in self._sums or eight_bits.is_small(atom.aval)
+
+    def is_whole(self, var: Any, exact: set[Any]) -> bool:
+        """Whether a value is stored as it is, if at all."""
+        if var in exact or var in self._left or self.is_free(var):
+            return True
+        return not eight_bits.fits(var.aval)
+
+    def is_fused(self, var: Any) -> bool:
+        """Whether a compiler may compute a value for each reader, and store none."""
+        eqn = self.makers.get(var)
+        fuses = eqn is not None and lists.is_repeatable(eqn)
+        return fuses and not eight_bits.is_small(var.aval)
+
+    def source(self, var: Any, exact: set[Any]) -> Any:
+        """Returns what to store for a value: that of which it is made elementwise."""
+        while (eqn := self.maker(var)) is not None:
+            large = {x for x in eqn.invars if not self.is_free(x)}
+            if len(large) != 1 or self.is_whole(x := large.pop(), exact):
+                break
+            var = x
+        return var
+
+    def maker(self, var: Any) -> Equation | None:
+        """Returns the equation by which a value can be computed again, if one can."""
+        eqn = self.makers.get(var)
+        if eqn is None or not lists.is_computed_again(eqn):
+            return None
+        # What is divided by may have become zero.
+        place = lists.divisor(eqn)
+        return eqn if place is None or self.is_free(eqn.invars[place]) else None
+
+
+class Kept:
+    """What is stored of a forward pass for its backward pass."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        needed: Iterable[Any],
+        exact: set[Any],
+        roots: Iterable[Any] = (),
+    ):
+        """Decides.
+
+        Args:
+            forward: The forward pass.
+            needed: What the backward pass reads, in the order of the program.
+            exact: That of it whose digits somebody needs.
+            roots: That of it which is to be stored itself.
+        """
+        self.forward, self.how = forward, dict[Any, How]()
+        self._exact = exact
+        needed = list(needed)
+        for var in roots:
+            self._store(var)
+        for var in needed:
+            if not forward.is_whole(var, exact) and not self._is_there(var, {}):
+                self._store(forward.source(var, exact))
+        for var in self._leaves(needed):
+            self._store(var)
+
+    def _store(self, var: Any) -> None:
+        if var in self.forward.given or var in self.how:
+            return
+        if not self.forward.is_whole(var, self._exact):
+            self.how[var] = "eight"
+        elif eight_bits.packs(var.aval):
+            self.how[var] = "bits"
+        else:
+            self.how[var] = "firm" if self.forward.is_fused(var) else "whole"
+
+    def sources(self, var: Any) -> Iterator[Any]:
+        """Yields the stored values that the backward pass reads for one."""
+        rest = [var]
+        while rest:
+            var = rest.pop()
+            if var in self.how:
+                yield var
+            elif var not in self.forward.given and var in self.forward.makers:
+                rest += variables(self.forward.makers[var].invars)
+
+    def _is_there(self, atom: Any, seen: dict[Any, bool]) -> bool:
+        """Whether a value can be had from what is stored so far."""
+        if self.forward.is_free(atom) or atom in self.how:
+            return True
+        if atom not in seen:
+            seen[atom] = False
+            eqn = self.forward.maker(atom)
+            if eqn and not self.forward.is_whole(atom, self._exact):
+                seen[atom] = all(self._is_there(x, seen) for x in eqn.invars)
+        return seen[atom]
+
+    def _leaves(self, needed: Sequence[Any]) -> Iterator[Any]:
+        """Yields what is to be stored so that all that is needed can be had."""
+        seen, rest = set(), list(needed)
+        while rest:
+            var = rest.pop()
+            if var in seen or var in self.forward.given:
+                continue
+            seen.add(var)
+            whole = self.forward.is_whole(var, self._exact)
+            eqn = None if whole or var in self.how else self.forward.maker(var)
+            if eqn is None:
+                yield var
+            else:
+                rest += variables(eqn.invars)
+
+
+class Again:
+    """Reads what was stored, and computes again what was not."""
+
+    def __init__(
+        self,
+        kept: Kept,
+        stored: Mapping[Any, Stored],
+        known: Callable[[Any], Any],
+    ):
+        """Starts with nothing read.
+
+        Args:
+            kept: What is stored.
+            stored: That, by its variables.
+            known: Returns a value that is there anyway, None for all others.
+        """
+        self._kept, self._stored, self._known = kept, stored, known
+        self._read: dict[Any, Any] = {}
+
+    def read(self, atom: Any) -> Any:
+        """Returns a value of the forward pass, as the backward pass reads it."""
+        if isinstance(atom, _jaxpr.Literal):
+            return atom.val
+        if atom not in self._read:
+            if atom in self._stored:
+                self._read[atom] = self._stored[atom].restored()
+            elif (value := self._known(atom)) is not None:
+                return value
+            else:
+                eqn = self._kept.forward.makers[atom]
+                outs = _jaxpr.bind(eqn, [self.read(x) for x in eqn.invars])
+                self._read.update(zip(eqn.outvars, outs, strict=True))
+        return self._read[atom]
+
+
+def exact_of(
+    eqns: Sequence[Equation],
+    exact: Iterable[Any],
+    is_left: IsLeft,
+    scopes: Scopes = (),
+) -> set[Any]:
+    """Returns the variables of a backward pass whose digits somebody needs (rule 6).
+
+    Args:
+        eqns: The equations of the backward pass.
+        exact: Variables of which that is known.
+        is_left: See :func:`leaves_out`.
+        scopes: Named scopes around the equations.
+    """
+    found = set(exact)
+    for eqn in reversed(eqns):
+        if _jaxpr.call_kind(eqn):
+            found.update(_exact_inside(eqn, found, is_left, scopes))
+            continue
+        is_told = lists.reads_digits(eqn) or is_left(eqn, scopes)
+        hands_on = lists.is_elementwise(eqn) and not found.isdisjoint(eqn.outvars)
+        for i, atom in enumerate(eqn.invars):
+            if is_told or hands_on or lists.divisor(eqn) == i:
+                found.update(variables([atom]))
+    return found
+
+
+def _exact_inside(
+    eqn: Equation, exact: set[Any], is_left: IsLeft, scopes: Scopes
+) -> Iterator[Any]:
+    """Yields the inputs of an equation whose digits are needed in its jaxprs."""
+    here, layout = scopes + _jaxpr.scope_names(eqn), _jaxpr.call_layout(eqn)
+    for body in layout.bodies:
+        inner = _jaxpr.open_jaxpr(body.jaxpr)
+        outs = zip(inner.outvars, eqn.outvars, strict=False)
+        known = variables(x for x, out in outs if out in exact)
+        found = exact_of(inner.eqns, known, is_left, here)
+        pairs = zip(body.operands, inner.invars, strict=True)
+        yield from variables(eqn.invars[i] for i, x in pairs if x in found)

@@ -1,0 +1,283 @@
+"""Replaying a program so that it stores in eight bits what its backward pass reads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.flatten import ARRAY, arrays_of, with_arrays
+from .._jaxprs.jaxpr import Equation
+from .._ops.products import is_matrix_product
+from .eight_bits import Stored, stored
+from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out, variables
+from .scans import Stack, read_by_scan
+
+
+def with_narrow_residuals(
+    fun: Callable[..., Any], kind: str | None, paths: Sequence[str]
+) -> Callable[..., Any]:
+    """Returns a function that stores in eight bits what its backward pass reads.
+
+    Args:
+        fun: Function of pytrees that computes gradients.
+        kind: Which eight bits, None for none.
+        paths: Named scopes to leave out.
+    """
+    if kind is None:
+        return fun
+    is_left = leaves_out(paths)
+
+    def wrapped(*args, **kwargs):
+        leaves, in_tree = jax.tree.flatten((args, kwargs))
+        results: Any = None
+
+        def flat(*arrays):
+            nonlocal results
+            args, kwargs = in_tree.unflatten(with_arrays(leaves, arrays))
+            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            known = [ARRAY if isinstance(x, jax.Array) else x for x in outs]
+            results = known, out_tree
+            return arrays_of(outs)
+
+        arrays = arrays_of(leaves)
+        jaxpr = _jaxpr.trace(flat, arrays)
+        jaxpr = _jaxpr.trace(lambda *arrays: _inlined(jaxpr, arrays), arrays)
+        if not _has_backward(jaxpr):
+            raise ValueError(
+                f'`residuals="{kind}"` is for what a backward pass reads, but `fun` '
+                "computes no gradient. Put `autocast` around the differentiated "
+                "function: `autocast(jax.value_and_grad(loss_fn), policy, "
+                f'residuals="{kind}")`.'
+            )
+        outs = Replay(jaxpr, arrays, kind, is_left).run()
+        leaves, out_tree = results
+        return out_tree.unflatten(with_arrays(leaves, outs))
+
+    return wrapped
+
+
+class Replay:
+    """The replay of one jaxpr that holds a forward and a backward pass."""
+
+    def __init__(self, jaxpr: Any, inputs: Sequence[Any], kind: str, is_left: IsLeft):
+        """Decides what is stored.
+
+        Args:
+            jaxpr: The jaxpr.
+            inputs: Its inputs.
+            kind: Which eight bits.
+            is_left: Whether the user keeps the residuals of an equation.
+        """
+        self.kind, self.is_left, self.jaxpr = kind, is_left, jaxpr
+        body = _jaxpr.open_jaxpr(jaxpr)
+        self.eqns = _jaxpr.live(jaxpr)
+        given = [*body.constvars, *body.invars]
+        values = [*_jaxpr.closed_consts(jaxpr), *inputs]
+        self.env: dict[Any, Any] = dict(zip(given, values, strict=True))
+        ahead = [eqn for eqn in self.eqns if not _jaxpr.is_transposed(eqn)]
+        back = [eqn for eqn in self.eqns if _jaxpr.is_transposed(eqn)]
+        self.forward = Forward(ahead, given, is_left)
+        exact = exact_of(back, (), is_left)
+        self.stacks = dict(self._stacks(back, exact))
+        read = {x for eqn in back for x in variables(eqn.invars)}
+        needed = [x for x in self.forward.makers if x in read - self.stacks.keys()]
+        self.kept = Kept(self.forward, needed, exact)
+        self.due = self._due()
+        self.stored: dict[Any, Stored] = {}
+        self.again = Again(self.kept, self.stored, self._known)
+        self.sums: dict[Any, Any] = {}  # products that wait for the next stage
+        self.wanted = {x for eqn in ahead for x in variables(eqn.invars)}
+        self.wanted.update(variables(body.outvars))
+
+    def _stacks(
+        self, back: Sequence[Equation], exact: set[Any]
+    ) -> Iterator[tuple[Any, Stack]]:
+        """Yields the scan behind each stacked value that a scan reads, by the value."""
+        read: dict[int, dict[Any, bool]] = {}
+        makers = self.forward.makers
+        by_scan = {x for eqn in back for x in _slices_of(eqn)}
+        others = {
+            x
+            for eqn in back
+            for i, x in enumerate(eqn.invars)
+            if not isinstance(x, _jaxpr.Literal) and i not in _places_of(eqn)
+        }
+        for x in self.forward.makers:
+            eqn = makers[x]
+            if x in by_scan and _jaxpr.call_kind(eqn) == "scan":
+                place = eqn.outvars.index(x)
+                if place >= _jaxpr.scan_counts(eqn)[1]:
+                    read.setdefault(id(eqn), {})[x] = x in others
+        made = {id(eqn): eqn for eqn in makers.values()}
+        for key, found in read.items():
+            stack = Stack(made[key], found, self.forward, exact, self.is_left)
+            yield from ((x, stack) for x in found)
+
+    def _due(self) -> dict[int, list[Any]]:
+        """Returns what is first read behind each product that begins a stage."""
+        due: dict[int, list[Any]] = {}
+        seen: set[Any] = set()
+        stage: list[Any] = []
+        for eqn in self.eqns:
+            if not _jaxpr.is_transposed(eqn):
+                continue
+            for x in {*variables(eqn.invars)} - self.stacks.keys():
+                new = [y for y in self.kept.sources(x) if y not in seen]
+                seen.update(new)
+                stage += [y for y in new if self.kept.how[y] in ("eight", "bits")]
+            if self._begins_stage(eqn):
+                due[id(eqn)] = stage = []
+        return due
+
+    def _begins_stage(self, eqn: Equation) -> bool:
+        """Whether ``eqn`` sends a gradient back through a layer, or through several."""
+        if not _is_product(eqn):
+            return _jaxpr.call_kind(eqn) in _LAYERS and _holds_product(eqn)
+        return not any(map(self._is_kept, eqn.invars))
+
+    def _is_kept(self, atom: Any) -> bool:
+        """Whether a value crosses from the forward pass to the backward pass."""
+        if isinstance(atom, _jaxpr.Literal) or atom in self.forward.given:
+            return False
+        return atom in self.forward.makers
+
+    def run(self) -> list[Any]:
+        """Returns the outputs."""
+        stacks: dict[tuple[int, int], Any] = {}
+        for eqn in self.eqns:
+            with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
+                if _jaxpr.is_transposed(eqn):
+                    self.back(eqn)
+                else:
+                    self.ahead(eqn)
+        return [self.value(x) for x in _jaxpr.open_jaxpr(self.jaxpr).outvars]
+
+    def value(self, atom: Any) -> Any:
+        """Returns a value as it was computed."""
+        return atom.val if isinstance(atom, _jaxpr.Literal) else self.env[atom]
+
+    def ahead(self, eqn: Equation) -> None:
+        """Applies an equation of the forward pass, and stores what is kept of it."""
+        ins = [self.value(x) for x in eqn.invars]
+        stack = next((s for s in map(self.stacks.get, eqn.outvars) if s), None)
+        if stack:
+            outs = stack.run(ins, self.wanted, self.kind)
+        else:
+            outs = self._entered(eqn, ins)
+        for var, x in zip(eqn.outvars, outs, strict=True):
+            self.env[var] = x
+            if var in self.kept.how:
+                self.stored[var] = stored(x, self.kept.how[var], self.kind)
+
+    def back(self, eqn: Equation) -> None:
+        """Applies an equation of the backward pass to what was stored."""
+        stacks = {
+            i: self.stacks[x]
+            for i in _places_of(eqn)
+            if not isinstance(x := eqn.invars[i], _jaxpr.Literal) and x in self.stacks
+        }
+        ins = [None if i in stacks else self.read(x) for i, x in enumerate(eqn.invars)]
+        if stacks:
+            outs = read_by_scan(eqn, ins, stacks, self.value)
+        else:
+            outs = _jaxpr.bind(eqn, ins)
+        self.env.update(zip(eqn.outvars, outs, strict=True))
+        if self._begins_stage(eqn):
+            self.begin_stage(eqn)
+        elif _is_product(eqn):
+            self.sums[eqn.outvars[0]] = outs[0]
+
+    def begin_stage(self, eqn: Equation) -> None:
+        """Lets what follows wait for what belongs to the layers before.
+
+        XLA would compute the gradients of all weights at the end, and what is computed
+        again for the backward pass at the beginning, and keep it all in between.
+        """
+        due = self.due.get(id(eqn), [])
+        arrays = [self.stored[x].arrays for x in due]
+        self.sums.update((var, self.env[var]) for var in eqn.outvars)
+        values = list(self.sums.values())
+        values, arrays = lax.optimization_barrier((values, arrays))
+        self.env.update(zip(self.sums, values, strict=True))
+        self.sums.clear()
+        for x, new in zip(due, arrays, strict=True):
+            self.stored[x] = self.stored[x]._replace(arrays=tuple(new))
+
+    def read(self, atom: Any) -> Any:
+        """Returns a value as the backward pass reads it."""
+        stack = None if isinstance(atom, _jaxpr.Literal) else self.stacks.get(atom)
+        return stack.read(atom, self.value) if stack else self.again.read(atom)
+
+    def _known(self, var: Any) -> Any:
+        """Returns what is there anyway."""
+        if var in self.forward.given or var not in self.forward.makers:
+            return self.env[var]
+        return None
+
+    def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
+        """Applies an equation, and goes inside if there is a backward pass in it."""
+        if not any(map(_has_backward, _jaxpr.sub_jaxprs(eqn))):
+            return _jaxpr.bind(eqn, ins)
+
+        def replayed(jaxpr):
+            return lambda *xs: Replay(jaxpr, xs, self.kind, self.is_left).run()
+
+        if _jaxpr.call_kind(eqn) == "shard_map":
+            return _jaxpr.bind_shard_map(eqn, ins, replayed(eqn.params["jaxpr"]))
+        bodies = [
+            _jaxpr.trace(replayed(body.jaxpr), _jaxpr.in_avals(body.jaxpr))
+            for body in _jaxpr.call_layout(eqn).bodies
+        ]
+        return _jaxpr.bind_bodies(eqn, ins, bodies)
+
+
+def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Replays a jaxpr, with the calls of ``jit`` in it written out."""
+    stacks: dict[tuple[int, int], Any] = {}
+
+    def apply(eqn, ins):
+        with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
+            if _jaxpr.is_inlined(eqn):
+                return _inlined(eqn.params["jaxpr"], ins)
+            return _jaxpr.bind(eqn, ins)
+
+    return _jaxpr.interpret(jaxpr, arrays, apply)
+
+
+def _has_backward(jaxpr: Any) -> bool:
+    """Whether there is a backward pass in a jaxpr, or in what it holds."""
+    return any(
+        _jaxpr.is_transposed(eqn) or any(map(_has_backward, _jaxpr.sub_jaxprs(eqn)))
+        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
+    )
+
+
+# Calls in which a layer, or several, are differentiated at once.
+_LAYERS = frozenset({"remat", "scan", "while"})
+
+
+def _is_product(eqn: Equation) -> bool:
+    """Whether an equation is a product, or stands for one."""
+    stands = _jaxpr.call_kind(eqn) == "custom_jvp" and _holds_product(eqn)
+    return is_matrix_product(eqn) or stands
+
+
+def _holds_product(eqn: Equation) -> bool:
+    return is_matrix_product(eqn) or any(
+        _holds_product(inner)
+        for body in _jaxpr.sub_jaxprs(eqn)
+        for inner in _jaxpr.open_jaxpr(body).eqns
+    )
+
+
+def _places_of(eqn: Equation) -> range:
+    """Returns at which inputs a scan takes an iteration's share."""
+    if _jaxpr.call_kind(eqn) != "scan":
+        return range(0)
+    return range(sum(_jaxpr.scan_counts(eqn)), len(eqn.invars))
+
+
+def _slices_of(eqn: Equation) -> Iterator[Any]:
+    return variables(eqn.invars[i] for i in _places_of(eqn))

@@ -1,0 +1,210 @@
+"""Scans of a forward pass whose stacked outputs the scan of its backward pass reads.
+
+Each iteration stores its own values, so that nothing is stacked in more bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation
+from .eight_bits import Stored, stored
+from .plan import Again, Forward, IsLeft, Kept, variables
+
+
+class Stack:
+    """A scan of a forward pass, and what its iterations store."""
+
+    def __init__(
+        self,
+        eqn: Equation,
+        read: Mapping[Any, bool],
+        forward: Forward,
+        exact: set[Any],
+        is_left: IsLeft,
+    ):
+        """Decides what the iterations store.
+
+        Args:
+            eqn: The scan.
+            read: Which of its outputs the backward pass reads, and whether others than
+                its scan do.
+            forward: The forward pass.
+            exact: What the backward pass reads all digits of.
+            is_left: Whether the user keeps the residuals of an equation.
+        """
+        self.eqn, self.jaxpr = eqn, eqn.params["jaxpr"]
+        body = _jaxpr.open_jaxpr(self.jaxpr)
+        self.consts, self.carries = _jaxpr.scan_counts(eqn)
+        first = self.consts + self.carries
+        given = [
+            inner
+            for i, inner in enumerate(body.invars)
+            if not self.consts <= i < first
+            and (isinstance(x := eqn.invars[i], _jaxpr.Literal) or x in forward.given)
+        ]
+        # By the variable outside.
+        pairs = zip(eqn.outvars, body.outvars, strict=True)
+        self.inner = {out: x for out, x in pairs if out in read}
+        inside = Forward(_jaxpr.live(body), [*given, *body.constvars], is_left)
+        order = [*body.invars, *inside.makers]
+        wanted = set(variables(self.inner.values()))
+        self.kept = Kept(
+            inside,
+            [x for x in order if x in wanted],
+            {x for out, x in self.inner.items() if out in exact},
+            variables(self.inner[out] for out, others in read.items() if others),
+        )
+        self.stored: dict[Any, Stored] = {}
+        self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
+
+    def run(self, ins: Sequence[Any], wanted: set[Any], kind: str) -> list[Any]:
+        """Applies the scan, and keeps what its iterations store.
+
+        Args:
+            ins: Its inputs.
+            wanted: Those of its outputs that others than the backward pass read.
+            kind: Which eight bits.
+
+        Returns:
+            Its outputs, None where nobody wants one.
+        """
+        whole = [
+            i
+            for i, out in enumerate(self.eqn.outvars)
+            if i >= self.carries and (out not in self.inner or out in wanted)
+        ]
+        avals: dict[Any, Stored] = {}
+
+        def trip(carry, xs):
+            saved: dict[Any, Stored] = {}
+
+            def save(variables, values):
+                for var, x in zip(variables, values, strict=True):
+                    if var in self.kept.how:
+                        saved[var] = stored(x, self.kept.how[var], kind)
+
+            args = [*ins[: self.consts], *carry, *xs]
+            save(_jaxpr.in_vars(self.jaxpr), args)
+            outs = _jaxpr.interpret(self.jaxpr, args, _applied(save))
+            avals.update((x, s._replace(arrays=())) for x, s in saved.items())
+            stacked = [saved[x].arrays for x in self.kept.how]
+            return outs[: self.carries], ([outs[i] for i in whole], stacked)
+
+        first = self.consts + self.carries
+        carry, (ys, stacked) = _scan(
+            self.eqn, trip, list(ins[self.consts : first]), list(ins[first:])
+        )
+        for x, arrays in zip(self.kept.how, stacked, strict=True):
+            self.stored[x] = avals[x]._replace(arrays=arrays)
+        outs: list[Any] = [*carry, *[None] * (len(self.eqn.outvars) - self.carries)]
+        for i, y in zip(whole, ys, strict=True):
+            outs[i] = y
+        return outs
+
+    def read(self, out: Any, lookup: Callable[[Any], Any]) -> Any:
+        """Returns one of the outputs as the backward pass reads it beside the scan."""
+        inner = self.inner[out]
+        if inner not in self.stored:
+            return lookup(out)
+        one = self.stored[inner]
+        return jax.vmap(lambda *xs: one._replace(arrays=xs).restored())(*one.arrays)
+
+    def again(self, slices: "Slices", consts: Mapping[Any, Any]) -> Again:
+        """Returns what reads the values of one iteration."""
+        saved = {
+            x: one._replace(arrays=arrays)
+            for (x, one), arrays in zip(self.stored.items(), slices.stored, strict=True)
+        }
+        known = {**consts, **slices.given}
+        return Again(self.kept, saved, known.get)
+
+    def slices(self, lookup: Callable[[Any], Any]) -> "Slices":
+        """Returns what the scan of the backward pass takes an iteration's share of."""
+        first = self.consts + self.carries
+        body = _jaxpr.in_vars(self.jaxpr)
+        given = {x: lookup(self._given[x]) for x in body[first:] if x in self._given}
+        return Slices([one.arrays for one in self.stored.values()], given)
+
+    def consts_given(self, lookup: Callable[[Any], Any]) -> dict[Any, Any]:
+        """Returns what all iterations share, and the backward pass may read."""
+        body = _jaxpr.open_jaxpr(self.jaxpr)
+        closed = zip(body.constvars, _jaxpr.closed_consts(self.jaxpr), strict=True)
+        shared = body.invars[: self.consts]
+        return dict(closed) | {
+            x: lookup(self._given[x]) for x in shared if x in self._given
+        }
+
+
+class Slices(NamedTuple):
+    """What an iteration of the backward pass reads of the forward pass."""
+
+    stored: list[Any]
+    given: dict[Any, Any]
+
+
+def read_by_scan(
+    eqn: Equation,
+    ins: Sequence[Any],
+    stacks: Mapping[int, Stack],
+    lookup: Callable[[Any], Any],
+) -> list[Any]:
+    """Applies a scan of a backward pass to what the iterations have stored.
+
+    Args:
+        eqn: The scan.
+        ins: Its inputs; nothing is read of those that were stored.
+        stacks: The scan that has stored an input, by its place.
+        lookup: Returns a value of the forward pass that is there anyway.
+    """
+    jaxpr = eqn.params["jaxpr"]
+    consts, carries = _jaxpr.scan_counts(eqn)
+    first = consts + carries
+    others = [i for i in range(first, len(ins)) if i not in stacks]
+    used = list(dict.fromkeys(stacks.values()))
+    shared = [stack.consts_given(lookup) for stack in used]
+    taken = [stack.slices(lookup) for stack in used]
+
+    def trip(carry, slices):
+        rest, parts = slices
+        parts = [
+            Slices(stored, dict(zip(whole.given, given, strict=True)))
+            for (stored, given), whole in zip(parts, taken, strict=True)
+        ]
+        again = {
+            stack: stack.again(part, known)
+            for stack, part, known in zip(used, parts, shared, strict=True)
+        }
+        values = dict(zip(others, rest, strict=True))
+        for i, stack in stacks.items():
+            values[i] = again[stack].read(stack.inner[eqn.invars[i]])
+        args = [*ins[:consts], *carry, *(values[i] for i in range(first, len(ins)))]
+        outs = _jaxpr.interpret(jaxpr, args, _applied())
+        return outs[:carries], outs[carries:]
+
+    parts = [(part.stored, list(part.given.values())) for part in taken]
+    xs = [ins[i] for i in others], parts
+    carry, ys = _scan(eqn, trip, list(ins[consts:first]), xs)
+    return [*carry, *ys]
+
+
+def _applied(save: Callable[[Iterable[Any], Sequence[Any]], None] | None = None):
+    """Returns what applies an equation where it was written, and saves its outputs."""
+    stacks: dict[tuple[int, int], Any] = {}
+
+    def apply(eqn, ins):
+        with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
+            outs = _jaxpr.bind(eqn, ins)
+            if save:
+                save(eqn.outvars, outs)
+            return outs
+
+    return apply
+
+
+def _scan(eqn: Equation, trip: Callable, carry: Any, xs: Any) -> Any:
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return lax.scan(trip, carry, xs, **options)
