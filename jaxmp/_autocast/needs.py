@@ -119,11 +119,6 @@ def has_offset(need: Need) -> bool:
     return bool(need & (OFFSET | _EXACT))
 
 
-def is_taken_from(need: Need) -> bool:
-    """Whether a difference is made of a value."""
-    return bool(need & OFFSET)
-
-
 def for_product(need: Need) -> bool:
     """Whether a product takes a value."""
     return bool(need & PRODUCT)

@@ -56,7 +56,7 @@ def needs_of_inputs(
     if not back:
         usual |= _of_offset(eqn, place)
     elif place.back:
-        usual |= _of_rule(eqn, out)
+        usual |= _of_rule(eqn)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
@@ -202,11 +202,12 @@ def _of_offset(eqn: Equation, place: Place) -> Need:
     return needs.OFFSET if (takes or is_ratio) and meets else needs.NOTHING
 
 
-def _of_rule(eqn: Equation, out: Need) -> Need:
-    """Returns what a backward rule needs that takes something away, as JAX's do not."""
-    does = classes.does(eqn)
-    computes = does.subtracts or does.joins or classes.is_exponential(eqn)
-    return needs.OFFSET if computes or needs.is_taken_from(out) else needs.NOTHING
+def _of_rule(eqn: Equation) -> Need:
+    """Returns what a rule needs that computes a difference, as those of JAX do not."""
+    does, (x, *others) = classes.does(eqn), eqn.invars or [None]
+    squares = classes.is_square(eqn) or (does.multiplies and others == [x])
+    differs = does.subtracts or does.joins or classes.is_exponential(eqn)
+    return needs.OFFSET if squares or differs else needs.NOTHING
 
 
 def _is_whole(taken: Any, eqn: Equation) -> bool:
