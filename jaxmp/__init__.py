@@ -188,16 +188,9 @@ else:
             names = vars(_importlib.import_module(f".{module}", __name__))
             if name in names:
                 return globals().setdefault(name, names[name])
-        from ._base.names import ANSWERS
+        from ._base.names import missing
 
-        if name in ANSWERS:
-            raise AttributeError(f"jaxmp has no `{name}`: {ANSWERS[name]}.")
-        # With the module, Python says which name may be meant.
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}",
-            name=name,
-            obj=_sys.modules[__name__],
-        )
+        raise missing(__name__, name)
 
     def __dir__() -> list[str]:
         # A front end whose library is not installed could not be imported.

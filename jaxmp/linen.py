@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from ._base.checks import check_function, short
+from ._base.names import missing
 from ._base.policy import PolicyLike, check_casts, get_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
@@ -25,6 +26,11 @@ __all__ = ["activation_gradients", "gather", "with_policy"]
 
 P = ParamSpec("P")
 Module = TypeVar("Module", bound=nn.Module)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)
 
 
 def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:

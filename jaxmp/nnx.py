@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Never, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Never, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import nnx
 
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
+from ._base.names import missing
 from ._base.policy import Policy, PolicyLike, check_casts, get_policy
 from ._base.tree import AxisName, is_floating_array, path_name
 from ._devices.gather import gather as _gather
@@ -37,6 +38,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)
 
 
 @explains("jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(*args)")

@@ -37,11 +37,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@explains(
-    'jaxmp.autocast(fun, "mixed_float16")(*args)',
+_NO_CONTEXT = (
     "It is no context manager and names no device; as a decorator, type "
-    '`@functools.partial(jaxmp.autocast, policy="mixed_float16")`.',
+    '`@functools.partial(jaxmp.autocast, policy="mixed_float16")`.'
 )
+
+
+@explains('jaxmp.autocast(fun, "mixed_float16")(*args)', _NO_CONTEXT)
 def autocast(
     fun: Callable[P, T],
     policy: PolicyLike | None = None,
@@ -107,6 +109,7 @@ def autocast(
         "autocast(fun, policy)",
         "Pass its `apply`, `autocast(model.apply, policy)`, or a function that calls "
         "it, such as the loss.",
+        hint=_NO_CONTEXT,
     )
     if not isinstance(ops, OpLists):
         raise TypeError(

@@ -20,6 +20,8 @@ from jax.typing import ArrayLike
 
 F = TypeVar("F", bound=Callable)
 
+# A class of JAX, and so a function to Python.
+_DTYPES = jnp.float16, jnp.bfloat16, jnp.float32
 _CALL_IT = "The arguments of the function go to what is returned."
 
 
@@ -250,7 +252,9 @@ def check_state(state: Any, state_type: type, more: str = "") -> None:
     raise TypeError(f"{text} {more}".rstrip())
 
 
-def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
+def check_function(
+    name: str, fun: Any, call: str, for_model: str, hint: str = ""
+) -> None:
     """Raises where a model, a policy or a result stands in the place of a function.
 
     Args:
@@ -258,6 +262,7 @@ def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
         fun: What it was given.
         call: How our function is called.
         for_model: What to type for a model that is no function.
+        hint: What else those want who begin with the policy.
     """
     linen = sys.modules.get("flax.linen")  # who has a module has imported it
     got = type(fun).__name__
@@ -265,12 +270,12 @@ def check_function(name: str, fun: Any, call: str, for_model: str) -> None:
         got, cure = f"the Linen module `{got}`", for_model
     elif linen and isinstance(fun, type) and issubclass(fun, linen.Module):
         got, cure = f"the class `{fun.__name__}`", f"Make a model of it. {for_model}"
+    elif isinstance(fun, (str, jmp.Policy)) or any(fun is x for x in _DTYPES):
+        cure = f"The function comes first: `{call}`. {hint}".rstrip()
     elif callable(fun):
         return
     elif hasattr(fun, "apply"):  # of `hk.transform`
         cure = for_model
-    elif isinstance(fun, (str, jmp.Policy)):
-        cure = f"The function comes first: `{call}`."
     else:
         got = got if isinstance(fun, (dict, list)) else describe(fun)
         cure = f"Pass the function itself, and call the result: `{call}(*args)`."

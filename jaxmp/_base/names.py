@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 _GRADIENTS = "`jaxmp.value_and_grad(loss_fn, loss_scale=opt_state)(params, x)`"
 _SCALE = "the loss scale is in the state of the optimizer: type"
 _POLICY = '`jaxmp.get_policy("mixed_float16")`'
@@ -14,10 +16,22 @@ _ANSWERS = (
         '`tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")` for the scale',
     ),
     (
-        "GradScaler LossScaler LossScale LossScaleOptimizer DynamicScale "
-        "DynamicLossScale DynamicLossScaling dynamic_scale loss_scale scale_loss",
+        "GradScaler LossScaler LossScale LossScaleOptimizer DynamicScale scaler "
+        "DynamicLossScale DynamicLossScaling dynamic_scale scale_loss",
         f'{_SCALE} `tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")`, and '
         f"{_GRADIENTS} for the gradients",
+    ),
+    (
+        "loss_scale get_scale scale current_scale",
+        f'{_SCALE} `tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")`, and '
+        f"{_GRADIENTS} for the gradients; read it with "
+        "`jaxmp.get_loss_scale(opt_state)`",
+    ),
+    (
+        "is_autocast_enabled get_autocast_dtype get_autocast_gpu_dtype "
+        "is_autocast_available autocast_enabled",
+        "nothing is global: type `print(jaxmp.explain(fun)(params, x))` for the dtype "
+        "of each line of a function",
     ),
     (
         "StaticLossScale NoOpLossScale ConstantLossScale",
@@ -70,3 +84,30 @@ _ANSWERS = (
     ("select", "type `jaxmp.select_tree(True, params, params)`"),
 )
 ANSWERS = {name: text for names, text in _ANSWERS for name in names.split()}
+
+
+def missing(module: str, name: str) -> AttributeError:
+    """Returns the error for a name that a module of jaxmp lacks.
+
+    Args:
+        module: Such as ``"jaxmp.nnx"``.
+        name: What was typed.
+    """
+    root = sys.modules["jaxmp"]
+    if module == "jaxmp.nnx" and name == "grad":
+        answer = (
+            "type `jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(model, x)`, "
+            "which returns the gradients second"
+        )
+    elif module != "jaxmp" and not name.startswith("_") and name in dir(root):
+        answer = f"type `jaxmp.{name}`"
+    elif name in ANSWERS:
+        answer = ANSWERS[name]
+    else:
+        # With the module, Python says which name may be meant.
+        return AttributeError(
+            f"module {module!r} has no attribute {name!r}",
+            name=name,
+            obj=sys.modules[module],
+        )
+    return AttributeError(f"{module} has no `{name}`: {answer}.")

@@ -31,12 +31,9 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
     run = traced_by_us(with_module_scopes(fun), is_staged())
     for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
         if traced:
-            path = path_name(tuple(rest))
             name = first.key if part.idx else parameters[first.idx]
-            if not path or isinstance(rest[0], jax.tree_util.SequenceKey):
-                path = f"{name}/{path}".rstrip("/")  # a number alone says nothing
             leaves.append(leaf)
-            names.append(path)
+            names.append(_named(name, tuple(rest)))
 
     def flat(*arrays):
         arrays = iter(arrays)
@@ -46,10 +43,17 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
         )
         outs = jax.tree.leaves_with_path(run(*args, **kwargs))
         outs = [(path, x) for path, x in outs if is_array(x)]
-        out_names[:] = [path_name(path) or "result" for path, _ in outs]
+        out_names[:] = [_named("result", path) for path, _ in outs]
         return [x for _, x in outs]
 
     return Flat(flat, leaves, names, out_names)
+
+
+def _named(name: str, path: tuple[Any, ...]) -> str:
+    """Returns a path, with a name in front if it begins with a number."""
+    if not path or isinstance(path[0], jax.tree_util.SequenceKey):
+        return f"{name}/{path_name(path)}".rstrip("/")  # a number alone says nothing
+    return path_name(path)
 
 
 def check_values(function: str, flat: Flat, when: str) -> None:

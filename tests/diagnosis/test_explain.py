@@ -204,7 +204,11 @@ def test_each_line_has_a_dtype_that_the_program_has_there(name):
 def test_attention_is_told_line_by_line():
     report = explained(jaxmp.autocast(jax.grad(attention_loss)), PARAMS, TOKENS)
     norm, split, scores, softmax, mixed, _, loss = report.lines
-    assert (norm.dtype, norm.rule, norm.reason) == ("float32", 5, "LayerNorm")
+    assert (norm.dtype, norm.rule, norm.reason) == (
+        "float32",
+        5,
+        "computed by LayerNorm",
+    )
     assert (split.dtype, split.rule) == ("bfloat16", 4)
     assert split.reason == f"a matmul reads it ({scores.number})"
     assert (scores.dtype, scores.rule) == ("float32", 6)
@@ -263,7 +267,7 @@ def test_a_function_with_a_derivative_of_its_own_has_its_own_lines(dtype):
     report = explained(jaxmp.autocast(jax.grad(own_attention), dtype), W, W)
     e, p = at(report, "e = jnp.exp"), at(report, "return e / e.sum")
     assert e.function == p.function == "own_softmax"
-    assert (e.dtype, e.reason) == ("float32", "an exponential")
+    assert (e.dtype, e.reason) == ("float32", "computed by an exponential")
     assert (p.kept, p.kept_by) == ((dtype,), 7)
     assert dtype_and_rule(report, "out = p @ w") == (dtype, 2)
 
@@ -494,3 +498,23 @@ def test_the_page_shows_what_explain_prints():
         exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})
     shown = re.search(r"^```text\n(.*?)^```", text, re.M | re.S)[1]
     assert shown == printed.getvalue()
+
+
+def test_a_line_that_maps_over_the_leaves_of_a_tree_runs_once():
+    tx = jaxmp.loss_scaling(optax.adamw(1e-3), "mixed_float16")
+    params = {name: jnp.ones((4, 4)) for name in "abcd"}
+
+    def loss_fn(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def train_step(params, state, x):
+        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return updates, state, loss
+
+    report = jaxmp.explain(train_step)(params, tx.init(params), jnp.ones((2, 4)))
+    assert at(report, "loss, grads =").times == 1
+    assert at(report, "updates, state =").times == 1
+    assert at(report, "x = jnp.tanh(x @ w)").times == 4

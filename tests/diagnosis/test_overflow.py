@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 
 import flax.linen as nn
 import jax
@@ -591,6 +592,72 @@ def test_the_precision_is_cleared_only_where_that_is_known(name):
     report = find(fun, jnp.zeros(4))
     assert report.finite_in_float32 is finite_in_float32
     assert ("not the precision" in report.advice) == (finite_in_float32 is False)
+
+
+def squared_logits(x, w):
+    logits = (300 * x @ w) ** 2 @ w
+    return logits.sum(-1)
+
+
+def with_a_log(x, w):
+    logits = squared_logits(x, w)
+    return logits, -jnp.mean(jnp.log(1 - jax.nn.sigmoid(logits)))
+
+
+def of_logits(x, w):
+    logits = squared_logits(x, w)
+    return logits, -jnp.mean(jax.nn.log_sigmoid(-logits))
+
+
+def test_a_fault_of_float32_at_another_line_does_not_hide_that_of_float16():
+    args = jnp.full((4, 8), 0.5), jnp.full((8, 8), 0.5)
+    report = jaxmp.find_overflow(jaxmp.autocast(with_a_log, HALF))(*args)
+    assert report.first.where == line_of(squared_logits, "(300 * x @ w) ** 2")
+    assert report.finite_in_float32 is False
+    assert "`jaxmp.float32_region` around the function of" in report.advice
+    other = os.path.basename(line_of(with_a_log, "jnp.log("))
+    assert f"log gives Inf in float32 at {other}" in report.advice
+    assert "not the precision" not in report.advice
+    # The advice, followed: first for float32, then for float16.
+    assert "`jax.nn.log_sigmoid`" in report.advice
+    again = jaxmp.find_overflow(jaxmp.autocast(of_logits, HALF))(*args)
+    assert again.finite_in_float32
+    assert again.first.where == report.first.where
+    region = jaxmp.float32_region(of_logits)
+    assert jaxmp.find_overflow(jaxmp.autocast(region, HALF))(*args).first is None
+
+
+@pytest.mark.parametrize(
+    ("fun", "cured"),
+    [
+        (lambda x: jnp.exp(x) / jnp.exp(x).sum(), jax.nn.softmax),
+        (lambda x: jnp.log(jnp.exp(x).sum()), jax.nn.logsumexp),
+        (lambda x: jnp.log(jax.nn.sigmoid(x)), jax.nn.log_sigmoid),
+    ],
+    ids=["softmax", "logsumexp", "log_sigmoid"],
+)
+def test_a_function_that_no_precision_cures_is_named(fun, cured):
+    x = jnp.array([200.0, -200.0], HALF)
+    report = find(fun, x)
+    assert "not the precision" in report.advice
+    assert f"`jax.nn.{cured.__name__}`" in report.advice
+    assert find(cured, x).first is None
+
+
+def test_a_result_is_named_by_its_place_in_a_tuple():
+    assert find(lambda x: (x, x * x), X).reached == ("result/1",)
+    assert find(lambda x: (x, {"loss": x * x}), X).reached == ("result/1/loss",)
+    assert find(lambda x: {"loss": x * x}, X).reached == ("loss",)
+
+
+def test_a_mask_has_no_row_among_the_least_headroom():
+    def masked(x):
+        masked = jnp.where(x > 1, x, jnp.finfo(x.dtype).min)
+        return jax.nn.softmax(masked - masked.max()) * x
+
+    report = find(masked, jnp.array([2, 1, 0], HALF))
+    assert min(x.headroom for x in report.operations) == 0
+    assert "  0.0  " not in str(report)
 
 
 def norms(x):

@@ -179,6 +179,14 @@ SLIPS = {
     ),
     "autocast a Policy": (lambda: jaxmp.autocast(POLICY), "function comes first"),
     "autocast as torch has it": (lambda: jaxmp.autocast("cuda"), "needs a function"),
+    "with autocast of a policy": (
+        lambda: jaxmp.autocast("mixed_float16").__enter__(),
+        r"got str.*function comes first.*It is no context manager.*as a decorator",
+    ),
+    "with autocast of a dtype": (
+        lambda: jaxmp.autocast(jnp.float16).__enter__(),
+        r"function comes first.*It is no context manager",
+    ),
     "autocast a result": (
         lambda: jaxmp.autocast(loss_fn(PARAMS, X, Y)),
         r"Pass the function itself, and call the result: `autocast\(fun, policy\)\(",
@@ -512,6 +520,24 @@ def test_the_answer_to_a_name_of_another_library_works(answer):
     assert re.search(r"`[^`]*jaxmp\.[^`]*`", answer)
     if "tx" in names:
         assert jaxmp.get_loss_scale(names["tx"].init(PARAMS)) > 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "answer"),
+    [
+        (jaxmp.nnx, "with_policy", "type `jaxmp.with_policy`"),
+        (jaxmp.nnx, "loss_scaling", "type `jaxmp.loss_scaling`"),
+        (jaxmp.nnx, "grad", r"`jaxmp.nnx.value_and_grad\(.*the gradients second"),
+        (jaxmp.nnx, "GradScaler", "state of the optimizer"),
+        (jaxmp.nnx, "value_and_grads", "no attribute 'value_and_grads'"),
+        (jaxmp.linen, "autocast", "type `jaxmp.autocast`"),
+        (jaxmp.linen, "find_overflow", "type `jaxmp.find_overflow`"),
+    ],
+)
+def test_a_front_end_says_where_a_name_is_that_it_lacks(module, name, answer):
+    with pytest.raises(AttributeError, match=answer):
+        getattr(module, name)
+    assert not hasattr(module, name)
 
 
 def test_no_public_name_is_that_of_another_library():

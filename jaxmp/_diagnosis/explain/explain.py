@@ -6,6 +6,7 @@ the program that comes of it (:mod:`~.flow`) tells who reads what.
 
 from __future__ import annotations
 
+import collections
 import functools
 import linecache
 import os
@@ -173,8 +174,22 @@ def _explained(
         products=tuple(products),
         kept=tuple(sorted(kept, key=lambda x: x != "float32")),
         kept_by=rules.KEPT if kept and stored else None,
-        times=sum(x.times for x in operations if x.call == last.call),
+        times=_times(last, operations),
     )
+
+
+def _times(last: Operation, operations: Sequence[Operation]) -> int:
+    """Returns how often a line runs, whose last numbers ``last`` computes.
+
+    Operations on each leaf of a tree do not count if the line has others.
+    """
+    counts = collections.Counter[Any]()
+    for x in operations:
+        counts[x.call] += x.times
+    others = [counts[x.call] for x in operations if not x.for_leaves]
+    if last.for_leaves and others:
+        return statistics.mode(others)
+    return counts[last.call]
 
 
 def _rule(operation: Operation) -> int | None:
@@ -238,7 +253,7 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
         case rules.FLOAT32 if operation.is_stored:
             return _of_readers(operation, note)
         case rules.FLOAT32 if note.kind in ("keep", "call") or is_library:
-            return _named(operation)
+            return f"computed by {_named(operation)}"
         case rules.FOLLOWS if not note.is_half:
             return "it moves float32 numbers"
         case rules.LOOP if note.summed:

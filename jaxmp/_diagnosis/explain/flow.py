@@ -50,6 +50,7 @@ class Operation:
     call: Any  # tells the calls of a line apart, and the operations in them
     note: Note | None
     times: int  # how often it runs, 0 if nobody knows
+    for_leaves: bool  # whether a library computes it for each leaf of a tree
     moves: bool  # only moves what it is given
     ins: list[Value] = dataclasses.field(default_factory=list)
     outs: list[Value] = dataclasses.field(default_factory=list)
@@ -203,13 +204,15 @@ class Flow:
         """Returns the operation that an equation stands for, or begins."""
         place = here.place
         name, library = eqn.primitive.name, here.function or library_function(eqn)
+        below = frames_below_users(eqn)
         operation = Operation(
             name=library or in_words(eqn),
             library=library,
             frame=place.user,
-            call=(place.user, place.author, frames_below_users(eqn), name),
+            call=(place.user, place.author, below, name),
             note=here.note,
             times=place.trips,
+            for_leaves=any(function == "tree_map" for *_, function in below),
             moves=name in VIEWS,
             kept=why_by_scopes(place.scopes).partition(" (rule")[0],
         )

@@ -17,6 +17,8 @@ class Case(NamedTuple):
     is_given: bool  # whether some of that led to the fault
     written: bool  # whether an Inf that stands in the code reached a result
     finite_in_float32: bool | None
+    fault_in_float32: Fault | None  # if that is at another line
+    overflows: bool  # whether float32 holds the result of the faulty operation
     number: Eaten | None  # in the code, which the faulty operation reads as 0 or Inf
     argument: str  # that it casts
     zeros: str  # an argument in float16 that is all zeros and led to the fault
@@ -95,10 +97,13 @@ def _of_fault(case: Case, fault: Fault) -> str:
             "float16, and that is the cause. Unless it should be zero, pass it in "
             "float32, or in units in which it is near 1."
         )
+    if case.fault_in_float32 is not None:
+        return _of_two(case, fault, case.fault_in_float32)
     if case.finite_in_float32 is False:
         return (
             "It is not finite in float32 either: the cause is the model or its data at "
             f"{_line(fault.where)}, not the precision, and no loss scale helps."
+            f"{_STABLE.get(fault.operation, '')}"
         )
     if case.number is not None:
         written = case.number.written
@@ -127,6 +132,27 @@ def _of_fault(case: Case, fault: Fault) -> str:
             f"{fault.largest:.4g}."
         )
     return f"{what} No loss scale helps. {_cure(case, fault)}"
+
+
+# What to write instead of an operation that is not finite in float32 either.
+_STABLE = {
+    "exp": " Subtract the largest value first, as `jax.nn.softmax` and "
+    "`jax.nn.logsumexp` do.",
+    "log": " Take the logarithm of the logits, as `jax.nn.log_softmax` and "
+    "`jax.nn.log_sigmoid` do.",
+}
+
+
+def _of_two(case: Case, fault: Fault, other: Fault) -> str:
+    """Says what to do if 16 bits and float32 have a fault each, at two lines."""
+    own = (
+        f"float32 has a fault at another line: {other}. The cause of that is the model "
+        f"or its data.{_STABLE.get(other.operation, '')}"
+    )
+    if not case.overflows:
+        return f"{own[0].upper()}{own[1:]} Mend that first, and search again."
+    case = case._replace(finite_in_float32=True, fault_in_float32=None)
+    return f"{_of_fault(case, fault)} But {own} Mend both."
 
 
 _MASTERS = (

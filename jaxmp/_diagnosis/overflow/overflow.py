@@ -185,6 +185,7 @@ class _Search:
         self.number: int | None = None  # the site of the fault
         self.limit: Limit | None = None
         self.finite_in_float32: bool | None = None
+        self.fault_in_float32: Fault | None = None  # if that is at another line
         self.swallowed: Fault | None = None
         if self.moment is not None:
             number, trips = self.found.site(self.moment)
@@ -213,11 +214,17 @@ class _Search:
         self.finite_in_float32 = False
         if not self.dtypes:
             return
-        wide = self.jaxpr if self.twin is None else self.twin
-        if _run(self.flat, wide, self.around, wide=True).first() is None:
+        jaxpr = self.jaxpr if self.twin is None else self.twin
+        wide = _run(self.flat, jaxpr, self.around, wide=True)
+        moment = wide.first()
+        if moment is None:
             self.finite_in_float32 = True
         elif "float16" in self.dtypes and not self.numbers.are_known:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
+        if moment is not None and self.finite_in_float32 is False:
+            fault = wide.fault(*wide.site(moment))
+            if self.first is not None and fault.where != self.first.where:
+                self.fault_in_float32 = fault
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
         counts = self.found.seen.rows.counts
@@ -309,6 +316,9 @@ class _Search:
             is_given=bool(leading),
             written=any(x[0] == INF_WRITTEN for x in self.found.moments()),
             finite_in_float32=self.finite_in_float32,
+            fault_in_float32=self.fault_in_float32,
+            overflows=number is not None
+            and bool(self.found.seen.rows.counts[number, OVER]),
             number=self._number(),
             argument=self._argument(site),
             zeros="" if leading else self._zeros(),

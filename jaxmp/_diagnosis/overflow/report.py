@@ -57,7 +57,8 @@ class Fault:
         words += [f"at {line}"] if line else []
         words += [f"in {self.module}"] if self.module else []
         words += ["in the backward pass"] if self.backward else []
-        words += [f"in trip {', '.join(map(str, self.trips))}"] if self.trips else []
+        loops = ", ".join(map(str, self.trips))
+        words += [f"in iteration {loops}"] if loops else []
         return " ".join(words)
 
 
@@ -197,7 +198,8 @@ def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, ...]]:
-    known = [x for x in report.operations if x.max > 0]
+    # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
+    known = [x for x in report.operations if x.max > 0 and x.headroom > 0]
     known.sort(key=lambda x: x.headroom)
     return [
         (f"{x.headroom:.1f}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
