@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
@@ -124,4 +125,8 @@ def _in_three_passes(eqn: _jaxpr.Equation, highest: _jaxpr.Equation) -> _jaxpr.E
 
 def rounded_by_device(x: jax.Array, kind: Float32Products) -> jax.Array:
     """Returns a float32 operand of a product as a device takes it, to nearest."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(
+            *(rounded_by_device(part, kind) for part in (x.real, x.imag))
+        )
     return lax.reduce_precision(x, 8, _FRACTIONS[kind])

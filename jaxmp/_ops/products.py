@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._base.sizes import as_number, size_of
-from .._jaxprs.jaxpr import FLOAT32, Equation, frames, is_inexact, trace
+from .._jaxprs.jaxpr import FLOAT32, Equation, frames, is_float32, is_inexact, trace
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
@@ -18,6 +18,7 @@ PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated
 # Products of operands in 8 bits or fewer, with a scale for each block: the user's.
 SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
 
+_32BIT = {FLOAT32, np.dtype(np.complex64)}
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
 _IMAGE = os.path.join("jax", "_src", "image")
@@ -89,9 +90,17 @@ def with_precision(eqn: Equation, precision: Any = _LOWEST) -> Equation:
 
 def is_float32_product(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product of float32 operands that names no precision."""
-    if eqn.primitive.name not in PRODUCTS or eqn.params["precision"] is not None:
+    return is_of_float32(eqn) and eqn.params["precision"] is None
+
+
+def is_of_float32(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a product of float32 operands, or of pairs of float32.
+
+    A device makes of complex64 operands what it makes of float32.
+    """
+    if eqn.primitive.name not in PRODUCTS:
         return False
-    return all(atom.aval.dtype == FLOAT32 for atom in eqn.invars[:2])
+    return all(atom.aval.dtype in _32BIT for atom in eqn.invars[:2])
 
 
 def is_rounded_by_device(eqn: Equation) -> bool:
@@ -108,9 +117,7 @@ def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
         eqn: The equation.
         default: The precision of products whose lines ask for none.
     """
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    if any(atom.aval.dtype != FLOAT32 for atom in eqn.invars[:2]):
+    if not is_of_float32(eqn):
         return False
     precisions = [default if p is None else p for p in _precisions(eqn)]
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
@@ -118,7 +125,7 @@ def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
 
 def takes_algorithm(eqn: Equation) -> bool:
     """Whether the precision of a product may be the name of an algorithm."""
-    return eqn.primitive.name == "dot_general"
+    return eqn.primitive.name == "dot_general" and is_float32(eqn.invars[0])
 
 
 def is_resize(eqn: Equation) -> bool:

@@ -112,6 +112,24 @@ def test_what_the_user_keeps_in_float32_has_all_digits(name, place):
         assert abs(ours - exact).max() < 1e-4 * abs(exact).max()
 
 
+@pytest.mark.parametrize("precision", ["highest", "tf32x3"])
+@pytest.mark.parametrize("place", [around, inside])
+def test_a_complex_product_has_all_digits_too(place, precision):
+    def loss(w, x):
+        with jax.named_scope("head"):
+            waves = (x + 2j * jnp.sin(x)) @ (w - 1j)
+        return jnp.sum(jnp.abs(waves) ** 2)
+
+    options = {"float32_paths": {"head": precision}}
+    found = products(place(loss, options), *WX)
+    assert len(found) >= 3
+    assert set(found) == {("complex64", HIGHEST)}
+    plain = jaxmp.audit(jax.grad(loss))(*WX)
+    assert plain.default_precision_flops == sum(plain.flops.values()) > 0
+    kept = jaxmp.audit(place(loss, options))(*WX)
+    assert kept.default_precision_flops == 0
+
+
 @pytest.mark.parametrize("place", [around, inside])
 def test_a_path_may_name_a_cheaper_precision(place):
     def loss(w, x):

@@ -188,6 +188,22 @@ def test_products_are_rounded_wherever_they_are(fun):
     assert not Program(named, Place(), args, float32_products="bfloat16").parts
 
 
+@pytest.mark.parametrize("kind", FRACTIONS)
+def test_complex_operands_are_rounded_as_pairs(kind):
+    def loss(w, x):
+        with jax.named_scope("waves"):
+            waves = (x + 2j * x) @ (w - 1j)
+        return jnp.sum(jnp.abs(waves) ** 2)
+
+    w = W["phases"]
+    lhs, rhs = rounded(X, kind) + 1j * rounded(2 * X, kind), rounded(w, kind) - 1j
+    expected = np.sum(np.abs(lhs.astype(complex) @ rhs.astype(complex)) ** 2)
+    exact = np.sum(np.abs((X + 2j * X).astype(complex) @ (w - 1j)) ** 2)
+    report = measure(loss, w, X, float32_products=kind, tolerance=1e-6)
+    assert report.loss == pytest.approx(abs(expected - exact) / exact, rel=0.05)
+    assert report.float32_paths == ("waves",)
+
+
 def test_a_convolution_and_what_casts_by_itself_are_told():
     kernel = RANDOM.standard_normal((3, 3, 2, 4), np.float32)
     images = RANDOM.standard_normal((2, 8, 8, 2), np.float32)
