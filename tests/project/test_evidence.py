@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_what_a_page_says_is_gained_was_counted(page):
         ours, float32 = rows["jaxmp autocast"], rows["float32"]
         shares = [f"{ours[x] / float32[x]:.2f}" for x in ("bytes", "peak")]
         assert f"| {name} | {' | '.join(shares)} |" in page.read_text()
+
+
+def test_what_the_first_page_says_is_gained_was_counted():
+    table = PERFORMANCE.read_text()
+    (gpt,) = re.findall(r"\| GPT, 163M parameters \| (\S+) \| (\S+) \|", table)
+    (mlp,) = re.findall(r"\| MLP, 27M parameters \| (\S+) \|", table)
+    page = words(ROOT / "docs/index.md")
+    assert f"163M parameters moves {gpt[0]} of the bytes in {gpt[1]} of the" in page
+    assert f"gains nothing ({mlp})" in page
 
 
 def test_the_batches_of_the_readme_were_counted():
