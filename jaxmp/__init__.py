@@ -176,17 +176,27 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
 else:
     _PUBLIC = __all__
     # `help(jaxmp)` would print every docstring of `__all__`, thousands of lines. It is
-    # the page above, and finds no list.
+    # the page above, and finds an empty list.
     del __all__
 
+    def _published(names: dict[str, _typing.Any]) -> dict[str, _typing.Any]:
+        """Makes public classes members of this module: pickles name a class by it."""
+        for name in {*_PUBLIC} & {*names}:
+            if isinstance(names[name], type):
+                names[name].__module__ = __name__
+        return names
+
+    _published(globals())
+
     def __getattr__(name: str) -> _typing.Any:
-        if name == "__all__" and _sys._getframe(1).f_globals.get("__name__") != "pydoc":
-            return _PUBLIC
+        if name == "__all__":
+            is_help = _sys._getframe(1).f_globals.get("__name__") == "pydoc"
+            return [] if is_help else _PUBLIC
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
         for module in _READ_JAXPRS if name in _PUBLIC else ():
             names = vars(_importlib.import_module(f".{module}", __name__))
-            if name in names:
+            if name in _published(names):
                 return globals().setdefault(name, names[name])
         from ._base.names import missing
 

@@ -1,6 +1,7 @@
 """The pages of the documentation: their programs run, and nothing is left out."""
 
 import ast
+import doctest
 import importlib.util
 import inspect
 import json
@@ -9,6 +10,8 @@ import tomllib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import jaxmp
@@ -151,3 +154,13 @@ def test_every_benchmark_and_every_example_is_listed():
             if "def main(" in path.read_text():
                 name = path.stem if folder == "benchmarks" else path.name
                 assert f"`{name}`" in table.split("\n## ")[0], path.name
+
+
+@pytest.mark.parametrize("name", [x for x in jaxmp.__all__ if x[0].isupper()])
+def test_the_examples_of_a_public_class_and_its_methods_run(name):
+    # Pytest looks for those of methods where `__module__` says that the class is.
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "jaxmp": jaxmp}
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for example in finder.find(getattr(jaxmp, name), name, module=False, globs=names):
+        found = doctest.DocTestRunner().run(example)
+        assert found.failed == 0, example.name

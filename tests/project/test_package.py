@@ -5,6 +5,7 @@ import functools
 import inspect
 import itertools
 import os
+import pickle
 import pydoc
 import re
 import subprocess
@@ -306,6 +307,20 @@ def test_all_names_everything_public_and_nothing_else():
     exec("from jaxmp import *", names)
     assert set(names) >= public
     assert names["autocast"] is jaxmp.autocast
+
+
+def test_public_classes_are_pickled_by_their_public_names():
+    classes = [x for x in map(jaxmp.__dict__.get, jaxmp.__all__) if isinstance(x, type)]
+    assert len(classes) > 15
+    for public in (*classes, jaxmp.OpLists):
+        assert public.__module__ == "jaxmp", public
+        assert pickle.loads(pickle.dumps(public)) is public
+    ops = jaxmp.DEFAULT_OPS.with_deny("tanh")
+    assert pickle.loads(pickle.dumps(ops)) == ops
+    policy = jaxmp.get_policy("mixed_float16")
+    pickled = pickle.dumps((policy, jaxmp.OpLists))
+    assert pickle.loads(pickled) == (policy, jaxmp.OpLists)
+    assert b"jaxmp._" not in pickled
 
 
 @pytest.mark.parametrize("name", sorted(FRONT_ENDS))
