@@ -1,6 +1,8 @@
 """How the documentation is built: `python -m sphinx -W docs build/docs`."""
 
+import inspect
 import os
+import sys
 
 # The notebooks run while the pages are built, on a CPU also where there is a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -93,3 +95,18 @@ pygments_dark_style = "github-dark"
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+
+def where_defined(app, module, name):
+    """Returns the file of jaxmp that a public class is defined in, for its link."""
+    name = name.partition(".")[0]
+    for room, module in list(sys.modules.items()):
+        ours = room.startswith("jaxmp._") and isinstance(vars(module).get(name), type)
+        if ours and f"\nclass {name}" in inspect.getsource(module):
+            return room
+    return None
+
+
+def setup(app):
+    """Connects it: public classes say that their module is `jaxmp`."""
+    app.connect("viewcode-follow-imported", where_defined)

@@ -98,10 +98,10 @@ class Policy(jmp.Policy):
             if ``dot_dtype`` is another one, or ``compute_dtype`` beside it.
 
     Examples:
-        >>> policy = Policy(jnp.float32, jnp.float16, jnp.float32)
+        >>> policy = jaxmp.Policy(jnp.float32, jnp.float16, jnp.float32)
         >>> str(policy)
         'p=full,c=f16,o=full'
-        >>> policy == get_policy("mixed_float16")
+        >>> policy == jaxmp.get_policy("mixed_float16")
         True
         >>> kept = policy.with_overrides(("head/", "float32"))
         >>> tree = {"body": {"w": jnp.ones(1)}, "head": {"w": jnp.ones(1)}}
@@ -263,9 +263,9 @@ def get_policy(policy: PolicyLike) -> Policy:
         TypeError: If ``policy`` is neither a string, nor a dtype, nor a policy.
 
     Examples:
-        >>> get_policy("c=bf16")
+        >>> jaxmp.get_policy("c=bf16")
         get_policy('p=full,c=bf16,o=bf16')
-        >>> get_policy("mixed_float16").compute_dtype
+        >>> jaxmp.get_policy("mixed_float16").compute_dtype
         dtype('float16')
     """
     if isinstance(policy, Policy):
@@ -315,7 +315,7 @@ def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
         The patterns in their order.
 
     Examples:
-        >>> unused_overrides('c=f16,"haed/"=f32', {"head": {"w": jnp.ones(1)}})
+        >>> jaxmp.unused_overrides('c=f16,"haed/"=f32', {"head": {"w": jnp.ones(1)}})
         ('haed/',)
     """
     paths = [path for path, x in _named_leaves(tree) if is_floating(x)]

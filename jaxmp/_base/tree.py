@@ -41,7 +41,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
         as the same object.
 
     Examples:
-        >>> cast_tree({"w": jnp.ones(2), "step": jnp.arange(1)}, jnp.bfloat16)
+        >>> jaxmp.cast_tree({"w": jnp.ones(2), "step": jnp.arange(1)}, jnp.bfloat16)
         {'step': Array([0], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
     if _is_tree(dtype):
@@ -80,7 +80,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         ValueError: If there is no such axis.
 
     Examples:
-        >>> all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
+        >>> jaxmp.all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
     # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves.
@@ -119,7 +119,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         ValueError: If the trees differ in structure, or a leaf in shape or dtype.
 
     Examples:
-        >>> select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
+        >>> jaxmp.select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
     is_number = is_array(pred) or isinstance(pred, (bool, int, float, complex))

@@ -55,7 +55,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
         >>> from jax.sharding import Mesh, PartitionSpec as P
         >>> mesh = Mesh(jax.devices(), ("data",))
         >>> def loss_fn(w, x):
-        ...     w = gather(w, P("data"), "mixed_bfloat16")
+        ...     w = jaxmp.gather(w, P("data"), "mixed_bfloat16")
         ...     return jnp.mean(x.astype(w.dtype) @ w, dtype="float32")
         >>> grad_fn = jaxmp.grad(
         ...     loss_fn, mesh=mesh, batch_argnums=1, shardings=P("data"), gather=False

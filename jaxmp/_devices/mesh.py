@@ -51,7 +51,7 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         >>> mesh = Mesh(jax.devices(), ("data",))
         >>> params = jax.device_put({"w": jnp.ones(8)}, NamedSharding(mesh, P("data")))
         >>> tx = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
-        >>> init = jax.jit(tx.init, out_shardings=init_shardings(tx, params))
+        >>> init = jax.jit(tx.init, out_shardings=jaxmp.init_shardings(tx, params))
         >>> init(params).inner_state[0].mu["w"].sharding == params["w"].sharding
         True
     """

@@ -68,9 +68,10 @@ def activation_gradients(
         ...     hidden = checkpoint_name(w.astype(jnp.float16) * x, "hidden")
         ...     return jnp.mean(hidden.astype(jnp.float32)) * 2.0**-10
         >>> w, x = jnp.ones(()), jnp.ones(2**15, jnp.float16)
-        >>> activation_gradients(loss_fn)(w, x)["hidden"].max()  # 2^-25 flushes
+        >>> jaxmp.activation_gradients(loss_fn)(w, x)["hidden"].max()  # 2^-25 flushes
         Array(0., dtype=float16)
-        >>> activation_gradients(loss_fn, loss_scale=2.0**15)(w, x)["hidden"].max()
+        >>> scaled = jaxmp.activation_gradients(loss_fn, loss_scale=2.0**15)
+        >>> scaled(w, x)["hidden"].max()
         Array(0.000977, dtype=float16)
 
     References:

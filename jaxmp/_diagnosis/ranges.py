@@ -44,10 +44,10 @@ class RangeStats:
         size: Number of values.
 
     Examples:
-        >>> range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total
+        >>> jaxmp.range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total
         RangeStats(zero=0.25, flushed=0.0, subnormal=0.0, normal=0.5, overflow=0.25, \
 nonfinite=0.0, min=1.0, max=1000000.0, size=4)
-        >>> range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total.counts["normal"]
+        >>> jaxmp.range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total.counts["normal"]
         2
     """
 
@@ -85,7 +85,7 @@ class RangeReport:
             number, and what is no container has the path ``(root)``.
 
     Examples:
-        >>> report = range_report({"w": jnp.array([0.0, 2.0**-25, 1.0, 3.0])})
+        >>> report = jaxmp.range_report({"w": jnp.array([0.0, 2.0**-25, 1.0, 3.0])})
         >>> report.total.flushed, report.leaves["w"].max
         (0.25, 3.0)
         >>> report.as_dict()["leaves"]["w"]["size"]
@@ -144,7 +144,7 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
 
     Examples:
         >>> grads = {"w": jnp.array([0.0, 2.0**-25, 1.0, 65520.0]), "b": jnp.ones(4)}
-        >>> print(range_report(grads))
+        >>> print(jaxmp.range_report(grads))
         8 values as float16
         % of the  zero flushed   sub- normal over-   non-     min     max size
         values                 normal         flow finite
@@ -191,9 +191,9 @@ def suggest_loss_scale(
 
     Examples:
         >>> grads = {"w": jnp.array([3e-6, 0.0]), "b": jnp.array([-0.01])}
-        >>> suggest_loss_scale(grads)
+        >>> jaxmp.suggest_loss_scale(grads)
         4194304.0
-        >>> suggest_loss_scale(grads, headroom=8)
+        >>> jaxmp.suggest_loss_scale(grads, headroom=8)
         524288.0
     """
     headroom = known_number("headroom", headroom)

@@ -52,7 +52,7 @@ def exponent_histogram(
 
     Examples:
         >>> grads = {"w": jnp.array([1.0, 3.0, 2.0**-30, 0.0])}
-        >>> exponent_histogram(grads, low=-2, high=2).tolist()
+        >>> jaxmp.exponent_histogram(grads, low=-2, high=2).tolist()
         [1, 0, 1, 1, 0]
 
     References:
@@ -134,7 +134,8 @@ def record_ranges(
         TypeError: If ``every``, ``low`` or ``high`` is not an integer.
 
     Examples:
-        >>> tx = optax.chain(record_ranges(every=1, low=-2, high=2), optax.sgd(0.1))
+        >>> ranges = jaxmp.record_ranges(every=1, low=-2, high=2)
+        >>> tx = optax.chain(ranges, optax.sgd(0.1))
         >>> opt_state = tx.init(jnp.zeros(3))
         >>> for grads in ([1.0, 3.0, 0.0], [0.25, 1.0, jnp.inf]):
         ...     _, opt_state = tx.update(jnp.array(grads), opt_state)

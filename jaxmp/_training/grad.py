@@ -63,7 +63,7 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         >>> def double(x):
         ...     print("computes in", x.dtype)
         ...     return 2 * x
-        >>> with_policy(double, "mixed_bfloat16")(jnp.ones(2)).dtype
+        >>> jaxmp.with_policy(double, "mixed_bfloat16")(jnp.ones(2)).dtype
         computes in bfloat16
         dtype('float32')
     """
@@ -219,9 +219,10 @@ def value_and_grad(
         >>> def loss_fn(w, x):
         ...     return jnp.mean(jnp.float32(w.astype(jnp.float16) * x))
         >>> w, x = jnp.array(2.0), jnp.full(4, 2.0**-20, jnp.float16)
-        >>> jax.grad(lambda w: 2.0**-10 * loss_fn(w, x))(w).item()
+        >>> loss = lambda w: 2.0**-10 * loss_fn(w, x)
+        >>> jax.grad(loss)(w).item()
         0.0
-        >>> value_and_grad(lambda w: 2.0**-10 * loss_fn(w, x), loss_scale=2**15)(w)
+        >>> jaxmp.value_and_grad(loss, loss_scale=2**15)(w)
         (Array(1.8626451e-09, dtype=float32), Array(9.313226e-10, dtype=float32))
 
     References:
@@ -311,7 +312,7 @@ def grad(
         TypeError: As :func:`value_and_grad`.
 
     Examples:
-        >>> grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
+        >>> jaxmp.grad(lambda x: x**2, loss_scale=2.0**15)(3.0)
         Array(6., dtype=float32)
     """
     check_loss_function("grad", fun, positional)

@@ -101,7 +101,8 @@ def dynamic_loss_scale(
         TypeError: If ``growth_interval`` or ``hysteresis`` is not an integer.
 
     Examples:
-        >>> tx = dynamic_loss_scale(optax.sgd(1.0), init_scale=8, growth_interval=2)
+        >>> sgd = optax.sgd(1.0)
+        >>> tx = jaxmp.dynamic_loss_scale(sgd, init_scale=8, growth_interval=2)
         >>> params = jnp.array(1.0)
         >>> state = tx.init(params)
         >>> for grad in (0.5, jnp.inf, 0.5, 0.25):
@@ -198,7 +199,7 @@ def static_loss_scale(
         ValueError: If ``scale`` is not finite and positive.
 
     Examples:
-        >>> tx = static_loss_scale(optax.sgd(1.0), 8)
+        >>> tx = jaxmp.static_loss_scale(optax.sgd(1.0), 8)
         >>> jaxmp.get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
@@ -262,7 +263,7 @@ def loss_scaling(
 
     Examples:
         >>> for policy in ("mixed_float16", "mixed_bfloat16"):
-        ...     tx = loss_scaling(optax.adam(1e-3), policy, growth_interval=500)
+        ...     tx = jaxmp.loss_scaling(optax.adam(1e-3), policy, growth_interval=500)
         ...     print(jaxmp.get_loss_scale(tx.init(jnp.ones(2))))
         32768.0
         1.0

@@ -115,7 +115,7 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
     Examples:
         >>> scaled = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
         >>> tx = optax.chain(optax.clip(1.0), scaled)
-        >>> get_loss_scale(tx.init({"loss_scale": jnp.ones(2)})).item()
+        >>> jaxmp.get_loss_scale(tx.init({"loss_scale": jnp.ones(2)})).item()
         32768.0
     """
     return get_loss_scale_state(opt_state).loss_scale
@@ -137,7 +137,7 @@ def last_step_finite(opt_state: Any) -> jax.Array:
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
         >>> params = jnp.ones(2)
         >>> _, opt_state = tx.update(params * jnp.nan, tx.init(params), params)
-        >>> last_step_finite(opt_state).item()
+        >>> jaxmp.last_step_finite(opt_state).item()
         False
     """
     return get_loss_scale_state(opt_state).last_finite
@@ -158,7 +158,7 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
 
     Examples:
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
-        >>> get_loss_scale_state(tx.init(jnp.ones(2))).skipped.item()
+        >>> jaxmp.get_loss_scale_state(tx.init(jnp.ones(2))).skipped.item()
         0
     """
     found = list(_loss_scale_states(opt_state))
@@ -230,7 +230,7 @@ def check_loss_scale(
 
     Examples:
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
-        >>> check_loss_scale(tx.init(jnp.ones(2)))
+        >>> jaxmp.check_loss_scale(tx.init(jnp.ones(2)))
     """
     limit = as_count("max_skipped_in_a_row", max_skipped_in_a_row)
     check_positive("max_scale", max_scale)
@@ -315,7 +315,7 @@ def unscale(tree: T, loss_scale: Any) -> T:
         TypeError: If the arguments are swapped.
 
     Examples:
-        >>> unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
+        >>> jaxmp.unscale({"w": jnp.array([2.0**-14], jnp.float16)}, 2.0**15)
         {'w': Array([1.8626451e-09], dtype=float32)}
     """
     if _is_scale(tree) and not _is_scale(loss_scale):

@@ -43,7 +43,7 @@ def masters(params: T, opt_state: Any) -> T:
         >>> params = jnp.ones(1, jnp.bfloat16)
         >>> updates, state = tx.update(jnp.array([2.0**-12]), tx.init(params), params)
         >>> params = optax.apply_updates(params, updates)
-        >>> masters(params, state) == 1 - 2.0**-12
+        >>> jaxmp.masters(params, state) == 1 - 2.0**-12
         Array([ True], dtype=bool)
     """
     leaves, structure = jax.tree.flatten_with_path(params)
@@ -88,8 +88,9 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
     Examples:
         >>> tx = jaxmp.kahan_summation(optax.sgd(1.0))
         >>> params = jnp.ones(1, jnp.bfloat16)
-        >>> params, state = set_masters(jnp.array([1.01]), params, tx.init(params))
-        >>> params, masters(params, state)
+        >>> state = tx.init(params)
+        >>> params, state = jaxmp.set_masters(jnp.array([1.01]), params, state)
+        >>> params, jaxmp.masters(params, state)
         (Array([1.00781], dtype=bfloat16), Array([1.01], dtype=float32))
     """
     leaves, structure = jax.tree.flatten_with_path(params)

@@ -101,7 +101,7 @@ def stochastic_rounding(
         ...     (params, _), _ = jax.lax.scan(step, (params, state), length=1000)
         ...     return params.mean(dtype=jnp.float32)
         >>> params = jnp.ones(1000, jnp.bfloat16)
-        >>> for tx in (optax.sgd(1e-4), stochastic_rounding(optax.sgd(1e-4))):
+        >>> for tx in (optax.sgd(1e-4), jaxmp.stochastic_rounding(optax.sgd(1e-4))):
         ...     print(f"{train(tx, params, tx.init(params)):.2f}")
         1.00
         0.90
@@ -162,7 +162,7 @@ def kahan_summation(
             of other dtypes, or there is such a wrapper inside already.
 
     Examples:
-        >>> tx = kahan_summation(optax.sgd(1.0))
+        >>> tx = jaxmp.kahan_summation(optax.sgd(1.0))
         >>> params = jnp.ones(1, jnp.bfloat16)
         >>> updates, state = tx.update(jnp.array([2.0**-12]), tx.init(params), params)
         >>> optax.apply_updates(params, updates), state.compensation

@@ -67,7 +67,7 @@ def with_state_dtype(
             another one.
 
     Examples:
-        >>> tx = with_state_dtype(optax.adamw(1e-3), "int8")
+        >>> tx = jaxmp.with_state_dtype(optax.adamw(1e-3), "int8")
         >>> state = tx.init({"w": jnp.ones((64, 128)), "b": jnp.ones(128)})
         >>> nu = optax.tree.get(state, "nu")
         >>> nu["w"].codes.dtype, nu["w"].units.shape, nu["b"].dtype
@@ -125,10 +125,10 @@ def cast_state(opt_state: Any, like: Any) -> Any:
 
     Examples:
         >>> params = {"w": jnp.ones((64, 128))}
-        >>> wide, narrow = (
-        ...     with_state_dtype(optax.adam(1e-3), dtype) for dtype in (None, "int8")
-        ... )
-        >>> state = cast_state(wide.init(params), jax.eval_shape(narrow.init, params))
+        >>> wide = jaxmp.with_state_dtype(optax.adam(1e-3), None)
+        >>> narrow = jaxmp.with_state_dtype(optax.adam(1e-3), "int8")
+        >>> target = jax.eval_shape(narrow.init, params)
+        >>> state = jaxmp.cast_state(wide.init(params), target)
         >>> optax.tree.get(state, "mu")["w"].codes.dtype
         dtype('int8')
     """
