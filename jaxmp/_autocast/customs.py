@@ -12,10 +12,10 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.custom_rules import noted_as_rule, places_of_moving, replaced
 from .._jaxprs.jaxpr import Equation, is_inexact
 from .._jaxprs.scopes import Scopes
+from .._jaxprs.twins import spelled
 from .._ops.precision import own_precisions, with_default_precision
 from .analysis import Analysis
 from .steps import Trip
-from .twins import spelled
 from .values import Known, Value
 
 # Which dtype an output of a body must have.

@@ -33,7 +33,7 @@ WINGS = {
     ],
     "_jaxprs": [
         {"jaxpr"},
-        {"around", "custom_rules", "scopes", "state"},
+        {"around", "custom_rules", "scopes", "state", "twins"},
         {"modules", "objects", "places"},
         {"flatten"},
     ],
@@ -50,7 +50,7 @@ WINGS = {
     ],
     "_residuals": [{"eight_bits"}, {"plan"}, {"scans"}, {"replay"}],
     "_autocast": [
-        {"needs", "rules", "twins"},
+        {"needs", "rules"},
         {"classes", "loops", "scans", "values"},
         {"definitions"},
         {"steps"},

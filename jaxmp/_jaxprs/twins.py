@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .._jaxprs.jaxpr import Equation, Literal, open_jaxpr
+from .jaxpr import Equation, Literal, open_jaxpr
 
 
 def spelled(jaxpr: Any) -> Any:
