@@ -23,6 +23,7 @@ from jax import lax
 import jaxmp
 
 from .counting.measure import IN_A_HURRY
+from .networks.generated_laws import FAMILIES
 from .networks.generated_layers import LAYERS, Asked, Batch, Scope, batch_of
 from .networks.generated_loops import LOOPS
 from .networks.generated_losses import LOSSES
@@ -37,6 +38,7 @@ LOSS_SCALES = 256.0, 1.0, 2.0**-8, 2.0**-16
 AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 
 ALL_LAYERS = LAYERS | LOOPS
+KNOWN = functools.reduce(dict.__or__, FAMILIES.values(), ALL_LAYERS)
 Form = Literal["outside", "inside"]
 FORMS: tuple[Form, ...] = (
     "outside",
@@ -105,7 +107,7 @@ def loss_of(
         for i, (name, wrapper, earlier) in enumerate(program.layers):
 
             def layer(x, y, name=name, i=i):
-                return ALL_LAYERS[name](scope(i), x, y)
+                return KNOWN[name](scope(i), x, y)
 
             if asked is None:
                 layer = WRAPPERS[wrapper](layer)

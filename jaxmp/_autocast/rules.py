@@ -18,6 +18,9 @@ TERMS = {
     "the backward pass.",
     "input": "An *input* is an argument of the function, such as a parameter, or what "
     "is computed from inputs without a matmul.",
+    "sent back": "A gradient is *sent back by a matmul* if one returns it in the "
+    "backward pass, or if arithmetic computes it from such gradients, without "
+    "broadcasts, inputs and softmaxes.",
 }
 
 RULES = {
@@ -38,13 +41,14 @@ RULES = {
     "divisor, test of equality or unknown operation reads, is float32, back to the "
     "matmul or reduction that computed it.",
     KEPT: "Results that only matmuls and the backward pass read are stored in 16 bits, "
-    "inputs and moves apart; so are matmul gradients that it sums and hands on, and, "
-    "in bfloat16, what scans stack for it.",
+    "inputs, moves and subtracted gradients apart; so are summed gradients sent back "
+    "by a matmul, and, in bfloat16, what scans stack.",
     LOOP: "A loop carries float32 if it hands a value to the next iteration without a "
     "matmul; the value's factors are float32, and so are more than four gates that "
     "multiply one another, and their results.",
-    OFFSET: "A sum with an input is float32 if a difference, a negative, or a ratio "
-    "to another input is computed from it, because the input may cancel there.",
+    OFFSET: "A sum with an input is float32 if a difference other than from its mean, "
+    "a negative, or a ratio to another input is computed from it, because the input "
+    "may cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
     "float32, and so are means of a number and of its square.",
 }

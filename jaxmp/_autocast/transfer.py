@@ -53,9 +53,8 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
-    if not back:
-        usual |= _of_offset(eqn, place)
-    elif place.back:
+    usual |= _of_cancelling(eqn, out, place) if back else _of_offset(eqn, place)
+    if place.back:
         usual |= _of_rule(eqn)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
@@ -106,14 +105,22 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
 
 
 def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns what is the negative of something, which to add is a difference."""
-    found: set[Any] = set()
+    """Returns what is the negative of something, which to add is a difference.
+
+    Also if it is multiplied, moved or summed. Not what is copied once it is summed, as
+    in the gradient of a norm, where it is one of many terms.
+    """
+    summed: dict[Any, bool] = {}
     for eqn in eqns:
-        made = [x for x in eqn.invars if not isinstance(x, Literal)]
-        is_moved = bool(made) and found.issuperset(made) and classes.is_view(eqn)
-        if is_moved or classes.negates(eqn):
-            found.update(eqn.outvars)
-    return found
+        less = [x for x in eqn.invars if is_in(x, summed)]
+        sums = classes.totals(eqn) or any(summed[x] for x in less)
+        passes = classes.totals(eqn) or (classes.sums_entries(eqn) and len(less) == 2)
+        if classes.is_view(eqn) or classes.does(eqn).multiplies:
+            size = eqn.outvars[0].aval.size
+            passes = any(not summed[x] or x.aval.size == size for x in less)
+        if classes.negates(eqn) or (less and passes):
+            summed.update(dict.fromkeys(eqn.outvars, sums))
+    return set(summed)
 
 
 def _signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
@@ -176,7 +183,7 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     if does.is_steep and not (back and classes.is_exponential(eqn)):
         found |= needs.DIGITS
     if kind == "smooth" or does.hands_on:
-        found |= needs.handed_on(out, squashed=does.squashes)
+        found |= needs.handed_on(out, squashed=does.squashes, back=back)
     return found
 
 
@@ -208,6 +215,14 @@ def _of_rule(eqn: Equation) -> Need:
     squares = classes.is_square(eqn) or (does.multiplies and others == [x])
     differs = does.subtracts or does.joins or classes.is_exponential(eqn)
     return needs.OFFSET if squares or differs else needs.NOTHING
+
+
+def _of_cancelling(eqn: Equation, out: Need, place: Place) -> Need:
+    """Returns what is needed of gradients of which one is taken away from another."""
+    adds = classes.sums_entries(eqn)
+    if adds and any(is_in(x, place.spotted.negated) for x in eqn.invars):
+        return needs.OFFSET
+    return needs.offset_of(out) if adds or classes.totals(eqn) else needs.NOTHING
 
 
 def _is_whole(taken: Any, eqn: Equation) -> bool:

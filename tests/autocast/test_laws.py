@@ -1,0 +1,42 @@
+"""Laws of families of programs in which rounding once too often does harm.
+
+No result is further from float32 than :data:`FACTOR` times the same with its matmuls
+cast by hand.
+"""
+
+import numpy as np
+import pytest
+
+from benchmarks.generated import FACTOR, FORMS, Program, findings
+from benchmarks.networks.generated_laws import FAMILIES
+
+DTYPES = "bfloat16", "float16"
+
+# One of each family, and what has broken a law.
+KNOWN = [
+    "a weight, both scaled, squares",
+    "a weight, where, a ratio",
+    "tanh, a factor, a scan",
+    "a product, a length, a scale",
+    "batch norm, a bias, two matmuls",
+    "an average, associative",
+]
+
+
+def hold(name, seed, forms=FORMS):
+    program = Program(((name, "plain", 0),), "squares", DTYPES[seed % 2], seed)
+    worst = findings(program, forms)[0]
+    assert worst.ratio <= FACTOR, (worst, program)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_program_of_a_family_is_no_further_from_float32_than_by_hand(name):
+    hold(name, 0, FORMS[:1])
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_program_of_a_family_is_no_further_from_float32_than_by_hand(family, seed):
+    names = sorted(FAMILIES[family])
+    hold(str(np.random.default_rng(seed).choice(names)), seed)
