@@ -1,4 +1,4 @@
-"""What many devices send each other in one training step, counted and not measured.
+"""What many devices send each other in one training step, counted in compiled code.
 
 A stack of MLP blocks is compiled for meshes of CPU devices, and nothing is run. The
 collectives are read off the program after XLA has partitioned it, those inside a loop

@@ -1,4 +1,4 @@
-"""Writes the page of the documentation that holds what was counted and measured.
+"""Writes the page of the documentation with all results.
 
 ``docs/evidence.md`` is made from the files in ``benchmarks/results`` and nothing else,
 so that no number in it is typed by hand.

@@ -1,4 +1,4 @@
-"""What it costs to ask where a step broke, in code compiled for an H200.
+"""What `jaxmp.find_overflow` costs, in code compiled for an H200.
 
 The step is compiled as it is and as `jaxmp.find_overflow` runs it. Needs no GPU (extra
 `aot`); nothing runs.

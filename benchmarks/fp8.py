@@ -1,4 +1,4 @@
-"""Products in float8 and in bfloat16, counted in code compiled for an H200.
+"""Matmuls in float8 and in bfloat16, counted in code compiled for an H200.
 
 The gradient of a decoder's loss, forward and backward, with its layers written out or
 scanned, rematerialised or not, in one batch or in micro-batches. Needs no GPU (extra

@@ -1,4 +1,4 @@
-"""Compares generated training steps under autocast with the same, cast by hand.
+"""Compares generated training steps under autocast with the same steps cast by hand.
 
 Each seed is a training step: some layers, a loss and its gradients. It is held against
 the same step with its products cast by hand: they take 16 bits, add up in float32 and

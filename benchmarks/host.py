@@ -1,4 +1,4 @@
-"""What jaxmp costs outside of compiled code: calls, tracing and importing.
+"""What jaxmp costs outside compiled code: calls, tracing and importing.
 
 All of it is time of the CPU, in the thread that does the work, because that hardly
 depends on what else the machine does. Ratios are medians over rounds, each of them

@@ -1,4 +1,4 @@
-"""What mixed precision saves of a GPU's memory, in the way that users of BERT ask.
+"""The GPU memory of BERT in float32 and in mixed precision.
 
 The peak memory of an update of 256 rows of text, in 32 micro-batches and at once, and
 the largest batch that fits, for rows of 64 to 512 words. The models and the training

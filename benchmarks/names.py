@@ -1,4 +1,4 @@
-"""Writes the page of the documentation that has a dtype for each name that users type.
+"""Writes the page of the documentation with the dtype of each function and layer.
 
 ``docs/names.md`` is what the engine of autocast does to a small program for each name,
 so that no dtype in it is typed by hand.

@@ -1,4 +1,4 @@
-"""What parameters without float32 masters store and move, compiled for an H200.
+"""The bytes of training without float32 masters, compiled for an H200.
 
 Updates by Adam of given gradients, bfloat16 unless something else is said, so that all
 that is counted is the optimizer. Needs no GPU (extra ``aot``); nothing runs.

@@ -1,4 +1,4 @@
-"""What training a model that is larger than a device takes, compiled for many H200.
+"""Memory and traffic of a model larger than a device, compiled for many H200s.
 
 The training step of a Llama-like model of 6.7 billion parameters, with a scan over
 rematerialised layers and AdamW, in the forms that docs/sharding.md describes. It is

@@ -59,18 +59,18 @@ class Config:
     accum_steps: int = 1
     """Micro-batches that a batch is split into."""
     devices: int = 1
-    """Devices over which each batch is split. Where there are too few, the CPU acts."""
+    """Devices over which each batch is split. If too few, the CPU acts as several."""
     seed: int = 0
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 100
     """Steps between two checkpoints; each epoch ends with one, too."""
     resume: bool = False
-    """Continue from the newest checkpoint, under whatever policy."""
+    """Continue from the newest checkpoint, also with another policy."""
     data: Literal["digits", "cifar10"] = "digits"
     data_dir: Path = Path("data")
     """The folder that holds `cifar-10-batches-py`."""
     log_dir: Path | None = None
-    """Where to write what TensorBoard shows, a folder for each policy."""
+    """Where to write logs for TensorBoard, one folder for each policy."""
     compare: bool = False
     """Train in float32, bfloat16 and float16, and print one table."""
 

@@ -31,7 +31,7 @@ TOKENS_OF_AN_EPOCH = 2**26
 
 @dataclasses.dataclass
 class Config:
-    """Which faults to look for."""
+    """Breaks a float16 transformer in five ways, and prints the reports."""
 
     faults: tuple[Fault, ...] = FAULTS
     width: int = 32

@@ -82,7 +82,7 @@ WORKERS = 128  # the quick form is one of them
 
 @dataclasses.dataclass
 class Config:
-    """Trains a character model whose loss is a mean over half a million."""
+    """Trains a model whose loss is a mean over half a million characters."""
 
     policy: tuple[str, ...] = tuple(SETTINGS)
     """Any of float32, bfloat16, float16, float16-static, float16-dynamic."""

@@ -52,16 +52,16 @@ LENGTH = 64  # words in a row of the text that the small model learns
 
 @dataclasses.dataclass
 class Config:
-    """Trains a masked language model, and counts bytes in float32 and mixed."""
+    """Trains a masked language model, and counts its bytes in each precision."""
 
     policy: tuple[str, ...] = ("float32", "mixed_bfloat16", "mixed_float16")
-    """The policies to compare; the first is what the others are measured against."""
+    """The policies to compare. The others are compared with the first."""
     seeds: int = 1
     """Runs of each policy."""
     full: bool = False
     """Train five times as long, and count the bytes of BERT-base."""
     updates: int = 60
-    """Of the quick form."""
+    """The updates of a run without `--full`."""
     learning_rate: float = 3e-3
     figure: Path | None = None
     """Where to save the picture, as PNG."""

@@ -46,7 +46,7 @@ class Config:
     """Trains a small ResNet in several processes, and compares what they hold."""
 
     processes: int = 2
-    """How many processes there are. SLURM and Open MPI say it themselves."""
+    """The number of processes. SLURM and Open MPI set it themselves."""
     devices: int = 1
     """CPU devices of each process that is started on this machine."""
     policy: str = "mixed_float16"
@@ -60,7 +60,7 @@ class Config:
     timeout: int = 300
     """Seconds after which a process that hangs is ended."""
     heartbeat: int = 100
-    """Seconds after which a process that is not heard of counts as dead, and JAX ends
+    """Seconds after which a process without heartbeat counts as dead, and JAX ends
     the others."""
     process_id: int | None = None
     """Which process this is. Without it, and without SLURM or Open MPI, all are started

@@ -1,4 +1,4 @@
-"""Narrower training: 16-bit parameters, products in float8, and what keeps both right.
+"""Narrower training: 16-bit parameters, matmuls in float8, and what keeps both right.
 
 A small transformer learns to predict the next character of English text, with updates
 that are small beside its weights, as they are late in any training. Stored in bfloat16
@@ -105,7 +105,7 @@ AT_ONCE = 50  # updates of one call
 
 @dataclasses.dataclass
 class Config:
-    """Trains a character model with 16-bit parameters, or products in float8."""
+    """Trains a character model with 16-bit parameters, or matmuls in float8."""
 
     setting: tuple[str, ...] = tuple(SETTINGS)
     """Any of masters, bfloat16, stochastic, stochastic-narrow, stochastic-int8, kahan,

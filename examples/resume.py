@@ -42,12 +42,12 @@ import jaxmp
 
 @dataclasses.dataclass
 class Config:
-    """Trains in several processes from the last checkpoint on."""
+    """Trains in several processes, and continues from the last checkpoint."""
 
     checkpoint_dir: Path
     """A folder that all processes see."""
     processes: int = 2
-    """How many processes there are. SLURM and Open MPI say it themselves."""
+    """The number of processes. SLURM and Open MPI set it themselves."""
     devices: int = 1
     """CPU devices of each process that is started on this machine."""
     policy: str = "mixed_bfloat16"
@@ -58,7 +58,7 @@ class Config:
     kill_at: int = -1
     """The step in which the last process is killed; -1 for none."""
     heartbeat: int = 10
-    """Seconds after which a process that is not heard of counts as dead."""
+    """Seconds after which a process without heartbeat counts as dead."""
     process_id: int | None = None
     """Which process this is. Without it, and without SLURM or Open MPI, all are started
     on this machine."""
@@ -227,7 +227,7 @@ def main(config: Config) -> list[subprocess.CompletedProcess]:
         elif end.returncode == -signal.SIGKILL:
             print(f"Process {i} was killed.")
         elif died := who_died(end.stderr):
-            print(f"Process {i} ended, because process {died} was not heard of.")
+            print(f"Process {i} ended, because process {died} sent no heartbeat.")
         else:
             print(f"Process {i} ended:\n{end.stderr}")
     return ends

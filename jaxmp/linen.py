@@ -34,14 +34,14 @@ if not TYPE_CHECKING:
 
 
 def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
-    """Puts a Linen model under a policy that keeps some parameters in float32.
+    """Casts a Linen model by a policy that keeps some parameters in float32.
 
-    Like :func:`jaxmp.with_policy` of ``model.apply``, and the results of submodules
-    come back to compute dtype. In Linen a module without a ``dtype`` of its own
-    promotes to its widest input or parameter, so that one float32 norm scale makes
-    every product after it a float32 one. Here the norm itself is computed in float32
-    and nothing after it. The matrix products of a module whose parameters the policy
-    keeps in float32 have all its digits, on a GPU or TPU too.
+    This is :func:`jaxmp.with_policy` of ``model.apply``, which also casts the results
+    of submodules back to compute dtype. In Linen a module without a ``dtype`` of its
+    own promotes to its widest input or parameter, so that one float32 norm scale
+    promotes every matmul after it to float32. Here only the norm itself is computed in
+    float32. If the policy keeps the parameters of a module in float32, its matmuls have
+    all digits, on a GPU or TPU too.
 
     A submodule's result is cast unless the module has a ``dtype`` of its own, or was
     called with a floating array in another dtype than the compute dtype. So a head
@@ -137,12 +137,12 @@ def gather(
     *,
     methods: Sequence[str] = ("__call__",),
 ) -> type[Module]:
-    """Makes a class of modules that gather their parameters when they are called.
+    """Returns a class of modules that gather their parameters when they are called.
 
-    As :func:`jaxmp.gather` at the beginning of each method, for the classes of layers
-    that a model is built of, and without a change in their code. The parameters of the
-    model keep their names and shapes, and ``init`` does not gather. To apply the model
-    to whole parameters, outside of the mesh, build it of ``module``.
+    This is :func:`jaxmp.gather` at the beginning of each method, for a class of layers,
+    without a change in its code. The parameters of the model keep their names and
+    shapes, and ``init`` does not gather. To apply the model to whole parameters,
+    outside of the mesh, build it of ``module``.
 
     Remat and scan go around it:
     ``nn.scan(nn.remat(gather(Block, specs, policy)), ...)``.
@@ -230,7 +230,7 @@ def gather(
 def activation_gradients(
     fun: Callable[P, Any], **options: Any
 ) -> Callable[P, dict[str, jax.Array]]:
-    """Differentiates a loss with respect to what its Linen modules return.
+    """Differentiates a loss with respect to the results of its Linen modules.
 
     Like :func:`jaxmp.activation_gradients`, and each floating array that a method of
     a module returns has the module's path as its name: ``Block_0/Dense_1``, or for
@@ -238,8 +238,8 @@ def activation_gradients(
     name of its class. A module that returns what its last submodule returned adds
     nothing.
 
-    What is inside a loop is not seen, here neither: of a model with ``nn.scan`` over
-    its layers only the modules around it are there.
+    It does not see inside a loop: of a model with ``nn.scan`` over its layers, it
+    returns only the modules around the scan.
 
     Args:
         fun: Function that applies Linen models and returns the loss, a real floating

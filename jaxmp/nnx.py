@@ -67,8 +67,8 @@ def value_and_grad(
 
     NNX objects may be anywhere in the arguments: modules, ``nnx.Rngs``, metrics,
     optimizers, alone, in containers, by keyword or twice. What ``fun`` changes in
-    them reaches the caller's objects. The gradients are in true units and at least
-    float32, as those of :func:`jaxmp.value_and_grad`.
+    them reaches the caller's objects. The gradients are unscaled and at least float32,
+    as those of :func:`jaxmp.value_and_grad`.
 
     With a policy, ``fun`` sees every ``nnx.Param`` of every argument in compute dtype,
     whether it is differentiated or not. All else is as it is: statistics, streams,
@@ -80,17 +80,17 @@ def value_and_grad(
     ``dtype`` of its own may return float32, because of its statistics: build it with
     one, or use :func:`jaxmp.nnx.autocast`, which needs none of this.
 
-    With ``accum_steps`` each micro-batch goes on from the state that the one before
-    has left: dropout masks differ, running statistics see every micro-batch, and what
-    comes back is the state after the last. With ``mesh`` or ``axis_name`` each device
-    has random streams of its own; floating state, such as running statistics, comes
-    back as the mean over the devices, and what is not floating, such as counts, must
-    be the same on all and comes back from the first.
+    With ``accum_steps`` each micro-batch starts from the state of the one before.
+    Dropout masks differ, running statistics see every micro-batch, and the state after
+    the last one is returned. With ``mesh`` or ``axis_name`` each device has random
+    streams of its own; floating state, such as running statistics, comes back as the
+    mean over the devices, and what is not floating, such as counts, must be the same on
+    all and comes back from the first.
 
     Args:
         fun: Function that returns the loss, a real floating scalar, or with
             ``has_aux`` a pair of it and anything.
-        *positional: Nothing. What follows ``fun`` is passed by its name.
+        *positional: Nothing. Pass all options by name.
         policy: None where the modules cast for themselves (built with ``dtype=...``);
             otherwise a policy, or its string. Its overrides are searched in the path
             of a variable in its argument, such as ``norm/scale``.
@@ -195,10 +195,10 @@ def gather(
 ) -> Callable[P, T]:
     """Calls an NNX module with its parameters gathered.
 
-    As :func:`jaxmp.gather` of its variables of type ``nnx.Param``, for the length of
-    the call. All other variables are its own, and what it changes in them stays.
-    Remat and scan go around it:
-    ``nnx.remat(lambda block, x: gather(block, specs, policy)(x))``.
+    During the call, its variables of type ``nnx.Param`` are gathered by
+    :func:`jaxmp.gather`. All other variables stay its own, with the changes that the
+    call makes. Remat and scan go around it: ``nnx.remat(lambda block, x: gather(block,
+    specs, policy)(x))``.
 
     Args:
         module: The module of a layer, or one of its methods.
@@ -257,13 +257,13 @@ def autocast(
 ) -> Callable[P, T]:
     """Runs a function of NNX objects in mixed precision, and keeps what it changes.
 
-    As :func:`jaxmp.autocast`, for functions that ``nnx.jit`` can take: NNX objects may
-    be anywhere in the arguments and in what ``fun`` returns, and what ``fun`` changes
-    in them (parameters, running statistics, random streams, metrics, optimizers, new
-    attributes) reaches the caller's objects. ``fun`` may be a whole training step. It
-    works under ``nnx.jit``, and inside or around ``nnx.value_and_grad``; around it is
-    better. The paths of ``float32_paths`` are the attributes by which modules are
-    reached, such as ``"blocks/0"``.
+    This is :func:`jaxmp.autocast` for functions that ``nnx.jit`` takes. NNX objects may
+    be anywhere in the arguments and results of ``fun``. What ``fun`` changes in them
+    (parameters, running statistics, random streams, metrics, optimizers, new
+    attributes) changes in the caller's objects. ``fun`` may be a whole training step.
+    Put it under ``nnx.jit``, and around ``nnx.value_and_grad`` rather than inside. In
+    ``float32_paths`` name modules by the attributes that lead to them, such as
+    ``"blocks/0"``.
 
     Args:
         fun: Function of NNX objects and of anything else.

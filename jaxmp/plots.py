@@ -53,10 +53,10 @@ def exponents(
 ) -> Axes:
     """Draws the share of the values at each binary exponent, and the format's range.
 
-    Shares are of all values, on a logarithmic axis; zeros have a bar of their own, and
-    so have Inf and NaN where there are any. Behind the bars are the ranges that a cast
-    to ``dtype`` makes subnormal and normal. What lies left of both becomes zero, and
-    right of them Inf. A dashed outline shows where the loss scale moves the values.
+    The axis of the shares is logarithmic. Zeros have a bar of their own, and so have
+    Inf and NaN if there are any. The shaded ranges are those that a cast to ``dtype``
+    makes subnormal and normal. Values to the left of both become zero, and values to
+    the right become Inf. A dashed outline shows where the loss scale moves the values.
 
     Args:
         ranges: A pytree of floating arrays, or a :class:`jaxmp.RecordRangesState`,
@@ -240,13 +240,14 @@ def loss_scale(
 
 
 def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
-    """Draws how near a program came to the ends of its formats, layer by layer.
+    """Draws how close a program came to overflow and underflow, module by module.
 
-    Above, the powers of two that were left to the largest number, the least of each
-    module, forward and backward; where an operation was not finite there is a cross.
-    Below, the largest share of an operation's values that became zero or subnormal. The
-    modules are in the order of the program. An arrow shows the first fault: above where
-    it is Inf or NaN, below where it is zeros.
+    The upper plot has the headroom of each module, forward and backward: the powers of
+    two from its largest value to the largest number of the format. A cross marks an
+    operation that was not finite. The lower plot has the largest share of an
+    operation's values that became zero or subnormal. The modules are in the order of
+    the program. An arrow shows the first fault: in the upper plot for Inf or NaN, in
+    the lower one for zeros.
 
     Args:
         report: What :func:`jaxmp.find_overflow` returned.
@@ -302,12 +303,12 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         range(len(modules)), [x or "(no module)" for x in modules], rotation=90
     )
     upper.set_ylabel("headroom (powers of two)")
-    lower.set_ylabel("% lost")
+    lower.set_ylabel("% lost to zero")
     lower.set_ylim(0, max(1.0, lower.get_ylim()[1]))
     for fault in first:
         place = modules.index(fault.module) + (0.2 if fault.backward else -0.2)
         _point_at(lower if fault.kind == "zeros" else upper, place)
-    _set_title(upper, "How near 16 bits came to their ends")
+    _set_title(upper, "Headroom and lost values of each module")
     _legend_inside(upper)
     return upper
 
@@ -330,11 +331,12 @@ def _point_at(ax: Axes, place: float) -> None:
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
     """Draws the error of each module in 16 bits, and the cost of float32 for it.
 
-    On the left, the larger relative error of loss and gradients, with the module alone
-    in 16 bits and with everything but the module; a dashed line is the tolerance, and a
-    bar that reaches the edge is of a result that is not finite. On the right, the
-    module's share of the FLOPs. The modules are in the order of the report, the worst
-    above; those in ``report.float32_paths`` or ``bfloat16_paths`` are in bold.
+    The left plot has the larger of the relative errors of loss and gradients, with the
+    module alone in 16 bits and with everything but the module. A dashed line is the
+    tolerance, and a bar that reaches the edge means a result that is not finite. The
+    right plot has the module's share of the FLOPs. The modules are in the order of the
+    report, the worst at the top; those in ``report.float32_paths`` or
+    ``bfloat16_paths`` are in bold.
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.

@@ -53,12 +53,12 @@ def autocast(
     bfloat16_paths: Iterable[str] = (),
     residuals: Format | None = None,
 ) -> Callable[P, T]:
-    """Runs the matrix products and convolutions of ``fun`` in 16 bits.
+    """Runs the matmuls and convolutions of ``fun`` in 16 bits.
 
     ``fun`` is any function that JAX can trace: a model's ``apply``, a loss, or a whole
-    ``value_and_grad``. Put autocast around the differentiated function where you can:
-    in ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and
-    gradients come out in float32 unrounded.
+    ``value_and_grad``. Put autocast around the gradient function if you can. In
+    ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients
+    are returned in float32 without rounding.
 
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
     returns 16 bits if the result leads to another one through elementwise operations,
@@ -66,22 +66,23 @@ def autocast(
     does not know are float32. The guide to autocast has the ten rules that give the
     dtype of every value.
 
-    Under ``"mixed_fp8"`` large matrix products round their operands to scaled float8.
+    Under ``"mixed_fp8"`` large matmuls round their operands to scaled float8.
 
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
-            strings, NumPy arrays) reach it as they are.
-        policy: A policy, its string, or a dtype, of which the compute and the dot
-            dtype are used; None is bfloat16. Under a float32 policy nothing changes.
-        ops: Which primitives to allow, to deny and to let follow.
-        float32_paths: Named scopes to keep in float32 forward and backward.
-            ``"head"``, or ``"Net/head"``, is a module of the model ``Net`` with all
-            that is below it: of Linen, NNX (``"blocks/0"``), Equinox or Haiku. Their
-            matrix products have all digits of float32; ``{"head": "default"}`` names
-            a cheaper precision, see :func:`float32_region`.
-        bfloat16_paths: The same, to keep out of eight bits.
+            strings, NumPy arrays) are passed on as they are.
+        policy: A policy, its string, or a dtype. Its compute dtype and its dot dtype
+            are used; None is bfloat16. Under a float32 policy nothing changes.
+        ops: The primitives that run in 16 bits, in float32, or in the dtype of their
+            inputs.
+        float32_paths: Named scopes to keep in float32, forward and backward.
+            ``"head"``, or ``"Net/head"``, is a module of the model ``Net`` with
+            everything inside it, in Linen, NNX (``"blocks/0"``), Equinox or Haiku.
+            Their matmuls have all digits of float32; ``{"head": "default"}`` names a
+            cheaper precision, see :func:`float32_region`.
+        bfloat16_paths: Named scopes to keep out of eight bits.
         residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass
-            hands to the backward pass; None stores it in the dtype that it has.
+            keeps for the backward pass; None stores it in its own dtype.
 
     Returns:
         A function with the signature of ``fun``. Its outputs have the structure and
@@ -160,14 +161,14 @@ def float32_region(
     Its inputs are cast back to float32. For a few lines, write
     ``with jax.named_scope("jaxmp.float32"):`` instead.
 
-    A float32 matrix product is TF32 on NVIDIA GPUs from A100 on, and bfloat16 on a TPU,
-    by JAX's default. In the region, and in its gradients, it has all digits.
+    By JAX's default, a float32 matmul runs in TF32 on NVIDIA GPUs from A100 on, and in
+    bfloat16 on a TPU. In the region, and in its gradients, it has all digits.
 
     Args:
         fun: Function that JAX can trace.
         precision: ``"highest"``; or ``"tf32x3"``, three passes of TF32 on an NVIDIA
             GPU, which are faster and nearly as exact; or ``"default"``, JAX's own. A
-            product whose line names a precision keeps it.
+            matmul with a precision of its own keeps it.
 
     Returns:
         The same function, in the named scope ``jaxmp.float32``.

@@ -67,8 +67,9 @@ _PART = re.compile(r'\s*(?:"((?:[^"]|"")*)"\s*=)?([^,]*)(,?)', re.DOTALL)
 class Policy(jmp.Policy):
     """The dtypes of a mixed-precision computation.
 
-    Frozen, hashable, and a ``jmp.Policy``. However a dtype is given (``jnp.float16``,
-    ``np.dtype("float16")``, ``"f16"``), equal policies compare and hash equal.
+    A policy is frozen, hashable, and a ``jmp.Policy``. A dtype may be spelled in any
+    way (``jnp.float16``, ``np.dtype("float16")``, ``"f16"``): equal policies compare
+    and hash equal.
 
     ``overrides`` keep chosen parameters in another dtype than ``compute_dtype``, in
     :meth:`cast_to_compute` only. Each is a pair of a regular expression, searched in
@@ -84,13 +85,12 @@ class Policy(jmp.Policy):
         output_dtype: Dtype in which results are returned.
         overrides: Pairs of ``(regex, dtype)``.
         reduce_dtype: Dtype in which :func:`jaxmp.value_and_grad` sums gradients over
-            devices. None means float32. Under plain ``jit`` JAX inserts the sums
-            itself, in the dtype of the backward pass, and this has no say.
-        dot_dtype: Dtype of the operands of large matrix products under
-            :func:`jaxmp.autocast`: ``"fp8"``, which is ``jnp.float8_e4m3fn``, or None
-            for ``compute_dtype``. The latter is bfloat16 then. No cast can do it, since
-            each operand needs a scale of its own, so that casting to compute dtype
-            raises an error.
+            devices. None means float32. It has no effect under plain ``jit``, where JAX
+            sums in the dtype of the backward pass.
+        dot_dtype: Dtype of the operands of large matmuls under :func:`jaxmp.autocast`:
+            ``"fp8"``, which is ``jnp.float8_e4m3fn``, or None for ``compute_dtype``.
+            With float8, ``compute_dtype`` is bfloat16, and casting to it raises an
+            error: each operand needs a scale of its own, which a cast does not have.
 
     Raises:
         ValueError: If a dtype is not one of float16, bfloat16, float32 and float64,
@@ -304,8 +304,8 @@ def check_casts(policy: Policy, function: str) -> None:
 def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
     """Returns the override patterns of a policy that match no floating leaf.
 
-    A pattern with a typo changes nothing and says nothing; a test that this is empty
-    for the model's variables finds it.
+    A pattern with a typo changes nothing and raises no error. To find it, test that
+    this is empty for the variables of the model.
 
     Args:
         policy: A policy, its string, or a dtype.

@@ -102,9 +102,8 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Selects one of two pytrees, leaf by leaf.
 
-    What an optimizer cannot skip by itself, running statistics for one, is kept on a
-    skipped step with
-    ``select_tree(last_step_finite(opt_state), new_stats, old_stats)``.
+    Use it to keep, on a skipped step, what the optimizer does not hold, such as running
+    statistics: ``select_tree(last_step_finite(opt_state), new_stats, old_stats)``.
 
     Args:
         pred: A bool scalar.

@@ -22,27 +22,27 @@ Dims = tuple[tuple[int, tuple[Any, ...]], ...]
 
 
 def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
-    """Gathers sharded parameters where a layer begins, in 16 bits.
+    """Gathers sharded parameters in 16 bits, at the start of a layer.
 
-    For ``value_and_grad(..., mesh=mesh, shardings=shardings, gather=False)``, and for
-    a ``shard_map`` of your own. Forward, each device casts its shard and gets those of
-    the others: what travels is the copy in compute dtype. Backward, the gradients of
-    all devices are added in ``reduce_dtype``, and each device keeps the part of its
-    shard; it is ``value_and_grad`` that makes a mean of the sum.
+    Use it with ``value_and_grad(..., mesh=mesh, shardings=shardings, gather=False)``,
+    or in a ``shard_map`` of your own. In the forward pass each device casts its shard
+    and receives those of the others in compute dtype. In the backward pass the
+    gradients of all devices are added in ``reduce_dtype``, and each device keeps the
+    part of its shard. ``value_and_grad`` divides the sum to get a mean.
 
     Put ``jax.checkpoint`` around the layer that begins with it, so that the backward
-    pass gathers again; the gathered copies of all layers would be kept otherwise.
+    pass gathers again. Otherwise the gathered copies of all layers are stored.
 
     Args:
-        tree: Pytree of shards. What is whole on every device is only cast.
+        tree: Pytree of shards. A leaf that is whole on every device is only cast.
         specs: How the leaves are sharded as they are here: a pytree of
-            ``PartitionSpec`` or ``NamedSharding``, or a prefix of it. Of a stack of
-            layers, a scan has taken off the first axis, and so the first entry. Axes
-            that are left out, and those that ``shard_map`` leaves to the compiler,
-            are not gathered.
-        policy: Casts the leaves with :meth:`Policy.cast_to_compute`, whose paths begin
-            at ``tree``, and says in which dtype gradients are summed. None gathers
-            them as they are. Sums are in float32 unless it says otherwise.
+            ``PartitionSpec`` or ``NamedSharding``, or a prefix of it. In a scan over
+            stacked layers, leave out the entry of the first axis, which the scan
+            removes. Axes that are left out, and those that ``shard_map`` leaves to the
+            compiler, are not gathered.
+        policy: The policy that casts the leaves with :meth:`Policy.cast_to_compute`
+            (paths begin at ``tree``), and whose ``reduce_dtype`` gradients are summed
+            in, float32 by default. None gathers the leaves as they are.
 
     Returns:
         A pytree of the same structure, whole on every device.

@@ -30,11 +30,12 @@ _CONSTRAINT = (
 
 
 def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Returns the shardings that an optimizer state needs beside sharded parameters.
+    """Returns shardings for the optimizer state of sharded parameters.
 
-    ``jax.jit(tx.init)`` alone forgets the shardings of the parameters. With
-    ``out_shardings`` from here, every moment lies where its parameter lies; counts,
-    the loss scale and whatever has not the shape of its parameter lie on all devices.
+    Pass them to ``jax.jit(tx.init, out_shardings=...)``. Without them ``jit`` forgets
+    the shardings of the parameters. Every moment is then sharded like its parameter.
+    Counts, the loss scale, and arrays of other shapes than their parameter are on all
+    devices.
 
     Args:
         tx: The optimizer.

@@ -126,7 +126,7 @@ class RangeReport:
 
 
 def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
-    """Tells what a cast to ``dtype`` would do to the values of a pytree.
+    """Counts what a cast to ``dtype`` would do to the values of a pytree.
 
     Runs on the host, outside ``jit``, and counts exactly.
 

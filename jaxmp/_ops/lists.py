@@ -511,19 +511,20 @@ _LISTS = ("allow", "deny", "infer")
 
 @dataclasses.dataclass(frozen=True)
 class OpLists:
-    """Names of the primitives that autocast allows, denies and lets follow.
+    """The lists of primitives by which autocast chooses dtypes.
 
     A primitive in no list is denied. Primitives that contain a function, such as
     ``scan`` and ``cond``, are in no list: autocast goes inside them, unless they are
     denied.
 
     Attributes:
-        allow: Run in 16 bits where they are matrix products with sums in them.
+        allow: Run in 16 bits if they are matmuls with sums in them.
         deny: Run in the dtypes that the function was written in.
-        infer: Run in 16 bits where their inputs are 16-bit.
-        rounds_products: Whether every product of the allow list returns 16 bits, see
+        infer: Run in 16 bits if their inputs are 16-bit and the rules of autocast allow
+            it.
+        rounds_products: Whether every matmul returns 16 bits, see
             :meth:`with_rounded_products`.
-        min_size: How large the sizes of a product must be for float8, see
+        min_size: The smallest size of a matmul that runs in float8, see
             :meth:`with_fp8`.
 
     Examples:
@@ -583,14 +584,15 @@ class OpLists:
         return self._moved("infer", primitives)
 
     def with_rounded_products(self) -> "OpLists":
-        """Returns lists with which every product returns 16 bits, as in torch.amp.
+        """Returns lists with which every matmul returns 16 bits, as in torch.amp.
 
-        By default a product returns its float32 sums to whoever computes in float32:
-        attention scores and logits to their softmax, weight gradients to the user.
+        By default a matmul returns its float32 sums if the reader computes in float32:
+        attention scores and logits for a softmax, weight gradients for the user.
         Rounded, they take half of the memory traffic, and have the accuracy of a model
-        that is cast as a whole. Float32 regions and ``float32_paths`` still see the
-        sums. What leaves the range of float16 in the forward pass becomes its largest
-        number; in the backward pass it becomes infinite, so that the step is skipped.
+        that is cast as a whole. Float32 regions and ``float32_paths`` still get the
+        float32 sums. A result beyond the range of float16 becomes its largest number in
+        the forward pass. In the backward pass it becomes infinite, so that the step is
+        skipped.
 
         Examples:
             >>> ops = jaxmp.DEFAULT_OPS.with_rounded_products()
@@ -606,15 +608,15 @@ class OpLists:
         return dataclasses.replace(self, rounds_products=True)
 
     def with_fp8(self, *, min_size: int) -> "OpLists":
-        """Returns lists with another limit for products in float8.
+        """Returns lists with another limit for matmuls in float8.
 
-        Under a policy with ``d=fp8``, ``"mixed_fp8"`` for one, a product of a matrix
-        ``[m, k]`` and a matrix ``[k, n]`` takes its operands in float8 if ``m``, ``k``
-        and ``n`` are multiples of 16 and none is below ``min_size``. By default that is
-        1024: to find the scales and to round takes longer than smaller products gain.
+        Under a policy with ``d=fp8``, such as ``"mixed_fp8"``, a matmul of a matrix
+        ``[m, k]`` and a matrix ``[k, n]`` runs in float8 if ``m``, ``k`` and ``n`` are
+        multiples of 16 and none is below ``min_size``. The default is 1024: for smaller
+        matmuls, finding the scales and rounding takes longer than float8 gains.
 
         Args:
-            min_size: At least 1. Where speed does not matter, as in a test, 16.
+            min_size: At least 1. Use 16 in a test, where speed does not matter.
 
         Raises:
             ValueError: If ``min_size`` is below 1.

@@ -99,10 +99,9 @@ def record_ranges(
 ) -> optax.GradientTransformationExtraArgs:
     """Records the exponents of the updates that pass through, and changes nothing.
 
-    Place it where the values of interest pass: first in a chain for the gradients. In
-    the wrapper of :func:`jaxmp.loss_scaling` it sees the finite steps only; outside,
-    before it, the overflows too. Find the state with
-    ``optax.tree.get(opt_state, "RecordRangesState")``; give it to
+    For the gradients, put it first in a chain. Before :func:`jaxmp.loss_scaling` it
+    also sees overflows; inside its wrapper it sees finite steps only. Find the state
+    with ``optax.tree.get(opt_state, "RecordRangesState")``, and pass it to
     :func:`suggest_loss_scale` or to :func:`jaxmp.plots.exponents`.
 
     Where Adam moves 28 bytes for each parameter in a step, this adds 1.2 on a GPU, and

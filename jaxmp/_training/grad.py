@@ -36,12 +36,12 @@ _CLOSE_OVER = (
 
 @explains('jaxmp.with_policy(fun, "mixed_float16")(*args)')
 def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
-    """Puts a function under a policy: arguments in compute, results in output dtype.
+    """Casts the arguments of a function to compute dtype, its results to output dtype.
 
     Put it around ``model.apply``, not around the loss: targets and labels must keep
     their precision (a target of 1e5 is Inf in float16), and so must a penalty on the
-    parameters. Without it, float32 inputs turn the products with 16-bit parameters
-    into float32 ones, in silence.
+    parameters. Without this, float32 inputs silently promote matmuls with 16-bit
+    parameters to float32.
 
     Args:
         fun: The function, such as a Linen model's ``apply``. The floating arrays
@@ -128,28 +128,28 @@ def value_and_grad(
     shardings: Any = None,
     gather: bool = True,
 ) -> Callable[P, tuple[Any, Any]]:
-    """Differentiates a function under a loss scale and returns true gradients.
+    """Differentiates a function under a loss scale, and returns unscaled gradients.
 
-    Use it in the place of ``jax.value_and_grad``. It multiplies the loss by
-    ``loss_scale`` in float32, and divides the gradients by it in float32 before it
-    returns them. An overflow stays visible as Inf or NaN.
+    Use it instead of ``jax.value_and_grad``. It multiplies the loss by ``loss_scale``
+    in float32, and divides the gradients by it in float32 before it returns them. An
+    overflow stays visible as Inf or NaN.
 
-    With ``accum_steps=k`` it splits the batch into ``k`` micro-batches, one after the
-    other. The scaled gradients add up in float32, and the memory holds the activations
-    of one micro-batch.
+    With ``accum_steps=k`` it splits the batch into ``k`` micro-batches, and computes
+    one after the other. The scaled gradients add up in float32, and memory holds the
+    activations of one micro-batch only.
 
     Args:
         fun: Function that returns a real floating scalar, the loss, or with
             ``has_aux`` a pair of it and anything. Return a float32 loss: the gradient
             of a float16 one overflows at a ``loss_scale`` of 2**16.
-        *positional: Nothing. What follows ``fun`` is passed by its name.
-        policy: None where ``fun`` casts for itself or :func:`jaxmp.autocast` is around
-            this, the usual case: nothing is cast. With a policy (or its string, or a
-            dtype) the differentiated arguments, and they alone, are cast to compute
-            dtype once, and the 16-bit copies are what ``fun`` sees, which casts its
-            other inputs itself. A penalty on the parameters then belongs in the
-            optimizer. Under ``jit``, a ``fun`` without :func:`jaxmp.with_policy` is
-            traced once more, to warn where not one product runs in 16 bits.
+        *positional: Nothing. Pass all options by name.
+        policy: None, the usual case, casts nothing: ``fun`` casts for itself, or
+            :func:`jaxmp.autocast` is around this. With a policy (or its string, or a
+            dtype) only the differentiated arguments are cast, once, and ``fun`` gets
+            the 16-bit copies. It must cast its other inputs itself. A penalty on the
+            parameters then belongs in the optimizer. Under ``jit``, a ``fun`` without
+            :func:`jaxmp.with_policy` is traced once more, to warn if no matmul runs in
+            16 bits.
         loss_scale: The state of an optimizer that :func:`jaxmp.loss_scaling` made, or
             anything else that :func:`jaxmp.get_loss_scale` takes; or a positive scalar,
             best a power of two. A tuple of the states of several optimizers stands for
@@ -164,9 +164,9 @@ def value_and_grad(
         batch_argnums: The positional arguments to split: each array in them on its
             leading axis. Row ``i`` goes to micro-batch ``i % accum_steps``, so that
             no row of a sharded batch leaves its device. A scalar PRNG key is split
-            into one for each micro-batch. What is not an array passes through. Pass
-            by keyword what is the same for every row: it is never split, whereas an
-            array in another position with as many rows as the batch is refused, as
+            into one for each micro-batch. Anything else passes through. Pass arguments
+            that are the same for every row by keyword: these are never split. An array
+            in another position with as many rows as the batch is refused, because
             labels forgotten here would give a wrong loss.
         reduction: ``"mean"`` averages losses and gradients over the micro-batches
             and over ``axis_name``, for a loss that is a mean over the batch.
@@ -175,9 +175,9 @@ def value_and_grad(
         axis_name: Mesh axes over which to reduce the loss and, in float32 or the
             policy's ``reduce_dtype``, the scaled gradients, inside ``shard_map`` or
             ``pmap``. A scalar PRNG key of the batch then differs by device. The
-            gradients of parameters that are sharded over such an axis (experts, FSDP
-            by hand) are not summed over it, because the collectives in ``fun`` have
-            done so; they are averaged only.
+            gradients of parameters that are sharded over such an axis (experts, FSDP by
+            hand) are only averaged, because the collectives in ``fun`` have summed
+            them.
         mesh: A mesh over which to do that for you, outside of ``shard_map``: the batch
             is split over ``axis_name`` (all its axes if that is None), and everything
             else is the same on every device. The gradients are reduced once, after the
@@ -185,23 +185,23 @@ def value_and_grad(
         shardings: Over which mesh axes the differentiated arguments are sharded: a
             pytree of ``PartitionSpec`` or ``NamedSharding`` with their structure, or
             a prefix of it. ``PartitionSpec()`` means the same on every device.
-            With ``mesh`` they enter and the gradients leave as it says: the copy in
-            compute dtype is gathered once, and a reduce-scatter sums the gradients.
-            In a ``shard_map`` of yours it is what ``check_vma=True`` knows and
-            ``check_vma=False`` and ``pmap`` do not, where ``axis_name`` needs it.
-        gather: False, with ``mesh`` and ``shardings``, gives the function the shards
-            of its device as they are stored, for it to gather with
-            :func:`jaxmp.gather` where a layer begins. It is traced once more, to
-            find a shard that it does not gather.
+            With ``mesh`` the arguments and the gradients are sharded in this way: the
+            copy in compute dtype is gathered once, and a reduce-scatter sums the
+            gradients. In a ``shard_map`` of your own, pass it with ``axis_name`` under
+            ``check_vma=False`` and ``pmap``, where JAX does not know it.
+        gather: False, with ``mesh`` and ``shardings``, passes the function the shards
+            of its device as they are stored. It gathers them with :func:`jaxmp.gather`
+            where a layer begins. It is traced once more, to find a shard that it does
+            not gather.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or
-        ``((loss, aux), gradients)``. The loss and the gradients are in true units and
-        at least float32; the gradients have the structure and shapes of the
-        differentiated arguments; in an Equinox model they are those of
-        ``eqx.filter_grad``, None for what is no floating array. With several
-        micro-batches, ``aux`` has a new leading axis of length ``accum_steps``; leaves
-        that are neither arrays nor numbers, such as strings, come back unchanged.
+        ``((loss, aux), gradients)``. The loss and the gradients are unscaled and at
+        least float32. The gradients have the structure and shapes of the differentiated
+        arguments; in an Equinox model they are those of ``eqx.filter_grad``, None for
+        everything except floating arrays. With several micro-batches, ``aux`` has a new
+        leading axis of length ``accum_steps``; leaves that are neither arrays nor
+        numbers, such as strings, come back unchanged.
 
     Raises:
         ValueError: If an option is not understood, ``loss_scale`` is not a positive
@@ -295,7 +295,7 @@ def grad(
     has_aux: bool = False,
     **options: Any,
 ) -> Callable[P, Any]:
-    """Differentiates as :func:`value_and_grad` does, and returns the gradients alone.
+    """Differentiates like :func:`value_and_grad`, and returns the gradients alone.
 
     Args:
         fun: As in :func:`value_and_grad`.

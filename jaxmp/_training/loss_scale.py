@@ -65,11 +65,11 @@ def dynamic_loss_scale(
 ) -> LossScaling:
     """Applies ``inner`` on finite steps, skips the others, and adapts the loss scale.
 
-    The gradients come in true units, as :func:`jaxmp.value_and_grad` returns them;
-    nothing is unscaled here. On a step with an Inf or NaN gradient, the updates are
-    negative zeros, the state of ``inner`` stays what it was bit for bit, and the scale
-    shrinks. Transformations with a state or that read the parameters (weight decay,
-    momentum, schedules) belong inside ``inner``: only ``inner`` is skipped.
+    Pass it unscaled gradients, as :func:`jaxmp.value_and_grad` returns them. On a step
+    with an Inf or NaN gradient, the updates are negative zeros, the state of ``inner``
+    stays the same bit for bit, and the scale shrinks. Put transformations that have a
+    state or read the parameters (weight decay, momentum, schedules) inside ``inner``:
+    only ``inner`` is skipped.
 
     With the default factors the scale stays a power of two, so that scaling and
     unscaling never round.
@@ -230,12 +230,12 @@ def loss_scaling(
     check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> LossScaling:
-    """Gives ``inner`` the loss scale that a policy needs.
+    """Wraps an optimizer with the loss scale that a policy needs.
 
-    That is :func:`dynamic_loss_scale` where the policy computes in float16, and
-    :func:`static_loss_scale` of 1 otherwise: bfloat16 and float32 have the range of
-    the gradients. Non-finite steps are skipped in both, and the state has the same
-    structure, so that changing the policy changes nothing else.
+    This is :func:`dynamic_loss_scale` if the policy computes in float16. Otherwise it
+    is :func:`static_loss_scale` with a scale of 1, because bfloat16 and float32 have
+    range enough. Both skip non-finite steps, and both states have the same structure,
+    so that you can change the policy and nothing else.
 
     The options are those of :func:`dynamic_loss_scale`. They are checked under every
     policy and used under float16; ``check_updates`` and ``axis_name`` are always used.

@@ -96,7 +96,7 @@ MIGRATE = (
 
 
 def get_loss_scale(opt_state: Any) -> jax.Array:
-    """Returns the loss scale, wherever it sits in an optimizer state.
+    """Returns the loss scale from anywhere in an optimizer state.
 
     Args:
         opt_state: A state with one :class:`LossScaleState` in it: of the
@@ -108,9 +108,9 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
         A float32 array of shape ``[]``.
 
     Raises:
-        ValueError: If there is no loss-scale state in it, or more than one; or if it
-            lies inside a wrapper that withholds gradients from it, such as
-            ``optax.MultiSteps``, whose place is inside.
+        ValueError: If there is no loss-scale state in it, or more than one; or if it is
+            inside a wrapper that hides gradients from it, such as ``optax.MultiSteps``,
+            which belongs inside.
 
     Examples:
         >>> scaled = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
@@ -205,7 +205,7 @@ def check_loss_scale(
     max_scale: float = 2.0**24,
     grads: Any = None,
 ) -> None:
-    """Raises once a run skips every step. Call it on the host now and then.
+    """Raises an error if a run skips every step. Call it on the host now and then.
 
     With the default options, 29 skipped steps in a row lead from the largest scale to
     the smallest. If gradients still overflow then, the scale is not the cause.

@@ -22,9 +22,9 @@ def masters(params: T, opt_state: Any) -> T:
     bit: what float32 masters would be. Use it for evaluation, averages, checkpoints
     and export.
 
-    What has no compensation in ``opt_state`` is returned in float32 as it is. So are
-    float32 parameters, which are masters themselves. Of 16-bit parameters that is
-    what 16 bits hold, and a warning says so.
+    Parameters without compensation in ``opt_state`` are cast to float32. For 16-bit
+    parameters this is only what 16 bits hold, and a warning says so. Float32 parameters
+    are masters themselves, and are returned as they are.
 
     Args:
         params: The parameters.
@@ -67,10 +67,11 @@ def masters(params: T, opt_state: Any) -> T:
 
 
 def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
-    """Returns parameters and an optimizer state that stand for float32 parameters.
+    """Returns parameters and an optimizer state that hold given float32 parameters.
 
-    The way back from :func:`jaxmp.masters`, for a float32 checkpoint, or an average to
-    go on from: ``params, opt_state = set_masters(average, params, opt_state)``.
+    This is the inverse of :func:`jaxmp.masters`. Use it to continue from a float32
+    checkpoint or from an average: ``params, opt_state = set_masters(average, params,
+    opt_state)``.
 
     Args:
         masters: The float32 parameters.
@@ -78,9 +79,8 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
         opt_state: As in :func:`jaxmp.masters`.
 
     Returns:
-        The parameters, rounded to the nearest number of their dtype, and ``opt_state``
-        with what that takes away in its compensation, where it has one. All else in it
-        stays.
+        The parameters, rounded to the nearest number of their dtype, and ``opt_state``,
+        whose compensation (if it has one) holds the rest. Everything else in it stays.
 
     Raises:
         ValueError: If the three are not of the same parameters.

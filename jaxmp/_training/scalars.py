@@ -44,18 +44,17 @@ def scalars(
 ) -> dict[str, Any]:
     """Returns what to log after each step, as a flat dict of scalar arrays.
 
-    Works inside ``jit`` and outside. Outside, nothing waits for the device: the arrays
-    are those that the step will have computed. A logger turns them into numbers, or
-    ``jax.device_get`` does; take them every step, and turn them into numbers every
-    hundred. Inside a jitted step that donates its state, return them with the loss.
+    Call it in every step, inside ``jit`` or outside: it does not wait for the device.
+    Convert the arrays to numbers every hundred steps, with ``jax.device_get`` or in the
+    logger. If a jitted step donates its state, call this inside the step and return the
+    result with the loss.
 
     Args:
         opt_state: A state with one :class:`LossScaleState` in it, as
             :func:`jaxmp.get_loss_scale` takes it. Those of
             :func:`jaxmp.record_ranges` in it are reported too.
-        step: How many steps have been taken, for ``skipped_share``. None asks the
-            optimizer inside, which has counted those that were not skipped, as Adam
-            does.
+        step: The number of steps so far, for ``skipped_share``. With None it comes from
+            an optimizer that counts the steps that were not skipped, as Adam does.
         prefix: What each name begins with: a section of TensorBoard or W&B.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
 

@@ -37,9 +37,9 @@ def with_state_dtype(
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the state of any optimizer in 8 or 16 bits a number.
 
-    It is ``mu_dtype`` and ``nu_dtype`` at once, for every optimizer. ``inner`` sees a
-    float32 state. Its new state is rounded up or down at random, so that the mean is
-    right: rounded to nearest, a second moment would stand still.
+    This is like ``mu_dtype`` and ``nu_dtype`` together, for every optimizer. ``inner``
+    sees a float32 state. Its new state is rounded up or down at random, so that the
+    mean is right. Rounded to nearest, a second moment would stop changing.
 
     Adam's moments take 8 bytes a parameter in float32, 4 in bfloat16 and 2.02 in
     ``"int8"``, which stores the arrays of a parameter's shape that hold moments. Copies
@@ -106,10 +106,10 @@ def with_state_dtype(
 
 
 def cast_state(opt_state: Any, like: Any) -> Any:
-    """Stores an optimizer state as another one is stored: in 8, 16 or 32 bits.
+    """Converts an optimizer state to another ``state_dtype``: 8, 16 or 32 bits.
 
-    So a run goes on with another ``state_dtype``. Numbers are rounded to the nearest,
-    this once.
+    Use it to continue a run with another ``state_dtype``. Here numbers are rounded to
+    nearest.
 
     Args:
         opt_state: A state, as it was restored with the optimizer that made it.

@@ -36,32 +36,29 @@ _LONGEST = 1100  # characters of a report in an error
 
 @explains("jaxmp.audit(fun)(*args)")
 def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
-    """Reports in which dtypes ``fun`` multiplies matrices, and why not in 16 bits.
+    """Reports the dtypes of the matmuls of ``fun``, and why they are not 16-bit.
 
-    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Give
-    it a forward pass, a loss, a gradient function or a whole training step.
+    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Pass a
+    forward pass, a loss, a gradient function or a whole training step.
 
-    * **FLOPs**: a scan counts its length, a shard_map its devices, all branches of a
-      cond count, a while loop counts once (and is noted). Of a
-      ``lax.platform_dependent``, the branch that an NVIDIA GPU takes counts. A product
-      of two vectors or over an axis of size 1 is no matrix product. Kernels (of
-      Pallas, of cuDNN, a ``jax.ffi`` call) are noted, not counted.
-    * **Leaks**: each float32 product is charged to the float32 arguments and array
-      constants that reach it through float32 values; if there are none, to the casts
-      from 16 bits; if there are none either, to arrays made in float32; and at the
-      very last to numbers. A number is charged before all others where it meets a
-      16-bit array itself, here or in a jitted function that it is handed to; one that
-      meets other float32 values changes nothing. Float32 work that never reaches a
-      product (softmax, normalisation, loss) is no leak. A backward product has the
-      causes of the forward products of its line and module. No float32 product is
-      without a cause: below 1, ``report.fraction_16bit`` has its reasons in
-      ``report.leaks`` or ``report.kept``.
-    * **Residuals**: if ``fun`` computes gradients, what its forward passes hand to
-      its backward passes; otherwise, what differentiating it with respect to all its
-      floating arguments would keep.
-    * **Autocast**: products and arithmetic inside :func:`jaxmp.autocast` that stayed
-      float32 are no leaks; ``report.kept`` says why they stayed. Where the policy
-      asks for float8, ``report.kept_16bit`` says why products stayed in 16 bits.
+    * **FLOPs**: a scan counts as often as it iterates, a shard_map once per device, a
+      cond with all its branches, and a while loop once, with a note. Of a
+      ``lax.platform_dependent``, the branch for an NVIDIA GPU counts. A product of two
+      vectors, or over an axis of size 1, is no matmul. Kernels (of Pallas or cuDNN, or
+      a ``jax.ffi`` call) have a note, and are not counted.
+    * **Leaks**: the causes of a float32 matmul are the float32 arguments and array
+      constants that reach it through float32 values. If there are none, the causes are
+      casts from 16 bits, then arrays made in float32, and last of all numbers. A number
+      that itself meets a 16-bit array comes first. Float32 values that never reach a
+      matmul (softmax, normalisation, loss) are no leak. A matmul of the backward pass
+      has the causes of the forward matmuls of its line and module. Every float32 matmul
+      has a cause, in ``report.leaks`` or ``report.kept``.
+    * **Residuals**: the values that the forward pass of ``fun`` stores for its backward
+      pass. If ``fun`` computes no gradients, those that differentiating it with respect
+      to all its floating arguments would store.
+    * **Autocast**: operations inside :func:`jaxmp.autocast` that stayed float32 are no
+      leaks; ``report.kept`` says why they stayed. If the policy asks for float8,
+      ``report.kept_16bit`` says why matmuls stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of what is made of them: a phase, a small
       difference, a choice, an inverse, a sum; and numbers that are 0 or Inf there.
@@ -70,9 +67,9 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
         fun: Function that JAX can trace.
 
     Returns:
-        A function of the arguments of ``fun`` that returns a :class:`DtypeReport`.
-        Arrays may be given as ``jax.ShapeDtypeStruct``; leaves that are not arrays
-        reach ``fun`` as they are. Paths of arguments start at each argument.
+        A function of the arguments of ``fun`` that returns a :class:`DtypeReport`. You
+        may pass ``jax.ShapeDtypeStruct`` instead of arrays. Leaves that are not arrays
+        are passed on as they are. Paths of arguments start at each argument.
 
     Raises:
         TypeError: If ``fun`` is not callable.
@@ -120,12 +117,12 @@ def _with_sizes(x: Any) -> Any:
 
 
 def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
-    """Fails with the report unless ``fun`` multiplies matrices in 16 bits only.
+    """Raises the report as an error unless all matmuls of ``fun`` run in 16 bits.
 
-    One line of a test keeps float32 from coming back. What :func:`jaxmp.autocast`
-    left in float32 fails as well, since it is as slow as a leak. Where that is wanted
-    (``float32_paths``, ``float32_region``), write
-    ``report = jaxmp.audit(fun)(*args)`` and ``assert not report.leaks, report``.
+    Put this line into a test to keep float32 from coming back. A matmul that
+    :func:`jaxmp.autocast` left in float32 fails as well, because it is as slow as a
+    leak. If you want that (``float32_paths``, ``float32_region``), write ``report =
+    jaxmp.audit(fun)(*args)`` and ``assert not report.leaks, report``.
 
     Args:
         fun: Function that JAX can trace. It does not run.
@@ -133,7 +130,7 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
         **kwargs: Its keyword arguments.
 
     Raises:
-        AssertionError: If a product of ``fun`` is float32 or wider.
+        AssertionError: If a matmul of ``fun`` is float32 or wider.
         TypeError: If ``fun`` is not callable.
 
     Examples:

@@ -23,7 +23,7 @@ _ROWS = 12  # of leaks, and of products that autocast kept
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """One cause of float32 products.
+    """One cause of float32 matmuls.
 
     Attributes:
         source: The argument's path, the constant, or the operation that casts.
@@ -78,9 +78,9 @@ class Kept:
         operation: Name of the JAX primitive.
         reason: Why it was left.
         count: The number of times that it runs.
-        flops: FLOPs, where it is a product.
-        module: Named scopes of a product, else of the first such operation.
-        where: ``file:line`` of a product, else of the first such operation.
+        flops: FLOPs, if it is a matmul.
+        module: Named scopes of the matmul, otherwise of the first such operation.
+        where: ``file:line`` of the matmul, otherwise of the first such operation.
 
     Examples:
         >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
@@ -142,11 +142,11 @@ class DtypeReport:
     """What :func:`jaxmp.audit` found.
 
     Attributes:
-        flops: FLOPs of matrix products and convolutions by the dtype of their inputs,
-            the wider one where they differ.
-        leaks: Causes of float32 products, worst first, each once.
+        flops: FLOPs of matmuls and convolutions by the dtype of their inputs, the wider
+            one if they differ.
+        leaks: Causes of float32 matmuls, worst first, each once.
         kept: The operations that autocast left in float32, matmuls first.
-        kept_16bit: The products that autocast left in 16 bits under a policy that asks
+        kept_16bit: The matmuls that autocast left in 16 bits under a policy that asks
             for float8.
         residual_bytes: Bytes by dtype that the forward pass stores for the backward
             pass, without the arguments. None if JAX cannot differentiate the function.

@@ -32,25 +32,25 @@ P = ParamSpec("P")
 
 @explains("jaxmp.explain(fun)(*args)")
 def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
-    """Says of each line of the user's code in which dtype it computes, and why.
+    """Shows the dtype of each line of your code, and the rule that decided.
 
-    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Give
-    it a model, a loss, a gradient function or a whole training step, with autocast in
-    it or around it, or without.
+    Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Pass a
+    model, a loss, a gradient function or a whole training step, with or without
+    autocast.
 
-    Each line of the forward pass is there once, with the dtype of the last number that
-    it computes, the number of the rule by which autocast decided, and the reader that
-    it decided for, with its line in parentheses. What a library computes belongs to
-    the line that calls it. If ``fun`` computes gradients, the report also says in which
-    dtype the backward pass keeps what the line has computed.
+    Each line of the forward pass appears once. It has the dtype of its result, the
+    number of the rule by which autocast decided, and the operation that reads the
+    result, with its line in parentheses. What a library computes belongs to the line
+    that calls it. If ``fun`` computes gradients, the report also has the dtype in which
+    results of the line are stored for the backward pass.
 
     Args:
         fun: Function that JAX can trace.
 
     Returns:
-        A function of the arguments of ``fun`` that returns an :class:`Explanation`.
-        Arrays may be given as ``jax.ShapeDtypeStruct``; leaves that are not arrays
-        reach ``fun`` as they are.
+        A function of the arguments of ``fun`` that returns an :class:`Explanation`. You
+        may pass ``jax.ShapeDtypeStruct`` instead of arrays. Leaves that are not arrays
+        are passed on as they are.
 
     Raises:
         TypeError: If ``fun`` is not callable.

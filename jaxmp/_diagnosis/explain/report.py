@@ -29,13 +29,13 @@ class ExplainedLine:
         number: Number of the line.
         source: The line itself.
         dtype: Dtype of the last number that the line computes.
-        also: Other dtypes that it computes in on the way, or at another call.
-        products: Dtypes of what the products of the line take.
+        also: Other dtypes that the line computes in, on the way or in another call.
+        products: Dtypes that the matmuls of the line read.
         rule: Number of the rule of autocast that decided; None outside of autocast.
-        reason: Who reads the result, or what else decided.
-        kept: Dtypes of what the line computes and the backward pass reads.
-        kept_by: Number of the rule by which that is stored in 16 bits, None if none is.
-        times: How often the line runs; 0 in a ``while`` loop, of which nobody knows.
+        reason: What reads the result, or what else decided.
+        kept: Dtypes in which results of the line are stored for the backward pass.
+        kept_by: Number of the rule that stores them in 16 bits, None if there is none.
+        times: How often the line runs; 0 in a ``while`` loop, where it is not known.
 
     Examples:
         >>> def model(w, x):

@@ -55,28 +55,28 @@ P = ParamSpec("P")
 def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     """Finds the operation that made the first Inf or NaN of ``fun``, and its line.
 
-    Give it the loss, the gradient function or the whole training step that broke, and
-    the arguments with which it did: where a step is skipped, keep its batch. The
-    function runs once, compiled, with its arguments and on their devices; beside each
-    operation a few numbers are taken, and no array comes back.
+    Pass the loss, the gradient function or the whole training step that failed, and
+    call the result with the arguments of the failed step: keep the batch of a skipped
+    step. The function runs once, compiled, on the devices of its arguments. A few
+    numbers are recorded for each operation, and no array is returned.
 
-    An operation is the ``first`` if its result is not finite although its inputs are,
-    or are Inf as a mask is and its result is NaN, and if that reaches a result or makes
-    a test of finiteness fail, such as that of :func:`jaxmp.loss_scaling`. Underflow is
-    a fault as well: where a result is Inf, NaN or off by more than 1% (a gradient by
-    half) because numbers became zero or subnormal in float16, the operation that made
-    the zeros is the ``first``. Whatever changes no result is none. What a softmax or a
-    ``where`` swallows is listed apart. It looks into scans, while loops, branches,
-    ``jax.checkpoint``, rules of derivatives and ``shard_map``; ``report.notes`` says
-    where it could not.
+    An operation is the ``first`` fault if its inputs are finite and its result is not,
+    and if this reaches a result of the function or a test of finiteness such as that of
+    :func:`jaxmp.loss_scaling`. An operation that turns the Inf of a mask into NaN
+    counts too. Underflow is a fault as well: numbers may become zero or subnormal in
+    float16, so that a result is Inf, NaN or off by more than 1% (a gradient by half).
+    Then the operation that made the zeros is the ``first``. Anything that changes no
+    result is no fault; an Inf that a softmax or a ``where`` removes is listed
+    separately. The search looks into scans, while loops, branches, ``jax.checkpoint``,
+    custom derivatives and ``shard_map``; ``report.notes`` says where it could not.
 
-    Whether float32 has the fault is asked of the same function, traced again with
-    float32 arguments and without the casts of jaxmp, so that 1e-8 is 1e-8 there. Where
-    the function casts by itself, to a ``dtype=`` of its own, that cannot always be
-    told; the advice says so.
+    To find out whether float32 has the fault too, the function is traced again with
+    float32 arguments and without the casts of jaxmp, so that 1e-8 is 1e-8 there. If the
+    function casts by itself, to a ``dtype=`` of its own, this is not always possible;
+    the advice says so.
 
-    Every value counts as it stands in the jaxpr, rounded to its dtype. XLA may leave
-    out a rounding between two operations, and so survive an overflow.
+    Every value counts as the jaxpr has it, rounded to its dtype. XLA may leave out a
+    rounding between two operations, and so avoid an overflow.
 
     Args:
         fun: Function that JAX can trace.

@@ -31,7 +31,7 @@ class ModuleSensitivity:
         gradients_alone: Error of the gradients with this module alone in 16 bits.
         loss_without: Error of the loss with everything but this module in 16 bits.
         gradients_without: Error of the gradients, likewise.
-        flops: FLOPs of its matrix products and convolutions, forward and backward.
+        flops: FLOPs of its matmuls and convolutions, forward and backward.
         share: ``flops`` as a share of all the FLOPs.
         has_path: Whether ``float32_paths`` can name it alone. Lines outside all
             modules, and lines of the outermost module itself, have no path of their
@@ -130,15 +130,15 @@ class SensitivityReport:
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
             against the function as it stands. None for a function that casts by itself,
             and for one in float32.
-        is_cast: Whether the function casts by itself. Then overrides of its policy keep
-            modules in float32.
+        is_cast: Whether the function casts by itself. Then use overrides of its policy
+            to keep modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
         columns: The columns of the arguments after the first that are cast to 16 bits
             unchanged, and that rounding moves by more than ``tolerance`` of their
             standard deviation.
-        float32_products: As :func:`jaxmp.sensitivity` was given it. The errors include
-            those that float32 products make on such a device.
+        float32_products: The argument of :func:`jaxmp.sensitivity`. The errors include
+            those of float32 matmuls on such a device.
         in_float32: Whether it measured a program in float32 on such a device.
     """
 

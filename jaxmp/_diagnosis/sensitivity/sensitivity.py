@@ -64,18 +64,19 @@ def sensitivity(
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
-    ``fun`` is a loss. For each module path in it (of Linen, NNX, Equinox and Haiku, and
-    ``jax.named_scope`` names anything), the report has the errors of the loss and of
-    the gradients, against float32 throughout, when that module alone is in 16 bits and
-    when all but that module are, next to its FLOPs; and the ``float32_paths`` that meet
-    a tolerance, as a line to paste. Under ``"mixed_fp8"`` these are the modules for
-    which bfloat16 is not enough, and ``bfloat16_paths`` those to keep out of float8.
+    ``fun`` is a loss. For each module in it (of Linen, NNX, Equinox and Haiku;
+    ``jax.named_scope`` names anything else), the report has the errors of the loss and
+    of the gradients relative to float32: with that module alone in 16 bits, and with
+    everything but that module in 16 bits. It also has the FLOPs of the module, and the
+    ``float32_paths`` that meet a tolerance, as a line to paste. Under ``"mixed_fp8"``
+    these are the modules for which bfloat16 is not enough, and ``bfloat16_paths`` those
+    to keep out of float8.
 
-    Columns of the data that lose in 16 bits what tells their rows apart, such as years
-    and identifiers, are listed in ``report.columns``.
+    ``report.columns`` lists columns of the data whose rows become the same in 16 bits,
+    such as years and identifiers.
 
-    One compiled program stands for all of these choices: each rounding to 16 bits can
-    be switched off in it. At the end autocast itself is run with the paths found.
+    One compiled program measures all of these choices, because each rounding to 16 bits
+    can be switched off in it. At the end autocast itself runs with the paths found.
 
     Args:
         fun: Function that returns a scalar, differentiated with respect to the floating
@@ -84,23 +85,23 @@ def sensitivity(
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
-        tolerance: What neither relative error should exceed, nor that of a column of
-            the data.
-        has_aux: Whether ``fun`` returns a pair, the loss and something else, which is
-            not looked at.
+        tolerance: The largest relative error that is accepted, for the loss, the
+            gradients and a column of the data.
+        has_aux: Whether ``fun`` returns a pair of the loss and something else, which is
+            ignored.
         loss_scale: What the loss is multiplied by for its gradients: a number, or an
             optimizer state that holds one. None is 1, and for float16 the largest
             power of two up to 2^15 with which they are finite.
         ops: As :func:`jaxmp.autocast` takes it.
-        depth: How many names of a path tell modules apart, for fewer rows: 2 are the
-            layers of a Linen model, 3 in a list of NNX. None is all of them.
-        progress: Whether to show a progress bar; None does where there is a terminal,
-            and rich.
-        float32_products: What a device makes of the operands of float32 products that
-            name no precision, wherever this runs: ``"tf32"`` as NVIDIA GPUs from A100
-            on, ``"bfloat16"`` as a TPU. None leaves them to the device that this runs
-            on; a CPU has all digits. With it and the policy ``"float32"``, a float32
-            program is measured.
+        depth: The number of names of a path that are used, for fewer rows. 2 gives the
+            layers of a Linen model, 3 those in a list of NNX. None uses all names.
+        progress: Whether to show a progress bar. None shows one if there is a terminal
+            and rich is installed.
+        float32_products: The dtype to which a device rounds the operands of float32
+            matmuls without a precision: ``"tf32"`` for NVIDIA GPUs from A100 on,
+            ``"bfloat16"`` for a TPU. The errors then include this rounding on any
+            machine. None leaves it to the device that this runs on; a CPU has all
+            digits. Use it with the policy ``"float32"`` to measure a float32 program.
 
     Returns:
         A function of the arguments of ``fun`` that returns a
