@@ -59,7 +59,7 @@ class Config:
     accum_steps: int = 1
     """Micro-batches that a batch is split into."""
     devices: int = 1
-    """Devices over which each batch is split. If too few, the CPU acts as several."""
+    """Devices over which each batch is split. The CPU stands in for missing ones."""
     seed: int = 0
     checkpoint_dir: Path | None = None
     checkpoint_every: int = 100

@@ -46,7 +46,10 @@ def test_who_is_left_says_who_was_killed_and_the_rest_goes_on(tmp_path, capsys):
     survivor, killed = resume.main(config("run", kill_at=7))
     assert killed.returncode == -signal.SIGKILL
     assert survivor.returncode not in (0, -signal.SIGKILL)  # ended by itself
-    assert "Process 0 ended, because process 1 was not heard" in capsys.readouterr().out
+    assert (
+        "Process 0 ended, because process 1 sent no heartbeat"
+        in capsys.readouterr().out
+    )
     (alone,) = resume.main(config("run", processes=1, devices=4))
     assert alone.returncode == 0, alone.stderr
     assert '"Devices": 4, "First step": 6' in alone.stdout
