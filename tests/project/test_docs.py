@@ -32,6 +32,18 @@ def blocks(path):
     return ["\n" * text[: m.start(1)].count("\n") + m[1] for m in found]
 
 
+def shown(path):
+    """Returns what a page shows below each program, empty below most."""
+    text = path.read_text()
+    below = r"^```python\n.*?^```(?:\s*^```text\n(.*?)^```)?"
+    return [m[1] or "" for m in re.finditer(below, text, re.M | re.S)]
+
+
+def without_numbers(text):
+    """Returns words, since the last digits differ between machines."""
+    return re.sub(r"\d[\d.,]*(e[+-]\d+)?", "0", text).split()
+
+
 WITH_CODE = {name: blocks(path) for name, path in PAGES.items() if blocks(path)}
 
 
@@ -45,14 +57,18 @@ def imported(code):
 
 
 @pytest.mark.parametrize("name", WITH_CODE)
-def test_the_programs_of_a_page_run_in_their_order(name):
+def test_the_programs_of_a_page_run_in_their_order(name, capsys):
     for module in OPTIONAL & {m for code in WITH_CODE[name] for m in imported(code)}:
         if not importlib.util.find_spec(module):
             pytest.skip(f"{module} is in the extra `programs`")
     names = {"__name__": "page"}
     before = jax.config.values.copy()
-    for code in WITH_CODE[name]:
+    for code, below in zip(WITH_CODE[name], shown(PAGES[name]), strict=True):
+        capsys.readouterr()
         exec(compile(code, str(PAGES[name]), "exec"), names)
+        if below:
+            printed = capsys.readouterr().out
+            assert without_numbers(printed) == without_numbers(below)
     assert jax.config.values == before
 
 
