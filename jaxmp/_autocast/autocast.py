@@ -162,7 +162,7 @@ def float32_region(
     ``with jax.named_scope("jaxmp.float32"):`` instead.
 
     By JAX's default, a float32 matmul runs in TF32 on NVIDIA GPUs from A100 on, and in
-    bfloat16 on a TPU. In the region, and in its gradients, it has all digits.
+    bfloat16 on a TPU. Under autocast it has all digits in the region and its gradients.
 
     Args:
         fun: Function that JAX can trace.
