@@ -180,3 +180,29 @@ def test_the_examples_of_a_public_class_and_its_methods_run(name):
     for example in finder.find(getattr(jaxmp, name), name, module=False, globs=names):
         found = doctest.DocTestRunner().run(example)
         assert found.failed == 0, example.name
+
+
+EXAMPLES = [x for x in (ROOT / "examples").glob("*.py") if "tyro.cli" in x.read_text()]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda x: x.stem)
+def test_the_help_of_an_example_begins_with_what_it_does(path):
+    text = path.read_text()
+    (name,) = re.findall(r"tyro\.cli\((\w+)\)", text)
+    (options,) = [
+        x
+        for x in ast.parse(text).body
+        if isinstance(x, ast.ClassDef) and x.name == name
+    ]
+    verb = ast.get_docstring(options).split()[0]
+    assert re.fullmatch(r"[A-Z][a-z]+s", verb), verb
+
+
+@pytest.mark.parametrize(
+    "path", [DOCS / "index.md", *(DOCS / "api").glob("*.md")], ids=lambda x: x.stem
+)
+def test_a_page_that_only_the_site_can_show_says_where_the_site_is(path):
+    begins = path.read_text().partition("\n\n")[0]
+    assert all(line.startswith("% ") for line in begins.splitlines())
+    assert "README" in begins
+    assert "Documentation" in begins

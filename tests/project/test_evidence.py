@@ -91,6 +91,8 @@ def test_the_price_on_the_performance_page_was_counted():
         f"{mean(moved):.2f} of the bytes and {mean(memory):.2f} of the memory" in page
     )
     assert f"over {len(networks)} networks in bfloat16" in page
+    choosing = words(ROOT / "docs/choosing.md")
+    assert f"[{mean(moved):.2f} of them, the mean over {len(networks)} net" in choosing
     assert sum(round(x, 2) <= 1.05 for x in moved) == 13
     assert "Thirteen of these" in page
     dearest = sorted(zip(moved, networks, strict=True), reverse=True)[:2]
