@@ -135,7 +135,7 @@ LARGE = {
     "a large weight": lambda s, x: s.dot("ti,ij->tj", x, s.weight(SIZE, 64, scale=50)),
     "a scale": lambda s, x: 200 * s.dense(x, 64),
     "a product": lambda s, x: s.dense(10 * x, 64) * s.dense(10 * x, 64),
-    "a shift": lambda s, x: s.dense(x, 64) + s.weight(64, scale=100, mean=2000),
+    "a shift": lambda s, x: s.dense(x, 64) + s.weight(64, scale=500),
 }
 SUMS = {
     "a sum": lambda s, h: h.sum(-1, keepdims=True) / 64,

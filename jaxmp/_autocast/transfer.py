@@ -107,8 +107,8 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
 def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns what is the negative of something, which to add is a difference.
 
-    Also if it is multiplied, moved or summed. Not what is copied once it is summed, as
-    in the gradient of a norm, where it is one of many terms.
+    Also if it is multiplied, moved or summed, or made in a function. Not what is copied
+    once it is summed, as in the gradient of a norm, where it is one of many terms.
     """
     summed: dict[Any, bool] = {}
     for eqn in eqns:
@@ -120,6 +120,10 @@ def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
             passes = any(not summed[x] or x.aval.size == size for x in less)
         if classes.negates(eqn) or (less and passes):
             summed.update(dict.fromkeys(eqn.outvars, sums))
+        for inner in map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn)):
+            made = _negated_in(inner.eqns)
+            outs = zip(eqn.outvars, inner.outvars, strict=False)
+            summed.update({var: False for var, x in outs if is_in(x, made)})
     return set(summed)
 
 

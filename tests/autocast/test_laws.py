@@ -16,6 +16,7 @@ DTYPES = "bfloat16", "float16"
 KNOWN = [
     "a weight, both scaled, squares",
     "a weight, where, a ratio",
+    "data, relu, a negative in a jit",
     "tanh, a factor, a scan",
     "a product, a length, a scale",
     "batch norm, a bias, two matmuls",
