@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 WIDTH = 80
@@ -15,11 +16,45 @@ def as_html(report: Any) -> str:
     return f"<pre>{html.escape(str(report))}</pre>"
 
 
-def table(cells: list[tuple[str, ...]]) -> Iterator[str]:
+def as_lists(x: Any) -> Any:
+    """Returns data of dicts and tuples with lists for the tuples, as JSON has them."""
+    if isinstance(x, dict):
+        return {key: as_lists(value) for key, value in x.items()}
+    return [*map(as_lists, x)] if isinstance(x, (tuple, list)) else x
+
+
+def paragraphs(*parts: Iterable[str]) -> Iterator[str]:
+    """Yields the lines of the parts that have any, an empty line between two parts."""
+    is_first = True
+    for lines in filter(None, map(list, parts)):
+        yield from lines if is_first else ["", *lines]
+        is_first = False
+
+
+def notes(report: Any) -> Iterator[str]:
+    """Yields the lines of the notes of a report."""
+    for note in report.notes:
+        yield from wrapped(f"note: {note}", "", "  ")
+
+
+def more(rows: Sequence[Any], shown: int, name: str, indent: str = "  ") -> list[str]:
+    """Returns the line that says where the rows are that are not shown, if any."""
+    left = len(rows) - shown
+    return [f"{indent}and {left} more in `report.{name}`"] if left > 0 else []
+
+
+def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
     """Aligns columns; where they find no room, the last two have lines of their own.
 
-    The columns are a number, a text, a module and a line of code.
+    Args:
+        rows: A number, a text, and something with a module and a line of code, which
+            make two more columns.
+        shown: How many of them to show.
     """
+    cells = [
+        (number, text, row.module, os.path.basename(row.where))
+        for number, text, row in rows[:shown]
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     fits = sum(widths) + 2 * len(widths) <= WIDTH
     for row in cells:

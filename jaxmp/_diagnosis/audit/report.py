@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._base.dtypes import is_wide
-from ..._base.text import as_html, table, wrapped
+from ..._base.text import as_html, as_lists, more, notes, paragraphs, table, wrapped
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _WRONG = "wrong in 16 bits"
@@ -191,14 +191,11 @@ class DtypeReport:
             >>> jaxmp.audit(jnp.matmul)(w, w).as_dict()["flops"]
             {'float32': 1024.0}
         """
-        fields = dataclasses.asdict(self)
-        for name in ("leaks", "kept", "notes", "kept_16bit", "hazards"):
-            fields[name] = list(fields[name])
-        fractions = {
+        return {
             "fraction_16bit": self.fraction_16bit,
             "fraction_8bit": self.fraction_8bit,
+            **as_lists(dataclasses.asdict(self)),
         }
-        return fractions | fields
 
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
@@ -211,20 +208,15 @@ class DtypeReport:
 
 
 def _lines(report: DtypeReport) -> Iterator[str]:
-    """Yields the lines of the table, an empty one between its parts."""
-    yield from _dtype_lines(report)
-    parts = (
-        _leak_lines,
-        _kept_16bit_lines,
-        _kept_lines,
-        _hazard_lines,
-        _residual_lines,
-        _note_lines,
+    return paragraphs(
+        _dtype_lines(report),
+        _leak_lines(report),
+        _kept_16bit_lines(report),
+        _kept_lines(report),
+        _hazard_lines(report),
+        _residual_lines(report),
+        notes(report),
     )
-    for part in parts:
-        if lines := [*part(report)]:
-            yield ""
-            yield from lines
 
 
 def _dtype_lines(report: DtypeReport) -> Iterator[str]:
@@ -249,14 +241,9 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
     if not report.leaks:
         return
     yield "float32 because of"
-    yield from table(
-        [
-            (f"{leak.share:.1%}", str(leak), leak.module, _base(leak))
-            for leak in report.leaks[:_ROWS]
-        ]
-    )
-    if len(report.leaks) > _ROWS:
-        yield f"  and {len(report.leaks) - _ROWS} more in `report.leaks`"
+    rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
+    yield from table(rows, _ROWS)
+    yield from more(rows, _ROWS, "leaks")
     if not any(leak.meets_16bit for leak in report.leaks):
         yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
 
@@ -286,19 +273,12 @@ def _product_lines(
     report: DtypeReport, products: Sequence[Kept], field: str
 ) -> Iterator[str]:
     total = sum(report.flops.values())
-    yield from table(
-        [
-            (
-                f"{kept.flops / total:.1%}",
-                f"{kept.operation}, {kept.reason}",
-                kept.module,
-                _base(kept),
-            )
-            for kept in products[:_ROWS]
-        ]
-    )
-    if len(products) > _ROWS:
-        yield f"  and {len(products) - _ROWS} more in `report.{field}`"
+    rows = [
+        (f"{kept.flops / total:.1%}", f"{kept.operation}, {kept.reason}", kept)
+        for kept in products
+    ]
+    yield from table(rows, _ROWS)
+    yield from more(rows, _ROWS, field)
 
 
 def _hazard_lines(report: DtypeReport) -> Iterator[str]:
@@ -310,14 +290,14 @@ def _hazard_lines(report: DtypeReport) -> Iterator[str]:
             yield from wrapped(heading, "", "  ")
         for row in rows:
             yield from _lines_of_hazard(row)
-    if len(report.hazards) > _ROWS:
-        yield f"  and {len(report.hazards) - _ROWS} more in `report.hazards`"
+    yield from more(report.hazards, _ROWS, "hazards")
 
 
 def _lines_of_hazard(row: Hazard) -> Iterator[str]:
     module = f" in {row.module}" if row.module else ""
     subject = "a number" if row.kind == "number" else "the matmul"
-    yield from wrapped(f"{subject} at {_base(row)}{module}: {row.why}", "  ", "    ")
+    line = os.path.basename(row.where)
+    yield from wrapped(f"{subject} at {line}{module}: {row.why}", "  ", "    ")
     yield from wrapped(row.cure, "    ", "        ", is_code=True)
 
 
@@ -329,21 +309,10 @@ def _residual_lines(report: DtypeReport) -> Iterator[str]:
         yield f"  {dtype:<10}{_unit(size, 1024):>10}B"
 
 
-def _note_lines(report: DtypeReport) -> Iterator[str]:
-    for note in report.notes:
-        yield from wrapped(f"note: {note}", "", "  ")
-
-
-def _base(row: Leak | Kept | Hazard) -> str:
-    """Returns the line without its folders."""
-    return os.path.basename(row.where)
-
-
 def _unit(number: float, base: int) -> str:
     """Spells a number with a prefix for its power of 1000 or 1024."""
-    prefixes = (
-        ["", "Ki", "Mi", "Gi", "Ti"] if base == 1024 else ["", "k", "M", "G", "T"]
-    )
+    binary = base == 1024
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if binary else ["", "k", "M", "G", "T"]
     power = 0
     while number >= base and power < len(prefixes) - 1:
         number, power = number / base, power + 1

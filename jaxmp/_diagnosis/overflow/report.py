@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
-from ..._base.text import as_html, table, wrapped
+from ..._base.text import as_html, as_lists, more, notes, paragraphs, table, wrapped
 
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
@@ -137,7 +138,11 @@ class OverflowReport:
             >>> report.as_dict()["first"]["operation"]
             'exp'
         """
-        return _plain(dataclasses.asdict(self))
+        fields = as_lists(dataclasses.asdict(self))
+        for row in fields["operations"]:
+            if math.isinf(row["headroom"]):  # which JSON does not know
+                row["headroom"] = "inf"
+        return fields
 
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
@@ -147,38 +152,23 @@ class OverflowReport:
 
 
 def _lines(report: OverflowReport) -> Iterator[str]:
-    if report.first is None:
+    return paragraphs(
+        _fault_lines(report),
+        wrapped(report.advice, is_code=True),
+        _other_lines(report),
+        _range_lines("least headroom, in powers of two", _nearest(report)),
+        _range_lines(
+            "lost most: zero or subnormal here, and not in float32", _worst(report)
+        ),
+        notes(report),
+    )
+
+
+def _fault_lines(report: OverflowReport) -> Iterator[str]:
+    fault = report.first
+    if fault is None:
         yield "no operation made an Inf or NaN that reached a result"
-    else:
-        yield from _fault_lines(report, report.first)
-    yield ""
-    yield from wrapped(report.advice, is_code=True)
-    if report.others:
-        yield ""
-        yield "other operations that made Inf or NaN of finite inputs"
-        yield from table(
-            [
-                (x.kind, f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
-                for x in report.others[:_ROWS]
-            ]
-        )
-        if len(report.others) > _ROWS:
-            yield f"  and {len(report.others) - _ROWS} more in `report.others`"
-    for title, rows in (
-        ("least headroom, in powers of two", _nearest(report)),
-        ("lost most: zero or subnormal here, and not in float32", _worst(report)),
-    ):
-        if rows:
-            yield ""
-            yield title
-            yield from table(rows)
-    if report.notes:
-        yield ""
-        for note in report.notes:
-            yield from wrapped(f"note: {note}", "", "  ")
-
-
-def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
+        return
     yield from wrapped(f"first: {fault}", "", "  ")
     for dtype, shape, largest in fault.inputs:
         yield f"  input {dtype}{[*shape]} up to {largest:.4g}"
@@ -197,39 +187,30 @@ def _fault_lines(report: OverflowReport, fault: Fault) -> Iterator[str]:
             yield from wrapped(text, "  ", "    ")
 
 
-def _nearest(report: OverflowReport) -> list[tuple[str, ...]]:
+def _other_lines(report: OverflowReport) -> Iterator[str]:
+    if report.others:
+        yield "other operations that made Inf or NaN of finite inputs"
+        yield from table([(x.kind, _said(x), x) for x in report.others], _ROWS)
+        yield from more(report.others, _ROWS, "others")
+
+
+def _range_lines(title: str, rows: list[tuple[str, str, Any]]) -> Iterator[str]:
+    if rows:
+        yield title
+        yield from table(rows, _ROWS)
+
+
+def _nearest(report: OverflowReport) -> list[tuple[str, str, Any]]:
     # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
     known = [x for x in report.operations if x.max > 0 and x.headroom > 0]
     known.sort(key=lambda x: x.headroom)
-    return [
-        (f"{x.headroom:.1f}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
-        for x in known[:_ROWS]
-    ]
+    return [(f"{x.headroom:.1f}", _said(x), x) for x in known]
 
 
-def _worst(report: OverflowReport) -> list[tuple[str, ...]]:
+def _worst(report: OverflowReport) -> list[tuple[str, str, Any]]:
     losing = sorted(report.operations, key=lambda x: -x.lost)
-    return [
-        (f"{x.lost:.1%}", f"{x.operation} {x.dtype}{_pass(x)}", x.module, _base(x))
-        for x in losing[:_ROWS]
-        if x.lost >= _SEEN
-    ]
+    return [(f"{x.lost:.1%}", _said(x), x) for x in losing if x.lost >= _SEEN]
 
 
-def _pass(row: Fault | OperationRange) -> str:
-    return " backward" if row.backward else ""
-
-
-def _base(row: Fault | OperationRange) -> str:
-    return os.path.basename(row.where)
-
-
-def _plain(x: Any) -> Any:
-    """Returns lists for tuples, and strings for numbers that JSON does not know."""
-    if isinstance(x, dict):
-        return {key: _plain(value) for key, value in x.items()}
-    if isinstance(x, (tuple, list)):
-        return [*map(_plain, x)]
-    if isinstance(x, float) and x in (float("inf"), float("-inf")):
-        return str(x)
-    return x
+def _said(row: Fault | OperationRange) -> str:
+    return f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..._base.text import WIDTH, as_html, wrapped
+from ..._base.text import WIDTH, as_html, as_lists, more, notes, paragraphs, wrapped
 
 _ROWS = 24
 _COLUMNS = 6
@@ -204,21 +205,10 @@ class SensitivityReport:
         An error of a result that is not finite is ``inf``, which Python's ``json``
         writes as ``Infinity``.
         """
-        fields = dataclasses.asdict(self)
-        for name in (
-            "modules",
-            "float32_paths",
-            "bfloat16_paths",
-            "notes",
-            "columns",
-        ):
-            fields[name] = list(fields[name])
-        if self.measured is not None:
-            fields["measured"] = list(self.measured)
         return {
-            **fields,
+            **as_lists(dataclasses.asdict(self)),
             "meets_tolerance": self.meets_tolerance,
-            "overrides": [list(pair) for pair in self.overrides],
+            "overrides": as_lists(self.overrides),
             "line": self.line,
         }
 
@@ -243,25 +233,17 @@ def _pattern(path: str) -> str:
 
 def _lines(report: SensitivityReport) -> Iterator[str]:
     errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
-    yield from wrapped(f"relative errors with {_everything(report)}: {errors}")
+    head = wrapped(f"relative errors with {_everything(report)}: {errors}")
     if report.loss_scale != 1:
-        yield f"with a loss scale of {report.loss_scale:g}"
-    yield ""
-    if report.columns:
-        yield from _columns(report.columns)
-        yield ""
-    yield from _table(report.modules[:_ROWS], f"alone in {report.narrow}")
-    if len(report.modules) > _ROWS:
-        yield f"  and {len(report.modules) - _ROWS} more in `report.modules`"
-    yield ""
-    yield from wrapped(_conclusion(report))
-    if report.line:
-        yield ""
-        yield from wrapped(report.line, "    ", "        ", is_code=True)
-    if report.notes:
-        yield ""
-        for note in report.notes:
-            yield from wrapped(f"note: {note}", "", "  ")
+        head.append(f"with a loss scale of {report.loss_scale:g}")
+    return paragraphs(
+        head,
+        *_columns(report.columns),
+        [*_table(report), *more(report.modules, _ROWS, "modules")],
+        wrapped(_conclusion(report)),
+        wrapped(report.line, "    ", "        ", is_code=True),
+        notes(report),
+    )
 
 
 def _everything(report: SensitivityReport) -> str:
@@ -273,20 +255,19 @@ def _everything(report: SensitivityReport) -> str:
     return " and ".join(filter(None, (narrow, products)))
 
 
-def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[str]:
-    text = (
-        "Subtract the mean from these inputs in float32, before the model, and divide "
-        "by their standard deviation: in 16 bits their rows become the same."
-    )
-    yield from wrapped(text)
-    yield ""
-    for column in columns[:_COLUMNS]:
-        yield from wrapped(str(column), "    ", "      ")
-    if len(columns) > _COLUMNS:
-        yield f"    and {len(columns) - _COLUMNS} more in `report.columns`"
+def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[list[str]]:
+    """Yields a paragraph that says what to do, and one with the columns."""
+    if columns:
+        yield wrapped(
+            "Subtract the mean from these inputs in float32, before the model, and "
+            "divide by their standard deviation: in 16 bits their rows become the same."
+        )
+        shown = [wrapped(str(x), "    ", "      ") for x in columns[:_COLUMNS]]
+        rest = more(columns, _COLUMNS, "columns", "    ")
+        yield [*itertools.chain(*shown), *rest]
 
 
-def _table(rows: tuple[ModuleSensitivity, ...], alone: str) -> Iterator[str]:
+def _table(report: SensitivityReport) -> Iterator[str]:
     cells = [
         (
             row.name,
@@ -296,9 +277,10 @@ def _table(rows: tuple[ModuleSensitivity, ...], alone: str) -> Iterator[str]:
             _error(row.gradients_without),
             f"{row.share:.1%}",
         )
-        for row in rows
+        for row in report.modules[:_ROWS]
     ]
     width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
+    alone = f"alone in {report.narrow}"
     yield f"  {'':<{width}}  {alone:>18}  {'alone in float32':>18}"
     head = ("module", *["loss", "gradients"] * 2, "FLOPs")
     for name, *numbers in (head, *cells):
