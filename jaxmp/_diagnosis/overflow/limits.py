@@ -40,7 +40,7 @@ class Line(NamedTuple):
     """What a line of the user computes in a module, by operation."""
 
     operation: str
-    dtype: np.dtype
+    dtype: str
     where: str
     module: str
     backward: bool
@@ -58,21 +58,16 @@ class Limit(NamedTuple):
 
 def line_of(operation: str, dtype: Any, place: Place) -> Line:
     """Returns the line that an operation belongs to."""
-    return Line(operation, np.dtype(dtype), place.where, place.module, place.backward)
+    return Line(
+        operation, str(np.dtype(dtype)), place.where, place.module, place.backward
+    )
 
 
 class Limits:
     """A program in which the limits of 16 bits hold for its first operations alone."""
 
     def __init__(self, flat: Flat, jaxpr: Any, numbers: Numbers, around: Place):
-        """Compiles it.
-
-        Args:
-            flat: The function and its arguments.
-            jaxpr: Its jaxpr, closed.
-            numbers: Those in the code that 16 bits have eaten.
-            around: What is around its operations.
-        """
+        """Compiles the jaxpr of a function and its arguments."""
         self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
         self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
@@ -195,9 +190,8 @@ class _Replay(WideReplay):
     def _number(self, eqn: Equation, number: Eaten) -> Any:
         written = number.written
         if written is None:
-            written = (
-                self.small if number.left == 0 else np.copysign(_LARGE, number.left)
-            )
+            large = np.copysign(_LARGE, number.left)
+            written = self.small if number.left == 0 else large
         on = self.limits.is_on(self.count, eqn, number.dtype, number.place, number)
         return jnp.where(on, np.float32(number.left), jnp.float32(written))
 
@@ -255,11 +249,8 @@ def _compared(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any, 
 def _difference(x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
     nothing = jnp.float32(0)
     if not _is_float(x):
-        return (
-            jnp.any(x != y) if x.dtype == bool else jnp.bool_(False),
-            nothing,
-            nothing,
-        )
+        differs = jnp.any(x != y) if x.dtype == bool else jnp.bool_(False)
+        return differs, nothing, nothing
     finite = jnp.isfinite(x) & jnp.isfinite(y)
     bad = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
     x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)

@@ -21,11 +21,10 @@ import numpy as np
 from ..._base.checks import check_function, explains, uncalled
 from ..._base.dtypes import is_narrow
 from ..._base.in_float32 import traced_in_float32
-from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.flatten import Flat, check_values, flatten
 from ..._jaxprs.places import Place, caller
-from ..numbers import Eaten, Numbers
+from ..numbers import Eaten, Numbers, equations
 from .advice import Case, advice
 from .limits import Limit, Limits, Line, line_of
 from .probe import Probe, Seen, Site
@@ -149,12 +148,8 @@ class _Found(NamedTuple):
         site, bits = self.probe.sites[number], self.seen.rows.bits[number]
         shown = zip(site.operands, bits[-OPERANDS:], strict=False)
         return Fault(
-            operation=site.operation,
-            dtype=str(site.dtype),
+            **_line_of(site)._asdict(),
             kind="NaN" if bits[KIND] == 2 else "Inf",
-            where=site.place.where,
-            module=site.place.module,
-            backward=site.place.backward,
             trips=trips,
             inputs=tuple((str(x.dtype), x.shape, float32_of(top)) for x, top in shown),
             largest=float(jnp.finfo(site.dtype).max),
@@ -178,7 +173,12 @@ class _Search:
     def __init__(self, flat: Flat, jaxpr: Any, around: Place):
         """Runs the program, and asks what the first fault calls for."""
         self.flat, self.jaxpr, self.around = flat, jaxpr, around
-        self.dtypes = _narrow_dtypes(jaxpr)
+        self.dtypes = {  # of at most 16 bits
+            str(atom.aval.dtype)
+            for eqn, _ in equations(jaxpr, around)
+            for atom in (*eqn.invars, *eqn.outvars)
+            if is_narrow(atom.aval)
+        }
         self.found = _run(flat, jaxpr, around, wide=False)
         self.moment = self.found.first()
         self.first: Fault | None = None
@@ -268,17 +268,9 @@ class _Search:
         kind = "zeros" if self._is_zero(limit) else "Inf"
         if not numbers:  # a number in the code that a call is given
             self.number = None
-            info = jnp.finfo(line.dtype)
+            largest = float(jnp.finfo(line.dtype).max)
             return Fault(
-                operation=line.operation,
-                dtype=str(line.dtype),
-                kind=kind,
-                where=line.where,
-                module=line.module,
-                backward=line.backward,
-                trips=(),
-                inputs=(),
-                largest=float(info.max),
+                **line._asdict(), kind=kind, trips=(), inputs=(), largest=largest
             )
         counts = self.found.seen.rows.counts[numbers]
         column = LOST if kind == "zeros" else INF
@@ -373,9 +365,8 @@ class _Search:
         is_given = site is not None and site.given is not None
         if is_given and place.library == "jaxmp":
             return "with_policy"
-        return (
-            "module" if place.library == "flax" and not self._has_policy() else "code"
-        )
+        is_module = place.library == "flax" and not self._has_policy()
+        return "module" if is_module else "code"
 
     def _has_policy(self) -> bool:
         """Whether a policy casts in the program."""
@@ -441,16 +432,6 @@ def _run(flat: Flat, jaxpr: Any, around: Place, *, wide: bool) -> _Found:
     return _Found(probe, probe.run(around, flat.leaves))
 
 
-def _narrow_dtypes(jaxpr: Any) -> set[str]:
-    """Returns the names of the dtypes of at most 16 bits in a jaxpr."""
-    body = _jaxpr.open_jaxpr(jaxpr)
-    atoms: list[Any] = [*body.invars]
-    atoms += [var for eqn in body.eqns for var in eqn.outvars]
-    found = {str(atom.aval.dtype) for atom in atoms if is_narrow(atom.aval)}
-    subs = (sub for eqn in body.eqns for sub in _jaxpr.sub_jaxprs(eqn))
-    return found.union(*map(_narrow_dtypes, subs))
-
-
 def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
     """Returns what came in with Inf or NaN: all of it, and what is in a result."""
     counts = {
@@ -499,7 +480,8 @@ def _ranges(found: _Found) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Line, list[int]] = {}
     for number, site in enumerate(found.probe.sites):
-        if _is_looked_at(site) and found.seen.rows.counts[number, RUNS]:
+        is_looked_at = site.computes and not _is_scaled(site)
+        if is_looked_at and found.seen.rows.counts[number, RUNS]:
             rows.setdefault(_line_of(site), []).append(number)
     for line, numbers in rows.items():
         yield _range(found, line, numbers)
@@ -509,17 +491,12 @@ def _line_of(site: Site) -> Line:
     return line_of(site.operation, site.dtype, site.place)
 
 
-def _is_looked_at(site: Site) -> bool:
-    """Whether a site makes numbers, and none that are scaled to fill float8."""
-    return site.computes and not _is_scaled(site)
-
-
 def _is_scaled(site: Site) -> bool:
+    """Whether a site makes numbers that are scaled to fill float8."""
     return _scopes.FLOAT8_SCALED in site.place.scopes
 
 
 def _range(found: _Found, line: Line, numbers: list[int]) -> OperationRange:
-    operation, dtype, where, module, backward = line
     bits = found.seen.rows.bits[numbers]
     counts = found.seen.rows.counts[numbers].astype(np.float64)
     sizes = np.array([found.probe.sites[i].size for i in numbers], np.float64)
@@ -527,15 +504,11 @@ def _range(found: _Found, line: Line, numbers: list[int]) -> OperationRange:
     low = bits[:, LOW].min()
     top = float32_of(bits[:, TOP].max())
     return OperationRange(
-        operation=operation,
-        dtype=str(dtype),
-        where=where,
-        module=module,
-        backward=backward,
+        **line._asdict(),
         size=int(size),
         max=top,
         min=0.0 if low == NOTHING else float32_of(low),
-        headroom=math.log2(float(jnp.finfo(dtype).max) / top) if top else math.inf,
+        headroom=math.log2(float(jnp.finfo(line.dtype).max) / top) if top else math.inf,
         lost=float(counts[:, LOST].sum() / size) if size else 0.0,
         nonfinite=float(counts[:, [NAN, INF]].sum() / size) if size else 0.0,
     )

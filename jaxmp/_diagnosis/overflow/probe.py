@@ -69,13 +69,7 @@ class Probe:
     """What is known of a program while it is replayed, and after it."""
 
     def __init__(self, jaxpr: Any, names: Sequence[str], *, wide: bool = False):
-        """Prepares to replay a jaxpr.
-
-        Args:
-            jaxpr: The jaxpr.
-            names: Of its inputs.
-            wide: Whether to compute in float32 what it computes in 16 bits.
-        """
+        """Prepares to replay a jaxpr with named inputs; ``wide`` is in float32."""
         self.jaxpr, self.wide, self.names = jaxpr, wide, [*names]
         self.depth = 1 + 2 * _depth(jaxpr)  # of a moment
         self.sites: list[Site] = []
@@ -135,10 +129,8 @@ class Probe:
         """Returns the trail of an array that the program is given."""
         if not is_floating_array(x):
             return jnp.asarray(_trails.trail(self.depth, NEVER))
-        born = jnp.where(seen[2] + seen[3] > 0, GIVEN + number, NEVER)
-        moment = [born, *[jnp.int32(0)] * (self.depth - 1)]
-        top = _trails.float32_bits(seen[:1], [seen_as(jnp.result_type(x))])[0]
-        return jnp.stack([*moment, (seen[2] > 0).astype(jnp.int32), top])
+        born = _trails.trail(self.depth, GIVEN + number)[:-2]
+        return _trails.trail_of(seen, jnp.result_type(x), born)
 
     def note(self, text: str, place: Place) -> None:
         """Remembers where nothing could be seen."""
@@ -157,15 +149,7 @@ class Frame(Trails):
         *,
         looking: bool = True,
     ):
-        """Starts with nothing seen.
-
-        Args:
-            probe: The program.
-            clock: What precedes the numbers of operations in a moment.
-            loops: The loops around.
-            axes: The mesh axes of the shard_maps around.
-            looking: Whether to look at the values.
-        """
+        """Starts with nothing seen, inside of some loops; see :class:`Trails`."""
         super().__init__(probe.depth, clock, axes, wide=probe.wide, looking=looking)
         self.probe, self.loops = probe, loops
 
@@ -215,11 +199,10 @@ class Frame(Trails):
         if self.keeps_magnitudes(eqn):
             return [ins[i]._replace(array=x) for i, x in enumerate(outs)]
         numbers: frozenset[float] = frozenset().union(*(x.numbers for x in ins))
-        is_moved = name in EXACT or _jaxpr.is_cast(eqn)
-        sees, wide = glance, None
-        if name not in EXACT:
-            sees = look
-            wide = None if probe.wide else before_rounding(eqn, arrays)
+        is_exact, is_cast = name in EXACT, _jaxpr.is_cast(eqn)
+        wide = None
+        if not (is_exact or probe.wide):
+            wide = before_rounding(eqn, arrays)
         if over := _jaxpr.collective_axes(eqn, self.axes):
             ins = self.of_all_devices(ins, eqn.invars, over)
         inputs = [
@@ -235,8 +218,8 @@ class Frame(Trails):
             operation = Operation(
                 len(probe.sites), tuple(t for t, _ in inputs), seen_as(x.dtype)
             )
-            seen = sees(x) if wide is None else look(x, wide)
-            kept = numbers if is_moved else frozenset()
+            seen = glance(x) if is_exact else look(x, wide)
+            kept = numbers if is_exact or is_cast else frozenset()
             values.append(Value(x, (self.append(operation, seen),), kept))
             probe.sites.append(
                 Site(
@@ -247,10 +230,10 @@ class Frame(Trails):
                     size=int(x.size),
                     operands=tuple(aval for _, aval in inputs),
                     loops=self.loops,
-                    computes=bool(inputs) and name not in EXACT,
-                    is_cast=_jaxpr.is_cast(eqn),
+                    computes=bool(inputs) and not is_exact,
+                    is_cast=is_cast,
                     numbers=numbers,
-                    given=ins[0].given if _jaxpr.is_cast(eqn) else None,
+                    given=ins[0].given if is_cast else None,
                 )
             )
         return values
@@ -264,7 +247,7 @@ class Frame(Trails):
         if eqn.primitive.name in KEEPS_MAGNITUDES:
             return same
         return _jaxpr.is_cast(eqn) and (
-            same or (is_narrow(pairs[0][0].aval) and _is_float32(pairs[0][1].aval))
+            same or (is_narrow(pairs[0][0].aval) and _jaxpr.is_float32(pairs[0][1]))
         )
 
     def of_all_devices(
@@ -343,19 +326,34 @@ class Frame(Trails):
             frame = Frame(self.probe, clock, loops, self.axes, looking=self.looking)
             if slices:
                 table = frame.of_slices(arrays, table, slices)
-            first = frame.grow(table)
-            values = [
-                Value(x, (first + i,), outside[i].numbers) for i, x in enumerate(arrays)
-            ]
-            outs = frame.run(jaxpr, values, place)
-            trails = frame.trails_of(outs, _jaxpr.open_jaxpr(jaxpr).outvars)
-            seen = frame.mark((trails, frame.rows(), frame.first_failed()))
-            return [x.array for x in outs], *seen
+            outs, seen = frame.seen_in(jaxpr, arrays, table, outside, place)
+            return outs, *frame.mark(seen)
 
         clock = self.clock
         if loop is not None:
             clock = (*clock, np.int32(number), np.int32(0))
         return _closed(body, self.mark(tuple(clock)), *ins), len(sites) - number
+
+    def seen_in(
+        self,
+        jaxpr: Any,
+        arrays: Sequence[Any],
+        table: Any,
+        outside: Sequence[Value],
+        place: Place,
+    ) -> tuple[list[Any], tuple[Any, Rows, Any]]:
+        """Replays a body, all that is in this frame.
+
+        Returns:
+            Its results; their trails, the rows, and the moment of a failed test.
+        """
+        first = self.grow(table)
+        values = [
+            Value(x, (first + i,), outside[i].numbers) for i, x in enumerate(arrays)
+        ]
+        outs = self.run(jaxpr, values, place)
+        trails = self.trails_of(outs, _jaxpr.open_jaxpr(jaxpr).outvars)
+        return [x.array for x in outs], (trails, self.rows(), self.first_failed())
 
     def of_slices(self, arrays: Sequence[Any], table: Any, slices: int) -> jax.Array:
         """Returns the trails of slices, of which those of the whole are known."""
@@ -364,11 +362,7 @@ class Frame(Trails):
         for i, x in list(enumerate(arrays))[len(arrays) - slices :]:
             row = jnp.asarray(never)
             if is_floating_array(x) and self.looking:
-                seen = glance(x)
-                bad, nan = seen[2] + seen[3] > 0, (seen[2] > 0).astype(jnp.int32)
-                top = _trails.float32_bits(seen[:1], [seen_as(x.dtype)])
-                row = jnp.where(bad, table[i, :-2], never[:-2])
-                row = jnp.concatenate([row, nan[None], top])
+                row = _trails.trail_of(glance(x), x.dtype, table[i, :-2])
             rows.append(self.mark(row[None]))
         return jnp.concatenate([self.mark(x) for x in rows])
 
@@ -381,11 +375,8 @@ class Frame(Trails):
         length, reverse = eqn.params["length"], eqn.params["reverse"]
         table = self.mark(self.trails_of(ins, eqn.invars))
         arrays = [x.array for x in ins]
-        consts, carry, xs = (
-            arrays[:n_consts],
-            arrays[n_consts:n_fixed],
-            arrays[n_fixed:],
-        )
+        consts, carry = arrays[:n_consts], arrays[n_consts:n_fixed]
+        xs = arrays[n_fixed:]
         types = map(self.probe.in_dtype, _jaxpr.in_avals(jaxpr)[n_fixed:])
         number = np.int32(len(self.probe.sites))
         body, count = self.enclosed(
@@ -523,15 +514,10 @@ class Frame(Trails):
             del sites[number:]
             table, clock = vary(scalars, new)
             frame = Frame(self.probe, clock, self.loops, axes, looking=self.looking)
-            first = frame.grow(table)
-            values = [
-                Value(x, (first + i,), ins[i].numbers) for i, x in enumerate(shards)
-            ]
-            outs = frame.run(jaxpr, values, place.inside(eqn, jaxpr))
-            trails = frame.trails_of(outs, _jaxpr.open_jaxpr(jaxpr).outvars)
-            seen = vary((trails, frame.rows(), frame.first_failed()), axes)
-            trails, rows, failed = seen
-            return [x.array for x in outs], (
+            inside = place.inside(eqn, jaxpr)
+            outs, seen = frame.seen_in(jaxpr, shards, table, ins, inside)
+            trails, rows, failed = vary(seen, axes)
+            return outs, (
                 _trails.table_over(trails, new),
                 _trails.rows_over(rows, new),
                 _trails.moment_over(failed, new),
@@ -557,16 +543,8 @@ class _Closed:
 
 def _closed(fun: Callable, *args: Any) -> _Closed:
     """Traces a function of pytrees of arrays or types, once."""
-    leaves, in_tree = jax.tree.flatten(args)
-    out_tree: Any = None
-
-    def flat(*leaves):
-        nonlocal out_tree
-        outs, out_tree = jax.tree.flatten(fun(*in_tree.unflatten(leaves)))
-        return outs
-
-    jaxpr = _jaxpr.trace(flat, leaves)
-    return _Closed(jaxpr, out_tree)
+    jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return _Closed(jaxpr, jax.tree.structure(shapes))
 
 
 def _depth(jaxpr: Any) -> int:
@@ -593,7 +571,3 @@ def _unfolded(arrays: Sequence[Any]) -> list[Any]:
     takes minutes for a whole program.
     """
     return [lax.optimization_barrier(jnp.asarray(x)) for x in arrays]
-
-
-def _is_float32(aval: Any) -> bool:
-    return aval.dtype == jnp.float32

@@ -67,13 +67,13 @@ class Trails:
         """
         self.depth, self.clock, self.axes = depth, clock, axes
         self.wide, self.looking = wide, looking
-        fixed = [
-            _trails.trail(depth, NEVER),
-            _trails.trail(depth, INF_WRITTEN),
-            _trails.trail(depth, NAN_WRITTEN, nan=True),
-        ]
-        self._tables = [np.stack(fixed)]
-        self._length = len(fixed)
+        finite = _trails.trail(depth, NEVER)
+        inf = _trails.trail(depth, INF_WRITTEN)
+        self._fixed = np.stack(
+            [finite, inf, _trails.trail(depth, NAN_WRITTEN, nan=True)]
+        )
+        self._tables: list[Any] = [self._fixed]
+        self._length = len(self._fixed)
         self._rows: list[Rows] = []
         # Operations that are still to be followed, and what was seen of them.
         self._pending: list[Operation] = []
@@ -151,13 +151,9 @@ class Trails:
         if not is_floating_array(array) or not self.looking:
             return Value(array, (FINITE,))
         array = widened(jnp.asarray(array)) if self.wide else jnp.asarray(array)
-        seen, depth = look(array), self.depth
-        inf, nan = (
-            _trails.trail(depth, INF_WRITTEN),
-            _trails.trail(depth, NAN_WRITTEN, nan=True),
-        )
-        trail = jnp.where(seen[3] > 0, inf, _trails.trail(depth, NEVER))
-        return Value(array, (self.grow(jnp.where(seen[2] > 0, nan, trail)[None]),))
+        seen, (finite, inf, nan) = look(array), self._fixed
+        trail = jnp.where(seen[2] > 0, nan, jnp.where(seen[3] > 0, inf, finite))
+        return Value(array, (self.grow(trail[None]),))
 
     def literal(self, literal: Any) -> Value:
         """Returns a number in the code."""

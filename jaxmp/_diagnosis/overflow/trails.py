@@ -69,6 +69,20 @@ def trail(depth: int, born: int, *, nan: bool = False, top: int = 0) -> np.ndarr
     return np.array([born, *[0] * (depth - 1), nan, top], np.int32)
 
 
+def trail_of(look: jax.Array, dtype: Any, born: Any) -> jax.Array:
+    """Returns the trail of an array that was looked at.
+
+    Args:
+        look: What is in it, int32[8].
+        dtype: Of the array.
+        born: The moment at which it was born if it is not finite.
+    """
+    never = trail(born.shape[0], NEVER)[:-2]
+    moment = jnp.where(look[2] + look[3] > 0, born, never)
+    top = float32_bits(look[:1], [seen_as(dtype)])
+    return jnp.concatenate([moment, (look[2:3] > 0).astype(jnp.int32), top])
+
+
 def followed(
     table: jax.Array,
     clock: Sequence[Any],
