@@ -6,7 +6,7 @@ function traced in float32, where that has the same equation at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,14 +100,18 @@ def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
     return groups
 
 
-def equations(jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
-    """Yields every equation of a jaxpr and of those inside, and where it is."""
+def equations(
+    jaxpr: Any,
+    around: Place,
+    bodies: Callable[[Equation], Iterable[Any]] = _jaxpr.sub_jaxprs,
+) -> Iterator[tuple[Equation, Place]]:
+    """Yields every equation of a jaxpr and of the bodies inside, and where it is."""
     place = around
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         place = around.of(eqn, before=place)
         yield eqn, place
-        for body in _jaxpr.sub_jaxprs(eqn):
-            yield from equations(body, place.replayed(eqn, body))
+        for body in bodies(eqn):
+            yield from equations(body, place.replayed(eqn, body), bodies)
 
 
 def _is_real(literal: Any) -> bool:

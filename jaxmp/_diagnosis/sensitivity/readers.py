@@ -30,13 +30,7 @@ class Readers:
     def __init__(
         self, parts: Collection[str], part_of: Callable[[Place], str], platform: str
     ):
-        """Starts with nothing found.
-
-        Args:
-            parts: Those that count.
-            part_of: Returns the part that a place belongs to.
-            platform: That the program runs on.
-        """
+        """Starts with nothing found."""
         self.parts, self.part_of, self.platform = parts, part_of, platform
         self._found: dict[tuple[Scopes, Any], Parts] = {}
 

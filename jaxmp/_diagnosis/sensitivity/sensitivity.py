@@ -155,7 +155,7 @@ def sensitivity(
                 "`sensitivity`."
             )
         step = flat.fun
-        count = len(flatten(_nothing, args[:1], {}).leaves)
+        count = len(flatten(lambda *args: None, args[:1], {}).leaves)
         if is_loss:
             step = _gradient(flat, count)
         paths_keep = functools.partial(autocast, step, policy, ops=ops)
@@ -268,10 +268,6 @@ def _unmatched(report: SensitivityReport, args: Sequence[Any]) -> tuple[str, ...
     )
 
 
-def _nothing(*args: Any) -> None:
-    """Takes any arguments."""
-
-
 def _returns_scalar(jaxpr: Any) -> bool:
     """Whether a function returns a scalar alone; false if a scalar and more."""
     avals = _jaxpr.out_avals(jaxpr)
@@ -348,8 +344,7 @@ class _Search:
         """Compiles the program, and runs it with all switches off and all on."""
         self.program, self.bar = program, bar
         self.masks = {part: self.mask(part) for part in program.parts}
-        self.count = len(program.parts) + len(program.float8_parts)
-        off = np.zeros(self.count, bool)
+        off = np.zeros(program.count, bool)
         self.scale, self.arrays = 1.0, leaves
         bar.expect("compiling", 1)
         first = [jnp.float32(1)] * bool(scales)
@@ -394,7 +389,7 @@ class _Search:
     def row(self, part: str) -> ModuleSensitivity:
         """Measures one module."""
         mask, by_part = self.masks[part], self.program.flops
-        float8 = np.arange(self.count) >= len(self.program.parts)
+        float8 = np.arange(self.program.count) >= len(self.program.parts)
         alone, without = self.errors(mask | float8), self.errors(~mask)
         inside = zip(by_part.values(), mask, strict=False)
         flops, total = sum(x for x, is_in in inside if is_in), sum(by_part.values())
@@ -442,10 +437,10 @@ class _Search:
             The paths of both, and the errors with them.
         """
         rows = [row for row in rows if row.has_path]
-        aim, on = _AIM * tolerance, np.ones(self.count, bool)
+        aim, on = _AIM * tolerance, np.ones(self.program.count, bool)
         if self.all.worst <= aim or not rows:
             return (), (), self.all
-        no_float8 = np.arange(self.count) < len(self.program.parts)
+        no_float8 = np.arange(self.program.count) < len(self.program.parts)
         known: dict[str, _Errors] | None = None
         if no_float8.all():  # the rows have the first step
             known = {x.path: _Errors(x.loss_without, x.gradients_without) for x in rows}
@@ -487,18 +482,18 @@ class _Search:
         before = now = self.errors(start)
         if now.worst <= aim or not rows:
             return (), now
-        least = self.errors(np.all([start, *(~masks[x.path] for x in rows)], axis=0))
+        least = self.errors(_without(start, rows, masks))
         target = max(aim, 1.1 * least.worst)
         chosen: list[ModuleSensitivity] = []
         on = start
-        found = known or self.without(rows, masks, on)
+        found = known or self.each_off(rows, masks, on)
         order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
         while now.worst > target:
             if chosen:
                 left = [x for x in order if (on & masks[x.path]).any()][:_TRIED]
                 if not left:
                     break
-                found = self.without(left, masks, on)
+                found = self.each_off(left, masks, on)
             candidates = [row for row in order if row.path in found]
             enough = [x for x in candidates if found[x.path].worst <= target]
             if enough:
@@ -510,7 +505,7 @@ class _Search:
             on, now = on & ~masks[best.path], found[best.path]
         return self.needed(chosen, masks, start, now, target)
 
-    def without(
+    def each_off(
         self,
         rows: Sequence[ModuleSensitivity],
         masks: dict[str, np.ndarray],
@@ -533,21 +528,25 @@ class _Search:
             self.bar.expect("searching", len(chosen))
             for row in sorted(chosen, key=lambda x: -x.flops):
                 rest = [x for x in chosen if x is not row]
-                kept = [~masks[x.path] for x in rest]
-                found = self.errors(np.all([start, *kept], axis=0))
+                found = self.errors(_without(start, rest, masks))
                 if found.worst <= target:
                     chosen, errors = rest, found
         paths = {row.path for row in chosen}
         return tuple(x for x in self.program.parts if x in paths), errors
 
 
+def _without(
+    switches: np.ndarray, rows: Sequence[ModuleSensitivity], masks: dict[str, Any]
+) -> np.ndarray:
+    """Returns switches with those of some modules off."""
+    return np.all([switches, *(~masks[row.path] for row in rows)], axis=0)
+
+
 def _use(
     row: ModuleSensitivity, before: _Errors, after: _Errors
 ) -> tuple[float, float]:
     """Returns how much error a module takes away for its FLOPs, to compare."""
-    gain = 0.0
-    if after.worst < math.inf:
-        gain = before.worst**2 - after.worst**2
+    gain = before.worst**2 - after.worst**2 if after.worst < math.inf else 0.0
     return gain / (row.share + 0.01), row.alone
 
 
@@ -557,8 +556,7 @@ def _on_device(
     """Returns a function whose float32 products are those of a device."""
     jaxpr = jax.make_jaxpr(fun)(*arrays)
     program = Program(jaxpr, around, arrays, float32_products=products)
-    count = len(program.parts) + len(program.float8_parts)
-    return functools.partial(program.run, np.ones(count, bool))
+    return functools.partial(program.run, np.ones(program.count, bool))
 
 
 def _errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> _Errors:

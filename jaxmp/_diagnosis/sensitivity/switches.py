@@ -8,7 +8,7 @@ modules to keep in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
 from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
-from ..numbers import Numbers
+from ..numbers import Numbers, equations
 from ..wide_replay import (
     NONE,
     Value,
@@ -91,12 +91,14 @@ class Program:
         self.multiplies = self.has_autocast = self.has_backward = False
         parts: dict[str, None] = {}
         float8_parts: dict[str, None] = {}
-        for eqn, place in self._equations(jaxpr, around):
+        for eqn, place in equations(jaxpr, around, self._bodies):
+            if is_call(eqn):
+                continue
             part, found = self.part_of(place), flops(eqn) * place.trips
             atoms = (*eqn.invars, *eqn.outvars)
             narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
             self.dtypes |= narrow
-            self.has_backward |= place.backward
+            self.has_backward |= place.backward or place.again
             if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes
@@ -111,16 +113,13 @@ class Program:
         nobody: list[Parts] = [frozenset()] * len(_jaxpr.out_avals(jaxpr))
         self.readers.find(jaxpr, around, nobody)
 
-    def _equations(self, jaxpr: Any, around: Place) -> Iterator[tuple[Equation, Place]]:
-        """Yields every equation that computes, and where it is."""
-        place = around
-        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-            place = around.of(eqn, before=place)
-            if is_call(eqn):
-                for body in bodies_of(eqn, self.platform):
-                    yield from self._equations(body, place.inside(eqn, body))
-            else:
-                yield eqn, place
+    @property
+    def count(self) -> int:
+        """The number of switches."""
+        return len(self.parts) + len(self.float8_parts)
+
+    def _bodies(self, eqn: Equation) -> list[Any]:
+        return bodies_of(eqn, self.platform) if is_call(eqn) else []
 
     def _note(self, eqn: Equation, place: Place) -> None:
         name = eqn.primitive.name
@@ -162,11 +161,10 @@ class _Frame(WideReplay):
 
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
         self.program = program
-        count = len(program.parts)
-        self.switches = [switches[i] for i in range(count + len(program.float8_parts))]
+        self.switches = [switches[i] for i in range(program.count)]
         self.numbers = {part: i for i, part in enumerate(program.parts)}
         self.float8 = {}  # the second switch of a part, which is off with the first
-        for i, part in enumerate(program.float8_parts, count):
+        for i, part in enumerate(program.float8_parts, len(program.parts)):
             first = self.switches[self.numbers[part]]
             self.float8[part] = i, jnp.logical_and(first, self.switches[i])
         # Whether the switches of all readers of a value are on. Here, and not where it
@@ -203,7 +201,8 @@ class _Frame(WideReplay):
         16-bit: so do autocast and JAX's promotion have it. By autocast's rules a result
         has 16 bits only if those who read it take them.
         """
-        name, read = eqn.primitive.name, _narrow(eqn, ins)
+        name, pairs = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
+        read = [x for x, var in pairs if is_narrow(var.aval)]  # written for 16 bits
         if SATURATED in place.scopes:
             ins = self.limited(eqn, ins, place)
         if name in EXACT:
@@ -216,7 +215,7 @@ class _Frame(WideReplay):
             return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
         part = self.program.part_of(place)
         number = self.numbers[part]
-        is_product, is_made = name in PRODUCTS, _jaxpr.is_cast(eqn) and not read
+        is_product = name in PRODUCTS
         switch = self.switches[number]
         if not is_product:
             switch = functools.reduce(_both, (x.narrow for x in read), switch)
@@ -228,7 +227,7 @@ class _Frame(WideReplay):
                 x = _rounded(x, *decided, var.aval.dtype)
             arrays.append(x.array)
         outs = [Value(x) for x in bind_wide(eqn, arrays)]
-        if is_made and not part:
+        if _jaxpr.is_cast(eqn) and not read and not part:
             return outs  # weights, which are cast as a whole: their readers round
         rounded = []
         for x, var in zip(outs, eqn.outvars, strict=True):
@@ -270,12 +269,6 @@ class _Frame(WideReplay):
             else x
             for x, var in zip(ins, eqn.invars, strict=True)
         ]
-
-
-def _narrow(eqn: Equation, ins: list[Value]) -> list[Value]:
-    """Returns those of the inputs that were written for 16 bits."""
-    pairs = zip(ins, eqn.invars, strict=True)
-    return [x for x, var in pairs if is_narrow(var.aval)]
 
 
 def _both(x: Any, y: Any) -> Any:
