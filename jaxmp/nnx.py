@@ -375,8 +375,8 @@ class _PureCall:
                 name = path_name(arguments.paths[number][2:])
                 cast = policy.cast_to_compute({name: self.leaves[number]})
                 self.leaves[number] = cast[name]
-        held = set(range(len(self.leaves))).difference(arguments.given)
-        held = {n for n in held if isinstance(self.leaves[n], jax.Array)} | known
+        held = {n for n, x in enumerate(self.leaves) if isinstance(x, jax.Array)}
+        held = held.difference(arguments.given) | known
         self.keys = {n: f"{arguments.name(n)} #{n}" for n in held}
         self.state = {key: jnp.asarray(self.leaves[n]) for n, key in self.keys.items()}
         if policy is not None:
@@ -567,12 +567,17 @@ def _by_position(
         return args, kwargs
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (
-        TypeError,
-        ValueError,
-    ):  # has no signature, or will say itself what is wrong
-        return args, kwargs
+    except (TypeError, ValueError):
+        return args, kwargs  # has no signature, or will say itself what is wrong
     return bound.args, bound.kwargs
+
+
+def _held(arg: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yields the objects of an argument with the variables in each and their paths."""
+    for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
+        for path, x in nnx.iter_graph(node):
+            if isinstance(x, nnx.Variable):
+                yield node, path, x
 
 
 def _check_shared(args: Any, kwargs: Any, filters: dict[int, Any]) -> None:
@@ -580,17 +585,14 @@ def _check_shared(args: Any, kwargs: Any, filters: dict[int, Any]) -> None:
     seen: dict[int, bool] = {}
     for i, arg in enumerate((*args, kwargs)):
         wanted = nnx.filterlib.to_predicate(filters.get(i))
-        for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
-            for path, x in nnx.iter_graph(node):
-                if not isinstance(x, nnx.Variable):
-                    continue
-                is_wanted = (x is node and i in filters) or wanted(path, x)
-                if seen.setdefault(id(x), is_wanted) != is_wanted:
-                    raise ValueError(
-                        f"The {type(x).__name__} `{'/'.join(map(str, path))}` is in "
-                        "two arguments, and differentiated in one of them only. Pass "
-                        "the object once, or name both arguments in `argnums`."
-                    )
+        for node, path, x in _held(arg):
+            is_wanted = (x is node and i in filters) or wanted(path, x)
+            if seen.setdefault(id(x), is_wanted) != is_wanted:
+                raise ValueError(
+                    f"The {type(x).__name__} `{'/'.join(map(str, path))}` is in two "
+                    "arguments, and differentiated in one of them only. Pass the "
+                    "object once, or name both arguments in `argnums`."
+                )
 
 
 def _check_batch(args: Any, batched: Sequence[int]) -> None:
@@ -598,14 +600,13 @@ def _check_batch(args: Any, batched: Sequence[int]) -> None:
     for i, arg in enumerate(args):
         if i not in batched and i - len(args) not in batched:
             continue
-        for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
-            for _, x in nnx.iter_graph(node):
-                if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngState):
-                    raise ValueError(
-                        f"`batch_argnums` names the argument {i}, which holds the NNX "
-                        f"object `{type(node).__name__}`. Objects are not split: take "
-                        "the argument out, or pass arrays."
-                    )
+        for node, _, x in _held(arg):
+            if not isinstance(x, nnx.RngState):
+                raise ValueError(
+                    f"`batch_argnums` names the argument {i}, which holds the NNX "
+                    f"object `{type(node).__name__}`. Objects are not split: take the "
+                    "argument out, or pass arrays."
+                )
 
 
 def _refuse_new(path: Any) -> None:
