@@ -251,15 +251,9 @@ def _stats(parts: list[_Counts]) -> RangeStats:
     size = sum(classes)
     if not size:
         return RangeStats(*[0.0] * 8, size=0)
-    zero, flushed, subnormal, normal, overflow, nonfinite = (n / size for n in classes)
     smallest = min(part.min for part in parts)
     return RangeStats(
-        zero,
-        flushed,
-        subnormal,
-        normal,
-        overflow,
-        nonfinite,
+        *(n / size for n in classes),
         min=smallest if smallest < math.inf else 0.0,
         max=max(part.max for part in parts),
         size=size,
