@@ -212,12 +212,7 @@ def _is_between(frame: Any) -> bool:
 
 
 def check_optimizer(inner: Any, call: str) -> None:
-    """Raises where what is to be wrapped is not an optimizer.
-
-    Args:
-        inner: What was given.
-        call: How our wrapper is called.
-    """
+    """Raises where what is to be wrapped is not an optimizer."""
     if callable(getattr(inner, "init", None)) and callable(
         getattr(inner, "update", None)
     ):
@@ -235,13 +230,7 @@ def check_optimizer(inner: Any, call: str) -> None:
 
 
 def check_state(state: Any, state_type: type, more: str = "") -> None:
-    """Raises where a state is not the one that our ``init`` made.
-
-    Args:
-        state: What an update was given.
-        state_type: What ``init`` makes.
-        more: What else to say.
-    """
+    """Raises where a state is not the one that our ``init`` made."""
     if isinstance(state, state_type):
         return
     text = (

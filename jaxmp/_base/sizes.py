@@ -37,12 +37,7 @@ def size_of(array: Any) -> int:
 
 
 def as_number(size: Any, open_size: int = _OPEN) -> int:
-    """Returns a size as a number.
-
-    Args:
-        size: A number, or a symbolic size.
-        open_size: What each size that was left open counts as.
-    """
+    """Returns a size as a number; what is open in it counts as ``open_size``."""
     if isinstance(size, numbers.Integral):  # one of NumPy's, for one
         return int(size)
     return _evaluated(str(size), open_size)

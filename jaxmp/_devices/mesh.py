@@ -197,13 +197,7 @@ def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
-    """Returns the PartitionSpec of each parameter, refusing what does not fit.
-
-    Args:
-        params: The differentiated arguments.
-        shardings: What the user says, None for parameters that are whole everywhere.
-        mesh: The mesh to shard them over.
-    """
+    """Returns the PartitionSpec of each parameter, refusing what does not fit."""
     if shardings is None:
         return jax.tree.map(lambda _: P(), params)
 

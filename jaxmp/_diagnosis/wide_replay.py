@@ -39,13 +39,7 @@ class WideReplay:
     """The replay of jaxprs under the ambient trace."""
 
     def __init__(self, platform: str, scalars: Any, axes: tuple[Any, ...] = ()):
-        """Starts a replay.
-
-        Args:
-            platform: That the program runs on.
-            scalars: Arrays of no axes that the operations read.
-            axes: The mesh axes of the shard_maps around.
-        """
+        """Starts a replay: operations may read the scalars; the axes are around it."""
         self.platform, self.scalars, self.axes = platform, scalars, axes
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
@@ -153,11 +147,6 @@ def after_trip(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any
     Under ``vmap`` its test is an array, whose axes are the first of all that is
     carried. The loop goes on while any example does, and those that have ended wait for
     the others. ``lax.while_loop`` takes no such test.
-
-    Args:
-        goes_on: The test of what was carried before the trip.
-        new: What the trip returns.
-        old: What was carried before it.
     """
     if not jnp.ndim(goes_on):
         return list(new)

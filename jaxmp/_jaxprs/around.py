@@ -115,12 +115,7 @@ def warn_unscaled() -> None:
 
 
 def warn_if_unscaled(dtype: Any, results: Any) -> None:
-    """Warns where the gradients of what ran in float16 were given no loss scale.
-
-    Args:
-        dtype: In which it ran.
-        results: What it returned, of which gradients may be computed or not.
-    """
+    """Warns where gradients of the results of what ran in float16 got no loss scale."""
     if dtype != np.float16 or not _AROUND.get(_NOTHING).unscaled:
         return
     from . import jaxpr as _jaxpr
@@ -138,8 +133,7 @@ _LISTENER = jax.make_user_context(None)
 def explaining(listener: Callable) -> Iterator[None]:
     """Has autocast functions that are called in here tell what they decide.
 
-    Args:
-        listener: Is told it, see :class:`jaxmp._autocast.replay.Caster`.
+    The listener is told it, see :class:`jaxmp._autocast.replay.Caster`.
     """
     with _LISTENER(listener):
         yield

@@ -33,10 +33,6 @@ def places_of_moving(eqn: Equation, tangents: Iterable[Any]) -> list[int]:
     """Returns which inputs of ``eqn`` are differentiated.
 
     A rule is asked for these, and for nothing else.
-
-    Args:
-        eqn: The equation.
-        tangents: Of its inputs, with symbolic zeros.
     """
     return [
         i

@@ -104,12 +104,7 @@ def _contents(cell: Any) -> Any:
 
 
 def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:
-    """Returns the number of the input that each output is, None if it is computed.
-
-    Args:
-        fun: Function of the arrays that returns a list of arrays.
-        arrays: What to trace it with.
-    """
+    """Returns the number of the input that each output is, None if it is computed."""
     return _sources(_jaxpr.trace(fun, arrays), range(len(arrays)))
 
 

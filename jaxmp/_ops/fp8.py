@@ -59,16 +59,10 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
 def multiplied(
     eqn: Equation, operands: Sequence[Any], dtype: Any, backward: bool
 ) -> jax.Array:
-    """Applies a matrix product to bfloat16 operands, each rounded to float8.
+    """Applies a matrix product to two bfloat16 operands, each rounded to float8.
 
     Where one of them has an Inf or a NaN, all of the result is NaN. Its derivatives in
     reverse mode are products of the same kind, with bfloat16 results.
-
-    Args:
-        eqn: A ``dot_general``.
-        operands: Two bfloat16 arrays.
-        dtype: Of the result, bfloat16 or float32.
-        backward: Whether it belongs to a backward pass.
     """
     product = _product(eqn.primitive, _params(eqn, dtype, backward))
     with jax.named_scope(_scopes.FLOAT8_PRODUCT):

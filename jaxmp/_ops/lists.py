@@ -387,10 +387,6 @@ def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
     """Returns the axes over which the result of ``eqn`` sums to one, if any is known.
 
     It is a softmax then: exponentials, divided by their own sums.
-
-    Args:
-        eqn: The equation.
-        definition: Returns the equation that computes a variable, None for an input.
     """
 
     def defined(atom, *names):
@@ -414,10 +410,6 @@ def softmax_in_dropout(eqn: Equation, definition: Definition) -> int | None:
 
     None if there is none. It is divided by the share that is kept, or multiplied by
     a mask. So may it have been before.
-
-    Args:
-        eqn: The equation.
-        definition: Returns the equation that computes a variable, None for an input.
     """
     if eqn.primitive.name not in SCALES or scales_far(eqn):
         return None

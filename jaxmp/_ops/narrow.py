@@ -52,12 +52,7 @@ class Product(NamedTuple):
 
 
 def product_of(eqn: Equation, *, backward: bool = False) -> Product:
-    """Returns what ``eqn`` is without its operands.
-
-    Args:
-        eqn: The product.
-        backward: Whether it belongs to a backward pass.
-    """
+    """Returns what ``eqn`` is without its operands."""
     params = tuple(sorted(eqn.params.items()))
     return Product(eqn.primitive, params, vector_of(eqn), backward)
 
@@ -69,10 +64,6 @@ def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
     operands give the same numbers there. cuBLAS has none by a vector, for which XLA
     would write the matrix once more in float32. Multiplied and summed up, it is read
     once. The choice is made where the program is lowered.
-
-    Args:
-        eqn: The product.
-        args: Its operands.
     """
     return product_of(eqn).summed(args)
 
@@ -149,9 +140,6 @@ def firmly_rounded(array: Any) -> Any:
     XLA leaves it out for who widens the array again, such as a sum, and then may store
     float32 numbers for everybody. It does not if the rounded numbers are computed with.
     Behind a barrier it would not either, but could fuse no sum with what is before.
-
-    Args:
-        array: A 16-bit array.
     """
     # The array itself, which XLA cannot know. A choice, because it may be transposed:
     # a test of the array could not be.
@@ -293,11 +281,7 @@ def moved(
 ) -> Any:
     """Gathers, reverses or looks up in 16 bits; the gradient adds up in float32.
 
-    Args:
-        eqn: The equation.
-        array: What is moved.
-        dtype: The 16-bit dtype.
-        places: Where it is looked up, in integers.
+    What is looked up is at ``places``, integers.
     """
 
     @jax.custom_jvp

@@ -111,11 +111,8 @@ def is_rounded_by_device(eqn: Equation) -> bool:
 def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
     """Whether ``eqn`` is a product of float32 operands that a device may round.
 
-    TF32 and bfloat16 are what a GPU and a TPU make of such operands.
-
-    Args:
-        eqn: The equation.
-        default: The precision of products whose lines ask for none.
+    TF32 and bfloat16 are what a GPU and a TPU make of such operands. Products whose
+    lines ask for no precision have that of ``default``.
     """
     if not is_of_float32(eqn):
         return False

@@ -287,10 +287,7 @@ def differentiate(
 def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
     """Raises where something else stands in the place of the loss, or beside it.
 
-    Args:
-        name: The name of our function.
-        fun: What it was given first.
-        others: What it was given after that by position, where there must be nothing.
+    Beside it, in ``others``, there must be nothing.
     """
     check_function(
         name,

@@ -83,11 +83,7 @@ def cast_around(
 ) -> Callable[P, T]:
     """Returns ``fun`` under a policy, see :func:`with_policy`.
 
-    Args:
-        name: The function of jaxmp that casts, for messages.
-        fun: The function to cast for.
-        policy: The policy.
-        plain: The user's function, as it would be without a policy.
+    ``plain`` is the user's function, as it would be without one.
     """
     # Its arguments have other dtypes than those that it is given.
     checked: Callable[..., T] = refuse_lost_updates("with_policy", _CLOSE_OVER, fun)

@@ -180,11 +180,7 @@ def kahan_summation(
 
 
 def check_nothing_follows(state: Any) -> None:
-    """Raises where something changes the updates of one of the two wrappers.
-
-    Args:
-        state: The state of an optimizer that may have one of them in it.
-    """
+    """Raises where something changes the updates of one of the two wrappers."""
     if not _has_wrapper(state):
         return
     rule = (

@@ -139,8 +139,7 @@ class Limits:
     def _first(self, wrong: Callable[[int], Any]) -> Limit | None:
         """Returns the first operation with whose limits a result is wrong.
 
-        Args:
-            wrong: Tells which results are, from the number of operations with limits.
+        ``wrong`` tells which results are, from the number of operations with limits.
         """
         good, bad = 0, len(self._found)
         found = np.flatnonzero(wrong(bad))

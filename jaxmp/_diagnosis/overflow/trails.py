@@ -51,12 +51,7 @@ class Operation(NamedTuple):
 
 
 def no_rows(depth: int, count: int) -> Rows:
-    """Returns the rows of operations that have not run.
-
-    Args:
-        depth: How long a moment is.
-        count: How many operations there are.
-    """
+    """Returns the rows of operations that have not run."""
     never = [NEVER] + [0] * (depth - 1)
     columns = [0, NOTHING, 0, *never, *[0] * OPERANDS]
     # Not one array, which would be a constant of the jaxpr.
@@ -64,19 +59,13 @@ def no_rows(depth: int, count: int) -> Rows:
     return Rows(bits, jnp.zeros((count, RUNS + 1), jnp.float32))
 
 
-def trail(depth: int, born: int, *, nan: bool = False, top: int = 0) -> np.ndarray:
-    """Returns the trail of something in the code: a moment, nan, top."""
-    return np.array([born, *[0] * (depth - 1), nan, top], np.int32)
+def trail(depth: int, born: int, *, nan: bool = False) -> np.ndarray:
+    """Returns the trail of something in the code: a moment, nan, and no magnitude."""
+    return np.array([born, *[0] * (depth - 1), nan, 0], np.int32)
 
 
 def trail_of(look: jax.Array, dtype: Any, born: Any) -> jax.Array:
-    """Returns the trail of an array that was looked at.
-
-    Args:
-        look: What is in it, int32[8].
-        dtype: Of the array.
-        born: The moment at which it was born if it is not finite.
-    """
+    """Returns the trail of what was looked at, born at ``born`` if it is not finite."""
     never = trail(born.shape[0], NEVER)[:-2]
     moment = jnp.where(look[2] + look[3] > 0, born, never)
     top = float32_bits(look[:1], [seen_as(dtype)])
@@ -246,9 +235,8 @@ class Look(NamedTuple):
 def look(x: jax.Array, wide: jax.Array | None = None) -> jax.Array:
     """Looks at an array once, and returns a :class:`Look` as int32[8].
 
-    Args:
-        x: Floating or complex array; of a complex one the real and imaginary parts.
-        wide: The same in float32, before it was rounded.
+    Of a complex one at the real and imaginary parts. ``wide`` is the same in float32,
+    before it was rounded.
     """
     bits, first_normal, infinite = _bits(x)
     zero, is_subnormal = bits == 0, (bits > 0) & (bits < first_normal)

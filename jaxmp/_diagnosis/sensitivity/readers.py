@@ -45,13 +45,7 @@ class Readers:
     def find(self, jaxpr: Any, around: Place, outs: Sequence[Parts]) -> list[Parts]:
         """Finds those of all values in a jaxpr, from its end to its beginning.
 
-        Args:
-            jaxpr: The jaxpr, open or closed.
-            around: What is around it.
-            outs: The readers of its outputs.
-
-        Returns:
-            Those of its inputs.
+        Of its outputs they are known, and those of its inputs are returned.
         """
         body, place, places = _jaxpr.open_jaxpr(jaxpr), around, []
         for eqn in body.eqns:

@@ -284,9 +284,7 @@ def _returns_scalar(jaxpr: Any) -> bool:
 def _gradient(flat: Flat, count: int) -> Callable[..., list[jax.Array]]:
     """Returns a function of the loss scale and the leaves: the loss and its gradients.
 
-    Args:
-        flat: The loss.
-        count: How many of its leaves are of the first argument.
+    They are with respect to the first ``count`` leaves.
     """
     first = enumerate(flat.leaves[:count])
     moving = [i for i, x in first if jnp.issubdtype(x.dtype, jnp.floating)]
