@@ -6,7 +6,7 @@ function traced in float32, where that has the same equation at the same place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from .._base.dtypes import is_narrow
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.places import Place
+from .._jaxprs.places import Place, equations
 from .._ops.lists import GUARDS
 
 
@@ -98,20 +98,6 @@ def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
                 key = eqn.primitive.name, i, place.user, place.author, place.module
                 groups.setdefault((*key, place.backward), []).append((eqn, i, x, place))
     return groups
-
-
-def equations(
-    jaxpr: Any,
-    around: Place,
-    bodies: Callable[[Equation], Iterable[Any]] = _jaxpr.sub_jaxprs,
-) -> Iterator[tuple[Equation, Place]]:
-    """Yields every equation of a jaxpr and of the bodies inside, and where it is."""
-    place = around
-    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-        place = around.of(eqn, before=place)
-        yield eqn, place
-        for body in bodies(eqn):
-            yield from equations(body, place.replayed(eqn, body), bodies)
 
 
 def _is_real(literal: Any) -> bool:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -147,6 +148,20 @@ class Place(NamedTuple):
         return inside._replace(
             rematerialised=self.rematerialised or _jaxpr.is_remat(eqn)
         )
+
+
+def equations(
+    jaxpr: Any,
+    around: Place,
+    bodies: Callable[[_jaxpr.Equation], Iterable[Any]] = _jaxpr.sub_jaxprs,
+) -> Iterator[tuple[_jaxpr.Equation, Place]]:
+    """Yields every equation of a jaxpr and of the bodies inside, and where it is."""
+    place = around
+    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
+        place = around.of(eqn, before=place)
+        yield eqn, place
+        for body in bodies(eqn):
+            yield from equations(body, place.replayed(eqn, body), bodies)
 
 
 def caller() -> Frame | None:

@@ -23,8 +23,8 @@ from ..._base.dtypes import is_narrow
 from ..._base.in_float32 import traced_in_float32
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.flatten import Flat, check_values, flatten
-from ..._jaxprs.places import Place, caller
-from ..numbers import Eaten, Numbers, equations
+from ..._jaxprs.places import Place, caller, equations
+from ..numbers import Eaten, Numbers
 from .advice import Case, advice
 from .limits import Limit, Limits, Line, line_of
 from .probe import Probe, Seen, Site

@@ -476,22 +476,29 @@ class _Search:
         Returns:
             Their paths, and the errors with these off.
         """
+
+        def errors(off: Sequence[ModuleSensitivity]) -> _Errors:
+            kept = [~masks[row.path] for row in off]
+            return self.errors(np.all([start, *kept], axis=0))
+
         self.bar.expect("searching", 2)
-        before = now = self.errors(start)
+        before = now = errors([])
         if now.worst <= aim or not rows:
             return (), now
-        least = self.errors(_without(start, rows, masks))
-        target = max(aim, 1.1 * least.worst)
+        target = max(aim, 1.1 * errors(rows).worst)
+        if known is None:
+            self.bar.expect("searching", len(rows))
+        found = known or {x.path: errors([x]) for x in rows}
+        order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
         chosen: list[ModuleSensitivity] = []
         on = start
-        found = known or self.each_off(rows, masks, on)
-        order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
         while now.worst > target:
             if chosen:
                 left = [x for x in order if (on & masks[x.path]).any()][:_TRIED]
                 if not left:
                     break
-                found = self.each_off(left, masks, on)
+                self.bar.expect("searching", len(left))
+                found = {x.path: errors([*chosen, x]) for x in left}
             candidates = [row for row in order if row.path in found]
             enough = [x for x in candidates if found[x.path].worst <= target]
             if enough:
@@ -501,43 +508,14 @@ class _Search:
                 best = max(candidates, key=lambda x: _use(x, before, found[x.path]))
             chosen.append(best)
             on, now = on & ~masks[best.path], found[best.path]
-        return self.needed(chosen, masks, start, now, target)
-
-    def each_off(
-        self,
-        rows: Sequence[ModuleSensitivity],
-        masks: dict[str, np.ndarray],
-        on: np.ndarray,
-    ) -> dict[str, _Errors]:
-        """Returns the errors with each module off, and others as they are."""
-        self.bar.expect("searching", len(rows))
-        return {x.path: self.errors(on & ~masks[x.path]) for x in rows}
-
-    def needed(
-        self,
-        chosen: list[ModuleSensitivity],
-        masks: dict[str, np.ndarray],
-        start: np.ndarray,
-        errors: _Errors,
-        target: float,
-    ) -> tuple[tuple[str, ...], _Errors]:
-        """Leaves out, the dearest first, what the others make superfluous."""
         if len(chosen) > 1:
             self.bar.expect("searching", len(chosen))
-            for row in sorted(chosen, key=lambda x: -x.flops):
+            for row in sorted(chosen, key=lambda x: -x.flops):  # the dearest first
                 rest = [x for x in chosen if x is not row]
-                found = self.errors(_without(start, rest, masks))
-                if found.worst <= target:
-                    chosen, errors = rest, found
+                if (without := errors(rest)).worst <= target:
+                    chosen, now = rest, without
         paths = {row.path for row in chosen}
-        return tuple(x for x in self.program.parts if x in paths), errors
-
-
-def _without(
-    switches: np.ndarray, rows: Sequence[ModuleSensitivity], masks: dict[str, Any]
-) -> np.ndarray:
-    """Returns switches with those of some modules off."""
-    return np.all([switches, *(~masks[row.path] for row in rows)], axis=0)
+        return tuple(x for x in self.program.parts if x in paths), now
 
 
 def _use(

@@ -20,12 +20,12 @@ from ..._base.dtypes import FLOAT8, is_narrow
 from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
-from ..._jaxprs.places import Place
+from ..._jaxprs.places import Place, equations
 from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
 from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
-from ..numbers import Numbers, equations
+from ..numbers import Numbers
 from ..wide_replay import (
     NONE,
     Value,
