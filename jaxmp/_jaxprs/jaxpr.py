@@ -149,7 +149,11 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
 
 def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     """Returns a jaxpr, open or closed, with other equations of the same variables."""
-    body = open_jaxpr(jaxpr).replace(eqns=eqns)
+    return _with_fields(jaxpr, eqns=eqns)
+
+
+def _with_fields(jaxpr: Any, **fields: Any) -> Any:
+    body = open_jaxpr(jaxpr).replace(**fields)
     return jaxpr.replace(jaxpr=body) if isinstance(jaxpr, ClosedJaxpr) else body
 
 
@@ -554,11 +558,23 @@ def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
     """
     if not chooses_platform(eqn):
         return bodies
-    platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
-    chosen = [i for i, names in enumerate(platforms) if names and "cuda" in names]
-    i = chosen[0] if chosen else -1  # the default comes last
-    ours = [inner.primitive.name for inner in branches[i].eqns] == ["custom_vmap_call"]
+    i = _number_of_branch(eqn, "cuda")
+    inside = open_jaxpr(eqn.params["branches"][i]).eqns
+    ours = [inner.primitive.name for inner in inside] == ["custom_vmap_call"]
     return [bodies[-1 if ours else i]]
+
+
+def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
+    """Returns the branch of a ``lax.platform_dependent`` that a platform takes."""
+    names = ("cuda", "rocm") if platform == "gpu" else (platform,)
+    return eqn.params["branches"][_number_of_branch(eqn, *names)]
+
+
+def _number_of_branch(eqn: JaxprEqn, *platforms: str) -> int:
+    """Returns which branch one of some platforms takes, the last if none is for it."""
+    choices = enumerate(eqn.params["branches_platforms"])
+    found = (i for i, names in choices if names and set(names) & set(platforms))
+    return next(found, -1)
 
 
 def bind_bodies(
@@ -587,12 +603,8 @@ def map_shards(
 ) -> tuple[list[Any], Any]:
     """Applies a ``shard_map`` equation with a body that knows more than the shards.
 
-    Args:
-        eqn: The equation.
-        args: Its inputs.
-        scalars: A pytree, the same on all devices.
-        body: Takes the list of shards and ``scalars``, and returns the list of shards
-            that the equation returns and another pytree, the same on all devices.
+    The body takes the list of shards and ``scalars``, a pytree that is the same on all
+    devices. It returns the list of shards that the equation returns, and such a pytree.
     """
     # The public function is called, since only it puts the mesh axes in scope while
     # `body` is traced.
@@ -606,16 +618,6 @@ def map_shards(
         axis_names=manual_axes(eqn),
         check_vma=params["check_vma"],
     )(list(args), scalars)
-
-
-def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
-    """Returns the branch of a ``lax.platform_dependent`` that a platform takes."""
-    names = {"cuda", "rocm"} if platform == "gpu" else {platform}
-    platforms, branches = eqn.params["branches_platforms"], eqn.params["branches"]
-    for choice, branch in zip(platforms, branches, strict=True):
-        if choice is None or names & set(choice):
-            return branch
-    return branches[-1]
 
 
 def is_remat(eqn: JaxprEqn) -> bool:
@@ -684,10 +686,9 @@ def function_of(jaxpr: Any) -> tuple[str, str]:
 
 def written_in(jaxpr: Any, like: Any) -> Any:
     """Returns a jaxpr that says of itself to be the function behind another."""
-    body = open_jaxpr(jaxpr)
     behind = open_jaxpr(like).debug_info.func_src_info
-    body = body.replace(debug_info=body.debug_info._replace(func_src_info=behind))
-    return jaxpr.replace(jaxpr=body) if isinstance(jaxpr, ClosedJaxpr) else body
+    info = open_jaxpr(jaxpr).debug_info._replace(func_src_info=behind)
+    return _with_fields(jaxpr, debug_info=info)
 
 
 def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:

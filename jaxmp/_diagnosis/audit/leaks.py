@@ -59,11 +59,6 @@ class Cause:
         if self.met_at is None or (is_16bit and not self.meets_16bit):
             self.met_at, self.meets_16bit = place, is_16bit
 
-    def promote(self, place: Place) -> None:
-        """Lets this be charged like an argument, as it widens 16-bit values here."""
-        self.turn = Turn.ARGUMENT
-        self.meet(place, is_16bit=True)
-
     def leak(self, total: float) -> Leak:
         """Returns the row of the report. ``total`` are the FLOPs of all products."""
         place = self.written_at or self.met_at
@@ -332,8 +327,9 @@ class Walk:
             return _union(widened)
         if not all(place.is_in_call_of(x.value.widened_at) for x in widened):
             return _joint(wide)  # widened a step earlier, on purpose
-        for cause in wideners:
-            cause.promote(place)
+        for cause in wideners:  # charged like an argument
+            cause.turn = Turn.ARGUMENT
+            cause.meet(place, is_16bit=True)
         return causes
 
     def made_by(
