@@ -119,7 +119,7 @@ def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
     kept: dict[tuple, dict[str, None]] = {}
     for operation in operations:
         computed = _behind_moves(operation)
-        dtypes = [x for out in operation.outs for y in out.all_forms() for x in y.kept]
+        dtypes = [dtype for form in operation.results() for dtype in form.kept]
         if computed.frame is not None:
             found = kept.setdefault(computed.line, {})
             found.update((x, None) for x in dtypes if "int" not in x)
@@ -220,16 +220,11 @@ def _is_read_elsewhere(operation: Operation) -> bool:
 
 def _readers(operation: Operation) -> list[Operation]:
     """Returns what reads the results of an operation."""
-    return [
-        reader
-        for out in operation.outs
-        for form in out.all_forms()
-        for reader in form.readers
-    ]
+    return [reader for form in operation.results() for reader in form.readers]
 
 
 def _is_returned(operation: Operation) -> bool:
-    return any(form.is_returned for out in operation.outs for form in out.all_forms())
+    return any(form.is_returned for form in operation.results())
 
 
 # Reasons

@@ -8,7 +8,7 @@ operations of the user's. What they return is the same value, in another dtype.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +60,11 @@ class Operation:
     takes: str = ""  # dtype of what a product takes, empty if it is none
     is_forward: bool = False  # whether the forward pass needs it
 
+    def results(self) -> Iterator[Value]:
+        """Yields what it returns, and all that this becomes."""
+        for out in self.outs:
+            yield from out.all_forms()
+
     @property
     def is_stored(self) -> bool:
         """Whether it is computed in float32, and stored in 16 bits."""
@@ -93,14 +98,7 @@ class Value:
 
     def all_forms(self) -> Iterator[Value]:
         """Yields this value and all that it becomes."""
-        seen: set[Value] = {self}
-        left: list[Value] = [self]
-        while left:
-            value = left.pop()
-            yield value
-            new = [x for x in value.becomes if x not in seen]
-            seen.update(new)
-            left += new
+        return _reached([self], lambda value: value.becomes)
 
 
 class Array(NamedTuple):
@@ -123,11 +121,7 @@ class Flow:
     """Follows the values of a program."""
 
     def __init__(self, notes: Sequence[Note]):
-        """Starts with nothing followed.
-
-        Args:
-            notes: What autocast has decided, by number.
-        """
+        """Starts with nothing followed, and with what autocast has decided."""
         self.notes = notes
         self.operations: list[Operation] = []
         self.values: list[Value] = []
@@ -148,7 +142,8 @@ class Flow:
             nonlocal place
             place = around.place.of(eqn, before=place)
             names = _jaxpr.names_of(eqn)
-            number = next(map(_number, filter(_is_number, names.scopes)), None)
+            decided = (x for x in names.scopes if x.startswith(DECIDED))
+            number = next((int(x.removeprefix(DECIDED)) for x in decided), None)
             own = None if number is None else self.notes[number]
             here = around._replace(place=place, note=own or around.note)
             if names.transposed or names.computed_again:
@@ -172,7 +167,7 @@ class Flow:
             jaxpr,
             ins,
             apply,
-            const=lambda x: self.given(x),
+            const=self.given,
             literal=lambda x: self.given(x.aval),
         )
 
@@ -186,10 +181,8 @@ class Flow:
         self, eqn: _jaxpr.Equation, array: Array, operation: Operation | None
     ) -> Array:
         """Returns an array as a cast of autocast leaves it."""
-        out = _retyped(array, eqn)
-        if operation is None or array.value.operation is not operation:
-            return out
-        if not operation.is_stored:
+        out, is_its = _retyped(array, eqn), array.value.operation is operation
+        if operation is not None and is_its and not operation.is_stored:
             operation.dtype = str(out.dtype)
         return out
 
@@ -317,25 +310,28 @@ class Flow:
 
         Differentiation writes slopes into the forward pass, beside what the user wrote.
         """
-        left = [x for x in self.values if _ends(x)]
-        seen = set(left)
-        while left:
-            value = left.pop()
-            before = list(value.comes_from)
+
+        def before(value: Value) -> list[Value]:
+            operation = value.operation
+            return value.comes_from + (operation.ins if operation else [])
+
+        for value in _reached(filter(_ends, self.values), before):
             if value.operation is not None:
                 value.operation.is_forward = True
-                before += value.operation.ins
-            new = [x for x in before if x not in seen]
-            seen.update(new)
-            left += new
 
 
-def _is_number(scope: str) -> bool:
-    return scope.startswith(DECIDED)
-
-
-def _number(scope: str) -> int:
-    return int(scope.removeprefix(DECIDED))
+def _reached(
+    starts: Iterable[Value], step: Callable[[Value], Iterable[Value]]
+) -> Iterator[Value]:
+    """Yields some values and all that steps lead to, each once."""
+    left = list(starts)
+    seen = set(left)
+    while left:
+        value = left.pop()
+        yield value
+        new = [x for x in step(value) if x not in seen]
+        seen.update(new)
+        left += new
 
 
 def _ends(value: Value) -> bool:
