@@ -40,7 +40,8 @@ def explained(fun, *args):
     """Returns the report, in which every line has room."""
     report = jaxmp.explain(fun)(*args)
     assert all(len(line) <= 80 for line in str(report).splitlines())
-    json.dumps(report.as_dict())
+    fields = report.as_dict()
+    assert json.loads(json.dumps(fields)) == fields
     return report
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._base.text import WIDTH, wrapped
+from ..._base.text import WIDTH, as_lists, wrapped
 
 NO_SOURCE = "(no source)"
 _COLUMNS = ("", "line", "dtype", "rule", "why")
@@ -101,7 +101,7 @@ class Explanation:
             >>> line["dtype"]
             'float32'
         """
-        rows = [dataclasses.asdict(line) for line in self.lines]
+        rows = as_lists([dataclasses.asdict(line) for line in self.lines])
         return {"lines": rows, "rules": {str(n): x for n, x in self.rules.items()}}
 
     def __str__(self) -> str:
