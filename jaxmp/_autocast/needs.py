@@ -129,6 +129,11 @@ def offset_of(need: Need) -> Need:
     return need & OFFSET
 
 
+def leads_to_product(need: Need) -> bool:
+    """Whether 16-bit work of the forward pass takes a value."""
+    return bool(need & _FORWARD)
+
+
 def handed_on(need: Need, *, squashed: bool = False, back: bool = False) -> Need:
     """Returns what of ``need`` is needed of that from which a value is computed.
 

@@ -76,7 +76,7 @@ def as_choice(eqn: Equation, ins: Sequence[Value], need: Need) -> list[Any] | No
 
 
 def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:
-    """Returns a sum that is rounded once (rule 4).
+    """Returns a sum, or what has a bound, that is rounded once (rule 4).
 
     Args:
         out: The sum, in float32.

@@ -102,6 +102,33 @@ def test_rule_4_a_bias_joins_and_in_float16_a_computed_sum_does_not():
     assert found == {jnp.float16: [], jnp.bfloat16: ["rounded"]}
 
 
+@pytest.mark.parametrize("name", ["tanh", "logistic", "erf"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rule_4_what_has_a_bound_is_rounded_on_its_way_to_a_product(name, dtype):
+    bounded = {"tanh": jnp.tanh, "logistic": jax.nn.sigmoid, "erf": lax.erf}[name]
+
+    def gated(w, x):
+        h = x @ w
+        return (h * (1 + bounded(h + h**3))) @ w
+
+    def not_for_a_product(w, x):
+        h = x @ w
+        return (h * (1 + bounded(h + h**3))).mean()
+
+    def for_a_logarithm(w, x):
+        y = bounded(jax.nn.standardize(x @ w))
+        return jnp.log(2 - y).sum() + (y * (x @ w)) @ w
+
+    def hows(fun):
+        return [how for x, how, _ in decisions(fun, W, X, dtype=dtype) if x == name]
+
+    assert hows(gated) == ["half" if dtype == jnp.bfloat16 else "rounded"]
+    assert hows(not_for_a_product) == ["float32"]
+    assert hows(for_a_logarithm) == ["float32"]
+    products = [x for x in decisions(gated, W, X, dtype=dtype) if x[0] == "mul"]
+    assert products[-1][1:] == ("half", rules.FOLLOWS)
+
+
 def test_rule_6_a_probability_keeps_its_digits_for_a_logarithm():
     def loss(w):
         p = jax.nn.sigmoid(7 + X @ w)
