@@ -185,11 +185,11 @@ KEPT = {
     "vector": (lambda x, w: x @ w[0], "no multiple of 16"),
     "convolution": (
         lambda x, w: lax.conv(x.swapaxes(1, 2), w[:, :, None], (1,), "SAME"),
-        "no product of two floating matrices",
+        "no matmul of two floating matrices",
     ),
     "integers": (
         lambda x, w: lax.dot(x[0], w.astype(jnp.int8)),
-        "no product of two floating matrices",
+        "no matmul of two floating matrices",
     ),
 }
 
