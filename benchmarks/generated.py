@@ -4,7 +4,7 @@ Each seed is a training step: some layers, a loss and its gradients. It is held 
 the same step with its products cast by hand: they take 16 bits, add up in float32 and
 return 16 bits, with their bias if they have one, and everything else is float32. The
 law is that no result of autocast, a loss or a gradient, is further from float32 than
-:data:`FACTOR` times that, or than :data:`ULPS` units in the last place of 16 bits,
+:data:`FACTORS` times that, or than :data:`ULPS` units in the last place of 16 bits,
 whichever is more.
 """
 
@@ -28,7 +28,10 @@ from .networks.generated_layers import LAYERS, Asked, Batch, Scope, batch_of
 from .networks.generated_loops import LOOPS
 from .networks.generated_losses import LOSSES
 
-FACTOR = 4.0
+# With autocast in the gradient, JAX differentiates what has been rounded. The slope of
+# a tanh, for one, is computed from 16 bits. Where the tanh is near one, its error then
+# is several times that of a slope that is computed from a rounded product.
+FACTORS = {"outside": 4.0, "inside": 6.0}
 ULPS = 2.0
 DRAWS = 8  # of weights and data: errors are medians over them
 # The loss is multiplied by the first that keeps the step cast by hand in range. A large
@@ -137,7 +140,7 @@ class Finding(NamedTuple):
     result: str
     error: float
     by_hand: float
-    ratio: float  # of the error to what is allowed, less the factor
+    share: float  # of the error in what the law allows
 
 
 def findings(program: Program, forms: Sequence[Form] = FORMS) -> list[Finding]:
@@ -169,10 +172,10 @@ def findings(program: Program, forms: Sequence[Form] = FORMS) -> list[Finding]:
             error, usual = (
                 float(np.median(_size(y[name] - x) / size)) for y in (out, hand)
             )
-            least = ULPS / FACTOR * float(jnp.finfo(dtype).eps)
-            ratio = error / max(usual, least) if np.isfinite(usual) else 0.0
-            found.append(Finding(form, name or "loss", error, usual, ratio))
-    return sorted(found, key=lambda x: -np.nan_to_num(x.ratio, nan=np.inf))
+            allowed = max(FACTORS[form] * usual, ULPS * float(jnp.finfo(dtype).eps))
+            share = error / allowed if np.isfinite(usual) else 0.0
+            found.append(Finding(form, name or "loss", error, usual, share))
+    return sorted(found, key=lambda x: -np.nan_to_num(x.share, nan=np.inf))
 
 
 def _in_range(step: Callable[[float], Any]) -> list[dict[str, Any]]:
@@ -208,11 +211,11 @@ def smaller(program: Program) -> Iterator[Program]:
         yield program._replace(loss="squares")
 
 
-def minimised(program: Program, factor: float = FACTOR) -> Program:
+def minimised(program: Program) -> Program:
     """Returns a smallest program that breaks the law as ``program`` does."""
     for other in smaller(program):
-        if not findings(other)[0].ratio <= factor:
-            return minimised(other, factor)
+        if not findings(other)[0].share <= 1:
+            return minimised(other)
     return program
 
 
@@ -231,21 +234,21 @@ class Options:
 def main(arguments: list[str]) -> None:
     """Draws programs for a while, and prints those that break the law."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks generated")
-    end, seed, ratios = time.monotonic() + 60 * options.minutes, options.first, []
+    end, seed, shares = time.monotonic() + 60 * options.minutes, options.first, []
     while time.monotonic() < end:
         program = drawn(seed)
         worst = findings(program)[0]
-        ratios.append(worst.ratio)
-        if not worst.ratio <= FACTOR:
+        shares.append(worst.share)
+        if not worst.share <= 1:
             print(worst, program, sep="\n")
             if options.minimise:
                 small = minimised(program)
                 print("smallest:", findings(small)[0], small, sep="\n")
-        if len(ratios) % 25 == 0:
+        if len(shares) % 25 == 0:
             jax.clear_caches()
         seed += 1
-    broken = sum(not x <= FACTOR for x in ratios)
-    middle = np.median(ratios)
-    print(f"{len(ratios)} programs, seeds {options.first} to {seed - 1}.")
-    print(f"The worst result of each, in units of the error by hand: {middle:.2f} (the")
-    print(f"median), {max(ratios):.2f} at most. {broken} break the law of {FACTOR}.")
+    broken = sum(not x <= 1 for x in shares)
+    print(f"{len(shares)} programs, seeds {options.first} to {seed - 1}.")
+    print("The worst error of each, as a share of what the law allows:")
+    print(f"{np.median(shares):.2f} (the median), {max(shares):.2f} at most.")
+    print(f"{broken} break the law.")
