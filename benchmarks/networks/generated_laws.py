@@ -233,6 +233,7 @@ GATES = {
     "in a jit": lambda h: jax.jit(jax.nn.sigmoid)(6 + h),
     "one less a small number": lambda h: 1 - 0.005 * jnp.tanh(h) ** 2,
     "an average": lambda h: (1 + jax.nn.sigmoid(5 + h)) / 2,
+    "one and a little": lambda h: 1 + 0.01 * h,
 }
 
 

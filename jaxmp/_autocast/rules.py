@@ -15,7 +15,8 @@ TERMS = {
     "none.",
     "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
     "directly or through moves and elementwise operations. For a gradient this means "
-    "the backward pass.",
+    "the backward pass. What a loop carries leads to one if its last value does too, "
+    "or if nothing reads that.",
     "input": "An *input* is an argument of the function, such as a parameter, or what "
     "is computed from inputs without a matmul.",
     "sent back": "A gradient is *sent back by a matmul* if one returns it in the "
