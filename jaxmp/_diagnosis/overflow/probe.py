@@ -23,7 +23,14 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
-from ..wide_replay import after_trip, before_rounding, bind_wide, platform_of, widened
+from ..wide_replay import (
+    after_trip,
+    before_rounding,
+    bind_wide,
+    is_call,
+    platform_of,
+    widened,
+)
 from . import trails as _trails
 from .table import FINITE, Trails, Value, is_floating, is_floating_array
 from .trails import GIVEN, NEVER, Operation, Rows, glance, look, seen_as
@@ -167,9 +174,7 @@ class Frame(Trails):
             nonlocal place
             place = around.of(eqn, before=place)
             with _jaxpr.context_of(eqn):
-                if _jaxpr.call_kind(eqn) and not _jaxpr.takes_reference(eqn):
-                    return self.call(eqn, ins, place)
-                return self.operation(eqn, ins, place)
+                return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
 
         def const(array):
             return self.constant(array) if consts is None else next(given)
@@ -408,9 +413,8 @@ class Frame(Trails):
             reverse=reverse,
             unroll=eqn.params.get("unroll", 1),
         )
-        self.add(rows, failed)
         trails = jnp.concatenate([trails, _trails.stacked(of_ys)])
-        return self.values([*carry, *ys], trails)
+        return self.after([*carry, *ys], trails, rows, failed)
 
     def while_loop(
         self, eqn: Equation, ins: list[Value], place: Place, bodies: Sequence[Any]
@@ -454,8 +458,7 @@ class Frame(Trails):
             step,
             (self.start(count, table[repeated:]), carry),
         )
-        self.add(rows, failed)
-        return self.values(carry, trails)
+        return self.after(carry, trails, rows, failed)
 
     def cond(
         self, eqn: Equation, ins: list[Value], place: Place, branches: Sequence[Any]
@@ -480,15 +483,14 @@ class Frame(Trails):
 
             return branch
 
-        outs, trails, rows, failed = lax.switch(
+        seen = lax.switch(
             index.array,
             [padded(i, body) for i, (body, _) in enumerate(bodies)],
             self.mark(tuple(self.clock)),
             arrays,
             table,
         )
-        self.add(rows, failed)
-        return self.values(outs, trails)
+        return self.after(*seen)
 
     def remat(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Replays what a backward pass computes again, so that nothing is kept."""
@@ -498,9 +500,7 @@ class Frame(Trails):
         args = self.mark(tuple(self.clock)), [x.array for x in ins], table
         body, _ = self.enclosed(jaxpr, inside, None, args[1:], ins)
         outs = _jaxpr.bind_remat(eqn, jax.tree.leaves(args), body.jaxpr)
-        outs, trails, rows, failed = body.tree.unflatten(outs)
-        self.add(rows, failed)
-        return self.values(outs, trails)
+        return self.after(*body.tree.unflatten(outs))
 
     def shard_map(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Replays a function of shards, and puts together what the devices see."""
@@ -525,9 +525,8 @@ class Frame(Trails):
 
         arrays = [x.array for x in ins]
         scalars = table, tuple(map(jnp.int32, self.clock))
-        outs, (trails, rows, failed) = _jaxpr.map_shards(eqn, arrays, scalars, body)
-        self.add(rows, failed)
-        return self.values(outs, trails)
+        outs, seen = _jaxpr.map_shards(eqn, arrays, scalars, body)
+        return self.after(outs, *seen)
 
 
 class _Closed:

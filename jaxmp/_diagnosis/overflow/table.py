@@ -136,12 +136,6 @@ class Trails:
         """Returns the rows of operations that have not run."""
         return self.mark(_trails.no_rows(self.depth, count))
 
-    def add(self, rows: Rows, failed: Any) -> None:
-        """Adds what was seen inside of an equation."""
-        self.follow()
-        self._rows.append(rows)
-        self._failed.append(failed)
-
     def mark(self, tree: Any) -> Any:
         """Marks scalars as what differs between the devices of a shard_map around."""
         return vary(tree, self.axes) if self.axes else tree
@@ -186,9 +180,13 @@ class Trails:
         never = jnp.asarray(_trails.trail(self.depth, NEVER)[:-2])
         return self.mark((jnp.int32(0), self.no_rows(count), never, trails))
 
-    def values(self, arrays: Sequence[Any], table: Any) -> list[Value]:
-        """Returns arrays with their trails."""
+    def after(
+        self, arrays: Sequence[Any], table: Any, rows: Rows, failed: Any
+    ) -> list[Value]:
+        """Returns the results of an equation, and adds what was seen inside of it."""
         first = self.grow(table)
+        self._rows.append(rows)
+        self._failed.append(failed)
         return [Value(x, (first + i,)) for i, x in enumerate(arrays)]
 
 
