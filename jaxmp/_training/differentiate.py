@@ -423,8 +423,8 @@ def _with_gathered_shards(
 
         params = options.params(args)
         entries, structure = jax.tree.flatten_with_path(params)
-        own = {i: axes[i] for i, (_, x) in enumerate(entries) if is_inexact(x)}
-        own = {i: names for i, names in own.items() if names}
+        inexact = (i for i, (_, x) in enumerate(entries) if is_inexact(x))
+        own = {i: axes[i] for i in inexact if axes[i]}
 
         def loss(*shards):
             leaves = [x for _, x in entries]
@@ -433,20 +433,19 @@ def _with_gathered_shards(
             whole = options.with_params(args, structure.unflatten(leaves))
             return fun(state, *whole, **kwargs)[0]
 
-        names = {i: path_name(entries[i][0]) or "the parameter" for i in own}
+        names = [path_name(entries[i][0]) or "the parameter" for i in own]
         shards = [entries[i][1] for i in own]
         try:
             alone = never_gathered(loss, shards, list(own.values()))
         except (TypeError, ValueError) as error:
-            some = ", ".join(f"`{name}`" for name in list(names.values())[:3])
+            some = ", ".join(f"`{name}`" for name in names[:3])
             error.add_note(_SHARDS.format(some=some))
             raise
         if alone:
             number, axis = alone[0]
-            name = list(names.values())[number]
             raise ValueError(
-                f"`{name}` is sharded over {axis!r}, and the loss reads the shard of "
-                f"each device as if it were all of it. {_CURE}"
+                f"`{names[number]}` is sharded over {axis!r}, and the loss reads the "
+                f"shard of each device as if it were all of it. {_CURE}"
             )
         return fun(state, *args, **kwargs)
 
