@@ -1,6 +1,6 @@
 """Mixed precision for JAX, Flax and optax, as a few pure functions.
 
-A training step in 16 bits, with float32 parameters and true gradients::
+A training step in 16 bits, with float32 parameters and unscaled gradients::
 
     policy = jaxmp.get_policy("mixed_float16")  # or "mixed_bfloat16"
     tx = jaxmp.loss_scaling(optax.adam(1e-3), policy)

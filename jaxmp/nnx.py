@@ -611,8 +611,7 @@ def _check_batch(args: Any, batched: Sequence[int]) -> None:
 
 def _refuse_new(path: Any) -> None:
     raise ValueError(
-        f"The function makes the variable `{path_name(path[1:])}`. With `accum_steps` "
-        "or `mesh` it cannot be handed on. Make it before, or take it out with "
-        "`nnx.pop` inside of the function and return it beside the loss, with "
-        "`has_aux=True`."
+        f"The function creates the variable `{path_name(path[1:])}`, which does not "
+        "work with `accum_steps` or `mesh`. Create it before, or remove it with "
+        "`nnx.pop` inside the function and return it as `aux`, with `has_aux=True`."
     )

@@ -303,7 +303,7 @@ def _explained(fun: Callable) -> Iterator[None]:
                 "Products in float8 have gradients (`jax.grad`, `jax.vjp`) and no "
                 "derivatives in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`). "
                 "Put `autocast` around the differentiated function, "
-                "`autocast(jax.hessian(loss), policy)`, or give it `mixed_bfloat16`."
+                "`autocast(jax.hessian(loss), policy)`, or use `mixed_bfloat16`."
             )
         if type(error).__name__ == "TraceContextError":  # of flax.nnx
             error.add_note(

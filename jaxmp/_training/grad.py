@@ -30,7 +30,7 @@ T = TypeVar("T")
 _CLOSE_OVER = (
     "Inside `jaxmp.nnx.value_and_grad(fun, policy=policy)`, which has cast the "
     "parameters, close over it: `jaxmp.with_policy(model, policy)(x)`. Elsewhere use "
-    "`jaxmp.nnx.autocast(fun, policy)` in the place of `with_policy`."
+    "`jaxmp.nnx.autocast(fun, policy)` instead of `with_policy`."
 )
 
 

@@ -186,7 +186,7 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
     if hidden_by is not None:
         raise ValueError(
             f"The loss scale in `opt_state` does not see every step: `{hidden_by.name}`"
-            " withholds gradients from it, so that an overflow can pass unseen and the "
+            " hides gradients from it, so that an overflow can pass unseen and the "
             "scale stay too large for ever. Put it inside: "
             f"`jaxmp.loss_scaling({hidden_by.inside}, policy)`."
         )

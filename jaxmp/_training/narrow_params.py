@@ -366,7 +366,7 @@ def _check_compensation(
         if rest.dtype != rest_dtype:
             raise ValueError(
                 f"The compensation of the state is {rest.dtype.name}, but "
-                f"`compensation` is {rest_dtype.name}. To go on with the other one, "
-                "take `masters = jaxmp.masters(params, opt_state)` and give it to "
+                f"`compensation` is {rest_dtype.name}. To continue with the other one, "
+                "take `masters = jaxmp.masters(params, opt_state)` and pass it to "
                 "`jaxmp.set_masters(masters, params, tx.init(params))`."
             )

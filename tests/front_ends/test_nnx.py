@@ -645,7 +645,7 @@ def grown(model, x):
 @pytest.mark.parametrize(
     ("fun", "message"),
     [
-        (cached, "makes the variable `0/.*cache.*`nnx.pop`"),
+        (cached, "creates the variable `0/.*cache.*`nnx.pop`"),
         (grown, r"`0/norm/mean` from float32\[8\] to float32\[16\]"),
     ],
 )

@@ -262,7 +262,7 @@ def _unmatched(report: SensitivityReport, args: Sequence[Any]) -> tuple[str, ...
     pairs = zip(report.float32_paths, report.overrides, strict=True)
     return tuple(
         f"no argument has a path that the override for `{path}` matches: put "
-        "`jaxmp.float32_region` around that module in the place of it"
+        "`jaxmp.float32_region` around that module instead"
         for path, (pattern, _) in pairs
         if not any(re.search(pattern, name) for name in names)
     )
