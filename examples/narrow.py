@@ -85,6 +85,11 @@ SETTINGS = {
         partial(KAHAN, state_dtype="int8", compensation="int8"),
         {"color": "#5a9a5a", "ls": (0, (3, 3))},
     ),
+    "masters-narrow": Setting(
+        "mixed_bfloat16",
+        partial(jaxmp.with_state_dtype, state_dtype="bfloat16"),
+        {"color": "0.5", "ls": ":"},
+    ),
     "masters-int8": Setting(
         "mixed_bfloat16",
         partial(jaxmp.with_state_dtype, state_dtype="int8"),
@@ -109,7 +114,8 @@ class Config:
 
     setting: tuple[str, ...] = tuple(SETTINGS)
     """Any of masters, bfloat16, stochastic, stochastic-narrow, stochastic-int8, kahan,
-    kahan-narrow, kahan-int8, masters-int8, fp8, fp8-unscaled, O3, O3-kahan."""
+    kahan-narrow, kahan-int8, masters-narrow, masters-int8, fp8, fp8-unscaled, O3,
+    O3-kahan."""
     full: bool = False
     """Three seeds and 600 updates."""
     seeds: int = 1
