@@ -650,6 +650,14 @@ def test_a_result_is_named_by_its_place_in_a_tuple():
     assert find(lambda x: {"loss": x * x}, X).reached == ("loss",)
 
 
+def test_what_the_fault_reached_is_named_in_words():
+    report = find(lambda x: (x * x, jaxmp.all_finite(x * x)), X)
+    assert "it reached `result/0`" in str(report)
+    report = find(lambda x: {"loss": (y := x * x), "ok": jaxmp.all_finite(y)}, X)
+    assert "it reached result `loss`, a test of finiteness\n" in str(report)
+    assert "it reached the result\n" in str(find(lambda x: x * x, X))
+
+
 def test_a_mask_has_no_row_among_the_least_headroom():
     def masked(x):
         masked = jnp.where(x > 1, x, jnp.finfo(x.dtype).min)

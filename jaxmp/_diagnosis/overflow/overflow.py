@@ -28,7 +28,7 @@ from ..numbers import Eaten, Numbers
 from .advice import Case, advice
 from .limits import Limit, Limits, Line, line_of
 from .probe import Probe, Seen, Site
-from .report import Fault, OperationRange, OverflowReport
+from .report import TESTED, Fault, OperationRange, OverflowReport
 from .trails import (
     BIRTHS,
     GIVEN,
@@ -423,7 +423,7 @@ class _Search:
         names = zip(self.flat.out_names, self.found.seen.outs[:, :-2], strict=True)
         reached = [name for name, x in names if tuple(map(int, x)) == self.moment]
         if tuple(map(int, self.found.seen.failed)) == self.moment:
-            reached.append("a test of finiteness")
+            reached.append(TESTED)
         return tuple(reached)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..._base.text import as_html, as_lists, more, notes, paragraphs, table, wrapped
 
+TESTED = "a test of finiteness"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
@@ -177,14 +178,21 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
     else:
         yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
-    reached = [
-        "the result" if x == "result" else f"result `{x}`" for x in report.reached
-    ]
+    reached = [*map(_reached, report.reached)]
     for title, names in (("it reached", reached), ("through", report.reached_modules)):
         if names:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
             yield from wrapped(text, "  ", "    ")
+
+
+def _reached(name: str) -> str:
+    """Returns a result, or the test of finiteness, as the table names it."""
+    if name == TESTED:
+        return name
+    if name == "result":
+        return "the result"
+    return f"`{name}`" if name.startswith("result/") else f"result `{name}`"
 
 
 def _other_lines(report: OverflowReport) -> Iterator[str]:
