@@ -260,6 +260,7 @@ def check_function(
     elif linen and isinstance(fun, type) and issubclass(fun, linen.Module):
         got, cure = f"the class `{fun.__name__}`", f"Make a model of it. {for_model}"
     elif isinstance(fun, (str, jmp.Policy)) or any(fun is x for x in _DTYPES):
+        got = f"the dtype `{jnp.dtype(fun)}`" if isinstance(fun, type) else got
         cure = f"The function comes first: `{call}`. {hint}".rstrip()
     elif callable(fun):
         return

@@ -185,7 +185,7 @@ SLIPS = {
     ),
     "with autocast of a dtype": (
         lambda: jaxmp.autocast(jnp.float16).__enter__(),
-        r"function comes first.*It is no context manager",
+        r"got the dtype `float16`.*function comes first.*It is no context manager",
     ),
     "autocast a result": (
         lambda: jaxmp.autocast(loss_fn(PARAMS, X, Y)),

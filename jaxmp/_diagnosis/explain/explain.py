@@ -186,10 +186,8 @@ def _times(last: Operation, operations: Sequence[Operation]) -> int:
     counts = collections.Counter[Any]()
     for x in operations:
         counts[x.call] += x.times
-    others = [counts[x.call] for x in operations if not x.for_leaves]
-    if last.for_leaves and others:
-        return statistics.mode(others)
-    return counts[last.call]
+    others = [counts[x.call] for x in operations if not x.for_leaves and x.times]
+    return min(others) if last.for_leaves and others else counts[last.call]
 
 
 def _rule(operation: Operation) -> int | None:
