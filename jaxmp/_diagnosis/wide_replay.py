@@ -21,6 +21,7 @@ from .._jaxprs.places import Place
 from .._ops.lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
 from .._ops.narrow import summed_by_platform
 from .._ops.products import PRODUCTS
+from .numbers import Eaten, Numbers
 
 # Which part of a program has rounded a value, where it is none.
 NONE = -1
@@ -38,17 +39,20 @@ class Value(NamedTuple):
 class WideReplay:
     """The replay of jaxprs under the ambient trace."""
 
-    def __init__(self, platform: str, scalars: Any, axes: tuple[Any, ...] = ()):
+    def __init__(
+        self, platform: str, numbers: Numbers, scalars: Any, axes: tuple[Any, ...]
+    ):
         """Starts a replay: operations may read the scalars; the axes are around it."""
-        self.platform, self.scalars, self.axes = platform, scalars, axes
+        self.platform, self.numbers = platform, numbers
+        self.scalars, self.axes = scalars, axes
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation that computes."""
         raise NotImplementedError
 
-    def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Returns what an equation reads, with its numbers as they are to be."""
-        return ins
+    def number(self, eqn: Equation, eaten: Eaten) -> Value | None:
+        """Returns a number that 16 bits have eaten; None leaves it as it is."""
+        raise NotImplementedError
 
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made."""
@@ -65,7 +69,11 @@ class WideReplay:
         def apply(eqn, ins):
             nonlocal place
             place = around.of(eqn, before=place)
-            ins = self.operands(eqn, ins, place)
+            eaten = [self.numbers.read_by(eqn, i) for i in range(len(ins))]
+            ins = [
+                x if number is None else self.number(eqn, number) or x
+                for x, number in zip(ins, eaten, strict=True)
+            ]
             with _jaxpr.context_of(eqn):
                 return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
 

@@ -70,6 +70,7 @@ WINGS = {
         {"autocast"},
     ],
     "_diagnosis": [
+        {"numbers"},
         {
             "activations",
             "audit.made",
@@ -77,7 +78,6 @@ WINGS = {
             "audit.report",
             "audit.residuals",
             "explain.report",
-            "numbers",
             "overflow.report",
             "overflow.trails",
             "ranges",

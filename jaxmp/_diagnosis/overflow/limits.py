@@ -164,20 +164,12 @@ class _Replay(WideReplay):
     """The replay, with the settings as they are here."""
 
     def __init__(self, limits: Limits, settings: Any, axes: tuple[Any, ...] = ()):
-        super().__init__(limits.platform, settings, axes)
+        super().__init__(limits.platform, limits.numbers, settings, axes)
         self.limits, (self.count, self.exact, self.small) = limits, settings
 
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Replay:
         """Returns the same replay on the shards of a shard_map."""
         return _Replay(self.limits, scalars, axes)
-
-    def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Returns what an equation reads, with the numbers that 16 bits have eaten."""
-        eaten = [self.limits.numbers.read_by(eqn, i) for i in range(len(ins))]
-        return [
-            x if number is None else Value(self._number(eqn, number))
-            for x, number in zip(ins, eaten, strict=True)
-        ]
 
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made, whose zeros may have been more."""
@@ -186,13 +178,14 @@ class _Replay(WideReplay):
             return value
         return Value(jnp.where(value.array == 0, self.small, value.array))
 
-    def _number(self, eqn: Equation, number: Eaten) -> Any:
-        written = number.written
+    def number(self, eqn: Equation, eaten: Eaten) -> Value:
+        """Returns what 16 bits have left of a number if ``eqn`` has their limits."""
+        written = eaten.written
         if written is None:
-            large = np.copysign(_LARGE, number.left)
-            written = self.small if number.left == 0 else large
-        on = self.limits.is_on(self.count, eqn, number.dtype, number.place, number)
-        return jnp.where(on, np.float32(number.left), jnp.float32(written))
+            large = np.copysign(_LARGE, eaten.left)
+            written = self.small if eaten.left == 0 else large
+        on = self.limits.is_on(self.count, eqn, eaten.dtype, eaten.place, eaten)
+        return Value(jnp.where(on, np.float32(eaten.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, and rounds what it gives."""

@@ -25,7 +25,7 @@ from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
 from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
-from ..numbers import Numbers
+from ..numbers import Eaten, Numbers
 from ..wide_replay import (
     NONE,
     Value,
@@ -162,37 +162,28 @@ class _Frame(WideReplay):
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
         self.program = program
         self.switches = [switches[i] for i in range(program.count)]
-        self.numbers = {part: i for i, part in enumerate(program.parts)}
+        self.number_of = {part: i for i, part in enumerate(program.parts)}
         self.float8 = {}  # the second switch of a part, which is off with the first
         for i, part in enumerate(program.float8_parts, len(program.parts)):
-            first = self.switches[self.numbers[part]]
+            first = self.switches[self.number_of[part]]
             self.float8[part] = i, jnp.logical_and(first, self.switches[i])
         # Whether the switches of all readers of a value are on. Here, and not where it
         # is asked for: that may be in the body of a loop.
         self.all_on = {
             parts: jnp.all(
-                jnp.stack([self.switches[self.numbers[x]] for x in sorted(parts)])
+                jnp.stack([self.switches[self.number_of[x]] for x in sorted(parts)])
             )
             for parts in program.readers.sets()
         }
-        super().__init__(program.platform, self.switches, axes)
+        super().__init__(program.platform, program.numbers, self.switches, axes)
 
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
         """Returns the same replay on the shards of a shard_map."""
         return _Frame(self.program, vary(scalars, axes), axes)
 
-    def operands(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Returns what an equation reads, with numbers that 16 bits have eaten.
-
-        Where its switch is on the reader rounds them again.
-        """
-        eaten = [self.program.numbers.read_by(eqn, i) for i in range(len(ins))]
-        return [
-            x
-            if number is None or number.written is None
-            else Value(np.float32(number.written))
-            for x, number in zip(ins, eaten, strict=True)
-        ]
+    def number(self, eqn: Equation, eaten: Eaten) -> Value | None:
+        """Returns a number as it was written, which the reader may round again."""
+        return None if eaten.written is None else Value(np.float32(eaten.written))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, which rounds where the switch of its part is on.
@@ -214,7 +205,7 @@ class _Frame(WideReplay):
         if not read and not any(is_narrow(x.aval) for x in eqn.outvars):
             return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
         part = self.program.part_of(place)
-        number = self.numbers[part]
+        number = self.number_of[part]
         is_product = name in PRODUCTS
         switch = self.switches[number]
         if not is_product:
@@ -251,7 +242,7 @@ class _Frame(WideReplay):
 
     def rounded_by_device(self, ins: list[Value], place: Place) -> list[Value]:
         """Returns the operands of a float32 product, and what else it takes."""
-        switch = self.switches[self.numbers[self.program.part_of(place)]]
+        switch = self.switches[self.number_of[self.program.part_of(place)]]
         kind: Any = self.program.float32_products
         operands = [jnp.asarray(x.array) for x in ins[:2]]
         rounded = [jnp.where(switch, rounded_by_device(x, kind), x) for x in operands]
@@ -262,7 +253,7 @@ class _Frame(WideReplay):
 
         In float32 its limits are Inf.
         """
-        switch = self.switches[self.numbers[self.program.part_of(place)]]
+        switch = self.switches[self.number_of[self.program.part_of(place)]]
         return [
             Value(jnp.where(switch, x.array, np.copysign(np.float32(np.inf), x.array)))
             if isinstance(var, _jaxpr.Literal) and x.array  # zero is no limit
