@@ -86,7 +86,20 @@ def contestant(
     Raises:
         Unavailable: If its library is not installed, or has no such step.
     """
-    tx, loss_scale, step = CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
+    return made(
+        name, network, CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
+    )
+
+
+def made(name: str, network: Network, parts: Any) -> Contestant:
+    """Returns the contestant that has an optimizer, a first loss scale and a step.
+
+    Args:
+        name: The name of the contestant.
+        network: What to train.
+        parts: The three.
+    """
+    tx, loss_scale, step = parts
     x, _ = network.batch(1)
 
     def init(variables=None):
@@ -212,14 +225,14 @@ def jaxmp_autocast_rounded(network, dtype, accum_steps):
     return jaxmp_autocast(network, dtype, accum_steps, ops)
 
 
-def jaxmp_autocast(network, dtype, accum_steps, ops=jaxmp.DEFAULT_OPS):
+def jaxmp_autocast(network, dtype, accum_steps, ops=jaxmp.DEFAULT_OPS, residuals=None):
     """Autocast around the gradient of the float32 loss."""
     policy = jaxmp.get_policy(f"mixed_{dtype}")
     loss_fn = loss_of(network.model.apply)
 
     def grad_fn(**options):
         grad = jaxmp.value_and_grad(loss_fn, **options)
-        return jaxmp.autocast(grad, policy, ops=ops)
+        return jaxmp.autocast(grad, policy, ops=ops, residuals=residuals)
 
     return _jaxmp_step(grad_fn, policy, accum_steps)
 

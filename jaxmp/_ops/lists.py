@@ -217,17 +217,19 @@ JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 # Of what is kept for the backward pass: moves that leave each number where it can be
 # found, and choices that hardly change when what they choose from does.
 _PARTS = frozenset(["slice", "split", "concatenate", "pad"])
-_ASIDE = frozenset({"name", "optimization_barrier", "tie", "device_put"})
-_MOVED = (KEEPS_MAGNITUDES | _PARTS) - _ASIDE
+_BARRIERS = frozenset({"optimization_barrier"})
+_PLACED = frozenset({"name", "tie", "device_put"})
+_MOVED = (KEEPS_MAGNITUDES | _PARTS) - _PLACED - _BARRIERS
 _CHOSEN = EXTREMES | SELECTS | {"clamp"}
 _CASTS = frozenset({"convert_element_type", "reduce_precision"})
 # Elementwise, and computed again at the price of a fusion.
-COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | _CASTS
+_COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | _CASTS
 # The same numbers each time, from what is given.
 _LOGIC = frozenset({"and", "or", "not", "xor", "iota"})
-_REPEATABLE = ARITHMETIC | _MOVED | _CHOSEN | _CASTS | COMPARES | _LOGIC
+_WHOLE_MOVES = VIEWS - _PLACED - {"gather"}
+_REPEATABLE = ARITHMETIC | _WHOLE_MOVES | _CHOSEN | _CASTS | COMPARES | _LOGIC
 _REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
-_TELLS = COMPARES | CHOOSES | {"floor", "ceil", "round", _POOL}
+_TELLS = COMPARES | CHOOSES | {"floor", "ceil", "round"}
 _READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - _CASTS
 _KNOWN = ARITHMETIC | EXACT | SUMS | AS_WRITTEN | PRODUCTS | _TELLS
 
@@ -319,7 +321,7 @@ def is_computed_again(eqn: Equation) -> bool:
     if call_kind(eqn) in ("jit", "custom_jvp"):
         bodies = map(open_jaxpr, sub_jaxprs(eqn))
         return all(is_computed_again(inner) for body in bodies for inner in body.eqns)
-    return eqn.primitive.name in COMPUTED_AGAIN
+    return eqn.primitive.name in _COMPUTED_AGAIN or holds_back(eqn)
 
 
 def is_repeatable(eqn: Equation) -> bool:
@@ -334,12 +336,12 @@ def is_elementwise(eqn: Equation) -> bool:
 
 def is_moved(eqn: Equation) -> bool:
     """Whether ``eqn`` returns what it is given in another place, shape or dtype."""
-    return eqn.primitive.name in _MOVED | _CASTS
+    return eqn.primitive.name in _MOVED | _CASTS or holds_back(eqn)
 
 
 def is_placed(eqn: Equation) -> bool:
     """Whether ``eqn`` says of a value what ``jax.checkpoint`` does with it."""
-    return eqn.primitive.name in _ASIDE
+    return eqn.primitive.name in _PLACED
 
 
 def reduces(eqn: Equation) -> bool:
@@ -347,10 +349,17 @@ def reduces(eqn: Equation) -> bool:
     return eqn.primitive.name in _REDUCES
 
 
-def reads_digits(eqn: Equation) -> bool:
-    """Whether ``eqn`` makes much of the last digits of what it reads, or is unknown."""
+def reads_digits(eqn: Equation, place: int) -> bool:
+    """Whether ``eqn`` makes much of the last digits of an input, or is unknown."""
     name = eqn.primitive.name
-    return name in _READS_DIGITS or name not in _KNOWN
+    if name == _POOL:  # which compares what was pooled, and adds up its gradient
+        return place == 1
+    return name in _READS_DIGITS or name not in _KNOWN or divisor(eqn) == place
+
+
+def holds_back(eqn: Equation) -> bool:
+    """Whether ``eqn`` does nothing but to keep one value from being fused."""
+    return eqn.primitive.name in _BARRIERS and len(eqn.invars) == 1
 
 
 def is_iota(eqn: Equation) -> bool:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._jaxprs.scopes import EIGHT_BITS
+
 Format = Literal["int8", "fp8"]
 FORMATS: tuple[str, ...] = get_args(Format)
 
@@ -18,8 +20,8 @@ How = Literal["eight", "bits", "whole", "firm"]
 _DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _STORED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
-_FEW = 2**12  # numbers that are not worth it
-_SHORT = 16  # of a row, beside which a scale is no small price
+FEW = 2**12  # numbers that are not worth it
+_SHORT = 16  # numbers, beside which a scale is no small price
 _TINY = 2.0**-100  # under the largest of a row the scale would be no normal number
 
 
@@ -47,23 +49,25 @@ def stored(x: jax.Array, how: How, kind: str) -> Stored:
         kind: Which eight bits.
     """
     aval = jax.typeof(x)
-    if how == "eight":
-        return Stored(how, aval, narrowed(x, kind))
-    if how == "bits":
-        return Stored(how, aval, (packed(x),))
+    with jax.named_scope(EIGHT_BITS):
+        if how == "eight":
+            return Stored(how, aval, narrowed(x, kind))
+        if how == "bits":
+            return Stored(how, aval, (packed(x),))
     return Stored(how, aval, (lax.optimization_barrier(x) if how == "firm" else x,))
 
 
 def is_small(aval: Any) -> bool:
     """Whether an array is too small to be worth anything."""
-    return math.prod(aval.shape) < _FEW
+    return math.prod(aval.shape) < FEW
 
 
 def fits(aval: Any) -> bool:
     """Whether an array can be stored in eight bits, and is worth it."""
     if aval.dtype not in _STORED or is_small(aval):
         return False
-    return aval.shape[-1] >= _SHORT
+    axes = _row(aval.shape)
+    return math.prod(aval.shape[axis] for axis in axes) >= _SHORT
 
 
 def packs(aval: Any) -> bool:
@@ -74,11 +78,11 @@ def packs(aval: Any) -> bool:
 def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Returns ``x`` in eight bits, and the scale of each row.
 
-    A row is the last axis. An Inf or a NaN in it makes its scale one, so that whoever
-    reads the row sees NaN.
+    A row is the last axis, or as many of the last as have 16 numbers. An Inf or a NaN
+    in it makes its scale one, so that whoever reads the row sees NaN.
     """
     wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    largest = jnp.max(jnp.abs(wide), axis=_row(x.shape), keepdims=True)
     scale = jnp.maximum(largest, _TINY) / _LARGEST[kind]
     rows = wide / scale
     if kind == "int8":
@@ -110,6 +114,15 @@ def unpacked(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     places = [8 if i == axis + 1 else 1 for i in range(eights.ndim)]
     place = lax.broadcasted_iota(jnp.uint8, places, axis + 1)
     return ((eights >> place) & 1).astype(bool).reshape(shape)
+
+
+def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the axes of a row, counted from the end."""
+    size, axes = 1, []
+    while size < _SHORT and len(axes) < len(shape):
+        axes.append(-1 - len(axes))
+        size *= shape[axes[-1]]
+    return tuple(axes)
 
 
 def _axis(shape: tuple[int, ...]) -> int | None:

@@ -132,7 +132,7 @@ class Kept:
         self.forward, self.how = forward, dict[Any, How]()
         self._exact = exact
         needed = list(needed)
-        for var in roots:
+        for var in (*roots, *(x for x in needed if forward.is_whole(x, exact))):
             self._store(var)
         for var in needed:
             if not forward.is_whole(var, exact) and not self._is_there(var, {}):
@@ -217,7 +217,8 @@ class Again:
                 return value
             else:
                 eqn = self._kept.forward.makers[atom]
-                outs = _jaxpr.bind(eqn, [self.read(x) for x in eqn.invars])
+                ins = [self.read(x) for x in eqn.invars]
+                outs = ins if lists.holds_back(eqn) else _jaxpr.bind(eqn, ins)
                 self._read.update(zip(eqn.outvars, outs, strict=True))
         return self._read[atom]
 
@@ -241,10 +242,10 @@ def exact_of(
         if _jaxpr.call_kind(eqn):
             found.update(_exact_inside(eqn, found, is_left, scopes))
             continue
-        is_told = lists.reads_digits(eqn) or is_left(eqn, scopes)
         hands_on = lists.is_elementwise(eqn) and not found.isdisjoint(eqn.outvars)
+        every = hands_on or is_left(eqn, scopes)
         for i, atom in enumerate(eqn.invars):
-            if is_told or hands_on or lists.divisor(eqn) == i:
+            if every or lists.reads_digits(eqn, i):
                 found.update(variables([atom]))
     return found
 

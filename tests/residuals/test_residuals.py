@@ -45,8 +45,7 @@ def scanned(params, x, *, remat=False):
         return x + jax.nn.gelu(x @ weights[0]) @ weights[1], None
 
     layer = jax.checkpoint(layer) if remat else layer
-    stacked = jax.tree.map(lambda *w: jnp.stack(w), *params)
-    return jnp.mean(jax.lax.scan(layer, x, stacked)[0] ** 2)
+    return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
 
 def remat_mlp(params, x):
@@ -63,6 +62,14 @@ def relu_net(params, x):
     for up, down in params:
         x = jax.nn.relu(x @ up) @ down
     return jnp.mean(x**2)
+
+
+def args_of(name):
+    """Returns parameters and a batch; layers that are scanned are stacked."""
+    params = layers()
+    if "scan" in name:
+        params = jax.tree.map(lambda *w: jnp.stack(w), *params)
+    return params, batch()
 
 
 LOSSES = {
@@ -89,9 +96,9 @@ def kept(fun, *args):
     return jaxmp.audit(fun)(*args).residual_bytes
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_gradients_are_near_and_the_loss_is_the_same(loss):
-    args = layers(), batch()
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_near_and_the_loss_is_the_same(name):
+    loss, args = LOSSES[name], args_of(name)
     _, exact = jax.jit(jax.value_and_grad(loss))(*args)
     usual, rounded = grad_of(loss)(*args)
     # A float8 has four significant bits, and an integer the place of seven in a row.
@@ -103,15 +110,29 @@ def test_gradients_are_near_and_the_loss_is_the_same(loss):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_what_is_large_is_kept_in_eight_bits(loss, kind):
-    args = layers(), batch()
-    sizes = kept(grad_of(loss, kind), *args)
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_large_is_kept_in_eight_bits(name, kind):
+    sizes = kept(grad_of(LOSSES[name], kind), *args_of(name))
     eight = sizes.pop(str(np.dtype(KINDS[kind])))
     scales = sizes.pop("float32")
     assert eight >= 2 * ROWS * WIDTH
     assert scales < eight / 8
     assert sum(sizes.values()) <= 2 * ROWS * WIDTH  # no more than `x` in bfloat16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_not_stored_again(kind):
+    def loss(params, x):
+        every = jnp.concatenate([jnp.stack([up, down.T]) for up, down in params])
+        for i in range(len(every)):
+            w = jax.lax.dynamic_index_in_dim(every, i, keepdims=False)
+            x = jnp.tanh(x @ (w / jnp.linalg.norm(w))) @ w.T
+        return jnp.mean(x**2)
+
+    params = layers(2)
+    sizes = kept(grad_of(loss, kind), params, batch())
+    # Of each of four layers what goes in, if it was computed, and what is in between.
+    assert sizes[str(np.dtype(KINDS[kind]))] == 4 * ROWS * 3 * WIDTH
 
 
 def test_what_several_readers_share_is_stored_once():
@@ -156,7 +177,7 @@ def test_a_region_and_paths_keep_what_they_store():
     def loss(params, x):
         (up, down), *_ = params
         with jax.named_scope("body"):
-            x = jnp.tanh(x @ up)
+            x = jnp.tanh(jnp.tanh(x @ up) @ up.T @ up)
         with jax.named_scope("head"):
             return jnp.mean(jnp.tanh(x @ down))
 
@@ -195,6 +216,17 @@ def test_what_a_checkpoint_names_is_stored_as_it_is():
     eight = sizes.pop("int8")
     assert sum(sizes.values()) >= 2 * ROWS * 2 * WIDTH * 2
     assert eight >= ROWS * WIDTH
+
+
+def test_an_explanation_says_how_it_is_stored():
+    def loss(params, x):
+        hidden = x @ params[0][0]
+        return jnp.mean(jnp.tanh(hidden) @ params[0][1])
+
+    lines = jaxmp.explain(grad_of(loss, "int8"))(layers(1), batch()).lines
+    assert [line.kept for line in lines if "hidden =" in line.source] == [("int8",)]
+    lines = jaxmp.explain(grad_of(loss))(layers(1), batch()).lines
+    assert not any("int8" in line.kept for line in lines)
 
 
 def test_micro_batches_store_in_eight_bits_too():
@@ -243,21 +275,22 @@ def test_errors_say_what_to_type():
 
 
 @pytest.mark.skipif(bool(h200.unavailable()), reason=str(h200.unavailable()))
-@pytest.mark.parametrize("kind", KINDS)
-def test_code_for_a_gpu_stores_eight_bits(kind):
+def test_code_for_a_gpu_stores_eight_bits():
     # XLA's GPU compiler removes what a CPU test would still find.
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
-    args = [(shape(128, 512), shape(512, 128)) for _ in range(4)], shape(65536, 128)
-    dtype = {"int8": "s8", "fp8": "f8e4m3fn"}[kind]
-    for name, bar in {"layers": 0.5, "scan of remat": 0.95}.items():
-        usual, found = (
-            h200.compiled(grad_of(LOSSES[name], residuals), *args)
-            for residuals in (None, kind)
-        )
-        stored = f"{dtype}[65536,128]" if name == "layers" else f"{dtype}[4,65536,128]"
-        assert stored in found.as_text()
-        assert stored not in usual.as_text()
-        usual, found = (x.memory_analysis().temp_size_in_bytes for x in (usual, found))
-        assert found < bar * usual, name
+    x, unrolled = shape(65536, 128), [(shape(128, 512), shape(512, 128))] * 4
+    stacked = shape(4, 128, 512), shape(4, 512, 128)
+
+    def compiled(name, residuals):
+        params = stacked if "scan" in name else unrolled
+        found = h200.compiled(grad_of(LOSSES[name], residuals), params, x)
+        return found.as_text(), found.memory_analysis().temp_size_in_bytes
+
+    _, usual = compiled("layers", None)
+    for kind, dtype in {"int8": "s8", "fp8": "f8e4m3fn"}.items():
+        text, memory = compiled("layers", kind)
+        assert f"{dtype}[65536,128]" in text
+        assert memory < 0.5 * usual, kind
+    assert "s8[4,65536,128]" in compiled("scan of remat", "int8")[0]

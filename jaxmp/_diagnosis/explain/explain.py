@@ -122,7 +122,8 @@ def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
         dtypes = [dtype for form in operation.results() for dtype in form.kept]
         if computed.frame is not None:
             found = kept.setdefault(computed.line, {})
-            found.update((x, None) for x in dtypes if "int" not in x)
+            # Other integers are no numbers that a line computes, as are labels.
+            found.update((x, None) for x in dtypes if "int" not in x or x == "int8")
     return kept
 
 

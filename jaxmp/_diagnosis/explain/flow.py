@@ -148,6 +148,8 @@ class Flow:
             here = around._replace(place=place, note=own or around.note)
             if names.transposed or names.computed_again:
                 return self.backward(eqn, ins)
+            if _scopes.EIGHT_BITS in names.scopes:
+                return self.narrowed(eqn, ins)
             if _jaxpr.is_cast(eqn) and self.is_added(own, here):
                 return [self.retyped(eqn, ins[0], made.get(number))]
             opens = own is None or _jaxpr.call_kind(own.eqn)
@@ -185,6 +187,15 @@ class Flow:
         if operation is not None and is_its and not operation.is_stored:
             operation.dtype = str(out.dtype)
         return out
+
+    def narrowed(self, eqn: _jaxpr.Equation, ins: list[Array]) -> list[Array]:
+        """Returns what is stored of a value in eight bits, beside its scales."""
+        outs = [self.given(var.aval) for var in eqn.outvars]
+        pairs = zip(ins, eqn.invars, eqn.outvars, strict=False)
+        for i, (array, atom, var) in enumerate(pairs):
+            if atom.aval.shape == var.aval.shape:
+                outs[i] = outs[i]._replace(value=array.value)
+        return outs
 
     def given(self, aval: Any, operation: Operation | None = None) -> Array:
         """Returns an array that nobody has read yet."""
