@@ -108,3 +108,23 @@ def test_the_tracing_on_the_performance_page_was_measured():
     ]
     ratio = row["both, of float32"]["median"]
     assert f"{ratio:.2f} times as long as in float32" in words(PERFORMANCE)
+
+
+def test_the_memory_on_the_page_of_residuals_was_counted():
+    found, page = results("residuals"), (ROOT / "docs/residuals.md").read_text()
+    networks = [x for x in found if f"{x}, errors" in found]
+    assert networks
+    for name in networks:
+        rows = {row["form"]: row for row in found[name]["rows"]}
+        (away,) = found[f"{name}, errors"]["rows"]
+        ours, bf16, float32 = (rows[x] for x in ("int8", "bfloat16", "float32"))
+        shares = (
+            ours["temp"] / float32["temp"],
+            ours["temp"] / bf16["temp"],
+            ours["bytes"] / bf16["bytes"],
+            away["int8"] / away["bfloat16"],
+        )
+        assert f"| {name} | {' | '.join(f'{x:.2f}' for x in shares)} |" in page
+    for row in found["training"]["rows"]:
+        losses = (row[x] for x in ("bfloat16", "int8", "fp8"))
+        assert f"| {row['model']} | {' | '.join(losses)} |" in page

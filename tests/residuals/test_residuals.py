@@ -1,6 +1,7 @@
 """What is kept for the backward pass, in eight bits."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +82,7 @@ LOSSES = {
 }
 
 
-def grad_of(loss, residuals=None, policy="mixed_bfloat16", **options):
+def grad_of(loss, residuals: Any = None, policy="mixed_bfloat16", **options: Any):
     grad = jax.value_and_grad(loss)
     return jax.jit(jaxmp.autocast(grad, policy, residuals=residuals, **options))
 
@@ -92,7 +93,7 @@ def distance(tree, exact):
     return float(optax.tree.norm(difference) / optax.tree.norm(exact))
 
 
-def kept(fun, *args):
+def kept(fun, *args) -> Any:
     return jaxmp.audit(fun)(*args).residual_bytes
 
 
