@@ -128,3 +128,12 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
     for row in found["training"]["rows"]:
         losses = (row[x] for x in ("bfloat16", "int8", "fp8"))
         assert f"| {row['model']} | {' | '.join(losses)} |" in page
+
+
+def test_what_a_search_costs_on_the_page_of_faults_was_counted():
+    page = (ROOT / "docs/faults.md").read_text()
+    names = {"MLP": "MLP, 27M parameters"}
+    for row in results("fault")["over plain"]["rows"]:
+        name = names.get(row["gradient"], row["gradient"])
+        counts = f"{row['bytes moved']:.1f} | {row['kernels']:.0f}"
+        assert f"| {name} | {counts} | {row['peak memory']:.2f} |" in page
