@@ -9,7 +9,7 @@ from typing import Any
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.scopes import FLOAT32, KEPT_BY_PATHS, Scopes, is_under
+from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, KEPT_BY_PATHS, Scopes, is_under
 from .._ops import lists
 from . import eight_bits
 from .eight_bits import How, Stored
@@ -239,6 +239,8 @@ def exact_of(
     """
     found = set(exact)
     for eqn in reversed(eqns):
+        if FLOAT8_PRODUCT in _jaxpr.scope_names(eqn):
+            continue  # which looks at bits to find a scale
         if _jaxpr.call_kind(eqn):
             found.update(_exact_inside(eqn, found, is_left, scopes))
             continue

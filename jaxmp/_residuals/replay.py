@@ -78,6 +78,8 @@ class Replay:
         self.env: dict[Any, Any] = dict(zip(given, values, strict=True))
         ahead = [eqn for eqn in self.eqns if not _jaxpr.is_transposed(eqn)]
         back = [eqn for eqn in self.eqns if _jaxpr.is_transposed(eqn)]
+        # A second forward pass may read what a first backward pass has computed.
+        given += [var for eqn in back for var in eqn.outvars]
         self.forward = Forward(ahead, given, is_left)
         exact = exact_of(back, (), is_left)
         self.stacks = dict(self._stacks(back, exact))
@@ -108,7 +110,9 @@ class Replay:
             eqn = makers[x]
             if x in by_scan and _jaxpr.call_kind(eqn) == "scan":
                 place = eqn.outvars.index(x)
-                if place >= _jaxpr.scan_counts(eqn)[1]:
+                inner = _jaxpr.open_jaxpr(eqn.params["jaxpr"]).outvars[place]
+                stacked = place >= _jaxpr.scan_counts(eqn)[1]
+                if stacked and not isinstance(inner, _jaxpr.Literal):
                     read.setdefault(id(eqn), {})[x] = x in others
         made = {id(eqn): eqn for eqn in makers.values()}
         for key, found in read.items():
@@ -195,7 +199,8 @@ class Replay:
         XLA would compute the gradients of all weights at the end, and what is computed
         again for the backward pass at the beginning, and keep it all in between.
         """
-        due = self.due.get(id(eqn), [])
+        # Those of a second forward pass are stored behind the first backward pass.
+        due = [x for x in self.due.get(id(eqn), []) if x in self.stored]
         arrays = [self.stored[x].arrays for x in due]
         self.sums.update((var, self.env[var]) for var in eqn.outvars)
         values = list(self.sums.values())
@@ -260,8 +265,8 @@ _LAYERS = frozenset({"remat", "scan", "while"})
 
 def _is_product(eqn: Equation) -> bool:
     """Whether an equation is a product, or stands for one."""
-    stands = _jaxpr.call_kind(eqn) == "custom_jvp" and _holds_product(eqn)
-    return is_matrix_product(eqn) or stands
+    stands = _jaxpr.call_kind(eqn) in ("custom_jvp", "custom_vjp")
+    return is_matrix_product(eqn) or (stands and _holds_product(eqn))
 
 
 def _holds_product(eqn: Equation) -> bool:

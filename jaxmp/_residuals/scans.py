@@ -12,7 +12,7 @@ from jax import lax
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .eight_bits import Stored, stored
-from .plan import Again, Forward, IsLeft, Kept, variables
+from .plan import Again, Forward, IsLeft, Kept
 
 
 class Stack:
@@ -51,13 +51,15 @@ class Stack:
         self.inner = {out: x for out, x in pairs if out in read}
         inside = Forward(_jaxpr.live(body), [*given, *body.constvars], is_left)
         order = [*body.invars, *inside.makers]
-        wanted = set(variables(self.inner.values()))
+        wanted = set(self.inner.values())
         self.kept = Kept(
             inside,
             [x for x in order if x in wanted],
             {x for out, x in self.inner.items() if out in exact},
-            variables(self.inner[out] for out, others in read.items() if others),
+            [self.inner[out] for out, others in read.items() if others],
         )
+        # What is computed from arguments is not stored.
+        self._read = {x for x in read if read[x] and self.inner[x] not in self.kept.how}
         self.stored: dict[Any, Stored] = {}
         self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
 
@@ -75,7 +77,8 @@ class Stack:
         whole = [
             i
             for i, out in enumerate(self.eqn.outvars)
-            if i >= self.carries and (out not in self.inner or out in wanted)
+            if i >= self.carries
+            and (out not in self.inner or out in wanted or out in self._read)
         ]
         avals: dict[Any, Stored] = {}
 

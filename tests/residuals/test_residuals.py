@@ -244,6 +244,31 @@ def test_micro_batches_store_in_eight_bits_too():
     assert 0 < distance(found[1], usual[1]) < 0.02
 
 
+def test_a_second_gradient_may_follow_the_first():
+    def sharpness_aware(params, x):
+        grads = jax.grad(residual_mlp)(params, x)
+        size = optax.tree.norm(grads)
+        moved = jax.tree.map(lambda p, g: p + 0.05 * g / size, params, grads)
+        return residual_mlp(params, x), jax.grad(residual_mlp)(moved, x)
+
+    def learning_to_learn(params, x):
+        def after_an_update(params):
+            grads = jax.grad(residual_mlp)(params, x)
+            return residual_mlp(
+                jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), x
+            )
+
+        return jax.value_and_grad(after_an_update)(params)
+
+    for fun in (sharpness_aware, learning_to_learn):
+        _, usual = jax.jit(jaxmp.autocast(fun))(*args_of("layers"))
+        small = jax.jit(jaxmp.autocast(fun, residuals="int8"))
+        _, found = small(*args_of("layers"))
+        assert 0 < distance(found, usual) < 0.03
+        # The weights that an update has moved are not stored in eight bits.
+        assert kept(small, *args_of("layers"))["int8"] <= 12 * ROWS * WIDTH
+
+
 def test_it_can_be_batched_and_differentiated():
     params, x = layers(1), batch()
     grad = grad_of(residual_mlp, "int8")
@@ -257,6 +282,15 @@ def test_it_can_be_batched_and_differentiated():
 def test_a_small_model_stores_what_it_stored():
     args = layers(2, 16), batch(16)
     assert kept(grad_of(residual_mlp, "int8"), *args).keys() == {"bfloat16", "float32"}
+
+
+def test_float8_products_read_what_is_stored():
+    ops, args = jaxmp.DEFAULT_OPS.with_fp8(min_size=16), args_of("layers")
+    usual = grad_of(residual_mlp, None, "mixed_fp8", ops=ops)
+    found = grad_of(residual_mlp, "int8", "mixed_fp8", ops=ops)
+    assert jaxmp.audit(found)(*args).fraction_8bit == 1
+    assert kept(found, *args)["int8"] >= 2 * ROWS * 3 * WIDTH
+    assert 0 < distance(found(*args)[1], usual(*args)[1]) < 0.05
 
 
 def test_float32_stays_bitwise():
