@@ -102,6 +102,19 @@ def test_the_price_on_the_performance_page_was_counted():
         assert f"({cost:.2f})" in page
 
 
+def test_the_errors_on_the_performance_page_were_measured():
+    rows = results("price")["bfloat16, errors"]["rows"]
+    ratios = {
+        row["network"]: row["gradient, autocast"] / row["gradient, dtype="]
+        for row in rows
+    }
+    further = {name: x for name, x in ratios.items() if x > 1}
+    nearer = len(ratios) - len(further)
+    assert f"in {nearer} of {len(ratios)}." in words(PERFORMANCE)
+    for name, ratio in further.items():
+        assert f"In a {name} they are {ratio:.2f} times as far" in words(PERFORMANCE)
+
+
 def test_the_tracing_on_the_performance_page_was_measured():
     (row,) = [
         x for x in results("host")["tracing"]["rows"] if x["step"] == "jaxmp autocast"
