@@ -127,7 +127,9 @@ class Replay:
         for eqn in self.eqns:
             if not _jaxpr.is_transposed(eqn):
                 continue
-            for x in {*variables(eqn.invars)} - self.stacks.keys():
+            for x in variables(eqn.invars):
+                if x in self.stacks:
+                    continue
                 new = [y for y in self.kept.sources(x) if y not in seen]
                 seen.update(new)
                 stage += [y for y in new if self.kept.how[y] in ("eight", "bits")]
