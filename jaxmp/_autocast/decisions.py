@@ -77,7 +77,7 @@ def decide(
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
     squashes = classes.does(eqn).squashes and not _all_given(ins)
-    if half and squashes and needs.leads_to_product(need):
+    if half and squashes and needs.leads_to_products_alone(need):
         return Decision("rounded", rules.JOINS)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and

@@ -129,9 +129,9 @@ def offset_of(need: Need) -> Need:
     return need & OFFSET
 
 
-def leads_to_product(need: Need) -> bool:
-    """Whether 16-bit work of the forward pass takes a value."""
-    return bool(need & _FORWARD)
+def leads_to_products_alone(need: Need) -> bool:
+    """Whether 16-bit work of the forward pass takes a value, and no float32 work."""
+    return bool(need & _FORWARD) and not need & FULL
 
 
 def handed_on(need: Need, *, squashed: bool = False, back: bool = False) -> Need:

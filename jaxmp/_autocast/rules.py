@@ -33,8 +33,8 @@ RULES = {
     "values or numbers in the code and its result leads to a matmul; a move keeps the "
     "dtype of its arguments.",
     JOINS: "A sum that leads to a matmul is 16 bits if it adds an input to a 16-bit "
-    "value; with another float32 value it is rounded in bfloat16, and `tanh`, "
-    "`sigmoid` and `erf` in float16 too.",
+    "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid` and "
+    "`erf` are rounded for matmuls alone.",
     FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
     "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
     "whatever autocast does not know.",

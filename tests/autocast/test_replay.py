@@ -119,9 +119,14 @@ def test_rule_4_what_has_a_bound_is_rounded_on_its_way_to_a_product(name, dtype)
         y = bounded(jax.nn.standardize(x @ w))
         return jnp.log(2 - y).sum() + (y * (x @ w)) @ w
 
+    def for_a_mean_too(w, x):
+        y = bounded(jax.nn.standardize(x @ w))
+        return (y * (x @ w)) @ w + y.mean()
+
     def hows(fun):
         return [how for x, how, _ in decisions(fun, W, X, dtype=dtype) if x == name]
 
+    assert hows(for_a_mean_too) == ["float32"]
     assert hows(gated) == ["half" if dtype == jnp.bfloat16 else "rounded"]
     assert hows(not_for_a_product) == ["float32"]
     assert hows(for_a_logarithm) == ["float32"]
