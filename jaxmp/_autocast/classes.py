@@ -41,7 +41,6 @@ from .._ops.lists import (
     STARTS,
     STEEP,
     STRETCHES,
-    TOTALS,
     TRANSPOSES,
     VIEWS,
     OpLists,
@@ -234,11 +233,6 @@ def holds_product(eqn: Equation) -> bool:
         for body in _jaxpr.sub_jaxprs(eqn)
         for inner in _jaxpr.open_jaxpr(body).eqns
     )
-
-
-def totals(eqn: Equation) -> bool:
-    """Whether an equation sums up along axes."""
-    return eqn.primitive.name in TOTALS
 
 
 def transposes(eqn: Equation) -> bool:

@@ -124,27 +124,20 @@ def for_product(need: Need) -> bool:
     return bool(need & PRODUCT)
 
 
-def offset_of(need: Need) -> Need:
-    """Returns what of ``need`` is that what was given may cancel."""
-    return need & OFFSET
-
-
 def leads_to_products_alone(need: Need) -> bool:
     """Whether 16-bit work of the forward pass takes a value, and no float32 work."""
     return bool(need & _FORWARD) and not need & FULL
 
 
-def handed_on(need: Need, *, squashed: bool = False, back: bool = False) -> Need:
+def handed_on(need: Need, *, squashed: bool = False) -> Need:
     """Returns what of ``need`` is needed of that from which a value is computed.
 
     Args:
         need: What its readers need.
         squashed: Whether it comes close to one only where it hardly changes, such as a
             sigmoid, so that a gate is no steeper than what it is computed from.
-        back: Whether gradients are multiplied, by what need not cancel if they do.
     """
-    kept = DIGITS if squashed else DIGITS | GATE | OFFSET
-    return need & (kept & ~OFFSET if back else kept)
+    return need & (DIGITS if squashed else DIGITS | GATE | OFFSET)
 
 
 def scaled(need: Need, usual: Need) -> Need:

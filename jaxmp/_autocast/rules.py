@@ -9,10 +9,11 @@ DIGITS, KEPT, LOOP, OFFSET, ENDS = 6, 7, 8, 9, 10
 TERMS = {
     "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
     "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
-    "`erf`, `sin` or `cos`. Powers are none, nor are factors above 256 or below 1/256.",
-    "move": "A *move* returns numbers that it was given: a reshape, a slice, a "
-    "lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting is "
-    "none.",
+    "`erf`, `sin` or `cos`. Powers do not count, nor do factors above 256 or below "
+    "1/256.",
+    "move": "A *move* returns numbers of its arguments unchanged: a reshape, a slice, "
+    "a lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting does "
+    "not count.",
     "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
     "directly or through moves and elementwise operations. For a gradient this means "
     "the backward pass. What a loop carries leads to one if its last value does too, "
@@ -42,8 +43,8 @@ RULES = {
     "divisor, test of equality or unknown operation reads, is float32, back to the "
     "matmul or reduction that computed it.",
     KEPT: "Results that only matmuls and the backward pass read are stored in 16 bits, "
-    "inputs, moves and subtracted gradients apart; so are summed gradients sent back "
-    "by a matmul, and, in bfloat16, what scans stack.",
+    "except inputs and moves; so are summed gradients sent back by a matmul, and, in "
+    "bfloat16, what scans stack.",
     LOOP: "A loop carries float32 if it hands a value to the next iteration without a "
     "matmul; the value's factors are float32, and so are more than four gates that "
     "multiply one another, and their results.",

@@ -53,8 +53,9 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
-    usual |= _of_cancelling(eqn, out, place) if back else _of_offset(eqn, place)
-    if place.back:
+    if not back:
+        usual |= _of_offset(eqn, place)
+    elif place.back:
         usual |= _of_rule(eqn)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
@@ -105,26 +106,18 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
 
 
 def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns what is the negative of something, which to add is a difference.
-
-    Also if it is multiplied, moved or summed, or made in a function. Not what is copied
-    once it is summed, as in the gradient of a norm, where it is one of many terms.
-    """
-    summed: dict[Any, bool] = {}
+    """Returns what is the negative of something, which to add is a difference."""
+    found: set[Any] = set()
     for eqn in eqns:
-        less = [x for x in eqn.invars if is_in(x, summed)]
-        sums = classes.totals(eqn) or any(summed[x] for x in less)
-        passes = classes.totals(eqn) or (classes.sums_entries(eqn) and len(less) == 2)
-        if classes.is_view(eqn) or classes.does(eqn).multiplies:
-            size = eqn.outvars[0].aval.size
-            passes = any(not summed[x] or x.aval.size == size for x in less)
-        if classes.negates(eqn) or (less and passes):
-            summed.update(dict.fromkeys(eqn.outvars, sums))
+        made = [x for x in eqn.invars if not isinstance(x, Literal)]
+        is_moved = bool(made) and found.issuperset(made) and classes.is_view(eqn)
+        if is_moved or classes.negates(eqn):
+            found.update(eqn.outvars)
         for inner in map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn)):
-            made = _negated_in(inner.eqns)
+            negated = _negated_in(inner.eqns)
             outs = zip(eqn.outvars, inner.outvars, strict=False)
-            summed.update({var: False for var, x in outs if is_in(x, made)})
-    return set(summed)
+            found.update(var for var, x in outs if is_in(x, negated))
+    return found
 
 
 def _signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
@@ -187,7 +180,7 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     if does.is_steep and not (back and classes.is_exponential(eqn)):
         found |= needs.DIGITS
     if kind == "smooth" or does.hands_on:
-        found |= needs.handed_on(out, squashed=does.squashes, back=back)
+        found |= needs.handed_on(out, squashed=does.squashes)
     return found
 
 
@@ -219,14 +212,6 @@ def _of_rule(eqn: Equation) -> Need:
     squares = classes.is_square(eqn) or (does.multiplies and others == [x])
     differs = does.subtracts or does.joins or classes.is_exponential(eqn)
     return needs.OFFSET if squares or differs else needs.NOTHING
-
-
-def _of_cancelling(eqn: Equation, out: Need, place: Place) -> Need:
-    """Returns what is needed of gradients of which one is taken away from another."""
-    adds = classes.sums_entries(eqn)
-    if adds and any(is_in(x, place.spotted.negated) for x in eqn.invars):
-        return needs.OFFSET
-    return needs.offset_of(out) if adds or classes.totals(eqn) else needs.NOTHING
 
 
 def _is_whole(taken: Any, eqn: Equation) -> bool:
