@@ -22,9 +22,9 @@ def words(path):
     return " ".join(path.read_text().split())
 
 
-def prices():
-    """Yields each network with its bytes less 6N and memory, in bfloat16."""
-    rows = results("price")["bfloat16, 1 micro-batches"]["rows"]
+def prices(dtype="bfloat16"):
+    """Yields each network with its bytes less 6N and memory."""
+    rows = results("price")[f"{dtype}, 1 micro-batches"]["rows"]
     floors = {x["network"]: x for x in rows if x["form"] == "by hand"}
     for row in rows:
         if row["form"] == "jaxmp autocast":
@@ -97,9 +97,15 @@ def test_the_price_on_the_performance_page_was_counted():
     assert "Thirteen of these" in page
     dearest = sorted(zip(moved, networks, strict=True), reverse=True)[:2]
     names = [name for _, name in dearest]
-    assert names == ["deep set with a maximum", "convolutional lstm"]
+    assert names == ["deep set with a maximum", "highway network"]
     for cost, _ in dearest:
         assert f"({cost:.2f})" in page
+    networks, moved, memory = zip(*prices("float16"), strict=True)
+    assert len(networks) == 8
+    assert "the eight networks that were counted" in page
+    assert f"cost at most {max(moved):.2f} of the bytes" in page
+    lstm = memory[networks.index("lstm")]
+    assert f"An LSTM takes {lstm:.2f} of the memory" in page
 
 
 def test_the_errors_on_the_performance_page_were_measured():
