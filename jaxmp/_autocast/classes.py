@@ -226,15 +226,6 @@ def sums_entries(eqn: Equation) -> bool:
     return eqn.primitive.name in ADDS_UP | JOINS
 
 
-def holds_product(eqn: Equation) -> bool:
-    """Whether an equation is a matrix product, or holds one."""
-    return is_matrix_product(eqn) or any(
-        holds_product(inner)
-        for body in _jaxpr.sub_jaxprs(eqn)
-        for inner in _jaxpr.open_jaxpr(body).eqns
-    )
-
-
 def transposes(eqn: Equation) -> bool:
     """Whether an equation puts the axes of an array in another order."""
     return eqn.primitive.name in TRANSPOSES

@@ -1,7 +1,6 @@
 """Replaying a jaxpr in mixed precision, one equation after the other."""
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.flatten import ARRAY, arrays_of, with_arrays
+from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import Equation, is_float32, is_inexact
 from .._jaxprs.scopes import Scopes, check_paths
 from .._ops.fp8 import multiplied
@@ -72,24 +71,10 @@ class Caster(Calls):
         """
 
         def wrapped(*args, **kwargs):
-            leaves, in_tree = jax.tree.flatten((args, kwargs))
-            results: Any = None
-
-            @functools.wraps(fun, updated=())
-            def flat(*arrays):
-                nonlocal results
-                args, kwargs = in_tree.unflatten(with_arrays(leaves, arrays))
-                outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-                # Nothing holds a tracer when its trace is over.
-                known = [ARRAY if isinstance(x, jax.Array) else x for x in outs]
-                results = known, out_tree
-                return arrays_of(outs)
-
-            arrays = arrays_of(leaves)
             # With a rule that reads the weights, which are kept in 16 bits, and not the
             # scores, which are not.
             with jax.softmax_custom_jvp(True), own_precisions():
-                jaxpr = _jaxpr.trace(flat, arrays)
+                jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
             if scopes is None:
                 check_paths("float32_paths", self.analysis.paths, jaxpr)
                 check_paths("bfloat16_paths", self.float8.paths, jaxpr)
@@ -103,9 +88,7 @@ class Caster(Calls):
                 values = [given(array) for array in arrays]
                 return self.as_written(jaxpr, values, trip, scopes or ())
 
-            arrays = with_default_precision(replayed, arrays)
-            leaves, out_tree = results
-            return out_tree.unflatten(with_arrays(leaves, arrays))
+            return rebuilt(with_default_precision(replayed, arrays))
 
         return wrapped
 

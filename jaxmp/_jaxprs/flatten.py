@@ -1,5 +1,6 @@
-"""A function and its arguments as flat arrays, each with a name."""
+"""A function and its arguments as flat arrays: each with a name, or traced."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ import jax.core
 
 from .._base.tree import is_array, path_name
 from .around import is_staged, traced_by_us
+from .jaxpr import trace
 from .modules import with_module_scopes
 
 
@@ -96,21 +98,48 @@ def _parameters(fun: Callable, count: int) -> list[str]:
     return names + [f"argument {i}" for i in range(len(names), count)]
 
 
-# Leaves of which only the JAX arrays are traced.
+class Traced(NamedTuple):
+    """A function of pytrees, traced on the JAX arrays among its arguments."""
+
+    jaxpr: Any
+    arrays: list[jax.Array]
+    rebuilt: Callable[[Sequence[Any]], Any]  # what it returns, of the jaxpr's outputs
 
 
-ARRAY = object()  # stands for one in what a function has returned
+def traced(fun: Callable, args: tuple, kwargs: dict) -> Traced:
+    """Traces ``fun``. Leaves that are no JAX arrays stay as they are, on both sides."""
+    leaves, in_tree = jax.tree.flatten((args, kwargs))
+    results: Any = None
+
+    @functools.wraps(fun, updated=())
+    def flat(*arrays):
+        nonlocal results
+        args, kwargs = in_tree.unflatten(_with_arrays(leaves, arrays))
+        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        # Nothing holds a tracer when its trace is over.
+        known = [_ARRAY if isinstance(x, jax.Array) else x for x in outs]
+        results = known, out_tree
+        return _arrays_of(outs)
+
+    arrays = _arrays_of(leaves)
+    jaxpr = trace(flat, arrays)
+    known, out_tree = results
+    return Traced(
+        jaxpr, arrays, lambda outs: out_tree.unflatten(_with_arrays(known, outs))
+    )
 
 
-def arrays_of(leaves: Sequence[Any]) -> list[jax.Array]:
-    """Returns the JAX arrays among ``leaves``."""
+_ARRAY = object()  # stands for one in what a function has returned
+
+
+def _arrays_of(leaves: Sequence[Any]) -> list[jax.Array]:
     return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
 
-def with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+def _with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
     """Puts ``arrays`` where ``leaves`` has JAX arrays."""
     rest = iter(arrays)
     return [
-        next(rest) if leaf is ARRAY or isinstance(leaf, jax.Array) else leaf
+        next(rest) if leaf is _ARRAY or isinstance(leaf, jax.Array) else leaf
         for leaf in leaves
     ]

@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -465,15 +465,20 @@ def is_inlined(eqn: JaxprEqn) -> bool:
     return all(type(x).__name__ == "UnspecifiedValue" for x in placed)
 
 
+def variables(atoms: Iterable[Any]) -> Iterator[Any]:
+    """Yields those of some atoms that are no numbers in the code."""
+    return (x for x in atoms if not isinstance(x, Literal))
+
+
 def live(jaxpr: Any) -> list[JaxprEqn]:
     """Returns the equations that the outputs of a jaxpr, or effects, depend on."""
     body = open_jaxpr(jaxpr)
-    needed = {x for x in body.outvars if not isinstance(x, Literal)}
+    needed = set(variables(body.outvars))
     eqns = []
     for eqn in reversed(body.eqns):
         if eqn.effects or not needed.isdisjoint(eqn.outvars):
             eqns.append(eqn)
-            needed.update(x for x in eqn.invars if not isinstance(x, Literal))
+            needed.update(variables(eqn.invars))
     return eqns[::-1]
 
 

@@ -10,7 +10,16 @@ import numpy as np
 from jax import lax
 
 from .._base.sizes import as_number, size_of
-from .._jaxprs.jaxpr import FLOAT32, Equation, frames, is_float32, is_inexact, trace
+from .._jaxprs.jaxpr import (
+    FLOAT32,
+    Equation,
+    frames,
+    is_float32,
+    is_inexact,
+    open_jaxpr,
+    sub_jaxprs,
+    trace,
+)
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
@@ -284,3 +293,12 @@ def has_float32(eqn: Equation, dtype: np.dtype) -> bool:
     if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
         return False
     return len(ins) != 1 or FLOAT32 in ins
+
+
+def holds_product(eqn: Equation) -> bool:
+    """Whether an equation is a matrix product, or holds one."""
+    return is_matrix_product(eqn) or any(
+        holds_product(inner)
+        for body in sub_jaxprs(eqn)
+        for inner in open_jaxpr(body).eqns
+    )

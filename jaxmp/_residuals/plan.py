@@ -35,11 +35,6 @@ def leaves_out(paths: Iterable[str]) -> IsLeft:
     return is_left
 
 
-def variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    """Yields those of some atoms that are no numbers in the code."""
-    return (x for x in atoms if not isinstance(x, _jaxpr.Literal))
-
-
 class Forward:
     """What a forward pass computes, and what of it can be computed again."""
 
@@ -57,7 +52,7 @@ class Forward:
         self._left: set[Any] = set()
         for eqn in eqns:
             self.makers.update(dict.fromkeys(eqn.outvars, eqn))
-            ins = list(variables(eqn.invars))
+            ins = list(_jaxpr.variables(eqn.invars))
             if all(x in self.given for x in ins) and lists.is_repeatable(eqn):
                 self.given.update(eqn.outvars)
             elif lists.reduces(eqn) or self._is_of_sums(eqn, ins):
@@ -158,7 +153,7 @@ class Kept:
             if var in self.how:
                 yield var
             elif var not in self.forward.given and var in self.forward.makers:
-                rest += variables(self.forward.makers[var].invars)
+                rest += _jaxpr.variables(self.forward.makers[var].invars)
 
     def _is_there(self, atom: Any, seen: dict[Any, bool]) -> bool:
         """Whether a value can be had from what is stored so far."""
@@ -184,7 +179,7 @@ class Kept:
             if eqn is None:
                 yield var
             else:
-                rest += variables(eqn.invars)
+                rest += _jaxpr.variables(eqn.invars)
 
 
 class Again:
@@ -248,7 +243,7 @@ def exact_of(
         every = hands_on or is_left(eqn, scopes)
         for i, atom in enumerate(eqn.invars):
             if every or lists.reads_digits(eqn, i):
-                found.update(variables([atom]))
+                found.update(_jaxpr.variables([atom]))
     return found
 
 
@@ -260,7 +255,7 @@ def _exact_inside(
     for body in layout.bodies:
         inner = _jaxpr.open_jaxpr(body.jaxpr)
         outs = zip(inner.outvars, eqn.outvars, strict=False)
-        known = variables(x for x, out in outs if out in exact)
+        known = _jaxpr.variables(x for x, out in outs if out in exact)
         found = exact_of(inner.eqns, known, is_left, here)
         pairs = zip(body.operands, inner.invars, strict=True)
-        yield from variables(eqn.invars[i] for i, x in pairs if x in found)
+        yield from _jaxpr.variables(eqn.invars[i] for i, x in pairs if x in found)

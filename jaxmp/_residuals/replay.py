@@ -3,15 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.flatten import ARRAY, arrays_of, with_arrays
+from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import Equation
-from .._ops.products import is_matrix_product
+from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
-from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out, variables
+from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out
 from .scans import Stack, read_by_scan
 
 
@@ -30,19 +29,7 @@ def with_narrow_residuals(
     is_left = leaves_out(paths)
 
     def wrapped(*args, **kwargs):
-        leaves, in_tree = jax.tree.flatten((args, kwargs))
-        results: Any = None
-
-        def flat(*arrays):
-            nonlocal results
-            args, kwargs = in_tree.unflatten(with_arrays(leaves, arrays))
-            outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            known = [ARRAY if isinstance(x, jax.Array) else x for x in outs]
-            results = known, out_tree
-            return arrays_of(outs)
-
-        arrays = arrays_of(leaves)
-        jaxpr = _jaxpr.trace(flat, arrays)
+        jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
         jaxpr = _jaxpr.trace(lambda *arrays: _inlined(jaxpr, arrays), arrays)
         if not _has_backward(jaxpr):
             raise ValueError(
@@ -51,9 +38,7 @@ def with_narrow_residuals(
                 "function: `autocast(jax.value_and_grad(loss_fn), policy, "
                 f'residuals="{kind}")`.'
             )
-        outs = Replay(jaxpr, arrays, kind, is_left).run()
-        leaves, out_tree = results
-        return out_tree.unflatten(with_arrays(leaves, outs))
+        return rebuilt(Replay(jaxpr, arrays, kind, is_left).run())
 
     return wrapped
 
@@ -83,15 +68,15 @@ class Replay:
         self.forward = Forward(ahead, given, is_left)
         exact = exact_of(back, (), is_left)
         self.stacks = dict(self._stacks(back, exact))
-        read = {x for eqn in back for x in variables(eqn.invars)}
+        read = {x for eqn in back for x in _jaxpr.variables(eqn.invars)}
         needed = [x for x in self.forward.makers if x in read - self.stacks.keys()]
         self.kept = Kept(self.forward, needed, exact)
         self.due = self._due()
         self.stored: dict[Any, Stored] = {}
         self.again = Again(self.kept, self.stored, self._known)
         self.sums: dict[Any, Any] = {}  # products that wait for the next stage
-        self.wanted = {x for eqn in ahead for x in variables(eqn.invars)}
-        self.wanted.update(variables(body.outvars))
+        self.wanted = {x for eqn in ahead for x in _jaxpr.variables(eqn.invars)}
+        self.wanted.update(_jaxpr.variables(body.outvars))
 
     def _stacks(
         self, back: Sequence[Equation], exact: set[Any]
@@ -127,7 +112,7 @@ class Replay:
         for eqn in self.eqns:
             if not _jaxpr.is_transposed(eqn):
                 continue
-            for x in variables(eqn.invars):
+            for x in _jaxpr.variables(eqn.invars):
                 if x in self.stacks:
                     continue
                 new = [y for y in self.kept.sources(x) if y not in seen]
@@ -140,7 +125,7 @@ class Replay:
     def _begins_stage(self, eqn: Equation) -> bool:
         """Whether ``eqn`` sends a gradient back through a layer, or through several."""
         if not _is_product(eqn):
-            return _jaxpr.call_kind(eqn) in _LAYERS and _holds_product(eqn)
+            return _jaxpr.call_kind(eqn) in _LAYERS and holds_product(eqn)
         return not any(map(self._is_kept, eqn.invars))
 
     def _is_kept(self, atom: Any) -> bool:
@@ -268,15 +253,7 @@ _LAYERS = frozenset({"remat", "scan", "while"})
 def _is_product(eqn: Equation) -> bool:
     """Whether an equation is a product, or stands for one."""
     stands = _jaxpr.call_kind(eqn) in ("custom_jvp", "custom_vjp")
-    return is_matrix_product(eqn) or (stands and _holds_product(eqn))
-
-
-def _holds_product(eqn: Equation) -> bool:
-    return is_matrix_product(eqn) or any(
-        _holds_product(inner)
-        for body in _jaxpr.sub_jaxprs(eqn)
-        for inner in _jaxpr.open_jaxpr(body).eqns
-    )
+    return is_matrix_product(eqn) or (stands and holds_product(eqn))
 
 
 def _places_of(eqn: Equation) -> range:
@@ -287,4 +264,4 @@ def _places_of(eqn: Equation) -> range:
 
 
 def _slices_of(eqn: Equation) -> Iterator[Any]:
-    return variables(eqn.invars[i] for i in _places_of(eqn))
+    return _jaxpr.variables(eqn.invars[i] for i in _places_of(eqn))

@@ -139,7 +139,7 @@ class _Gates:
         """Returns what multiplies many times in a trip, such as a stacked decay."""
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         read = [x for eqn in eqns if eqn in self._multiplications for x in eqn.invars]
-        counts = collections.Counter(x for x in read if not isinstance(x, Literal))
+        counts = collections.Counter(_jaxpr.variables(read))
         return [var for var, count in counts.items() if count > _OFTEN]
 
 

@@ -21,6 +21,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
 from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
 from ..._jaxprs.twins import twins
+from ..._ops.products import holds_product
 from .. import classes
 from ..loops import reached
 
@@ -104,7 +105,7 @@ class _Loop:
                 out
                 for eqn in eqns
                 if not carried.isdisjoint(filter(_is_var, eqn.invars))
-                and classes.holds_product(eqn)
+                and holds_product(eqn)
                 for out in eqn.outvars
             ],
         )

@@ -44,8 +44,8 @@ def _handed_over(jaxpr: Any) -> dict[str, int] | None:
     for eqn in body.eqns:
         if _jaxpr.is_transposed(eqn):
             found = True
-            for atom in eqn.invars:
-                if not isinstance(atom, _jaxpr.Literal) and atom in computed:
+            for atom in _jaxpr.variables(eqn.invars):
+                if atom in computed:
                     var = computed[atom]
                     residuals[var] = narrowed.get(var, var.aval.dtype)
             continue
@@ -69,8 +69,8 @@ def _of_derivative(fun: Callable, args: Sequence[Any]) -> dict[str, int] | None:
     body = _jaxpr.open_jaxpr(jaxpr)
     computed = _computed(body)
     residuals = {}
-    for atom in body.outvars[len(jax.tree.leaves(shapes[0])) :]:
-        if not isinstance(atom, _jaxpr.Literal) and atom in computed:
+    for atom in _jaxpr.variables(body.outvars[len(jax.tree.leaves(shapes[0])) :]):
+        if atom in computed:
             var = computed[atom]
             residuals[var] = var.aval.dtype
     return dict(_sizes(residuals).most_common())
@@ -104,9 +104,8 @@ def _only_narrowed(body: Any) -> dict[Any, Any]:
     for eqn in body.eqns:
         if _jaxpr.is_transposed(eqn):
             dtype = eqn.outvars[0].aval.dtype if _jaxpr.is_cast(eqn) else None
-            for atom in eqn.invars:
-                if not isinstance(atom, _jaxpr.Literal):
-                    readers.setdefault(atom, set()).add(dtype)
+            for atom in _jaxpr.variables(eqn.invars):
+                readers.setdefault(atom, set()).add(dtype)
     return {
         var: dtype
         for var, dtypes in readers.items()
