@@ -13,14 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
 import jaxmp
 
 from .counting import h200, results, worth
-from .counting.measure import IN_A_HURRY, relative_error
-from .counting.steps import CONTESTANTS, FLOOR, contestants, loss_of
+from .counting.steps import CONTESTANTS, FLOOR, contestants, errors_of, loss_of
 from .counting.tables import show
 from .machinery import count
 from .networks.families import FAMILIES, SMALL
@@ -131,23 +129,9 @@ def errors(
             "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
             "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
         }
-        found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
-        compiled: dict[str, Any] = {}
-        for seed in range(seeds):
-            x, y = network.batch(seed=seed)
-            variables = jax.jit(network.model.init)(jax.random.key(seed), x)
-            args = variables["params"], variables.get("batch_stats", {}), x, y
-            compiled = compiled or {
-                form: jax.jit(fun).lower(*args).compile(compiler_options=IN_A_HURRY)
-                for form, fun in {"float32": grad, **forms}.items()
-            }
-            (loss, _), grads = compiled["float32"](*args)
-            for form, rows in found.items():
-                (got, _), got_grads = compiled[form](*args)
-                away = float(abs(got - loss) / abs(loss))
-                rows.append((away, float(relative_error(got_grads, grads))))
+        found = errors_of(network, grad, forms, seeds)
         yield {"network": name} | {
-            f"{what}, {form}": float(np.mean([row[i] for row in rows]))
+            f"{what}, {form}": both[i]
             for i, what in enumerate(("loss", "gradient"))
-            for form, rows in found.items()
+            for form, both in found.items()
         }

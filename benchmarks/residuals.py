@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import tyro
 
@@ -26,7 +25,6 @@ from jaxmp._residuals import eight_bits
 
 from . import moments
 from .counting import h200, results, steps, worth
-from .counting.measure import IN_A_HURRY, relative_error
 from .counting.tables import show
 from .machinery import count
 from .networks.families import FAMILIES, SMALL
@@ -93,25 +91,12 @@ def errors(name: str, seeds: int) -> dict[str, float]:
         form: jaxmp.autocast(grad, "mixed_bfloat16", residuals=residuals)
         for form, residuals in FORMS.items()
     }
-    found: dict[str, list[float]] = {form: [] for form in forms}
-    compiled: dict[str, Any] = {}
     few, eight_bits.FEW = eight_bits.FEW, 16  # in a small network all arrays are small
     try:
-        for seed in range(seeds):
-            x, y = network.batch(seed=seed)
-            variables = jax.jit(network.model.init)(jax.random.key(seed), x)
-            args = variables["params"], variables.get("batch_stats", {}), x, y
-            compiled = compiled or {
-                form: jax.jit(fun).lower(*args).compile(compiler_options=IN_A_HURRY)
-                for form, fun in {"float32": grad, **forms}.items()
-            }
-            _, exact = compiled["float32"](*args)
-            for form, values in found.items():
-                _, grads = compiled[form](*args)
-                values.append(float(relative_error(grads, exact)))
+        found = steps.errors_of(network, grad, forms, seeds)
     finally:
         eight_bits.FEW = few
-    return {form: float(np.mean(values)) for form, values in found.items()}
+    return {form: gradient for form, (_, gradient) in found.items()}
 
 
 def table(rows: list[dict[str, Any]], away: dict[str, float]) -> list[dict[str, Any]]:

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
 import jaxmp
 
 from ..networks.basic import Network
+from .measure import IN_A_HURRY, relative_error
 
 LEARNING_RATE = 1e-3
 FLOOR = "by hand"  # the contestant that the others are measured from
@@ -138,6 +140,41 @@ def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
         return loss, changed.get("batch_stats", {})
 
     return loss_fn
+
+
+def errors_of(
+    network: Network, grad: Callable, forms: dict[str, Callable], seeds: int
+) -> dict[str, tuple[float, float]]:
+    """Returns how far loss and gradients of each form are from those of float32.
+
+    Args:
+        network: A small network.
+        grad: Value and gradient of its loss with auxiliary results, in float32.
+        forms: The same function in other forms, by name.
+        seeds: For how many batches and parameters to take the mean.
+    """
+    found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
+    compiled: dict[str, Any] = {}
+    for seed in range(seeds):
+        x, y = network.batch(seed=seed)
+        variables = jax.jit(network.model.init)(jax.random.key(seed), x)
+        args = variables["params"], variables.get("batch_stats", {}), x, y
+        compiled = compiled or {
+            form: jax.jit(fun).lower(*args).compile(compiler_options=IN_A_HURRY)
+            for form, fun in {"float32": grad, **forms}.items()
+        }
+        (loss, _), grads = compiled["float32"](*args)
+        for form, rows in found.items():
+            (got, _), got_grads = compiled[form](*args)
+            away = float(abs(got - loss) / abs(loss))
+            rows.append((away, float(relative_error(got_grads, grads))))
+    return {
+        form: (
+            float(np.mean([x for x, _ in rows])),
+            float(np.mean([y for _, y in rows])),
+        )
+        for form, rows in found.items()
+    }
 
 
 def by_hand(network, dtype, accum_steps, tx=None, skips=False):
