@@ -35,6 +35,11 @@ def batch(width=WIDTH):
     return jax.random.normal(jax.random.key(1), (ROWS, width))
 
 
+def assert_nothing_was_rounded(found, usual):
+    # Compiled code may differ in the last digit of float32, on some processors.
+    np.testing.assert_allclose(found, usual, atol=1e-6 * np.abs(usual).max(), rtol=0)
+
+
 def residual_mlp(params, x):
     for up, down in params:
         x = x + jax.nn.gelu(x @ up) @ down
@@ -171,7 +176,7 @@ def test_what_is_divided_by_keeps_its_digits():
 
     w = layers(1)[0][0]
     usual, found = grad_of(loss)(w, batch()), grad_of(loss, "int8")(w, batch())
-    np.testing.assert_array_equal(found[1], usual[1])
+    assert_nothing_was_rounded(found[1], usual[1])
 
 
 def test_a_region_and_paths_keep_what_they_store():
@@ -192,11 +197,11 @@ def test_a_region_and_paths_keep_what_they_store():
     paths = {"float32_paths": ("body", "head")}
     usual = grad_of(loss, **paths)(*args)[1]
     found = grad_of(loss, "int8", **paths)(*args)[1]
-    jax.tree.map(np.testing.assert_array_equal, found, usual)
+    jax.tree.map(assert_nothing_was_rounded, found, usual)
     region = jaxmp.float32_region(loss)
     usual = grad_of(region)(*args)[1]
     found = grad_of(region, "int8")(*args)[1]
-    jax.tree.map(np.testing.assert_array_equal, found, usual)
+    jax.tree.map(assert_nothing_was_rounded, found, usual)
 
 
 def test_what_a_checkpoint_names_is_stored_as_it_is():
