@@ -63,12 +63,12 @@ from ._diagnosis.ranges import suggest_loss_scale as suggest_loss_scale
 from ._diagnosis.sensitivity.report import ModuleSensitivity as ModuleSensitivity
 from ._diagnosis.sensitivity.report import RoundedColumn as RoundedColumn
 from ._diagnosis.sensitivity.report import SensitivityReport as SensitivityReport
+from ._gradients.grad import grad as grad
+from ._gradients.grad import value_and_grad as value_and_grad
+from ._gradients.grad import with_policy as with_policy
 from ._training.exponents import RecordRangesState as RecordRangesState
 from ._training.exponents import exponent_histogram as exponent_histogram
 from ._training.exponents import record_ranges as record_ranges
-from ._training.grad import grad as grad
-from ._training.grad import value_and_grad as value_and_grad
-from ._training.grad import with_policy as with_policy
 from ._training.loss_scale import dynamic_loss_scale as dynamic_loss_scale
 from ._training.loss_scale import loss_scaling as loss_scaling
 from ._training.loss_scale import static_loss_scale as static_loss_scale
@@ -157,7 +157,7 @@ __all__ = [
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
     *("_ops.lists", "_autocast.autocast", "_diagnosis.audit.audit"),
-    *("_diagnosis.activations", "_diagnosis.overflow.overflow"),
+    *("_gradients.activations", "_diagnosis.overflow.overflow"),
     *("_diagnosis.explain.explain", "_diagnosis.sensitivity.sensitivity"),
 )
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
@@ -165,12 +165,12 @@ _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._autocast.autocast import autocast as autocast
     from ._autocast.autocast import float32_region as float32_region
-    from ._diagnosis.activations import activation_gradients as activation_gradients
     from ._diagnosis.audit.audit import assert_16bit as assert_16bit
     from ._diagnosis.audit.audit import audit as audit
     from ._diagnosis.explain.explain import explain as explain
     from ._diagnosis.overflow.overflow import find_overflow as find_overflow
     from ._diagnosis.sensitivity.sensitivity import sensitivity as sensitivity
+    from ._gradients.activations import activation_gradients as activation_gradients
     from ._ops.lists import DEFAULT_OPS as DEFAULT_OPS
     from ._ops.lists import OpLists as OpLists
 else:

@@ -19,10 +19,7 @@ from ._base.names import missing
 from ._base.policy import Policy, PolicyLike, check_casts, get_policy
 from ._base.tree import AxisName, is_floating_array, path_name
 from ._devices.gather import gather as _gather
-from ._jaxprs.modules import module_scopes
-from ._jaxprs.objects import refuse_integers
-from ._jaxprs.state import sources
-from ._training.differentiate import (
+from ._gradients.differentiate import (
     Options,
     Reduction,
     as_options,
@@ -30,6 +27,9 @@ from ._training.differentiate import (
     differentiate,
     loss_and_aux,
 )
+from ._jaxprs.modules import module_scopes
+from ._jaxprs.objects import refuse_integers
+from ._jaxprs.state import sources
 from ._training.loss_scale_state import UNSCALED
 
 __all__ = ["autocast", "gather", "value_and_grad"]

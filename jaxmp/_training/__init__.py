@@ -1,7 +1,6 @@
-"""Training steps: loss scales, gradients in true units, and optimizer states.
+"""What lies in an optimizer state: loss scales, 16-bit parameters, narrow moments.
 
-Start with :mod:`~jaxmp._training.grad`, whose ``value_and_grad`` uses the scale of
-:mod:`~jaxmp._training.loss_scale`. How a loss is differentiated is in
-:mod:`~jaxmp._training.differentiate`; optimizers without float32 masters are in
-:mod:`~jaxmp._training.narrow_params`.
+Start with :mod:`~jaxmp._training.loss_scale`, which scales and skips, and
+:mod:`~jaxmp._training.loss_scale_state`, which finds the scale again. Optimizers without
+float32 masters are in :mod:`~jaxmp._training.narrow_params`.
 """

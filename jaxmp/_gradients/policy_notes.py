@@ -16,11 +16,11 @@ import jax.core
 
 from .._base.checks import warn
 from .._base.policy import Policy
+from .._diagnosis.audit.leaks import Walk
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.around import CastsItself, inside
 from .._jaxprs.flatten import flatten
 from .._jaxprs.places import Place, caller, is_users
-from .audit.leaks import Walk
 
 
 @dataclasses.dataclass(frozen=True)

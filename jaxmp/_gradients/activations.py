@@ -21,8 +21,8 @@ from .._jaxprs.jaxpr import (
     open_jaxpr,
 )
 from .._ops.lists import given_name
-from .._training.differentiate import loss_and_aux
 from .._training.loss_scale_state import scale_in
+from .differentiate import loss_and_aux
 
 P = ParamSpec("P")
 

@@ -58,7 +58,7 @@ from .._jaxprs.around import (
     warn_if_constant,
     warn_unscaled,
 )
-from .loss_scale_state import UNSCALED, divided, holds_scale, scale_in
+from .._training.loss_scale_state import UNSCALED, divided, holds_scale, scale_in
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
 # How micro-batches and devices are put together.
@@ -400,7 +400,7 @@ def _looked_at(
         if not seen:
             seen = True
             # Reading jaxprs takes long to import.
-            from .._diagnosis.policy_notes import warn_if_promoted
+            from .policy_notes import warn_if_promoted
 
             @functools.wraps(user, updated=())
             def loss(*args, **kwargs):

@@ -15,6 +15,7 @@ from .._base.tree import AxisName
 from .._jaxprs.around import end_look, warn_if_unscaled
 from .._jaxprs.modules import module_scopes
 from .._jaxprs.objects import name_and_cure, refuse_integers, refuse_lost_updates
+from .._training.loss_scale_state import UNSCALED
 from .differentiate import (
     Reduction,
     as_options,
@@ -22,7 +23,6 @@ from .differentiate import (
     differentiate,
     loss_and_aux,
 )
-from .loss_scale_state import UNSCALED
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def cast_around(
         try:
             result = checked(*cast_args, **cast_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            from .._diagnosis.policy_notes import note_cast
+            from .policy_notes import note_cast
 
             given, cast = (args, kwargs), (cast_args, cast_kwargs)
             note_cast(error, name, plain, policy, given, cast)
@@ -256,7 +256,7 @@ def value_and_grad(
     def note_policy(error, args, kwargs):
         if policy is None:
             return
-        from .._diagnosis.policy_notes import note_cast
+        from .policy_notes import note_cast
 
         cast_args = list(args)
         for i in as_tuple(options.argnums):
