@@ -33,10 +33,9 @@ from .._jaxprs.scopes import (
 from .._ops.lists import OpLists
 from . import classes, needs, rules
 from .classes import Class
-from .loops import accumulated, joined, on_ways, through
+from .graph import Trip, accumulated, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
-from .steps import Trip
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
 Flags = tuple[bool, ...]

@@ -1,7 +1,8 @@
 """Replaying functions with derivative rules of their own, and functions of shards."""
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -9,13 +10,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.custom_rules import noted_as_rule, places_of_moving, replaced
 from .._jaxprs.jaxpr import Equation, is_inexact
 from .._jaxprs.scopes import Scopes
-from .._jaxprs.twins import spelled
 from .._ops.precision import own_precisions, with_default_precision
 from .analysis import Analysis
-from .steps import Trip
+from .graph import Trip
 from .values import Known, Value
 
 # Which dtype an output of a body must have.
@@ -216,3 +215,75 @@ def _derivative(eqn: Equation, moving: Sequence[int], moved: Sequence[int]) -> A
 
     with own_precisions():
         return _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
+
+
+def spelled(jaxpr: Any) -> Any:
+    """Returns what ``jaxpr`` computes, and which lines wrote it, as one thing to hash.
+
+    None if that cannot be told.
+
+    Args:
+        jaxpr: The jaxpr, open or closed.
+    """
+    body = _jaxpr.open_jaxpr(jaxpr)
+    numbers: dict[Any, Any] = {}
+
+    def named(atom: Any) -> Any:
+        if isinstance(atom, _jaxpr.Literal):
+            return str(atom.val), atom.aval
+        return numbers.setdefault(atom, (len(numbers), atom.aval))
+
+    def named_all(atoms: Sequence[Any]) -> tuple:
+        return tuple(map(named, atoms))
+
+    ins = named_all(body.invars)
+    eqns = tuple(
+        (
+            eqn.primitive,
+            tuple(sorted(eqn.params.items())),
+            named_all(eqn.invars),
+            named_all(eqn.outvars),
+            eqn.source_info.traceback,
+            str(eqn.source_info.name_stack),
+            eqn.ctx,
+        )
+        for eqn in body.eqns
+    )
+    key = ins, eqns, named_all(body.outvars)
+    try:
+        hash(key)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return None if body.constvars or body.effects else key
+
+
+@contextlib.contextmanager
+def noted_as_rule() -> Iterator[None]:
+    """Adds to the errors of a derivative's rule where autocast should be."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(
+            "This is the rule of a custom derivative, inside `autocast` inside a "
+            "gradient. If it works without `autocast`, put `autocast` outside: "
+            "`autocast(jax.value_and_grad(loss))`."
+        )
+        raise
+
+
+def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
+    """Returns ``items`` with those at ``places`` replaced."""
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(i, item) for i, item in enumerate(items)]
+
+
+def places_of_moving(eqn: Equation, tangents: Iterable[Any]) -> list[int]:
+    """Returns which inputs of ``eqn`` are differentiated.
+
+    A rule is asked for these, and for nothing else.
+    """
+    return [
+        i
+        for i, (var, x) in enumerate(zip(eqn.invars, tangents, strict=True))
+        if is_inexact(var) and not isinstance(x, SymbolicZero)
+    ]

@@ -1,7 +1,8 @@
 """Deciding in which dtype an equation runs, and by which rule: a pure function.
 
 What the readers need comes from the analysis, the facts of the operands from the
-replay. The sentences are in :mod:`jaxmp._autocast.rules`.
+replay. The sentences are in :mod:`jaxmp._autocast.rules`. Which products round further,
+to float8, is decided beside them: no value has another dtype for it.
 """
 
 from collections.abc import Sequence
@@ -9,12 +10,23 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._jaxprs.jaxpr import Equation, is_float32
-from .._jaxprs.scopes import KEPT_FOR_DIFFERENCE, KEPT_FOR_DIGITS, KEPT_IN_LOOP
+from .._jaxprs.jaxpr import Equation, is_float32, scope_names
+from .._jaxprs.scopes import (
+    KEPT_BY_BFLOAT16_PATHS,
+    KEPT_FOR_DIFFERENCE,
+    KEPT_FOR_DIGITS,
+    KEPT_IN_LOOP,
+    KEPT_IN_RULE,
+    Scopes,
+    is_backward,
+    is_under,
+)
+from .._ops.fp8 import why_16bit
+from .._ops.lists import Definition, OpLists
 from . import classes, needs, rules
 from .classes import Class
+from .graph import Trip, joined
 from .needs import Need
-from .steps import Step
 from .values import Value
 
 How = Literal[
@@ -33,6 +45,37 @@ REASONS = {
     rules.LOOP: KEPT_IN_LOOP,
     rules.OFFSET: KEPT_FOR_DIFFERENCE,
 }
+
+
+class Step(NamedTuple):
+    """An equation, and what its replay depends on beside its inputs."""
+
+    eqn: Equation
+    kind: Class
+    read: Trip  # what is needed of what it returns
+    asks: Sequence[Need]  # what it needs of each input
+    scopes: Scopes  # around the jaxpr
+    definition: Definition
+
+    @property
+    def around(self) -> Scopes:
+        """The scopes around the equation, with its own."""
+        return self.scopes + scope_names(self.eqn)
+
+    @property
+    def back(self) -> bool:
+        """Whether the equation belongs to the backward pass."""
+        return is_backward(self.eqn, self.scopes)
+
+    @property
+    def need(self) -> Need:
+        """What the readers of its outputs need."""
+        return joined(self.read.wanted)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the trips of a loop add up what it returns."""
+        return bool(self.read.summed)
 
 
 class Decision(NamedTuple):
@@ -160,3 +203,28 @@ def _joins(ins: Sequence[Value], need: Need, dtype: np.dtype) -> tuple[How | Non
 
 def _all_given(ins: Sequence[Value]) -> bool:
     return all([x.known.given for x in ins])
+
+
+class Float8:
+    """Knows for one dtype, one set of lists and one of paths."""
+
+    def __init__(
+        self, dtype: np.dtype, ops: OpLists, paths: Sequence[str], *, is_on: bool
+    ):
+        """Takes what the user asks for."""
+        self.dtype, self.ops, self.is_on = dtype, ops, is_on
+        self.paths = {path: tuple(path.split("/")) for path in paths}
+
+    def why_16bit(
+        self, eqn: Equation, kind: Class, scopes: Scopes, *, linear: bool
+    ) -> str | None:
+        """Returns why an equation rounds nothing to float8; None if it does.
+
+        The reason is the name of a scope, and empty for what is no product in 16 bits.
+        """
+        if kind != "product" and not classes.is_written_in(eqn, self.ops, self.dtype):
+            return ""
+        reason = why_16bit(eqn, self.ops.min_size)
+        if reason is None and any(is_under(p, scopes) for p in self.paths.values()):
+            return KEPT_BY_BFLOAT16_PATHS
+        return KEPT_IN_RULE if reason is None and linear else reason

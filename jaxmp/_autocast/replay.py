@@ -21,10 +21,17 @@ from .._ops.products import with_precision
 from . import classes, needs, storage
 from .analysis import NO_PATHS, Analysis
 from .calls import Calls
-from .decisions import INSIDE, REASONS, Decision, decide, is_copied, is_sent_back
-from .definitions import definitions_of
-from .float8 import Float8
-from .steps import Step, Trip
+from .decisions import (
+    INSIDE,
+    REASONS,
+    Decision,
+    Float8,
+    Step,
+    decide,
+    is_copied,
+    is_sent_back,
+)
+from .graph import Trip, definitions_of
 from .values import Known, Value, cast, given, literal, saturated
 
 # Told of every equation, in the order of the program, what was decided. What the

@@ -11,7 +11,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from . import classes, needs
 from .classes import Class
-from .loops import Ways, is_in, joined
+from .graph import Ways, is_in, joined
 from .needs import Need
 
 

@@ -231,7 +231,6 @@ _REPEATABLE = ARITHMETIC | _WHOLE_MOVES | _CHOSEN | _CASTS | COMPARES | _LOGIC
 _REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _TELLS = COMPARES | CHOOSES | {"floor", "ceil", "round"}
 _READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - _CASTS
-_KNOWN = ARITHMETIC | EXACT | SUMS | AS_WRITTEN | PRODUCTS | _TELLS
 
 # What an explanation calls operations; of all others it has the name of the primitive.
 _WORDS: dict[str, frozenset[str]] = {

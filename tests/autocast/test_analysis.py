@@ -11,7 +11,7 @@ from jax import lax
 import jaxmp
 from jaxmp._autocast import needs
 from jaxmp._autocast.analysis import Analysis
-from jaxmp._autocast.steps import Trip
+from jaxmp._autocast.graph import Trip
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))

@@ -33,7 +33,7 @@ WINGS = {
     ],
     "_jaxprs": [
         {"jaxpr"},
-        {"around", "custom_rules", "scopes", "state", "twins"},
+        {"around", "scopes", "state"},
         {"modules", "objects", "places"},
         {"flatten"},
     ],
@@ -51,9 +51,8 @@ WINGS = {
     "_residuals": [{"eight_bits"}, {"plan"}, {"scans"}, {"replay"}],
     "_autocast": [
         {"needs", "rules"},
-        {"classes", "loops", "scans", "values"},
-        {"definitions"},
-        {"steps"},
+        {"classes", "values"},
+        {"graph"},
         {
             "passes.endings",
             "passes.gates",
@@ -62,7 +61,7 @@ WINGS = {
             "passes.order",
         },
         {"passes"},
-        {"decisions", "float8", "storage", "transfer"},
+        {"decisions", "storage", "transfer"},
         {"analysis"},
         {"customs"},
         {"calls"},

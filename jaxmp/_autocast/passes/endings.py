@@ -12,7 +12,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
 from ..._jaxprs.scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
 from .. import classes
-from ..loops import joined
+from ..graph import joined
 
 # What is known of a value: it is made of what a product returned; it is decided by
 # comparing such numbers.

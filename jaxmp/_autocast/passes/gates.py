@@ -14,7 +14,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal
 from ..._jaxprs.scopes import Scopes, inside, is_backward, marks
 from .. import classes, needs
-from ..loops import joined
+from ..graph import joined
 from ..needs import Need
 
 # So many times, and no more, a number may be multiplied by gates that are rounded.

@@ -20,10 +20,9 @@ from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
 from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
-from ..._jaxprs.twins import twins
 from ..._ops.products import holds_product
 from .. import classes
-from ..loops import reached
+from ..graph import reached, twins
 
 
 def hoisting(

@@ -25,10 +25,9 @@ from ..._jaxprs.scopes import (
     in_region,
     is_backward,
 )
-from ..._jaxprs.twins import twins
 from ..._ops.lists import Definition
 from .. import classes
-from ..definitions import definitions_of, unmoved
+from ..graph import definitions_of, twins, unmoved
 
 # What is averaged, and the window or the weights that it is averaged by.
 Mean = tuple[Any, Any]

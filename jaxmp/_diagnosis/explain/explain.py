@@ -17,8 +17,7 @@ from typing import Any, ParamSpec
 import jax
 
 from ..._autocast import needs, rules
-from ..._autocast.decisions import Decision
-from ..._autocast.steps import Step
+from ..._autocast.decisions import Decision, Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._jaxprs.around import explaining
 from ..._jaxprs.flatten import flatten

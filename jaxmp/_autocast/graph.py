@@ -1,17 +1,20 @@
-"""Questions about the graph of a loop: what it adds up, and on which ways.
+"""Questions about a graph: who computes a value, and what a loop adds up.
 
-A product ends every way: what it returns is off in each trip anyway, and there errors
-even out. Without one, they add up from trip to trip.
+A loop adds up on ways that a product ends: what it returns is off in each trip anyway,
+and there errors even out. Without one, they add up from trip to trip.
 """
 
 import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, Literal, is_float32
+from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
+from .._ops.lists import Definition
 from .._ops.products import is_matrix_product
+from . import classes
+from .needs import Need
 
 # Equations whose jaxprs are looked through: they run one of them, at least once.
 _ENTERED = frozenset(
@@ -21,6 +24,49 @@ _ENTERED = frozenset(
 # For each way, the inputs and outputs by which it goes through a jaxpr or an equation,
 # as the bits of a number.
 Ways = tuple[tuple[int, int], ...]
+
+
+class Trip(NamedTuple):
+    """What outputs of a jaxpr, or an equation, are needed for.
+
+    And the ways through it by which the trips of a loop add up.
+    """
+
+    wanted: tuple[Need, ...]
+    summed: Ways = ()
+
+
+def definitions_of(eqns: Iterable[Equation]) -> Definition:
+    """Returns what tells which of the equations computes a variable, None if none."""
+    made = {var: eqn for eqn in eqns for var in eqn.outvars}
+    return lambda atom: None if isinstance(atom, Literal) else made.get(atom)
+
+
+def unmoved(atom: Any, definition: Definition) -> Any:
+    """Returns what ``atom`` is, before it was moved or cast."""
+    while (eqn := definition(atom)) is not None and len(eqn.invars) == 1:
+        if not classes.is_view(eqn) and not is_cast(eqn):
+            break
+        (atom,) = eqn.invars
+    return atom
+
+
+def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
+    """Returns for each computed variable the first that is computed in the same way."""
+    found: dict[Any, Any] = {}
+    seen: dict[Any, Any] = {}
+    for eqn in eqns:
+        ins = (
+            (str(x.val), x.aval) if isinstance(x, Literal) else found.get(x, x)
+            for x in eqn.invars
+        )
+        key = eqn.primitive, tuple(sorted(eqn.params.items())), tuple(ins)
+        try:
+            first = seen.setdefault(key, eqn.outvars)
+        except TypeError:  # a parameter that cannot be compared
+            first = eqn.outvars
+        found.update(zip(eqn.outvars, first, strict=True))
+    return found
 
 
 def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
