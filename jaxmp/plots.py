@@ -334,8 +334,9 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     The left plot has the larger of the relative errors of loss and gradients, with the
     module alone in 16 bits and with everything but the module. A dashed line is the
     tolerance, and a bar that reaches the edge means a result that is not finite. The
-    right plot has the module's share of the FLOPs. The modules are in the order of the
-    report, the worst at the top; those in ``report.float32_paths`` or
+    right plot has the module's share of the FLOPs. In a report on residuals the errors
+    are those of eight bits, and the share is that of what is stored. The modules are in
+    the order of the report, the worst at the top; those in ``report.float32_paths`` or
     ``bfloat16_paths`` are in bold.
 
     Args:
@@ -373,7 +374,9 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     left.barh(
         places - 0.2, alone, 0.38, **{**_FORWARD, "label": f"alone in {report.narrow}"}
     )
-    left.barh(places + 0.2, without, 0.38, **{**_BACKWARD, "label": "alone in float32"})
+    left.barh(
+        places + 0.2, without, 0.38, **{**_BACKWARD, "label": f"alone in {report.wide}"}
+    )
     label = f"tolerance ({report.tolerance:g})"
     left.axvline(report.tolerance, **_SCALED, label=label)
     left.set_xscale("log")
@@ -385,8 +388,9 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         text.set_fontweight("bold" if row.path in named else "normal")
     if not left.yaxis_inverted():  # shared, so for both
         left.invert_yaxis()
-    right.barh(places, [100 * row.share for row in rows], 0.6, **_VALUES)
-    right.set_xlabel("% of the FLOPs")
+    costs = [row.stored if report.residuals else row.share for row in rows]
+    right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
+    right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
     right.tick_params(labelleft=False)
     _set_title(left, f"Error of each module in {report.narrow}")
     if figure is not None:

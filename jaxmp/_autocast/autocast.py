@@ -29,7 +29,7 @@ from .._jaxprs.objects import refuse_lost_updates
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
-from .._residuals.eight_bits import FORMATS, Format
+from .._residuals.eight_bits import Format, check_format
 from .._residuals.replay import with_narrow_residuals
 from .replay import Caster
 
@@ -117,7 +117,7 @@ def autocast(
             f"`ops` must be an `OpLists`, but is {short(ops)}. Pass for example "
             '`ops=jaxmp.DEFAULT_OPS.with_deny("tanh")`.'
         )
-    _check_residuals(residuals)
+    check_format(residuals)
     dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun, precision="default")
@@ -237,14 +237,6 @@ def _as_bfloat16_paths(paths: Iterable[str], dtype: np.dtype) -> tuple[str, ...]
             "leave `bfloat16_paths` out."
         )
     return paths
-
-
-def _check_residuals(residuals: Any) -> None:
-    if residuals is not None and residuals not in FORMATS:
-        raise ValueError(
-            f"`residuals` must be one of {', '.join(map(repr, FORMATS))} or None, but "
-            f'is {short(residuals)}. "int8" is nearer to what is stored.'
-        )
 
 
 def _check_precision(name: str, precision: Any) -> None:

@@ -356,9 +356,19 @@ def reads_digits(eqn: Equation, place: int) -> bool:
     return name in _READS_DIGITS or name not in _KNOWN or divisor(eqn) == place
 
 
+def is_barrier(eqn: Equation) -> bool:
+    """Whether ``eqn`` returns what it takes, and only says when that is computed."""
+    return eqn.primitive.name in _BARRIERS
+
+
 def holds_back(eqn: Equation) -> bool:
     """Whether ``eqn`` does nothing but to keep one value from being fused."""
-    return eqn.primitive.name in _BARRIERS and len(eqn.invars) == 1
+    return is_barrier(eqn) and len(eqn.invars) == 1
+
+
+def rounds_to_integers(eqn: Equation) -> bool:
+    """Whether ``eqn`` returns the nearest integers, as floats."""
+    return eqn.primitive.name == "round"
 
 
 def is_iota(eqn: Equation) -> bool:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._base.checks import short
 from .._jaxprs.scopes import EIGHT_BITS
 
 Format = Literal["int8", "fp8"]
@@ -17,7 +18,7 @@ FORMATS: tuple[str, ...] = get_args(Format)
 # does not rather store what it is made of.
 How = Literal["eight", "bits", "whole", "firm"]
 
-_DTYPES = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
+DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(jnp.float8_e4m3fn)}
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 _STORED = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(jnp.bfloat16))
 FEW = 2**12  # numbers that are not worth it
@@ -38,6 +39,15 @@ class Stored(NamedTuple):
         if self.how == "eight":
             return widened(first, scale[0], self.aval.dtype)
         return unpacked(first, self.aval.shape) if self.how == "bits" else first
+
+
+def check_format(residuals: Any) -> None:
+    """Refuses a wrong ``residuals``, which may be None."""
+    if residuals is not None and residuals not in FORMATS:
+        raise ValueError(
+            f"`residuals` must be one of {', '.join(map(repr, FORMATS))} or None, but "
+            f'is {short(residuals)}. "int8" is nearer to what is stored.'
+        )
 
 
 def stored(x: jax.Array, how: How, kind: str) -> Stored:
@@ -88,7 +98,7 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     if kind == "int8":
         rows = lax.round(rows, lax.RoundingMethod.TO_NEAREST_EVEN)
     # XLA would see what the bits were made of, and keep that.
-    return lax.optimization_barrier((rows.astype(_DTYPES[kind]), scale))
+    return lax.optimization_barrier((rows.astype(DTYPES[kind]), scale))
 
 
 def widened(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -217,7 +217,7 @@ def test_switches_stand_for_products_in_float8():
         cast = jaxmp.autocast(flat.fun, "mixed_fp8", **options)
         real = compiled(cast, *flat.leaves)(*flat.leaves)
         switches = np.ones(8, bool)
-        switches[4:] = [x not in paths for x in program.float8_parts]
+        switches[4:] = [x not in paths for x in program.eight_bit_parts]
         got = run(switches, *flat.leaves)
         assert max(map(float, _errors(got, real))) < 1e-6
 

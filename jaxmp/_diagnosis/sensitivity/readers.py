@@ -8,14 +8,14 @@ the product that computes it.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import AUTOCAST, Scopes
-from ..._ops.lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON
+from ..._ops.lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON, is_barrier
 from ..wide_replay import bodies_of, is_call
 
 Parts = frozenset[str]
@@ -27,11 +27,9 @@ _FOLLOWS = ARITHMETIC | HANDS_ON | DEFAULT_OPS.infer
 class Readers:
     """The parts, but for its own, that read each value computed inside of autocast."""
 
-    def __init__(
-        self, parts: Collection[str], part_of: Callable[[Place], str], platform: str
-    ):
+    def __init__(self, part_of: Callable[[Place], str], platform: str):
         """Starts with nothing found."""
-        self.parts, self.part_of, self.platform = parts, part_of, platform
+        self.part_of, self.platform = part_of, platform
         self._found: dict[tuple[Scopes, Any], Parts] = {}
 
     def of(self, var: Any, place: Place) -> Parts:
@@ -68,6 +66,8 @@ class Readers:
                     self._found[key] = self._found.get(key, _NOBODY) | parts - own
             if is_call(eqn):
                 read(eqn.invars, self._through(eqn, place, readers))
+            elif is_barrier(eqn):
+                read(eqn.invars, readers)
             else:
                 parts = self._reads(eqn, place, _NOBODY.union(*readers))
                 read(eqn.invars, [parts] * len(eqn.invars))
@@ -77,7 +77,7 @@ class Readers:
         """Returns who reads what an equation takes, if these read what it returns."""
         if eqn.primitive.name in EXACT or _jaxpr.is_cast(eqn):
             return readers
-        here = frozenset({self.part_of(place)}).intersection(self.parts)
+        here = frozenset({self.part_of(place)})
         return here | readers if eqn.primitive.name in _FOLLOWS else here
 
     def _through(self, eqn: Equation, place: Place, outs: list[Parts]) -> list[Parts]:

@@ -22,6 +22,9 @@ _NAMES = {"tf32": "TF32", "bfloat16": "bfloat16"}
 class ModuleSensitivity:
     """The error that one module, with everything inside it, makes in 16 bits.
 
+    Or in eight, in a report on residuals. Then "alone in 16 bits" below means that only
+    this module stores eight bits, and everything is in 16 bits otherwise.
+
     Errors are relative. A loss of 2.02 instead of 2 has an error of 0.01. The error of
     the gradients is the norm of their difference over their norm. An error is ``inf``
     if a result is not finite.
@@ -37,6 +40,8 @@ class ModuleSensitivity:
         has_path: Whether ``float32_paths`` can name it alone. Lines outside all
             modules, and lines of the outermost module itself, have no path of their
             own.
+        stored: Share of what is stored in eight bits for the backward pass that the
+            module computes or reads.
 
     Examples:
         >>> def loss(w, x):
@@ -57,6 +62,7 @@ class ModuleSensitivity:
     flops: float
     share: float
     has_path: bool
+    stored: float = 0.0
 
     @property
     def name(self) -> str:
@@ -118,14 +124,13 @@ class SensitivityReport:
 
     Attributes:
         modules: A row for each module path that touches 16 bits, the worst first.
-        dtype: The 16-bit dtype, or those that a function that casts by itself has;
-            empty if nothing is in 16 bits.
+        dtype: The dtypes of 16 bits and of eight; empty if there are none.
         loss: Error of the loss with everything in 16 bits.
         gradients: Error of the gradients with everything in 16 bits.
         tolerance: The largest error that is accepted for either.
         float32_paths: The modules that must stay in float32 to meet it, found greedily;
             empty if none must.
-        bfloat16_paths: The modules that must stay out of float8 besides, likewise.
+        bfloat16_paths: The modules that must stay out of eight bits besides, likewise.
         loss_with_paths: Error of the loss with these paths.
         gradients_with_paths: Error of the gradients with these paths.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
@@ -141,6 +146,8 @@ class SensitivityReport:
         float32_products: The argument of :func:`jaxmp.sensitivity`. The errors include
             those of float32 matmuls on such a device.
         in_float32: Whether it measured a program in float32 on such a device.
+        residuals: The eight bits that the program stores for its backward pass; None if
+            none. The rows are about these then.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -159,11 +166,19 @@ class SensitivityReport:
     columns: tuple[RoundedColumn, ...]
     float32_products: str | None = None
     in_float32: bool = False
+    residuals: str | None = None
 
     @property
     def narrow(self) -> str:
-        """What a module is in where it is not in float32, in words."""
+        """What the rows measure modules in, in words."""
+        if self.residuals:
+            return "8 bits"
         return _NAMES[str(self.float32_products)] if self.in_float32 else "16 bits"
+
+    @property
+    def wide(self) -> str:
+        """What they compare with, in words."""
+        return "16 bits" if self.residuals else "float32"
 
     @property
     def meets_tolerance(self) -> bool:
@@ -275,14 +290,15 @@ def _table(report: SensitivityReport) -> Iterator[str]:
             _error(row.gradients_alone),
             _error(row.loss_without),
             _error(row.gradients_without),
-            f"{row.share:.1%}",
+            f"{row.stored if report.residuals else row.share:.1%}",
         )
         for row in report.modules[:_ROWS]
     ]
     width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
     alone = f"alone in {report.narrow}"
-    yield f"  {'':<{width}}  {alone:>18}  {'alone in float32':>18}"
-    head = ("module", *["loss", "gradients"] * 2, "FLOPs")
+    yield f"  {'':<{width}}  {alone:>18}  {f'alone in {report.wide}':>18}"
+    share = "stored" if report.residuals else "FLOPs"
+    head = ("module", *["loss", "gradients"] * 2, share)
     for name, *numbers in (head, *cells):
         if len(name) > width:  # what `float32_paths` takes is not cut
             yield from wrapped(name, "  ", "  ")
@@ -295,6 +311,8 @@ def _conclusion(report: SensitivityReport) -> str:
     limit = f"{report.tolerance:g}"
     if not report.line and report.meets_tolerance:
         need = "all digits of float32" if report.in_float32 else "float32"
+        if report.residuals:
+            need = "more than 8 bits"
         return f"Nothing needs {need}: both errors are at most {limit}."
     with_paths = (report.loss_with_paths, report.gradients_with_paths)
     loss, gradients = map(_error, report.measured or with_paths)
@@ -316,7 +334,7 @@ def _conclusion(report: SensitivityReport) -> str:
     if report.meets_tolerance:
         kept = {
             "In float32": report.float32_paths,
-            "out of float8": report.bfloat16_paths,
+            "out of eight bits": report.bfloat16_paths,
         }
         text = " and ".join(words for words, paths in kept.items() if paths)
         return (

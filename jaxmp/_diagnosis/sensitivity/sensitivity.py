@@ -36,6 +36,7 @@ from ..._jaxprs.places import Place, caller
 from ..._jaxprs.scopes import is_under
 from ..._ops.lists import DEFAULT_OPS, OpLists
 from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
+from ..._residuals.eight_bits import FEW, Format, check_format
 from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
 from ..wide_replay import compiled
@@ -61,6 +62,7 @@ def sensitivity(
     depth: int | None = None,
     progress: bool | None = None,
     float32_products: Float32Products | None = None,
+    residuals: Format | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
@@ -71,6 +73,10 @@ def sensitivity(
     ``float32_paths`` that meet a tolerance, as a line to paste. Under ``"mixed_fp8"``
     these are the modules for which bfloat16 is not enough, and ``bfloat16_paths`` those
     to keep out of float8.
+
+    With ``residuals="int8"`` it measures what each module adds to the error because it
+    stores eight bits for the backward pass. ``bfloat16_paths`` are then the modules
+    that must not.
 
     ``report.columns`` lists columns of the data whose rows become the same in 16 bits,
     such as years and identifiers.
@@ -102,6 +108,7 @@ def sensitivity(
             ``"bfloat16"`` for a TPU. The errors then include this rounding on any
             machine. None leaves it to the device that this runs on; a CPU has all
             digits. Use it with the policy ``"float32"`` to measure a float32 program.
+        residuals: As :func:`jaxmp.autocast` takes it.
 
     Returns:
         A function of the arguments of ``fun`` that returns a
@@ -111,7 +118,8 @@ def sensitivity(
         TypeError: If ``fun`` is not callable, returns no scalar, or more without
             gradients and ``has_aux``, or if an argument has no values.
         ValueError: If an option is out of range, nothing in ``fun`` is in 16 bits, or
-            an argument was donated to a step that has run.
+            in eight with ``residuals``, or an argument was donated to a step that has
+            run.
         FloatingPointError: If the loss or its gradients are not finite in float32.
 
     Examples:
@@ -132,6 +140,7 @@ def sensitivity(
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
     _check_options(tolerance, depth, float32_products)
+    check_format(residuals)
     policy = None if policy is None else get_policy(policy)
 
     @functools.wraps(fun, updated=())
@@ -158,7 +167,9 @@ def sensitivity(
         count = len(flatten(lambda *args: None, args[:1], {}).leaves)
         if is_loss:
             step = _gradient(flat, count)
-        paths_keep = functools.partial(autocast, step, policy, ops=ops)
+        paths_keep = functools.partial(
+            autocast, step, policy, ops=ops, residuals=residuals
+        )
         in_16bit = step if own.multiplies else paths_keep()
         is_float32 = policy is not None and policy.compute_dtype == jnp.float32
         in_float32 = is_float32 and not own.multiplies and float32_products is not None
@@ -169,6 +180,7 @@ def sensitivity(
         program = Program(jaxpr, around, flat.leaves, depth, numbers, float32_products)
         if not program.parts:
             raise ValueError(_nothing_found(float32_products))
+        _check_residuals(program, residuals, own.multiplies)
         scales = _scales(loss_scale, program) if is_loss else ()
         names = ["loss_scale"] * is_loss + flat.names
         columns = rounded_columns(jaxpr, arrays, names, is_loss + count, tolerance)
@@ -186,7 +198,7 @@ def sensitivity(
                 again = loss, gradients
                 bar.advance()
         report = SensitivityReport(
-            modules=tuple(sorted(rows, key=lambda row: -row.alone)),
+            modules=tuple(rows),
             dtype=" and ".join(sorted(program.dtypes)),
             loss=search.all.loss,
             gradients=search.all.gradients,
@@ -202,6 +214,7 @@ def sensitivity(
             columns=columns,
             float32_products=float32_products,
             in_float32=in_float32,
+            residuals=program.residuals,
         )
         notes = _unmatched(report, [*args, *kwargs.values()])
         if in_float32 and report.dtype:
@@ -235,6 +248,29 @@ def _check_options(tolerance: float, depth: int | None, products: Any) -> None:
         raise ValueError(
             f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
             "Linen model, and None for all modules."
+        )
+
+
+def _check_residuals(program: Program, residuals: Any, is_cast: bool) -> None:
+    """Refuses what leaves nothing to say of residuals in eight bits."""
+    if residuals is not None and is_cast:
+        raise ValueError(
+            "`residuals` is for the autocast that `sensitivity` puts around `fun`, but "
+            "this one casts by itself. Pass `residuals` to its own `autocast`, around "
+            "the gradient, and none to `sensitivity`."
+        )
+    if residuals is not None and program.residuals is None:
+        raise ValueError(
+            f'`sensitivity(..., residuals="{residuals}")` found nothing that is stored '
+            "in eight bits: the policy computes in float32, or no array that the "
+            f"backward pass reads has {FEW} numbers. Pass a policy such as "
+            '"mixed_bfloat16", and a larger batch.'
+        )
+    if program.residuals is not None and "float16" in program.dtypes:
+        raise ValueError(
+            "`sensitivity` finds the `bfloat16_paths` that store no eight bits, but a "
+            'float16 policy takes none. Pass "mixed_bfloat16", or no `residuals`. In '
+            "float16, `float32_paths` leave a module out."
         )
 
 
@@ -341,6 +377,7 @@ class _Search:
     ):
         """Compiles the program, and runs it with all switches off and all on."""
         self.program, self.bar = program, bar
+        self.is_first = np.arange(program.count) < len(program.parts)
         self.masks = {part: self.mask(part) for part in program.parts}
         off = np.zeros(program.count, bool)
         self.scale, self.arrays = 1.0, leaves
@@ -379,18 +416,24 @@ class _Search:
         return found
 
     def rows(self) -> list[ModuleSensitivity]:
-        """Measures each module alone, and everything without it."""
+        """Measures each module alone, and everything without it; the worst first."""
         parts = self.program.parts
         self.bar.expect("modules", 2 * len(parts))
-        return [self.row(part) for part in parts]
+        rows = [self.row(part) for part in parts]
+        if self.program.residuals:  # one module alone stores little: it shares the rest
+            return sorted(rows, key=lambda row: row.without)
+        return sorted(rows, key=lambda row: -row.alone)
 
     def row(self, part: str) -> ModuleSensitivity:
-        """Measures one module."""
-        mask, by_part = self.masks[part], self.program.flops
-        float8 = np.arange(self.program.count) >= len(self.program.parts)
-        alone, without = self.errors(mask | float8), self.errors(~mask)
-        inside = zip(by_part.values(), mask, strict=False)
-        flops, total = sum(x for x, is_in in inside if is_in), sum(by_part.values())
+        """Measures one module: its residuals, or what it rounds to 16 bits."""
+        mask, others = self.masks[part], ~self.is_first
+        if self.program.residuals:
+            mask, others = self.mask_of_eight(part), self.is_first
+        alone, without = self.errors(mask | others), self.errors(~mask)
+        inside, by_part = self.inside(part), self.program.flops
+        flops, total = sum(by_part[x] for x in inside), sum(by_part.values())
+        stored = self.program.stored
+        own = sum(stored[parts] for parts in stored if not parts.isdisjoint(inside))
         return ModuleSensitivity(
             path=part,
             loss_alone=alone.loss,
@@ -400,6 +443,7 @@ class _Search:
             flops=flops,
             share=flops / total if total else 0.0,
             has_path=self.has_path(part),
+            stored=own / sum(stored.values()) if stored else 0.0,
         )
 
     def below(self, part: str) -> list[str]:
@@ -412,21 +456,25 @@ class _Search:
         named = [*filter(None, self.program.parts)]
         return bool(part) and (len(self.below(part)) < len(named) or len(named) == 1)
 
+    def inside(self, part: str) -> list[str]:
+        """Returns the parts that are in the row of one."""
+        return self.below(part) if self.has_path(part) else [part]
+
     def mask(self, part: str) -> np.ndarray:
         """Returns which switches to 16 bits are in the row of one."""
-        inside = self.below(part) if self.has_path(part) else [part]
+        inside = self.inside(part)
         first = [x in inside for x in self.program.parts]
-        return np.array(first + [False] * len(self.program.float8_parts))
+        return np.array(first + [False] * len(self.program.eight_bit_parts))
 
-    def mask_of_float8(self, part: str) -> np.ndarray:
-        """Returns which switches to float8 ``bfloat16_paths`` means by a name."""
-        inside, first = self.below(part), [False] * len(self.program.parts)
-        return np.array(first + [x in inside for x in self.program.float8_parts])
+    def mask_of_eight(self, part: str) -> np.ndarray:
+        """Returns which switches to eight bits are in the row of one."""
+        inside, first = self.inside(part), [False] * len(self.program.parts)
+        return np.array(first + [x in inside for x in self.program.eight_bit_parts])
 
     def found(
         self, rows: Sequence[ModuleSensitivity], tolerance: float
     ) -> tuple[tuple[str, ...], tuple[str, ...], _Errors]:
-        """Searches for the fewest modules to keep in float32, and out of float8.
+        """Searches for the fewest modules to keep in float32, and out of eight bits.
 
         What bfloat16 is not enough for needs float32. With that, some of the rest may
         have to stay in bfloat16.
@@ -438,18 +486,19 @@ class _Search:
         aim, on = _AIM * tolerance, np.ones(self.program.count, bool)
         if self.all.worst <= aim or not rows:
             return (), (), self.all
-        no_float8 = np.arange(self.program.count) < len(self.program.parts)
+        no_eight = self.is_first
         known: dict[str, _Errors] | None = None
-        if no_float8.all():  # the rows have the first step
+        if no_eight.all():  # the rows have the first step
             known = {x.path: _Errors(x.loss_without, x.gradients_without) for x in rows}
-        paths, errors = self.fewest(rows, self.masks, no_float8, known, aim)
-        if no_float8.all():
+        paths, errors = self.fewest(rows, self.masks, no_eight, known, aim, _flops)
+        if no_eight.all():
             return paths, (), errors
         for path in paths:
             on &= ~self.masks[path]
-        masks = {row.path: self.mask_of_float8(row.path) for row in rows}
+        masks = {row.path: self.mask_of_eight(row.path) for row in rows}
         rows = [row for row in rows if masks[row.path].any()]
-        milder, errors = self.fewest(rows, masks, on, None, aim)
+        cost = _stored if self.program.residuals else _flops
+        milder, errors = self.fewest(rows, masks, on, None, aim, cost)
         return paths, milder, errors
 
     def fewest(
@@ -459,11 +508,12 @@ class _Search:
         start: np.ndarray,
         known: dict[str, _Errors] | None,
         aim: float,
+        cost: Callable[[ModuleSensitivity], float],
     ) -> tuple[tuple[str, ...], _Errors]:
         """Searches for the fewest modules whose switches, off, bring the error down.
 
         One after the other: the cheapest that is enough, else the one that takes away
-        most of the squared error for its FLOPs; at last those that were not needed are
+        most of the squared error for its cost; at last those that were not needed are
         left out again. Where nothing is enough, as near as all of them come.
 
         Args:
@@ -472,6 +522,7 @@ class _Search:
             start: All switches, as they are before.
             known: The errors with each module off, if somebody has them.
             aim: The largest error that is accepted.
+            cost: What it costs to switch a module off, as a share of all.
 
         Returns:
             Their paths, and the errors with these off.
@@ -489,7 +540,11 @@ class _Search:
         if known is None:
             self.bar.expect("searching", len(rows))
         found = known or {x.path: errors([x]) for x in rows}
-        order = sorted(rows, key=lambda x: _use(x, before, found[x.path]), reverse=True)
+
+        def use(x):
+            return _use(x, cost(x), before, found[x.path])
+
+        order = sorted(rows, key=use, reverse=True)
         chosen: list[ModuleSensitivity] = []
         on = start
         while now.worst > target:
@@ -502,15 +557,15 @@ class _Search:
             candidates = [row for row in order if row.path in found]
             enough = [x for x in candidates if found[x.path].worst <= target]
             if enough:
-                best = min(enough, key=lambda x: x.flops)
+                best = min(enough, key=cost)
             else:
                 before = now
-                best = max(candidates, key=lambda x: _use(x, before, found[x.path]))
+                best = max(candidates, key=use)
             chosen.append(best)
             on, now = on & ~masks[best.path], found[best.path]
         if len(chosen) > 1:
             self.bar.expect("searching", len(chosen))
-            for row in sorted(chosen, key=lambda x: -x.flops):  # the dearest first
+            for row in sorted(chosen, key=cost, reverse=True):  # the dearest first
                 rest = [x for x in chosen if x is not row]
                 if (without := errors(rest)).worst <= target:
                     chosen, now = rest, without
@@ -518,12 +573,20 @@ class _Search:
         return tuple(x for x in self.program.parts if x in paths), now
 
 
+def _flops(row: ModuleSensitivity) -> float:
+    return row.share
+
+
+def _stored(row: ModuleSensitivity) -> float:
+    return row.stored
+
+
 def _use(
-    row: ModuleSensitivity, before: _Errors, after: _Errors
+    row: ModuleSensitivity, cost: float, before: _Errors, after: _Errors
 ) -> tuple[float, float]:
-    """Returns how much error a module takes away for its FLOPs, to compare."""
+    """Returns how much error a module takes away for its cost, to compare."""
     gain = before.worst**2 - after.worst**2 if after.worst < math.inf else 0.0
-    return gain / (row.share + 0.01), row.alone
+    return gain / (cost + 0.01), row.alone
 
 
 def _on_device(

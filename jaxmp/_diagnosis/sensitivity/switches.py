@@ -7,8 +7,9 @@ modules to keep in float32.
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
-from ..._jaxprs.scopes import AUTOCAST, FLOAT8_SCALED, SATURATED
-from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT
+from ..._jaxprs.scopes import AUTOCAST, EIGHT_BITS, FLOAT8_SCALED, SATURATED
+from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT, is_barrier, rounds_to_integers
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
+from ..._residuals.eight_bits import DTYPES
 from ..numbers import Eaten, Numbers
 from ..wide_replay import (
     NONE,
@@ -50,10 +52,13 @@ class Program:
     Attributes:
         parts: The module paths, in the order of the program; empty for what is in no
             module.
-        float8_parts: Those of them in which products round further, to float8. They
-            have a second switch, behind those of all parts.
+        eight_bit_parts: Those of them that round further: products to float8, and what
+            they store for the backward pass, or read of that, to eight bits. They have
+            a second switch, behind those of all parts.
         flops: FLOPs of the matrix products and convolutions of each part.
-        dtypes: Names of the 16-bit dtypes.
+        stored: How many numbers are stored in eight bits, by the parts that share them.
+        residuals: In which eight bits; None if there are none.
+        dtypes: Names of the 16-bit dtypes, and of those of eight bits.
         multiplies: Whether there is a matrix product of 16-bit operands.
         has_autocast: Whether one of those is inside :func:`jaxmp.autocast`.
         has_backward: Whether there is a backward pass.
@@ -85,16 +90,20 @@ class Program:
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
         self.float32_products = float32_products
-        self.flops: dict[str, float] = {}
+        self.flops: dict[str, float] = collections.defaultdict(float)
+        self.stored: dict[Parts, float] = collections.defaultdict(float)
+        self.residuals: str | None = None
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = False
-        parts: dict[str, None] = {}
-        float8_parts: dict[str, None] = {}
+        parts: dict[str, bool] = {}  # whether it rounds
+        eight: set[str] = set()
+        stores: list[tuple[Equation, Place]] = []
         for eqn, place in equations(jaxpr, around, self._bodies):
             if is_call(eqn):
                 continue
             part, found = self.part_of(place), flops(eqn) * place.trips
+            parts.setdefault(part, False)
             atoms = (*eqn.invars, *eqn.outvars)
             narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
             self.dtypes |= narrow
@@ -103,20 +112,36 @@ class Program:
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes
             if narrow or SATURATED in place.scopes or self.rounds_operands(eqn):
-                parts[part] = None
-                self.flops[part] = self.flops.get(part, 0.0) + found
+                parts[part] = True
+                self.flops[part] += found
                 self._note(eqn, place)
             if FLOAT8_SCALED in place.scopes:
-                float8_parts[part] = None
-        self.parts, self.float8_parts = tuple(parts), tuple(float8_parts)
-        self.readers = Readers(self.parts, self.part_of, self.platform)
+                eight.add(part)
+            if _stores(eqn, place):
+                stores.append((eqn, place))
+        self.readers = Readers(self.part_of, self.platform)
         nobody: list[Parts] = [frozenset()] * len(_jaxpr.out_avals(jaxpr))
         self.readers.find(jaxpr, around, nobody)
+        for eqn, place in stores:
+            out = eqn.outvars[0].aval
+            self.residuals = next(x for x in DTYPES if DTYPES[x] == out.dtype)
+            self.dtypes.add(out.dtype.name)
+            self.stored[self.sharers(eqn, place)] += out.size * place.trips
+        eight = eight.union(*self.stored)
+        self.parts = tuple(x for x in parts if parts[x] or x in eight)
+        self.eight_bit_parts = tuple(x for x in self.parts if x in eight)
 
     @property
     def count(self) -> int:
         """The number of switches."""
-        return len(self.parts) + len(self.float8_parts)
+        return len(self.parts) + len(self.eight_bit_parts)
+
+    def sharers(self, eqn: Equation, place: Place) -> Parts:
+        """Returns the parts that store a value in eight bits, and that read it.
+
+        If one of them is left out, the value is stored as it is for all of them.
+        """
+        return self.readers.of(eqn.outvars[0], place) | {self.part_of(place)}
 
     def _bodies(self, eqn: Equation) -> list[Any]:
         return bodies_of(eqn, self.platform) if is_call(eqn) else []
@@ -135,8 +160,8 @@ class Program:
         """Replays the jaxpr under the ambient trace.
 
         Args:
-            switches: bool[parts + float8_parts], whether each part rounds to 16 bits,
-                and whether its products round further.
+            switches: bool[parts + eight_bit_parts], whether each part rounds to 16
+                bits, and whether it rounds further.
             *arrays: The arguments of the jaxpr.
 
         Returns:
@@ -163,17 +188,20 @@ class _Frame(WideReplay):
         self.program = program
         self.switches = [switches[i] for i in range(program.count)]
         self.number_of = {part: i for i, part in enumerate(program.parts)}
-        self.float8 = {}  # the second switch of a part, which is off with the first
-        for i, part in enumerate(program.float8_parts, len(program.parts)):
+        self.second = {}  # the second switch of a part, which is off with the first
+        for i, part in enumerate(program.eight_bit_parts, len(program.parts)):
             first = self.switches[self.number_of[part]]
-            self.float8[part] = i, jnp.logical_and(first, self.switches[i])
+            self.second[part] = i, jnp.logical_and(first, self.switches[i])
         # Whether the switches of all readers of a value are on. Here, and not where it
         # is asked for: that may be in the body of a loop.
-        self.all_on = {
-            parts: jnp.all(
-                jnp.stack([self.switches[self.number_of[x]] for x in sorted(parts)])
-            )
-            for parts in program.readers.sets()
+        self.all_on = {}
+        for parts in program.readers.sets():
+            numbers = [self.number_of[x] for x in sorted(parts) if x in self.number_of]
+            if numbers:
+                self.all_on[parts] = _all(self.switches[i] for i in numbers)
+        self.stored = {
+            parts: _all(self.second[x][1] for x in sorted(parts))
+            for parts in program.stored
         }
         super().__init__(program.platform, program.numbers, self.switches, axes)
 
@@ -192,10 +220,17 @@ class _Frame(WideReplay):
         16-bit: so do autocast and JAX's promotion have it. By autocast's rules a result
         has 16 bits only if those who read it take them.
         """
+        if EIGHT_BITS in place.scopes and (outs := self.narrowed(eqn, ins, place)):
+            return outs
         name, pairs = eqn.primitive.name, zip(ins, eqn.invars, strict=True)
         read = [x for x, var in pairs if is_narrow(var.aval)]  # written for 16 bits
         if SATURATED in place.scopes:
             ins = self.limited(eqn, ins, place)
+        if is_barrier(eqn):
+            outs = bind_wide(eqn, [x.array for x in ins])
+            return [x._replace(array=y) for x, y in zip(ins, outs, strict=True)]
+        if _jaxpr.is_cast(eqn) and eqn.invars[0].aval.dtype == FLOAT8:
+            return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
         if name in EXACT:
             narrow, part = _together(read)
             outs = bind_wide(eqn, [x.array for x in ins])
@@ -231,12 +266,23 @@ class _Frame(WideReplay):
             rounded.append(x)
         return rounded
 
+    def narrowed(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
+        """Returns what is stored in eight bits; nothing where ``eqn`` does not round.
+
+        Where a switch is off, the numbers stay what they are, in float32.
+        """
+        if _stores(eqn, place):
+            (x,), dtype = ins, eqn.outvars[0].aval.dtype
+            on = self.stored[self.program.sharers(eqn, place)]
+            return [Value(_stored_if(x.array, on, dtype))]
+        return ins if rounds_to_integers(eqn) else []
+
     def decided(
         self, part: str, switch: Any, owner: int, dtype: np.dtype
     ) -> tuple[Any, int]:
         """Returns the switch of a rounding, and its number if it decides alone."""
-        if dtype == FLOAT8 and part in self.float8:
-            number, switch = self.float8[part]
+        if dtype == FLOAT8 and part in self.second:
+            number, switch = self.second[part]
             return switch, number
         return switch, owner
 
@@ -260,6 +306,17 @@ class _Frame(WideReplay):
             else x
             for x, var in zip(ins, eqn.invars, strict=True)
         ]
+
+
+def _stores(eqn: Equation, place: Place) -> bool:
+    """Whether an equation rounds what is stored for the backward pass."""
+    if EIGHT_BITS not in place.scopes or not _jaxpr.is_cast(eqn):
+        return False
+    return eqn.outvars[0].aval.dtype in DTYPES.values()
+
+
+def _all(switches: Iterable[Any]) -> Any:
+    return jnp.all(jnp.stack([*switches]))
 
 
 def _both(x: Any, y: Any) -> Any:
@@ -291,4 +348,10 @@ def _rounded(value: Value, switch: Any, part: int, dtype: np.dtype) -> Value:
 @functools.partial(jax.jit, static_argnums=2)  # traced once for all arrays of one type
 def _rounded_if(x: jax.Array, switch: jax.Array, dtype: np.dtype) -> jax.Array:
     narrow = lax.convert_element_type(x, dtype)
+    return jnp.where(switch, lax.convert_element_type(narrow, x.dtype), x)
+
+
+def _stored_if(x: jax.Array, switch: jax.Array, dtype: np.dtype) -> jax.Array:
+    narrow = jnp.round(x) if jnp.issubdtype(dtype, jnp.integer) else x
+    narrow = lax.convert_element_type(narrow, dtype)
     return jnp.where(switch, lax.convert_element_type(narrow, x.dtype), x)
