@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base.checks import check_function, clipped, explains, short, warn
-from .._base.in_float32 import casts_do_nothing
+from .._base.dtypes import casts_do_nothing
 from .._base.policy import PolicyLike, get_policy
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.around import (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import re
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
@@ -150,3 +152,23 @@ def _inexact_bytes(dtype: Any) -> int:
     """Returns the size of a floating or complex dtype, 0 for all else."""
     is_inexact = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.inexact)
     return dtype.itemsize if is_inexact else 0
+
+
+# JAX keeps what it has traced by its contexts, so that the two share nothing.
+_CASTS_DO_NOTHING = jax.make_user_context(False)
+
+
+def without_casts() -> contextlib.AbstractContextManager:
+    """Traces what is in here as if it had been written in float32."""
+    return _CASTS_DO_NOTHING(True)
+
+
+def casts_do_nothing() -> bool:
+    """Whether the casts of jaxmp are to leave float32 as it is."""
+    return bool(_CASTS_DO_NOTHING.value)
+
+
+def dtype_of_cast(dtype: np.dtype) -> np.dtype:
+    """Returns the dtype that a cast of jaxmp to ``dtype`` gives here."""
+    is_off = casts_do_nothing() and is_narrow(dtype)
+    return np.dtype(np.float32) if is_off else dtype

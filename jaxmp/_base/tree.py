@@ -15,8 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .checks import as_axes, check_axes_are_bound, clipped, short
-from .dtypes import as_dtype
-from .in_float32 import dtype_of_cast
+from .dtypes import as_dtype, dtype_of_cast
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .._base.sizes import size_of
 from .._base.tree import is_array, is_inexact, path_name, wide_dtype
-from .varying import varying_axes
+from .varying import is_scalar_key, varying_axes
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.
@@ -197,11 +197,6 @@ def _rows(arg: Any) -> set[Any]:
     leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is not arg)
     shapes = [x.shape if is_array(x) else (None,) for x in leaves if x is not None]
     return {shape[0] for shape in shapes if shape}
-
-
-def is_scalar_key(x: Any) -> bool:
-    """Tells whether ``x`` is one PRNG key, made with ``jax.random.key``."""
-    return is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _wide_zeros(x: Any) -> jax.Array | None:

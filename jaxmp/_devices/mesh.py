@@ -1,4 +1,4 @@
-"""What lies where on a mesh of devices: batches, keys, state, optimizer states."""
+"""What lies where on a mesh of devices: batches, parameters, optimizer states."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 from .._base.blocks import Int8Blocks, is_blocks
 from .._base.checks import as_axes, clipped, short
-from .._base.tree import AxisName, is_array, is_inexact, path_name, wide_dtype
-from .batch import GradFun, check_leading_axis, is_scalar_key, without_objects
-from .varying import tracked_axes, varying_axes
+from .._base.tree import AxisName, is_array, is_inexact, path_name
+from .batch import GradFun, check_leading_axis, without_objects
+from .varying import is_scalar_key, tracked_axes, varying_axes
 
 _CONSTRAINT = (
     "Under `mesh=` of `jaxmp.value_and_grad` each device sees its part of the batch, "
@@ -379,45 +379,6 @@ def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:
             f"`axis_name={axes}` does not name. Without `check_vma=True` JAX adds up "
             f"the losses of all devices along it. Pass `axis_name={(*axes, axis)}`."
         )
-
-
-def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:
-    """Gives each device its own scalar PRNG keys."""
-    device = jax.lax.axis_index(axes)
-    return jax.tree.map(
-        lambda x: jax.random.fold_in(x, device) if is_scalar_key(x) else x, tree
-    )
-
-
-def own_streams(state: dict[str, Any], axes: tuple[Any, ...]) -> dict[str, Any]:
-    """Gives each device its own PRNG keys, of whatever shape, in place of those."""
-    device = jax.lax.axis_index(axes)
-
-    def own(x):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), device)
-        return keys.reshape(x.shape)
-
-    return {name: own(x) for name, x in state.items()}
-
-
-def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
-    """Makes one value of those of all devices: their mean, or that of the first one.
-
-    The mean is for what is floating or complex, such as running statistics. Anything
-    else, such as a count, is taken to be the same on all.
-    """
-    if not axes:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = agreed(jax.random.key_data(x), axes)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if is_inexact(x):
-        return jax.lax.pmean(x.astype(wide_dtype(x)), axes).astype(x.dtype)
-    first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
-    summable = first.astype(jnp.promote_types(x.dtype, jnp.int8))  # a bool is not
-    return jax.lax.psum(summable, axes).astype(x.dtype)
 
 
 def _check_devices(path: Any, x: Any, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""What ``shard_map`` knows of an array: over which mesh axes its values differ."""
+"""What differs over the axes of a mesh, as ``shard_map`` knows or as we make it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from .._base.tree import is_array, is_inexact, wide_dtype
 
 # What `jax.grad` differentiates. A Python number is marked as well as an array.
 _NUMBERS = (jax.Array, np.ndarray, np.generic, float, complex)
@@ -57,3 +60,47 @@ def varying_axes(x: Any) -> frozenset[Any]:
     if hasattr(aval, "vma"):  # JAX 0.8
         return aval.vma
     return aval.manual_axis_type.varying
+
+
+def is_scalar_key(x: Any) -> bool:
+    """Tells whether ``x`` is one PRNG key, made with ``jax.random.key``."""
+    return is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:
+    """Gives each device its own scalar PRNG keys."""
+    device = jax.lax.axis_index(axes)
+    return jax.tree.map(
+        lambda x: jax.random.fold_in(x, device) if is_scalar_key(x) else x, tree
+    )
+
+
+def own_streams(state: dict[str, Any], axes: tuple[Any, ...]) -> dict[str, Any]:
+    """Gives each device its own PRNG keys, of whatever shape, in place of those."""
+    device = jax.lax.axis_index(axes)
+
+    def own(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), device)
+        return keys.reshape(x.shape)
+
+    return {name: own(x) for name, x in state.items()}
+
+
+def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
+    """Makes one value of those of all devices: their mean, or that of the first one.
+
+    The mean is for what is floating or complex, such as running statistics. Anything
+    else, such as a count, is taken to be the same on all.
+    """
+    if not axes:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = agreed(jax.random.key_data(x), axes)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if is_inexact(x):
+        return jax.lax.pmean(x.astype(wide_dtype(x)), axes).astype(x.dtype)
+    first = jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
+    summable = first.astype(jnp.promote_types(x.dtype, jnp.int8))  # a bool is not
+    return jax.lax.psum(summable, axes).astype(x.dtype)

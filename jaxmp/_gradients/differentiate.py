@@ -41,16 +41,20 @@ from .._base.tree import (
 from .._devices.batch import GradFun, check_batch_is_whole, over_micro_batches
 from .._devices.gather import all_gather, dims_of, sum_scatter
 from .._devices.mesh import (
-    agreed,
     axes_of_shardings,
     mesh_axes,
     over_mesh,
-    own_keys,
-    own_streams,
     parameter_specs,
     sharded_axes,
 )
-from .._devices.varying import tracked_axes, vary, varying_axes
+from .._devices.varying import (
+    agreed,
+    own_keys,
+    own_streams,
+    tracked_axes,
+    vary,
+    varying_axes,
+)
 from .._jaxprs.around import (
     autocast_dtype,
     inside,

@@ -2,15 +2,18 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
+from .._base.dtypes import is_narrow, without_casts
 from .._base.tree import is_array, path_name
 from .around import is_staged, traced_by_us
-from .jaxpr import trace
+from .jaxpr import FLOAT32, trace
 from .modules import with_module_scopes
 
 
@@ -96,6 +99,33 @@ def _parameters(fun: Callable, count: int) -> list[str]:
     )
     names = [p.name for p in parameters if p.kind in positional]
     return names + [f"argument {i}" for i in range(len(names), count)]
+
+
+def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
+    """Traces ``fun`` as if it had been written in float32.
+
+    While JAX traces, a number in the code takes the dtype of what it meets: beside a
+    float16 array 1e-8 is 0. Replaying in float32 what was traced in 16 bits comes too
+    late for it. So the function is traced again, with float32 arguments, while the
+    casts of jaxmp to 16 bits do nothing. What it casts by itself stays in 16 bits.
+
+    Args:
+        fun: Function of arrays.
+        leaves: Its arguments, arrays or types; those of 16 bits become float32.
+
+    Returns:
+        A closed jaxpr, or None where ``fun`` does not take float32 arguments.
+    """
+    leaves = [
+        jax.ShapeDtypeStruct(jnp.shape(x), FLOAT32) if is_narrow(x) else x
+        for x in leaves
+    ]
+    with warnings.catch_warnings(), without_casts():
+        warnings.simplefilter("ignore")  # they have been given once
+        try:
+            return jax.make_jaxpr(fun)(*leaves)
+        except Exception:  # of any kind: the code is the user's
+            return None
 
 
 class Traced(NamedTuple):

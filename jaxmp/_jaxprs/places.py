@@ -36,7 +36,6 @@ _LIBRARIES = re.compile(
 _TRACING = tuple(
     os.path.join(_OWN, *path.split("/")) + ".py"
     for path in (
-        "_base/in_float32",
         "_diagnosis/audit/audit",
         "_diagnosis/audit/residuals",
         "_diagnosis/explain/explain",

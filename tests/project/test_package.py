@@ -27,7 +27,6 @@ WINGS = {
     "_base": [
         {"checks", "names", "rounding", "sizes", "text"},
         {"blocks", "dtypes"},
-        {"in_float32"},
         {"tree"},
         {"policy"},
     ],

@@ -13,11 +13,10 @@ from typing import Any, ParamSpec
 import jax
 
 from ..._base.checks import check_function, explains, uncalled
-from ..._base.in_float32 import traced_in_float32
 from ..._base.sizes import as_number
 from ..._base.text import WIDTH
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.flatten import flatten
+from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision

@@ -20,9 +20,8 @@ import numpy as np
 
 from ..._base.checks import check_function, explains, uncalled
 from ..._base.dtypes import is_narrow
-from ..._base.in_float32 import traced_in_float32
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.flatten import Flat, check_values, flatten
+from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller, equations
 from ..numbers import Eaten, Numbers
 from .advice import Case, advice

@@ -27,11 +27,10 @@ from ..._base.checks import (
     explains,
     uncalled,
 )
-from ..._base.in_float32 import traced_in_float32
 from ..._base.policy import PolicyLike, get_policy
 from ..._base.tree import all_finite, path_name, widen
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.flatten import Flat, check_values, flatten
+from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._jaxprs.scopes import is_under
 from ..._ops.lists import DEFAULT_OPS, OpLists
