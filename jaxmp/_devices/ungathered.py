@@ -39,9 +39,12 @@ def _followed(
 ) -> Sequence[Alone]:
     """Returns what the outputs of a jaxpr were computed from."""
 
+    def follow(jaxpr, ins):
+        return _followed(jaxpr, ins, axes)
+
     def apply(eqn, ins):
         if _jaxpr.call_kind(eqn):
-            return _through(eqn, ins, axes)
+            return _jaxpr.through_bodies(eqn, ins, follow, lambda x: _NOTHING.union(*x))
         met = _jaxpr.collective_axes(eqn, axes)
         alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
         return [alone] * len(eqn.outvars)
@@ -50,18 +53,3 @@ def _followed(
         return _NOTHING
 
     return _jaxpr.interpret(jaxpr, given, apply, const=nothing, literal=nothing)
-
-
-def _through(eqn: Any, ins: Sequence[Alone], axes: Sequence[Any]) -> Sequence[Alone]:
-    """Follows an equation into the jaxprs that it holds."""
-    layout = _jaxpr.call_layout(eqn)
-    bodies = [b for b in layout.bodies if b.param != "cond_jaxpr"]  # of a `while`
-    ins = list(ins)
-    while True:
-        found = [_followed(b.jaxpr, [ins[i] for i in b.operands], axes) for b in bodies]
-        outs = [_NOTHING.union(*branches) for branches in zip(*found, strict=True)]
-        before = list(ins)
-        for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-            ins[i] |= outs[out]
-        if ins == before:  # a loop carries nothing more
-            return outs

@@ -17,7 +17,7 @@ from jax import lax
 from .._base.dtypes import is_narrow
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.places import Place
+from .._jaxprs.places import Place, placed
 from .._ops.lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
 from .._ops.narrow import summed_by_platform
 from .._ops.products import PRODUCTS
@@ -64,11 +64,8 @@ class WideReplay:
 
     def run(self, jaxpr: Any, values: Sequence[Value], around: Place) -> list[Value]:
         """Replays a jaxpr, open or closed."""
-        place = around
 
-        def apply(eqn, ins):
-            nonlocal place
-            place = around.of(eqn, before=place)
+        def apply(eqn, ins, place):
             eaten = [self.numbers.read_by(eqn, i) for i in range(len(ins))]
             ins = [
                 x if number is None else self.number(eqn, number) or x
@@ -77,8 +74,9 @@ class WideReplay:
             with _jaxpr.context_of(eqn):
                 return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
 
+        at_places = placed(apply, around)
         return _jaxpr.interpret(
-            jaxpr, values, apply, const=self.constant, literal=_literal
+            jaxpr, values, at_places, const=self.constant, literal=_literal
         )
 
     def call(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
@@ -164,12 +162,18 @@ def after_trip(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any
     ]
 
 
-def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
-    """Compiles a function for some arguments, with every rounding in it."""
+def jitted(fun: Callable, platform: str) -> Any:
+    """Jits a function for a platform, with every rounding that is in its jaxpr."""
     options: Any = {"xla_allow_excess_precision": False}
-    if platform_of(jax.tree.leaves(args)) == "cpu":
-        options["xla_backend_optimization_level"] = 0  # compiles in a third of the time
-    return jax.jit(fun, compiler_options=options).lower(*args).compile()
+    if platform == "cpu":  # where compiling takes longer than running
+        options["xla_backend_optimization_level"] = 0
+    return jax.jit(fun, compiler_options=options)
+
+
+def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
+    """Compiles a function for some arguments, see :func:`jitted`."""
+    platform = platform_of(jax.tree.leaves(args))
+    return jitted(fun, platform).lower(*args).compile()
 
 
 def _literal(literal: Any) -> Value:

@@ -132,24 +132,21 @@ def _sources(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
 def _through(eqn: Any, ins: list[Any]) -> list[Any]:
     """Follows an equation into the jaxprs that it holds."""
     layout = _jaxpr.call_layout(eqn)
-    bodies = [b for b in layout.bodies if b.param != "cond_jaxpr"]  # of a `while`
-    is_scan, carries = _jaxpr.call_kind(eqn) == "scan", layout.fixed_in
+    carries, is_scan = layout.fixed_in, _jaxpr.call_kind(eqn) == "scan"
     if is_scan:
         slices = [_Slice(x, id(eqn)) for x in ins[carries.stop :]]
         ins = [*ins[: carries.stop], *slices]
-    while True:
-        found = [_sources(b.jaxpr, [ins[i] for i in b.operands]) for b in bodies]
-        outs = [xs[0] if len({*xs}) == 1 else None for xs in zip(*found, strict=True)]
-        pairs = zip(carries, layout.fixed_out, strict=True)
-        away = [i for i, out in pairs if ins[i] not in (None, outs[out])]
-        if not away:
-            break
-        for i in away:
-            ins[i] = None
-    others = outs[len(carries) :]
+    outs = _jaxpr.through_bodies(eqn, ins, _sources, _the_one)
+    for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
+        outs[out] = _the_one((ins[i], outs[out]))
     if is_scan:
-        others = [_whole(x, id(eqn)) for x in others]
-    return [*(ins[i] for i in carries), *others]
+        outs[len(carries) :] = [_whole(x, id(eqn)) for x in outs[len(carries) :]]
+    return outs
+
+
+def _the_one(found: Sequence[Any]) -> Any:
+    """Returns what all of these are, None if they differ."""
+    return found[0] if len({*found}) == 1 else None
 
 
 def _whole(x: Any, scan: int) -> Any:

@@ -23,7 +23,7 @@ from .._base.tree import all_finite, is_inexact, path_name, widen
 T = TypeVar("T")
 
 # What withholds gradients from the transformation inside it, by the name of its state.
-_WITHHOLDING = {
+WITHHOLDING = {
     "ApplyIfFiniteState": "optax.apply_if_finite",
     "ConditionallyMaskState": "optax.conditionally_mask",
     "ConditionallyTransformState": "optax.conditionally_transform",
@@ -434,7 +434,7 @@ def _loss_scale_states(
         yield from _loss_scale_states(tree.inner_state)
         return
     # An opaque `sam`, which has no cache, withholds nothing.
-    name = _WITHHOLDING.get(type(tree).__name__)
+    name = WITHHOLDING.get(type(tree).__name__)
     if name is not None and getattr(tree, "cache", ...) is not None:
         hidden_by = hidden_by or _Hiding(name, f"{name}(...)")
 
@@ -443,7 +443,7 @@ def _loss_scale_states(
         return x is not tree and (
             isinstance(x, LossScaleState)
             or type(x) is tuple  # the state of a chain
-            or kind in _WITHHOLDING
+            or kind in WITHHOLDING
             or kind in _ZEROING
         )
 

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 
 from .._base.checks import check_positive, plain_array, short
 from .exponents import RecordRangesState
-from .loss_scale_state import LossScaleState, get_loss_scale_state, looks_unused
+from .loss_scale_state import (
+    WITHHOLDING,
+    LossScaleState,
+    get_loss_scale_state,
+    looks_unused,
+)
 
 # States of optax that count the steps that were taken, and those that gather the
 # gradients of several, so that the ones inside them count fewer.
@@ -24,15 +29,7 @@ _COUNTING = {
     "InjectStatefulHyperparamsState",
     "FactoredState",
 }
-_GATHERING = {
-    "ApplyEvery",
-    "ApplyIfFiniteState",
-    "ConditionallyMaskState",
-    "ConditionallyTransformState",
-    "MaybeUpdateState",
-    "MultiStepsState",
-    "SAMState",
-}
+_GATHERING = {"ApplyEvery", *WITHHOLDING}
 
 
 def scalars(

@@ -72,24 +72,14 @@ class _Trail:
         )
 
     def _around(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
-        """Goes through what ``eqn`` holds, a loop until its trips find no more."""
-        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
-        bodies = layout.bodies[kind == "while" :]
-        chosen_by = ins[0] if kind == "cond" else 0
-        while True:
-            by_body = [
-                self._through(body.jaxpr, [ins[i] for i in body.operands], scopes)
-                for body in bodies
-            ]
-            outs = [
-                _kept(joined(known) | chosen_by, var)
-                for *known, var in zip(*by_body, eqn.outvars, strict=True)
-            ]
-            before, ins = ins, list(ins)
-            for i, out in zip(layout.fixed_in, outs, strict=False):
-                ins[i] |= out
-            if ins == before:
-                return outs
+        """Goes through what ``eqn`` holds. A choice decides what a branch returns."""
+        outs = _jaxpr.through_bodies(
+            eqn, ins, lambda jaxpr, ins: self._through(jaxpr, ins, scopes), joined
+        )
+        if _jaxpr.call_kind(eqn) != "cond":
+            return outs
+        pairs = zip(outs, eqn.outvars, strict=True)
+        return [_kept(known | ins[0], var) for known, var in pairs]
 
 
 def _kept(known: int, var: Any, chosen: bool = False) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 from ..._base.dtypes import is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.places import Place, trip_count
+from ..._jaxprs.places import Place, placed, trip_count
 from ..._ops.lists import MAY_MULTIPLY, VIEWS
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
@@ -137,11 +137,8 @@ class Walk:
 
     def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:
         """Walks a jaxpr and returns what is known of its outputs."""
-        place = around
 
-        def apply(eqn, ins):
-            nonlocal place
-            place = around.of(eqn, before=place)
+        def apply(eqn, ins, place):
             ins = [self.read(x, place) for x in ins]
             if _jaxpr.call_kind(eqn):
                 outs = self.call(eqn, ins, place)
@@ -155,7 +152,11 @@ class Walk:
             ]
 
         outs = _jaxpr.interpret(
-            jaxpr, inputs, apply, const=self.constant, literal=lambda literal: literal
+            jaxpr,
+            inputs,
+            placed(apply, around),
+            const=self.constant,
+            literal=lambda literal: literal,
         )
         return [self.read(x, around) for x in outs]
 

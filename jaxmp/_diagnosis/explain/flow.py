@@ -16,7 +16,13 @@ import numpy as np
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.places import Frame, Place, frames_below_users, library_function
+from ..._jaxprs.places import (
+    Frame,
+    Place,
+    frames_below_users,
+    library_function,
+    placed,
+)
 from ..._ops.lists import VIEWS, in_words
 from ..._ops.products import PRODUCTS
 from ..audit.reasons import why_by_scopes
@@ -136,11 +142,9 @@ class Flow:
 
     def run(self, jaxpr: Any, ins: Sequence[Array], around: Around) -> list[Array]:
         """Follows a jaxpr, and returns its outputs."""
-        place, made = around.place, {}  # by number, the operations of notes
+        made = {}  # by number, the operations of notes
 
-        def apply(eqn, ins):
-            nonlocal place
-            place = around.place.of(eqn, before=place)
+        def apply(eqn, ins, place):
             names = _jaxpr.names_of(eqn)
             decided = (x for x in names.scopes if x.startswith(DECIDED))
             number = next((int(x.removeprefix(DECIDED)) for x in decided), None)
@@ -168,7 +172,7 @@ class Flow:
         return _jaxpr.interpret(
             jaxpr,
             ins,
-            apply,
+            placed(apply, around.place),
             const=self.given,
             literal=lambda x: self.given(x.aval),
         )

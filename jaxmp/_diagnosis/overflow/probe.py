@@ -21,13 +21,14 @@ from ..._base.dtypes import is_narrow
 from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
-from ..._jaxprs.places import Place
+from ..._jaxprs.places import Place, placed
 from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
 from ..wide_replay import (
     after_trip,
     before_rounding,
     bind_wide,
     is_call,
+    jitted,
     platform_of,
     widened,
 )
@@ -92,12 +93,7 @@ class Probe:
         """Runs the program, compiled once, and returns what was seen."""
         if self._compiled is None:
             self.platform = platform_of(arrays)
-            # As it stands in the jaxpr: XLA may not leave out a rounding.
-            options: Any = {"xla_allow_excess_precision": False}
-            if self.platform == "cpu":  # where compiling takes longer than running
-                options["xla_backend_optimization_level"] = 0
-            program = self.program(around)
-            self._compiled = jax.jit(program, compiler_options=options)
+            self._compiled = jitted(self.program(around), self.platform)
         with np.errstate(over="ignore"):  # of numbers in the code, said once already
             return jax.device_get(self._compiled(*arrays))
 
@@ -168,18 +164,19 @@ class Frame(Trails):
         consts: Sequence[Value] | None = None,
     ) -> list[Value]:
         """Replays a jaxpr, open or closed, whose constants may be values too."""
-        place, given = around, iter(consts or ())
+        given = iter(consts or ())
 
-        def apply(eqn, ins):
-            nonlocal place
-            place = around.of(eqn, before=place)
+        def apply(eqn, ins, place):
             with _jaxpr.context_of(eqn):
                 return (self.call if is_call(eqn) else self.operation)(eqn, ins, place)
 
         def const(array):
             return self.constant(array) if consts is None else next(given)
 
-        return _jaxpr.interpret(jaxpr, values, apply, const=const, literal=self.literal)
+        at_places = placed(apply, around)
+        return _jaxpr.interpret(
+            jaxpr, values, at_places, const=const, literal=self.literal
+        )
 
     # Operations
 
