@@ -29,7 +29,6 @@ from .._jaxprs.jaxpr import (
     Literal,
     Primitive,
     call_kind,
-    is_cast,
     is_float32,
     live_primitives,
     open_jaxpr,
@@ -421,53 +420,6 @@ def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
     for i in axes:
         shape[i] = 1
     return tuple(axes) if list(spread.outvars[0].aval.shape) == shape else ()
-
-
-def softmax_in_dropout(eqn: Equation, definition: Definition) -> int | None:
-    """Returns which input of ``eqn`` is a softmax that ``eqn`` drops a part of.
-
-    None if there is none. It is divided by the share that is kept, or multiplied by
-    a mask. So may it have been before.
-    """
-    if eqn.primitive.name not in SCALES or scales_far(eqn):
-        return None
-    for i, mask in enumerate(reversed(eqn.invars)):
-        if i == divisor(eqn) or not _is_mask(mask, definition):
-            continue
-        if _is_softmax(eqn.invars[i], definition):
-            return i
-    return None
-
-
-def _is_softmax(atom: Any, definition: Definition) -> bool:
-    """Whether ``atom`` is a softmax, a part of which may have been dropped."""
-    eqn = definition(atom)
-    if eqn is None:
-        return False
-    if call_kind(eqn) in ("jit", "custom_jvp"):
-        jaxpr = open_jaxpr(next(sub_jaxprs(eqn)))
-        made = {id(var): inner for inner in jaxpr.eqns for var in inner.outvars}
-        result = jaxpr.outvars[eqn.outvars.index(atom)]
-        return _is_softmax(result, lambda atom: made.get(id(atom)))
-    if is_cast(eqn):
-        return is_float32(eqn.invars[0]) and _is_softmax(eqn.invars[0], definition)
-    dropped = softmax_in_dropout(eqn, definition) is not None
-    return dropped or bool(axes_of_softmax(eqn, definition))
-
-
-def _is_mask(atom: Any, definition: Definition) -> bool:
-    """Whether ``atom`` is a number, or was boolean and at most scaled by numbers."""
-    if isinstance(atom, Literal):
-        return True
-    eqn = definition(atom)
-    if eqn is None or scales_far(eqn):
-        return False
-    name, ins = eqn.primitive.name, eqn.invars
-    if is_cast(eqn) and ins[0].aval.dtype == bool:
-        return True
-    scaled = name in SCALES and isinstance(ins[1], Literal)
-    moved = name in KEEPS_MAGNITUDES and len(ins) == 1
-    return (scaled or moved) and _is_mask(ins[0], definition)
 
 
 def scales_far(eqn: Equation) -> bool:

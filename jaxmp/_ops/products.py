@@ -22,7 +22,7 @@ from .._jaxprs.jaxpr import (
 )
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
-# Precision, and PyTorch, Autocast Op Reference, as in `_op_lists`.
+# Precision, and PyTorch, Autocast Op Reference, as in `lists`.
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # Products of operands in 8 bits or fewer, with a scale for each block: the user's.
 SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
