@@ -4,8 +4,8 @@ The names themselves are with the lists, in :mod:`jaxmp._ops.lists`. No other mo
 the engine looks at one.
 """
 
-import functools
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,36 +75,38 @@ Class = Literal[
 ]
 
 
-class Does(NamedTuple):
-    """What an operation does with the numbers that it is given."""
-
-    picks: bool  # returns numbers that it was given
-    hands_on: bool  # elementwise: what is lost before is lost behind
-    is_steep: bool  # makes much of the last digits, or is not known
-    squashes: bool  # comes close to one only where it hardly changes
-    multiplies: bool  # multiplies or divides entry by entry
-    joins: bool  # adds two arrays entry by entry
-    subtracts: bool  # a remainder is a difference too
-    compares: bool
+def _one_of(names: frozenset[str]) -> Callable[[Equation], bool]:
+    """Returns a test whether an equation is one of some operations."""
+    return lambda eqn: eqn.primitive.name in names
 
 
-@functools.cache
-def _does(name: str) -> Does:
-    return Does(
-        picks=name in PICKS,
-        hands_on=name in ARITHMETIC or name in HANDS_ON,
-        is_steep=name in STEEP or name not in _FOLLOWED,
-        squashes=name in SQUASHES,
-        multiplies=name in SCALES,
-        joins=name in JOINS,
-        subtracts=name in DIFFERENCES | REMAINDERS,
-        compares=name in COMPARES,
-    )
+# What an operation does with the numbers that it is given.
+picks = _one_of(PICKS)  # returns numbers that it was given
+is_view = _one_of(VIEWS)  # returns what it was given in another shape or place
+transposes = _one_of(TRANSPOSES)  # puts the axes of an array in another order
+copies = _one_of(COPIES)  # its transpose adds up what it has copied
+stretches = _one_of(STRETCHES)  # stretches operands of size one along an axis
+gathers = _one_of(GATHERS)  # brings the shards of an array to every device
+is_extreme = _one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers
+compares = _one_of(COMPARES)
+tests = _one_of(ORDERS | EQUALITIES)  # tells how two numbers compare
+tests_equal = _one_of(EQUALITIES)  # tells where two numbers are equal, or are not
+hands_on = _one_of(ARITHMETIC | HANDS_ON)  # what is lost before is lost behind, too
+multiplies = _one_of(SCALES)  # multiplies or divides entry by entry
+multiplies_entries = _one_of(FACTORS)  # multiplies two arrays entry by entry
+joins = _one_of(JOINS)  # adds two arrays entry by entry
+sums_entries = _one_of(ADDS_UP | JOINS)  # the same, in either pass
+adds_terms = _one_of(JOINS_TERMS)  # adds up, or takes away, entry by entry
+subtracts = _one_of(DIFFERENCES | REMAINDERS)  # a remainder is a difference too
+squashes = _one_of(SQUASHES)  # comes close to one only where it hardly changes
+is_bounded = _one_of(BOUNDED)  # returns no more than one, whatever it is given
+is_exponential = _one_of(EXPS)  # less one, or not
+is_product_of_any_kind = _one_of(PRODUCTS)  # in whatever dtype, with or without sums
 
 
-def does(eqn: Equation) -> Does:
-    """Returns what an equation does."""
-    return _does(eqn.primitive.name)
+def is_steep(eqn: Equation) -> bool:
+    """Whether an equation makes much of the last digits, or is not known."""
+    return eqn.primitive.name in STEEP or eqn.primitive.name not in _FOLLOWED
 
 
 def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
@@ -147,11 +149,6 @@ def may_matter(eqn: Equation, ops: OpLists) -> bool:
     return name in ops.allow or name in STARTS or _jaxpr.call_kind(eqn) == "custom_vjp"
 
 
-def is_product_of_any_kind(eqn: Equation) -> bool:
-    """Whether an equation is a product in whatever dtype, with or without sums."""
-    return eqn.primitive.name in PRODUCTS
-
-
 def is_told(eqn: Equation) -> bool:
     """Whether an equation is a product that asks for a precision of its own."""
     return is_product_of_any_kind(eqn) and not has_default_precision(eqn)
@@ -162,47 +159,12 @@ def is_outer(eqn: Equation) -> bool:
     return is_product_of_any_kind(eqn) and not is_matrix_product(eqn)
 
 
-def is_view(eqn: Equation) -> bool:
-    """Whether an equation returns what it was given in another shape or place."""
-    return eqn.primitive.name in VIEWS
-
-
 def negates(eqn: Equation) -> bool:
     """Whether an equation changes the sign of what it is given."""
-    if does(eqn).multiplies:
+    if multiplies(eqn):
         literals = (x for x in eqn.invars if isinstance(x, _jaxpr.Literal))
         return any(np.all(np.real(x.val) < 0) for x in literals)
     return eqn.primitive.name in NEGATES
-
-
-def is_extreme(eqn: Equation) -> bool:
-    """Whether an equation returns the larger, or the smaller, of two numbers."""
-    return eqn.primitive.name in EXTREMES
-
-
-def tests(eqn: Equation) -> bool:
-    """Whether an equation tells how two numbers compare."""
-    return eqn.primitive.name in ORDERS | EQUALITIES
-
-
-def tests_equal(eqn: Equation) -> bool:
-    """Whether an equation tells where two numbers are equal, or are not."""
-    return eqn.primitive.name in EQUALITIES
-
-
-def copies(eqn: Equation) -> bool:
-    """Whether the transpose of an equation adds up what it has copied."""
-    return eqn.primitive.name in COPIES
-
-
-def stretches(eqn: Equation) -> bool:
-    """Whether an equation stretches operands of size one along an axis."""
-    return eqn.primitive.name in STRETCHES
-
-
-def adds_terms(eqn: Equation) -> bool:
-    """Whether an equation adds up, or takes away, entry by entry."""
-    return eqn.primitive.name in JOINS_TERMS
 
 
 def folded(eqn: Equation, numbers: list[Any]) -> Any:
@@ -216,39 +178,9 @@ def folded(eqn: Equation, numbers: list[Any]) -> Any:
     return numbers[0] if name in VIEWS and len(numbers) == 1 else None
 
 
-def gathers(eqn: Equation) -> bool:
-    """Whether an equation brings the shards of an array to every device."""
-    return eqn.primitive.name in GATHERS
-
-
-def sums_entries(eqn: Equation) -> bool:
-    """Whether an equation adds two arrays entry by entry, in either pass."""
-    return eqn.primitive.name in ADDS_UP | JOINS
-
-
-def transposes(eqn: Equation) -> bool:
-    """Whether an equation puts the axes of an array in another order."""
-    return eqn.primitive.name in TRANSPOSES
-
-
-def is_bounded(eqn: Equation) -> bool:
-    """Whether an equation returns no more than one, whatever it is given."""
-    return eqn.primitive.name in BOUNDED
-
-
-def multiplies_entries(eqn: Equation) -> bool:
-    """Whether an equation multiplies two arrays entry by entry."""
-    return eqn.primitive.name in FACTORS
-
-
 def is_linear(eqn: Equation) -> bool:
     """Whether an equation adds up, chooses or moves, or casts."""
     return eqn.primitive.name in LINEAR or _jaxpr.is_cast(eqn)
-
-
-def is_exponential(eqn: Equation) -> bool:
-    """Whether an equation is an exponential, less one or not."""
-    return eqn.primitive.name in EXPS
 
 
 def retypes(eqn: Equation) -> bool:

@@ -109,7 +109,7 @@ def decide(
         return Decision("half" if half else "float32", _of_float32(step, rules.PRODUCT))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         return Decision("half", rules.FOLLOWS)
-    if kind == "smooth" and half and classes.does(eqn).joins:
+    if kind == "smooth" and half and classes.joins(eqn):
         how, rule = _joins(ins, need, dtype)
         if how is not None:
             return Decision(how, rule)
@@ -119,7 +119,7 @@ def decide(
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
-    squashes = classes.does(eqn).squashes and not _all_given(ins)
+    squashes = classes.squashes(eqn) and not _all_given(ins)
     if half and squashes and needs.leads_to_products_alone(need):
         return Decision("rounded", rules.JOINS)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
@@ -140,7 +140,7 @@ def is_sent_back(eqn: Equation, ins: Sequence[Value]) -> bool:
     may be once more. Not behind a factor that was given, which may bring them out
     of range. And not copies: these were rounded alike, and their errors add up.
     """
-    makes = classes.does(eqn).multiplies or classes.adds_terms(eqn)
+    makes = classes.multiplies(eqn) or classes.adds_terms(eqn)
     if not makes or any([x.is_far() for x in ins]):
         return False
     known = [value.known for value in ins]
@@ -157,7 +157,7 @@ def is_copied(eqn: Equation, kind: Class, ins: Sequence[Value]) -> bool:
     if kind == "product":
         return any(x.copied or x.scalar is not None for x in known)
     computed = [x for x in known if x.scalar is None]
-    if classes.does(eqn).multiplies:
+    if classes.multiplies(eqn):
         computed = [x for x in computed if x.sent or x.copied] or computed
     return bool(computed) and all(x.copied for x in computed)
 
@@ -183,7 +183,7 @@ def _follows(
         return False
     # What is kept is multiplied in float32. To add or to move it makes no difference.
     kept = any([x.known.kept is not None for x in floats])
-    if kept and kind == "smooth" and not classes.does(eqn).joins:
+    if kept and kind == "smooth" and not classes.joins(eqn):
         return False
     return all(
         [x.known.half or (x.known.scalar is not None and x.fits(dtype)) for x in floats]

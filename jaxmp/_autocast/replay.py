@@ -276,7 +276,7 @@ class Caster(Calls):
             chosen = storage.as_choice(eqn, ins, step.need)
             outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))
         if how == "rounded":
-            firmly = classes.does(eqn).joins and needs.has_several(step.need)
+            firmly = classes.joins(eqn) and needs.has_several(step.need)
             return [storage.joined(outs[0], self.dtype, firmly=firmly)]
         if how == "stored":
             return [self.stored(step, out) if out.is_float32() else out for out in outs]

@@ -95,7 +95,7 @@ def same(eqn: Equation, ins: Sequence[Value]) -> list[Any] | None:
     XLA may take what it has not rounded yet. What was chosen from an array would not be
     found in it again. None for all other equations, and beside a number in the code.
     """
-    finds = classes.tests(eqn) or classes.does(eqn).picks
+    finds = classes.tests(eqn) or classes.picks(eqn)
     if not finds or any([x.known.scalar is not None for x in ins]):
         return None
     return [

@@ -145,25 +145,25 @@ def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
 
 def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
     """Whether a number or a mask multiplies something, and brings it no range."""
-    if not classes.does(eqn).multiplies or classes.scales_far(eqn):
+    if not classes.multiplies(eqn) or classes.scales_far(eqn):
         return False
     return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
 
 
 def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
-    does, count = classes.does(eqn), len(eqn.invars)
+    count = len(eqn.invars)
     if classes.negates(eqn) and not back and not needs.is_kept(out):
         return [out | needs.OFFSET]  # to be taken away from something
-    if _jaxpr.is_cast(eqn) or (does.picks and is_float32(eqn.outvars[0])):
+    if _jaxpr.is_cast(eqn) or (classes.picks(eqn) and is_float32(eqn.outvars[0])):
         return [out] * count
     tells_sign = not signs.isdisjoint(eqn.outvars)
     if classes.tests_equal(eqn) and not back and not tells_sign:
         # Once they are rounded, others are equal.
         return [needs.reader(False, back) | needs.DIGITS] * count
     # To compare with a number in the code is no computing: a relu.
-    compares = tells_sign or (does.compares and isinstance(eqn.invars[-1], Literal))
-    if compares:
+    has_number = isinstance(eqn.invars[-1], Literal)
+    if tells_sign or (classes.compares(eqn) and has_number):
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
     kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
@@ -174,19 +174,18 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     """Returns what elementwise work, and what sees float32, needs of any input."""
     if kept:
         return needs.reader(False, back) | needs.EVERYTHING
-    does = classes.does(eqn)
     found = needs.reader(kind == "smooth" and needs.is_half(out), back)
     # The slope of a GELU is an exponential of what was rounded anyway.
-    if does.is_steep and not (back and classes.is_exponential(eqn)):
+    if classes.is_steep(eqn) and not (back and classes.is_exponential(eqn)):
         found |= needs.DIGITS
-    if kind == "smooth" or does.hands_on:
-        found |= needs.handed_on(out, squashed=does.squashes)
+    if kind == "smooth" or classes.hands_on(eqn):
+        found |= needs.handed_on(out, squashed=classes.squashes(eqn))
     return found
 
 
 def _of_sum_over_trips(eqn: Equation, summed: Ways) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
-    multiplies = classes.does(eqn).multiplies or classes.is_outer(eqn)
+    multiplies = classes.multiplies(eqn) or classes.is_outer(eqn)
     term = needs.GATE if multiplies else needs.FULL
     way = joined(starts for starts, _ in summed)
     return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]
@@ -208,9 +207,10 @@ def _of_offset(eqn: Equation, place: Place) -> Need:
 
 def _of_rule(eqn: Equation) -> Need:
     """Returns what a rule needs that computes a difference, as those of JAX do not."""
-    does, (x, *others) = classes.does(eqn), eqn.invars or [None]
-    squares = classes.is_square(eqn) or (does.multiplies and others == [x])
-    differs = does.subtracts or does.joins or classes.is_exponential(eqn)
+    x, *others = eqn.invars or [None]
+    squares = classes.is_square(eqn) or (classes.multiplies(eqn) and others == [x])
+    differs = classes.subtracts(eqn) or classes.joins(eqn)
+    differs = differs or classes.is_exponential(eqn)
     return needs.OFFSET if squares or differs else needs.NOTHING
 
 
@@ -221,10 +221,9 @@ def _is_whole(taken: Any, eqn: Equation) -> bool:
 
 def _taken_away(eqn: Equation, place: Place) -> Any:
     """Returns what ``eqn`` takes away from something, None if nothing."""
-    does = classes.does(eqn)
-    if does.subtracts:
+    if classes.subtracts(eqn):
         return eqn.invars[1]
-    for x in eqn.invars if does.joins else ():
+    for x in eqn.invars if classes.joins(eqn) else ():
         if is_in(x, place.spotted.negated):
             return x
     return None

@@ -72,7 +72,7 @@ def test_what_is_not_known_needs_all_digits():
     new.def_abstract_eval(lambda aval: aval)
     eqn = last(new.bind, W)
     assert classes.classify(eqn, jaxmp.DEFAULT_OPS, FLOAT16) == "keep"
-    assert classes.does(eqn).is_steep
+    assert classes.is_steep(eqn)
 
 
 def test_a_product_that_was_written_in_16_bits_is_left_alone():

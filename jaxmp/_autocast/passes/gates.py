@@ -147,10 +147,11 @@ def _made_by(eqn: Equation, ins: list[int]) -> int:
     """Returns what ``eqn`` makes of such inputs."""
     if classes.is_bounded(eqn):
         return _GATE
-    does, scales = classes.does(eqn), any(kind == _NUMBER for kind in ins)
+    scales = any(kind == _NUMBER for kind in ins)
     if classes.multiplies_entries(eqn) and not scales:
         return _SCALED
-    if not (classes.is_linear(eqn) or does.picks or (does.multiplies and scales)):
+    hands_on = classes.is_linear(eqn) or classes.picks(eqn)
+    if not (hands_on or (classes.multiplies(eqn) and scales)):
         return 0
     pairs = zip(eqn.invars, ins, strict=True)
     floats = [kind for x, kind in pairs if _jaxpr.is_inexact(x)]
