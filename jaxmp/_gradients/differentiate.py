@@ -237,7 +237,11 @@ def differentiate(
             warn_unscaled()
             unscaled = False  # what is inside need not say it again
         if policy_dtype in _16_BIT and around not in _16_BIT and is_staged():
-            fun = _looked_at(options, fun, user)
+            # Reading jaxprs takes long to import, here as below.
+            from .looks import warns_if_promoted
+
+            assert options.policy is not None
+            fun = warns_if_promoted(options.policy, fun, user)
     differentiated = _indices(options.argnums, args, "argnums")
     batched = _indices(options.batch_argnums, args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
@@ -267,8 +271,10 @@ def differentiate(
                 ),
             )
     if not options.gather:
+        from .looks import refuses_ungathered
+
         axes = options.sharded(options.params(args))
-        fun = _with_gathered_shards(options, fun, axes)
+        fun = refuses_ungathered(fun, axes, options.params, options.with_params)
     run = _scaled(options, fun)
     run = _over_batch(options, run, batched)
     if options.axes:
@@ -390,81 +396,6 @@ def _with_models(
         return fun(state, *options.with_params(args, params), **kwargs)
 
     return with_models
-
-
-def _looked_at(
-    options: Options, fun: Callable[..., Any], user: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns ``fun``, looking at its first call whether anything runs in 16 bits."""
-    policy, seen = options.policy, False
-    assert policy is not None
-
-    def looked_at(state, *args, **kwargs):
-        nonlocal seen
-        if not seen:
-            seen = True
-            # Reading jaxprs takes long to import.
-            from .policy_notes import warn_if_promoted
-
-            @functools.wraps(user, updated=())
-            def loss(*args, **kwargs):
-                return fun(state, *args, **kwargs)[0]
-
-            warn_if_promoted(policy, loss, args, kwargs)
-        return fun(state, *args, **kwargs)
-
-    return looked_at
-
-
-def _with_gathered_shards(
-    options: Options, fun: Callable[..., Any], axes: Sequence[frozenset[Any]]
-) -> Callable[..., Any]:
-    """Returns ``fun``, raising where its loss reads a shard that it never gathers."""
-
-    def checked(state, *args, **kwargs):
-        # Reading jaxprs takes long to import.
-        from .._devices.ungathered import never_gathered
-
-        params = options.params(args)
-        entries, structure = jax.tree.flatten_with_path(params)
-        inexact = (i for i, (_, x) in enumerate(entries) if is_inexact(x))
-        own = {i: axes[i] for i in inexact if axes[i]}
-
-        def loss(*shards):
-            leaves = [x for _, x in entries]
-            for i, shard in zip(own, shards, strict=True):
-                leaves[i] = shard
-            whole = options.with_params(args, structure.unflatten(leaves))
-            return fun(state, *whole, **kwargs)[0]
-
-        names = [path_name(entries[i][0]) or "the parameter" for i in own]
-        shards = [entries[i][1] for i in own]
-        try:
-            alone = never_gathered(loss, shards, list(own.values()))
-        except (TypeError, ValueError) as error:
-            some = ", ".join(f"`{name}`" for name in names[:3])
-            error.add_note(_SHARDS.format(some=some))
-            raise
-        if alone:
-            number, axis = alone[0]
-            raise ValueError(
-                f"`{names[number]}` is sharded over {axis!r}, and the loss reads the "
-                f"shard of each device as if it were all of it. {_CURE}"
-            )
-        return fun(state, *args, **kwargs)
-
-    return checked
-
-
-_CURE = (
-    "Where its layer begins, pass it through `jaxmp.gather(params, specs, policy)`, "
-    "with the PartitionSpecs of what is there. Or leave `gather=False` out: the "
-    "function then sees whole parameters."
-)
-_SHARDS = (
-    "Under `gather=False` of `jaxmp.value_and_grad` the function sees shards, such as "
-    f"those of {{some}}. {_CURE}"
-)
 
 
 def _names(dims: Any) -> list[Any]:

@@ -41,7 +41,7 @@ WINGS = {
         {"fp8", "lists", "precision"},
         {"narrow"},
     ],
-    "_devices": [{"ungathered", "varying"}, {"batch"}, {"mesh"}, {"gather"}],
+    "_devices": [{"varying"}, {"batch"}, {"mesh"}, {"gather"}],
     "_training": [
         {"exponents", "loss_scale_state", "state_dtype"},
         {"narrow_params", "scalars"},
@@ -99,7 +99,7 @@ WINGS = {
         },
         {"overflow.overflow", "sensitivity.sensitivity"},
     ],
-    "_gradients": [{"policy_notes"}, {"differentiate"}, {"activations", "grad"}],
+    "_gradients": [{"looks"}, {"differentiate"}, {"activations", "grad"}],
 }
 FRONT_ENDS = {"linen", "nnx", "plots"}
 

@@ -1,0 +1,268 @@
+"""Looks at the user's function, for which it is traced once more and does not run.
+
+A warning where no matmul runs in 16 bits, an error where a shard is never gathered, and
+a note on an error that the cast of arguments has led to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+
+from .._base.checks import warn
+from .._base.policy import Policy
+from .._base.tree import is_inexact, path_name
+from .._diagnosis.audit.leaks import Walk
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.around import CastsItself, inside
+from .._jaxprs.flatten import flatten
+from .._jaxprs.places import Place, caller, is_users
+
+
+def warns_if_promoted(
+    policy: Policy, fun: Callable[..., Any], user: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns ``fun``, looking at its first call whether anything runs in 16 bits.
+
+    Args:
+        policy: What the parameters among its arguments have been cast by.
+        fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
+        user: The function that the user gave, whose arguments have names.
+    """
+    seen = False
+
+    def looked_at(state, *args, **kwargs):
+        nonlocal seen
+        if not seen:
+            seen = True
+
+            @functools.wraps(user, updated=())
+            def loss(*args, **kwargs):
+                return fun(state, *args, **kwargs)[0]
+
+            _warn_if_promoted(policy, loss, args, kwargs)
+        return fun(state, *args, **kwargs)
+
+    return looked_at
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """A leaf that has a value, which the function may ask for."""
+
+    value: Any
+
+
+def _warn_if_promoted(
+    policy: Policy, fun: Callable[..., Any], args: Any, kwargs: Any
+) -> None:
+    """Warns where not one product of ``fun`` runs in 16 bits under a policy.
+
+    Tracing takes time, and ends where ``with_policy`` or ``autocast`` is met, which see
+    to their inputs.
+    """
+
+    @functools.wraps(fun)
+    def of_held(*args, **kwargs):
+        args, kwargs = jax.tree.map(
+            lambda x: x.value if isinstance(x, _Held) else x, (args, kwargs)
+        )
+        return fun(*args, **kwargs)
+
+    args, kwargs = jax.tree.map(
+        lambda x: x if isinstance(x, jax.core.Tracer) else _Held(x), (args, kwargs)
+    )
+    flat = flatten(of_held, args, kwargs)
+    try:
+        with inside(looking=True, unscaled=False):
+            jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
+    except CastsItself:
+        return
+    walk = Walk()
+    inputs = [*map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))]
+    walk.run(jaxpr, inputs, Place(user=caller()))
+    report = walk.report(None, ())
+    if not report.flops or report.fraction_16bit > 0:
+        return
+    why = ""
+    if report.leaks:
+        leak = report.leaks[0]
+        why = f" {os.path.basename(leak.where)}: {leak}."
+    warn(
+        "No matmul runs in 16 bits. `policy=` casts only the differentiated arguments, "
+        f"and other float32 arrays promote every matmul to float32.{why} To run them "
+        f"in {policy.compute_dtype}, leave `policy=` out and put autocast around the "
+        "gradient function, `autocast(grad_fn, policy)`; or cast the inputs in the "
+        "loss too, `jaxmp.with_policy(model.apply, policy)`."
+    )
+
+
+def note_cast(
+    error: Exception,
+    name: str,
+    fun: Callable,
+    policy: Any,
+    given: tuple[Sequence[Any], dict[str, Any]],
+    cast: tuple[Sequence[Any], dict[str, Any]],
+) -> None:
+    """Adds a note to ``error`` if the cast of its arguments has made ``fun`` fail.
+
+    That is so if JAX takes ``fun`` with the arguments as they were given, and not with
+    those that were cast.
+
+    Args:
+        error: What was raised.
+        name: The function of jaxmp that has cast.
+        fun: The user's function.
+        policy: By which it has cast.
+        given: The positional and keyword arguments before the cast.
+        cast: Those after it.
+    """
+    if _works(fun, cast) or not _works(fun, given):
+        return
+    # Importing it here, because it takes long.
+    from .._autocast.autocast import autocast
+
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{x.filename}:{x.lineno}" for x in frames if is_users(x.filename)]
+    where = f" at {lines[-1]}" if lines else ""
+    dtype = policy.compute_dtype
+    cure = "Compute that in float32, of `x.astype(jnp.float32)`"
+    if _works(autocast(fun, dtype), given):
+        cure += (
+            f', or use `jaxmp.autocast(fun, "{dtype}")` without the policy of `{name}`:'
+            " it runs this program"
+        )
+    error.add_note(
+        f"{cure}. `{name}` has cast arguments to {dtype}, which JAX does not take"
+        f"{where}; as they were given it takes them."
+    )
+    # Before what JAX says of its frames.
+    error.__notes__.insert(0, error.__notes__.pop())
+
+
+def _works(fun: Callable, arguments: tuple[Sequence[Any], dict[str, Any]]) -> bool:
+    """Whether JAX takes ``fun`` with some arguments, without running it."""
+    args, kwargs = arguments
+    flat = flatten(fun, tuple(args), kwargs)
+    try:
+        jax.eval_shape(flat.fun, *flat.leaves)
+        # An operation that the device lacks in 16 bits shows when it is lowered.
+        if not any(isinstance(x, jax.core.Tracer) for x in flat.leaves):
+            jax.jit(flat.fun).lower(*flat.leaves)
+    except Exception:
+        return False
+    return True
+
+
+_CURE = (
+    "Where its layer begins, pass it through `jaxmp.gather(params, specs, policy)`, "
+    "with the PartitionSpecs of what is there. Or leave `gather=False` out: the "
+    "function then sees whole parameters."
+)
+_SHARDS = (
+    "Under `gather=False` of `jaxmp.value_and_grad` the function sees shards, such as "
+    f"those of {{some}}. {_CURE}"
+)
+
+
+def refuses_ungathered(
+    fun: Callable[..., Any],
+    axes: Sequence[frozenset[Any]],
+    params_of: Callable[[Sequence[Any]], Any],
+    with_params: Callable[[Sequence[Any], Any], Sequence[Any]],
+) -> Callable[..., Any]:
+    """Returns ``fun``, raising where its loss reads a shard that it never gathers.
+
+    Args:
+        fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
+        axes: For each parameter, the mesh axes that it is sharded over.
+        params_of: Returns the parameters among the arguments.
+        with_params: Returns arguments with other parameters in their places.
+    """
+
+    def checked(state, *args, **kwargs):
+        params = params_of(args)
+        entries, structure = jax.tree.flatten_with_path(params)
+        inexact = (i for i, (_, x) in enumerate(entries) if is_inexact(x))
+        own = {i: axes[i] for i in inexact if axes[i]}
+
+        def loss(*shards):
+            leaves = [x for _, x in entries]
+            for i, shard in zip(own, shards, strict=True):
+                leaves[i] = shard
+            whole = with_params(args, structure.unflatten(leaves))
+            return fun(state, *whole, **kwargs)[0]
+
+        names = [path_name(entries[i][0]) or "the parameter" for i in own]
+        shards = [entries[i][1] for i in own]
+        try:
+            alone = never_gathered(loss, shards, list(own.values()))
+        except (TypeError, ValueError) as error:
+            some = ", ".join(f"`{name}`" for name in names[:3])
+            error.add_note(_SHARDS.format(some=some))
+            raise
+        if alone:
+            number, axis = alone[0]
+            raise ValueError(
+                f"`{names[number]}` is sharded over {axis!r}, and the loss reads the "
+                f"shard of each device as if it were all of it. {_CURE}"
+            )
+        return fun(state, *args, **kwargs)
+
+    return checked
+
+
+# Of a value: the shards that it was computed from and has not met the other parts of,
+# each as its number and a mesh axis.
+Alone = frozenset[tuple[int, Any]]
+_NOTHING: Alone = frozenset()
+
+
+def never_gathered(
+    loss: Callable[..., Any], shards: Sequence[Any], axes: Sequence[frozenset[Any]]
+) -> list[tuple[int, Any]]:
+    """Returns the shards that reach a loss through no collective over their axis.
+
+    Args:
+        loss: Function of the shards that returns a scalar.
+        shards: Arrays.
+        axes: For each of them, the mesh axes that it is sharded over.
+
+    Returns:
+        The numbers of the shards, each with an axis.
+    """
+    jaxpr = _jaxpr.trace(lambda *shards: [loss(*shards)], shards)
+    given = [
+        frozenset((number, axis) for axis in own) for number, own in enumerate(axes)
+    ]
+    (alone,) = _followed(jaxpr, given, sorted(frozenset().union(*axes), key=str))
+    return sorted(alone, key=str)
+
+
+def _followed(
+    jaxpr: Any, given: Sequence[Alone], axes: Sequence[Any]
+) -> Sequence[Alone]:
+    """Returns what the outputs of a jaxpr were computed from."""
+
+    def follow(jaxpr, ins):
+        return _followed(jaxpr, ins, axes)
+
+    def apply(eqn, ins):
+        if _jaxpr.call_kind(eqn):
+            return _jaxpr.through_bodies(eqn, ins, follow, lambda x: _NOTHING.union(*x))
+        met = _jaxpr.collective_axes(eqn, axes)
+        alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
+        return [alone] * len(eqn.outvars)
+
+    def nothing(_):
+        return _NOTHING
+
+    return _jaxpr.interpret(jaxpr, given, apply, const=nothing, literal=nothing)
