@@ -179,6 +179,15 @@ def test_what_is_divided_by_keeps_its_digits():
     assert_nothing_was_rounded(found[1], usual[1])
 
 
+def test_a_solver_is_differentiated_with_what_was_stored():
+    def loss(w, x):
+        return jnp.mean(jnp.linalg.solve(w.T @ w + jnp.eye(WIDTH), (x @ w).T) ** 2)
+
+    w = layers(1)[0][0][:, :WIDTH]
+    usual, found = grad_of(loss)(w, batch()), grad_of(loss, "int8")(w, batch())
+    assert 0 < distance(found[1], usual[1]) < 0.01
+
+
 def test_a_region_and_paths_keep_what_they_store():
     def loss(params, x):
         (up, down), *_ = params
