@@ -4,7 +4,6 @@ The names themselves are with the lists, in :mod:`jaxmp._ops.lists`. No other mo
 the engine looks at one.
 """
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +45,7 @@ from .._ops.lists import (
     OpLists,
     is_power,
     is_steep_power,
+    one_of,
 )
 from .._ops.lists import divisor as divisor
 from .._ops.lists import is_square as is_square
@@ -75,33 +75,28 @@ Class = Literal[
 ]
 
 
-def _one_of(names: frozenset[str]) -> Callable[[Equation], bool]:
-    """Returns a test whether an equation is one of some operations."""
-    return lambda eqn: eqn.primitive.name in names
-
-
 # What an operation does with the numbers that it is given.
-picks = _one_of(PICKS)  # returns numbers that it was given
-is_view = _one_of(VIEWS)  # returns what it was given in another shape or place
-transposes = _one_of(TRANSPOSES)  # puts the axes of an array in another order
-copies = _one_of(COPIES)  # its transpose adds up what it has copied
-stretches = _one_of(STRETCHES)  # stretches operands of size one along an axis
-gathers = _one_of(GATHERS)  # brings the shards of an array to every device
-is_extreme = _one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers
-compares = _one_of(COMPARES)
-tests = _one_of(ORDERS | EQUALITIES)  # tells how two numbers compare
-tests_equal = _one_of(EQUALITIES)  # tells where two numbers are equal, or are not
-hands_on = _one_of(ARITHMETIC | HANDS_ON)  # what is lost before is lost behind, too
-multiplies = _one_of(SCALES)  # multiplies or divides entry by entry
-multiplies_entries = _one_of(FACTORS)  # multiplies two arrays entry by entry
-joins = _one_of(JOINS)  # adds two arrays entry by entry
-sums_entries = _one_of(ADDS_UP | JOINS)  # the same, in either pass
-adds_terms = _one_of(JOINS_TERMS)  # adds up, or takes away, entry by entry
-subtracts = _one_of(DIFFERENCES | REMAINDERS)  # a remainder is a difference too
-squashes = _one_of(SQUASHES)  # comes close to one only where it hardly changes
-is_bounded = _one_of(BOUNDED)  # returns no more than one, whatever it is given
-is_exponential = _one_of(EXPS)  # less one, or not
-is_product_of_any_kind = _one_of(PRODUCTS)  # in whatever dtype, with or without sums
+picks = one_of(PICKS)  # returns numbers that it was given
+is_view = one_of(VIEWS)  # returns what it was given in another shape or place
+transposes = one_of(TRANSPOSES)  # puts the axes of an array in another order
+copies = one_of(COPIES)  # its transpose adds up what it has copied
+stretches = one_of(STRETCHES)  # stretches operands of size one along an axis
+gathers = one_of(GATHERS)  # brings the shards of an array to every device
+is_extreme = one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers
+compares = one_of(COMPARES)
+tests = one_of(ORDERS | EQUALITIES)  # tells how two numbers compare
+tests_equal = one_of(EQUALITIES)  # tells where two numbers are equal, or are not
+hands_on = one_of(ARITHMETIC | HANDS_ON)  # what is lost before is lost behind, too
+multiplies = one_of(SCALES)  # multiplies or divides entry by entry
+multiplies_entries = one_of(FACTORS)  # multiplies two arrays entry by entry
+joins = one_of(JOINS)  # adds two arrays entry by entry
+sums_entries = one_of(ADDS_UP | JOINS)  # the same, in either pass
+adds_terms = one_of(JOINS_TERMS)  # adds up, or takes away, entry by entry
+subtracts = one_of(DIFFERENCES | REMAINDERS)  # a remainder is a difference too
+squashes = one_of(SQUASHES)  # comes close to one only where it hardly changes
+is_bounded = one_of(BOUNDED)  # returns no more than one, whatever it is given
+is_exponential = one_of(EXPS)  # less one, or not
+is_product_of_any_kind = one_of(PRODUCTS)  # in whatever dtype, with or without sums
 
 
 def is_steep(eqn: Equation) -> bool:

@@ -272,6 +272,27 @@ FOLDS: dict[str, Callable] = {
 Definition = Callable[[Any], Equation | None]
 
 
+def one_of(names: Iterable[str]) -> Callable[[Equation], bool]:
+    """Returns a test whether an equation is one of some operations."""
+    names = frozenset(names)
+    return lambda eqn: eqn.primitive.name in names
+
+
+is_power = one_of({"integer_pow"})
+is_iota = one_of({"iota"})  # makes an array that counts, from nothing
+tests_equal = one_of({"eq"})
+rounds_to_integers = one_of({"round"})  # as floats
+is_barrier = one_of(_BARRIERS)  # only says when what it takes is computed
+is_placed = one_of(_PLACED)  # says what `jax.checkpoint` does with a value
+is_repeatable = one_of(_REPEATABLE)  # elementwise or a move
+is_elementwise = one_of(_REPEATABLE - COMPARES)  # what is lost before is lost behind
+reduces = one_of(_REDUCES)  # makes a statistic of many numbers
+# Makes one truth value of many.
+reduces_tests = one_of(
+    {"reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce"}
+)
+
+
 def is_steep_power(eqn: Equation) -> bool:
     """Whether ``eqn`` is a square or another power, but a cube.
 
@@ -296,16 +317,6 @@ def is_square(eqn: Equation) -> bool:
     return eqn.primitive.name == "square" or is_steep_power(eqn)
 
 
-def tests_equal(eqn: Equation) -> bool:
-    """Whether ``eqn`` tells where two arrays are equal."""
-    return eqn.primitive.name == "eq"
-
-
-def is_power(eqn: Equation) -> bool:
-    """Whether ``eqn`` raises its input to an integer power."""
-    return eqn.primitive.name == "integer_pow"
-
-
 def divisor(eqn: Equation) -> int | None:
     """Returns which input of ``eqn`` is a divisor, if one is."""
     name = eqn.primitive.name
@@ -322,29 +333,9 @@ def is_computed_again(eqn: Equation) -> bool:
     return eqn.primitive.name in _COMPUTED_AGAIN or holds_back(eqn)
 
 
-def is_repeatable(eqn: Equation) -> bool:
-    """Whether ``eqn`` is elementwise or a move, whatever it makes of its inputs."""
-    return eqn.primitive.name in _REPEATABLE
-
-
-def is_elementwise(eqn: Equation) -> bool:
-    """Whether ``eqn`` hands on what is lost of its inputs, entry by entry."""
-    return eqn.primitive.name in _REPEATABLE - COMPARES
-
-
 def is_moved(eqn: Equation) -> bool:
     """Whether ``eqn`` returns what it is given in another place, shape or dtype."""
     return eqn.primitive.name in _MOVED | _CASTS or holds_back(eqn)
-
-
-def is_placed(eqn: Equation) -> bool:
-    """Whether ``eqn`` says of a value what ``jax.checkpoint`` does with it."""
-    return eqn.primitive.name in _PLACED
-
-
-def reduces(eqn: Equation) -> bool:
-    """Whether ``eqn`` makes a statistic of many numbers."""
-    return eqn.primitive.name in _REDUCES
 
 
 def reads_digits(eqn: Equation, place: int) -> bool:
@@ -355,24 +346,9 @@ def reads_digits(eqn: Equation, place: int) -> bool:
     return name in _READS_DIGITS or name not in _KNOWN or divisor(eqn) == place
 
 
-def is_barrier(eqn: Equation) -> bool:
-    """Whether ``eqn`` returns what it takes, and only says when that is computed."""
-    return eqn.primitive.name in _BARRIERS
-
-
 def holds_back(eqn: Equation) -> bool:
     """Whether ``eqn`` does nothing but to keep one value from being fused."""
     return is_barrier(eqn) and len(eqn.invars) == 1
-
-
-def rounds_to_integers(eqn: Equation) -> bool:
-    """Whether ``eqn`` returns the nearest integers, as floats."""
-    return eqn.primitive.name == "round"
-
-
-def is_iota(eqn: Equation) -> bool:
-    """Whether ``eqn`` makes an array that counts, from nothing."""
-    return eqn.primitive.name == "iota"
 
 
 def in_words(eqn: Equation) -> str:
@@ -392,12 +368,6 @@ def tests_finite(eqn: Equation) -> bool:
     # `jnp.isnan` compares an array with itself.
     is_self = len(ins) == 2 and ins[0] is ins[1]
     return name == "is_finite" or (name in ("ne", "eq") and is_self)
-
-
-def reduces_tests(eqn: Equation) -> bool:
-    """Whether ``eqn`` makes one truth value of many."""
-    name = eqn.primitive.name
-    return name in ("reduce_and", "reduce_or", "reduce_min", "reduce_max", "reduce")
 
 
 def axes_of_softmax(eqn: Equation, definition: Definition) -> tuple[int, ...]:
