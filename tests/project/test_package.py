@@ -185,9 +185,14 @@ def test_the_page_on_how_jaxmp_is_built_names_what_there_is():
         assert path.is_dir() or path.with_suffix(".py").exists(), place
     listed = page.split("## The modules of autocast")[1].split("## What each")[0]
     rows = re.findall(r"^\| (`.*?) \|", listed, re.M)
-    modules = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    there = {room.split(".")[0] for row in WINGS["_autocast"] for room in row}
-    assert modules == there
+    modules = re.findall(r"`(\w+)`", " ".join(rows))
+    order = {
+        room.split(".")[0]: i
+        for i, row in enumerate(WINGS["_autocast"])
+        for room in row
+    }
+    assert {*modules} == {*order}
+    assert modules == sorted(modules, key=order.__getitem__)
 
 
 def doc(node):
