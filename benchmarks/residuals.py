@@ -4,7 +4,8 @@ Training steps of networks of many families, compiled for an H200 (extra ``aot``
 nothing runs): temporary memory, bytes and kernels in float32, under autocast, and with
 residuals in eight bits. Beside them, computed on this machine on small networks of the
 same families, how far gradients are from float32. With ``--train`` small models that
-learn instead, three seeds each.
+learn instead, three seeds each; two are those of ``examples/language_model.py`` and
+``examples/masked_lm.py``.
 
     python -m benchmarks residuals --networks gpt     # added to what is saved
     python -m benchmarks residuals --train
@@ -12,11 +13,13 @@ learn instead, three seeds each.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
 
@@ -29,8 +32,58 @@ from .counting.tables import show
 from .machinery import count
 from .networks.families import FAMILIES, SMALL
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
+import _bert
+import _lstm
+import _text
+
 FORMS = {"bfloat16": None, "int8": "int8", "fp8": "fp8"}
-TRAINED = ("language model", "cnn")
+
+
+class Trained(NamedTuple):
+    """A model that learns, and how fast."""
+
+    task: Callable[[int, int], moments.Task]  # of a seed and the count of updates
+    learning_rate: float
+
+
+def characters(seed: int, updates: int) -> moments.Task:
+    """Returns the LSTM of ``language_model.py``, with one worker's share of a batch."""
+    rows, _ = _text.split(_text.as_characters(_text.read()), 33)
+    chosen = np.random.default_rng(seed).integers(len(rows), size=(updates, 128))
+    model, init = _lstm.make_model(len(_text.CHARACTERS), 32)
+
+    def loss(params, _, rows):
+        return moments.cross_entropy(model.apply(params, rows[:, :-1]), rows[:, 1:])
+
+    params = init(jax.random.key(seed), rows[:1, :-1])
+    return moments.Task(params, (), loss, rows[chosen])
+
+
+def masked_words(seed: int, updates: int) -> moments.Task:
+    """Returns the encoder of ``masked_lm.py``, with batches of 16 rows."""
+    words = _text.as_words(_text.read(), _bert.VOCABULARY)
+    rows, _ = _text.split(words, 64)
+    rng = np.random.default_rng(seed)
+    masked = [_bert.mask(rng, rng.choice(rows, 16)) for _ in range(updates)]
+    batches = jax.tree.map(lambda *leaves: np.stack(leaves), *masked)
+
+    def loss(params, _, batch):
+        logits = _bert.SMALL.apply(params, batch.tokens, batch.positions)
+        return moments.cross_entropy(logits, batch.targets)
+
+    first = masked[0]
+    params = _bert.init_small(jax.random.key(seed), first.tokens, first.positions)
+    return moments.Task(params, (), loss, batches)
+
+
+# The last two with the learning rates of the examples.
+TRAINED = {
+    "language model": Trained(moments.language_model, 2e-3),
+    "cnn": Trained(moments.cnn, 2e-3),
+    "language_model.py": Trained(characters, 3e-2),
+    "masked_lm.py": Trained(masked_words, 3e-3),
+}
 
 
 @dataclasses.dataclass
@@ -42,7 +95,9 @@ class Options:
     """Of the compiled steps."""
     seeds: int = 3
     train: bool = False
-    updates: int = 400
+    models: tuple[str, ...] = tuple(TRAINED)
+    """With ``--train``."""
+    updates: int = 300
     output: pathlib.Path | None = None
 
 
@@ -52,9 +107,12 @@ def main(arguments: list[str]) -> None:
     path = options.output or results.target("residuals")
     command = ["residuals", *arguments]
     if options.train:
-        rows = list(losses(options.updates, options.seeds))
-        show("Loss of the last updates", rows)
-        results.save(path, "training", results.hardware(), command, rows)
+        worth.check("model", options.models, TRAINED)
+        for name in options.models:
+            row = losses(name, options.updates, options.seeds)
+            show(f"{name}, loss of the last updates", [row])
+            title = f"{name}, trained"
+            results.save(path, title, results.hardware(), command, [row])
         return
     h200.require("residuals")
     worth.check("network", options.networks, FAMILIES)
@@ -121,20 +179,19 @@ def table(rows: list[dict[str, Any]], away: dict[str, float]) -> list[dict[str, 
     ]
 
 
-def losses(updates: int, seeds: int) -> Iterator[dict[str, Any]]:
-    """Trains small models and yields their losses, a row for each."""
-    for name in TRAINED:
-        tasks = [moments.MODELS[name](seed, updates) for seed in range(seeds)]
-        row = {"model": name}
-        for form, residuals in FORMS.items():
-            row[form] = moments.spread(train(tasks, residuals))
-            print(name, form, row[form], flush=True)
-        yield row
+def losses(name: str, updates: int, seeds: int) -> dict[str, str]:
+    """Trains a small model in each form, and returns its losses."""
+    tasks = [TRAINED[name].task(seed, updates) for seed in range(seeds)]
+    rate = TRAINED[name].learning_rate
+    return {
+        form: moments.spread(train(tasks, rate, residuals))
+        for form, residuals in FORMS.items()
+    }
 
 
-def train(tasks: list[moments.Task], residuals: Any) -> list[float]:
+def train(tasks: list[moments.Task], rate: float, residuals: Any) -> list[float]:
     """Returns the mean loss of the last updates of each seed."""
-    tx, loss_fn = optax.adamw(2e-3), tasks[0].loss
+    tx, loss_fn = optax.adamw(rate), tasks[0].loss
     grad_fn = jaxmp.autocast(
         jax.value_and_grad(loss_fn), "mixed_bfloat16", residuals=residuals
     )
