@@ -70,7 +70,6 @@ WINGS = {
     "_diagnosis": [
         {"numbers"},
         {
-            "audit.made",
             "audit.reasons",
             "audit.report",
             "audit.residuals",

@@ -9,8 +9,10 @@ operands of a float32 product at default precision too, to TF32 or bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
@@ -23,6 +25,7 @@ from ..._ops.lists import (
     DIFFERENCES,
     EXPONENTIALS,
     FACTORS,
+    FOLDS,
     INVERTS,
     INVERTS_SYMMETRIC,
     JOINS_TERMS,
@@ -51,11 +54,12 @@ from ..._ops.products import (
     is_matrix_product,
 )
 from ..numbers import Numbers
-from .made import NONE, Made, Products, constant, either, literal, number_of, union
 from .report import Hazard
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
+
+_LARGEST = 2**16  # of the constants of which the numbers are looked at
 
 # Why each kind is one, and the cure where it is another formula.
 _WHY = {
@@ -73,6 +77,32 @@ _FORMULA = {
     "covariance": "(x - x.mean(0)).T @ (y - y.mean(0)) / len(x)",
     "difference": "slices, such as x[1:] - x[:-1]",
 }
+
+
+Products = frozenset[int]  # the numbers of some of them
+NONE: Products = frozenset()
+
+
+class Made(NamedTuple):
+    """What a value is made of."""
+
+    products: Products = NONE  # it is a sum of these, scaled
+    twice: Products = NONE  # those that are in it twice, as 2xy is
+    chosen: Products = NONE  # it is an index that was chosen by these
+    rank: int = 0  # of the index, when it was chosen
+    compared: Products = NONE  # it says where these are above something
+    given: bool = False  # from arguments and numbers alone
+    number: Any = None  # what every entry is, where that is known
+    cancels: bool = False  # its numbers add up to zero, as those of a difference do
+    doubled: bool = False  # it is twice something
+    squared: bool = False  # a square
+    squares: bool = False  # a sum with sums of squares in it
+    norm: bool = False  # the root of such a sum
+    total: bool = False  # a sum over an axis, scaled
+    of_totals: bool = False  # one sum times another
+    entries: Products = NONE  # each entry is made of the same entry of these
+    counts: bool = False  # 0, 1, 2...
+    random: bool = False  # with random numbers in it
 
 
 class Product(NamedTuple):
@@ -100,7 +130,7 @@ class Hazards:
         """Returns the hazards in a jaxpr, in the order of the program."""
         given = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
         outs = self._run(jaxpr, given, around)
-        self._note("comparison", union(x.compared for x in outs))
+        self._note("comparison", _union(x.compared for x in outs))
         return tuple(self._found.values())
 
     def _run(self, jaxpr: Any, inputs: Sequence[Made], around: Place) -> list[Made]:
@@ -109,7 +139,7 @@ class Hazards:
                 return self._call(eqn, ins, around)
             return [self._operation(eqn, ins, around)] * len(eqn.outvars)
 
-        return _jaxpr.interpret(jaxpr, inputs, apply, const=constant, literal=literal)
+        return _jaxpr.interpret(jaxpr, inputs, apply, const=_constant, literal=_literal)
 
     def _call(self, eqn: Equation, ins: list[Made], around: Place) -> list[Made]:
         layout, place = _jaxpr.call_layout(eqn), around.of(eqn, before=around)
@@ -124,7 +154,7 @@ class Hazards:
             for body in _jaxpr.on_accelerator(eqn, layout.bodies)
         ]
         if _jaxpr.call_kind(eqn) == "cond":
-            return [either(outs) for outs in zip(*results, strict=True)]
+            return [_either(outs) for outs in zip(*results, strict=True)]
         return results[-1]
 
     def _operation(self, eqn: Equation, ins: list[Made], around: Place) -> Made:
@@ -137,7 +167,7 @@ class Hazards:
         # A choice between values that were computed, such as both sides of a quantile
         # loss, has no jump for certain.
         has_jump = name not in SELECTS or all(x.given for x in ins[1:])
-        compared = union(x.compared for x in ins)
+        compared = _union(x.compared for x in ins)
         if compared and has_jump and not around.of(eqn, before=around).backward:
             self._note("comparison", compared)
         if is_matrix_product(eqn):
@@ -151,16 +181,16 @@ class Hazards:
         # And not with what was computed from scores, such as the second best.
         is_known = any(x.number is not None for x in ins)
         if name in ORDERS and any(x.given for x in ins) and not is_known:
-            return made._replace(compared=union(x.products for x in ins))
+            return made._replace(compared=_union(x.products for x in ins))
         if name in TOTALS:
             return made._replace(products=ins[0].products)
         if name in LOOKS_UP:
             ins = ins[:1]  # without the indices
         if name in LINEAR:
             return made._replace(
-                products=union(x.products for x in ins),
-                twice=union(x.twice for x in ins),
-                chosen=union(x.chosen for x in ins),
+                products=_union(x.products for x in ins),
+                twice=_union(x.twice for x in ins),
+                chosen=_union(x.chosen for x in ins),
                 rank=max(x.rank for x in ins),
             )
         if name in SCALES and not is_square(eqn):
@@ -200,18 +230,18 @@ class Hazards:
             self._note("inverse", ins[0].products | of_entries)
         elif name in JOINS_TERMS and is_array:
             if any(x.squares and not x.twice for x in ins):
-                self._note("distance", union(x.twice for x in ins if not x.squares))
+                self._note("distance", _union(x.twice for x in ins if not x.squares))
             if name in DIFFERENCES and any(x.of_totals for x in ins):
-                self._note("covariance", union(x.products for x in ins))
+                self._note("covariance", _union(x.products for x in ins))
         elif name in LOOKS_UP:
             if not ins[0].products:  # as the values of a choice have
-                self._note("comparison", union(x.chosen for x in ins[1:]))
+                self._note("comparison", _union(x.chosen for x in ins[1:]))
         elif tests_equal(eqn) and any(x.counts for x in ins):
             # One-hot, and not an accuracy, where labels count. In the backward pass it
             # is the gradient of a lookup.
             is_one_hot = len(shape) > max(x.rank for x in ins)
             if is_one_hot and not around.of(eqn, before=around).backward:
-                self._note("comparison", union(x.chosen for x in ins))
+                self._note("comparison", _union(x.chosen for x in ins))
 
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
@@ -257,13 +287,13 @@ def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
     is_product = name in FACTORS or name in PRODUCTS
     return Made(
         given=all(x.given for x in ins),
-        number=number_of(name, ins),
+        number=_number_of(name, ins),
         squared=is_square(eqn),
         squares=squares or (is_square(eqn) and first.norm),
         norm=name in ROOTS and first.squares,
         total=name in TOTALS,
         of_totals=is_product and all(x.total for x in ins[:2]),
-        entries=union(x.products | x.entries for x in ins if name in ARITHMETIC),
+        entries=_union(x.products | x.entries for x in ins if name in ARITHMETIC),
         counts=is_iota(eqn),
         random=name in RANDOM or any(x.random for x in ins),
     )
@@ -288,6 +318,60 @@ def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
         squared=x.squared,
         squares=x.squares,
         total=x.total,
+    )
+
+
+def _constant(array: Any) -> Made:
+    """Returns what is known of an array that a jaxpr carries."""
+    number, cancels = None, False
+    is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
+    if is_known and isinstance(array.dtype, np.dtype):  # and no key
+        numbers = np.asarray(array)
+        if (numbers == numbers.flat[0]).all():
+            number = _real(numbers.flat[0].item())
+        else:
+            cancels = bool(numbers.astype(complex).sum() == 0)
+    return Made(given=True, number=number, cancels=cancels)
+
+
+def _literal(literal: Any) -> Made:
+    """Returns what is known of a number in a jaxpr."""
+    number = _real(literal.val) if np.ndim(literal.val) == 0 else None
+    return Made(given=True, number=number)
+
+
+def _real(number: Any) -> Any:
+    return None if np.iscomplexobj(number) else number
+
+
+def _number_of(name: str, ins: Sequence[Made]) -> Any:
+    """Returns what every entry of a result is, if that is known."""
+    numbers = [x.number for x in ins]
+    if name not in FOLDS or not numbers or any(x is None for x in numbers):
+        return None
+    with np.errstate(all="ignore"):
+        return FOLDS[name](*(np.float64(x) for x in numbers))
+
+
+def _union(sets: Iterable[Products]) -> Products:
+    return NONE.union(*sets)
+
+
+def _either(values: Sequence[Made]) -> Made:
+    """Returns what is known of a value that is one of these."""
+    first = values[0]
+    if all(x == first for x in values):
+        return first
+    return Made(
+        products=_union(x.products for x in values),
+        twice=_union(x.twice for x in values),
+        chosen=_union(x.chosen for x in values),
+        rank=max(x.rank for x in values),
+        compared=_union(x.compared for x in values),
+        given=all(x.given for x in values),
+        squares=any(x.squares for x in values),
+        entries=_union(x.entries for x in values),
+        random=any(x.random for x in values),
     )
 
 
