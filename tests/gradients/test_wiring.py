@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxmp
-from conftest import normal
+from conftest import normal, rest_is_evidence
 
 X, Y = normal(0, 16, 8), normal(1, 16, 4)
 PARAMS = {"w": normal(2, 8, 16, scale=1 / 4), "head": normal(3, 16, 4, scale=1 / 4)}
@@ -151,6 +151,7 @@ def test_a_scale_that_is_read_in_each_step_says_nothing(right):
 
 # A gradient without a scale
 
+STATE_OF_FLOAT32 = jaxmp.loss_scaling(optax.sgd(1.0), "f32").init({})
 UNSCALED = {
     "autocast around": lambda **o: jaxmp.autocast(jaxmp.grad(loss, **o), "O1"),
     "autocast inside": lambda **o: jaxmp.grad(jaxmp.autocast(loss, "O1"), **o),
@@ -169,14 +170,32 @@ UNSCALED = {
 }
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("build", UNSCALED.values(), ids=UNSCALED.keys())
+TRANSFORMS = {"eager": lambda f: f, "jit": jax.jit}
+
+
+@pytest.mark.parametrize(
+    ("build", "transform"),
+    rest_is_evidence(
+        {
+            f"{b}-{t}": (UNSCALED[b], TRANSFORMS[t])
+            for b in UNSCALED
+            for t in TRANSFORMS
+        },
+        *(f"{b}-jit" for b in UNSCALED),
+        *(f"{b}-eager" for b in ("autocast around", "policy", "micro-batches")),
+    ),
+)
 def test_a_float16_gradient_without_a_scale_is_said_once(build, transform):
     (found,) = said(transform(build()), PARAMS, X, Y)
     assert "without a loss scale" in str(found.message)
     assert found.filename == __file__
-    for scale in (1.0, 1, 2.0**15, jaxmp.loss_scaling(optax.sgd(1.0), "f32").init({})):
-        assert not said(transform(build(loss_scale=scale)), PARAMS, X, Y)
+    assert not said(transform(build(loss_scale=1.0)), PARAMS, X, Y)
+
+
+@pytest.mark.parametrize("scale", [1, 2.0**15, STATE_OF_FLOAT32], ids=str)
+def test_any_scale_is_one(scale):
+    for build in (UNSCALED["autocast inside"], UNSCALED["policy"]):
+        assert not said(jax.jit(build(loss_scale=scale)), PARAMS, X, Y)
 
 
 def test_no_gradient_is_no_gradient_without_a_scale():

@@ -458,16 +458,18 @@ def test_equinox_modules_have_the_paths_of_their_fields():
     eqx, model, loss = equinox_model()
     before = eqx.nn.Linear.__call__
     params, static = eqx.partition(model, eqx.is_inexact_array)
-    ways = {
-        "whole": (jaxmp.value_and_grad(loss), model),
-        "filtered": (eqx.filter_value_and_grad(loss), model),
-        "partitioned": (
+    everywhere = "head", "layers/1", "layers/2/mlp/layers/0", "Layer"
+    ways = (
+        (jaxmp.value_and_grad(loss), model, everywhere),
+        (eqx.filter_value_and_grad(loss), model, everywhere[2:3]),
+        (
             jaxmp.value_and_grad(lambda p, x: loss(eqx.combine(p, static), x)),
             params,
+            everywhere[2:3],
         ),
-    }
-    for grad_fn, arg in ways.values():
-        for path in ("head", "layers/1", "layers/2/mlp/layers/0", "Layer"):
+    )
+    for grad_fn, arg, paths_of_fields in ways:
+        for path in paths_of_fields:
             paths = f"Model/{path}" if path == "Layer" else path
             run = jaxmp.autocast(grad_fn, float32_paths=paths)
             report = jaxmp.audit(run)(arg, X)

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from conftest import rest_is_evidence
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))
@@ -31,7 +32,15 @@ DEFAULTS = {
     "float32": HIGHEST,
     "BF16_BF16_F32_X3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
 }
-each_default = pytest.mark.parametrize("default", [name for name in DEFAULTS if name])
+NAMES = [name for name in DEFAULTS if name]
+each_default = pytest.mark.parametrize("default", NAMES)
+# Where it is the precision that matters, and not how it is spelt.
+each_precision = pytest.mark.parametrize(
+    "default",
+    rest_is_evidence(
+        dict(zip(NAMES, NAMES, strict=True)), "high", "highest", "BF16_BF16_F32_X3"
+    ),
+)
 
 
 def sub_jaxprs(param):
@@ -123,8 +132,17 @@ ORDERS = {
 }
 
 
-@each_default
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "mixed_fp8"])
+POLICIES = "mixed_bfloat16", "mixed_float16", "mixed_fp8"
+
+
+@pytest.mark.parametrize(
+    ("policy", "default"),
+    rest_is_evidence(
+        {f"{p}-{d}": (p, d) for p in POLICIES for d in NAMES},
+        *(f"mixed_bfloat16-{name}" for name in ("high", "BF16_BF16_F32_X3")),
+        *(f"{policy}-highest" for policy in POLICIES),
+    ),
+)
 def test_autocast_runs_whatever_the_default_precision(policy, default):
     def loss(w, x, kernel):
         images = lax.conv(IMAGE, kernel, (1, 1), "SAME")
@@ -140,8 +158,16 @@ def test_autocast_runs_whatever_the_default_precision(policy, default):
     assert report.fraction_16bit == 1
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-@pytest.mark.parametrize("fun", WIDE.values(), ids=WIDE.keys())
+# A gradient has the forward pass in it, unless a rule of the function's is for it.
+@pytest.mark.parametrize(
+    ("fun", "order"),
+    rest_is_evidence(
+        {f"{f}-{o}": (WIDE[f], ORDERS[o]) for f in WIDE for o in ORDERS},
+        *(f"{f}-called" for f in ("scan", "custom_jvp in jit", "custom_vjp")),
+        *(f"{f}-autocast of grad" for f in WIDE if f not in ("jit", "custom_jvp")),
+        *(f"{f}-grad of autocast" for f in WIDE if f not in ("flat", "remat")),
+    ),
+)
 def test_products_left_in_float32_have_the_default_precision(fun, order):
     cast = order(fun)
     dtypes = [dtype for dtype, _ in products(cast, W, X)]
@@ -188,7 +214,7 @@ def test_what_a_product_asks_for_itself_is_kept_and_the_audit_says_so(default):
     assert kept == ["its `precision`"] * 2
 
 
-@each_default
+@each_precision
 def test_the_audit_gives_the_reasons_that_it_gives_without_a_default(default):
     def loss(w, x):
         return jnp.mean(jnp.linalg.qr(x @ w)[0] ** 2) + wide(w, x)
@@ -212,7 +238,7 @@ def places(report):
     return [(x.kind, x.why, x.module, x.where) for x in report.hazards]
 
 
-@each_default
+@each_precision
 def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default(default):
     def phases(w, x):
         return jnp.sin(x @ w)
@@ -237,7 +263,7 @@ def test_a_default_of_the_lowest_precision_changes_no_bit(order, default):
         assert set(jaxmp.audit(cast)(W, X).flops) == {"bfloat16", "float32"}
 
 
-@each_default
+@each_precision
 def test_a_float32_policy_changes_no_bit_at_any_default(default):
     with jax.default_matmul_precision(default):
         for fun in (wide, jax.grad(wide)):

@@ -141,7 +141,10 @@ def test_it_trains_as_float32_does_where_linear_codes_do_not():
 # Transformations of JAX, skipped steps, checkpoints
 
 
-@pytest.fixture(scope="module", params=DOORS)
+@pytest.fixture(
+    scope="module",
+    params=rest_is_evidence({x: x for x in DOORS}, "stochastic", "Kahan"),
+)
 def trained(request):
     """A wrapper, parameters, and what three steps make of them."""
     wrap, dtype = DOORS[request.param]
