@@ -17,7 +17,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # What is imported and collected stays. Searched for garbage, it takes a quarter longer.
 gc.disable()
 
-import jax
+import jax  # noqa: E402
 
 # XLA sets up MLIR anew for each fusion, which takes two fifths of the time, unless it
 # emits fusions as it did before. With fused multiply-adds, programs that should agree

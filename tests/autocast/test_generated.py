@@ -10,13 +10,13 @@ def hold(program, forms):
     assert worst.share <= 1, (worst, program)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_step_is_no_further_from_float32_than_by_hand(seed):
     hold(drawn(seed, most=1), FORMS[seed // 2 % 2 :][:1])
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize("seed", range(6, 66))
+@pytest.mark.parametrize("seed", range(4, 66))
 def test_any_step_is_no_further_from_float32_than_by_hand(seed):
     hold(drawn(seed), FORMS)
 

@@ -8,9 +8,10 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 X, W = normal(0, 2, 24, 16), normal(1, 3, 16, 16, scale=1 / 4)
+DTYPES = "float16", "bfloat16"
 MASK = np.tril(np.ones((24, 24), bool))
 
 
@@ -65,9 +66,16 @@ def loss_of(fun):
     return lambda x, w: (fun(x, w) ** 2).sum()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+CASES = {f"{n}-{d}": (f, d) for n, f in (ATTENTION | OTHERS).items() for d in DTYPES}
+
+
 @pytest.mark.parametrize(
-    "fun", rest_is_evidence(ATTENTION | OTHERS, "plain", "a remat", "taken by others")
+    ("fun", "dtype"),
+    rest_is_evidence(
+        CASES,
+        *(f"plain-{dtype}" for dtype in DTYPES),
+        *(f"{name}-bfloat16" for name in ("a remat", "taken by others")),
+    ),
 )
 def test_gradients_are_near_those_of_float32(fun, dtype):
     grad = jax.value_and_grad(loss_of(fun), (0, 1))
@@ -77,7 +85,7 @@ def test_gradients_are_near_those_of_float32(fun, dtype):
     assert relative_error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@usually_bfloat16
 def test_second_derivatives_are_those_of_float32(dtype):
     def along(x, w):
         return jax.grad(lambda w: jax.grad(loss_of(attention))(x, w)[0, 3, 5])(w)

@@ -721,7 +721,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name",
+    rest_is_evidence({x: x for x in REFUSED}, *REFUSED.keys() - {"slogdet", "clamp"}),
+)
 def test_where_jax_refuses_what_was_cast_a_note_says_what_to_do(name):
     model = REFUSED[name]
     args = jnp.eye(8) * 2, jnp.ones((4, 8))
@@ -731,7 +734,7 @@ def test_where_jax_refuses_what_was_cast_a_note_says_what_to_do(name):
     assert len(note) == 1
     assert "test_grad.py:" in note[0]
     assert 'jaxmp.autocast(fun, "bfloat16")' in note[0]
-    jaxmp.autocast(model, "bfloat16")(*args)  # as the note says
+    jax.jit(jaxmp.autocast(model, "bfloat16"))(*args)  # as the note says
 
 
 @pytest.mark.parametrize("name", ["cholesky", "select", "scan"])

@@ -171,7 +171,10 @@ def test_each_module_is_kept_in_float32_by_its_path(make, run, layers):
     }
 
 
-@bodies
+@pytest.mark.parametrize(
+    ("make", "run", "layers"),
+    rest_is_evidence(BODIES, "list", "remat of a method", "scan"),
+)
 def test_scopes_change_no_value_and_no_method(make, run, layers, monkeypatch):
     def trained(wrap):
         model = Net(make(), run)

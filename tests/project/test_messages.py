@@ -41,13 +41,13 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
-PARAMS = {f"layer_{i}": {"kernel": jnp.full((8, 8), 3.3)} for i in range(20)}
+PARAMS = {f"layer_{i}": {"kernel": jnp.full((8, 8), 3.3)} for i in range(6)}
 TX = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
 STATE = TX.init(PARAMS)
 POLICY = jaxmp.get_policy("mixed_float16").with_overrides(
     *[(f"layer_{i}/", "float32") for i in range(200)]
 )
-NET = nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(8)])
+NET = nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(4)])
 SMALL, X = {"w": jnp.ones((4, 2))}, jnp.ones((8, 4))
 LARGE = {
     "parameters": PARAMS,

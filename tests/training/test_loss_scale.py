@@ -102,9 +102,10 @@ def follow_the_rules(finite, restored, bounds, growth, backoff, interval, wait):
     tx = dynamic(**rules)
     state = tx.init(jnp.zeros([]))
     state = state._replace(good_steps=jnp.int32(good), bad_steps=jnp.int32(bad))
+    update = jax.jit(tx.update)
     with np.errstate(over="ignore", under="ignore"):
         for expected in reference(finite, good, bad, **rules):
-            _, state = tx.update(jnp.float32(1 if expected[-1] else np.nan), state)
+            _, state = update(jnp.float32(1 if expected[-1] else np.nan), state)
             assert tuple(x.item() for x in state[:-1]) == expected
             assert np.float32(low) <= state.loss_scale <= np.float32(high)
 

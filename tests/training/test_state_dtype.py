@@ -125,6 +125,7 @@ def test_small_gradients_beside_large_ones_make_no_large_updates(optimizer):
     assert largest(INT8(tx)) < 10 * largest(tx)
 
 
+@pytest.mark.evidence  # small gradients beside large ones break linear codes, too
 def test_it_trains_as_float32_does_where_linear_codes_do_not():
     from benchmarks import moments
 

@@ -308,7 +308,7 @@ def all_contractions(apply, model):
 MODELS = {"conv": Net(), **{kind: Layers(kind) for kind in ("plain", "remat", "scan")}}
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("model", rest_is_evidence(MODELS, "conv", "remat", "scan"))
 def test_under_o2_every_product_is_16_bit(model):
     ours = all_contractions(jaxmp.linen.with_policy(model, "O2"), model)
     assert ours
