@@ -110,8 +110,11 @@ class Calls(Customs):
         written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
         wide: dict[int, Any] = {}
         if kind == "while" or (written and not again):
+            # A slice of an argument is rounded in its trip, as that needs no memory.
+            stacked = range(layout.fixed_in.stop, len(ins)) if kind == "scan" else ()
+            made = [i for i in stacked if step.definition(eqn.invars[i])]
             before = ins
-            ins = self.rounded_before(eqn, ins, trip, scopes, range(first))
+            ins = self.rounded_before(eqn, ins, trip, scopes, [*range(first), *made])
             new = (i for i in range(first) if ins[i].known.half)
             wide = {i: before[i].wide() for i in new}
         else:  # what each trip sends back to it adds up in float32
@@ -195,7 +198,12 @@ class Calls(Customs):
         return value
 
     def rounded_before(
-        self, eqn: Any, ins: list[Value], trip: Trip, scopes: Scopes, places: range
+        self,
+        eqn: Any,
+        ins: list[Value],
+        trip: Trip,
+        scopes: Scopes,
+        places: Sequence[int],
     ) -> list[Value]:
         """Rounds before a loop or a remat what only products in it take."""
         given: Flags = tuple([value.known.given for value in ins])

@@ -214,6 +214,22 @@ def test_a_loop_is_given_rounded_weights():
     assert {loop.invars[0].aval.dtype for loop in loops} == {np.dtype(jnp.bfloat16)}
 
 
+def test_a_loop_over_weights_needs_no_copy_of_them():
+    def loss(w):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), X, w)[0].sum()
+
+    def dtypes(fun, w):
+        """Those of the weights in the forward loop and in the backward loop."""
+        eqns = traced(autocast(jax.grad(fun)), w)
+        loops = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+        inputs = [x.aval for loop in loops for x in loop.invars]
+        return [x.dtype for x in inputs if x.shape == (3, *W.shape)]
+
+    # An argument is there in float32, and what was computed need not be.
+    assert dtypes(loss, jnp.stack([W] * 3)) == ["float32"] * 2
+    assert dtypes(lambda w: loss(jnp.stack([w] * 3)), W) == ["bfloat16"] * 2
+
+
 def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     matrix = X.T @ X / 8 + jnp.eye(8)
 
