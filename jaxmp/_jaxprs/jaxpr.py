@@ -379,6 +379,14 @@ def is_transposed(eqn: JaxprEqn) -> bool:
     return names_of(eqn).transposed
 
 
+def has_backward(jaxpr: Any) -> bool:
+    """Whether there is a backward pass in a jaxpr, or in what it holds."""
+    return any(
+        is_transposed(eqn) or any(map(has_backward, sub_jaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
 # What `jax.checkpoint` names what its backward pass computes a second time.
 _COMPUTED_AGAIN = "rematted_computation"
 

@@ -31,7 +31,7 @@ def with_narrow_residuals(
     def wrapped(*args, **kwargs):
         jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
         jaxpr = _jaxpr.trace(lambda *arrays: _inlined(jaxpr, arrays), arrays)
-        if not _has_backward(jaxpr):
+        if not _jaxpr.has_backward(jaxpr):
             raise ValueError(
                 f'`residuals="{kind}"` is for what a backward pass reads, but `fun` '
                 "computes no gradient. Put `autocast` around the differentiated "
@@ -211,7 +211,7 @@ class Replay:
     def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
         """Applies an equation, and goes inside if there is a backward pass in it."""
         kind = _jaxpr.call_kind(eqn)
-        if not kind or not any(map(_has_backward, _jaxpr.sub_jaxprs(eqn))):
+        if not kind or not any(map(_jaxpr.has_backward, _jaxpr.sub_jaxprs(eqn))):
             return _jaxpr.bind(eqn, ins)
 
         def replayed(jaxpr):
@@ -237,14 +237,6 @@ def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
             return _jaxpr.bind(eqn, ins)
 
     return _jaxpr.interpret(jaxpr, arrays, apply)
-
-
-def _has_backward(jaxpr: Any) -> bool:
-    """Whether there is a backward pass in a jaxpr, or in what it holds."""
-    return any(
-        _jaxpr.is_transposed(eqn) or any(map(_has_backward, _jaxpr.sub_jaxprs(eqn)))
-        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
-    )
 
 
 # Calls in which a layer, or several, are differentiated at once.
