@@ -280,7 +280,7 @@ def one_of(names: Iterable[str]) -> Callable[[Equation], bool]:
 
 is_power = one_of({"integer_pow"})
 is_iota = one_of({"iota"})  # makes an array that counts, from nothing
-tests_equal = one_of({"eq"})
+compares_equal = one_of({"eq"})
 rounds_to_integers = one_of({"round"})  # as floats
 is_barrier = one_of(_BARRIERS)  # only says when what it takes is computed
 is_placed = one_of(_PLACED)  # says what `jax.checkpoint` does with a value

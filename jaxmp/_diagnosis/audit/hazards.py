@@ -40,10 +40,10 @@ from ..._ops.lists import (
     SELECTS,
     TOTALS,
     VIEWS,
+    compares_equal,
     divisor,
     is_iota,
     is_square,
-    tests_equal,
 )
 from ..._ops.products import (
     PRODUCTS,
@@ -236,7 +236,7 @@ class Hazards:
         elif name in LOOKS_UP:
             if not ins[0].products:  # as the values of a choice have
                 self._note("comparison", _union(x.chosen for x in ins[1:]))
-        elif tests_equal(eqn) and any(x.counts for x in ins):
+        elif compares_equal(eqn) and any(x.counts for x in ins):
             # One-hot, and not an accuracy, where labels count. In the backward pass it
             # is the gradient of a lookup.
             is_one_hot = len(shape) > max(x.rank for x in ins)

@@ -33,7 +33,7 @@ from ..wide_replay import (
     widened,
 )
 from . import trails as _trails
-from .table import FINITE, Trails, Value, is_floating, is_floating_array
+from .table import FINITE, Trails, Value, is_inexact, is_inexact_array
 from .trails import GIVEN, NEVER, Operation, Rows, glance, look, seen_as
 
 
@@ -106,7 +106,7 @@ class Probe:
             self.names.append(f"closed-over {jnp.result_type(x)}{[*jnp.shape(x)]}")
         given = [*arrays, *consts]
         looks = [
-            look(jnp.asarray(x)) if is_floating_array(x) else jnp.zeros(8, jnp.int32)
+            look(jnp.asarray(x)) if is_inexact_array(x) else jnp.zeros(8, jnp.int32)
             for x in given
         ]
         table = [
@@ -130,7 +130,7 @@ class Probe:
 
     def given_trail(self, number: int, x: Any, seen: Any) -> jax.Array:
         """Returns the trail of an array that the program is given."""
-        if not is_floating_array(x):
+        if not is_inexact_array(x):
             return jnp.asarray(_trails.trail(self.depth, NEVER))
         born = _trails.trail(self.depth, GIVEN + number)[:-2]
         return _trails.trail_of(seen, jnp.result_type(x), born)
@@ -192,7 +192,7 @@ class Frame(Trails):
         outs = bind_wide(eqn, arrays) if probe.wide else _jaxpr.bind(eqn, arrays)
         if made and not arrays:
             outs = _unfolded(outs)
-        floating = [is_floating(var) for var in eqn.outvars]
+        floating = [is_inexact(var) for var in eqn.outvars]
         if not self.looking:
             return [Value(x, (FINITE,)) for x in outs]
         if not any(floating):
@@ -210,7 +210,7 @@ class Frame(Trails):
         inputs = [
             (x.trail, atom.aval)
             for x, atom in zip(ins, eqn.invars, strict=True)
-            if is_floating(atom)
+            if is_inexact(atom)
         ]
         values = []
         for x, is_float in zip(outs, floating, strict=True):
@@ -266,7 +266,7 @@ class Frame(Trails):
         trails = {
             trail
             for x, atom in zip(ins, eqn.invars, strict=True)
-            if tests or not is_floating(atom)
+            if tests or not is_inexact(atom)
             for trail in x.trails
         }
         if reduces_tests(eqn):
@@ -363,7 +363,7 @@ class Frame(Trails):
         rows = [table[: len(arrays) - slices]]
         for i, x in list(enumerate(arrays))[len(arrays) - slices :]:
             row = jnp.asarray(never)
-            if is_floating_array(x) and self.looking:
+            if is_inexact_array(x) and self.looking:
                 row = _trails.trail_of(glance(x), x.dtype, table[i, :-2])
             rows.append(self.mark(row[None]))
         return jnp.concatenate([self.mark(x) for x in rows])
@@ -429,7 +429,7 @@ class Frame(Trails):
         )
         quiet = Frame(self.probe, looking=False)
         eqns = _jaxpr.open_jaxpr(test).eqns
-        if any(is_floating(var) for eqn in eqns for var in eqn.outvars):
+        if any(is_inexact(var) for eqn in eqns for var in eqn.outvars):
             self.probe.note("the test of a while loop is not looked at", place)
 
         def goes_on(carry):

@@ -114,7 +114,7 @@ class Trails:
         """Returns the trails of values; those that are not floating are finite."""
         self.follow()
         rows = [
-            x.trail if is_floating(atom) else FINITE
+            x.trail if is_inexact(atom) else FINITE
             for x, atom in zip(values, atoms, strict=True)
         ]
         return self.table()[np.array(rows, np.int32)]
@@ -142,7 +142,7 @@ class Trails:
 
     def constant(self, array: Any) -> Value:
         """Returns an array that a jaxpr inside carries."""
-        if not is_floating_array(array) or not self.looking:
+        if not is_inexact_array(array) or not self.looking:
             return Value(array, (FINITE,))
         array = widened(jnp.asarray(array)) if self.wide else jnp.asarray(array)
         seen, (finite, inf, nan) = look(array), self._fixed
@@ -153,7 +153,7 @@ class Trails:
         """Returns a number in the code."""
         value = wide_literal(literal) if self.wide else literal.val
         number = np.asarray(value)
-        if not is_floating(literal) or np.iscomplexobj(number) or not self.looking:
+        if not is_inexact(literal) or np.iscomplexobj(number) or not self.looking:
             return Value(value, (FINITE,))
         with np.errstate(over="ignore"):
             size = float(np.abs(np.float32(literal.val)))
@@ -190,13 +190,13 @@ class Trails:
         return [Value(x, (first + i,)) for i, x in enumerate(arrays)]
 
 
-def is_floating(atom: Any) -> bool:
+def is_inexact(atom: Any) -> bool:
     """Whether a variable or literal is a floating or complex array."""
     return isinstance(atom.aval, _jaxpr.ShapedArray) and jnp.issubdtype(
         atom.aval.dtype, jnp.inexact
     )
 
 
-def is_floating_array(x: Any) -> bool:
+def is_inexact_array(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
