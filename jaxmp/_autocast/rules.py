@@ -26,8 +26,9 @@ TERMS = {
 }
 
 RULES = {
-    AS_WRITTEN: "What is not float32 in your code stays as you wrote it, and so does "
-    "what a float32 region, a path, a denied operation or a `precision` keeps.",
+    AS_WRITTEN: "A value that is not float32 in your code stays as you wrote it, and "
+    "so does all that you keep in float32 by a region, a path, a denied operation or a "
+    "`precision`.",
     PRODUCT: "A matmul rounds its arguments to 16 bits and adds in float32; it "
     "returns 16 bits if the result leads to another matmul, and float32 if not.",
     FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
@@ -39,18 +40,18 @@ RULES = {
     FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
     "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
     "whatever autocast does not know.",
-    DIGITS: "What is returned, and what a logarithm, exponential, root, solver, "
-    "divisor, test of equality or unknown operation reads, is float32, back to the "
-    "matmul or reduction that computed it.",
+    DIGITS: "A returned value, a divisor, and what a logarithm, exponential, root, "
+    "solver, test of equality or unknown operation reads are float32, and so is "
+    "everything from the last matmul or reduction up to them.",
     KEPT: "Results that only matmuls and the backward pass read are stored in 16 bits, "
     "except inputs and moves; so are summed gradients sent back by a matmul, and, in "
     "bfloat16, what scans stack.",
-    LOOP: "A loop carries float32 if it hands a value to the next iteration without a "
-    "matmul; the value's factors are float32, and so are more than four gates that "
-    "multiply one another, and their results.",
-    OFFSET: "A sum with an input is float32 if a difference other than from its mean, "
-    "a negative, or a ratio to another input is computed from it, because the input "
-    "may cancel there.",
+    LOOP: "What a loop hands to its next iteration without a matmul is float32, as are "
+    "its factors; so are more than four gates, or parts of one value, that multiply "
+    "one another, and their products.",
+    OFFSET: "A sum with an input is float32 if it is later negated, divided by another "
+    "input, or part of a difference other than from its mean, because the input may "
+    "cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
     "float32, and so are means of a number and of its square.",
 }

@@ -14,6 +14,9 @@ from .classes import Class
 from .graph import Ways, is_in, joined
 from .needs import Need
 
+# So many parts of one value, and more, are float32 if they multiply one another.
+_MANY = 5
+
 
 class Spotted(NamedTuple):
     """Variables of which the equations of a jaxpr alone say what they are."""
@@ -22,6 +25,7 @@ class Spotted(NamedTuple):
     zeros: set[Any]  # zero, moved at most: taking it away makes no difference
     negated: set[Any]  # the negative of something
     signs: set[Any]  # tests of equality that tell a sign
+    powers: set[Equation]  # multiplications of more than four parts of one value
 
 
 class Place(NamedTuple):
@@ -66,6 +70,8 @@ def needs_of_inputs(
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if place.summed:
         found = _of_sum_over_trips(eqn, place.summed)
+    if eqn in place.spotted.powers:
+        found = [x | needs.GATE for x in found]
     if (i := classes.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found
@@ -74,7 +80,13 @@ def needs_of_inputs(
 def spotted_in(eqns: Sequence[Equation]) -> Spotted:
     """Returns what the equations of a jaxpr say of its variables."""
     zeros = _zeros_in(eqns)
-    return Spotted(_masks_in(eqns), zeros, _negated_in(eqns), _signs_in(eqns, zeros))
+    return Spotted(
+        _masks_in(eqns),
+        zeros,
+        _negated_in(eqns),
+        _signs_in(eqns, zeros),
+        _powers_in(eqns),
+    )
 
 
 def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
@@ -136,6 +148,34 @@ def _signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
             for x, y in (eqn.invars, eqn.invars[::-1]):
                 if is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
                     found.update(eqn.outvars)
+    return found
+
+
+def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
+    """Returns the multiplications of more than four parts of one value.
+
+    JAX writes them where it differentiates `cumprod` and `prod`. A product of some
+    parts may be out of the range of float16 where that of all is not.
+    """
+    # For what is made of parts of one value: that, and how many of them are multiplied.
+    parts: dict[Any, tuple[Any, int]] = {}
+    found: set[Equation] = set()
+    for eqn in eqns:
+        multiplies = classes.multiplies_entries(eqn)
+        if not multiplies and not classes.is_linear(eqn):
+            continue
+        made = [
+            parts.get(x, (x, 1))
+            for x in eqn.invars
+            if not isinstance(x, Literal) and _jaxpr.is_inexact(x)
+        ]
+        if len({value for value, _ in made}) != 1:
+            continue
+        counts = [count for _, count in made]
+        count = min(sum(counts) if multiplies else max(counts), _MANY)
+        if multiplies and count == _MANY:
+            found.add(eqn)
+        parts.update(dict.fromkeys(eqn.outvars, (made[0][0], count)))
     return found
 
 

@@ -324,6 +324,34 @@ def test_gates_that_are_parts_of_one_product_leave_it_in_16_bits():
     assert gates.count(np.dtype(np.float32)) >= 1
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda factors: jnp.cumprod(factors, axis=-1),
+        lambda factors: jnp.tile(jnp.prod(factors, -1, keepdims=True), 8),
+        lambda factors: jnp.stack([functools.reduce(jnp.multiply, factors.T)] * 8, 1),
+    ],
+    ids=["cumprod", "prod", "written out"],
+)
+def test_a_product_of_parts_is_in_range_where_that_of_float32_is(wrap, dtype):
+    """Half of the factors are small and half large: 2^26 is out of float16's range."""
+
+    def loss(p, x):
+        z = x @ p["w"]
+        return ((wrap(jnp.where(z > 0, 90 * z, -z / 90)) @ p["v"]) ** 2).mean()
+
+    signs = jnp.where(jnp.arange(8) < 4, -1.0, 1.0)
+    w = signs * (1 + jax.random.uniform(jax.random.key(0), (8, 8)) / 8) / 8
+    p = {"w": w, "v": jax.random.normal(jax.random.key(1), (8, 4))}
+    x = 0.9 + jax.random.uniform(jax.random.key(2), (4, 8)) / 8
+    grad = jax.value_and_grad(loss)
+    inside = jax.value_and_grad(jaxmp.autocast(loss, dtype))
+    exact, *found = at_once(grad, jaxmp.autocast(grad, dtype), inside)(p, x)
+    for one in found:
+        assert relative_error(one, exact) < 4 * float(jnp.finfo(dtype).eps)
+
+
 def test_a_logarithm_of_a_gate_is_computed_from_all_digits():
     """Beside other parts of the same product that a product takes."""
 

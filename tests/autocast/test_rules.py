@@ -56,6 +56,8 @@ PROGRAMS = [
     (7, "jnp.concatenate([x @ w, x])", "y @ w", FLOAT32),
     (8, "lax.fori_loop(0, 3, lambda i, c: c + jnp.tanh(c @ w), x)", "y @ w", FLOAT32),
     (8, "lax.scan(lambda c, r: (jnp.tanh(c @ w + r), c), b, x)[0]", "y @ w", HALF),
+    (8, "x @ w", "(y[0] * y[1] * y[2] * y[3] * (y[0] + y[1])) @ w", FLOAT32),
+    (8, "x @ w", "(y[0] * y[1] * y[2] * y[3]) @ w", HALF),
     (9, "x @ w + b", "(-y + b) @ w", FLOAT32),
     (9, "x @ w + b", "(y / b) @ w", FLOAT32),
     (9, "x @ w + b", "jnp.tanh(y - (y @ w)) @ w", FLOAT32),
