@@ -108,6 +108,15 @@ def test_the_price_on_the_performance_page_was_counted():
     assert f"An LSTM takes {lstm:.2f} of the memory" in page
 
 
+def test_the_networks_that_pay_more_cost_what_was_counted():
+    row = re.compile(r"^\| ([\w ]+) \| ([\d.]+) / ([\d.]+) \|", re.MULTILINE)
+    table = row.findall(PERFORMANCE.read_text())
+    assert len(table) >= 8
+    counted = {name.lower(): both for name, *both in prices()}
+    for name, *both in table:
+        assert both == [f"{x:.2f}" for x in counted[name.lower()]], name
+
+
 def test_the_errors_on_the_performance_page_were_measured():
     rows = results("price")["bfloat16, errors"]["rows"]
     ratios = {
