@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ._base.checks import check_function, short
 from ._base.names import missing
-from ._base.policy import PolicyLike, check_casts, get_policy
+from ._base.policy import PolicyLike, casting_policy
 from ._base.tree import cast_tree, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._gradients.activations import activation_gradients as _activation_gradients
@@ -85,8 +85,7 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             f"{short(model)}. {cure} For other models and functions there is "
             "`jaxmp.with_policy`."
         )
-    policy = get_policy(policy)
-    check_casts(policy, "jaxmp.linen.with_policy")
+    policy = casting_policy(policy, "jaxmp.linen.with_policy")
     compute_dtype = policy.compute_dtype
 
     @functools.wraps(model.apply, updated=())

@@ -16,7 +16,7 @@ from flax import nnx
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.names import missing
-from ._base.policy import Policy, PolicyLike, check_casts, get_policy
+from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
 from ._base.tree import AxisName, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._gradients.differentiate import (
@@ -136,9 +136,8 @@ def value_and_grad(
         {'bias': 'float32', 'kernel': 'float32'}
     """
     check_loss_function("nnx.value_and_grad", fun, positional)
-    policy = None if policy is None else get_policy(policy)
     if policy is not None:
-        check_casts(policy, "jaxmp.nnx.value_and_grad")
+        policy = casting_policy(policy, "jaxmp.nnx.value_and_grad")
     positions, filters = _differentiated(argnums, wrt)
     options = as_options(
         policy,

@@ -168,7 +168,7 @@ class Policy(jmp.Policy):
             ValueError: If the shardings do not fit the tree, or there is a
                 ``dot_dtype``.
         """
-        check_casts(self, "Policy.cast_to_compute")
+        casting_policy(self, "Policy.cast_to_compute")
         cast = _cast_by_path(x, self._compute_dtype_at)
         if shardings is None:
             return cast
@@ -290,8 +290,9 @@ def get_policy(policy: PolicyLike) -> Policy:
     return _parse_parts(text)
 
 
-def check_casts(policy: Policy, function: str) -> None:
-    """Raises where ``function`` would cast by a policy that no cast can fulfil."""
+def casting_policy(policy: PolicyLike, function: str) -> Policy:
+    """Returns a policy by which ``function`` casts, refusing what no cast can do."""
+    policy = get_policy(policy)
     if policy.dot_dtype is not None:
         raise ValueError(
             f"`{function}` cannot cast to {clipped(policy)}: operands in float8 "
@@ -299,6 +300,7 @@ def check_casts(policy: Policy, function: str) -> None:
             "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and pass no policy to "
             "the other functions."
         )
+    return policy
 
 
 def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Never, ParamSpec, TypeVar
 import jax
 
 from .._base.checks import as_tuple, check_function, explains
-from .._base.policy import Policy, PolicyLike, check_casts, get_policy
+from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
 from .._jaxprs.around import end_look, warn_if_unscaled
 from .._jaxprs.modules import module_scopes
@@ -73,8 +73,7 @@ def with_policy(fun: Callable[P, T], policy: PolicyLike) -> Callable[P, T]:
         "with_policy(fun, policy)",
         "Pass its `apply`: `with_policy(model.apply, policy)`.",
     )
-    policy = get_policy(policy)
-    check_casts(policy, "with_policy")
+    policy = casting_policy(policy, "with_policy")
     return cast_around("with_policy", fun, policy, fun)
 
 
@@ -226,10 +225,10 @@ def value_and_grad(
         https://arxiv.org/abs/1710.03740.
     """
     check_loss_function("value_and_grad", fun, positional)
-    policy = None if policy is None else get_policy(policy)
+    cast = None
     if policy is not None:
-        check_casts(policy, "value_and_grad")
-    cast = None if policy is None else policy.cast_to_compute
+        policy = casting_policy(policy, "value_and_grad")
+        cast = policy.cast_to_compute
     cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
     checked = refuse_lost_updates("value_and_grad", cure, fun)
     options = as_options(
