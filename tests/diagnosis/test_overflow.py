@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 import jaxmp.nnx
+from conftest import rest_is_evidence
 from jaxmp._diagnosis.overflow.probe import Probe
 from jaxmp._jaxprs.places import Place
 
 HALF = jnp.float16
+CAST_BY = "autocast", "arguments"
 X = jnp.array([1.0, 300.0, 2.0], HALF)
 
 
@@ -186,8 +188,17 @@ def test_what_checkpoint_computes_again_is_forward():
     assert "forward" in report.advice
 
 
-@pytest.mark.parametrize("inner", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
-@pytest.mark.parametrize("by", ["autocast", "arguments"])
+CALLS = {"checkpoint": jax.checkpoint, "jit": jax.jit}
+
+
+@pytest.mark.parametrize(
+    ("inner", "by"),
+    rest_is_evidence(
+        {f"{by}-{n}": (f, by) for n, f in CALLS.items() for by in CAST_BY},
+        "autocast-checkpoint",
+        "arguments-jit",
+    ),
+)
 def test_what_is_backward_in_a_call_is_backward_and_on_its_own_line(inner, by):
     # Of a linear function nothing is computed again.
     @inner
@@ -731,6 +742,10 @@ def test_zeros_are_the_fault_and_not_the_logarithm_of_them(steps, p):
     assert report.first.kind == "zeros"
     assert report.first.where == line_of(markov, "# the step")
     assert not report.first.backward
+
+
+def test_where_float16_has_no_zeros_or_bfloat16_has_none_there_is_no_fault():
+    x = jnp.full((8, 4), 0.01)
     assert find(jaxmp.autocast(markov, HALF), x[:2]).first is None
     assert find(jaxmp.autocast(markov, jnp.bfloat16), x).first is None
 
@@ -785,7 +800,7 @@ class Sound(nn.Module):
 )
 def test_zeros_that_do_not_matter_are_no_fault(cast):
     x = jax.random.normal(KEY, (16, 4))
-    params = Sound().init({"params": KEY, "dropout": KEY}, x)
+    params = jax.jit(Sound().init)({"params": KEY, "dropout": KEY}, x)
 
     def loss(params, x):
         out = cast(lambda p, x: Sound().apply(p, x, rngs={"dropout": KEY}))(params, x)
