@@ -60,15 +60,16 @@ def allclose(a, b, tolerance):
 # True units
 
 
-@pytest.mark.parametrize("policy", [None, "float32"])
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("policy", "transform"), [(None, lambda f: f), ("float32", jax.jit)], ids=str
+)
 def test_in_float32_it_is_jax_value_and_grad_bit_for_bit(policy, transform):
     expected = transform(jax.value_and_grad(loss_fn))(PARAMS, X, Y)
     result = transform(jaxmp.value_and_grad(loss_fn, policy=policy))(PARAMS, X, Y)
     chex.assert_trees_all_equal(result, expected)
 
 
-@pytest.mark.parametrize("scale", [2.0**-5, 1, 8, 2.0**15, 2.0**24])
+@pytest.mark.parametrize("scale", [2.0**-5, 8, 2.0**24])
 def test_a_power_of_two_never_rounds(scale):
     expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
     scaled = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(PARAMS, X, Y)
@@ -299,8 +300,9 @@ def test_sum_serves_a_mean_over_unequal_counts():
     allclose(result, expected, 8 * EPS[jnp.float32])
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("mesh", [False, True], ids=["one", "mesh"])
+@pytest.mark.parametrize(
+    ("mesh", "steps"), [(False, 1), (False, 2), (True, 2)], ids=str
+)
 def test_what_is_no_array_in_aux_comes_back_as_it_was(steps, mesh):
     def loss(w, x):
         return jnp.mean(w * x), {"phase": "train", "x": x, "f": max, "n": 3}

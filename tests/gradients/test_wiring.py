@@ -217,8 +217,9 @@ def test_no_gradient_is_no_gradient_without_a_scale():
 # A policy by which nothing runs in 16 bits
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize(
+    ("policy", "steps"), [("mixed_float16", 1), ("mixed_bfloat16", 2)]
+)
 def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, steps):
     grad_fn = jaxmp.value_and_grad(
         loss,

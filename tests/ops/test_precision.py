@@ -253,8 +253,14 @@ def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default(default):
     assert places(got) == places(want)
 
 
-@pytest.mark.parametrize("default", ["default", "bfloat16"])
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
+@pytest.mark.parametrize(
+    ("order", "default"),
+    rest_is_evidence(
+        {f"{o}-{d}": (ORDERS[o], d) for o in ORDERS for d in ("default", "bfloat16")},
+        *(f"{order}-bfloat16" for order in ORDERS),
+        "grad of autocast-default",
+    ),
+)
 def test_a_default_of_the_lowest_precision_changes_no_bit(order, default):
     cast = order(in_scan)
     want = cast(W, X)

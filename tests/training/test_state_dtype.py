@@ -105,7 +105,12 @@ def test_the_mean_of_a_moment_is_right(state_dtype):
     assert abs(nu[:, ~large].mean() / truth - 1) < 0.02
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam, optax.rmsprop, optax.yogi])
+@pytest.mark.parametrize(
+    "optimizer",
+    rest_is_evidence(
+        {x.__name__: x for x in (optax.adam, optax.rmsprop, optax.yogi)}, "adam", "yogi"
+    ),
+)
 def test_small_gradients_beside_large_ones_make_no_large_updates(optimizer):
     # Rounded to zero, a second moment would make updates of a million learning rates,
     # also where gradients are a millionth of others in their block.
