@@ -96,6 +96,11 @@ PARTS = dict(_passes()) | {
         "rounds once a gradient that is both summed and handed on (rule 7)",
         "test_what_products_send_back_to_a_norm_is_rounded_once_and_copies_are_not",
     ),
+    "stacked": Part(
+        _put(needs, "is_stacked", lambda *_: False),
+        "stacks in bfloat16 what a scan keeps for the backward pass (rule 7)",
+        "test_what_a_scan_stacks_for_the_backward_pass_is_bfloat16",
+    ),
     "sums": Part(
         _put(storage, "axes_of_softmax", lambda *_: ()),
         "divides a stored softmax by its sums where the backward pass reads it",

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, Equation, Literal, is_float32
-from .._jaxprs.scopes import DIFFERENTIATED, Scopes, inside
+from .._jaxprs.scopes import DIFFERENTIATED, STACKED, Scopes, inside
 from .._ops.lists import Definition
 from .._ops.precision import with_default_precision
 from . import needs, storage
@@ -274,7 +274,9 @@ class Calls(Customs):
         if out.known.half or out.array.dtype != FLOAT32:
             return out
         if end == "stacked" and not out.known.given:
-            return storage.noted(out.rounded(self.dtype), definition(var), definition)
+            with jax.named_scope(STACKED):  # for `explain` to read
+                stacked = out.rounded(self.dtype)
+            return storage.noted(stacked, definition(var), definition)
         return out.rounded(self.dtype) if end == "half" else out
 
 

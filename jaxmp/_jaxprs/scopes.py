@@ -27,6 +27,8 @@ KEPT_FOR_DIFFERENCE = "jaxmp.kept.difference"
 FLOAT8 = "jaxmp.float8"
 FLOAT8_PRODUCT = "jaxmp.float8.product"
 FLOAT8_SCALED = "jaxmp.float8.scaled"
+# Around the rounding of what a scan stacks for the backward pass.
+STACKED = "jaxmp.stacked"
 # Around what stores a residual in eight bits.
 EIGHT_BITS = "jaxmp.eight_bits"
 # Around the clip of what 16 bits would make an Inf of, which float32 has no need of.

@@ -262,6 +262,21 @@ def test_what_was_chosen_is_found_where_it_was_chosen_from():
     assert relative_error(found, exact) < 0.1
 
 
+def test_what_a_scan_stacks_for_the_backward_pass_is_bfloat16():
+    def loss(w):
+        def trip(c, x):
+            return c + jax.nn.sigmoid(x @ w) * jnp.tanh(c @ w), None
+
+        return jnp.square(lax.scan(trip, X, normal(3, 4, *X.shape))[0]).mean()
+
+    forward, _ = [
+        e for e in traced(autocast(jax.grad(loss)), W) if e.primitive.name == "scan"
+    ]
+    carried, *stacked = [var.aval.dtype for var in forward.outvars]
+    assert carried == jnp.float32
+    assert {*stacked} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_a_weight_is_sent_in_16_bits():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     spec = jax.sharding.PartitionSpec("data")

@@ -255,6 +255,25 @@ def test_a_loop_is_told_once_with_its_count():
     assert [x.times for x in twice.lines] == [2, 2]
 
 
+def recurrent(w, xs):
+    def trip(state, x):
+        c, h = state
+        z = jnp.tanh(x @ w + h @ w)
+        i = jax.nn.sigmoid(x @ w)
+        c = c + i * z
+        return (c, jnp.tanh(c)), jnp.tanh(c)
+
+    zeros = jnp.zeros((4, 8))
+    return jnp.mean((lax.scan(trip, (zeros, zeros), xs)[1] @ w) ** 2)
+
+
+def test_what_a_scan_stacks_in_16_bits_has_rule_7():
+    fun = jaxmp.autocast(jax.value_and_grad(recurrent), "bfloat16")
+    gate = at(explained(fun, W, shape(5, 4, 8)), "i = jax.nn.sigmoid(x @ w)")
+    assert gate.dtype == "float32"
+    assert (gate.kept, gate.kept_by) == (("bfloat16",), 7)
+
+
 def test_a_while_loop_and_branches_are_told():
     report = explained(jaxmp.autocast(branches), W, X)
     assert at(report, "x = jnp.tanh(x @ w)").times == 0

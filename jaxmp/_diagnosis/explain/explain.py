@@ -161,7 +161,7 @@ def _explained(
     dtypes = dict.fromkeys(x.dtype for x in operations if not x.moves)
     products = dict.fromkeys(x.takes for x in operations if x.takes)
     file, function, number = line
-    stored = any(x.is_stored for x in operations)
+    stored = any(x.is_stored or x.is_stacked for x in operations)
     return ExplainedLine(
         file=file,
         function=function,

@@ -62,6 +62,7 @@ class Operation:
     outs: list[Value] = dataclasses.field(default_factory=list)
     dtype: str = ""  # of the floating numbers that it returns, empty if of none
     kept: str = ""  # why the user, or our marks, keep it as it was written
+    is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
     carries: bool = False  # whether it is a loop, which computes nothing itself
     takes: str = ""  # dtype of what a product takes, empty if it is none
     is_forward: bool = False  # whether the forward pass needs it
@@ -155,6 +156,8 @@ class Flow:
             if _scopes.EIGHT_BITS in names.scopes:
                 return self.narrowed(eqn, ins)
             if _jaxpr.is_cast(eqn) and self.is_added(own, here):
+                if _scopes.STACKED in names.scopes and ins[0].value.operation:
+                    ins[0].value.operation.is_stacked = True
                 return [self.retyped(eqn, ins[0], made.get(number))]
             opens = own is None or _jaxpr.call_kind(own.eqn)
             if _jaxpr.call_kind(eqn) and opens:
