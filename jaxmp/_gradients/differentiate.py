@@ -238,7 +238,7 @@ def differentiate(
             unscaled = False  # what is inside need not say it again
         if policy_dtype in _16_BIT and around not in _16_BIT and is_staged():
             # Reading jaxprs takes long to import, here as below.
-            from .looks import warns_if_promoted
+            from .function_checks import warns_if_promoted
 
             assert options.policy is not None
             fun = warns_if_promoted(options.policy, fun, user)
@@ -271,7 +271,7 @@ def differentiate(
                 ),
             )
     if not options.gather:
-        from .looks import refuses_ungathered
+        from .function_checks import refuses_ungathered
 
         axes = options.sharded(options.params(args))
         fun = refuses_ungathered(fun, axes, options.params, options.with_params)

@@ -95,7 +95,7 @@ def cast_around(
         try:
             result = checked(*cast_args, **cast_kwargs)
         except (TypeError, ValueError, NotImplementedError) as error:
-            from .looks import note_cast
+            from .function_checks import note_cast
 
             given, cast = (args, kwargs), (cast_args, cast_kwargs)
             note_cast(error, name, plain, policy, given, cast)
@@ -255,7 +255,7 @@ def value_and_grad(
     def note_policy(error, args, kwargs):
         if policy is None:
             return
-        from .looks import note_cast
+        from .function_checks import note_cast
 
         cast_args = list(args)
         for i in as_tuple(options.argnums):

@@ -20,7 +20,7 @@ import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.collectives import collectives, partitioned
 from conftest import normal, rest_is_evidence
-from jaxmp._gradients.looks import never_gathered
+from jaxmp._gradients.function_checks import never_gathered
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))

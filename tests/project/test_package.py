@@ -98,7 +98,7 @@ WINGS = {
         },
         {"overflow.overflow", "sensitivity.sensitivity"},
     ],
-    "_gradients": [{"looks"}, {"differentiate"}, {"activations", "grad"}],
+    "_gradients": [{"function_checks"}, {"differentiate"}, {"activations", "grad"}],
 }
 FRONT_ENDS = {"linen", "nnx", "plots"}
 

@@ -1,4 +1,4 @@
-"""Looks at the user's function, for which it is traced once more and does not run.
+"""Checks the user's function, for which it is traced once more and does not run.
 
 A warning where no matmul runs in 16 bits, an error where a shard is never gathered, and
 a note on an error that the cast of arguments has led to.
