@@ -13,6 +13,7 @@ RNG = np.random.default_rng(0)
 ANY = (RNG.normal(size=(64, 512)) * 2.0 ** RNG.uniform(-20, 0, (64, 512))).astype("f4")
 
 
+@jax.jit
 def at_random(x):
     units = _blocks.units_of(jnp.asarray(x))
     codes = _blocks.encode(jnp.asarray(x), units, SEEDS, np.uint32(0))
@@ -95,7 +96,7 @@ def test_rows_of_any_width_have_blocks(width):
 
 
 def test_the_program_and_python_agree():
-    codes = jax.jit(lambda x: at_random(x))(ANY)
+    codes = at_random(ANY)
     with jax.disable_jit():
         expected = at_random(ANY)
     np.testing.assert_array_equal(codes.units, expected.units)

@@ -439,7 +439,7 @@ def test_what_withholds_nothing_is_welcome_around(around):
     state = around(ADAM).init(params)
     assert jaxmp.get_loss_scale(state) == 8
     grads = jax.tree.map(lambda x: x.at[0].set(jnp.inf), PARAMS)
-    _, state = around(ADAM).update(grads, state, params)
+    _, state = jax.jit(around(ADAM).update)(grads, state, params)
     assert jaxmp.get_loss_scale(state) == 4
     assert not jaxmp.last_step_finite(state)
 
@@ -448,7 +448,7 @@ def test_what_withholds_nothing_is_welcome_around(around):
 def test_inside_it_a_wrapper_that_skips_is_welcome(skipping):
     tx = jaxmp.loss_scaling(skipping(optax.adam(1.0)), "O1", init_scale=8)
     grads = jax.tree.map(lambda x: x.at[0].set(jnp.inf), PARAMS)
-    _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
+    _, state = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
     assert jaxmp.get_loss_scale(state) == 4
     assert not jaxmp.last_step_finite(state)
     assert jaxmp.get_loss_scale_state(state).skipped == 1
@@ -575,12 +575,17 @@ def test_a_scale_at_its_maximum_that_never_skipped_is_asked_about(policy):
 def test_a_scale_that_grew_on_until_it_skipped_is_not_asked_about():
     tx = dynamic(growth_interval=1, max_scale=2.0**40)  # as the warning advises
     state = tx.init(jnp.ones(2))
-    for _ in range(30):
+
+    @jax.jit
+    def step(state, w):
         grad = jaxmp.grad(
             lambda w: (w.astype(jnp.float16) * 2**-10).sum().astype(jnp.float32),
             loss_scale=state,
-        )(jnp.ones(2))
-        _, state = tx.update(grad, state)
+        )(w)
+        return tx.update(grad, state)[1]
+
+    for _ in range(30):
+        state = step(state, jnp.ones(2))
         jaxmp.check_loss_scale(state, max_scale=2.0**40)
     assert state.skipped > 0
 
