@@ -22,9 +22,9 @@ def words(path):
     return " ".join(path.read_text().split())
 
 
-def prices(dtype="bfloat16"):
+def prices(dtype="bfloat16", accum_steps=1):
     """Yields each network with its bytes less 6N and memory."""
-    rows = results("price")[f"{dtype}, 1 micro-batches"]["rows"]
+    rows = results("price")[f"{dtype}, {accum_steps} micro-batches"]["rows"]
     floors = {x["network"]: x for x in rows if x["form"] == "by hand"}
     for row in rows:
         if row["form"] == "jaxmp autocast":
@@ -100,6 +100,9 @@ def test_the_price_on_the_performance_page_was_counted():
     assert names == ["deep set with a maximum", "highway network"]
     for cost, _ in dearest:
         assert f"({cost:.2f})" in page
+    _, moved, memory = zip(*prices(accum_steps=4), strict=True)
+    costs = f"{mean(moved):.2f} of the bytes and {mean(memory):.2f} of the memory"
+    assert f"With four micro-batches autocast costs {costs}" in page
     networks, moved, memory = zip(*prices("float16"), strict=True)
     assert len(networks) == 8
     assert "the eight networks that were counted" in page
