@@ -221,8 +221,11 @@ _PLACED = frozenset({"name", "tie", "device_put"})
 _MOVED = (KEEPS_MAGNITUDES | _PARTS) - _PLACED - _BARRIERS
 _CHOSEN = EXTREMES | SELECTS | {"clamp"}
 _CASTS = frozenset({"convert_element_type", "reduce_precision"})
-# Elementwise, and computed again at the price of a fusion.
+# Elementwise, and computed again at the price of a fusion. Not pads: a scan in parallel
+# joins its halves by them on each level, and XLA would fuse each level into the next
+# two, which takes gigabytes and minutes.
 _COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | _CASTS
+_COMPUTED_AGAIN -= {"pad"}
 # The same numbers each time, from what is given.
 _LOGIC = frozenset({"and", "or", "not", "xor", "iota"})
 _WHOLE_MOVES = VIEWS - _PLACED - {"gather"}

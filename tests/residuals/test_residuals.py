@@ -343,3 +343,14 @@ def test_code_for_a_gpu_stores_eight_bits():
         assert f"{dtype}[65536,128]" in text
         assert memory < 0.5 * usual, kind
     assert "s8[4,65536,128]" in compiled("scan of remat", "int8")[0]
+
+
+def test_what_is_padded_is_stored_padded():
+    # A scan in parallel pads on each level. XLA takes gigabytes to compile one of 256
+    # steps if the backward pass pads again.
+    def loss(w, x):
+        padded = jnp.pad(x @ w, ((0, ROWS), (0, 0)))
+        return jnp.mean((padded @ w) ** 2)
+
+    sizes = kept(grad_of(loss, "int8"), jnp.eye(WIDTH), batch())
+    assert sizes["int8"] == 2 * (2 * ROWS) * WIDTH  # and what is squared
