@@ -226,6 +226,16 @@ class Replay:
         return _jaxpr.bind_bodies(eqn, ins, bodies)
 
 
+def _is_rule_of_loop(eqn: Equation) -> bool:
+    """Whether an equation gives a scan a rule for its derivative, as autocast does."""
+    if _jaxpr.call_kind(eqn) != "custom_jvp":
+        return False
+    (body,) = _jaxpr.call_layout(eqn).bodies
+    return any(
+        _jaxpr.call_kind(x) == "scan" for x in _jaxpr.open_jaxpr(body.jaxpr).eqns
+    )
+
+
 def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Replays a jaxpr, with the calls of ``jit`` in it written out."""
     stacks: dict[tuple[int, int], Any] = {}
@@ -234,6 +244,8 @@ def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
         with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
             if _jaxpr.is_inlined(eqn):
                 return _inlined(eqn.params["jaxpr"], ins)
+            if _is_rule_of_loop(eqn):
+                return _inlined(eqn.params["call_jaxpr"], ins)
             return _jaxpr.bind(eqn, ins)
 
     return _jaxpr.interpret(jaxpr, arrays, apply)

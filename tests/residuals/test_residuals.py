@@ -1,5 +1,6 @@
 """What is kept for the backward pass, in eight bits."""
 
+import collections
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
 
 import jaxmp
 from benchmarks.counting import h200
@@ -139,6 +141,37 @@ def test_weights_are_not_stored_again(kind):
     sizes = kept(grad_of(loss, kind), params, batch())
     # Of each of four layers what goes in, if it was computed, and what is in between.
     assert sizes[str(np.dtype(KINDS[kind]))] == 4 * ROWS * 3 * WIDTH
+
+
+def test_a_recurrent_loop_stacks_eight_bits_alone():
+    def loss(w, rows):
+        def step(h, x):
+            h = jnp.tanh((x + h) @ w)
+            return h, jax.nn.sigmoid(h)
+
+        return jnp.mean(jax.lax.scan(step, rows[0], rows)[1] ** 2)
+
+    def stacked(jaxpr):
+        """The dtypes of what loops stack, wherever they are."""
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "scan":
+                outs = [x.aval for x in eqn.outvars]
+                large = [x for x in outs if x.shape == (steps, ROWS, WIDTH)]
+                yield from (str(x.dtype) for x in large)
+            for inner in jaxprs_in_params(eqn.params):
+                yield from stacked(inner)
+
+    steps = 3
+    w, rows = layers(1)[0][0][:, :WIDTH] / 4, jnp.stack([batch()] * steps)
+    usual, found = grad_of(loss), grad_of(loss, "int8")
+    assert 0 < distance(found(w, rows)[1], usual(w, rows)[1]) < 0.02
+    by_usual, by_found = (
+        collections.Counter(stacked(jax.make_jaxpr(grad)(w, rows).jaxpr))
+        for grad in (usual, found)
+    )
+    assert by_found["int8"] == 2  # `h`, and what the sigmoid returns
+    # What the backward loop hands to the matmul of the weights stays.
+    assert by_found["bfloat16"] == 1 < by_usual["bfloat16"]
 
 
 def test_what_several_readers_share_is_stored_once():
