@@ -1,5 +1,6 @@
 """Arrays in eight bits with a scale for each row, and truth values in one bit."""
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -85,6 +86,7 @@ def packs(aval: Any) -> bool:
     return aval.dtype == bool and not is_small(aval) and _axis(aval.shape) is not None
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Returns ``x`` in eight bits, and the scale of each row.
 
@@ -99,6 +101,15 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
         rows = lax.round(rows, lax.RoundingMethod.TO_NEAREST_EVEN)
     # XLA would see what the bits were made of, and keep that.
     return lax.optimization_barrier((rows.astype(DTYPES[kind]), scale))
+
+
+@narrowed.defjvp
+def _refuse(kind: str, primals: Any, tangents: Any) -> Any:
+    # The derivative of rounding to integers is zero, and so would be most of the result.
+    raise TypeError(
+        f'What stores `residuals="{kind}"` is differentiated again, but eight bits have '
+        "no derivative. Call `autocast` without `residuals` for second derivatives."
+    )
 
 
 def widened(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:

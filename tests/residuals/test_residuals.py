@@ -316,14 +316,26 @@ def test_a_second_gradient_may_follow_the_first():
         assert kept(small, *args_of("layers"))["int8"] <= 12 * ROWS * WIDTH
 
 
-def test_it_can_be_batched_and_differentiated():
+def test_it_can_be_batched():
     params, x = layers(1), batch()
     grad = grad_of(residual_mlp, "int8")
     one = grad(params, x)[1]
     many = jax.jit(jax.vmap(grad, (None, 0)))(params, x[None])[1]
     assert distance(jax.tree.map(lambda x: x[0], many), one) < 0.01
-    second = jax.jit(jax.grad(lambda p: optax.tree.norm(grad(p, x)[1])))(params)
-    assert jaxmp.all_finite(second)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_are_refused(kind):
+    def norm(grad):
+        return lambda *args: optax.tree.norm(grad(*args))
+
+    args, grad = (layers(1), batch()), jax.grad(residual_mlp)
+    with pytest.raises(TypeError, match=f'"{kind}".*without `residuals`'):
+        jax.grad(norm(jaxmp.autocast(grad, residuals=kind)))(*args)
+    # With autocast around all gradients there is none behind what it stores.
+    penalty = jax.grad(norm(grad))
+    found = jaxmp.autocast(penalty, residuals=kind)(*args)
+    assert 0 < distance(found, penalty(*args)) < 0.2
 
 
 def test_a_small_model_stores_what_it_stored():
