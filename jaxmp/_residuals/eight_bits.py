@@ -107,8 +107,9 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
 def _refuse(kind: str, primals: Any, tangents: Any) -> Any:
     # The derivative of rounding to integers is zero, and so would be most of the result.
     raise TypeError(
-        f'What stores `residuals="{kind}"` is differentiated again, but eight bits have '
-        "no derivative. Call `autocast` without `residuals` for second derivatives."
+        f'Something differentiates what `autocast(..., residuals="{kind}")` stores, but '
+        "eight bits have no derivative. Put `autocast` around the outermost gradient, "
+        "or call it without `residuals`."
     )
 
 
