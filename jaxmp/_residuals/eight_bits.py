@@ -107,9 +107,9 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
 def _refuse(kind: str, primals: Any, tangents: Any) -> Any:
     # The derivative of rounding to integers is zero, and so would be most of the result.
     raise TypeError(
-        f'Something differentiates what `autocast(..., residuals="{kind}")` stores, but '
-        "eight bits have no derivative. Put `autocast` around the outermost gradient, "
-        "or call it without `residuals`."
+        "Eight bits have no derivative, but a second derivative needs that of what "
+        f'`autocast(..., residuals="{kind}")` stores. Put `autocast` around the '
+        "outermost gradient, or call it without `residuals`."
     )
 
 
