@@ -105,7 +105,7 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
 
 @narrowed.defjvp
 def _refuse(kind: str, primals: Any, tangents: Any) -> Any:
-    # The derivative of rounding to integers is zero, and so would be most of the result.
+    # The derivative of rounding to integers is zero, and would be so without a word.
     raise TypeError(
         "Eight bits have no derivative, but a second derivative needs that of what "
         f'`autocast(..., residuals="{kind}")` stores. Put `autocast` around the '
