@@ -61,7 +61,9 @@ def allclose(a, b, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("policy", "transform"), [(None, lambda f: f), ("float32", jax.jit)], ids=str
+    ("policy", "transform"),
+    [(None, lambda f: f), ("float32", jax.jit)],
+    ids=["no policy", "float32, jit"],
 )
 def test_in_float32_it_is_jax_value_and_grad_bit_for_bit(policy, transform):
     expected = transform(jax.value_and_grad(loss_fn))(PARAMS, X, Y)
