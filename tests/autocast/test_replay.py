@@ -450,7 +450,7 @@ KEPT_BY_RULE = {
         "logistic",
         lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
     ),
-    "a loop adds it up or multiplies by it (rule 8)": ("tanh", gated),
+    "a loop or a long product takes it (rule 8)": ("tanh", gated),
     "a difference is computed from it (rule 9)": (
         "add",
         lambda w, x: (jax.nn.relu(x @ w + w[0]) - w[0]) @ w,

@@ -11,7 +11,7 @@ _SCOPES = {
     _scopes.KEPT_FOR_MOMENTS: "a mean of a number and of its square (rule 10)",
     _scopes.KEPT_TO_END: "in a loop that ends at a tolerance (rule 10)",
     _scopes.KEPT_FOR_DIGITS: "its reader needs float32 (rule 6)",
-    _scopes.KEPT_IN_LOOP: "a loop adds it up or multiplies by it (rule 8)",
+    _scopes.KEPT_IN_LOOP: "a loop or a long product takes it (rule 8)",
     _scopes.KEPT_FOR_DIFFERENCE: "a difference is computed from it (rule 9)",
     _scopes.FLOAT32: "float32 region",
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
