@@ -230,6 +230,17 @@ def test_a_loop_over_weights_needs_no_copy_of_them():
     assert dtypes(lambda w: loss(jnp.stack([w] * 3)), W) == ["bfloat16"] * 2
 
 
+def test_micro_batches_read_weights_that_were_rounded_once():
+    def loss(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w).sum()
+
+    grad = jaxmp.value_and_grad(loss, accum_steps=2, batch_argnums=1)
+    eqns = traced(autocast(grad), W, X)
+    (loop,) = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    dtypes = [str(x.aval.dtype) for x in loop.invars if x.aval.shape == W.shape]
+    assert dtypes == ["bfloat16", "float32"]  # the weight, and the sum of its gradients
+
+
 def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     matrix = X.T @ X / 8 + jnp.eye(8)
 
