@@ -108,7 +108,7 @@ class Calls(Customs):
         ends = self.ends(step, ins, trip, narrow, scopes)
         again = any([x.known.linear for x in ins])  # it will be transposed
         written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
-        written |= any(map(_jaxpr.has_backward, _jaxpr.sub_jaxprs(eqn)))
+        written = written or _jaxpr.holds_backward(eqn)
         wide: dict[int, Any] = {}
         if kind == "while" or (written and not again):
             # A slice of an argument is rounded in its trip, as that needs no memory.

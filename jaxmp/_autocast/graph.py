@@ -16,6 +16,8 @@ from .._ops.products import is_matrix_product
 from . import classes
 from .needs import Need
 
+# So many rounded values, and no more, may multiply one another (rule 8).
+OFTEN = 4
 # Equations whose jaxprs are looked through: they run one of them, at least once.
 _ENTERED = frozenset(
     {"jit", "call", "remat", "custom_jvp", "custom_vjp", "cond", "scan"}

@@ -11,11 +11,8 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from . import classes, needs
 from .classes import Class
-from .graph import Ways, is_in, joined
+from .graph import OFTEN, Ways, is_in, joined
 from .needs import Need
-
-# So many parts of one value, and more, are float32 if they multiply one another.
-_MANY = 5
 
 
 class Spotted(NamedTuple):
@@ -172,8 +169,8 @@ def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
         if len({value for value, _ in made}) != 1:
             continue
         counts = [count for _, count in made]
-        count = min(sum(counts) if multiplies else max(counts), _MANY)
-        if multiplies and count == _MANY:
+        count = min(sum(counts) if multiplies else max(counts), OFTEN + 1)
+        if multiplies and count > OFTEN:
             found.add(eqn)
         parts.update(dict.fromkeys(eqn.outvars, (made[0][0], count)))
     return found

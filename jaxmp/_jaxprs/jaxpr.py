@@ -380,11 +380,15 @@ def is_transposed(eqn: JaxprEqn) -> bool:
 
 
 def has_backward(jaxpr: Any) -> bool:
-    """Whether there is a backward pass in a jaxpr, or in what it holds."""
+    """Whether there is a backward pass in a jaxpr, or in what it calls."""
     return any(
-        is_transposed(eqn) or any(map(has_backward, sub_jaxprs(eqn)))
-        for eqn in open_jaxpr(jaxpr).eqns
+        is_transposed(eqn) or holds_backward(eqn) for eqn in open_jaxpr(jaxpr).eqns
     )
+
+
+def holds_backward(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` calls a backward pass. The transposes in a solver are none."""
+    return bool(call_kind(eqn)) and any(map(has_backward, sub_jaxprs(eqn)))
 
 
 # What `jax.checkpoint` names what its backward pass computes a second time.

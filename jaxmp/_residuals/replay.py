@@ -210,14 +210,13 @@ class Replay:
 
     def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
         """Applies an equation, and goes inside if there is a backward pass in it."""
-        kind = _jaxpr.call_kind(eqn)
-        if not kind or not any(map(_jaxpr.has_backward, _jaxpr.sub_jaxprs(eqn))):
+        if not _jaxpr.holds_backward(eqn):
             return _jaxpr.bind(eqn, ins)
 
         def replayed(jaxpr):
             return lambda *xs: Replay(jaxpr, xs, self.kind, self.is_left).run()
 
-        if kind == "shard_map":
+        if _jaxpr.call_kind(eqn) == "shard_map":
             return _jaxpr.bind_shard_map(eqn, ins, replayed(eqn.params["jaxpr"]))
         bodies = [
             _jaxpr.trace(replayed(body.jaxpr), _jaxpr.in_avals(body.jaxpr))

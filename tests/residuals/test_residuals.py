@@ -364,6 +364,9 @@ def test_errors_say_what_to_type():
         grad_of(residual_mlp, "int4")
     with pytest.raises(ValueError, match=r"around the differentiated function"):
         jaxmp.autocast(residual_mlp, residuals="int8")(layers(), batch())
+    with pytest.raises(ValueError, match=r"around the differentiated function"):
+        # Whose own transpose, for a derivative that nobody asked for, is no gradient.
+        jaxmp.autocast(jnp.linalg.solve, residuals="int8")(jnp.eye(4), jnp.ones(4))
     with pytest.raises(ValueError, match="`bfloat16_paths` has `head`, but no"):
         grad_of(residual_mlp, "int8", bfloat16_paths="head")(layers(), batch())
 

@@ -14,11 +14,9 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal
 from ..._jaxprs.scopes import Scopes, inside, is_backward, marks
 from .. import classes, needs
-from ..graph import joined
+from ..graph import OFTEN, joined
 from ..needs import Need
 
-# So many times, and no more, a number may be multiplied by gates that are rounded.
-_OFTEN = 4
 # What a value may be: known to have a bound, so that it may be just below it; made by
 # a multiplication, or a sum with such; made of numbers in the program; made by a gate
 # of many, or a sum with such.
@@ -81,9 +79,9 @@ class _Rows:
             read = [x for x in eqn.invars if not isinstance(x, Literal)]
             if len(read) > 1:
                 count += 1
-                if count > _OFTEN:
+                if count > OFTEN:
                     self.found.add(eqn)
-            count = min(count, _OFTEN + 1)
+            count = min(count, OFTEN + 1)
         elif not classes.is_linear(eqn):
             count = 0
         return [count] * len(eqn.invars)
@@ -140,7 +138,7 @@ class _Gates:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         read = [x for eqn in eqns if eqn in self._multiplications for x in eqn.invars]
         counts = collections.Counter(_jaxpr.variables(read))
-        return [var for var, count in counts.items() if count > _OFTEN]
+        return [var for var, count in counts.items() if count > OFTEN]
 
 
 def _made_by(eqn: Equation, ins: list[int]) -> int:
