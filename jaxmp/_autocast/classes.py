@@ -157,8 +157,8 @@ def is_outer(eqn: Equation) -> bool:
 def negates(eqn: Equation) -> bool:
     """Whether an equation changes the sign of what it is given."""
     if multiplies(eqn):
-        literals = (x for x in eqn.invars if isinstance(x, _jaxpr.Literal))
-        return any(np.all(np.real(x.val) < 0) for x in literals)
+        numbers = (_jaxpr.number_of(x) for x in eqn.invars)
+        return any(x is not None and np.real(x) < 0 for x in numbers)
     return eqn.primitive.name in NEGATES
 
 

@@ -110,8 +110,7 @@ def _zeros_in(eqns: Sequence[Equation]) -> set[Any]:
 def _is_zero(atom: Any, zeros: set[Any]) -> bool:
     if not isinstance(atom, Literal):
         return atom in zeros
-    aval: Any = atom.aval
-    return not aval.shape and atom.val == 0
+    return _jaxpr.number_of(atom) == 0
 
 
 def _negated_in(eqns: Sequence[Equation]) -> set[Any]:

@@ -131,10 +131,10 @@ def given(array: Any) -> Value:
 
 def literal(atom: Any) -> Value:
     """Returns the value of a literal."""
-    aval = atom.aval
-    if aval.shape or not jnp.issubdtype(aval.dtype, np.number):
+    number = _jaxpr.number_of(atom)
+    if number is None:
         return given(atom.val)
-    scalar = np.asarray(atom.val, aval.dtype)[()]
+    scalar = np.asarray(number, atom.aval.dtype)[()]
     return Value(atom.val, Known(given=True, scalar=scalar))
 
 

@@ -477,6 +477,23 @@ def is_inlined(eqn: JaxprEqn) -> bool:
     return all(type(x).__name__ == "UnspecifiedValue" for x in placed)
 
 
+def number_of(atom: Any) -> Any:
+    """Returns the number that a literal is, None where ``atom`` is none.
+
+    A literal may be an array, too, and the tangent of integers, whose dtype float0 has
+    no numbers at all.
+    """
+    if not isinstance(atom, Literal):
+        return None
+    aval: Any = atom.aval
+    return None if aval.shape or not _has_numbers(aval.dtype) else atom.val
+
+
+@functools.cache
+def _has_numbers(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.number)
+
+
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
     """Yields those of some atoms that are no numbers in the code."""
     return (x for x in atoms if not isinstance(x, Literal))

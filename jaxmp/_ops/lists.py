@@ -31,6 +31,7 @@ from .._jaxprs.jaxpr import (
     call_kind,
     is_float32,
     live_primitives,
+    number_of,
     open_jaxpr,
     sub_jaxprs,
 )
@@ -407,7 +408,8 @@ def scales_down(eqn: Equation) -> bool:
     """Whether ``eqn`` multiplies by a number below one, as a mean does with a sum."""
     if eqn.primitive.name not in ("mul", "div"):
         return False
-    sizes = [abs(x.val) for x in eqn.invars if isinstance(x, Literal)]
+    numbers = [number_of(x) for x in eqn.invars]
+    sizes = [abs(x) for x in numbers if x is not None]
     is_ratio = eqn.primitive.name == "div"
     return any(x > 1 if is_ratio else 0 < x < 1 for x in sizes)
 

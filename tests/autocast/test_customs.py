@@ -252,3 +252,54 @@ def test_functions_that_one_line_writes_run_in_the_dtypes_of_their_modules():
     kept, rounded = product_dtypes(cast, X, W)
     assert kept == {"float32"}
     assert rounded == {"bfloat16"}
+
+
+CODES = normal(2, 5, 4)
+
+
+@jax.custom_vjp
+def quantised(h):
+    codes = jnp.argmin(((h[:, None] - CODES) ** 2).sum(-1), -1)
+    return CODES[codes] + 0 * h, codes
+
+
+quantised.defvjp(lambda h: (quantised(h), None), lambda _, g: (g[0],))
+
+
+@jax.custom_jvp
+def levelled(h):
+    levels = jnp.round(h * 4)
+    return levels / 4, levels.astype(jnp.int32), h > 0
+
+
+@levelled.defjvp
+def _(primals, tangents):
+    (h,), (t,) = primals, tangents
+    none = np.zeros(h.shape, jax.dtypes.float0)
+    return levelled(h), (t, none, none)
+
+
+WITH_INTEGERS = {"vjp": quantised, "jvp": levelled, "frexp": jnp.frexp}
+
+
+@pytest.mark.parametrize("rule", WITH_INTEGERS.values(), ids=WITH_INTEGERS.keys())
+@around
+def test_a_rule_may_return_integers(wrap, rule):
+    def loss(x, w):
+        return jnp.square(wrap(lambda x, w: rule(x @ w)[0] @ w)(x, w)).mean()
+
+    def numbers(x, w):  # which are not rounded before
+        return jnp.square(wrap(lambda x, w: rule(x)[0] @ w)(x, w)).mean()
+
+    for order in ("outside", "inside"):
+        assert np.isfinite(ORDERS[order](loss, 1)(X, W)).all()
+        found, expected = (ORDERS[x](numbers, 1)(X, W) for x in (order, "jax"))
+        assert relative_error(found, expected) < 5e-3
+
+
+def test_a_tangent_of_integers_goes_through_autocast():
+    def pushed(w):
+        return jax.jvp(lambda w: jnp.frexp(X @ w)[0] @ w, (w,), (w,))
+
+    found = jaxmp.autocast(pushed, "float16")(W)
+    assert relative_error(found, pushed(W)) < 5e-3

@@ -859,3 +859,16 @@ def test_no_row_of_the_table_says_that_nothing_was_lost():
     assert 0 < max(row.lost for row in report.operations) < 0.0005
     assert "lost most" not in str(report)
     assert "0.0%" not in str(report)
+
+
+def test_reports_read_programs_whose_rules_return_integers():
+    def loss(w):
+        return jnp.mean((jnp.frexp(w @ w)[0] @ w) ** 2)
+
+    w, rounded = jnp.eye(8), jaxmp.with_policy(loss, "float16")
+    for grad in (jaxmp.autocast(jax.grad(loss), "float16"), jax.grad(rounded)):
+        assert jaxmp.find_overflow(grad)(w).first is None
+        assert jaxmp.audit(grad)(w).fraction_16bit == 1
+        assert jaxmp.explain(grad)(w).lines
+    for fun in (loss, rounded):
+        assert jaxmp.sensitivity(fun, "float16", progress=False)(w).gradients < 5e-3

@@ -211,7 +211,7 @@ def _is_linear(eqn: Equation) -> bool:
         return not others
     # What is put between them, or around them, is zero.
     moves = classes.is_view(eqn) and len(others) < len(eqn.invars)
-    return moves and not any(x.val for x in others)
+    return moves and all(_jaxpr.number_of(x) == 0 for x in others)
 
 
 def _is_var(atom: Any) -> bool:

@@ -336,8 +336,7 @@ def _constant(array: Any) -> Made:
 
 def _literal(literal: Any) -> Made:
     """Returns what is known of a number in a jaxpr."""
-    number = _real(literal.val) if np.ndim(literal.val) == 0 else None
-    return Made(given=True, number=number)
+    return Made(given=True, number=_real(_jaxpr.number_of(literal)))
 
 
 def _real(number: Any) -> Any:
