@@ -37,6 +37,11 @@ def write_to(folder: pathlib.Path) -> None:
     _folder = folder
 
 
+def is_saving() -> bool:
+    """Whether what is measured is to be kept, as `--save` says."""
+    return _folder == FOLDER
+
+
 def target(name: str) -> pathlib.Path:
     """Returns the file that the results of a benchmark are written to."""
     return _folder / f"{name}.json"

@@ -37,6 +37,7 @@ def inside(loss, policy, **options):
 
 ORDERS = (outside, inside)
 USUAL = ("mixed_float16",)
+BUILDERS: list[Callable] = []  # of all programs, in the files that are imported
 
 
 class Program(NamedTuple):
@@ -59,6 +60,7 @@ def programs(*builders: Callable[[], Program]) -> Callable:
     Of each library the first program goes through float16, with autocast around the
     gradient; the rest is evidence. tests/test_autocast.py has float32.
     """
+    BUILDERS.extend(builders)
     cases = []
     for build, policy, order in itertools.product(builders, POLICIES, ORDERS):
         first = build is builders[0] and order is outside

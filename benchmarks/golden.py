@@ -1,0 +1,197 @@
+"""Writes down how autocast runs each operation of many programs, to compare later.
+
+The file is read in a diff: a change of a rule, or of the code that follows the rules,
+shows which operations of which programs run otherwise. The programs are the networks of
+``price`` in small, those of ``tests/programs``, and generated ones, each as a loss and
+its gradients.
+"""
+
+import argparse
+import collections
+import functools
+import importlib
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxmp
+from jaxmp._autocast import needs
+from jaxmp._autocast.decisions import INSIDE, Decision, Step
+from jaxmp._autocast.graph import Trip
+from jaxmp._autocast.replay import Caster
+from jaxmp._autocast.values import given
+from jaxmp._jaxprs.jaxpr import is_float32
+from jaxmp._ops.precision import own_precisions
+
+from .counting import results
+from .counting.h200 import JAXLIB
+from .counting.steps import loss_of
+from .generated import drawn
+from .generated import loss_of as generated_loss_of
+from .networks.families import SMALL
+from .networks.generated_layers import Asked, batch_of
+
+ROOT = pathlib.Path(__file__).parents[1]
+FILE = ROOT / "tests" / "autocast" / "golden.txt"
+PROGRAMS = ROOT / "tests" / "programs"
+COMMAND = "python -m benchmarks golden --save"
+DTYPES = "bfloat16", "float16"
+GENERATED = 100  # programs, of at most so many layers
+LAYERS = 2
+
+HEAD = f"""\
+How autocast runs each operation of the loss and the gradients of many programs: the
+operation, the dtype of its result, the number of the rule, and how many there are of
+them. `16` is computed in 16 bits, `16 rounded` in float32 and rounded once, `16 stored`
+in float32 and stored in 16 bits, `32` in float32. Where bfloat16 and float16 differ
+there is a number for each. A layer that JAX shares is counted once.
+
+Written by `{COMMAND}` with JAX {JAXLIB}.
+"""
+
+# A function and what it is called with.
+Call = tuple[Callable, tuple]
+HOW = {
+    "float32": "32",
+    "half": "16",
+    "rounded": "16 rounded",
+    "stored": "16 stored",
+}
+
+
+def programs() -> dict[str, Callable[[], Call]]:
+    """Returns what builds each program, by its name."""
+    found = {f"network {name}": functools.partial(_network, name) for name in SMALL}
+    found |= {f"program {name}": x for name, x in _libraries()}
+    found |= {
+        f"generated {seed}": functools.partial(_generated, seed)
+        for seed in range(GENERATED)
+    }
+    return found
+
+
+def _network(name: str) -> Call:
+    """Returns the step of a small network."""
+    network, key = SMALL[name], jax.random.key(0)
+    x, y = network.shapes()
+    variables = jax.eval_shape(network.model.init, key, x)
+    args = variables["params"], variables.get("batch_stats", {}), x, y
+    return jax.value_and_grad(loss_of(network.model.apply), has_aux=True), args
+
+
+def _libraries() -> Iterator[tuple[str, Callable[[], Call]]]:
+    """Yields the steps of the programs in ``tests/programs``."""
+    if str(PROGRAMS) not in sys.path:
+        sys.path.insert(0, str(PROGRAMS))
+    for path in sorted(PROGRAMS.glob("test_*_programs.py")):
+        importlib.import_module(path.stem)
+    for build in importlib.import_module("laws").BUILDERS:
+        library = build.__module__.removeprefix("test_").removesuffix("_programs")
+        yield f"{library}, {build.__name__}", functools.partial(_program, build)
+
+
+def _program(build: Callable[[], Any]) -> Call:
+    program = build()
+    grad_fn = jax.value_and_grad(program.loss, has_aux=program.has_aux)
+    return grad_fn, program.args
+
+
+def _generated(seed: int) -> Call:
+    """Returns a training step that was drawn."""
+    program, asked = drawn(seed, LAYERS), dict[str, Asked]()
+    batch = batch_of(np.random.default_rng(seed))
+    jax.eval_shape(generated_loss_of(program, lambda x: x, asked), {}, batch)
+    weights = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, (shape, _, _) in asked.items()
+    }
+    return jax.value_and_grad(generated_loss_of(program, lambda x: x)), (weights, batch)
+
+
+def rows(build: Callable[[], Call]) -> list[str]:
+    """Returns what autocast decides of a program, equal decisions counted."""
+    fun, args = build()
+    leaves, tree = jax.tree.flatten(args)
+    # Traced once, as autocast does it.
+    with jax.softmax_custom_jvp(True), own_precisions():
+        jaxpr = jax.make_jaxpr(lambda *xs: fun(*tree.unflatten(xs)))(*leaves)
+    found: dict[str, collections.Counter[str]] = {}
+    for dtype in DTYPES:
+        counts = found.setdefault(dtype, collections.Counter())
+        caster = Caster(
+            jnp.dtype(dtype),
+            jaxmp.DEFAULT_OPS,
+            listener=functools.partial(_told, counts),
+        )
+        jax.eval_shape(functools.partial(_cast, caster, jaxpr), *leaves)
+    return [
+        f"{row} x {_times([found[dtype][row] for dtype in DTYPES])}"
+        for row in sorted(set().union(*found.values()))
+    ]
+
+
+def _cast(caster: Caster, jaxpr: Any, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns what a program returns under autocast."""
+    caster.mark(jaxpr, ())
+    returned = Trip((needs.FULL | needs.DIGITS,) * len(jaxpr.out_avals))
+    return caster.as_written(jaxpr, [given(x) for x in arrays], returned, ())
+
+
+def _told(counts: collections.Counter[str], step: Step, decision: Decision) -> None:
+    """Counts a decision. What is not float32 leaves nothing to decide."""
+    if decision != INSIDE and any(map(is_float32, step.eqn.outvars)):
+        name, how = step.eqn.primitive.name, HOW[decision.how]
+        counts[f"{name} {how}, rule {decision.rule}"] += 1
+
+
+def _times(counts: list[int]) -> str:
+    if len(set(counts)) == 1:
+        return str(counts[0])
+    named = (f"{count} in {x}" for x, count in zip(DTYPES, counts, strict=True))
+    return ", ".join(named)
+
+
+def text_of(found: dict[str, list[str]]) -> str:
+    """Returns the file of the rows of each program."""
+    blocks = ("\n".join((f"# {name}", *lines)) for name, lines in found.items())
+    return "\n\n".join((HEAD.strip(), *blocks)) + "\n"
+
+
+def read() -> dict[str, list[str]]:
+    """Returns the rows of each program in the file."""
+    _, *blocks = FILE.read_text().split("\n\n# ") if FILE.exists() else [""]
+    found = (block.strip().splitlines() for block in blocks)
+    return {name: lines for name, *lines in found}
+
+
+def changes(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Returns the rows that differ, with a minus or a plus."""
+    gone = [f"- {row}" for row in before if row not in now]
+    return gone + [f"+ {row}" for row in now if row not in before]
+
+
+def main(arguments: list[str]) -> None:
+    """Prints what differs from the file, and with ``--save`` writes it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks golden",
+        description=f"Compares with {FILE.relative_to(ROOT)}; --save writes it.",
+    )
+    parser.parse_args(arguments)
+    if jax.__version__ != JAXLIB:
+        raise SystemExit(
+            f"The file is of JAX {JAXLIB}, and here is {jax.__version__}: "
+            f"`pip install jax=={JAXLIB}`."
+        )
+    before = read()
+    now = {name: rows(build) for name, build in programs().items()}
+    for name in before | now:
+        if changed := changes(before.get(name, ()), now.get(name, ())):
+            print("\n".join((f"# {name}", *changed, "")))
+    if results.is_saving():
+        FILE.write_text(text_of(now))
+        print(f"{len(now)} programs are in {FILE}")

@@ -1,0 +1,45 @@
+"""How autocast runs each operation of many programs is what the file says."""
+
+import jax
+import pytest
+
+from benchmarks import golden
+
+pytestmark = pytest.mark.skipif(
+    jax.__version__ != golden.JAXLIB,
+    reason=f"other versions of JAX write other programs than {golden.JAXLIB}",
+)
+BEFORE = golden.read()
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """What builds each program; skips without the libraries of ``tests/programs``."""
+    return golden.programs()
+
+
+def test_the_file_has_all_programs(programs):
+    assert [*programs] == [*BEFORE], f"type `{golden.COMMAND}`"
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_autocast_decides_as_the_file_says(programs, name):
+    now = golden.rows(programs[name]) if name in programs else []
+    if changed := golden.changes(BEFORE[name], now):
+        pytest.fail(
+            f"Autocast runs these operations of `{name}` otherwise:\n"
+            + "\n".join(changed)
+            + f"\nIf that is meant, type `{golden.COMMAND}`, and say in the commit "
+            "message what changed and why.",
+            pytrace=False,
+        )
+
+
+def test_a_difference_is_named():
+    before = ["add 16, rule 4 x 2", "mul 16, rule 3 x 1"]
+    now = ["add 32, rule 5 x 2", "mul 16, rule 3 x 1"]
+    assert golden.changes(before, now) == [
+        "- add 16, rule 4 x 2",
+        "+ add 32, rule 5 x 2",
+    ]
+    assert golden.changes(now, now) == []
