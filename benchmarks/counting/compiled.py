@@ -3,38 +3,16 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .steps import FLOOR, Contestant, Unavailable, contestant, on_leaves
-from .timing import calls_for, interleaved, ratio
+from .steps import Contestant, on_leaves
+from .timing import calls_for
 
 MIB = 2**20
-
-
-class Effort(NamedTuple):
-    """How long to measure, and whom to tell what is left out."""
-
-    report: Callable[[str], Any] = print
-    rounds: int = 7
-    seconds: float = 0.2  # of one sample
-    until: float = math.inf  # `time.monotonic()`
-    compiler_options: dict[str, Any] | None = None
-
-
-class Variant(NamedTuple):
-    """A contestant under settings."""
-
-    label: str
-    name: str
-    network: Any
-    dtype: str = "float16"
-    precision: str | None = None  # of float32 products, as JAX names them
 
 
 class Compiled(NamedTuple):
@@ -46,94 +24,11 @@ class Compiled(NamedTuple):
     peak: int  # bytes of arguments, results and what is between
 
 
-def compare(variants: Sequence[Variant], effort: Effort) -> list[dict[str, Any]]:
-    """Compiles training steps, several at a time, and times them in turns.
-
-    Returns:
-        A row for each that compiles and runs; a line is reported for each other.
-    """
-    compiled = _compiled(variants, effort)
-    samplers, host = {}, {}
-    for label, c in compiled.items():
-        try:
-            samplers[label], host[label] = sampler(c, effort.seconds)
-        except jax.errors.JaxRuntimeError as error:
-            effort.report(f"{label} does not run: {first_line(error)}")
-    if not samplers:
-        return []
-    times = interleaved(samplers, effort.rounds, until=effort.until)
-    rounds = min(map(len, times.values()))
-    if rounds < effort.rounds:
-        effort.report(f"{rounds} of {effort.rounds} rounds, the time is over")
-    floor, float32 = times.get(FLOOR), times.get("float32")
-    return [
-        {
-            "step": label,
-            "ms": 1e3 * float(np.median(times[label])),
-            f"of {FLOOR}": ratio(times[label], floor) if floor else None,
-            "float32 over it": ratio(float32, times[label]) if float32 else None,
-            "host ms": 1e3 * float(np.median(host[label])),
-            "peak MiB": compiled[label].peak / MIB,
-            "of float32's": (
-                compiled[label].peak / compiled["float32"].peak if float32 else None
-            ),
-        }
-        for label in times
-    ]
-
-
-def _compiled(variants: Sequence[Variant], effort: Effort) -> dict[str, Compiled]:
-    """Compiles training steps, several at a time.
-
-    XLA times candidates for every product and convolution, and remembers the best. The
-    first step of a kind does that alone, and those like it wait and take what it has
-    found: that is quicker, and all of them are then made of the same kernels.
-    """
-    batch_of = functools.cache(lambda network: jax.device_put(network.batch()))
-    options = effort.compiler_options
-    variables_of = functools.cache(lambda network: variables(network, options))
-    waiting: dict[Variant, tuple[Future, Future]] = {}
-    firsts: dict[Any, Future] = {}
-    compiled = {}
-    with ThreadPoolExecutor(2 * len(variants)) as pool:  # most of them wait
-        for v in variants:
-            try:
-                made = contestant(v.name, v.network, dtype=v.dtype)
-            except Unavailable as reason:
-                effort.report(f"{v.label} is left out: {reason}")
-                continue
-            start = variables_of(v.network)
-            init, step = lower(made, start, batch_of(v.network), v.precision)
-            kind = (v.name == "float32", v.precision)
-            future = pool.submit(_compile_after, firsts.get(kind), step, options)
-            firsts.setdefault(kind, future)
-            waiting[v] = pool.submit(init.compile, options), future
-        for v, futures in waiting.items():
-            try:
-                init, step = (future.result() for future in futures)
-            except jax.errors.JaxRuntimeError as error:
-                effort.report(f"{v.label} does not compile: {first_line(error)}")
-                continue
-            compiled[v.label] = Compiled(
-                functools.partial(init, variables_of(v.network)),
-                step,
-                batch_of(v.network),
-                peak(step),
-            )
-    return compiled
-
-
-def _compile_after(first, lowered, options):
-    if first is not None:
-        wait([first])  # also if that one fails
-    return lowered.compile(options)
-
-
-def variables(network: Any, compiler_options: Any = None) -> Any:
+def variables(network: Any, options: Any = None) -> Any:
     """Returns what a model starts with: parameters, and statistics if it has any."""
     x, _ = network.batch(1)
     init = jax.jit(network.model.init).lower(jax.random.key(0), x)
-    return init.compile(compiler_options)(jax.random.key(0), x)
+    return init.compile(options)(jax.random.key(0), x)
 
 
 def lower(

@@ -13,7 +13,6 @@ import pytest
 
 from benchmarks import __main__, collectives, gpu, host, memory, sharded
 from benchmarks.counting import compiled, h200, results, timing
-from benchmarks.counting.steps import CONTESTANTS
 from benchmarks.networks.basic import TINY
 from benchmarks.networks.dear_families import in_chunks
 from benchmarks.networks.families import FAMILIES, SMALL
@@ -63,85 +62,79 @@ def test_what_compiles_for_a_gpu_asks_for_no_device_when_it_is_imported():
     assert found.returncode == 0, found.stderr.decode()
 
 
+def test_gpu_times_every_form_of_a_network_and_saves_its_rows(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(gpu, "FORMS", ("float32", "by hand", gpu.AUTOCAST))
+    monkeypatch.setattr(gpu, "FLOAT16", ("by hand", "flax DynamicScale"))
+    monkeypatch.setattr(gpu, "ALL_FORMS", ("mlp",))
+    path = tmp_path / "gpu.json"
+    gpu.main(["--tiny", "--networks", "mlp", "--no-torch", f"--output={path}"])
+    sections, left_out = saved(path, "gpu --tiny")
+    assert len(sections["ceilings"]) == 5
+    assert left_out == []
+    rows = sections["steps"]
+    assert [(row["form"], row["dtype"]) for row in rows] == [
+        ("float32", "bfloat16"),
+        ("highest", "bfloat16"),
+        ("by hand", "bfloat16"),
+        (gpu.AUTOCAST, "bfloat16"),
+        ("by hand", "float16"),
+        ("flax DynamicScale", "float16"),
+    ]
+    (gained,) = gpu.gains(rows)
+    assert {"TF32", "autocast", "times as fast", "memory", "by hand"} < gained.keys()
+    assert "what autocast gains" in capsys.readouterr().out
+
+
 @pytest.mark.evidence
 def test_gpu_runs_from_end_to_end_in_small(tmp_path):
     path = tmp_path / "gpu.json"
     gpu.main(["--tiny", f"--output={path}"])
     sections, left_out = saved(path, "gpu --tiny")
-    assert len(sections["ceilings"]) == 5
-    for name in gpu.TINY.plan:
-        assert name in sections or any(line.startswith(name) for line in left_out)
-        if name.split()[0] not in ("step", "optimizer"):
-            continue
-        measured = {row["step"] for row in sections[name]}
-        for contestant in CONTESTANTS:
-            line = f"{name}: {contestant} is left out"
-            assert contestant in measured or any(x.startswith(line) for x in left_out)
-        assert {"by hand", "jaxmp cast", "jaxmp autocast", "jmp", "float32"} <= measured
-    for row in sections["batches gpt"]:
-        assert row["has run"]
-        assert row["peak MiB"] <= row["budget MiB"] == gpu.TINY.budget_mib
+    measured = {(x["network"], x["form"], x["dtype"]) for x in sections["steps"]}
+    assert {name for name, _, _ in measured} == {*gpu.NAMES}
+    for name in gpu.NAMES:
+        assert {(name, form, "bfloat16") for form in gpu.FORMS} <= measured
+    for form in ("highest", *gpu.FLOAT16):
+        assert any(form == x[1] for x in measured) or any(form in x for x in left_out)
 
 
-def test_gpu_saves_what_it_measures(tmp_path):
+def test_gpu_leaves_out_what_no_time_is_left_for(tmp_path):
     path = tmp_path / "gpu.json"
-    gpu.main(["--tiny", "--here", "--only=ceilings", f"--output={path}"])
-    sections, left_out = saved(path, "gpu --tiny --here --only=ceilings")
-    assert len(sections["ceilings"]) == 5
-    assert left_out == []
+    gpu.main(["--tiny", "--no-torch", "--seconds=0", f"--output={path}"])
+    (found,) = json.loads(path.read_text()).values()
+    assert found["rows"]["steps"] == []
+    assert len(found["rows"]["left out"]) == len(gpu.NAMES)
 
 
 def test_gpu_says_where_there_is_no_gpu():
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
-        gpu.main(["--here", "--only=ceilings"])
+        gpu.main(["--no-torch"])
+    with pytest.raises(SystemExit, match="no network 'gtp'"):
+        gpu.main(["--networks", "gtp"])
 
 
-@pytest.mark.parametrize("code", [0, -6, None])  # None: killed when the time is over
-def test_a_process_that_ends_costs_the_section_in_hand(tmp_path, monkeypatch, code):
-    asked = []
+@pytest.mark.parametrize("ends", [0, -6, None])  # None: killed when the time is over
+def test_what_pytorch_has_measured_is_kept_however_it_ends(monkeypatch, ends):
+    def process(command, timeout, **options):
+        assert command[-3:] == ["gpt-160m", "mlp", "--tiny"]
+        assert timeout == 20
+        printed = b'{"network": "gpt-160m", "ms": 1}\n{"netw'
+        if ends is None:
+            raise subprocess.TimeoutExpired(command, timeout, output=printed)
+        return subprocess.CompletedProcess(command, ends, printed)
 
-    def process(command, **options):
-        names = [x.removeprefix("--only=") for x in command if x.startswith("--only")]
-        asked.append(names)
-        assert "XLA_PYTHON_CLIENT_PREALLOCATE" not in options["env"]
-        trouble = code != 0 and "step mlp float16" in names
-        rows = {name: [{"ms": 1.0}] for name in names}
-        if trouble:
-            rows = {"ceilings": [{"ms": 1.0}], "step mlp float16": []}
-        (path,) = (x for x in command if x.startswith("--output="))
-        path = pathlib.Path(path.removeprefix("--output="))
-        results.save(path, "GPU", "GPU", [], rows | {"left out": []})
-        if trouble and code is None:
-            raise subprocess.TimeoutExpired(command, options["timeout"])
-        return subprocess.CompletedProcess(command, code if trouble else 0)
-
-    monkeypatch.setattr(gpu, "_nvidia_smi", lambda query: "[N/A]")
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu.subprocess, "run", process)
+    lines: list[str] = []
+    options = gpu.Options(networks=("gpt-160m", "mlp"), seconds=60, tiny=True)
+    rows = gpu.in_torch(options, lines.append)
+    assert rows == [{"network": "gpt-160m", "ms": 1}]
+    assert len(lines) == (ends != 0)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(gpu.subprocess, "run", process)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    path = tmp_path / "gpu.json"
-    gpu.main(["--tiny", f"--output={path}"])
-    sections, left_out = saved(path, "gpu --tiny")
-    steps = ["ceilings", "step mlp float16", "optimizer mlp bfloat16"]
-    lines = ["torch: left out, it is not installed"]
-    if code == 0:
-        assert asked == [steps, ["batches gpt"]]
-    else:
-        assert asked == [steps, steps[2:], ["batches gpt"]]
-        reason = "its process ended with -6" if code else "stopped, the time is over"
-        lines.append(f"step mlp float16: {reason}")
-        steps.remove("step mlp float16")
-    assert list(sections) == [*steps, "batches gpt"]
-    assert left_out == lines
-
-
-def test_gpu_fails_where_nothing_is_measured(tmp_path, monkeypatch):
-    def process(command, **options):
-        return subprocess.CompletedProcess(command, 1, "No devices were found", "")
-
-    monkeypatch.setattr(gpu.subprocess, "run", process)
-    with pytest.raises(SystemExit, match="Nothing was measured"):
-        gpu.main(["--tiny", f"--output={tmp_path / 'gpu.json'}"])
+    assert gpu.in_torch(options, lines.append) == []
+    assert lines[-1] == "PyTorch is left out: it is not installed"
 
 
 def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):

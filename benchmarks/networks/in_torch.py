@@ -1,45 +1,34 @@
-"""The five models in PyTorch, trained with ``torch.amp``, eager and compiled.
+"""GPT and ResNet in PyTorch, trained with ``torch.amp`` under ``torch.compile``.
 
 Those of :mod:`benchmarks.networks.basic`, with what PyTorch recommends: fused Adam,
 channels last for images, and ``GradScaler`` for float16. "fused" attention is PyTorch's
 own kernel, which does not write the matrix of weights to memory; "written" attention
 does the same arithmetic as the JAX models.
+
+    python -m benchmarks.networks.in_torch gpt-160m resnet-50
+
+prints a row of JSON for each. ``python -m benchmarks gpu`` starts it.
 """
 
-import dataclasses
 import gc
 import itertools
+import json
 import math
-import pathlib
-import time
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
-import tyro
 from torch import nn  # pyright: ignore[reportMissingImports]
 
-from .counting import results, timing
-from .counting.compiled import MIB, first_line
-from .counting.tables import show
-from .counting.timing import spread
-from .networks import basic as networks
+from ..counting import timing
+from ..counting.compiled import MIB, first_line
+from . import basic as networks
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-
-
-class MLP(nn.Sequential):
-    """Dense layers of one width."""
-
-    def __init__(self, model: networks.MLP, features: int):
-        """Takes the sizes from the model in JAX, and that of the vectors."""
-        widths = [features] + [model.width] * model.layers
-        pairs = itertools.pairwise(widths)
-        layers = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())]
-        super().__init__(*layers, nn.Linear(widths[-1], model.classes))
 
 
 def written_attention(q, k, v):
@@ -146,47 +135,6 @@ def convolution(inputs, outputs, size, strides):
     return conv, nn.BatchNorm2d(outputs)
 
 
-@dataclasses.dataclass
-class Options:
-    """How long to measure, and where to save it."""
-
-    tiny: bool = False
-    """Try it out, on a CPU too."""
-    seconds: float = 150.0
-    """When to stop."""
-    output: pathlib.Path | None = None
-    """A file of JSON."""
-
-
-def main(arguments: list[str]) -> None:
-    """Times the training steps, prints a table and saves it."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks torch_steps")
-    if not (CUDA or options.tiny):
-        raise SystemExit("torch_steps needs an NVIDIA GPU, or try `--tiny`.")
-    until = time.monotonic() + options.seconds
-    rows: dict[str, list] = {"torch": [], "left out": []}
-    hardware = torch.cuda.get_device_name() if CUDA else "CPU"
-    command = ["torch_steps", *arguments]
-    for setting in settings(options.tiny):
-        over = time.monotonic() > until
-        if over:
-            line = f"torch, {setting} and those after it: left out, the time is over"
-            rows["left out"].append(line)
-        else:
-            try:
-                rows["torch"].append(measure(setting, options.tiny))
-            except Exception as error:  # out of memory, or no compiler
-                traceback.print_exc()
-                rows["left out"].append(f"torch, {setting}: {first_line(error)}")
-        results.save(
-            options.output or results.target("torch"), hardware, hardware, command, rows
-        )
-        if over:
-            break
-    show("torch", rows["torch"])
-    print(*rows["left out"], sep="\n")
-
-
 class Setting(NamedTuple):
     """What is trained, and how."""
 
@@ -197,17 +145,14 @@ class Setting(NamedTuple):
     tf32: bool = False
 
 
-def settings(tiny: bool) -> Iterator[Setting]:
-    """Yields settings, the eager ones first: to compile a model takes a minute."""
-    names = ("gpt-160m", "resnet-50", "mlp", "gpt-12m", "resnet-18")
-    dtypes = (("float16", False), ("float32", False), ("float32", True))
-    # On a CPU, compiling takes a C++ compiler too.
-    for compiled in (False,) if tiny else (False, True):
-        for dtype, tf32 in (*dtypes, ("bfloat16", False)):
-            for network in networks.TINY if tiny else names:
-                yield Setting(network, dtype, compiled, tf32=tf32)
-                if network.startswith("gpt") and dtype == "float16":
-                    yield Setting(network, dtype, compiled, fused=True)
+def settings(names: list[str], tiny: bool) -> list[Setting]:
+    """Returns what to measure of the networks that are here."""
+    # To compile takes a C++ compiler on a CPU.
+    gpt = Setting("gpt-160m", "bfloat16", compiled=not tiny)
+    resnet = gpt._replace(network="resnet-50")
+    every = [gpt._replace(fused=True), gpt, resnet]
+    every += [x._replace(dtype="float32", tf32=True) for x in (gpt, resnet)]
+    return [x for x in every if x.network in names]
 
 
 def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
@@ -231,19 +176,18 @@ def measure(setting: Setting, tiny: bool) -> dict[str, Any]:
     effort = {"seconds": 0.0, "rounds": 2} if tiny else {"seconds": 0.2, "rounds": 7}
     times = 1e3 * timing.of_calls(step, wait, **effort)
     peak = torch.cuda.max_memory_allocated() / MIB if CUDA else None
-    return setting._asdict() | {"ms": spread(times), "peak MiB": peak}
+    return setting._asdict() | {"ms": timing.spread(times), "peak MiB": peak}
 
 
 def training_step(setting: Setting, tiny: bool) -> Callable[[], None]:
     """Returns a function that trains on the same batch whenever it is called."""
-    network = (networks.TINY if tiny else networks.NETWORKS)[setting.network]
+    name = setting.network
+    network = networks.TINY[name.split("-")[0]] if tiny else networks.NETWORKS[name]
     x, y = (torch.from_numpy(part).to(DEVICE) for part in network.batch())
     with DEVICE:
         if isinstance(network.model, networks.GPT):
             attention = fused_attention if setting.fused else written_attention
             model = GPT(network.model, attention)
-        elif isinstance(network.model, networks.MLP):
-            model = MLP(network.model, x.shape[-1])
         else:
             assert isinstance(network.model, networks.ResNet)
             model = ResNet(network.model).to(memory_format=torch.channels_last)
@@ -270,3 +214,16 @@ def training_step(setting: Setting, tiny: bool) -> Callable[[], None]:
         scaler.update()
 
     return step
+
+
+if __name__ == "__main__":
+    names = [x for x in sys.argv[1:] if x != "--tiny"]
+    tiny = "--tiny" in sys.argv
+    if not (CUDA or tiny):
+        raise SystemExit("PyTorch finds no NVIDIA GPU.")
+    for setting in settings(names, tiny):
+        try:
+            print(json.dumps(measure(setting, tiny)), flush=True)
+        except Exception as error:  # out of memory, or no compiler
+            traceback.print_exc()
+            print(f"{setting}: {first_line(error)}", file=sys.stderr)
