@@ -128,8 +128,8 @@ CALLS = frozenset(CALL_KINDS)
 # functions, solvers, and opaque code, which sees exactly what it was written for. So
 # does a product of many numbers: what is off in all of them alike adds up.
 _READS_NO_DIGITS = """
-    square cbrt atan asinh mulhi fft householder_product ormqr debug_callback
-    debug_print check inspect_sharding"""
+    square polynomial cbrt atan asinh mulhi fft householder_product ormqr
+    debug_callback debug_print check inspect_sharding"""
 _POWERS = "sqrt reduce_prod cumprod"
 STEEP = frozenset(" ".join([_STEEP, _SOLVE, _OPAQUE, _POWERS]).split()) - frozenset(
     _READS_NO_DIGITS.split()
