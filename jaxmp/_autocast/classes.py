@@ -16,6 +16,7 @@ from .._ops.lists import (
     ARITHMETIC,
     BOUNDED,
     CALLS,
+    CHOOSES,
     COMPARES,
     COPIES,
     DEFAULT_OPS,
@@ -84,6 +85,7 @@ stretches = one_of(STRETCHES)  # stretches operands of size one along an axis
 gathers = one_of(GATHERS)  # brings the shards of an array to every device
 is_extreme = one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers
 compares = one_of(COMPARES)
+sorts = one_of(CHOOSES)  # returns some of the numbers it was given, or their places
 tests = one_of(ORDERS | EQUALITIES)  # tells how two numbers compare
 tests_equal = one_of(EQUALITIES)  # tells where two numbers are equal, or are not
 hands_on = one_of(ARITHMETIC | HANDS_ON)  # what is lost before is lost behind, too

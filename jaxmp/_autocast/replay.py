@@ -235,6 +235,8 @@ class Caster(Calls):
             self.operand(value, shape) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
+        if classes.sorts(eqn):
+            operands = list(map(storage.sorted_alike, operands))
         return bind_narrow(eqn, operands, self.dtype)
 
     def operand(self, value: Value, shape: tuple[int, ...] | None) -> Any:

@@ -99,11 +99,23 @@ def same(eqn: Equation, ins: Sequence[Value]) -> list[Any] | None:
     if not finds or any([x.known.scalar is not None for x in ins]):
         return None
     return [
-        lax.reduce_precision(x.wide(), 8, 7)
+        _with_digits_of_bfloat16(x.wide())
         if x.known.half and x.array.dtype == jnp.bfloat16
         else x.wide()
         for x in ins
     ]
+
+
+def sorted_alike(array: Any) -> Any:
+    """Returns what is sorted or searched in 16 bits, the numbers that others read."""
+    if array.dtype != jnp.bfloat16:
+        return array
+    wide = lax.convert_element_type(array, np.float32)
+    return lax.convert_element_type(_with_digits_of_bfloat16(wide), array.dtype)
+
+
+def _with_digits_of_bfloat16(wide: Any) -> Any:
+    return lax.reduce_precision(wide, 8, 7)  # which XLA never leaves out
 
 
 def sent(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
