@@ -471,7 +471,7 @@ def test_what_a_backward_rule_takes_something_away_from_is_stacked_in_float32(ru
 
 
 def test_a_stacked_softmax_is_divided_by_its_sums():
-    values = 64 + jnp.round(4 * W)  # which have 16 bits
+    values = 64 + 4 * jnp.round(4 * W)  # which have 16 bits, and so have their sums
 
     def loss(w, xs):
         def step(total, x):
