@@ -52,10 +52,11 @@ class Options:
 def main(arguments: list[str]) -> None:
     """Prints a table of prices and one of errors for each dtype, and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks price")
-    h200.require("price")
     command = ["price", *arguments]
     worth.check("network", options.networks, FAMILIES)
     worth.check("form", options.forms, CONTESTANTS)
+    worth.check("part", options.without, ["all", *worth.PARTS])
+    h200.require("price")
     if options.without:
         worth.measure(options, command)
         return

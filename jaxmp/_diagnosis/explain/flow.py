@@ -122,6 +122,7 @@ class Around(NamedTuple):
     place: Place
     note: Note | None = None  # of what holds them, if autocast did not go inside
     function: str = ""  # the function of JAX that they are in
+    for_leaves: bool = False  # whether a library calls that for each leaf of a tree
 
 
 class Flow:
@@ -223,7 +224,7 @@ class Flow:
             call=(place.user, place.author, below, name),
             note=here.note,
             times=place.trips,
-            for_leaves=any(function == "tree_map" for *_, function in below),
+            for_leaves=here.for_leaves or _maps_over_leaves(below),
             moves=name in VIEWS,
             kept=why_by_scopes(place.scopes).partition(" (rule")[0],
         )
@@ -319,7 +320,8 @@ class Flow:
         if place.shared and not before.shared:
             name = _jaxpr.function_of(jaxpr)[0].strip("_")
             function = library_function(eqn) or name
-        return here._replace(place=place, function=function)
+        for_leaves = here.for_leaves or _maps_over_leaves(frames_below_users(eqn))
+        return here._replace(place=place, function=function, for_leaves=for_leaves)
 
     # What the forward pass needs.
 
@@ -336,6 +338,10 @@ class Flow:
         for value in _reached(filter(_ends, self.values), before):
             if value.operation is not None:
                 value.operation.is_forward = True
+
+
+def _maps_over_leaves(below: Iterable[Any]) -> bool:
+    return any(function == "tree_map" for *_, function in below)
 
 
 def _reached(
