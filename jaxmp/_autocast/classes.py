@@ -33,6 +33,7 @@ from .._ops.lists import (
     JOINS_TERMS,
     LINEAR,
     NEGATES,
+    OF_SEVERAL,
     ORDERS,
     PICKS,
     REMAINDERS,
@@ -81,6 +82,7 @@ picks = one_of(PICKS)  # returns numbers that it was given
 is_view = one_of(VIEWS)  # returns what it was given in another shape or place
 transposes = one_of(TRANSPOSES)  # puts the axes of an array in another order
 copies = one_of(COPIES)  # its transpose adds up what it has copied
+is_of_several = one_of(OF_SEVERAL)  # stands for several operations, to round once
 stretches = one_of(STRETCHES)  # stretches operands of size one along an axis
 gathers = one_of(GATHERS)  # brings the shards of an array to every device
 is_extreme = one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers

@@ -226,8 +226,9 @@ class Caster(Calls):
 
     def in_16_bits(self, eqn: Equation, ins: list[Value]) -> list[Any]:
         """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
-        if classes.copies(eqn) and not _jaxpr.is_differentiated(eqn):
-            # The transpose of copying is a sum, which is to run in float32.
+        # The transpose of copying is a sum, which is to run in float32.
+        sums = classes.copies(eqn) and not _jaxpr.is_differentiated(eqn)
+        if sums or classes.is_of_several(eqn):
             wide = _jaxpr.bind(eqn, [value.wide() for value in ins])
             return [cast(x, self.dtype) for x in wide]
         shape = eqn.outvars[0].aval.shape if classes.stretches(eqn) else None

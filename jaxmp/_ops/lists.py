@@ -173,6 +173,8 @@ SQUASHES = frozenset({"logistic", "tanh", "erf"})
 # Whatever they are given, they return no more than 1.
 BOUNDED = SQUASHES | {"sin", "cos"}
 EXTREMES = frozenset({"min", "max"})
+# (1 + x)(1 - x), each part of which 16 bits would round.
+OF_SEVERAL = frozenset({"one_minus_square"})
 # What puts axes into another order.
 TRANSPOSES = frozenset({"transpose"})
 # What brings the shards of an array to every device.
