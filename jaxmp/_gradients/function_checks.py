@@ -95,6 +95,8 @@ def _warn_if_promoted(
     if report.leaks:
         leak = report.leaks[0]
         why = f" {os.path.basename(leak.where)}: {leak}."
+        if leak.dtype == "float64":
+            why += " Cast it to float32 first, `x.astype(jnp.float32)`."
     warn(
         "No matmul runs in 16 bits. `policy=` casts only the differentiated arguments, "
         f"and other float32 arrays promote every matmul to float32.{why} To run them "

@@ -587,7 +587,7 @@ KEPT = {
     ),
     "in a call that takes references": _with_a_reference,
     "inside `custom_vmap_call`": lambda w, x: _opaque(x, w),
-    "written in float64": lambda w, x: x.astype("float64") @ w.astype("float64"),
+    "written in complex64": lambda w, x: (x * 1j) @ (w * 1j),
     "written in float16 and float32": lambda w, x: jnp.matmul(
         x, w, preferred_element_type=jnp.float16
     ),
@@ -605,10 +605,9 @@ def test_the_reason_why_a_product_was_kept_is_the_true_one(reason, wrap):
 
     ops = jaxmp.DEFAULT_OPS.with_deny("conv_general_dilated")
     paths = ("head",) if reason == "`float32_paths`" else ()
-    with jax.enable_x64("float64" in reason):
-        report = jaxmp.audit(jaxmp.autocast(net, ops=ops, float32_paths=paths))(
-            full(8, 8), full(8, 8)
-        )
+    report = jaxmp.audit(jaxmp.autocast(net, ops=ops, float32_paths=paths))(
+        full(8, 8), full(8, 8)
+    )
     assert {k.reason for k in report.kept if k.flops} == {reason}
     assert {k.module for k in report.kept if k.flops} <= {"head", "body", "head/head"}
 
@@ -1111,3 +1110,82 @@ def test_the_example_shows_the_leak_and_its_cure(capsys):
 def test_a_function_is_expected():
     with pytest.raises(TypeError, match=r"audit\(fun\)\(\*args\)"):
         jaxmp.audit(jnp.ones(3))
+
+
+# With JAX's setting `jax_enable_x64`
+
+WIDE = np.linspace(0, 1, 64).reshape(8, 8)
+
+
+def net(w, x, f=lambda h: h):
+    return jnp.tanh(f(x @ w)) @ w
+
+
+# What is float64 in a program, how it is named, and the share that it makes float64.
+FLOAT64 = {
+    "batch": ("x (float64) meets float32", 1, net),
+    "constant": (
+        "constant float64[8, 8] meets 16-bit", 0.6,
+        lambda w, x: net(w, x, lambda h: h + WIDE),
+    ),
+    "made": (
+        "float64[8] made at test_audit.py", 0.6,
+        lambda w, x: net(w, x, lambda h: h + jnp.zeros(8)),
+    ),
+    "random": (
+        "float64[8] made at test_audit.py", 0.6,
+        lambda w, x: net(w, x, lambda h: h + jax.random.normal(jax.random.key(0), 8)),
+    ),
+    "number": (
+        "float64(2) meets 16-bit", 0.6,
+        lambda w, x: net(w, x, lambda h: h * np.float64(2)),
+    ),
+    "cast": (
+        "cast from 16-bit to float64", 0.6,
+        lambda w, x: net(w, x, lambda h: h.astype("float64")),
+    ),
+    "python": ("", 0, lambda w, x: net(w, x, lambda h: 2.0 * h)),
+    "back": (
+        "", 0,
+        lambda w, x: net(w, x, lambda h: h.astype("float64").astype("float32")),
+    ),
+    "region": (
+        "", 0.4,
+        lambda w, x: jaxmp.float32_region(lambda w, x: x @ w.astype("float64"))(
+            w, x
+        ).astype("float32") @ w,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("named", "share", "fun"), FLOAT64.values(), ids=FLOAT64)
+def test_a_leak_to_float64_is_named_and_nothing_that_it_promotes(named, share, fun):
+    def loss(w, x):
+        return jnp.mean(fun(w, x).astype("float32"))
+
+    with jax.enable_x64(True):
+        dtype = "float64" if fun is net else "float32"
+        x = jax.ShapeDtypeStruct((8, 8), dtype)
+        report = jaxmp.audit(jaxmp.autocast(jax.grad(loss)))(full(8, 8), x)
+        plain = jaxmp.audit(jax.grad(loss))(full(8, 8), x)
+    total = sum(report.flops.values())
+    assert np.isclose(report.flops.get("float64", 0.0) / total, share)
+    assert np.isclose(1 - report.fraction_16bit, share)
+    assert len(report.leaks) == bool(named)
+    if named:
+        assert str(report.leaks[0]).startswith(named)
+        assert np.isclose(report.leaks[0].share, share)
+        assert "x.astype(jnp.float32)" in str(report)
+        assert "not 16-bit because of" in str(report)
+        assert not any(row.flops for row in report.kept)
+        (leak,) = (x for x in plain.leaks if x.dtype == "float64")
+        assert leak.source == report.leaks[0].source
+
+
+def test_a_float64_batch_is_no_16_bits_and_its_cast_cures_it():
+    with jax.enable_x64(True):
+        w, x = full(8, 8), jax.ShapeDtypeStruct((8, 8), "float64")
+        with pytest.raises(AssertionError, match=r"under `not 16-bit because of`"):
+            jaxmp.assert_16bit(jaxmp.autocast(net), w, x)
+        cured = jaxmp.autocast(lambda w, x: net(w, x.astype("float32")))
+        jaxmp.assert_16bit(cured, w, x)

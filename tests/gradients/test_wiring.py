@@ -246,6 +246,13 @@ def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, ste
     jaxmp.assert_16bit(cast, PARAMS, X, Y)
 
 
+def test_a_float64_batch_under_a_policy_is_told_to_be_cast():
+    with jax.enable_x64(True):
+        grad_fn = jax.jit(jaxmp.value_and_grad(loss, policy="mixed_bfloat16"))
+        (found,) = said(grad_fn, PARAMS, np.asarray(X, np.float64), Y)
+    assert "x (float64) meets 16-bit. Cast it to float32" in str(found.message)
+
+
 def test_a_policy_under_which_a_product_runs_in_16_bits_says_nothing():
     half, wide = X.astype(jnp.bfloat16), partial(jaxmp.grad, loss_scale=1.0)
     cast = wide(loss, policy="mixed_bfloat16")

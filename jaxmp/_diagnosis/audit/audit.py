@@ -23,7 +23,7 @@ from ..._ops.products import default_precision
 from ..numbers import Numbers
 from .hazards import Hazards, of_numbers
 from .leaks import Walk
-from .report import DtypeReport
+from .report import DtypeReport, wide_name
 from .residuals import residual_bytes
 
 P = ParamSpec("P")
@@ -51,7 +51,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       that itself meets a 16-bit array comes first. Float32 values that never reach a
       matmul (softmax, normalisation, loss) are no leak. A matmul of the backward pass
       has the causes of the forward matmuls of its line and module. Every float32 matmul
-      has a cause, in ``report.leaks`` or ``report.kept``.
+      has a cause, in ``report.leaks`` or ``report.kept``. A float64 matmul has the
+      float64 values that reach it, inside :func:`jaxmp.autocast` too.
     * **Residuals**: the values that the forward pass of ``fun`` stores for its backward
       pass. If ``fun`` computes no gradients, those that differentiating it with respect
       to all its floating arguments would store.
@@ -151,7 +152,7 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
             f"bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
         )
         if report.leaks:
-            problem += " Change the lines under `float32 because of`."
+            problem += f" Change the lines under `{wide_name(report)} because of`."
         if report.kept:
             problem += (
                 " If you told autocast to keep some of them in float32, type "

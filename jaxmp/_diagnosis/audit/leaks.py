@@ -3,6 +3,8 @@
 A cause is where float32 came from: an argument, a constant, a cast from 16 bits, an
 array or a number made in float32. A leak is a cause that products are charged to.
 ``Walk.causes_of`` says which causes a value has, ``Turn`` which of them are charged.
+What is said here of float32 holds for float64 too, which comes from float32 as float32
+comes from 16 bits.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..._base.dtypes import is_narrow, is_wide
+from ..._base.dtypes import bits_of, is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place, placed, trip_count
 from ..._ops.lists import MAY_MULTIPLY, VIEWS
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
-from .reasons import computes, why_16bit, why_kept
+from .reasons import computes, dtypes_of, is_float64_leak, why_16bit, why_kept
 from .report import DtypeReport, Hazard, Kept, Leak
 
 
@@ -50,14 +52,19 @@ class Cause:
     name: str
     dtype: str
     written_at: Place | None = None  # only of a number that stands in the code
-    met_at: Place | None = None  # where it first met something, at best 16-bit
-    meets_16bit: bool = False
+    met_at: Place | None = None  # where it first met something, at best narrower
+    meets: int = 64  # the bits of that, at most
     flops: float = 0.0
 
-    def meet(self, place: Place, *, is_16bit: bool) -> None:
-        """Remembers where this met something else."""
-        if self.met_at is None or (is_16bit and not self.meets_16bit):
-            self.met_at, self.meets_16bit = place, is_16bit
+    @functools.cached_property
+    def bits(self) -> int:
+        """Those of its dtype."""
+        return bits_of(self.dtype)
+
+    def meet(self, place: Place, bits: int) -> None:
+        """Remembers where this met something else, of so many bits."""
+        if self.met_at is None or bits < self.meets:
+            self.met_at, self.meets = place, bits
 
     def leak(self, total: float) -> Leak:
         """Returns the row of the report. ``total`` are the FLOPs of all products."""
@@ -67,11 +74,12 @@ class Cause:
             source=self.name,
             kind=self.kind,
             dtype=self.dtype,
-            meets_16bit=self.meets_16bit,
+            meets_16bit=self.meets == 16,
             module=place.module,
             where=place.where,
             flops=self.flops,
             share=self.flops / total,
+            meets="float32" if self.meets == 32 and self.dtype == "float64" else "",
         )
 
 
@@ -87,6 +95,11 @@ class Origin(NamedTuple):
     causes: Causes = frozenset()
     from_16bit: bool = False  # computed from something 16-bit
     widened_at: Place | None = None  # if nothing else has happened since
+
+    @property
+    def bits(self) -> int:
+        """The fewest that something had from which this was computed."""
+        return 16 if self.from_16bit else min((x.bits for x in self.causes), default=64)
 
     def __or__(self, other: Origin) -> Origin:
         return Origin(self.causes | other.causes, self.from_16bit or other.from_16bit)
@@ -207,7 +220,7 @@ class Walk:
             return value
         name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
         cause = self.cause_at(place, Turn.MADE_ARRAY, "unknown", name, aval)
-        cause.meet(place, is_16bit=False)
+        cause.meet(place, cause.bits)
         return value._replace(causes=frozenset({cause}))
 
     def cause(self, key: Any, turn: Turn, kind: str, name: str, aval: Any) -> Cause:
@@ -315,6 +328,8 @@ class Walk:
         has_arrays = any(x.is_array for x in wide)
         if not has_arrays and not (wide and _hands_on_number(eqn)):
             return frozenset({self.made_by(eqn, operands, place)})
+        if _widens(eqn):  # to float64, from what may be narrowed again
+            return _union(wide) | {self.made_by(eqn, operands, place)}
 
         widened = [x for x in wide if place.is_in_line_of(x.value.widened_at)]
         others = [x for x in wide if not place.is_in_line_of(x.value.widened_at)]
@@ -330,7 +345,7 @@ class Walk:
             return _joint(wide)  # widened a step earlier, on purpose
         for cause in wideners:  # charged like an argument
             cause.turn = Turn.ARGUMENT
-            cause.meet(place, is_16bit=True)
+            cause.meet(place, min(x.value.bits for x in widened))
         return causes
 
     def made_by(
@@ -339,10 +354,11 @@ class Walk:
         """Returns the cause that ``eqn`` is: a cast, or what it makes in float32."""
         operation, out = eqn.primitive.name, eqn.outvars[0].aval
         wide = [x for x in operands if x.is_wide]
-        is_cast = bool(operands) and not wide
+        is_cast = _widens(eqn) or (bool(operands) and not wide)
         if is_cast:
             name = "cast" if _jaxpr.is_cast(eqn) else operation
             cause = self.cause_at(place, Turn.CAST, "cast", name, out)
+            cause.meet(place, 32 if wide else 16)
         else:
             name = f"{out.dtype}{[*out.shape]} made at {place.line or operation}"
             if wide:
@@ -351,7 +367,7 @@ class Walk:
             if wide and place.shared:  # spread by one of JAX's own functions
                 turn = Turn.BARE_NUMBER
             cause = self.cause_at(place, turn, "constant", name, out)
-        cause.meet(place, is_16bit=is_cast)
+            cause.meet(place, cause.bits)
         return cause
 
     def product(
@@ -376,16 +392,19 @@ class Walk:
                 reason = why_16bit(eqn, place)
                 _count(self.kept_16bit, eqn, reason, flops, place)
             return
-        if _scopes.AUTOCAST in place.scopes:
+        if _scopes.AUTOCAST in place.scopes and not is_float64_leak(eqn, place):
             return self.keep(eqn, flops, place)
         if place.backward:
             causes = self.forward.get(key) or causes
         else:
             self.forward[key] = self.forward.get(key, frozenset()) | causes
+        # What is float32 makes nothing float64.
+        bits = bits_of(dtype)
+        causes = frozenset(x for x in causes if x.bits == bits) or causes
         first = min((cause.turn for cause in causes), default=None)
         for cause in causes:
             if cause.turn == first:
-                cause.meet(place, is_16bit=False)
+                cause.meet(place, cause.bits)
                 cause.flops += flops
 
     def keep(self, eqn: _jaxpr.Equation, flops: float, place: Place) -> None:
@@ -410,7 +429,8 @@ def _count(
     """Adds an operation to those that autocast left as they are for one reason."""
     name = eqn.primitive.name
     key = (name, reason, flops and (place.module, place.where))
-    row = rows.get(key, Kept(name, reason, 0, 0.0, place.module, place.where))
+    dtype = dtypes_of(eqn)[-1]
+    row = rows.get(key, Kept(name, reason, 0, 0.0, place.module, place.where, dtype))
     rows[key] = dataclasses.replace(
         row, count=row.count + place.trips, flops=row.flops + flops
     )
@@ -458,9 +478,10 @@ def _note_meetings(operands: list[Operand], place: Place) -> None:
         return
     for i, x in enumerate(operands):
         others = operands[:i] + operands[i + 1 :]
-        is_16bit = any(other.value.from_16bit for other in others)
-        for cause in x.value.causes - _union(others):
-            cause.meet(place, is_16bit=is_16bit)
+        if causes := x.value.causes - _union(others):
+            bits = min(other.value.bits for other in others)
+            for cause in causes:
+                cause.meet(place, min(bits, cause.bits))
 
 
 def _widened_at(
@@ -468,7 +489,7 @@ def _widened_at(
 ) -> Place | None:
     """Returns where the result was widened, if nothing else has happened since."""
     wide = [x for x in operands if x.is_wide]
-    if _jaxpr.is_cast(eqn) and operands and not wide:
+    if _jaxpr.is_cast(eqn) and (_widens(eqn) or (operands and not wide)):
         return place
     if eqn.primitive.name in VIEWS and len(operands) == 1:
         return operands[0].value.widened_at
@@ -477,6 +498,14 @@ def _widened_at(
         # Still inside the call that widened them, if no other cause was found.
         return place if causes == _joint(wide) else None
     return None
+
+
+def _widens(eqn: _jaxpr.Equation) -> bool:
+    """Whether ``eqn`` casts float32 to float64."""
+    if not _jaxpr.is_cast(eqn):
+        return False
+    old, new = eqn.invars[0].aval, eqn.outvars[0].aval
+    return is_wide(old) and is_wide(new) and bits_of(old.dtype) < bits_of(new.dtype)
 
 
 def _hands_on_number(eqn: _jaxpr.Equation) -> bool:

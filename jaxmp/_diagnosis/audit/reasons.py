@@ -1,5 +1,7 @@
 """For the audit: why autocast left an operation in float32, or a product in 16 bits."""
 
+from collections.abc import Iterable
+
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place
@@ -42,6 +44,8 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
         return told
     if is_product:
         return _why_product(eqn, place)
+    if dtypes_of(eqn)[-1] != "float32":
+        return _written_in(dtypes_of(eqn)[-1:])
     if is_steep_power(eqn):
         return "a square or a power"
     if name in DEFAULT_OPS.deny:
@@ -63,8 +67,31 @@ def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:
     for scope in place.scopes:
         if scope in _SCOPES_16BIT:
             return _SCOPES_16BIT[scope]
-    dtypes = sorted({str(atom.aval.dtype) for atom in eqn.invars[:2]})
-    return f"written in {' and '.join(dtypes)}"
+    return _written_in({str(atom.aval.dtype) for atom in eqn.invars[:2]})
+
+
+def is_float64_leak(eqn: _jaxpr.Equation, place: Place) -> bool:
+    """Whether a product inside autocast is float64, and no user has asked for it there.
+
+    Autocast leaves that as it is.
+    """
+    if not any(str(x.aval.dtype) == "float64" for x in eqn.invars[:2]):
+        return False
+    reason = why_kept(eqn, place, is_product=True)
+    return reason == _written_in(dtypes_of(eqn))
+
+
+def dtypes_of(eqn: _jaxpr.Equation) -> list[str]:
+    """Returns the floating and complex dtypes that ``eqn`` reads and returns.
+
+    The widest is the last.
+    """
+    dtypes = {x.aval.dtype for x in (*eqn.invars, *eqn.outvars) if _jaxpr.is_inexact(x)}
+    return [str(x) for x in sorted(dtypes, key=lambda x: (x.itemsize, str(x)))]
+
+
+def _written_in(dtypes: Iterable[str]) -> str:
+    return f"written in {' and '.join(sorted(dtypes))}"
 
 
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
@@ -76,9 +103,8 @@ def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
         return "its `precision`"
     if place.opaque:
         return f"inside `{place.opaque}`"
-    dtypes = {str(atom.aval.dtype) for atom in (*eqn.invars[:2], *eqn.outvars)}
-    if dtypes != {"float32"}:
-        return f"written in {' and '.join(sorted(dtypes))}"
+    if (dtypes := dtypes_of(eqn)) != ["float32"]:
+        return _written_in(dtypes)
     if _jaxpr.is_differentiated(eqn):
         return "derivative of an operation that stayed float32"
     return "where autocast does not see it"

@@ -18,12 +18,14 @@ _WRONG_ON_DEVICES = (
     f"{_WRONG} and in float32 at default precision: TF32 on A100 and later (rounded by "
     "0.05%), bfloat16 on a TPU (0.2%)"
 )
+_KEPT = "kept in float32 by autocast"
+_AS_WRITTEN = "not float32, so that autocast left it as it was written"
 _ROWS = 12  # of leaks, and of products that autocast kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """One cause of float32 matmuls.
+    """One cause of float32 or float64 matmuls.
 
     Attributes:
         source: The argument's path, the constant, or the operation that casts.
@@ -36,9 +38,10 @@ class Leak:
         where: The line of your code, ``file:line``. For a number in the code, the line
             where the number stands. If all the code is a library's, the line that
             called the audit.
-        flops: FLOPs of the matmuls that are float32 because of it. Two causes of one
-            matmul both count it.
+        flops: FLOPs of the matmuls that are not 16-bit because of it. Two causes of
+            one matmul both count it.
         share: ``flops`` as a share of all the FLOPs.
+        meets: ``"float32"`` if it is float64 and promoted float32 values; else empty.
 
     Examples:
         >>> x, scale = jnp.ones((8, 8), jnp.bfloat16), jnp.ones(8)
@@ -56,17 +59,18 @@ class Leak:
     where: str
     flops: float
     share: float
+    meets: str = ""
 
     def __str__(self) -> str:
         """Says what happened, without place and size."""
         if self.kind == "unknown":
             return self.source
+        met = "16-bit" if self.meets_16bit else self.meets or self.dtype
         if self.kind == "cast":
-            return f"{self.source} from 16-bit to {self.dtype}"
+            return f"{self.source} from {met} to {self.dtype}"
         source = f"{self.source} ({self.dtype})"
         if self.kind == "constant":  # whose name says the dtype
             source = self.source
-        met = "16-bit" if self.meets_16bit else self.dtype
         return f"{source} meets {met}"
 
 
@@ -81,6 +85,8 @@ class Kept:
         flops: FLOPs, if it is a matmul.
         module: Named scopes of the matmul, otherwise of the first such operation.
         where: ``file:line`` of the matmul, otherwise of the first such operation.
+        dtype: The widest dtype that it reads or returns: float32, or one that autocast
+            leaves as it was written, such as complex64.
 
     Examples:
         >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
@@ -97,6 +103,7 @@ class Kept:
     flops: float
     module: str
     where: str
+    dtype: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +151,9 @@ class DtypeReport:
     Attributes:
         flops: FLOPs of matmuls and convolutions by the dtype of their inputs, the wider
             one if they differ.
-        leaks: Causes of float32 matmuls, worst first, each once.
-        kept: The operations that autocast left in float32, matmuls first.
+        leaks: Causes of float32 and float64 matmuls, worst first, each once.
+        kept: The operations that autocast left in float32, or in another dtype that is
+            no 16 bits, matmuls first.
         kept_16bit: The matmuls that autocast left in 16 bits under a policy that asks
             for float8.
         residual_bytes: Bytes by dtype that the forward pass stores for the backward
@@ -240,23 +248,36 @@ def _dtype_lines(report: DtypeReport) -> Iterator[str]:
 def _leak_lines(report: DtypeReport) -> Iterator[str]:
     if not report.leaks:
         return
-    yield "float32 because of"
+    yield f"{wide_name(report)} because of"
     rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
     yield from table(rows, _ROWS)
     yield from more(rows, _ROWS, "leaks")
-    if not any(leak.meets_16bit for leak in report.leaks):
+    if any(leak.dtype == "float64" for leak in report.leaks):
+        yield "  Autocast leaves float64: cast it first, `x.astype(jnp.float32)`."
+    elif not any(leak.meets_16bit for leak in report.leaks):
         yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
+
+
+def wide_name(report: DtypeReport) -> str:
+    """Names what leaks make of matmuls: float32, unless some are wider or complex."""
+    wide = {name for name in report.flops if is_wide(jnp.dtype(name))}
+    return "float32" if wide <= {"float32"} else "not 16-bit"
 
 
 def _kept_lines(report: DtypeReport) -> Iterator[str]:
     """Yields a line for each product, and one for each reason for all the rest."""
-    if not report.kept:
-        return
-    yield "kept in float32 by autocast"
-    products = [kept for kept in report.kept if kept.flops]
+    for heading, in_float32 in ((_KEPT, True), (_AS_WRITTEN, False)):
+        rows = [x for x in report.kept if (x.dtype == "float32") == in_float32]
+        if rows:
+            yield heading
+            yield from _rows_kept(report, rows)
+
+
+def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
+    products = [kept for kept in rows if kept.flops]
     yield from _product_lines(report, products, "kept")
     names: dict[str, list[str]] = {}
-    for kept in report.kept:
+    for kept in rows:
         if not kept.flops:
             names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
     for reason, operations in names.items():

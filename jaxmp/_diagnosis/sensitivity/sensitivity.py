@@ -278,8 +278,8 @@ def _nothing_found(products: str | None) -> str:
     if products is None:
         return (
             "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
-            'or `fun` has no matmul. Pass for example `policy="mixed_bfloat16"`'
-            ", or for a float32 program on a GPU "
+            "or `fun` has no matmul, or float64 arguments. Pass for example "
+            '`policy="mixed_bfloat16"`, or for a float32 program on a GPU '
             '`sensitivity(fun, "float32", float32_products="tf32")`.'
         )
     return (
