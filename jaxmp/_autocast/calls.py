@@ -17,8 +17,7 @@ from . import needs, storage
 from .analysis import Analysis, Flags
 from .customs import Customs, End, places_of_moving, replaced
 from .decisions import Step
-from .graph import Trip, definitions_of
-from .needs import Need
+from .graph import Trip, definitions_of, given_by
 from .values import Known, Value
 
 
@@ -100,12 +99,11 @@ class Calls(Customs):
     def loop(
         self, step: Step, ins: list[Value], trip: Trip, scopes: Scopes
     ) -> list[Value]:
-        """Replays a loop, which carries 16 bits where each trip would round anyway."""
-        eqn, read = step.eqn, step.read.wanted
+        """Replays a loop: what it carries is 16 bits where all of its trips agree."""
+        eqn = step.eqn
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         first = layout.fixed_in.start
-        narrow = self.carried(eqn, ins, read, trip)
-        ends = self.ends(step, ins, trip, narrow, scopes)
+        carried = self.carried(step, ins, trip)
         again = any([x.known.linear for x in ins])  # it will be transposed
         written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
         written = written or _jaxpr.holds_backward(eqn)
@@ -120,16 +118,24 @@ class Calls(Customs):
             wide = {i: before[i].wide() for i in new}
         else:  # what each trip sends back to it adds up in float32
             ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
-        ins = [self.in_trip(layout, i, x, narrow) for i, x in enumerate(ins)]
-        new = []
-        for i, body in enumerate(layout.bodies):
-            if kind == "while" and i == 0:
-                test = self.analysis.test_of(body)
-                fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
-                new.append(self.rewritten(body, ins, test, fixed, scopes))
-            else:
-                new.append(self.rewritten(body, ins, trip, ends, scopes))
-        arrays, jaxprs = [x.array for x in ins], [b.jaxpr for b in new]
+        *tests, body = layout.bodies
+        while True:
+            ends = self.ends(step, ins, trip, carried, scopes)
+            given = [self.in_trip(layout, *x, carried) for x in enumerate(ins)]
+            trips = self.rewritten(body, given, trip, ends, scopes)
+            before = carried  # a trip that returns float32, or has computed, decides
+            carried = [
+                k._replace(half=k.half and x.half, given=k.given and x.given)
+                for k, x in zip(before, trips.known, strict=False)
+            ]
+            if carried == before:
+                break
+        new = [trips]
+        for body in tests:
+            test = self.analysis.test_of(body)
+            fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
+            new.insert(0, self.rewritten(body, given, test, fixed, scopes))
+        arrays, jaxprs = [x.array for x in given], [b.jaxpr for b in new]
         if kind == "scan":
             arrays = scanned(eqn, arrays, wide, *jaxprs)
         else:
@@ -147,7 +153,7 @@ class Calls(Customs):
         step: Step,
         ins: list[Value],
         trip: Trip,
-        narrow: frozenset[int],
+        carried: Sequence[Known],
         scopes: Scopes,
     ) -> tuple[End, ...]:
         """Returns the dtypes of what each trip of a loop returns (rules 7 and 8)."""
@@ -159,7 +165,10 @@ class Calls(Customs):
 
         def end(i: int, var: Any) -> End:
             if i in layout.fixed_out:
-                return "half" if i in narrow else "wide"
+                if not carried[i].half:
+                    return "wide"
+                products = needs.is_rounded_for_products(trip.wanted[i])
+                return "half" if products else "free"
             if needs.is_kept(trip.wanted[i]):
                 return "half"
             if not stacks or isinstance(var, Literal):
@@ -170,22 +179,24 @@ class Calls(Customs):
         outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
         return tuple([end(i, var) for i, var in outs])
 
-    def carried(
-        self, eqn: Any, ins: list[Value], read: tuple[Need, ...], trip: Trip
-    ) -> frozenset[int]:
-        """Returns which outputs of a loop are carried in 16 bits (rule 8)."""
-        layout = _jaxpr.call_layout(eqn)
-        avals = _jaxpr.out_avals(layout.bodies[-1].jaxpr)
-        return frozenset(
-            i
-            for i in layout.fixed_out
-            if avals[i].dtype == FLOAT32
-            and needs.is_carried(read[i], trip.wanted[i])
-            and not ins[layout.fixed_in.start + i].known.linear
-        )
+    def carried(self, step: Step, ins: list[Value], trip: Trip) -> list[Known]:
+        """Returns what a loop may carry, going by what it starts from (rule 8)."""
+        layout = _jaxpr.call_layout(step.eqn)
+        given = given_by(step.eqn, [value.known.given for value in ins])
+        starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
+
+        def known(out: int, start: Value) -> Known:
+            need, linear = trip.wanted[out], start.known.linear
+            is_number = start.known.scalar is not None and start.fits(self.dtype)
+            half = start.known.half or is_number or needs.is_rounded_for_products(need)
+            half &= is_float32(step.eqn.outvars[out]) and not linear
+            half &= needs.is_carried(step.read.wanted[out], need)
+            return Known(half, start.known.given and given[out], linear=linear)
+
+        return [known(*pair) for pair in zip(layout.fixed_out, starts, strict=True)]
 
     def in_trip(
-        self, layout: Any, i: int, value: Value, narrow: frozenset[int]
+        self, layout: Any, i: int, value: Value, carried: Sequence[Known]
     ) -> Value:
         """Returns an input of a loop as each of its trips has it."""
         start, stop = layout.fixed_in.start, layout.fixed_in.stop
@@ -193,9 +204,8 @@ class Calls(Customs):
             value = value.known._replace(scalar=None).of(value.array)
             value.note(kept=storage.slices(value.known.kept))
         elif i >= start:  # of which only the first value is there
-            half = i - start in narrow
-            array = value.narrow(self.dtype) if half else value.wide()
-            value = Known(half=half, linear=value.known.linear).of(array)
+            known = carried[i - start]
+            value = known.of(value.narrow(self.dtype) if known.half else value.wide())
         return value
 
     def rounded_before(

@@ -88,6 +88,24 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
     return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
 
 
+def given_by(eqn: Equation, ins: Sequence[bool]) -> list[bool]:
+    """Returns which outputs of ``eqn`` are computed from inputs without a product.
+
+    Args:
+        eqn: The equation.
+        ins: Which of its operands are inputs, or computed so.
+    """
+
+    def run(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
+        return _jaxpr.interpret(
+            jaxpr, ins, given_by, const=lambda _: True, literal=lambda _: True
+        )
+
+    if _jaxpr.call_kind(eqn):
+        return _jaxpr.through_bodies(eqn, ins, run, all)
+    return [all(ins) and not classes.is_product_of_any_kind(eqn)] * len(eqn.outvars)
+
+
 def on_ways(
     body: Any, eqns: Sequence[Equation], summed: Ways
 ) -> tuple[frozenset[Any], ...]:

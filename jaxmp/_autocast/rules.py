@@ -13,7 +13,8 @@ TERMS = {
     "1/256.",
     "move": "A *move* returns numbers of its arguments unchanged: a reshape, a slice, "
     "a lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting does "
-    "not count.",
+    "not count. What a loop carries is a move of its first value and of what each "
+    "iteration returns.",
     "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
     "directly or through moves and elementwise operations. For a gradient this means "
     "the backward pass. What a loop carries leads to one if its last value does too, "
