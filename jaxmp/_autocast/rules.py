@@ -54,7 +54,7 @@ RULES = {
     "input, or part of a difference other than from its mean, because the input may "
     "cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
-    "float32, and so are means of a number and of its square.",
+    "float32, and so are means of a number and of its square that are subtracted.",
 }
 
 # Beside the rules, which give the dtypes of values, and not what a product does inside.

@@ -77,6 +77,28 @@ def of_images(y):
     return 1 - ratio * (2 * joint + 9e-2) / (both + 9e-2)
 
 
+def divided_after_the_sum(y):
+    """Sums of numbers and of squares, which are divided where they are used."""
+
+    def total(z):
+        return convolved(z, jnp.ones((5, 5, 1, 1)))
+
+    return total(y * y) / 25 - (total(y) / 25) ** 2
+
+
+def of_weights_that_are_normalised(y):
+    y = y.reshape(2, -1)
+    weights = jnp.exp(y / 5)
+    n = weights.sum(1)
+    first, second = (jnp.einsum("bn,bn->b", z, weights) for z in (y, y * y))
+    return second / n - jnp.square(first / n)
+
+
+def turned(y):
+    """The square of the mean less the mean of the square."""
+    return with_window(y) ** 2 - with_window(y * y)
+
+
 def together(y):
     m, s = jnp.split(with_window(jnp.concatenate([y, jnp.square(y)])), 2)
     return s - m * m
@@ -95,6 +117,9 @@ MOMENTS = {
     "a window in remat": lambda y: variance(jax.checkpoint(with_window), y),
     "weights": pooled,
     "together": together,
+    "divided": divided_after_the_sum,
+    "normalised": of_weights_that_are_normalised,
+    "turned": turned,
     "jit": lambda y: variance(jax.jit(with_new_window), y),
     "a window in jit": lambda y: variance(jax.jit(with_window), y),
     "a power": lambda y: with_window(y**2) - with_window(y) ** 2,
@@ -131,6 +156,25 @@ def test_the_audit_says_why():
     assert "a mean of a number and of its square" in str(report)
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
     assert found == [{"bfloat16"}, {"float32"}, {"float32"}]
+
+
+SQUARES = {
+    "the weights square what they multiply": lambda x, w: (jnp.exp(x @ w) + x * x) @ w,
+    "both are added": lambda x, w: (x * x) @ w + (x @ w) ** 2,
+    "one after the other": lambda x, w: jnp.tanh(x @ w) @ w + (x * x) @ w,
+    "an odd polynomial": lambda x, w: (x * x) @ w - (x @ w),
+    "a kernel of squares": lambda x, w: jax.nn.softmax((x @ w) @ ((x**2) @ w).T) @ x,
+    "squares of others": lambda x, w: (x * x) @ w - (w @ w) ** 2,
+}
+
+
+@pytest.mark.parametrize("fun", SQUARES.values(), ids=SQUARES.keys())
+def test_without_a_difference_a_square_is_no_variance(fun):
+    x, w = normal(0, 8, 8), normal(1, 8, 8)
+    cast = jaxmp.autocast(jax.grad(lambda x, w: fun(x, w).sum()), "bfloat16")
+    found = product_dtypes(cast, x, w)
+    assert found
+    assert all(dtypes == {"bfloat16"} for dtypes in found)
 
 
 @both_dtypes

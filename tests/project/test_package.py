@@ -213,7 +213,7 @@ def test_the_rooms_of_autocast_stay_small():
                 assert len(fields) <= 8, (path.name, node.name)
     assert max(sizes.values()) <= 350
     inside = [n for path, n in sizes.items() if path.stem != "autocast"]
-    assert sum(inside) <= 3500  # without the public function, its options and docstring
+    assert sum(inside) <= 3800  # without the public function, its options and docstring
 
 
 def test_what_is_not_public_in_jax_stays_in_one_file():
