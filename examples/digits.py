@@ -177,7 +177,7 @@ def train(config: Config, data: Dataset, progress: Progress) -> Result:
             progress.update(bar, completed=step + 1, epoch=epoch, shown=shown)
         if epoch_ends:
             seconds.append(time.perf_counter() - start)
-            jaxmp.check_loss_scale(state.opt_state)  # raises once a run is stuck
+            jaxmp.check_loss_scale(state.opt_state, loss=step_metrics["loss"])
             if not progress.console.is_terminal:
                 progress.console.print(config.policy, epoch, shown, highlight=False)
         if checkpoints and (epoch_ends or (step + 1) % config.checkpoint_every == 0):

@@ -88,7 +88,7 @@ def main(config: Config, console: Console | None = None) -> tuple[float, nnx.Opt
                 f"skipped {logged['skipped']}",
                 highlight=False,
             )
-            jaxmp.check_loss_scale(optimizer.opt_state)
+            jaxmp.check_loss_scale(optimizer.opt_state, loss=loss)
 
     model.eval()
     images = data.normalize(data.test_images)

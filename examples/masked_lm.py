@@ -124,10 +124,10 @@ def train(policy: str, seed: int, config: Config, text, updates, progress) -> Re
     for update in range(1, updates + 1):
         chosen = rng.choice(len(training), MICRO_BATCHES * ROWS, replace=False)
         batch = mask(rng, training[chosen])
-        params, opt_state, _ = step(params, opt_state, batch)
+        params, opt_state, loss = step(params, opt_state, batch)
         if update % 20 == 0 or update == updates:
             losses.append((update, float(evaluate(params, test))))
-            jaxmp.check_loss_scale(opt_state)
+            jaxmp.check_loss_scale(opt_state, loss=loss)
         progress.update(bar, completed=update)
     if not progress.console.is_terminal:
         progress.console.print(f"{policy}, seed {seed}: loss {losses[-1][1]:.3f}")

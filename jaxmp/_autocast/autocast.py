@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -134,6 +135,7 @@ def autocast(
     )
     caster = make_caster()
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
+    calls = itertools.count()
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
@@ -147,6 +149,8 @@ def autocast(
         with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
             result = cast(*args, **kwargs)
         warn_if_unscaled(dtype, result)
+        if next(calls) == 0 and used.float8.is_unused:
+            _warn_of_no_float8(ops.min_size)
         return result
 
     return autocast_fun
@@ -275,6 +279,16 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
             'Pass for example "mixed_float16".'
         )
     return policy.compute_dtype, policy.dot_dtype is not None
+
+
+def _warn_of_no_float8(min_size: int) -> None:
+    warn(
+        "No matmul runs in float8. Autocast takes it for matmuls of two matrices whose "
+        f"sizes are multiples of 16 and at least {min_size}, and the dtype of the "
+        "policy for all others: `print(jaxmp.audit(fun)(*args))` says why for each. "
+        'Use the policy "mixed_bfloat16", or pass another limit, '
+        "`ops=jaxmp.DEFAULT_OPS.with_fp8(min_size=...)`."
+    )
 
 
 @contextlib.contextmanager

@@ -214,6 +214,7 @@ class Float8:
         """Takes what the user asks for."""
         self.dtype, self.ops, self.is_on = dtype, ops, is_on
         self.paths = {path: tuple(path.split("/")) for path in paths}
+        self.reasons: set[str | None] = set()  # that were returned, None with them
 
     def why_16bit(
         self, eqn: Equation, kind: Class, scopes: Scopes, *, linear: bool
@@ -226,5 +227,14 @@ class Float8:
             return ""
         reason = why_16bit(eqn, self.ops.min_size)
         if reason is None and any(is_under(p, scopes) for p in self.paths.values()):
-            return KEPT_BY_BFLOAT16_PATHS
-        return KEPT_IN_RULE if reason is None and linear else reason
+            reason = KEPT_BY_BFLOAT16_PATHS
+        elif reason is None and linear:
+            reason = KEPT_IN_RULE
+        self.reasons.add(reason)
+        return reason
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether products were met, of which none is float8, and nobody asked that."""
+        asked = {None, KEPT_BY_BFLOAT16_PATHS}
+        return bool(self.reasons) and asked.isdisjoint(self.reasons)

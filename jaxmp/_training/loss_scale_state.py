@@ -243,11 +243,15 @@ def check_loss_scale(
     max_skipped_in_a_row: int = 30,
     max_scale: float = 2.0**24,
     grads: Any = None,
+    loss: Any = None,
 ) -> None:
-    """Raises an error if a run skips every step. Call it on the host now and then.
+    """Raises an error if a run goes wrong. Call it on the host now and then.
 
     With the default options, 29 skipped steps in a row lead from the largest scale to
     the smallest. If gradients still overflow then, the scale is not the cause.
+
+    A loss may be NaN while its gradients are finite: no step is skipped then, and
+    nothing is learned. Pass the ``loss`` to find out.
 
     Warns of a scale that has grown to ``max_scale`` without one skipped step: most
     likely nothing uses it. This is no error, because very small gradients lead there
@@ -261,9 +265,11 @@ def check_loss_scale(
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
         grads: The gradients of the last step, for the error to name those that are
             not finite.
+        loss: The loss of the last step, of the leading shape of the state.
 
     Raises:
-        FloatingPointError: If as many steps in a row have been skipped.
+        FloatingPointError: If as many steps in a row have been skipped, or the ``loss``
+            is not finite and its step was not skipped.
         ValueError: As :func:`get_loss_scale`.
         TypeError: If the state has no values: in ``jax.jit``, or an abstract one.
 
@@ -293,12 +299,14 @@ def check_loss_scale(
                 "operation. Likely causes: the loss or a parameter is NaN or Inf "
                 "already (if the optimizer turns finite gradients into NaN, pass "
                 "`check_updates=True` to `jaxmp.loss_scaling`); the learning rate is "
-                "too high; an operation overflows float16 in the forward pass (a mask "
+                "too high; an operation overflows in the forward pass (a mask "
                 "of -1e9, a square, a large sum); the scale was read once, outside the "
                 "step; the gradient of a frozen parameter is NaN (put "
                 "`jaxmp.loss_scaling` around the trained part, inside "
                 "`optax.partition`); or the input data is not finite."
             )
+    if loss is not None:
+        _check_loss(loss, functools.reduce(np.logical_and, map(_is_finite, states)))
     if all(np.any(looks_unused(state, max_scale)) for state in states):
         warn(
             "The loss scale has reached `max_scale` without a skipped step. Is "
@@ -307,6 +315,34 @@ def check_loss_scale(
             "is passed, raise the maximum, so that the scale grows until it skips a "
             "step: `jaxmp.loss_scaling(..., max_scale=2.0**40)`, with the same "
             "`max_scale` in `jaxmp.check_loss_scale`."
+        )
+
+
+def _is_finite(state: LossScaleState) -> Any:
+    return np.asarray(state.last_finite)
+
+
+def _check_loss(loss: Any, finite: Any) -> None:
+    """Refuses a loss that is not finite, of a step whose gradients are."""
+    try:
+        if not _is_number(loss):
+            raise TypeError
+        loss = np.broadcast_to(np.asarray(loss, np.float64), finite.shape)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"`loss` must be the loss of the last step, but is {short(loss)}. Type "
+            "`check_loss_scale(opt_state, loss=loss)`."
+        ) from None
+    if np.any(wrong := ~np.isfinite(loss) & finite):
+        value = loss[wrong].flat[0]
+        raise FloatingPointError(
+            f"The loss is {value}, but its gradients are finite, so that the step was "
+            "not skipped. Nothing is learned from what the loss has lost. Type "
+            "`print(jaxmp.find_overflow(loss_fn)(params, batch))` to find the "
+            "operation. Likely causes: a row that a mask of -1e9 or -inf excludes "
+            "whole (type `jnp.finfo(x.dtype).min`, and leave the row out of the mean); "
+            "a sum or a mean over nothing; or a metric that is Inf and was added to "
+            "the loss."
         )
 
 

@@ -194,6 +194,7 @@ KEPT = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:No matmul runs in float8")
 @pytest.mark.parametrize("name", KEPT)
 def test_other_products_stay_as_they_are_and_the_audit_says_why(name):
     fun, reason = KEPT[name]
@@ -209,6 +210,7 @@ def test_the_gradients_of_single_examples_are_batched():
     assert products(fp8(grad), W, X) == [(F8, F8), (BF16, BF16)]
 
 
+@pytest.mark.filterwarnings("ignore:No matmul runs in float8")
 def test_products_below_the_smallest_size_stay_as_they_are():
     grad = jax.value_and_grad(loss)
     ops = jaxmp.DEFAULT_OPS
@@ -223,6 +225,24 @@ def test_products_below_the_smallest_size_stay_as_they_are():
     assert reasons == {"batched", "a size below `min_size`"}
     as_large = jaxmp.autocast(grad, "mixed_fp8", ops=ops.with_fp8(min_size=32))
     assert (F8, F8) in products(as_large, *args)
+
+
+def test_a_program_in_which_nothing_runs_in_float8_is_told_once():
+    small = jaxmp.autocast(GRAD, "mixed_fp8")
+    with pytest.warns(UserWarning, match="No matmul runs in float8") as found:
+        jax.make_jaxpr(small)(PARAMS, X)
+    (warning,) = found
+    assert warning.filename == __file__
+    assert "at least 1024" in str(warning.message)
+    jax.make_jaxpr(small)(PARAMS, X)
+    for cast in (
+        fp8(GRAD),
+        fp8(GRAD, bfloat16_paths="head"),  # in which the only large one may be
+        jaxmp.autocast(GRAD, "mixed_bfloat16"),
+        jaxmp.autocast(jnp.sin, "mixed_fp8"),
+        fp8(GRAD, float32_paths=("head",)),
+    ):
+        jax.make_jaxpr(cast)(*((PARAMS, X) if cast.__name__ != "sin" else (X,)))
 
 
 def test_the_page_has_the_sentence_that_stands_beside_the_rules():
@@ -340,6 +360,7 @@ def test_what_is_written_or_stored_in_16_bits_is_taken_too():
     assert cast(X, W).dtype == jnp.float32
 
 
+@pytest.mark.filterwarnings("ignore:No matmul runs in float8")
 def test_sizes_that_are_left_open_stay_as_they_are():
     (rows,) = export.symbolic_shape("rows")
     x = jax.ShapeDtypeStruct((rows, 32), jnp.float32)

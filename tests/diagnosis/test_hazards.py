@@ -537,3 +537,59 @@ def test_numbers_that_16_bits_have_eaten_are_hazards():
     # What was written as 0 or Inf is none.
     written = lambda x: jnp.where(x > 0.0, x + 0.0, -jnp.inf)  # noqa: E731
     assert jaxmp.audit(written)(half).hazards == ()
+
+
+SEEN = np.tri(4, dtype=bool)
+BIAS = jnp.where(SEEN, 0.0, -1e9)
+# Masks, and other numbers that a cast to 16 bits leaves nothing of.
+MASKS = {
+    "where": lambda x: jnp.where(SEEN, x, -1e9),
+    "select": lambda x: jax.lax.select(jnp.asarray(SEEN), x, jnp.full_like(x, -1e9)),
+    "bias": lambda x: x + jnp.where(SEEN, 0.0, -1e9),
+    "numpy": lambda x: x + BIAS.astype(x.dtype),
+    "jit": lambda x: jax.jit(lambda m, x: jnp.where(m, x, -1e9))(SEEN, x),
+    "scan": lambda x: jax.lax.scan(
+        lambda c, m: (c, jnp.where(m, c, -1e9)), x[0], jnp.asarray(SEEN)
+    )[1],
+    "cond": lambda x: jax.lax.cond(
+        x[0, 0] > 0, lambda x: jnp.where(SEEN, x, -1e9), lambda x: x, x
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_of_1e9_is_a_hazard_however_it_is_written(name):
+    def model(x):
+        return jax.nn.softmax(MASKS[name](x).astype(x.dtype))
+
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    cast = jaxmp.with_policy(model, "mixed_float16")
+    (hazard,) = jaxmp.audit(cast)(x).hazards
+    assert (hazard.kind, hazard.why) == ("number", "-1e+09 is Inf in float16")
+    assert hazard.cure == "jnp.finfo(x.dtype).min"
+    (hazard,) = jaxmp.audit(jax.grad(lambda x: cast(x).sum()))(x).hazards
+    assert jaxmp.audit(model)(x).hazards == ()
+    for policy in ("mixed_bfloat16", "mixed_float16"):
+        assert jaxmp.audit(jaxmp.autocast(model, policy))(x).hazards == ()
+    assert jaxmp.audit(jaxmp.with_policy(model, "mixed_bfloat16"))(x).hazards == ()
+
+
+def test_numbers_that_are_chosen_and_have_a_place_in_16_bits_are_no_hazards():
+    def model(x):
+        y = jnp.where(SEEN, x, jnp.finfo(x.dtype).min)
+        y = jnp.where(SEEN, y, -jnp.inf) + jnp.where(SEEN, 0.0, -1e4)
+        y = jax.nn.relu(jnp.where(SEEN, y, 0)) + jnp.where(SEEN, y, 1e-4)
+        return y * jnp.asarray(np.geomspace(1e-9, 1, 4), "float32").astype(x.dtype)
+
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    assert jaxmp.audit(jaxmp.with_policy(model, "mixed_float16"))(x).hazards == ()
+
+
+def test_a_guard_that_is_chosen_and_0_in_16_bits_is_a_hazard():
+    def model(x):
+        return 1 / jnp.where(x == 0, 1e-9, x)
+
+    x = jax.ShapeDtypeStruct((4,), jnp.float32)
+    (hazard,) = jaxmp.audit(jaxmp.with_policy(model, "mixed_float16"))(x).hazards
+    assert hazard.why == "1e-09 is 0 in float16"

@@ -932,3 +932,63 @@ def test_a_step_of_more_arrays_holds_no_more_calls():
         return lowered.as_text().count("call @")
 
     assert calls(7) == calls(2)
+
+
+def masked_loss(w, x, seen):
+    scores = jnp.where(seen, x.astype(w.dtype) @ w, -1e9)
+    return -jax.nn.log_softmax(scores)[:, 0].mean()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_loss_that_is_nan_while_its_gradients_are_finite_is_an_error(wrap):
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+    w, x = jnp.eye(4), jnp.ones((3, 4))
+
+    @wrap
+    def step(w, state, seen):
+        grad_fn = jaxmp.value_and_grad(masked_loss, loss_scale=state, policy="f16")
+        loss, grads = grad_fn(w, x, seen)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state, loss
+
+    seen = jnp.ones((3, 4), bool)
+    w, state, loss = step(w, tx.init(w), seen)
+    jaxmp.check_loss_scale(state, loss=loss)
+    _, state, loss = step(w, state, seen.at[1].set(False))
+    assert not jnp.isfinite(loss)
+    assert jaxmp.last_step_finite(state)
+    jaxmp.check_loss_scale(state)
+    with pytest.raises(FloatingPointError, match="loss is nan, but its gradients are"):
+        jaxmp.check_loss_scale(state, loss=loss)
+    # What the message says to type finds the line.
+    report = jaxmp.find_overflow(masked_loss)(w.astype(jnp.float16), x, ~seen)
+    assert "finfo" in report.advice
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_the_loss_of_a_skipped_step_may_be_anything(bad):
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+    w = jnp.ones(2)
+    _, skipped = tx.update(w * bad, tx.init(w), w)
+    _, taken = tx.update(w, tx.init(w), w)
+    for loss in (bad, jnp.array(bad), jnp.array(bad, jnp.bfloat16), np.float32(bad)):
+        jaxmp.check_loss_scale(skipped, loss=loss)
+        jaxmp.check_loss_scale((skipped, taken), loss=loss)
+        with pytest.raises(FloatingPointError, match=f"loss is {bad}"):
+            jaxmp.check_loss_scale(taken, loss=loss)
+    # One of several runs.
+    states = jax.tree.map(lambda *x: jnp.stack(x), skipped, taken)
+    jaxmp.check_loss_scale(states, loss=jnp.array([bad, 1.0]))
+    with pytest.raises(FloatingPointError):
+        jaxmp.check_loss_scale(states, loss=jnp.array([1.0, bad]))
+    with pytest.raises(TypeError, match="must be the loss of the last step"):
+        jaxmp.check_loss_scale(taken, loss=(1.0, {}))
+
+
+def test_a_stuck_run_in_bfloat16_is_not_said_to_overflow_float16():
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_bfloat16")
+    _, state = tx.update(jnp.full(2, jnp.nan), tx.init(jnp.ones(2)))
+    with pytest.raises(FloatingPointError, match="overflows in the forward") as caught:
+        jaxmp.check_loss_scale(state, max_skipped_in_a_row=1)
+    assert "float16" not in str(caught.value)

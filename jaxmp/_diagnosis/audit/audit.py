@@ -105,7 +105,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = Hazards(default).found(jaxpr, around) + of_numbers(numbers)
-            return walk.report(residuals, hazards)
+            return walk.report(residuals, tuple(dict.fromkeys(hazards)))
 
     return uncalled("audit", fun, audited)
 

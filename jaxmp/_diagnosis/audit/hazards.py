@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..._base.dtypes import is_narrow
@@ -93,6 +94,7 @@ class Made(NamedTuple):
     compared: Products = NONE  # it says where these are above something
     given: bool = False  # from arguments and numbers alone
     number: Any = None  # what every entry is, where that is known
+    numbers: frozenset[float] = frozenset()  # in the code, that are some of the entries
     cancels: bool = False  # its numbers add up to zero, as those of a difference do
     doubled: bool = False  # it is twice something
     squared: bool = False  # a square
@@ -163,6 +165,8 @@ class Hazards:
             return Made()
         name = eqn.primitive.name
         if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
+            if _jaxpr.is_cast(eqn):
+                self._look_at_cast(eqn, ins[0], around)
             return ins[0]
         # A choice between values that were computed, such as both sides of a quantile
         # loss, has no jump for certain.
@@ -174,6 +178,8 @@ class Hazards:
             return self._product(eqn, ins, around)
         self._look(eqn, ins, around)
         made = _made(eqn, ins)
+        if name in SELECTS:
+            made = made._replace(numbers=_numbers(ins))
         if name in CHOOSES:
             # What is sampled is not more random where near results change places.
             chosen = NONE if ins[0].random else ins[0].products
@@ -243,6 +249,22 @@ class Hazards:
             if is_one_hot and not around.of(eqn, before=around).backward:
                 self._note("comparison", _union(x.chosen for x in ins))
 
+    def _look_at_cast(self, eqn: Equation, x: Made, around: Place) -> None:
+        """Notes the numbers of which a cast to 16 bits leaves 0 or Inf.
+
+        `jnp.where(mask, x, -1e9)` casts its number.
+        """
+        dtype, place = eqn.outvars[0].aval.dtype, around.of(eqn, before=around)
+        # Autocast clips what it casts.
+        if not is_narrow(dtype) or place.backward or _scopes.AUTOCAST in place.scopes:
+            return
+        for number in sorted(x.numbers):
+            with np.errstate(over="ignore"):
+                left = float(np.asarray(number).astype(dtype))
+            if number and (left == 0 or np.isinf(left)):
+                row = _of_number(number, left, dtype, place)
+                self._found.setdefault((row.why, row.module, row.where), row)
+
     def _note(self, kind: str, products: Products) -> None:
         for number in sorted(products):
             product = self._followed[number]
@@ -266,16 +288,21 @@ def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
     for x in numbers:
         if x.written is None or x.place.backward:
             continue
-        is_zero = x.left == 0
-        row = Hazard(
-            kind="number",
-            why=f"{x.written:.4g} is {'0' if is_zero else 'Inf'} in {x.dtype}",
-            cure="x.astype(jnp.float32)" if is_zero else "jnp.finfo(x.dtype).max",
-            module=x.place.module,
-            where=x.place.where,
-        )
+        row = _of_number(x.written, x.left, x.dtype, x.place)
         found.setdefault((row.why, row.module, row.where), row)
     return tuple(found.values())
+
+
+def _of_number(written: float, left: float, dtype: Any, place: Place) -> Hazard:
+    """Returns the hazard of a number of which 16 bits leave another."""
+    limit = "finfo(x.dtype).min" if written < 0 else "finfo(x.dtype).max"
+    return Hazard(
+        kind="number",
+        why=f"{written:.4g} is {'0' if left == 0 else 'Inf'} in {dtype}",
+        cure="x.astype(jnp.float32)" if left == 0 else f"jnp.{limit}",
+        module=place.module,
+        where=place.where,
+    )
 
 
 def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
@@ -323,7 +350,7 @@ def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
 
 def _constant(array: Any) -> Made:
     """Returns what is known of an array that a jaxpr carries."""
-    number, cancels = None, False
+    number, cancels, ends = None, False, frozenset()
     is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
     if is_known and isinstance(array.dtype, np.dtype):  # and no key
         numbers = np.asarray(array)
@@ -331,12 +358,26 @@ def _constant(array: Any) -> Made:
             number = _real(numbers.flat[0].item())
         else:
             cancels = bool(numbers.astype(complex).sum() == 0)
-    return Made(given=True, number=number, cancels=cancels)
+        if jnp.issubdtype(numbers.dtype, np.floating):  # as a mask has that NumPy made
+            ends = frozenset(float(x) for x in (numbers.min(), numbers.max()))
+    return Made(given=True, number=number, cancels=cancels, numbers=_large(ends))
 
 
 def _literal(literal: Any) -> Made:
     """Returns what is known of a number in a jaxpr."""
-    return Made(given=True, number=_real(_jaxpr.number_of(literal)))
+    number = _real(_jaxpr.number_of(literal))
+    is_known = number is not None and np.isfinite(number)
+    numbers = frozenset([float(number)] if is_known else ())
+    return Made(given=True, number=number, numbers=numbers)
+
+
+def _large(numbers: frozenset[float]) -> frozenset[float]:
+    """Returns the numbers that are not near 0, where small ones may be meant."""
+    return frozenset(x for x in numbers if 1 < abs(x) < np.inf)
+
+
+def _numbers(values: Iterable[Made]) -> frozenset[float]:
+    return frozenset[float]().union(*(x.numbers for x in values))
 
 
 def _real(number: Any) -> Any:
@@ -367,6 +408,7 @@ def _either(values: Sequence[Made]) -> Made:
         chosen=_union(x.chosen for x in values),
         rank=max(x.rank for x in values),
         compared=_union(x.compared for x in values),
+        numbers=_numbers(values),
         given=all(x.given for x in values),
         squares=any(x.squares for x in values),
         entries=_union(x.entries for x in values),

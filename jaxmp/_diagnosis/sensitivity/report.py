@@ -173,6 +173,8 @@ class SensitivityReport:
         """What the rows measure modules in, in words."""
         if self.residuals:
             return "8 bits"
+        if "float8" in self.dtype:
+            return "8/16 bits"  # large matmuls in float8, the others in bfloat16
         return _NAMES[str(self.float32_products)] if self.in_float32 else "16 bits"
 
     @property
