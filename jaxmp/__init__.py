@@ -16,11 +16,11 @@ A training step in 16 bits, with float32 parameters and unscaled gradients::
 `help` of a name, such as `help(jaxmp.autocast)`, has its options and an example.
 
 Policies    get_policy Policy unused_overrides with_policy cast_tree
-16 bits     autocast float32_region OpLists DEFAULT_OPS
+16 bits     autocast float32_region OpLists DEFAULT_OPS dot_product_attention
 Gradients   value_and_grad grad gather init_shardings
 Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
-            keep_if_skipped scalars unscale all_finite select_tree
+            scalars unscale all_finite select_tree
 Dtypes      explain Explanation ExplainedLine
             audit assert_16bit DtypeReport Leak Kept Hazard
 Faults      find_overflow OverflowReport Fault OperationRange
@@ -76,7 +76,6 @@ from ._training.loss_scale_state import LossScaleState as LossScaleState
 from ._training.loss_scale_state import check_loss_scale as check_loss_scale
 from ._training.loss_scale_state import get_loss_scale as get_loss_scale
 from ._training.loss_scale_state import get_loss_scale_state as get_loss_scale_state
-from ._training.loss_scale_state import keep_if_skipped as keep_if_skipped
 from ._training.loss_scale_state import last_step_finite as last_step_finite
 from ._training.loss_scale_state import unscale as unscale
 from ._training.masters import masters as masters
@@ -123,6 +122,7 @@ __all__ = [
     "cast_state",
     "cast_tree",
     "check_loss_scale",
+    "dot_product_attention",
     "dynamic_loss_scale",
     "explain",
     "exponent_histogram",
@@ -135,7 +135,6 @@ __all__ = [
     "grad",
     "init_shardings",
     "kahan_summation",
-    "keep_if_skipped",
     "last_step_finite",
     "loss_scaling",
     "masters",
@@ -159,12 +158,14 @@ __all__ = [
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
 _READ_JAXPRS = (
     *("_ops.lists", "_autocast.autocast", "_diagnosis.audit.audit"),
+    "_attention.function",
     *("_gradients.activations", "_diagnosis.overflow.overflow"),
     *("_diagnosis.explain.explain", "_diagnosis.sensitivity.sensitivity"),
 )
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
+    from ._attention.function import dot_product_attention as dot_product_attention
     from ._autocast.autocast import autocast as autocast
     from ._autocast.autocast import float32_region as float32_region
     from ._diagnosis.audit.audit import assert_16bit as assert_16bit

@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 import jmp
 import numpy as np
+from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
+from ._attention.for_flax import attend_as_flax
+from ._attention.function import Implementation
 from ._base.checks import check_function, short
 from ._base.names import missing
 from ._base.policy import PolicyLike, casting_policy
@@ -22,7 +25,12 @@ from ._devices.gather import gather as _gather
 from ._gradients.activations import activation_gradients as _activation_gradients
 from ._gradients.grad import cast_around as _cast_around
 
-__all__ = ["activation_gradients", "gather", "with_policy"]
+__all__ = [
+    "activation_gradients",
+    "dot_product_attention",
+    "gather",
+    "with_policy",
+]
 
 P = ParamSpec("P")
 Module = TypeVar("Module", bound=nn.Module)
@@ -31,6 +39,107 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         raise missing(__name__, name)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nn.Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., jax.Array] | None = None,
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+    attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    *,
+    is_causal: bool = False,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Attends as :func:`jaxmp.dot_product_attention`, for the layers of Linen.
+
+    It is what ``attention_fn=`` of ``nn.MultiHeadDotProductAttention`` and
+    ``nn.SelfAttention`` takes. What needs the weights goes the way of Flax's own
+    attention, and :func:`jaxmp.audit` names it: dropout that is active, weights that
+    are sown, products of one's own or with a ``precision``, and steps of decoding with
+    a cache. The softmax is float32 in any case.
+
+    Args:
+        query: ``[batch..., length, heads, size]``.
+        key: ``[batch..., keys, heads, size]``.
+        value: Of the shape of ``key``.
+        bias: Added to the scores.
+        mask: True where a query sees a key. An array of ``length`` times ``keys`` is
+            read as often as the scores: prefer the arguments below.
+        broadcast_dropout: As Flax has it, and so are those up to
+            ``attn_weights_value_einsum``.
+        dropout_rng: See there.
+        dropout_rate: See there.
+        deterministic: See there.
+        dtype: The dtype of query, key and value; None is their own.
+        precision: See there.
+        module: See there.
+        force_fp32_for_softmax: See there.
+        einsum_dot_general: See there.
+        qk_attn_weights_einsum: See there.
+        attn_weights_value_einsum: See there.
+        is_causal: Whether a query sees no key behind it. Say it with
+            ``functools.partial``, in the place of a causal mask.
+        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys, in the
+            place of a mask of padding.
+        local_window_size: See :func:`jaxmp.dot_product_attention`.
+        implementation: See there.
+
+    Returns:
+        An array ``[batch..., length, heads, size]``.
+
+    Examples:
+        >>> import flax.linen as nn
+        >>> attention = functools.partial(
+        ...     jaxmp.linen.dot_product_attention, is_causal=True
+        ... )
+        >>> layer = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention)
+        >>> x = jnp.ones((2, 4, 16))
+        >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+        (2, 4, 16)
+    """
+    einsums = einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
+    written = functools.partial(
+        nn.dot_product_attention,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )
+    return attend_as_flax(
+        written,
+        promote_dtype(query, key, value, dtype=dtype),
+        bias,
+        mask,
+        {
+            "is_causal": is_causal,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "local_window_size": local_window_size,
+            "implementation": implementation,
+        },
+        is_dropped=dropout_rate > 0 and not deterministic,
+        is_sown=module is not None,
+        asks=precision is not None or any(x is not None for x in einsums),
+    )
 
 
 def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:

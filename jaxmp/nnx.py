@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
+from ._attention.for_flax import attend_as_flax
+from ._attention.function import Implementation
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.names import missing
 from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
-from ._base.tree import AxisName, choose, is_floating_array, path_name
+from ._base.tree import AxisName, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._gradients.differentiate import (
     Options,
@@ -30,20 +33,109 @@ from ._gradients.differentiate import (
 from ._jaxprs.modules import module_scopes
 from ._jaxprs.objects import refuse_integers
 from ._jaxprs.state import sources
-from ._training.loss_scale_state import UNSCALED, skipped_in
+from ._training.loss_scale_state import UNSCALED
 
-__all__ = ["autocast", "gather", "value_and_grad"]
+__all__ = ["autocast", "dot_product_attention", "gather", "value_and_grad"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_CALL = ("jaxmp.nnx.autocast(fun, restore=...)", "new", "old")
 _TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         raise missing(__name__, name)
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: nnx.Module | None = None,
+    promote_dtype: Callable[..., Any] = promote_dtype,
+    is_causal: bool = False,
+    *,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Attends as :func:`jaxmp.dot_product_attention`, for the layers of NNX.
+
+    It is what ``attention_fn=`` of ``nnx.MultiHeadAttention`` takes. What needs the
+    weights goes the way of Flax's own attention, and :func:`jaxmp.audit` names it:
+    dropout that is active, weights that are sown, products with a ``precision``, and
+    steps of decoding with a cache.
+
+    Args:
+        query: ``[batch..., length, heads, size]``.
+        key: ``[batch..., keys, key heads, size]``.
+        value: Of the shape of ``key``.
+        bias: Added to the scores.
+        mask: True where a query sees a key. An array of ``length`` times ``keys`` is
+            read as often as the scores: prefer the arguments below.
+        broadcast_dropout: As Flax has it, and so are those up to ``promote_dtype``.
+        dropout_rng: See there.
+        dropout_rate: See there.
+        deterministic: See there.
+        dtype: The dtype of query, key and value; None is their own.
+        precision: See there.
+        module: See there.
+        promote_dtype: See there.
+        is_causal: Whether a query sees no key behind it. The layer passes what it is
+            called with: ``layer(x, is_causal=True)``.
+        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys, in the
+            place of a mask of padding.
+        local_window_size: See :func:`jaxmp.dot_product_attention`.
+        implementation: See there.
+
+    Returns:
+        An array ``[batch..., length, heads, size]``.
+
+    Examples:
+        >>> from flax import nnx
+        >>> layer = nnx.MultiHeadAttention(
+        ...     num_heads=2,
+        ...     in_features=16,
+        ...     decode=False,
+        ...     attention_fn=jaxmp.nnx.dot_product_attention,
+        ...     rngs=nnx.Rngs(0),
+        ... )
+        >>> layer(jnp.ones((2, 4, 16)), is_causal=True).shape
+        (2, 4, 16)
+    """
+    written = functools.partial(
+        nnx.dot_product_attention,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+    )
+    return attend_as_flax(
+        written,
+        promote_dtype((query, key, value), dtype=dtype),
+        bias,
+        mask,
+        {
+            "is_causal": is_causal,
+            "key_value_seq_lengths": key_value_seq_lengths,
+            "local_window_size": local_window_size,
+            "implementation": implementation,
+        },
+        is_dropped=dropout_rate > 0 and not deterministic,
+        is_sown=module is not None,
+        asks=precision is not None,
+    )
 
 
 @explains("jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(*args)")
@@ -253,8 +345,6 @@ def gather(
 def autocast(
     fun: Callable[P, T],
     policy: PolicyLike | None = None,
-    *,
-    restore: Any = nnx.BatchStat,
     **options: Any,
 ) -> Callable[P, T]:
     """Runs a function of NNX objects in mixed precision, and keeps what it changes.
@@ -267,15 +357,9 @@ def autocast(
     ``float32_paths`` name modules by the attributes that lead to them, such as
     ``"blocks/0"``.
 
-    If ``fun`` is a training step and an ``nnx.Optimizer`` among its arguments skips it,
-    because a gradient was Inf or NaN, running statistics become what they were before.
-
     Args:
         fun: Function of NNX objects and of anything else.
         policy: As for :func:`jaxmp.autocast`.
-        restore: NNX filter of the variables that a skipped step leaves alone, such as
-            ``(nnx.BatchStat, Average)``; None restores nothing. The state of an
-            ``nnx.Optimizer`` is its own.
         **options: The keyword arguments of :func:`jaxmp.autocast`.
 
     Returns:
@@ -292,14 +376,12 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
-    to_restore = _filter(restore)
     if policy is not None:  # of which a `reduce_dtype` has been warned about now
         policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        before = _Before((args, kwargs), to_restore)
         with nnx.update_context(_TAG):
             inputs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
             leaves, structure = jax.tree.flatten(inputs)
@@ -313,48 +395,9 @@ def autocast(
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
             result = _autocast(pure, policy, **options)(leaves)
-            _, result = nnx.from_tree(result, ctxtag=_TAG, is_inner=False)
-        before.restore_if_skipped()
-        return result
+            return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
 
     return wrapped
-
-
-def _filter(restore: Any) -> Callable[[Any, Any], bool]:
-    try:
-        return nnx.filterlib.to_predicate(restore)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"`restore` must be an NNX filter, but is {short(restore)}. Pass types of "
-            "variables, such as `restore=(nnx.BatchStat, Average)`, or None."
-        ) from None
-
-
-class _Before:
-    """The variables of the caller that a skipped step is to leave as they are."""
-
-    def __init__(self, tree: Any, restore: Callable[[Any, Any], bool]):
-        nodes = filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object))
-        found = [entry for node in nodes for entry in nnx.iter_graph(node)]
-        self.optimizers = [x for _, x in found if isinstance(x, nnx.Optimizer)]
-        self.skipped = skipped_in(self.optimizers)
-        self.copies = [
-            ("/".join(map(str, path)), x, jax.tree.map(lambda array: array, x))
-            for path, x in found
-            if isinstance(x, nnx.Variable) and restore(path, x)
-            if not isinstance(x, nnx.OptState)  # with the loss scale, which must shrink
-        ]
-
-    def restore_if_skipped(self) -> None:
-        if self.skipped is None:
-            return
-        finite = skipped_in(self.optimizers) == self.skipped
-        for name, x, copy in self.copies:
-            pairs = zip(jax.tree.leaves(x), jax.tree.leaves(copy), strict=False)
-            if any(new is not old for new, old in pairs):
-                x.update_from_state(
-                    choose(finite, {name: x}, {name: copy}, _CALL)[name]
-                )
 
 
 class _Arguments:

@@ -4,6 +4,7 @@ They are written as their papers and libraries have them, with a ``dtype`` as Fl
 layers have. Each maps a batch to logits, so that any training step can take it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -23,18 +24,30 @@ from .basic import (
     sequence_model,
 )
 from .dear_families import DEAR_FAMILIES, DEAR_SMALL
-from .more_families import MORE_FAMILIES, MORE_SMALL
+from .fused import fused
+from .more_families import BERT, MORE_FAMILIES, MORE_SMALL
+
+
+def grouped_attention(q, k, v):
+    """Computes causal attention in which a group of queries shares a key."""
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
+    return causal_attention(q, k, v)
 
 
 class Llama(nn.Module):
     """A decoder with RMSNorm, rotary positions and gated linear units.
 
-    Touvron et al., "LLaMA", 2023, https://arxiv.org/abs/2302.13971.
+    Touvron et al., "LLaMA", 2023, https://arxiv.org/abs/2302.13971. With fewer heads of
+    keys than of queries, as from the second of that name on.
     """
 
     layers: int = 4
     width: int = 768
     heads: int = 12
+    key_heads: int | None = None  # as many
+    attention: Callable[..., jax.Array] = grouped_attention
     vocabulary: int = 8192
     length: int = 512
     dtype: Any = None
@@ -47,11 +60,17 @@ class Llama(nn.Module):
             return nn.Dense(features, use_bias=False, dtype=self.dtype)(x)
 
         x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-        split = (*tokens.shape, self.heads, self.width // self.heads)
+        size, key_heads = self.width // self.heads, self.key_heads or self.heads
+
+        def projected(heads, x):
+            return dense(heads * size, x).reshape(*tokens.shape, heads, size)
+
         for _ in range(self.layers):
             y = nn.RMSNorm(dtype=self.dtype)(x)
-            q, k, v = (dense(self.width, y).reshape(split) for _ in range(3))
-            y = causal_attention(rotated(q), rotated(k), v).reshape(x.shape)
+            q, k, v = (
+                projected(heads, y) for heads in (self.heads, key_heads, key_heads)
+            )
+            y = self.attention(rotated(q), rotated(k), v).reshape(x.shape)
             x = x + dense(self.width, y)
             y = nn.RMSNorm(dtype=self.dtype)(x)
             y = nn.silu(dense(3 * self.width, y)) * dense(3 * self.width, y)
@@ -67,6 +86,7 @@ class ScannedGPT(nn.Module):
     heads: int = 8
     vocabulary: int = 4096
     length: int = 512
+    attention: Callable[..., jax.Array] = causal_attention
     dtype: Any = None
 
     @nn.compact
@@ -77,7 +97,7 @@ class ScannedGPT(nn.Module):
         def body(block, x, _):
             return block(x), None
 
-        layer = nn.remat(Block)(self.heads, causal_attention, self.dtype)
+        layer = nn.remat(Block)(self.heads, self.attention, self.dtype)
         scanned = nn.scan(
             body,
             variable_axes={"params": 0},
@@ -144,6 +164,7 @@ class ViT(nn.Module):
     heads: int = 6
     patch: int = 16
     classes: int = 1000
+    attention: Callable[..., jax.Array] = nn.dot_product_attention
     dtype: Any = None
 
     @nn.compact
@@ -155,7 +176,7 @@ class ViT(nn.Module):
         places = nn.initializers.normal(0.02)
         x = x + self.param("places", places, (1, *x.shape[1:])).astype(x.dtype)
         for _ in range(self.layers):
-            x = Block(self.heads, nn.dot_product_attention, self.dtype)(x)
+            x = Block(self.heads, self.attention, self.dtype)(x)
         x = nn.LayerNorm(dtype=self.dtype)(x).mean(1)
         return nn.Dense(self.classes, dtype=self.dtype)(x)
 
@@ -306,7 +327,10 @@ FAMILIES: dict[str, Network] = {
     **MORE_FAMILIES,
     "gru": sequence_model(Recurrent(nn.GRUCell), 128),
     **DEAR_FAMILIES,
+    "llama, grouped queries": sequence_model(Llama(key_heads=4), 16),
+    "bert, no attention dropout": sequence_model(BERT(attention_dropout=0.0), 32),
 }
+FAMILIES |= fused(FAMILIES)
 
 # The same in small, for gradients that are computed on a CPU.
 SMALL: dict[str, Network] = {
@@ -332,4 +356,11 @@ SMALL: dict[str, Network] = {
     **MORE_SMALL,
     "gru": sequence_model(Recurrent(nn.GRUCell, width=32, vocabulary=64, length=16), 8),
     **DEAR_SMALL,
+    "llama, grouped queries": sequence_model(
+        Llama(2, width=32, heads=4, key_heads=2, vocabulary=64, length=16), 8
+    ),
+    "bert, no attention dropout": sequence_model(
+        BERT(2, 32, heads=2, vocabulary=64, length=16, attention_dropout=0.0), 8
+    ),
 }
+SMALL |= fused(SMALL)

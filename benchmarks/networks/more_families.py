@@ -3,6 +3,7 @@
 Written as in :mod:`benchmarks.networks.families`, which lists them.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -25,6 +26,8 @@ class BERT(nn.Module):
     vocabulary: int = 8192
     length: int = 256
     dropout: float = 0.1
+    attention_dropout: float = 0.1
+    attention: Callable[..., jax.Array] = nn.dot_product_attention
     dtype: Any = None
 
     @nn.compact
@@ -48,7 +51,10 @@ class BERT(nn.Module):
         mask = nn.make_attention_mask(tokens > 0, tokens > 0)
         for _ in range(self.layers):
             y = nn.MultiHeadDotProductAttention(
-                self.heads, self.dtype, dropout_rate=self.dropout
+                self.heads,
+                self.dtype,
+                dropout_rate=self.attention_dropout,
+                attention_fn=self.attention,
             )(x, mask=mask, deterministic=False, dropout_rng=next(keys))
             x = norm(x + dropped(y))
             y = nn.gelu(dense(4 * self.width, x), approximate=False)

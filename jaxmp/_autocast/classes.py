@@ -4,10 +4,12 @@ The names themselves are with the lists, in :mod:`jaxmp._ops.lists`. No other mo
 the engine looks at one.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from .._attention.operation import takes_16_bits
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, is_float32
 from .._ops import products as _products
@@ -60,6 +62,7 @@ from .._ops.products import (
     is_matrix_product,
 )
 from .._ops.products import has_number as has_number
+from .._ops.products import is_attention as is_attention
 from .._ops.products import is_batch as is_batch
 from .._ops.products import is_batched as is_batched
 from .._ops.products import over_trips as over_trips
@@ -124,6 +127,13 @@ def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
     if name in CALLS and name not in ops.deny and not _jaxpr.takes_reference(eqn):
         return "call"
     return "keep"
+
+
+def rounds(eqn: Equation) -> Sequence[bool]:
+    """Returns which of its operands a product takes in 16 bits."""
+    if is_attention(eqn):
+        return takes_16_bits(eqn)
+    return [True] * len(eqn.invars)
 
 
 def is_written_in(eqn: Equation, ops: OpLists, dtype: np.dtype) -> bool:

@@ -106,7 +106,9 @@ def decide(
         return Decision("float32", rules.AS_WRITTEN)
     half = needs.is_half(need)
     if kind == "product":
-        return Decision("half" if half else "float32", _of_float32(step, rules.PRODUCT))
+        if any(map(needs.is_half, step.read.wanted)):
+            return Decision("half", rules.PRODUCT)
+        return Decision("float32", _of_float32(step, rules.PRODUCT))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         return Decision("half", rules.FOLLOWS)
     if kind == "smooth" and half and classes.joins(eqn):

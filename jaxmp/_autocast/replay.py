@@ -189,8 +189,10 @@ class Caster(Calls):
         # The default is for float32, and JAX would give it to the derivatives.
         eqn, dtype = with_precision(step.eqn), self.dtype
         operands = [
-            value.narrow(dtype) if is_inexact(var) else value.array
-            for value, var in zip(ins, eqn.invars, strict=True)
+            value.narrow(dtype) if rounds and is_inexact(var) else value.wide()
+            for value, var, rounds in zip(
+                ins, eqn.invars, classes.rounds(eqn), strict=True
+            )
         ]
         firmly = self.rounds_products and not needs.has_region(step.need)
         if reason is None:
@@ -198,6 +200,8 @@ class Caster(Calls):
             out = dtype if narrow else eqn.outvars[0].aval.dtype
             return [multiplied(eqn, operands, out, step.back)]
         with _in_scope(reason):
+            if classes.is_attention(eqn):
+                return self.attention(step, operands)
             accumulates = "preferred_element_type" in eqn.params
             if not accumulates or not is_float32(eqn.outvars[0]):
                 outs = bind_narrow(eqn, operands, dtype)
@@ -211,6 +215,18 @@ class Caster(Calls):
                 return [rounded(eqn, operands, dtype, step.back)]
             linear = any([value.known.linear for value in ins])
             return [accumulated(eqn, operands, dtype, linear, step.back)]
+
+    def attention(self, step: Step, operands: list[Any]) -> list[Any]:
+        """Applies an attention, which returns 16 bits, widened for float32 readers."""
+        outs = _jaxpr.bind(step.eqn, operands)
+        return [
+            cast(x, var.aval.dtype)
+            if x.dtype == self.dtype and is_float32(var) and not needs.is_half(need)
+            else x
+            for x, var, need in zip(
+                outs, step.eqn.outvars, step.read.wanted, strict=True
+            )
+        ]
 
     def why_16bit(self, step: Step, ins: list[Value]) -> str | None:
         """Returns why an equation rounds nothing to float8, see :class:`Float8`."""

@@ -47,10 +47,11 @@ def needs_of_inputs(
         place: What is known around it.
     """
     count = len(eqn.invars)
-    if kind == "product":
-        return [needs.PRODUCT] * count
     # What only the backward pass reads, such as a slope, is part of it.
     back = place.back or needs.is_for_backward(out)
+    if kind == "product":
+        wide = needs.reader(False, back) | needs.DIGITS
+        return [needs.PRODUCT if x else wide for x in classes.rounds(eqn)]
     if kind == "exact":
         return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)

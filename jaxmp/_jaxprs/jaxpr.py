@@ -9,6 +9,7 @@ apart because importing ``jax.extend`` takes long.
 import contextlib
 import functools
 import gc
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import dispatch
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
@@ -29,15 +32,14 @@ from jax.extend.core import (
     Primitive,
     Var,
     jaxpr_as_fun,
-    unmapped_aval,
 )
-from jax.interpreters import ad
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # up to 0.9
-    from jax.core import get_opaque_trace_state  # pyright: ignore
+    from jax.extend.core import get_opaque_trace_state, unmapped_aval
+except ImportError:  # up to 0.8
+    from jax.core import get_opaque_trace_state, unmapped_aval  # pyright: ignore
 
 __all__ = [
     "ClosedJaxpr",
@@ -248,7 +250,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
         return trace.emit_eqn(ins, outs, eqn.primitive, eqn.params, eqn.effects, source)
     primitive, params = eqn.primitive, {**eqn.params, **changed}
     bound = primitive.get_bind_params(params)  # pyright: ignore
-    # Up to 0.9 the functions of a call primitive came apart from its parameters.
+    # Up to 0.8 the functions of a call primitive came apart from its parameters.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     out = primitive.bind(*subfuns, *args, **params)
     outs = list(out) if primitive.multiple_results else [out]
@@ -718,7 +720,7 @@ def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
 
 def manual_axes(eqn: JaxprEqn) -> Any:
     """Returns the mesh axes that a ``shard_map`` equation maps over."""
-    # The parameter was `manual_axes` up to 0.9.
+    # The parameter was `manual_axes` up to 0.8.
     new = "newly_manual_axes"
     return eqn.params[new if new in eqn.params else "manual_axes"]
 
@@ -759,15 +761,21 @@ def written_in(jaxpr: Any, like: Any) -> Any:
     return _with_fields(jaxpr, debug_info=info)
 
 
-def zero_cotangent(zero: Any) -> Any:
-    """Returns what the functions of ``jax.vjp`` take for a ``SymbolicZero``."""
-    aval = zero.aval
-    if jax.__version_info__ >= (0, 10, 1):
+def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
+    """Returns what the functions of ``jax.vjp`` take for a cotangent that is zero.
+
+    Args:
+        zero: The ``SymbolicZero`` that a backward rule was given.
+        symbolic: Whether the rule behind the function has asked for symbolic zeros.
+    """
+    version, aval = jax.__version_info__, zero.aval
+    if version >= (0, 10, 1):
         return ad.Zero(aval)
-    # Until then they take numbers.
+    if symbolic and version < (0, 8, 1):
+        return zero
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
-    return jnp.zeros(aval.shape, aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)  # numbers that are zeros, in between
 
 
 def zero_tangent(aval: Any) -> SymbolicZero:
@@ -789,3 +797,138 @@ def with_type_of(array: Any, aval: Any) -> jax.Array:
     return lax.convert_element_type_p.bind(
         array, new_dtype=aval.dtype, weak_type=weak, sharding=None
     )
+
+
+class Rules(NamedTuple):
+    """What JAX is told of an operation of our own."""
+
+    run: Callable  # of arrays, at once
+    types: Callable  # of the results, from those of the operands
+    lowered: Callable  # to operations of JAX, on every device
+    on_cuda: Callable  # the same on an NVIDIA GPU
+    batched: Callable  # a rule of `vmap`
+    derived: Callable  # a rule of `jvp`
+    transposed: Callable | None = None  # a rule of what is linear
+
+
+def operation(name: str, rules: Rules) -> Primitive:
+    """Returns an operation that JAX shows as one equation, with several results."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_impl(rules.run)
+    made.def_abstract_eval(rules.types)
+    # In a function of its own, which equal layers share.
+    mlir.register_lowering(made, mlir.lower_fun(rules.lowered), inline=False)
+    cuda = mlir.lower_fun(rules.on_cuda)
+    mlir.register_lowering(made, cuda, platform="cuda", inline=False)
+    batching.primitive_batchers[made] = rules.batched
+    ad.primitive_jvps[made] = rules.derived
+    if rules.transposed is not None:
+        ad.primitive_transposes[made] = rules.transposed
+    # JAX asks the kernel how it is sharded while it lowers it, and for that it has to
+    # know the devices.
+    dispatch.prim_requires_devices_during_lowering.add(made)
+    return made
+
+
+def is_no_tangent(tangent: Any) -> bool:
+    """Whether the rule of an operation is given no tangent, because it is zero."""
+    return type(tangent) is ad.Zero
+
+
+def no_tangent(like: Any) -> Any:
+    """Returns what the rule of an operation returns for a tangent of zeros."""
+    return ad.Zero(jax.typeof(like).to_tangent_aval())
+
+
+def is_transposed_for(operand: Any) -> bool:
+    """Whether a rule of a transpose is asked for the cotangent of an operand."""
+    return ad.is_undefined_primal(operand)
+
+
+class Cudnn(NamedTuple):
+    """What cuDNN's attention is told beside its arrays."""
+
+    scale: float
+    is_causal: bool
+    window: int | None  # how many keys a query sees, its own and those before it
+
+
+def cudnn_attention(
+    options: Cudnn, arrays: Sequence[Any], bias: Any, lengths: Any, *, residual: bool
+) -> list[Any]:
+    """Binds cuDNN's attention as JAX does, and does not ask for cuDNN's version.
+
+    JAX's function asks while it is traced, for the GPU of the tracing machine too.
+
+    Args:
+        options: What it is told.
+        arrays: Query, key and value, ``[batch, length, heads, size]`` in 16 bits.
+        bias: Added to the scores, None for none.
+        lengths: Those of the queries and of the keys, None for all.
+        residual: Whether the logarithm of the sum of each row is returned too.
+    """
+    params = _cudnn_params(options, bias, lengths, has_gradient=False)
+    return list(
+        _cudnn._dot_product_attention_fwd_p_wrapper.bind(
+            *_cudnn_operands(arrays, bias, lengths), **params, is_training=residual
+        )
+    )
+
+
+def cudnn_attention_gradient(
+    options: Cudnn,
+    arrays: Sequence[Any],
+    bias: Any,
+    lengths: Any,
+    residuals: Sequence[Any],
+    *,
+    of_bias: bool,
+) -> list[Any]:
+    """Binds the backward pass of cuDNN's attention, see :func:`cudnn_attention`.
+
+    Args:
+        options: What it is told.
+        arrays: Query, key and value.
+        bias: Added to the scores, None for none.
+        lengths: Those of the queries and of the keys, None for all.
+        residuals: What the forward pass returned, and the cotangent of the first.
+        of_bias: Whether the gradient of the bias is returned too.
+    """
+    out, sums, cotangent = residuals
+    params = _cudnn_params(options, bias, lengths, has_gradient=of_bias)
+    operands = _cudnn_operands(arrays, bias, lengths)
+    return list(
+        _cudnn._dot_product_attention_bwd_p_wrapper.bind(
+            *operands, sums, out, cotangent, **params
+        )
+    )
+
+
+def _cudnn_operands(arrays: Sequence[Any], bias: Any, lengths: Any) -> list[Any]:
+    nothing = jnp.zeros(0, arrays[0].dtype)
+    queries, keys = (nothing, nothing) if lengths is None else lengths
+    bias = nothing if bias is None else bias
+    # Then where packed sequences begin, and pages of keys.
+    return [*arrays, bias, queries, keys, *[nothing] * 4]
+
+
+def _cudnn_params(
+    options: Cudnn, bias: Any, lengths: Any, *, has_gradient: bool
+) -> dict[str, Any]:
+    kinds = _cudnn.MaskType
+    if lengths is None:
+        kind = kinds.CAUSAL if options.is_causal else kinds.NO_MASK
+    else:
+        kind = kinds.PADDING_CAUSAL if options.is_causal else kinds.PADDING
+    params = {
+        "scale": options.scale,
+        "seed": 0,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, has_gradient),
+        "mask_type": kind,
+        "layout": _cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": options.window,
+    }
+    known = inspect.signature(_cudnn._dot_product_attention_fwd_impl).parameters
+    return params | ({"score_mod": None} if "score_mod" in known else {})

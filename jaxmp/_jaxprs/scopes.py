@@ -42,6 +42,8 @@ KEPT_SMALL = "jaxmp.16bit.small"
 KEPT_ODD = "jaxmp.16bit.odd"
 KEPT_OTHER_KIND = "jaxmp.16bit.kind"
 KEPT_IN_RULE = "jaxmp.16bit.rule"
+# Around an attention that is written out, and before the reason.
+ATTENTION = "jaxmp.attention."
 # Around what is in a loop, a call or a remat that differentiation has written, and in
 # one of a backward pass: only the equation that holds it tells.
 DIFFERENTIATED = "jaxmp.differentiated"

@@ -23,7 +23,11 @@ from .._jaxprs.jaxpr import (
 
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `lists`.
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
+# Attention is two matrix products, with a softmax between them, as one operation.
+ATTENTION = "dot_product_attention"
+PRODUCTS = frozenset(
+    {"dot_general", "ragged_dot_general", "conv_general_dilated", ATTENTION}
+)
 # Products of operands in 8 bits or fewer, with a scale for each block: the user's.
 SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
 
@@ -45,7 +49,7 @@ def is_matrix_product(eqn: Equation) -> bool:
         return False
     if not any(map(is_inexact, eqn.invars[:2])):
         return False
-    if is_convolution(eqn):
+    if is_convolution(eqn) or is_attention(eqn):
         return True
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
@@ -56,6 +60,11 @@ def is_matrix_product(eqn: Equation) -> bool:
 def is_convolution(eqn: Equation) -> bool:
     """Whether ``eqn`` is a convolution."""
     return eqn.primitive.name == "conv_general_dilated"
+
+
+def is_attention(eqn: Equation) -> bool:
+    """Whether ``eqn`` is an attention, its tangent or its gradients."""
+    return eqn.primitive.name == ATTENTION
 
 
 def has_default_precision(eqn: Equation) -> bool:
@@ -192,11 +201,20 @@ def flops(eqn: Equation) -> float:
         return 0.0
     if is_convolution(eqn):
         return _convolution_flops(eqn)
+    if is_attention(eqn):
+        return _attention_flops(eqn)
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
     (_, contracted), (_, batch) = _dimension_numbers(eqn)
     taken = {*contracted, *batch, *_group_dimensions(eqn)}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
     return 2.0 * math.prod(lhs) * rhs_free
+
+
+def _attention_flops(eqn: Equation) -> float:
+    """Counts two products; a backward pass has twice as many, and a tangent too."""
+    batch, queries, heads, size = eqn.invars[0].aval.shape
+    product = 2.0 * batch * heads * queries * eqn.invars[1].aval.shape[1] * size
+    return product * (4 if "moving" in eqn.params else 2)
 
 
 def _scaled_flops(eqn: Equation) -> float:
@@ -288,8 +306,11 @@ def has_float32(eqn: Equation, dtype: np.dtype) -> bool:
     Of a float32 and a 16-bit operand, or of two kinds of 16 bits, a product is one as
     well: JAX promotes them. A product that was written in one kind of 16 bits is not.
     """
-    ins = {atom.aval.dtype for atom in eqn.invars if is_inexact(atom)}
-    outs = {atom.aval.dtype for atom in eqn.outvars if is_inexact(atom)}
+    given, made = eqn.invars, eqn.outvars
+    if is_attention(eqn):  # which keeps a bias, and the sums of its rows, in float32
+        given, made = given[:3], made[:1]
+    ins = {atom.aval.dtype for atom in given if is_inexact(atom)}
+    outs = {atom.aval.dtype for atom in made if is_inexact(atom)}
     if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:
         return False
     return len(ins) != 1 or FLOAT32 in ins

@@ -1,0 +1,131 @@
+"""``jaxmp.dot_product_attention``: the signature of ``jax.nn``'s, as one operation."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from .._devices.varying import vary, varying_axes
+from .._jaxprs.scopes import ATTENTION
+from .._ops.products import default_precision
+from .by_cudnn import why_not_shapes
+from .form import OPTIONAL, Form
+from .operation import attended
+
+Implementation = Literal["xla", "cudnn"]
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Attends by scaled dot products, with cuDNN's fused kernel where there is one.
+
+    It takes what :func:`jax.nn.dot_product_attention` takes. In float32 it is that
+    function: the same numbers, and every derivative. In 16 bits, in a cast model or
+    under :func:`autocast`, it is one operation: it takes 16-bit queries, keys and
+    values, computes scores, softmax and sums in float32, and returns 16 bits. The
+    backward pass keeps queries, keys, values, the result, and one float32 number for
+    each query, and no weights.
+
+    On an NVIDIA GPU that operation is cuDNN's kernel, forward and backward, if it can
+    be; :func:`audit` says why where it cannot. Elsewhere it is XLA's attention, and so
+    are tangents (:func:`jax.jvp`) and second derivatives.
+
+    Args:
+        query: ``[batch, length, heads, size]``, or without ``batch``.
+        key: ``[batch, keys, key heads, size]``. There are as many heads as in
+            ``query``, or they divide those, and a group of queries shares a key.
+        value: Of the shape of ``key``.
+        bias: Added to the scores, in float32. Broadcasts to
+            ``[batch, heads, length, keys]``. cuDNN has a gradient of it only where it
+            has the dtype of ``query``.
+        mask: True where a query sees a key. Broadcasts to the same shape. The kernel
+            reads it as an array of ``length`` times ``keys``: prefer ``is_causal`` and
+            the lengths.
+        scale: Multiplies the scores. None is one over the root of ``size``.
+        is_causal: Whether a query sees no key behind it.
+        query_seq_lengths: ``int32[batch]``, what is no padding of the queries.
+        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys.
+        local_window_size: How many keys a query sees before it and behind it, or one
+            number for both.
+        implementation: None takes the kernel where it can; ``"cudnn"`` raises where it
+            cannot; ``"xla"`` is XLA's attention.
+
+    Returns:
+        An array of the shape and dtype of ``query``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit.
+        NotImplementedError: If ``implementation="cudnn"`` and the kernel cannot.
+
+    Examples:
+        >>> x = jnp.ones((2, 16, 4, 8))
+        >>> jaxmp.dot_product_attention(x, x, x, is_causal=True).shape
+        (2, 16, 4, 8)
+
+    References:
+        Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+        IO-Awareness", NeurIPS 2022, https://arxiv.org/abs/2205.14135.
+    """
+    given = dict(
+        zip(
+            OPTIONAL,
+            (bias, mask, query_seq_lengths, key_value_seq_lengths),
+            strict=True,
+        )
+    )
+    given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    arrays = [jnp.asarray(x) for x in (query, key, value)]
+    options: dict[str, Any] = {
+        "is_causal": is_causal,
+        "local_window_size": local_window_size,
+    }
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(
+            f"`implementation` must be None, 'xla' or 'cudnn', but is "
+            f"{implementation!r}."
+        )
+    if isinstance(scale, jax.core.Tracer):
+        return _by_jax(*arrays, **given, scale=scale, **options)
+    shape = arrays[0].shape
+    args = [_in_4d(x) for x in arrays]
+    args += [x if "length" in name else _in_4d(x) for name, x in given.items()]
+    window = local_window_size
+    form = Form(
+        scale=float(1 / np.sqrt(shape[-1]) if scale is None else scale),
+        is_causal=bool(is_causal),
+        window=(window, window) if isinstance(window, int) else window,
+        has=tuple(given),
+        implementation=implementation,
+    )
+    if implementation == "cudnn" and (reason := why_not_shapes(form, args)):
+        raise NotImplementedError(
+            f'`implementation="cudnn"` was asked for, but {reason}.'
+        )
+    # Inside `shard_map`, an operation takes what differs over the same devices.
+    axes = frozenset().union(*map(varying_axes, args))
+    args = vary(args, tuple(axes)) if axes else args
+    return attended(form, default_precision(), args).reshape(shape)
+
+
+def _in_4d(x: jax.Array) -> jax.Array:
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def _by_jax(*arrays: Any, **options: Any) -> jax.Array:
+    """Attends with a scale that is no number, as JAX writes that out."""
+    with jax.named_scope(f"{ATTENTION}scale"):
+        return jax.nn.dot_product_attention(*arrays, **options, implementation="xla")

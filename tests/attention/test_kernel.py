@@ -1,0 +1,139 @@
+"""In code compiled for an H200 attention is cuDNN's, forward and backward."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxmp
+from benchmarks.counting import h200
+from benchmarks.networks.basic import gpt
+from benchmarks.networks.fused import fused
+
+UNAVAILABLE = h200.unavailable()
+pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
+
+FORWARD, BACKWARD = "Softmax", "SoftmaxBackward"
+BATCH, HEADS, GROUPS, SIZE = 2, 4, 2, 64
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def program(length, dtype, given, moving, **options):
+    """Returns the code of a gradient of attention."""
+
+    def total(*args):
+        named = dict(zip(given, args[3:], strict=True))
+        out = jaxmp.dot_product_attention(*args[:3], **named, **options)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    args = [
+        shape(BATCH, length, heads, SIZE, dtype=dtype)
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    grad = jax.grad(total, moving)
+    return h200.compiled(grad, *args, *given.values()).as_text()
+
+
+def calls(text):
+    """Returns which of cuDNN's attentions a program calls."""
+    found = re.findall(r'custom_call_target="__cudnn\$fmha(\w+)"', text)
+    return [name.replace("ScaleBias", "") for name in found]
+
+
+def squares(text, length):
+    """Returns the arrays of length by length in a program, by their first axes."""
+    even = length + length % 2
+    pattern = rf"(\w+)\[([0-9,]*),(?:{length},{length}|{even},{even})\]"
+    return {(dtype, axes) for dtype, axes in re.findall(pattern, text)}
+
+
+LENGTHS = shape(BATCH, dtype=jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "given", "options"),
+    [
+        (128, jnp.float16, {}, {}),
+        (128, jnp.bfloat16, {}, {"is_causal": True}),
+        (128, jnp.bfloat16, {}, {"is_causal": True, "local_window_size": 16}),
+        (128, jnp.bfloat16, {}, {"local_window_size": (16, 0)}),
+        (197, jnp.bfloat16, {}, {}),
+        (128, jnp.bfloat16, {"key_value_seq_lengths": LENGTHS}, {}),
+        (
+            128,
+            jnp.bfloat16,
+            {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+            {"is_causal": True},
+        ),
+    ],
+)
+def test_both_passes_are_those_of_cudnn(length, dtype, given, options):
+    text = program(length, dtype, given, (0, 1, 2), **options)
+    assert calls(text) == [FORWARD, BACKWARD]
+    assert not squares(text, length)
+
+
+@pytest.mark.parametrize("length", [128, 197])
+@pytest.mark.parametrize("axes", [(1, 1), (BATCH, 1), (1, HEADS)])
+def test_a_mask_is_one_array(length, axes):
+    given = {"mask": shape(*axes, length, length, dtype=bool)}
+    text = program(length, jnp.bfloat16, given, (0, 1, 2), is_causal=True)
+    assert calls(text) == [FORWARD, BACKWARD]
+    found = squares(text, length)
+    # Neither has an array for each head of each example.
+    assert not any(axes == f"{BATCH},{HEADS}" for _, axes in found), found
+
+
+@pytest.mark.parametrize("length", [128, 197])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_bias_that_is_trained_has_its_own_dtype(length, dtype):
+    given = {"bias": shape(1, HEADS, length, length, dtype=dtype)}
+    text = program(length, jnp.bfloat16, given, (0, 1, 2))
+    assert calls(text) == [FORWARD, BACKWARD]
+    # cuDNN writes the gradient of a bias in the dtype of the queries.
+    text = program(length, jnp.bfloat16, given, (0, 3))
+    has_gradient = dtype == jnp.bfloat16
+    assert calls(text) == [FORWARD, *[BACKWARD] * has_gradient]
+
+
+def test_float32_and_tangents_are_those_of_xla():
+    assert calls(program(128, jnp.float32, {}, (0, 1, 2))) == []
+    args = [shape(BATCH, 128, HEADS, SIZE)] * 3
+
+    def tangent(*args):
+        return jax.jvp(jaxmp.dot_product_attention, args, args)[1]
+
+    assert BACKWARD not in calls(h200.compiled(tangent, *args).as_text())
+    asks = functools.partial(jaxmp.dot_product_attention, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="tangent"):
+        h200.lowered(lambda *args: jax.jvp(asks, args, args)[1], *args)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_decoder_under_autocast_is_cudnns_in_every_layer(dtype, inside):
+    layers, length = 2, 128
+    network = gpt(2, layers=layers, width=192, heads=2, vocabulary=256, length=length)
+    (network,) = fused({"gpt": network}).values()
+    tokens, labels = network.shapes()
+    params = jax.eval_shape(network.model.init, jax.random.key(0), tokens)
+
+    def loss(params, tokens, labels):
+        logits = network.model.apply(params, tokens)
+        return jnp.mean(
+            jax.nn.logsumexp(logits, -1)
+            - jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
+        )
+
+    if inside:
+        step = jax.value_and_grad(jaxmp.autocast(loss, dtype))
+    else:
+        step = jaxmp.autocast(jax.value_and_grad(loss), dtype)
+    text = h200.compiled(step, params, tokens, labels).as_text()
+    assert sorted(calls(text)) == [FORWARD] * layers + [BACKWARD] * layers
+    assert not squares(text, length)

@@ -1,0 +1,258 @@
+"""Attention under autocast: one operation in 16 bits, as near as the written form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp._jaxprs.jaxpr import open_jaxpr, sub_jaxprs
+
+BATCH, LENGTH, HEADS, SIZE, WIDTH = 2, 32, 4, 8, 32
+DTYPES = ["bfloat16", "float16"]
+EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+def normal(seed, *shape, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def params_of(groups=HEADS):
+    sizes = {"q": HEADS, "k": groups, "v": groups}
+    found = {
+        name: normal(i, WIDTH, heads * SIZE, scale=2 * WIDTH**-0.5)
+        for i, (name, heads) in enumerate(sizes.items())
+    }
+    return found | {"o": normal(5, HEADS * SIZE, WIDTH, scale=WIDTH**-0.5)}
+
+
+X = normal(7, BATCH, LENGTH, WIDTH)
+
+
+def written(query, key, value, bias=None, mask=None, *, is_causal=False, **lengths):
+    """Attends as a user would write it."""
+    groups = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
+    if is_causal:
+        scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -jnp.inf)
+    if lengths:
+        (counts,) = lengths.values()
+        keys = jnp.arange(LENGTH) < counts[:, None, None, None]
+        scores = jnp.where(keys, scores, -jnp.inf)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), value)
+
+
+ATTENTIONS = jaxmp.dot_product_attention, written
+
+
+def projected(params, x, name):
+    y = x @ params[name]
+    return y.reshape(*y.shape[:2], -1, SIZE)
+
+
+def loss(attend, params, x, **options):
+    arrays = [projected(params, x, name) for name in "qkv"]
+    y = attend(*arrays, **options).reshape(*x.shape[:2], -1) @ params["o"]
+    return jnp.mean(jnp.sin(x + y) ** 2)
+
+
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "mask": {"mask": (normal(8, BATCH, 1, LENGTH, LENGTH) > 0).at[..., 0].set(True)},
+    "bias": {"bias": normal(9, 1, HEADS, LENGTH, LENGTH)},
+    "lengths": {"key_value_seq_lengths": jnp.array([9, 32])},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+ORDERS = {
+    "around": lambda fun, dtype: jaxmp.autocast(jax.grad(fun), f"mixed_{dtype}"),
+    "inside": lambda fun, dtype: jax.grad(jaxmp.autocast(fun, f"mixed_{dtype}")),
+}
+
+
+def distance(found, exact):
+    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
+
+
+def exact_gradient(fun, params, *args):
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64) if x.dtype == np.float32 else x,
+            jax.tree.map(np.asarray, (params, *args)),
+        )
+        return jax.tree.map(np.asarray, jax.jit(jax.grad(fun))(*wide))
+
+
+def numbers(options):
+    """Returns options as arrays without a dtype of JAX, to be widened."""
+    return {k: x if isinstance(x, bool) else np.asarray(x) for k, x in options.items()}
+
+
+@each_option
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_projections_are_as_near_as_those_written_out(
+    options, groups, order, dtype
+):
+    params, given = params_of(groups), numbers(options)
+    exact = exact_gradient(functools.partial(loss, written, **given), params, X)
+    make = ORDERS[order]
+    ours = make(functools.partial(loss, jaxmp.dot_product_attention, **options), dtype)
+    theirs = make(functools.partial(loss, written, **options), dtype)
+    ours, theirs = (jax.jit(fun)(params, X) for fun in (ours, theirs))
+    for name, at in exact.items():
+        limit = max(1.3 * distance(theirs[name], at), EPS[dtype] / 2)
+        assert distance(ours[name], at) <= limit, name
+
+
+@each_option
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_query_key_and_value_are_as_near(options, dtype):
+    arrays = [normal(i, BATCH, LENGTH, HEADS, SIZE) for i in range(3)]
+    # Numbers that 16 bits have, so that the errors are those of attention.
+    arrays = [x.astype(dtype).astype(jnp.float32) for x in arrays]
+    weights = normal(4, HEADS * SIZE, WIDTH)
+
+    def total(attend, arrays, weights, **options):
+        out = attend(*arrays, **options)
+        return jnp.mean(jnp.sin(out.reshape(BATCH, LENGTH, -1) @ weights) ** 2)
+
+    given = numbers(options)
+    exact = exact_gradient(functools.partial(total, written, **given), arrays, weights)
+    found = []
+    for attend in ATTENTIONS:
+        grad = jax.grad(functools.partial(total, attend, **options))
+        found.append(jax.jit(jaxmp.autocast(grad, dtype))(arrays, weights))
+    for ours, theirs, at in zip(*found, exact, strict=True):
+        assert distance(ours, at) <= max(2 * distance(theirs, at), EPS[dtype] / 2)
+
+
+def operations(fun, *args):
+    """Yields the attentions in a program, with the dtypes of operands and results."""
+
+    def inside(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_product_attention":
+                yield tuple(
+                    [str(x.aval.dtype) for x in atoms]
+                    for atoms in (eqn.invars, eqn.outvars)
+                )
+            for body in sub_jaxprs(eqn):
+                yield from inside(open_jaxpr(body))
+
+    return list(inside(jax.make_jaxpr(fun)(*args).jaxpr))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_takes_and_returns_16_bits(order, dtype):
+    bias = {"bias": OPTIONS["bias"]["bias"]}
+    fun = functools.partial(loss, jaxmp.dot_product_attention, **bias)
+    forward, backward = operations(ORDERS[order](fun, dtype), params_of(), X)
+    assert forward == ([dtype] * 3 + ["float32"], [dtype, "float32"])
+    # The bias, and the sums of the rows.
+    operands = [*[dtype] * 3, "float32", dtype, "float32", dtype]
+    assert backward == (operands, [dtype] * 3)
+
+
+def test_a_bias_that_is_trained_has_float32_gradients():
+    def total(attend, bias, params):
+        return loss(attend, params, X, bias=bias)
+
+    args = OPTIONS["bias"]["bias"], params_of()
+    grads = [jax.grad(functools.partial(total, attend)) for attend in ATTENTIONS]
+    found, theirs = (jaxmp.autocast(grad)(*args) for grad in grads)
+    exact = grads[1](*args)
+    assert found.dtype == jnp.float32
+    assert distance(found, exact) <= 1.3 * distance(theirs, exact)
+
+
+def kept_by_region(attend):
+    return jaxmp.autocast(
+        lambda params, x: loss(jaxmp.float32_region(attend), params, x)
+    )
+
+
+def kept_by_path(attend):
+    def named(*args, **options):
+        with jax.named_scope("attention"):
+            return attend(*args, **options)
+
+    fun = functools.partial(loss, named)
+    return jaxmp.autocast(fun, float32_paths=("attention",))
+
+
+def kept_by_list(attend):
+    ops = jaxmp.DEFAULT_OPS.with_deny("dot_product_attention")
+    return jaxmp.autocast(functools.partial(loss, attend), ops=ops)
+
+
+def kept_by_precision(attend):
+    def exactly(*args, **options):
+        with jax.default_matmul_precision("highest"):
+            return attend(*args, **options)
+
+    return jaxmp.autocast(functools.partial(loss, exactly))
+
+
+KEPT = [kept_by_region, kept_by_path, kept_by_list, kept_by_precision]
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_is_kept_in_float32_is_float32(kept):
+    def grad(params, x):
+        return jax.grad(kept(jaxmp.dot_product_attention))(params, x)
+
+    for operands, results in operations(grad, params_of(), X):
+        assert {*operands, *results} == {"float32"}
+
+
+def test_queries_written_in_another_dtype_stay():
+    def attend(*args, **options):
+        return jaxmp.dot_product_attention(
+            *[x.astype(jnp.float16) for x in args], **options
+        ).astype(jnp.float32)
+
+    fun = jaxmp.autocast(functools.partial(loss, attend), "mixed_bfloat16")
+    ((operands, results),) = operations(fun, params_of(), X)
+    assert {*operands, *results} == {"float16"}
+
+
+def test_a_padded_batch_gives_what_the_short_one_gives():
+    short = X[:, :20]
+    padded = jnp.pad(short, [(0, 0), (0, 12), (0, 0)], constant_values=7.0)
+    lengths = jnp.array([20, 20])
+
+    def grad(x, **options):
+        def total(params):
+            y = jaxmp.dot_product_attention(
+                *[projected(params, x, name) for name in "qkv"], **options
+            )
+            return jnp.sum(y[:, :20] ** 2)
+
+        params = {name: params_of()[name] for name in "qkv"}
+        return jaxmp.autocast(jax.value_and_grad(total))(params)
+
+    found = grad(padded, key_value_seq_lengths=lengths)
+    expected = grad(short)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert distance(x, y) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_masked_whole_is_what_it_is_in_jax(dtype):
+    mask = jnp.ones((BATCH, 1, LENGTH, LENGTH), bool).at[0, 0, 3].set(False)
+    arrays = [normal(i, BATCH, LENGTH, HEADS, SIZE) for i in range(3)]
+    found = jaxmp.autocast(jaxmp.dot_product_attention, dtype)(*arrays, mask=mask)
+    expected = jax.nn.dot_product_attention(*arrays, mask=mask)
+    assert distance(found[0, 3], expected[0, 3]) < 4 * EPS[dtype]
+    np.testing.assert_allclose(expected[0, 3], arrays[2][0].mean(0), atol=1e-6)
