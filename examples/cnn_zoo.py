@@ -91,8 +91,7 @@ def train(
         (_, new_stats), grads = grad_fn(params, batch_stats, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
         # The optimizer skips a step that overflows; the running statistics must, too.
-        finite = jaxmp.last_step_finite(opt_state)
-        batch_stats = jaxmp.select_tree(finite, new_stats, batch_stats)
+        batch_stats = jaxmp.keep_if_skipped(opt_state, new_stats, batch_stats)
         return optax.apply_updates(params, updates), batch_stats, opt_state
 
     @jax.jit

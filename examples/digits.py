@@ -130,8 +130,7 @@ def train_step(state, images, labels, accum_steps):
         batch_stats = jax.tree.map(lambda x: x[-1], batch_stats)
     new_state = state.apply_gradients(grads=grads)
     # What the optimizer cannot skip by itself: an overflow made these Inf or NaN.
-    finite = jaxmp.last_step_finite(new_state.opt_state)
-    batch_stats = jaxmp.select_tree(finite, batch_stats, state.batch_stats)
+    batch_stats = jaxmp.keep_if_skipped(new_state, batch_stats, state.batch_stats)
     metrics = {
         "loss": loss,
         "accuracy": accuracy.mean(),

@@ -20,7 +20,7 @@ Policies    get_policy Policy unused_overrides with_policy cast_tree
 Gradients   value_and_grad grad gather init_shardings
 Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
-            scalars unscale all_finite select_tree
+            keep_if_skipped scalars unscale all_finite select_tree
 Dtypes      explain Explanation ExplainedLine
             audit assert_16bit DtypeReport Leak Kept Hazard
 Faults      find_overflow OverflowReport Fault OperationRange
@@ -76,6 +76,7 @@ from ._training.loss_scale_state import LossScaleState as LossScaleState
 from ._training.loss_scale_state import check_loss_scale as check_loss_scale
 from ._training.loss_scale_state import get_loss_scale as get_loss_scale
 from ._training.loss_scale_state import get_loss_scale_state as get_loss_scale_state
+from ._training.loss_scale_state import keep_if_skipped as keep_if_skipped
 from ._training.loss_scale_state import last_step_finite as last_step_finite
 from ._training.loss_scale_state import unscale as unscale
 from ._training.masters import masters as masters
@@ -135,6 +136,7 @@ __all__ = [
     "grad",
     "init_shardings",
     "kahan_summation",
+    "keep_if_skipped",
     "last_step_finite",
     "loss_scaling",
     "masters",

@@ -20,7 +20,7 @@ from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.names import missing
 from ._base.policy import Policy, PolicyLike, casting_policy, get_policy
-from ._base.tree import AxisName, is_floating_array, path_name
+from ._base.tree import AxisName, choose, is_floating_array, path_name
 from ._devices.gather import gather as _gather
 from ._gradients.differentiate import (
     Options,
@@ -33,13 +33,14 @@ from ._gradients.differentiate import (
 from ._jaxprs.modules import module_scopes
 from ._jaxprs.objects import refuse_integers
 from ._jaxprs.state import sources
-from ._training.loss_scale_state import UNSCALED
+from ._training.loss_scale_state import UNSCALED, skipped_in
 
 __all__ = ["autocast", "dot_product_attention", "gather", "value_and_grad"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_CALL = ("jaxmp.nnx.autocast(fun, restore=...)", "new", "old")
 _TAG = "jaxmp"  # under which Flax remembers which objects are the caller's
 
 if not TYPE_CHECKING:
@@ -345,6 +346,8 @@ def gather(
 def autocast(
     fun: Callable[P, T],
     policy: PolicyLike | None = None,
+    *,
+    restore: Any = nnx.BatchStat,
     **options: Any,
 ) -> Callable[P, T]:
     """Runs a function of NNX objects in mixed precision, and keeps what it changes.
@@ -357,9 +360,15 @@ def autocast(
     ``float32_paths`` name modules by the attributes that lead to them, such as
     ``"blocks/0"``.
 
+    If ``fun`` is a training step and an ``nnx.Optimizer`` among its arguments skips it,
+    because a gradient was Inf or NaN, running statistics become what they were before.
+
     Args:
         fun: Function of NNX objects and of anything else.
         policy: As for :func:`jaxmp.autocast`.
+        restore: NNX filter of the variables that a skipped step leaves alone, such as
+            ``(nnx.BatchStat, Average)``; None restores nothing. The state of an
+            ``nnx.Optimizer`` is its own.
         **options: The keyword arguments of :func:`jaxmp.autocast`.
 
     Returns:
@@ -376,12 +385,14 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
+    to_restore = _filter(restore)
     if policy is not None:  # of which a `reduce_dtype` has been warned about now
         policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
+        before = _Before((args, kwargs), to_restore)
         with nnx.update_context(_TAG):
             inputs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
             leaves, structure = jax.tree.flatten(inputs)
@@ -395,9 +406,48 @@ def autocast(
                 return nnx.to_tree((_objects((args, kwargs)), result), ctxtag=_TAG)
 
             result = _autocast(pure, policy, **options)(leaves)
-            return nnx.from_tree(result, ctxtag=_TAG, is_inner=False)[1]
+            _, result = nnx.from_tree(result, ctxtag=_TAG, is_inner=False)
+        before.restore_if_skipped()
+        return result
 
     return wrapped
+
+
+def _filter(restore: Any) -> Callable[[Any, Any], bool]:
+    try:
+        return nnx.filterlib.to_predicate(restore)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`restore` must be an NNX filter, but is {short(restore)}. Pass types of "
+            "variables, such as `restore=(nnx.BatchStat, Average)`, or None."
+        ) from None
+
+
+class _Before:
+    """The variables of the caller that a skipped step is to leave as they are."""
+
+    def __init__(self, tree: Any, restore: Callable[[Any, Any], bool]):
+        nodes = filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object))
+        found = [entry for node in nodes for entry in nnx.iter_graph(node)]
+        self.optimizers = [x for _, x in found if isinstance(x, nnx.Optimizer)]
+        self.skipped = skipped_in(self.optimizers)
+        self.copies = [
+            ("/".join(map(str, path)), x, jax.tree.map(lambda array: array, x))
+            for path, x in found
+            if isinstance(x, nnx.Variable) and restore(path, x)
+            if not isinstance(x, nnx.OptState)  # with the loss scale, which must shrink
+        ]
+
+    def restore_if_skipped(self) -> None:
+        if self.skipped is None:
+            return
+        finite = skipped_in(self.optimizers) == self.skipped
+        for name, x, copy in self.copies:
+            pairs = zip(jax.tree.leaves(x), jax.tree.leaves(copy), strict=False)
+            if any(new is not old for new, old in pairs):
+                x.update_from_state(
+                    choose(finite, {name: x}, {name: copy}, _CALL)[name]
+                )
 
 
 class _Arguments:

@@ -1,9 +1,14 @@
-"""Pictures of ranges, overflows, errors and loss scales; needs ``jaxmp[plot]``."""
+"""Pictures of ranges, overflows, errors and loss scales; needs ``jaxmp[plot]``.
+
+A picture that is given no axes is pyplot's current figure: ``plt.show()`` shows it, and
+``plt.savefig(path)`` saves it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,6 +33,8 @@ except ModuleNotFoundError as error:
 
 __all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 
+_ROWS = 10  # of a picture of modules
+_LONGEST = 48  # characters of a name
 # Told apart without colour: filled bars, hatched bars, a dashed outline.
 _VALUES: dict[str, Any] = {"color": "#4878a8"}
 _ZEROS: dict[str, Any] = {"fill": False, "edgecolor": "#4878a8", "hatch": "////"}
@@ -71,7 +78,7 @@ def exponents(
             figure, with the legend below.
 
     Returns:
-        The axes. Save them with ``ax.figure.savefig(path)``.
+        The axes. Save them with ``plt.savefig(path)`` or ``ax.figure.savefig(path)``.
 
     Raises:
         TypeError: If a leaf is not floating.
@@ -180,7 +187,7 @@ def loss_scale(
         ax: Where to draw; None makes a new figure.
 
     Returns:
-        The axes. Save them with ``ax.figure.savefig(path)``.
+        The axes. Save them with ``plt.savefig(path)`` or ``ax.figure.savefig(path)``.
 
     Raises:
         ValueError: If the history is empty, or holds something without a loss scale.
@@ -242,19 +249,22 @@ def loss_scale(
 def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
     """Draws how close a program came to overflow and underflow, module by module.
 
-    The upper plot has the headroom of each module, forward and backward: the powers of
-    two from its largest value to the largest number of the format. A cross marks an
-    operation that was not finite. The lower plot has the largest share of an
-    operation's values that became zero or subnormal. The modules are in the order of
-    the program. An arrow shows the first fault: in the upper plot for Inf or NaN, in
-    the lower one for zeros.
+    The left plot has the headroom of each module, forward and backward: the powers of
+    two from the largest value of its operations to the largest number of the format. A
+    cross in place of a bar marks a module with an operation that was not finite. The
+    right plot has the largest share of an operation's values that became zero or
+    subnormal. The modules are in the order of the program; of more than ten, those of
+    faults and those with the least headroom are drawn. The module of the first fault is
+    in bold, and an arrow points at it: in the left plot for Inf or NaN, in the right
+    one for zeros.
 
     Args:
         report: What :func:`jaxmp.find_overflow` returned.
-        ax: Two axes to draw on, the upper and the lower; None makes a new figure.
+        ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
-        The upper axes. Save them with ``ax.figure.savefig(path)``.
+        The left axes. Save them with ``plt.savefig(path)`` or
+        ``ax.figure.savefig(path)``.
 
     Raises:
         ValueError: If no operation of the program computes in 16 bits.
@@ -263,8 +273,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         >>> import jaxmp.plots
         >>> x = jnp.array([2.0, 200.0], jnp.float16)
         >>> report = jaxmp.find_overflow(lambda x: x * x)(x / 2)
-        >>> jaxmp.plots.overflow(report).get_ylabel()
-        'headroom (powers of two)'
+        >>> jaxmp.plots.overflow(report).get_xlabel()
+        'least headroom (powers of two)'
     """
     _check_report(report, OverflowReport, "overflow", "find_overflow(fun)(*args)")
     rows = [x for x in report.operations if is_narrow(jnp.dtype(x.dtype))]
@@ -274,54 +284,81 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
             "does. Pass the report of a function in float16 or bfloat16."
         )
     first = [report.first] if report.first else []
-    modules = list(dict.fromkeys(row.module for row in [*rows, *first]))
-    if ax is None:
-        height = 4.5 + 0.1 * max(map(len, modules))
-        figure = Figure(figsize=(max(6, 0.3 * len(modules)), height))
-        figure.set_layout_engine("constrained")
-        upper, lower = figure.subplots(2, 1, sharex=True)
-    else:
-        upper, lower = _two_axes(ax)
+    modules = _closest(report, rows)
+    names, around = _short_names(modules)
+    left, right = _side_by_side(ax, len(modules))
     for backward, style, shift in ((False, _FORWARD, -0.2), (True, _BACKWARD, 0.2)):
         parts = [
             [x for x in rows if (x.module, x.backward) == (module, backward)]
             for module in modules
         ]
         places = np.arange(len(modules)) + shift
+        bad = [any(x.nonfinite for x in part) for part in parts]
         least = [min((x.headroom for x in part), default=np.nan) for part in parts]
-        least = [x if math.isfinite(x) else np.nan for x in least]
+        least = [
+            np.nan if is_bad or math.isinf(x) else x
+            for x, is_bad in zip(least, bad, strict=True)
+        ]
         lost = [100 * max((x.lost for x in part), default=0.0) for part in parts]
-        upper.bar(places, least, 0.38, **style)
-        lower.bar(places, lost, 0.38, **style)
-        bad = [i for i, part in enumerate(parts) if any(x.nonfinite for x in part)]
-        if bad:
-            label = None if backward and _has_crosses(upper) else "Inf or NaN"
-            at = [places[i] for i in bad]
+        left.barh(places, least, 0.38, **style)
+        right.barh(places, lost, 0.38, **style)
+        if any(bad):
+            label = None if backward and _has_crosses(left) else "Inf or NaN"
+            at = places[bad]
             style = {"color": "#c03020", "clip_on": False, "zorder": 3}
-            upper.plot(at, [0.0] * len(at), "x", label=label, **style)
-    lower.set_xticks(
-        range(len(modules)), [x or "(no module)" for x in modules], rotation=90
-    )
-    upper.set_ylabel("headroom (powers of two)")
-    lower.set_ylabel("% lost to zero")
-    lower.set_ylim(0, max(1.0, lower.get_ylim()[1]))
+            left.plot([0.0] * len(at), at, "x", label=label, **style)
+    faulty = [fault.module for fault in first]
+    _name_rows(left, names, [module in faulty for module in modules])
+    left.set_ylabel(around)
+    left.set_xlabel("least headroom (powers of two)")
+    right.set_xlabel("% lost to zero")
+    for axes in (left, right):
+        axes.set_xlim(0, max(1.0, axes.get_xlim()[1]))
     for fault in first:
         place = modules.index(fault.module) + (0.2 if fault.backward else -0.2)
-        _point_at(lower if fault.kind == "zeros" else upper, place)
-    _set_title(upper, "Headroom and lost values of each module")
-    _legend_inside(upper)
-    return upper
+        _point_at(right if fault.kind == "zeros" else left, place)
+    total = len({row.module for row in [*rows, *first]})
+    which = f", {len(modules)} of {total}" if total > len(modules) else ""
+    _set_title(left, f"Distance to overflow by module{which}")
+    _legend_below(left, own_figure=ax is None)
+    return left
+
+
+def _closest(report: OverflowReport, rows: Sequence[Any]) -> list[str]:
+    """Returns the modules with faults and with the least headroom, in order."""
+    faults = [*([report.first] if report.first else []), *report.others]
+    least: dict[str, float] = {}
+    for row in [*rows, *faults[:1]]:
+        headroom = getattr(row, "headroom", math.inf)
+        least[row.module] = min(least.get(row.module, math.inf), headroom)
+    for number, fault in enumerate(faults):
+        if fault.module in least:
+            least[fault.module] = min(least[fault.module], number - 2.0**31)
+    chosen = sorted(least, key=least.__getitem__)[:_ROWS]
+    return [module for module in least if module in chosen]
+
+
+def _short_names(modules: Sequence[str]) -> tuple[list[str], str]:
+    """Returns names without the path that all have in common, and a label of that."""
+    paths = [module.split("/") for module in modules if module]
+    levels = zip(*(path[:-1] for path in paths), strict=False)
+    shared = [x[0] for x in itertools.takewhile(lambda x: len({*x}) == 1, levels)]
+    start = len("/".join([*shared, ""])) if shared else 0
+    names = [module[start:] if module else "(no module)" for module in modules]
+    names = [x if len(x) <= _LONGEST else f"…{x[1 - _LONGEST :]}" for x in names]
+    return names, f"modules of {'/'.join(shared)}" if shared else "modules"
 
 
 def _point_at(ax: Axes, place: float) -> None:
-    """Points an arrow at the foot of a bar, from above."""
-    low, high = ax.get_ylim()
+    """Points an arrow at the foot of a bar, from the right."""
+    low, high = ax.get_xlim()
     ax.annotate(
         "first fault",
-        xy=(place, low + 0.04 * (high - low)),
-        xytext=(place, low + 0.55 * (high - low)),
+        xy=(low + 0.04 * (high - low), place),
+        xytext=(low + 0.6 * (high - low), place),
         color="#c03020",
         ha="center",
+        va="center",
         arrowprops={"arrowstyle": "-|>", "color": "#c03020"},
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         zorder=4,
@@ -331,20 +368,21 @@ def _point_at(ax: Axes, place: float) -> None:
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
     """Draws the error of each module in 16 bits, and the cost of float32 for it.
 
-    The left plot has the larger of the relative errors of loss and gradients, with the
-    module alone in 16 bits and with everything but the module. A dashed line is the
-    tolerance, and a bar that reaches the edge means a result that is not finite. The
-    right plot has the module's share of the FLOPs. In a report on residuals the errors
-    are those of eight bits, and the share is that of what is stored. The modules are in
-    the order of the report, the worst at the top; those in ``report.float32_paths`` or
-    ``bfloat16_paths`` are in bold.
+    The left plot has the larger of the relative errors of loss and gradients, with only
+    the module in 16 bits and with all but the module. A dashed line is the tolerance.
+    The right plot has the module's share of the FLOPs. In a report on residuals the
+    errors are those of eight bits, and the share is that of what is stored. The modules
+    are in the order of the report, the worst at the top; of more than ten, the ten
+    worst are drawn and those that need another dtype. Those in ``report.float32_paths``
+    or ``bfloat16_paths`` are in bold.
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.
         ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
-        The left axes. Save them with ``ax.figure.savefig(path)``.
+        The left axes. Save them with ``plt.savefig(path)`` or
+        ``ax.figure.savefig(path)``.
 
     Examples:
         >>> import jaxmp.plots
@@ -354,51 +392,88 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         >>> x = jnp.linspace(0, 1, 8).reshape(4, 2)
         >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 2)) / 3, x)
         >>> jaxmp.plots.sensitivity(report).get_xlabel()
-        'relative error'
+        'relative error of loss or gradients, the larger'
     """
     _check_report(report, SensitivityReport, "sensitivity", "sensitivity(loss)(*args)")
-    rows = report.modules
-    figure = None
-    if ax is None:
-        figure = Figure(figsize=(8, 1.6 + 0.34 * len(rows)))
-        figure.set_layout_engine("constrained")
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    else:
-        left, right = _two_axes(ax)
+    named = report.float32_paths + report.bfloat16_paths
+    rows = [
+        row
+        for number, row in enumerate(report.modules)
+        if number < _ROWS or row.path in named
+    ]
+    left, right = _side_by_side(ax, len(rows))
     places = np.arange(len(rows))
     errors = [x for row in rows for x in (row.alone, row.without)]
-    seen = [x for x in errors if 0 < x < math.inf] + [report.tolerance]
-    low, high = min(seen) / 2, max(seen) * 2
-    alone = [min(row.alone, high) for row in rows]
-    without = [min(row.without, high) for row in rows]
-    left.barh(
-        places - 0.2, alone, 0.38, **{**_FORWARD, "label": f"alone in {report.narrow}"}
-    )
-    left.barh(
-        places + 0.2, without, 0.38, **{**_BACKWARD, "label": f"alone in {report.wide}"}
-    )
+    at = _log_axis(left, [*errors, report.tolerance])
+    only = [at(row.alone) for row in rows]
+    others = [at(row.without) for row in rows]
+    left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
+    label = f"only this in {report.narrow}"
+    left.plot(only, places, "o", **_VALUES, label=label)
+    label = f"all but this in {report.narrow}"
+    left.plot(others, places, "D", fillstyle="none", color="black", label=label)
     label = f"tolerance ({report.tolerance:g})"
-    left.axvline(report.tolerance, **_SCALED, label=label)
-    left.set_xscale("log")
-    left.set_xlim(low, high)
-    left.set_xlabel("relative error")
-    left.set_yticks(places, [row.name for row in rows])
-    named = report.float32_paths + report.bfloat16_paths
-    for row, text in zip(rows, left.get_yticklabels(), strict=True):
-        text.set_fontweight("bold" if row.path in named else "normal")
-    if not left.yaxis_inverted():  # shared, so for both
-        left.invert_yaxis()
+    left.axvline(report.tolerance, **_SCALED, zorder=0.5, label=label)
+    left.set_xlabel("relative error of loss or gradients, the larger")
+    names, around = _short_names([row.name for row in rows])
+    left.set_ylabel(around)
+    _name_rows(left, names, [row.path in named for row in rows])
     costs = [row.stored if report.residuals else row.share for row in rows]
     right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
-    right.tick_params(labelleft=False)
-    _set_title(left, f"Error of each module in {report.narrow}")
-    if figure is not None:
-        below = {"loc": "outside lower center", "ncols": 3, "frameon": False}
-        figure.legend(handles=left.get_legend_handles_labels()[0], **below)
-    else:
-        left.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
+    total = len(report.modules)
+    which = f", {len(rows)} of {total}" if total > len(rows) else ""
+    _set_title(left, f"Error of each module in {report.narrow}{which}")
+    _legend_below(left, own_figure=ax is None)
     return left
+
+
+def _log_axis(ax: Axes, numbers: Sequence[float]) -> Callable[[float], float]:
+    """Makes an axis logarithmic, with places for 0 and Inf, and returns the place."""
+    seen = [x for x in numbers if 0 < x < math.inf]
+    low = math.floor(math.log10(min(seen)))
+    high = max(math.ceil(math.log10(max(seen))), low + 1)
+    step = -(-(high - low) // 8)
+    ticks = {10.0**x: f"$10^{{{x}}}$" for x in range(low, high + 1, step)}
+    places = {0.0: 10.0 ** (low - step), math.inf: 10.0 ** (high + step)}
+    for number, name in ((0.0, "0"), (math.inf, "Inf")):
+        if number in numbers:
+            ticks[places[number]] = name
+    ax.set_xscale("log")
+    ax.set_xlim(min(ticks) / 10 ** (0.4 * step), max(ticks) * 10 ** (0.4 * step))
+    ax.set_xticks(list(ticks), list(ticks.values()))
+    ax.minorticks_off()
+    return lambda number: places.get(number, number)
+
+
+def _side_by_side(ax: Sequence[Axes] | None, rows: int) -> list[Axes]:
+    """Returns two axes with a row for each module, the first row at the top."""
+    if ax is not None:
+        left, right = _two_axes(ax)
+    else:
+        figure = _figure(9, 1.8 + 0.34 * rows)
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    right.tick_params(labelleft=False)
+    for axes in (left, right):
+        axes.set_ylim(rows - 0.4, -0.6)
+    return [left, right]
+
+
+def _name_rows(ax: Axes, names: Sequence[str], bold: Sequence[bool]) -> None:
+    ax.set_yticks(range(len(names)), names)
+    for is_bold, text in zip(bold, ax.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if is_bold else "normal")
+
+
+def _legend_below(ax: Axes, *, own_figure: bool) -> None:
+    """Adds a legend below a figure of ours, and inside the axes of another one."""
+    if not own_figure:
+        ax.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
+        return
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "axes have a figure"
+    handles = ax.get_legend_handles_labels()[0]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
 
 
 def _has_crosses(ax: Axes) -> bool:
@@ -469,14 +544,20 @@ def _check_report(report: Any, kind: type, name: str, call: str) -> None:
 def _axes(ax: Any) -> Axes:
     """Returns the axes that were given, or those of a new figure for None."""
     if ax is None:
-        # Not by pyplot, which would keep the figure and may show it.
-        return Figure(figsize=(7, 4), layout="constrained").subplots()
+        return _figure(7, 4).subplots()
     if not isinstance(ax, Axes):
         raise TypeError(
             f"`ax` must be axes of matplotlib, but is {describe(ax)}. Leave it out for "
             "a new figure, or pass one of `figure.subplots()`."
         )
     return ax
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Makes a figure that pyplot shows and saves."""
+    from matplotlib import pyplot  # late, because it looks for a screen
+
+    return pyplot.figure(figsize=(width, height), layout="constrained")
 
 
 def _two_axes(ax: Any) -> list[Axes]:

@@ -175,9 +175,7 @@ class Customs(abc.ABC):
         def backward(residuals, cotangents):
             pull, moving = residuals
             cotangents = [
-                _jaxpr.zero_cotangent(x, symbolic=eqn.params["symbolic_zeros"])
-                if isinstance(x, SymbolicZero)
-                else x
+                _jaxpr.zero_cotangent(x) if isinstance(x, SymbolicZero) else x
                 for x in cotangents
             ]
             with noted_as_rule():

@@ -101,8 +101,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
     """Selects one of two pytrees, leaf by leaf.
 
-    Use it to keep, on a skipped step, what the optimizer does not hold, such as running
-    statistics: ``select_tree(last_step_finite(opt_state), new_stats, old_stats)``.
+    To keep running statistics on a skipped step there is :func:`keep_if_skipped`.
 
     Args:
         pred: A bool scalar.
@@ -120,7 +119,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         >>> jaxmp.select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    is_number = is_array(pred) or isinstance(pred, (bool, int, float, complex))
+    is_number = _is_number(pred)
     if not is_number or jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
         got = type(pred).__name__
         if is_number:
@@ -130,26 +129,52 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
             f"but got {got}. Pass `jaxmp.last_step_finite(opt_state)` or "
             "`jaxmp.all_finite(grads)` first."
         )
-    structures = jax.tree.structure(on_true), jax.tree.structure(on_false)
+    return choose(pred, on_true, on_false, ("select_tree", "on_true", "on_false"))
+
+
+def choose(pred: ArrayLike, new: T, old: T, called: tuple[str, str, str]) -> T:
+    """Selects as :func:`select_tree`, for a caller who has names of his own.
+
+    Args:
+        pred: A bool scalar.
+        new: The pytree to return where ``pred`` is true.
+        old: The other one.
+        called: The names of the caller, of ``new`` and of ``old``, for messages.
+    """
+    name, new_name, old_name = called
+    structures = jax.tree.structure(new), jax.tree.structure(old)
     if structures[0] != structures[1]:
         raise ValueError(
-            "`select_tree` needs two trees of the same structure, but `on_true` is\n"
-            f"  {clipped(structures[0], 400)}\nand `on_false` is\n"
+            f"`{name}` needs two trees of the same structure, but `{new_name}` is\n"
+            f"  {clipped(structures[0], 400)}\nand `{old_name}` is\n"
             f"  {clipped(structures[1], 400)}\n"
             "Pass the old and the new version of the same tree."
         )
 
     def select(path, new, old):
+        if not (_is_number(new) and _is_number(old)):
+            if new is old or new == old:  # a function in a module, a name
+                return new
+            raise TypeError(
+                f"`{name}` selects between arrays, but `{path_name(path)}` is "
+                f"{short(new)} in `{new_name}` and {short(old)} in `{old_name}`. "
+                "Pass the arrays alone, such as `eqx.filter(tree, eqx.is_array)`."
+            )
         new, old = jnp.asarray(new), jnp.asarray(old)
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"`select_tree` needs leaves of the same shape and dtype, but "
-                f"`{path_name(path)}` is {new.dtype}{list(new.shape)} in `on_true` and "
-                f"{old.dtype}{list(old.shape)} in `on_false`. Cast or reshape one."
+                f"`{name}` needs leaves of the same shape and dtype, but "
+                f"`{path_name(path)}` is {new.dtype}{list(new.shape)} in `{new_name}` "
+                f"and {old.dtype}{list(old.shape)} in `{old_name}`. Cast or reshape "
+                "one."
             )
         return jnp.where(pred, new, old)
 
-    return jax.tree.map_with_path(select, on_true, on_false)
+    return jax.tree.map_with_path(select, new, old)
+
+
+def _is_number(x: Any) -> bool:
+    return is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
 def alike(entries: Iterable[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:

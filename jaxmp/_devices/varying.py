@@ -23,7 +23,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     the array. Marked first, the gradient stays local and the sum is ours. Where
     nothing tracks this (``check_vma=False``, ``pmap``, ``vmap``) nothing is marked.
     """
-    # Elsewhere JAX 0.8 would mark, too, and then sum when it transposes the mark.
+    # Elsewhere JAX 0.9 would mark, too, and then sum when it transposes the mark.
     tracked = tracked_axes(axis_names)
 
     def mark(x):
@@ -31,11 +31,7 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
             return x
         same = tracked - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
-        if not names:
-            return x
-        if hasattr(jax.lax, "pcast"):
-            return jax.lax.pcast(x, names, to="varying")
-        return jax.lax.pvary(x, names)  # pyright: ignore  # JAX 0.8
+        return jax.lax.pcast(x, names, to="varying") if names else x
 
     return jax.tree.map(mark, tree)
 
@@ -57,7 +53,7 @@ def tracked_axes(axis_names: Iterable[Any]) -> frozenset[Any]:
 def varying_axes(x: Any) -> frozenset[Any]:
     """Returns the mesh axes over which ``shard_map(check_vma=True)`` sees x differ."""
     aval = jax.typeof(x)
-    if hasattr(aval, "vma"):  # JAX 0.8
+    if hasattr(aval, "vma"):  # JAX 0.9
         return aval.vma
     return aval.manual_axis_type.varying
 

@@ -32,14 +32,15 @@ from jax.extend.core import (
     Primitive,
     Var,
     jaxpr_as_fun,
+    unmapped_aval,
 )
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 try:
-    from jax.extend.core import get_opaque_trace_state, unmapped_aval
-except ImportError:  # up to 0.8
-    from jax.core import get_opaque_trace_state, unmapped_aval  # pyright: ignore
+    from jax.extend.core import get_opaque_trace_state
+except ImportError:  # up to 0.9
+    from jax.core import get_opaque_trace_state  # pyright: ignore
 
 __all__ = [
     "ClosedJaxpr",
@@ -250,7 +251,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
         return trace.emit_eqn(ins, outs, eqn.primitive, eqn.params, eqn.effects, source)
     primitive, params = eqn.primitive, {**eqn.params, **changed}
     bound = primitive.get_bind_params(params)  # pyright: ignore
-    # Up to 0.8 the functions of a call primitive came apart from its parameters.
+    # Up to 0.9 the functions of a call primitive came apart from its parameters.
     subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
     out = primitive.bind(*subfuns, *args, **params)
     outs = list(out) if primitive.multiple_results else [out]
@@ -720,7 +721,7 @@ def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
 
 def manual_axes(eqn: JaxprEqn) -> Any:
     """Returns the mesh axes that a ``shard_map`` equation maps over."""
-    # The parameter was `manual_axes` up to 0.8.
+    # The parameter was `manual_axes` up to 0.9.
     new = "newly_manual_axes"
     return eqn.params[new if new in eqn.params else "manual_axes"]
 
@@ -761,21 +762,15 @@ def written_in(jaxpr: Any, like: Any) -> Any:
     return _with_fields(jaxpr, debug_info=info)
 
 
-def zero_cotangent(zero: Any, *, symbolic: bool) -> Any:
-    """Returns what the functions of ``jax.vjp`` take for a cotangent that is zero.
-
-    Args:
-        zero: The ``SymbolicZero`` that a backward rule was given.
-        symbolic: Whether the rule behind the function has asked for symbolic zeros.
-    """
-    version, aval = jax.__version_info__, zero.aval
-    if version >= (0, 10, 1):
+def zero_cotangent(zero: Any) -> Any:
+    """Returns what the functions of ``jax.vjp`` take for a ``SymbolicZero``."""
+    aval = zero.aval
+    if jax.__version_info__ >= (0, 10, 1):
         return ad.Zero(aval)
-    if symbolic and version < (0, 8, 1):
-        return zero
+    # Until then they take numbers.
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
-    return jnp.zeros(aval.shape, aval.dtype)  # numbers that are zeros, in between
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def zero_tangent(aval: Any) -> SymbolicZero:

@@ -18,7 +18,7 @@ import optax
 
 from .._base.checks import as_count, as_scale, check_positive, plain_array, short, warn
 from .._base.text import as_html
-from .._base.tree import all_finite, is_inexact, path_name, widen
+from .._base.tree import all_finite, choose, is_inexact, path_name, widen
 
 T = TypeVar("T")
 
@@ -141,6 +141,45 @@ def last_step_finite(opt_state: Any) -> jax.Array:
         False
     """
     return get_loss_scale_state(opt_state).last_finite
+
+
+def keep_if_skipped(opt_state: Any, new: T, old: T) -> T:
+    """Returns what a step computed, or what was there before if it was skipped.
+
+    For all that a training step computes outside the optimizer, which skips its own
+    state: running statistics of BatchNorm, an average of the parameters, a target
+    network, a queue of features. An Inf that the forward pass put into them would stay.
+
+    Args:
+        opt_state: The state *after* the step, as :func:`get_loss_scale` takes it.
+        new: Any pytree that the step computed.
+        old: The same pytree from before the step.
+
+    Returns:
+        ``new``, or ``old`` if the step was skipped, in the structure, shapes and dtypes
+        of both. If no step is ever skipped, this is always ``new``.
+
+    Raises:
+        ValueError: As :func:`get_loss_scale`; or if the trees differ in structure, or a
+            leaf in shape or dtype.
+        TypeError: If a leaf is no array, and not the same in both.
+
+    Examples:
+        >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
+        >>> params, grads = jnp.ones(2), jnp.full(2, jnp.inf)
+        >>> _, opt_state = tx.update(grads, tx.init(params), params)
+        >>> old, new = {"mean": jnp.array(0.5)}, {"mean": jnp.array(jnp.inf)}
+        >>> jaxmp.keep_if_skipped(opt_state, new, old)
+        {'mean': Array(0.5, dtype=float32, weak_type=True)}
+    """
+    finite = last_step_finite(opt_state)
+    return choose(finite, new, old, ("keep_if_skipped", "new", "old"))
+
+
+def skipped_in(tree: Any) -> jax.Array | None:
+    """Counts the skipped steps of all loss scales in ``tree``; None if it has none."""
+    counts = [plain_array(state.skipped) for state, _ in _loss_scale_states(tree)]
+    return functools.reduce(jnp.add, map(jnp.sum, counts)) if counts else None
 
 
 def get_loss_scale_state(opt_state: Any) -> LossScaleState:

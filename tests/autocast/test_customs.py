@@ -106,7 +106,10 @@ def test_rules_are_told_the_same_zeros_as_by_jax(rule, argnums, wrap):
 
         grads[name] = order(loss, argnums)(X, W)
         told[name] = set(seen)
-    if wrap is not AROUND["remat"]:  # where JAX itself asks twice, and for more
+    # Until 0.10.1 what `jax.vjp` returns takes no symbolic zeros.
+    takes_zeros = rule is watched_jvp or jax.__version_info__ >= (0, 10, 1)
+    # Where JAX itself asks twice, and for more.
+    if takes_zeros and wrap is not AROUND["remat"]:
         assert told["inside"] == told["jax"]
     for name in ("outside", "inside"):
         assert relative_error(grads[name], grads["jax"]) < 5e-3

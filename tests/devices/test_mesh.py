@@ -243,7 +243,7 @@ def test_integers_in_the_parameters_pass_over_a_mesh():
         mesh=DATA,
     )
 
-    @jax.jit  # JAX 0.8 has no gradients of integers in an eager shard_map
+    @jax.jit  # JAX 0.9 has no gradients of integers in an eager shard_map
     def step(w, n, x):
         grads = grad_fn({"w": w, "n": n, "none": None, "float": 1.0}, x)
         assert grads["n"].dtype == jax.dtypes.float0

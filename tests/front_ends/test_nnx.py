@@ -784,6 +784,145 @@ def test_a_module_that_writes_its_own_parameters_is_that_of_flax():
     chex.assert_trees_all_equal(snapshot(ours), snapshot(theirs))
 
 
+# Steps that are skipped
+
+
+class Average(nnx.Variable):
+    """A moving average, of which Flax knows nothing."""
+
+
+class Averaging(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.average = Average(jnp.zeros(4))
+
+    def __call__(self, x):
+        self.average[...] = 0.5 * self.average[...] + 0.5 * x.mean(0)
+        return super().__call__(x)
+
+
+def skipping(policy):
+    """Returns a model, its optimizer and the loss, whose inputs may be Inf."""
+    model = Averaging(nnx.Rngs(0))
+    tx = jaxmp.loss_scaling(optax.adam(1e-3), policy, init_scale=2.0**10)
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+def step_of(model, optimizer, x):
+    loss_fn = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)
+    loss, grads = grad_fn(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+
+class Trainer(nnx.Module):
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer = model, optimizer
+
+
+# How a step may be given its objects.
+GIVEN = {
+    "arguments": (step_of, lambda m, opt: (m, opt)),
+    "a container": (lambda both, x: step_of(*both, x), lambda m, opt: ([m, opt],)),
+    "a module": (
+        lambda t, x: step_of(t.model, t.optimizer, x),
+        lambda m, opt: (Trainer(m, opt),),
+    ),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("step", "arguments"), rest_is_evidence(GIVEN, "arguments", "a module")
+)
+def test_statistics_of_a_skipped_step_are_what_they_were(policy, step, arguments, jit):
+    model, optimizer = skipping(policy)
+    args = arguments(model, optimizer)
+    step = jaxmp.nnx.autocast(step, policy)
+    step = nnx.jit(step) if jit else step
+    step(*args, X)
+    before = snapshot(model)[0]
+    assert (before["norm"]["mean"] != 0).any()
+    step(*args, X.at[0, 0].set(jnp.inf))
+    after = snapshot(model)[0]
+    chex.assert_trees_all_equal(after["norm"], before["norm"])
+    chex.assert_trees_all_equal(after["inner"], before["inner"])
+    assert np.isinf(after["average"]).any()  # nobody has named it
+    assert after["dropout"]["rngs"]["count"] == 2  # nor this
+    assert jaxmp.get_loss_scale_state(optimizer).skipped == 1
+    step(*args, X)
+    assert (snapshot(model)[0]["norm"]["mean"] != before["norm"]["mean"]).any()
+
+
+def test_more_is_restored_where_it_is_named_and_nothing_with_none():
+    def after_a_skipped_step(restore):
+        model, optimizer = skipping("mixed_float16")
+        before = snapshot(model)[0]
+        step = jaxmp.nnx.autocast(step_of, "mixed_float16", restore=restore)
+        nnx.jit(step)(model, optimizer, X.at[0, 0].set(jnp.inf))
+        state = jaxmp.get_loss_scale_state(optimizer)
+        assert (state.skipped, state.loss_scale) == (1, 2.0**9)
+        after = snapshot(model)[0]
+        same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, after)
+        return {name for name in same if not all(jax.tree.leaves(same[name]))}
+
+    assert after_a_skipped_step((nnx.BatchStat, Average)) == {"dropout"}
+    assert after_a_skipped_step(nnx.BatchStat) == {"dropout", "average"}
+    assert after_a_skipped_step(None) == {"dropout", "average", "norm"}
+    assert after_a_skipped_step(...) == set()  # and the loss scale is halved
+    with pytest.raises(TypeError, match="`restore` must be an NNX filter, but is 3"):
+        jaxmp.nnx.autocast(step_of, "mixed_float16", restore=3)
+
+
+def test_a_call_that_updates_nothing_keeps_what_it_changes():
+    # Also after a step that was skipped.
+    model, optimizer = skipping("mixed_float16")
+    step = nnx.jit(jaxmp.nnx.autocast(step_of, "mixed_float16"))
+    step(model, optimizer, X * jnp.nan)
+    before = snapshot(model)[0]
+
+    def calibrate(model, optimizer, x):
+        return model(x)
+
+    nnx.jit(jaxmp.nnx.autocast(calibrate, "mixed_float16"))(model, optimizer, X)
+    assert (snapshot(model)[0]["norm"]["mean"] != before["norm"]["mean"]).any()
+
+
+def test_two_models_of_which_one_is_skipped_are_both_left_alone():
+    pairs = [skipping("mixed_float16") for _ in range(2)]
+
+    def step(pairs, x, y):
+        return [step_of(*pair, z) for pair, z in zip(pairs, (x, y), strict=True)]
+
+    step = nnx.jit(jaxmp.nnx.autocast(step, "mixed_float16"))
+    step(pairs, X, X)
+    before = [snapshot(model.norm.mean) for model, _ in pairs]
+    step(pairs, X, X * jnp.inf)
+    after = [snapshot(model.norm.mean) for model, _ in pairs]
+    chex.assert_trees_all_equal(after, before)
+
+
+def test_steps_in_a_scan_leave_no_trace_of_the_skipped_one():
+    def run(poison):
+        model, optimizer = skipping("mixed_float16")
+        batches = jnp.stack([X, X, X]).at[1].multiply(poison)
+
+        @nnx.jit
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def epoch(both, x):
+            jaxmp.nnx.autocast(step_of, "mixed_float16")(*both, x)
+            return both
+
+        epoch((model, optimizer), batches)
+        return snapshot(model.norm), int(jaxmp.get_loss_scale_state(optimizer).skipped)
+
+    stats, skipped = run(jnp.nan)
+    assert skipped == 1
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(stats))
+
+
 # The functions that are not in `jaxmp.nnx`
 
 

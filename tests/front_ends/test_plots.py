@@ -1,5 +1,7 @@
 """What the pictures show: axes, labels, series."""
 
+import dataclasses
+import functools
 import importlib
 import subprocess
 import sys
@@ -9,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 import jaxmp
 import jaxmp.plots
 
 VALUES = jnp.array([0.0, 0.0, 2.0**-30, 2.0**-12, 3.0 * 2.0**-12, jnp.inf, 1.0, 1.5])
+
+
+@pytest.fixture(autouse=True)
+def figures_are_closed():
+    yield
+    pyplot.close("all")
 
 
 def labels(ax):
@@ -215,11 +224,28 @@ def test_a_title_that_is_there_stays():
     assert right.get_title() == "8 values in the range of float16"
 
 
-def test_nothing_is_shown():
-    code = (
-        "import jaxmp.plots, sys; jaxmp.plots.exponents(1.0);"
-        "print('matplotlib.pyplot' in sys.modules)"
-    )
+def test_a_picture_is_the_current_figure_of_pyplot(tmp_path):
+    pictures = {
+        "exponents": lambda **ax: jaxmp.plots.exponents(VALUES, **ax),
+        "loss_scale": lambda **ax: jaxmp.plots.loss_scale(history([True]), **ax),
+        "overflow": lambda **ax: jaxmp.plots.overflow(a_report("overflow"), **ax),
+        "sensitivity": lambda **ax: jaxmp.plots.sensitivity(
+            a_report("sensitivity"), **ax
+        ),
+    }
+    for name, draw in pictures.items():
+        pyplot.close("all")
+        ax = draw()
+        assert pyplot.get_fignums() == [ax.figure.number]
+        pyplot.savefig(tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 8000
+        own = ax.figure.axes  # drawn on, and no figure is made
+        draw(ax=own if len(own) == 2 else own[0])
+        assert len(pyplot.get_fignums()) == 1
+
+
+def test_importing_the_module_looks_for_no_screen():
+    code = "import jaxmp.plots, sys; print('matplotlib.pyplot' in sys.modules)"
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -247,17 +273,30 @@ def test_overflow_draws_each_module_forward_and_backward():
     w = jnp.eye(2, dtype=jnp.float16) * 2.0
     report = jaxmp.find_overflow(jax.grad(loss))(w, w * 2.0**8)
     assert report.first.backward
-    upper = jaxmp.plots.overflow(report)
-    lower = upper.figure.axes[1]
-    labels = [x.get_text() for x in lower.get_xticklabels()]
-    assert {"first", "second"} <= set(labels)
-    names = [text.get_text() for text in upper.get_legend().get_texts()]
+    left = jaxmp.plots.overflow(report)
+    right = left.figure.axes[1]
+    assert {"first", "second"} <= set(rows(left))
+    (legend,) = left.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
     assert sorted(names) == ["Inf or NaN", "backward", "forward"]
-    heights = [bar.get_height() for bar in upper.patches]
-    least = min(x.headroom for x in report.operations if x.dtype == "float16")
-    assert np.nanmin(heights) == pytest.approx(least)
-    own = upper.figure.subplots(2, 1)
+    finite = {x.module: x.headroom for x in report.operations if not x.backward}
+    widths = [bar.get_width() for bar in left.containers[0]]  # the forward pass
+    for module, width in zip(rows(left), widths, strict=True):
+        assert np.isnan(width) or width == pytest.approx(finite[module])
+    assert (left.get_xlabel(), right.get_xlabel()) == (
+        "least headroom (powers of two)",
+        "% lost to zero",
+    )
+    own = Figure().subplots(1, 2)
     assert jaxmp.plots.overflow(report, ax=own) is own[0]
+
+
+def rows(ax):
+    return [x.get_text() for x in ax.get_yticklabels()]
+
+
+def in_bold(ax):
+    return [x.get_text() for x in ax.get_yticklabels() if x.get_fontweight() == "bold"]
 
 
 @pytest.mark.parametrize(
@@ -274,12 +313,97 @@ def test_overflow_points_at_the_first_fault(size, number):
     axes = jaxmp.plots.overflow(report).figure.axes
     assert [len(ax.texts) for ax in axes] == [1 - number, number]
     (text,) = axes[number].texts
-    labels = [x.get_text() for x in axes[1].get_xticklabels()]
     assert text.get_text() == "first fault"
-    assert labels[round(text.xy[0] + 0.2)] == "square"
+    assert rows(axes[0])[round(text.xy[1] + 0.2)] == "square"
+    assert in_bold(axes[0]) == ["square"]
 
 
 def test_overflow_needs_16_bits():
     report = jaxmp.find_overflow(jnp.exp)(1.0)
     with pytest.raises(ValueError, match="nothing in the report does"):
         jaxmp.plots.overflow(report)
+
+
+def layers(names, scales):
+    """A loss through matmuls in named scopes, each scaled by a number."""
+
+    def loss(w, x):
+        with jax.named_scope("net"):
+            for name, scale in zip(names, scales, strict=True):
+                with jax.named_scope(name):
+                    x = jnp.tanh(x @ w) * scale
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    return loss
+
+
+@functools.cache
+def a_report(kind):
+    if kind == "overflow":
+        return jaxmp.find_overflow(lambda x: x * x)(jnp.full(4, 2.0**10, jnp.float16))
+    return jaxmp.sensitivity(layers(NAMES[:2], [1.0] * 2), "bfloat16")(W, X)
+
+
+NAMES = [f"layer_{i}" for i in range(14)]
+W = jnp.eye(16, dtype=jnp.float32) * 0.9
+X = jnp.linspace(-1, 1, 64).reshape(4, 16)
+
+
+def test_of_many_modules_ten_are_drawn_and_the_fault_is_among_them():
+    # Inf from layer 9 on, and so in the loss and in all of the backward pass.
+    loss = layers(NAMES, [1.0] * 9 + [1e5] * 5)
+    step = jaxmp.autocast(jax.value_and_grad(loss), "mixed_float16")
+    report = jaxmp.find_overflow(step)(W, X)
+    left = jaxmp.plots.overflow(report)
+    total = {x.module for x in report.operations if x.dtype == "float16"}
+    assert len(total) > 10
+    assert len(rows(left)) == 10
+    assert left.get_title().endswith(f"by module, 10 of {len(total)}")
+    assert in_bold(left) == [report.first.module.removeprefix("net/")]
+    assert left.get_ylabel() == "modules of net"
+    order = [row for row in rows(left) if row.startswith("layer_")]
+    assert order == sorted(order, key=NAMES.index)
+
+
+def test_errors_are_dots_the_worst_ten_and_those_that_need_more(tmp_path):
+    report = jaxmp.sensitivity(layers(NAMES, [1.0] * 14), "mixed_bfloat16")(W, X)
+    assert len(report.modules) > 10
+    left = jaxmp.plots.sensitivity(report)
+    right = left.figure.axes[1]
+    assert rows(left) == [x.path.removeprefix("net/") for x in report.modules[:10]]
+    assert left.get_title().endswith(f"in 16 bits, 10 of {len(report.modules)}")
+    only, others = left.lines[:2]
+    assert only.get_xdata() == pytest.approx([x.alone for x in report.modules[:10]])
+    assert others.get_xdata() == pytest.approx([x.without for x in report.modules[:10]])
+    assert left.get_xlabel() == "relative error of loss or gradients, the larger"
+    assert right.get_xlabel() == "% of the FLOPs"
+    (legend,) = left.figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == [
+        "only this in 16 bits",
+        "all but this in 16 bits",
+        "tolerance (0.05)",
+    ]
+    render(left, tmp_path)
+
+    worst = report.modules[-1].path
+    wanted = dataclasses.replace(report, float32_paths=(worst,))
+    left = jaxmp.plots.sensitivity(wanted)
+    assert len(rows(left)) == 11
+    assert in_bold(left) == [worst.removeprefix("net/")]
+
+
+def test_errors_of_zero_and_inf_have_places_of_their_own():
+    report = a_report("sensitivity")
+    row = report.modules[0]
+    extreme = [
+        dataclasses.replace(row, path=f"m{i}", loss_alone=x, gradients_alone=x)
+        for i, x in enumerate((0.0, np.inf, 1e-3))
+    ]
+    left = jaxmp.plots.sensitivity(dataclasses.replace(report, modules=tuple(extreme)))
+    texts = [x.get_text() for x in left.get_xticklabels()]
+    ticks = dict(zip(texts, left.get_xticks(), strict=True))
+    zero, inf, small = left.lines[0].get_xdata()
+    assert (zero, inf, small) == (ticks["0"], ticks["Inf"], 1e-3)
+    low, high = left.get_xlim()
+    assert low < zero < small < inf < high

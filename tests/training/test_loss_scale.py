@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import NamedTuple
 
 import chex
 import flax.serialization
@@ -213,7 +214,7 @@ def test_counters_do_not_wrap_around():
     assert states.bad_steps.tolist() == states.skipped.tolist() == [full, full]
 
 
-def test_running_statistics_are_kept_by_the_line_of_the_readme():
+def test_running_statistics_of_a_skipped_step_are_kept():
     # Flax's ImageNet example keeps the Inf of a skipped step for ever.
     tx = dynamic()
 
@@ -221,12 +222,120 @@ def test_running_statistics_are_kept_by_the_line_of_the_readme():
     def step(stats, state, x):
         _, state = tx.update(x.mean(), state)
         new = {"mean": 0.5 * stats["mean"] + 0.5 * x.mean()}
-        return jaxmp.select_tree(jaxmp.last_step_finite(state), new, stats), state
+        return jaxmp.keep_if_skipped(state, new, stats), state
 
     stats, state = {"mean": jnp.float32(1)}, tx.init(jnp.zeros([]))
     for x, mean in [(3.0, 2.0), (jnp.inf, 2.0), (jnp.nan, 2.0), (0.0, 1.0)]:
         stats, state = step(stats, state, jnp.full(2, x))
         assert stats["mean"] == mean
+
+
+class Target(NamedTuple):
+    """All that a step may compute outside the optimizer, in the dtypes there are."""
+
+    mean: jax.Array
+    narrow: jax.Array
+    queue: tuple
+    key: jax.Array
+    nothing: None
+    activation: object  # of an Equinox module
+
+
+def targets():
+    old = Target(
+        mean=jnp.array([0.5, -0.0]),
+        narrow=jnp.array(0.5, jnp.bfloat16),
+        queue=(jnp.arange(3), jnp.array(True)),
+        key=jax.random.key(0),
+        nothing=None,
+        activation=jax.nn.relu,
+    )
+    new = old._replace(
+        mean=jnp.array([jnp.inf, jnp.nan]),
+        narrow=jnp.array(jnp.inf, jnp.bfloat16),
+        queue=(jnp.arange(3) + 1, jnp.array(False)),
+        key=jax.random.key(1),
+    )
+    return new, old
+
+
+def raw(tree):
+    def bits(x):
+        if not isinstance(x, jax.Array):
+            return x
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return x.dtype, np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+    return jax.tree.map(bits, tree)
+
+
+# A finite step and a skipped one, of each kind of wrapper.
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("grad", [1.0, jnp.inf, jnp.nan])
+@pytest.mark.parametrize("where", ["state", "chain", "train state", "donated"])
+def test_what_is_kept_is_the_new_or_the_old_bit_for_bit(policy, grad, where):
+    tx = jaxmp.loss_scaling(optax.adam(0.1), policy)
+    new, old = targets()
+    params, grads = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, grad])}
+    if where == "chain":
+        tx = optax.chain(optax.identity(), tx)
+    opt_state = tx.update(grads, tx.init(params), params)[1]
+    if where == "train state":
+        opt_state = TrainState.create(
+            apply_fn=None, params=params, tx=tx
+        ).apply_gradients(grads=grads)
+    kept = jaxmp.keep_if_skipped(opt_state, new, old)
+    if where == "donated":
+        arrays = lambda t: t._replace(activation=None)  # noqa: E731
+        keep = jax.jit(jaxmp.keep_if_skipped, donate_argnums=2)
+        kept = keep(opt_state, arrays(new), arrays(old))
+        kept = kept._replace(activation=jax.nn.relu)
+    new, old = targets()
+    assert raw(kept) == raw(new if jnp.isfinite(grad) else old)
+
+
+def test_in_a_scan_and_on_many_devices_what_is_kept_has_one_type():
+    tx = dynamic(axis_name="data")
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+    spec = jax.sharding.PartitionSpec
+
+    def step(carry, x):
+        mean, state = carry
+        _, state = tx.update(jax.lax.pmean(x.mean(), "data"), state)
+        new = 0.5 * mean + 0.5 * jax.lax.pmean(x.mean(), "data")
+        mean = jaxmp.keep_if_skipped(state, new, mean)
+        return (mean, state), mean
+
+    def run(x):
+        return jax.lax.scan(step, (jnp.float32(1), tx.init(jnp.zeros([]))), x)[1]
+
+    x = jnp.stack([jnp.full(4, x) for x in (3.0, 0.0, 3.0)]).at[1, 2].set(jnp.nan)
+    run = jax.shard_map(run, mesh=mesh, in_specs=spec(None, "data"), out_specs=spec())
+    assert jax.jit(run)(x).tolist() == [2.0, 2.0, 2.5]
+
+
+def test_what_cannot_be_kept_is_explained():
+    tx = dynamic()
+    state, stats = tx.init(jnp.zeros([])), {"bn": {"mean": jnp.ones(2)}}
+
+    def keep(new, state=state):
+        return jaxmp.keep_if_skipped(state, new, stats)
+
+    with pytest.raises(ValueError, match=r"must hold a loss scale.*`jaxmp.loss"):
+        keep(stats, optax.adam(0.1).init(jnp.zeros([])))
+    with pytest.raises(ValueError, match="one loss scale, but holds 2"):
+        keep(stats, (state, state))
+    with pytest.raises(ValueError, match="is the optimizer"):
+        keep(stats, tx)
+    with pytest.raises(ValueError, match="`keep_if_skipped` needs two trees of the sa"):
+        keep({"bn": {}})
+    with pytest.raises(
+        ValueError,
+        match=r"`bn/mean` is float16\[2\] in `new` and float32\[2\] in `old`",
+    ):
+        keep(jaxmp.cast_tree(stats, "float16"))
+    with pytest.raises(TypeError, match=r"`bn/mean` is .a. in `new`.*eqx.filter"):
+        keep({"bn": {"mean": "a"}})
 
 
 # Static scales, and one call for every policy

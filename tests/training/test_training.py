@@ -97,8 +97,7 @@ def train_step(state, x, y, key):
     )
     (loss, (batch_stats, logits)), grads = grad_fn(state.params, state, x, y, key)
     new_state = state.apply_gradients(grads=grads)
-    finite = jaxmp.last_step_finite(new_state.opt_state)
-    batch_stats = jaxmp.select_tree(finite, batch_stats, state.batch_stats)
+    batch_stats = jaxmp.keep_if_skipped(new_state, batch_stats, state.batch_stats)
     return new_state.replace(batch_stats=batch_stats), (loss, grads, logits)
 
 

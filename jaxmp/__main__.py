@@ -1,0 +1,170 @@
+"""``python -m jaxmp audit file.py:step``: an audit on the command line, for CI."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._base.checks import short
+
+_ABOUT = "Mixed precision for JAX. `audit` traces a function and runs nothing of it."
+_AUDIT = "Reports the dtypes of the matmuls of a function, and why they are not 16-bit."
+_FUNCTION = "`file.py:name`, `file.py:object.name` or `package.module:name`"
+_ARGS = (
+    "its arguments: a function without arguments that returns them, or a constant. A "
+    "tuple is the positional arguments, a dict the keyword arguments. Arrays may be "
+    "`jax.ShapeDtypeStruct`"
+)
+_AT_LEAST = (
+    "end with 1 if less than this share of the FLOPs of matmuls and convolutions is in "
+    "16 bits"
+)
+_EXAMPLE = "python -m jaxmp audit train.py:step --args train.py:example --at-least 95"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns what the process is to end with.
+
+    Args:
+        argv: The words of the command line; None for those of this process.
+
+    Returns:
+        0, or 1 if less than ``--at-least`` is in 16 bits. A command that cannot be
+        understood ends with 2, as ``argparse`` has it.
+    """
+    parser = argparse.ArgumentParser("python -m jaxmp", description=_ABOUT)
+    commands = parser.add_subparsers(required=True, metavar="audit")
+    audit = commands.add_parser("audit", description=_AUDIT, epilog=_EXAMPLE)
+    audit.add_argument("function", help=_FUNCTION)
+    audit.add_argument("--args", metavar="FILE:NAME", help=_ARGS)
+    audit.add_argument("--at-least", metavar="PERCENT", type=_percent, help=_AT_LEAST)
+    given = parser.parse_args(argv)
+    try:
+        fun, args, kwargs = _call(given.function, given.args)
+    except _WrongError as error:
+        audit.error(str(error))
+    from ._diagnosis.audit.audit import audit as audited
+
+    report = audited(fun)(*args, **kwargs)
+    print(report)
+    if given.at_least is None:
+        return 0
+    percent = 100 * report.fraction_16bit
+    if not report.flops:
+        print(f"\n`{given.function}` has no matmul, and nothing to count.")
+        return 1
+    if percent < given.at_least:
+        print(
+            f"\n{percent:.2f}% of the FLOPs are in 16 bits, and at least "
+            f"{given.at_least:g}% were asked for."
+        )
+        return 1
+    return 0
+
+
+class _WrongError(Exception):
+    """Something on the command line that is not there, or not what is asked for."""
+
+
+def _percent(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number of percent") from None
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
+    return value
+
+
+def _call(function: str, arguments: str | None) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns a function, and the positional and keyword arguments to call it with."""
+    fun = _named(function)
+    if not callable(fun):
+        raise _WrongError(f"`{function}` must be a function, but is {short(fun)}.")
+    found = () if arguments is None else _named(arguments)
+    if callable(found) and not isinstance(found, (tuple, dict)):
+        found = found()
+    args = () if isinstance(found, dict) else found
+    args = args if isinstance(args, tuple) else (args,)
+    kwargs = found if isinstance(found, dict) else {}
+    try:
+        inspect.signature(fun).bind(*args, **kwargs)
+    except TypeError as error:
+        cure = f"`{arguments}` gives {_counted(args, kwargs)}."
+        if arguments is None:
+            cure = (
+                "Name a function that returns its arguments: "
+                f"`--args {function.partition(':')[0]}:example`."
+            )
+        raise _WrongError(
+            f"`{function}` takes `{inspect.signature(fun)}`: {error}. {cure}"
+        ) from None
+    except ValueError:  # has no signature, and will say itself what is wrong
+        pass
+    return fun, args, kwargs
+
+
+def _counted(args: Any, kwargs: Any) -> str:
+    if kwargs:
+        return f"the keyword arguments {', '.join(map(str, kwargs))}"
+    return f"{len(args)} argument{'s' * (len(args) != 1)}"
+
+
+def _named(text: str) -> Any:
+    """Imports a file or a module, and returns what has a name there."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise _WrongError(
+            f"`{text}` must name a file and what is in it, such as `train.py:step`."
+        )
+    thing = _module(place)
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            there = [other for other in dir(thing) if not other.startswith("_")]
+            near = difflib.get_close_matches(part, there, 3) or sorted(there)[:9]
+            raise _WrongError(
+                f"`{place}` has no `{name}`. Did you mean {', '.join(near)}?"
+                if near
+                else f"`{place}` has no `{name}`."
+            )
+        thing = getattr(thing, part)
+    return thing
+
+
+def _module(place: str) -> Any:
+    """Imports ``train.py``, or a module by its dotted name, as Python itself would."""
+    if not place.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if not f"{place}.".startswith(f"{error.name}."):
+                raise  # the module is there, and one that it imports is not
+            raise _WrongError(
+                f"There is no module `{place}`. Name a file, such as `train.py:step`."
+            ) from None
+    path = os.path.abspath(place)
+    if not os.path.exists(path):
+        raise _WrongError(f"There is no file `{place}` in {os.getcwd()}.")
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__file__", None) == path:
+            return module
+    name = os.path.basename(path).removesuffix(".py")
+    name = f"{name}_" if name in sys.modules else name
+    sys.path.insert(0, os.path.dirname(path))
+    spec: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())
