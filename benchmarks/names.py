@@ -23,6 +23,7 @@ from jaxmp._autocast import classes, rules
 from jaxmp._autocast.decisions import Decision
 from jaxmp._autocast.replay import Caster
 from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._ops.products import is_convolution
 
 from .counting import pages
 
@@ -35,7 +36,8 @@ Find the function or layer that you use. Each cell has the dtype of its argument
 its result in a training step under autocast. `32 (6) → 16 (7)` means that the argument
 is float32 by [rule 6](autocast.md#the-ten-rules) and the result 16 bits by rule 7. The
 argument is the result of a matmul. In the first column another matmul reads the result,
-in the second a loss.
+in the second a loss. `32 (2), rounded` is float32 that holds 16-bit numbers: cuDNN has
+no convolution that takes 16 bits and returns float32.
 
 Parameters stay float32, and a layer rounds its own copy of them. The tables hold for
 bfloat16 and for float16, unless a cell names float16.
@@ -331,6 +333,8 @@ def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
         name = eqn.params["name"]
         rule = _rule(eqn.invars[0], decided, bits[name])
         spelled[name] = f"{bits[name]} ({rule})"
+        if bits[name] == "32" and _is_convolved(eqn.invars[0], decided):
+            spelled[name] += ", rounded"
     takes = bits["takes"] if case.given else spelled["takes"]
     return Shown(takes, spelled.get("returns", "int"))
 
@@ -354,6 +358,19 @@ def _rule(var: Any, decided: dict[Any, tuple[Any, Decision]], bits: str) -> int:
         return decision.rule
     inner = _jaxpr.open_jaxpr(bodies[-1]).outvars[eqn.outvars.index(var)]
     return _rule(inner, decided, bits)
+
+
+def _is_convolved(var: Any, decided: dict[Any, tuple[Any, Decision]]) -> bool:
+    """Whether a convolution in 16 bits returns a value, which is moved at most."""
+    if var not in decided:
+        return False
+    eqn, decision = decided[var]
+    if is_convolution(eqn):
+        return decision.rule == rules.PRODUCT
+    if bodies := [*_jaxpr.sub_jaxprs(eqn)]:
+        inner = _jaxpr.open_jaxpr(bodies[-1]).outvars[eqn.outvars.index(var)]
+        return _is_convolved(inner, decided)
+    return classes.is_view(eqn) and _is_convolved(eqn.invars[0], decided)
 
 
 def _program(case: Case, to_matmul: bool) -> tuple[Callable, jax.Array]:

@@ -31,7 +31,8 @@ RULES = {
     "so does all that you keep in float32 by a region, a path, a denied operation or a "
     "`precision`.",
     PRODUCT: "A matmul rounds its arguments to 16 bits and adds in float32; it "
-    "returns 16 bits if the result leads to another matmul, and float32 if not.",
+    "returns 16 bits if the result leads to another matmul, and float32 if not; a "
+    "convolution rounds both.",
     FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
     "values or numbers in the code and its result leads to a matmul; a move keeps the "
     "dtype of its arguments.",

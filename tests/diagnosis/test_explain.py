@@ -12,6 +12,7 @@ from pathlib import Path
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -538,3 +539,26 @@ def test_a_line_that_maps_over_the_leaves_of_a_tree_runs_once():
     assert at(report, "loss, grads =").times == 1
     assert at(report, "updates, state =").times == 1
     assert at(report, "x = jnp.tanh(x @ w)").times == 4
+
+
+def test_a_convolution_says_that_its_float32_was_rounded():
+    def loss(w, x):
+        y = lax.conv(x, w, (1, 1), "SAME")
+        z = jnp.vdot(x[0, 0] @ w[0, 0], y[0, 0])
+        return jnp.mean(y**2) + z
+
+    args = shape(4, 4, 8, 8), shape(2, 4, 8, 8)
+    lines = jaxmp.explain(jaxmp.autocast(jax.grad(loss), "bfloat16"))(*args).lines
+    assert [(x.dtype, x.rounded) for x in lines] == [
+        ("float32", "bfloat16"),
+        ("float32", ""),
+        ("float32", ""),
+    ]
+    assert "rounded to bfloat16" in lines[0].said()
+    # It says what is.
+    w, x = (jax.random.normal(jax.random.key(0), a.shape) for a in args)
+    conv = jaxmp.autocast(lambda w, x: lax.conv(x, w, (1, 1), "SAME"), "bfloat16")
+    for y in (conv(w, x), jax.grad(lambda w: conv(w, x).sum())(w)):
+        np.testing.assert_array_equal(y, y.astype("bfloat16").astype("float32"))
+    plain = jaxmp.explain(loss)(*args).lines
+    assert not any(x.rounded for x in plain)

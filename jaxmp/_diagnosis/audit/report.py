@@ -20,6 +20,10 @@ _WRONG_ON_DEVICES = (
 )
 _KEPT = "kept in float32 by autocast"
 _AS_WRITTEN = "not float32, so that autocast left it as it was written"
+_PARTS = (
+    "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
+    "a.imag @ b.real)"
+)
 _ROWS = 12  # of leaks, and of products that autocast kept
 
 
@@ -221,6 +225,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _leak_lines(report),
         _kept_16bit_lines(report),
         _kept_lines(report),
+        _complex_lines(report),
         _hazard_lines(report),
         _residual_lines(report),
         notes(report),
@@ -254,8 +259,14 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
     yield from more(rows, _ROWS, "leaks")
     if any(leak.dtype == "float64" for leak in report.leaks):
         yield "  Autocast leaves float64: cast it first, `x.astype(jnp.float32)`."
-    elif not any(leak.meets_16bit for leak in report.leaks):
+    elif any(map(_is_real, report.flops)) and not any(
+        leak.meets_16bit for leak in report.leaks
+    ):
         yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
+
+
+def _is_real(dtype: str) -> bool:
+    return not dtype.startswith("complex")
 
 
 def wide_name(report: DtypeReport) -> str:
@@ -282,6 +293,13 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
             names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
     for reason, operations in names.items():
         yield from wrapped(f"{reason}: {', '.join(operations)}", "  ", "    ")
+
+
+def _complex_lines(report: DtypeReport) -> Iterator[str]:
+    """Says once what to write for matmuls of which no device has a 16-bit form."""
+    if not all(map(_is_real, report.flops)):
+        yield "complex matmuls have no 16 bits: multiply real and imaginary parts"
+        yield from wrapped(_PARTS, "    ", "        ", is_code=True)
 
 
 def _kept_16bit_lines(report: DtypeReport) -> Iterator[str]:

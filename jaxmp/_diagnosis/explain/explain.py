@@ -172,6 +172,7 @@ def _explained(
         rule=_rule(last),
         reason=_reason(last, is_library=bool(last.library) and not products),
         products=tuple(products),
+        rounded=last.rounded,
         kept=tuple(sorted(kept, key=lambda x: x != "float32")),
         kept_by=rules.KEPT if kept and stored else None,
         times=_times(last, operations),

@@ -65,6 +65,7 @@ class Operation:
     is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
     carries: bool = False  # whether it is a loop, which computes nothing itself
     takes: str = ""  # dtype of what a product takes, empty if it is none
+    rounded: str = ""  # dtype of the numbers that a product returns in a wider one
     is_forward: bool = False  # whether the forward pass needs it
 
     def results(self) -> Iterator[Value]:
@@ -194,6 +195,8 @@ class Flow:
         out, is_its = _retyped(array, eqn), array.value.operation is operation
         if operation is not None and is_its and not operation.is_stored:
             operation.dtype = str(out.dtype)
+            if operation.takes and out.stored != out.dtype:
+                operation.rounded = str(out.stored)
         return out
 
     def narrowed(self, eqn: _jaxpr.Equation, ins: list[Array]) -> list[Array]:

@@ -31,6 +31,8 @@ class ExplainedLine:
         dtype: Dtype of the last number that the line computes.
         also: Other dtypes that the line computes in, on the way or in another call.
         products: Dtypes that the matmuls of the line read.
+        rounded: Dtype to which the numbers were rounded that the line returns in
+            ``dtype``, as a convolution does; empty if they were not.
         rule: Number of the rule of autocast that decided; None outside of autocast.
         reason: What reads the result, or what else decided.
         kept: Dtypes in which results of the line are stored for the backward pass.
@@ -59,6 +61,7 @@ class ExplainedLine:
     kept: tuple[str, ...] = ()
     kept_by: int | None = None
     times: int = 1
+    rounded: str = ""
 
     def said(self, usual: int = 1) -> list[str]:
         """Says in words what is not a column of the table.
@@ -69,6 +72,8 @@ class ExplainedLine:
         words = [self.reason]
         if taken := [x for x in self.products if x != self.dtype]:
             words.append(f"matmuls read {', '.join(taken)}")
+        if self.rounded:
+            words.append(f"rounded to {self.rounded}")
         if self.also:
             words.append(f"also {' and '.join(self.also)}")
         if self.kept:
