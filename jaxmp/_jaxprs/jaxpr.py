@@ -728,8 +728,11 @@ def manual_axes(eqn: JaxprEqn) -> Any:
 
 def frames(
     eqn: JaxprEqn, is_wanted: Callable[[str], bool] = lambda file: True
-) -> Iterator[tuple[str, int, int, str]]:
-    """Yields file, line, bytecode position and function of the calls behind ``eqn``.
+) -> Iterator[tuple[str, int, int, tuple[int, int], str]]:
+    """Yields the calls behind ``eqn``.
+
+    Of each the file, the line, the position in the bytecode, the columns of the
+    expression in the line (in bytes, from and to), and the function.
 
     Innermost first, and only those in files that are wanted, as it takes long to find a
     line. JAX may have cut the outer end, never the inner one.
@@ -738,15 +741,23 @@ def frames(
     if traceback is not None:
         for code, instruction in zip(*traceback.raw_frames(), strict=True):
             if is_wanted(code.co_filename):
-                line = _line(code, instruction)
-                yield code.co_filename, line, instruction, code.co_qualname
+                line, columns = position(code, instruction)
+                yield code.co_filename, line, instruction, columns, code.co_qualname
+
+
+_END = 10**6  # of a line
 
 
 @functools.cache
-def _line(code: types.CodeType, instruction: int) -> int:
+def position(code: types.CodeType, instruction: int) -> tuple[int, tuple[int, int]]:
+    """Returns the line of an instruction and the columns of its expression there.
+
+    Of an expression over several lines, the columns are those of its first line.
+    """
     # One code unit has two bytes.
     place = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    return place[0] or 0
+    line, last, start, end = (x or 0 for x in place)
+    return line, (start, end if line == last else _END)
 
 
 def function_of(jaxpr: Any) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import linecache
 import math
 import os
 import re
@@ -21,7 +22,8 @@ import jax
 from . import jaxpr as _jaxpr
 from . import scopes as _scopes
 
-Frame = tuple[str, int, int, str]  # file, line, position in the bytecode, function
+# File, line, position in the bytecode, columns of the expression, function.
+Frame = tuple[str, int, int, tuple[int, int], str]
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -74,6 +76,16 @@ class Place(NamedTuple):
     def line(self) -> str:
         """The same without the file's folders."""
         return os.path.basename(self.where)
+
+    @property
+    def code(self) -> str:
+        """The expression of the user's line that it is of, empty if nobody knows."""
+        if not self.user:
+            return ""
+        file, line, _, (start, end), _ = self.user
+        source = linecache.getline(file, line).rstrip()
+        code = source.encode()[start:end].decode(errors="ignore").strip()
+        return f"{code} …" if code and end > len(source.encode()) else code
 
     @property
     def library(self) -> str:
@@ -185,7 +197,8 @@ def caller() -> Frame | None:
     if frame is None:
         return None
     code = frame.f_code
-    return code.co_filename, frame.f_lineno, frame.f_lasti, code.co_qualname
+    line, columns = _jaxpr.position(code, frame.f_lasti)
+    return code.co_filename, line, frame.f_lasti, columns, code.co_qualname
 
 
 def _frames_of(eqn: _jaxpr.Equation) -> tuple[Frame | None, Frame | None]:

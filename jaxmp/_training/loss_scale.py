@@ -88,8 +88,10 @@ def dynamic_loss_scale(
             finite gradients. That takes one more read of the updates. An optimizer that
             computes gradients inside, such as ``optax.contrib.sam`` with its
             ``grad_fn``, is always checked so.
-        axis_name: Mesh axes over which the devices must agree, inside
-            ``shard_map`` or ``pmap``.
+        axis_name: Mesh axes over which gradients differ, inside ``shard_map`` or
+            ``pmap``: those of sharded parameters, such as experts. All devices then
+            skip a step together. Gradients that :func:`jaxmp.value_and_grad` has
+            averaged are the same on all devices, and need none.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
@@ -188,8 +190,7 @@ def static_loss_scale(
         inner: The optimizer of the float32 parameters.
         scale: The loss scale.
         check_updates: As for :func:`dynamic_loss_scale`.
-        axis_name: Mesh axes over which the devices must agree, inside
-            ``shard_map`` or ``pmap``.
+        axis_name: As for :func:`dynamic_loss_scale`.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a

@@ -62,6 +62,80 @@ def exchanged(fun, *args):
     return collectives(partitioned(jax.jit(fun), *args))
 
 
+# The loss scale over a mesh
+
+
+def over_four(step, how, specs):
+    """Runs a step on four devices, or for four parts, and returns its states."""
+    if how in ("shard_map", "unchecked shard_map"):
+        mesh = Mesh(jax.devices()[:4], ("data",))
+        is_checked = how == "shard_map"
+        stacked = P("data")
+        own = lambda *args: jax.tree.map(lambda x: x[None], step(*args))  # noqa: E731
+        return jax.jit(
+            jax.shard_map(
+                own,
+                mesh=mesh,
+                in_specs=specs,
+                out_specs=stacked,
+                check_vma=is_checked,
+            )
+        )
+    axes = tuple(0 if spec else None for spec in specs)
+    transform = {"pmap": jax.pmap, "vmap": jax.vmap}[how]
+    return transform(step, axis_name="data", in_axes=axes)
+
+
+HOWS = ["shard_map", "unchecked shard_map", "pmap", "vmap"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("poison", [1.0, jnp.inf])
+def test_averaged_gradients_need_no_axis_for_their_loss_scale(how, poison):
+    x = jnp.ones((8, 4)).at[3, 1].multiply(poison)
+    x = x if "shard_map" in how else x.reshape(4, 2, 4)
+    shardings = None if how == "shard_map" else P()
+
+    def states(axis_name):
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16", axis_name=axis_name)
+
+        def step(w, state, x):
+            _, grads = jaxmp.value_and_grad(
+                lambda w, x: jnp.mean((x @ w) ** 2),
+                loss_scale=state,
+                axis_name="data",
+                shardings=shardings,
+            )(w, x)
+            updates, state = tx.update(grads, state, w)
+            return optax.apply_updates(w, updates), state
+
+        w = jnp.ones((4, 2))
+        return over_four(step, how, (P(), P(), P("data")))(w, tx.init(w), x)
+
+    without, with_axis = states(None), states("data")
+    chex.assert_trees_all_equal(without, with_axis)
+    assert without[1].skipped.tolist() == [poison > 1] * 4
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_gradients_of_sharded_parameters_need_one(how):
+    grads = jnp.ones((4, 2)).at[1, 0].set(jnp.inf)
+    grads = grads if "shard_map" in how else grads[:, None]
+
+    def skipped(axis_name):
+        tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16", axis_name=axis_name)
+        state = tx.init(jnp.ones((1, 2)))
+        step = lambda state, grads: tx.update(grads, state)[1].skipped  # noqa: E731
+        return over_four(step, how, (P(), P("data")))(state, grads).tolist()
+
+    assert skipped("data") == [1, 1, 1, 1]
+    if how == "shard_map":
+        with pytest.raises(ValueError, match="Pass these axes as `axis_name`"):
+            skipped(None)
+    else:
+        assert skipped(None) == [0, 1, 0, 0]
+
+
 # Gradients over a mesh
 
 FORMS = ["mesh", "shard_map", "unchecked shard_map"]

@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 
 import flax.linen as nn
 import jax
@@ -872,3 +873,63 @@ def test_reports_read_programs_whose_rules_return_integers():
         assert jaxmp.explain(grad)(w).lines
     for fun in (loss, rounded):
         assert jaxmp.sensitivity(fun, "float16", progress=False)(w).gradients < 5e-3
+
+
+# What a person reads
+
+
+def sections(report):
+    """Returns the rows of each part of the printed report, by its heading."""
+    parts = str(report).split("\n\n")
+    return {part.splitlines()[0]: part.splitlines()[1:] for part in parts}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_gave_inf_stands_first_among_the_headrooms(masked):
+    # Its largest finite number has headroom, which is not the point.
+    def fun(x):
+        squares = x * x
+        squares = jnp.where(squares > 1e4, 1.0, squares) if masked else squares
+        return (x * 200).max(), squares.max()
+
+    report = jaxmp.find_overflow(fun)(jnp.array([3.0, 200.0, 300.0], jnp.float16))
+    assert (report.first is None) == masked
+    rows = sections(report)["least headroom, in powers of two"]
+    numbers = [re.match(r" +([\w.]+) +mul float16\b", row) for row in rows]
+    assert [x[1] for x in numbers if x] == ["Inf", "0.1"]  # each once
+
+
+def test_a_derivative_says_what_part_of_the_line_it_belongs_to():
+    def loss(x):
+        e = jnp.exp(x)
+        return (e / e.sum())[0] * 2.0  # quotient
+
+    report = jaxmp.find_overflow(jax.grad(loss))(jnp.array([-9.0, 6.0], jnp.float16))
+    # The power that differentiation computes for the division is nowhere in the line.
+    (power,) = [x for x in report.operations if x.operation == "integer_pow"]
+    assert power.code == "e / e.sum()"
+    lost = sections(report)["lost most: zero or subnormal here, and not in float32"]
+    assert any("integer_pow float16 of `e / e.sum()`" in row for row in lost)
+    backward = [x for x in report.operations if x.backward]
+    assert {"jnp.exp(x)", "e / e.sum()"} <= {x.code for x in backward}
+    scaled = jaxmp.find_overflow(jax.grad(lambda x: loss(x) * 6e4))
+    report = scaled(jnp.array([3.0, -3.0], jnp.float16))
+    assert report.first.backward
+    assert f"in the derivative of `{report.first.code}`" in str(report)
+
+
+def test_an_expression_over_several_lines_is_cut_and_one_that_is_gone_is_left_out():
+    def loss(x):
+        return jnp.sum(
+            x * x,
+        )
+
+    report = jaxmp.find_overflow(jax.grad(loss))(jnp.full(3, 200.0, jnp.float16))
+    codes = {x.operation: x.code for x in report.operations}
+    assert codes["reduce_sum"] == "jnp.sum( …"
+    assert codes["mul"] == "x * x"
+    names = {"jnp": jnp}
+    exec("def fun(x):\n    return x * x", names)
+    report = jaxmp.find_overflow(names["fun"])(jnp.full(3, 300.0, jnp.float16))
+    assert report.first.code == ""
+    assert "`" not in str(report).split("\n\n")[0].replace("`x.astype", "")

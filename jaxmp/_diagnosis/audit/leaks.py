@@ -428,16 +428,21 @@ def _count(
 ) -> None:
     """Adds an operation to those that autocast left as they are for one reason."""
     name = eqn.primitive.name
-    key = (name, reason, flops and (place.module, place.where))
+    key = (name, reason, place.module, place.where)
     dtype = dtypes_of(eqn)[-1]
     row = rows.get(key, Kept(name, reason, 0, 0.0, place.module, place.where, dtype))
+    arrays = [x.aval for x in eqn.outvars if isinstance(x.aval, _jaxpr.ShapedArray)]
+    size = sum(x.size * x.dtype.itemsize for x in arrays)
     rows[key] = dataclasses.replace(
-        row, count=row.count + place.trips, flops=row.flops + flops
+        row,
+        count=row.count + place.trips,
+        flops=row.flops + flops,
+        size=row.size + size * place.trips,
     )
 
 
 def _sorted(rows: dict[Any, Kept]) -> tuple[Kept, ...]:
-    return tuple(sorted(rows.values(), key=lambda k: (-k.flops, -k.count)))
+    return tuple(sorted(rows.values(), key=lambda k: (-k.flops, -k.size)))
 
 
 def _is_autocasts_choice(place: Place) -> bool:

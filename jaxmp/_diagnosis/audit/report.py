@@ -24,7 +24,8 @@ _PARTS = (
     "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
     "a.imag @ b.real)"
 )
-_ROWS = 12  # of leaks, and of products that autocast kept
+_ROWS = 10  # of leaks, and of products that autocast kept
+_LINES = 5  # of those that compute other things in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,11 @@ class Kept:
         reason: Why it was left.
         count: The number of times that it runs.
         flops: FLOPs, if it is a matmul.
-        module: Named scopes of the matmul, otherwise of the first such operation.
-        where: ``file:line`` of the matmul, otherwise of the first such operation.
+        module: Named scopes.
+        where: ``file:line``.
         dtype: The widest dtype that it reads or returns: float32, or one that autocast
             leaves as it was written, such as complex64.
+        size: The bytes of its results, over all the times that it runs.
 
     Examples:
         >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
@@ -108,6 +110,7 @@ class Kept:
     module: str
     where: str
     dtype: str = "float32"
+    size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +219,16 @@ class DtypeReport:
     _repr_html_ = as_html
 
 
+# What to do about a leak, by its kind.
+_CURES = {
+    "argument": "Cast the argument: `jaxmp.with_policy`, for a Linen model "
+    "`jaxmp.linen.with_policy`, or `jaxmp.autocast`.",
+    "constant": "Write a number without a dtype, `2.0`, and an array as "
+    "`jnp.asarray(array, x.dtype)`.",
+    "cast": "Cast back after what needs float32: `.astype(x.dtype)`.",
+}
+
+
 # The table
 
 
@@ -257,6 +270,9 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
     rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
     yield from table(rows, _ROWS)
     yield from more(rows, _ROWS, "leaks")
+    for kind in dict.fromkeys(leak.kind for leak in report.leaks if leak.meets_16bit):
+        if kind in _CURES:
+            yield from wrapped(_CURES[kind], "  ", "    ")
     if any(leak.dtype == "float64" for leak in report.leaks):
         yield "  Autocast leaves float64: cast it first, `x.astype(jnp.float32)`."
     elif any(map(_is_real, report.flops)) and not any(
@@ -276,7 +292,7 @@ def wide_name(report: DtypeReport) -> str:
 
 
 def _kept_lines(report: DtypeReport) -> Iterator[str]:
-    """Yields a line for each product, and one for each reason for all the rest."""
+    """Yields a line for each product, and the largest lines of all the rest."""
     for heading, in_float32 in ((_KEPT, True), (_AS_WRITTEN, False)):
         rows = [x for x in report.kept if (x.dtype == "float32") == in_float32]
         if rows:
@@ -287,12 +303,30 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
 def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
     products = [kept for kept in rows if kept.flops]
     yield from _product_lines(report, products, "kept")
-    names: dict[str, list[str]] = {}
+    lines: dict[tuple[str, str], list[Kept]] = {}
     for kept in rows:
         if not kept.flops:
-            names.setdefault(kept.reason, []).append(f"{kept.operation} ({kept.count})")
-    for reason, operations in names.items():
-        yield from wrapped(f"{reason}: {', '.join(operations)}", "  ", "    ")
+            lines.setdefault((kept.module, kept.where), []).append(kept)
+    if not lines:
+        return
+    sizes = {key: sum(x.size for x in line) for key, line in lines.items()}
+    count = sum(x.count for line in lines.values() for x in line)
+    written = f"{_unit(sum(sizes.values()), 1024)}B"
+    text = (
+        f"{count} operations that are no matmuls write {written}, most in these lines"
+    )
+    yield from wrapped(f"{text}:", "  ", "  ")
+    worst = []
+    for key in sorted(lines, key=lambda key: -sizes[key])[:_LINES]:
+        largest = max(lines[key], key=lambda x: x.size)
+        name = f"{largest.operation}, {largest.reason}"
+        worst.append((f"{_unit(sizes[key], 1024)}B", name, largest))
+    yield from table(worst, _LINES)
+    text = (
+        "These cost memory traffic alone. `report.kept` has all of them, and "
+        "`jaxmp.explain` the reason of each line."
+    )
+    yield from wrapped(text, "  ", "  ")
 
 
 def _complex_lines(report: DtypeReport) -> Iterator[str]:

@@ -82,7 +82,7 @@ class Operation:
     def line(self) -> tuple[str, str, int]:
         """File, function and line."""
         assert self.frame is not None
-        file, number, _, function = self.frame
+        file, number, *_, function = self.frame
         function = function.rpartition("<locals>.")[2]
         return file, "" if function == "<module>" else function, number
 

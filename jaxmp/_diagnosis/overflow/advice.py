@@ -196,9 +196,10 @@ def _of_backward(case: Case, fault: Fault) -> str:
         )
     return (
         "Only the backward pass overflows: the loss scale is too large for this step. "
-        "That passes: `jaxmp.loss_scaling` skips the step and halves the scale. If "
-        "there is no scale, or every step overflows, the gradients themselves are too "
-        f"large for float16. {_cure(case, fault)}"
+        "This is harmless: `jaxmp.loss_scaling` skips the step and halves the scale. "
+        "If steps are skipped again and again, search again: the line may be another. "
+        "If there is no scale, or it is always this line, the gradients themselves are "
+        f"too large for float16. {_cure(case, fault)}"
     )
 
 

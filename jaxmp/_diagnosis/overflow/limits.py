@@ -44,6 +44,7 @@ class Line(NamedTuple):
     where: str
     module: str
     backward: bool
+    code: str
 
 
 class Limit(NamedTuple):
@@ -59,7 +60,12 @@ class Limit(NamedTuple):
 def line_of(operation: str, dtype: Any, place: Place) -> Line:
     """Returns the line that an operation belongs to."""
     return Line(
-        operation, str(np.dtype(dtype)), place.where, place.module, place.backward
+        operation,
+        str(np.dtype(dtype)),
+        place.where,
+        place.module,
+        place.backward,
+        place.code,
     )
 
 

@@ -34,6 +34,7 @@ class Fault:
         inputs: Dtype, shape and largest finite magnitude of its first three floating
             inputs, at the first result that was not finite (for zeros: at the last).
         largest: The largest number of ``dtype``.
+        code: The expression of the line that it is of, or that it is a derivative of.
 
     Examples:
         >>> x = jnp.array([2.0, 300.0], jnp.float16)
@@ -51,6 +52,7 @@ class Fault:
     trips: tuple[int, ...]
     inputs: tuple[tuple[str, tuple[int, ...], float], ...]
     largest: float
+    code: str = ""
 
     def __str__(self) -> str:
         """Says what happened, in one line."""
@@ -82,6 +84,7 @@ class OperationRange:
         lost: The fraction that float32 would hold, and that this operation makes zero
             or subnormal.
         nonfinite: The fraction that is Inf or NaN.
+        code: The expression of the line that it is of, or that it is a derivative of.
     """
 
     operation: str
@@ -95,6 +98,7 @@ class OperationRange:
     headroom: float
     lost: float
     nonfinite: float
+    code: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +175,9 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
         yield "no operation made an Inf or NaN that reached a result"
         return
     yield from wrapped(f"first: {fault}", "", "  ")
+    if fault.code and _needs_code(report, fault):
+        what = "the derivative of " if fault.backward else ""
+        yield from wrapped(f"in {what}`{_clipped(fault.code, 60)}`", "  ", "    ")
     for dtype, shape, largest in fault.inputs:
         yield f"  input {dtype}{[*shape]} up to {largest:.4g}"
     if fault.kind == "zeros":
@@ -198,7 +205,8 @@ def _reached(name: str) -> str:
 def _other_lines(report: OverflowReport) -> Iterator[str]:
     if report.others:
         yield "other operations that made Inf or NaN of finite inputs"
-        yield from table([(x.kind, _said(x), x) for x in report.others], _ROWS)
+        rows = [(x.kind, _said(report, x), x) for x in report.others]
+        yield from table(rows, _ROWS)
         yield from more(report.others, _ROWS, "others")
 
 
@@ -209,16 +217,46 @@ def _range_lines(title: str, rows: list[tuple[str, str, Any]]) -> Iterator[str]:
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, str, Any]]:
+    """Returns the operations that gave Inf or NaN, and then those that came near."""
+    faults = [x for x in (report.first, *report.others) if x and x.kind != "zeros"]
+    known = {_key(x): (x.kind, _said(report, x), x) for x in faults}
     # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
-    known = [x for x in report.operations if x.max > 0 and x.headroom > 0]
-    known.sort(key=lambda x: x.headroom)
-    return [(f"{x.headroom:.1f}", _said(x), x) for x in known]
+    near = [x for x in report.operations if x.max > 0 and x.headroom > 0]
+    for x in sorted(near, key=lambda x: x.headroom):
+        known.setdefault(_key(x), (f"{x.headroom:.1f}", _said(report, x), x))
+    return [*known.values()]
+
+
+def _key(row: Fault | OperationRange) -> tuple[Any, ...]:
+    return row.operation, row.dtype, row.where, row.module, row.backward, row.code
 
 
 def _worst(report: OverflowReport) -> list[tuple[str, str, Any]]:
     losing = sorted(report.operations, key=lambda x: -x.lost)
-    return [(f"{x.lost:.1%}", _said(x), x) for x in losing if x.lost >= _SEEN]
+    return [(f"{x.lost:.1%}", _said(report, x), x) for x in losing if x.lost >= _SEEN]
 
 
-def _said(row: Fault | OperationRange) -> str:
-    return f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
+def _said(report: OverflowReport, row: Fault | OperationRange) -> str:
+    text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
+    if row.code and _needs_code(report, row):
+        text += f" of `{_clipped(row.code, 28)}`"
+    return text
+
+
+def _needs_code(report: OverflowReport, row: Fault | OperationRange) -> bool:
+    """Whether the line alone does not tell which part of it an operation is of.
+
+    Derivatives, and what differentiation computes beside an operation for them, are
+    written nowhere in the line.
+    """
+    same = {
+        x.operation
+        for x in report.operations
+        if (x.where, x.module, x.code) == (row.where, row.module, row.code)
+        if not x.backward
+    }
+    return row.backward or len(same) > 1
+
+
+def _clipped(code: str, length: int) -> str:
+    return code if len(code) <= length else f"{code[: length - 1].rstrip()}…"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._base.text import WIDTH, as_html, as_lists, more, notes, paragraphs, wrapped
 
-_ROWS = 24
+_ROWS = 10
 _COLUMNS = 6
 _NO_MODULE = "(in no module)"
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
@@ -178,11 +178,6 @@ class SensitivityReport:
         return _NAMES[str(self.float32_products)] if self.in_float32 else "16 bits"
 
     @property
-    def wide(self) -> str:
-        """What they compare with, in words."""
-        return "16 bits" if self.residuals else "float32"
-
-    @property
     def meets_tolerance(self) -> bool:
         """Whether the errors stay below the tolerance with the paths."""
         found = self.measured or (self.loss_with_paths, self.gradients_with_paths)
@@ -250,15 +245,18 @@ def _pattern(path: str) -> str:
 
 def _lines(report: SensitivityReport) -> Iterator[str]:
     errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
-    head = wrapped(f"relative errors with {_everything(report)}: {errors}")
-    if report.loss_scale != 1:
-        head.append(f"with a loss scale of {report.loss_scale:g}")
+    scale = f" and a loss scale of {report.loss_scale:g}"
+    head = f"relative errors with {_everything(report)}"
+    head += f"{scale * (report.loss_scale != 1)}: {errors}"
+    named = {*report.float32_paths, *report.bfloat16_paths}
+    rows = report.modules
+    shown = [row for i, row in enumerate(rows) if i < _ROWS or row.path in named]
     return paragraphs(
-        head,
-        *_columns(report.columns),
-        [*_table(report), *more(report.modules, _ROWS, "modules")],
         wrapped(_conclusion(report)),
         wrapped(report.line, "    ", "        ", is_code=True),
+        *_columns(report.columns),
+        wrapped(head),
+        [*_table(report, shown), *more(rows, len(shown), "modules")],
         notes(report),
     )
 
@@ -284,7 +282,9 @@ def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[list[str]]:
         yield [*itertools.chain(*shown), *rest]
 
 
-def _table(report: SensitivityReport) -> Iterator[str]:
+def _table(
+    report: SensitivityReport, rows: Sequence[ModuleSensitivity]
+) -> Iterator[str]:
     cells = [
         (
             row.name,
@@ -294,18 +294,23 @@ def _table(report: SensitivityReport) -> Iterator[str]:
             _error(row.gradients_without),
             f"{row.stored if report.residuals else row.share:.1%}",
         )
-        for row in report.modules[:_ROWS]
+        for row in rows
     ]
-    width = min(max([len(row[0]) for row in cells] + [12]), WIDTH - 52)
-    alone = f"alone in {report.narrow}"
-    yield f"  {'':<{width}}  {alone:>18}  {f'alone in {report.wide}':>18}"
+    headings = [
+        f"{which} in {report.narrow}" for which in ("only this", "all but this")
+    ]
+    first, second = (max(19, len(heading)) for heading in headings)
+    room = WIDTH - 14 - first - second
+    width = min(max([len(row[0]) for row in cells] + [12]), room)
+    yield f"  {'':<{width}}  {headings[0]:>{first}}  {headings[1]:>{second}}"
     share = "stored" if report.residuals else "FLOPs"
     head = ("module", *["loss", "gradients"] * 2, share)
     for name, *numbers in (head, *cells):
         if len(name) > width:  # what `float32_paths` takes is not cut
             yield from wrapped(name, "  ", "  ")
             name = ""
-        columns = zip(numbers, (8, 9, 8, 9, 6), strict=True)
+        sizes = (first - 11, 9, second - 11, 9, 6)
+        columns = zip(numbers, sizes, strict=True)
         yield f"  {name:<{width}}  {'  '.join(f'{x:>{n}}' for x, n in columns)}"
 
 
