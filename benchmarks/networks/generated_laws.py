@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .generated_layers import SIZE, TOKENS, WORDS, Layer, norm, rms, unit
+from .generated_layers import SIZE, TOKENS, Layer, norm, rms, unit
 
 
 def combinations(make: Callable[..., Layer], *choices: dict) -> dict[str, Layer]:
@@ -24,57 +24,6 @@ def combinations(make: Callable[..., Layer], *choices: dict) -> dict[str, Layer]
         ", ".join(names): make(*(c[n] for c, n in zip(choices, names, strict=True)))
         for names in itertools.product(*choices)
     }
-
-
-# What was given is added to a matmul, and taken away later.
-
-GIVEN = {
-    "data": lambda s: s.batch.far,
-    "a weight": lambda s: s.weight(SIZE, scale=1.0, mean=30.0),
-    "a scaled weight": lambda s: 30 * s.weight(SIZE, scale=0.1, mean=1.0),
-    "rows of a table": lambda s: s.weight(WORDS, SIZE, scale=1.0, mean=30.0)[
-        s.batch.words
-    ],
-    "an exponential": lambda s: jnp.exp(s.weight(SIZE, scale=0.05, mean=3.4)),
-}
-BETWEEN = {
-    "at once": lambda h, o: (h, o),
-    "relu": lambda h, o: (jax.nn.relu(h), o),
-    "clip": lambda h, o: (jnp.clip(h, -60, 60), o),
-    "both scaled": lambda h, o: (0.25 * h, 0.25 * o),
-    "a slice of more": lambda h, o: (jnp.concatenate([h, h], -1)[:, SIZE:], o),
-    "where": lambda h, o: (jnp.where(h > -50, h, 0), o),
-    "in another order": lambda h, o: (h[::-1], jnp.broadcast_to(o, h.shape)[::-1]),
-    "a jit": lambda h, o: (jax.jit(jax.nn.relu)(h), o),
-    "a checkpoint": lambda h, o: (jax.checkpoint(lambda h: jnp.maximum(h, 0))(h), o),
-    "another matmul": lambda h, o: (h, o + 0 * h),
-}
-AWAY = {
-    "a difference": lambda h, o: h - o,
-    "a negative": lambda h, o: h + -o,
-    "the difference's negative": lambda h, o: -(o - h),
-    "a difference in a jit": lambda h, o: jax.jit(lambda h, o: h - o)(h, o),
-    "a negative in a jit": lambda h, o: h + jax.jit(jnp.negative)(o),
-    "a ratio": lambda h, o: 30 * (h / o - 1),
-    "a logarithm": lambda h, o: 30 * jnp.log(h / o),
-    "two logarithms": lambda h, o: 30 * (jnp.log(h) - jnp.log(o)),
-    "squares": lambda h, o: (h * h - o * o) / 60,
-    "in a scan": lambda h, o: lax.map(
-        lambda pair: pair[0] - pair[1], (h, jnp.broadcast_to(o, h.shape))
-    ),
-}
-
-# Nobody trains what this is given, whose gradient is zero. No mean is taken away: there
-# rule 9 lets sums have 16 bits.
-CENTRED = {"the row before": lambda h, o: h - jnp.roll(h, 1, 0)}
-
-
-def taken_away(given, between, away):
-    def layer(s, x, _):
-        offset = given(s)
-        return s.dense(away(*between(s.dense(x) + offset, offset)))
-
-    return layer
 
 
 # Layers that keep what they are given, or let it grow, in a row and in a loop.
@@ -297,8 +246,6 @@ def gates(gate, chain):
 
 
 FAMILIES: dict[str, dict[str, Layer]] = {
-    "taken away": combinations(taken_away, GIVEN, BETWEEN, AWAY)
-    | combinations(taken_away, {"data": GIVEN["data"]}, BETWEEN, CENTRED),
     "kept": combinations(keeps, INNER, KEEPS, ROWS),
     "summed": combinations(sums, LARGE, SUMS, AFTERWARDS),
     "sent back": combinations(sent_back, NORMS, BEFORE, BEHIND),

@@ -38,8 +38,6 @@ from .needs import Need
 from .passes import MARKERS, REWRITES
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
-Flags = tuple[bool, ...]
-
 
 class Plan(NamedTuple):
     """What is known of a jaxpr before it is replayed."""
@@ -170,30 +168,24 @@ class Analysis:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         return any(self.is_marked(x) for eqn in eqns for x in _jaxpr.sub_jaxprs(eqn))
 
-    def plan(
-        self, jaxpr: Any, trip: Trip, scopes: Scopes = (), given: Flags | None = None
-    ) -> Plan:
+    def plan(self, jaxpr: Any, trip: Trip, scopes: Scopes = ()) -> Plan:
         """Returns the plan of a jaxpr.
 
         Args:
             jaxpr: Open or closed.
             trip: What its outputs are needed for.
             scopes: Named scopes around it.
-            given: Of which inputs it is known that they are given; None is of none.
         """
         memo = self._plans.setdefault(jaxpr, {})
-        key = trip, self.relevant(scopes), given
+        key = trip, self.relevant(scopes)
         if key not in memo:
-            memo[key] = self._plan(jaxpr, trip, scopes, given)
+            memo[key] = self._plan(jaxpr, trip, scopes)
         return memo[key]
 
-    def _plan(self, jaxpr, trip: Trip, scopes: Scopes, given: Flags | None) -> Plan:
+    def _plan(self, jaxpr: Any, trip: Trip, scopes: Scopes) -> Plan:
         body = _jaxpr.open_jaxpr(jaxpr)
         eqns, spotted = self._program(jaxpr, scopes)
         ways = on_ways(body, eqns, trip.summed)
-        flags = given or (False,) * len(body.invars)
-        known = self._given(body, eqns, flags) - spotted.zeros
-        around = known, spotted
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -205,7 +197,7 @@ class Analysis:
             read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
             kinds.append(kind)
             outs.append(read)
-            found = self._needs(eqn, kind, read, scopes, around)
+            found = self._needs(eqn, kind, read, scopes, spotted)
             ins.append(found)
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
@@ -225,71 +217,55 @@ class Analysis:
             memo[key] = eqns, spotted_in(eqns)
         return memo[key]
 
-    def _given(self, body: Any, eqns: Sequence[Equation], flags: Flags) -> set[Any]:
-        """Returns the variables that are given, or computed from such alone."""
-        found = {x for x, is_given in zip(body.invars, flags, strict=True) if is_given}
-        found.update(body.constvars)
-        if not any(flags) and not found:
-            return found
-        for eqn in eqns:
-            if found.issuperset(x for x in eqn.invars if not isinstance(x, Literal)):
-                held = any(map(self.matters, _jaxpr.sub_jaxprs(eqn)))
-                if not held and not classes.is_product_of_any_kind(eqn):
-                    found.update(eqn.outvars)
-        return found
-
     def _needs(
         self,
         eqn: Equation,
         kind: Class,
         read: Trip,
         scopes: Scopes,
-        around: tuple[set[Any], Spotted],
+        spotted: Spotted,
     ) -> Sequence[Need]:
         """Returns what ``eqn`` needs of each input, for such needs of its outputs."""
         here = scopes + _jaxpr.scope_names(eqn)
         if kind == "call":
-            return self._needs_inside(eqn, read, inside(eqn, here), around[0])
+            within = inside(eqn, here)
+            return self.asked(eqn, self.inside(eqn, read, within), within)
         own = is_backward(eqn, scopes), self.is_kept(here)
         out = joined(read.wanted)
-        return needs_of_inputs(eqn, kind, out, Place(*own, read.summed, *around))
+        return needs_of_inputs(eqn, kind, out, Place(*own, read.summed, spotted))
 
     # What equations hold.
 
-    def _needs_inside(self, eqn, read, scopes, known: set[Any]) -> Sequence[Need]:
-        """Returns what the jaxprs in ``eqn`` need of each of its inputs."""
-        given = tuple([isinstance(x, Literal) or x in known for x in eqn.invars])
-        return self.asked(eqn, self.inside(eqn, read, scopes, given), scopes, given)
+    def asked(self, eqn: Equation, trip: Trip, scopes: Scopes) -> Sequence[Need]:
+        """Returns what the jaxprs in ``eqn`` need of each of its inputs.
 
-    def asked(
-        self, eqn: Equation, trip: Trip, scopes: Scopes, given: Flags
-    ) -> Sequence[Need]:
-        """Returns the same, if ``trip`` is needed of what they return."""
+        Args:
+            eqn: The equation.
+            trip: What is needed of what they return.
+            scopes: Named scopes around them.
+        """
         found = [needs.NOTHING] * len(eqn.invars)
-        for body, plan in self.plans(eqn, trip, scopes, given):
+        for body, plan in self.plans(eqn, trip, scopes):
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 found[i] |= plan.needs.get(var, needs.NOTHING)
         return found
 
     def plans(
-        self, eqn: Equation, trip: Trip, scopes: Scopes, given: Flags
+        self, eqn: Equation, trip: Trip, scopes: Scopes
     ) -> Iterator[tuple[_jaxpr.Body, Plan]]:
         """Yields the bodies of ``eqn``, each with its plan."""
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         for i, body in enumerate(layout.bodies):
             wanted = self.test_of(body) if kind == "while" and i == 0 else trip
-            flags = tuple(
-                [given[k] and k not in layout.fixed_in for k in body.operands]
-            )
-            yield body, self.plan(body.jaxpr, wanted, scopes, flags)
+            yield body, self.plan(body.jaxpr, wanted, scopes)
 
     @staticmethod
     def test_of(body: Any) -> Trip:
         """Returns what is needed of the test of a ``while``: one truth value."""
         return Trip((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
 
-    def inside(self, eqn: Equation, read: Trip, scopes: Scopes, given: Flags) -> Trip:
+    def inside(self, eqn: Equation, read: Trip, scopes: Scopes) -> Trip:
         """Returns what is needed of what the body of ``eqn`` returns.
 
         What a loop carries is read by the next trip too.
@@ -310,7 +286,7 @@ class Analysis:
         wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]
         while True:
             trip, before = trip._replace(wanted=tuple(wanted)), list(wanted)
-            *_, (_, plan) = self.plans(eqn, trip, scopes, given)
+            *_, (_, plan) = self.plans(eqn, trip, scopes)
             for place, out in carried:
                 var = _jaxpr.in_vars(body.jaxpr)[place]
                 wanted[out] |= plan.needs.get(var, needs.NOTHING)

@@ -64,7 +64,7 @@ def autocast(
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
     returns 16 bits if the result leads to another one through elementwise operations,
     and float32 if not. Reductions, exponentials, norms, losses and whatever autocast
-    does not know are float32. The guide to autocast has the ten rules that give the
+    does not know are float32. The guide to autocast has the nine rules that give the
     dtype of every value.
 
     Under ``"mixed_fp8"`` large matmuls round their operands to scaled float8.

@@ -14,7 +14,7 @@ from .._jaxprs.scopes import DIFFERENTIATED, STACKED, Scopes, inside
 from .._ops.lists import Definition
 from .._ops.precision import with_default_precision
 from . import needs, storage
-from .analysis import Analysis, Flags
+from .analysis import Analysis
 from .customs import Customs, End, places_of_moving, replaced
 from .decisions import Step
 from .graph import Trip, definitions_of, given_by
@@ -47,8 +47,7 @@ class Calls(Customs):
     def call(self, step: Step, ins: list[Value]) -> list[Value]:
         """Replays an equation that holds jaxprs by going inside."""
         eqn, scopes = step.eqn, inside(step.eqn, step.around)
-        given = tuple([value.known.given for value in ins])
-        trip = self.analysis.inside(eqn, step.read, scopes, given)
+        trip = self.analysis.inside(eqn, step.read, scopes)
         match _jaxpr.call_kind(eqn):
             case "custom_jvp":
                 return self.custom_jvp(eqn, ins, trip, scopes)
@@ -120,7 +119,7 @@ class Calls(Customs):
             ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
         *tests, body = layout.bodies
         while True:
-            ends = self.ends(step, ins, trip, carried, scopes)
+            ends = self.ends(step, trip, carried, scopes)
             given = [self.in_trip(layout, *x, carried) for x in enumerate(ins)]
             trips = self.rewritten(body, given, trip, ends, scopes)
             before = carried  # a trip that returns float32, or has computed, decides
@@ -149,17 +148,11 @@ class Calls(Customs):
         return outs
 
     def ends(
-        self,
-        step: Step,
-        ins: list[Value],
-        trip: Trip,
-        carried: Sequence[Known],
-        scopes: Scopes,
+        self, step: Step, trip: Trip, carried: Sequence[Known], scopes: Scopes
     ) -> tuple[End, ...]:
         """Returns the dtypes of what each trip of a loop returns (rules 7 and 8)."""
         layout = _jaxpr.call_layout(step.eqn)
-        given: Flags = tuple([value.known.given for value in ins])
-        *_, (body, plan) = self.analysis.plans(step.eqn, trip, scopes, given)
+        *_, (body, plan) = self.analysis.plans(step.eqn, trip, scopes)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stacks = not step.back and self.dtype != np.float16
 
@@ -217,8 +210,7 @@ class Calls(Customs):
         places: Sequence[int],
     ) -> list[Value]:
         """Rounds before a loop or a remat what only products in it take."""
-        given: Flags = tuple([value.known.given for value in ins])
-        need = self.analysis.asked(eqn, trip, scopes, given)
+        need = self.analysis.asked(eqn, trip, scopes)
         ins = list(ins)
         for i in places:
             rounds = is_float32(eqn.invars[i]) and ins[i].known.scalar is None

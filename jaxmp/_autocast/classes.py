@@ -38,7 +38,6 @@ from .._ops.lists import (
     OF_SEVERAL,
     ORDERS,
     PICKS,
-    REMAINDERS,
     SCALES,
     SQUASHES,
     STARTS,
@@ -99,7 +98,7 @@ multiplies_entries = one_of(FACTORS)  # multiplies two arrays entry by entry
 joins = one_of(JOINS)  # adds two arrays entry by entry
 sums_entries = one_of(ADDS_UP | JOINS)  # the same, in either pass
 adds_terms = one_of(JOINS_TERMS)  # adds up, or takes away, entry by entry
-subtracts = one_of(DIFFERENCES | REMAINDERS)  # a remainder is a difference too
+subtracts = one_of(DIFFERENCES)  # takes away entry by entry
 squashes = one_of(SQUASHES)  # comes close to one only where it hardly changes
 is_bounded = one_of(BOUNDED)  # returns no more than one, whatever it is given
 is_exponential = one_of(EXPS)  # less one, or not

@@ -13,7 +13,6 @@ import numpy as np
 from .._jaxprs.jaxpr import Equation, is_float32, scope_names
 from .._jaxprs.scopes import (
     KEPT_BY_BFLOAT16_PATHS,
-    KEPT_FOR_DIFFERENCE,
     KEPT_FOR_DIGITS,
     KEPT_IN_LOOP,
     KEPT_IN_RULE,
@@ -43,7 +42,6 @@ How = Literal[
 REASONS = {
     rules.DIGITS: KEPT_FOR_DIGITS,
     rules.LOOP: KEPT_IN_LOOP,
-    rules.OFFSET: KEPT_FOR_DIFFERENCE,
 }
 
 
@@ -112,9 +110,9 @@ def decide(
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         return Decision("half", rules.FOLLOWS)
     if kind == "smooth" and half and classes.joins(eqn):
-        how, rule = _joins(ins, need, dtype)
+        how = _joins(ins, dtype)
         if how is not None:
-            return Decision(how, rule)
+            return Decision(how, rules.JOINS)
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
     if sums and step.back and is_sent_back(eqn, ins):
         return Decision("stored", rules.KEPT)
@@ -192,15 +190,13 @@ def _follows(
     )
 
 
-def _joins(ins: Sequence[Value], need: Need, dtype: np.dtype) -> tuple[How | None, int]:
+def _joins(ins: Sequence[Value], dtype: np.dtype) -> How | None:
     """Returns how a sum of 16 bits and of something else is made (rule 4)."""
     if not any([x.known.half for x in ins]):
-        return None, rules.FLOAT32
+        return None
     if _all_given([x for x in ins if not x.known.half]):
-        if needs.has_offset(need):
-            return "float32", rules.OFFSET
-        return "half", rules.JOINS  # a bias is rounded as weights are
-    return None if dtype == np.float16 else "rounded", rules.JOINS
+        return "half"  # a bias is rounded as weights are
+    return None if dtype == np.float16 else "rounded"
 
 
 def _all_given(ins: Sequence[Value]) -> bool:

@@ -15,14 +15,14 @@ FULL: Need = 8  # float32 work, in the forward pass: a sum, a norm, a loss
 FULL_BACK: Need = 16  # the same, in the backward pass
 DIGITS: Need = 32  # its last digits matter: a result, a divisor, what a logarithm reads
 GATE: Need = 64  # so do those of what it becomes: it multiplies what a loop carries
-OFFSET: Need = 128  # a difference is made of it, so that what was given may cancel
+REGION: Need = 128  # the user keeps in float32 what reads it
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
 _BACK = HALF_BACK | FULL_BACK
 _EXACT = DIGITS | GATE
-# What a float32 region reads, and who is not understood: all that is needed at all.
-EVERYTHING: Need = DIGITS | GATE | OFFSET
+# What a float32 region reads: all that is needed at all.
+EVERYTHING: Need = DIGITS | GATE | REGION
 
 
 def reader(half: bool, back: bool) -> Need:
@@ -61,7 +61,7 @@ def is_stacked(stack: Need, entry: Need) -> bool:
         stack: Needs of what it stacks.
         entry: Needs of the value of a trip, which others may read in that trip.
     """
-    return bool(stack & _BACK) and not (stack & ~_BACK or has_offset(entry))
+    return bool(stack & _BACK) and not (stack & ~_BACK or entry & EVERYTHING)
 
 
 def is_summed_and_handed_on(need: Need) -> bool:
@@ -105,18 +105,13 @@ def has_gate(need: Need) -> bool:
 
 
 def has_region(need: Need) -> bool:
-    """Whether somebody needs everything, such as a float32 region of the user."""
-    return need & EVERYTHING == EVERYTHING
+    """Whether a float32 region of the user reads a value."""
+    return bool(need & REGION)
 
 
 def has_several(need: Need) -> bool:
     """Whether readers of several kinds read a value."""
     return bool(need & (need - 1))
-
-
-def has_offset(need: Need) -> bool:
-    """Whether a difference is made of a value, or its digits matter anyhow."""
-    return bool(need & (OFFSET | _EXACT))
 
 
 def for_product(need: Need) -> bool:
@@ -137,7 +132,7 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
         squashed: Whether it comes close to one only where it hardly changes, such as a
             sigmoid, so that a gate is no steeper than what it is computed from.
     """
-    return need & (DIGITS if squashed else DIGITS | GATE | OFFSET)
+    return need & (DIGITS if squashed else EVERYTHING)
 
 
 def scaled(need: Need, usual: Need) -> Need:

@@ -118,8 +118,7 @@ class Caster(Calls):
         self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
     ) -> list[Value]:
         """Replays ``jaxpr`` under the ambient trace."""
-        flags = tuple([value.known.given for value in values])
-        plan = self.analysis.plan(jaxpr, trip, scopes, flags)
+        plan = self.analysis.plan(jaxpr, trip, scopes)
         definition = definitions_of(plan.eqns)
         planned = zip(plan.kinds, plan.outs, plan.ins, strict=True)
         stacks: dict[tuple[int, int], Any] = {}

@@ -1,16 +1,16 @@
-"""The ten rules by which autocast decides. No value has a dtype that they do not give.
+"""The nine rules by which autocast decides. No value has a dtype that they do not give.
 
 The page on autocast has them word for word, and the terms in which they are written.
 """
 
 AS_WRITTEN, PRODUCT, FOLLOWS, JOINS, FLOAT32 = 1, 2, 3, 4, 5
-DIGITS, KEPT, LOOP, OFFSET, ENDS = 6, 7, 8, 9, 10
+DIGITS, KEPT, LOOP, ENDS = 6, 7, 8, 9
 
 TERMS = {
     "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
     "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
-    "`erf`, `sin` or `cos`. Powers do not count, nor do factors above 256 or below "
-    "1/256.",
+    "`erf`, `erfc`, `sin` or `cos`. Powers do not count, nor do factors above 256 or "
+    "below 1/256.",
     "move": "A *move* returns numbers of its arguments unchanged: a reshape, a slice, "
     "a lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting does "
     "not count. What a loop carries is a move of its first value and of what each "
@@ -36,9 +36,9 @@ RULES = {
     FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
     "values or numbers in the code and its result leads to a matmul; a move keeps the "
     "dtype of its arguments.",
-    JOINS: "A sum that leads to a matmul is 16 bits if it adds an input to a 16-bit "
-    "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid` and "
-    "`erf` are rounded for matmuls alone.",
+    JOINS: "A sum leading to a matmul is 16 bits if it adds an input to a 16-bit "
+    "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid`, "
+    "`erf` and `erfc` are rounded for matmuls alone.",
     FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
     "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
     "whatever autocast does not know.",
@@ -51,9 +51,6 @@ RULES = {
     LOOP: "What a loop hands to its next iteration without a matmul is float32, as are "
     "its factors; so are more than four gates, or parts of one value, that multiply "
     "one another, and their products.",
-    OFFSET: "A sum with an input is float32 if it is later negated, divided by another "
-    "input, or part of a difference other than from its mean, because the input may "
-    "cancel there.",
     ENDS: "A `while_loop` that ends by comparing numbers that matmuls computed is "
     "float32, and so are means of a number and of its square that are subtracted.",
 }

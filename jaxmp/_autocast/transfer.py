@@ -19,8 +19,6 @@ class Spotted(NamedTuple):
     """Variables of which the equations of a jaxpr alone say what they are."""
 
     masks: set[Any]  # those of dropout
-    zeros: set[Any]  # zero, moved at most: taking it away makes no difference
-    negated: set[Any]  # the negative of something
     signs: set[Any]  # tests of equality that tell a sign
     powers: set[Equation]  # multiplications of more than four parts of one value
 
@@ -31,7 +29,6 @@ class Place(NamedTuple):
     back: bool  # whether it belongs to the backward pass
     kept: bool  # whether the user keeps it in float32
     summed: Ways  # by which the trips of a loop add up, and which go through it
-    given: set[Any]  # variables that are given, or computed from such alone
     spotted: Spotted
 
 
@@ -55,10 +52,6 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
-    if not back:
-        usual |= _of_offset(eqn, place)
-    elif place.back:
-        usual |= _of_rule(eqn)
     found = [usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
@@ -77,14 +70,7 @@ def needs_of_inputs(
 
 def spotted_in(eqns: Sequence[Equation]) -> Spotted:
     """Returns what the equations of a jaxpr say of its variables."""
-    zeros = _zeros_in(eqns)
-    return Spotted(
-        _masks_in(eqns),
-        zeros,
-        _negated_in(eqns),
-        _signs_in(eqns, zeros),
-        _powers_in(eqns),
-    )
+    return Spotted(_masks_in(eqns), _signs_in(eqns), _powers_in(eqns))
 
 
 def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
@@ -100,7 +86,7 @@ def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
 
 
 def _zeros_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns what is zero, moved at most: taking it away makes no difference."""
+    """Returns what is zero, moved at most."""
     found: set[Any] = set()
     for eqn in eqns:
         if classes.is_view(eqn) and all(_is_zero(x, found) for x in eqn.invars):
@@ -114,26 +100,12 @@ def _is_zero(atom: Any, zeros: set[Any]) -> bool:
     return _jaxpr.number_of(atom) == 0
 
 
-def _negated_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns what is the negative of something, which to add is a difference."""
-    found: set[Any] = set()
-    for eqn in eqns:
-        made = [x for x in eqn.invars if not isinstance(x, Literal)]
-        is_moved = bool(made) and found.issuperset(made) and classes.is_view(eqn)
-        if is_moved or classes.negates(eqn):
-            found.update(eqn.outvars)
-        for inner in map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn)):
-            negated = _negated_in(inner.eqns)
-            outs = zip(eqn.outvars, inner.outvars, strict=False)
-            found.update(var for var, x in outs if is_in(x, negated))
-    return found
-
-
-def _signs_in(eqns: Sequence[Equation], zeros: set[Any]) -> set[Any]:
+def _signs_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns the tests by which JAX differentiates a maximum with zero.
 
     They ask whether it is zero, and whether it is what it was chosen from.
     """
+    zeros = _zeros_in(eqns)
     clipped: dict[Any, Any] = {}
     found: set[Any] = set()
     for eqn in eqns:
@@ -190,8 +162,6 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
 def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     count = len(eqn.invars)
-    if classes.negates(eqn) and not back and not needs.is_kept(out):
-        return [out | needs.OFFSET]  # to be taken away from something
     if _jaxpr.is_cast(eqn) or (classes.picks(eqn) and is_float32(eqn.outvars[0])):
         return [out] * count
     tells_sign = not signs.isdisjoint(eqn.outvars)
@@ -226,41 +196,3 @@ def _of_sum_over_trips(eqn: Equation, summed: Ways) -> list[Need]:
     term = needs.GATE if multiplies else needs.FULL
     way = joined(starts for starts, _ in summed)
     return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]
-
-
-def _of_offset(eqn: Equation, place: Place) -> Need:
-    """Returns what is needed of that from which something may be taken away.
-
-    What was given may be most of a sum, and cancels then.
-    """
-    taken, is_ratio = _taken_away(eqn, place), classes.divisor(eqn) is not None
-    takes = taken is not None
-    has_number = any(isinstance(x, Literal) for x in eqn.invars)
-    if classes.negates(eqn) or (takes and (has_number or _is_whole(taken, eqn))):
-        return needs.OFFSET
-    meets = any(is_in(x, place.given) for x in eqn.invars)
-    return needs.OFFSET if (takes or is_ratio) and meets else needs.NOTHING
-
-
-def _of_rule(eqn: Equation) -> Need:
-    """Returns what a rule needs that computes a difference, as those of JAX do not."""
-    x, *others = eqn.invars or [None]
-    squares = classes.is_square(eqn) or (classes.multiplies(eqn) and others == [x])
-    differs = classes.subtracts(eqn) or classes.joins(eqn)
-    differs = differs or classes.is_exponential(eqn)
-    return needs.OFFSET if squares or differs else needs.NOTHING
-
-
-def _is_whole(taken: Any, eqn: Equation) -> bool:
-    """Whether what is taken away is no smaller, as the mean is in a norm."""
-    return taken.aval.size == eqn.outvars[0].aval.size
-
-
-def _taken_away(eqn: Equation, place: Place) -> Any:
-    """Returns what ``eqn`` takes away from something, None if nothing."""
-    if classes.subtracts(eqn):
-        return eqn.invars[1]
-    for x in eqn.invars if classes.joins(eqn) else ():
-        if is_in(x, place.spotted.negated):
-            return x
-    return None

@@ -21,7 +21,6 @@ KEPT_FOR_MOMENTS = "jaxmp.kept.moments"
 KEPT_TO_END = "jaxmp.kept.tolerance"
 KEPT_FOR_DIGITS = "jaxmp.kept.digits"
 KEPT_IN_LOOP = "jaxmp.kept.loop"
-KEPT_FOR_DIFFERENCE = "jaxmp.kept.difference"
 # Around an autocast function with products in float8, around each of those, and around
 # that part of it whose numbers are scaled.
 FLOAT8 = "jaxmp.float8"

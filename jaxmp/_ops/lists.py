@@ -168,10 +168,11 @@ JOINS = frozenset({"add"})
 FACTORS = frozenset({"mul"})
 # Where derivatives add up what several readers of a value have sent back.
 ADDS_UP = frozenset({"add_any"})
-# They come close to 1 only where they hardly change.
-SQUASHES = frozenset({"logistic", "tanh", "erf"})
+# What they take is rounded in proportion to its size, and they hardly change where that
+# is large: near 1, too, they are no further off than what they are computed from.
+SQUASHES = frozenset({"logistic", "tanh", "erf", "erfc"})
 # Whatever they are given, they return no more than 1.
-BOUNDED = SQUASHES | {"sin", "cos"}
+BOUNDED = frozenset({"logistic", "tanh", "erf", "sin", "cos"})
 EXTREMES = frozenset({"min", "max"})
 # (1 + x)(1 - x), each part of which 16 bits would round.
 OF_SEVERAL = frozenset({"one_minus_square"})
@@ -205,6 +206,7 @@ RANDOM = frozenset({"random_bits"})
 EXPONENTIALS = frozenset({"exp"})
 EXPS = EXPONENTIALS | {"expm1"}  # less one, or not
 NEGATES = frozenset({"neg"})
+ROUNDS = frozenset({"floor", "ceil", "round"})
 CHOOSES = frozenset({"argmin", "argmax", "top_k", "approx_top_k", "sort"})
 INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "schur"])
 INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
@@ -223,19 +225,19 @@ _BARRIERS = frozenset({"optimization_barrier"})
 _PLACED = frozenset({"name", "tie", "device_put"})
 _MOVED = (KEEPS_MAGNITUDES | _PARTS) - _PLACED - _BARRIERS
 _CHOSEN = EXTREMES | SELECTS | {"clamp"}
-_CASTS = frozenset({"convert_element_type", "reduce_precision"})
+CASTS = frozenset({"convert_element_type", "reduce_precision"})
 # Elementwise, and computed again at the price of a fusion. Not pads: a scan in parallel
 # joins its halves by them on each level, and XLA would fuse each level into the next
 # two, which takes gigabytes and minutes.
-_COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | _CASTS
+_COMPUTED_AGAIN = (ARITHMETIC - STEEP - REMAINDERS) | _MOVED | _CHOSEN | CASTS
 _COMPUTED_AGAIN -= {"pad"}
 # The same numbers each time, from what is given.
 _LOGIC = frozenset({"and", "or", "not", "xor", "iota"})
 _WHOLE_MOVES = VIEWS - _PLACED - {"gather"}
-_REPEATABLE = ARITHMETIC | _WHOLE_MOVES | _CHOSEN | _CASTS | COMPARES | _LOGIC
+_REPEATABLE = ARITHMETIC | _WHOLE_MOVES | _CHOSEN | CASTS | COMPARES | _LOGIC
 _REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
-_TELLS = COMPARES | CHOOSES | {"floor", "ceil", "round"}
-_READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - _CASTS
+_TELLS = COMPARES | CHOOSES | ROUNDS
+_READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - CASTS
 
 # What an explanation calls operations; of all others it has the name of the primitive.
 _WORDS: dict[str, frozenset[str]] = {
@@ -341,7 +343,7 @@ def is_computed_again(eqn: Equation) -> bool:
 
 def is_moved(eqn: Equation) -> bool:
     """Whether ``eqn`` returns what it is given in another place, shape or dtype."""
-    return eqn.primitive.name in _MOVED | _CASTS or holds_back(eqn)
+    return eqn.primitive.name in _MOVED | CASTS or holds_back(eqn)
 
 
 def reads_digits(eqn: Equation, place: int) -> bool:

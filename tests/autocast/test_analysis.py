@@ -15,15 +15,14 @@ from jaxmp._autocast.graph import Trip
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
-BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "OFFSET")
+BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "REGION")
 
 
 def plan_of(fun, *args, wanted=needs.FULL):
     jaxpr = jax.make_jaxpr(fun)(*args)
     analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
     analysis.mark(jaxpr, ())
-    count, given = len(jaxpr.out_avals), (True,) * len(jaxpr.in_avals)
-    return analysis.plan(jaxpr, Trip((wanted,) * count), (), given)
+    return analysis.plan(jaxpr, Trip((wanted,) * len(jaxpr.out_avals)))
 
 
 def read(fun, *args, wanted=needs.FULL):
@@ -54,14 +53,14 @@ READERS = {
     "a logarithm of a sigmoid": (
         lambda h: jnp.log(jax.nn.sigmoid(h)), {"FULL", "DIGITS"}
     ),
-    "a divisor": (lambda h: (X / h) @ W, {"HALF", "DIGITS", "OFFSET"}),
+    "a divisor": (lambda h: (X / h) @ W, {"HALF", "DIGITS"}),
     "a mean that is taken away": (lambda h: mean_away(h) @ W, {"HALF", "FULL"}),
-    "a difference": (lambda h: (h - h[::-1]) @ W, {"HALF", "OFFSET"}),
+    "a difference": (lambda h: (h - h[::-1]) @ W, {"HALF"}),
     "an equality": (lambda h: (h == h[::-1]).sum(), {"FULL", "DIGITS"}),
     "a scale of a million": (lambda h: (1e6 * h) @ W, {"FULL"}),
     "a float32 region": (
         lambda h: jaxmp.float32_region(jnp.matmul)(h, W),
-        {"FULL", "DIGITS", "GATE", "OFFSET"},
+        {"FULL", "DIGITS", "GATE", "REGION"},
     ),
     "a callback": (
         lambda h: jax.pure_callback(lambda x: x, h, h) @ W, {"FULL", "DIGITS"}
@@ -110,7 +109,7 @@ def carried(trip, *init):
     analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
     read = (needs.PRODUCT,) * len(scan.outvars)
-    return analysis.inside(scan, Trip(read), (), (False,) * len(scan.invars))
+    return analysis.inside(scan, Trip(read), ())
 
 
 def test_a_loop_adds_up_where_no_product_is_on_the_way():
@@ -167,9 +166,8 @@ def test_what_multiplies_what_is_carried_is_told_from_what_enters(trip, expected
     jaxpr = jax.make_jaxpr(fun)(square[None], square[None])
     analysis = Analysis(np.dtype("float16"), jaxmp.DEFAULT_OPS)
     (scan,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-    flags = (False,) * len(scan.invars)
-    wanted = analysis.inside(scan, Trip((needs.PRODUCT,)), (), flags)
-    ((body, plan),) = analysis.plans(scan, wanted, (), flags)
+    wanted = analysis.inside(scan, Trip((needs.PRODUCT,)), ())
+    ((body, plan),) = analysis.plans(scan, wanted, ())
     inputs = _jaxpr.in_vars(body.jaxpr)[-2:]
     exact = [plan.needs.get(x, 0) & (needs.GATE | needs.DIGITS) for x in inputs]
     assert {i for i, need in enumerate(exact) if need} == expected

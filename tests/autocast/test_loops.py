@@ -435,41 +435,6 @@ def test_a_scan_stacks_for_the_backward_pass_in_bfloat16_what_it_multiplies_by()
     assert BF16 not in forward
 
 
-@jax.custom_vjp
-def centred(x):
-    return x - x.mean(-1, keepdims=True)
-
-
-centred.defvjp(lambda x: (centred(x) ** 2, x), lambda x, g: (2 * g * centred(x),))
-
-
-@jax.custom_vjp
-def variance(x):
-    return ((x - x.mean(-1, keepdims=True)) ** 2).mean(-1, keepdims=True)
-
-
-def sent_to_variance(x, g):
-    mean = x.mean(-1, keepdims=True)
-    variance = (x * x).mean(-1, keepdims=True) - mean**2
-    return (g * x * (2 / x.shape[-1]) * jnp.sign(variance - 0.5),)
-
-
-variance.defvjp(lambda x: (variance(x), x), sent_to_variance)
-
-
-@pytest.mark.parametrize("rule", [centred, variance])
-def test_what_a_backward_rule_takes_something_away_from_is_stacked_in_float32(rule):
-    def loss(w, xs):
-        def step(total, x):
-            return total + rule(x @ w + 300).mean(), None
-
-        return lax.scan(step, 0.0, xs)[0]
-
-    cast = jaxmp.autocast(jax.grad(loss), BF16)
-    forward, _ = stacks(cast, W, XS)
-    assert set(forward) == {F32}
-
-
 def test_a_stacked_softmax_is_divided_by_its_sums():
     values = 64 + 4 * jnp.round(4 * W)  # which have 16 bits, and so have their sums
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmp._autocast import needs, rules
 
-BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "OFFSET")
+BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "REGION")
 ALL = range(2 ** len(BITS))
 
 
@@ -34,7 +34,6 @@ def test_the_readers_are_eight_kinds_each_with_a_bit_of_its_own():
         (("PRODUCT", "FULL_BACK"), True),
         (("PRODUCT", "DIGITS"), False),  # a probability that a logarithm reads too
         (("PRODUCT", "GATE"), False),
-        (("PRODUCT", "OFFSET"), True),
     ],
 )
 def test_a_value_has_16_bits_if_somebody_takes_them_and_nobody_needs_more(
@@ -77,9 +76,10 @@ def test_what_is_handed_over_in_float32_is_taken_in_16_bits_by_nobody():
 
 
 def test_a_region_needs_everything():
-    for need in ALL:
-        asked = needs.has_digits(need) & needs.has_gate(need) & needs.has_offset(need)
-        assert needs.has_region(need) <= asked
+    assert needs.has_region(needs.EVERYTHING)
+    for need in (needs.EVERYTHING, needs.REGION | needs.PRODUCT):
+        assert needs.has_region(needs.handed_on(need))
+    assert not any(map(needs.has_region, range(needs.REGION)))
 
 
 def test_nobody_else_looks_into_a_set_of_needs():
@@ -92,8 +92,8 @@ def test_nobody_else_looks_into_a_set_of_needs():
                 assert "needs" not in ast.unparse(node), (path.name, node.lineno)
 
 
-def test_there_are_ten_rules_and_each_is_one_sentence():
-    assert list(rules.RULES) == list(range(1, 11))
+def test_there_are_nine_rules_and_each_is_one_sentence():
+    assert list(rules.RULES) == list(range(1, 10))
     for sentence in rules.RULES.values():
         assert sentence.endswith(".")
         assert ". " not in sentence

@@ -27,7 +27,7 @@ def test_the_page_has_the_terms_and_the_rules_word_for_word():
 
 def test_each_rule_has_an_example():
     section = PAGE[
-        PAGE.index("## The ten rules") : PAGE.index("Where two rules disagree")
+        PAGE.index("## The nine rules") : PAGE.index("Where two rules disagree")
     ]
     for rule in re.split(r"\n\d+\. ", section)[1:]:
         assert "- `y = " in rule

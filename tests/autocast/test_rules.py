@@ -1,4 +1,4 @@
-"""The ten rules give the dtypes of programs for which the engine was not built.
+"""The nine rules give the dtypes of programs for which the engine was not built.
 
 Each is `y = ...` and what reads `y`, of arguments `x`, `w` and `b`, with the dtype that
 somebody who reads the rule expects `y` to have.
@@ -41,6 +41,12 @@ PROGRAMS = [
     (4, "x @ w + jnp.exp(x @ w)", "jnp.tanh(y) @ w", ONLY_BFLOAT16),
     (4, "x @ w + jax.nn.standardize(x @ w)", "jnp.tanh(y) @ w", ONLY_BFLOAT16),
     (4, "x @ w + jnp.exp(b)", "jnp.tanh(y) @ w", HALF),
+    (4, "x @ w + b", "(-y + b) @ w", HALF),
+    (4, "x @ w + b", "(y / b) @ w", HALF),
+    (4, "x @ w + b", "jnp.tanh(y - (y @ w)) @ w", HALF),
+    (4, "x @ w + b", "(jax.nn.sigmoid(y) - 1) @ w", HALF),
+    (4, "x @ w + b", "(y * lax.erfc(-y)) @ w", HALF),
+    (4, "jax.scipy.special.erfc(x @ w + jnp.exp(x @ w))", "y @ w", HALF),
     (5, "(x @ w)**3", "jnp.tanh(y) @ w", FLOAT32),
     (5, "jnp.sort(x @ w)", "y @ w", FLOAT32),
     (6, "jnp.tanh(x @ w)", "(y, y @ w)", FLOAT32),
@@ -58,12 +64,8 @@ PROGRAMS = [
     (8, "lax.scan(lambda c, r: (jnp.tanh(c @ w + r), c), b, x)[0]", "y @ w", HALF),
     (8, "x @ w", "(y[0] * y[1] * y[2] * y[3] * (y[0] + y[1])) @ w", FLOAT32),
     (8, "x @ w", "(y[0] * y[1] * y[2] * y[3]) @ w", HALF),
-    (9, "x @ w + b", "(-y + b) @ w", FLOAT32),
-    (9, "x @ w + b", "(y / b) @ w", FLOAT32),
-    (9, "x @ w + b", "jnp.tanh(y - (y @ w)) @ w", FLOAT32),
-    (9, "x @ w + b", "(jax.nn.sigmoid(y) - 1) @ w", HALF),
     (
-        10,
+        9,
         "lax.fori_loop(0, jnp.int32(x.shape[0]), lambda i, c: jnp.tanh(c @ w), x)",
         "y @ w",
         HALF,

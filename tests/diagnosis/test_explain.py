@@ -315,12 +315,6 @@ def test_what_the_user_keeps_has_rule_1():
     assert at(report, "first = ").products == ("bfloat16",)
 
 
-def offset(w, b, x):
-    y = x @ w + b
-    z = jax.nn.relu(y) - b
-    return z @ w
-
-
 def ends(w, x):
     def goes_on(state):
         return state[1] > 1e-3
@@ -340,7 +334,6 @@ def precise(w, x):
 @pytest.mark.parametrize(
     ("fun", "args", "source", "rule"),
     [
-        (offset, (W, shape(8), X), "y = x @ w + b", rules.OFFSET),
         (ends, (W, X), "y = jnp.tanh(state[0] @ w)", rules.ENDS),
         (precise, (W, X), "precision=", rules.AS_WRITTEN),
         (precise, (W, X), "y.astype", rules.AS_WRITTEN),

@@ -442,7 +442,19 @@ def blurred(x, y):
     return jnp.convolve(jax.nn.relu(x @ y[0]), kernel)
 
 
+def biased(x, y):  # and nothing is taken away but means, gates and exact GELUs
+    h = jax.nn.gelu(x @ y.T + y[:, 0], approximate=False)
+    h = h + jax.nn.gelu(h @ h + x[:, 0], approximate=False) @ h
+    h = (h - h.mean(-1, keepdims=True)) * y[:, 1] + y[:, 2]
+    gate = jax.nn.sigmoid(h @ h + y[:, 3])
+    h = gate * h + (1 - gate) * jnp.tanh(h @ h + y[:, 0])
+    left, right = jnp.split(h @ h + y[:, 1], 2, axis=-1)
+    turned = left * x - right * y, right * x + left * y  # a rotation of both
+    return jnp.concatenate(turned, -1) @ h
+
+
 RIGHT = [
+    biased,
     decorrelated,
     moments_of_a_layer,
     attention_without_projections,

@@ -34,12 +34,12 @@ REWRITES = {
     ),
     "moments": Pass(
         moments,
-        "keeps means of a number and of its square in float32 (rule 10)",
+        "keeps means of a number and of its square in float32 (rule 9)",
         "test_a_variance_by_a_window_is_near_that_of_float32",
     ),
     "endings": Pass(
         endings,
-        "keeps loops that end by comparing results of matmuls in float32 (rule 10)",
+        "keeps loops that end by comparing results of matmuls in float32 (rule 9)",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),
     "hoisting": Pass(

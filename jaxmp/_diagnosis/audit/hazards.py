@@ -22,6 +22,7 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._ops.lists import (
     ARITHMETIC,
+    CASTS,
     CHOOSES,
     DIFFERENCES,
     EXPONENTIALS,
@@ -32,11 +33,14 @@ from ..._ops.lists import (
     JOINS_TERMS,
     LINEAR,
     LOOKS_UP,
+    NEGATES,
     ORDERS,
     PHASES,
+    PICKS,
     RANDOM,
     REMAINDERS,
     ROOTS,
+    ROUNDS,
     SCALES,
     SELECTS,
     TOTALS,
@@ -60,6 +64,8 @@ from .report import Hazard
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
 
+# What is taken away from one is taken away from what it is made of.
+_HOLDS = PICKS | ROUNDS
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
 # Why each kind is one, and the cure where it is another formula.
@@ -71,7 +77,11 @@ _WHY = {
     "sum": "it is a sum written as a matmul with ones, which rounds what it adds",
     "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
     "difference": "its kernel adds up to 0: a small difference of large numbers",
+    "offset": "an input is added to it in 16 bits and something is taken away again: a "
+    "small difference of large numbers",
 }
+# One of them is a way to write another.
+_CALLED = {"offset": "difference"}
 _FORMULA = {
     "distance": "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
     "sum": "jnp.sum(x, axis=...)",
@@ -103,6 +113,8 @@ class Made(NamedTuple):
     total: bool = False  # a sum over an axis, scaled
     of_totals: bool = False  # one sum times another
     entries: Products = NONE  # each entry is made of the same entry of these
+    shifted: Products = NONE  # an input was added to these, and the sum rounded
+    negated: bool = False  # the negative of something
     counts: bool = False  # 0, 1, 2...
     random: bool = False  # with random numbers in it
 
@@ -164,7 +176,7 @@ class Hazards:
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
         name = eqn.primitive.name
-        if len(ins) == 1 and (name in VIEWS or _jaxpr.is_cast(eqn)):
+        if len(ins) == 1 and name in VIEWS | CASTS:
             if _jaxpr.is_cast(eqn):
                 self._look_at_cast(eqn, ins[0], around)
             return ins[0]
@@ -198,6 +210,7 @@ class Hazards:
                 twice=_union(x.twice for x in ins),
                 chosen=_union(x.chosen for x in ins),
                 rank=max(x.rank for x in ins),
+                shifted=made.shifted | _shifted(eqn, ins),
             )
         if name in SCALES and not is_square(eqn):
             return _scaled(eqn, ins, made)
@@ -239,6 +252,8 @@ class Hazards:
                 self._note("distance", _union(x.twice for x in ins if not x.squares))
             if name in DIFFERENCES and any(x.of_totals for x in ins):
                 self._note("covariance", _union(x.products for x in ins))
+            if not around.of(eqn, before=around).backward:
+                self._note("offset", _taken_away(eqn, ins))
         elif name in LOOKS_UP:
             if not ins[0].products:  # as the values of a choice have
                 self._note("comparison", _union(x.chosen for x in ins[1:]))
@@ -269,7 +284,7 @@ class Hazards:
         for number in sorted(products):
             product = self._followed[number]
             row = Hazard(
-                kind=kind,
+                kind=_CALLED.get(kind, kind),
                 why=_WHY[kind],
                 cure=_cure(kind, product),
                 module=product.place.module,
@@ -323,7 +338,30 @@ def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
         entries=_union(x.products | x.entries for x in ins if name in ARITHMETIC),
         counts=is_iota(eqn),
         random=name in RANDOM or any(x.random for x in ins),
+        shifted=_union(x.shifted for x in ins if name in _HOLDS),
+        negated=name in NEGATES and not first.negated,
     )
+
+
+def _shifted(eqn: Equation, ins: Sequence[Made]) -> Products:
+    """Returns the products to which a sum in 16 bits adds what was given."""
+    if eqn.primitive.name not in JOINS_TERMS or not is_narrow(eqn.outvars[0].aval):
+        return NONE
+    adds = any(x.given and x.number is None for x in ins)
+    return _union(x.products for x in ins) if adds else NONE
+
+
+def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
+    """Returns the products of which a difference takes away what was added to them.
+
+    Or something else that was given, or the same numbers at another place.
+    """
+    one, other = ins
+    if (eqn.primitive.name in DIFFERENCES) == (one.negated != other.negated):
+        return NONE
+    if one.given or other.given:
+        return one.shifted | other.shifted
+    return one.shifted & other.shifted
 
 
 def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
@@ -333,18 +371,22 @@ def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
         x, factor = factor, x
     if not factor.given:
         return made
+    divides = divisor(eqn) is not None
     is_two = factor.number is not None and abs(factor.number) == 2
     return made._replace(
         products=x.products,
         twice=x.products if is_two else x.twice,
         # What is divided is no index any more, as of beams.
-        chosen=x.chosen if divisor(eqn) is None else NONE,
+        chosen=NONE if divides else x.chosen,
         rank=x.rank,
         cancels=x.cancels,
         doubled=is_two,
         squared=x.squared,
         squares=x.squares,
         total=x.total,
+        # A factor for each entry, as in a rotation, makes other numbers of it.
+        shifted=x.shifted if factor.number is not None or divides else NONE,
+        negated=x.negated != (factor.number is not None and factor.number < 0),
     )
 
 
@@ -412,6 +454,7 @@ def _either(values: Sequence[Made]) -> Made:
         given=all(x.given for x in values),
         squares=any(x.squares for x in values),
         entries=_union(x.entries for x in values),
+        shifted=_union(x.shifted for x in values),
         random=any(x.random for x in values),
     )
 

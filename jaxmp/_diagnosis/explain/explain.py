@@ -266,7 +266,6 @@ def _of_readers(operation: Operation, note: Note) -> str:
     wanted = {
         rules.DIGITS: needs.has_digits,
         rules.LOOP: needs.has_gate,
-        rules.OFFSET: needs.has_offset,
         rules.FLOAT32: needs.for_product if operation.is_stored else None,
     }.get(note.rule)
     if wanted is not None:
