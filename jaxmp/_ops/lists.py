@@ -35,7 +35,7 @@ from .._jaxprs.jaxpr import (
     open_jaxpr,
     sub_jaxprs,
 )
-from .products import PRODUCTS
+from .products import ATTENTION, PRODUCTS
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """
@@ -237,7 +237,8 @@ _WHOLE_MOVES = VIEWS - _PLACED - {"gather"}
 _REPEATABLE = ARITHMETIC | _WHOLE_MOVES | _CHOSEN | CASTS | COMPARES | _LOGIC
 _REDUCES = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod"})
 _TELLS = COMPARES | CHOOSES | ROUNDS
-_READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN) - CASTS
+# Attention is an exponential of what it is given.
+_READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN | {ATTENTION}) - CASTS
 
 # What an explanation calls operations; of all others it has the name of the primitive.
 _WORDS: dict[str, frozenset[str]] = {

@@ -39,7 +39,9 @@ def written(query, key, value, bias=None, mask=None, *, is_causal=False, **lengt
     if bias is not None:
         scores = scores + bias
     if is_causal:
-        scores = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), scores, -jnp.inf)
+        scores = jnp.where(
+            jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf
+        )
     if lengths:
         (counts,) = lengths.values()
         keys = jnp.arange(LENGTH) < counts[:, None, None, None]
