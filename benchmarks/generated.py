@@ -23,10 +23,11 @@ from jax import lax
 import jaxmp
 
 from .counting.measure import IN_A_HURRY
-from .networks.generated_laws import FAMILIES
+from .networks.generated_laws import FAMILIES as LAWS
 from .networks.generated_layers import LAYERS, Asked, Batch, Scope, batch_of
 from .networks.generated_loops import LOOPS
 from .networks.generated_losses import LOSSES
+from .networks.generated_traps import TRAPS
 
 # With autocast in the gradient, JAX differentiates what has been rounded. The slope of
 # a tanh, for one, is computed from 16 bits. Where the tanh is near one, its error then
@@ -41,7 +42,9 @@ LOSS_SCALES = 256.0, 1.0, 2.0**-8, 2.0**-16
 AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 
 ALL_LAYERS = LAYERS | LOOPS
+FAMILIES = LAWS | TRAPS
 KNOWN = functools.reduce(dict.__or__, FAMILIES.values(), ALL_LAYERS)
+SHARES = 0.5, 0.2, 0.3  # of all layers, of loops, and of the families of traps
 Form = Literal["outside", "inside"]
 FORMS: tuple[Form, ...] = (
     "outside",
@@ -78,9 +81,14 @@ def drawn(seed: int, most: int = 5) -> Program:
     def one_of(names):
         return str(rng.choice(list(names)))
 
+    def one_of_all():
+        return one_of(
+            [ALL_LAYERS, LOOPS, TRAPS[one_of(TRAPS)]][rng.choice(3, p=SHARES)]
+        )
+
     layers = [
         (
-            one_of(ALL_LAYERS if rng.random() < 0.7 else LOOPS),
+            one_of_all(),
             one_of(WRAPPERS) if rng.random() < 0.4 else "plain",
             int(rng.integers(8)),
         )

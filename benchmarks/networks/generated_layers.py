@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-TOKENS, SIZE, WORDS = 6, 8, 12
+TOKENS, SIZE, WORDS = 8, 8, 12
 
 Layer = Callable[["Scope", Any, Any], Any]
 
@@ -214,13 +214,13 @@ def attention(
     def layer(s, x, y):
         h = norm(x)
         q, k, v = (
-            s.dense(z).reshape(TOKENS, 2, 4)
+            s.dense(z, 16).reshape(TOKENS, 2, 8)
             for z in (h, *([y, y] if across else [h, h]))
         )
         q, k = keys(q), keys(k)
         if rotated:
             q, k = _rotated(q), _rotated(k)
-        scores = s.dot("qhd,khd->hqk", q, k) / 2
+        scores = s.dot("qhd,khd->hqk", q, k) / 3
         if bias:
             places = jnp.arange(TOKENS)
             scores += s.weight(2, 2 * TOKENS)[:, places[:, None] - places + TOKENS]
@@ -233,13 +233,13 @@ def attention(
             p = p / p.sum(-1, keepdims=True)
         else:
             p = jax.nn.softmax(scores)
-        return x + s.dense(s.dot("hqk,khd->qhd", p, v).reshape(TOKENS, SIZE))
+        return x + s.dense(s.dot("hqk,khd->qhd", p, v).reshape(TOKENS, 16))
 
     return layer
 
 
 def _rotated(x):
-    angle = jnp.arange(TOKENS)[:, None, None] * jnp.array([1.0, 0.1])
+    angle = jnp.arange(TOKENS)[:, None, None] * jnp.array([1.0, 0.3, 0.1, 0.03])
     a, b = jnp.split(x, 2, -1)
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -443,7 +443,9 @@ def squeeze_and_excite(s, x, _):
 
 
 def fourier(s, x, _):
-    spectrum = jnp.fft.rfft(s.dense(x), axis=0) * s.weight(4, SIZE, scale=0.3, mean=1)
+    spectrum = jnp.fft.rfft(s.dense(x), axis=0) * s.weight(
+        TOKENS // 2 + 1, SIZE, scale=0.3, mean=1
+    )
     return x + s.dense(jnp.fft.irfft(spectrum, TOKENS, axis=0))
 
 

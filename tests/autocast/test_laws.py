@@ -7,8 +7,7 @@ cast by hand.
 import numpy as np
 import pytest
 
-from benchmarks.generated import FORMS, Program, findings
-from benchmarks.networks.generated_laws import FAMILIES
+from benchmarks.generated import FAMILIES, FORMS, Program, findings
 
 DTYPES = "bfloat16", "float16"
 
