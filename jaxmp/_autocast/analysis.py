@@ -21,9 +21,11 @@ from .._jaxprs.scopes import (
     KEPT_BY_PATHS,
     KEPT_BY_REFERENCE,
     KEPT_FOR_MOMENTS,
+    KEPT_TO_COMPARE,
     KEPT_TO_END,
     PRECISION,
     Scopes,
+    in_region,
     inside,
     is_backward,
     is_decided,
@@ -37,6 +39,8 @@ from .graph import Trip, accumulated, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
+
+_KEPT_BY_ENDS = frozenset({KEPT_FOR_MOMENTS, KEPT_TO_COMPARE, KEPT_TO_END})
 
 
 class Plan(NamedTuple):
@@ -112,7 +116,7 @@ class Analysis:
 
     def keeps(self, eqn: Equation, scopes: Scopes) -> int | None:
         """Returns the rule by which ``scopes``, or the user, keep ``eqn``."""
-        if KEPT_TO_END in scopes or KEPT_FOR_MOMENTS in scopes:
+        if not _KEPT_BY_ENDS.isdisjoint(scopes):
             return rules.ENDS
         is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
         return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
@@ -191,10 +195,13 @@ class Analysis:
         for var, one in zip(body.outvars, trip.wanted, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
-        kinds, outs, ins = [], [], []
+        written, kinds, outs, ins = [], [], [], []
         for eqn in reversed(eqns):
-            kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
             read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
+            kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
+            if needs.is_compared(joined(read.wanted)) and kind != "call":
+                eqn, kind = in_region(eqn, KEPT_TO_COMPARE), "keep"
+            written.append(eqn)
             kinds.append(kind)
             outs.append(read)
             found = self._needs(eqn, kind, read, scopes, spotted)
@@ -202,7 +209,7 @@ class Analysis:
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Plan(eqns, kinds[::-1], outs[::-1], ins[::-1], need)
+        return Plan(written[::-1], kinds[::-1], outs[::-1], ins[::-1], need)
 
     def _program(
         self, jaxpr: Any, scopes: Scopes
@@ -232,7 +239,8 @@ class Analysis:
             return self.asked(eqn, self.inside(eqn, read, within), within)
         own = is_backward(eqn, scopes), self.is_kept(here)
         out = joined(read.wanted)
-        return needs_of_inputs(eqn, kind, out, Place(*own, read.summed, spotted))
+        found = needs_of_inputs(eqn, kind, out, Place(*own, read.summed, spotted))
+        return needs.all_compared(found) if needs.is_compared(out) else found
 
     # What equations hold.
 
@@ -255,10 +263,14 @@ class Analysis:
         self, eqn: Equation, trip: Trip, scopes: Scopes
     ) -> Iterator[tuple[_jaxpr.Body, Plan]]:
         """Yields the bodies of ``eqn``, each with its plan."""
-        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
-        for i, body in enumerate(layout.bodies):
-            wanted = self.test_of(body) if kind == "while" and i == 0 else trip
+        for body, wanted in self.wanted(eqn, trip):
             yield body, self.plan(body.jaxpr, wanted, scopes)
+
+    def wanted(self, eqn: Equation, trip: Trip) -> Iterator[tuple[_jaxpr.Body, Trip]]:
+        """Yields the bodies of ``eqn``, each with what is needed of what it returns."""
+        is_loop = _jaxpr.call_kind(eqn) == "while"
+        for i, body in enumerate(_jaxpr.call_layout(eqn).bodies):
+            yield body, self.test_of(body) if is_loop and i == 0 else trip
 
     @staticmethod
     def test_of(body: Any) -> Trip:

@@ -39,6 +39,7 @@ from .._ops.lists import (
     ORDERS,
     PICKS,
     SCALES,
+    SELECTS,
     SQUASHES,
     STARTS,
     STEEP,
@@ -87,6 +88,7 @@ copies = one_of(COPIES)  # its transpose adds up what it has copied
 is_of_several = one_of(OF_SEVERAL)  # stands for several operations, to round once
 stretches = one_of(STRETCHES)  # stretches operands of size one along an axis
 gathers = one_of(GATHERS)  # brings the shards of an array to every device
+selects = one_of(SELECTS)  # chooses by a truth value
 is_extreme = one_of(EXTREMES)  # returns the larger, or the smaller, of two numbers
 compares = one_of(COMPARES)
 sorts = one_of(CHOOSES)  # returns some of the numbers it was given, or their places

@@ -1,9 +1,11 @@
-"""What the readers of a value need of it: a set of eight kinds of reader.
+"""What the readers of a value need of it: a set of nine kinds of reader.
 
 This is the whole lattice: sets, which join by union. Others put them together with
 ``|`` and hand them on. What they mean is asked for by the predicates below, and nowhere
 else, so that no rule can depend on a reader that the others do not see.
 """
+
+from collections.abc import Sequence
 
 Need = int  # an ``enum.Flag`` takes ten times as long
 
@@ -16,11 +18,12 @@ FULL_BACK: Need = 16  # the same, in the backward pass
 DIGITS: Need = 32  # its last digits matter: a result, a divisor, what a logarithm reads
 GATE: Need = 64  # so do those of what it becomes: it multiplies what a loop carries
 REGION: Need = 128  # the user keeps in float32 what reads it
+COMPARED: Need = 256  # a loop compares it, or what comes of it, with its own numbers
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
 _BACK = HALF_BACK | FULL_BACK
-_EXACT = DIGITS | GATE
+_EXACT = DIGITS | GATE | COMPARED
 # What a float32 region reads: all that is needed at all.
 EVERYTHING: Need = DIGITS | GATE | REGION
 
@@ -102,6 +105,16 @@ def has_digits(need: Need) -> bool:
 def has_gate(need: Need) -> bool:
     """Whether what a loop carries is multiplied by what is made of a value."""
     return bool(need & GATE)
+
+
+def is_compared(need: Need) -> bool:
+    """Whether a loop compares a value with what it computes itself."""
+    return bool(need & COMPARED)
+
+
+def all_compared(found: Sequence[Need]) -> Sequence[Need]:
+    """Returns the needs of what a value is computed from that a loop compares."""
+    return [need | COMPARED for need in found]
 
 
 def has_region(need: Need) -> bool:

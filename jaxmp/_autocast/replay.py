@@ -18,7 +18,7 @@ from .._ops.lists import OpLists
 from .._ops.narrow import accumulated, bind_narrow, rounded
 from .._ops.precision import at_precision, own_precisions, with_default_precision
 from .._ops.products import with_precision
-from . import classes, needs, storage
+from . import classes, needs, rules, storage
 from .analysis import NO_PATHS, Analysis
 from .calls import Calls
 from .decisions import (
@@ -32,6 +32,7 @@ from .decisions import (
     is_sent_back,
 )
 from .graph import Trip, definitions_of
+from .share import warn_if_most_is_kept
 from .values import Known, Value, cast, given, literal, saturated
 
 # Told of every equation, in the order of the program, what was decided. What the
@@ -68,6 +69,7 @@ class Caster(Calls):
         self.listener = listener
         self.rewritten_by: Any = weakref.WeakKeyDictionary()
         self.first_by: Any = weakref.WeakValueDictionary()
+        self.keeps_loops = False  # some loop by rule 9, in this call
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
         """Returns ``fun``, a function of pytrees, in mixed precision.
@@ -95,7 +97,11 @@ class Caster(Calls):
                 values = [given(array) for array in arrays]
                 return self.as_written(jaxpr, values, trip, scopes or ())
 
-            return rebuilt(with_default_precision(replayed, arrays))
+            self.keeps_loops = False
+            results = rebuilt(with_default_precision(replayed, arrays))
+            if scopes is None and self.keeps_loops:  # as in few programs
+                warn_if_most_is_kept(self.analysis, jaxpr, trip)
+            return results
 
         return wrapped
 
@@ -151,6 +157,7 @@ class Caster(Calls):
         kept = None
         if step.kind == "keep":
             kept = self.analysis.keeps(step.eqn, step.around)
+            self.keeps_loops |= kept == rules.ENDS
         return decide(step, ins, self.dtype, kept=kept)
 
     def applied(self, step: Step, ins: list[Value], decision: Decision) -> list[Value]:

@@ -19,6 +19,7 @@ KEPT_BY_OPS = "jaxmp.kept.ops"
 KEPT_BY_REFERENCE = "jaxmp.kept.reference"
 KEPT_FOR_MOMENTS = "jaxmp.kept.moments"
 KEPT_TO_END = "jaxmp.kept.tolerance"
+KEPT_TO_COMPARE = "jaxmp.kept.compared"
 KEPT_FOR_DIGITS = "jaxmp.kept.digits"
 KEPT_IN_LOOP = "jaxmp.kept.loop"
 # Around an autocast function with products in float8, around each of those, and around

@@ -66,9 +66,11 @@ WINGS = {
             "passes.moments",
             "passes.order",
         },
+        {"passes.compared"},
         {"passes"},
         {"decisions", "storage", "transfer"},
         {"analysis"},
+        {"share"},
         {"customs"},
         {"calls"},
         {"replay"},
@@ -218,9 +220,9 @@ def test_the_rooms_of_autocast_stay_small():
             if isinstance(node, ast.ClassDef) and node.bases != []:
                 fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
                 assert len(fields) <= 8, (path.name, node.name)
-    assert max(sizes.values()) <= 350
+    assert max(sizes.values()) <= 400
     inside = [n for path, n in sizes.items() if path.stem != "autocast"]
-    assert sum(inside) <= 3800  # without the public function, its options and docstring
+    assert sum(inside) <= 4100  # without the public function, its options and docstring
 
 
 def test_what_is_not_public_in_jax_stays_in_one_file():

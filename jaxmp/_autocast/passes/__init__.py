@@ -11,6 +11,7 @@ run in this order.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .compared import compared
 from .endings import endings
 from .gates import gates
 from .hoisting import hoisting
@@ -39,7 +40,7 @@ REWRITES = {
     ),
     "endings": Pass(
         endings,
-        "keeps loops that end by comparing results of matmuls in float32 (rule 9)",
+        "keeps loops that decide by comparing results of matmuls in float32 (rule 9)",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),
     "hoisting": Pass(
@@ -49,6 +50,11 @@ REWRITES = {
     ),
 }
 MARKERS = {
+    "compared": Pass(
+        compared,
+        "keeps what loops are given to compare with in float32 (rule 9)",
+        "test_a_search_that_compares_with_what_was_computed_before_moves",
+    ),
     "gates": Pass(
         gates,
         "keeps gates that multiply a number many times in float32 (rule 8)",

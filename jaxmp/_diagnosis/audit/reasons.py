@@ -11,7 +11,8 @@ from ..._ops.products import has_default_precision, is_of_factorisation, is_resi
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
     _scopes.KEPT_FOR_MOMENTS: "a mean of a number and of its square (rule 9)",
-    _scopes.KEPT_TO_END: "in a loop that ends at a tolerance (rule 9)",
+    _scopes.KEPT_TO_END: "in a loop that decides by comparing (rule 9)",
+    _scopes.KEPT_TO_COMPARE: "a loop compares what comes of it (rule 9)",
     _scopes.KEPT_FOR_DIGITS: "its reader needs float32 (rule 6)",
     _scopes.KEPT_IN_LOOP: "a loop or a long product takes it (rule 8)",
     _scopes.FLOAT32: "float32 region",
