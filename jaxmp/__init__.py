@@ -22,7 +22,7 @@ Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
             keep_if_skipped scalars unscale all_finite select_tree
 Dtypes      explain Explanation ExplainedLine
-            audit assert_16bit DtypeReport Leak Kept Hazard
+            audit assert_16bit DtypeReport Leak Kept Hazard UnfusedAttention
 Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity RoundedColumn
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
@@ -51,6 +51,7 @@ from ._diagnosis.audit.report import DtypeReport as DtypeReport
 from ._diagnosis.audit.report import Hazard as Hazard
 from ._diagnosis.audit.report import Kept as Kept
 from ._diagnosis.audit.report import Leak as Leak
+from ._diagnosis.audit.report import UnfusedAttention as UnfusedAttention
 from ._diagnosis.explain.report import ExplainedLine as ExplainedLine
 from ._diagnosis.explain.report import Explanation as Explanation
 from ._diagnosis.overflow.report import Fault as Fault
@@ -115,6 +116,7 @@ __all__ = [
     "SensitivityReport",
     "StateDtypeState",
     "StochasticRoundingState",
+    "UnfusedAttention",
     "activation_gradients",
     "all_finite",
     "assert_16bit",

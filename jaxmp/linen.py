@@ -16,7 +16,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
 from ._attention.for_flax import attend_as_flax
-from ._attention.function import Implementation
+from ._attention.function import Implementation, as_arrays
 from ._base.checks import check_function, short
 from ._base.names import missing
 from ._base.policy import PolicyLike, casting_policy
@@ -125,9 +125,10 @@ def dot_product_attention(
         qk_attn_weights_einsum=qk_attn_weights_einsum,
         attn_weights_value_einsum=attn_weights_value_einsum,
     )
+    arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
     return attend_as_flax(
         written,
-        promote_dtype(query, key, value, dtype=dtype),
+        promote_dtype(*arrays.values(), dtype=dtype),
         bias,
         mask,
         {

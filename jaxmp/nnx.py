@@ -15,7 +15,7 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
 from ._attention.for_flax import attend_as_flax
-from ._attention.function import Implementation
+from ._attention.function import Implementation, as_arrays
 from ._autocast.autocast import autocast as _autocast
 from ._base.checks import as_positions, as_tuple, explains, short
 from ._base.names import missing
@@ -122,9 +122,10 @@ def dot_product_attention(
         precision=precision,
         module=module,
     )
+    arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
     return attend_as_flax(
         written,
-        promote_dtype((query, key, value), dtype=dtype),
+        promote_dtype(tuple(arrays.values()), dtype=dtype),
         bias,
         mask,
         {

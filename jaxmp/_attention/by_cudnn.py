@@ -49,7 +49,10 @@ def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str |
         return reason
     dtype = operands[0].dtype
     if dtype not in (jnp.float16, jnp.bfloat16):
-        return f"query, key and value are {dtype}; the kernel takes 16 bits"
+        return (
+            f"query, key and value are {dtype}, and the kernel takes 16 bits; use "
+            "`autocast`, or a cast model"
+        )
     place = form.place(BIAS)
     if place in moving:
         if operands[place].dtype != dtype:

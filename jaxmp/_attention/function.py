@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from .._base.checks import short
+from .._base.tree import is_array
 from .._devices.varying import vary, varying_axes
 from .._jaxprs.scopes import ATTENTION
 from .._ops.products import default_precision
@@ -87,8 +89,10 @@ def dot_product_attention(
             strict=True,
         )
     )
-    given = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
-    arrays = [jnp.asarray(x) for x in (query, key, value)]
+    given = {name: x for name, x in given.items() if x is not None}
+    given = as_arrays("dot_product_attention", **given)
+    arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
+    arrays = [*arrays.values()]
     options: dict[str, Any] = {
         "is_causal": is_causal,
         "local_window_size": local_window_size,
@@ -96,7 +100,7 @@ def dot_product_attention(
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
             f"`implementation` must be None, 'xla' or 'cudnn', but is "
-            f"{implementation!r}."
+            f"{short(implementation)}."
         )
     if isinstance(scale, jax.core.Tracer):
         return _by_jax(*arrays, **given, scale=scale, **options)
@@ -119,6 +123,16 @@ def dot_product_attention(
     axes = frozenset().union(*map(varying_axes, args))
     args = vary(args, tuple(axes)) if axes else args
     return attended(form, default_precision(), args).reshape(shape)
+
+
+def as_arrays(function: str, **named: Any) -> dict[str, jax.Array]:
+    """Returns the arguments of a function as arrays, by name."""
+    for name, x in named.items():
+        if not is_array(x):
+            raise TypeError(
+                f"`{name}` of `{function}` must be an array, but is {short(x)}."
+            )
+    return {name: jnp.asarray(x) for name, x in named.items()}
 
 
 def _in_4d(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from .._jaxprs.jaxpr import Equation
 from .._jaxprs.places import Place, placed
 from .._ops.lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
 from .._ops.narrow import summed_by_platform
-from .._ops.products import PRODUCTS
+from .._ops.products import PRODUCTS, is_attention
 from .numbers import Eaten, Numbers
 
 # Which part of a program has rounded a value, where it is none.
@@ -258,9 +258,10 @@ def before_rounding(eqn: Equation, arrays: Sequence[Any]) -> Any:
     if _jaxpr.is_cast(eqn):
         wide = jnp.issubdtype(arrays[0].dtype, jnp.floating)
         return widened(arrays[0]) if wide and arrays[0].dtype.itemsize > 2 else None
-    if name in PRODUCTS and all(is_narrow(x) for x in arrays[:2]):
+    is_sum = name in ARITHMETIC or is_attention(eqn)
+    if not is_sum and name in PRODUCTS and all(is_narrow(x) for x in arrays[:2]):
         return summed_by_platform(eqn, arrays)
-    if name in ARITHMETIC:
+    if is_sum:
         return bind_wide(eqn, [*map(widened, arrays)])[0]
     return None
 

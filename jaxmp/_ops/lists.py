@@ -195,6 +195,7 @@ COPIES = frozenset(
 # sum of products, those that scale it, and those that are harmed by its rounding.
 LINEAR = frozenset(["add", "sub", "add_any", "select_n", "neg"]) | VIEWS
 SCALES = frozenset({"mul", "div"})
+DIVIDES = frozenset({"div"})
 SHIFTS = frozenset({"add", "sub"})
 DIFFERENCES = SHIFTS - JOINS
 # Where a small number in the code keeps from zero what is divided by, or a logarithm.
@@ -215,6 +216,7 @@ ROOTS = frozenset({"sqrt"})
 GATHERS_ROWS = frozenset({"gather"})
 LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
+MAXIMA = frozenset({"reduce_max"})
 REMAINDERS = frozenset({"rem"})
 JOINS_TERMS = frozenset({"add", "sub", "add_any"})
 
@@ -242,7 +244,8 @@ _READS_DIGITS = (STEEP | _TELLS | AS_WRITTEN | {ATTENTION}) - CASTS
 
 # What an explanation calls operations; of all others it has the name of the primitive.
 _WORDS: dict[str, frozenset[str]] = {
-    "a matmul": PRODUCTS,
+    "a matmul": PRODUCTS - {ATTENTION},
+    "an attention": frozenset({ATTENTION}),
     "an exponential": EXPS,
     "a logarithm": frozenset({"log", "log1p", "log2"}),
     "a root": frozenset({"sqrt", "rsqrt", "cbrt"}),

@@ -228,6 +228,8 @@ def adds_up(eqn: Equation, i: int) -> bool:
     """Whether a product only adds up its other operand if operand ``i`` is uniform."""
     if is_convolution(eqn):
         return i == 1
+    if is_attention(eqn):
+        return False
     taken = {axis for axes in _dimension_numbers(eqn) for axis in axes[i]}
     shape = eqn.invars[i].aval.shape
     return all(n == 1 for axis, n in enumerate(shape) if axis not in taken)

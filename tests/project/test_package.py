@@ -90,6 +90,7 @@ WINGS = {
             "wide_replay",
         },
         {
+            "audit.attention",
             "audit.hazards",
             "audit.leaks",
             "explain.flow",

@@ -21,6 +21,7 @@ from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..numbers import Numbers
+from .attention import Attentions
 from .hazards import Hazards, of_numbers
 from .leaks import Walk
 from .report import DtypeReport, wide_name
@@ -62,6 +63,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of what is made of them: a phase, a small
       difference, a choice, an inverse, a sum; and numbers that are 0 or Inf there.
+
+    * **Attention**: ``report.attention`` says what keeps one from cuDNN's kernel.
 
     Args:
         fun: Function that JAX can trace.
@@ -105,7 +108,9 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = Hazards(default).found(jaxpr, around) + of_numbers(numbers)
-            return walk.report(residuals, tuple(dict.fromkeys(hazards)))
+            attention = Attentions().found(jaxpr, around)
+            hazards = tuple(dict.fromkeys(hazards))
+            return walk.report(residuals, hazards, attention)
 
     return uncalled("audit", fun, audited)
 

@@ -26,7 +26,7 @@ from ..._ops.lists import MAY_MULTIPLY, VIEWS
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
 from .reasons import computes, dtypes_of, is_float64_leak, why_16bit, why_kept
-from .report import DtypeReport, Hazard, Kept, Leak
+from .report import DtypeReport, Hazard, Kept, Leak, UnfusedAttention
 
 
 class Turn(enum.IntEnum):
@@ -132,7 +132,10 @@ class Walk:
         self.forward: dict[Any, Causes] = {}  # of forward products, by place
 
     def report(
-        self, residual_bytes: dict[str, int] | None, hazards: tuple[Hazard, ...]
+        self,
+        residual_bytes: dict[str, int] | None,
+        hazards: tuple[Hazard, ...],
+        attention: tuple[UnfusedAttention, ...],
     ) -> DtypeReport:
         """Returns what was found, the worst first."""
         total = sum(self.flops.values())
@@ -146,6 +149,7 @@ class Walk:
             notes=tuple(self.notes),
             hazards=hazards,
             default_precision_flops=self.default_precision_flops,
+            attention=attention,
         )
 
     def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:

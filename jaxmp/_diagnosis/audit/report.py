@@ -152,6 +152,33 @@ class Hazard:
 
 
 @dataclasses.dataclass(frozen=True)
+class UnfusedAttention:
+    """An attention that is not cuDNN's fused kernel on an NVIDIA GPU.
+
+    Attributes:
+        why: Why :func:`jaxmp.dot_product_attention`, or its form for Flax, is not, and
+            what to change. Empty for an attention that is written out.
+        bytes: Of one that is written out, those of its weights, which the forward pass
+            writes and the kernel does not: a number for each query and key, in each
+            head of each example, in the dtype in which a matmul reads them. All layers
+            of a line count.
+        module: Named scopes of the first one in this line.
+        where: Its ``file:line``.
+
+    Examples:
+        >>> x = jax.ShapeDtypeStruct((2, 16, 4, 12), jnp.bfloat16)
+        >>> report = jaxmp.audit(jaxmp.dot_product_attention)(x, x, x)
+        >>> print(report.attention[0].why)
+        heads have size 12; the kernel takes multiples of 8 up to 256
+    """
+
+    why: str
+    bytes: int
+    module: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
 class DtypeReport:
     """What :func:`jaxmp.audit` found.
 
@@ -171,6 +198,8 @@ class DtypeReport:
             purpose is no hazard.
         default_precision_flops: FLOPs of the float32 matmuls at JAX's default
             precision, which is TF32 on an A100 and later, and bfloat16 on a TPU.
+        attention: What keeps an attention from cuDNN's kernel, and those that are
+            written out.
     """
 
     flops: dict[str, float]
@@ -181,6 +210,7 @@ class DtypeReport:
     kept_16bit: tuple[Kept, ...] = ()
     hazards: tuple[Hazard, ...] = ()
     default_precision_flops: float = 0.0
+    attention: tuple[UnfusedAttention, ...] = ()
 
     @property
     def fraction_16bit(self) -> float:
@@ -240,6 +270,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _kept_lines(report),
         _complex_lines(report),
         _hazard_lines(report),
+        _attention_lines(report),
         _residual_lines(report),
         notes(report),
     )
@@ -372,6 +403,24 @@ def _lines_of_hazard(row: Hazard) -> Iterator[str]:
     line = os.path.basename(row.where)
     yield from wrapped(f"{subject} at {line}{module}: {row.why}", "  ", "    ")
     yield from wrapped(row.cure, "    ", "        ", is_code=True)
+
+
+def _attention_lines(report: DtypeReport) -> Iterator[str]:
+    """Yields a line for each attention that is written out, and two for all others."""
+    written = [row for row in report.attention if not row.why]
+    if written:
+        text = "attention that is written out: `jaxmp.dot_product_attention` saves"
+        yield from wrapped(text, "", "  ")
+    rows = [(f"{_unit(row.bytes, 1024)}B", "of weights", row) for row in written]
+    yield from table(rows, _ROWS)
+    others = [row for row in report.attention if row.why]
+    if others:
+        yield "attention that is not cuDNN's kernel on an NVIDIA GPU"
+    for row in others[:_ROWS]:
+        module = f" in {row.module}" if row.module else ""
+        text = f"at {os.path.basename(row.where)}{module}: {row.why}"
+        yield from wrapped(text, "  ", "    ")
+    yield from more(others, _ROWS, "attention")
 
 
 def _residual_lines(report: DtypeReport) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ..._jaxprs.places import (
     placed,
 )
 from ..._ops.lists import VIEWS, in_words
-from ..._ops.products import PRODUCTS
+from ..._ops.products import PRODUCTS, is_attention
 from ..audit.reasons import why_by_scopes
 
 DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
@@ -256,7 +256,9 @@ class Flow:
         for var, out in zip(eqn.outvars, outs, strict=True):
             operation.outs.append(out.value)
             is_barrier = bool(operation.dtype) and operation.is_stored
-            if _jaxpr.is_inexact(var) and not is_barrier:
+            # An attention also returns a float32 number for each row, to its gradient.
+            is_second = bool(operation.dtype) and is_attention(eqn)
+            if _jaxpr.is_inexact(var) and not is_barrier and not is_second:
                 operation.dtype = str(out.dtype)
         return outs
 

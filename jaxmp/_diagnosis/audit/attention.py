@@ -1,0 +1,177 @@
+"""Attention in a program: what keeps it from cuDNN's kernel, and what is written out.
+
+An attention that is written out is found in the traced program, part by part: a matmul,
+a scale, at most a bias and a mask, a softmax, and a matmul of that. Where any part is
+missing, or anything else is done to the scores or to the weights, it is none.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..._attention.operation import why_not_kernel
+from ..._base.sizes import as_number, size_of
+from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.places import Place, placed
+from ..._jaxprs.scopes import ATTENTION
+from ..._ops.lists import (
+    CASTS,
+    DIFFERENCES,
+    DIVIDES,
+    EXPONENTIALS,
+    EXTREMES,
+    FACTORS,
+    GUARDS,
+    JOINS,
+    MAXIMA,
+    SCALES,
+    SELECTS,
+    SHIFTS,
+    TOTALS,
+    VIEWS,
+)
+from ..._ops.products import is_attention, is_batched, is_matrix_product
+from .report import UnfusedAttention
+
+# Why Flax's own attention, or that of JAX, was called: see `jaxmp._attention.for_flax`.
+_WRITTEN = {
+    "dropout": "its dropout is active; pass `deterministic=True`, or drop elsewhere",
+    "sown": "its weights are sown; leave out `sow_weights`",
+    "asked": "its `precision` or its einsums are its own; leave them out",
+    "sizes": "keys and values have other sizes; pad them",
+    "decoding": "one query is decoded with a cache of keys",
+    "scale": "its scale is an array; multiply the query by it, and pass `scale=1.0`",
+}
+
+
+class _Part(NamedTuple):
+    """How much of an attention a value is."""
+
+    stage: str
+    scores: Any = None  # the matmul that computed them
+    scaled: bool = False
+    exps: Any = None  # the exponentials that were summed up
+
+
+class Attentions:
+    """Goes through a program and notes each attention in it."""
+
+    def __init__(self):
+        self._rows: dict[Any, UnfusedAttention] = {}
+
+    def found(self, jaxpr: Any, around: Place) -> tuple[UnfusedAttention, ...]:
+        """Returns the attentions of a program, by the line of the user."""
+        inputs = [None] * len(_jaxpr.in_avals(jaxpr))
+        self._run(jaxpr, inputs, around)
+        return tuple(self._rows.values())
+
+    def _run(self, jaxpr: Any, inputs: Sequence[Any], around: Place) -> list[Any]:
+        def apply(eqn, ins, place):
+            if _jaxpr.call_kind(eqn):
+                return self._call(eqn, ins, place)
+            self._named(eqn, place)
+            if is_attention(eqn):
+                if reason := why_not_kernel(eqn):
+                    self._note(place, reason, 0)
+            elif not place.backward and not place.again:
+                return self._part(eqn, ins, place)
+            return [None] * len(eqn.outvars)
+
+        outs = _jaxpr.interpret(
+            jaxpr,
+            inputs,
+            placed(apply, around),
+            const=lambda _: None,
+            literal=lambda literal: literal,
+        )
+        return [x if isinstance(x, _Part) else None for x in outs]
+
+    def _call(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+        """Goes into the bodies of an equation. A loop is told of nothing outside it."""
+        layout = _jaxpr.call_layout(eqn)
+        loops = _jaxpr.call_kind(eqn) in ("scan", "while", "shard_map")
+        outs: list[Any] = [None] * len(eqn.outvars)
+        for body in _jaxpr.on_accelerator(eqn, layout.bodies):
+            known = [None if loops else ins[i] for i in body.operands]
+            inside = place.replayed(eqn, body.jaxpr)
+            outs = self._run(body.jaxpr, known, inside)
+        return [None] * len(eqn.outvars) if loops else outs
+
+    def _named(self, eqn: Any, place: Place) -> None:
+        """Notes what was written out for a reason."""
+        for scope in place.scopes:
+            if scope.startswith(ATTENTION):
+                self._note(place, _WRITTEN[scope.removeprefix(ATTENTION)], 0)
+
+    def _note(self, place: Place, why: str, size: int) -> None:
+        key = place.where, why
+        row = self._rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
+        self._rows[key] = UnfusedAttention(why, row.bytes + size, row.module, row.where)
+
+    def _part(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
+        """Returns how much of an attention the results of an equation are."""
+        parts = [x for x in ins if isinstance(x, _Part)]
+        if is_matrix_product(eqn) and is_batched(eqn):
+            weights = next((i for i, x in enumerate(ins) if _is(x, "weights")), None)
+            if weights is None:
+                return [_Part("scores", eqn, any(x.scaled for x in parts))]
+            has_reason = any(scope.startswith(ATTENTION) for scope in place.scopes)
+            if ins[weights].scaled and not has_reason:
+                aval = eqn.invars[weights].aval
+                size = as_number(math.prod(aval.shape)) * aval.dtype.itemsize
+                self._note(place, "", int(size) * place.trips)
+            return [None]
+        return [_next(eqn, ins, parts)] * len(eqn.outvars)
+
+
+def _is(x: Any, stage: str) -> bool:
+    return isinstance(x, _Part) and x.stage == stage
+
+
+def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
+    """Returns what an equation makes of parts of an attention, None if no part."""
+    name = eqn.primitive.name
+    by_number = any(_is_number(x) for x in eqn.invars)
+    if not parts:  # the queries may be scaled before the matmul
+        return _Part("queries", scaled=True) if name in SCALES and by_number else None
+    first, *others = parts
+    if others:
+        return _joined(name, *parts[:2]) if len(ins) == len(parts) == 2 else None
+    if name in VIEWS | CASTS and len(ins) == 1:
+        return first
+    match first.stage:
+        case "scores" if name in SCALES:
+            return first._replace(scaled=True) if by_number else None
+        case "scores" if (name in SHIFTS and ins[0] is first) or name in JOINS:
+            return first  # and a bias
+        case "scores" if name in SELECTS or (name in GUARDS and by_number):
+            return first  # and a mask
+        case "scores" if name in MAXIMA:
+            return first._replace(stage="maximum")
+        case "maximum" if name in SELECTS | EXTREMES:
+            return first
+        case "scores" | "shifted" if name in EXPONENTIALS:
+            return first._replace(stage="exps", exps=eqn)
+        case "exps" if name in TOTALS:
+            return first._replace(stage="sum")
+        case "sum" if name in DIVIDES and by_number:
+            return first._replace(stage="inverse")
+    return None
+
+
+def _joined(name: str, x: _Part, y: _Part) -> _Part | None:
+    """Returns what two parts of one attention make, None if they are no two such."""
+    if x.scores is None or x.scores is not y.scores:
+        return None
+    match x.stage, y.stage:
+        case ("scores", "maximum") if name in DIFFERENCES:
+            return x._replace(stage="shifted")
+        case ("exps", "sum") if name in DIVIDES and x.exps is y.exps:
+            return x._replace(stage="weights")
+        case ("exps", "inverse") if name in FACTORS and x.exps is y.exps:
+            return x._replace(stage="weights")
+    return None
+
+
+def _is_number(atom: Any) -> bool:
+    return size_of(atom.aval) == 1
