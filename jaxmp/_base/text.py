@@ -51,12 +51,9 @@ def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
             make two more columns.
         shown: How many of them to show.
     """
-    cells = [
-        (number, text, row.module, os.path.basename(row.where))
-        for number, text, row in rows[:shown]
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    fits = sum(widths) + 2 * len(widths) <= WIDTH
+    cells = _cells(rows[:shown])
+    widths = _widths(cells)
+    fits = fits_a_screen(rows, shown)
     for row in cells:
         first, *rest = map(str.ljust, row, widths)
         first = first.strip().rjust(widths[0])
@@ -66,6 +63,20 @@ def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
         indent = " " * (widths[0] + 4)
         yield from wrapped(row[1], f"  {first}  ", indent)
         yield from wrapped("  ".join(filter(None, row[2:])), indent, indent)
+
+
+def fits_a_screen(rows: Sequence[tuple[str, str, Any]], shown: int) -> bool:
+    """Tells whether a table has one line for each row."""
+    widths = _widths(_cells(rows[:shown]))
+    return sum(widths) + 2 * len(widths) <= WIDTH
+
+
+def _cells(rows: Sequence[tuple[str, str, Any]]) -> list[tuple[str, ...]]:
+    return [(n, text, row.module, os.path.basename(row.where)) for n, text, row in rows]
+
+
+def _widths(cells: Sequence[tuple[str, ...]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*cells, strict=True)]
 
 
 def wrapped(

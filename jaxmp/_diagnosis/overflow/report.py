@@ -10,10 +10,20 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._base.text import as_html, as_lists, more, notes, paragraphs, table, wrapped
+from ..._base.text import (
+    as_html,
+    as_lists,
+    fits_a_screen,
+    more,
+    notes,
+    paragraphs,
+    table,
+    wrapped,
+)
 
 TESTED = "a test of finiteness"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
+_LOST_MOST = "lost most: zero or subnormal here, and not in float32"
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
 
@@ -161,9 +171,11 @@ def _lines(report: OverflowReport) -> Iterator[str]:
         _fault_lines(report),
         wrapped(report.advice, is_code=True),
         _other_lines(report),
-        _range_lines("least headroom, in powers of two", _nearest(report)),
+        _range_lines(report, "least headroom, in powers of two", _nearest(report)),
         _range_lines(
-            "lost most: zero or subnormal here, and not in float32", _worst(report)
+            report,
+            "lost most: zero or subnormal here, and not in float32",
+            _worst(report),
         ),
         notes(report),
     )
@@ -205,25 +217,37 @@ def _reached(name: str) -> str:
 def _other_lines(report: OverflowReport) -> Iterator[str]:
     if report.others:
         yield "other operations that made Inf or NaN of finite inputs"
-        rows = [(x.kind, _said(report, x), x) for x in report.others]
-        yield from table(rows, _ROWS)
+        yield from _table(report, [(x.kind, x) for x in report.others])
         yield from more(report.others, _ROWS, "others")
 
 
-def _range_lines(title: str, rows: list[tuple[str, str, Any]]) -> Iterator[str]:
+def _range_lines(
+    report: OverflowReport, title: str, rows: list[tuple[str, Any]]
+) -> Iterator[str]:
     if rows:
         yield title
-        yield from table(rows, _ROWS)
+        yield from _table(report, rows)
 
 
-def _nearest(report: OverflowReport) -> list[tuple[str, str, Any]]:
+def _table(report: OverflowReport, rows: list[tuple[str, Any]]) -> Iterator[str]:
+    """Writes rows, the code in them as short as it takes for a line each."""
+    tables = (
+        [(number, _said(report, x, length), x) for number, x in rows]
+        for length in (28, 20, 14)
+    )
+    fitting = (cells for cells in tables if fits_a_screen(cells, _ROWS))
+    default = [(number, _said(report, x, 28), x) for number, x in rows]
+    yield from table(next(fitting, default), _ROWS)
+
+
+def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
     """Returns the operations that gave Inf or NaN, and then those that came near."""
     faults = [x for x in (report.first, *report.others) if x and x.kind != "zeros"]
-    known = {_key(x): (x.kind, _said(report, x), x) for x in faults}
+    known: dict[Any, tuple[str, Any]] = {_key(x): (x.kind, x) for x in faults}
     # A mask of `jnp.finfo(dtype).min` has no headroom, and is meant.
     near = [x for x in report.operations if x.max > 0 and x.headroom > 0]
     for x in sorted(near, key=lambda x: x.headroom):
-        known.setdefault(_key(x), (f"{x.headroom:.1f}", _said(report, x), x))
+        known.setdefault(_key(x), (f"{x.headroom:.1f}", x))
     return [*known.values()]
 
 
@@ -231,15 +255,15 @@ def _key(row: Fault | OperationRange) -> tuple[Any, ...]:
     return row.operation, row.dtype, row.where, row.module, row.backward, row.code
 
 
-def _worst(report: OverflowReport) -> list[tuple[str, str, Any]]:
+def _worst(report: OverflowReport) -> list[tuple[str, Any]]:
     losing = sorted(report.operations, key=lambda x: -x.lost)
-    return [(f"{x.lost:.1%}", _said(report, x), x) for x in losing if x.lost >= _SEEN]
+    return [(f"{x.lost:.1%}", x) for x in losing if x.lost >= _SEEN]
 
 
-def _said(report: OverflowReport, row: Fault | OperationRange) -> str:
+def _said(report: OverflowReport, row: Fault | OperationRange, length: int) -> str:
     text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
     if row.code and _needs_code(report, row):
-        text += f" of `{_clipped(row.code, 28)}`"
+        text += f" of `{_clipped(row.code, length)}`"
     return text
 
 
