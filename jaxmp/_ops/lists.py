@@ -108,11 +108,11 @@ _OPAQUE = """
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_fwd
     dot_product_attention_fp8_bwd dot_product_attention_fp8_fwd_wrapper
     dot_product_attention_fp8_bwd_wrapper full_to_shard shard_to_full pgather psend
-    precv ragged_all_to_all pbroadcast_dynamic all_gather_reduced
+    precv ragged_all_to_all pbroadcast_dynamic all_gather_reduced ag_start ag_done
     all_gather_start all_gather_done all_gather_reduced_start all_to_all_start
     all_to_all_done pbroadcast_start pbroadcast_done ppermute_start ppermute_done
-    psum_start psum_done psum_invariant_start reduce_scatter_start
-    reduce_scatter_done unreduced_psum_start unreduced_reduce_scatter_start
+    psum_start psum_done psum_invariant_start reduce_scatter_start reduce_scatter_done
+    unreduced_psum_start unreduced_reduce_scatter_start
     reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p"""
 
 # Those of them that may multiply matrices, of which nobody knows how many.

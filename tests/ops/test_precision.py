@@ -217,7 +217,7 @@ def test_what_a_product_asks_for_itself_is_kept_and_the_audit_says_so(default):
 @each_precision
 def test_the_audit_gives_the_reasons_that_it_gives_without_a_default(default):
     def loss(w, x):
-        return jnp.mean(jnp.linalg.qr(x @ w)[0] ** 2) + wide(w, x)
+        return jnp.mean(jnp.linalg.qr((x @ w).T)[0] ** 2) + wide(w, x)
 
     for fun in (loss, jaxmp.autocast(jax.grad(loss)), jax.grad(jaxmp.autocast(loss))):
         want = jaxmp.audit(fun)(W, X)

@@ -10,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxprs_in_params
 
 import jaxmp
 from benchmarks.counting import h200
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 ROWS, WIDTH = 64, 128
@@ -158,7 +158,7 @@ def test_a_recurrent_loop_stacks_eight_bits_alone():
                 outs = [x.aval for x in eqn.outvars]
                 large = [x for x in outs if x.shape == (steps, ROWS, WIDTH)]
                 yield from (str(x.dtype) for x in large)
-            for inner in jaxprs_in_params(eqn.params):
+            for inner in _jaxpr.sub_jaxprs(eqn):
                 yield from stacked(inner)
 
     steps = 3
