@@ -64,30 +64,25 @@ def autocast(
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
     returns 16 bits if the result leads to another one through elementwise operations,
     and float32 if not. Reductions, exponentials, norms, losses and whatever autocast
-    does not know are float32. The guide to autocast has the nine rules that give the
-    dtype of every value.
-
-    Under ``"mixed_fp8"`` large matmuls round their operands to scaled float8.
+    does not know are float32. The guide to autocast has the nine rules. Under
+    ``"mixed_fp8"`` large matmuls round their operands further, to scaled float8.
 
     Args:
         fun: Function of any pytrees. Leaves that are not JAX arrays (Python numbers,
             strings, NumPy arrays) are passed on as they are.
         policy: A policy, its string, or a dtype. Its compute dtype and its dot dtype
             are used; None is bfloat16. Under a float32 policy nothing changes.
-        ops: The primitives that run in 16 bits, in float32, or in the dtype of their
-            inputs.
+        ops: Which primitives run in 16 bits, in float32, or in the dtype of inputs.
         float32_paths: Named scopes to keep in float32, forward and backward.
-            ``"head"``, or ``"Net/head"``, is a module of the model ``Net`` with
-            everything inside it, in Linen, NNX (``"blocks/0"``), Equinox or Haiku.
-            Their matmuls have all digits of float32; ``{"head": "default"}`` names a
+            ``"head"``, ``"Net/head"`` or ``"blocks/0"`` is a module with all inside it.
+            Its matmuls have all digits of float32; ``{"head": "default"}`` names a
             cheaper precision, see :func:`float32_region`.
         bfloat16_paths: Named scopes to keep out of eight bits.
         residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass
             keeps for the backward pass; None stores it in its own dtype.
 
     Returns:
-        A function with the signature of ``fun``. Its outputs have the structure and
-        the dtypes of those of ``fun``.
+        A function with the signature of ``fun``, and outputs of the same dtypes.
 
     Raises:
         ValueError: If the policy has overrides, or a path matches no named scope, or
