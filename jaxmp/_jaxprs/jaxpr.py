@@ -184,7 +184,23 @@ def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
         avals: What to trace with: arrays, tracers or abstract values. Shape, dtype,
             weak type, sharding and varying mesh axes are kept.
     """
-    return jax.make_jaxpr(fun)(*avals)
+    closed = jax.make_jaxpr(fun)(*avals)
+    return closed if jax.__version_info__ >= (0, 10) else _with_shared(closed)
+
+
+def _with_shared(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Reads each NumPy array from one variable, where JAX 0.9 has made several."""
+    firsts: dict[int, Any] = {}
+    pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    same = {x: firsts.setdefault(id(getattr(c, "val", c)), x) for x, c in pairs}
+    if len(firsts) == len(same):
+        return closed
+
+    def shared(atom):
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    eqns = closed.jaxpr.eqns
+    return with_eqns(closed, [x.replace(invars=[*map(shared, x.invars)]) for x in eqns])
 
 
 def stage() -> Any:
