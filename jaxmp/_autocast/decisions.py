@@ -108,7 +108,9 @@ def decide(
             return Decision("half", rules.PRODUCT)
         return Decision("float32", _of_float32(step, rules.PRODUCT))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
-        return Decision("half", rules.FOLLOWS)
+        # All that a number is applied to would be off alike, were it rounded.
+        holds = kind == "exact" or all([x.holds(dtype) for x in ins])
+        return Decision("half" if holds else "rounded", rules.FOLLOWS)
     if kind == "smooth" and half and classes.joins(eqn):
         how = _joins(ins, dtype)
         if how is not None:

@@ -301,7 +301,8 @@ class Caster(Calls):
             chosen = storage.as_choice(eqn, ins, step.need)
             outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))
         if how == "rounded":
-            firmly = classes.joins(eqn) and needs.has_several(step.need)
+            sums = classes.joins(eqn) or decision.rule == rules.FOLLOWS
+            firmly = sums and needs.has_several(step.need)
             return [storage.joined(outs[0], self.dtype, firmly=firmly)]
         if how == "stored":
             return [self.stored(step, out) if out.is_float32() else out for out in outs]

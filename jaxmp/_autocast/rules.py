@@ -10,11 +10,12 @@ TERMS = {
     "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
     "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
     "`erf`, `erfc`, `sin` or `cos`. Powers do not count, nor do factors above 256 or "
-    "below 1/256.",
+    "below 1/256. A number that 16 bits do not hold is applied in float32, and the "
+    "result is rounded.",
     "move": "A *move* returns numbers of its arguments unchanged: a reshape, a slice, "
-    "a lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool. Sorting does "
-    "not count. What a loop carries is a move of its first value and of what each "
-    "iteration returns.",
+    "a lookup, `concatenate`, `where`, `max`, `clip`, `relu`, a max-pool, "
+    "`x.at[i].set` and `x.at[i].max`. Sorting does not count. What a loop carries is a "
+    "move of its first value and of what each iteration returns.",
     "leads": "A value *leads to a matmul* if a matmul reads it in the forward pass, "
     "directly or through moves and elementwise operations. For a gradient this means "
     "the backward pass. What a loop carries leads to one if its last value does too, "

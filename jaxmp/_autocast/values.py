@@ -88,6 +88,11 @@ class Value:
             return True
         return float(limits.tiny) <= size <= float(limits.max)
 
+    def holds(self, dtype: np.dtype) -> bool:
+        """Whether ``dtype`` has the very number that the value is, if it is one."""
+        number = self.known.scalar
+        return number is None or number == np.asarray(number, dtype)
+
     def wide(self) -> Any:
         """Returns the array in its original dtype."""
         if not self.known.half:

@@ -46,7 +46,7 @@ _MOVE = """
 _CHOOSE = """
     select_n clamp max min eq ne lt le gt ge is_finite reduce_max reduce_min argmax
     argmin sort top_k approx_top_k cummax cummin reduce_window_max reduce_window_min
-    abs neg sign floor ceil round"""
+    scatter scatter-min scatter-max abs neg sign floor ceil round"""
 _COMMUNICATE = "pmax pmin all_gather all_gather_invariant ppermute all_to_all"
 
 # Elementwise, bounded or nearly linear: [grappler]'s infer list. A cube is here for
@@ -67,8 +67,8 @@ _STEEP = """
 # Sums lose small terms and overflow: losses, means, norms, gradients. [guide], [torch]
 _SUM = """
     reduce_sum reduce_prod reduce cumsum cumprod cumlogsumexp reduce_window
-    reduce_window_sum select_and_scatter select_and_gather_add scatter scatter-add
-    scatter-sub scatter-mul scatter-min scatter-max psum psum_invariant unreduced_psum
+    reduce_window_sum select_and_scatter select_and_gather_add scatter-add
+    scatter-sub scatter-mul psum psum_invariant unreduced_psum
     unreduced_pmax unreduced_pmin reduce_scatter unreduced_reduce_scatter preduced
     symmetric_product"""
 
@@ -136,7 +136,7 @@ STEEP = frozenset(" ".join([_STEEP, _SOLVE, _OPAQUE, _POWERS]).split()) - frozen
 )
 # Denied, and what is lost before them is lost behind them too.
 _HANDS_ON = """
-    square scatter scatter-mul convert_element_type complex real
+    square scatter-mul convert_element_type complex real
     imag"""
 HANDS_ON = frozenset(_HANDS_ON.split())
 EXACT = frozenset(" ".join([_MOVE, _CHOOSE, _COMMUNICATE]).split())
@@ -145,7 +145,7 @@ VIEWS = frozenset(_MOVE.split())
 # What is moved or chosen from is the same number whether it is rounded before or after.
 _PICK = """
     select_n clamp max min abs neg reduce_max reduce_min cummax cummin
-    reduce_window_max reduce_window_min"""
+    reduce_window_max reduce_window_min scatter scatter-min scatter-max"""
 PICKS = frozenset(" ".join([_MOVE, _COMMUNICATE, _PICK]).split())
 COMPARES = frozenset(["eq", "ne", "lt", "le", "gt", "ge", "is_finite", "sign"])
 EQUALITIES = frozenset({"eq", "ne"})
