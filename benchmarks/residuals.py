@@ -11,12 +11,15 @@ learn instead, three seeds each; two are those of ``examples/language_model.py``
     python -m benchmarks residuals --train
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +33,7 @@ from . import moments
 from .counting import h200, results, steps, worth
 from .counting.tables import show
 from .machinery import count
+from .networks import basic, families
 from .networks.families import FAMILIES, SMALL
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
@@ -38,6 +42,11 @@ import _lstm
 import _text
 
 FORMS = {"bfloat16": None, "int8": "int8", "fp8": "fp8"}
+# Beside what users do instead: `nn.remat` around each layer, and both.
+CHECKPOINTED = {"checkpoint": "bfloat16", "checkpoint and int8": "int8"}
+# The layers, where a network has them as modules.
+LAYERS = ((basic, "Block"), (families, "Block"), (basic, "Residual"))
+WITH_LAYERS = ("gpt", "vit", "mixture of experts", "resnet")
 
 
 class Trained(NamedTuple):
@@ -128,8 +137,20 @@ def main(arguments: list[str]) -> None:
 def counts(name: str, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Compiles the training steps of a network and yields what was counted in each."""
     network = FAMILIES[name]
-    for form in forms:
-        yield {"form": form} | count(contestant(network, form), network)
+    for form in (*forms, *(CHECKPOINTED if name in WITH_LAYERS else ())):
+        with checkpointed(form in CHECKPOINTED):
+            made = contestant(network, CHECKPOINTED.get(form, form))
+            yield {"form": form} | count(made, network)
+
+
+@contextlib.contextmanager
+def checkpointed(is_on: bool) -> Iterator[None]:
+    """Makes the networks with ``nn.remat`` around each layer."""
+    with contextlib.ExitStack() as stack:
+        for module, name in LAYERS if is_on else ():
+            layer = nn.remat(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, layer))
+        yield
 
 
 def contestant(network: Any, form: str) -> steps.Contestant:

@@ -49,29 +49,42 @@ def is_blocks(x: Any) -> bool:
 @jax.jit
 def decode(blocks: Int8Blocks) -> jax.Array:
     """Returns the float32 array that codes stand for."""
-    unit = _of_each(blocks.units, blocks.codes.shape)
+    unit = _of_each(blocks.units.astype(jnp.float32), blocks.codes.shape)
     codes = blocks.codes.astype(jnp.float32)
     squares = jnp.square(codes + 128)
     return unit * jnp.where(unit < 0, -squares * squares, codes * jnp.abs(codes))
 
 
+class Extents(NamedTuple):
+    """What the units of an array are made of."""
+
+    sizes: jax.Array  # uint32, the bits of the largest size of each block
+    signs: jax.Array  # uint32, 1 where a number of the block is negative
+
+
 @jax.jit
+def extents(x: jax.Array) -> Extents:
+    """Returns how far the blocks of a float32 array reach."""
+    sizes = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    # Two maxima, for a GPU has instructions for them and the libraries of many devices
+    # know no other reduction; of bits, because they order NaN above Inf.
+    return Extents(_most(sizes), _most((~(x >= 0)).astype(jnp.uint32)))
+
+
 def units_of(x: jax.Array) -> jax.Array:
-    """Returns the units with which the codes of a float32 array reach its largest.
+    """Returns the units with which the codes of a float32 array reach its largest."""
+    return units_from(extents(x))
+
+
+@jax.jit
+def units_from(extents: Extents) -> jax.Array:
+    """Returns the bfloat16 units with which codes reach the largest size of a block.
 
     They are rounded up. That of a block with an Inf or NaN in it is NaN, so that none
     is hidden, and that of zeros is zero.
     """
-    count, length = _blocks(x.shape[-1])
-    missing = count * length - x.shape[-1]
-    if missing:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    x = x.reshape(*x.shape[:-1], count, length)
-    # In one reduction, and of the numbers as they are, or XLA may write to memory what
-    # is to be reduced.
-    zeros = np.float32(0), np.float32(0)
-    most, least = jax.lax.reduce((x, x), zeros, _both_ends, (x.ndim - 1,))
-    largest, is_positive = jnp.maximum(most, -least), least == 0
+    largest = jax.lax.bitcast_convert_type(extents.sizes, jnp.float32)
+    is_positive = extents.signs == 0
     unit = largest / jnp.where(is_positive, float(_TOP_OF_POSITIVE) ** 4, _TOP**2)
     unit = jnp.where(largest > 0, jnp.maximum(unit, _TINY), unit)
     unit = jax.lax.bitcast_convert_type(_upper_bits(unit), jnp.bfloat16)
@@ -105,7 +118,7 @@ def nearest(x: jax.Array) -> Int8Blocks:
 
 def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
     """Rounds up where the number has come further than ``draw`` of the way."""
-    unit = _of_each(units, x.shape)
+    unit = _of_each(units.astype(jnp.float32), x.shape)
     is_positive = unit < 0
 
     def power(code):
@@ -124,8 +137,13 @@ def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
     return jnp.where(is_positive, positive, code).astype(jnp.int8)
 
 
-def _both_ends(x: Any, y: Any) -> Any:
-    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
+def _most(x: jax.Array) -> jax.Array:
+    """Returns the largest number of each block of uint32 numbers."""
+    count, length = _blocks(x.shape[-1])
+    missing = count * length - x.shape[-1]
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-1], count, length).max(-1)
 
 
 def _upper_bits(x: jax.Array) -> jax.Array:
@@ -139,11 +157,9 @@ def _upper_bits(x: jax.Array) -> jax.Array:
 
 
 def _of_each(units: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the unit of each number of an array, in float32."""
+    """Returns the unit of each number of an array."""
     count, length = _blocks(shape[-1])
-    each = jnp.broadcast_to(
-        units.astype(jnp.float32)[..., None], (*units.shape, length)
-    )
+    each = jnp.broadcast_to(units[..., None], (*units.shape, length))
     return each.reshape(*shape[:-1], count * length)[..., : shape[-1]]
 
 

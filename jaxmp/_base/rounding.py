@@ -217,8 +217,10 @@ def _noise(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
     for axis, size in enumerate(shape):
         position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
         index = index * np.uint32(size & 0xFFFFFFFF) + position
-    first = seeds[0] + number * np.uint32(0x9E3779B9)  # 2^32 by the golden ratio
-    return _hash(_hash(index + first) ^ (seeds[1] + number)) & _LOWER
+    # Constants are added to arrays and not to the seeds: a kernel for each such scalar
+    # would take as long as one for an array.
+    index = index + number * np.uint32(0x9E3779B9)  # 2^32 by the golden ratio
+    return _hash(_hash(index + seeds[0]) ^ (seeds[1] + number)) & _LOWER
 
 
 def _hash(x: jax.Array) -> jax.Array:

@@ -10,7 +10,15 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._base.blocks import Int8Blocks, decode, encode, is_blocks, nearest, units_of
+from .._base.blocks import (
+    Int8Blocks,
+    decode,
+    encode,
+    extents,
+    is_blocks,
+    nearest,
+    units_from,
+)
 from .._base.checks import check_optimizer, check_state, short
 from .._base.dtypes import as_dtype
 from .._base.rounding import noise_seeds, round_stochastically
@@ -193,8 +201,11 @@ def narrow_init(inner: Any, params: Any, narrow: np.dtype | None) -> optax.OptSt
         )
     if narrow == _INT8:
         leaves, structure = jax.tree.flatten(state)
+        # Under `jit` they are constants, and XLA takes minutes to compute with those of
+        # a large model while it compiles, unless there is a factor it does not know.
+        one = jax.lax.optimization_barrier(np.float32(1))
         for i in _moments(inner, params, leaves):
-            leaves[i] = nearest(leaves[i])
+            leaves[i] = nearest(leaves[i] * one)
         return structure.unflatten(leaves)
     return state
 
@@ -229,11 +240,18 @@ def narrow_update(
     if blocks:
         # A unit needs the whole block, and what needs the unit is another kernel:
         # between the two XLA would write float32 moments to memory. So each computes
-        # them, from codes of which XLA is not to know that they are the same.
-        others = jax.lax.optimization_barrier(blocks)
-        _, wide, now = update([others.get(i, x) for i, x in enumerate(stored)])
+        # them, the second one from codes of which XLA is not to know that they are the
+        # same, and which are there no sooner than all units.
+        zero = jax.lax.optimization_barrier(np.zeros(2, np.uint32))[0]
+        codes, old = _copied_units(blocks, zero)
+        _, wide, now = update(_with_blocks(stored, codes, old))
         _check_structure(structure, now)
-        units = {i: units_of(wide[i].astype(jnp.float32)) for i in blocks}
+        reach = {i: extents(wide[i].astype(jnp.float32)) for i in blocks}
+        units = {
+            i: units_from(x._replace(sizes=x.sizes | zero)) for i, x in reach.items()
+        }
+        codes, old, units = jax.lax.optimization_barrier((codes, old, units))
+        stored = _with_blocks(stored, codes, old)
     updates, new, structure = update(stored)
     for i, x in enumerate(new):
         this = np.uint32(number + i)
@@ -243,6 +261,28 @@ def narrow_update(
         elif narrow == _BFLOAT16 and _is_array_of(x, _FLOAT32):
             new[i] = round_stochastically(x, seeds, this).astype(narrow)
     return updates, structure.unflatten(new)
+
+
+def _copied_units(blocks: dict[int, Int8Blocks], zero: jax.Array) -> Any:
+    """Returns the codes of blocks, and copies of their units.
+
+    The new units take the place of the old ones in memory before all that reads these
+    has run. XLA would copy each of them by itself. But it merges kernels that read one
+    array, and all of these read the one with ``zero``, which it does not know to be 0.
+    """
+    old = {}
+    for i, x in blocks.items():
+        bits = jax.lax.bitcast_convert_type(x.units, jnp.uint16)
+        bits = bits | zero.astype(jnp.uint16)
+        old[i] = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return {i: x.codes for i, x in blocks.items()}, jax.lax.optimization_barrier(old)
+
+
+def _with_blocks(stored: list[Any], codes: Any, units: Any) -> list[Any]:
+    return [
+        Int8Blocks(codes[i], units[i]) if i in codes else x
+        for i, x in enumerate(stored)
+    ]
 
 
 def check_seed(seed: Any) -> None:

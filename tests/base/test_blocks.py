@@ -95,6 +95,22 @@ def test_rows_of_any_width_have_blocks(width):
     np.testing.assert_allclose(_blocks.decode(blocks), x, atol=0.02 * abs(x).max())
 
 
+def test_a_unit_is_made_of_the_largest_size_and_of_whether_there_is_a_negative():
+    rows = np.zeros((6, 256), np.float32)
+    rows[0, :3] = 3, -1e-30, 2
+    rows[1, :2] = 3, 1e-30
+    rows[2, 0] = -0.0
+    rows[3, 5] = -7
+    rows[4, 9] = -np.inf
+    rows[5, 9] = np.nan
+    units = np.asarray(_blocks.units_of(jnp.asarray(rows)), np.float32)[:, 0]
+    top, top_of_positive = 127**2, 255.0**4
+    exact = np.array([3 / top, -3 / top_of_positive, 0, 7 / top])
+    assert np.all(np.abs(units[:4]) >= np.abs(exact))
+    np.testing.assert_allclose(units[:4], exact, rtol=2**-7)
+    assert np.isnan(units[4:]).all()
+
+
 def test_the_program_and_python_agree():
     codes = at_random(ANY)
     with jax.disable_jit():

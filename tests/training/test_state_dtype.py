@@ -1,6 +1,8 @@
 """States in 8 and 16 bits train as float32 ones, and are left alone as these are."""
 
 import json
+import re
+import time
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +87,15 @@ def test_bytes_of_a_parameter_with_adam(make, dtype, bytes_each):
 
 
 # What it trains
+
+
+def test_a_first_state_is_compiled_at_once():
+    """XLA computes with constants while it compiles, a million numbers in 40 s."""
+    tx = jaxmp.with_state_dtype(optax.adam(1e-3), "int8")
+    params = {"w": jax.ShapeDtypeStruct((2048, 768), jnp.float32)}
+    start = time.process_time()
+    jax.jit(tx.init).lower(params).compile()
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])
@@ -360,6 +371,18 @@ def test_the_page_says_the_bytes_that_were_counted():
         found = counted[COUNTED[name]]
         assert float(stored) == round(found["bytes stored"], 1), name
         assert float(moved) == round(found["bytes moved"], 1), name
+
+
+def test_eight_bits_of_a_large_model_are_updated_in_few_kernels():
+    rows = {x["update"]: x for x in results("narrow")["gpt-160m"]["rows"]}
+    ours = rows["stochastic, int8 state"]
+    bf16 = rows["stochastic, bfloat16 state"]
+    assert ours["bytes moved"] <= 14.3
+    assert ours["kernels"] <= 2 * bf16["kernels"]
+    page = " ".join((ROOT / "docs" / "narrow_params.md").read_text().split())
+    for row in (ours, bf16):
+        counted = f"{row['bytes moved']:g} bytes"
+        assert re.search(rf"{counted}( a parameter)? in {row['kernels']}\b", page)
 
 
 def test_the_page_says_the_losses_that_were_measured():
