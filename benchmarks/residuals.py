@@ -103,6 +103,8 @@ class Options:
     forms: tuple[str, ...] = ("float32", "bfloat16", "int8")
     """Of the compiled steps."""
     seeds: int = 3
+    bound: bool = False
+    """Count what eight bits would cost if no maximum of a row had to be found."""
     train: bool = False
     models: tuple[str, ...] = tuple(TRAINED)
     """With ``--train``."""
@@ -124,6 +126,12 @@ def main(arguments: list[str]) -> None:
             results.save(path, title, results.hardware(), command, [row])
         return
     h200.require("residuals")
+    if options.bound:
+        rows = list(without_maxima())
+        show("one layer of a GPT", rows)
+        title = "one layer of a GPT, without a maximum"
+        results.save(path, title, h200.HARDWARE, command, rows)
+        return
     worth.check("network", options.networks, FAMILIES)
     for name in options.networks:
         rows = list(counts(name, options.forms))
@@ -141,6 +149,25 @@ def counts(name: str, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
         with checkpointed(form in CHECKPOINTED):
             made = contestant(network, CHECKPOINTED.get(form, form))
             yield {"form": form} | count(made, network)
+
+
+def without_maxima() -> Iterator[dict[str, Any]]:
+    """Yields the counts of one layer, also with a scale that no maximum is read for."""
+
+    def narrowed(x, kind):
+        rows = jax.lax.round(x * 127, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
+        scale = jnp.full((1,) * x.ndim, 1 / 127, jnp.float32)
+        return jax.lax.optimization_barrier((rows.astype(jnp.int8), scale))
+
+    network = basic.gpt(16, layers=1, width=512, heads=8, vocabulary=512, length=512)
+    parts = ("bytes", "kernels", "seconds", "temp")
+    for form in ("bfloat16", "int8", "int8, without a maximum"):
+        made = contestant(network, form.split(",")[0])
+        with contextlib.ExitStack() as stack:
+            if form not in FORMS:
+                stack.enter_context(mock.patch.object(eight_bits, "narrowed", narrowed))
+            counted = count(made, network)
+        yield {"form": form} | {part: counted[part] for part in parts}
 
 
 @contextlib.contextmanager

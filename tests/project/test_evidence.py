@@ -236,6 +236,37 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
         assert f"| {name.removesuffix(', trained')} | {' | '.join(losses)} |" in page
 
 
+def test_what_to_take_was_counted_and_timed():
+    page = words(ROOT / "docs/residuals.md")
+    gpt, fused, resnet = results("residuals")["beside checkpointing"]["rows"]
+
+    def shares(row, form, joined=" and "):
+        sizes = ("temporary MiB", "ms")
+        return joined.join(f"{row[form][x] / row['autocast'][x]:.2f}" for x in sizes)
+
+    first, ours = shares(gpt, "checkpoint"), shares(gpt, "int8")
+    assert f'around each layer first | {first}; `"int8"` {ours} |' in page
+    assert f'`"int8"` on top of it | {shares(gpt, "both")} |' in page
+    ours, other = shares(resnet, "int8"), shares(resnet, "checkpoint")
+    assert f'convolutions | `"int8"` | {ours}; `nn.remat` {other} |' in page
+    assert f"nothing in ResNet-50 ({shares(resnet, 'both')})" in page
+    took, ours = (
+        shares(fused, x, " of the memory in ") for x in ("checkpoint", "int8")
+    )
+    assert f"the GPT takes {took} of the time" in page
+    assert f'`"int8"` {ours.replace(" of the memory", "")}: the two' in page
+    for (name, form, dtype), row in timed().items():
+        if form == "autocast int8":
+            plain = timed()[name, "jaxmp autocast", dtype]
+            memory = row["temporary MiB"] / plain["temporary MiB"]
+            time = row["ms"]["median"] / plain["ms"]["median"]
+            assert f"| {gpu.NAMES[name]} | {memory:.2f} | {time:.2f} |" in page
+    found = results("residuals")["one layer of a GPT, without a maximum"]["rows"]
+    plain, ours, bound = (x["bytes"] for x in found)
+    assert f"layer of a GPT moves {ours / plain:.2f} times the bytes" in page
+    assert f"would move {bound / plain:.2f} times if no largest" in page
+
+
 def test_what_a_search_costs_on_the_page_of_faults_was_counted():
     page = (ROOT / "docs/faults.md").read_text()
     names = {"MLP": "MLP, 27M parameters"}
