@@ -80,6 +80,13 @@ STEP = """\
 The bytes that move through memory in one step, relative to the step by hand.
 """
 
+ATTENTION = """\
+## What attention by cuDNN saves
+
+Training steps under autocast with attention written out, and with
+`jaxmp.dot_product_attention`, which is cuDNN's kernel in the compiled code.
+"""
+
 PRICE = """\
 ## What autocast costs
 
@@ -112,7 +119,8 @@ def main(arguments: list[str]) -> None:
 
 def page() -> str:
     """Returns the page as Markdown."""
-    sections = [INTRODUCTION, *_times(), *_steps(), *_prices(), *_errors(), *_host()]
+    sections = [INTRODUCTION, *_times(), *_steps(), *_attention(), *_prices()]
+    sections += [*_errors(), *_host()]
     return "\n".join(sections)
 
 
@@ -199,6 +207,29 @@ def _steps() -> Iterator[str]:
         ]
         yield _table(["", *STEPS.values()], table)
     yield _source([found[network] for network in STEPS])
+
+
+def _attention() -> Iterator[str]:
+    found = _read("attention")
+    yield ATTENTION
+    for dtype, result in found.items():
+        yield f"### {dtype}\n"
+        forms: dict[str, dict[str, Row]] = {}
+        for row in result["rows"]:
+            forms.setdefault(row["network"], {})[row["form"]] = row
+        table = []
+        for name, both in forms.items():
+            old, new = both["written"], both["fused"]
+            amounts = [
+                f"{row[key] / unit:.{digits}f}"
+                for key, unit, digits in (("bytes", 1e9, 1), ("temp", 2**20, 0))
+                for row in (old, new)
+            ]
+            shares = [_ratio(new[key], old[key]) for key in ("bytes", "temp")]
+            table.append([name, *amounts[:2], shares[0], *amounts[2:], shares[1]])
+        header = ["", "GB", "with cuDNN", "of it", "temporary MiB", "with cuDNN"]
+        yield _table([*header, "of it"], table)
+        yield _source([result])
 
 
 def _prices() -> Iterator[str]:

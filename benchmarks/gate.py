@@ -5,6 +5,7 @@ against hand-written 16-bit training that neither scales nor checks nor skips. W
 small is the number of layers; what moves through memory has the size it has in use.
 Updates of parameters without float32 masters must move what they read and write once.
 Products with weights must be float8 in every form of a gradient that asks for it.
+Attention must be that of cuDNN, with no array of length by length.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jaxmp
 
-from . import fp8, narrow
+from . import attention, fp8, narrow
 from .counting import h200
 from .counting.steps import FLOOR, contestant
 from .counting.tables import show
@@ -51,6 +52,8 @@ AUTOCAST = {
     "cnn": (1.30, 1.46),
     "lstm": (1.05, 1.1),
 }
+# What attention by cuDNN may leave of the bytes and of the temporary memory.
+FUSED = (0.80, 0.94)
 DECODER = fp8.Decoder(256, layers=2, vocabulary=1024, rows=4, length=256, head_size=64)
 
 
@@ -89,6 +92,20 @@ def gate() -> Iterator[Check]:
         yield from narrow_checks(name)
     for form in fp8.FORMS:
         yield from fp8_checks(form)
+    yield from attention_checks()
+
+
+def attention_checks() -> Iterator[Check]:
+    """Yields what must hold of attention by cuDNN, which need not be installed."""
+    rows = list(attention.compared({"gpt": NETWORKS["gpt"]}, "bfloat16"))
+    for share, what, limit in zip(
+        attention.shares(rows)["gpt"],
+        ("bytes", "temporary memory"),
+        FUSED,
+        strict=True,
+    ):
+        step = "gpt, attention by cuDNN"
+        yield Check(step, f"{what}, of those written out", share, limit)
 
 
 def fp8_checks(name: str, decoder: fp8.Decoder = DECODER) -> Iterator[Check]:

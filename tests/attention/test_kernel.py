@@ -1,11 +1,16 @@
 """In code compiled for an H200 attention is cuDNN's, forward and backward."""
 
 import functools
+import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting import h200
@@ -137,3 +142,36 @@ def test_a_decoder_under_autocast_is_cudnns_in_every_layer(dtype, inside):
     text = h200.compiled(step, params, tokens, labels).as_text()
     assert sorted(calls(text)) == [FORWARD] * layers + [BACKWARD] * layers
     assert not squares(text, length)
+
+
+@functools.cache
+def mesh():
+    target = pathlib.Path(h200.__file__).with_name("h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=target, topology="1x1x8"
+    )
+    return Mesh(np.array(topology.devices).reshape(4, 2), ("data", "model"))
+
+
+@pytest.mark.parametrize("spec", [P("data"), P("data", None, "model")])
+@pytest.mark.parametrize("by", ["jit", "shard_map"])
+def test_examples_and_heads_on_many_devices(spec, by):
+    def total(*args):
+        # The gradient of a sum is one number, which JAX would not shard.
+        out = jaxmp.dot_product_attention(*args, is_causal=True)
+        return jnp.sum(out.astype(jnp.float32))
+
+    grad = jax.grad(total, (0, 1, 2))
+    if by == "shard_map":
+        grad = jax.shard_map(grad, mesh=mesh(), in_specs=spec, out_specs=spec)
+    args = [
+        jax.ShapeDtypeStruct(
+            (8, 128, heads, SIZE), jnp.bfloat16, sharding=NamedSharding(mesh(), spec)
+        )
+        for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    text = jax.jit(grad).lower(*args).compile(compiler_options=h200.OPTIONS).as_text()
+    assert calls(text) == [FORWARD, BACKWARD]
+    heads = HEADS // (2 if "model" in spec else 1)
+    assert f"bf16[2,{heads},128,{SIZE}]" in text
+    assert not re.search("all-gather|all-to-all|collective-permute", text)

@@ -87,10 +87,9 @@ def test_in_float32_its_derivatives_are_those_of_jax(options):
     def tangent(fun):
         return jax.jvp(fun, (args,), (jax.tree.map(jnp.cos, args),))[1]
 
-    for derivative in (lambda fun: jax.grad(fun)(args), tangent):
-        found, expected = derivative(ours), derivative(jaxs)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
+    for x, y in zip(jax.grad(ours)(args), jax.grad(jaxs)(args), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(tangent(ours), tangent(jaxs), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "bias and mask", "lengths"])

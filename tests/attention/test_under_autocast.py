@@ -258,3 +258,38 @@ def test_a_row_that_is_masked_whole_is_what_it_is_in_jax(dtype):
     expected = jax.nn.dot_product_attention(*arrays, mask=mask)
     assert distance(found[0, 3], expected[0, 3]) < 4 * EPS[dtype]
     np.testing.assert_allclose(expected[0, 3], arrays[2][0].mean(0), atol=1e-6)
+
+
+def trained(attend, seed, steps=60):
+    """Returns the last loss of a decoder that learns to repeat its input."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    tokens = jax.random.randint(keys[0], (8, 16), 0, 16)
+    params = {
+        "embed": 0.5 * jax.random.normal(keys[1], (16, WIDTH)),
+        "places": 0.5 * jax.random.normal(keys[2], (16, WIDTH)),
+        "head": jax.random.normal(keys[3], (WIDTH, 16)) * WIDTH**-0.5,
+    } | {name: x / 2 for name, x in params_of().items()}
+    labels = jnp.roll(tokens, 1, axis=1)
+
+    def loss_fn(params):
+        x = params["embed"][tokens] + params["places"]
+        arrays = [projected(params, x, name) for name in "qkv"]
+        y = attend(*arrays, is_causal=True).reshape(x.shape) @ params["o"]
+        logits = jax.nn.log_softmax((x + y) @ params["head"])
+        picked = jnp.take_along_axis(logits[:, 1:], labels[:, 1:, None], -1)
+        return -jnp.mean(picked)
+
+    def step(params, _):
+        value, grads = jaxmp.autocast(jax.value_and_grad(loss_fn))(params)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), value
+
+    return float(jax.jit(lambda p: jax.lax.scan(step, p, length=steps))(params)[1][-1])
+
+
+def test_a_small_decoder_learns_as_well():
+    losses = np.array(
+        [[trained(attend, seed) for attend in ATTENTIONS] for seed in range(4)]
+    )
+    ours, theirs = losses.T
+    assert abs(ours.mean() - theirs.mean()) <= theirs.std()
+    assert np.all(np.abs(ours - theirs) <= 0.2 * theirs.mean())

@@ -13,6 +13,7 @@ import jaxmp
 from benchmarks import fp8, gate, machinery, narrow, price
 from benchmarks.counting import h200, hlo, worth
 from benchmarks.counting.steps import contestants
+from benchmarks.networks import basic, fused
 from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
 from jaxmp._training import loss_scale as _loss_scale
@@ -59,6 +60,14 @@ def test_a_product_in_float32_does_not_pass():
     found = gate.measured("mlp", "float32", 1)
     checks = gate.checks("mlp", found, gate.floor("mlp", 1))
     assert "products of float32 operands" in {c.what for c in checks if not c.holds}
+
+
+def test_attention_is_cudnns(monkeypatch):
+    for check in gate.attention_checks():
+        assert check.holds, check
+    written = {"attention": basic.causal_attention}
+    monkeypatch.setitem(fused.ATTENTION, "gpt", written)
+    assert not any(check.holds for check in gate.attention_checks())
 
 
 @pytest.mark.parametrize(
