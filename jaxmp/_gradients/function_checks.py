@@ -88,7 +88,7 @@ def _warn_if_promoted(
     walk = Walk()
     inputs = [*map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))]
     walk.run(jaxpr, inputs, Place(user=caller()))
-    report = walk.report(None, ())
+    report = walk.report(None, (), ())
     if not report.flops or report.fraction_16bit > 0:
         return
     why = ""
