@@ -25,9 +25,9 @@ TERMS = {
     "sent back": "A gradient is *sent back by a matmul* if one returns it in the "
     "backward pass, or if arithmetic computes it from such gradients, without "
     "broadcasts, inputs and softmaxes.",
-    "step": "A loop *takes or leaves a step* where one truth value chooses, by a "
-    "`where`, whether an array that it carries stays as it is, and a matmul of the "
-    "next iteration reads what comes of that.",
+    "decides": "A loop *decides* by comparing if a `while_loop` ends by that, or if "
+    "one truth value chooses, by a `where`, whether an array that it carries stays as "
+    "it is, and a matmul of the next iteration reads what comes of that.",
 }
 
 RULES = {
@@ -55,10 +55,9 @@ RULES = {
     LOOP: "What a loop hands to its next iteration without a matmul is float32, as are "
     "its factors; so are more than four gates, or parts of one value, that multiply "
     "one another, and their products.",
-    ENDS: "A loop that ends, or takes or leaves a step, by comparing numbers that "
-    "matmuls computed is float32, and so is all that the numbers it is given to "
-    "compare with are computed from; so are means of a number and of its square that "
-    "are subtracted.",
+    ENDS: "A loop that decides by comparing results of matmuls is float32, and so is "
+    "what computes the numbers it is given to compare with, as are means of a number "
+    "and its square that are subtracted.",
 }
 
 # Beside the rules, which give the dtypes of values, and not what a product does inside.

@@ -118,7 +118,7 @@ def sampled(p):
 
 @both_dtypes
 @pytest.mark.parametrize("run", SEARCHES.values(), ids=SEARCHES.keys())
-def test_a_search_that_compares_with_what_was_computed_before_moves(run, dtype):
+def test_searches_of_optax_move_as_in_float32(run, dtype):
     expected, found = at_once(run, jaxmp.autocast(run, dtype))(PARAMS)
     expected, found = loss_fn(expected), loss_fn(found)
     assert expected < 0.5 * loss_fn(PARAMS)

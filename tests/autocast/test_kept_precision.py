@@ -213,6 +213,7 @@ def test_a_precision_that_does_not_exist_is_refused():
             make()
 
 
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 def test_a_loop_that_ends_by_comparing_has_all_digits():
     def fixed_point(w, b):
         def body(carry):

@@ -242,6 +242,7 @@ def test_micro_batches_read_weights_that_were_rounded_once():
     assert dtypes == ["bfloat16", "float32"]  # the weight, and the sum of its gradients
 
 
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     matrix = X.T @ X / 8 + jnp.eye(8)
 
@@ -260,6 +261,31 @@ def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     expected = jax.jit(solve)(W[0])
     assert expected < 999
     assert jax.jit(autocast(solve))(W[0]) <= expected + 1
+
+
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
+def test_a_search_that_compares_with_what_was_computed_before_moves():
+    def loss(w):
+        return jnp.square(jnp.tanh(X @ w) @ W).mean()
+
+    def searched(w):
+        before, slope = loss(w), jax.grad(loss)(w)
+
+        def goes_on(state):
+            step, trips = state
+            return (loss(w - step * slope) > before) & (trips < 60)
+
+        return lax.while_loop(goes_on, lambda s: (s[0] / 2, s[1] + 1), (1e-3, 0))
+
+    def trips(many):
+        return lax.map(lambda w: searched(w)[1], many)
+
+    # Each step gains less than rounding, and all are in vain if `before` is below.
+    many = [W]
+    for _ in range(8):
+        many.append(many[-1] - 0.5 * jax.grad(loss)(many[-1]))
+    expected, found = at_once(trips, autocast(trips))(jnp.stack(many))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_what_was_chosen_is_found_where_it_was_chosen_from():
@@ -308,6 +334,7 @@ def test_a_weight_is_sent_in_16_bits():
 
 
 @pytest.mark.parametrize("name", worth.PARTS)
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 def test_a_test_fails_without_each_part(name):
     part = worth.PARTS[name]
     with part.left_out(), pytest.raises(AssertionError):

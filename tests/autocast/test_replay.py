@@ -224,6 +224,7 @@ def descent():
     [*map(fixed_point, ("step", "softmax", "_softmax", "logsumexp")), descent],
     ids=["step", "softmax", "_softmax", "logsumexp", "descent"],
 )
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 def test_rule_9_a_loop_ends_as_in_float32_whatever_its_helper_is_called(trips):
     expected = jax.jit(trips)()
     assert expected < MANY

@@ -340,6 +340,7 @@ def precise(w, x):
         (lambda w, x: x[:2] @ w, (W, X), "x[:2] @ w", rules.DIGITS),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 def test_a_line_has_the_rule_that_decided(fun, args, source, rule):
     assert at(explained(jaxmp.autocast(fun), *args), source).rule == rule
 
