@@ -51,6 +51,7 @@ class Plan(NamedTuple):
     outs: Sequence[Trip]  # what is needed of what each equation returns
     ins: Sequence[Sequence[Need]]  # what each equation needs of its inputs
     needs: dict[Any, Need]  # of every variable that somebody reads
+    forward: set[Any]  # variables that the forward pass reads, or the jaxpr returns
 
 
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
@@ -70,6 +71,7 @@ class Analysis:
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
+        self._rounds: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
 
@@ -141,6 +143,17 @@ class Analysis:
             )
         return self._matters[jaxpr]
 
+    def rounds(self, jaxpr: Any) -> bool:
+        """Whether an equation in ``jaxpr`` may round what it is given in float32."""
+        if jaxpr not in self._rounds:
+            self._rounds[jaxpr] = any(
+                classes.cuts(eqn)
+                or classes.squashes(eqn)
+                or any(map(self.rounds, _jaxpr.sub_jaxprs(eqn)))
+                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
+            )
+        return self._rounds[jaxpr]
+
     # Plans.
 
     def mark(self, jaxpr: Any, scopes: Scopes) -> bool:
@@ -195,6 +208,7 @@ class Analysis:
         for var, one in zip(body.outvars, trip.wanted, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
+        forward = set(_jaxpr.variables(body.outvars))
         written, kinds, outs, ins = [], [], [], []
         for eqn in reversed(eqns):
             read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
@@ -206,10 +220,12 @@ class Analysis:
             outs.append(read)
             found = self._needs(eqn, kind, read, scopes, spotted)
             ins.append(found)
+            if not is_backward(eqn, scopes):
+                forward.update(_jaxpr.variables(eqn.invars))
             for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Plan(written[::-1], kinds[::-1], outs[::-1], ins[::-1], need)
+        return Plan(written[::-1], kinds[::-1], outs[::-1], ins[::-1], need, forward)
 
     def _program(
         self, jaxpr: Any, scopes: Scopes

@@ -14,11 +14,11 @@ from .._jaxprs.scopes import DIFFERENTIATED, STACKED, Scopes, inside
 from .._ops.lists import Definition
 from .._ops.precision import with_default_precision
 from . import needs, storage
-from .analysis import Analysis
+from .analysis import Analysis, Plan
 from .customs import Customs, End, places_of_moving, replaced
 from .decisions import Step
-from .graph import Trip, definitions_of, given_by
-from .values import Known, Value
+from .graph import Trip, definitions_of, given_by, joined
+from .values import Known, Value, streamed
 
 
 class Rewritten(NamedTuple):
@@ -40,8 +40,11 @@ class Calls(Customs):
 
     def enters(self, step: Step, ins: list[Value]) -> bool:
         """Whether something is to be decided in the jaxprs that an equation holds."""
-        matters = any(map(self.analysis.matters, _jaxpr.sub_jaxprs(step.eqn)))
+        bodies = [*_jaxpr.sub_jaxprs(step.eqn)]
+        matters = any(map(self.analysis.matters, bodies))
         matters |= any([value.known.half for value in ins])
+        if any(map(needs.is_half, step.read.wanted)):
+            matters |= any(map(self.analysis.rounds, bodies))
         return matters or any(map(needs.is_kept, step.read.wanted))
 
     def call(self, step: Step, ins: list[Value]) -> list[Value]:
@@ -119,8 +122,12 @@ class Calls(Customs):
             ins = [x.widened() if i < first else x for i, x in enumerate(ins)]
         *tests, body = layout.bodies
         while True:
+            streams = self.streams(step, trip, carried, scopes)
             ends = self.ends(step, trip, carried, scopes)
+            ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
             given = [self.in_trip(layout, *x, carried) for x in enumerate(ins)]
+            for i in streams.values():
+                given[layout.fixed_in[i]].note(stream=True)
             trips = self.rewritten(body, given, trip, ends, scopes)
             before = carried  # a trip that returns float32, or has computed, decides
             carried = [
@@ -187,6 +194,47 @@ class Calls(Customs):
             return Known(half, start.known.given and given[out], linear=linear)
 
         return [known(*pair) for pair in zip(layout.fixed_out, starts, strict=True)]
+
+    def streams(
+        self,
+        step: Step,
+        trip: Trip,
+        carried: Sequence[Known],
+        scopes: Scopes,
+    ) -> dict[int, int]:
+        """Returns what a scan stacks of its sums for the backward pass alone (rule 7).
+
+        As where it is to compute a layer again. The layer then reads the sum as it is
+        stacked, in 16 bits, in both passes.
+
+        Returns:
+            For the place of each such stack the place of what is carried.
+        """
+        is_scan = _jaxpr.call_kind(step.eqn) == "scan"
+        if not is_scan or step.back or self.dtype == np.float16:
+            return {}
+        *_, (body, plan) = self.analysis.plans(step.eqn, trip, scopes)
+        if any(
+            _jaxpr.call_kind(x) and y.summed
+            for x, y in zip(plan.eqns, plan.outs, strict=True)
+        ):
+            return {}
+        summed = joined(ends for _, ends in trip.summed)
+        inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(step.eqn)
+        found: dict[int, int] = {}
+        for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
+            known, var = carried[out], inner.invars[place]
+            outs = [i for i, x in enumerate(inner.outvars) if x is var]
+            stacks = set(outs).difference(layout.fixed_out)
+            is_sum = summed >> out & 1 and not (known.given or known.linear)
+            again = all(
+                step.eqn.outvars[i] not in step.forward
+                and needs.is_computed_with_again(trip.wanted[i])
+                for i in stacks
+            )
+            if is_sum and again and not _needs_digits(plan, var):
+                found |= dict.fromkeys(stacks, out)
+        return found
 
     def in_trip(
         self, layout: Any, i: int, value: Value, carried: Sequence[Known]
@@ -255,6 +303,9 @@ class Calls(Customs):
 
             def replayed(*arrays):
                 values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
+                values = [
+                    streamed(x, self.dtype) if x.known.stream else x for x in values
+                ]
                 outs = self.replay(jaxpr, values, trip, scopes)
                 places = zip(outs, _jaxpr.open_jaxpr(jaxpr).outvars, ends, strict=True)
                 outs = [self.as_end(*place, definition) for place in places]
@@ -271,6 +322,8 @@ class Calls(Customs):
 
     def as_end(self, out: Value, var: Any, end: End, definition: Definition) -> Value:
         """Returns ``var``, an output of a body, in the dtype that it must have."""
+        if end in ("wide", "free"):
+            out = out.exact or out
         if end == "wide":
             return out.widened()
         if out.known.half or out.array.dtype != FLOAT32:
@@ -280,6 +333,16 @@ class Calls(Customs):
                 stacked = out.rounded(self.dtype)
             return storage.noted(stacked, definition(var), definition)
         return out.rounded(self.dtype) if end == "half" else out
+
+
+def _needs_digits(plan: Plan, var: Any) -> bool:
+    """Whether an equation needs the last digits of ``var``, beside the sum of trips."""
+    return any(
+        x is var and needs.is_exact(need) and not way >> i & 1
+        for eqn, read, asks in zip(plan.eqns, plan.outs, plan.ins, strict=True)
+        for way in [joined(starts for starts, _ in read.summed)]
+        for i, (x, need) in enumerate(zip(eqn.invars, asks, strict=True))
+    )
 
 
 def scanned(

@@ -21,6 +21,7 @@ from .._ops.lists import (
     CHOOSES,
     COMPARES,
     COPIES,
+    CUTS,
     DEFAULT_OPS,
     DIFFERENCES,
     EQUALITIES,
@@ -84,6 +85,7 @@ Class = Literal[
 picks = one_of(PICKS)  # returns numbers that it was given
 is_view = one_of(VIEWS)  # returns what it was given in another shape or place
 transposes = one_of(TRANSPOSES)  # puts the axes of an array in another order
+cuts = one_of(CUTS)  # returns parts of what it was given
 copies = one_of(COPIES)  # its transpose adds up what it has copied
 is_of_several = one_of(OF_SEVERAL)  # stands for several operations, to round once
 stretches = one_of(STRETCHES)  # stretches operands of size one along an axis

@@ -5,8 +5,8 @@ replay. The sentences are in :mod:`jaxmp._autocast.rules`. Which products round 
 to float8, is decided beside them: no value has another dtype for it.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class Step(NamedTuple):
     asks: Sequence[Need]  # what it needs of each input
     scopes: Scopes  # around the jaxpr
     definition: Definition
+    forward: Collection[Any]  # variables that the forward pass reads, or returns
 
     @property
     def around(self) -> Scopes:
@@ -111,6 +112,9 @@ def decide(
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
         return Decision("half" if holds else "rounded", rules.FOLLOWS)
+    cuts = kind == "exact" and classes.cuts(eqn) and ins[0].known.product
+    if cuts and any(map(needs.is_half, step.read.wanted)):
+        return Decision("rounded", rules.FOLLOWS)  # as if a product returned it alone
     if kind == "smooth" and half and classes.joins(eqn):
         how = _joins(ins, dtype)
         if how is not None:
@@ -149,6 +153,19 @@ def is_sent_back(eqn: Equation, ins: Sequence[Value]) -> bool:
     if any(x.kept or (x.given and x.scalar is None) for x in known):
         return False
     return any(x.sent and not x.copied for x in known)
+
+
+def is_of_product(eqn: Equation, kind: Class, ins: Sequence[Value]) -> bool:
+    """Whether what ``eqn`` returns in float32 is made elementwise of a product."""
+    if kind not in ("exact", "smooth"):
+        return kind == "product"
+    joins = classes.joins(eqn)  # with a bias, too
+    made = [
+        x.known.product or (x.known.half and x.known.kept is None)
+        for x, var in zip(ins, eqn.invars, strict=True)
+        if is_float32(var) and x.known.scalar is None and not (joins and x.known.given)
+    ]
+    return bool(made) and all(made)
 
 
 def is_copied(eqn: Equation, kind: Class, ins: Sequence[Value]) -> bool:

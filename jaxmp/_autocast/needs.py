@@ -19,6 +19,7 @@ DIGITS: Need = 32  # its last digits matter: a result, a divisor, what a logarit
 GATE: Need = 64  # so do those of what it becomes: it multiplies what a loop carries
 REGION: Need = 128  # the user keeps in float32 what reads it
 COMPARED: Need = 256  # a loop compares it, or what comes of it, with its own numbers
+LATER: Need = 512  # float32 work reads what 16-bit work of the forward pass makes of it
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
@@ -122,9 +123,28 @@ def has_region(need: Need) -> bool:
     return bool(need & REGION)
 
 
+def is_computed_with_again(need: Need) -> bool:
+    """Whether elementwise work of the forward pass reads a value, but not its digits.
+
+    Of what the backward pass alone reads it says whether that computes a layer again.
+    """
+    return bool(need & (HALF | FULL)) and not is_exact(need)
+
+
+def is_exact(need: Need) -> bool:
+    """Whether somebody needs the last digits of a value, or of what it becomes."""
+    return bool(need & (EVERYTHING | COMPARED))
+
+
 def has_several(need: Need) -> bool:
     """Whether readers of several kinds read a value."""
+    need &= ~LATER
     return bool(need & (need - 1))
+
+
+def later(need: Need) -> Need:
+    """Returns what is needed of that of which 16-bit work makes a value."""
+    return LATER if need & (FULL | LATER) else NOTHING
 
 
 def for_product(need: Need) -> bool:
@@ -133,8 +153,8 @@ def for_product(need: Need) -> bool:
 
 
 def leads_to_products_alone(need: Need) -> bool:
-    """Whether 16-bit work of the forward pass takes a value, and no float32 work."""
-    return bool(need & _FORWARD) and not need & FULL
+    """Whether 16-bit work takes a value, and no float32 work what comes of it."""
+    return bool(need & _FORWARD) and not need & (FULL | LATER)
 
 
 def handed_on(need: Need, *, squashed: bool = False) -> Need:

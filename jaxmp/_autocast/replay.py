@@ -29,9 +29,10 @@ from .decisions import (
     Step,
     decide,
     is_copied,
+    is_of_product,
     is_sent_back,
 )
-from .graph import Trip, definitions_of
+from .graph import Trip, definitions_of, joined
 from .share import warn_if_most_is_kept
 from .values import Known, Value, cast, given, literal, saturated
 
@@ -132,15 +133,30 @@ class Caster(Calls):
         nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(plan.eqns)
 
         def apply(eqn, ins):
-            step = Step(eqn, *next(planned), scopes, definition)
+            step = Step(eqn, *next(planned), scopes, definition, plan.forward)
             context = nothing if shared else _jaxpr.context_of(eqn)
             with _jaxpr.located_at(eqn, stacks), context:
-                return self.apply(step, ins)
+                return self.streamed(step, ins)
 
         with shared or nothing:
             return _jaxpr.interpret(
                 jaxpr, values, apply, eqns=plan.eqns, const=given, literal=literal
             )
+
+    def streamed(self, step: Step, ins: list[Value]) -> list[Value]:
+        """Replays one equation, and once more if the trips of a loop add up there.
+
+        What they add up is not rounded, and what the others read is made of rounded
+        numbers.
+        """
+        outs = self.apply(step, ins)
+        way = joined(starts for starts, _ in step.read.summed)
+        exact = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
+        if any(exact):
+            ins = [y or x for x, y in zip(ins, exact, strict=True)]
+            for out, one in zip(outs, self.apply(step, ins), strict=True):
+                out.exact = one
+        return outs
 
     def apply(self, step: Step, ins: list[Value]) -> list[Value]:
         """Replays one equation."""
@@ -301,9 +317,13 @@ class Caster(Calls):
             chosen = storage.as_choice(eqn, ins, step.need)
             outs = self.results(eqn, chosen or _jaxpr.bind(eqn, wide))
         if how == "rounded":
-            sums = classes.joins(eqn) or decision.rule == rules.FOLLOWS
-            firmly = sums and needs.has_several(step.need)
-            return [storage.joined(outs[0], self.dtype, firmly=firmly)]
+            firmly = classes.joins(eqn) or decision.rule == rules.FOLLOWS
+            return [
+                storage.joined(x, self.dtype, firmly=firmly and needs.has_several(need))
+                if needs.is_half(need)
+                else x
+                for x, need in zip(outs, step.read.wanted, strict=True)
+            ]
         if how == "stored":
             return [self.stored(step, out) if out.is_float32() else out for out in outs]
         return outs
@@ -331,6 +351,9 @@ def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:
         sent |= step.kind == "exact" and any([value.known.sent for value in ins])
         for out in outs:
             out.note(sent=sent, copied=copied)
+    if is_of_product(step.eqn, step.kind, ins):
+        for out in filter(Value.is_float32, outs):
+            out.note(product=True)
     if step.kind == "product":
         return
     if all([value.known.given for value in ins]):

@@ -7,7 +7,9 @@ AS_WRITTEN, PRODUCT, FOLLOWS, JOINS, FLOAT32 = 1, 2, 3, 4, 5
 DIGITS, KEPT, LOOP, ENDS = 6, 7, 8, 9
 
 TERMS = {
-    "matmul": "A *matmul* is a matrix product or a convolution, however it is written.",
+    "matmul": "A *matmul* is a matrix product or a convolution, however it is written. "
+    "A slice of its result, or of what elementwise operations make of it, counts as a "
+    "result of its own.",
     "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
     "`erf`, `erfc`, `sin` or `cos`. Powers do not count, nor do factors above 256 or "
     "below 1/256. A number that 16 bits do not hold is applied in float32, and the "

@@ -76,10 +76,10 @@ def as_choice(eqn: Equation, ins: Sequence[Value], need: Need) -> list[Any] | No
 
 
 def joined(out: Value, dtype: np.dtype, *, firmly: bool) -> Value:
-    """Returns a sum, or what has a bound, that is rounded once (rule 4).
+    """Returns a sum (rule 4), or a part of a result (rule 3), that is rounded once.
 
     Args:
-        out: The sum, in float32.
+        out: The value, in float32.
         dtype: The 16-bit dtype.
         firmly: Whether somebody widens it again, for whom XLA would store float32.
     """

@@ -52,7 +52,8 @@ def needs_of_inputs(
     if kind == "exact":
         return _of_move(eqn, out, back, place.spotted.signs)
     usual = _of_work(eqn, kind, out, place.kept, back)
-    found = [usual] * count
+    joins = kind == "smooth" and needs.is_half(out) and not back
+    found = [usual | needs.later(out) if joins else usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
     masks = place.spotted.masks

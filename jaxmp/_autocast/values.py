@@ -18,6 +18,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, Equation
 from .._jaxprs.scopes import SATURATED
 from .._ops.lists import is_far
+from .._ops.narrow import firmly_rounded
 
 
 class Known(NamedTuple):
@@ -26,6 +27,11 @@ class Known(NamedTuple):
     half: bool = False  # it has 16 bits, and was float32
     given: bool = False  # an argument or a constant, or computed from such alone
     sent: bool = False  # a product has sent it back, or what it is made of
+    # In float32, for some reader, and made elementwise of what a product returned.
+    product: bool = False
+    # The trips of a loop add it up in float32, and whatever else reads it reads what
+    # the backward pass does: the same, rounded.
+    stream: bool = False
     copied: bool = False  # sent back to many entries alike, as a mean does
     linear: bool = False  # it comes from the tangents of a rule, to be transposed
     scalar: Any = None  # what every entry equals, where that is known while tracing
@@ -58,6 +64,7 @@ class Value:
 
     array: Any  # array, tracer or literal: of the original dtype, or 16-bit if `half`
     known: Known = _NOTHING
+    exact: "Value | None" = None  # what the trips add up, where others read it rounded
     _wide: Any = None
     _half: Any = None
 
@@ -127,6 +134,14 @@ class Value:
     def rounded(self, dtype: np.dtype) -> "Value":
         """Returns the value rounded, for all who read it."""
         return Value(self.narrow(dtype), Known(half=True, linear=self.known.linear))
+
+
+def streamed(value: Value, dtype: np.dtype) -> Value:
+    """Returns a sum over trips as its readers see it, and beside it as it adds up."""
+    seen = value.rounded(dtype)
+    seen.array = firmly_rounded(seen.array)  # or else XLA may take the sum itself
+    seen.exact = value.known._replace(stream=False).of(value.array)
+    return seen
 
 
 def given(array: Any) -> Value:

@@ -176,6 +176,8 @@ BOUNDED = frozenset({"logistic", "tanh", "erf", "sin", "cos"})
 EXTREMES = frozenset({"min", "max"})
 # (1 + x)(1 - x), each part of which 16 bits would round.
 OF_SEVERAL = frozenset({"one_minus_square"})
+# What returns parts of an array, each of which has readers of its own.
+CUTS = frozenset({"slice", "split", "dynamic_slice", "unstack"})
 # What puts axes into another order.
 TRANSPOSES = frozenset({"transpose"})
 # What brings the shards of an array to every device.

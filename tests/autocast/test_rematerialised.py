@@ -1,0 +1,142 @@
+"""Scanned layers that are computed again: what is saved, and what the layers read.
+
+The scan stacks a residual stream in bfloat16, and the layer reads it so in both passes.
+The stream itself adds up in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxmp
+from benchmarks.counting.measure import relative_error
+from conftest import at_once, normal
+
+DEPTH, SIZE = 6, 32
+PARAMS = {
+    "a": normal(0, DEPTH, SIZE, 2 * SIZE) / 6,
+    "b": normal(1, DEPTH, 2 * SIZE, SIZE) / 8,
+    "g": 1 + normal(2, DEPTH, SIZE) / 9,
+}
+X = normal(3, 16, SIZE)
+
+
+def norm(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(((x - mean) ** 2).mean(-1, keepdims=True) + 1e-6)
+
+
+def dense(h, p):
+    return jax.nn.gelu(h * p["g"] @ p["a"]) @ p["b"]
+
+
+def layer(x, p):
+    return x + dense(norm(x), p)
+
+
+def two_sums(x, p):
+    x = x + jnp.tanh(norm(x) @ p["a"]) @ p["b"]
+    return x + dense(norm(x), p)
+
+
+def leaking(x, p):
+    return 0.9 * x + dense(norm(x), p)
+
+
+def without_norm(x, p):
+    return x + 0.3 * jnp.tanh(x @ p["a"]) @ p["b"]
+
+
+def in_another_shape(x, p):
+    h = x.reshape(4, -1, SIZE)
+    return (h + dense(norm(h), p)).reshape(x.shape)
+
+
+def with_a_jit(x, p):
+    return x + jax.jit(dense)(jax.jit(norm)(x), p)
+
+
+LAYERS = {
+    fun.__name__: fun
+    for fun in (layer, two_sums, leaking, without_norm, in_another_shape, with_a_jit)
+}
+
+
+def loss(layer, wrap=lambda fun: fun, unroll=1):
+    def fun(p, x):
+        trip = wrap(lambda x, p: (layer(x, p), None))
+        return jnp.mean(lax.scan(trip, x, p, unroll=unroll)[0] ** 2)
+
+    return jax.value_and_grad(fun, (0, 1))
+
+
+def again(fun):
+    return jax.checkpoint(fun, policy=jax.checkpoint_policies.nothing_saveable)
+
+
+def in_float32(fun):
+    report = jaxmp.audit(fun)(PARAMS, X).as_dict()
+    return report["residual_bytes"].get("float32", 0)
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_scan_saves_a_stream_in_16_bits_for_layers_that_are_computed_again(layer):
+    plain, remat = (
+        jaxmp.autocast(loss(layer, wrap), "mixed_bfloat16")
+        for wrap in (lambda fun: fun, again)
+    )
+    assert in_float32(remat) <= max(1.2 * in_float32(plain), X.nbytes)
+    exact, found, other = at_once(loss(layer), remat, plain)(PARAMS, X)
+    assert relative_error(found, exact) <= 1.5 * relative_error(other, exact)
+
+
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_the_stream_itself_adds_up_in_float32(unroll):
+    """Steps so small that in 16 bits none of them would count."""
+
+    def small(x, p):
+        return x + 2.0**-14 * jnp.tanh(norm(x) @ p["a"]) @ p["b"]
+
+    p = jax.tree.map(lambda x: jnp.tile(x, (8, 1, 1)[: x.ndim]), PARAMS)
+
+    def change(wrap):
+        trip = wrap(lambda x, p: (small(x, p), None))
+
+        def fun(p, x):
+            return jnp.sum((lax.scan(trip, x, p, unroll=unroll)[0] - x) * x)
+
+        return jax.value_and_grad(fun)
+
+    remat = jaxmp.autocast(change(again), "bfloat16")
+    (exact, _), (found, _) = at_once(change(lambda fun: fun), remat)(p, X)
+    assert abs(found - exact) < 0.02 * abs(exact)
+
+
+def test_a_layer_reads_the_same_rounded_stream_in_both_passes():
+    """Far from zero, where each pass would see another norm."""
+    x = 40 + X
+
+    def as_stacked(x, p):
+        rounded = lax.reduce_precision(x, 8, 7)
+        return x + dense(norm(x + lax.stop_gradient(rounded - x)), p)
+
+    remat = jaxmp.autocast(loss(layer, again), "bfloat16")
+    expected, found = at_once(loss(as_stacked), remat)(PARAMS, x)
+    assert relative_error(found, expected) < 0.02
+
+
+def test_what_the_forward_pass_reads_too_is_stacked_as_it_is():
+    def fun(p, x):
+        def trip(x, p):
+            return layer(x, p), x
+
+        last, all_of_them = lax.scan(again(trip), x, p)
+        return jnp.mean(last**2) + jnp.mean((all_of_them - x) ** 2)
+
+    grad_fn = jax.value_and_grad(fun)
+    remat = jaxmp.autocast(grad_fn, "bfloat16")
+    plain = jaxmp.autocast(jax.value_and_grad(fun), "float16")
+    exact, found, other = at_once(grad_fn, remat, plain)(PARAMS, 300 + X)
+    assert relative_error(found[0], exact[0]) < 1e-4
+    assert relative_error(other[0], exact[0]) < 1e-4
