@@ -197,7 +197,7 @@ def test_the_kernel_is_refused_where_it_cannot_be():
         jaxmp.dot_product_attention(
             *[x[..., :4].repeat(3, -1) for x in arrays()], implementation="cudnn"
         )
-    with pytest.raises(NotImplementedError, match=r"float32; .*16 bits"):
+    with pytest.raises(NotImplementedError, match=r"float32, and .*16 bits"):
         jaxmp.dot_product_attention(*arrays(), implementation="cudnn")
     with pytest.raises(NotImplementedError, match="not for an NVIDIA GPU"):
         jaxmp.dot_product_attention(*arrays(jnp.bfloat16), implementation="cudnn")
