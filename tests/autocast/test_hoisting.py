@@ -387,9 +387,11 @@ def test_products_of_all_trips_may_be_float8():
     ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
     grad = gradient_of("simple")
     cast = jaxmp.autocast(grad, "mixed_fp8", ops=ops)
-    assert sums(cast, (W, U), XS) == 0
-    found = jax.jit(cast)((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 0.1
+    xs = normal(2, 6, 16, 16)  # float8 takes multiples of 16
+    assert set(jaxmp.audit(cast)((W, U), xs).flops) == {"float8_e4m3fn"}
+    assert sums(cast, (W, U), xs) == 0
+    found = jax.jit(cast)((W, U), xs)
+    assert relative_error(found, jax.jit(grad)((W, U), xs)) < 0.1
 
 
 def test_a_gradient_of_products_of_all_trips_is_that_of_float32():

@@ -135,6 +135,7 @@ ORDERS = {
 POLICIES = "mixed_bfloat16", "mixed_float16", "mixed_fp8"
 
 
+@pytest.mark.filterwarnings("ignore:No matmul runs in float8")
 @pytest.mark.parametrize(
     ("policy", "default"),
     rest_is_evidence(
