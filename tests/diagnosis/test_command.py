@@ -1,11 +1,15 @@
 """``python -m jaxmp audit``: what it prints, how it ends, and what it says of slips."""
 
+import operator
+import runpy
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 
+import jaxmp
 from jaxmp.__main__ import main
 
 TRAIN = """
@@ -70,36 +74,50 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-# The words of a command, how it ends, and what it prints last.
-COMMANDS = {
-    "report": ("train.py:step --args train.py:example", 0, "float32        16 KiB"),
-    "enough": ("train.py:step --args train.py:example --at-least 50", 0, "16 KiB"),
-    "too little": (
-        "train.py:step --args train.py:example --at-least 95%",
-        1,
-        "50.00% of the FLOPs are in 16 bits, and at least 95% were asked for.",
-    ),
+# The words of a command, and the name of what it audits.
+REPORTS = {
+    "report": ("train.py:step --args train.py:example", "step"),
+    "enough": ("train.py:step --args train.py:example --at-least 50", "step"),
     "all": (
         "train.py:trainer.step --args train.py:example --at-least 100",
-        0,
-        "bfloat16       24 KiB",
+        "trainer.step",
     ),
-    "by keyword": ("train.py:step --args train.py:by_name --at-least 50", 0, "16 KiB"),
-    "modules": ("train:step --args train:example --at-least 50", 0, "16 KiB"),
+    "by keyword": ("train.py:step --args train.py:by_name --at-least 50", "step"),
+    "modules": ("train:step --args train:example --at-least 50", "step"),
+}
+
+
+@pytest.mark.parametrize(("words", "name"), REPORTS.values(), ids=REPORTS)
+def test_a_command_prints_the_report_of_audit_and_ends_with_0(
+    folder, capsys, words, name
+):
+    assert main(["audit", *words.split()]) == 0
+    program = runpy.run_path("train.py")
+    fun = operator.attrgetter(name)(types.SimpleNamespace(**program))
+    report = jaxmp.audit(fun)(*program["example"]())
+    assert capsys.readouterr().out == f"{report}\n"
+    assert report.fraction_16bit == (1 if name == "trainer.step" else 0.5)
+
+
+# The words of a command whose answer is no, and what it prints last.
+REFUSALS = {
+    "too little": (
+        "train.py:step --args train.py:example --at-least 95%",
+        "50.00% of the FLOPs are in 16 bits, and at least 95% were asked for.",
+    ),
     "nothing": (
         "train.py:identity --args train.py:WEIGHT --at-least 0",
-        1,
         "`train.py:identity` has no matmul, and nothing to count.",
     ),
 }
 
 
-@pytest.mark.parametrize(("words", "rc", "last"), COMMANDS.values(), ids=COMMANDS)
-def test_a_command_reports_and_ends_as_it_was_asked_to(folder, capsys, words, rc, last):
-    assert main(["audit", *words.split()]) == rc
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[-1].endswith(last)
-    assert "matmul and convolution FLOPs" in printed.splitlines()[0]
+@pytest.mark.parametrize(("words", "last"), REFUSALS.values(), ids=REFUSALS)
+def test_a_command_ends_with_1_where_less_is_in_16_bits(folder, capsys, words, last):
+    assert main(["audit", *words.split()]) == 1
+    first, *_, end = capsys.readouterr().out.splitlines()
+    assert "matmul and convolution FLOPs" in first
+    assert end == last
 
 
 SLIPS = {
