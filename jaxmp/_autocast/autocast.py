@@ -141,7 +141,7 @@ def autocast(
         used = caster if told is None else make_caster(listener=told)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         cast = with_narrow_residuals(cast, residuals, bfloat16_paths)
-        with jax.named_scope(scope), _explained(fun), inside(autocast=dtype):
+        with jax.named_scope(scope), _explained(fun, float8), inside(autocast=dtype):
             result = cast(*args, **kwargs)
         warn_if_unscaled(dtype, result)
         if next(calls) == 0 and used.float8.is_unused:
@@ -287,7 +287,7 @@ def _warn_of_no_float8(min_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _explained(fun: Callable) -> Iterator[None]:
+def _explained(fun: Callable, float8: bool) -> Iterator[None]:
     """Adds what autocast knows to errors of JAX and Flax."""
     try:
         with linen_state_kept(fun), haiku_state_kept():
@@ -299,7 +299,8 @@ def _explained(fun: Callable) -> Iterator[None]:
         )
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and "forward-mode" in str(error):
+        is_forward = isinstance(error, TypeError) and "forward-mode" in str(error)
+        if float8 and is_forward:
             error.add_note(
                 "Products in float8 have gradients (`jax.grad`, `jax.vjp`) and no "
                 "derivatives in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`). "

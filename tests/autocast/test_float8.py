@@ -502,6 +502,18 @@ def test_forward_mode_is_refused_with_a_word_on_what_to_do():
     assert (F8, F8) in products(outside, PARAMS, X)
 
 
+def test_forward_mode_over_a_rule_of_the_users_gets_no_word_on_float8():
+    @jax.custom_vjp
+    def ruled(x):
+        return x
+
+    ruled.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    tangent = jaxmp.autocast(lambda x: jax.jvp(ruled, (x,), (x,)), "bfloat16")
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        tangent(jnp.ones(2))
+    assert not any("float8" in note for note in getattr(caught.value, "__notes__", ()))
+
+
 # Devices
 
 
