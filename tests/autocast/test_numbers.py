@@ -23,7 +23,8 @@ NUMBER = jnp.float32(0.9)
 NUMBERS = {
     "a factor": lambda h: h * 0.9,
     "a divisor": lambda h: h / 0.9,
-    "a summand": lambda h: h + 10.1,
+    # Larger than `h`, whose own steps in 16 bits would all round the sum alike.
+    "a summand": lambda h: h + 300.7,
     "taken away": lambda h: 1000.3 - h,
     "an array": lambda h: h * jnp.full(SHAPE, 0.9),
     "a divisor for each": lambda h: h / jnp.full(SHAPE, 0.9),
