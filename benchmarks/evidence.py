@@ -168,7 +168,7 @@ def _timed(row: Row) -> list[str]:
     return [
         NAMES[row["network"]],
         row["form"],
-        {"float32": "TF32", "highest": "float32"}.get(row["form"], row["dtype"]),
+        {"float32": "TF32", "highest": "float32"}.get(row["form"]) or row["dtype"],
         f"{row['ms']['median']:.2f}",
         *(f"{x:.2f}" for x in ratios),
         f"{row['temporary MiB']:.0f}",

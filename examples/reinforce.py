@@ -70,7 +70,8 @@ class LM(nn.Module):
 
 def log_probs(model: LM, params: Any, tokens: jax.Array) -> jax.Array:
     """Returns the log-probability of each token but the first, in nats."""
-    logits = jax.nn.log_softmax(model.apply(params, tokens[:, :-1]))
+    logits: Any = model.apply(params, tokens[:, :-1])
+    logits = jax.nn.log_softmax(logits)
     return jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
@@ -104,7 +105,8 @@ def sample(model: LM, rows: int, length: int, params: Any, key: jax.Array):
 
     def draw(tokens, step):
         place, key = step
-        logits = jax.nn.log_softmax(model.apply(params, tokens[:, :-1])[:, place])
+        logits: Any = model.apply(params, tokens[:, :-1])
+        logits = jax.nn.log_softmax(logits[:, place])
         drawn = jax.random.categorical(key, logits)
         chosen = jnp.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0]
         return tokens.at[:, place + 1].set(drawn), chosen

@@ -219,7 +219,8 @@ def dtypes(
     found: dict[str, str] = {}
     for eqn in traced(jaxmp.autocast(fun, dtype), *args):
         if eqn.primitive.name == "name":
-            found[eqn.params["name"]] = str(eqn.outvars[0].aval.dtype)
+            aval: Any = eqn.outvars[0].aval
+            found[eqn.params["name"]] = str(aval.dtype)
     return found
 
 

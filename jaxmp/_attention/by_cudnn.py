@@ -54,7 +54,7 @@ def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str |
             "`autocast`, or a cast model"
         )
     place = form.place(BIAS)
-    if place in moving:
+    if place is not None and place in moving:
         if operands[place].dtype != dtype:
             return (
                 f"the bias is trained, and the kernel has no {operands[place].dtype} "
@@ -122,7 +122,7 @@ def gradient(
         of_bias=place in moving,
     )
     gradients = given.gradients(found[:3], cotangent)
-    if place in moving:
+    if place is not None and place in moving:
         gradients[place] = given.gradient_of_bias(found[3])
     return [gradients[i] for i in moving]
 
@@ -171,7 +171,7 @@ class _Given:
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], *self.ops.lengths))
         if bias.dtype not in (jnp.float16, jnp.bfloat16):
             bias = bias.astype(jnp.float32)
-        hidden = max(2 * _HIDDEN, float(jnp.finfo(bias.dtype).min))
+        hidden = max(float(2 * _HIDDEN), float(jnp.finfo(bias.dtype).min))
         return self.padded(self.padded(bias, 2), 3, hidden)
 
     def padded(self, x: Any, axis: int, number: float = 0) -> Any:

@@ -32,7 +32,7 @@ class Form(NamedTuple):
         return 3 + self.has.index(name) if name in self.has else None
 
     @property
-    def count(self) -> int:
+    def arity(self) -> int:
         """How many operands it has."""
         return 3 + len(self.has)
 

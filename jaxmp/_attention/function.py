@@ -5,6 +5,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from .._base.checks import short
@@ -102,7 +103,7 @@ def dot_product_attention(
             f"`implementation` must be None, 'xla' or 'cudnn', but is "
             f"{short(implementation)}."
         )
-    if isinstance(scale, jax.core.Tracer):
+    if isinstance(scale, Tracer):
         return _by_jax(*arrays, **given, scale=scale, **options)
     shape = arrays[0].shape
     args = [_in_4d(x) for x in arrays]

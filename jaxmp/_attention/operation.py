@@ -36,7 +36,7 @@ def why_not_kernel(eqn: Equation) -> str | None:
     if eqn.primitive is TANGENT:
         return _NO_TANGENT
     moving = eqn.params.get("moving", ())
-    return by_cudnn.why_not(form, operands[: form.count], moving)
+    return by_cudnn.why_not(form, operands[: form.arity], moving)
 
 
 def takes_16_bits(eqn: Equation) -> Sequence[bool]:
@@ -46,8 +46,8 @@ def takes_16_bits(eqn: Equation) -> Sequence[bool]:
     """
     form = eqn.params["form"]
     moving = eqn.params["moving"] if eqn.primitive is TANGENT else ()
-    wide = {form.place(BIAS), form.count + 1}
-    wide |= {form.count + 2 + i for i, at in enumerate(moving) if at in wide}
+    wide = {form.place(BIAS), form.arity + 1}
+    wide |= {form.arity + 2 + i for i, at in enumerate(moving) if at in wide}
     return [i not in wide for i in range(len(eqn.invars))]
 
 
@@ -78,7 +78,7 @@ def _types_of_forward(*avals, form, precision, residual):
 
 
 def _types_of_tangent(*avals, form, precision, moving):
-    return [avals[form.count].update(weak_type=False)]
+    return [avals[form.arity].update(weak_type=False)]
 
 
 def _types_of_gradient(*avals, form, precision, moving):
@@ -102,17 +102,17 @@ def _forward_on_cuda(*args, form, precision, residual):
 
 def _tangent_by_xla(*args, form, precision, moving):
     _refuse(form, _NO_TANGENT)
-    primals, tangents = args[: form.count], args[form.count + 2 :]
+    primals, tangents = args[: form.arity], args[form.arity + 2 :]
     return [by_xla.tangent(form, precision, primals, moving, tangents)]
 
 
 def _gradient_by_xla(*args, form, precision, moving):
     _refuse(form, by_cudnn.why_not(form, args, moving))
-    return by_xla.gradient(form, precision, args[: form.count], moving, args[-1])
+    return by_xla.gradient(form, precision, args[: form.arity], moving, args[-1])
 
 
 def _gradient_on_cuda(*args, form, precision, moving):
-    operands, residuals = args[: form.count], args[form.count :]
+    operands, residuals = args[: form.arity], args[form.arity :]
     if by_cudnn.why_not(form, operands, moving) is not None:
         return _gradient_by_xla(*args, form=form, precision=precision, moving=moving)
     return by_cudnn.gradient(form, operands, moving, residuals)
@@ -163,7 +163,7 @@ def _derived_forward(primals, tangents, *, form, precision, residual):
 
 def _derived_by_xla(run, primals, tangents, *, form, precision, moving):
     """Differentiates a tangent or a gradient, which needs the operands alone."""
-    ignored = form.count, form.count + 1  # the result, and the sums
+    ignored = form.arity, form.arity + 1  # the result, and the sums
     places = [
         i
         for i, tangent in enumerate(tangents)
@@ -184,7 +184,7 @@ def _derived_by_xla(run, primals, tangents, *, form, precision, moving):
 
 def _transposed_tangent(cotangents, *args, form, precision, moving):
     (cotangent,) = cotangents
-    first = form.count + 2
+    first = form.arity + 2
     asked = [
         (i, place)
         for i, place in enumerate(moving, first)
@@ -214,7 +214,7 @@ def _batched(primitive, args, axes, *, form, **params):
     # The bias, and its tangent.
     biases = {bias} if bias is not None else set()
     if primitive is TANGENT:
-        biases |= {form.count + 2 + i for i, at in enumerate(moving) if at == bias}
+        biases |= {form.arity + 2 + i for i, at in enumerate(moving) if at == bias}
     of_bias = primitive is GRADIENT and bias in moving
     apart = of_bias or any(axes[i] is not None for i in biases)
     (size,) = {
@@ -236,7 +236,9 @@ def _batched(primitive, args, axes, *, form, **params):
     ins = [folded(i, x) for i, x in enumerate(first)]
     outs = primitive.bind(*ins, form=form, **params)
     outs = [x.reshape(size, examples, *x.shape[1:]) for x in outs]
-    if of_bias and first[bias].shape[1] == 1:  # one bias for all examples
+    if (
+        of_bias and bias is not None and first[bias].shape[1] == 1
+    ):  # one bias for all examples
         at = moving.index(bias)
         outs[at] = jnp.sum(outs[at], 1, keepdims=True)
     return outs, [0] * len(outs)

@@ -408,8 +408,9 @@ def _constant(array: Any) -> Made:
 def _literal(literal: Any) -> Made:
     """Returns what is known of a number in a jaxpr."""
     number = _real(_jaxpr.number_of(literal))
-    is_known = number is not None and np.isfinite(number)
-    numbers = frozenset([float(number)] if is_known else ())
+    numbers: frozenset[float] = frozenset()
+    if number is not None and np.isfinite(number):
+        numbers = frozenset([float(number)])
     return Made(given=True, number=number, numbers=numbers)
 
 
