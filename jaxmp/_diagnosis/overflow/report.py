@@ -23,7 +23,6 @@ from ..._base.text import (
 
 TESTED = "a test of finiteness"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
-_LOST_MOST = "lost most: zero or subnormal here, and not in float32"
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
 
