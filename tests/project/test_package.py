@@ -22,94 +22,21 @@ import jaxmp
 
 PACKAGE = Path(jaxmp.__file__).parent
 
-# Each wing may import those before it, and a room those before its row in the wing.
-WINGS = {
-    "_base": [
-        {"checks", "names", "rounding", "sizes", "text"},
-        {"blocks", "dtypes"},
-        {"tree"},
-        {"policy"},
-    ],
-    "_jaxprs": [
-        {"jaxpr"},
-        {"around", "scopes", "state"},
-        {"modules", "objects", "places"},
-        {"flatten"},
-    ],
-    "_ops": [
-        {"products"},
-        {"fp8", "lists", "precision"},
-        {"narrow"},
-    ],
-    "_devices": [{"varying"}, {"batch"}, {"mesh"}, {"gather"}],
-    "_attention": [
-        {"form"},
-        {"by_cudnn", "by_xla"},
-        {"operation"},
-        {"function"},
-        {"for_flax"},
-    ],
-    "_training": [
-        {"exponents", "loss_scale_state", "state_dtype"},
-        {"narrow_params", "scalars"},
-        {"loss_scale", "masters"},
-    ],
-    "_residuals": [{"eight_bits"}, {"plan"}, {"scans"}, {"replay"}],
-    "_autocast": [
-        {"needs", "rules"},
-        {"classes", "values"},
-        {"graph"},
-        {
-            "passes.endings",
-            "passes.gates",
-            "passes.hoisting",
-            "passes.moments",
-            "passes.order",
-        },
-        {"passes.compared"},
-        {"passes"},
-        {"decisions", "storage", "transfer"},
-        {"analysis"},
-        {"share"},
-        {"customs"},
-        {"calls"},
-        {"replay"},
-        {"autocast"},
-    ],
-    "_diagnosis": [
-        {"numbers"},
-        {
-            "audit.reasons",
-            "audit.report",
-            "audit.residuals",
-            "explain.report",
-            "overflow.report",
-            "overflow.trails",
-            "ranges",
-            "sensitivity.report",
-            "wide_replay",
-        },
-        {
-            "audit.attention",
-            "audit.hazards",
-            "audit.leaks",
-            "explain.flow",
-            "overflow.advice",
-            "overflow.limits",
-            "overflow.table",
-            "sensitivity.columns",
-            "sensitivity.readers",
-        },
-        {
-            "audit.audit",
-            "explain.explain",
-            "overflow.probe",
-            "sensitivity.switches",
-        },
-        {"overflow.overflow", "sensitivity.sensitivity"},
-    ],
-    "_gradients": [{"function_checks"}, {"differentiate"}, {"activations", "grad"}],
-}
+# Each wing may import those before it.
+WINGS = (
+    "_base",
+    "_jaxprs",
+    "_ops",
+    "_devices",
+    "_attention",
+    "_training",
+    "_residuals",
+    "_autocast",
+    "_diagnosis",
+    "_gradients",
+)
+# The lines of all files, docstrings and comments too. More of them need a reason.
+MOST_LINES = 27_000
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
@@ -146,28 +73,23 @@ def imports(path):
             yield "." * node.level + node.module
 
 
+def test_the_package_does_not_grow():
+    assert sum(len(x.read_text().splitlines()) for x in rooms().values()) <= MOST_LINES
+
+
 def test_each_room_is_in_a_wing():
-    named = {f"{wing}.{room}" for wing in WINGS for row in WINGS[wing] for room in row}
-    doors = {
-        room
-        for room, path in rooms().items()
-        if path.stem == "__init__" and not list(imported(room, path))
-    }
     others = {*FRONT_ENDS, "_version", "__init__", "__main__"}
-    assert {*rooms()} - doors - others == named - doors
-    assert {*WINGS} <= doors
+    assert {room.split(".")[0] for room in rooms()} == {*WINGS} | others
 
 
 @pytest.mark.parametrize("wing", WINGS)
 def test_a_wing_imports_those_below_it(wing):
-    below = {*itertools.takewhile(lambda other: other != wing, WINGS), "_version"}
-    earlier = set()
-    for row in WINGS[wing]:
-        for name in (f"{wing}.{room}" for room in row):
-            for module, _ in imported(name, rooms()[name]):
-                is_below = module.split(".")[0] in below or module in earlier
-                assert is_below, (name, module)
-        earlier |= {f"{wing}.{room}" for room in row}
+    allowed = {*itertools.takewhile(lambda other: other != wing, WINGS)}
+    allowed |= {wing, "_version"}
+    for room, path in rooms().items():
+        if room.split(".")[0] == wing:
+            wings = {module.split(".")[0] for module, _ in imported(room, path)}
+            assert wings <= allowed, room
 
 
 def test_nobody_reaches_past_a_door():
@@ -194,36 +116,9 @@ def test_the_page_on_how_jaxmp_is_built_names_what_there_is():
         assert path.is_dir() or path.with_suffix(".py").exists(), place
     listed = page.split("## The modules of autocast")[1].split("## What each")[0]
     rows = re.findall(r"^\| (`.*?) \|", listed, re.M)
-    modules = re.findall(r"`(\w+)`", " ".join(rows))
-    order = {
-        room.split(".")[0]: i
-        for i, row in enumerate(WINGS["_autocast"])
-        for room in row
-    }
-    assert {*modules} == {*order}
-    assert modules == sorted(modules, key=order.__getitem__)
-
-
-def doc(node):
-    """Returns the docstring of a function, which is not counted as code."""
-    return ast.get_docstring(node) or ""
-
-
-def test_the_rooms_of_autocast_stay_small():
-    sizes = {}
-    for path in (PACKAGE / "_autocast").rglob("*.py"):
-        text = path.read_text()
-        sizes[path] = len(text.splitlines())
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                lines = node.end_lineno - node.lineno - len(str(doc(node)).splitlines())
-                assert lines < 60, (path.name, node.name)
-            if isinstance(node, ast.ClassDef) and node.bases != []:
-                fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
-                assert len(fields) <= 10, (path.name, node.name)
-    assert max(sizes.values()) <= 450
-    inside = [n for path, n in sizes.items() if path.stem != "autocast"]
-    assert sum(inside) <= 4300  # without the public function, its options and docstring
+    modules = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    inside = (room.split(".") for room in rooms())
+    assert modules == {x[1] for x in inside if x[0] == "_autocast" and x[1:]}
 
 
 def test_what_is_not_public_in_jax_stays_in_one_file():
