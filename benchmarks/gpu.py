@@ -26,7 +26,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import tyro
+
+import jaxmp
 
 from .counting import compiled as steps_on
 from .counting import results, steps, timing
@@ -35,12 +38,19 @@ from .counting.measure import IN_A_HURRY
 from .counting.steps import FLOOR
 from .counting.tables import show
 from .networks import basic, families
+from .networks.fused import fused
+from .residuals import checkpointed
 
 ROOT = pathlib.Path(__file__).parent.parent
 AUTOCAST, INT8 = "jaxmp autocast", "autocast int8"
 FORMS = ("float32", FLOOR, "jaxmp modules", AUTOCAST, "jaxmp autocast, rounded", INT8)
 FLOAT16 = (FLOOR, "jaxmp cast", AUTOCAST, "jmp", "flax DynamicScale", "mpx")
 ALL_FORMS = ("gpt-160m", "resnet-50")  # also in true float32, and in float16
+# Autocast with what else saves memory: where `nn.remat` is around each layer, and how
+# residuals are stored; or in which dtype the moments of bfloat16 parameters are.
+CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
+RESIDUALS = {INT8: "int8", CHECKPOINT: None, BOTH: "int8"}
+STATES = {"bfloat16 state": "bfloat16", "int8 state": "int8"}
 # In the order of their importance, with what tables call them.
 NAMES = {
     "gpt-160m": "GPT, 163M parameters",
@@ -54,7 +64,7 @@ NAMES = {
     "gemma": "Gemma",
     "state space": "State space",
 }
-FULL = families.FAMILIES | basic.NETWORKS
+FULL = families.FAMILIES | basic.NETWORKS | fused(basic.NETWORKS)
 TINY = families.SMALL | {
     "gpt-160m": basic.TINY["gpt"],
     "resnet-50": basic.TINY["resnet"],
@@ -67,6 +77,8 @@ class Options:
     """What to measure, how long, and where to save it."""
 
     networks: tuple[str, ...] = tuple(NAMES)
+    forms: tuple[str, ...] = ()
+    """Of a step in bfloat16, if not all that are usual."""
     seconds: float = 540.0
     """No network begins later; what has begun is finished."""
     tiny: bool = False
@@ -119,7 +131,8 @@ def main(arguments: list[str]) -> None:
             report(f"{name}: left out, the time is over")
             continue
         start = time.monotonic()
-        found = list(measure(name, networks[name], options.tiny, report))
+        cases = cases_of(name, options.forms)
+        found = list(measure(name, networks[name], cases, options.tiny, report))
         rows["steps"] += found
         save(rows)
         show(f"{name}, after {time.monotonic() - start:.0f} s", found)
@@ -128,12 +141,19 @@ def main(arguments: list[str]) -> None:
     print(f"saved to {path}")
 
 
-def measure(name: str, network: Any, tiny: bool, report: Any) -> Iterator[dict]:
-    """Compiles the steps of a network, times them in turns and yields their rows."""
-    cases = [Case(form, "bfloat16") for form in FORMS]
-    if name in ALL_FORMS:
+def cases_of(name: str, forms: tuple[str, ...]) -> list[Case]:
+    """Returns the steps of a network that are timed: those named, or the usual."""
+    cases = [Case(form, "bfloat16") for form in forms or FORMS]
+    if name in ALL_FORMS and not forms:
         cases.insert(1, Case("highest", "bfloat16"))
         cases += [Case(form, "float16") for form in FLOAT16]
+    return cases
+
+
+def measure(
+    name: str, network: Any, cases: Sequence[Case], tiny: bool, report: Any
+) -> Iterator[dict]:
+    """Compiles the steps of a network, times them in turns and yields their rows."""
     made = compile_steps(cases, network, report, IN_A_HURRY if tiny else None)
     samplers, host = {}, {}
     for case, (step, _) in made.items():
@@ -149,7 +169,7 @@ def measure(name: str, network: Any, tiny: bool, report: Any) -> Iterator[dict]:
             **case._asdict(),
             "ms": timing.spread(1e3 * np.array(times[case])),
             f"of {FLOOR}": _ratio(times[case], times.get(Case(FLOOR, case.dtype))),
-            "TF32 over it": _ratio(times.get(cases[0]), times[case]),
+            "TF32 over it": _ratio(times.get(Case("float32", "bfloat16")), times[case]),
             "peak MiB": step.peak / MIB,
             **seconds,
             "host ms": 1e3 * float(np.median(host[case])),
@@ -166,26 +186,31 @@ def compile_steps(
     found: that is quicker, and all of them are then made of the same kernels.
     """
     batch = jax.device_put(network.batch())
-    start = steps_on.variables(network, options)
-    waiting: dict[Case, tuple[Future, Future, float]] = {}
+    starts: dict[bool, Any] = {}  # `nn.remat` changes the names of the layers
+    waiting: dict[Case, tuple[Future, Future, Any, float]] = {}
     firsts: dict[Any, Future] = {}
     with ThreadPoolExecutor(2 * len(cases)) as pool:  # most of them wait
         for case in cases:
-            began = time.monotonic()
             try:
                 made = contestant(case, network)
             except steps.Unavailable as reason:
                 report(f"{case.form} in {case.dtype} is left out: {reason}")
                 continue
             precision = "highest" if case.form == "highest" else None
-            init, step = steps_on.lower(made, start, batch, precision)
+            again = case.form in (CHECKPOINT, BOTH)
+            with checkpointed(again):
+                if again not in starts:
+                    starts[again] = steps_on.variables(network, options)
+                began = time.monotonic()
+                init, step = steps_on.lower(made, starts[again], batch, precision)
             seconds = time.monotonic() - began
             kind = (case.dtype, case.form in ("float32", "highest"), precision)
             future = pool.submit(_compile_after, firsts.get(kind), step, options)
             firsts.setdefault(kind, future)
-            waiting[case] = pool.submit(init.compile, options), future, seconds
+            init = pool.submit(init.compile, options)
+            waiting[case] = init, future, starts[again], seconds
     done = {}
-    for case, (init, step, traced) in waiting.items():
+    for case, (init, step, start, traced) in waiting.items():
         try:
             program, seconds = step.result()
             init = functools.partial(init.result(), start)
@@ -202,11 +227,35 @@ def compile_steps(
 def contestant(case: Case, network: Any) -> steps.Contestant:
     """Returns the training step of a case."""
     dtype = jnp.dtype(case.dtype)
-    if case.form == INT8:
-        made = steps.jaxmp_autocast(network, dtype, 1, residuals="int8")
-        return steps.made(INT8, network, made)
+    if case.form in RESIDUALS:
+        stored = RESIDUALS[case.form]
+        made = steps.jaxmp_autocast(network, dtype, 1, residuals=stored)
+        return steps.made(case.form, network, made)
+    if case.form in STATES:
+        return narrow(case.form, network, STATES[case.form])
     form = "float32" if case.form == "highest" else case.form
     return steps.contestant(form, network, dtype=dtype)
+
+
+def narrow(form: str, network: Any, state_dtype: str) -> steps.Contestant:
+    """Returns a step that trains bfloat16 parameters, rounded stochastically."""
+    adam = optax.adam(steps.LEARNING_RATE)
+    tx = jaxmp.stochastic_rounding(adam, state_dtype=state_dtype)
+    loss_fn = steps.loss_of(network.model.apply)
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    grad_fn = jaxmp.autocast(grad_fn, "mixed_bfloat16")
+
+    def init(variables):
+        params = jaxmp.cast_tree(variables["params"], jnp.bfloat16)
+        return steps.State(params, variables.get("batch_stats", {}), tx.init(params))
+
+    def step(state, batch):
+        (loss, stats), grads = grad_fn(state.params, state.batch_stats, *batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return steps.State(params, stats, opt_state), loss
+
+    return steps.Contestant(form, init, jax.jit(step, donate_argnums=0))
 
 
 def ceilings(copied: int) -> Iterator[dict[str, Any]]:

@@ -100,6 +100,18 @@ def test_gpu_runs_from_end_to_end_in_small(tmp_path):
         assert any(form == x[1] for x in measured) or any(form in x for x in left_out)
 
 
+def test_gpu_times_the_forms_that_are_named(tmp_path):
+    path = tmp_path / "gpu.json"
+    forms = [gpu.AUTOCAST, gpu.BOTH, "int8 state"]
+    arguments = ["--networks", "gpt, fused", "--forms", *forms]
+    gpu.main(["--tiny", "--no-torch", f"--output={path}", *arguments])
+    sections, left_out = saved(path, "gpu --tiny")
+    assert left_out == []
+    assert [row["form"] for row in sections["steps"]] == forms
+    memory = {row["form"]: row["temporary MiB"] for row in sections["steps"]}
+    assert memory[gpu.BOTH] < memory[gpu.AUTOCAST]
+
+
 def test_gpu_leaves_out_what_no_time_is_left_for(tmp_path):
     path = tmp_path / "gpu.json"
     gpu.main(["--tiny", "--no-torch", "--seconds=0", f"--output={path}"])
