@@ -1,4 +1,4 @@
-"""Runs one benchmark: ``python -m benchmarks autocast``."""
+"""Runs one benchmark: ``python -m benchmarks price``."""
 
 import ast
 import importlib

@@ -38,15 +38,12 @@ class Options:
 
     networks: tuple[str, ...] = tuple(FAMILIES)
     forms: tuple[str, ...] = ()
-    """All, or autocast alone with `--without`."""
-    without: tuple[str, ...] = ()
-    """Parts of the engine to leave out, one at a time; `all` is each of them."""
+    """All of :data:`FORMS`, if none is named."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16")
     accum_steps: tuple[int, ...] = (1, 4)
     seeds: int = 3
     """Of the errors."""
     output: pathlib.Path | None = None
-    """`benchmarks/results/price.json`, or `worth.json` with `--without`."""
 
 
 def main(arguments: list[str]) -> None:
@@ -55,11 +52,7 @@ def main(arguments: list[str]) -> None:
     command = ["price", *arguments]
     worth.check("network", options.networks, FAMILIES)
     worth.check("form", options.forms, CONTESTANTS)
-    worth.check("part", options.without, ["all", *worth.PARTS])
     h200.require("price")
-    if options.without:
-        worth.measure(options, command)
-        return
     path = options.output or results.target("price")
     forms = options.forms or FORMS
     for dtype in options.dtypes:

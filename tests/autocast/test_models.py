@@ -5,6 +5,7 @@ from pydoc_data.topics import topics
 
 import chex
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from flax import nnx
 
 import jaxmp
 import jaxmp.nnx
+from benchmarks.counting import steps
 from benchmarks.counting.measure import (
     denied_of,
     product_dtypes,
@@ -21,18 +23,46 @@ from benchmarks.counting.measure import (
     relative_error,
     run,
 )
-from benchmarks.networks import models
-from conftest import rest_is_evidence
+from benchmarks.networks.basic import GPT
+from benchmarks.networks.families import SMALL
+from conftest import normal, rest_is_evidence
 
+KEY = jax.random.key(0)
+VOCABULARY = 50
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
 USUAL = [("mlp", jnp.bfloat16)]
-LINEN = ["mlp", "cnn", "transformer remat", "lstm", "gpt"]
+LINEN = ["mlp", "resnet", "gpt, scanned", "lstm", "gpt"]
+IMAGES = normal(1, 8, 16, 16, 3)
 
 
 @functools.cache
-def linen(name):
-    family = models.LINEN[name]
-    return models.linen_loss(family), models.linen_params(family)
+def linen(name, dtype=None):
+    """Returns the loss of a small network, and its parameters in float32."""
+    network = SMALL[name]
+    x, y = network.batch()
+    variables = jax.jit(network.model.init)(KEY, x)
+    loss_fn = steps.loss_of(network.with_dtype(dtype).apply)
+    stats = variables.get("batch_stats", {})
+    return lambda params: loss_fn(params, stats, x, y)[0], variables["params"]
+
+
+class CNN(nnx.Module):
+    """A convolution with batch normalisation and dropout, and a head."""
+
+    def __init__(self, dtype=None):
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(3, 8, (3, 3), dtype=dtype, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, dtype=dtype, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.head = nnx.Linear(8, 10, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x)))
+        return self.head(self.drop(x.mean((1, 2))))
+
+    def loss(self):
+        logs = nnx.log_softmax(self(IMAGES).astype(jnp.float32))
+        return -logs[jnp.arange(8), jnp.arange(8)].mean()
 
 
 def check_16_bit(jaxpr, dtype):
@@ -41,19 +71,9 @@ def check_16_bit(jaxpr, dtype):
     assert all(dtypes == {jnp.dtype(dtype).name} for dtypes in found)
 
 
-def in_float32(loss, params):
-    """Returns the loss and the gradients of a model as it was written."""
-    return run(jax.value_and_grad(loss), params)[0]
-
-
-@functools.cache
-def linen_in_float32(name):
-    return in_float32(*linen(name))
-
-
-def check_as_good_as(native, loss, params, dtype, expected):
+def check_as_good_as(native, loss, params, dtype):
     """Compares losses and gradients under autocast with those of float32."""
-    value, grads = expected
+    (value, grads), _ = run(jax.value_and_grad(loss), params)
     cast = jaxmp.autocast(jax.value_and_grad(loss), dtype)
     (got, cast_grads), jaxpr = run(cast, params)
     check_16_bit(jaxpr, dtype)
@@ -64,7 +84,7 @@ def check_as_good_as(native, loss, params, dtype, expected):
     assert relative_error(cast_grads, grads) < limit
 
 
-# The dtypes go one way, and so do the models; NNX has a convolutional one by default.
+# The dtypes go one way, and so do the models; NNX has a convolutional one.
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -78,32 +98,25 @@ def check_as_good_as(native, loss, params, dtype, expected):
     ],
 )
 def test_linen_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
-    loss, params = linen(name)
-    native = models.linen_loss(models.LINEN[name], dtype)
-    check_as_good_as(native, loss, params, dtype, linen_in_float32(name))
+    native, _ = linen(name, dtype)
+    check_as_good_as(native, *linen(name), dtype)
 
 
-# JAX's own attention does not run natively in float16 on a CPU.
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("cnn", jnp.float16),
-        pytest.param("transformer", jnp.bfloat16, marks=pytest.mark.evidence),
-    ],
+    "dtype",
+    [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.evidence)],
 )
-def test_nnx_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
-    native, _ = models.nnx_loss(models.NNX[name], dtype)
-    ours = models.nnx_loss(models.NNX[name])
-    check_as_good_as(native, *ours, dtype, in_float32(*ours))
+def test_an_nnx_model_is_16_bit_and_as_good_as_a_native_one(dtype):
+    def loss_of(model):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        return lambda p: nnx.merge(graphdef, p, rest, copy=True).loss(), params
+
+    native, _ = loss_of(CNN(dtype))
+    check_as_good_as(native, *loss_of(CNN()), dtype)
 
 
 @pytest.mark.parametrize(
-    "name",
-    rest_is_evidence(
-        {name: name for name in (*LINEN, "transformer dropout")},
-        "lstm",
-        "transformer remat",
-    ),
+    "name", rest_is_evidence({name: name for name in LINEN}, "lstm", "gpt, scanned")
 )
 def test_linen_models_are_16_bit_when_differentiated_afterwards(name):
     loss, params = linen(name)
@@ -115,13 +128,13 @@ def test_linen_models_are_16_bit_when_differentiated_afterwards(name):
 def trained(policy):
     """Trains a small transformer on English text, and returns its loss at the end."""
     text = np.frombuffer("".join(topics.values()).encode("ascii", "replace"), np.uint8)
-    common = np.argsort(-np.bincount(text))[: models.VOCABULARY - 1]
+    common = np.argsort(-np.bincount(text))[: VOCABULARY - 1]
     number = np.zeros(256, np.int32)
-    number[common] = np.arange(1, models.VOCABULARY)
+    number[common] = np.arange(1, VOCABULARY)
     starts = np.random.default_rng(0).integers(0, len(text) - 17, (200, 16, 1))
     batches = jnp.asarray(number[text[starts + np.arange(17)]])
-    model = models.Transformer(layers=2)
-    params = jax.jit(model.init)(models.KEY, batches[0, :, :-1])
+    model = GPT(2, 32, 4, VOCABULARY, 16)
+    params = jax.jit(model.init)(KEY, batches[0, :, :-1])
     tx = jaxmp.loss_scaling(optax.adam(3e-3), policy)
 
     def loss_fn(params, tokens):
@@ -155,20 +168,15 @@ def test_a_transformer_trains_to_the_loss_of_float32(policy):
 # By default the steps of tests/programs/test_nnx_programs.py do.
 @pytest.mark.evidence
 def test_nnx_state_is_kept_on_either_side_of_differentiation():
-    family = models.NNX["cnn"]
-
-    def loss_fn(model, x):
-        return family.loss(model(x))
-
     def after(grad):
-        model = family.model(rngs=nnx.Rngs(0))
-        grad(model, family.inputs)
+        model = CNN()
+        grad(model)
         return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
-    plain = after(nnx.grad(loss_fn))
+    plain = after(nnx.grad(CNN.loss))
     for grad in (
-        nnx.jit(jaxmp.nnx.autocast(nnx.grad(loss_fn), "float16")),
-        nnx.grad(jaxmp.nnx.autocast(loss_fn, "float16")),
+        nnx.jit(jaxmp.nnx.autocast(nnx.grad(CNN.loss), "float16")),
+        nnx.grad(jaxmp.nnx.autocast(CNN.loss, "float16")),
     ):
         state = after(grad)
         chex.assert_trees_all_equal_shapes_and_dtypes(state, plain)
@@ -178,17 +186,12 @@ def test_nnx_state_is_kept_on_either_side_of_differentiation():
 
 
 def test_an_nnx_step_keeps_every_update():
-    family = models.NNX["cnn"]
-
-    def loss_fn(model, x):
-        return family.loss(model(x))
-
     models_after = []
     for wrap in (lambda f: f, lambda f: jaxmp.nnx.autocast(f, "bfloat16")):
-        model = family.model(rngs=nnx.Rngs(0))
-        loss = nnx.jit(wrap(loss_fn))
+        model = CNN()
+        loss = nnx.jit(wrap(CNN.loss))
         for _ in range(2):
-            loss(model, family.inputs)
+            loss(model)
         models_after.append(model)
     plain, cast = models_after
     assert cast.norm.mean[...].dtype == jnp.float32
@@ -198,31 +201,27 @@ def test_an_nnx_step_keeps_every_update():
 
 
 def test_an_nnx_module_with_state_as_a_plain_argument_is_refused():
-    family = models.NNX["cnn"]
-    model = family.model(rngs=nnx.Rngs(0))
-    with pytest.raises(TypeError, match=r"`NnxCNN`.*`jaxmp\.nnx\.autocast`"):
-        jaxmp.autocast(lambda model, x: model(x))(model, family.inputs)
+    model = CNN()
+    with pytest.raises(TypeError, match=r"`CNN`.*`jaxmp\.nnx\.autocast`"):
+        jaxmp.autocast(lambda model, x: model(x))(model, IMAGES)
     with pytest.raises(Exception, match="different trace level") as error:
-        jaxmp.autocast(model)(family.inputs)
+        jaxmp.autocast(model)(IMAGES)
     assert any("`jaxmp.nnx.autocast`" in note for note in error.value.__notes__)
 
 
 def test_an_nnx_module_of_parameters_alone_is_an_ordinary_argument():
-    family = models.NNX["mlp"]
-    model = family.model(rngs=nnx.Rngs(0))
+    model, x = nnx.Linear(8, 10, rngs=nnx.Rngs(0)), normal(2, 4, 8)
     for cast, args in [
-        (jaxmp.autocast(lambda m, x: m(x)), (model, family.inputs)),
-        (jaxmp.autocast(model), (family.inputs,)),
+        (jaxmp.autocast(lambda m, x: m(x)), (model, x)),
+        (jaxmp.autocast(model), (x,)),
     ]:
         out = cast(*args)
         assert out.dtype == jnp.float32
-        np.testing.assert_allclose(out, model(family.inputs), atol=0.05)
+        np.testing.assert_allclose(out, model(x), atol=0.05)
 
 
 @pytest.mark.parametrize("wrapped", ["module", "function", "creates", "statistics"])
 def test_a_linen_module_wrapped_inside_another_is_refused_where_it_would_leak(wrapped):
-    nn = models.nn
-
     class Outer(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -237,15 +236,15 @@ def test_a_linen_module_wrapped_inside_another_is_refused_where_it_would_leak(wr
 
     for init in (Outer().init, jax.jit(Outer().init)):
         with pytest.raises(TypeError, match="Wrap the outermost call"):
-            init(models.KEY, jnp.ones((2, 4)))
-    jaxmp.autocast(nn.Dense(4).init)(models.KEY, jnp.ones((2, 4)))
+            init(KEY, jnp.ones((2, 4)))
+    jaxmp.autocast(nn.Dense(4).init)(KEY, jnp.ones((2, 4)))
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda x: f(x), jax.grad])
 def test_a_bound_linen_module_is_refused_where_it_would_leak(wrap):
-    net = models.nn.BatchNorm(use_running_average=False)
+    net = nn.BatchNorm(use_running_average=False)
     x = jnp.ones((2, 4))
-    bound = net.bind(net.init(models.KEY, x), mutable=["batch_stats"])
+    bound = net.bind(net.init(KEY, x), mutable=["batch_stats"])
 
     def loss(x):
         return bound(x).sum()
@@ -255,8 +254,31 @@ def test_a_bound_linen_module_is_refused_where_it_would_leak(wrap):
         jaxmp.autocast(wrap(fun))(x)
 
 
+class Layer(nn.Module):
+    """A dense layer inside of a layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(8)(x))
+
+
+class Net(nn.Module):
+    """Two of them, recomputed for the gradients, and a head."""
+
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.remat(Layer)()(x)
+        return nn.Dense(4)(x)
+
+
 def test_a_linen_path_stays_float32_forward_and_backward_also_under_remat():
-    loss, params = linen("transformer remat")
+    x = normal(2, 4, 8)
+    params = Net().init(KEY, x)
+
+    def loss(params):
+        return jnp.square(Net().apply(params, x)).mean()
+
     paths = {"float32_paths": ["Dense_0"]}  # the head, not the layers' own Dense_0
     for fun in (
         jaxmp.autocast(jax.value_and_grad(loss), **paths),
@@ -264,10 +286,11 @@ def test_a_linen_path_stays_float32_forward_and_backward_also_under_remat():
     ):
         found = product_dtypes(fun, params)
         assert found.count({"float32"}) == 3
+        assert {"bfloat16"} in found
 
 
 def test_an_equinox_model_is_a_pytree_like_any_other():
-    keys = jax.random.split(models.KEY, 3)
+    keys = jax.random.split(KEY, 3)
     model = eqx.nn.Sequential(
         [
             eqx.nn.Conv2d(3, 8, 3, key=keys[0]),
@@ -276,7 +299,7 @@ def test_an_equinox_model_is_a_pytree_like_any_other():
             eqx.nn.MLP(8 * 14 * 14, 10, 32, 1, key=keys[1]),
         ]
     )
-    images = jnp.moveaxis(models.LINEN["cnn"].inputs, -1, 1)
+    images = jnp.moveaxis(IMAGES, -1, 1)
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def loss(arrays):

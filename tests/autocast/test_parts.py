@@ -9,11 +9,10 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks import price
-from benchmarks.counting import worth
 from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal
 from jaxmp import autocast
+from jaxmp._autocast.passes import MARKERS, REWRITES
 from jaxmp._autocast.replay import Caster
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
@@ -330,25 +329,15 @@ def test_a_weight_is_sent_in_16_bits():
     assert gathered.dtype == jnp.bfloat16
 
 
-# Each part in the table has its test here, and the test needs the part.
+# Each pass in the tables has its test here, and the test needs the pass.
 
 
-@pytest.mark.parametrize("name", worth.PARTS)
+@pytest.mark.parametrize("name", [*REWRITES, *MARKERS])
 @pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
-def test_a_test_fails_without_each_part(name):
-    part = worth.PARTS[name]
-    with part.left_out(), pytest.raises(AssertionError):
-        globals()[part.test]()
-    globals()[part.test]()
-
-
-def test_all_parts_are_counted_and_the_page_is_what_the_command_writes():
-    assert worth.PAGE.read_text() == worth.page(), (
-        "Type `python -m benchmarks price --without all` again."
-    )
-
-
-@pytest.mark.parametrize("option", ["without", "networks", "forms"])
-def test_a_part_that_there_is_not_is_a_sentence(option):
-    with pytest.raises(SystemExit, match=r"there is no .* `nothing`; there are"):
-        price.main([f"--{option}", "nothing"])
+def test_a_test_fails_without_each_pass(name, monkeypatch):
+    table = REWRITES if name in REWRITES else MARKERS
+    test = globals()[table[name].test]
+    test()
+    monkeypatch.delitem(table, name)
+    with pytest.raises(AssertionError):
+        test()

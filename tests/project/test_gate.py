@@ -11,7 +11,7 @@ import pytest
 
 import jaxmp
 from benchmarks import fp8, gate, machinery, narrow, price
-from benchmarks.counting import h200, hlo, worth
+from benchmarks.counting import h200, hlo
 from benchmarks.counting.steps import contestants
 from benchmarks.networks import basic, fused
 from benchmarks.networks.basic import TINY
@@ -196,16 +196,10 @@ def test_a_contestant_that_cannot_take_part_is_named():
     assert lines[0].startswith("mpx is left out: ")
 
 
-def test_what_a_part_of_the_engine_is_worth_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(price, "FAMILIES", TINY)
-    monkeypatch.setattr(worth, "FAMILIES", TINY)
-    path = tmp_path / "worth.json"
-    which = "--networks gpt --dtypes bfloat16 --accum-steps 1 --without kept endings"
-    price.main([*which.split(), "--output", str(path)])
-    (found,) = json.loads(path.read_text()).values()
-    whole, kept, endings = found["rows"]
-    assert [row["without"] for row in found["rows"]] == ["", "kept", "endings"]
-    assert kept["bytes"] > whole["bytes"] == endings["bytes"]
+@pytest.mark.parametrize("option", ["networks", "forms"])
+def test_what_there_is_not_is_a_sentence(option):
+    with pytest.raises(SystemExit, match=r"there is no .* `nothing`; there are"):
+        price.main([f"--{option}", "nothing"])
 
 
 def test_the_price_of_autocast_is_counted_beside_its_errors(tmp_path, monkeypatch):

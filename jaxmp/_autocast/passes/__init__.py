@@ -5,7 +5,6 @@ jaxpr, the named scopes around it, and a function that tells whether an equation
 scopes, is a product in 16 bits. A *marker* is a function ``(jaxpr, scopes)`` of a whole
 program, which yields jaxprs, variables of theirs, and what these are needed for. They
 run in this order.
-`python -m benchmarks price --without NAME` counts what one is worth.
 """
 
 from collections.abc import Callable
