@@ -17,7 +17,7 @@ from . import needs, storage
 from .analysis import Analysis, Plan
 from .customs import Customs, End, places_of_moving, replaced
 from .decisions import Step
-from .graph import Trip, definitions_of, given_by, joined
+from .graph import GIVEN, Trip, definitions_of, joined
 from .values import Known, Value, streamed
 
 
@@ -182,7 +182,7 @@ class Calls(Customs):
     def carried(self, step: Step, ins: list[Value], trip: Trip) -> list[Known]:
         """Returns what a loop may carry, going by what it starts from (rule 8)."""
         layout = _jaxpr.call_layout(step.eqn)
-        given = given_by(step.eqn, [value.known.given for value in ins])
+        given = GIVEN.around(step.eqn, [value.known.given for value in ins], ())
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
 
         def known(out: int, start: Value) -> Known:

@@ -6,11 +6,12 @@ and there errors even out. Without one, they add up from trip to trip.
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
+from .._jaxprs.walk import At, Forward
 from .._ops.lists import Definition
 from .._ops.products import is_matrix_product
 from . import classes
@@ -36,6 +37,11 @@ class Trip(NamedTuple):
 
     wanted: tuple[Need, ...]
     summed: Ways = ()
+
+
+def joined(numbers: Iterable[int]) -> int:
+    """Returns the bits that some of the numbers have."""
+    return functools.reduce(operator.or_, numbers, 0)
 
 
 def definitions_of(eqns: Iterable[Equation]) -> Definition:
@@ -84,26 +90,18 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
     """
     inputs = _jaxpr.in_vars(body)
     carried = [(place, out) for place, out in carried if is_float32(inputs[place])]
-    made = _over_trips(_made_of(body), carried)
+    made = _MADE.through(body, [1 << i for i in range(len(inputs))])
+    for place, out in carried:  # each trip takes what another returns
+        made = [x | made[out] if x >> place & 1 else x for x in made]
     return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
 
 
-def given_by(eqn: Equation, ins: Sequence[bool]) -> list[bool]:
-    """Returns which outputs of ``eqn`` are computed from inputs without a product.
-
-    Args:
-        eqn: The equation.
-        ins: Which of its operands are inputs, or computed so.
-    """
-
-    def run(jaxpr: Any, ins: Sequence[bool]) -> list[bool]:
-        return _jaxpr.interpret(
-            jaxpr, ins, given_by, const=lambda _: True, literal=lambda _: True
-        )
-
-    if _jaxpr.call_kind(eqn):
-        return _jaxpr.through_bodies(eqn, ins, run, all)
+def _given(eqn: Equation, ins: list[bool], at: At) -> list[bool]:
     return [all(ins) and not classes.is_product_of_any_kind(eqn)] * len(eqn.outvars)
+
+
+# Which values are computed from inputs without a product.
+GIVEN = Forward(_given, all, known=True)
 
 
 def on_ways(
@@ -146,42 +144,25 @@ def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
     return found
 
 
-def _made_of(jaxpr: Any) -> list[int]:
-    """Returns of which inputs each output is made without a product, as bits."""
-    body = _jaxpr.open_jaxpr(jaxpr)
-    made: dict[Any, int] = {x: 1 << i for i, x in enumerate(body.invars)}
-    for eqn in body.eqns:
-        ins = {x: made[x] for x in eqn.invars if is_in(x, made)}
-        for var, places in zip(eqn.outvars, _links(eqn) if ins else (), strict=False):
-            made[var] = joined(ins.get(x, 0) for x in _chosen(eqn.invars, places))
-    return [made.get(x, 0) if _is_var(x) else 0 for x in body.outvars]
+def _made(eqn: Equation, ins: list[int], at: At) -> list[int]:
+    return [0 if is_matrix_product(eqn) else joined(ins)] * len(eqn.outvars)
 
 
-def _links(eqn: Equation) -> list[int]:
-    """Returns the same of an equation."""
-    if is_matrix_product(eqn):
-        return [0] * len(eqn.outvars)
+def _made_in(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
     if _jaxpr.call_kind(eqn) not in _ENTERED:
-        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
-    layout = _jaxpr.call_layout(eqn)
-    found = [int(_jaxpr.call_kind(eqn) == "cond")] * len(eqn.outvars)
-    for body in layout.bodies:
-        first = len(eqn.invars) - len(body.operands)
-        made = _made_of(body.jaxpr)
-        found = [x | y << first for x, y in zip(found, made, strict=True)]
-    return _over_trips(found, zip(layout.fixed_in, layout.fixed_out, strict=True))
+        return [joined(ins)] * len(eqn.outvars)
+    if _jaxpr.call_kind(eqn) == "cond":
+        return [x | ins[0] for x in around(ins)]
+    return around(ins)
 
 
-def _over_trips(made: list[int], carried: Iterable[tuple[int, int]]) -> list[int]:
-    """Returns the same of all trips of a loop: each takes what another returns."""
-    for place, out in carried:
-        made = [x | made[out] if x >> place & 1 else x for x in made]
-    return made
+# Of which inputs each value is made without a product, as bits.
+_MADE = Forward(_made, joined, known=0, enter=_made_in)
 
 
-def joined(numbers: Iterable[int]) -> int:
-    """Returns the bits that some of the numbers have."""
-    return functools.reduce(operator.or_, numbers, 0)
+def _links(eqn: Equation) -> Sequence[int]:
+    """Returns of which inputs of ``eqn`` each of its outputs is made."""
+    return _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], At(None, ()))
 
 
 def _places(atoms: Sequence[Any], variables: Collection[Any]) -> int:

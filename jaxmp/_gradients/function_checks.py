@@ -24,6 +24,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.around import CastsItself, inside
 from .._jaxprs.flatten import flatten
 from .._jaxprs.places import Place, caller, is_users
+from .._jaxprs.walk import At, Forward
 
 
 def warns_if_promoted(
@@ -245,26 +246,13 @@ def never_gathered(
     given = [
         frozenset((number, axis) for axis in own) for number, own in enumerate(axes)
     ]
-    (alone,) = _followed(jaxpr, given, sorted(frozenset().union(*axes), key=str))
-    return sorted(alone, key=str)
+    every = frozenset().union(*axes)
 
-
-def _followed(
-    jaxpr: Any, given: Sequence[Alone], axes: Sequence[Any]
-) -> Sequence[Alone]:
-    """Returns what the outputs of a jaxpr were computed from."""
-
-    def follow(jaxpr, ins):
-        return _followed(jaxpr, ins, axes)
-
-    def apply(eqn, ins):
-        if _jaxpr.call_kind(eqn):
-            return _jaxpr.through_bodies(eqn, ins, follow, lambda x: _NOTHING.union(*x))
-        met = _jaxpr.collective_axes(eqn, axes)
+    def followed(eqn: _jaxpr.Equation, ins: list[Alone], at: At) -> list[Alone]:
+        met = _jaxpr.collective_axes(eqn, sorted(every, key=str))
         alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
         return [alone] * len(eqn.outvars)
 
-    def nothing(_):
-        return _NOTHING
-
-    return _jaxpr.interpret(jaxpr, given, apply, const=nothing, literal=nothing)
+    walk = Forward(followed, lambda found: _NOTHING.union(*found), known=_NOTHING)
+    (alone,) = walk.through(jaxpr, given)
+    return sorted(alone, key=str)

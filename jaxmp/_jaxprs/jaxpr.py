@@ -594,39 +594,6 @@ def call_layout(eqn: JaxprEqn) -> CallLayout:
             return CallLayout([Body(param, params[param], inputs)])
 
 
-def through_bodies(
-    eqn: JaxprEqn,
-    ins: Sequence[Any],
-    run: Callable[[Any, list[Any]], Sequence[Any]],
-    either: Callable[[Sequence[Any]], Any],
-) -> list[Any]:
-    """Follows what is known of values through the jaxprs that an equation holds.
-
-    A loop is followed until its trips find no more. The test of a ``while`` is left
-    out.
-
-    Args:
-        eqn: The equation.
-        ins: What is known of its inputs.
-        run: Takes a jaxpr and a list of what is known of its inputs, and returns what
-            is known of its outputs.
-        either: Returns what is known of a value that is one of several.
-
-    Returns:
-        What is known of its outputs.
-    """
-    layout, ins = call_layout(eqn), list(ins)
-    bodies = [body for body in layout.bodies if body.param != "cond_jaxpr"]
-    while True:
-        found = [run(body.jaxpr, [ins[i] for i in body.operands]) for body in bodies]
-        outs = [either(branches) for branches in zip(*found, strict=True)]
-        before = list(ins)
-        for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-            ins[i] = either((ins[i], outs[out]))
-        if ins == before:
-            return outs
-
-
 def takes_reference(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` reads or writes something else than values."""
     return not all(isinstance(var.aval, ShapedArray) for var in eqn.invars)

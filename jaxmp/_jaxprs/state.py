@@ -14,6 +14,7 @@ import jax
 from .._base.tree import path_name
 from . import jaxpr as _jaxpr
 from .jaxpr import Tracer
+from .walk import Forward
 
 
 @contextlib.contextmanager
@@ -105,7 +106,10 @@ def _contents(cell: Any) -> Any:
 
 def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:
     """Returns the number of the input that each output is, None if it is computed."""
-    return _sources(_jaxpr.trace(fun, arrays), range(len(arrays)))
+    walk = Forward(
+        lambda eqn, ins, at: [None] * len(eqn.outvars), _the_one, enter=_through
+    )
+    return walk.through(_jaxpr.trace(fun, arrays), range(len(arrays)))
 
 
 class _Slice(NamedTuple):
@@ -115,28 +119,16 @@ class _Slice(NamedTuple):
     scan: int  # the id of the equation
 
 
-def _sources(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-    """Returns which of ``given`` each output of a jaxpr is."""
-
-    def apply(eqn, ins):
-        if _jaxpr.call_kind(eqn) in ("", "shard_map"):
-            return [None] * len(eqn.outvars)
-        return _through(eqn, ins)
-
-    def nothing(_):
-        return None
-
-    return _jaxpr.interpret(jaxpr, given, apply, const=nothing, literal=nothing)
-
-
-def _through(eqn: Any, ins: list[Any]) -> list[Any]:
+def _through(eqn: Any, ins: list[Any], around: Callable) -> list[Any]:
     """Follows an equation into the jaxprs that it holds."""
+    if _jaxpr.call_kind(eqn) == "shard_map":
+        return [None] * len(eqn.outvars)
     layout = _jaxpr.call_layout(eqn)
     carries, is_scan = layout.fixed_in, _jaxpr.call_kind(eqn) == "scan"
     if is_scan:
         slices = [_Slice(x, id(eqn)) for x in ins[carries.stop :]]
         ins = [*ins[: carries.stop], *slices]
-    outs = _jaxpr.through_bodies(eqn, ins, _sources, _the_one)
+    outs = around(ins)
     for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
         outs[out] = _the_one((ins[i], outs[out]))
     if is_scan:

@@ -8,12 +8,13 @@ a norm, may be rounded as anywhere: the loop is then about rounded numbers, from
 first trip to its last.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
 from ..._jaxprs.scopes import Scopes, inside
+from ..._jaxprs.walk import Backward
 from ..._ops.products import is_matrix_product
 from .. import classes, needs
 from ..graph import joined
@@ -41,7 +42,7 @@ def compared(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
         for eqn in owner.eqns:
             chosen_by = decisions(eqn, scopes, _is_product)
             if chosen_by is not None:
-                found_in = _Reads(chosen_by).of(eqn, [0] * len(eqn.outvars))
+                found_in = _walk(chosen_by).of(eqn, [0] * len(eqn.outvars))
                 for var, read in zip(eqn.invars, found_in, strict=True):
                     if read and not isinstance(var, Literal):
                         yield owner, var, needs.COMPARED
@@ -57,58 +58,25 @@ def _is_product(eqn: Equation, scopes: Scopes) -> bool:
     return is_matrix_product(eqn)
 
 
-class _Reads:
-    """Goes back from what decides to what a loop is given."""
+def _walk(chosen_by: Decisions) -> Backward:
+    """Returns what goes back from what decides to what a loop is given."""
 
-    def __init__(self, chosen_by: Decisions):
-        self._chosen_by = chosen_by
+    def decides(owner: Any) -> dict[Any, int]:
+        return dict.fromkeys(chosen_by.get(owner, ()), _DECIDES)
 
-    def of(self, eqn: Equation, outs: Sequence[int]) -> list[int]:
-        """Returns how ``eqn`` reads its inputs, if its outputs are so read."""
-        if _jaxpr.call_kind(eqn):
-            return self._of_bodies(eqn, outs)
-        read = joined(outs)
-        if classes.tests(eqn) and read:
-            return [_ENTRIES if is_inexact(x) else _DECIDES for x in eqn.invars]
-        if read & _ENTRIES and not _works_entry_by_entry(eqn):
-            return [0] * len(eqn.invars)
-        # A number that decides as a truth value was cast to one.
-        numbers = _ENTRIES if read & _ENTRIES or _jaxpr.is_cast(eqn) else 0
-        return [
-            numbers if is_inexact(x) else _DECIDES if read else 0 for x in eqn.invars
-        ]
+    return Backward(_read_by, test=_DECIDES, seeds=decides, choice=_DECIDES)
 
-    def _of_bodies(self, eqn: Equation, outs: Sequence[int]) -> list[int]:
-        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
-        outs, found = list(outs), [0] * len(eqn.invars)
-        while True:
-            for i, body in enumerate(layout.bodies):
-                is_test = kind == "while" and i == 0
-                ins = self._through(body.jaxpr, [_DECIDES] if is_test else outs)
-                for place, read in zip(body.operands, ins, strict=True):
-                    found[place] |= read
-            before = list(outs)
-            for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-                outs[out] |= found[place]
-            if outs == before:
-                break
-        if kind == "cond" and any(outs):
-            found[0] |= _DECIDES
-        return found
 
-    def _through(self, jaxpr: Any, outs: Sequence[int]) -> list[int]:
-        owner = _jaxpr.open_jaxpr(jaxpr)
-        read = dict.fromkeys(self._chosen_by.get(owner, ()), _DECIDES)
-
-        def note(atoms: Sequence[Any], found: Sequence[int]) -> None:
-            for x, one in zip(atoms, found, strict=True):
-                if one and not isinstance(x, Literal):
-                    read[x] = read.get(x, 0) | one
-
-        note(owner.outvars, outs)
-        for eqn in reversed(owner.eqns):
-            note(eqn.invars, self.of(eqn, [read.get(x, 0) for x in eqn.outvars]))
-        return [read.get(x, 0) for x in owner.invars]
+def _read_by(eqn: Equation, outs: list[int]) -> list[int]:
+    """Returns how ``eqn`` reads its inputs, if its outputs are so read."""
+    read = joined(outs)
+    if classes.tests(eqn) and read:
+        return [_ENTRIES if is_inexact(x) else _DECIDES for x in eqn.invars]
+    if read & _ENTRIES and not _works_entry_by_entry(eqn):
+        return [0] * len(eqn.invars)
+    # A number that decides as a truth value was cast to one.
+    numbers = _ENTRIES if read & _ENTRIES or _jaxpr.is_cast(eqn) else 0
+    return [numbers if is_inexact(x) else _DECIDES if read else 0 for x in eqn.invars]
 
 
 def _works_entry_by_entry(eqn: Equation) -> bool:

@@ -7,12 +7,13 @@ the backward pass, that is all that tells them. A loop that ends at a count, or 
 token that an argmax has chosen, is like any other code.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
 from ..._jaxprs.scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
+from ..._jaxprs.walk import At, Forward
 from ..._ops.products import holds_product
 from .. import classes
 from ..graph import joined
@@ -60,7 +61,7 @@ def decisions(
     kind = _jaxpr.call_kind(loop)
     if kind not in ("while", "scan") or not holds_product(loop):
         return None
-    around = inside(loop, scopes + _jaxpr.scope_names(loop))
+    around = scopes + _jaxpr.scope_names(loop)
     trail = _Trail(is_product)
     if trail.takes_steps(loop, around):
         return trail.chosen_by
@@ -74,17 +75,19 @@ class _Trail:
         self._is_product = is_product
         self._feeds_product = False
         self.chosen_by: Decisions = {}
+        self._walk = Forward(self._of, joined, known=0, enter=_entered)
 
     def ends_by_comparing(self, loop: Equation, scopes: Scopes) -> bool:
         """Whether what products of ``loop`` compute decides when it ends."""
         layout = _jaxpr.call_layout(loop)
         known = [0] * len(loop.invars)
-        outs = self._around(loop, known, scopes)
+        outs = self._walk.around(loop, known, scopes)
         for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-            known[i] |= outs[out]
+            known[i] |= outs[out] & ~(_CARRIED | _TAKEN)
         test = layout.bodies[0]
         ins = [known[i] for i in test.operands]
-        return any(x & _COMPARED for x in self._through(test.jaxpr, ins, scopes))
+        outs = self._walk.through(test.jaxpr, ins, inside(loop, scopes))
+        return any(x & _COMPARED for x in outs)
 
     def takes_steps(self, loop: Equation, scopes: Scopes) -> bool:
         """Whether a comparison in ``loop`` decides if it keeps what it carries.
@@ -97,62 +100,46 @@ class _Trail:
         known = [0] * len(loop.invars)
         for i, _ in pairs:
             known[i] = _CARRIED if is_inexact(loop.invars[i]) else 0
-        outs = self._in_trips(loop, known, scopes)
+        outs = self._walk.around(loop, known, scopes)
         if not self.chosen_by:  # as in most loops
             return False
         for i, out in pairs:
             known[i] |= _NEXT if outs[out] & _TAKEN else 0
-        self._in_trips(loop, known, scopes)
+        self._walk.around(loop, known, scopes)
         return self._feeds_product
 
-    def _through(self, jaxpr: Any, ins: Sequence[int], scopes: Scopes) -> list[int]:
-        owner = _jaxpr.open_jaxpr(jaxpr)
+    def _of(self, eqn: Equation, ins: list[int], at: At) -> list[int]:
+        known = joined(ins)
+        if self._is_product(eqn, at.scopes):
+            self._feeds_product |= bool(known & _NEXT)
+            known |= _COMPUTED
+        if known & _COMPUTED and classes.tests(eqn):
+            known |= _COMPARED
+        if not classes.is_view(eqn) and not _jaxpr.is_cast(eqn):
+            known &= ~_CARRIED
+        if known & _COMPARED and _is_for_many(eqn):
+            known |= _ALIKE
+        if classes.selects(eqn):
+            known |= joined(ins[1:]) & _CARRIED
+            if known & _CARRIED and ins[0] & _ALIKE:
+                known |= _TAKEN
+                self.chosen_by.setdefault(at.owner, set()).add(eqn.invars[0])
+        chosen = not _jaxpr.is_cast(eqn) and any(map(is_inexact, eqn.invars))
+        return [_kept(known, var, chosen) for var in eqn.outvars]
 
-        def apply(eqn: Equation, ins: list[int]) -> list[int]:
-            here = scopes + _jaxpr.scope_names(eqn)
-            if _jaxpr.call_kind(eqn):
-                return self._around(eqn, ins, inside(eqn, here))
-            known = joined(ins)
-            if self._is_product(eqn, here):
-                self._feeds_product |= bool(known & _NEXT)
-                known |= _COMPUTED
-            if known & _COMPUTED and classes.tests(eqn):
-                known |= _COMPARED
-            if not classes.is_view(eqn) and not _jaxpr.is_cast(eqn):
-                known &= ~_CARRIED
-            if known & _COMPARED and _is_for_many(eqn):
-                known |= _ALIKE
-            if classes.selects(eqn):
-                known |= joined(ins[1:]) & _CARRIED
-                if known & _CARRIED and ins[0] & _ALIKE:
-                    known |= _TAKEN
-                    self.chosen_by.setdefault(owner, set()).add(eqn.invars[0])
-            chosen = not _jaxpr.is_cast(eqn) and any(map(is_inexact, eqn.invars))
-            return [_kept(known, var, chosen) for var in eqn.outvars]
 
-        return _jaxpr.interpret(
-            jaxpr, ins, apply, const=lambda _: 0, literal=lambda _: 0
-        )
+def _entered(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
+    """Goes through what ``eqn`` holds. A choice decides what a branch returns.
 
-    def _around(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
-        """Goes through what ``eqn`` holds. A choice decides what a branch returns.
-
-        What another loop carries, and chooses, is its own.
-        """
+    What another loop carries, and chooses, is its own.
+    """
+    if _jaxpr.call_kind(eqn) in ("while", "scan"):
         own = _CARRIED | _TAKEN
-        if _jaxpr.call_kind(eqn) in ("while", "scan"):
-            outs = self._in_trips(eqn, [x & ~own for x in ins], scopes)
-            return [x & ~own for x in outs]
-        outs = self._in_trips(eqn, ins, scopes)
-        if _jaxpr.call_kind(eqn) != "cond":
-            return outs
-        pairs = zip(outs, eqn.outvars, strict=True)
+        return [x & ~own for x in around([x & ~own for x in ins])]
+    if _jaxpr.call_kind(eqn) == "cond":
+        pairs = zip(around(ins), eqn.outvars, strict=True)
         return [_kept(known | ins[0], var) for known, var in pairs]
-
-    def _in_trips(self, eqn: Equation, ins: list[int], scopes: Scopes) -> list[int]:
-        return _jaxpr.through_bodies(
-            eqn, ins, lambda jaxpr, ins: self._through(jaxpr, ins, scopes), joined
-        )
+    return around(ins)
 
 
 def _is_for_many(eqn: Equation) -> bool:
