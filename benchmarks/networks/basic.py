@@ -5,7 +5,6 @@ input. Layers are written out and not scanned, so that every layer has its own l
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,20 +13,55 @@ import jax.numpy as jnp
 import numpy as np
 
 
-class MLP(nn.Module):
+class Model(nn.Module, kw_only=True):
+    """What the models have in common: layers of their own ``dtype``, in short."""
+
+    dtype: Any = None
+
+    def dense(self, features: int, x: Any, **options: Any) -> Any:
+        """Returns a dense layer of ``x``."""
+        return nn.Dense(features, dtype=self.dtype, **options)(x)
+
+    def unbiased(self, features: int, x: Any) -> Any:
+        """Returns a dense layer of ``x`` without a bias."""
+        return nn.Dense(features, use_bias=False, dtype=self.dtype)(x)
+
+    def conv(
+        self, features: int, size: int, x: Any, strides: int = 1, **options: Any
+    ) -> Any:
+        """Returns a convolution of ``x`` with a square kernel."""
+        return nn.Conv(features, (size, size), strides, dtype=self.dtype, **options)(x)
+
+    def embed(self, features: int, count: int, x: Any) -> Any:
+        """Returns the rows of a table of ``count`` rows."""
+        return nn.Embed(count, features, dtype=self.dtype)(x)
+
+    def layer_norm(self, x: Any) -> Any:
+        """Returns a layer norm of ``x``."""
+        return nn.LayerNorm(dtype=self.dtype)(x)
+
+    def rms_norm(self, x: Any) -> Any:
+        """Returns an RMS norm of ``x``."""
+        return nn.RMSNorm(dtype=self.dtype)(x)
+
+    def batch_norm(self, x: Any, **options: Any) -> Any:
+        """Returns a batch norm of ``x``, in training."""
+        return nn.BatchNorm(False, momentum=0.9, dtype=self.dtype, **options)(x)
+
+
+class MLP(Model):
     """Dense layers of one width."""
 
     width: int = 2048
     layers: int = 6
     classes: int = 1000
-    dtype: Any = None
 
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, features]`` to logits."""
         for _ in range(self.layers):
-            x = nn.relu(nn.Dense(self.width, dtype=self.dtype)(x))
-        return nn.Dense(self.classes, dtype=self.dtype)(x)
+            x = nn.relu(self.dense(self.width, x))
+        return self.dense(self.classes, x)
 
 
 def rotated(x):
@@ -54,28 +88,25 @@ def causal_attention(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-class Block(nn.Module):
+class Block(Model):
     """A transformer layer with its norms first."""
 
     heads: int
     attention: Callable[..., jax.Array]
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, length, width]`` to the same."""
         width = x.shape[-1]
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.Dense(3 * width, dtype=self.dtype, name="qkv")(y)
+        y = self.dense(3 * width, self.layer_norm(x), name="qkv")
         y = y.reshape(*x.shape[:2], 3, self.heads, width // self.heads)
         y = self.attention(y[:, :, 0], y[:, :, 1], y[:, :, 2]).reshape(x.shape)
-        x = x + nn.Dense(width, dtype=self.dtype, name="out")(y)
-        y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * width, dtype=self.dtype, name="up")(y))
-        return x + nn.Dense(width, dtype=self.dtype, name="down")(y)
+        x = x + self.dense(width, y, name="out")
+        y = nn.gelu(self.dense(4 * width, self.layer_norm(x), name="up"))
+        return x + self.dense(width, y, name="down")
 
 
-class GPT(nn.Module):
+class GPT(Model):
     """A decoder in the shape of GPT-2, its head not tied to its embedding."""
 
     layers: int = 12
@@ -84,58 +115,47 @@ class GPT(nn.Module):
     vocabulary: int = 50304
     length: int = 1024
     attention: Callable[..., jax.Array] = causal_attention
-    dtype: Any = None
 
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
-        x = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(tokens)
-        places = jnp.arange(tokens.shape[1])
-        x = x + nn.Embed(self.length, self.width, dtype=self.dtype)(places)
+        x = self.embed(self.width, self.vocabulary, tokens)
+        x = x + self.embed(self.width, self.length, jnp.arange(tokens.shape[1]))
         for _ in range(self.layers):
-            x = Block(self.heads, self.attention, self.dtype)(x)
-        x = nn.LayerNorm(dtype=self.dtype)(x)
-        return nn.Dense(self.vocabulary, use_bias=False, dtype=self.dtype)(x)
+            x = Block(self.heads, self.attention, dtype=self.dtype)(x)
+        return self.unbiased(self.vocabulary, self.layer_norm(x))
 
 
-class Residual(nn.Module):
+class Residual(Model):
     """The block of ResNet-18, or with ``bottleneck`` that of ResNet-50."""
 
     features: int
     strides: int
     bottleneck: bool
-    dtype: Any
 
     @nn.compact
     def __call__(self, x):
         """Maps images to images."""
 
-        def norm(**options):
-            return nn.BatchNorm(
-                use_running_average=False, momentum=0.9, dtype=self.dtype, **options
-            )
-
-        def conv(features, size, strides=1):
-            return nn.Conv(
-                features, (size, size), strides, use_bias=False, dtype=self.dtype
-            )
+        def conv(features, size, x, strides=1):
+            return self.conv(features, size, x, strides, use_bias=False)
 
         if self.bottleneck:
             out = 4 * self.features
-            y = nn.relu(norm()(conv(self.features, 1)(x)))
-            y = nn.relu(norm()(conv(self.features, 3, self.strides)(y)))
-            y = conv(out, 1)(y)
+            y = nn.relu(self.batch_norm(conv(self.features, 1, x)))
+            y = nn.relu(self.batch_norm(conv(self.features, 3, y, self.strides)))
+            y = conv(out, 1, y)
         else:
             out = self.features
-            y = nn.relu(norm()(conv(out, 3, self.strides)(x)))
-            y = conv(out, 3)(y)
-        y = norm(scale_init=nn.initializers.zeros)(y)
+            y = nn.relu(self.batch_norm(conv(out, 3, x, self.strides)))
+            y = conv(out, 3, y)
+        y = self.batch_norm(y, scale_init=nn.initializers.zeros)
         if x.shape != y.shape:
-            x = norm()(conv(out, 1, self.strides)(x))
+            x = self.batch_norm(conv(out, 1, x, self.strides))
         return nn.relu(x + y)
 
 
-class ResNet(nn.Module):
+class ResNet(Model):
     """A residual network for images of ImageNet's kind, batch normalised."""
 
     stages: tuple[int, ...] = (3, 4, 6, 3)
@@ -143,24 +163,21 @@ class ResNet(nn.Module):
     bottleneck: bool = True
     classes: int = 1000
     small_images: bool = False  # of CIFAR's kind, which are not made smaller at once
-    dtype: Any = None
 
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
         side, strides = (3, 1) if self.small_images else (7, 2)
-        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        x = conv(self.width, (side, side), strides)(x)
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x)
-        x = nn.relu(x)
+        x = self.conv(self.width, side, x, strides, use_bias=False)
+        x = nn.relu(self.batch_norm(x))
         if not self.small_images:
             x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 strides = 2 if stage > 0 and block == 0 else 1
                 features = self.width * 2**stage
-                x = Residual(features, strides, self.bottleneck, self.dtype)(x)
-        return nn.Dense(self.classes, dtype=self.dtype)(x.mean((1, 2)))
+                x = Residual(features, strides, self.bottleneck, dtype=self.dtype)(x)
+        return self.dense(self.classes, x.mean((1, 2)))
 
 
 class Network(NamedTuple):

@@ -14,8 +14,7 @@ import pytest
 from benchmarks import __main__, collectives, gpu, host, memory, sharded
 from benchmarks.counting import compiled, h200, results, timing
 from benchmarks.networks.basic import TINY
-from benchmarks.networks.dear_families import in_chunks
-from benchmarks.networks.families import FAMILIES, SMALL
+from benchmarks.networks.families import FAMILIES, SMALL, in_chunks
 
 ROOT = pathlib.Path(__file__).parents[2]
 UNAVAILABLE = h200.unavailable()
