@@ -1,7 +1,7 @@
-"""Writes the page of the documentation with all results.
+"""Writes the page with all results.
 
-``docs/evidence.md`` is made from the files in ``benchmarks/results`` and nothing else,
-so that no number in it is typed by hand.
+``benchmarks/tables.md`` is made from the files in ``benchmarks/results`` and nothing
+else, so that no number in it is typed by hand.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from .counting import pages, results
 from .gpu import INT8, NAMES, gains
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "evidence.md"
+PAGE = pathlib.Path(__file__).with_name("tables.md")
 
 Row = Mapping[str, Any]
 
@@ -39,10 +39,10 @@ ERRORS = {
 }
 
 INTRODUCTION = """\
-# Evidence
+# All tables
 
 `python -m benchmarks evidence` writes this page from the files in `benchmarks/results`.
-[Performance](performance.md) says what follows from it.
+[Performance](../docs/performance.md) says what follows from it.
 
 *By hand* is a training step that casts the whole model with `astype`, has no loss scale
 and skips no step. *N* is the number of parameters. All but the first section was
@@ -59,7 +59,7 @@ of each dtype includes the choice of kernels, which the others reuse.
 """
 
 CEILINGS = """\
-What nothing surpasses on this GPU:
+The highest rates that this GPU reached:
 """
 
 PYTORCH = """\
@@ -75,9 +75,9 @@ then the measured time. The first two columns are bytes, the third is an estimat
 """
 
 STEP = """\
-## What a training step moves
+## The memory traffic of a training step
 
-The bytes that move through memory in one step, relative to the step by hand.
+The memory traffic of one step, relative to the step by hand.
 """
 
 ATTENTION = """\
@@ -90,10 +90,11 @@ Training steps under autocast with attention written out, and with
 PRICE = """\
 ## What autocast costs
 
-The bytes moved and the temporary memory of a training step, relative to the same model
-cast by hand. *Less 6N* leaves out the bytes of float32 weight gradients, which autocast
-returns on purpose. *Rounded* is autocast with `DEFAULT_OPS.with_rounded_products()`.
-*Inside* is `value_and_grad(autocast(loss, policy))`.
+The memory traffic and the temporary memory of a training step, relative to the same
+model cast by hand. *Less 6N* leaves out the bytes of float32 weight gradients, which
+autocast returns on purpose. *Rounded* is autocast with
+`DEFAULT_OPS.with_rounded_products()`. *Inside* is
+`value_and_grad(autocast(loss, policy))`.
 """
 
 ERROR = """\

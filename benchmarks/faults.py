@@ -2,7 +2,7 @@
 
 Random small programs with one fault each, and sound ones: see
 `benchmarks.networks.planted`.
-Needs no GPU. `docs/faults.md` has the table.
+Needs no GPU. `docs/performance.md` has the table.
 """
 
 import dataclasses

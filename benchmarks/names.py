@@ -34,7 +34,7 @@ INTRODUCTION = """\
 
 Find the function or layer that you use. Each cell has the dtype of its argument and of
 its result in a training step under autocast. `32 (6) → 16 (7)` means that the argument
-is float32 by [rule 6](autocast.md#the-nine-rules) and the result 16 bits by rule 7. The
+is float32 by [rule 6](rules.md#the-nine-rules) and the result 16 bits by rule 7. The
 argument is the result of a matmul. In the first column another matmul reads the result,
 in the second a loss. `32 (2), rounded` is float32 that holds 16-bit numbers: cuDNN has
 no convolution that takes 16 bits and returns float32.

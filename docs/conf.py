@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import sys
 
 # The notebooks run while the pages are built, on a CPU also where there is a GPU.
@@ -107,6 +108,14 @@ def where_defined(app, module, name):
     return None
 
 
+def link_files(app, docname, source):
+    """Links to Markdown of the repository that is no page here, as to a file."""
+    up = "../" * (1 + docname.count("/"))
+    outside = rf"\]\(({re.escape(up)}(?!\.\.)[^)#\s]+\.md)(#[^)\s]*)?\)"
+    source[0] = re.sub(outside, r"](path:\1)", source[0])
+
+
 def setup(app):
-    """Connects it: public classes say that their module is `jaxmp`."""
+    """Connects them: public classes say that their module is `jaxmp`."""
     app.connect("viewcode-follow-imported", where_defined)
+    app.connect("source-read", link_files)

@@ -1,6 +1,6 @@
 """Innocent edits of a program change no dtype and no value.
 
-`docs/autocast.md` says which edits are not innocent, and why.
+`docs/rules.md` says which edits are not innocent, and why.
 """
 
 import functools

@@ -14,7 +14,7 @@ from jaxmp import autocast
 from jaxmp._autocast import rules
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "autocast.md").read_text()
+PAGE = (DOCS / "rules.md").read_text()
 EXAMPLES = re.findall(r"- `y = (.+?)`, then `(.+?)`: `y` is (\w+)\.", PAGE)
 
 

@@ -44,7 +44,7 @@ def test_planted_faults_are_named_and_cured(kind):
 def test_the_docs_have_the_table_of_the_results():
     (found,) = json.loads((results.FOLDER / "faults.json").read_text()).values()
     assert [x["planted"] for x in found["rows"]] == [*planted.KINDS]
-    text = (DOCS / "faults.md").read_text()
+    text = (DOCS / "performance.md").read_text()
     assert faults.table(found["rows"]) in text
     assert found["command"] in text
     assert found["date"] in text

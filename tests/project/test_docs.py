@@ -152,7 +152,7 @@ def test_what_is_released_has_absolute_links():
     readme = (ROOT / "README.md").read_text()
     text = addresses.absolute_links(readme, url, "v1", ROOT)
     assert f"({url}/raw/v1/examples/figures/detector.png)" in text
-    assert f"({url}/blob/v1/docs/policies.md#cast-a-model)" in text
+    assert f"({url}/blob/v1/docs/pitfalls.md#matmuls-that-are-wrong-in-16-bits)" in text
     assert f"({url}/tree/v1/docs)" in text
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
     project = addresses.with_urls((ROOT / "pyproject.toml").read_text(), url, "v1")
