@@ -13,6 +13,9 @@ from .form import BIAS, KEYS, MASK, QUERIES, Form, Operands, row_is_real, seen
 # What hides a key: so large that the score beside it is lost, and all keys count alike
 # where all are hidden. cuDNN subtracts such numbers, and the lowest float32 overflows.
 _HIDDEN = np.float32(-(2.0**41))
+# A bias below this hides its key as a mask does. The float32 sum of a row that has such
+# numbers alone would have lost digits of how many they are.
+_HIDES = np.float32(-(2.0**17))
 _LARGEST, _MULTIPLE = 256, 8  # sizes of heads
 
 
@@ -118,7 +121,7 @@ def gradient(
         [query, *others],
         given.bias,
         given.lengths,
-        [given.padded(out, 1), given.padded(sums, 2), given.cotangent(cotangent)],
+        [given.padded(out, 1), given.padded(sums, 2), given.cotangent(cotangent, sums)],
         of_bias=place in moving,
     )
     gradients = given.gradients(found[:3], cotangent)
@@ -134,17 +137,22 @@ class _Given:
         """Finds a bias for what the kernel cannot mask, and pads."""
         self.ops, self.lengths = ops, None
         self.sees_any = None  # which queries see a key, where a mask may hide all
+        self.counted = ops.lengths[1]  # how many keys the kernel has in each row
         self.empty = None  # which examples have no key
         bias, causal, window = ops.bias, form.is_causal, None
         if _hides_by_array(form, *ops.lengths):
             visible = seen(form, ops)
             shown = 0 if bias is None else bias.astype(jnp.float32)
             bias, causal = jnp.where(visible, shown, _HIDDEN), False
-            self.sees_any = jnp.swapaxes(jnp.any(visible, -1), 1, 2)[..., None]
+            self.sees_any = _of_rows(jnp.any(visible, -1))
         elif form.window is not None:
             causal, window = True, form.window[0] + 1
         elif QUERIES in form.has or KEYS in form.has:
             self.lengths = self._lengths()
+        if ops.bias is not None and self.sees_any is None:
+            visible = seen(form, ops)
+            if visible is not None:
+                self.counted = _of_rows(jnp.maximum(jnp.sum(visible, -1), 1))
         self.options = Cudnn(form.scale, causal, window)
         self.pads = bias is not None
         self.bias = None if bias is None else self._whole(bias)
@@ -171,6 +179,8 @@ class _Given:
         bias = jnp.broadcast_to(bias, (*bias.shape[:2], *self.ops.lengths))
         if bias.dtype not in (jnp.float16, jnp.bfloat16):
             bias = bias.astype(jnp.float32)
+        if bias.dtype != jnp.float16:  # which has no such numbers
+            bias = jnp.where(bias < _HIDES, _HIDDEN.astype(bias.dtype), bias)
         hidden = max(float(2 * _HIDDEN), float(jnp.finfo(bias.dtype).min))
         return self.padded(self.padded(bias, 2), 3, hidden)
 
@@ -193,10 +203,19 @@ class _Given:
         mean = mean if real is None else jnp.where(real, mean, 0)
         return jnp.where(self.empty, mean, out)
 
-    def cotangent(self, cotangent: Any) -> Any:
-        """Returns the cotangent that the kernel is given, for that of the result."""
+    def cotangent(self, cotangent: Any, sums: Any) -> Any:
+        """Returns the cotangent that the kernel is given, for that of the result.
+
+        Args:
+            cotangent: Of the result.
+            sums: The logarithm of the sum of each row. It has no digit of the number of
+                keys where all are hidden, and the kernel takes each weight for 1 then.
+        """
         if self.empty is not None:
             cotangent = jnp.where(self.empty, 0, cotangent)
+        if self.bias is not None:
+            share = (cotangent / self.counted).astype(cotangent.dtype)
+            cotangent = jnp.where(_of_rows(sums) < _HIDDEN / 2, share, cotangent)
         return self.padded(cotangent, 1)
 
     def gradients(self, found: Sequence[Any], cotangent: Any) -> dict[int, Any]:
@@ -223,6 +242,11 @@ class _Given:
         axes = [i for i in range(4) if like.shape[i] != found.shape[i]]
         summed = jnp.sum(found, axes, dtype=jnp.float32, keepdims=True)
         return summed.astype(like.dtype)
+
+
+def _of_rows(x: Any) -> Any:
+    """Returns ``[B, N, T]`` as it broadcasts to ``[B, T, N, H]``."""
+    return jnp.swapaxes(x, 1, 2)[..., None]
 
 
 def _first(x: Any, count: int) -> Any:

@@ -199,7 +199,8 @@ def test_the_kernel_is_refused_where_it_cannot_be():
         )
     with pytest.raises(NotImplementedError, match=r"float32, and .*16 bits"):
         jaxmp.dot_product_attention(*arrays(), implementation="cudnn")
-    with pytest.raises(NotImplementedError, match="not for an NVIDIA GPU"):
+    cpu = jax.default_device(jax.devices("cpu")[0])
+    with cpu, pytest.raises(NotImplementedError, match="not for an NVIDIA GPU"):
         jaxmp.dot_product_attention(*arrays(jnp.bfloat16), implementation="cudnn")
 
 
