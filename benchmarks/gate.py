@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jaxmp
 
-from . import attention, fp8, narrow
+from . import attention, fp8, memory
 from .counting import h200
 from .counting.steps import FLOOR, contestant
 from .counting.tables import show
@@ -88,7 +88,7 @@ def gate() -> Iterator[Check]:
         step = f"{name}, {contestant_name}, {accum_steps} micro-batches"
         found = measured(name, contestant_name, accum_steps)
         yield from checks(step, found, floor(name, accum_steps))
-    for name in narrow.VARIANTS:
+    for name in memory.VARIANTS:
         yield from narrow_checks(name)
     for form in fp8.FORMS:
         yield from fp8_checks(form)
@@ -127,8 +127,8 @@ def fp8_checks(name: str, decoder: fp8.Decoder = DECODER) -> Iterator[Check]:
 
 def narrow_checks(name: str) -> Iterator[Check]:
     """Yields what must hold of an update without float32 masters."""
-    found = narrow.count(narrow.VARIANTS[name], NETWORKS["mlp"])
-    for what, limit in narrow.limits(narrow.VARIANTS[name]).items():
+    found = memory.count(memory.VARIANTS[name], NETWORKS["mlp"])
+    for what, limit in memory.limits(memory.VARIANTS[name]).items():
         yield Check(f"update, {name}", what, found[what], limit)
 
 

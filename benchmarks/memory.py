@@ -1,35 +1,35 @@
-"""The GPU memory of BERT in float32 and in mixed precision.
+"""The GPU memory of BERT in mixed precision, and that of optimizers without masters.
 
-The peak memory of an update of 256 rows of text, in 32 micro-batches and at once, and
-the largest batch that fits, for rows of 64 to 512 words. The models and the training
-step are those of ``examples/masked_lm.py``, compiled for an H200 (extra ``aot``) and
-not run. And what the parameters of a ResNet-50 for CIFAR's images take, and an update
-of them. (The memory of a program compiled for a CPU says nothing: the CPU has no 16-bit
-arithmetic, and XLA adds float32 copies.)
+Compiled for an H200 (extra ``aot``) and not run. Of BERT, whose models and step are
+those of ``examples/masked_lm.py``: the peak of an update of 256 rows of text, in 32
+micro-batches and at once, and the largest batch that fits, for rows of 64 to 512 words.
+Of optimizers: the bytes that Adam stores and moves for a parameter, whose gradients
+have 16 bits. (The memory of a program compiled for a CPU says nothing: the CPU has no
+16-bit arithmetic, and XLA adds float32 copies.)
 
 References:
     Devlin et al., "BERT", NAACL 2019, https://arxiv.org/abs/1810.04805; the section
-    "Out-of-memory issues" of https://github.com/google-research/bert. Krizhevsky,
-    "Learning Multiple Layers of Features from Tiny Images", 2009 (CIFAR-10).
+    "Out-of-memory issues" of https://github.com/google-research/bert.
 """
 
 import dataclasses
-import functools
 import pathlib
 import sys
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
 import tyro
+from jax.typing import DTypeLike
 
 import jaxmp
 
-from .counting import h200, results, tables
+from .counting import h200, hlo, results, tables
 from .counting.compiled import largest_batch, peak
-from .counting.steps import contestant
-from .machinery import count
-from .networks.basic import resnet
+from .networks.basic import NETWORKS, Network
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -44,72 +44,121 @@ MODELS = {
     "BERT-large": (_bert.BERT_LARGE, 128),
     "the small model": (masked_lm.SMALL, masked_lm.LENGTH),
 }
-CIFAR = resnet(128, image=32, classes=10, small_images=True)
-# The policies of its parameters, and who trains it so.
-TRAINERS = {"float32": "float32", "mixed_float16": "jaxmp cast", "O2": None, "O3": None}
+ADAM = optax.adam(1e-3)
+
+
+class Variant(NamedTuple):
+    """How parameters are stored and updated, and the bytes that it takes."""
+
+    make: Callable[..., optax.GradientTransformation]  # of Adam
+    stored: float  # a parameter with its moments and what else is beside it
+    moved: float  # by an update, in bytes a parameter
+    params: DTypeLike = jnp.bfloat16
+    gradients: DTypeLike = jnp.bfloat16
+
+
+def with_masters(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns Adam; :func:`count` adds the 16-bit copy that the next step reads."""
+    return adam
+
+
+def skipping(adam: Any, **options: Any) -> optax.GradientTransformation:
+    """Returns what reads gradients once more, to check them."""
+    return jaxmp.loss_scaling(jaxmp.stochastic_rounding(adam, **options), "bfloat16")
+
+
+def stochastic(state_dtype: Any = None) -> Any:
+    """Returns what makes an update that rounds at random."""
+    return partial(jaxmp.stochastic_rounding, state_dtype=state_dtype)
+
+
+def kahan(state_dtype: Any = None, **options: Any) -> Any:
+    """Returns what makes an update with compensation."""
+    return partial(jaxmp.kahan_summation, state_dtype=state_dtype, **options)
+
+
+def stored_in(state_dtype: Any) -> Any:
+    """Returns what makes an update of float32 parameters."""
+    return partial(jaxmp.with_state_dtype, state_dtype=state_dtype)
+
+
+VARIANTS = {
+    "float32 masters": Variant(with_masters, 12, 28, params=jnp.float32),
+    "bfloat16, optax alone": Variant(lambda adam: adam, 6, 14),
+    "stochastic": Variant(stochastic(), 10, 22),
+    "stochastic, bfloat16 state": Variant(stochastic("bfloat16"), 6, 14),
+    "stochastic, int8 state": Variant(stochastic("int8"), 4.02, 14.2),
+    "Kahan": Variant(kahan(), 12, 26),
+    "Kahan, bfloat16 state": Variant(kahan("bfloat16"), 8, 18),
+    "Kahan, int8 state": Variant(kahan("int8"), 6.02, 18.2),
+    "Kahan in int8, int8 state": Variant(
+        kahan("int8", compensation="int8"), 5.02, 16.2
+    ),
+    "Kahan, float16": Variant(kahan(), 12, 26, jnp.float16, jnp.float16),
+    "stochastic, bfloat16 state, skipping": Variant(
+        partial(skipping, state_dtype="bfloat16"), 6, 16
+    ),
+    "stochastic, int8 state, skipping": Variant(
+        partial(skipping, state_dtype="int8"), 4.02, 16.3
+    ),
+    "float32 parameters, bfloat16 state": Variant(
+        stored_in("bfloat16"), 8, 18, jnp.float32
+    ),
+    "float32 parameters, int8 state": Variant(
+        stored_in("int8"), 6.02, 18.2, jnp.float32
+    ),
+}
 
 
 @dataclasses.dataclass
 class Options:
     """What to compile, and where to save the bytes."""
 
-    sections: tuple[Literal["updates", "batches", "cifar"], ...] = (
+    sections: tuple[Literal["updates", "batches", "optimizers"], ...] = (
         "updates",
         "batches",
-        "cifar",
+        "optimizers",
     )
     """Which tables to make."""
-    models: tuple[str, ...] = tuple(MODELS)
-    """Whose updates to look at."""
     lengths: tuple[int, ...] = (64, 128, 256, 384, 512)
     """Words in a row of the largest batches of BERT-base."""
     gigabytes: float = 12.0
     """What the largest batch must fit into."""
+    network: str = "gpt-12m"
+    """Whose parameters an optimizer updates."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
     output: pathlib.Path | None = None
 
 
 def main(arguments: list[str]) -> None:
-    """Prints three tables and saves them."""
+    """Prints the tables and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks memory")
     h200.require("memory")
     sections = {
         "updates": (updates, "peak of an update (GB)"),
-        "batches": (
-            batches,
-            f"largest batch of BERT-base in {options.gigabytes:g} GB",
-        ),
-        "cifar": (cifar, "ResNet-50 on CIFAR's images, 128 in a batch"),
+        "batches": (batches, f"largest batch of BERT-base in {options.gigabytes:g} GB"),
+        "optimizers": (optimizers, f"{options.network}, bytes of each parameter"),
     }
+    path = options.output or results.target("memory")
     for name in options.sections:
         section, title = sections[name]
         rows = list(section(options))
         tables.show(title, rows)
-        command = ["memory", *arguments]
-        results.save(
-            options.output or results.target("memory"),
-            title,
-            h200.HARDWARE,
-            command,
-            rows,
-        )
+        results.save(path, title, h200.HARDWARE, ["memory", *arguments], rows)
 
 
 def updates(options: Options) -> Iterator[dict[str, Any]]:
     """Yields the peak of an update of 256 rows, in micro-batches and at once."""
     rows = masked_lm.MICRO_BATCHES * masked_lm.ROWS
-    for name in options.models:
-        model, length = MODELS[name]
-        for accum_steps in (masked_lm.MICRO_BATCHES, 1):
-            sizes = [
-                peak_bytes(model, policy, rows, length, accum_steps)
-                for policy in POLICIES
-            ]
+    for name, (model, length) in MODELS.items():
+        for steps in (masked_lm.MICRO_BATCHES, 1):
+            sizes = {x: peak_bytes(model, x, rows, length, steps) for x in POLICIES}
             yield {
                 "model": name,
                 "words in a row": length,
-                "micro-batches": accum_steps,
-                **dict(zip(POLICIES, (x / 1e9 for x in sizes), strict=True)),
-                "share": sizes[1] / sizes[0],
+                "micro-batches": steps,
+                **{policy: size / 1e9 for policy, size in sizes.items()},
+                "share": sizes["mixed_float16"] / sizes["float32"],
             }
 
 
@@ -118,33 +167,9 @@ def batches(options: Options) -> Iterator[dict[str, Any]]:
     for length in options.lengths:
         row = {"words in a row": length}
         for policy in POLICIES:
-            peak_of = functools.partial(
-                peak_bytes, _bert.BERT_BASE, policy, length=length
-            )
-            row[policy], _ = largest_batch(peak_of, options.gigabytes * 1e9)
+            needed = partial(peak_bytes, _bert.BERT_BASE, policy, length=length)
+            row[policy] = largest_batch(needed, options.gigabytes * 1e9)
         yield row
-
-
-def cifar(options: Options) -> Iterator[dict[str, Any]]:
-    """Yields what parameters take under each policy, and the peak of an update."""
-    params = jax.eval_shape(contestant("float32", CIFAR).init).params
-    for name, trainer in TRAINERS.items():
-        policy = jaxmp.get_policy(name)
-        stored = policy.cast_to_param(params)
-        row = {
-            "policy": name,
-            "parameters": sum(x.size for x in jax.tree.leaves(params)),
-            "stored (MB)": _bytes(stored) / 1e6,
-            "copy to compute with (MB)": _bytes(policy.cast_to_compute(stored)) / 1e6,
-        }
-        if trainer:
-            found = count(contestant(trainer, CIFAR), CIFAR)
-            row["peak of an update (GB)"] = found["peak"] / 1e9
-        yield row
-
-
-def _bytes(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def peak_bytes(
@@ -155,3 +180,61 @@ def peak_bytes(
     params, batch = masked_lm.shapes(model, rows, length)
     state = jax.eval_shape(tx.init, params)
     return peak(h200.compiled(step, params, state, batch, donated=2))
+
+
+def optimizers(options: Options) -> Iterator[dict[str, Any]]:
+    """Yields the bytes of each parameter by how it is stored."""
+    for name in options.variants:
+        yield {"update": name} | count(VARIANTS[name], NETWORKS[options.network])
+
+
+def limits(variant: Variant) -> dict[str, float]:
+    """Returns the most that may be counted of a variant."""
+    return {
+        "bytes stored": variant.stored + 0.01,
+        "bytes moved": variant.moved + 0.1,
+        "roundings left out": 0,
+    }
+
+
+def count(variant: Variant, network: Network) -> dict[str, Any]:
+    """Compiles an update of a network's parameters and counts, bytes a parameter."""
+    x, _ = network.batch(1)
+    shapes = jax.eval_shape(network.model.init, jax.random.key(0), x)["params"]
+    params, grads = (
+        jaxmp.cast_tree(shapes, dtype) for dtype in (variant.params, variant.gradients)
+    )
+    tx = variant.make(ADAM)
+    state = jax.eval_shape(tx.init, params)
+
+    def update(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        copy = jaxmp.cast_tree(params, variant.gradients)
+        return params, state, copy if variant.make is with_masters else None
+
+    text = h200.compiled(update, params, state, grads, donated=2).as_text()
+    work = hlo.work(text)
+    n = sum(x.size for x in jax.tree.leaves(params))
+    stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))
+    return {
+        "bytes stored": round(stored / n, 2),
+        "bytes moved": round(work.bytes / n, 2),
+        "kernels": work.kernels,
+        "roundings left out": left_out(text),
+    }
+
+
+def left_out(text: str) -> int:
+    """Counts the differences that are zero because XLA has left out a rounding.
+
+    It leaves out a cast to 16 bits and back, and what such a rounding took away is then
+    a difference of a number and itself.
+    """
+    computations, _ = hlo.parse(text)
+    return sum(
+        len({computation.behind(operand).name for operand in x.operands}) == 1
+        for computation in computations.values()
+        for x in computation.instructions.values()
+        if x.opcode == "subtract"
+    )

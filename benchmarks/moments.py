@@ -1,19 +1,14 @@
 """Small models that train with their optimizers' states in 32, 16 and 8 bits.
 
-A language model on characters, an embedding of tokens most of which are rare, a network
-of convolutions on digits, and adapters of low rank beside frozen weights; each with
-AdamW, SGD with momentum, Lion, Adafactor and Muon. What is compared is the loss, three
-seeds in one program. The weights are of a size at which moments are stored in 8 bits.
-
-    python -m benchmarks moments                 # all, a quarter of an hour
-    python -m benchmarks moments --models cnn    # one, added to what is saved
+A language model on characters and a network of convolutions on digits, each with AdamW,
+SGD with momentum, Lion, Adafactor and Muon. What is compared is the loss, three seeds
+in one program. The weights are of a size at which moments are stored in 8 bits.
 """
 
 import dataclasses
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,29 +58,6 @@ def language_model(seed: int, updates: int) -> Task:
     return Task(params, (), loss, batches)
 
 
-def rare_rows(seed: int, updates: int) -> Task:
-    """Returns an embedding of 4,096 tokens, of which most are seen some ten times.
-
-    How often a token is seen falls with its rank, as with words, and which token comes
-    next depends on the last one. The rows of both matrices are in no order.
-    """
-    size, width = 4096, 32
-    rng = np.random.default_rng(seed)
-    weights = 1 / np.arange(1, size + 1)
-    order, following = rng.permutation(size), rng.permutation(size)
-    tokens = order[rng.choice(size, p=weights / weights.sum(), size=(updates, 128))]
-
-    def loss(params, following, tokens):
-        hidden = jnp.tanh(params["embedding"][tokens])
-        return cross_entropy(hidden @ params["head"], following[tokens])
-
-    params = {
-        "embedding": rng.normal(size=(size, width)).astype(np.float32),
-        "head": rng.normal(size=(width, size)).astype(np.float32) / width**0.5,
-    }
-    return Task(params, following, loss, tokens)
-
-
 class Convolutions(nn.Module):
     """Three layers of convolutions, and a layer of logits."""
 
@@ -98,48 +70,18 @@ class Convolutions(nn.Module):
 
 
 def cnn(seed: int, updates: int) -> Task:
-    """Returns a network of convolutions that reads digits."""
+    """Returns a network of convolutions that reads digits, 32 an update."""
     model = Convolutions()
-    batches = digits(seed, updates)
-
-    def loss(params, _, batch):
-        return cross_entropy(model.apply(params, batch[0][..., None]), batch[1])
-
-    params = model.init(jax.random.key(seed), batches[0][0][..., None])
-    return Task(params, (), loss, batches)
-
-
-def lora(seed: int, updates: int) -> Task:
-    """Returns adapters of rank 8 that teach a frozen network other labels."""
-    width, rank = 512, 8
-    rng = np.random.default_rng(seed)
-    sizes = [(64, width), (width, width), (width, 10)]
-    frozen = [rng.normal(size=s).astype(np.float32) * (2 / s[0]) ** 0.5 for s in sizes]
-    images, labels = digits(seed, updates)
-    params = [
-        {
-            "a": rng.normal(size=(n, rank)).astype(np.float32) / n**0.5,
-            "b": np.zeros((rank, m), np.float32),
-        }
-        for n, m in sizes
-    ]
-
-    def loss(params, frozen, batch):
-        x = batch[0].reshape(len(batch[0]), -1)
-        for i, (w, p) in enumerate(zip(frozen, params, strict=True)):
-            x = x @ w + 0.25 * (x @ p["a"]) @ p["b"]
-            x = nn.relu(x) if i < 2 else x
-        return cross_entropy(x, batch[1])
-
-    return Task(params, frozen, loss, (images, (labels * 3 + 1) % 10))
-
-
-def digits(seed: int, updates: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns images of digits and their labels, 32 an update."""
     images, labels = load_digits(return_X_y=True)
     chosen = np.random.default_rng(seed).integers(len(images), size=(updates, 32))
-    images = images.reshape(-1, 8, 8)[chosen].astype(np.float32) / 16
-    return images, labels[chosen].astype(np.int32)
+    images = images.reshape(-1, 8, 8, 1)[chosen].astype(np.float32) / 16
+    batches = images, labels[chosen].astype(np.int32)
+
+    def loss(params, _, batch):
+        return cross_entropy(model.apply(params, batch[0]), batch[1])
+
+    params = model.init(jax.random.key(seed), images[0])
+    return Task(params, (), loss, batches)
 
 
 def cross_entropy(logits: Any, labels: Any) -> jax.Array:
@@ -148,12 +90,7 @@ def cross_entropy(logits: Any, labels: Any) -> jax.Array:
     return losses.mean()
 
 
-MODELS = {
-    "language model": language_model,
-    "rare rows": rare_rows,
-    "cnn": cnn,
-    "lora": lora,
-}
+MODELS = {"language model": language_model, "cnn": cnn}
 OPTIMIZERS = {
     "adamw": partial(optax.adamw, 2e-3),
     "sgd": partial(optax.sgd, 0.1, momentum=0.9),
@@ -223,17 +160,11 @@ class Options:
 def main(arguments: list[str]) -> None:
     """Prints a table for each model, and saves it."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks moments")
+    path = options.output or results.target("moments")
     for name in options.models:
         rows = list(losses(name, options))
         show(name, rows)
-        command = ["moments", *arguments]
-        results.save(
-            options.output or results.target("moments"),
-            name,
-            results.hardware(),
-            command,
-            rows,
-        )
+        results.save(path, name, results.hardware(), ["moments", *arguments], rows)
 
 
 def losses(name: str, options: Options):
@@ -242,11 +173,9 @@ def losses(name: str, options: Options):
     for optimizer in options.optimizers:
         row = {"optimizer": optimizer}
         for storage in options.storages:
-            start = time.time()
             found = train(tasks, OPTIMIZERS[optimizer](), STORAGES[storage])
             row[storage] = spread(found)
-            took = f"{time.time() - start:.0f} s"
-            print(name, optimizer, storage, row[storage], took, flush=True)
+            print(name, optimizer, storage, row[storage], flush=True)
         yield row
 
 

@@ -29,8 +29,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from .collectives import sent_bytes
 from .counting import h200, results, tables
+from .counting.collectives import sent_bytes
 
 BF16 = jaxmp.get_policy("mixed_bfloat16")
 SUMS_BF16 = jaxmp.get_policy("p=f32,c=bf16,o=f32,r=bf16")

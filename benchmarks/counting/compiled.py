@@ -100,43 +100,28 @@ def sampler(
     return functools.partial(sample, calls), host
 
 
-def largest_batch(
-    needed: Callable[[int], int],
-    budget: float,
-    *,
-    tries: float = math.inf,
-    until: float = math.inf,
-) -> tuple[int, int]:
+def largest_batch(needed: Callable[[int], int], budget: float) -> int:
     """Finds the largest batch that needs no more than a budget of memory.
 
     Args:
         needed: From a batch size to bytes, about a straight line.
         budget: Bytes.
-        tries: How many sizes to look at.
-        until: The search ends after this ``time.monotonic()``.
-
-    Returns:
-        The largest size found and its bytes; zeros if none fits.
 
     Examples:
         >>> largest_batch(lambda size: 100 + 7 * size, 1000)
-        (128, 996)
+        128
     """
-    known: dict[int, int] = {}
-    fits, size = 0, 1
-    while len(known) < tries and time.monotonic() <= until:
-        known[size] = needed(size)
+    known = {size: needed(size) for size in (1, 4)}
+    while True:
         fits = max((n for n in known if known[n] <= budget), default=0)
         too_large = min((n for n in known if known[n] > budget), default=math.inf)
         if too_large == fits + 1:
-            break
-        size = 4
-        if len(known) > 1:
-            # The two that are nearest to the budget lie on about the same line.
-            a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
-            size = a + (budget - known[a]) * (b - a) / (known[b] - known[a])
+            return fits
+        # The two that are nearest to the budget lie on about the same line.
+        a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
+        size = a + (budget - known[a]) * (b - a) / (known[b] - known[a])
         size = int(min(max(size, fits + 1), too_large - 1))
-    return fits, known.get(fits, 0)
+        known[size] = needed(size)
 
 
 def first_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks import collectives
+from benchmarks.counting import collectives
 from benchmarks.counting.measure import traced
 from conftest import normal
 from jaxmp._autocast import rules

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from benchmarks.collectives import collectives, partitioned
+from benchmarks.counting.collectives import collectives, partitioned
 from conftest import normal, rest_is_evidence
 from jaxmp._gradients.function_checks import never_gathered
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.collectives import collectives, partitioned
+from benchmarks.counting.collectives import collectives, partitioned
 from benchmarks.counting.hlo import bits
 from conftest import normal, rest_is_evidence
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.collectives import collectives
+from benchmarks.counting.collectives import collectives
 from conftest import normal, rest_is_evidence
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))

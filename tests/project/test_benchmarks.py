@@ -11,9 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import __main__, collectives, gpu, host, memory, sharded
-from benchmarks.counting import compiled, h200, results, timing
-from benchmarks.networks.basic import TINY
+from benchmarks import __main__, gpu, host, memory, sharded
+from benchmarks.counting import collectives, compiled, h200, results, timing
 from benchmarks.networks.families import FAMILIES, SMALL, in_chunks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -175,27 +174,18 @@ def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
         return size * rows * length // accum_steps
 
     monkeypatch.setattr(memory, "peak_bytes", peak_bytes)
-    monkeypatch.setattr(memory, "count", lambda step, network: {"peak": 1.5e9})
-    monkeypatch.setattr(memory, "CIFAR", TINY["resnet"])
     monkeypatch.setattr(memory.h200, "unavailable", lambda: None)
     path = tmp_path / "memory.json"
     arguments = ["--lengths", "10", "100", "--gigabytes", "1e-5"]
-    memory.main([*arguments, f"--output={path}"])
-    updates, batches, cifar = (x["rows"] for x in json.loads(path.read_text()).values())
+    sections = ["--sections", "updates", "batches"]
+    memory.main([*arguments, *sections, f"--output={path}"])
+    updates, batches = (x["rows"] for x in json.loads(path.read_text()).values())
     assert [row["micro-batches"] for row in updates] == [32, 1] * 3
     assert {row["share"] for row in updates} == {0.5}
     assert batches == [
         {"words in a row": 10, "float32": 250, "mixed_float16": 500},
         {"words in a row": 100, "float32": 25, "mixed_float16": 50},
     ]
-    whole, mixed, o2, o3 = ([*row.values()][1:] for row in cifar)
-    n = whole[0]
-    assert whole == pytest.approx([n, 4e-6 * n, 4e-6 * n, 1.5])
-    assert mixed == pytest.approx([n, 4e-6 * n, 2e-6 * n, 1.5])
-    assert o3 == pytest.approx([n, 2e-6 * n, 2e-6 * n])
-    # Scales and biases of norms stay float32.
-    assert o2[1] == pytest.approx(4e-6 * n)
-    assert o3[2] < o2[2] < whole[2]
 
 
 @pytest.mark.evidence
@@ -206,36 +196,6 @@ def test_a_gpu_needs_less_memory_for_a_mixed_update():
         memory.peak_bytes(tiny, policy, 512, 64) for policy in memory.POLICIES
     )
     assert 0.5 < mixed / full < 0.75
-
-
-@pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize(
-    ("layout", "policy", "steps", "per_parameter"),
-    [
-        ("data parallel, mesh", "mixed_bfloat16", 4, 2 * 4),
-        ("data parallel, jit", "mixed_bfloat16", 1, 2 * 2),
-        ("FSDP, jit", "mixed_bfloat16", 1, 3 * 2),  # gathered twice, in loops
-        ("FSDP, mesh", "mixed_bfloat16", 4, 2 + 2 * 4),
-        ("FSDP, mesh and shardings", "mixed_bfloat16", 4, 2 + 4),
-    ],
-)
-def test_collectives_count_what_the_rings_of_eight_devices_send(
-    layout, policy, steps, per_parameter
-):
-    options = collectives.Options(width=64, blocks=3)
-    step, args = collectives.training_step(options, layout, policy, steps, 8)
-    sent = collectives.sent_bytes(collectives.partitioned(step, *args))
-    parameters = 8 * options.blocks * options.width**2
-    assert sum(sent.values()) == pytest.approx(per_parameter * parameters * 7 / 8, 1e-3)
-
-
-@pytest.mark.usefixtures("compiled_anew")
-def test_collectives_gives_a_row_for_each_policy_that_differs():
-    options = collectives.Options(
-        devices=(8,), layouts=("FSDP, mesh",), width=16, accum_steps=(1,)
-    )
-    rows = list(collectives.measured(options))
-    assert [row["policy"] for row in rows] == list(collectives.POLICIES)
 
 
 def test_what_a_gpu_starts_and_waits_for_is_counted_once():
@@ -293,30 +253,15 @@ def test_a_gpu_sends_what_a_form_of_sharding_says(form, steps, gathers, sums):
 
 @pytest.mark.parametrize("fixed", [0, 100, 990])
 @pytest.mark.parametrize("slope", [1, 7, 500])
-def test_the_largest_batch_is_found(fixed, slope):
-    def needed(size):
-        return fixed + slope * size
-
-    best = (1000 - fixed) // slope
-    assert compiled.largest_batch(needed, 1000) == (best, needed(best) if best else 0)
-
-
-@pytest.mark.parametrize(("limit", "rows"), [(100, 9), (99, 8), (10, 0), (1e6, 99999)])
-def test_the_largest_batch_is_found_in_few_tries(limit, rows):
+def test_the_largest_batch_is_found_in_few_tries(fixed, slope):
     tried = []
 
     def needed(size):
         tried.append(size)
-        return 10 + 10 * size
+        return fixed + slope * size
 
-    assert compiled.largest_batch(needed, limit)[0] == rows
-    assert len(tried) <= 6
-    assert len(set(tried)) == len(tried)
-    assert compiled.largest_batch(needed, limit, tries=2)[0] in (0, 4)
-
-
-def test_the_search_for_a_batch_ends_in_time():
-    assert compiled.largest_batch(lambda size: size, 1000, until=0) == (0, 0)
+    assert compiled.largest_batch(needed, 1000) == (1000 - fixed) // slope
+    assert len(tried) == len({*tried}) <= 6
 
 
 def test_samples_of_a_round_are_paired():

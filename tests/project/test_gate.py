@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import fp8, gate, machinery, narrow, price
+from benchmarks import fp8, gate, machinery, memory, price
 from benchmarks.counting import h200, hlo
 from benchmarks.counting.steps import contestants
 from benchmarks.networks import basic, fused
@@ -45,7 +45,7 @@ def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
 
     monkeypatch.setattr(_loss_scale, "_new_or_old", new_or_old)
     monkeypatch.setattr(gate, "STEPS", [("mlp", "jaxmp cast", 1)])
-    monkeypatch.setattr(narrow, "VARIANTS", {})
+    monkeypatch.setattr(memory, "VARIANTS", {})
     monkeypatch.setattr(fp8, "FORMS", {})
     checks = list(gate.gate())
     failed = {check.what for check in checks if not check.holds}
@@ -73,7 +73,7 @@ def test_attention_is_cudnns(monkeypatch):
 @pytest.mark.parametrize(
     "name",
     rest_is_evidence(
-        {name: name for name in narrow.VARIANTS},
+        {name: name for name in memory.VARIANTS},
         "stochastic, bfloat16 state",
         "stochastic, int8 state",
     ),

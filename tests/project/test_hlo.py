@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.collectives import collectives, sent_bytes
 from benchmarks.counting import h200, hlo
+from benchmarks.counting.collectives import collectives, sent_bytes
 
 UNAVAILABLE = h200.unavailable()
 needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
