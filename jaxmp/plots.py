@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, sc
 
 try:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "`jaxmp.plots` needs matplotlib. Install it with pip install 'jaxmp[plot]'"
@@ -34,21 +33,13 @@ except ModuleNotFoundError as error:
 __all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 
 _ROWS = 10  # of a picture of modules
-_LONGEST = 48  # characters of a name
+_RED = "#c03020"
 # Told apart without colour: filled bars, hatched bars, a dashed outline.
 _VALUES: dict[str, Any] = {"color": "#4878a8"}
-_ZEROS: dict[str, Any] = {"fill": False, "edgecolor": "#4878a8", "hatch": "////"}
-_NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": "#c03020", "hatch": "xxxx"}
-_SCALED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
+_HATCHED: dict[str, Any] = {"fill": False, "edgecolor": "black", "hatch": "////"}
+_NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": _RED, "hatch": "xxxx"}
+_DASHED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
 _SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
-_NORMAL: dict[str, Any] = {"color": "0.92"}
-_FORWARD: dict[str, Any] = {"color": "#4878a8", "label": "forward"}
-_BACKWARD: dict[str, Any] = {
-    "fill": False,
-    "edgecolor": "black",
-    "hatch": "////",
-    "label": "backward",
-}
 
 
 def exponents(
@@ -60,8 +51,8 @@ def exponents(
 ) -> Axes:
     """Draws the share of the values at each binary exponent, and the format's range.
 
-    The axis of the shares is logarithmic. Zeros have a bar of their own, and so have
-    Inf and NaN if there are any. The shaded ranges are those that a cast to ``dtype``
+    The axis of the shares is logarithmic. Zeros, and Inf and NaN if there are any, have
+    a bar of their own at an end. The shaded ranges are those that a cast to ``dtype``
     makes subnormal and normal. Values to the left of both become zero, and values to
     the right become Inf. A dashed outline shows where the loss scale moves the values.
 
@@ -74,8 +65,7 @@ def exponents(
             an optimizer state that holds one; 1 draws none. None takes
             :func:`jaxmp.suggest_loss_scale` for float16, and 1 for the others, which
             need no scale.
-        ax: Where to draw, the legend inside and above the bars; None makes a new
-            figure, with the legend below.
+        ax: Where to draw; None makes a new figure.
 
     Returns:
         The axes. Save them with ``plt.savefig(path)`` or ``ax.figure.savefig(path)``.
@@ -96,7 +86,7 @@ def exponents(
         https://arxiv.org/abs/1710.03740.
     """
     dtype = as_dtype(dtype, "`dtype`")
-    edges, counts, zeros, nonfinite, label = _histogram(ranges)
+    edges, counts, zeros, nonfinite, label_of_values = _histogram(ranges)
     size = counts.sum() + zeros + nonfinite
     if size == 0:
         raise ValueError(
@@ -112,61 +102,39 @@ def exponents(
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
     shares = 100 * counts / size
-    special = 100 * zeros / size, 100 * nonfinite / size
 
     info = jnp.finfo(dtype)
     # Half of the smallest subnormal number and less rounds to zero.
     first_subnormal = info.minexp - info.nmant - 1
     left, right = min(edges[0], edges[0] + shift), max(edges[-1], edges[-1] + shift)
-    if dtype == jnp.float16:  # The others are far wider than what is to be seen.
+    if dtype == jnp.float16:  # the others are far wider than what is to be seen
         left, right = min(left, first_subnormal), max(right, info.maxexp)
+    gap = max(4, (right - left) / 20)  # to the bars of zeros, and of Inf and NaN
 
-    gap = max(4, (right - left) / 20)
-    left_bar, right_bar = left - gap, right + gap  # of zeros, and of Inf and NaN
-
-    own_figure = ax is None
-    ax = _axes(ax)
+    (axes,) = _axes(ax, 1)
     for name, start, end, style in (
         ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
-        ("normal", info.minexp, info.maxexp, _NORMAL),
+        ("normal", info.minexp, info.maxexp, {"color": "0.92"}),
     ):
         start, end = max(start, left - 1), min(end, right + 1)
         if start < end:
-            style = {**style, "linewidth": 0, "zorder": 0}
-            ax.axvspan(start, end, label=f"{dtype.name} {name}", **style)
-    ax.bar(edges[:-1], shares, 0.9, align="edge", **_VALUES, label=label)
-    ax.bar(left_bar, special[0], gap / 2, **_ZEROS, label="zeros")
+            label = f"{dtype.name} {name}"
+            axes.axvspan(start, end, label=label, linewidth=0, zorder=0, **style)
+    axes.bar(edges[:-1], shares, 0.9, align="edge", **_VALUES, label=label_of_values)
+    axes.bar(left - gap, 100 * zeros / size, gap / 2, **_HATCHED, label="zeros")
     if nonfinite:
-        ax.bar(right_bar, special[1], gap / 2, **_NONFINITE, label="Inf or NaN")
+        share, label = 100 * nonfinite / size, "Inf or NaN"
+        axes.bar(right + gap, share, gap / 2, **_NONFINITE, label=label)
     if loss_scale != 1:
-        label = f"times the {scale_name}, {_power_of_two(loss_scale)}"
-        ax.stairs(shares, edges + shift, **_SCALED, label=label)
-
-    seen = [share for share in (*shares, *special) if share > 0]
-    ax.set_yscale("log")
-    bottom = 10 ** math.floor(math.log10(min(seen, default=100)) - 0.01)
-    ax.set_ylim(bottom, 150)
-    ax.set_xlim(left_bar - gap / 2, right_bar + gap / 2 if nonfinite else right + 1)
-    spacing = 4
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "axes have a figure"
-    most = max(4, 2.6 * ax.bbox.width / figure.dpi)  # labels that fit side by side
-    while right - left >= most * spacing:
-        spacing *= 2
-    exact = np.arange(math.ceil(left / spacing) * spacing, right + 1, spacing)
-    ticks = {left_bar: "zero"} | {x: f"{x:.0f}" for x in exact}
-    if nonfinite:
-        ticks[right_bar] = "Inf"
-    ax.set_xticks(list(ticks), ticks.values())
-    ax.set_xlabel("log2 of the magnitude")
-    ax.set_ylabel("% of the values")
-    _set_title(ax, f"{size:,.0f} values in the range of {dtype.name}")
-    if own_figure:
-        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-        ax.legend(**below, ncols=3, frameon=False)
-    else:  # other axes may lie below
-        _legend_inside(ax)
-    return ax
+        spelled = f"2^{shift:.0f}" if shift.is_integer() else f"{loss_scale:g}"
+        label = f"times the {scale_name}, {spelled}"
+        axes.stairs(shares, edges + shift, **_DASHED, label=label)
+    axes.set_yscale("log")
+    axes.set_ylim(min([100.0, *shares[shares > 0]]) / 2, 150)
+    axes.set_xlabel("log2 of the magnitude")
+    axes.set_ylabel("% of the values")
+    title = f"{size:,.0f} values in the range of {dtype.name}"
+    return _finished(axes, title, ax is None)
 
 
 def loss_scale(
@@ -201,7 +169,7 @@ def loss_scale(
         ...     _, state = tx.update(jnp.full(2, grad), state)
         ...     history.append(jaxmp.get_loss_scale_state(state))
         >>> ax = jaxmp.plots.loss_scale(history)
-        >>> [text.get_text() for text in ax.get_legend().get_texts()]
+        >>> ax.get_legend_handles_labels()[1]
         ['loss scale', 'skipped (1)']
     """
     if isinstance(history, LossScaleState):
@@ -231,19 +199,17 @@ def loss_scale(
     # A state holds the scale for the next step.
     used = np.concatenate([scales[:1], scales[:-1]])
 
-    ax = _axes(ax)
+    (axes,) = _axes(ax, 1)
     # Of a line with one point there is nothing to see.
     style = {"color": "black", "marker": "." if len(steps) == 1 else None}
-    ax.step(steps, scales, where="post", label="loss scale", **style)
+    axes.step(steps, scales, where="post", label="loss scale", **style)
     if not finite.all():
         label = f"skipped ({np.count_nonzero(~finite)})"
-        ax.plot(steps[~finite], used[~finite], "x", color="#c03020", label=label)
-    ax.set_yscale("log", base=2)
-    ax.set_xlabel("step")
-    ax.set_ylabel("loss scale")
-    _set_title(ax, f"The loss scale over {steps[-1]:,} steps")
-    _legend_inside(ax)
-    return ax
+        axes.plot(steps[~finite], used[~finite], "x", color=_RED, label=label)
+    axes.set_yscale("log", base=2)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss scale")
+    return _finished(axes, f"The loss scale over {steps[-1]:,} steps", ax is None)
 
 
 def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
@@ -283,86 +249,55 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
             "`overflow` draws what computes in 16 bits, but nothing in the report "
             "does. Pass the report of a function in float16 or bfloat16."
         )
-    first = [report.first] if report.first else []
-    modules = _closest(report, rows)
-    names, around = _short_names(modules)
-    left, right = _side_by_side(ax, len(modules))
-    for backward, style, shift in ((False, _FORWARD, -0.2), (True, _BACKWARD, 0.2)):
+    first = report.first
+    faults = [*([first] if first else []), *report.others]
+    least = {x.module: math.inf for x in [*rows, *faults[:1]]}
+    for x in rows:
+        least[x.module] = min(least[x.module], x.headroom)
+    for number, fault in enumerate(faults):  # before all others
+        if fault.module in least:
+            least[fault.module] = min(least[fault.module], number - 2.0**31)
+    chosen = sorted(least, key=least.__getitem__)[:_ROWS]
+    modules = [module for module in least if module in chosen]
+    left, right = _axes(ax, 2, rows=len(modules))
+    for backward, style, shift in ((False, _VALUES, -0.2), (True, _HATCHED, 0.2)):
         parts = [
             [x for x in rows if (x.module, x.backward) == (module, backward)]
             for module in modules
         ]
         places = np.arange(len(modules)) + shift
         bad = [any(x.nonfinite for x in part) for part in parts]
-        least = [min((x.headroom for x in part), default=np.nan) for part in parts]
-        least = [
-            np.nan if is_bad or math.isinf(x) else x
-            for x, is_bad in zip(least, bad, strict=True)
-        ]
-        lost = [100 * max((x.lost for x in part), default=0.0) for part in parts]
-        left.barh(places, least, 0.38, **style)
+        headroom = np.array([min([math.inf, *(x.headroom for x in p)]) for p in parts])
+        headroom[bad | np.isinf(headroom)] = np.nan
+        lost = [100 * max([0.0, *(x.lost for x in part)]) for part in parts]
+        label = "backward" if backward else "forward"
+        left.barh(places, headroom, 0.38, label=label, **style)
         right.barh(places, lost, 0.38, **style)
         if any(bad):
-            label = None if backward and _has_crosses(left) else "Inf or NaN"
-            at = places[bad]
-            style = {"color": "#c03020", "clip_on": False, "zorder": 3}
-            left.plot([0.0] * len(at), at, "x", label=label, **style)
-    faulty = [fault.module for fault in first]
-    _name_rows(left, names, [module in faulty for module in modules])
-    left.set_ylabel(around)
+            label = None if _has_crosses(left) else "Inf or NaN"
+            style = {"color": _RED, "clip_on": False, "zorder": 3}
+            left.plot(np.zeros(sum(bad)), places[bad], "x", label=label, **style)
+    _name_rows(
+        left, modules, [first is not None and x == first.module for x in modules]
+    )
     left.set_xlabel("least headroom (powers of two)")
     right.set_xlabel("% lost to zero")
     for axes in (left, right):
         axes.set_xlim(0, max(1.0, axes.get_xlim()[1]))
-    for fault in first:
-        place = modules.index(fault.module) + (0.2 if fault.backward else -0.2)
-        _point_at(right if fault.kind == "zeros" else left, place)
-    total = len({row.module for row in [*rows, *first]})
-    which = f", {len(modules)} of {total}" if total > len(modules) else ""
-    _set_title(left, f"Distance to overflow by module{which}")
-    _legend_below(left, own_figure=ax is None)
-    return left
-
-
-def _closest(report: OverflowReport, rows: Sequence[Any]) -> list[str]:
-    """Returns the modules with faults and with the least headroom, in order."""
-    faults = [*([report.first] if report.first else []), *report.others]
-    least: dict[str, float] = {}
-    for row in [*rows, *faults[:1]]:
-        headroom = getattr(row, "headroom", math.inf)
-        least[row.module] = min(least.get(row.module, math.inf), headroom)
-    for number, fault in enumerate(faults):
-        if fault.module in least:
-            least[fault.module] = min(least[fault.module], number - 2.0**31)
-    chosen = sorted(least, key=least.__getitem__)[:_ROWS]
-    return [module for module in least if module in chosen]
-
-
-def _short_names(modules: Sequence[str]) -> tuple[list[str], str]:
-    """Returns names without the path that all have in common, and a label of that."""
-    paths = [module.split("/") for module in modules if module]
-    levels = zip(*(path[:-1] for path in paths), strict=False)
-    shared = [x[0] for x in itertools.takewhile(lambda x: len({*x}) == 1, levels)]
-    start = len("/".join([*shared, ""])) if shared else 0
-    names = [module[start:] if module else "(no module)" for module in modules]
-    names = [x if len(x) <= _LONGEST else f"…{x[1 - _LONGEST :]}" for x in names]
-    return names, f"modules of {'/'.join(shared)}" if shared else "modules"
-
-
-def _point_at(ax: Axes, place: float) -> None:
-    """Points an arrow at the foot of a bar, from the right."""
-    low, high = ax.get_xlim()
-    ax.annotate(
-        "first fault",
-        xy=(low + 0.04 * (high - low), place),
-        xytext=(low + 0.6 * (high - low), place),
-        color="#c03020",
-        ha="center",
-        va="center",
-        arrowprops={"arrowstyle": "-|>", "color": "#c03020"},
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        zorder=4,
-    )
+    if first is not None:
+        place = modules.index(first.module) + (0.2 if first.backward else -0.2)
+        axes = right if first.kind == "zeros" else left
+        axes.annotate(
+            "first fault",
+            xy=(0.04 * axes.get_xlim()[1], place),
+            xytext=(0.6 * axes.get_xlim()[1], place),
+            color=_RED,
+            ha="center",
+            va="center",
+            arrowprops={"arrowstyle": "-|>", "color": _RED},
+        )
+    which = f", {len(modules)} of {len(least)}" if len(least) > len(modules) else ""
+    return _finished(left, f"Distance to overflow by module{which}", ax is None)
 
 
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
@@ -371,10 +306,10 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     The left plot has the larger of the relative errors of loss and gradients, with only
     the module in 16 bits and with all but the module. A dashed line is the tolerance.
     The right plot has the module's share of the FLOPs. In a report on residuals the
-    errors are those of eight bits, and the share is that of what is stored. The modules
-    are in the order of the report, the worst at the top; of more than ten, the ten
-    worst are drawn and those that need another dtype. Those in ``report.float32_paths``
-    or ``bfloat16_paths`` are in bold.
+    errors are those of eight bits, and the share is that of what is stored. Errors of 0
+    and Inf lie at the edges. The modules are in the order of the report, the worst at
+    the top; of more than ten, the ten worst are drawn and those that need another
+    dtype. Those in ``report.float32_paths`` or ``bfloat16_paths`` are in bold.
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.
@@ -401,79 +336,43 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         for number, row in enumerate(report.modules)
         if number < _ROWS or row.path in named
     ]
-    left, right = _side_by_side(ax, len(rows))
+    left, right = _axes(ax, 2, rows=len(rows))
     places = np.arange(len(rows))
-    errors = [x for row in rows for x in (row.alone, row.without)]
-    at = _log_axis(left, [*errors, report.tolerance])
-    only = [at(row.alone) for row in rows]
-    others = [at(row.without) for row in rows]
+    only, others = ([getattr(x, name) for x in rows] for name in ("alone", "without"))
+    seen = [x for x in (*only, *others, report.tolerance) if 0 < x < math.inf]
+    low, high = min(seen) / 10, max(seen) * 10
+    only, others = np.clip(only, low, high), np.clip(others, low, high)
+    left.set_xscale("log")
     left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
     label = f"only this in {report.narrow}"
     left.plot(only, places, "o", **_VALUES, label=label)
     label = f"all but this in {report.narrow}"
     left.plot(others, places, "D", fillstyle="none", color="black", label=label)
     label = f"tolerance ({report.tolerance:g})"
-    left.axvline(report.tolerance, **_SCALED, zorder=0.5, label=label)
+    left.axvline(report.tolerance, **_DASHED, zorder=0.5, label=label)
     left.set_xlabel("relative error of loss or gradients, the larger")
-    names, around = _short_names([row.name for row in rows])
-    left.set_ylabel(around)
-    _name_rows(left, names, [row.path in named for row in rows])
+    _name_rows(left, [x.name for x in rows], [x.path in named for x in rows])
     costs = [row.stored if report.residuals else row.share for row in rows]
     right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
     total = len(report.modules)
     which = f", {len(rows)} of {total}" if total > len(rows) else ""
-    _set_title(left, f"Error of each module in {report.narrow}{which}")
-    _legend_below(left, own_figure=ax is None)
-    return left
+    title = f"Error of each module in {report.narrow}{which}"
+    return _finished(left, title, ax is None)
 
 
-def _log_axis(ax: Axes, numbers: Sequence[float]) -> Callable[[float], float]:
-    """Makes an axis logarithmic, with places for 0 and Inf, and returns the place."""
-    seen = [x for x in numbers if 0 < x < math.inf]
-    low = math.floor(math.log10(min(seen)))
-    high = max(math.ceil(math.log10(max(seen))), low + 1)
-    step = -(-(high - low) // 8)
-    ticks = {10.0**x: f"$10^{{{x}}}$" for x in range(low, high + 1, step)}
-    places = {0.0: 10.0 ** (low - step), math.inf: 10.0 ** (high + step)}
-    for number, name in ((0.0, "0"), (math.inf, "Inf")):
-        if number in numbers:
-            ticks[places[number]] = name
-    ax.set_xscale("log")
-    ax.set_xlim(min(ticks) / 10 ** (0.4 * step), max(ticks) * 10 ** (0.4 * step))
-    ax.set_xticks(list(ticks), list(ticks.values()))
-    ax.minorticks_off()
-    return lambda number: places.get(number, number)
-
-
-def _side_by_side(ax: Sequence[Axes] | None, rows: int) -> list[Axes]:
-    """Returns two axes with a row for each module, the first row at the top."""
-    if ax is not None:
-        left, right = _two_axes(ax)
-    else:
-        figure = _figure(9, 1.8 + 0.34 * rows)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    right.tick_params(labelleft=False)
-    for axes in (left, right):
-        axes.set_ylim(rows - 0.4, -0.6)
-    return [left, right]
-
-
-def _name_rows(ax: Axes, names: Sequence[str], bold: Sequence[bool]) -> None:
+def _name_rows(ax: Axes, modules: Sequence[str], bold: Sequence[bool]) -> None:
+    """Names the rows, without the path that all have in common."""
+    paths = [module.split("/") for module in modules if module]
+    levels = zip(*(path[:-1] for path in paths), strict=False)
+    shared = [x[0] for x in itertools.takewhile(lambda x: len({*x}) == 1, levels)]
+    start = len("/".join([*shared, ""])) if shared else 0
+    names = [module[start:] or "(no module)" for module in modules]
+    names = [x if len(x) <= 48 else f"…{x[-47:]}" for x in names]
     ax.set_yticks(range(len(names)), names)
     for is_bold, text in zip(bold, ax.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if is_bold else "normal")
-
-
-def _legend_below(ax: Axes, *, own_figure: bool) -> None:
-    """Adds a legend below a figure of ours, and inside the axes of another one."""
-    if not own_figure:
-        ax.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
-        return
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "axes have a figure"
-    handles = ax.get_legend_handles_labels()[0]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    ax.set_ylabel(f"modules of {'/'.join(shared)}" if shared else "modules")
 
 
 def _has_crosses(ax: Axes) -> bool:
@@ -505,33 +404,6 @@ def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
     return edges, counts[used[0] : used[-1] + 1], zeros, nonfinite, label
 
 
-def _set_title(ax: Axes, title: str) -> None:
-    """Titles axes that have no title yet."""
-    if not any(ax.get_title(loc) for loc in ("left", "center", "right")):
-        ax.set_title(title, fontsize="medium")
-
-
-def _legend_inside(ax: Axes) -> None:
-    """Adds a legend at the top of the axes, and the room for it above what is drawn."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None, "axes have a figure"
-    close = {"labelspacing": 0.2, "handlelength": 1.5}
-    for columns, size in ((3, "small"), (2, "small"), (1, "small"), (1, "x-small")):
-        legend = ax.legend(loc="upper center", ncols=columns, fontsize=size, **close)
-        figure.draw_without_rendering()
-        if legend.get_window_extent().width <= ax.bbox.width:
-            break
-    taken = min(0.8, (ax.bbox.y1 - legend.get_window_extent().y0) / ax.bbox.height)
-    bottom, top = ax.get_ylim()
-    ticks = [x for x in ax.get_yticks() if bottom <= x <= top]
-    scale = ax.yaxis.get_transform()
-    low, high = scale.transform([bottom, top])
-    (higher,) = scale.inverted().transform([low + (high - low) / (1 - taken)])
-    ax.set_yticks(ticks)
-    ax.minorticks_off()
-    ax.set_ylim(bottom, higher)
-
-
 def _check_report(report: Any, kind: type, name: str, call: str) -> None:
     """Raises where something else stands in the place of the report to draw."""
     if not isinstance(report, kind):
@@ -541,36 +413,47 @@ def _check_report(report: Any, kind: type, name: str, call: str) -> None:
         )
 
 
-def _axes(ax: Any) -> Axes:
-    """Returns the axes that were given, or those of a new figure for None."""
+def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
+    """Returns the axes that were given, or those of a new figure for None.
+
+    Two axes lie side by side and have some rows, the first at the top.
+    """
     if ax is None:
-        return _figure(7, 4).subplots()
-    if not isinstance(ax, Axes):
-        raise TypeError(
-            f"`ax` must be axes of matplotlib, but is {describe(ax)}. Leave it out for "
-            "a new figure, or pass one of `figure.subplots()`."
+        from matplotlib import pyplot  # late, because it looks for a screen
+
+        size = (9, 1.8 + 0.34 * rows) if count == 2 else (7, 4)
+        figure = pyplot.figure(figsize=size, layout="constrained")
+        ratios = [3, 1][:count]
+        found = figure.subplots(
+            1, count, sharey=True, width_ratios=ratios, squeeze=False
         )
+        found = list(found[0])
+    else:
+        found = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
+    if len(found) != count or not all(isinstance(x, Axes) for x in found):
+        what, cure = "axes", "pass one of `figure.subplots()`"
+        if count == 2:
+            what, cure = "two axes", "pass both of `figure.subplots(2)`"
+        raise TypeError(
+            f"`ax` must be {what} of matplotlib, but is {describe(ax)}. Leave it out "
+            f"for a new figure, or {cure}."
+        )
+    if count == 2:
+        found[1].tick_params(labelleft=False)
+        for axes in found:
+            axes.set_ylim(rows - 0.4, -0.6)
+    return found
+
+
+def _finished(ax: Axes, title: str, own_figure: bool) -> Axes:
+    """Adds a title, where there is none, and a legend: below a figure of ours."""
+    if not any(ax.get_title(loc) for loc in ("left", "center", "right")):
+        ax.set_title(title, fontsize="medium")
+    if own_figure:
+        figure: Any = ax.figure
+        handles, _ = ax.get_legend_handles_labels()
+        options = {"loc": "outside lower center", "ncols": 3, "frameon": False}
+        figure.legend(handles=handles, **options)
+    else:
+        ax.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
     return ax
-
-
-def _figure(width: float, height: float) -> Figure:
-    """Makes a figure that pyplot shows and saves."""
-    from matplotlib import pyplot  # late, because it looks for a screen
-
-    return pyplot.figure(figsize=(width, height), layout="constrained")
-
-
-def _two_axes(ax: Any) -> list[Axes]:
-    """Returns the two axes that were given."""
-    several = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
-    if len(several) != 2 or not all(isinstance(x, Axes) for x in several):
-        raise TypeError(
-            f"`ax` must be two axes of matplotlib, but is {describe(ax)}. Leave it out "
-            "for a new figure, or pass both of `figure.subplots(2)`."
-        )
-    return several
-
-
-def _power_of_two(scale: float) -> str:
-    exponent = math.log2(scale)
-    return f"2^{exponent:.0f}" if exponent.is_integer() else f"{scale:g}"

@@ -165,9 +165,8 @@ def float32_region(
 
     Args:
         fun: Function that JAX can trace.
-        precision: ``"highest"``; or ``"tf32x3"``, three passes of TF32 on an NVIDIA
-            GPU, which are faster and nearly as exact; or ``"default"``, JAX's own. A
-            matmul with a precision of its own keeps it.
+        precision: ``"highest"``, or ``"default"``, JAX's own. A matmul with a precision
+            of its own keeps it.
 
     Returns:
         The same function, in the named scope ``jaxmp.float32``.

@@ -21,7 +21,6 @@ from .._jaxprs import jaxpr as _jaxpr
 from .products import (
     default_precision,
     is_float32_product,
-    takes_algorithm,
     with_precision,
 )
 
@@ -29,9 +28,8 @@ from .products import (
 # where there is a default, would otherwise be kept with the one of the first call.
 _APART = jax.make_user_context(None)
 
-# What a user may name: all digits; three passes of TF32 on a GPU, which have nearly all
-# (elsewhere all digits); and whatever the device does by default.
-Precision = Literal["highest", "tf32x3", "default"]
+# What a user may name: all digits, or whatever the device does by default.
+Precision = Literal["highest", "default"]
 PRECISIONS = get_args(Precision)
 
 # What a device may make of the operands of a product that names none, with the bits of
@@ -86,9 +84,7 @@ def at_precision(eqn: _jaxpr.Equation, precision: str) -> _jaxpr.Equation:
     if precision == "default":
         return eqn
     if is_float32_product(eqn):
-        highest = with_precision(eqn, (lax.Precision.HIGHEST,) * 2)
-        is_highest = precision == "highest" or not takes_algorithm(eqn)
-        return highest if is_highest else _in_three_passes(eqn, highest)
+        return with_precision(eqn, (lax.Precision.HIGHEST,) * 2)
     return _jaxpr.with_jaxprs(eqn, lambda x: _throughout(x, at_precision, precision))
 
 
@@ -99,28 +95,6 @@ def _throughout(jaxpr: Any, change: Callable, precision: Any) -> Any:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         memo[key] = _jaxpr.with_eqns(jaxpr, [change(eqn, precision) for eqn in eqns])
     return memo[key]
-
-
-def _in_three_passes(eqn: _jaxpr.Equation, highest: _jaxpr.Equation) -> _jaxpr.Equation:
-    """Returns a product as three passes of TF32 on a GPU, and as ``highest`` elsewhere.
-
-    Only a GPU has them, and which device it will be is known when XLA compiles.
-    """
-    algorithm = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
-    passes = with_precision(eqn, algorithm)
-
-    @jax.jit
-    def product(*operands):
-        return lax.platform_dependent(
-            *operands,
-            cuda=lambda *x: _jaxpr.bind(passes, x),
-            default=lambda *x: _jaxpr.bind(highest, x),
-        )
-
-    (call,) = _jaxpr.trace(product, [x.aval for x in eqn.invars]).eqns
-    return call.replace(
-        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
-    )
 
 
 def rounded_by_device(x: jax.Array, kind: Float32Products) -> jax.Array:

