@@ -15,11 +15,10 @@ from .._jaxprs.jaxpr import (
     JaxprEqn,
     bind,
     call_kind,
-    context_of,
     interpret,
-    located_at,
     open_jaxpr,
 )
+from .._jaxprs.replay import where_written
 from .._ops.lists import given_name
 from .._training.loss_scale_state import scale_in
 from .differentiate import loss_and_aux
@@ -136,18 +135,16 @@ def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
 
 def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
     """Evaluates a jaxpr with the next addend, or None, added to each named value."""
-    stacks: dict[tuple[int, int], Any] = {}
 
     def apply(eqn, values):
-        with located_at(eqn, stacks), context_of(eqn):
-            if inner := _called_once(eqn):
-                return _add_to_named(inner, values, addends)
-            values = bind(eqn, values)
+        if inner := _called_once(eqn):
+            return _add_to_named(inner, values, addends)
+        values = bind(eqn, values)
         if given_name(eqn) is not None and (addend := next(addends)) is not None:
             return [values[0] + addend]
         return values
 
-    return interpret(jaxpr, args, apply)
+    return interpret(jaxpr, args, where_written(apply))
 
 
 def _called_once(eqn: JaxprEqn) -> Any:

@@ -8,6 +8,7 @@ from jax import lax
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import Equation
+from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
 from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out
@@ -237,17 +238,15 @@ def _is_rule_of_loop(eqn: Equation) -> bool:
 
 def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Replays a jaxpr, with the calls of ``jit`` in it written out."""
-    stacks: dict[tuple[int, int], Any] = {}
 
     def apply(eqn, ins):
-        with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
-            if _jaxpr.is_inlined(eqn):
-                return _inlined(eqn.params["jaxpr"], ins)
-            if _is_rule_of_loop(eqn):
-                return _inlined(eqn.params["call_jaxpr"], ins)
-            return _jaxpr.bind(eqn, ins)
+        if _jaxpr.is_inlined(eqn):
+            return _inlined(eqn.params["jaxpr"], ins)
+        if _is_rule_of_loop(eqn):
+            return _inlined(eqn.params["call_jaxpr"], ins)
+        return _jaxpr.bind(eqn, ins)
 
-    return _jaxpr.interpret(jaxpr, arrays, apply)
+    return _jaxpr.interpret(jaxpr, arrays, where_written(apply))
 
 
 # Calls in which a layer, or several, are differentiated at once.

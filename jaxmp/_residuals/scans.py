@@ -3,14 +3,14 @@
 Each iteration stores its own values, so that nothing is stacked in more bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
+from .._jaxprs.replay import scan, where_written
 from .eight_bits import Stored, stored
 from .plan import Again, Forward, IsLeft, Kept
 
@@ -90,15 +90,20 @@ class Stack:
                     if var in self.kept.how:
                         saved[var] = stored(x, self.kept.how[var], kind)
 
+            def apply(eqn, ins):
+                outs = _jaxpr.bind(eqn, ins)
+                save(eqn.outvars, outs)
+                return outs
+
             args = [*ins[: self.consts], *carry, *xs]
             save(_jaxpr.in_vars(self.jaxpr), args)
-            outs = _jaxpr.interpret(self.jaxpr, args, _applied(save))
+            outs = _jaxpr.interpret(self.jaxpr, args, where_written(apply))
             avals.update((x, s._replace(arrays=())) for x, s in saved.items())
             stacked = [saved[x].arrays for x in self.kept.how]
             return outs[: self.carries], ([outs[i] for i in whole], stacked)
 
         first = self.consts + self.carries
-        carry, (ys, stacked) = _scan(
+        carry, (ys, stacked) = scan(
             self.eqn, trip, list(ins[self.consts : first]), list(ins[first:])
         )
         for x, arrays in zip(self.kept.how, stacked, strict=True):
@@ -185,29 +190,10 @@ def read_by_scan(
         for i, stack in stacks.items():
             values[i] = again[stack].read(stack.inner[eqn.invars[i]])
         args = [*ins[:consts], *carry, *(values[i] for i in range(first, len(ins)))]
-        outs = _jaxpr.interpret(jaxpr, args, _applied())
+        outs = _jaxpr.interpret(jaxpr, args, where_written(_jaxpr.bind))
         return outs[:carries], outs[carries:]
 
     parts = [(part.stored, list(part.given.values())) for part in taken]
     xs = [ins[i] for i in others], parts
-    carry, ys = _scan(eqn, trip, list(ins[consts:first]), xs)
+    carry, ys = scan(eqn, trip, list(ins[consts:first]), xs)
     return [*carry, *ys]
-
-
-def _applied(save: Callable[[Iterable[Any], Sequence[Any]], None] | None = None):
-    """Returns what applies an equation where it was written, and saves its outputs."""
-    stacks: dict[tuple[int, int], Any] = {}
-
-    def apply(eqn, ins):
-        with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
-            outs = _jaxpr.bind(eqn, ins)
-            if save:
-                save(eqn.outvars, outs)
-            return outs
-
-    return apply
-
-
-def _scan(eqn: Equation, trip: Callable, carry: Any, xs: Any) -> Any:
-    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    return lax.scan(trip, carry, xs, **options)

@@ -22,12 +22,11 @@ from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, placed
+from ..._jaxprs.replay import is_call
 from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
 from ..wide_replay import (
-    after_trip,
     before_rounding,
     bind_wide,
-    is_call,
     jitted,
     platform_of,
     widened,
@@ -524,6 +523,21 @@ class Frame(Trails):
         scalars = table, tuple(map(jnp.int32, self.clock))
         outs, seen = _jaxpr.map_shards(eqn, arrays, scalars, body)
         return self.after(outs, *seen)
+
+
+def after_trip(goes_on: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """Returns what a ``while`` carries after a trip.
+
+    Under ``vmap`` its test is an array, whose axes are the first of all that is
+    carried. The loop goes on while any example does, and those that have ended wait for
+    the others. ``lax.while_loop`` takes no such test.
+    """
+    if not jnp.ndim(goes_on):
+        return list(new)
+    return [
+        jnp.where(jnp.expand_dims(goes_on, range(goes_on.ndim, x.ndim)), x, y)
+        for x, y in zip(new, old, strict=True)
+    ]
 
 
 class _Closed:

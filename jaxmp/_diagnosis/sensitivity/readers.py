@@ -14,9 +14,10 @@ from typing import Any
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
+from ..._jaxprs.replay import is_call
 from ..._jaxprs.scopes import AUTOCAST, Scopes
 from ..._ops.lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON, is_barrier
-from ..wide_replay import bodies_of, is_call
+from ..wide_replay import bodies_of
 
 Parts = frozenset[str]
 

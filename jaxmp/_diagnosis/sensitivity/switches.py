@@ -22,6 +22,7 @@ from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
+from ..._jaxprs.replay import is_call
 from ..._jaxprs.scopes import AUTOCAST, EIGHT_BITS, FLOAT8_SCALED, SATURATED
 from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT, is_barrier, rounds_to_integers
 from ..._ops.precision import Float32Products, rounded_by_device
@@ -35,7 +36,6 @@ from ..wide_replay import (
     bind_wide,
     bodies_of,
     given,
-    is_call,
     platform_of,
 )
 from .readers import Parts, Readers

@@ -1,0 +1,357 @@
+"""Replaying a jaxpr under the ambient trace: its calls, branches, loops and shards.
+
+What an operation does, a class says that inherits from :class:`Replay`. What stands for
+a value is a tuple with the field ``array``, and with others for what is known of it.
+What is seen inside of a body that is traced on its own leaves it as one more output, a
+pytree that a loop stacks, or carries along.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from . import jaxpr as _jaxpr
+from .jaxpr import Equation
+from .places import Place, placed
+
+
+class Replay:
+    """The replay of jaxprs on a platform, in the shards of some mesh axes."""
+
+    value: Callable[[Any], Any]  # makes a value of an array of which nothing is known
+    keeps_remat = True  # else what is computed again is written out as all else
+
+    def __init__(self, platform: str, scalars: Any = (), axes: tuple[Any, ...] = ()):
+        """Starts a replay; operations may read the scalars, a pytree of arrays."""
+        self.platform, self.scalars, self.axes = platform, scalars, axes
+
+    # What a class says that inherits from this one.
+
+    def operation(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
+        """Applies an equation that computes."""
+        raise NotImplementedError
+
+    def constant(self, array: Any) -> Any:
+        """Returns the value of an array that a jaxpr carries."""
+        return self.value(array)
+
+    def literal(self, literal: Any) -> Any:
+        """Returns the value of a number in the code."""
+        return self.value(literal.val)
+
+    def read(self, eqn: Equation, ins: list[Any]) -> list[Any]:
+        """Returns the inputs of an equation as it reads them."""
+        del eqn
+        return ins
+
+    def bodies(self, eqn: Equation) -> list[Any]:
+        """Returns the jaxprs in an equation that run on the platform."""
+        if _jaxpr.chooses_platform(eqn):
+            return [_jaxpr.chosen_branch(eqn, self.platform)]
+        return [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
+
+    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> Replay:
+        """Returns the replay of a body that is traced on its own."""
+        raise NotImplementedError
+
+    def entered(self, arrays: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
+        """Returns the values of the inputs of a body, of which this is the replay.
+
+        ``outside`` are their values around it, None for what a loop carries.
+        """
+        pairs = zip(arrays, outside, strict=True)
+        return [self.value(x) if y is None else y._replace(array=x) for x, y in pairs]
+
+    def part(self, array: Any, *values: Any) -> Any:
+        """Returns the value of a slice of a value, or of a mixture of two."""
+        is_slice = len(values) == 1
+        return values[0]._replace(array=array) if is_slice else self.value(array)
+
+    def seen(self, outs: Sequence[Any]) -> Any:
+        """Returns what was seen in a body, of which this is the replay, at its end."""
+        del outs
+        return ()
+
+    def results(
+        self, eqn: Equation, ins: list[Any], arrays: list[Any], bodies: list[Body]
+    ) -> list[Any]:
+        """Returns the values of what an equation with bodies has returned."""
+        del eqn, ins, bodies
+        return [self.value(x) for x in arrays]
+
+    def first(self, seen: Any, length: int | None) -> Any:
+        """Returns what a loop carries along of what trips see, of which the types are.
+
+        ``length`` is None for a while loop, which stacks nothing.
+        """
+        del seen, length
+        return ()
+
+    def after(self, state: Any, seen: Any) -> tuple[Any, Any]:
+        """Returns what a loop carries along after a trip, and what is stacked of it."""
+        return state, seen
+
+    def nothing(self, seen: Any) -> Any:
+        """Returns what is seen of what does not run, given types of what would be."""
+        return jax.tree.map(jnp.zeros_like, seen)
+
+    def together(self, seen: Any, axes: tuple[Any, ...]) -> Any:
+        """Returns what all devices along mesh axes have seen."""
+        del axes
+        return seen
+
+    # The replay itself.
+
+    def run(
+        self,
+        jaxpr: Any,
+        values: Sequence[Any],
+        around: Place,
+        consts: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Replays a jaxpr, open or closed, whose constants may be values too."""
+        given = iter(consts or ())
+
+        def apply(eqn, ins, place):
+            replay = self.call if is_call(eqn) else self.operation
+            with _jaxpr.context_of(eqn):
+                return replay(eqn, self.read(eqn, ins), place)
+
+        def constant(array):
+            return self.constant(array) if consts is None else next(given)
+
+        at_places = placed(apply, around)
+        return _jaxpr.interpret(
+            jaxpr, values, at_places, const=constant, literal=self.literal
+        )
+
+    def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
+        """Replays an equation that calls, repeats or chooses between jaxprs."""
+        kind, jaxprs = _jaxpr.call_kind(eqn), self.bodies(eqn)
+        is_apart = {
+            "scan": True,
+            "while": True,
+            "cond": not _jaxpr.chooses_platform(eqn),
+            "remat": self.keeps_remat and _jaxpr.is_remat(eqn),
+            "shard_map": True,
+        }
+        if not is_apart.get(kind):  # its equations are written out
+            ins = ins[1:] if kind == "cond" else ins  # without the platform
+            return self.run(jaxprs[0], ins, place.replayed(eqn, jaxprs[0]))
+        bodies = [Body(self, x, place.replayed(eqn, x)) for x in jaxprs]
+        replayed = {
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": self.cond,
+            "remat": self.remat,
+            "shard_map": self.shard_map,
+        }[kind]
+        arrays = [jnp.asarray(x.array) for x in ins]
+        outs = replayed(eqn, ins, arrays, *bodies)
+        return self.results(eqn, ins, outs, bodies)
+
+    def scan(self, eqn, ins, arrays, body):
+        n_consts, n_carry = _jaxpr.scan_counts(eqn)
+        first = n_consts + n_carry
+        consts, carry, xs = arrays[:n_consts], arrays[n_consts:first], arrays[first:]
+        pairs = zip(_jaxpr.in_avals(body.jaxpr)[first:], xs, strict=True)
+        slices = [
+            x if x.dtype == y.dtype else x.update(dtype=y.dtype) for x, y in pairs
+        ]
+        outside = [*ins[:n_consts], *[None] * n_carry, *ins[first:]]
+        trip = body.traced([*consts, *carry, *slices], outside, slices=len(xs))
+
+        def step(carried, xs):
+            carry, state = carried
+            outs, seen = trip([*consts, *carry, *xs])
+            state, seen = self.after(state, seen)
+            return (outs[:n_carry], state), (outs[n_carry:], seen)
+
+        state = self.first(trip.types, eqn.params["length"])
+        (carry, state), (ys, seen) = scan(eqn, step, (carry, state), xs)
+        body.seen = state, seen
+        return [*carry, *ys]
+
+    def while_loop(self, eqn, ins, arrays, test, body):
+        layout = _jaxpr.call_layout(eqn)
+        first = layout.fixed_in.start
+        carry = arrays[first:]
+
+        def traced(body, operands, **options):
+            """Returns a function of what is carried, and what it is traced to."""
+            fixed = [i for i in operands if i < first]
+            outside = [*(ins[i] for i in fixed), *[None] * len(carry)]
+            fixed = [arrays[i] for i in fixed]
+            fun = body.traced([*fixed, *carry], outside, **options)
+            return lambda carry: fun([*fixed, *carry]), fun
+
+        tested, _ = traced(test, layout.bodies[0].operands)
+
+        def goes_on(carry):
+            return tested(carry)[0][0]
+
+        # Under `vmap` the test is an array, which `lax.while_loop` does not take.
+        is_batch = bool(_jaxpr.out_avals(test.jaxpr)[0].shape)
+        options = {"goes_on": goes_on} if is_batch else {}
+        trip, fun = traced(body, layout.bodies[1].operands, **options)
+
+        def step(carried):
+            outs, seen = trip(carried[0])
+            return outs, self.after(carried[1], seen)[0]
+
+        # The primitive would take bodies that close over nothing.
+        carry, state = lax.while_loop(
+            lambda carried: jnp.any(goes_on(carried[0])),
+            step,
+            (carry, self.first(fun.types, None)),
+        )
+        body.seen = state, ()
+        return carry
+
+    def cond(self, eqn, ins, arrays, *bodies):
+        del eqn
+        index, *arrays = arrays
+        branches = [body.traced(arrays, ins[1:]) for body in bodies]
+
+        def alone(arrays, i):
+            """Runs one branch; of all others nothing is seen."""
+            outs, seen = branches[i](arrays)
+            every = [self.nothing(x.types) for x in branches]
+            every[i] = seen
+            return outs, every
+
+        runs = [functools.partial(alone, i=i) for i in range(len(branches))]
+        outs, seen = lax.switch(index, runs, arrays)
+        for body, x in zip(bodies, seen, strict=True):
+            body.seen = x
+        return outs
+
+    def remat(self, eqn, ins, arrays, body):
+        fun = body.traced(arrays, ins)
+        outs, body.seen = fun.rebuilt(_jaxpr.bind_remat(eqn, arrays, fun.jaxpr))
+        return outs
+
+    def shard_map(self, eqn, ins, arrays, body):
+        new = tuple(_jaxpr.manual_axes(eqn))
+
+        def run(shards, scalars):
+            body.enter(scalars, (*self.axes, *new))
+            outs, seen = body.run(shards, ins)
+            return outs, body.replay.together(seen, new)
+
+        outs, body.seen = _jaxpr.map_shards(eqn, arrays, self.scalars, run)
+        return outs
+
+
+class Body:
+    """A jaxpr in an equation that is traced on its own.
+
+    Attributes:
+        replay: That of its equations.
+        seen: What was seen in it. Of a loop, a pair: what was carried, and stacked.
+    """
+
+    seen: Any = ()
+
+    def __init__(self, around: Replay, jaxpr: Any, place: Place):
+        self.around, self.jaxpr, self.place = around, jaxpr, place
+        self.enter(around.scalars, around.axes)
+
+    def enter(self, scalars: Any, axes: tuple[Any, ...]) -> None:
+        """Starts its replay."""
+        self.replay = self.around.inside(scalars, axes)
+
+    def run(
+        self,
+        arrays: Sequence[Any],
+        outside: Sequence[Any],
+        *,
+        slices: int = 0,
+        goes_on: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> tuple[list[Any], Any]:
+        """Replays the jaxpr, and returns its results and what was seen.
+
+        Args:
+            arrays: Its inputs.
+            outside: Their values outside, see :meth:`Replay.entered`.
+            slices: How many of them, at the end, are slices of what is outside.
+            goes_on: Which examples of a batch go on, of what a loop carries. The loop
+                goes on while any does, and those that have ended wait for the others.
+        """
+        replay = self.replay
+        values = replay.entered(arrays, outside)
+        whole = len(values) - slices
+        values[whole:] = [replay.part(x.array, x) for x in values[whole:]]
+        outs = replay.run(self.jaxpr, values, self.place)
+        if goes_on is not None:
+            old = values[len(values) - len(outs) :]
+            on = goes_on([x.array for x in old])
+            outs = [
+                replay.part(
+                    jnp.where(
+                        jnp.expand_dims(on, range(on.ndim, jnp.ndim(x.array))),
+                        y.array,
+                        x.array,
+                    ),
+                    x,
+                    y,
+                )
+                for x, y in zip(old, outs, strict=True)
+            ]
+        return [x.array for x in outs], replay.seen(outs)
+
+    def traced(
+        self, arrays: Sequence[Any], outside: Sequence[Any], **options
+    ) -> Traced:
+        """Traces :meth:`run`, once: JAX may trace the body of a loop again."""
+        return Traced(lambda *x: self.run(x, outside, **options), arrays)
+
+
+class Traced:
+    """A function of a list of arrays that was traced.
+
+    Attributes:
+        jaxpr: What it was traced to.
+        types: Of what is seen in it, its second result.
+    """
+
+    def __init__(self, fun: Callable[..., Any], arrays: Sequence[Any]):
+        self.jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+        self.tree, self.types = jax.tree.structure(shapes), shapes[1]
+
+    def __call__(self, arrays: Sequence[Any]) -> Any:
+        return self.rebuilt(_jaxpr.jaxpr_as_fun(self.jaxpr)(*arrays))
+
+    def rebuilt(self, outs: Sequence[Any]) -> Any:
+        """Returns the results of the function from those of its jaxpr."""
+        return self.tree.unflatten(outs)
+
+
+def is_call(eqn: Equation) -> bool:
+    """Whether an equation calls, repeats or chooses between jaxprs."""
+    return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
+
+
+def scan(eqn: Equation, trip: Callable, carry: Any, xs: Any) -> Any:
+    """Applies a ``scan`` equation with another function of pytrees as its body."""
+    options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    return lax.scan(trip, carry, xs, **options)
+
+
+def where_written(
+    apply: Callable[[Equation, list[Any]], Any],
+) -> Callable[[Equation, list[Any]], Any]:
+    """Returns ``apply`` under the scopes of each equation, for ``interpret``."""
+    joined: dict[tuple[int, int], Any] = {}
+
+    def applied(eqn, ins):
+        with _jaxpr.located_at(eqn, joined), _jaxpr.context_of(eqn):
+            return apply(eqn, ins)
+
+    return applied
