@@ -1,8 +1,11 @@
-"""What jaxmp costs outside compiled code: calls, tracing and importing.
+"""What jaxmp costs outside compiled code: calls, tracing, compiling and importing.
 
 All of it is time of the CPU, in the thread that does the work, because that hardly
-depends on what else the machine does. Ratios are medians over rounds, each of them
-between two neighbours in time, with their quartiles.
+depends on what else the machine does; of compiling, which is done by many threads, time
+of the process. Ratios are medians over rounds, each of them between two neighbours in
+time, with their quartiles. Steps are compiled for an H200 (extra ``aot``).
+
+    python -m benchmarks host --parts tracing --networks llama vit
 """
 
 import dataclasses
@@ -21,18 +24,22 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from .counting import results, steps
+from .counting import h200, results, steps
 from .counting.steps import FLOOR
 from .counting.tables import show
 from .counting.timing import interleaved, ratio, spread
 from .networks import basic as networks
+from .networks.families import FAMILIES
 
 NATIVE = "Flax's own dtype"
 PEERS = ("jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx")
 TRACED = ("float32", NATIVE, *(name for name in steps.CONTESTANTS if name != "float32"))
+NETWORKS = ("gpt-160m", "resnet-50", "llama", "vit", "bert", "u-net")
+COMPILED = ("float32", FLOOR, "jaxmp autocast")
 GOALS = {
     "dispatch": "jaxmp cast: at most 1.05 of plain containers",
-    "tracing": "at most 1.10 of float32 for cast, 1.4 for autocast",
+    "tracing": "at most 1.10 of float32 for cast, 1.3 for autocast",
+    "compiling": "none",
     "importing": "at most 50 ms after jax and optax",
 }
 
@@ -41,10 +48,11 @@ GOALS = {
 class Options:
     """How much to measure, and where to save it."""
 
-    parts: tuple[str, ...] = ("dispatch", "tracing", "importing")
+    parts: tuple[str, ...] = ("dispatch", "tracing", "compiling", "importing")
+    networks: tuple[str, ...] = NETWORKS
+    """Whose steps are traced and compiled."""
     traced: tuple[str, ...] = TRACED
-    layers: int = 12
-    """Of the GPT that is traced."""
+    """Of the first network; of the others only those that are compiled."""
     rounds: int = 9
     calls: int = 50
     """Of a step, in one sample."""
@@ -56,7 +64,12 @@ def main(arguments: list[str]) -> None:
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks host")
     command = ["host", *arguments]
     for part in options.parts:
-        measure = {"dispatch": dispatch, "tracing": tracing, "importing": importing}
+        measure = {
+            "dispatch": dispatch,
+            "tracing": tracing,
+            "compiling": compiling,
+            "importing": importing,
+        }
         rows = list(measure[part](options))
         show(f"{part} (goal: {GOALS[part]})", rows)
         load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
@@ -95,29 +108,59 @@ def dispatch(options: Options) -> Iterator[dict[str, Any]]:
 
 def tracing(options: Options) -> Iterator[dict[str, Any]]:
     """Yields how long JAX takes to trace a training step, and to lower it for XLA."""
-    network = networks.NETWORKS["gpt-160m"]
-    network = network._replace(model=network.model.clone(layers=options.layers))
+    for name in options.networks:
+        network = (networks.NETWORKS | FAMILIES)[name]
+        traced = options.traced if name == options.networks[0] else COMPILED
+        yield from _traced(name, network, ("float32", FLOOR, *traced), options.rounds)
+
+
+def _traced(name, network, forms, rounds):
     tracers, lowerings = {}, {}
-    for name in dict.fromkeys(("float32", NATIVE, FLOOR, *options.traced)):
+    for form in dict.fromkeys(forms):
         try:
-            tracers[name] = _tracer(name, network, lowerings.setdefault(name, []))
+            tracers[form] = _tracer(form, network, lowerings.setdefault(form, []))
         except steps.Unavailable as reason:
-            print(f"{name} is left out: {reason}")
+            print(f"{form} is left out: {reason}")
     for trace in tracers.values():  # to fill the caches that all of them share
         trace()
     for lowering in lowerings.values():
         lowering.clear()
-    traces = interleaved(tracers, options.rounds)
-    times = {name: np.add(traces[name], lowerings[name]) for name in tracers}
-    for name in tracers:
+    traces = interleaved(tracers, rounds)
+    times = {form: np.add(traces[form], lowerings[form]) for form in tracers}
+    for form in tracers:
         yield {
-            "step": name,
-            "trace (s)": float(np.median(traces[name])),
-            "lower (s)": float(np.median(lowerings[name])),
-            "both, of float32": ratio(times[name], times["float32"]),
-            "of Flax's own dtype": ratio(times[name], times[NATIVE]),
-            f"of {FLOOR}": ratio(times[name], times[FLOOR]),
+            "network": name,
+            "step": form,
+            "trace (s)": float(np.median(traces[form])),
+            "lower (s)": float(np.median(lowerings[form])),
+            "both, of float32": ratio(times[form], times["float32"]),
+            f"of {FLOOR}": ratio(times[form], times[FLOOR]),
         }
+
+
+def compiling(options: Options) -> Iterator[dict[str, Any]]:
+    """Yields the CPU time in which XLA compiles a training step for an H200."""
+    if reason := h200.unavailable():
+        print(f"compiling is left out: {reason}")
+        return
+    for name in options.networks:
+        network = (networks.NETWORKS | FAMILIES)[name]
+        seconds = {}
+        for form in COMPILED:
+            made = steps.contestant(form, network, dtype=jnp.bfloat16)
+            state = jax.eval_shape(made.init)
+            lowered = h200.lowered(made.step, state, network.shapes(), donated=1)
+            start = time.process_time()
+            lowered.compile(compiler_options=h200.OPTIONS)
+            seconds[form] = time.process_time() - start
+        for form, took in seconds.items():
+            yield {
+                "network": name,
+                "step": form,
+                "compile (s)": took,
+                "of float32": took / seconds["float32"],
+                f"of {FLOOR}": took / seconds[FLOOR],
+            }
 
 
 def importing(options: Options) -> Iterator[dict[str, Any]]:

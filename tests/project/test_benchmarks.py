@@ -159,13 +159,24 @@ def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):
 def test_host_runs_from_end_to_end_in_small(tmp_path):
     path = tmp_path / "host.json"
     traced = ["float32", host.NATIVE, "by hand", "jaxmp cast", "jmp"]
-    arguments = f"--output {path} --layers 1 --rounds 1 --calls 2 --traced".split()
+    networks = "--networks resnet-18 mlp --traced"
+    arguments = f"--output {path} --rounds 1 --calls 2 {networks}".split()
     host.main([*arguments, *traced])
     sections = json.loads(path.read_text())
+    compiling = sections.pop("compiling")["rows"]  # if this machine can for a GPU
     assert set(sections) == {"dispatch", "tracing", "importing"}
+    for row in compiling:
+        assert row["compile (s)"] > 0
     arrays = {row["step"]: row["arrays"] for row in sections["dispatch"]["rows"]}
     assert arrays["by hand"] == 3 * 77 + 1
-    assert [row["step"] for row in sections["tracing"]["rows"]] == traced
+    rows = [(row["network"], row["step"]) for row in sections["tracing"]["rows"]]
+    assert rows == [
+        *(
+            ("resnet-18", step)
+            for step in ("float32", "by hand", *traced[1:2], *traced[3:])
+        ),
+        *(("mlp", step) for step in ("float32", "by hand", "jaxmp autocast")),
+    ]
 
 
 def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
