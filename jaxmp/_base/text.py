@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,24 @@ def as_lists(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: as_lists(value) for key, value in x.items()}
     return [*map(as_lists, x)] if isinstance(x, (tuple, list)) else x
+
+
+def short_line(where: str) -> str:
+    """Returns ``file:line`` without folders, or the cell of a notebook and the line."""
+    file, _, line = where.rpartition(":")
+    cell = cell_of(file)
+    return f"{cell}, line {line}" if cell else os.path.basename(where)
+
+
+def cell_of(file: str) -> str:
+    """Returns the name of the notebook's cell that IPython compiled under this name.
+
+    Such a name says nothing, as ``/tmp/ipykernel_7/2844202223.py``. Empty for a file.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    named = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    found = named(file) if named else None  # ("Cell", "In[5]")
+    return f"cell {found[1][3:-1]}" if found else ""
 
 
 def paragraphs(*parts: Iterable[str]) -> Iterator[str]:
@@ -72,7 +91,7 @@ def fits_a_screen(rows: Sequence[tuple[str, str, Any]], shown: int) -> bool:
 
 
 def _cells(rows: Sequence[tuple[str, str, Any]]) -> list[tuple[str, ...]]:
-    return [(n, text, row.module, os.path.basename(row.where)) for n, text, row in rows]
+    return [(n, text, row.module, short_line(row.where)) for n, text, row in rows]
 
 
 def _widths(cells: Sequence[tuple[str, ...]]) -> list[int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import jax.core
 
 from .._base.checks import warn
 from .._base.policy import Policy
+from .._base.text import short_line
 from .._base.tree import is_inexact, path_name
 from .._diagnosis.audit.leaks import Walk
 from .._jaxprs import jaxpr as _jaxpr
@@ -95,7 +95,7 @@ def _warn_if_promoted(
     why = ""
     if report.leaks:
         leak = report.leaks[0]
-        why = f" {os.path.basename(leak.where)}: {leak}."
+        why = f" {short_line(leak.where)}: {leak}."
         if leak.dtype == "float64":
             why += " Cast it to float32 first, `x.astype(jnp.float32)`."
     warn(

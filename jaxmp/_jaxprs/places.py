@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._base.text import short_line
 from . import jaxpr as _jaxpr
 from . import scopes as _scopes
 
@@ -75,7 +76,7 @@ class Place(NamedTuple):
     @property
     def line(self) -> str:
         """The same without the file's folders."""
-        return os.path.basename(self.where)
+        return short_line(self.where)
 
     @property
     def code(self) -> str:

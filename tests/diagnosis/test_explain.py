@@ -5,8 +5,8 @@ import functools
 import html
 import io
 import json
-import linecache
 import re
+import types
 from pathlib import Path
 
 import flax.linen as nn
@@ -462,17 +462,30 @@ def test_recursion_decorators_and_lambdas_have_their_lines():
     assert found == {"power", "inner", "<lambda>"}
 
 
-def test_code_without_a_file_says_so_and_a_cell_of_a_notebook_has_its_lines():
-    names, cell = {}, "/tmp/ipykernel_1/123.py"
+def test_code_without_a_file_says_so():
+    names = {}
     code = "import jax.numpy as jnp\ndef f(w, x):\n    return jnp.tanh(x @ w)\n"
     exec(code, names)
     (line,) = explained(jaxmp.autocast(names["f"]), W, X).lines
     assert (line.source, line.number) == ("(no source)", 3)
-    exec(compile(code, cell, "exec"), names)
-    linecache.cache[cell] = len(code), None, code.splitlines(True), cell
+
+
+def test_reports_name_the_cell_of_a_notebook_and_the_line_in_it(monkeypatch):
+    compilerop = pytest.importorskip("IPython.core.compilerop")
+    compiler, names = compilerop.CachingCompiler(), {}
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    code = "import jax.numpy as jnp\ndef f(w, x):\n    return jnp.exp(x @ w + 12)\n"
+    exec(compile(code, compiler.cache(code, number=5), "exec"), names)
     report = explained(jaxmp.autocast(names["f"]), W, X)
-    assert report.lines[0].source == "return jnp.tanh(x @ w)"
-    assert "a cell, f\n" in str(report)
+    assert report.lines[0].source == "return jnp.exp(x @ w + 12)"
+    assert "cell 5, f\n" in str(report)
+    half = jnp.zeros((8, 8), jnp.float16), jnp.zeros((4, 8), jnp.float16)
+    report = str(jaxmp.find_overflow(names["f"])(*half))
+    assert "at cell 5, line 3" in report
+    assert "Compute cell 5, line 3 in float32" in report
+    single = jnp.zeros((8, 8)), half[1]
+    assert "cell 5, line 3" in str(jaxmp.audit(names["f"])(*single))
 
 
 def test_a_long_line_is_clipped_in_the_text_and_whole_in_the_data():

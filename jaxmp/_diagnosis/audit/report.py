@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ..._base.dtypes import is_wide
-from ..._base.text import as_html, as_lists, more, notes, paragraphs, table, wrapped
+from ..._base.text import (
+    as_html,
+    as_lists,
+    more,
+    notes,
+    paragraphs,
+    short_line,
+    table,
+    wrapped,
+)
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _WRONG = "wrong in 16 bits"
@@ -400,7 +408,7 @@ def _hazard_lines(report: DtypeReport) -> Iterator[str]:
 def _lines_of_hazard(row: Hazard) -> Iterator[str]:
     module = f" in {row.module}" if row.module else ""
     subject = "a number" if row.kind == "number" else "the matmul"
-    line = os.path.basename(row.where)
+    line = short_line(row.where)
     yield from wrapped(f"{subject} at {line}{module}: {row.why}", "  ", "    ")
     yield from wrapped(row.cure, "    ", "        ", is_code=True)
 
@@ -418,7 +426,7 @@ def _attention_lines(report: DtypeReport) -> Iterator[str]:
         yield "attention that is not cuDNN's kernel on an NVIDIA GPU"
     for row in others[:_ROWS]:
         module = f" in {row.module}" if row.module else ""
-        text = f"at {os.path.basename(row.where)}{module}: {row.why}"
+        text = f"at {short_line(row.where)}{module}: {row.why}"
         yield from wrapped(text, "  ", "    ")
     yield from more(others, _ROWS, "attention")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import functools
 import linecache
-import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
@@ -19,6 +18,7 @@ import jax
 from ..._autocast import needs, rules
 from ..._autocast.decisions import Decision, Step
 from ..._base.checks import check_function, clipped, explains, uncalled
+from ..._base.text import short_line
 from ..._jaxprs.around import explaining
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Place, caller
@@ -308,4 +308,4 @@ def _where(reader: Operation, operation: Operation) -> str:
     if reader.frame is None or operation.frame is None:
         return ""
     (file, _, number), here = reader.line, operation.line[0]
-    return f" ({number})" if file == here else f" ({os.path.basename(file)}:{number})"
+    return f" ({number if file == here else short_line(f'{file}:{number}')})"

@@ -6,12 +6,11 @@ import dataclasses
 import html
 import itertools
 import os
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._base.text import WIDTH, as_lists, wrapped
+from ..._base.text import WIDTH, as_lists, cell_of, wrapped
 
 NO_SOURCE = "(no source)"
 _COLUMNS = ("", "line", "dtype", "rule", "why")
@@ -216,8 +215,7 @@ def _names(files: set[str]) -> dict[str, str]:
         name = os.path.basename(file)
         if any(x != file and os.path.basename(x) == name for x in files):
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
-        # IPython gives each cell a file of its own, whose name says nothing.
-        found[file] = "a cell" if re.search(r"ipykernel_|^<ipython", file) else name
+        found[file] = cell_of(file) or name
     return found
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
+from ..._base.text import short_line
 from ..numbers import Eaten
 from .report import Fault, OperationRange
 
@@ -229,4 +229,4 @@ def _cure(case: Case, fault: Fault) -> str:
 
 
 def _line(where: str) -> str:
-    return os.path.basename(where) or "this operation"
+    return short_line(where) or "this operation"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from ..._base.text import (
     more,
     notes,
     paragraphs,
+    short_line,
     table,
     wrapped,
 )
@@ -65,7 +65,7 @@ class Fault:
 
     def __str__(self) -> str:
         """Says what happened, in one line."""
-        line = os.path.basename(self.where)
+        line = short_line(self.where)
         words = [f"{self.operation} gives {self.kind} in {self.dtype}"]
         words += [f"at {line}"] if line else []
         words += [f"in {self.module}"] if self.module else []
