@@ -33,11 +33,11 @@ INTRODUCTION = """\
 # The dtype of each name
 
 Find the function or layer that you use. Each cell has the dtype of its argument and of
-its result in a training step under autocast. `32 (6) → 16 (7)` means that the argument
-is float32 by [rule 6](rules.md#the-nine-rules) and the result 16 bits by rule 7. The
-argument is the result of a matmul. In the first column another matmul reads the result,
-in the second a loss. `32 (2), rounded` is float32 that holds 16-bit numbers: cuDNN has
-no convolution that takes 16 bits and returns float32.
+its result in a training step under autocast: `32 → 16` takes float32 and returns 16
+bits. The argument is the result of a matmul. In the first column the result feeds
+another matmul, in the second a loss. `32, rounded` is float32 that holds 16-bit
+numbers: cuDNN has no convolution that takes 16 bits and returns float32.
+[`jaxmp.explain`](explain.md) gives the [rule](rules.md) for each line of your own code.
 
 Parameters stay float32, and a layer rounds its own copy of them. The tables hold for
 bfloat16 and for float16, unless a cell names float16.
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What a name takes and returns in one program, each with its rule."""
+    """What a name takes and returns in one program."""
 
     takes: str
     returns: str
@@ -280,7 +280,7 @@ def page() -> str:
 def _sections() -> Iterator[str]:
     for heading, cases in _cases().items():
         rows = [_row(name, case) for name, case in cases.items()]
-        head = "| | read by a matmul | read by a loss |\n|---|---|---|"
+        head = "| | feeds a matmul | feeds a loss |\n|---|---|---|"
         yield "\n".join([f"## {heading}\n", head, *rows, ""])
 
 
@@ -301,12 +301,8 @@ def _cells(case: Case) -> Iterator[str]:
         bfloat16, float16 = (
             shown(case, to_matmul, x) for x in (jnp.bfloat16, jnp.float16)
         )
-        differ = _without_rules(bfloat16) != _without_rules(float16)
+        differ = bfloat16 != float16
         yield str(bfloat16) + f"; float16: {float16}" * differ
-
-
-def _without_rules(shown: Shown) -> list[str]:
-    return [x.split()[0] for x in shown]
 
 
 def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
@@ -331,33 +327,11 @@ def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
     bits, spelled = _bits(jaxpr), {}
     for eqn in reversed(named):
         name = eqn.params["name"]
-        rule = _rule(eqn.invars[0], decided, bits[name])
-        spelled[name] = f"{bits[name]} ({rule})"
+        spelled[name] = bits[name]
         if bits[name] == "32" and _is_convolved(eqn.invars[0], decided):
             spelled[name] += ", rounded"
     takes = bits["takes"] if case.given else spelled["takes"]
     return Shown(takes, spelled.get("returns", "int"))
-
-
-def _rule(var: Any, decided: dict[Any, tuple[Any, Decision]], bits: str) -> int:
-    """Returns the rule by which a value has its bits.
-
-    Args:
-        var: The variable.
-        decided: By variable, what computes it, and how.
-        bits: The bits that it has.
-    """
-    if var not in decided:  # there is nothing in 16 bits around it
-        return rules.FOLLOWS if bits == "16" else rules.FLOAT32
-    eqn, decision = decided[var]
-    source = eqn.invars[0] if classes.is_view(eqn) else None
-    if source in decided and decided[source][0].primitive.name != "name":
-        return _rule(source, decided, bits)  # what is moved has the dtype of that
-    bodies = [*_jaxpr.sub_jaxprs(eqn)]
-    if not bodies:
-        return decision.rule
-    inner = _jaxpr.open_jaxpr(bodies[-1]).outvars[eqn.outvars.index(var)]
-    return _rule(inner, decided, bits)
 
 
 def _is_convolved(var: Any, decided: dict[Any, tuple[Any, Decision]]) -> bool:

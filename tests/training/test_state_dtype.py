@@ -398,7 +398,8 @@ def test_the_page_says_the_losses_that_were_measured():
         for model in found
         for row in found[model]["rows"]
     }
-    assert table("| Model, optimizer") == rows
+    shown = table("| Model, optimizer")
+    assert shown == {x: y for x, y in rows.items() if x.endswith("adamw")}
     experiments = (ROOT / "examples" / "README.md").read_text()
     for *_, loss in table("| Adam, bytes per parameter").values():
         assert loss in experiments
