@@ -121,7 +121,8 @@ MOMENTS = """\
 ## What small models learn with moments in 8 bits
 
 The loss of the last 50 of 200 updates (CNN: 100), with the mean and deviation of three
-seeds. *At random* is `stochastic_rounding` of bfloat16 parameters; the other columns have float32 parameters.
+seeds. *At random* is `stochastic_rounding` of bfloat16 parameters; the other columns
+have float32 parameters.
 """
 
 HOST = """\
