@@ -227,49 +227,6 @@ def test_an_overflow_on_one_device_skips_on_all(device, poison, check_vma):
     assert (params != before).all()
 
 
-def test_without_the_axis_check_vma_finds_that_replicas_diverge():
-    # Flax's DynamicScale under pmap diverges in silence.
-    tx = jaxmp.dynamic_loss_scale(optax.sgd(1.0))
-    params = jnp.ones((8, 2))
-    state = tx.init(params)
-    local = shard_map(lambda g: tx.update(g, state)[1].loss_scale, P("data"), P(), True)
-    with pytest.raises(ValueError, match="Pass these axes as `axis_name`"):
-        local(params)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_float16_gradients_are_averaged_in_float32(check_vma):
-    # 8 times 2e4 is Inf in float16, and the mean is not.
-    x = jnp.full(8, 2e4, jnp.float16)
-    grad_fn = shard_map(
-        jaxmp.value_and_grad(lambda w, x: (w * x).sum(), **same_on_all(check_vma)),
-        (P(), P("data")),
-        P(),
-        check_vma,
-    )
-    loss, grad = grad_fn(jnp.float16(1), x)
-    assert loss == grad == 2e4
-    assert loss.dtype == grad.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_value_and_grad_is_that_of_one_device(check_vma):
-    grad_fn = partial(jaxmp.value_and_grad, loss_fn, loss_scale=2.0**15)
-    grad_fn = grad_fn(**same_on_all(check_vma))
-    sharded = shard_map(grad_fn, (P(), P("data")), P(), check_vma)
-    expected = jax.value_and_grad(loss_fn)(PARAMS, X)
-    chex.assert_trees_all_equal(sharded(PARAMS, X), expected)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("tree", [{}, jnp.arange(8)], ids=["empty", "int"])
-def test_what_is_not_floating_agrees_over_an_axis(tree, check_vma):
-    finite = shard_map(
-        partial(jaxmp.all_finite, axis_name="data"), (P("data"),), P(), check_vma
-    )
-    assert finite(tree)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_over_several_axes(check_vma):
     mesh = Mesh(MESH.devices.reshape(4, 2), ("data", "model"))

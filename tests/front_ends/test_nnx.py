@@ -211,14 +211,6 @@ def test_a_whole_step_in_float32_is_that_of_flax_bit_for_bit(order, plainly_trai
     chex.assert_trees_all_equal(actual, plainly_trained)
 
 
-# By default `test_autocast_brings_back_every_change` calls without `jit`.
-@pytest.mark.evidence
-def test_a_whole_step_in_float32_is_that_of_flax_without_jit():
-    expected = trained(lambda step: step, steps=1)
-    actual = trained(partial(jaxmp.nnx.autocast, policy="float32"), steps=1)
-    chex.assert_trees_all_equal(actual, expected)
-
-
 @pytest.mark.parametrize(
     "dtype", [HALF, pytest.param(BRAIN, marks=pytest.mark.evidence)], ids=str
 )
@@ -230,12 +222,6 @@ def test_a_whole_step_in_16_bits_keeps_every_dtype(order, dtype, plainly_trained
     np.testing.assert_allclose(losses, expected, rtol=16 * jnp.finfo(dtype).eps)
     assert state[0][1]["step"] == 3
     assert losses != expected  # or nothing ran in 16 bits
-
-
-@pytest.mark.evidence
-def test_a_whole_step_without_jit_changes_all_that_it_changes_with_it(plainly_trained):
-    _, state = trained(partial(jaxmp.nnx.autocast, policy="bfloat16"))
-    chex.assert_trees_all_close(state, plainly_trained[1], atol=0.02)
 
 
 def test_shared_references_are_shared_inside_and_afterwards():
@@ -381,17 +367,8 @@ def three(a, x, b):
 
 LIKE_FLAX = {
     "module": (lambda m, x: m(x).mean(), lambda: (net(), X), {}),
-    "dict": (pair_loss, lambda: (two(), X), {}),
     "dict and number": (pair_loss, lambda: (two(), X, 2.0), {"argnums": (0, 2)}),
-    "third": (three, lambda: (net(), X, net()), {"argnums": 2}),
     "two": (three, lambda: (net(), X, net()), {"argnums": (0, 2)}),
-    "list": (three, lambda: (net(), X, net()), {"argnums": [2, 0]}),
-    "array": (three, lambda: (net(), X, net()), {"argnums": 1}),
-    "filter": (
-        three,
-        lambda: (net(), X, net()),
-        {"argnums": nnx.DiffState(0, nnx.PathContains("kernel"))},
-    ),
     "filters": (
         three,
         lambda: (net(), X, net()),
@@ -400,11 +377,6 @@ LIKE_FLAX = {
     "variable": (
         lambda v, x: (v[...] * x).sum(),
         lambda: (nnx.BatchStat(jnp.ones(4)), X),
-        {},
-    ),
-    "state": (
-        lambda state, x: (x @ state["kernel"][...]).mean(),
-        lambda: (nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0))), X),
         {},
     ),
     "pytree": (
@@ -425,8 +397,7 @@ LIKE_FLAX = {
     ("has_aux", "fun", "make", "options"),
     rest_is_evidence(
         {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
-        *(f"False-{k}" for k in ("module", "dict and number", "filters")),
-        *(f"False-{k}" for k in ("variable", "pytree", "shared")),
+        *(f"False-{k}" for k in LIKE_FLAX if k != "two"),
         "True-two",
     ),
 )
@@ -736,38 +707,6 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how, steps):
         chex.assert_trees_all_equal(*values, values[0])
 
 
-@pytest.mark.evidence
-def test_two_networks_train_against_each_other():
-    def discriminate(critic, maker, x):
-        return jnp.mean(nnx.softplus(-critic(x)) + nnx.softplus(critic(maker(x))))
-
-    def deceive(maker, critic, x):
-        return jnp.mean(nnx.softplus(-critic(maker(x))))
-
-    def run(value_and_grad, x=X):
-        maker, critic = Lora(nnx.Rngs(0)), net()
-
-        @nnx.jit
-        def step(maker, critic, maker_opt, critic_opt, x):
-            loss, grads = value_and_grad(discriminate)(critic, maker, x)
-            critic_opt.update(critic, grads)
-            other, grads = value_and_grad(deceive)(maker, critic, x)
-            maker_opt.update(maker, grads)
-            return loss, other
-
-        sgd = optax.sgd(0.125)
-        opts = [nnx.Optimizer(m, sgd, wrt=nnx.Param) for m in (maker, critic)]
-        losses = [step(maker, critic, *opts, x) for _ in range(2)]
-        return losses, snapshot((maker, critic, opts))
-
-    expected = run(nnx.value_and_grad)
-    chex.assert_trees_all_equal(run(jaxmp.nnx.value_and_grad), expected)
-    in_16_bits = partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16")
-    actual = run(in_16_bits, X.astype(jnp.bfloat16))
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
-    chex.assert_trees_all_close(actual, expected, atol=0.05)
-
-
 def test_a_module_that_writes_its_own_parameters_is_that_of_flax():
     def make():
         return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
@@ -1033,20 +972,12 @@ def over_layers(step):
 WRITING_BACK = {
     "remat": lambda model, x: nnx.remat(call)(model, x),
     "jit": lambda model, x: nnx.jit(call)(model, x),
-    "scan": lambda model, x: over_layers(lambda x, layer: layer(x))(x, model.stack),
     "remat in scan": lambda model, x: over_layers(
         nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
     )(x, model.stack),
-    "vmap": lambda model, x: nnx.vmap(
-        lambda layer, x: layer(x), in_axes=(0, None), out_axes=0
-    )(model.stack, x),
     "cond": lambda model, x: nnx.cond(
         x.sum() > 0, call, lambda model, x: -call(model, x), model, x
     ),
-    "loop": lambda model, x: nnx.fori_loop(
-        0, 3, lambda i, both: (both[0], jnp.tanh(both[0].layer(both[1]))), (model, x)
-    )[1],
-    "jit in remat": lambda model, x: nnx.remat(nnx.jit(call))(model, x),
     "grad": lambda model, x: nnx.grad(lambda m: nnx.jit(call)(m, x).mean())(model)[
         "layer"
     ]["kernel"][...],

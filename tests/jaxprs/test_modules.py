@@ -91,11 +91,6 @@ BODIES = {
         each,
         [f"{i}/{x}" for i in range(2) for x in BLOCK],
     ),
-    "dict": (
-        lambda: nnx.Dict({"a": linear(), "b": Block()}),
-        lambda body, x: body["b"](body["a"](x)),
-        ["a", "b/first", "b/second"],
-    ),
     "in one of its name": (
         lambda: nnx.Sequential(nnx.Sequential(linear(), linear()), linear()),
         lambda body, x: body(x),
@@ -103,15 +98,9 @@ BODIES = {
     ),
     "remat of a method": (RematBlock, lambda body, x: body(x), BLOCK),
     "jit of a method": (JitBlock, lambda body, x: body(x), BLOCK),
-    "remat": (Block, lambda body, x: nnx.remat(lambda b, x: b(x))(body, x), BLOCK),
     "jit": (Block, lambda body, x: nnx.jit(lambda b, x: b(x))(body, x), BLOCK),
     "scan": (lambda: stacked(Block), scanned, BLOCK),
     "remat in scan": (lambda: stacked(RematBlock), scanned, BLOCK),
-    "vmap": (
-        lambda: stacked(Block),
-        lambda body, x: nnx.vmap(lambda b, x: b(x), in_axes=(0, None))(body, x).mean(0),
-        BLOCK,
-    ),
     "cond": (
         Block,
         lambda body, x: nnx.cond(
@@ -123,16 +112,6 @@ BODIES = {
         lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)),
         lambda body, x: body(x[None])[0],
         ["", "query", "key", "value", "out"],
-    ),
-    "recurrent": (
-        lambda: nnx.RNN(nnx.GRUCell(4, 4, rngs=nnx.Rngs(0))),
-        lambda body, x: body(x[None])[0],
-        ["cell/dense_i", "cell/dense_h"],
-    ),
-    "lora": (
-        lambda: nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)),
-        lambda body, x: body(x),
-        ["", "lora"],
     ),
 }
 bodies = pytest.mark.parametrize(

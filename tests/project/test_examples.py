@@ -1,14 +1,10 @@
 """The examples teach what they say, and a killed run goes on as if it had not been."""
 
 import gc
-import gzip
 import io
-import os
 import pickle
 import re
 import shutil
-import signal
-import struct
 import subprocess
 import sys
 from functools import partial
@@ -24,7 +20,6 @@ from flax import nnx
 from rich.console import Console
 
 import jaxmp
-from conftest import rest_is_evidence
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
@@ -71,26 +66,6 @@ def terminal(**options):
 
 def everything(state):
     return state.step, state.params, state.batch_stats, state.opt_state
-
-
-# `.ci/run` runs it too. By default its `main` runs in this process, below.
-@pytest.mark.evidence
-def test_the_command_of_the_readme_runs():
-    command = [sys.executable, EXAMPLES / "digits.py", "--policy", "mixed_float16"]
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(
-        [*command, "--epochs", "1"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=env,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Test accuracy" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-    # The compiler for GPUs (extra `aot`) says that it sees none.
-    own = re.compile(r".*(cudart_stub|before absl::InitializeLog).*\n")
-    assert own.sub("", done.stderr) == ""
 
 
 def compare(**config):
@@ -153,21 +128,6 @@ def test_three_precisions_learn_the_same(mode):
         assert result.accuracy > 0.93
 
 
-# By default tests/test_mesh.py compares the gradients of `jit` over devices.
-@pytest.mark.evidence
-def test_four_devices_train_as_one_does(small):
-    config = {"policy": "float32", "epochs": 1, "batch_size": 500}
-    alone, _ = run(**config)
-    result, _ = run(devices=4, **config)
-    kernel = jax.tree.leaves(result.state.params)[0]
-    assert len(kernel.sharding.device_set) == 4
-    assert kernel.sharding.is_fully_replicated
-    assert abs(result.accuracy - alone.accuracy) < 0.02
-    # Float32 sums in another order, after three steps of Adam.
-    stats = result.state.batch_stats, alone.state.batch_stats
-    chex.assert_trees_all_close(*stats, rtol=0.01, atol=0.01)
-
-
 def test_digits_keeps_everything_on_a_skipped_step(small):
     data = _data.load_digits()
     state = digits.create_state(digits.Config(), data, 10)
@@ -196,19 +156,6 @@ def test_accumulation_keeps_the_statistics_of_the_last_micro_batch(small):
 
 # Two epochs of five steps, a checkpoint every second one and at each epoch's end.
 KILLED = {"epochs": 2, "batch_size": 300, "checkpoint_every": 2}
-KILL = f"""
-import os, signal, sys
-import jax
-jax.config.update("jax_num_cpu_devices", 8)  # as here, so that all rounds alike
-sys.path[:0] = {[str(EXAMPLES), str(Path(__file__).parent)]!r}
-import test_examples
-from pathlib import Path
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-test_examples.run_until_dead(die, Path(sys.argv[1]), setattr)
-"""
 
 
 def run_until_dead(die, folder, setattr):
@@ -246,28 +193,12 @@ def killed(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def killed_by_the_system(tmp_path_factory):
-    """The checkpoints of the same run, in a process that SIGKILL ended."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoints"
-    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILL, folder], capture_output=True, timeout=300, env=env
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    return folder
-
-
 def copy_of(folder, tmp_path):
     return Path(shutil.copytree(folder, tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize(
-    "checkpoints",
-    ["killed", pytest.param("killed_by_the_system", marks=pytest.mark.evidence)],
-)
-def test_a_killed_run_goes_on_bit_for_bit(small, checkpoints, tmp_path, request):
-    folder = copy_of(request.getfixturevalue(checkpoints), tmp_path)
+def test_a_killed_run_goes_on_bit_for_bit(small, killed, tmp_path):
+    folder = copy_of(killed, tmp_path)
     steps = {int(p.name) for p in folder.iterdir() if p.name.isdigit()}
     assert max(steps) == 6  # after the 1st of 5 steps; the 7th and the 8th are lost
     whole, _ = run(**KILLED)
@@ -313,14 +244,7 @@ def largest(checkpoint):
 
 DAMAGES = {
     "truncated numbers": lambda checkpoint: halve(largest(checkpoint)),
-    "empty numbers": lambda checkpoint: largest(checkpoint).write_bytes(b""),
-    "missing numbers": lambda checkpoint: largest(checkpoint).unlink(),
-    "truncated index": lambda c: halve(c / "default" / "manifest.ocdbt"),
-    "missing index": lambda c: (c / "default" / "manifest.ocdbt").unlink(),
-    "truncated names": lambda c: halve(c / "default" / "_METADATA"),
-    "missing names": lambda c: (c / "default" / "_METADATA").unlink(),
     "no state": lambda checkpoint: shutil.rmtree(checkpoint / "default"),
-    "empty folder": lambda checkpoint: (shutil.rmtree(checkpoint), checkpoint.mkdir()),
 }
 
 
@@ -341,10 +265,7 @@ def refusal_to_resume(folder):
 
 
 @left_by_orbax
-@pytest.mark.parametrize(
-    "damage",
-    rest_is_evidence(DAMAGES, "truncated numbers", "no state"),
-)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(
     small, killed, tmp_path, damage
 ):
@@ -377,7 +298,7 @@ def test_where_the_only_checkpoint_is_damaged_the_run_begins_again(
 ):
     folder = copy_of(killed, tmp_path)
     shutil.rmtree(folder / "5")
-    DAMAGES["empty folder"](folder / "6")
+    DAMAGES["no state"](folder / "6")
     assert "To begin again, delete it" in refusal_to_resume(folder)
 
 
@@ -465,14 +386,6 @@ def test_augmentation_moves_and_mirrors_whole_images():
     assert set(top) == set(left) == set(range(9))
 
 
-@pytest.mark.evidence
-def test_digits_trains_on_cifar10(small, cifar):
-    result, printed = run(data="cifar10", data_dir=cifar, epochs=1, batch_size=20)
-    assert result.state.step == 2
-    assert len(result.state.params) > 10  # three blocks in each stage
-    assert "Test accuracy" in printed
-
-
 def test_a_missing_cifar10_file_is_named(cifar):
     (cifar / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(FileNotFoundError) as error:
@@ -484,15 +397,7 @@ def test_a_missing_cifar10_file_is_named(cifar):
     assert "--data-dir" in message
 
 
-def test_a_missing_cifar10_folder_is_named(tmp_path):
-    (tmp_path / "cifar-10-python.tar.gz").touch()
-    with pytest.raises(
-        FileNotFoundError, match=r"holds cifar-10-python\.tar\.gz\. Unp"
-    ):
-        _data.load_cifar10(tmp_path)
-
-
-@pytest.mark.parametrize("length", [0, 1, 100, 20_000, -1])
+@pytest.mark.parametrize("length", [0, 20_000])
 def test_a_truncated_cifar10_file_is_named(cifar, length):
     path = cifar / "cifar-10-batches-py" / "test_batch"
     path.write_bytes(path.read_bytes()[:length])
@@ -506,10 +411,8 @@ def test_a_truncated_cifar10_file_is_named(cifar, length):
 @pytest.mark.parametrize(
     "batch",
     [
-        {b"data": np.zeros((8, 3071), np.uint8), b"labels": [0] * 8},
         {b"data": np.zeros((8, 3072), np.uint8), b"labels": [0] * 7},
-        {b"data": np.zeros((8, 3072), np.float32), b"labels": [0] * 8},
-        {b"data": np.zeros((8, 3072), np.uint8), b"fine_labels": [0] * 8},
+        {b"data": np.zeros((8, 3072), np.uint8), b"labels": [10] * 8},
         [1, 2],
     ],
 )
@@ -520,197 +423,21 @@ def test_a_file_of_another_kind_is_refused(cifar, batch):
         _data.load_cifar10(cifar)
 
 
-def python_2_pickle(data, labels):
-    """The bytes of a batch as Python 2 and NumPy 1 wrote it for CIFAR-10."""
-
-    def text(string):
-        return b"U" + bytes([len(string)]) + string
-
-    numbers = b"".join(b"K" + bytes([label]) for label in labels)
-    rows = struct.pack("<I", data.size) + data.tobytes()
-    return (
-        b"\x80\x02}q\x01("
-        + text(b"batch_label")
-        + text(b"training batch 1 of 5")
-        + text(b"labels")
-        + b"]q\x05("
-        + numbers
-        + b"e"
-        + text(b"data")
-        + b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
-        + b"K\x00\x85"
-        + text(b"b")
-        + b"\x87R(K\x01M"
-        + struct.pack("<H", len(data))
-        + b"M\x00\x0c\x86cnumpy\ndtype\n"
-        + text(b"u1")
-        + b"K\x00K\x01\x87R(K\x03"
-        + text(b"|")
-        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T"
-        + rows
-        + b"tb"
-        + text(b"filenames")
-        + b"]("
-        + text(b"leptodactylus.png")
-        + b"eu."
-    )
-
-
-DATA = np.random.default_rng(0).integers(0, 256, (3, 3072), np.uint8)
-LABELS = [9, 0, 4]
-WHOLE_BATCHES = {
-    "python 2": python_2_pickle(DATA, LABELS),
-    "arrays of labels": pickle.dumps({"data": DATA, "labels": np.array(LABELS)}),
-    "big-endian labels": pickle.dumps(
-        {"data": DATA, "labels": np.array(LABELS, ">i8")}, protocol=2
-    ),
-    "numpy integers": pickle.dumps(
-        {"data": DATA, "labels": [np.int64(x) for x in LABELS]}, protocol=2
-    ),
-    "columns first": pickle.dumps({"data": np.asfortranarray(DATA), "labels": LABELS}),
-} | {
-    f"protocol {protocol}": pickle.dumps(
-        {b"data": DATA, b"labels": LABELS, "coarse": None}, protocol
-    )
-    for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
-}
-
-
-@pytest.mark.parametrize("numpy", [b"numpy._core.", b"numpy.core."])
-@pytest.mark.parametrize("batch", WHOLE_BATCHES.values(), ids=WHOLE_BATCHES.keys())
-def test_a_cifar10_file_of_any_python_and_numpy_is_read(tmp_path, batch, numpy):
-    path = tmp_path / "data_batch_1"
-    # Names in new pickles are preceded by their length, those in old ones end a line.
-    if b"cnumpy._core" in batch:
-        batch = batch.replace(b"numpy._core.", numpy)
-    path.write_bytes(batch)
-    images, labels = _data._load_cifar10_batch(path)
-    np.testing.assert_array_equal(
-        images, DATA.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
-    )
-    assert images.dtype == np.uint8
-    assert labels.tolist() == LABELS
-    assert labels.dtype == np.int32
-
-
 class Calls:
     """Pickles as a call."""
 
-    def __init__(self, *call):
-        self.call = call
-
     def __reduce__(self):
-        return self.call
+        return exec, ("import pathlib; pathlib.Path('ran').touch()",)
 
 
-CALLS = {
-    "exec": Calls(exec, ("import pathlib; pathlib.Path(path).touch()",)),
-    "system": Calls(os.system, ("touch ran",)),
-    "load": Calls(np.load, ("ran.npy",)),
-    "eval": Calls(eval, ("open('ran', 'w')",)),
-    "getattr": Calls(getattr, (DATA, "tofile")),
-    "a class": Calls(io.FileIO, ("ran", "w")),
-    "a decoder": Calls(__import__("codecs").decode, (b"", "zip")),
-}
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 5])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
-def test_no_code_in_a_cifar10_file_runs(tmp_path, monkeypatch, call, protocol):
+def test_no_code_in_a_cifar10_file_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "data_batch_1"
-    for batch in (call, {b"data": DATA, b"labels": LABELS, b"other": [call]}):
-        path.write_bytes(pickle.dumps(batch, protocol))
+    for batch in (Calls(), {b"data": [], b"labels": [], b"other": [Calls()]}):
+        path.write_bytes(pickle.dumps(batch))
         with pytest.raises(ValueError, match=r"data_batch_1` .* but found `\w+\.\w+`"):
             _data._load_cifar10_batch(path)
     assert [p.name for p in tmp_path.iterdir()] == ["data_batch_1"]
-
-
-def of(**changed):
-    return pickle.dumps({"data": DATA, "labels": LABELS} | changed, protocol=2)
-
-
-DAMAGED_BATCHES = {
-    "empty": b"",
-    "damaged module": of().replace(b"numpy", b"nunpy"),
-    "damaged attribute": of().replace(b"ndarray", b"ndarrby"),
-    "damaged function": of().replace(b"_reconstruct", b"_reconstrust"),
-    "damaged dtype": of().replace(b"u1", b"O8"),
-    "no dict": pickle.dumps([DATA, LABELS]),
-    "only a number": pickle.dumps(3),
-    "no data": pickle.dumps({"labels": LABELS}),
-    "CIFAR-100": pickle.dumps({b"data": DATA, b"fine_labels": LABELS}),
-    "lists for rows": of(data=DATA.tolist()),
-    "bytes for rows": of(data=DATA.tobytes()),
-    "no rows": of(data=None),
-    "floating rows": of(data=DATA.astype(np.float32)),
-    "images": of(data=DATA.reshape(3, 3, 32, 32)),
-    "too few columns": of(data=DATA[:, 1:]),
-    "too few rows": of(data=DATA[1:]),
-    "objects": of(data=DATA.astype(object)),
-    "no images": of(data=DATA[:0], labels=[]),
-    "too few labels": of(labels=LABELS[1:]),
-    "label 10": of(labels=[0, 10, 1]),
-    "label 300": of(labels=[0, 300, 1]),
-    "label -1": of(labels=[0, -1, 1]),
-    "label 2**70": of(labels=[0, 2**70, 1]),
-    "floating labels": of(labels=[0.5, 1.0, 2.0]),
-    "bool labels": of(labels=[True, False, True]),
-    "words": of(labels=["cat", "dog", "frog"]),
-    "one label": of(labels=3),
-    "no labels": of(labels=None),
-    "ragged labels": of(labels=[1, [2, 3], 4]),
-    "gzip": gzip.compress(of()),
-    "text": b"version https://git-lfs.github.com/spec/v1\n",
-    "a web page": b"<!DOCTYPE html><html>404</html>",
-    "a numpy file": b"\x93NUMPY\x01\x00v\x00",
-}
-
-
-@pytest.mark.parametrize("batch", DAMAGED_BATCHES.values(), ids=DAMAGED_BATCHES.keys())
-def test_a_damaged_cifar10_file_ends_in_one_clear_message(cifar, batch):
-    path = cifar / "cifar-10-batches-py" / "data_batch_2"
-    path.write_bytes(batch)
-    with pytest.raises(SystemExit) as stopped:  # what `--data cifar10` shows
-        run(data="cifar10", data_dir=cifar)
-    message = str(stopped.value)
-    assert message.startswith(
-        f"`{path}` ({len(batch):,} bytes) is not a whole CIFAR-10"
-    )
-    assert "Unpack https://" in message
-    assert message.isprintable()
-    assert len(message) < 700 + len(str(path))
-
-
-def test_a_cifar10_file_damaged_at_random_is_read_or_refused(tmp_path):
-    rng = np.random.default_rng(0)
-    path = tmp_path / "data_batch_1"
-    for whole in (python_2_pickle(DATA[:1], [3]), of(), pickle.dumps({"data": DATA})):
-        header = np.flatnonzero(np.frombuffer(whole, np.uint8) != 0)
-        for _ in range(200):
-            batch = bytearray(whole)
-            for at in rng.choice(header, rng.integers(1, 4)):
-                batch[at] = rng.integers(256)
-            path.write_bytes(
-                batch[: rng.integers(len(batch))] if rng.random() < 0.3 else batch
-            )
-            try:
-                images, labels = _data._load_cifar10_batch(path)
-            except ValueError as error:
-                refusal = str(error)
-            else:
-                refusal = None
-                assert images.shape == (len(labels), 32, 32, 3)
-                assert set(labels) <= set(range(10))
-            assert refusal is None or str(path) in refusal
-
-
-def test_a_folder_in_place_of_a_cifar10_file_is_named(cifar):
-    path = cifar / "cifar-10-batches-py" / "data_batch_3"
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(FileNotFoundError, match=r"data_batch_3`, but it is a folder"):
-        _data.load_cifar10(cifar)
 
 
 # NNX
@@ -763,8 +490,3 @@ def test_nnx_keeps_everything_on_a_skipped_step():
     mean = before[0]["norm1"]["mean"]
     assert (numbers()[0]["norm1"]["mean"] != mean).any()
     assert train_step.jitted_fn._cache_size() == 1
-
-
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda x: x.name)
-def test_an_example_is_read_in_one_sitting(path):
-    assert len(path.read_text().splitlines()) <= 250

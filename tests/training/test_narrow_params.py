@@ -11,7 +11,6 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from updates import bits, step_of, train
@@ -328,17 +327,6 @@ def test_parts_of_a_model_may_have_it_alone():
     np.testing.assert_array_equal(params["b"], PARAMS["b"] - 3 * 2.0**-6)
 
 
-@pytest.mark.evidence
-def test_hyperparameters_of_the_wrapper_can_be_injected():
-    make = optax.inject_hyperparams(jaxmp.stochastic_rounding)
-    tx = make(optax.sgd(1.0), seed=3, state_dtype="bfloat16")
-    params, state = jax.jit(step_of(tx))(PARAMS, tx.init(PARAMS), GRADS)
-    plain = jaxmp.stochastic_rounding(optax.sgd(1.0), seed=3)
-    expected, _ = jax.jit(step_of(plain))(PARAMS, plain.init(PARAMS), GRADS)
-    assert bits(params) == bits(expected)
-    assert state.hyperparams["seed"] == 3
-
-
 # Transformations of JAX
 
 MOMENTUM = optax.sgd(1e-3, momentum=0.75)  # whose program is smaller than Adam's
@@ -481,17 +469,6 @@ def test_orbax_resumes_bit_for_bit(trained, tmp_path):
     for _ in range(2):
         params, state = step(params, state, PAIR_GRADS)
     assert bits((params, state)) == bits(trained)
-
-
-@pytest.mark.evidence
-def test_a_train_state_trains(trained):
-    state = TrainState.create(apply_fn=len, params=PAIR, tx=BOTH)
-    step = jax.jit(lambda state: state.apply_gradients(grads=PAIR_GRADS))
-    for _ in range(3):
-        state = step(state)
-    chex.assert_trees_all_equal_dtypes((state.params, state.opt_state), trained)
-    # Another program, with other fusions.
-    chex.assert_trees_all_close(state.params, trained[0], rtol=2.0**-7, atol=1e-5)
 
 
 def test_an_nnx_optimizer_trains_and_skips():

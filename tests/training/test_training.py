@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import jaxmp
@@ -130,24 +129,6 @@ def test_a_train_state_trains_as_it_stands(policy):
     )
 
 
-def test_batch_stats_are_float32_throughout():
-    state = make_state("mixed_float16")
-    jaxpr = jax.make_jaxpr(loss_fn)(state.params, state, X, Y, jax.random.key(0))
-    shapes = {x.shape for x in jax.tree.leaves(state.batch_stats)}
-    # Nothing of the statistics' shape is ever cast to 16 bits, but parameters.
-    paths = jax.tree_util.tree_leaves_with_path((state.params, state))
-    stats = [
-        var
-        for (path, _), var in zip(paths, jaxpr.jaxpr.invars, strict=False)
-        if "batch_stats" in jax.tree_util.keystr(path)
-    ]
-    assert len(stats) == 2
-    assert {var.aval.shape for var in stats} == shapes
-    for eqn in equations(jaxpr):
-        if eqn.primitive.name == "convert_element_type":
-            assert eqn.invars[0] not in stats
-
-
 @pytest.mark.parametrize(
     ("policy", "poison"),
     rest_is_evidence(
@@ -212,19 +193,6 @@ def test_one_compilation_over_good_and_skipped_steps():
         scales.append(int(np.log2(jaxmp.get_loss_scale(state.opt_state))))
     assert scales == [15, 16, 15, 15, 16, 15]
     assert train_step._cache_size() == compiled + 1
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_string_changes_neither_state_nor_gradients_in_structure(policy):
-    state, reference = make_state(policy), make_state("float32")
-    chex.assert_trees_all_equal_shapes_and_dtypes(state.opt_state, reference.opt_state)
-    assert jax.tree.structure(state.opt_state) == jax.tree.structure(
-        reference.opt_state
-    )
-    # So a state of any policy is one of any other, as a checkpoint would bring it.
-    moved = reference.replace(opt_state=state.opt_state)
-    moved, _ = train_step(moved, X, Y, jax.random.key(0))
-    assert jaxmp.get_loss_scale(moved.opt_state) == 1
 
 
 class Block(nn.Module):
@@ -347,77 +315,6 @@ def test_under_o2_norms_compute_in_float32():
 
 
 # NNX
-
-
-class NNXNet(nnx.Module):
-    def __init__(self, rngs, dtype=None):
-        self.conv = nnx.Conv(3, 8, (3, 3), dtype=dtype, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, momentum=0.5, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(0.25, rngs=rngs)
-        self.head = nnx.Linear(8, 4, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        x = self.dropout(nnx.relu(self.norm(self.conv(x))))
-        return self.head(x.mean((1, 2)))
-
-
-def nnx_loss_fn(model, x, y, policy):
-    logits = jaxmp.with_policy(model, policy)(x)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-
-@partial(nnx.jit, static_argnames="policy")
-def nnx_step(model, optimizer, x, y, policy):
-    grad_fn = jaxmp.nnx.value_and_grad(
-        nnx_loss_fn, policy=policy, loss_scale=jaxmp.get_loss_scale(optimizer.opt_state)
-    )
-    loss, grads = grad_fn(model, x, y, policy)
-    optimizer.update(model, grads)
-    return loss, grads
-
-
-@nnx.jit
-def plain_nnx_step(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(nnx_loss_fn)(model, x, y, "float32")
-    optimizer.update(model, grads)
-    return loss, grads
-
-
-def nnx_training(step, tx, dtype=None):
-    """Takes two steps; returns the losses, the last gradients and the statistics."""
-    model = NNXNet(nnx.Rngs(0), dtype)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    (first, _), (loss, grads) = (step(model, optimizer, X, Y) for _ in range(2))
-    assert model.dropout.rngs.count[...] == 2
-    stats = nnx.state(model, nnx.BatchStat)
-    return [first, loss], *map(nnx.to_pure_dict, (grads, stats))
-
-
-@pytest.fixture(scope="module")
-def plain_nnx():
-    with jax.default_prng_impl("rbg"):
-        return nnx_training(plain_nnx_step, optax.sgd(0.125, momentum=0.5))
-
-
-@pytest.mark.parametrize(
-    ("policy", "own_dtype"),
-    rest_is_evidence(
-        {f"{p}-{own}": (p, own) for p in POLICIES for own in (False, True)},
-        "mixed_float16-False",
-    ),
-)
-def test_nnx_trains_under_each_policy(policy, own_dtype, plain_nnx):
-    types = jaxmp.get_policy(policy)
-    trained = nnx_training(
-        partial(nnx_step, policy=types),
-        jaxmp.loss_scaling(optax.sgd(0.125, momentum=0.5), types),
-        types.compute_dtype if own_dtype else None,
-    )
-    assert dtypes(trained) == {F32}
-    jax.tree.map(
-        partial(np.testing.assert_allclose, atol=TOLERANCE[policy]), trained, plain_nnx
-    )
-    assert (trained[-1]["norm"]["mean"] != 0).any()
 
 
 # Numerics
