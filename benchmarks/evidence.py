@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .counting import pages, results
-from .gpu import INT8, NAMES, gains
+from .gpu import BY_CUDNN, INT8, NAMES, gains
 
 PAGE = pathlib.Path(__file__).with_name("tables.md")
 
@@ -149,49 +149,55 @@ def _times() -> Iterator[str]:
     found = _read("gpu")
     counted = found.pop("counted before")
     yield TIMES
-    for device, result in found.items():
+    for title, result in found.items():
         rows = result["rows"]
-        yield f"### {device}\n"
-        gained = gains(rows["steps"])
-        yield _table(list(gained[0]), [[*x.values()] for x in gained])
+        yield f"### {title}\n"
+        if gained := gains(rows["steps"]):
+            yield _table(list(gained[0]), [[*x.values()] for x in gained])
         header = ["", "step", "dtype", "ms", "of by hand", "TF32 over it"]
         header += ["temporary MiB", "trace s", "compile s"]
         yield _table(header, map(_timed, rows["steps"]))
-        yield CEILINGS
-        table = [
-            [x["ceiling"], f"{x['rate']:.0f} {x['unit']}"] for x in rows["ceilings"]
-        ]
-        yield _table(["", ""], table)
-        yield PYTORCH
-        yield _table(
-            ["attention", "ms", "peak MiB"],
-            [
+        if "ceilings" in rows:
+            yield CEILINGS
+            table = [
+                [x["ceiling"], f"{x['rate']:.0f} {x['unit']}"] for x in rows["ceilings"]
+            ]
+            yield _table(["", ""], table)
+        if "torch" in rows:
+            yield PYTORCH
+            yield _table(
+                ["attention", "ms", "peak MiB"],
                 [
-                    "fused" if x["fused"] else "written out",
-                    f"{x['ms']['median']:.1f}",
-                    f"{x['peak MiB']:.0f}",
-                ]
-                for x in rows["torch"]
-            ],
-        )
+                    [
+                        "fused" if x["fused"] else "written out",
+                        f"{x['ms']['median']:.1f}",
+                        f"{x['peak MiB']:.0f}",
+                    ]
+                    for x in rows["torch"]
+                ],
+            )
         yield _source([result])
-        yield PREDICTED
-        steps = {(x["network"], x["form"], x["dtype"]): x for x in rows["steps"]}
-        header = ["", "autocast over by hand", "TF32 over autocast"]
-        header.append('`residuals="int8"` over autocast')
-        yield _table(header, [_predicted(x, steps) for x in counted["rows"]])
-        yield _source([counted])
+    yield PREDICTED
+    steps = {
+        (x["network"], x["form"], x["dtype"]): x
+        for result in found.values()
+        for x in result["rows"]["steps"]
+    }
+    header = ["", "autocast over by hand", "TF32 over autocast"]
+    header.append('`residuals="int8"` over autocast')
+    yield _table(header, [_predicted(x, steps) for x in counted["rows"]])
+    yield _source([counted])
 
 
 def _timed(row: Row) -> list[str]:
     ratios = (row["of by hand"], row["TF32 over it"])
     traced = row["trace and lower s"]
     return [
-        NAMES[row["network"]],
+        (NAMES | BY_CUDNN)[row["network"]],
         row["form"],
         {"float32": "TF32", "highest": "float32"}.get(row["form"]) or row["dtype"],
         f"{row['ms']['median']:.2f}",
-        *(f"{x:.2f}" for x in ratios),
+        *("" if x is None else f"{x:.2f}" for x in ratios),
         f"{row['temporary MiB']:.0f}",
         "" if traced is None else f"{traced:.1f}",
         f"{row['compile s']:.0f}",

@@ -38,7 +38,7 @@ from .counting.measure import IN_A_HURRY
 from .counting.steps import FLOOR
 from .counting.tables import show
 from .networks import basic, families
-from .networks.fused import fused
+from .networks.fused import ATTENTION, FUSED, fused
 from .residuals import checkpointed
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -63,6 +63,12 @@ NAMES = {
     "mlp": "MLP",
     "gemma": "Gemma",
     "state space": "State space",
+}
+# Those of `NAMES` with attention by cuDNN.
+BY_CUDNN = {
+    f"{name}{FUSED}": f"{NAMES[name]}, cuDNN's attention"
+    for name in ATTENTION
+    if name in NAMES
 }
 FULL = families.FAMILIES | basic.NETWORKS | fused(basic.NETWORKS)
 TINY = families.SMALL | {
@@ -309,7 +315,7 @@ def gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
         tf32, ours = forms["float32"], forms[AUTOCAST]
         shown.append(
             {
-                "network": NAMES.get(name, name),
+                "network": (NAMES | BY_CUDNN).get(name, name),
                 "TF32": f"{tf32['ms']['median']:.1f} ms",
                 "autocast": f"{ours['ms']['median']:.1f} ms",
                 "times as fast": f"{ours['TF32 over it']:.2f}",

@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks import evidence, gpu
@@ -53,14 +54,16 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys):
 
 def timed():
     """Returns the rows that were timed on a GPU, by network, form and dtype."""
-    rows = results("gpu")[H100]["rows"]["steps"]
+    found = results("gpu")
+    sections = (H100, f"{H100}, attention by cuDNN")
+    rows = [x for title in sections for x in found[title]["rows"]["steps"]]
     return {(x["network"], x["form"], x["dtype"]): x for x in rows}
 
 
 @pytest.mark.parametrize("page", [README, PERFORMANCE], ids=lambda x: x.stem)
 def test_what_a_page_says_is_gained_was_timed(page):
-    gained = gpu.gains(results("gpu")[H100]["rows"]["steps"])
-    assert len(gained) == 6
+    gained = gpu.gains([*timed().values()])
+    assert len(gained) == 8
     table = [[*gained[0]], *([*row.values()] for row in gained)]
     for cells in table:
         assert f"| {' | '.join(cells)} |" in page.read_text()
@@ -68,8 +71,6 @@ def test_what_a_page_says_is_gained_was_timed(page):
         x["ms"]["median"] for x in results("gpu")[H100]["rows"]["torch"]
     )
     beside = f"{written:.1f} ms for the same GPT with attention written out, and "
-    if page == README:
-        beside = f"{written:.1f} ms with attention written out, as here, and "
     assert f"{beside}{fused:.1f} ms with its fused attention" in words(page)
     highest = timed()["gpt-160m", "highest", "bfloat16"]["ms"]["median"]
     assert f"{highest:.0f} ms" in words(page) or f"{highest:.1f} ms" in words(page)
@@ -213,23 +214,25 @@ def test_the_tracing_on_the_performance_page_was_measured():
 
 
 def test_the_memory_on_the_page_of_residuals_was_counted():
-    found, page = results("residuals"), (ROOT / "docs/residuals.md").read_text()
-    shown = re.findall(
-        r"^\| ([\w, -]+) \| ([\d.]+ \| [\d.]+ \| [\d.]+) \|$", page, re.M
+    found, page = results("residuals"), words(ROOT / "docs/residuals.md")
+    names = [x for x in found if f"{x}, errors" in found]
+    rows = [{row["form"]: row for row in found[x]["rows"]} for x in names]
+    errors = [found[f"{x}, errors"]["rows"][0] for x in names]
+
+    def span(numbers):
+        return f"{min(numbers):.2f} to {max(numbers):.2f}"
+
+    memory, moved = (
+        [row["int8"][part] / row["bfloat16"][part] for row in rows]
+        for part in ("temp", "bytes")
     )
-    assert len(shown) == 9
-    for name, numbers in shown:
-        rows = {row["form"]: row for row in found[name]["rows"]}
-        (away,) = found[f"{name}, errors"]["rows"]
-        ours, bf16 = rows["int8"], rows["bfloat16"]
-        shares = (
-            ours["temp"] / bf16["temp"],
-            ours["bytes"] / bf16["bytes"],
-            away["int8"] / away["bfloat16"],
-        )
-        assert numbers == " | ".join(f"{x:.2f}" for x in shares), name
-    networks = [x for x in found if f"{x}, errors" in found]
-    assert f"[All {len(networks)} networks]" in page
+    away = [row["int8"] / row["bfloat16"] for row in errors]
+    assert f"In {len(names)} networks" in page
+    assert f"takes {span(memory)} of the temporary memory" in page
+    assert f"half of them at most {np.median(memory):.2f}." in page
+    assert f"moves {span(moved)} times the bytes" in page
+    assert f"half of them at most {np.median(moved):.2f} times" in page
+    assert f"{span(away)} times that of bfloat16" in page
     trained = [y["rows"][0] for x, y in found.items() if x.endswith(", trained")]
     assert len(trained) == 4
     for row in trained:
@@ -239,35 +242,40 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
         assert abs(ours - usual) < deviation
 
 
-def test_what_to_take_was_counted_and_timed():
-    page = words(ROOT / "docs/residuals.md")
-    gpt, fused, resnet = results("residuals")["beside checkpointing"]["rows"]
+def of_memory():
+    """Returns the rows of what saves memory, by network and form."""
+    rows = results("gpu")[f"{H100}, memory"]["rows"]["steps"]
+    return {(x["network"], x["form"]): x for x in rows}
 
-    def shares(row, form, joined=" and "):
-        sizes = ("temporary MiB", "ms")
-        return joined.join(f"{row[form][x] / row['autocast'][x]:.2f}" for x in sizes)
 
-    first, ours = shares(gpt, "checkpoint"), shares(gpt, "int8")
-    assert f'around each layer first | {first}; `"int8"` {ours} |' in page
-    assert f'`"int8"` on top of it | {shares(gpt, "both")} |' in page
-    ours, other = shares(resnet, "int8"), shares(resnet, "checkpoint")
-    assert f'convolutions | `"int8"` | {ours}; `nn.remat` {other} |' in page
-    assert f"nothing in ResNet-50 ({shares(resnet, 'both')})" in page
-    took, ours = (
-        shares(fused, x, " of the memory in ") for x in ("checkpoint", "int8")
-    )
-    assert f"the GPT takes {took} of the time" in page
-    assert f'`"int8"` {ours.replace(" of the memory", "")}: the two' in page
-    for (name, form, dtype), row in timed().items():
-        if form == "autocast int8":
-            plain = timed()[name, "jaxmp autocast", dtype]
-            memory = row["temporary MiB"] / plain["temporary MiB"]
-            time = row["ms"]["median"] / plain["ms"]["median"]
-            assert f"| {gpu.NAMES[name]} | {memory:.2f} | {time:.2f} |" in page
+def test_what_to_take_instead_of_residuals_in_eight_bits_was_timed():
+    page, rows = words(ROOT / "docs/residuals.md"), of_memory()
+
+    def shares(network, form):
+        one, plain = rows[network, form], rows[network, "jaxmp autocast"]
+        memory = one["temporary MiB"] / plain["temporary MiB"]
+        return f"{memory:.2f} and {one['ms']['median'] / plain['ms']['median']:.2f}"
+
+    names = (gpu.CHECKPOINT, gpu.INT8, gpu.BOTH)
+    again, ours, _ = (shares("gpt-160m, fused", x) for x in (*names[:2], names[0]))
+    assert f'each layer first | {again}; `"int8"` {ours} |' in page
+    again, _, both = (shares("vit, fused", x) for x in names)
+    assert f'`"int8"` on top of it | {both}; `nn.remat` {again} |' in page
+    again, ours, both = (shares("resnet-50", x) for x in names)
+    assert f'convolutions | `"int8"` | {ours}; `nn.remat` {again} |' in page
+    assert f"worth nothing ({both})" in page
     found = results("residuals")["one layer of a GPT, without a maximum"]["rows"]
     plain, ours, bound = (x["bytes"] for x in found)
     assert f"layer of a GPT moves {ours / plain:.2f} times the bytes" in page
     assert f"would move {bound / plain:.2f} times if no largest" in page
+
+
+def test_what_moments_in_eight_bits_cost_was_timed():
+    rows, page = of_memory(), words(ROOT / "docs/narrow_params.md")
+    ours, other = (rows["gpt-160m, fused", f"{x} state"] for x in ("int8", "bfloat16"))
+    assert f"takes {ours['ms']['median']:.1f} ms, and with bfloat16" in page
+    assert f"state {other['ms']['median']:.1f} ms" in page
+    assert f"{ours['compile s']:.0f} s and {other['compile s']:.0f} s" in page
 
 
 def test_what_a_search_costs_was_counted():
