@@ -25,7 +25,6 @@ from ._devices.gather import gather as _gather
 from ._gradients.differentiate import (
     Options,
     Reduction,
-    as_options,
     check_loss_function,
     differentiate,
     loss_and_aux,
@@ -234,7 +233,7 @@ def value_and_grad(
     if policy is not None:
         policy = casting_policy(policy, "jaxmp.nnx.value_and_grad")
     positions, filters = _differentiated(argnums, wrt)
-    options = as_options(
+    options = Options(
         policy,
         loss_scale=loss_scale,
         argnums=positions,

@@ -69,25 +69,80 @@ _16_BIT = (jnp.float16, jnp.bfloat16)
 Reduction: TypeAlias = Literal["mean", "sum"]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Options:
-    """The options of ``value_and_grad``, checked; :func:`as_options` makes them."""
+    """The options of ``value_and_grad``, as they are given; then checked, in one form.
+
+    Beside them are ``is_scaled``, whether a loss scale was given, be it 1, and
+    ``scale``, the same as a float32 scalar; ``axes``, over which to reduce; and
+    ``own_axes``, over which parameters are sharded, None where JAX is to know.
+    """
 
     policy: Policy | None
-    loss_scale: Any  # the number or array; a Python number 1 divides nothing
-    is_scaled: bool  # whether a loss scale was given, be it 1
-    scale: jax.Array | np.float32  # the same as a float32 scalar
-    argnums: int | tuple[int, ...]
+    _: dataclasses.KW_ONLY
+    loss_scale: Any  # then the number or array; a Python number 1 divides nothing
+    argnums: Any
     allow_int: bool
     accum_steps: int
-    batch_argnums: int | tuple[int, ...] | None
+    batch_argnums: Any
     reduction: Reduction
-    axis_name: AxisName | None  # as it was given
-    axes: tuple[Any, ...]  # over which to reduce
+    axis_name: AxisName | None
     mesh: jax.sharding.Mesh | None
-    own_axes: Any  # over which parameters are sharded; None where JAX is to know
-    shardings: Any  # of the parameters over the mesh, as they were given
+    shardings: Any  # of the parameters; then over the mesh alone
     gather: bool  # whether the function sees them whole
+
+    def __post_init__(self) -> None:
+        """Checks the options, and brings each into one form."""
+        mesh, shardings = self.mesh, self.shardings
+        check_mesh(mesh)
+        self.argnums = as_positions("argnums", self.argnums)
+        if self.batch_argnums is not None:
+            self.batch_argnums = as_positions("batch_argnums", self.batch_argnums)
+        self.accum_steps = as_count("accum_steps", self.accum_steps)
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'`reduction` must be "mean" or "sum", but is {short(self.reduction)}.'
+            )
+        needs = {"accum_steps": self.accum_steps > 1, "mesh": mesh is not None}
+        for name in (name for name, is_needed in needs.items() if is_needed):
+            if self.batch_argnums is None:
+                raise ValueError(
+                    f"`{name}` needs `batch_argnums`, the positions of the arguments "
+                    "to split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
+                )
+        self.axes = mesh_axes(self.axis_name, mesh)
+        if shardings is not None and not self.axes:
+            raise ValueError(
+                "`shardings` needs `mesh`, or `axis_name` inside `shard_map` or "
+                "`pmap`. Under plain `jax.jit` the arrays have their shardings: leave "
+                "it out."
+            )
+        if not isinstance(self.gather, bool):
+            raise TypeError(
+                f"`gather` must be True or False, but is {short(self.gather)}."
+            )
+        if not self.gather and (mesh is None or shardings is None):
+            raise ValueError(
+                "`gather=False` needs `mesh` and `shardings`: the function then sees "
+                "the shards of its device, and gathers them with `jaxmp.gather`. Pass "
+                "`mesh=mesh, shardings=shardings`. Inside `shard_map` it sees them "
+                "anyway: leave `gather` out."
+            )
+        if self.reduce_dtype is not None and not self.axes:
+            warn(
+                f"The `reduce_dtype` of {self.policy} is not used: `value_and_grad` "
+                "sums over devices with `axis_name` (inside `shard_map`) or `mesh` "
+                "only, and under plain `jit` JAX sums in the dtype of the backward "
+                "pass. Pass one of the two, or leave `r=` out of the policy."
+            )
+        self.own_axes = axes_of_shardings(shardings)  # refuses what is none
+        if mesh is not None and self.gather:  # the function sees whole parameters
+            self.own_axes = axes_of_shardings(PartitionSpec())
+        if mesh is None:
+            self.shardings = None
+        self.is_scaled = self.loss_scale is not UNSCALED
+        self.loss_scale = scale_in(self.loss_scale)
+        self.scale = as_scale(self.loss_scale)
 
     @property
     def reduce_dtype(self) -> np.dtype | None:
@@ -119,82 +174,6 @@ class Options:
             for i, param in zip(self.argnums, params, strict=True):
                 args[i] = param
         return args
-
-
-def as_options(
-    policy: Policy | None,
-    *,
-    loss_scale: Any,
-    argnums: Any,
-    allow_int: bool,
-    accum_steps: int,
-    batch_argnums: Any,
-    reduction: Reduction,
-    axis_name: AxisName | None,
-    mesh: jax.sharding.Mesh | None,
-    shardings: Any,
-    gather: bool,
-) -> Options:
-    """Checks the options of ``value_and_grad``, and brings each into one form."""
-    check_mesh(mesh)
-    argnums = as_positions("argnums", argnums)
-    if batch_argnums is not None:
-        batch_argnums = as_positions("batch_argnums", batch_argnums)
-    accum_steps = as_count("accum_steps", accum_steps)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(
-            f'`reduction` must be "mean" or "sum", but is {short(reduction)}.'
-        )
-    for name, needs in (("accum_steps", accum_steps > 1), ("mesh", mesh is not None)):
-        if needs and batch_argnums is None:
-            raise ValueError(
-                f"`{name}` needs `batch_argnums`, the positions of the arguments to "
-                "split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
-            )
-    axes = mesh_axes(axis_name, mesh)
-    if shardings is not None and not axes:
-        raise ValueError(
-            "`shardings` needs `mesh`, or `axis_name` inside `shard_map` or `pmap`. "
-            "Under plain `jax.jit` the arrays have their shardings: leave it out."
-        )
-    if not isinstance(gather, bool):
-        raise TypeError(f"`gather` must be True or False, but is {short(gather)}.")
-    if not gather and (mesh is None or shardings is None):
-        raise ValueError(
-            "`gather=False` needs `mesh` and `shardings`: the function then sees the "
-            "shards of its device, and gathers them with `jaxmp.gather`. Pass "
-            "`mesh=mesh, shardings=shardings`. Inside `shard_map` it sees them anyway: "
-            "leave `gather` out."
-        )
-    if policy is not None and policy.reduce_dtype is not None and not axes:
-        warn(
-            f"The `reduce_dtype` of {policy} is not used: `value_and_grad` sums over "
-            "devices with `axis_name` (inside `shard_map`) or `mesh` only, and under "
-            "plain `jit` JAX sums in the dtype of the backward pass. Pass one of the "
-            "two, or leave `r=` out of the policy."
-        )
-    own_axes = axes_of_shardings(shardings)  # refuses what is none
-    if mesh is not None and gather:  # the function sees whole parameters
-        own_axes = axes_of_shardings(PartitionSpec())
-    is_scaled = loss_scale is not UNSCALED
-    loss_scale = scale_in(loss_scale)
-    return Options(
-        policy=policy,
-        loss_scale=loss_scale,
-        is_scaled=is_scaled,
-        scale=as_scale(loss_scale),
-        argnums=argnums,
-        allow_int=allow_int,
-        accum_steps=accum_steps,
-        batch_argnums=batch_argnums,
-        reduction=reduction,
-        axis_name=axis_name,
-        axes=axes,
-        mesh=mesh,
-        own_axes=own_axes,
-        shardings=shardings if mesh is not None else None,
-        gather=gather,
-    )
 
 
 def differentiate(

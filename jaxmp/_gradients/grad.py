@@ -17,8 +17,8 @@ from .._jaxprs.modules import module_scopes
 from .._jaxprs.objects import name_and_cure, refuse_integers, refuse_lost_updates
 from .._training.loss_scale_state import UNSCALED
 from .differentiate import (
+    Options,
     Reduction,
-    as_options,
     check_loss_function,
     differentiate,
     loss_and_aux,
@@ -231,7 +231,7 @@ def value_and_grad(
         cast = policy.cast_to_compute
     cure = "Use `jaxmp.nnx.value_and_grad`, which takes the same arguments."
     checked = refuse_lost_updates("value_and_grad", cure, fun)
-    options = as_options(
+    options = Options(
         policy,
         loss_scale=loss_scale,
         argnums=argnums,
