@@ -15,7 +15,7 @@ import numpy as np
 
 from .._base.checks import check_function, clipped, explains, short, warn
 from .._base.dtypes import casts_do_nothing
-from .._base.policy import PolicyLike, get_policy
+from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.around import (
     end_look,
@@ -114,7 +114,7 @@ def autocast(
             '`ops=jaxmp.DEFAULT_OPS.with_deny("tanh")`.'
         )
     check_format(residuals)
-    dtype, float8 = _dtypes(policy)
+    dtype, backward_dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun, precision="default")
     bfloat16_paths = _as_bfloat16_paths(bfloat16_paths, dtype)
@@ -125,12 +125,19 @@ def autocast(
         dtype,
         ops,
         _as_precisions(float32_paths),
+        backward_dtype=backward_dtype,
         float8=float8,
         bfloat16_paths=bfloat16_paths,
+        narrowed=lambda fun: with_narrow_residuals(fun, residuals, bfloat16_paths),
     )
     caster = make_caster()
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
     calls = itertools.count()
+    own = ""  # what has a rule for gradients, and none for tangents
+    if float8:
+        own = "Products in float8"
+    elif backward_dtype != dtype:
+        own = "Functions whose backward pass has a dtype of its own"
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
@@ -140,10 +147,13 @@ def autocast(
         told = listener()
         used = caster if told is None else make_caster(listener=told)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
-        cast = with_narrow_residuals(cast, residuals, bfloat16_paths)
-        with jax.named_scope(scope), _explained(fun, float8), inside(autocast=dtype):
+        with (
+            jax.named_scope(scope),
+            _explained(fun, own),
+            inside(autocast=backward_dtype),
+        ):
             result = cast(*args, **kwargs)
-        warn_if_unscaled(dtype, result)
+        warn_if_unscaled(backward_dtype, result)
         if next(calls) == 0 and used.float8.is_unused:
             _warn_of_no_float8(ops.min_size)
         return result
@@ -245,13 +255,13 @@ def _check_precision(name: str, precision: Any) -> None:
         )
 
 
-def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
-    """Returns the compute dtype of a policy, and whether products are float8.
+def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, np.dtype, bool]:
+    """Returns the dtypes of both passes of a policy, and whether products are float8.
 
     Refuses what autocast has no use for.
     """
     if policy is None:
-        return np.dtype(jnp.bfloat16), False
+        return np.dtype(jnp.bfloat16), np.dtype(jnp.bfloat16), False
     policy = get_policy(policy)
     if policy.overrides:
         raise ValueError(
@@ -272,7 +282,8 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, bool]:
             f"float32, but {clipped(policy)} computes in {policy.compute_dtype}. "
             'Pass for example "mixed_float16".'
         )
-    return policy.compute_dtype, policy.dot_dtype is not None
+    is_float8 = policy.dot_dtype is not None
+    return policy.compute_dtype, dtype_of_gradients(policy), is_float8
 
 
 def _warn_of_no_float8(min_size: int) -> None:
@@ -286,8 +297,13 @@ def _warn_of_no_float8(min_size: int) -> None:
 
 
 @contextlib.contextmanager
-def _explained(fun: Callable, float8: bool) -> Iterator[None]:
-    """Adds what autocast knows to errors of JAX and Flax."""
+def _explained(fun: Callable, own: str) -> Iterator[None]:
+    """Adds what autocast knows to errors of JAX and Flax.
+
+    Args:
+        fun: The function.
+        own: What in it has gradients and no derivatives in forward mode, if anything.
+    """
     try:
         with linen_state_kept(fun), haiku_state_kept():
             yield
@@ -299,9 +315,9 @@ def _explained(fun: Callable, float8: bool) -> Iterator[None]:
         raise
     except Exception as error:
         is_forward = isinstance(error, TypeError) and "forward-mode" in str(error)
-        if float8 and is_forward:
+        if own and is_forward:
             error.add_note(
-                "Products in float8 have gradients (`jax.grad`, `jax.vjp`) and no "
+                f"{own} have gradients (`jax.grad`, `jax.vjp`) and no "
                 "derivatives in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`). "
                 "Put `autocast` around the differentiated function, "
                 "`autocast(jax.hessian(loss), policy)`, or use `mixed_bfloat16`."

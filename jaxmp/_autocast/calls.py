@@ -10,7 +10,7 @@ from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, Equation, Literal, is_float32
-from .._jaxprs.scopes import DIFFERENTIATED, STACKED, Scopes, inside
+from .._jaxprs.scopes import BACKWARD, DIFFERENTIATED, STACKED, Scopes, inside
 from .._ops.lists import Definition
 from .._ops.precision import with_default_precision
 from . import needs, storage
@@ -33,6 +33,10 @@ class Calls(Customs):
 
     analysis: Analysis
     rewritten_by: Any  # by jaxpr, so that what JAX shares stays shared
+
+    def dtype_in(self, back: bool) -> np.dtype:
+        """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
+        return self.backward_dtype if back else self.dtype
 
     @abc.abstractmethod
     def relevant(self, scopes: Scopes) -> Scopes:
@@ -125,7 +129,7 @@ class Calls(Customs):
             streams = self.streams(step, trip, carried, scopes)
             ends = self.ends(step, trip, carried, scopes)
             ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
-            given = [self.in_trip(layout, *x, carried) for x in enumerate(ins)]
+            given = [self.in_trip(step, *x, carried) for x in enumerate(ins)]
             for i in streams.values():
                 given[layout.fixed_in[i]].note(stream=True)
             trips = self.rewritten(body, given, trip, ends, scopes)
@@ -181,13 +185,13 @@ class Calls(Customs):
 
     def carried(self, step: Step, ins: list[Value], trip: Trip) -> list[Known]:
         """Returns what a loop may carry, going by what it starts from (rule 8)."""
-        layout = _jaxpr.call_layout(step.eqn)
+        layout, dtype = _jaxpr.call_layout(step.eqn), self.dtype_in(step.back)
         given = GIVEN.around(step.eqn, [value.known.given for value in ins], ())
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
 
         def known(out: int, start: Value) -> Known:
             need, linear = trip.wanted[out], start.known.linear
-            is_number = start.known.scalar is not None and start.fits(self.dtype)
+            is_number = start.known.scalar is not None and start.fits(dtype)
             half = start.known.half or is_number or needs.is_rounded_for_products(need)
             half &= is_float32(step.eqn.outvars[out]) and not linear
             half &= needs.is_carried(step.read.wanted[out], need)
@@ -237,16 +241,17 @@ class Calls(Customs):
         return found
 
     def in_trip(
-        self, layout: Any, i: int, value: Value, carried: Sequence[Known]
+        self, step: Step, i: int, value: Value, carried: Sequence[Known]
     ) -> Value:
         """Returns an input of a loop as each of its trips has it."""
+        layout, dtype = _jaxpr.call_layout(step.eqn), self.dtype_in(step.back)
         start, stop = layout.fixed_in.start, layout.fixed_in.stop
         if i >= stop:
             value = value.known._replace(scalar=None).of(value.array)
             value.note(kept=storage.slices(value.known.kept))
         elif i >= start:  # of which only the first value is there
             known = carried[i - start]
-            value = known.of(value.narrow(self.dtype) if known.half else value.wide())
+            value = known.of(value.narrow(dtype) if known.half else value.wide())
         return value
 
     def rounded_before(
@@ -258,13 +263,17 @@ class Calls(Customs):
         places: Sequence[int],
     ) -> list[Value]:
         """Rounds before a loop or a remat what only products in it take."""
+        back = BACKWARD in scopes
+        if back and self.backward_dtype != self.dtype and _jaxpr.computes_again(eqn):
+            return ins  # products of either pass may take it, each in its dtype
+        dtype = self.dtype_in(back)
         need = self.analysis.asked(eqn, trip, scopes)
         ins = list(ins)
         for i in places:
             rounds = is_float32(eqn.invars[i]) and ins[i].known.scalar is None
             rounds &= not ins[i].known.linear
             if rounds and needs.is_rounded_for_products(need[i]):
-                ins[i] = ins[i].rounded(self.dtype)
+                ins[i] = ins[i].rounded(dtype)
         return ins
 
     def rewritten(
@@ -295,10 +304,12 @@ class Calls(Customs):
                 for k, var in zip(known, _jaxpr.in_vars(jaxpr), strict=True)
             ]
         )
-        key = known, trip, ends, self.relevant(scopes)
+        dtypes = tuple([ins[i].array.dtype for i in body.operands if ins[i].known.half])
+        key = known, dtypes, trip, ends, self.relevant(scopes)
         memo = self.rewritten_by.setdefault(jaxpr, {})
         if key not in memo:
             definition = definitions_of(_jaxpr.open_jaxpr(jaxpr).eqns)
+            dtype, halves = self.dtype_in(BACKWARD in scopes), iter(dtypes)
             known_outs = []
 
             def replayed(*arrays):
@@ -308,31 +319,36 @@ class Calls(Customs):
                 ]
                 outs = self.replay(jaxpr, values, trip, scopes)
                 places = zip(outs, _jaxpr.open_jaxpr(jaxpr).outvars, ends, strict=True)
-                outs = [self.as_end(*place, definition) for place in places]
+                outs = [self.as_end(*place, definition, dtype) for place in places]
                 known_outs.extend(out.known for out in outs)
                 return [out.array for out in outs]
 
             avals = [
-                aval.update(dtype=self.dtype, weak_type=False) if k.half else aval
+                aval.update(dtype=next(halves), weak_type=False) if k.half else aval
                 for aval, k in zip(_jaxpr.in_avals(jaxpr), known, strict=True)
             ]
             new = _jaxpr.written_in(_jaxpr.trace(replayed, avals), jaxpr)
             memo[key] = Rewritten(new, tuple(known_outs))
         return memo[key]
 
-    def as_end(self, out: Value, var: Any, end: End, definition: Definition) -> Value:
+    @staticmethod
+    def as_end(
+        out: Value, var: Any, end: End, definition: Definition, dtype: np.dtype
+    ) -> Value:
         """Returns ``var``, an output of a body, in the dtype that it must have."""
         if end in ("wide", "free"):
             out = out.exact or out
         if end == "wide":
             return out.widened()
+        if out.known.half and out.array.dtype != dtype:  # of the other pass
+            return out.known.of(out.narrow(dtype))
         if out.known.half or out.array.dtype != FLOAT32:
             return out
         if end == "stacked" and not out.known.given:
             with jax.named_scope(STACKED):  # for `explain` to read
-                stacked = out.rounded(self.dtype)
+                stacked = out.rounded(dtype)
             return storage.noted(stacked, definition(var), definition)
-        return out.rounded(self.dtype) if end == "half" else out
+        return out.rounded(dtype) if end == "half" else out
 
 
 def _needs_digits(plan: Plan, var: Any) -> bool:

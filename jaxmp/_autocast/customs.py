@@ -25,7 +25,8 @@ class Customs(abc.ABC):
     """What the caster does with rules, and with shards."""
 
     analysis: Analysis
-    dtype: np.dtype
+    dtype: np.dtype  # of 16 bits, in the forward pass
+    backward_dtype: np.dtype  # in the backward pass
     first_by: Any  # by spelling, the first jaxpr of each
 
     @abc.abstractmethod

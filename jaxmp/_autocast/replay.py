@@ -1,6 +1,7 @@
 """Replaying a jaxpr in mixed precision, one equation after the other."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.flatten import traced
-from .._jaxprs.jaxpr import Equation, is_float32, is_inexact
+from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from .._jaxprs.scopes import Scopes, check_paths
 from .._ops.fp8 import multiplied
 from .._ops.lists import OpLists
@@ -32,6 +33,7 @@ from .decisions import (
     is_of_product,
     is_sent_back,
 )
+from .derivative import differentiable
 from .graph import Trip, definitions_of, joined
 from .share import warn_if_most_is_kept
 from .values import Known, Value, cast, given, literal, saturated
@@ -42,7 +44,7 @@ Listener = Callable[[Step, Decision], str | None]
 
 
 class Caster(Calls):
-    """Replays jaxprs with one 16-bit dtype, one set of lists and one of paths."""
+    """Replays jaxprs with a 16-bit dtype for each pass, and one set of options."""
 
     def __init__(
         self,
@@ -50,24 +52,29 @@ class Caster(Calls):
         ops: OpLists,
         paths: Mapping[str, str] = NO_PATHS,
         *,
+        backward_dtype: np.dtype | None = None,
         float8: bool = False,
         bfloat16_paths: Sequence[str] = (),
+        narrowed: Callable[[Callable], Callable] = lambda fun: fun,
         listener: Listener | None = None,
     ):
         """Starts with nothing rewritten.
 
         Args:
-            dtype: The 16-bit dtype.
+            dtype: The 16-bit dtype, of the forward pass.
             ops: The lists.
             paths: Scopes that stay float32, each with the precision of its products.
+            backward_dtype: That of the backward pass, if it is another one.
             float8: Whether products take their operands in float8.
             bfloat16_paths: Scopes in which they take them in ``dtype``.
+            narrowed: Changes how a program stores what its backward pass reads.
             listener: Is told what is decided.
         """
         self.dtype, self.rounds_products = dtype, ops.rounds_products
+        self.backward_dtype = dtype if backward_dtype is None else backward_dtype
         self.analysis = Analysis(dtype, ops, paths)
         self.float8 = Float8(dtype, ops, bfloat16_paths, is_on=float8)
-        self.listener = listener
+        self.narrowed, self.listener = narrowed, listener
         self.rewritten_by: Any = weakref.WeakKeyDictionary()
         self.first_by: Any = weakref.WeakValueDictionary()
         self.keeps_loops = False  # some loop by rule 9, in this call
@@ -88,23 +95,46 @@ class Caster(Calls):
             if scopes is None:
                 check_paths("float32_paths", self.analysis.paths, jaxpr)
                 check_paths("bfloat16_paths", self.float8.paths, jaxpr)
-            self.mark(jaxpr, scopes or ())
-            outs = len(_jaxpr.out_avals(jaxpr))
-            # What an inner rule returns is read by whoever called it.
-            returned = needs.FULL | (needs.DIGITS if scopes is None else needs.NOTHING)
-            trip = Trip((returned,) * outs)
-
-            def replayed(*arrays):
-                values = [given(array) for array in arrays]
-                return self.as_written(jaxpr, values, trip, scopes or ())
-
-            self.keeps_loops = False
-            results = rebuilt(with_default_precision(replayed, arrays))
-            if scopes is None and self.keeps_loops:  # as in few programs
-                warn_if_most_is_kept(self.analysis, jaxpr, trip)
-            return results
+            if scopes is not None:
+                return rebuilt(self.run(jaxpr, arrays, scopes))
+            if self.backward_dtype == self.dtype:
+                return rebuilt(
+                    self.narrowed(functools.partial(self.run, jaxpr))(arrays)
+                )
+            return rebuilt(differentiable(self.as_stored, jaxpr, arrays))
 
         return wrapped
+
+    def as_stored(self, jaxpr: Any, arrays: Sequence[Any]) -> list[jax.Array]:
+        """Runs a program that may have a backward pass, and stores what that reads."""
+        run = functools.partial(self.run, jaxpr)
+        return (self.narrowed(run) if _jaxpr.has_backward(jaxpr) else run)(arrays)
+
+    def run(
+        self, jaxpr: Any, arrays: Sequence[Any], scopes: Scopes | None = None
+    ) -> list[jax.Array]:
+        """Runs a whole program, a jaxpr, in mixed precision.
+
+        Args:
+            jaxpr: The jaxpr.
+            arrays: Its inputs.
+            scopes: As in :meth:`wrap`.
+        """
+        self.mark(jaxpr, scopes or ())
+        outs = len(_jaxpr.out_avals(jaxpr))
+        # What an inner rule returns is read by whoever called it.
+        returned = needs.FULL | (needs.DIGITS if scopes is None else needs.NOTHING)
+        trip = Trip((returned,) * outs)
+
+        def replayed(*arrays):
+            values = [given(array) for array in arrays]
+            return self.as_written(jaxpr, values, trip, scopes or ())
+
+        self.keeps_loops = False
+        results = with_default_precision(replayed, arrays)
+        if scopes is None and self.keeps_loops:  # as in few programs
+            warn_if_most_is_kept(self.analysis, jaxpr, trip)
+        return results
 
     def mark(self, jaxpr: Any, scopes: Scopes) -> None:
         """Lets the markers go through a program, before it is replayed."""
@@ -176,7 +206,7 @@ class Caster(Calls):
         if step.kind == "keep":
             kept = self.analysis.keeps(step.eqn, step.around)
             self.keeps_loops |= kept == rules.ENDS
-        return decide(step, ins, self.dtype, kept=kept)
+        return decide(step, ins, self.dtype_in(step.back), kept=kept)
 
     def applied(self, step: Step, ins: list[Value], decision: Decision) -> list[Value]:
         """Replays one equation as it was decided."""
@@ -186,7 +216,7 @@ class Caster(Calls):
         if step.kind == "product" or reason is None:
             outs = self.results(step.eqn, self.product(step, ins, decision, reason))
         elif decision.how == "half":
-            outs = self.results(step.eqn, self.in_16_bits(step.eqn, ins))
+            outs = self.results(step.eqn, self.in_16_bits(step, ins))
         else:
             outs = self.in_float32(step, ins, decision, reason)
         _note(step, ins, outs)
@@ -195,7 +225,7 @@ class Caster(Calls):
     def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
         """Returns the outputs of ``eqn``, of which only the dtype is known."""
         return [
-            Known(half=is_float32(var) and x.dtype == self.dtype).of(x)
+            Known(half=is_float32(var) and x.dtype != FLOAT32).of(x)
             for x, var in zip(arrays, eqn.outvars, strict=True)
         ]
 
@@ -211,7 +241,7 @@ class Caster(Calls):
             reason: Why it rounds nothing to float8, None if it does.
         """
         # The default is for float32, and JAX would give it to the derivatives.
-        eqn, dtype = with_precision(step.eqn), self.dtype
+        eqn, dtype = with_precision(step.eqn), self.dtype_in(step.back)
         operands = [
             value.narrow(dtype) if rounds and is_inexact(var) else value.wide()
             for value, var, rounds in zip(
@@ -245,7 +275,7 @@ class Caster(Calls):
         outs = _jaxpr.bind(step.eqn, operands)
         return [
             cast(x, var.aval.dtype)
-            if x.dtype == self.dtype and is_float32(var) and not needs.is_half(need)
+            if x.dtype != FLOAT32 and is_float32(var) and not needs.is_half(need)
             else x
             for x, var, need in zip(
                 outs, step.eqn.outvars, step.read.wanted, strict=True
@@ -264,38 +294,22 @@ class Caster(Calls):
         by_path = self.float8.is_on and self.float8.paths
         return scopes if by_path else self.analysis.relevant(scopes)
 
-    def in_16_bits(self, eqn: Equation, ins: list[Value]) -> list[Any]:
+    def in_16_bits(self, step: Step, ins: list[Value]) -> list[Any]:
         """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
+        eqn, dtype = step.eqn, self.dtype_in(step.back)
         # The transpose of copying is a sum, which is to run in float32.
         sums = classes.copies(eqn) and not _jaxpr.is_differentiated(eqn)
         if sums or classes.is_of_several(eqn):
             wide = _jaxpr.bind(eqn, [value.wide() for value in ins])
-            return [cast(x, self.dtype) for x in wide]
+            return [cast(x, dtype) for x in wide]
         shape = eqn.outvars[0].aval.shape if classes.stretches(eqn) else None
         operands = [
-            self.operand(value, shape) if is_float32(var) else value.array
+            _operand(value, shape, dtype) if is_float32(var) else value.array
             for value, var in zip(ins, eqn.invars, strict=True)
         ]
         if classes.sorts(eqn):
             operands = list(map(storage.sorted_alike, operands))
-        return bind_narrow(eqn, operands, self.dtype)
-
-    def operand(self, value: Value, shape: tuple[int, ...] | None) -> Any:
-        """Returns an operand in 16 bits, stretched to ``shape`` where that is told.
-
-        The gradient of stretching is a sum, which is to run in float32.
-        """
-        if value.known.scalar is not None:
-            return value.narrow(self.dtype)
-        array, wide = value.array, not value.known.half
-        if wide and self.dtype == np.float16:
-            array = saturated(array, self.dtype)  # a mask of -1e9 must not become -inf
-        if shape is not None and array.shape != shape:
-            array = array if wide else value.wide()
-            axes = range(len(shape) - array.ndim, len(shape))
-            array = lax.broadcast_in_dim(array, shape, axes)
-            return cast(array, self.dtype)
-        return cast(array, self.dtype) if wide else array
+        return bind_narrow(eqn, operands, dtype)
 
     def in_float32(
         self, step: Step, ins: list[Value], decision: Decision, reason: str | None
@@ -304,11 +318,11 @@ class Caster(Calls):
 
         The arguments are those of :meth:`product`.
         """
-        eqn, how = step.eqn, decision.how
+        eqn, how, dtype = step.eqn, decision.how, self.dtype_in(step.back)
         if classes.retypes(eqn) and ins[0].known.half:
             return [ins[0]]
         if how == "stored" and step.kind == "exact":
-            return self.results(eqn, [storage.sent(eqn, ins[0].array, self.dtype)])
+            return self.results(eqn, [storage.sent(eqn, ins[0].array, dtype)])
         if step.kind == "keep":
             reason = self.analysis.reason(eqn, step.around) or reason
             eqn = at_precision(eqn, self.analysis.precision(eqn, step.around))
@@ -321,7 +335,7 @@ class Caster(Calls):
         if how == "rounded":
             firmly = classes.joins(eqn) or decision.rule == rules.FOLLOWS
             return [
-                storage.joined(x, self.dtype, firmly=firmly and needs.has_several(need))
+                storage.joined(x, dtype, firmly=firmly and needs.has_several(need))
                 if needs.is_half(need)
                 else x
                 for x, need in zip(outs, step.read.wanted, strict=True)
@@ -335,11 +349,29 @@ class Caster(Calls):
         return storage.kept(
             out,
             step.eqn,
-            self.dtype,
+            self.dtype_in(step.back),
             need=step.need,
             back=step.back,
             definition=step.definition,
         )
+
+
+def _operand(value: Value, shape: tuple[int, ...] | None, dtype: np.dtype) -> Any:
+    """Returns an operand in 16 bits, stretched to ``shape`` where that is told.
+
+    The gradient of stretching is a sum, which is to run in float32.
+    """
+    if value.known.scalar is not None:
+        return value.narrow(dtype)
+    array, wide = value.array, not value.known.half
+    if wide and dtype == np.float16:
+        array = saturated(array, dtype)  # a mask of -1e9 must not become -inf
+    if shape is not None and array.shape != shape:
+        array = array if wide else value.wide()
+        axes = range(len(shape) - array.ndim, len(shape))
+        array = lax.broadcast_in_dim(array, shape, axes)
+        return cast(array, dtype)
+    return cast(array, dtype) if wide else value.narrow(dtype)
 
 
 def _note(step: Step, ins: list[Value], outs: list[Value]) -> None:

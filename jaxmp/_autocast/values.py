@@ -62,7 +62,9 @@ _NOTHING = Known()
 class Value:
     """A value during the replay."""
 
-    array: Any  # array, tracer or literal: of the original dtype, or 16-bit if `half`
+    # Array, tracer or literal: of the original dtype; or 16-bit if `half`, in the dtype
+    # of the pass that has computed it.
+    array: Any
     known: Known = _NOTHING
     exact: "Value | None" = None  # what the trips add up, where others read it rounded
     _wide: Any = None
@@ -119,7 +121,7 @@ class Value:
 
     def narrow(self, dtype: np.dtype) -> Any:
         """Returns the array in ``dtype``, which has 16 bits."""
-        if self.known.half or self.array.dtype == dtype:
+        if self.array.dtype == dtype:
             return self.array
         if not isinstance(self.array, jax.Array):  # a literal
             return np.asarray(self.array, dtype)
@@ -127,7 +129,7 @@ class Value:
             # A weight is rounded anew for each use, so that its gradients are widened
             # before they add up.
             return cast(self.array, dtype)
-        if self._half is None:
+        if self._half is None or self._half.dtype != dtype:
             self._half = cast(self.array, dtype)
         return self._half
 

@@ -120,6 +120,8 @@ def _of_other_libraries(name: str, accepted: list[str]) -> str | None:
     name = name.lower()
     if re.search("f(p|loat)?8|e4m3|e5m2", name):
         return "mixed_fp8"
+    if name.count("16") == 2:
+        return "mixed_float16_bfloat16"
     if name in ("float", "single"):  # the nearest spelling of `float` is `float64`
         return "float32"
     bits = next((bits for bits in ("16", "32", "64") if bits in name), None)

@@ -35,6 +35,8 @@ _KEYS = {
     "reduce": "reduce_dtype",
     "d": "dot_dtype",
     "dot": "dot_dtype",
+    "b": "backward_dtype",
+    "backward": "backward_dtype",
 }
 
 # What Flax, Haiku, Equinox and Keras call the parameters of a normalisation: anything
@@ -51,6 +53,7 @@ _NORMALIZATION_KEY = "norm"
 _SHORTHANDS = {
     "mixed_float16": "p=f32,c=f16,o=f32",
     "mixed_bfloat16": "p=f32,c=bf16,o=f32",
+    "mixed_float16_bfloat16": "p=f32,c=f16,o=f32,b=bf16",
     "mixed_fp8": "p=f32,c=bf16,o=f32,d=fp8",
     "O0": "p=f32,c=f32,o=f32",
     "O1": "p=f32,c=f16,o=f32",
@@ -91,11 +94,17 @@ class Policy(jmp.Policy):
             ``"fp8"``, which is ``jnp.float8_e4m3fn``, or None for ``compute_dtype``.
             With float8, ``compute_dtype`` is bfloat16, and casting to it raises an
             error: each operand needs a scale of its own, which a cast does not have.
+        backward_dtype: Dtype of the backward pass under :func:`jaxmp.autocast`:
+            bfloat16 beside a ``compute_dtype`` of float16, so that gradients stay in
+            range without a loss scale; or None for ``compute_dtype``. Casting with
+            bfloat16 here raises an error: what is cast differentiates itself in the
+            dtype that it is cast to.
 
     Raises:
         ValueError: If a dtype is not one of float16, bfloat16, float32 and float64,
             or an override is not a pair of a valid regular expression and a dtype; or
-            if ``dot_dtype`` is another one, or ``compute_dtype`` beside it.
+            if ``dot_dtype`` or ``backward_dtype`` is another one, or ``compute_dtype``
+            beside it.
 
     Examples:
         >>> policy = jaxmp.Policy(jnp.float32, jnp.float16, jnp.float32)
@@ -115,6 +124,7 @@ class Policy(jmp.Policy):
     overrides: tuple[tuple[str, np.dtype], ...] = ()
     reduce_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
     dot_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
+    backward_dtype: np.dtype | None = dataclasses.field(default=None, kw_only=True)
 
     if TYPE_CHECKING:  # the fields are dtypes, and what they are made of may be more
 
@@ -127,6 +137,7 @@ class Policy(jmp.Policy):
             *,
             reduce_dtype: DTypeLike | None = None,
             dot_dtype: DTypeLike | None = None,
+            backward_dtype: DTypeLike | None = None,
         ) -> None: ...
 
     def __post_init__(self):
@@ -147,6 +158,17 @@ class Policy(jmp.Policy):
                     f"is computed, but that is {self.compute_dtype}. Type `c=bf16` "
                     'beside `d=fp8`, or the policy "mixed_fp8".'
                 )
+        if self.backward_dtype is not None:
+            dtype = as_dtype(self.backward_dtype, "`backward_dtype`")
+            both = self.compute_dtype, dtype
+            if dtype != self.compute_dtype and both != (DTYPES["f16"], DTYPES["bf16"]):
+                raise ValueError(
+                    "`backward_dtype` is bfloat16 beside the compute dtype float16, or "
+                    f"the compute dtype itself, but it is {dtype} beside "
+                    f"{self.compute_dtype}. Type `c=f16,b=bf16`, or leave `b=` out."
+                )
+            same = dtype == self.compute_dtype
+            object.__setattr__(self, "backward_dtype", None if same else dtype)
         overrides = tuple(_as_override(pair) for pair in self.overrides)
         object.__setattr__(self, "overrides", overrides)
 
@@ -166,7 +188,7 @@ class Policy(jmp.Policy):
 
         Raises:
             ValueError: If the shardings do not fit the tree, or there is a
-                ``dot_dtype``.
+                ``dot_dtype`` or a ``backward_dtype``.
         """
         casting_policy(self, "Policy.cast_to_compute")
         cast = _cast_by_path(x, self._compute_dtype_at)
@@ -218,6 +240,8 @@ class Policy(jmp.Policy):
             parts.append(("r", self.reduce_dtype))
         if self.dot_dtype is not None:
             parts.append(("d", self.dot_dtype))
+        if self.backward_dtype is not None:
+            parts.append(("b", self.backward_dtype))
         return ",".join(f"{key}={spelled(dtype)}" for key, dtype in parts)
 
     def __repr__(self) -> str:
@@ -237,15 +261,17 @@ def get_policy(policy: PolicyLike) -> Policy:
       default to float32, compute to params, and output to compute. A regular
       expression in double quotes is the key of an override, ``"head/"=f32``;
       ``norm=f32`` is that of the normalisation parameters; ``r=`` or ``reduce=`` is
-      the dtype of sums over devices; and ``d=fp8`` or ``dot=fp8`` is that of matrix
-      products under :func:`jaxmp.autocast`.
+      the dtype of sums over devices; and, under :func:`jaxmp.autocast`, ``d=fp8`` or
+      ``dot=fp8`` is that of matrix products, and ``b=bf16`` or ``backward=bf16`` that
+      of the backward pass.
     - a dtype for everything: ``bfloat16``, ``f16``, ``full``, or jmp's ``half``,
       which is float16, on a TPU bfloat16.
     - the dtype itself, ``jnp.bfloat16`` or ``np.dtype("float32")``.
     - a name: Keras's ``mixed_float16`` and ``mixed_bfloat16`` (float32 parameters
-      and outputs); ``mixed_fp8``, the latter with ``d=fp8``; and Apex's ``O0``
-      (float32), ``O1`` (``mixed_float16``), ``O2`` (the same with ``norm=f32``; use
-      it with :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
+      and outputs); ``mixed_float16_bfloat16``, the former with ``b=bf16``;
+      ``mixed_fp8``, the latter with ``d=fp8``; and Apex's ``O0`` (float32), ``O1``
+      (``mixed_float16``), ``O2`` (the same with ``norm=f32``; use it with
+      :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
 
     None is no policy: :func:`jaxmp.value_and_grad` then casts nothing,
     :func:`jaxmp.autocast` computes in bfloat16, and everything else refuses it.
@@ -300,7 +326,21 @@ def casting_policy(policy: PolicyLike, function: str) -> Policy:
             "`jaxmp.autocast(jax.value_and_grad(loss), policy)`, and pass no policy to "
             "the other functions."
         )
+    if policy.backward_dtype is not None:
+        raise ValueError(
+            f"`{function}` cannot compute gradients as {clipped(policy)} says: what is "
+            f"cast to {policy.compute_dtype} has its backward pass in "
+            f"{policy.compute_dtype} too. Use autocast, "
+            "`jaxmp.autocast(loss_fn, policy)`, and pass no policy to the other "
+            'functions; or "mixed_float16" with a loss scale.'
+        )
     return policy
+
+
+def dtype_of_gradients(policy: Policy) -> np.dtype:
+    """Returns the dtype in which a policy has the backward pass computed."""
+    own = policy.backward_dtype
+    return policy.compute_dtype if own is None else own
 
 
 def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
@@ -423,6 +463,7 @@ def _parse_parts(text: str) -> Policy:
         tuple(overrides),
         reduce_dtype=dtypes.get("reduce_dtype"),
         dot_dtype=dtypes.get("dot_dtype"),
+        backward_dtype=dtypes.get("backward_dtype"),
     )
 
 

@@ -151,6 +151,37 @@ def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
                 yield item
 
 
+def part(
+    jaxpr: ClosedJaxpr, eqns: Sequence[JaxprEqn], inputs: Sequence[Any], outs: Any
+) -> ClosedJaxpr:
+    """Returns those of some equations of a jaxpr on which outputs depend.
+
+    Args:
+        jaxpr: The jaxpr.
+        eqns: The equations, in their order.
+        inputs: Variables that are given.
+        outs: Variables, or literals, that are returned.
+    """
+    body = jaxpr.jaxpr.replace(
+        eqns=list(eqns),
+        invars=list(inputs),
+        outvars=list(outs),
+        debug_info=jaxpr.jaxpr.debug_info.with_unknown_names(),
+    )
+    return jaxpr.replace(jaxpr=body.replace(eqns=live(body)))
+
+
+def without_constants(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns a jaxpr that takes its constants as its first inputs."""
+    body = jaxpr.jaxpr
+    body = body.replace(
+        constvars=[],
+        invars=[*body.constvars, *body.invars],
+        debug_info=body.debug_info.with_unknown_names(),
+    )
+    return ClosedJaxpr(body, [])
+
+
 def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
     """Returns a jaxpr, open or closed, with other equations of the same variables."""
     return _with_fields(jaxpr, eqns=eqns)
@@ -396,7 +427,7 @@ def is_differentiated(eqn: JaxprEqn) -> bool:
 
 def is_transposed(eqn: JaxprEqn) -> bool:
     """Whether ``eqn`` belongs to a backward pass."""
-    return names_of(eqn).transposed
+    return bool(names_of(eqn).transposed)
 
 
 def has_backward(jaxpr: Any) -> bool:
@@ -415,13 +446,22 @@ def holds_backward(eqn: JaxprEqn) -> bool:
 _COMPUTED_AGAIN = "rematted_computation"
 
 
+def computes_again(eqn: JaxprEqn) -> bool:
+    """Whether an equation holds one of a forward pass that is computed again."""
+    return any(
+        bool(names_of(inner).computed_again) or computes_again(inner)
+        for jaxpr in sub_jaxprs(eqn)
+        for inner in open_jaxpr(jaxpr).eqns
+    )
+
+
 class Names(NamedTuple):
     """What the names around an equation say."""
 
     scopes: tuple[str, ...]  # see `scope_names`
     differentiated: bool  # by differentiation, forward or backward
-    transposed: bool  # in a backward pass
-    computed_again: bool  # by a rematerialised function, for its backward pass
+    transposed: int  # in so many backward passes, one differentiating another
+    computed_again: int  # so many times, by rematerialised functions, for such a pass
 
 
 def names_of(eqn: JaxprEqn) -> Names:
@@ -445,8 +485,8 @@ def _read_names(stack: tuple, kinds: tuple[type, ...]) -> Names:
     return Names(
         tuple(x for x in scopes if x != _COMPUTED_AGAIN),
         differentiated=not transforms.isdisjoint(("jvp", "transpose")),
-        transposed="transpose" in transforms,
-        computed_again=_COMPUTED_AGAIN in scopes,
+        transposed=names.count(("Transform", "transpose")),
+        computed_again=scopes.count(_COMPUTED_AGAIN),
     )
 
 
@@ -765,6 +805,11 @@ def zero_cotangent(zero: Any) -> Any:
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)
+
+
+def zeros(aval: Any) -> Any:
+    """Returns an array of zeros of a type."""
+    return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def zero_tangent(aval: Any) -> SymbolicZero:

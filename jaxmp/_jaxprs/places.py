@@ -126,12 +126,12 @@ class Place(NamedTuple):
                 user, author = before.user, before.author
                 scopes = before.scopes if scopes == self.scopes else scopes
         names = _jaxpr.names_of(eqn)
-        again = self.again or (self.rematerialised and names.computed_again)
+        again = self.again or (self.rematerialised and names.computed_again > 0)
         return self._replace(
             scopes=scopes,
             user=user,
             author=author,
-            backward=(self.backward or names.transposed) and not again,
+            backward=(self.backward or names.transposed > 0) and not again,
             again=again,
         )
 

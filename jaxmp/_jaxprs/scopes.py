@@ -45,7 +45,8 @@ KEPT_IN_RULE = "jaxmp.16bit.rule"
 # Around an attention that is written out, and before the reason.
 ATTENTION = "jaxmp.attention."
 # Around what is in a loop, a call or a remat that differentiation has written, and in
-# one of a backward pass: only the equation that holds it tells.
+# one of a backward pass: only the equation that holds it tells. The latter is there for
+# each backward pass of which another one is differentiated.
 DIFFERENTIATED = "jaxmp.differentiated"
 BACKWARD = "jaxmp.backward"
 _MARKS = frozenset({DIFFERENTIATED, BACKWARD})
@@ -65,8 +66,8 @@ def is_decided(scopes: Scopes) -> bool:
 def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
     """Returns the scopes around what ``eqn``, which is in ``scopes``, holds."""
     around = tuple(name for name in scopes if name not in _MARKS)
-    if is_backward(eqn, scopes):
-        return (*around, DIFFERENTIATED, BACKWARD)
+    if (passes := _backward_passes(eqn, scopes)) > 0:
+        return (*around, DIFFERENTIATED, *[BACKWARD] * passes)
     if DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn):
         return (*around, DIFFERENTIATED)
     return around
@@ -79,8 +80,16 @@ def in_region(eqn: _jaxpr.Equation, reason: str) -> _jaxpr.Equation:
 
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:
     """Whether ``eqn``, which is in ``scopes``, belongs to a backward pass."""
+    return _backward_passes(eqn, scopes) > 0
+
+
+def _backward_passes(eqn: _jaxpr.Equation, scopes: Scopes) -> int:
+    """Returns in how many backward passes ``eqn`` is, one differentiating another.
+
+    Of one that computes a forward pass again, that is no part.
+    """
     names = _jaxpr.names_of(eqn)
-    return (names.transposed or BACKWARD in scopes) and not names.computed_again
+    return scopes.count(BACKWARD) + names.transposed - names.computed_again
 
 
 def marks(scopes: Scopes) -> Scopes:

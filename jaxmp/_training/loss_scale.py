@@ -21,7 +21,7 @@ from .._base.checks import (
     known_number,
     short,
 )
-from .._base.policy import PolicyLike, get_policy
+from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
 from .._base.tree import AxisName, all_finite, is_strong
 from .._devices.varying import varying_axes
 from .loss_scale_state import MIGRATE, LossScaleState
@@ -233,10 +233,10 @@ def loss_scaling(
 ) -> LossScaling:
     """Wraps an optimizer with the loss scale that a policy needs.
 
-    This is :func:`dynamic_loss_scale` if the policy computes in float16. Otherwise it
-    is :func:`static_loss_scale` with a scale of 1, because bfloat16 and float32 have
-    range enough. Both skip non-finite steps, and both states have the same structure,
-    so that you can change the policy and nothing else.
+    This is :func:`dynamic_loss_scale` if the policy computes gradients in float16.
+    Otherwise it is :func:`static_loss_scale` with a scale of 1, because bfloat16 and
+    float32 have range enough. Both skip non-finite steps, and both states have the same
+    structure, so that you can change the policy and nothing else.
 
     The options are those of :func:`dynamic_loss_scale`. They are checked under every
     policy and used under float16; ``check_updates`` and ``axis_name`` are always used.
@@ -281,7 +281,7 @@ def loss_scaling(
         check_updates=check_updates,
         axis_name=axis_name,
     )
-    if get_policy(policy).compute_dtype == jnp.float16:
+    if dtype_of_gradients(get_policy(policy)) == jnp.float16:
         return dynamic
     return static_loss_scale(inner, check_updates=check_updates, axis_name=axis_name)
 

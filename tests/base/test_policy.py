@@ -1,5 +1,6 @@
 """Policies: their strings, their casts, and what they refuse."""
 
+import dataclasses
 import itertools
 import pickle
 import re
@@ -49,6 +50,7 @@ def dtypes(policy):
         "float64": (F64, F64, F64),
         "mixed_float16": (F32, F16, F32),
         "mixed_bfloat16": (F32, BF16, F32),
+        "mixed_float16_bfloat16": (F32, F16, F32),
         "mixed_fp8": (F32, BF16, F32),
         "O0": (F32, F32, F32),
         "O1": (F32, F16, F32),
@@ -116,6 +118,14 @@ BAD = {
     "c=bf16,d=float8_e5m2": "'float8_e5m2' for the operands",
     "c=f16,d=fp8": "needs the compute dtype bfloat16.*is float16.*Type `c=bf16`",
     "d=fp8": "needs the compute dtype bfloat16.*is float32",
+    "b=bf16": "is bfloat16 beside the compute dtype float16.*beside float32",
+    "c=bf16,b=f16": "is float16 beside bfloat16. Type `c=f16,b=bf16`",
+    "c=f16,b=f32": "is float32 beside float16",
+    "c=f16,b=fp8": "`fp8` in the policy 'c=f16,b=fp8' is not a name",
+    "b=bf16,backward=bf16": "repeats a key: `backward_dtype` is bfloat16",
+    "c=bf16,d=fp8,b=f16": "is float16 beside bfloat16",
+    "mixed_fp16_bf16": "Did you mean `mixed_float16_bfloat16`",
+    "float16_bfloat16": "Did you mean `mixed_float16_bfloat16`",
     'c=f16,"norm"': '`"norm"` in the policy',
     '"["=f16': "not a regular expression.*unterminated",
 }
@@ -149,20 +159,49 @@ def test_the_dtype_of_products_is_spelled_only_where_it_is_set():
             jaxmp.Policy("f32", "bf16", "f32", dot_dtype=dtype)
 
 
+def test_the_dtype_of_the_backward_pass_is_spelled_where_it_is_another():
+    policy = jaxmp.get_policy("mixed_float16_bfloat16")
+    assert policy.backward_dtype == jnp.bfloat16
+    assert str(policy) == "p=full,c=f16,o=full,b=bf16"
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert jaxmp.get_policy("backward = bfloat16, c = f16, o = f32") == policy
+    assert eval(repr(policy), {"get_policy": jaxmp.get_policy}) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    for dtype in ("bf16", jnp.bfloat16, np.dtype(jnp.bfloat16)):
+        assert jaxmp.Policy("f32", "f16", "f32", backward_dtype=dtype) == policy
+    for text in ("c=f16", "c=bf16", "mixed_fp8"):
+        plain = jaxmp.get_policy(text)
+        same = dataclasses.replace(plain, backward_dtype=plain.compute_dtype)
+        assert (same, str(same)) == (plain, str(plain))
+        assert plain.backward_dtype is None
+    assert policy != jaxmp.get_policy("mixed_float16")
+    both = jaxmp.get_policy('c=f16,"head"=f32,r=bf16,b=bf16')
+    assert str(both) == 'p=full,c=f16,o=f16,"head"=full,r=bf16,b=bf16'
+    with pytest.raises(ValueError, match="`backward_dtype` must be float16, bfloat16"):
+        jaxmp.Policy("f32", "f16", "f32", backward_dtype=jnp.float8_e5m2)
+
+
 CASTS = {
-    "with_policy": lambda: jaxmp.with_policy(jnp.sin, "mixed_fp8"),
-    "value_and_grad": lambda: jaxmp.value_and_grad(jnp.sin, policy="mixed_fp8"),
-    "grad": lambda: jaxmp.grad(jnp.sin, policy="mixed_fp8"),
-    "linen.with_policy": lambda: jaxmp.linen.with_policy(nn.Dense(2), "mixed_fp8"),
-    "nnx.value_and_grad": lambda: jaxmp.nnx.value_and_grad(jnp.sin, policy="mixed_fp8"),
-    "cast_to_compute": lambda: jaxmp.get_policy("mixed_fp8").cast_to_compute({}),
+    "with_policy": lambda p: jaxmp.with_policy(jnp.sin, p),
+    "value_and_grad": lambda p: jaxmp.value_and_grad(jnp.sin, policy=p),
+    "grad": lambda p: jaxmp.grad(jnp.sin, policy=p),
+    "linen.with_policy": lambda p: jaxmp.linen.with_policy(nn.Dense(2), p),
+    "nnx.value_and_grad": lambda p: jaxmp.nnx.value_and_grad(jnp.sin, policy=p),
+    "cast_to_compute": lambda p: jaxmp.get_policy(p).cast_to_compute({}),
 }
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_no_cast_can_do_what_float8_needs(name):
     with pytest.raises(ValueError, match=r"needs? a scale each.*`jaxmp.autocast\(jax"):
-        CASTS[name]()
+        CASTS[name]("mixed_fp8")
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_what_is_cast_has_its_own_backward_pass(name):
+    message = r"cast to float16 has its backward.*`jaxmp.autocast\(loss_fn, policy\)`"
+    with pytest.raises(ValueError, match=message):
+        CASTS[name]("mixed_float16_bfloat16")
 
 
 def test_parameters_and_results_are_cast_under_float8():

@@ -1,0 +1,200 @@
+"""The derivative of an autocast function whose backward pass has a dtype of its own.
+
+In JAX the gradient of a float16 value is float16. So where such a function is
+differentiated from outside, it brings its gradient itself: the program of both passes
+in mixed precision, cut in two between them. It is the program that autocast around the
+gradient runs.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, is_inexact
+from .._ops.precision import own_precisions
+from .customs import replaced
+from .graph import reached
+
+# Runs a jaxpr on arrays, in mixed precision.
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+
+
+def differentiable(run: Run, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Runs a program in mixed precision, which may be differentiated from outside.
+
+    Args:
+        run: Runs a program in mixed precision.
+        jaxpr: The program.
+        arrays: Its inputs.
+    """
+    # What it closes over may be differentiated as well.
+    arrays = [*_jaxpr.closed_consts(jaxpr), *arrays]
+    jaxpr = _jaxpr.without_constants(jaxpr)
+
+    def compute(_, arrays):
+        return (run(jaxpr, arrays),)
+
+    return _differentiable(run, jaxpr, compute)((), *arrays)[0]
+
+
+def _differentiable(
+    run: Run, jaxpr: Any, compute: Callable, *, saves: bool = False
+) -> Callable:
+    """Returns ``compute``, with the derivative of a program.
+
+    A second derivative differentiates the program anew. The arrays of 16 bits in
+    between are constants to it: what was saved, and what is returned for that.
+
+    Args:
+        run: Runs a program in mixed precision.
+        jaxpr: The program.
+        compute: Takes what an earlier pass has saved and the inputs of the program,
+            and returns its results, and what is to be saved.
+        saves: Whether it returns the latter.
+    """
+    programs: dict[tuple[int, ...], _Passes] = {}
+
+    @jax.custom_vjp
+    def function(saved, *arrays):
+        return compute(saved, arrays)
+
+    def forward(*primals):
+        saved, *arrays = jax.tree.map(lambda x: x.value, primals)
+        # The rule is asked for what is differentiated, and for nothing else.
+        moving = tuple(i for i, x in enumerate(primals[1:]) if x.perturbed)
+        if moving not in programs:
+            programs[moving] = _Passes(run, jaxpr, moving)
+        passes = programs[moving]
+        ahead = _differentiable(run, jaxpr, passes.forward, saves=True)
+        outs, kept = ahead((), *arrays)
+        kept = lax.stop_gradient(kept)
+        results = [outs]
+        if saves:
+            results.append(compute(*lax.stop_gradient((saved, arrays)))[1])
+        return tuple(results), (kept, arrays, dict.fromkeys(moving))
+
+    def backward(residuals, cotangents):
+        kept, arrays, moving = residuals
+        passes = programs[tuple(moving)]
+        sent = [x for x in cotangents[0] if x.dtype != jax.dtypes.float0]
+        zeros = {i for i, x in enumerate(sent) if isinstance(x, SymbolicZero)}
+        sent = [_jaxpr.zeros(x.aval) if i in zeros else x for i, x in enumerate(sent)]
+
+        def compute(saved, arrays):
+            return (passes.backward(saved, arrays, zeros),)
+
+        gradients = _differentiable(run, passes.gradients, compute)
+        found = gradients(kept, *arrays, *sent)[0]
+        return None, *replaced([None] * len(arrays), moving, found)
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+class _Passes:
+    """A program and its backward pass in mixed precision, cut between the two."""
+
+    def __init__(self, run: Run, jaxpr: Any, moving: Sequence[int]):
+        """Runs the program with its backward pass.
+
+        Args:
+            run: Runs a program in mixed precision.
+            jaxpr: The program.
+            moving: The places of the inputs that are differentiated.
+        """
+        outs = len(_jaxpr.out_avals(jaxpr))
+        both = _both(jaxpr, moving)
+        given = _jaxpr.in_vars(both)
+        # What a second derivative differentiates.
+        self.gradients = _jaxpr.part(both, both.eqns, given, both.jaxpr.outvars[outs:])
+        mixed = _jaxpr.trace(lambda *xs: run(both, xs), _jaxpr.in_avals(both))
+        self.mixed, self.inputs = mixed, len(_jaxpr.in_vars(jaxpr))
+        self.outs, self.found = mixed.jaxpr.outvars[:outs], mixed.jaxpr.outvars[outs:]
+        self.cotangents = mixed.jaxpr.invars[self.inputs :]
+        self.sent = reached(mixed.eqns, self.cotangents)
+        self.back, self.kept = self._back()
+
+    def _back(self) -> tuple[list[Equation], list[Any]]:
+        """Returns the equations of the backward pass, and what it reads of the other.
+
+        A value is widened there, or cast to the dtype of that pass, and not kept twice.
+        """
+        body = self.mixed.jaxpr
+        given = {*body.constvars, *body.invars}
+        needed = set(_jaxpr.variables(self.found))
+        back: list[Equation] = []
+        for eqn in reversed(body.eqns):
+            made = [x for x in eqn.outvars if x in needed]
+            if made and (_is_repeated(eqn, given) or not self.sent.isdisjoint(made)):
+                needed.update(_jaxpr.variables(eqn.invars))
+                needed.difference_update(made)
+                back.append(eqn)
+        return back[::-1], [x for x in needed if x not in given]
+
+    def forward(self, _, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Returns the results of the program, and what the backward pass reads."""
+        body, wanted = self.mixed.jaxpr, [*self.outs, *self.kept]
+        eqns = [x for x in body.eqns if self.sent.isdisjoint(x.outvars)]
+        given = body.invars[: self.inputs]
+        part = _jaxpr.part(self.mixed, eqns, given, wanted)
+        results = _jaxpr.jaxpr_as_fun(part)(*arrays)
+        return results[: len(self.outs)], results[len(self.outs) :]
+
+    def backward(
+        self, kept: Sequence[Any], arrays: Sequence[Any], zeros: Collection[int]
+    ) -> list[Any]:
+        """Returns the gradients.
+
+        Args:
+            kept: What the forward pass has kept.
+            arrays: The inputs of the program, and the cotangents of its results.
+            zeros: Which of these are zero. So is all that is made of them alone.
+        """
+        zero = {self.cotangents[i] for i in zeros}
+        eqns = []
+        for eqn in self.back:
+            sent = [x for x in _jaxpr.variables(eqn.invars) if x in self.sent]
+            if sent and zero.issuperset(sent):
+                zero.update(eqn.outvars)
+            else:
+                eqns.append(eqn)
+        given = self.mixed.jaxpr.invars
+        made = [x for x in zero if x not in given]
+        part = _jaxpr.part(self.mixed, eqns, [*self.kept, *given, *made], self.found)
+        zeros_made = [_jaxpr.zeros(x.aval) for x in made]
+        return _jaxpr.jaxpr_as_fun(part)(*kept, *arrays, *zeros_made)
+
+
+def _is_repeated(eqn: Equation, given: Collection[Any]) -> bool:
+    """Whether what an equation returns is cheaper to compute again than to keep."""
+    atoms = list(_jaxpr.variables(eqn.invars))
+    if not atoms or not _jaxpr.is_cast(eqn):
+        return not atoms
+    before, after = (x.aval.dtype.itemsize for x in (atoms[0], eqn.outvars[0]))
+    return before <= after or atoms[0] in given
+
+
+def _both(jaxpr: Any, moving: Sequence[int]) -> Any:
+    """Returns a jaxpr of the results of a program and of its gradients.
+
+    It takes the inputs of the program, and the cotangents of its inexact results.
+    """
+    avals, outs = _jaxpr.in_avals(jaxpr), _jaxpr.out_avals(jaxpr)
+    moved = [i for i, x in enumerate(_jaxpr.open_jaxpr(jaxpr).outvars) if is_inexact(x)]
+
+    def both(*args):
+        arrays, cotangents = args[: len(avals)], args[len(avals) :]
+
+        def program(*xs):
+            outs = _jaxpr.jaxpr_as_fun(jaxpr)(*replaced(arrays, moving, xs))
+            return [outs[i] for i in moved], outs
+
+        _, pull, outs = jax.vjp(program, *(arrays[i] for i in moving), has_aux=True)
+        return [*outs, *pull(list(cotangents))]
+
+    with jax.softmax_custom_jvp(True), own_precisions():
+        return _jaxpr.trace(both, [*avals, *(outs[i].strip_weak_type() for i in moved)])

@@ -1,0 +1,448 @@
+"""Float16 forward and bfloat16 backward: no gradient leaves the range, in any order.
+
+A loss over 2^40 has gradients far below the range of float16, and one times 2^24 has
+gradients above it. A single cotangent in float16 would be zero, or Inf.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from benchmarks.counting.measure import IN_A_HURRY, equations, relative_error
+from conftest import normal
+
+POLICY = "mixed_float16_bfloat16"
+EPS = float(jnp.finfo(jnp.bfloat16).eps)
+AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
+SIZE, BATCH, LENGTH = 16, 8, 6
+X = normal(0, BATCH, SIZE)
+SEQUENCE = normal(1, BATCH, LENGTH, SIZE)
+W = {f"w{i}": normal(2 + i, SIZE, SIZE, scale=SIZE**-0.5) for i in range(4)}
+W["b"] = normal(7, SIZE, scale=0.1)
+LAYERS = {"w": normal(8, 3, SIZE, SIZE, scale=SIZE**-0.5), "b": normal(9, 3, SIZE) / 9}
+
+
+def of_logits(logits):
+    labels = jnp.arange(logits[..., 0].size).reshape(logits.shape[:-1]) % SIZE
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def norm(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def mlp(w, x):
+    h = jax.nn.gelu(x @ w["w0"] + w["b"])
+    return of_logits(norm(jnp.tanh(h @ w["w1"]) + h) @ w["w2"])
+
+
+def attend(w, x):
+    q, k, v = (x @ w[f"w{i}"] for i in range(3))
+    mask = jnp.tri(LENGTH, dtype=bool)
+    scores = jnp.where(mask, jnp.einsum("btd,bsd->bts", q, k) / 4, -1e9)
+    return of_logits((x + jax.nn.softmax(scores) @ v) @ w["w3"])
+
+
+def fused(w, x):
+    heads = lambda i: (x @ w[f"w{i}"]).reshape(BATCH, LENGTH, 2, SIZE // 2)  # noqa: E731
+    out = jaxmp.dot_product_attention(*map(heads, range(3)), is_causal=True)
+    return of_logits((x + out.reshape(x.shape)) @ w["w3"])
+
+
+def layer(h, w):
+    return h + jax.nn.relu(norm(h) @ w["w"] + w["b"])
+
+
+def scanned(layers, x, wrap=lambda f: f):
+    step = wrap(layer)
+    h, _ = lax.scan(lambda h, w: (step(h, w), None), x, layers)
+    return of_logits(h @ layers["w"][0])
+
+
+def recurrent(w, x):
+    def cell(carry, x):
+        h, c = carry
+        gate, new = jax.nn.sigmoid(x @ w["w0"] + h @ w["w1"]), jnp.tanh(h @ w["w2"] + x)
+        c = gate * c + (1 - gate) * new
+        return (jnp.tanh(c), c), h
+
+    start = jnp.zeros((BATCH, SIZE)), jnp.zeros((BATCH, SIZE))
+    _, hs = lax.scan(cell, start, jnp.swapaxes(x, 0, 1))
+    return of_logits(jnp.swapaxes(hs, 0, 1) @ w["w3"])
+
+
+def branches(w, x):
+    h = x @ w["w0"]
+    h = lax.cond(jnp.sum(x) > 0, lambda h: jnp.tanh(h @ w["w1"]), lambda h: h, h)
+    h = lax.cond(jnp.sum(x) <= 0, lambda h: jnp.tanh(h @ w["w1"]), lambda h: h, h)
+    return of_logits(h @ w["w2"])
+
+
+@jax.custom_vjp
+def scaled_product(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _forward(x, w):
+    out = scaled_product(x, w)
+    return out, (x, w, out)
+
+
+def _backward(kept, cotangent):
+    x, w, out = kept
+    sent = cotangent * (1 - out * out)
+    return sent @ w.T, x.T @ sent
+
+
+scaled_product.defvjp(_forward, _backward)
+
+
+def own_rule(w, x):
+    return of_logits(scaled_product(scaled_product(x, w["w0"]), w["w1"]) @ w["w2"])
+
+
+@jax.custom_jvp
+def squashed(x):
+    return x / (1 + jnp.abs(x))
+
+
+squashed.defjvp(
+    lambda primals, tangents: (
+        squashed(*primals),
+        tangents[0] / (1 + jnp.abs(primals[0])) ** 2,
+    )
+)
+
+
+def own_tangent(w, x):
+    return of_logits(squashed(squashed(x @ w["w0"]) @ w["w1"]) @ w["w2"])
+
+
+def convolved(w, x):
+    kernel = jnp.stack([w[f"w{i}"] for i in range(3)])
+    dims = ("NWC", "WIO", "NWC")
+    for _ in range(2):
+        x = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)
+        x = jax.nn.relu((x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5))
+    return of_logits(x @ w["w3"])
+
+
+def looked_up(w, x):
+    rows = w["w0"][jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % SIZE]
+    h = jnp.maximum(rows @ w["w1"], x @ w["w2"])
+    return of_logits(h.max(1) @ w["w3"])
+
+
+def in_region(w, x):
+    h = jnp.tanh(x @ w["w0"])
+    with jax.named_scope("head"):
+        return of_logits(h @ w["w1"] @ w["w2"])
+
+
+def on_shards(w, x):
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+
+    def local(w, x):
+        return jnp.tanh(jnp.tanh(x @ w["w0"]) @ w["w1"]) @ w["w2"]
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+    )
+    return of_logits(mapped(w, x))
+
+
+def mapped(w, x):
+    def one(row):
+        return jnp.tanh(jnp.tanh(row @ w["w0"]) @ w["w1"]) @ w["w2"]
+
+    return of_logits(jax.vmap(one)(x))
+
+
+def searched(w, x):
+    """Goes through a loop that cannot be differentiated, of what is not."""
+    size = lax.while_loop(lambda s: s < jnp.abs(x).max(), lambda s: s * 2, 1.0)
+    return mlp(w, x / size)
+
+
+remat = jax.checkpoint
+PROGRAMS = {
+    "mlp": (mlp, W, X),
+    "attention": (attend, W, SEQUENCE),
+    "fused attention": (fused, W, SEQUENCE),
+    "scan": (scanned, LAYERS, X),
+    "remat": (remat(mlp), W, X),
+    "scan of remat": (functools.partial(scanned, wrap=remat), LAYERS, X),
+    "remat of scan": (remat(scanned), LAYERS, X),
+    "recurrent": (recurrent, W, SEQUENCE),
+    "jit": (jax.jit(mlp), W, X),
+    "cond": (branches, W, X),
+    "custom_vjp": (own_rule, W, X),
+    "custom_jvp": (own_tangent, W, X),
+    "convolution": (convolved, W, SEQUENCE),
+    "lookup": (looked_up, W, SEQUENCE),
+    "shard_map": (on_shards, W, X),
+    "vmap": (mapped, W, X),
+    "while": (searched, W, X),
+}
+OPTIONS = {
+    "plain": {},
+    "float32_paths": {"float32_paths": ("head",)},
+    "denied": {"ops": jaxmp.DEFAULT_OPS.with_deny("tanh")},
+    "rounded": {"ops": jaxmp.DEFAULT_OPS.with_rounded_products()},
+}
+SCALES = (1.0, 2.0**-40, 2.0**24)
+
+
+def outside(loss, policy, **options):
+    return jaxmp.autocast(jax.value_and_grad(loss), policy, **options)
+
+
+def inside(loss, policy, **options):
+    return jax.value_and_grad(jaxmp.autocast(loss, policy, **options))
+
+
+def run(args, *funs):
+    """Runs functions of the same arguments in one program that rounds where it says."""
+    lowered = jax.jit(lambda args: [fun(*args) for fun in funs]).lower(args)
+    return lowered.compile(compiler_options=AS_WRITTEN)(args)
+
+
+def scaled(loss, scale):
+    return lambda *args: loss(*args) * scale
+
+
+def check(
+    loss,
+    *args,
+    orders=(outside, inside),
+    grad=jax.value_and_grad,
+    allowed=EPS,
+    exact_loss=True,
+    **options,
+):
+    """Compares loss and gradient, over 2^40 and times 2^24 as well, with float32."""
+
+    def usual(policy):
+        def run(*args):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of float16 without a loss scale
+                return jaxmp.autocast(grad(loss), policy, **options)(*args)
+
+        return run
+
+    (expected, exact), (_, bf16), (half, _), *found = run(
+        args,
+        grad(loss),
+        usual("mixed_bfloat16"),
+        usual("mixed_float16"),
+        *(
+            order(scaled(loss, s), POLICY, **options)
+            for order in orders
+            for s in SCALES
+        ),
+    )
+    allowed = max(1.25 * relative_error(bf16, exact), allowed)
+    for (got, gradient), scale in zip(found, SCALES * len(orders), strict=True):
+        gradient = jax.tree.map(lambda x, s=scale: x / s, gradient)
+        assert relative_error(gradient, exact) <= allowed, scale
+        digits = 2**-14 if exact_loss else EPS
+        near = 2 * abs(half - expected) + digits * abs(expected)
+        assert abs(got / scale - expected) <= near, scale
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_cotangent_is_float16(name):
+    check(*PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_cotangent_is_float16_with_options(name):
+    check(in_region, W, X, **OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "scan", "recurrent", "lookup"])
+def test_both_orders_are_one_program(name):
+    loss, *args = PROGRAMS[name]
+    one, other = run(args, outside(loss, POLICY), inside(loss, POLICY))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def summed_over_batches(loss):
+    """Adds up gradients of micro-batches in somebody's scan."""
+
+    def grad_fn(w, x):
+        def step(sums, x):
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(w, x)), None
+
+        start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, w)
+        sums, _ = lax.scan(step, start, x.reshape(2, -1, *x.shape[1:]))
+        return jax.tree.map(lambda x: x / 2, sums)
+
+    return grad_fn
+
+
+def per_example(loss):
+    def grad_fn(w, x):
+        one = jax.vmap(jax.value_and_grad(loss), (None, 0))(w, x[:, None])
+        return jax.tree.map(lambda x: x.mean(0), one)
+
+    return grad_fn
+
+
+def of_mean(loss):
+    """Differentiates a mean over examples that are mapped over."""
+    return jax.value_and_grad(
+        lambda w, x: jax.vmap(loss, (None, 0))(w, x[:, None]).mean()
+    )
+
+
+def of_scan(loss):
+    """Differentiates a mean over micro-batches that are scanned."""
+
+    def mean(w, x):
+        step = lambda total, x: (total + loss(w, x), None)  # noqa: E731
+        total, _ = lax.scan(step, jnp.zeros(()), x.reshape(4, -1, *x.shape[1:]))
+        return total / 4
+
+    return jax.value_and_grad(mean)
+
+
+def with_aux(loss):
+    fun = jax.value_and_grad(
+        lambda *args: (loss(*args), loss(*args) ** 2), has_aux=True
+    )
+
+    def grad_fn(*args):
+        (value, _), gradient = fun(*args)
+        return value, gradient
+
+    return grad_fn
+
+
+def closed_over(loss):
+    return lambda w, x: jax.value_and_grad(lambda w: loss(w, x))(w)
+
+
+def on_devices(loss):
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
+    return jaxmp.value_and_grad(loss, mesh=mesh, batch_argnums=1)
+
+
+TRAINERS = {
+    "checkpoint": lambda loss: jax.value_and_grad(jax.checkpoint(loss)),
+    "jit": lambda loss: jax.jit(jax.value_and_grad(jax.jit(loss))),
+    "scan": summed_over_batches,
+    "vmap of grad": per_example,
+    "grad of vmap": of_mean,
+    "grad of scan": of_scan,
+    "grad of scan of remat": lambda loss: of_scan(jax.checkpoint(loss)),
+    "aux": with_aux,
+    "closed over": closed_over,
+    "accum_steps": lambda loss: jaxmp.value_and_grad(
+        loss, accum_steps=2, batch_argnums=1
+    ),
+    "mesh": on_devices,
+    "vjp": lambda loss: (
+        lambda w, x: (
+            loss(w, x),
+            jax.vjp(loss, w, x)[1](jnp.ones(()))[0],
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ["mlp", "scan of remat"])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_trainer_that_somebody_else_owns_needs_no_scale(name, program):
+    def inside(loss, policy):
+        return TRAINERS[name](jaxmp.autocast(loss, policy))
+
+    def around(loss, policy):
+        return jaxmp.autocast(TRAINERS[name](loss), policy)
+
+    check(*PROGRAMS[program], orders=(inside, around), grad=TRAINERS[name])
+
+
+def test_what_is_closed_over_has_a_gradient():
+    def loss(w, x):
+        return jaxmp.autocast(lambda x: mlp(w, x), POLICY)(x) * 2.0**-40
+
+    exact = jax.grad(mlp)(W, X)
+    got = jax.tree.map(lambda x: x * 2.0**40, jax.grad(loss)(W, X))
+    assert relative_error(got, exact) <= 4 * EPS
+
+
+def of_norm(loss):
+    """A penalty on the gradient: a gradient of a gradient."""
+
+    def penalty(w, x):
+        gradient = jax.grad(loss, argnums=1)(w, x)
+        return jnp.sqrt(jnp.sum(gradient**2)) + loss(w, x)
+
+    return jax.value_and_grad(penalty)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "scan", "scan of remat", "cond"])
+def test_second_derivatives_are_bfloat16(name):
+    loss, *args = PROGRAMS[name]
+    check(
+        loss,
+        *args,
+        orders=(
+            lambda loss, policy: of_norm(jaxmp.autocast(loss, policy)),
+            lambda loss, policy: jaxmp.autocast(of_norm(loss), policy),
+        ),
+        grad=of_norm,
+        exact_loss=False,  # it has a gradient in it
+    )
+
+
+def test_forward_mode_inside_says_where_autocast_goes():
+    with pytest.raises(TypeError, match="forward-mode") as error:
+        jax.jvp(jaxmp.autocast(mlp, POLICY), (W, X), (W, X))
+    assert "autocast(jax.hessian(loss), policy)" in "".join(error.value.__notes__)
+    out, tangent = jaxmp.autocast(lambda w: jax.jvp(mlp, (w, X), (w, X)), POLICY)(W)
+    assert out.dtype == tangent.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_residuals_of_eight_bits_go_with_it(kind):
+    check(mlp, W, X, residuals=kind, allowed=0.05)
+
+
+def test_values_are_float16_and_gradients_bfloat16():
+    def dots(jaxpr):
+        return [
+            {str(atom.aval.dtype) for atom in eqn.invars}
+            for eqn in equations(jaxpr)
+            if eqn.primitive.name == "dot_general"
+        ]
+
+    def two(w, x):
+        return jnp.sum((x @ w["w0"]) @ w["w1"])
+
+    for order in (outside, inside):
+        found = dots(jax.make_jaxpr(jax.jit(order(two, POLICY)))(W, X))
+        assert found[:2] == [{"float16"}] * 2
+        assert found[2:] == [{"bfloat16"}] * (len(found) - 2) != []
+
+
+def test_integers_and_keys_go_through():
+    def loss(w, x, key, n):
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        return mlp(w, jnp.where(kept, x, 0)) / n
+
+    args = W, X, jax.random.key(0), jnp.int32(3)
+    exact = jax.grad(loss)(*args)
+    assert relative_error(jax.grad(jaxmp.autocast(loss, POLICY))(*args), exact) <= EPS
+    step = jax.jit(jax.grad(jaxmp.autocast(loss, POLICY), argnums=(0, 1)))
+    assert relative_error(step(*args)[0], exact) <= EPS
