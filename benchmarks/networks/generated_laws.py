@@ -29,15 +29,11 @@ def combinations(make: Callable[..., Layer], *choices: dict) -> dict[str, Layer]
 # Layers that keep what they are given, or let it grow, in a row and in a loop.
 
 INNER = {
-    "tanh": lambda s, w, x: jnp.tanh(s.dot("ti,ij->tj", x, w[0])),
-    "a norm first": lambda s, w, x: s.dot("ti,ij->tj", norm(x), w[0]),
-    "two matmuls": lambda s, w, x: s.dot(
-        "ti,ij->tj", jax.nn.relu(s.dot("ti,ij->tj", x, w[0])), w[1]
-    ),
-    "a gate": lambda s, w, x: (
-        jax.nn.sigmoid(s.dot("ti,ij->tj", x, w[0])) * s.dot("ti,ij->tj", x, w[1])
-    ),
-    "linear": lambda s, w, x: s.dot("ti,ij->tj", x, w[0]),
+    "tanh": lambda s, w, x: jnp.tanh(s.mm(x, w[0])),
+    "a norm first": lambda s, w, x: s.mm(norm(x), w[0]),
+    "two matmuls": lambda s, w, x: s.dot("ti,ij->tj", jax.nn.relu(s.mm(x, w[0])), w[1]),
+    "a gate": lambda s, w, x: jax.nn.sigmoid(s.mm(x, w[0])) * s.mm(x, w[1]),
+    "linear": lambda s, w, x: s.mm(x, w[0]),
 }
 KEEPS = {
     "a shortcut": lambda x, h: x + 0.3 * h,
@@ -78,7 +74,7 @@ def keeps(inner, keep, row):
 # Sums of numbers that are large for float16.
 
 LARGE = {
-    "a large weight": lambda s, x: s.dot("ti,ij->tj", x, s.weight(SIZE, 64, scale=50)),
+    "a large weight": lambda s, x: s.mm(x, s.weight(SIZE, 64, scale=50)),
     "a scale": lambda s, x: 200 * s.dense(x, 64),
     "a product": lambda s, x: s.dense(10 * x, 64) * s.dense(10 * x, 64),
     "a shift": lambda s, x: 200 * s.dense(x, 64) + s.weight(64, scale=100),

@@ -6,6 +6,7 @@ A layer takes its :class:`Scope`, the value before it and an earlier one, each o
 
 # ruff: noqa: D103  (a layer is named after what it is)
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -82,6 +83,10 @@ class Scope:
         """Returns a product."""
         return self._cast(jnp.einsum(subscripts, self._cast(a), self._cast(b)))
 
+    def mm(self, x: Any, w: Any) -> Any:
+        """Returns a product of vectors or of rows with a matrix."""
+        return self.dot("ti,ij->tj" if x.ndim == 2 else "i,ij->j", x, w)
+
     def convolved(self, x: Any, kernel: Any, groups: int = 1) -> Any:
         """Returns a convolution over the tokens, with a bias."""
         out = lax.conv_general_dilated(
@@ -125,6 +130,17 @@ def unit(x: Any) -> Any:
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
+def layers_of(module: dict[str, Any]) -> dict[str, Layer]:
+    """Returns the layers that a module defines: all that begin with a scope."""
+    own = (x for x in module.values() if inspect.isfunction(x))
+    return {
+        x.__name__.replace("_", " "): x
+        for x in own
+        if x.__module__ == module["__name__"]
+        if x.__code__.co_varnames[:1] == ("s",)
+    }
+
+
 ACTIVATIONS: dict[str, Callable] = {
     "relu": jax.nn.relu,
     "maximum": lambda x: jnp.maximum(x, 0),
@@ -163,10 +179,6 @@ def residual(act: str, before: Callable, scale: float = 1.0) -> Layer:
     return layer
 
 
-def layer_norm(s, x, _):
-    return norm(x) * s.weight(SIZE, scale=0.1, mean=1) + s.weight(SIZE, scale=0.1)
-
-
 def batch_norm(s, x, _):
     h = s.dense(x, bias=False)
     mean = h.mean(0)
@@ -192,11 +204,7 @@ def running_statistics(s, x, _):
 
 def weight_norm(s, x, _):
     v, g = s.weight(SIZE, SIZE), s.weight(SIZE, scale=0.1, mean=1)
-    return jnp.tanh(s.dot("ti,ij->tj", x, g * v / jnp.linalg.norm(v, axis=0)))
-
-
-def standardised_weights(s, x, _):
-    return jax.nn.relu(s.dot("ti,ij->tj", x, norm(s.weight(SIZE, SIZE), 0) / 3))
+    return jnp.tanh(s.mm(x, g * v / jnp.linalg.norm(v, axis=0)))
 
 
 def attention(
@@ -328,7 +336,7 @@ def graph_attention(s, x, _):
 
 def one_hot(s, x, _):
     hot = jax.nn.one_hot(s.batch.labels, SIZE)
-    return x + s.dot("ti,ij->tj", hot, s.weight(SIZE, SIZE))
+    return x + s.mm(hot, s.weight(SIZE, SIZE))
 
 
 def experts(s, x, _):
@@ -377,14 +385,6 @@ def mean_offset(s, x, _):
     return s.dense(jnp.tanh((s.dense(x) + mean) - mean))
 
 
-def far_features(s, x, _):
-    return s.dense(norm(jnp.concatenate([s.batch.far, s.dense(x)], -1)))
-
-
-def ratio(s, x, _):
-    return s.dense(s.dense(x) / (jax.nn.softplus(s.dense(x)) + 0.5))
-
-
 def gate(s, x, y):
     return jax.nn.sigmoid(s.dense(x)) * y + s.dense(x)
 
@@ -394,36 +394,14 @@ def highway(s, x, y):
     return t * jnp.tanh(s.dense(y)) + (1 - t) * x
 
 
-def glu(s, x, _):
-    return x + s.dense(jax.nn.silu(s.dense(rms(x), 16)) * s.dense(rms(x), 16))
-
-
-def film(s, x, y):
-    return norm(x) * (1 + s.dense(y)) + s.dense(y)
-
-
-def bilinear(s, x, y):
-    return (
-        s.dot("ti,tij->tj", x, s.dot("tk,kij->tij", y, s.weight(SIZE, SIZE, SIZE))) / 3
-    )
-
-
 def hyper(s, x, y):
     w = s.dense(y.mean(0), SIZE * SIZE).reshape(SIZE, SIZE) / 3
-    return jnp.tanh(s.dot("ti,ij->tj", x, w))
+    return jnp.tanh(s.mm(x, w))
 
 
 def logs(s, x, _):
     p = jax.nn.softmax(s.dense(x))
     return s.dense(p * jnp.log(p + 1e-3))
-
-
-def unit_vectors(s, x, y):
-    return s.dense(unit(s.dense(x))) + y / 2
-
-
-def dropout(s, x, _):
-    return s.dense(jnp.where(s.batch.y > -1, jax.nn.relu(s.dense(x)) / 0.8, 0))
 
 
 def noise(s, x, _):
@@ -455,10 +433,6 @@ def solved(s, x, _):
     return x + jnp.linalg.solve(gram, s.dense(x).T).T
 
 
-def sorted_rows(s, x, _):
-    return s.dense(jnp.sort(s.dense(x), -1))
-
-
 def straight_through(s, x, _):
     h = s.dense(x)
     return s.dense(h + lax.stop_gradient(jnp.round(2 * h) / 2 - h))
@@ -466,7 +440,7 @@ def straight_through(s, x, _):
 
 def gradient_of_energy(s, x, _):
     w = s.weight(SIZE, SIZE)
-    energy = jax.grad(lambda x: (jnp.tanh(s.dot("ti,ij->tj", x, w)) ** 2).sum() / 2)
+    energy = jax.grad(lambda x: (jnp.tanh(s.mm(x, w)) ** 2).sum() / 2)
     return x - energy(x)
 
 
@@ -474,7 +448,7 @@ def jacobian_product(s, x, y):
     w, v = s.weight(SIZE, 16), s.weight(16, SIZE)
 
     def inner(x):
-        return s.dot("tj,jk->tk", jax.nn.gelu(s.dot("ti,ij->tj", x, w)), v)
+        return s.dot("tj,jk->tk", jax.nn.gelu(s.mm(x, w)), v)
 
     return jax.jvp(inner, (x,), (norm(y),))[1]
 
@@ -485,13 +459,17 @@ LAYERS: dict[str, Layer] = {
     "residual of rms": residual("relu", rms),
     "residual": residual("tanh", lambda x: x),
     "small residual": residual("silu", norm, 1e-3),
-    "layer norm": layer_norm,
+    "layer norm": lambda s, x, _: (
+        norm(x) * s.weight(SIZE, scale=0.1, mean=1) + s.weight(SIZE, scale=0.1)
+    ),
     "rms norm": lambda s, x, _: rms(x) * s.weight(SIZE, scale=0.1, mean=1),
     "batch norm": batch_norm,
     "group norm": group_norm,
     "running statistics": running_statistics,
     "weight norm": weight_norm,
-    "standardised weights": standardised_weights,
+    "standardised weights": lambda s, x, _: jax.nn.relu(
+        s.mm(x, norm(s.weight(SIZE, SIZE), 0) / 3)
+    ),
     "attention": attention(),
     "causal attention": attention(mask=True),
     "attention by hand": attention(mask=True, by_hand=True),
@@ -523,23 +501,31 @@ LAYERS: dict[str, Layer] = {
     "offset": offset,
     "negative offset": negative_offset,
     "mean offset": mean_offset,
-    "far features": far_features,
-    "ratio": ratio,
+    "far features": lambda s, x, _: s.dense(
+        norm(jnp.concatenate([s.batch.far, s.dense(x)], -1))
+    ),
+    "ratio": lambda s, x, _: s.dense(s.dense(x) / (jax.nn.softplus(s.dense(x)) + 0.5)),
     "gate": gate,
     "highway": highway,
-    "glu": glu,
-    "film": film,
-    "bilinear": bilinear,
+    "glu": lambda s, x, _: (
+        x + s.dense(jax.nn.silu(s.dense(rms(x), 16)) * s.dense(rms(x), 16))
+    ),
+    "film": lambda s, x, y: norm(x) * (1 + s.dense(y)) + s.dense(y),
+    "bilinear": lambda s, x, y: (
+        s.dot("ti,tij->tj", x, s.dot("tk,kij->tij", y, s.weight(SIZE, SIZE, SIZE))) / 3
+    ),
     "hyper": hyper,
     "logs": logs,
-    "unit vectors": unit_vectors,
-    "dropout": dropout,
+    "unit vectors": lambda s, x, y: s.dense(unit(s.dense(x))) + y / 2,
+    "dropout": lambda s, x, _: s.dense(
+        jnp.where(s.batch.y > -1, jax.nn.relu(s.dense(x)) / 0.8, 0)
+    ),
     "noise": noise,
     "coupling": coupling,
     "squeeze and excite": squeeze_and_excite,
     "fourier": fourier,
     "solved": solved,
-    "sorted": sorted_rows,
+    "sorted": lambda s, x, _: s.dense(jnp.sort(s.dense(x), -1)),
     "straight through": straight_through,
     "gradient of an energy": gradient_of_energy,
     "jacobian product": jacobian_product,

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .generated_layers import SIZE, TOKENS, Layer, norm
+from .generated_layers import SIZE, TOKENS, layers_of, norm
 
 
 def rnn(s, x, _):
     u, w = s.weight(SIZE, SIZE), s.weight(SIZE, SIZE)
 
     def trip(h, x):
-        h = jnp.tanh(s.dot("i,ij->j", x, u) + s.dot("i,ij->j", h, w))
+        h = jnp.tanh(s.mm(x, u) + s.mm(h, w))
         return h, h
 
     return lax.scan(trip, jnp.zeros(SIZE), x)[1]
@@ -24,7 +24,7 @@ def lstm(s, x, _):
 
     def trip(carry, x):
         c, h = carry
-        i, f, g, o = jnp.split(s.dot("i,ij->j", x, u) + s.dot("i,ij->j", h, w) + b, 4)
+        i, f, g, o = jnp.split(s.mm(x, u) + s.mm(h, w) + b, 4)
         c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
         return (c, h), h
@@ -36,9 +36,9 @@ def gru(s, x, _):
     u, w, v, r = (s.weight(SIZE, n) for n in (16, 16, SIZE, SIZE))
 
     def trip(h, x):
-        gates = jax.nn.sigmoid(s.dot("i,ij->j", x, u) + s.dot("i,ij->j", h, w))
+        gates = jax.nn.sigmoid(s.mm(x, u) + s.mm(h, w))
         z, a = jnp.split(gates, 2)
-        new = jnp.tanh(s.dot("i,ij->j", x, v) + a * s.dot("i,ij->j", h, r))
+        new = jnp.tanh(s.mm(x, v) + a * s.mm(h, r))
         h = (1 - z) * new + z * h
         return h, h
 
@@ -87,8 +87,8 @@ def delta_rule(s, x, _):
 
     def trip(memory, now):
         q, k, v, rate = now
-        memory += rate * jnp.outer(k, v - s.dot("i,ij->j", k, memory))
-        return memory, s.dot("i,ij->j", q, memory)
+        memory += rate * jnp.outer(k, v - s.mm(k, memory))
+        return memory, s.mm(q, memory)
 
     return x + s.dense(lax.scan(trip, jnp.zeros((SIZE, SIZE)), (q, k, v, rate))[1])
 
@@ -97,7 +97,7 @@ def combined(one, two):
     return one[0] * two[0], two[0] * one[1] + two[1]
 
 
-def associative(s, x, _):
+def associative_scan(s, x, _):
     a = jax.nn.sigmoid(s.dense(x) + 2)
     return s.dense(lax.associative_scan(combined, (a, s.dense(x) * (1 - a)))[1])
 
@@ -135,33 +135,33 @@ def moving_average(s, x, _):
     return s.dense(lax.scan(trip, jnp.zeros(SIZE), s.dense(x))[1])
 
 
-def stacked(s, x, _):
+def stacked_layers(s, x, _):
     weights = s.weight(3, SIZE, 16), s.weight(3, 16, SIZE)
 
     def trip(x, weights):
-        h = jax.nn.gelu(s.dot("ti,ij->tj", norm(x), weights[0]))
-        return x + s.dot("ti,ij->tj", h, weights[1]), None
+        h = jax.nn.gelu(s.mm(norm(x), weights[0]))
+        return x + s.mm(h, weights[1]), None
 
     return lax.scan(trip, x, weights)[0] / 2
 
 
 def stacked_and_checkpointed(s, x, y):
     def trip(x, w):
-        return x + jnp.tanh(s.dot("ti,ij->tj", norm(x), w)) * y, None
+        return x + jnp.tanh(s.mm(norm(x), w)) * y, None
 
     return lax.scan(jax.checkpoint(trip), x, s.weight(4, SIZE, SIZE))[0] / 2
 
 
-def growing(s, x, _):
+def growing_layers(s, x, _):
     def trip(x, w):
-        return 1.5 * x + s.dot("ti,ij->tj", norm(x), w), None
+        return 1.5 * x + s.mm(norm(x), w), None
 
     return lax.scan(trip, x, s.weight(4, SIZE, SIZE))[0] / 8
 
 
 def shared_layers(s, x, _):
     w = s.weight(SIZE, SIZE)
-    trip = lambda _, h: jnp.tanh(s.dot("ti,ij->tj", h, w)) + h / 2  # noqa: E731
+    trip = lambda _, h: jnp.tanh(s.mm(h, w)) + h / 2  # noqa: E731
     return lax.fori_loop(0, 3, trip, x)
 
 
@@ -169,7 +169,7 @@ def fixed_point(s, x, _):
     w = s.weight(SIZE, SIZE) / 4
 
     def trip(z, _):
-        return jnp.tanh(s.dot("ti,ij->tj", z, w) + x), None
+        return jnp.tanh(s.mm(z, w) + x), None
 
     return lax.scan(trip, jnp.zeros_like(x), None, length=8)[0]
 
@@ -178,7 +178,7 @@ def flow(s, x, _):
     w, v, dt = s.weight(SIZE, 16), s.weight(16, SIZE), 0.125
 
     def slope(x):
-        return s.dot("tj,ji->ti", jnp.tanh(s.dot("ti,ij->tj", x, w)), v)
+        return s.dot("tj,ji->ti", jnp.tanh(s.mm(x, w)), v)
 
     def trip(x, _):
         a = slope(x)
@@ -190,7 +190,7 @@ def flow(s, x, _):
 
 def leapfrog(s, x, y):
     w = s.weight(SIZE, SIZE)
-    force = jax.grad(lambda q: -jnp.sum(jnp.tanh(s.dot("ti,ij->tj", q, w)) ** 2) / 2)
+    force = jax.grad(lambda q: -jnp.sum(jnp.tanh(s.mm(q, w)) ** 2) / 2)
 
     def trip(state, _):
         q, p = state
@@ -204,7 +204,7 @@ def diffusion_chain(s, x, y):
     w, times = s.weight(SIZE, SIZE), jnp.linspace(0.05, 0.3, 6)
 
     def trip(x, beta):
-        noise = jnp.tanh(s.dot("ti,ij->tj", x, w))
+        noise = jnp.tanh(s.mm(x, w))
         x = (x - beta / jnp.sqrt(1 - beta) * noise) / jnp.sqrt(1 - beta / 2)
         return x + jnp.sqrt(beta) * y / 4, None
 
@@ -224,7 +224,7 @@ def learned_descent(s, x, _):
     return x + s.dense(z)
 
 
-def while_loop(s, x, _):
+def power_iteration(s, x, _):
     """A power iteration on weights, which nobody differentiates."""
     w = s.weight(SIZE, SIZE)
 
@@ -237,31 +237,7 @@ def while_loop(s, x, _):
     start = 0, jnp.ones(SIZE) / SIZE**0.5, jnp.float32(1)
     _, v, _ = lax.while_loop(lambda s: (s[2] > 0.02) & (s[0] < 20), trip, start)
     size = jnp.linalg.norm(s.dot("ij,i->j", w, lax.stop_gradient(v)))
-    return s.dot("ti,ij->tj", x, w / size)
+    return s.mm(x, w / size)
 
 
-LOOPS: dict[str, Layer] = {
-    "rnn": rnn,
-    "lstm": lstm,
-    "gru": gru,
-    "minimal gru": minimal_gru,
-    "state space": state_space,
-    "selective state": selective_state,
-    "delta rule": delta_rule,
-    "associative scan": associative,
-    "gates by hand": gates_by_hand,
-    "running product": running_product,
-    "running log": running_log,
-    "running sum": running_sum,
-    "moving average": moving_average,
-    "stacked layers": stacked,
-    "stacked and checkpointed": stacked_and_checkpointed,
-    "growing layers": growing,
-    "shared layers": shared_layers,
-    "fixed point": fixed_point,
-    "flow": flow,
-    "leapfrog": leapfrog,
-    "diffusion chain": diffusion_chain,
-    "learned descent": learned_descent,
-    "power iteration": while_loop,
-}
+LOOPS = layers_of(globals())

@@ -2,6 +2,7 @@
 
 # ruff: noqa: D103  (a loss is named after what it is)
 
+import inspect
 from collections.abc import Callable
 
 import jax
@@ -85,6 +86,10 @@ def forward_algorithm(s, x, _):
     return (jax.nn.logsumexp(logs) - path) / TOKENS
 
 
+def squares(x, y):
+    return (x - y) ** 2
+
+
 def huber(x, y):
     d = x - y
     return jnp.where(jnp.abs(d) < 1, d * d / 2, jnp.abs(d) - 0.5)
@@ -139,7 +144,7 @@ def flow_likelihood(s, x, _):
 
 def log_determinant(s, x, _):
     w = s.weight(SIZE, SIZE, scale=0.2) + jnp.eye(SIZE)
-    z = s.dot("ti,ij->tj", norm(x), w)
+    z = s.mm(norm(x), w)
     return (z * z).mean() / 2 - jnp.linalg.slogdet(w)[1] / SIZE
 
 
@@ -202,7 +207,7 @@ def teacher(s, x, y):
 
 def _critic(s):
     w, v = s.weight(SIZE, 16), s.weight(16, 1)
-    return lambda x: s.dot("tj,jk->tk", jnp.tanh(s.dot("ti,ij->tj", x, w)), v)
+    return lambda x: s.dot("tj,jk->tk", jnp.tanh(s.mm(x, w)), v)
 
 
 def gradient_penalty(s, x, _):
@@ -237,49 +242,17 @@ def second_derivative(s, x, _):
 def inner_step(s, x, _):
     w = s.weight(SIZE, SIZE)
     half = TOKENS // 2
-    error = lambda w, x, y: ((s.dot("ti,ij->tj", x, w) - y) ** 2).mean()  # noqa: E731
+    error = lambda w, x, y: ((s.mm(x, w) - y) ** 2).mean()  # noqa: E731
     x, y = norm(x), s.batch.y
     new = w - 0.3 * jax.grad(error)(w, x[:half], y[:half])
     return error(new, x[half:], y[half:])
 
 
+# By what a loss is given first.
+_AS_LAYER = {"logits": of_logits, "x": of_predictions, "s": lambda loss: loss}
 LOSSES: dict[str, Layer] = {
-    "cross entropy": of_logits(cross_entropy),
-    "smoothed labels": of_logits(smoothed),
-    "focal": of_logits(focal),
-    "binary": of_logits(binary),
-    "of probabilities": of_logits(of_probabilities),
-    "dice": of_logits(dice),
-    "logsumexp by hand": of_logits(logsumexp_by_hand),
-    "with the size of the sum": of_logits(with_size_of_sum),
-    "margin": of_logits(margin),
-    "hot": of_logits(hot),
-    "forward algorithm": forward_algorithm,
-    "squares": of_predictions(lambda x, y: (x - y) ** 2),
-    "huber": of_predictions(huber),
-    "quantile": of_predictions(quantile),
-    "log cosh": of_predictions(log_cosh),
-    "far target": far_target,
-    "large target": large_target,
-    "relative": relative,
-    "gaussian": gaussian,
-    "mixture": mixture,
-    "variational": variational,
-    "flow": flow_likelihood,
-    "log determinant": log_determinant,
-    "contrastive": contrastive,
-    "triplet": triplet,
-    "cross correlation": cross_correlation,
-    "spread": spread,
-    "gram": gram,
-    "divergence": divergence,
-    "total variation": total_variation,
-    "advantage": advantage,
-    "decay": decay,
-    "teacher": teacher,
-    "gradient penalty": gradient_penalty,
-    "score matching": score_matching,
-    "hessian product": hessian_product,
-    "second derivative": second_derivative,
-    "inner step": inner_step,
+    loss.__name__.replace("_", " "): _AS_LAYER[loss.__code__.co_varnames[0]](loss)
+    for loss in list(globals().values())
+    if inspect.isfunction(loss) and loss.__module__ == __name__
+    if loss.__code__.co_varnames[0] in _AS_LAYER and loss.__name__[0] != "_"
 }

@@ -118,7 +118,7 @@ CARRIED_BY = {
 def carries(rows_of, differ, carried_by):
     def layer(s, x, _):
         rows, w = rows_of(s), s.weight(SIZE, SIZE)
-        outs = carried_by(differ, lambda d: s.dot("i,ij->j", d, w), rows)
+        outs = carried_by(differ, lambda d: s.mm(d, w), rows)
         return x + s.dense(outs.reshape(-1, SIZE)).mean(0) + outs.reshape(-1, SIZE)[-1]
 
     return layer
@@ -364,7 +364,7 @@ def _four(s, number, h):
     for _ in range(4):
         h = number(h, s.batch.y)
     size = round(4 * math.log2(_size_of(number)))
-    return s.dot("ti,ij->tj", h, jnp.roll(jnp.eye(SIZE), 1, 0) * 2.0**-size)
+    return s.mm(h, jnp.roll(jnp.eye(SIZE), 1, 0) * 2.0**-size)
 
 
 def _size_of(number) -> float:

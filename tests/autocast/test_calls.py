@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from random_calls import CALLS, changed, drawn
 
 import jaxmp
 from benchmarks.counting.measure import traced
-from benchmarks.networks.generated_calls import CALLS, changed, drawn
 from conftest import normal
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

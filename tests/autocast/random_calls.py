@@ -17,8 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
-
-from ..counting.measure import traced
+from benchmarks.counting.measure import traced
 
 SIZE = 8  # of a matrix
 
