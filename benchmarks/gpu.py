@@ -35,7 +35,7 @@ from .counting import compiled as steps_on
 from .counting import results, steps, timing
 from .counting.compiled import MIB, first_line
 from .counting.measure import IN_A_HURRY
-from .counting.steps import FLOOR
+from .counting.steps import BACKWARD, FLOOR
 from .counting.tables import show
 from .networks import basic, families
 from .networks.fused import ATTENTION, FUSED, fused
@@ -44,8 +44,10 @@ from .residuals import checkpointed
 ROOT = pathlib.Path(__file__).parent.parent
 AUTOCAST, INT8 = "jaxmp autocast", "autocast int8"
 FORMS = ("float32", FLOOR, "jaxmp modules", AUTOCAST, "jaxmp autocast, rounded", INT8)
-FLOAT16 = (FLOOR, "jaxmp cast", AUTOCAST, "jmp", "flax DynamicScale", "mpx")
+BOTH_PASSES = (AUTOCAST, BACKWARD)
+FLOAT16 = (FLOOR, "jaxmp cast", *BOTH_PASSES, "jmp", "flax DynamicScale", "mpx")
 ALL_FORMS = ("gpt-160m", "resnet-50")  # also in true float32, and in float16
+IN_FLOAT16 = ("llama", "vit", "bert")  # also under autocast in float16
 # Autocast with what else saves memory: where `nn.remat` is around each layer, and how
 # residuals are stored; or in which dtype the moments of bfloat16 parameters are.
 CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
@@ -84,7 +86,8 @@ class Options:
 
     networks: tuple[str, ...] = tuple(NAMES)
     forms: tuple[str, ...] = ()
-    """Of a step in bfloat16, if not all that are usual."""
+    """Of a step in bfloat16, if not all that are usual. That with two dtypes comes with
+    autocast in float16."""
     seconds: float = 540.0
     """No network begins later; what has begun is finished."""
     tiny: bool = False
@@ -149,10 +152,12 @@ def main(arguments: list[str]) -> None:
 
 def cases_of(name: str, forms: tuple[str, ...]) -> list[Case]:
     """Returns the steps of a network that are timed: those named, or the usual."""
-    cases = [Case(form, "bfloat16") for form in forms or FORMS]
+    cases = [Case(form, "bfloat16") for form in forms or FORMS if form != BACKWARD]
     if name in ALL_FORMS and not forms:
         cases.insert(1, Case("highest", "bfloat16"))
         cases += [Case(form, "float16") for form in FLOAT16]
+    elif BACKWARD in forms or (name in IN_FLOAT16 and not forms):
+        cases += [Case(form, "float16") for form in BOTH_PASSES]
     return cases
 
 

@@ -123,6 +123,8 @@ def errors(
             "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
             "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
         }
+        if dtype == "float16":
+            forms["bfloat16 backward"] = jaxmp.autocast(grad, "c=f16,b=bf16")
         found = errors_of(network, grad, forms, seeds)
         yield {"network": name} | {
             f"{what}, {form}": both[i]

@@ -5,6 +5,7 @@ casts once and does nothing else: it is the floor that the others are measured f
 What differs is how a library casts, scales, checks and skips.
 """
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -23,6 +24,8 @@ from .measure import IN_A_HURRY, relative_error
 
 LEARNING_RATE = 1e-3
 FLOOR = "by hand"  # the contestant that the others are measured from
+# What it says of a step in float16; one in bfloat16 has one dtype.
+BACKWARD = "jaxmp autocast, float16 forward, bfloat16 backward"
 
 
 class State(NamedTuple):
@@ -262,9 +265,17 @@ def jaxmp_autocast_rounded(network, dtype, accum_steps):
     return jaxmp_autocast(network, dtype, accum_steps, ops)
 
 
-def jaxmp_autocast(network, dtype, accum_steps, ops=jaxmp.DEFAULT_OPS, residuals=None):
+def jaxmp_autocast(
+    network,
+    dtype,
+    accum_steps,
+    ops=jaxmp.DEFAULT_OPS,
+    residuals=None,
+    backward_dtype=None,
+):
     """Autocast around the gradient of the float32 loss."""
     policy = jaxmp.get_policy(f"mixed_{dtype}")
+    policy = dataclasses.replace(policy, backward_dtype=backward_dtype)
     loss_fn = loss_of(network.model.apply)
 
     def grad_fn(**options):
@@ -272,6 +283,11 @@ def jaxmp_autocast(network, dtype, accum_steps, ops=jaxmp.DEFAULT_OPS, residuals
         return jaxmp.autocast(grad, policy, ops=ops, residuals=residuals)
 
     return _jaxmp_step(grad_fn, policy, accum_steps)
+
+
+def jaxmp_autocast_backward(network, dtype, accum_steps):
+    """The same with the backward pass in bfloat16, and a scale of 1."""
+    return jaxmp_autocast(network, dtype, accum_steps, backward_dtype=jnp.bfloat16)
 
 
 def jaxmp_autocast_inside(network, dtype, accum_steps):
@@ -438,6 +454,7 @@ CONTESTANTS = {
     "jaxmp autocast": jaxmp_autocast,
     "jaxmp autocast, rounded": jaxmp_autocast_rounded,
     "jaxmp autocast, inside": jaxmp_autocast_inside,
+    BACKWARD: jaxmp_autocast_backward,
     "jmp": jmp_recipe,
     "flax DynamicScale": flax_dynamic_scale,
     "optax apply_if_finite": apply_if_finite,
