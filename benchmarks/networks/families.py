@@ -280,7 +280,7 @@ class Recurrent(Model):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
-        x = self.embed(self.width, self.vocabulary, tokens)
+        x: Any = self.embed(self.width, self.vocabulary, tokens)
         options = {"dtype": self.dtype, "carry_init": zeros_of(x.dtype)}
         for _ in range(self.layers):
             x = nn.RNN(self.cell(self.width, **options))(x)
