@@ -337,7 +337,11 @@ def test_both_kinds_of_mesh_axes_work(kind):
 
 
 def test_the_mesh_form_works_without_jit():
-    step = jaxmp.value_and_grad(lambda w, x: (w * x).mean(), batch_argnums=1, mesh=DATA)
+    # And says nothing of the scale, which is read in each step.
+    state = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
+    step = jaxmp.value_and_grad(
+        lambda w, x: (w * x).mean(), batch_argnums=1, mesh=DATA, loss_scale=state
+    )
     assert step(jnp.float32(2), jnp.arange(8.0)) == (7, 3.5)
 
 

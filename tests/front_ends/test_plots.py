@@ -359,12 +359,17 @@ def test_of_many_modules_ten_are_drawn_and_the_fault_is_among_them():
 
 
 def test_errors_are_dots_the_worst_ten_and_those_that_need_more(tmp_path):
-    report = jaxmp.sensitivity(layers(NAMES, [1.0] * 14), "mixed_bfloat16")(W, X)
-    assert len(report.modules) > 10
+    report = a_report("sensitivity")
+    row = report.modules[0]
+    many = tuple(
+        dataclasses.replace(row, path=f"net/layer_{i}", loss_alone=row.alone / 2**i)
+        for i in range(14)
+    )
+    report = dataclasses.replace(report, modules=many, tolerance=0.05)
     left = jaxmp.plots.sensitivity(report)
     right = left.figure.axes[1]
     assert rows(left) == [x.path.removeprefix("net/") for x in report.modules[:10]]
-    assert left.get_title().endswith(f"in 16 bits, 10 of {len(report.modules)}")
+    assert left.get_title().endswith(f"in {report.narrow}, 10 of 14")
     only, others = left.lines[:2]
     assert only.get_xdata() == pytest.approx([x.alone for x in report.modules[:10]])
     assert others.get_xdata() == pytest.approx([x.without for x in report.modules[:10]])
@@ -373,8 +378,8 @@ def test_errors_are_dots_the_worst_ten_and_those_that_need_more(tmp_path):
     (legend,) = left.figure.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == [
-        "only this in 16 bits",
-        "all but this in 16 bits",
+        f"only this in {report.narrow}",
+        f"all but this in {report.narrow}",
         "tolerance (0.05)",
     ]
     render(left, tmp_path)

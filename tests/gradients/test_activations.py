@@ -101,8 +101,8 @@ def test_names_that_collide_with_numbered_ones_are_all_there():
     def loss_fn(x):
         return sum(checkpoint_name(i * x, n) for i, n in enumerate(["h", "h#1", "h"]))
 
-    grads = jaxmp.activation_gradients(loss_fn)(1.0)
-    assert list(grads) == ["h", "h#1", "h#2"]
+    grads = jax.jit(jaxmp.activation_gradients(loss_fn))(1.0)
+    assert sorted(grads) == ["h", "h#1", "h#2"]
 
 
 def test_aux_can_be_anything():
@@ -191,12 +191,12 @@ def test_every_array_of_a_result_has_a_name():
 
     x = jnp.ones((2, 3))
     variables = jax.jit(Recurrent().init)(jax.random.key(0), x)
-    grads = jaxmp.linen.activation_gradients(
-        lambda v: Recurrent().apply(v, x).astype(jnp.float32)
+    grads = jax.jit(
+        jaxmp.linen.activation_gradients(
+            lambda v: Recurrent().apply(v, x).astype(jnp.float32)
+        )
     )(variables)
-    outputs = [name for name in grads if name.startswith("LSTMCell_0/0")]
-    assert outputs[:2] == ["LSTMCell_0/0/0", "LSTMCell_0/0/1"]
-    assert "LSTMCell_0/0/0#1" in grads
+    assert {"LSTMCell_0/0/0", "LSTMCell_0/0/1", "LSTMCell_0/0/0#1"} <= set(grads)
 
 
 def test_a_policy_that_brings_results_back_is_seen_through():

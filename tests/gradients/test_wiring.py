@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 import jaxmp
 from conftest import normal, rest_is_evidence
@@ -117,11 +116,6 @@ def test_following_the_advice_follows_the_scale():
     assert not jaxmp.all_finite(advised(PARAMS, too_large, X)[1])
 
 
-def eager_mesh(params, x, y):
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("data",))
-    jaxmp.grad(loss, loss_scale=STATE, mesh=mesh, batch_argnums=(1, 2))(params, x, y)
-
-
 RIGHT = {
     "eager": jaxmp.grad(loss, loss_scale=STATE),
     "eager autocast": jaxmp.autocast(jaxmp.grad(loss, loss_scale=STATE), "f16"),
@@ -129,7 +123,6 @@ RIGHT = {
     "eager micro-batches": jaxmp.grad(
         loss, loss_scale=STATE, accum_steps=2, batch_argnums=(1, 2)
     ),
-    "eager mesh": eager_mesh,
     "a gradient of it": jax.grad(
         lambda *args: jnp.sum(jaxmp.grad(loss, loss_scale=STATE)(*args)["w"] ** 2)
     ),
