@@ -2,8 +2,8 @@
 
     python .ci/words.py
 
-Words are what spaces separate, in prose, tables and programs. The reference, the
-notebooks and the changelog are not counted: the first two are written by commands.
+A word has a letter or a digit, in prose, in a table or in a program. The reference, the
+notebooks and the changelog are not counted.
 """
 
 import pathlib
@@ -22,7 +22,8 @@ def counts() -> dict[str, int]:
             continue
         text = path.read_text()
         included = [(path.parent / x).read_text() for x in INCLUDED.findall(text)]
-        found[name] = sum(len(x.split()) for x in (text, *included))
+        words = " ".join([text, *included]).split()
+        found[name] = sum(bool(re.search(r"\w", x)) for x in words)
     return found
 
 

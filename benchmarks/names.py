@@ -63,7 +63,7 @@ class Shown(NamedTuple):
 
     def __str__(self) -> str:
         """Spells a cell of the table."""
-        return f"{self.takes} → {self.returns}"
+        return f"{self.takes}\N{NO-BREAK SPACE}→\N{NO-BREAK SPACE}{self.returns}"
 
 
 def _layer(module: nn.Module, *args: Any, shape: tuple[int, ...] = (8, 16)) -> Case:

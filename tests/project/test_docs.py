@@ -143,12 +143,26 @@ def test_the_notebooks_hold_what_they_show():
         assert path.stat().st_size < 200_000
 
 
+def command(name):
+    """Returns a file of `.ci` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f".ci/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_documentation_can_be_read_in_an_afternoon(capsys):
+    words = command("words")
+    words.main()
+    found = words.counts()
+    cure = "Say a thing once, and link to it. `python .ci/words.py` counts."
+    assert len(found) <= 30, cure
+    assert sum(found.values()) <= 25_000, cure
+    assert f"words on {len(found)} pages" in capsys.readouterr().out
+
+
 def test_what_is_released_has_absolute_links():
-    spec = importlib.util.spec_from_file_location(
-        "addresses", ROOT / ".ci/addresses.py"
-    )
-    addresses = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(addresses)
+    addresses = command("addresses")
     url = "https://example.org/owner/jaxmp"
     readme = (ROOT / "README.md").read_text()
     text = addresses.absolute_links(readme, url, "v1", ROOT)
