@@ -9,7 +9,8 @@ all anchors in the global batch: 882,000 here. Every gradient is tiny, and the b
 the detector, the tinier. Unscaled float16 learns at first; then, as half of the
 activations' gradients turn into zero, its loss rises again. A static scale of 8, which
 was all that SSD needed in the paper, or a dynamic one brings back what float32 reaches.
-bfloat16 has float32's range and needs none. The images are canvases with some real
+bfloat16 has float32's range and needs none, not even for the backward pass alone,
+behind a forward pass in float16. The images are canvases with some real
 scanned digits, stretched to sides of 8 to 16 pixels.
 
 `--two-stage` proposes regions first and then looks at each of them, as Faster R-CNN
@@ -61,13 +62,14 @@ SETTINGS: dict[str, tuple[str, float | None]] = {
     "float16 static 8": ("mixed_float16", 8.0),
     "float16 dynamic": ("mixed_float16", None),
     "bfloat16": ("mixed_bfloat16", None),
+    "float16, bfloat16 backward": ("mixed_float16_bfloat16", None),
 }
 TRAIN_CANVASES, TEST_CANVASES = 4000, 200
 
 
 @dataclasses.dataclass
 class Config:
-    """Trains a detector in float32, float16 with three loss scales, and bfloat16."""
+    """Trains a detector in float32, bfloat16, and float16 with and without a scale."""
 
     policy: tuple[str, ...] = tuple(SETTINGS)
     """Which of the settings to train, by the names in the table."""
@@ -116,7 +118,10 @@ def train(
     else:
         tx = jaxmp.static_loss_scale(adam, scale)
     kind = config.kind()
-    apply: Any = jaxmp.with_policy(kind.model.apply, policy)
+    # A cast model has one dtype in both passes, and autocast may have two.
+    casts = jaxmp.get_policy(policy).backward_dtype is None
+    narrow = jaxmp.with_policy if casts else jaxmp.autocast
+    apply: Any = narrow(kind.model.apply, policy)
     # The two-stage loss is a mean, and needs nobody else's share.
     all_workers = 1 if config.two_stage else WORKERS
     workers = all_workers if config.full else 1  # whose gradients are computed

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import IN_A_HURRY, equations, relative_error
+from benchmarks.networks.planted import Result, program
 from conftest import normal
 
 POLICY = "mixed_float16_bfloat16"
@@ -360,16 +361,16 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize("program", ["mlp", "scan of remat"])
+@pytest.mark.parametrize("of", ["mlp", "scan of remat"])
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_trainer_that_somebody_else_owns_needs_no_scale(name, program):
+def test_a_trainer_that_somebody_else_owns_needs_no_scale(name, of):
     def inside(loss, policy):
         return TRAINERS[name](jaxmp.autocast(loss, policy))
 
     def around(loss, policy):
         return jaxmp.autocast(TRAINERS[name](loss), policy)
 
-    check(*PROGRAMS[program], orders=(inside, around), grad=TRAINERS[name])
+    check(*PROGRAMS[of], orders=(inside, around), grad=TRAINERS[name])
 
 
 def test_what_is_closed_over_has_a_gradient():
@@ -446,3 +447,25 @@ def test_integers_and_keys_go_through():
     assert relative_error(jax.grad(jaxmp.autocast(loss, POLICY))(*args), exact) <= EPS
     step = jax.jit(jax.grad(jaxmp.autocast(loss, POLICY), argnums=(0, 1)))
     assert relative_error(step(*args)[0], exact) <= EPS
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(4), *(pytest.param(i, marks=pytest.mark.evidence) for i in range(4, 24))],
+)
+def test_a_planted_underflow_of_gradients_is_none(seed):
+    planted = program("underflow, backward", seed)
+    loss = planted.functions("float32")["loss"]
+    found = run(
+        planted.args("float32"),
+        jax.value_and_grad(loss),
+        outside(loss, POLICY),
+        inside(loss, POLICY),
+    )
+    exact, *ours = [
+        Result(
+            float(value), np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)])
+        )
+        for value, grads in found
+    ]
+    assert all(one.agrees(exact) for one in ours)

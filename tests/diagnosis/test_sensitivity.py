@@ -318,6 +318,11 @@ def test_the_loss_scale_is_one_that_training_would_find():
     # With none, or too large a one, half of the gradients are gone.
     assert measure(loss, w / 2**30, X, policy="float16", loss_scale=1).gradients > 0.1
     assert measure(loss, w, X, policy="float16", loss_scale=2.0**15).gradients == np.inf
+    # Gradients in bfloat16 need none.
+    tiny = lambda w, x: loss(w, x) * 2.0**-40  # noqa: E731
+    report = measure(tiny, w, X, policy="c=f16,b=bf16")
+    assert report.loss_scale == 1
+    assert report.gradients < 0.02
 
 
 def test_a_forward_pass_that_overflows_is_cured():

@@ -40,7 +40,7 @@ def test_float16_is_nearer_than_bfloat16_and_learns():
     assert np.mean(rewards[-3:]) > 2 * np.mean(rewards[:3])
     text = console.export_text()
     assert f"{rewards[-1]:.2f} now" in text
-    assert "30 steps, 0 of them skipped" in text
+    assert "30 steps without a loss scale" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

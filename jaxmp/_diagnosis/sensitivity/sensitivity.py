@@ -95,8 +95,8 @@ def sensitivity(
         has_aux: Whether ``fun`` returns a pair of the loss and something else, which is
             ignored.
         loss_scale: What the loss is multiplied by for its gradients: a number, or an
-            optimizer state that holds one. None is 1, and for float16 the largest
-            power of two up to 2^15 with which they are finite.
+            optimizer state that holds one. None is 1, and for gradients in float16 the
+            largest power of two up to 2^15 with which they are finite.
         ops: As :func:`jaxmp.autocast` takes it.
         depth: The number of names of a path that are used, for fewer rows. 2 gives the
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
@@ -347,7 +347,7 @@ def _scales(loss_scale: Any, program: Program) -> list[float]:
         scale = scale_in(loss_scale)
         check_positive("loss_scale", scale)
         return [float(as_scale(scale))]
-    return [2.0**i for i in range(15, -1, -1)] if "float16" in program.dtypes else [1.0]
+    return [2.0**i for i in range(15, -1, -1)] if program.scales else [1.0]
 
 
 # How it is measured

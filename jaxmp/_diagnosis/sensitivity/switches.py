@@ -96,6 +96,7 @@ class Program:
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = False
+        self.scales = False  # whether there are gradients in float16
         parts: dict[str, bool] = {}  # whether it rounds
         eight: set[str] = set()
         stores: list[tuple[Equation, Place]] = []
@@ -108,6 +109,8 @@ class Program:
             narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
             self.dtypes |= narrow
             self.has_backward |= place.backward or place.again
+            made = {x.aval.dtype.name for x in eqn.outvars}
+            self.scales |= place.backward and "float16" in made
             if found and all(is_narrow(x.aval) for x in eqn.invars[:2]):
                 self.multiplies = True
                 self.has_autocast |= AUTOCAST in place.scopes
