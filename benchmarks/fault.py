@@ -12,9 +12,9 @@ import optax
 import tyro
 
 import jaxmp
-from jaxmp._diagnosis.overflow.probe import Probe
+from jaxmp._diagnosis.overflow.watch import Program
 from jaxmp._jaxprs.flatten import flatten
-from jaxmp._jaxprs.places import Place
+from jaxmp._jaxprs.places import Place, equations
 
 from .counting import h200, hlo, results
 from .counting.compiled import peak
@@ -54,14 +54,14 @@ def count(name: str) -> dict[str, Any]:
     """Compiles a gradient as it is and as it is searched."""
     fun, shapes = gradient(NETWORKS[name])
     flat = flatten(fun, shapes, {})
-    probe = Probe(jax.make_jaxpr(flat.fun)(*flat.leaves), flat.names)
-    probe.platform = "gpu"
+    program = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), flat.names, Place())
+    program.platform = "gpu"
     plain = h200.compiled(fun, *shapes)
-    searched = h200.compiled(probe.program(Place()), *flat.leaves)
+    searched = h200.compiled(program.replay, *flat.leaves)
     work = [hlo.work(x.as_text()) for x in (plain, searched)]
     return {
         "gradient": name,
-        "operations": len(probe.sites),
+        "operations": len(list(equations(program.jaxpr, Place()))),
         "bytes moved": work[1].bytes / work[0].bytes,
         "kernels": work[1].kernels / work[0].kernels,
         "peak memory": peak(searched) / peak(plain),

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 import jaxmp.nnx
 from conftest import rest_is_evidence
-from jaxmp._diagnosis.overflow.probe import Probe
+from jaxmp._diagnosis.overflow import watch
+from jaxmp._diagnosis.overflow.watch import Program
 from jaxmp._jaxprs.places import Place
 
 HALF = jnp.float16
@@ -170,6 +171,49 @@ def test_what_an_ended_loop_of_a_batch_throws_away_reaches_nothing():
     x, trips = jnp.array([200, 1], HALF), jnp.array([1, 6])
     assert find(jax.vmap(squared), x, trips).first is None
     assert find(jax.vmap(squared), x, trips + 1).first.trips == (1,)
+
+
+def grown(x, length, reverse=False):
+    return jax.lax.scan(
+        lambda c, _: (1.5 * c, c), x, None, length=length, reverse=reverse
+    )[0]
+
+
+def grown_while(x):
+    return jax.lax.while_loop(
+        lambda s: s[0] < 90, lambda s: (s[0] + 1, 1.5 * s[1]), (0, x)
+    )[1]
+
+
+# 1.5 to the 28th power is beyond float16.
+LONG = {
+    "scan": (lambda x: grown(x, 90), (27,)),
+    "reversed": (lambda x: grown(x, 90, reverse=True), (62,)),
+    "while": (grown_while, (27,)),
+    "inner": (
+        lambda x: jax.lax.map(lambda x: grown(x, 60), x[None] * 2.0**-9)[0],
+        (0, 42),
+    ),
+    "outer": (
+        lambda x: jax.lax.scan(lambda c, _: (grown(c, 3), c), x, None, length=30)[0],
+        (9, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("most_rows", [watch._MOST_ROWS, 8])
+@pytest.mark.parametrize("name", LONG)
+def test_the_iteration_is_told_in_loops_that_are_too_long_to_keep(
+    name, most_rows, monkeypatch
+):
+    monkeypatch.setattr(watch, "_MOST_ROWS", most_rows)
+    fun, trips = LONG[name]
+    report = find(fun, jnp.ones((), HALF))
+    assert (report.first.operation, report.first.trips) == ("mul", trips)
+    largest = max(top for *_, top in report.first.inputs)
+    assert 65504 / 1.5 < largest <= 65504  # that of the iteration before
+    assert report.reached == ("result",)
+    assert any(x.nonfinite for x in report.operations)
 
 
 def test_what_checkpoint_computes_again_is_forward():
@@ -507,8 +551,8 @@ def test_parts_of_the_gradient_in_complex_and_integer_steps_are_exact():
 )
 def test_what_is_seen_of_constants_is_not_found_while_compiling(fun, is_made):
     # XLA would do that number by number, which takes minutes for a whole program.
-    probe = Probe(jax.make_jaxpr(fun)(jnp.ones(8)), ["x"])
-    text = jax.jit(probe.program(Place())).lower(jnp.ones(8)).as_text()
+    program = Program(jax.make_jaxpr(fun)(jnp.ones(8)), ["x"], Place())
+    text = jax.jit(program.replay).lower(jnp.ones(8)).as_text()
     assert ("optimization_barrier" in text) == is_made
 
 

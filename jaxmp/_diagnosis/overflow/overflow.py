@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, ParamSpec
+from typing import Any, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -25,26 +25,10 @@ from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller, equations
 from ..numbers import Eaten, Numbers
 from .advice import Case, advice
+from .births import Run, Seen
 from .limits import Limit, Limits, Line, line_of
-from .probe import Probe, Seen, Site
 from .report import TESTED, Fault, OperationRange, OverflowReport
-from .trails import (
-    BIRTHS,
-    GIVEN,
-    INF,
-    INF_WRITTEN,
-    KIND,
-    LOST,
-    LOW,
-    NAN,
-    NEVER,
-    NOTHING,
-    OPERANDS,
-    OVER,
-    RUNS,
-    TOP,
-    float32_of,
-)
+from .watch import GIVEN, INF_WRITTEN, Program, Site
 
 P = ParamSpec("P")
 
@@ -113,59 +97,6 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     return uncalled("find_overflow", fun, searched)
 
 
-class _Found(NamedTuple):
-    """A run of the program, on the host."""
-
-    probe: Probe
-    seen: Seen
-
-    def site(self, moment: Any) -> tuple[int, tuple[int, ...]]:
-        """Returns the site of a moment, and the trip of each loop around it."""
-        trips: list[int] = []
-        for i in range(0, len(moment), 2):
-            number = int(moment[i])
-            loops = self.probe.sites[number].loops
-            if len(loops) == i // 2:
-                trips = [
-                    loop.slice_of(int(trip))
-                    for loop, trip in zip(loops, moment[1::2], strict=False)
-                ]
-                return number, tuple(trips)
-        raise AssertionError("every moment ends with an operation")
-
-    def moments(self) -> list[tuple[int, ...]]:
-        """Returns the moments of what is not finite in the results and tests."""
-        rows = [*self.seen.outs[:, :-2], self.seen.failed]
-        return [tuple(map(int, row)) for row in rows if row[0] != NEVER]
-
-    def first(self) -> tuple[int, ...] | None:
-        """Returns the moment of the first operation among them."""
-        return min((x for x in self.moments() if x[0] < GIVEN), default=None)
-
-    def fault(self, number: int, trips: tuple[int, ...]) -> Fault:
-        """Returns what happened at a site."""
-        site, bits = self.probe.sites[number], self.seen.rows.bits[number]
-        shown = zip(site.operands, bits[-OPERANDS:], strict=False)
-        return Fault(
-            **_line_of(site)._asdict(),
-            kind="NaN" if bits[KIND] == 2 else "Inf",
-            trips=trips,
-            inputs=tuple((str(x.dtype), x.shape, float32_of(top)) for x, top in shown),
-            largest=float(jnp.finfo(site.dtype).max),
-        )
-
-    def sites_of(self, limit: Limit) -> list[int]:
-        """Returns the sites of an operation, in the order of the program."""
-        sites = self.probe.sites
-        same = [i for i, x in enumerate(sites) if _line_of(x) == limit.line]
-        return [i for i in same if sites[i].eqn == limit.eqn] or same
-
-    def lost(self, number: int) -> float:
-        """Returns the fraction of a site's values that 16 bits lose."""
-        counts, size = self.seen.rows.counts[number], self.probe.sites[number].size
-        return float(counts[LOST] / max(counts[RUNS] * size, 1))
-
-
 class _Search:
     """A program that is searched, and what was asked about it."""
 
@@ -178,17 +109,18 @@ class _Search:
             for atom in (*eqn.invars, *eqn.outvars)
             if is_narrow(atom.aval)
         }
-        self.found = _run(flat, jaxpr, around, wide=False)
-        self.moment = self.found.first()
+        self.found = Run(Program(jaxpr, flat.names, around), flat.leaves)
+        self.birth = self.found.first
         self.first: Fault | None = None
         self.number: int | None = None  # the site of the fault
         self.limit: Limit | None = None
         self.finite_in_float32: bool | None = None
         self.fault_in_float32: Fault | None = None  # if that is at another line
         self.swallowed: Fault | None = None
-        if self.moment is not None:
-            number, trips = self.found.site(self.moment)
-            self.number, self.first = number, self.found.fault(number, trips)
+        if self.birth is not None:
+            (*_, number), trips = self.birth
+            self.number = number
+            self.first = _fault(self.found.seen[number], trips)
             self._explain(number)
         elif self._may_be_wrong():
             self._look_for_wrong_results()
@@ -214,23 +146,24 @@ class _Search:
         if not self.dtypes:
             return
         jaxpr = self.jaxpr if self.twin is None else self.twin
-        wide = _run(self.flat, jaxpr, self.around, wide=True)
-        moment = wide.first()
-        if moment is None:
+        program = Program(jaxpr, self.flat.names, self.around, wide=True)
+        wide = Run(program, self.flat.leaves)
+        if wide.first is None:
             self.finite_in_float32 = True
         elif "float16" in self.dtypes and not self.numbers.are_known:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
-        if moment is not None and self.finite_in_float32 is False:
-            fault = wide.fault(*wide.site(moment))
+        if wide.first is not None and self.finite_in_float32 is False:
+            (*_, other), trips = wide.first
+            fault = _fault(wide.seen[other], trips)
             if self.first is not None and fault.where != self.first.where:
                 self.fault_in_float32 = fault
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
-        counts = self.found.seen.rows.counts
+        seen = self.found.seen
         limit: Limit | None = None
-        if not counts[number, OVER]:  # what came in was wrong already
+        if not seen[number].over:  # what came in was wrong already
             limit = self.limits.first_bad()
-        elif counts[:number, LOST].any():  # perhaps that, too
+        elif any(x.lost for x in seen[:number]):  # perhaps that, too
             limit = self.limits.first_wrong()
         if limit is not None and self._is_zero(limit):
             self.limit, self.first = limit, self._fault_of(limit)
@@ -241,8 +174,7 @@ class _Search:
         """Whether numbers have left float16, or those of the code may have."""
         if "float16" not in self.dtypes:
             return False
-        counts = self.found.seen.rows.counts
-        return bool((counts[:, LOST] + counts[:, INF]).any()) or any(self.numbers)
+        return any(x.lost or x.bad for x in self.found.seen) or any(self.numbers)
 
     def _look_for_wrong_results(self) -> None:
         self.limit = self.limits.first_wrong()
@@ -258,23 +190,30 @@ class _Search:
         """Whether the limits of an operation make zeros, and not Inf."""
         if limit.number is not None:
             return limit.number.left == 0
-        counts = self.found.seen.rows.counts[self.found.sites_of(limit)]
-        return not (counts[:, OVER] + counts[:, BIRTHS]).any()
+        return not any(x.over or x.births for _, x in self._seen_of(limit))
+
+    def _seen_of(self, limit: Limit) -> list[tuple[int, Seen]]:
+        """Returns what was seen at an operation, with the numbers of its results."""
+        same = [
+            (i, x)
+            for i, x in enumerate(self.found.seen)
+            if _line_of(x.site) == limit.line
+        ]
+        return [(i, x) for i, x in same if x.site.eqn == limit.eqn] or same
 
     def _fault_of(self, limit: Limit) -> Fault:
         """Returns what happened at an operation that its limits have made wrong."""
-        numbers, line = self.found.sites_of(limit), limit.line
+        seen, line = self._seen_of(limit), limit.line
         kind = "zeros" if self._is_zero(limit) else "Inf"
-        if not numbers:  # a number in the code that a call is given
+        if not seen:  # a number in the code that a call is given
             self.number = None
             largest = float(jnp.finfo(line.dtype).max)
             return Fault(
                 **line._asdict(), kind=kind, trips=(), inputs=(), largest=largest
             )
-        counts = self.found.seen.rows.counts[numbers]
-        column = LOST if kind == "zeros" else INF
-        self.number = numbers[int(np.argmax(counts[:, column] > 0))]
-        return dataclasses.replace(self.found.fault(self.number, ()), kind=kind)
+        guilty = [x for x in seen if (x[1].lost if kind == "zeros" else x[1].bad)]
+        self.number, found = [*guilty, *seen][0]
+        return dataclasses.replace(_fault(found, ()), kind=kind)
 
     def report(self) -> OverflowReport:
         """Returns what was found."""
@@ -286,39 +225,39 @@ class _Search:
             first=first,
             advice=advice(self._case(operations, {**reached, **leading}, leading)),
             reached=self._reached(),
-            reached_modules=_reached_modules(found, self.moment),
+            reached_modules=tuple(self._reached_modules()),
             given=given,
             others=tuple(_others(found, self.number if first else None)),
             finite_in_float32=self.finite_in_float32,
             operations=operations,
-            notes=tuple(found.probe.notes),
+            notes=tuple(found.program.notes),
         )
 
     def _case(
         self, operations: Sequence[OperationRange], given: dict, leading: dict
     ) -> Case:
-        sites, number = self.found.probe.sites, self.number
-        site = None if number is None else sites[number]
-        backward = [i for i, x in enumerate(sites) if x.place.backward or x.place.again]
+        number, seen = self.number, self.found.seen
+        site = None if number is None else seen[number].site
+        places = [x.site.place for x in seen]
+        is_back = [x.backward or x.again for x in places]
+        is_last = number is not None and any(is_back) and not any(is_back[number:])
         narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
+        cast_by = self._cast_by(site)
         return Case(
             first=self.first,
             given=given,
             is_given=bool(leading),
-            written=any(x[0] == INF_WRITTEN for x in self.found.moments()),
+            written=any(x[0][0] == INF_WRITTEN for x in self.found.births),
             finite_in_float32=self.finite_in_float32,
             fault_in_float32=self.fault_in_float32,
-            overflows=number is not None
-            and bool(self.found.seen.rows.counts[number, OVER]),
+            overflows=number is not None and bool(seen[number].over),
             number=self._number(),
-            argument=self._argument(site),
+            argument=site.argument if site else "",
             zeros="" if leading else self._zeros(),
-            after_backward=bool(backward)
-            and number is not None
-            and number > backward[-1],
-            cast_by=self._cast_by(site),
+            in_optimizer=is_last or cast_by == "optax",
+            cast_by="code" if cast_by == "optax" else cast_by,
             override=self._override(site),
-            lost=0.0 if number is None else self.found.lost(number),
+            lost=0.0 if number is None else _lost(seen[number]),
             # A mask of `finfo(dtype).min` has none, and is meant.
             nearest=min(
                 (x for x in narrow if x.headroom > 0),
@@ -326,7 +265,7 @@ class _Search:
                 default=None,
             ),
             swallowed=self.swallowed,
-            is_seen=not self.found.probe.notes,
+            is_seen=not self.found.program.notes,
         )
 
     def _number(self) -> Eaten | None:
@@ -335,18 +274,13 @@ class _Search:
             return self.limit.number
         if self.first is None or self.number is None:
             return None
-        site, fault = self.found.probe.sites[self.number], self.first
+        site, fault = self.found.seen[self.number].site, self.first
         left = 0.0 if fault.kind == "zeros" else math.inf
         eaten = Eaten(left, None, site.dtype, site.operation, site.place)
         if site.is_cast and fault.inputs[0][2] in site.numbers:
             return eaten._replace(written=fault.inputs[0][2])
         is_inf = math.inf in site.numbers and is_narrow(site.dtype) and left
         return eaten if is_inf and self.finite_in_float32 is not False else None
-
-    def _argument(self, site: Site | None) -> str:
-        """Returns the name of the argument that the faulty operation casts."""
-        names = self.found.probe.names
-        return "" if site is None or site.given is None else names[site.given]
 
     def _cast_by(self, site: Site | None) -> str:
         """Returns what has brought the faulty operation into 16 bits.
@@ -361,8 +295,7 @@ class _Search:
             return "autocast"
         if place.library == "optax":
             return "optax"
-        is_given = site is not None and site.given is not None
-        if is_given and place.library == "jaxmp":
+        if site is not None and site.argument and place.library == "jaxmp":
             return "with_policy"
         is_module = place.library == "flax" and not self._has_policy()
         return "module" if is_module else "code"
@@ -370,8 +303,8 @@ class _Search:
     def _has_policy(self) -> bool:
         """Whether a policy casts in the program."""
         return any(
-            x.is_cast and x.place.library == "jaxmp" and is_narrow(x.dtype)
-            for x in self.found.probe.sites
+            site.is_cast and site.place.library == "jaxmp" and is_narrow(site.dtype)
+            for site in (x.site for x in self.found.seen)
         )
 
     def _override(self, site: Site | None) -> str:
@@ -383,7 +316,7 @@ class _Search:
 
     def _leading(self, given: dict[str, Any]) -> dict[str, Any]:
         """Returns what came in with Inf or NaN and led to the first fault."""
-        if self.moment is None or self.finite_in_float32 is True:
+        if self.birth is None or self.finite_in_float32 is True:
             return {}
         names = enumerate(self.flat.names)
         return {x: given[x] for i, x in names if x in given and self._leads(i)}
@@ -396,15 +329,14 @@ class _Search:
         leaves = list(self.flat.leaves)
         x = jnp.asarray(leaves[i])
         leaves[i] = jnp.where(jnp.isfinite(x) & (x != 0), x, jnp.ones((), x.dtype))
-        again = _Found(self.found.probe, self.found.probe.run(self.around, leaves))
-        return again.first() != self.moment
+        return Run(self.found.program, leaves).first != self.birth
 
     def _zeros(self) -> str:
         """Returns the name of a float16 argument that is all zeros and led to a fault.
 
         It may have been more in float32.
         """
-        if self.moment is None or self.finite_in_float32 is True:
+        if self.birth is None or self.finite_in_float32 is True:
             return ""
         for i, (name, x) in enumerate(
             zip(self.flat.names, self.flat.leaves, strict=True)
@@ -416,74 +348,75 @@ class _Search:
 
     def _reached(self) -> tuple[str, ...]:
         """Returns the names of the results that the fault reached."""
-        if self.moment is None:
+        if self.birth is None:
             wrong = self.limit.wrong if self.limit else ()
             return tuple(self.flat.out_names[i] for i in wrong) if self.first else ()
-        names = zip(self.flat.out_names, self.found.seen.outs[:, :-2], strict=True)
-        reached = [name for name, x in names if tuple(map(int, x)) == self.moment]
-        if tuple(map(int, self.found.seen.failed)) == self.moment:
-            reached.append(TESTED)
-        return tuple(reached)
+        names = zip(self.flat.out_names, self.found.outs, strict=True)
+        reached = [name for name, born in names if born == self.birth]
+        return (*reached, *[TESTED] * (self.found.failed == self.birth))
+
+    def _reached_modules(self) -> dict[str, None]:
+        """Returns the modules that the fault reached, an ordered set."""
+        reached = [x for x in self.found.seen if x.born == self.birth and x.kind]
+        return dict.fromkeys(filter(None, (x.site.place.module for x in reached)))
 
 
-def _run(flat: Flat, jaxpr: Any, around: Place, *, wide: bool) -> _Found:
-    probe = Probe(jaxpr, flat.names, wide=wide)
-    return _Found(probe, probe.run(around, flat.leaves))
-
-
-def _given(found: _Found) -> tuple[dict[str, tuple[int, int]], dict]:
+def _given(found: Run) -> tuple[dict[str, tuple[int, int]], dict]:
     """Returns what came in with Inf or NaN: all of it, and what is in a result."""
-    counts = {
-        i: (int(look[2]), int(look[3]))
-        for i, look in enumerate(found.seen.given)
-        if look[2] or look[3]
-    }
-    names = found.probe.names
-    reached = {x[0] - GIVEN for x in found.moments() if GIVEN <= x[0] < INF_WRITTEN}
-    return (
-        {names[i]: count for i, count in counts.items()},
-        {names[i]: count for i, count in counts.items() if i in reached},
-    )
+    names, reached = found.program.names, {x[0][0] - GIVEN for x in found.births}
+    given = {names[i]: counts for i, counts in found.given.items()}
+    return given, {names[i]: x for i, x in found.given.items() if i in reached}
 
 
-def _reached_modules(found: _Found, moment: Any) -> tuple[str, ...]:
-    if moment is None:
-        return ()
-    born = found.seen.rows.bits[:, KIND + 1 : -OPERANDS]
-    modules = {
-        site.place.module: None
-        for site, x in zip(found.probe.sites, born, strict=True)
-        if tuple(map(int, x)) == moment
-    }
-    return tuple(filter(None, modules))
-
-
-def _others(found: _Found, first: int | None) -> Iterator[Fault]:
+def _others(found: Run, first: int | None) -> Iterator[Fault]:
     """Yields the other operations that have made Inf or NaN, each line once."""
-    told, probe = set(), found.probe
-    for number, counts in enumerate(found.seen.rows.counts):
-        if counts[BIRTHS] and number != first and not _is_scaled(probe.sites[number]):
-            moment = found.seen.rows.bits[number, KIND + 1 : -OPERANDS]
-            trips = ()
-            if moment[0] < GIVEN:
-                site, trips = found.site(moment)
-                trips = trips if site == number else ()
-            fault = found.fault(number, trips)
+    told = set()
+    for number, x in enumerate(found.seen):
+        if x.births and number != first and not _is_scaled(x.site):
+            is_own = x.born[0][-1] == number
+            fault = _fault(x, x.born[1] if is_own else ())
             key = fault.operation, fault.where, fault.module, fault.backward
             if key not in told:
                 told.add(key)
                 yield fault
 
 
-def _ranges(found: _Found) -> Iterator[OperationRange]:
+def _fault(seen: Seen, trips: tuple[int, ...]) -> Fault:
+    """Returns what happened at an operation."""
+    shown = zip(seen.site.operands, seen.inputs, strict=False)
+    return Fault(
+        **_line_of(seen.site)._asdict(),
+        kind=seen.kind or "Inf",
+        trips=trips,
+        inputs=tuple((str(x.dtype), x.shape, top) for x, top in shown),
+        largest=float(jnp.finfo(seen.site.dtype).max),
+    )
+
+
+def _ranges(found: Run) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
-    rows: dict[Line, list[int]] = {}
-    for number, site in enumerate(found.probe.sites):
-        is_looked_at = site.computes and not _is_scaled(site)
-        if is_looked_at and found.seen.rows.counts[number, RUNS]:
-            rows.setdefault(_line_of(site), []).append(number)
-    for line, numbers in rows.items():
-        yield _range(found, line, numbers)
+    rows: dict[Line, list[Seen]] = {}
+    for x in found.seen:
+        if x.site.computes and x.runs and not _is_scaled(x.site):
+            rows.setdefault(_line_of(x.site), []).append(x)
+    for line, seen in rows.items():
+        size = sum(x.site.size * x.runs for x in seen)
+        top = max(x.top for x in seen)
+        largest = float(jnp.finfo(line.dtype).max)
+        yield OperationRange(
+            **line._asdict(),
+            size=size,
+            max=top,
+            min=min((x.low for x in seen if x.low), default=0.0),
+            headroom=math.log2(largest / top) if top else math.inf,
+            lost=sum(x.lost for x in seen) / max(size, 1),
+            nonfinite=sum(x.bad for x in seen) / max(size, 1),
+        )
+
+
+def _lost(seen: Seen) -> float:
+    """Returns the fraction of an operation's values that 16 bits lose."""
+    return seen.lost / max(seen.runs * seen.site.size, 1)
 
 
 def _line_of(site: Site) -> Line:
@@ -493,21 +426,3 @@ def _line_of(site: Site) -> Line:
 def _is_scaled(site: Site) -> bool:
     """Whether a site makes numbers that are scaled to fill float8."""
     return _scopes.FLOAT8_SCALED in site.place.scopes
-
-
-def _range(found: _Found, line: Line, numbers: list[int]) -> OperationRange:
-    bits = found.seen.rows.bits[numbers]
-    counts = found.seen.rows.counts[numbers].astype(np.float64)
-    sizes = np.array([found.probe.sites[i].size for i in numbers], np.float64)
-    size = float(sizes @ counts[:, RUNS])
-    low = bits[:, LOW].min()
-    top = float32_of(bits[:, TOP].max())
-    return OperationRange(
-        **line._asdict(),
-        size=int(size),
-        max=top,
-        min=0.0 if low == NOTHING else float32_of(low),
-        headroom=math.log2(float(jnp.finfo(line.dtype).max) / top) if top else math.inf,
-        lost=float(counts[:, LOST].sum() / size) if size else 0.0,
-        nonfinite=float(counts[:, [NAN, INF]].sum() / size) if size else 0.0,
-    )
