@@ -155,30 +155,6 @@ def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):
     assert arrays["by hand"] == 3 * 77 + 1
 
 
-@pytest.mark.evidence
-def test_host_runs_from_end_to_end_in_small(tmp_path):
-    path = tmp_path / "host.json"
-    traced = ["float32", host.NATIVE, "by hand", "jaxmp cast", "jmp"]
-    networks = "--networks resnet-18 mlp --traced"
-    arguments = f"--output {path} --rounds 1 --calls 2 {networks}".split()
-    host.main([*arguments, *traced])
-    sections = json.loads(path.read_text())
-    compiling = sections.pop("compiling")["rows"]  # if this machine can for a GPU
-    assert set(sections) == {"dispatch", "tracing", "importing"}
-    for row in compiling:
-        assert row["compile (s)"] > 0
-    arrays = {row["step"]: row["arrays"] for row in sections["dispatch"]["rows"]}
-    assert arrays["by hand"] == 3 * 77 + 1
-    rows = [(row["network"], row["step"]) for row in sections["tracing"]["rows"]]
-    assert rows == [
-        *(
-            ("resnet-18", step)
-            for step in ("float32", "by hand", *traced[1:2], *traced[3:])
-        ),
-        *(("mlp", step) for step in ("float32", "by hand", "jaxmp autocast")),
-    ]
-
-
 def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
     def peak_bytes(model, policy, rows, length, accum_steps=1):
         size = 2 if policy == "mixed_float16" else 4
@@ -197,16 +173,6 @@ def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
         {"words in a row": 10, "float32": 250, "mixed_float16": 500},
         {"words in a row": 100, "float32": 25, "mixed_float16": 50},
     ]
-
-
-@pytest.mark.evidence
-@needs_compiler
-def test_a_gpu_needs_less_memory_for_a_mixed_update():
-    tiny = memory.masked_lm.MaskedLM(32, features=32, heads=2, layers=1)
-    full, mixed = (
-        memory.peak_bytes(tiny, policy, 512, 64) for policy in memory.POLICIES
-    )
-    assert 0.5 < mixed / full < 0.75
 
 
 def test_what_a_gpu_starts_and_waits_for_is_counted_once():

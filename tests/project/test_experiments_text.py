@@ -63,28 +63,6 @@ def test_every_tenth_row_is_held_out():
 
 
 @pytest.mark.evidence
-def test_the_language_model_runs_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(language_model, "LENGTH", 8)
-    console = terminal()
-    config = language_model.Config(
-        policy=("float32", "float16-dynamic"),
-        updates=2,
-        features=4,
-        figure=tmp_path / "curves.png",
-    )
-    results = language_model.main(config, console)
-    for result in results:
-        assert result.losses[-1][0] == len(result.history) == 2
-        assert np.isfinite(result.losses).all()
-    shown = " ".join(console.export_text().split())
-    rows = language_model.ROWS["character"]
-    assert f"each divided by the global count, {rows * 8:,}" in shown
-    assert f"float16-dynamic {results[1].losses[-1][1]:.2f}" in shown.replace("│ ", "")
-    assert "…" not in shown
-    assert (tmp_path / "curves.png").stat().st_size > 10_000
-
-
-@pytest.mark.evidence
 @pytest.mark.usefixtures("optimized")
 def test_float16_learns_from_half_a_million_characters_only_with_a_scale(tmp_path):
     console = terminal()
@@ -123,27 +101,6 @@ def test_an_unknown_setting_ends_in_one_sentence():
 
 
 # The masked model
-
-
-@pytest.mark.evidence
-def test_the_masked_model_runs_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(masked_lm, "MICRO_BATCHES", 2)
-    monkeypatch.setattr(masked_lm, "LENGTH", 20)
-    model = masked_lm.MaskedLM(masked_lm.VOCABULARY + 1, features=8, heads=2, layers=1)
-    monkeypatch.setattr(masked_lm, "SMALL", model)
-    monkeypatch.setattr(masked_lm, "init_small", jax.jit(model.init))
-    console = terminal()
-    config = masked_lm.Config(
-        policy=("float32", "mixed_float16"), updates=2, figure=tmp_path / "losses.png"
-    )
-    results = masked_lm.main(config, console)
-    assert [[n for n, _ in r.losses] for r in results] == [[0, 2]] * 2
-    np.testing.assert_allclose(results[1].losses, results[0].losses, atol=0.1)
-    printed = console.export_text()
-    for words in ("Loss at the end", "2 updates of 2", "Residuals of 8 rows"):
-        assert words in printed
-    assert "…" not in printed
-    assert (tmp_path / "losses.png").stat().st_size > 5_000
 
 
 @pytest.mark.evidence

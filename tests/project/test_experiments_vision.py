@@ -36,21 +36,6 @@ def run(main, config):
 
 
 @pytest.mark.evidence
-def test_the_detector_runs_from_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(detector, "SHARE", 2)
-    monkeypatch.setattr(detector, "TEST_CANVASES", 2)
-    figure = tmp_path / "detector.png"
-    name = "float16 dynamic"
-    results, shown = run(
-        detector.main, detector.Config(policy=(name,), steps=10, figure=figure)
-    )
-    assert len(results[name][0].losses) == 10
-    assert np.isfinite(results[name][0].losses).all()
-    assert f"{name}, seed 0: loss" in shown
-    assert 0 < figure.stat().st_size < 200_000
-
-
-@pytest.mark.evidence
 @pytest.mark.usefixtures("optimized")
 def test_the_detector_learns_in_float16_only_with_a_loss_scale(tmp_path, monkeypatch):
     # As many anchors, shared by more workers: each has less to do.
@@ -152,25 +137,6 @@ def test_in_two_stages_less_is_lost_without_a_scale(monkeypatch):
     lost = [int(x) for x in re.findall(r"float16\s+turns\s+(\d+)%", shown)]
     one_stage, _, two_stages, _ = lost  # times 1 and times 8
     assert two_stages < one_stage
-
-
-# By default each of its networks is traced, below.
-@pytest.mark.evidence
-def test_the_zoo_runs_from_end_to_end(tmp_path):
-    network, figure = "VGG-like", tmp_path / "cnn_zoo.png"
-    config = cnn_zoo.Config(
-        policy=("mixed_float16",),
-        network=(network,),
-        seeds=2,
-        epochs=1,
-        batch_size=500,
-        figure=figure,
-    )
-    results, shown = run(cnn_zoo.main, config)
-    accuracies = results[network]["mixed_float16"].accuracies
-    assert len(accuracies) == 2
-    assert f"{np.mean(accuracies):.1%} ±" in shown
-    assert 0 < figure.stat().st_size < 200_000
 
 
 @pytest.mark.evidence

@@ -43,14 +43,6 @@ def test_what_is_read_twice_moves_once():
     assert hlo.work(program(entry, ADD)).bytes == 8 * 100
 
 
-def test_names_of_memory_are_free():
-    entry = """  %x = (f32[100]{0}, f32[10,10]{1,0}) parameter(0)
-  %y = f32[100]{0} get-tuple-element(%x), index=0
-  %z = f32[10,10]{1,0} bitcast(%y)
-  ROOT %t = (f32[10,10]{1,0}, f32[100]{0}) tuple(%z, %y)"""
-    assert hlo.work(program(entry))[:2] == (0, 0)
-
-
 def test_a_slice_reads_and_an_update_in_place_writes_a_part():
     body = (
         "body",
@@ -67,37 +59,6 @@ def test_a_slice_reads_and_an_update_in_place_writes_a_part():
   ROOT %z = f32[100]{0} fusion(%x, %y, %i), kind=kLoop, calls=%body"""
     read, written, index = 4 * 10, 4 * 10, 4
     assert hlo.work(program(entry, body)).bytes == read + written + index
-
-
-def test_of_what_is_sliced_after_arithmetic_the_slice_is_read():
-    body = (
-        "body",
-        """  %x = f32[1000]{0} parameter(0)
-  %y = f16[1000]{0} parameter(1)
-  %wide = f32[1000]{0} convert(%y)
-  %xy = f32[1000]{0} multiply(%x, %wide)
-  %first = f32[10]{0} slice(%xy), slice={[0:10]}
-  %last = f32[20]{0} slice(%xy), slice={[980:1000]}
-  ROOT %both = (f32[10]{0}, f32[20]{0}) tuple(%first, %last)""",
-    )
-    entry = """  %x = f32[1000]{0} parameter(0)
-  %y = f16[1000]{0} parameter(1)
-  ROOT %z = (f32[10]{0}, f32[20]{0}) fusion(%x, %y), kind=kLoop, calls=%body"""
-    read, written = (4 + 2) * 30, 4 * 30
-    assert hlo.work(program(entry, body)).bytes == read + written
-
-
-def test_a_sum_reads_as_much_as_is_asked_of_it():
-    body = (
-        "body",
-        """  %x = f32[100,8]{1,0} parameter(0)
-  %zero = f32[] constant(0)
-  %sums = f32[100]{0} reduce(%x, %zero), dimensions={1}, to_apply=%add
-  ROOT %part = f32[25]{0} slice(%sums), slice={[0:25]}""",
-    )
-    entry = """  %x = f32[100,8]{1,0} parameter(0)
-  ROOT %z = f32[25]{0} fusion(%x), kind=kLoop, calls=%body"""
-    assert hlo.work(program(entry, body)).bytes == 4 * 25 * 8 + 4 * 25
 
 
 def test_a_loop_counts_as_often_as_it_runs():
@@ -189,11 +150,6 @@ def test_the_time_of_a_product_is_that_of_its_flops_or_of_its_bytes(
     assert found.flops() == flops
     work = hlo.work(program(entry))
     assert work.seconds == hlo.roofline(work.bytes, flops) > 0
-
-
-def test_a_kernel_waits_for_its_memory_or_for_its_arithmetic():
-    assert hlo.roofline(4.8e12, 1) == 1
-    assert hlo.roofline(1, 2 * 989e12) == 2
 
 
 @pytest.mark.parametrize(

@@ -170,30 +170,18 @@ def test_two_processes_agree_though_the_data_of_one_overflow(tmp_path):
     assert multiprocess.digest(restored) == first["Digest of the state"]
 
 
-PROGRAM = str(EXAMPLES / "multiprocess.py")
-LAUNCHERS = {
-    "slurm": lambda i, job: {
+def by_slurm(i, job):
+    """Returns what SLURM tells a process of a job of two."""
+    return {
         "SLURM_JOB_ID": str(job),
         "SLURM_STEP_NODELIST": "127.0.0.1",
         "SLURM_NTASKS": "2",
         "SLURM_PROCID": str(i),
         "SLURM_LOCALID": str(i),
-    },
-    "open mpi": lambda i, job: {
-        "OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:34911",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": str(i),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
-    },
-    "open mpi 5": lambda i, job: {  # names no address
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_RANK": str(i),
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(i),
-    },
-}
+    }
 
 
-def launch(tmp_path, launcher, *arguments):
+def launch(tmp_path, *arguments):
     """Runs two processes of two devices as a launcher does, and returns their ends."""
     # JAX makes the port of the coordinator from the number of the job.
     first = 2**16 - 2**12
@@ -206,7 +194,7 @@ def launch(tmp_path, launcher, *arguments):
             (tmp_path / str(i)).open("w") as out,
             (tmp_path / f"e{i}").open("w") as err,
         ):
-            variables = LAUNCHERS[launcher](i, job)
+            variables = by_slurm(i, job)
             workers.append(
                 subprocess.Popen(
                     command,
@@ -269,11 +257,8 @@ multiprocess.main(multiprocess.Config())
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", ["slurm", pytest.param("open mpi", marks=pytest.mark.evidence)]
-)
-def test_processes_of_a_launcher_need_no_flags_and_skip_together(tmp_path, launcher):
-    for i, (code, out, errors) in enumerate(launch(tmp_path, launcher, "-c", JOIN)):
+def test_processes_of_a_launcher_need_no_flags_and_skip_together(tmp_path):
+    for i, (code, out, errors) in enumerate(launch(tmp_path, "-c", JOIN)):
         assert code == 0, errors
         joined, agreed = json.loads(out.splitlines()[-1])
         assert joined == [i, 2, 4]
@@ -293,33 +278,6 @@ def test_where_jax_finds_no_address_the_error_says_what_to_pass(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(SystemExit, match=r"`--coordinator` of each\. JAX says: coord"):
         multiprocess.join(multiprocess.Config())
-
-
-@pytest.mark.evidence
-def test_a_batch_is_split_over_all_devices_of_all_processes(tmp_path):
-    # Two processes divide it, and their four devices do not.
-    for code, _, errors in launch(tmp_path, "slurm", PROGRAM, "--batch-size", "6"):
-        assert code == 1
-        assert "of all devices, but 6 is not one of 4. Pass for example" in errors
-
-
-@pytest.mark.evidence
-def test_a_launcher_that_names_no_address_is_told(tmp_path):
-    for code, _, errors in launch(tmp_path, "open mpi 5", PROGRAM):
-        assert code == 1
-        assert "Pass `--processes`, `--process-id` and `--coordinator`" in errors
-
-
-# By default `test_one_that_fails_or_hangs_ends_the_wait`.
-@pytest.mark.evidence
-def test_a_process_that_waits_in_vain_ends_in_time():
-    command = [sys.executable, PROGRAM, "--process-id", "0"]
-    command += ["--timeout", "2", "--coordinator", multiprocess.free_address()]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(EXAMPLES.parent)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 1
-    assert "Timeout" in done.stderr
-    assert "in work" in done.stderr  # the traceback says where it hung
 
 
 @pytest.mark.parametrize(
