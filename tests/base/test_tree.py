@@ -237,7 +237,7 @@ def test_gradients_are_divided_in_float32(dtype, scale):
 
 
 @pytest.mark.parametrize("constant", [True, False])
-@pytest.mark.parametrize("exponent", [-126, -64, -5, 24, 63, 64, 65, 126, 127])
+@pytest.mark.parametrize("exponent", [-126, 24, 64, 65, 127])
 def test_no_scale_is_too_large_to_divide_by(exponent, constant):
     # XLA multiplies by the reciprocal, and that of 2^127 is subnormal: 0.
     scale = np.float32(2.0**exponent)
@@ -289,22 +289,13 @@ def test_wider_and_complex_gradients_keep_their_dtype():
     ("scale", "message"),
     [
         (0, "`loss_scale` must be finite and positive in float32, but is 0"),
-        (-1.0, "finite and positive in float32, but is -1.0"),
         (float("inf"), "but is inf"),
-        (float("nan"), "but is nan"),
         (2.0**128, "finite and positive in float32"),
         (1e-39, "finite and positive in float32"),
         (jnp.ones(2), r"`loss_scale` must be a scalar, but has the shape \[2\]"),
-        (np.ones(1), r"`loss_scale` must be a scalar, but has the shape \[1\]"),
-        (np.float32(0), "but is 0.0"),
-        (np.float16(np.inf), "but is inf"),
         (np.array(np.inf), "but is inf"),
-        (np.array(1e39), "but is 1e"),
         (np.int64(-1), "but is -1"),
-        (np.array(0), "but is 0"),
-        (jnp.array(-4.0), "but is -4.0"),
         (jnp.array(jnp.nan), "but is nan"),
-        (jnp.array(jnp.inf, jnp.float16), "but is inf"),
         (jnp.array(0, jnp.bfloat16), "but is 0.0"),
         (jnp.int32(0), "but is 0"),
     ],
@@ -330,11 +321,6 @@ def test_a_scale_that_is_no_number_is_refused(scale):
         jaxmp.unscale(jnp.ones(2), scale)
     with pytest.raises(TypeError, match=message):
         jaxmp.value_and_grad(lambda x: x, loss_scale=scale)
-
-
-def test_a_list_in_the_place_of_a_scale_is_searched_for_a_state():
-    with pytest.raises(ValueError, match="must hold a loss scale"):
-        jaxmp.unscale(jnp.ones(2), [8])
 
 
 @pytest.mark.parametrize(

@@ -206,25 +206,8 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     assert_close(result, expected, EPS[policy.compute_dtype.name])
 
 
-SUMMED_IN = [
-    ("bf16", None),
-    ("f16", "bf16"),
-    *(
-        pytest.param(compute, reduce, marks=pytest.mark.evidence)
-        for compute, reduce in (
-            ("bf16", "f32"),
-            ("bf16", "bf16"),
-            ("bf16", "f16"),
-            ("f16", None),
-            ("f16", "f32"),
-            ("f16", "f16"),
-        )
-    ),
-]
-
-
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize(("compute", "reduce"), SUMMED_IN)
+@pytest.mark.parametrize(("compute", "reduce"), [("bf16", None), ("f16", "bf16")])
 def test_gradients_are_summed_in_the_reduce_dtype_once(compute, reduce):
     text = f"p=f32,c={compute},o=f32" + (f",r={reduce}" if reduce else "")
     step = jaxmp.value_and_grad(

@@ -585,40 +585,23 @@ def _conditional(w, x):
     return lax.cond(x.sum() > 0, lambda x: x @ w, lambda x: jnp.zeros((4, 8)), x)
 
 
-def _blurred(w, x):
-    return lax.conv((x @ w)[None, None], jnp.ones((1, 1, 3, 3)), (1, 1), "SAME")
-
-
 def _carried(w, x):
     return lax.scan(lambda h, _: (h @ w + jnp.ones(8), None), x, length=3)[0]
-
-
-def _looped(w, x):
-    return lax.fori_loop(0, 3, lambda _, h: h @ w + jnp.ones(8), x)
 
 
 # What JAX takes of float32 arrays, and not of 16-bit ones.
 REFUSED = {
     "fft": lambda w, x: jnp.fft.irfft(jnp.fft.rfft(x @ w)),
     "cholesky": lambda w, x: x @ jnp.linalg.cholesky(w),
-    "slogdet": lambda w, x: x.sum() + jnp.linalg.slogdet(w)[1],
     "solve": lambda w, x: jnp.linalg.solve(w, x.T),
-    "complex": lambda w, x: lax.complex(x @ w, x),
     "switch": _conditional,
     "select": lambda w, x: lax.select(x > 0, x @ w, jnp.zeros((4, 8))),
-    "clamp": lambda w, x: lax.clamp(jnp.float32(0), x @ w, jnp.float32(1)),
     "add": lambda w, x: lax.add(x @ w, jnp.zeros((4, 8))),
-    "update": lambda w, x: lax.dynamic_update_slice(jnp.zeros((4, 8)), x, (0, 0)),
-    "convolution": _blurred,
     "scan": _carried,
-    "fori_loop": _looped,
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    rest_is_evidence({x: x for x in REFUSED}, *REFUSED.keys() - {"slogdet", "clamp"}),
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_where_jax_refuses_what_was_cast_a_note_says_what_to_do(name):
     model = REFUSED[name]
     args = jnp.eye(8) * 2, jnp.ones((4, 8))

@@ -1,6 +1,5 @@
 """What is wired so that it does nothing says so, and what is right says nothing."""
 
-import re
 import warnings
 from functools import partial
 
@@ -294,28 +293,6 @@ def test_a_module_of_nnx_under_a_policy_is_looked_at():
 
 
 # What follows the function by position
-
-MISPLACED = {
-    "mixed_float16": r"`jaxmp.autocast\(jaxmp.value_and_grad\(loss_fn, loss_scale=",
-    jaxmp.get_policy("O1"): "casts the parameters alone",
-    jnp.float16: "casts the parameters alone",
-    None: "Leave it out",
-    (0, 1): r"`argnums=\(0, 1\)`",
-}
-
-
-@pytest.mark.parametrize(("given", "cure"), MISPLACED.items(), ids=str)
-def test_what_follows_the_function_goes_by_its_name(given, cure):
-    with pytest.raises(TypeError, match=f"everything else by its name.*{cure}"):
-        jaxmp.value_and_grad(loss, given)
-
-
-@pytest.mark.parametrize("given", [STATE, PARAMS, X], ids=["state", "params", "array"])
-def test_a_state_or_parameters_after_the_function_are_told_apart(given):
-    cure = "Pass `loss_scale=opt_state`" if given is STATE else "Call what it returns"
-    with pytest.raises(TypeError, match=re.escape(cure)) as caught:
-        jaxmp.grad(loss, given)
-    assert len(str(caught.value)) < 400
 
 
 # Gradients that are divided already
