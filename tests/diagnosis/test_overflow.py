@@ -573,11 +573,13 @@ AROUND_EPSILON = {
     "where": lambda x: 1 / jnp.where(x > 0, x, 1e-9),
     "with_policy": jaxmp.with_policy(jax.jit(epsilon), "mixed_float16"),
     "cond": lambda x: jax.lax.cond(x[0] > 0, lambda x: x, epsilon, x),
+    # The first of two equal branches does not run.
+    "branches": lambda x: jax.lax.cond(x[0] < 1, epsilon, epsilon, x),
     "vmap": lambda x: jax.vmap(epsilon)(x[:, None]),
     "while": lambda x: jax.lax.fori_loop(0, 2, lambda i, x: epsilon(x), x),
     "full": lambda x: x / (x + jnp.full_like(x, 1e-8)),
 }
-CHEAP = {"argument", "grad", "clip", "with_policy"}
+CHEAP = {"argument", "grad", "clip", "with_policy", "branches"}
 
 
 @pytest.mark.parametrize(
@@ -592,6 +594,7 @@ def test_a_number_that_16_bits_have_eaten_is_named_and_float32_has_it(name):
     report = find(AROUND_EPSILON[name], x)
     assert report.first.kind == "zeros"
     assert report.finite_in_float32
+    assert report.first.inputs
     number = "1e-09" if name in ("clip", "where") else "1e-08"
     assert f"The number {number} in the code at test_overflow.py:" in report.advice
     assert "not the precision" not in report.advice

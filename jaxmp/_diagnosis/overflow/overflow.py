@@ -211,6 +211,8 @@ class _Search:
             return Fault(
                 **line._asdict(), kind=kind, trips=(), inputs=(), largest=largest
             )
+        # Of an operation in several branches, one that ran.
+        seen.sort(key=lambda x: (not x[1].runs, x[0]))
         guilty = [x for x in seen if (x[1].lost if kind == "zeros" else x[1].bad)]
         self.number, found = [*guilty, *seen][0]
         return dataclasses.replace(_fault(found, ()), kind=kind)
