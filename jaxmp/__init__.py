@@ -24,7 +24,7 @@ Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
 Dtypes      explain Explanation ExplainedLine
             audit assert_16bit DtypeReport Leak Kept Hazard UnfusedAttention
 Faults      find_overflow OverflowReport Fault OperationRange
-Errors      sensitivity SensitivityReport ModuleSensitivity RoundedColumn
+Errors      sensitivity SensitivityReport ModuleSensitivity
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
             RecordRangesState exponent_histogram activation_gradients
 Memory      with_state_dtype cast_state StateDtypeState Int8Blocks
@@ -62,7 +62,6 @@ from ._diagnosis.ranges import RangeStats as RangeStats
 from ._diagnosis.ranges import range_report as range_report
 from ._diagnosis.ranges import suggest_loss_scale as suggest_loss_scale
 from ._diagnosis.sensitivity.report import ModuleSensitivity as ModuleSensitivity
-from ._diagnosis.sensitivity.report import RoundedColumn as RoundedColumn
 from ._diagnosis.sensitivity.report import SensitivityReport as SensitivityReport
 from ._gradients.grad import grad as grad
 from ._gradients.grad import value_and_grad as value_and_grad
@@ -112,7 +111,6 @@ __all__ = [
     "RangeReport",
     "RangeStats",
     "RecordRangesState",
-    "RoundedColumn",
     "SensitivityReport",
     "StateDtypeState",
     "StochasticRoundingState",

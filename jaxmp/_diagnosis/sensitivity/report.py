@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from ..._base.text import WIDTH, as_html, as_lists, more, notes, paragraphs, wrapped
 
 _ROWS = 10
-_COLUMNS = 6
 _NO_MODULE = "(in no module)"
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
 # Of `float32_products`.
@@ -83,42 +81,6 @@ class ModuleSensitivity:
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundedColumn:
-    """A column of the data whose rows are hard to tell apart in 16 bits.
-
-    Attributes:
-        argument: The argument's path.
-        column: Its index along the last axis; None if the argument has one axis.
-        dtype: The 16-bit dtype that the argument is cast to.
-        values: The number of different values in it.
-        values_left: The number of different values after rounding to ``dtype``.
-        error: By how much rounding moves its values, as a share of their standard
-            deviation.
-
-    Examples:
-        >>> def loss(w, x):
-        ...     return jnp.mean(jnp.tanh(x @ w))
-        >>> x = jnp.array([[year, 1.0] for year in range(2010, 2024)])
-        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 1)), x)
-        >>> print(report.columns[0])
-        x[..., 0]: 14 values are 3 in bfloat16
-    """
-
-    argument: str
-    column: int | None
-    dtype: str
-    values: int
-    values_left: int
-    error: float
-
-    def __str__(self) -> str:
-        """Says what is left of it, in one line."""
-        column = "" if self.column is None else f"[..., {self.column}]"
-        left = f"{self.values} values are {self.values_left} in {self.dtype}"
-        return f"{self.argument}{column}: {left}"
-
-
-@dataclasses.dataclass(frozen=True)
 class SensitivityReport:
     """What :func:`jaxmp.sensitivity` found.
 
@@ -140,9 +102,6 @@ class SensitivityReport:
             to keep modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
-        columns: The columns of the arguments after the first that are cast to 16 bits
-            unchanged, and that rounding moves by more than ``tolerance`` of their
-            standard deviation.
         float32_products: The argument of :func:`jaxmp.sensitivity`. The errors include
             those of float32 matmuls on such a device.
         in_float32: Whether it measured a program in float32 on such a device.
@@ -163,7 +122,6 @@ class SensitivityReport:
     is_cast: bool
     loss_scale: float
     notes: tuple[str, ...]
-    columns: tuple[RoundedColumn, ...]
     float32_products: str | None = None
     in_float32: bool = False
     residuals: str | None = None
@@ -254,7 +212,6 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
     return paragraphs(
         wrapped(_conclusion(report)),
         wrapped(report.line, "    ", "        ", is_code=True),
-        *_columns(report.columns),
         wrapped(head),
         [*_table(report, shown), *more(rows, len(shown), "modules")],
         notes(report),
@@ -268,18 +225,6 @@ def _everything(report: SensitivityReport) -> str:
     if products:
         products = f"float32 matmuls at default precision in {products}"
     return " and ".join(filter(None, (narrow, products)))
-
-
-def _columns(columns: tuple[RoundedColumn, ...]) -> Iterator[list[str]]:
-    """Yields a paragraph that says what to do, and one with the columns."""
-    if columns:
-        yield wrapped(
-            "Subtract the mean from these inputs in float32, before the model, and "
-            "divide by their standard deviation: in 16 bits their rows become the same."
-        )
-        shown = [wrapped(str(x), "    ", "      ") for x in columns[:_COLUMNS]]
-        rest = more(columns, _COLUMNS, "columns", "    ")
-        yield [*itertools.chain(*shown), *rest]
 
 
 def _table(

@@ -39,7 +39,6 @@ from ..._residuals.eight_bits import FEW, Format, check_format
 from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
 from ..wide_replay import compiled
-from .columns import rounded_columns
 from .report import ModuleSensitivity, SensitivityReport
 from .switches import Program
 
@@ -77,9 +76,6 @@ def sensitivity(
     stores eight bits for the backward pass. ``bfloat16_paths`` are then the modules
     that must not.
 
-    ``report.columns`` lists columns of the data whose rows become the same in 16 bits,
-    such as years and identifiers.
-
     One compiled program measures all of these choices, because each rounding to 16 bits
     can be switched off in it. At the end autocast itself runs with the paths found.
 
@@ -90,8 +86,8 @@ def sensitivity(
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
-        tolerance: The largest relative error that is accepted, for the loss, the
-            gradients and a column of the data.
+        tolerance: The largest relative error that is accepted, for the loss and the
+            gradients.
         has_aux: Whether ``fun`` returns a pair of the loss and something else, which is
             ignored.
         loss_scale: What the loss is multiplied by for its gradients: a number, or an
@@ -181,8 +177,6 @@ def sensitivity(
             raise ValueError(_nothing_found(float32_products))
         _check_residuals(program, residuals, own.multiplies)
         scales = _scales(loss_scale, program) if is_loss else ()
-        names = ["loss_scale"] * is_loss + flat.names
-        columns = rounded_columns(jaxpr, arrays, names, is_loss + count, tolerance)
         with _Bar(progress) as bar:
             search = _Search(program, flat.leaves, scales, bar)
             rows = search.rows()
@@ -210,7 +204,6 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
-            columns=columns,
             float32_products=float32_products,
             in_float32=in_float32,
             residuals=program.residuals,
