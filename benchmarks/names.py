@@ -81,8 +81,8 @@ def _layer(module: nn.Module, *args: Any, shape: tuple[int, ...] = (8, 16)) -> C
 
 W, V = jnp.ones((16, 16)), jnp.ones(16)
 LABELS, PLACES = jnp.arange(8) % 16, jnp.arange(8) % 3
-IMAGE = (2, 8, 8, 4)
-HEADS = (2, 8, 4, 2)
+IMAGE = (2, 8, 8, 8)
+HEADS = (2, 8, 2, 8)
 
 
 @jax.custom_vjp
@@ -118,9 +118,10 @@ def _cases() -> dict[str, dict[str, Case]]:
             "`lax.dot_general`": Case(
                 lambda x: lax.dot_general(x, W, (((1,), (0,)), ((), ())))
             ),
+            "`x @ w` of fewer than 8 rows": Case(lambda x: x[:, :4] @ W[:4]),
             "`lax.conv_general_dilated`": Case(
                 lambda x: lax.conv_general_dilated(
-                    x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME",
+                    x, jnp.ones((3, 3, 8, 8)), (1, 1), "SAME",
                     dimension_numbers=("NHWC", "HWIO", "NHWC"),
                 ), IMAGE,
             ),
@@ -135,7 +136,7 @@ def _cases() -> dict[str, dict[str, Case]]:
         },
         "Layers": {
             "`nn.Dense`": _layer(nn.Dense(16)),
-            "`nn.Conv`": _layer(nn.Conv(4, (3, 3)), shape=IMAGE),
+            "`nn.Conv`": _layer(nn.Conv(8, (3, 3)), shape=IMAGE),
             "`nn.Embed`, of token ids": Case(lambda x: x[LABELS], (16, 16), True),
             "`nn.LayerNorm`": _layer(nn.LayerNorm()),
             "`nn.RMSNorm`": _layer(nn.RMSNorm()),
@@ -216,7 +217,7 @@ def _cases() -> dict[str, dict[str, Case]]:
             "`jnp.maximum`, `jnp.clip`": Case(lambda x: jnp.clip(x, -1.0, 1.0)),
             "`jnp.take`, `x[ids]`": Case(lambda x: jnp.take(x, LABELS[:4], 0)),
             "`jnp.take_along_axis`": Case(
-                lambda x: jnp.take_along_axis(x, jnp.stack([LABELS, LABELS], 1), 1)
+                lambda x: jnp.take_along_axis(x, jnp.stack([LABELS] * 8, 1), 1)
             ),
             "`x.at[ids].set`": Case(lambda x: x.at[PLACES].set(0.0)),
             "`x.at[ids].add`": Case(lambda x: x.at[PLACES].add(x)),
@@ -235,7 +236,7 @@ def _cases() -> dict[str, dict[str, Case]]:
             "`jnp.linalg.qr`": Case(lambda x: jnp.linalg.qr(x.T)[0]),
             "`jnp.fft.fft`": Case(lambda x: jnp.fft.fft(x).real),
             "`jax.image.resize`": Case(
-                lambda x: jax.image.resize(x, (2, 4, 4, 4), "linear"), IMAGE
+                lambda x: jax.image.resize(x, (2, 4, 4, 8), "linear"), IMAGE
             ),
         },
         "Loops and transformations": {

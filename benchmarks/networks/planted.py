@@ -68,7 +68,7 @@ PLACES = {
     "jit": "jax.jit(planted)(p, h)",
     "remat": "jax.checkpoint(planted)(p, h)",
     "vmap": "jax.vmap(planted, (None, 0))(p, h)",
-    "scan": "jax.lax.scan(lambda c, h: (c, planted(p, h)), 0, h.reshape(2, 4, 4))[1]",
+    "scan": "jax.lax.scan(lambda c, h: (c, planted(p, h)), 0, h.reshape(2, 4, 8))[1]",
     "cond": "jax.lax.cond(x[0, 0] < 9, planted, planted, p, h)",
 }
 CASTS = ("arguments", "with_policy", "autocast", "dtype=")
@@ -235,14 +235,14 @@ def program(kind: str, seed: int) -> Program:
         f"    return jnp.sum(cast(p, x).astype(jnp.float32)) / {total}",
     ]
     random_x = np.random.default_rng(seed)
-    x = random_x.standard_normal((8, 4)).astype(np.float32)
+    x = random_x.standard_normal((8, 8)).astype(np.float32)
     if kind == "Inf or NaN in the data":
-        x[pick.randrange(8), pick.randrange(4)] = pick.choice([np.inf, -np.inf, np.nan])
+        x[pick.randrange(8), pick.randrange(8)] = pick.choice([np.inf, -np.inf, np.nan])
     params = {
-        "w": random_x.standard_normal((4, 4)).astype(np.float32) / 2,
-        "one": np.eye(4, dtype=np.float32),
-        "big": np.full((4, 4), 200, np.float32),
-        "small": np.full((4, 4), 1e-5, np.float32),
+        "w": random_x.standard_normal((8, 8)).astype(np.float32) / 3,
+        "one": np.eye(8, dtype=np.float32),
+        "big": np.full((8, 8), 200, np.float32),
+        "small": np.full((8, 8), 1e-5, np.float32),
     }
     backward = kind.endswith("backward")
     # Autocast rounds the cotangent for the product that takes it, and a cast of the

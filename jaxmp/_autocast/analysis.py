@@ -16,6 +16,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal
 from .._jaxprs.scopes import (
     AUTOCAST,
+    BACKWARD,
     FLOAT32,
     KEPT_BY_OPS,
     KEPT_BY_PATHS,
@@ -81,7 +82,7 @@ class Analysis:
         """Returns the class of an equation in ``scopes``, with its own."""
         if self.is_kept(scopes):
             return "keep"
-        return classes.classify(eqn, self.ops, self.dtype)
+        return classes.classify(eqn, self.ops, self.dtype, back=BACKWARD in scopes)
 
     def is_product(self, eqn: Equation, scopes: Scopes = ()) -> bool:
         """Whether ``eqn`` is a product in 16 bits."""
@@ -103,7 +104,9 @@ class Analysis:
         for path, names in self.paths.items():
             if is_under(names, scopes):
                 return self._precisions[path]
-        return "highest" if classes.is_denied(eqn, self._denied) else "default"
+        is_denied = classes.is_denied(eqn, self._denied)
+        is_small = classes.is_small(eqn, back=BACKWARD in scopes)
+        return "highest" if is_denied or is_small else "default"
 
     def reason(self, eqn: Equation, scopes: Scopes) -> str | None:
         """Returns the scope that tells the audit why ``eqn`` stays as it was."""
@@ -202,7 +205,7 @@ class Analysis:
     def _plan(self, jaxpr: Any, trip: Trip, scopes: Scopes) -> Plan:
         body = _jaxpr.open_jaxpr(jaxpr)
         eqns, spotted = self._program(jaxpr, scopes)
-        ways = on_ways(body, eqns, trip.summed)
+        ways = on_ways(body, eqns, trip.summed, scopes)
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
         for var, one in zip(body.outvars, trip.wanted, strict=True):
@@ -308,7 +311,7 @@ class Analysis:
             return trip
         pairs = zip(layout.fixed_in, layout.fixed_out, strict=True)
         carried = [(place - first, out) for place, out in pairs]
-        summed = accumulated(body.jaxpr, carried)
+        summed = accumulated(body.jaxpr, carried, scopes)
         trip = trip._replace(summed=summed + trip.summed)
         sums = joined(outs for _, outs in summed)
         wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]

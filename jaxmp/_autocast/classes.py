@@ -114,13 +114,22 @@ def is_steep(eqn: Equation) -> bool:
     return eqn.primitive.name in STEEP or eqn.primitive.name not in _FOLLOWED
 
 
-def classify(eqn: Equation, ops: OpLists, dtype: np.dtype) -> Class:
-    """Returns the class of an equation that no user keeps in float32."""
+def classify(
+    eqn: Equation, ops: OpLists, dtype: np.dtype, *, back: bool = False
+) -> Class:
+    """Returns the class of an equation that no user keeps in float32.
+
+    Args:
+        eqn: The equation.
+        ops: The lists.
+        dtype: The 16-bit dtype.
+        back: Whether what holds it belongs to the backward pass.
+    """
     name = eqn.primitive.name
     if name in ops.allow and has_float32(eqn, dtype):
         if name not in PRODUCTS:
             return "product"
-        if is_matrix_product(eqn) and has_default_precision(eqn):
+        if is_matrix_product(eqn, back=back) and has_default_precision(eqn):
             return "product"
     leaves_range = is_power(eqn) or is_steep_power(eqn) or scales_far(eqn)
     if name in ops.infer and not leaves_range and not _jaxpr.is_told_dtype(eqn):
@@ -166,9 +175,12 @@ def is_told(eqn: Equation) -> bool:
     return is_product_of_any_kind(eqn) and not has_default_precision(eqn)
 
 
-def is_outer(eqn: Equation) -> bool:
-    """Whether a product multiplies entries and sums none up."""
-    return is_product_of_any_kind(eqn) and not is_matrix_product(eqn)
+def is_small(eqn: Equation, *, back: bool = False) -> bool:
+    """Whether a product is arithmetic, such as a rotation.
+
+    The arguments are those of :func:`jaxmp._ops.products.is_matrix_product`.
+    """
+    return is_product_of_any_kind(eqn) and not is_matrix_product(eqn, back=back)
 
 
 def negates(eqn: Equation) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
+from .._jaxprs.scopes import BACKWARD, Scopes
 from .._jaxprs.walk import At, Forward
 from .._ops.lists import Definition
 from .._ops.products import is_matrix_product
@@ -77,12 +78,13 @@ def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
     return found
 
 
-def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
+def accumulated(body: Any, carried: Sequence[tuple[int, int]], scopes: Scopes) -> Ways:
     """Returns what the trips of a loop hand on without a product.
 
     Args:
         body: The jaxpr of a trip, open or closed.
         carried: Places of what is carried, among its inputs and among its outputs.
+        scopes: Named scopes around it.
 
     Returns:
         A way for each of ``carried`` from which one without a product leads back to
@@ -90,7 +92,7 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]]) -> Ways:
     """
     inputs = _jaxpr.in_vars(body)
     carried = [(place, out) for place, out in carried if is_float32(inputs[place])]
-    made = _MADE.through(body, [1 << i for i in range(len(inputs))])
+    made = _MADE.through(body, [1 << i for i in range(len(inputs))], scopes)
     for place, out in carried:  # each trip takes what another returns
         made = [x | made[out] if x >> place & 1 else x for x in made]
     return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
@@ -105,13 +107,14 @@ GIVEN = Forward(_given, all, known=True)
 
 
 def on_ways(
-    body: Any, eqns: Sequence[Equation], summed: Ways
+    body: Any, eqns: Sequence[Equation], summed: Ways, scopes: Scopes
 ) -> tuple[frozenset[Any], ...]:
     """Returns the variables on each way through an open jaxpr of such equations.
 
-    Each way for itself: what is on another one is a term here.
+    Each way for itself: what is on another one is a term here. ``scopes`` are those
+    around the jaxpr.
     """
-    links = [(eqn, _links(eqn)) for eqn in eqns] if summed else []
+    links = [(eqn, _links(eqn, scopes)) for eqn in eqns] if summed else []
     ways = []
     for starts, ends in summed:
         made = set(_chosen(body.invars, starts))
@@ -145,7 +148,8 @@ def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
 
 
 def _made(eqn: Equation, ins: list[int], at: At) -> list[int]:
-    return [0 if is_matrix_product(eqn) else joined(ins)] * len(eqn.outvars)
+    ends = is_matrix_product(eqn, back=BACKWARD in at.scopes)
+    return [0 if ends else joined(ins)] * len(eqn.outvars)
 
 
 def _made_in(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
@@ -160,9 +164,10 @@ def _made_in(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
 _MADE = Forward(_made, joined, known=0, enter=_made_in)
 
 
-def _links(eqn: Equation) -> Sequence[int]:
+def _links(eqn: Equation, scopes: Scopes) -> Sequence[int]:
     """Returns of which inputs of ``eqn`` each of its outputs is made."""
-    return _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], At(None, ()))
+    at = At(None, scopes + _jaxpr.scope_names(eqn))
+    return _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], at)
 
 
 def _places(atoms: Sequence[Any], variables: Collection[Any]) -> int:

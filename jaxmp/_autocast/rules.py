@@ -7,8 +7,9 @@ AS_WRITTEN, PRODUCT, FOLLOWS, JOINS, FLOAT32 = 1, 2, 3, 4, 5
 DIGITS, KEPT, LOOP, ENDS = 6, 7, 8, 9
 
 TERMS = {
-    "matmul": "A *matmul* is a matrix product or a convolution, however it is written. "
-    "A slice of its result, or of what elementwise operations make of it, counts as a "
+    "matmul": "A *matmul* is a convolution, or a matrix product that adds up eight "
+    "numbers or more in the forward pass, with its gradients, however it is written. A "
+    "slice of its result, or of what elementwise operations make of it, counts as a "
     "result of its own.",
     "elementwise": "An *elementwise operation* is arithmetic, `tanh`, `sigmoid`, "
     "`erf`, `erfc`, `sin` or `cos`. Powers do not count, nor do factors above 256 or "
@@ -45,8 +46,8 @@ RULES = {
     JOINS: "A sum leading to a matmul is 16 bits if it adds an input to a 16-bit "
     "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid`, "
     "`erf` and `erfc` are rounded for matmuls alone.",
-    FLOAT32: "Everything else is float32: exponentials, powers, reductions, norms, "
-    "losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
+    FLOAT32: "Everything else is float32: exponentials, powers, smaller products, "
+    "reductions, norms, losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
     "whatever autocast does not know.",
     DIGITS: "A returned value, a divisor, and what a logarithm, exponential, root, "
     "solver, test of equality or unknown operation reads are float32, and so is "

@@ -6,7 +6,7 @@ from typing import Any
 from .._base.checks import warn
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.scopes import KEPT_TO_COMPARE, KEPT_TO_END, Scopes, inside
+from .._jaxprs.scopes import BACKWARD, KEPT_TO_COMPARE, KEPT_TO_END, Scopes, inside
 from .._ops.products import flops
 from .analysis import Analysis
 from .graph import Trip
@@ -42,12 +42,12 @@ def _flops(analysis: Analysis, jaxpr: Any, trip: Trip, scopes: Scopes) -> Flops:
     for eqn, kind, read in zip(plan.eqns, plan.kinds, plan.outs, strict=True):
         here = scopes + _jaxpr.scope_names(eqn)
         if kind == "product":
-            half += _number(flops(eqn))
+            half += _number(flops(eqn, back=BACKWARD in scopes))
         elif kind == "call":
             more = _flops_inside(analysis, eqn, read, inside(eqn, here))
             half, kept = half + more[0], kept + more[1]
         elif KEPT_TO_END in here or KEPT_TO_COMPARE in here:
-            kept += _held([eqn])
+            kept += _held([eqn], back=BACKWARD in scopes)
     return half, kept
 
 
@@ -63,14 +63,21 @@ def _flops_inside(
     return times * sum(x for x, _ in found), times * sum(x for _, x in found)
 
 
-def _held(eqns: Sequence[Equation]) -> float:
-    """Returns the FLOPs of some equations with all that they hold."""
-    return sum(
-        _number(flops(eqn))
-        + _trips(eqn)
-        * sum(_held(_jaxpr.open_jaxpr(x).eqns) for x in _jaxpr.sub_jaxprs(eqn))
-        for eqn in eqns
-    )
+def _held(eqns: Sequence[Equation], *, back: bool) -> float:
+    """Returns the FLOPs of some equations with all that they hold.
+
+    Args:
+        eqns: The equations.
+        back: Whether what holds them belongs to the backward pass.
+    """
+    total = 0.0
+    for eqn in eqns:
+        total += _number(flops(eqn, back=back))
+        in_back = back or _jaxpr.is_transposed(eqn)
+        for body in _jaxpr.sub_jaxprs(eqn):
+            held = _held(_jaxpr.open_jaxpr(body).eqns, back=in_back)
+            total += _trips(eqn) * held
+    return total
 
 
 def _trips(eqn: Equation) -> float:

@@ -61,7 +61,7 @@ def needs_of_inputs(
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if place.summed:
-        found = _of_sum_over_trips(eqn, place.summed)
+        found = _of_sum_over_trips(eqn, place)
     if eqn in place.spotted.powers:
         found = [x | needs.GATE for x in found]
     if (i := classes.divisor(eqn)) is not None:
@@ -191,9 +191,9 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     return found
 
 
-def _of_sum_over_trips(eqn: Equation, summed: Ways) -> list[Need]:
+def _of_sum_over_trips(eqn: Equation, place: Place) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
-    multiplies = classes.multiplies(eqn) or classes.is_outer(eqn)
+    multiplies = classes.multiplies(eqn) or classes.is_small(eqn, back=place.back)
     term = needs.GATE if multiplies else needs.FULL
-    way = joined(starts for starts, _ in summed)
+    way = joined(starts for starts, _ in place.summed)
     return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]

@@ -25,7 +25,7 @@ from .._base.dtypes import FLOAT8
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.jaxpr import Equation, Primitive, is_inexact
-from .products import is_batched, is_matrix_product, is_resize, sizes
+from .products import is_batched, is_resize, multiplies_matrices, sizes
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 # Units for tensor products in float8 take sizes in multiples of 16; XLA pads others.
@@ -43,7 +43,7 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
     The reason is the name of a scope, see :mod:`jaxmp._jaxprs.scopes`, and empty for
     what is no matrix product, or resizes an image.
     """
-    if not is_matrix_product(eqn) or is_resize(eqn):
+    if not multiplies_matrices(eqn) or is_resize(eqn):
         return ""
     if is_batched(eqn):
         return _scopes.KEPT_BATCHED
@@ -123,7 +123,7 @@ def _transposed(
     jaxpr = _jaxpr.trace(transposed, args)
 
     def apply(eqn, args):
-        if not is_matrix_product(eqn):
+        if not multiplies_matrices(eqn):
             return _jaxpr.bind(eqn, args)
         return [_product(eqn.primitive, _params(eqn, _BFLOAT16, True))(*args)]
 

@@ -35,7 +35,7 @@ from .._jaxprs.jaxpr import (
     open_jaxpr,
     sub_jaxprs,
 )
-from .products import ATTENTION, PRODUCTS
+from .products import ATTENTION, PRODUCTS, is_matrix_product
 
 # Values move or are chosen between, and none is rounded: [grappler]'s clear list.
 _MOVE = """
@@ -368,6 +368,8 @@ def holds_back(eqn: Equation) -> bool:
 def in_words(eqn: Equation) -> str:
     """Returns what an explanation calls an operation."""
     name: str = eqn.primitive.name
+    if name in PRODUCTS and not is_matrix_product(eqn):
+        return "a product"
     return _IN_WORDS.get(name) or name
 
 

@@ -15,6 +15,8 @@ from .._jaxprs.jaxpr import (
     Equation,
     frames,
     is_inexact,
+    is_transposed,
+    names_of,
     open_jaxpr,
     sub_jaxprs,
     trace,
@@ -30,6 +32,9 @@ PRODUCTS = frozenset(
 # Products of operands in 8 bits or fewer, with a scale for each block: the user's.
 SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
 
+# No tensor core adds up fewer products at once: those of NVIDIA take 8 16-bit numbers.
+FEWEST = 8
+
 _32BIT = {FLOAT32, np.dtype(np.complex64)}
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
@@ -37,12 +42,40 @@ _IMAGE = os.path.join("jax", "_src", "image")
 _FACTORISATIONS = os.path.join("jax", "_src", "lax", "linalg.py")
 
 
-def is_matrix_product(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a convolution or a floating matrix product with sums in it.
+def is_matrix_product(eqn: Equation, *, back: bool = False) -> bool:
+    """Whether ``eqn`` is a matrix product that autocast may run in 16 bits.
 
-    An outer product is elementwise work: the angles of rotary embeddings are one, and
-    their sine is wrong by half when they are rounded to float16. A product of two
-    vectors, for each entry of a batch, is no work for tensor cores either.
+    One that adds up fewer than eight numbers in the forward pass is arithmetic, and so
+    are its gradients: rotations, poses, angles of rotary embeddings. Tensor cores gain
+    nothing there. A convolution is one, however small its kernel.
+
+    Args:
+        eqn: The equation.
+        back: Whether what holds it, such as a loop, belongs to a backward pass.
+    """
+    if not multiplies_matrices(eqn):
+        return False
+    if is_convolution(eqn) or is_attention(eqn):
+        return True
+    names = names_of(eqn)
+    if not (names.transposed or back) or names.computed_again:
+        return _terms(eqn) >= FEWEST
+    # JAX multiplies a gradient by the other operand, of which the forward pass has
+    # summed over the axes that are left. That of experts' weights comes second.
+    groups = _group_dimensions(eqn)
+    other = 1 if eqn.primitive.name == "dot_general" or groups else 0
+    contracted, batch = _dimension_numbers(eqn)
+    taken = {*contracted[other], *batch[other], *groups}
+    shape = eqn.invars[other].aval.shape
+    left = math.prod(n for axis, n in enumerate(shape) if axis not in taken)
+    return as_number(left) >= FEWEST
+
+
+def multiplies_matrices(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a convolution, or a floating matrix product with sums in it.
+
+    An outer product is elementwise work. A product of two vectors, for each entry of a
+    batch, is no work for tensor cores either.
     """
     if eqn.primitive.name not in PRODUCTS:
         return False
@@ -52,8 +85,14 @@ def is_matrix_product(eqn: Equation) -> bool:
         return True
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
-    terms = as_number(math.prod(lhs.shape[i] for i in contracted))
-    return terms > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
+    return _terms(eqn) > 1 and max(lhs.ndim, rhs.ndim) > len(contracted) + len(batch)
+
+
+def _terms(eqn: Equation) -> float:
+    """Returns how many products each entry of a matrix product adds up."""
+    (contracted, _), _ = _dimension_numbers(eqn)
+    shape = eqn.invars[0].aval.shape
+    return as_number(math.prod(shape[axis] for axis in contracted))
 
 
 def is_convolution(eqn: Equation) -> bool:
@@ -122,7 +161,7 @@ def is_of_float32(eqn: Equation) -> bool:
 
 def is_rounded_by_device(eqn: Equation) -> bool:
     """Whether a device may round the float32 operands of a matrix product."""
-    return is_float32_product(eqn) and is_matrix_product(eqn)
+    return is_float32_product(eqn) and multiplies_matrices(eqn)
 
 
 def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
@@ -154,7 +193,7 @@ def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
 
     None for all else: convolutions, batches or groups of products.
     """
-    if eqn.primitive.name != "dot_general" or not is_matrix_product(eqn):
+    if eqn.primitive.name != "dot_general" or not multiplies_matrices(eqn):
         return None
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     contracted, batch = _dimension_numbers(eqn)
@@ -187,11 +226,14 @@ def is_batched(eqn: Equation) -> bool:
     return eqn.primitive.name == "dot_general" and bool(_dimension_numbers(eqn)[1][0])
 
 
-def flops(eqn: Equation) -> float:
-    """Returns the FLOPs of a matrix product or convolution, 0 for all else."""
+def flops(eqn: Equation, *, back: bool = False) -> float:
+    """Returns the FLOPs of a matrix product or convolution, 0 for all else.
+
+    The arguments are those of :func:`is_matrix_product`.
+    """
     if eqn.primitive.name in SCALED_PRODUCTS:
         return _scaled_flops(eqn)
-    if not is_matrix_product(eqn):
+    if not is_matrix_product(eqn, back=back):
         return 0.0
     if is_convolution(eqn):
         return _convolution_flops(eqn)
@@ -291,7 +333,7 @@ def _convolution_flops(eqn: Equation) -> float:
 
 def is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
     """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
-    if not is_matrix_product(eqn) or not has_default_precision(eqn):
+    if not multiplies_matrices(eqn) or not has_default_precision(eqn):
         return False
     return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
@@ -312,10 +354,14 @@ def has_float32(eqn: Equation, dtype: np.dtype) -> bool:
     return len(ins) != 1 or FLOAT32 in ins
 
 
-def holds_product(eqn: Equation) -> bool:
-    """Whether an equation is a matrix product, or holds one."""
-    return is_matrix_product(eqn) or any(
-        holds_product(inner)
+def holds_product(eqn: Equation, *, back: bool = False) -> bool:
+    """Whether an equation is a matrix product, or holds one.
+
+    The arguments are those of :func:`is_matrix_product`.
+    """
+    back |= is_transposed(eqn)
+    return is_matrix_product(eqn, back=back) or any(
+        holds_product(inner, back=back)
         for body in sub_jaxprs(eqn)
         for inner in open_jaxpr(body).eqns
     )

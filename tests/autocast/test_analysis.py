@@ -14,7 +14,7 @@ from jaxmp._autocast.analysis import Analysis
 from jaxmp._autocast.graph import Trip
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
-W, X = jnp.ones((8, 8)), jnp.ones((4, 8))
+W, X = jnp.ones((8, 8)), jnp.ones((8, 8))
 BITS = ("PRODUCT", "HALF", "HALF_BACK", "FULL", "FULL_BACK", "DIGITS", "GATE", "REGION")
 
 
@@ -158,7 +158,7 @@ TRIPS = {
 
 @pytest.mark.parametrize(("trip", "expected"), TRIPS.values(), ids=TRIPS)
 def test_what_multiplies_what_is_carried_is_told_from_what_enters(trip, expected):
-    square = jnp.ones((4, 4))
+    square = jnp.ones((8, 8))
 
     def fun(r, s):
         return lax.scan(lambda c, x: (trip(c, *x), None), square, (r, s))[0] @ square

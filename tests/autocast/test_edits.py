@@ -22,7 +22,7 @@ from jaxmp import autocast
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._ops import products as _products
 
-ROWS, SIZE = 6, 8
+ROWS, SIZE = 8, 8
 X = normal(0, ROWS, SIZE)
 WEIGHTS = {f"w{i}": normal(i + 1, SIZE, SIZE, scale=SIZE**-0.5) for i in range(6)} | {
     "b": normal(9, SIZE, scale=0.1),
@@ -182,7 +182,7 @@ SAME = {
 
 
 def pairs(x, w):
-    return x.reshape(2, 3, SIZE), jnp.stack([w["w0"], w["w1"]])
+    return x.reshape(2, 4, SIZE), jnp.stack([w["w0"], w["w1"]])
 
 
 def mask():

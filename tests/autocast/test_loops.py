@@ -329,13 +329,14 @@ LAYERS = {
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_backward_pass_reads_a_softmax_in_16_bits_wherever_it_is(name):
+    x = jax.random.normal(jax.random.key(2), (9, 8))
     grad = jax.grad(lambda x: (LAYERS[name](x) ** 2).sum())
     cast = jaxmp.autocast(grad, F16)
-    eqns = traced(cast, XS[0])
-    stacked = [v.aval for e in eqns for v in e.outvars if v.aval.shape == (2, 4, 4)]
+    eqns = traced(cast, x)
+    stacked = [v.aval for e in eqns for v in e.outvars if v.aval.shape == (2, 9, 9)]
     assert all(aval.dtype == F16 for aval in stacked)
     assert bool(stacked) == (name in ("scan", "scan of jit", "remat of scan"))
-    assert relative_error(*at_once(cast, grad)(XS[0])) < 4e-3
+    assert relative_error(*at_once(cast, grad)(x)) < 4e-3
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["", "remat"])

@@ -19,9 +19,9 @@ from benchmarks.counting.measure import product_dtypes, relative_error
 from conftest import at_once, in_both_dtypes, normal, usually_bfloat16
 from jaxmp import autocast
 
-X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 5)
-W = normal(2, 12, 5, scale=0.2)
-V = normal(3, 5, 5)
+X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 8)
+W = normal(2, 12, 8, scale=0.2)
+V = normal(3, 8, 8)
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
@@ -37,7 +37,7 @@ def squared(z, y):
 
 def fed_back(w):
     z = predicted(w, X)
-    again = jnp.concatenate([X[:, 5:], z], 1)
+    again = jnp.concatenate([X[:, 8:], z], 1)
     return squared(z, Y) + squared(predicted(w, again), Y)
 
 
@@ -71,7 +71,7 @@ LOSSES = {
     "cond": lambda w: squared(
         lax.cond(w[0, 0] > 9, lambda: 2 * predicted(w, X), lambda: predicted(w, X)), Y
     ),
-    "a bias": lambda w: squared((X - 1000) @ w + jnp.full(5, 1000.0), Y),
+    "a bias": lambda w: squared((X - 1000) @ w + jnp.full(8, 1000.0), Y),
     "a number": lambda w: squared(1003.7 + 2.3 * ((X - 1000) @ w), Y),
     "a lookup": lambda w: squared((X - 1000) @ w + Y[jnp.arange(32) % 4], Y),
 }
@@ -88,7 +88,7 @@ def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
         assert relative_error(one, exact) < 4 * float(jnp.finfo(dtype).eps)
 
 
-MEAN = np.float32([1000, 2003, 517, 1501, 803])
+MEAN = np.float32([1000, 2003, 517, 1501, 803, 1207, 911, 1404])
 less_mean = jax.jit(lambda z: z - MEAN)
 
 
@@ -103,7 +103,7 @@ def between(z):
         "relu": lambda: jax.nn.relu(z) - MEAN,
         "clip": lambda: jnp.clip(z, 0, 1e4) - MEAN,
         "where": lambda: jnp.where(z > 0, z, MEAN) - MEAN,
-        "concatenate": lambda: jnp.concatenate([z, 2 * z], 1)[:, :5] - MEAN,
+        "concatenate": lambda: jnp.concatenate([z, 2 * z], 1)[:, :8] - MEAN,
         "negated": lambda: MEAN + -z,
         "scaled": lambda: 0.01 * z - 0.01 * MEAN,
         "a ratio": lambda: 1e3 * (z / MEAN - 1),
@@ -158,7 +158,7 @@ JOINED = {
     "the exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "a batch norm": lambda x: (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1),
     "less a sum of neighbours": lambda x: x - jnp.cumsum(x, 0) / 32,
-    "rotated": lambda x: jnp.cos(X[:, :5]) * x - jnp.sin(X[:, :5]) * x[:, ::-1],
+    "rotated": lambda x: jnp.cos(X[:, :8]) * x - jnp.sin(X[:, :8]) * x[:, ::-1],
 }
 # An exponential reads it.
 NOT_JOINED = {"mish": jax.nn.mish, "softplus": jax.nn.softplus}
@@ -170,14 +170,14 @@ def test_a_bias_joins_16_bits_where_no_exponential_reads_it(name, dtype):
     """Also where a difference is made of it, or of the derivative."""
 
     def loss(w, b):
-        h = (JOINED | NOT_JOINED)[name](X[:, :5] @ w + b)
+        h = (JOINED | NOT_JOINED)[name](X[:, :8] @ w + b)
         return jnp.square(h @ w).mean()
 
     grad = autocast(jax.grad(loss, (0, 1)), dtype)
     sums = [
         e.outvars[0].aval.dtype
         for e in jax.make_jaxpr(grad)(V, V[0]).eqns
-        if e.primitive.name == "add" and e.outvars[0].aval.shape == (32, 5)
+        if e.primitive.name == "add" and e.outvars[0].aval.shape == (32, 8)
     ]
     assert sums[0] == jnp.dtype(dtype if name in JOINED else "float32")
 
@@ -215,9 +215,9 @@ def test_hidden_layers_of_such_a_loss_stay_in_16_bits(dtype):
         return (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1)
 
     def loss(ws, y):
-        return squared(functools.reduce(layer, ws, X[:, :5]) @ V + Y[0], y)
+        return squared(functools.reduce(layer, ws, X[:, :8]) @ V + Y[0], y)
 
-    ws = normal(5, 3, 5, 5)
+    ws = normal(5, 3, 8, 8)
     eqns = jax.make_jaxpr(jaxmp.autocast(loss, dtype))(ws, Y).eqns
     outs = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "dot_general"]
     assert outs[:3] == [dtype] * 3
@@ -252,14 +252,14 @@ def test_an_update_written_inside_does_not_keep_gradients_in_float32(dtype):
 
     def step(w, v):
         def loss(w, v):
-            return jnp.square(jax.nn.relu(jax.nn.relu(X[:, :5] @ w) @ v)).mean()
+            return jnp.square(jax.nn.relu(jax.nn.relu(X[:, :8] @ w) @ v)).mean()
 
         grads = jax.grad(loss, (0, 1))(w, v)
         return jax.tree.map(lambda p, g: p - 0.1 * g, (w, v), grads)
 
     def plain(w, v):
         return jax.grad(
-            lambda w, v: jnp.square(jax.nn.relu(jax.nn.relu(X[:, :5] @ w) @ v)).mean(),
+            lambda w, v: jnp.square(jax.nn.relu(jax.nn.relu(X[:, :8] @ w) @ v)).mean(),
             (0, 1),
         )(w, v)
 

@@ -26,7 +26,7 @@ PROGRAMS = [
     (3, "x @ w * 300", "jnp.tanh(y) @ w", FLOAT32),
     (3, "x @ w * 200", "jnp.tanh(y) @ w", HALF),
     (3, "x @ w * b", "jnp.tanh(y) @ w", FLOAT32),
-    (3, "(x @ w).T", "y @ w[:4]", HALF),
+    (3, "(x @ w).T", "y @ w", HALF),
     (3, "jnp.where(x > 0, x @ w, 0)", "y @ w", HALF),
     (3, "jnp.concatenate([x @ w, x])", "jnp.tanh(y) @ w", FLOAT32),
     (3, "x @ w", "(y > 0) * (jnp.tanh(y) @ w)", HALF),
@@ -82,7 +82,7 @@ def test_a_value_has_the_dtype_that_the_rule_gives(rule, first, then, expected):
         y = checkpoint_name(eval(first, here), "y")
         return eval(then, {**here, "y": y})
 
-    args = jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8)
+    args = jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones(8)
     for dtype in expected:
         eqns = traced(autocast(fun, dtype), *args)
         named = [x for x in eqns if x.primitive.name == "name"]

@@ -276,7 +276,7 @@ SPELLINGS = {
     "a name": "f16",
     "a policy of jmp": jmp.get_policy("c=f16"),
 }
-TREE = {"w": jnp.ones((2, 2))}
+TREE = {"w": jnp.ones((8, 8))}
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_one_spelling_of_a_policy_is_taken_everywhere(policy):
     named = jaxmp.get_policy(policy)
     assert jaxmp.get_policy(named) is named
     half = named.compute_dtype
-    x = jnp.ones((2, 2))
+    x = jnp.ones((8, 8))
 
     def seen(x):
         dtypes.append(x.dtype)
@@ -305,7 +305,7 @@ def test_one_spelling_of_a_policy_is_taken_everywhere(policy):
     variables = model.init(jax.random.key(0), x)
     apply = jaxmp.linen.with_policy(model, policy)
     assert apply(variables, x).dtype == named.output_dtype
-    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     assert jaxmp.nnx.autocast(lambda m, x: m(x), policy)(linear, x).dtype == F32
     grad_fn = jaxmp.nnx.value_and_grad(
         lambda m: seen(m.kernel[...]), policy=policy, loss_scale=1.0
@@ -319,7 +319,7 @@ def test_none_is_no_policy():
         assert x.dtype == F32
         return x.sum()
 
-    x = jnp.ones((2, 2))
+    x = jnp.ones((8, 8))
     jaxmp.value_and_grad(seen, policy=None)(x)
     assert "bfloat16" in jaxmp.audit(jaxmp.autocast(jnp.matmul, None))(x, x).flops
     for function in (

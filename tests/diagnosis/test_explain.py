@@ -71,7 +71,7 @@ class Attention(nn.Module):
         return x + nn.Dense(8)(o)
 
 
-TOKENS = shape(2, 4, 8)
+TOKENS = shape(2, 9, 8)
 PARAMS = jax.eval_shape(Attention().init, jax.random.key(0), TOKENS)
 
 

@@ -175,7 +175,7 @@ def test_a_gram_matrix_that_is_inverted_is_named():
     "fun", rest_is_evidence(BODIES, "scan", "whiles", "rule", "shards")
 )
 def test_products_are_rounded_wherever_they_are(fun):
-    args = [jnp.asarray(RANDOM.standard_normal((n, 4), np.float32)) for n in (4, 8)]
+    args = [jnp.asarray(RANDOM.standard_normal((8, 8), np.float32)) for _ in range(2)]
     jaxpr = jax.make_jaxpr(fun)(*args)
     program = Program(jaxpr, Place(), args, float32_products="bfloat16")
     assert "in" in program.parts
@@ -184,7 +184,7 @@ def test_products_are_rounded_wherever_they_are(fun):
     run = compiled(program.run, off, *args)
     exact = jax.tree.leaves(compiled(fun, *args)(*args))
     assert max(map(float, _errors(run(off, *args), exact))) < 1e-6
-    assert max(map(float, _errors(run(~off, *args), exact))) > 1e-4
+    assert max(map(float, _errors(run(~off, *args), exact))) > 3e-5
     # What names a precision is left alone.
     named = jax.make_jaxpr(exactly(fun))(*args)
     assert not Program(named, Place(), args, float32_products="bfloat16").parts

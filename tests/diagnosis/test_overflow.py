@@ -253,7 +253,7 @@ def test_what_is_backward_in_a_call_is_backward_and_on_its_own_line(inner, by):
     def loss(w, x):
         return jnp.mean(steep(w, jnp.sin(x)).astype(jnp.float32))
 
-    args = jnp.eye(4), jnp.ones((8, 4))
+    args = jnp.eye(8), jnp.ones((8, 8))
     fun = jaxmp.value_and_grad(loss, loss_scale=2.0**15)
     if by == "autocast":
         report = find(jaxmp.autocast(fun, "float16"), *args)
@@ -338,8 +338,8 @@ def step_with(scale):
         updates, opt_state = tx.update(grads, opt_state, w)
         return optax.apply_updates(w, updates), opt_state, loss
 
-    w = jnp.full((4, 2), 0.5)
-    return step, (w, tx.init(w), jnp.full((8, 4), 10.0))
+    w = jnp.full((8, 2), 0.5)
+    return step, (w, tx.init(w), jnp.full((8, 8), 10.0))
 
 
 def test_a_skipped_step_is_explained_by_its_gradients():
@@ -773,19 +773,19 @@ def test_what_an_overflow_makes_wrong_is_warned_of(swallow):
 
 
 def markov(x, around=lambda f: f):
-    moves = jnp.full((4, 4), 0.25)
+    moves = jnp.full((8, 8), 0.125)
 
     def step(alpha, p):
         return around(lambda a, p: (a @ moves) * p)(alpha, p), None  # the step
 
-    alpha = jax.lax.scan(step, jnp.full(4, 0.25), x)[0]
+    alpha = jax.lax.scan(step, jnp.full(8, 0.125), x)[0]
     return -jnp.log(alpha.sum())  # the logarithm
 
 
 # The result is Inf, and 2% off.
 @pytest.mark.parametrize(("steps", "p"), [(8, 0.01), (5, 0.02)])
 def test_zeros_are_the_fault_and_not_the_logarithm_of_them(steps, p):
-    x = jnp.full((steps, 4), p)
+    x = jnp.full((steps, 8), p)
     report = find(jaxmp.autocast(markov, HALF), x)
     assert report.first.kind == "zeros"
     assert report.first.where == line_of(markov, "# the step")
@@ -793,7 +793,7 @@ def test_zeros_are_the_fault_and_not_the_logarithm_of_them(steps, p):
 
 
 def test_where_float16_has_no_zeros_or_bfloat16_has_none_there_is_no_fault():
-    x = jnp.full((8, 4), 0.01)
+    x = jnp.full((8, 8), 0.01)
     assert find(jaxmp.autocast(markov, HALF), x[:2]).first is None
     assert find(jaxmp.autocast(markov, jnp.bfloat16), x).first is None
 

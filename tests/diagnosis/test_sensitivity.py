@@ -25,7 +25,7 @@ from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
 
 RANDOM = np.random.default_rng(0)
-X, Y = RANDOM.standard_normal((8, 4), np.float32), np.arange(8) % 3
+X, Y = RANDOM.standard_normal((8, 8), np.float32), np.arange(8) % 3
 DTYPES = {"bfloat16": "bfloat16", "float16": "float16"}
 
 
@@ -42,7 +42,7 @@ class Fourier(nn.Module):
 NET = Fourier()
 PARAMS = {
     "params": {
-        "phases": {"kernel": 60 * RANDOM.standard_normal((4, 8), np.float32)},
+        "phases": {"kernel": 60 * RANDOM.standard_normal((8, 8), np.float32)},
         "a": {"kernel": RANDOM.standard_normal((8, 8), np.float32) / 3},
         "head": {"kernel": RANDOM.standard_normal((8, 3), np.float32) / 3},
     }
@@ -84,8 +84,8 @@ def test_the_part_that_needs_float32_comes_first_and_is_the_line_to_paste():
     without_path = {row.path for row in report.modules if not row.has_path}
     assert without_path == {"Fourier", ""}  # no path but that of the whole net
     rows = {row.path: row for row in report.modules}
-    # Of x[8, 4] @ w[4, 8] and its one gradient, that of w, and of the others' three.
-    assert rows["Fourier/phases"].flops == 2 * 2 * 8 * 4 * 8
+    # Of x[8, 8] @ w[8, 8] and its one gradient, that of w, and of the others' three.
+    assert rows["Fourier/phases"].flops == 2 * 2 * 8 * 8 * 8
     assert rows["Fourier/a"].flops == 3 * 2 * 8 * 8 * 8
     assert sum(row.share for row in report.modules) == pytest.approx(1)
 
@@ -233,7 +233,7 @@ def test_an_override_that_matches_no_parameter_is_named():
 
         return jnp.mean(jaxmp.with_policy(model, "mixed_bfloat16")(weights, x))
 
-    weights, x = {"b": jnp.full((2, 4), 33.3)}, jnp.full((8, 2), 3.33)
+    weights, x = {"b": jnp.full((8, 4), 33.3)}, jnp.full((8, 8), 3.33)
     report = jaxmp.sensitivity(loss, progress=False)(weights, x)
     assert report.float32_paths == ("features",)
     assert "override for `features`" in str(report).replace("\n", " ")
@@ -262,7 +262,7 @@ def test_a_sound_model_needs_nothing():
         with jax.named_scope("b"):
             return jnp.mean((h @ w["b"]) ** 2), h / 0  # something else
 
-    w = {"a": jnp.ones((4, 4)) / 4, "b": jnp.ones((4, 2))}
+    w = {"a": jnp.ones((8, 8)) / 4, "b": jnp.ones((8, 2))}
     report = measure(loss, w, X, has_aux=True)
     assert report.float32_paths == ()
     assert report.line == ""
@@ -277,7 +277,7 @@ def test_what_has_no_path_of_its_own_is_told():
     def unnamed(w, x):
         return loss(w, jnp.sin(x @ w["u"]))
 
-    w = {"u": jnp.full((4, 4), 99.9), "v": jnp.ones((4, 1)), "w": jnp.ones((4, 4)) / 9}
+    w = {"u": jnp.full((8, 8), 99.9), "v": jnp.ones((8, 1)), "w": jnp.ones((8, 8)) / 9}
     report = measure(unnamed, w, X)
     # What a head in float32 reads keeps its digits, so that it is worth naming.
     assert set(report.float32_paths) <= {"head"}
@@ -298,8 +298,8 @@ def test_paths_are_as_few_and_as_cheap_as_the_tolerance_allows():
             with jax.named_scope("head"):
                 return total + jnp.mean(x @ w["head"])
 
-    large = jnp.full((4, 4), 99.9)
-    w = {"a": large, "b": large + 11, "c": jnp.ones((4, 64)) / 9, "head": large}
+    large = jnp.full((8, 8), 99.9)
+    w = {"a": large, "b": large + 11, "c": jnp.ones((8, 64)) / 9, "head": large}
     report = measure(loss, w, X, tolerance=0.02)
     assert report.float32_paths == ("net/a", "net/b")
     assert report.meets_tolerance
@@ -310,7 +310,7 @@ def test_the_loss_scale_is_one_that_training_would_find():
         with jax.named_scope("head"):
             return 1e3 * jnp.mean((x @ w) ** 2)
 
-    w = jnp.ones((4, 4))
+    w = jnp.ones((8, 8))
     report = measure(loss, w, X, policy="float16")
     assert report.float32_paths == ()
     assert 1 < report.loss_scale < 2**15
@@ -333,7 +333,7 @@ def test_a_forward_pass_that_overflows_is_cured():
             return (1000 * h) ** 2 @ w
 
     apply = jaxmp.with_policy(apply, "mixed_float16")
-    report = measure(lambda w, x: 1e-3 * apply(w, x).mean(), jnp.ones((4, 4)), X)
+    report = measure(lambda w, x: 1e-3 * apply(w, x).mean(), jnp.ones((8, 8)), X)
     assert report.loss == report.gradients == np.inf
     without = {row.path: row.loss_without for row in report.modules}
     assert without["hidden"] == np.inf
@@ -373,7 +373,7 @@ def test_depth_makes_rows_of_layers():
                     x = jnp.tanh(x @ w)
         return x.mean()
 
-    report = measure(loss, jnp.eye(4), X, depth=1)
+    report = measure(loss, jnp.eye(8), X, depth=1)
     assert sorted(row.path for row in report.modules if row.path) == ["l0", "l1"]
 
 
@@ -454,7 +454,7 @@ BODIES = {
 )
 @pytest.mark.parametrize("dtype", rest_is_evidence(DTYPES, "bfloat16"))
 def test_switches_reach_what_is_inside(fun, dtype):
-    w = jnp.asarray(RANDOM.standard_normal((4, 4), np.float32))
+    w = jnp.asarray(RANDOM.standard_normal((8, 8), np.float32))
     program, flat = programs_of(fun, w, X, dtype=dtype)
     off = np.zeros(len(program.parts), bool)
     run = compiled(program.run, off, *flat.leaves)
@@ -492,7 +492,7 @@ CLIPPED = {
         jax.grad(jaxmp.autocast(beyond_in_sum, "float16"), argnums=1),
     ),
 }
-W, BEYOND = jnp.eye(4) / 2**6, jnp.full(4, 2.0**17)
+W, BEYOND = jnp.eye(8) / 2**6, jnp.full(8, 2.0**17)
 
 
 @pytest.mark.parametrize(("fun", "cast"), CLIPPED.values(), ids=CLIPPED.keys())
@@ -578,7 +578,7 @@ def test_a_bar_is_shown_where_it_is_asked_for(monkeypatch):
     def loss(w, x):
         return jnp.mean(x @ w)
 
-    jaxmp.sensitivity(loss, progress=True)(jnp.eye(4), X)
+    jaxmp.sensitivity(loss, progress=True)(jnp.eye(8), X)
     assert "100%" in text.getvalue()
 
 
@@ -586,10 +586,10 @@ def test_what_cannot_be_measured_is_refused():
     def loss(w, x):
         return jnp.mean(x @ w)
 
-    w = jnp.eye(4)
+    w = jnp.eye(8)
     with pytest.raises(TypeError, match="`w` is abstract"):
-        measure(loss, jax.ShapeDtypeStruct((4, 4), jnp.float32), X)
-    with pytest.raises(TypeError, match=r"the first result is float32\[8, 4\]"):
+        measure(loss, jax.ShapeDtypeStruct((8, 8), jnp.float32), X)
+    with pytest.raises(TypeError, match=r"the first result is float32\[8, 8\]"):
         measure(jnp.matmul, X, w)
     with pytest.raises(TypeError, match="has_aux=True"):
         measure(lambda w, x: (loss(w, x), w), w, X)
@@ -652,7 +652,7 @@ def test_what_is_not_finite_in_float32_is_told_apart():
     def loss(w, x):
         return jnp.sqrt(jnp.sum((x @ w) ** 2))  # whose slope at 0 is Inf times 0
 
-    args = jnp.ones((2, 2)), jnp.zeros((2, 2))
+    args = jnp.ones((8, 2)), jnp.zeros((2, 8))
     with pytest.raises(FloatingPointError, match="gradients are not finite, although"):
         jaxmp.sensitivity(loss, progress=False)(*args)
     with pytest.raises(FloatingPointError, match="the loss is not finite there"):

@@ -224,7 +224,7 @@ def test_an_older_trace_is_refused_not_wrong():
 
 
 def test_autocast_works_inside_and_outside():
-    w = jnp.full((4, 4), 0.25)
+    w = jnp.full((8, 8), 0.125)
 
     def loss_fn(w, x):
         return (checkpoint_name(x @ w, "h") @ w).sum() * 2.0**-12

@@ -16,11 +16,11 @@ import jaxmp.nnx
 from conftest import rest_is_evidence
 from jaxmp._jaxprs import modules as _modules
 
-X = jnp.asarray(np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4))
+X = jnp.asarray(np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8))
 
 
 def linear():
-    return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
 
 class Block(nnx.Module):
@@ -56,9 +56,9 @@ class Net(nnx.Module):
 
     def __init__(self, body, run=lambda body, x: body(x)):
         self.body, self.run = body, run
-        self.norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-        self.table = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+        self.table = nnx.Embed(5, 8, rngs=nnx.Rngs(0))
         self.head = linear()
 
     def __call__(self, x):
@@ -109,7 +109,7 @@ BODIES = {
         BLOCK,
     ),
     "attention": (
-        lambda: nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)),
+        lambda: nnx.MultiHeadAttention(2, 8, 16, decode=False, rngs=nnx.Rngs(0)),
         lambda body, x: body(x[None])[0],
         ["", "query", "key", "value", "out"],
     ),
@@ -272,7 +272,7 @@ class Steep(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.phases = nnx.Linear(4, 16, use_bias=False, rngs=rngs)
+        self.phases = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
         self.blocks = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
@@ -413,12 +413,12 @@ def equinox_model():
 
         def __init__(self, key):
             def layer(key):
-                return Layer(eqx.nn.LayerNorm(4), eqx.nn.MLP(4, 4, 8, 1, key=key))
+                return Layer(eqx.nn.LayerNorm(8), eqx.nn.MLP(8, 8, 8, 1, key=key))
 
             keys = jax.random.split(key, 3)
             self.layers = [layer(key) for key in keys]
             self.stacked = eqx.filter_vmap(layer)(keys)
-            self.head = eqx.nn.Linear(4, 2, key=key)
+            self.head = eqx.nn.Linear(8, 2, key=key)
 
         def __call__(self, x):
             x = self.layers[0](x)

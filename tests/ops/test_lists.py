@@ -144,14 +144,14 @@ def test_rounded_products_are_a_value_of_the_lists():
     assert eval(repr(few), names) == few
 
 
-X, ROWS = jnp.linspace(0.1, 1, 12).reshape(3, 4), jnp.array([0, 1, 1])
+X, ROWS = jnp.linspace(0.1, 1, 24).reshape(3, 8), jnp.array([0, 1, 1])
 # Each holds a function of two numbers, which was written for float32.
 REDUCE = {
-    "scatter-add": lambda h: jnp.zeros((2, 4)).at[ROWS].add(h),
-    "scatter-sub": lambda h: jnp.ones((2, 4)).at[ROWS].subtract(h),
-    "scatter-mul": lambda h: jnp.ones((2, 4)).at[ROWS[:2]].mul(h[:2]),
-    "scatter-min": lambda h: jnp.ones((2, 4)).at[ROWS].min(h),
-    "scatter-max": lambda h: jnp.zeros((2, 4)).at[ROWS].max(h),
+    "scatter-add": lambda h: jnp.zeros((2, 8)).at[ROWS].add(h),
+    "scatter-sub": lambda h: jnp.ones((2, 8)).at[ROWS].subtract(h),
+    "scatter-mul": lambda h: jnp.ones((2, 8)).at[ROWS[:2]].mul(h[:2]),
+    "scatter-min": lambda h: jnp.ones((2, 8)).at[ROWS].min(h),
+    "scatter-max": lambda h: jnp.zeros((2, 8)).at[ROWS].max(h),
     "reduce": lambda h: lax.reduce(h, 0.0, lambda a, b: a + 1.5 * b, (0,))[None],
     "reduce_window": lambda h: lax.reduce_window(
         h, 0.0, lambda a, b: a + 1.5 * b, (2, 1), (1, 1), "VALID"
@@ -166,11 +166,11 @@ def test_reductions_and_scatters_run_in_16_bits_where_the_user_wants_it(name, mo
         return REDUCE[name](x @ w) @ w
 
     cast = jaxmp.autocast(fun, "bfloat16", ops=move(DEFAULT_OPS, name))
-    eqns = traced(cast, X, jnp.eye(4))
+    eqns = traced(cast, X, jnp.eye(8))
     (eqn,) = [eqn for eqn in eqns if eqn.primitive.name == name]
     assert eqn.outvars[0].aval.dtype == jnp.bfloat16
-    found = jax.jit(cast)(X, jnp.eye(4))
-    np.testing.assert_allclose(found, fun(X, jnp.eye(4)), rtol=0.02)
+    found = jax.jit(cast)(X, jnp.eye(8))
+    np.testing.assert_allclose(found, fun(X, jnp.eye(8)), rtol=0.02)
 
 
 def test_both_passes_of_sums_along_edges_run_in_16_bits_where_the_user_wants_it():
@@ -178,9 +178,9 @@ def test_both_passes_of_sums_along_edges_run_in_16_bits_where_the_user_wants_it(
 
     def loss(x, w):
         edges = jax.nn.relu(x @ w)[ROWS]
-        return (jnp.zeros((3, 4)).at[ROWS[::-1]].add(edges) / 3 @ w).sum()
+        return (jnp.zeros((3, 8)).at[ROWS[::-1]].add(edges) / 3 @ w).sum()
 
     ops = DEFAULT_OPS.with_infer("scatter-add")
     cast = jaxmp.autocast(jax.grad(loss), "bfloat16", ops=ops)
-    sums = [e for e in traced(cast, X, jnp.eye(4)) if e.primitive.name == "scatter-add"]
+    sums = [e for e in traced(cast, X, jnp.eye(8)) if e.primitive.name == "scatter-add"]
     assert [eqn.outvars[0].aval.dtype for eqn in sums] == [jnp.bfloat16] * 2

@@ -89,7 +89,7 @@ def test_a_haiku_net_with_a_state_is_measured_by_its_modules():
 def test_nnx_modules_are_measured_by_their_attributes():
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.features = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+            self.features = nnx.Linear(8, 8, use_bias=False, rngs=rngs)
             self.head = nnx.Linear(8, 1, use_bias=False, rngs=rngs)
 
         def __call__(self, x):
@@ -100,8 +100,8 @@ def test_nnx_modules_are_measured_by_their_attributes():
     def loss(net, x):
         return jnp.mean(net(x) ** 2)
 
-    report = measure(loss, net, normal(1, 8, 4))
+    report = measure(loss, net, normal(1, 8, 8))
     assert report.float32_paths == ("Net/features",)
     assert report.meets_tolerance
-    (hazard,) = jaxmp.audit(jaxmp.autocast(loss))(net, normal(1, 8, 4)).hazards
+    (hazard,) = jaxmp.audit(jaxmp.autocast(loss))(net, normal(1, 8, 8)).hazards
     assert (hazard.kind, hazard.module) == ("phase", "Net/features")

@@ -639,7 +639,7 @@ def test_a_second_gradient_that_overflows_inside_is_skipped_by_itself(mode):
     ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
     sam = optax.contrib.sam(optax.adam(1e-2), ascent, opaque_mode=True)
     tx = jaxmp.loss_scaling(sam, mode)
-    p, x = {"w": jnp.ones((4, 1))}, jnp.ones((8, 4))
+    p, x = {"w": jnp.ones((8, 1))}, jnp.full((8, 8), 0.5)
 
     @jax.jit
     def step(p, s, factor):

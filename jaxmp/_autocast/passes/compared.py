@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
-from ..._jaxprs.scopes import Scopes, inside
+from ..._jaxprs.scopes import BACKWARD, Scopes, inside
 from ..._jaxprs.walk import Backward
 from ..._ops.products import is_matrix_product
 from .. import classes, needs
@@ -55,7 +55,7 @@ def compared(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
 
 
 def _is_product(eqn: Equation, scopes: Scopes) -> bool:
-    return is_matrix_product(eqn)
+    return is_matrix_product(eqn, back=BACKWARD in scopes)
 
 
 def _walk(chosen_by: Decisions) -> Backward:

@@ -12,7 +12,14 @@ from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
-from ..._jaxprs.scopes import KEPT_TO_END, IsProduct, Scopes, in_region, inside
+from ..._jaxprs.scopes import (
+    BACKWARD,
+    KEPT_TO_END,
+    IsProduct,
+    Scopes,
+    in_region,
+    inside,
+)
 from ..._jaxprs.walk import At, Forward
 from ..._ops.products import holds_product
 from .. import classes
@@ -59,7 +66,8 @@ def decisions(
         is_product: Tells what is a product in 16 bits.
     """
     kind = _jaxpr.call_kind(loop)
-    if kind not in ("while", "scan") or not holds_product(loop):
+    is_loop = kind in ("while", "scan")
+    if not is_loop or not holds_product(loop, back=BACKWARD in scopes):
         return None
     around = scopes + _jaxpr.scope_names(loop)
     trail = _Trail(is_product)

@@ -104,7 +104,7 @@ class _Loop:
                 out
                 for eqn in eqns
                 if not carried.isdisjoint(filter(_is_var, eqn.invars))
-                and holds_product(eqn)
+                and holds_product(eqn, back=True)
                 for out in eqn.outvars
             ],
         )

@@ -57,6 +57,7 @@ from ..._ops.products import (
     is_convolution,
     is_float32_at_default,
     is_matrix_product,
+    multiplies_matrices,
 )
 from ..numbers import Numbers
 from .report import Hazard
@@ -186,7 +187,7 @@ class Hazards:
         compared = _union(x.compared for x in ins)
         if compared and has_jump and not around.of(eqn, before=around).backward:
             self._note("comparison", compared)
-        if is_matrix_product(eqn):
+        if multiplies_matrices(eqn):
             return self._product(eqn, ins, around)
         self._look(eqn, ins, around)
         made = _made(eqn, ins)
@@ -224,6 +225,7 @@ class Hazards:
         # What nobody has decided would be in 16 bits in mixed precision.
         is_undecided = is_default and not _scopes.is_decided(place.scopes)
         would_be = is_undecided and _jaxpr.is_float32(eqn.invars[0])
+        would_be &= is_matrix_product(eqn)
         if place.backward or not (is_narrow_one or at_default or would_be):
             return Made()
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes

@@ -306,7 +306,7 @@ class Walk:
         if wide_in or wide_out:
             causes = self.causes_of(eqn, operands, place)
         if place.trips:
-            flops = flops_of(eqn) * place.trips
+            flops = flops_of(eqn, back=place.backward) * place.trips
             if flops:
                 self.product(eqn, causes, flops, place)
             elif wide_out and _is_autocasts_choice(place):
