@@ -121,8 +121,8 @@ MOMENTS = """\
 ## What small models learn with moments in 8 bits
 
 The loss of the last 50 of 200 updates (CNN: 100), with the mean and deviation of three
-seeds. *At random* is `stochastic_rounding` of bfloat16 parameters; the other columns
-have float32 parameters.
+seeds. *Stochastic rounding* is that of bfloat16 parameters; the other columns have
+float32 parameters.
 """
 
 HOST = """\
@@ -340,7 +340,8 @@ def _moments() -> Iterator[str]:
         for model, result in found.items()
         for row in result["rows"]
     ]
-    yield _table(["", *columns], table)
+    header = ["float32", "int8", "int8, stochastic rounding", "uniform int8"]
+    yield _table(["", *header], table)
     yield _source([*found.values()])
 
 

@@ -216,7 +216,7 @@ def main(config: Config, console: Console | None = None) -> dict[str, list[Resul
         for scale in (1, 8):
             scaled = jax.tree.map(partial(jnp.multiply, scale), tree)
             lost = jaxmp.range_report(scaled, "float16").total
-            share = lost.flushed / (1 - lost.zero)
+            share = lost.underflow / (1 - lost.zero)
             console.print(
                 f"{name}: of the activations' gradients that are not zero, times "
                 f"{scale}, float16 turns {share:.0%} into zero."

@@ -150,8 +150,8 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
     of submodules back to compute dtype. In Linen a module without a ``dtype`` of its
     own promotes to its widest input or parameter, so that one float32 norm scale
     promotes every matmul after it to float32. Here only the norm itself is computed in
-    float32. If the policy keeps the parameters of a module in float32, its matmuls have
-    all digits, on a GPU or TPU too.
+    float32. If the policy keeps the parameters of a module in float32, its matmuls run
+    in full float32 precision, on a GPU or TPU too.
 
     A submodule's result is cast unless the module has a ``dtype`` of its own, or was
     called with a floating array in another dtype than the compute dtype. So a head

@@ -25,15 +25,16 @@ _TINY = np.float32(2.0**-126)  # the smallest normal number
 class Int8Blocks(NamedTuple):
     """A float32 array in 8 bits a number, as ``state_dtype="int8"`` stores moments.
 
-    Every block of at most 256 numbers along the last axis has a unit. A code ``c``
-    stands for ``c * |c|`` units, from -127 to 127, so that the numbers are dense near
-    zero. In a block without negative numbers, as second moments have them, codes from
-    0 to 255 stand for ``c**4`` units: the root of such a number is as dense as the
-    others are, and none that is positive becomes zero, by which an optimizer would
-    divide. :func:`jaxmp.cast_state` makes float32 of them.
+    Every block of at most 256 numbers along the last axis has a unit. A quantised
+    value ``c`` stands for ``c * |c|`` units, from -127 to 127, so that the numbers are
+    dense near zero. In a block without negative numbers, as second moments have them,
+    values from 0 to 255 stand for ``c**4`` units: the root of such a number is as dense
+    as the others are, and none that is positive becomes zero, by which an optimizer
+    would divide. :func:`jaxmp.cast_state` makes float32 of them.
 
     Attributes:
-        codes: int8, of the shape of the array. Those from 0 to 255 are 128 less here.
+        codes: The quantised values, int8, of the shape of the array. Those from 0 to
+            255 are 128 less here.
         units: bfloat16 ``[..., blocks]``, negative where no number of a block is.
     """
 

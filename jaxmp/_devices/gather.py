@@ -34,7 +34,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
     pass gathers again. Otherwise the gathered copies of all layers are stored.
 
     Args:
-        tree: Pytree of shards. A leaf that is whole on every device is only cast.
+        tree: Pytree of shards. A replicated leaf is only cast.
         specs: How the leaves are sharded as they are here: a pytree of
             ``PartitionSpec`` or ``NamedSharding``, or a prefix of it. In a scan over
             stacked layers, leave out the entry of the first axis, which the scan
@@ -45,7 +45,7 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
             in, float32 by default. None gathers the leaves as they are.
 
     Returns:
-        A pytree of the same structure, whole on every device.
+        A pytree of the same structure, gathered.
 
     Raises:
         ValueError: If there is no such mesh axis here, or the specs do not fit.

@@ -92,7 +92,7 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
 def _as_far_as_it_fits(sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
     """Returns a sharding of an array with shorter rows than the one it was made for.
 
-    A row with too few elements for its devices is whole on each of them.
+    A row with too few elements for its devices is replicated.
     """
     spec = sharding.spec
     axes = as_axes(spec[-1]) if len(spec) == len(shape) else ()
@@ -227,7 +227,7 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
                 raise ValueError(
                     f"`shardings` splits an axis of `{name}` into {parts} parts, "
                     f"{spec}, but its shape is {list(jnp.shape(x))}. Shard another "
-                    f"axis of it, or pass `PartitionSpec()`: whole on every device."
+                    f"axis of it, or pass `PartitionSpec()` to replicate it."
                 )
         return spec
 

@@ -19,10 +19,10 @@ from .._base.tree import numbered
 from .._training.exponents import RecordRangesState, floating_leaves
 
 _HEAD = (
-    "% of the|zero|flushed|sub-|normal|over-|non-|min|max|size",
-    "values|||normal||flow|finite|||",
+    "% of the|zero|under-|sub-|normal|over-|non-|min|max|size",
+    "values||flow|normal||flow|finite|||",
 )
-_CLASSES = ("zero", "flushed", "subnormal", "normal", "overflow", "nonfinite")
+_CLASSES = ("zero", "underflow", "subnormal", "normal", "overflow", "nonfinite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RangeStats:
 
     Args:
         zero: Fraction that is zero already.
-        flushed: Fraction that is not zero and becomes it.
+        underflow: Fraction that is not zero and becomes zero.
         subnormal: Fraction that becomes subnormal, and so loses digits.
         normal: Fraction that becomes a normal number.
         overflow: Fraction that is finite and becomes infinite.
@@ -45,14 +45,14 @@ class RangeStats:
 
     Examples:
         >>> jaxmp.range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total
-        RangeStats(zero=0.25, flushed=0.0, subnormal=0.0, normal=0.5, overflow=0.25, \
+        RangeStats(zero=0.25, underflow=0.0, subnormal=0.0, normal=0.5, overflow=0.25, \
 nonfinite=0.0, min=1.0, max=1000000.0, size=4)
         >>> jaxmp.range_report(jnp.array([0.0, 1.0, 3.0, 1e6])).total.counts["normal"]
         2
     """
 
     zero: float
-    flushed: float
+    underflow: float
     subnormal: float
     normal: float
     overflow: float
@@ -71,7 +71,7 @@ nonfinite=0.0, min=1.0, max=1000000.0, size=4)
     @property
     def lost(self) -> float:
         """The fraction of which the format keeps nothing."""
-        return self.flushed + self.overflow + self.nonfinite
+        return self.underflow + self.overflow + self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RangeReport:
 
     Examples:
         >>> report = jaxmp.range_report({"w": jnp.array([0.0, 2.0**-25, 1.0, 3.0])})
-        >>> report.total.flushed, report.leaves["w"].max
+        >>> report.total.underflow, report.leaves["w"].max
         (0.25, 3.0)
         >>> report.as_dict()["leaves"]["w"]["size"]
         4
@@ -146,11 +146,11 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
         >>> grads = {"w": jnp.array([0.0, 2.0**-25, 1.0, 65520.0]), "b": jnp.ones(4)}
         >>> print(jaxmp.range_report(grads))
         8 values as float16
-        % of the  zero flushed   sub- normal over-   non-     min     max size
-        values                 normal         flow finite
-        total    12.50   12.50      0  62.50 12.50      0 3.0e-08 6.6e+04    8
-        w        25.00   25.00      0  25.00 25.00      0 3.0e-08 6.6e+04    4
-        b            0       0      0 100.00     0      0 1.0e+00 1.0e+00    4
+        % of the  zero under-   sub- normal over-   non-     min     max size
+        values           flow normal         flow finite
+        total    12.50  12.50      0  62.50 12.50      0 3.0e-08 6.6e+04    8
+        w        25.00  25.00      0  25.00 25.00      0 3.0e-08 6.6e+04    4
+        b            0      0      0 100.00     0      0 1.0e+00 1.0e+00    4
     """
     dtype = as_dtype(dtype, "`dtype`")
     named = floating_leaves("range_report", tree, on_host=True)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base.checks import (
+    as_axes,
     as_count,
     as_positions,
     as_scale,
@@ -525,13 +526,15 @@ def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:
     """Refuses a loss of each device whose gradients JAX has summed over devices."""
     for x in filter(is_inexact, jax.tree.leaves(params)):
         if apart := varying_axes(loss) - varying_axes(x):
+            axes = (*as_axes(axis_name), *sorted(apart, key=str))
+            missing = axes[0] if len(axes) == 1 else axes
             raise ValueError(
-                f"The loss differs over the mesh axes {sorted(map(str, apart))} and "
-                f"the parameters do not, but `axis_name={axis_name!r}` does not name "
-                "them. JAX would add up the gradients itself: their sum and not their "
-                "mean, in 16 bits where `fun` computes in 16 bits. Pass these axes as "
-                "`axis_name` to `jaxmp.value_and_grad`, or average the float32 loss "
-                "in `fun` with `jax.lax.pmean`."
+                f"Pass `axis_name={missing!r}` to `jaxmp.value_and_grad`: the loss "
+                "varies over this mesh axis, and the parameters are replicated. "
+                f"`axis_name={axis_name!r}` does not name it. JAX would add up the "
+                "gradients itself: their sum and not their mean, in 16 bits where "
+                "`fun` computes in 16 bits. Or average the float32 loss in `fun` with "
+                "`jax.lax.pmean`."
             )
 
 

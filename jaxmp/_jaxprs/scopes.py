@@ -146,12 +146,13 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
         if not any(is_under(names, scopes) for scopes in seen):
             named = (module_of(scopes).split("/") for scopes in seen)
             known = sorted({"/".join(names[:3]) for names in named} - {""})
+            has = "The function has no named scopes. "
+            if known:
+                has = f"Its scopes are: {clipped(', '.join(known), 600)}. "
             raise ValueError(
                 f"`{option}` has `{clipped(path)}`, but no named scope of the function "
-                "matches it. Its scopes are: "
-                f"{clipped(', '.join(known), 600) or 'none'}. "
-                "Modules have a name, such as `blocks/0`; elsewhere use "
-                "`jax.named_scope` and that name, or for float32 "
+                f"matches it. {has}Modules have a name, such as `blocks/0`; elsewhere "
+                'open a scope, `with jax.named_scope("head"):`, or for float32 use '
                 "`jaxmp.float32_region`."
             )
 

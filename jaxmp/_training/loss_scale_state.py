@@ -237,6 +237,18 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
     return state._replace(**arrays)
 
 
+_CAUSES = """\
+The scale no longer helps. Likely causes:
+- an operation overflows in the forward pass (a mask of -1e9, a square, a large sum)
+- the input data is not finite
+- the learning rate is too high
+- the loss or a parameter is NaN or Inf already (if the optimizer turns finite
+  gradients into NaN, pass `check_updates=True` to `jaxmp.loss_scaling`)
+- the gradient of a frozen parameter is NaN (put `jaxmp.loss_scaling` around the
+  trained part, inside `optax.partition`)
+- the scale was read once, outside the step"""
+
+
 def check_loss_scale(
     opt_state: Any,
     *,
@@ -294,16 +306,8 @@ def check_loss_scale(
             raise FloatingPointError(
                 f"The last {bad_steps} steps met an Inf or NaN and were skipped "
                 f"(loss_scale {_spelled(state.loss_scale)}, {_spelled(state.skipped)} "
-                f"skipped since init). The scale no longer helps. {_nonfinite(grads)}"
-                "Type `print(jaxmp.find_overflow(train_step)(*args))` to find the "
-                "operation. Likely causes: the loss or a parameter is NaN or Inf "
-                "already (if the optimizer turns finite gradients into NaN, pass "
-                "`check_updates=True` to `jaxmp.loss_scaling`); the learning rate is "
-                "too high; an operation overflows in the forward pass (a mask "
-                "of -1e9, a square, a large sum); the scale was read once, outside the "
-                "step; the gradient of a frozen parameter is NaN (put "
-                "`jaxmp.loss_scaling` around the trained part, inside "
-                "`optax.partition`); or the input data is not finite."
+                f"skipped since init). {_nonfinite(grads)}To find the operation, type"
+                f"\n\n    print(jaxmp.find_overflow(train_step)(*args))\n\n{_CAUSES}"
             )
     if loss is not None:
         _check_loss(loss, functools.reduce(np.logical_and, map(_is_finite, states)))

@@ -53,10 +53,10 @@ def stochastic_rounding(
     state_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Trains bfloat16 parameters without float32 masters, rounding at random.
+    """Trains bfloat16 parameters without float32 masters, by stochastic rounding.
 
     ``inner`` sees parameters and gradients in float32, and its state is float32. The
-    new value of a bfloat16 parameter is rounded up or down at random, with a higher
+    new value of a bfloat16 parameter is rounded up or down, with a higher
     probability to the nearer neighbour, so that the mean of many small updates is
     right. ``optax.apply_updates`` rounds to nearest: an update below 1/512 of its
     parameter is lost, and a model stops learning.
@@ -134,8 +134,8 @@ def kahan_summation(
     A parameter with Adam takes 12 bytes, as with float32 masters but without their
     16-bit copy, with ``state_dtype="bfloat16"`` 8 and with ``"int8"`` 6. With
     ``compensation="int8"`` it is one byte less: the two are the float32 number without
-    its lowest 8 bits, which are rounded up or down at random, so that no update is lost
-    on the average. Float32 parameters are updated as ``inner`` alone would, and their
+    its lowest 8 bits, which are rounded stochastically, so that no update is lost on
+    the average. Float32 parameters are updated as ``inner`` alone would, and their
     compensation is a single 0; the program is the same for all.
     :func:`jaxmp.masters` returns the float32 numbers.
 

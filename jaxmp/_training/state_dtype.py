@@ -46,8 +46,8 @@ def with_state_dtype(
     """Stores the state of any optimizer in 8 or 16 bits a number.
 
     This is like ``mu_dtype`` and ``nu_dtype`` together, for every optimizer. ``inner``
-    sees a float32 state. Its new state is rounded up or down at random, so that the
-    mean is right. Rounded to nearest, a second moment would stop changing.
+    sees a float32 state. Its new state is rounded stochastically, up or down, so that
+    the mean is right. Rounded to nearest, a second moment would stop changing.
 
     Adam's moments take 8 bytes a parameter in float32, 4 in bfloat16 and 2.02 in
     ``"int8"``, which stores the arrays of a parameter's shape that hold moments. Copies

@@ -63,7 +63,7 @@ def expected_counts(x, dtype):
     tiny = float(jnp.finfo(dtype).tiny)
     return {
         "zero": np.sum(x == 0),
-        "flushed": np.sum((x != 0) & (y == 0)),
+        "underflow": np.sum((x != 0) & (y == 0)),
         "subnormal": np.sum((y > 0) & (y < tiny)),
         "normal": np.sum((y >= tiny) & (y < np.inf)),
         "overflow": np.sum(finite & (y == np.inf)),
@@ -191,12 +191,12 @@ def test_the_report_is_the_cast(dtype, target):
 @pytest.mark.parametrize(
     ("value", "dtype", "name"),
     [
-        (2.0**-25, "float16", "flushed"),
+        (2.0**-25, "float16", "underflow"),
         (np.nextafter(np.float32(2.0**-25), np.float32(1)), "float16", "subnormal"),
         (2.0**-14 - 2.0**-25, "float16", "normal"),
         (np.float32(65519.99), "float16", "normal"),
         (65520.0, "float16", "overflow"),
-        (2.0**-134, "bfloat16", "flushed"),
+        (2.0**-134, "bfloat16", "underflow"),
         (2.0**-134 + 2.0**-149, "bfloat16", "subnormal"),
         (2.0**128 - 2.0**119, "bfloat16", "overflow"),
         (2.0**128 - 2.0**119 - 2.0**104, "bfloat16", "normal"),
@@ -235,7 +235,7 @@ def test_zeros_and_infinities_have_no_extremes():
 
 def test_a_report_is_plain_data():
     report = jaxmp.range_report({"w": jnp.ones(2, jnp.bfloat16)}, jnp.bfloat16)
-    counts = {"zero": 0, "flushed": 0, "subnormal": 0, "normal": 2}
+    counts = {"zero": 0, "underflow": 0, "subnormal": 0, "normal": 2}
     counts |= {"overflow": 0, "nonfinite": 0}
     expected = {name: count / 2 for name, count in counts.items()}
     expected |= {"min": 1.0, "max": 1.0, "size": 2, "counts": counts}
@@ -280,7 +280,7 @@ def test_paths_that_are_spelled_the_same_are_all_reported():
 
 def test_a_count_is_exact_where_its_fraction_is_rounded():
     counts = jaxmp.range_report(np.r_[1e-9, np.ones(48)]).total.counts
-    assert (counts["flushed"], counts["normal"]) == (1, 48)
+    assert (counts["underflow"], counts["normal"]) == (1, 48)
 
 
 @pytest.mark.parametrize("function", [jaxmp.range_report, jaxmp.suggest_loss_scale])

@@ -232,7 +232,7 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
     assert f"In {len(names)} networks" in page
     assert f"takes {span(memory)} of the temporary memory" in page
     assert f"half of them at most {np.median(memory):.2f}." in page
-    assert f"moves {span(moved)} times the bytes" in page
+    assert f"memory traffic is {span(moved)} times that" in page
     assert f"half of them at most {np.median(moved):.2f} times" in page
     assert f"{span(away)} times that of bfloat16" in page
     trained = [y["rows"][0] for x, y in found.items() if x.endswith(", trained")]

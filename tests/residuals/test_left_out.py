@@ -92,7 +92,7 @@ def test_the_report_speaks_of_eight_bits():
     text = " ".join(str(report()).split())
     assert "everything in bfloat16 and int8" in text
     assert "only this in 8 bits all but this in 8 bits" in text
-    assert "Out of eight bits, these modules bring both errors to at most 0.02" in text
+    assert "Out of 8 bits, these modules bring both errors to at most 0.02" in text
     table = next(x for x in report().modules if x.path == "table")
     assert f"{table.stored:.1%}" in text
 

@@ -621,7 +621,7 @@ def test_a_stuck_run_names_the_gradients_that_are_not_finite():
     grads = {"frozen": jnp.array([1.0, jnp.nan]), "w": jnp.ones(2), "n": np.arange(2)}
     tx = jaxmp.loss_scaling(optax.sgd(1.0), "float32")
     _, state = tx.update(grads, tx.init(grads))
-    message = r"Not finite in `grads`: frozen\. .*inside `optax.partition`"
+    message = r"(?s)Not finite in `grads`: frozen\. .*inside `optax.partition`"
     with pytest.raises(FloatingPointError, match=message):
         jaxmp.check_loss_scale(state, max_skipped_in_a_row=1, grads=grads)
     many = {f"layer_{i}/" + "kernel" * 99: jnp.full(2, jnp.inf) for i in range(500)}

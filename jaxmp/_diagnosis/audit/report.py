@@ -434,7 +434,7 @@ def _attention_lines(report: DtypeReport) -> Iterator[str]:
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
     if not report.residual_bytes:
         return
-    yield "kept for the backward pass"
+    yield "saved residuals (for the backward pass)"
     for dtype, size in report.residual_bytes.items():
         yield f"  {dtype:<10}{_unit(size, 1024):>10}B"
 

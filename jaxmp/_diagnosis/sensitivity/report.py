@@ -262,7 +262,7 @@ def _table(
 def _conclusion(report: SensitivityReport) -> str:
     limit = f"{report.tolerance:g}"
     if not report.line and report.meets_tolerance:
-        need = "all digits of float32" if report.in_float32 else "float32"
+        need = "full float32 precision" if report.in_float32 else "float32"
         if report.residuals:
             need = "more than 8 bits"
         return f"Nothing needs {need}: both errors are at most {limit}."
@@ -272,7 +272,7 @@ def _conclusion(report: SensitivityReport) -> str:
     if report.in_float32 and report.meets_tolerance:
         paths = " and ".join(f"`{path}`" for path in report.float32_paths)
         return (
-            f"With all digits of float32 in {paths}, both errors are at most {limit}: "
+            f"With full float32 precision in {paths}, both errors are at most {limit}: "
             f"{errors}. Put this line around the code of each:"
         )
     if report.is_cast and report.meets_tolerance:
@@ -281,12 +281,12 @@ def _conclusion(report: SensitivityReport) -> str:
             f"{errors}. Run again with the policy below to see."
         )
         if report.float32_products:
-            text += f" For all digits on the device, put `{_HIGHEST}` around them, too."
+            text += f" For full precision on the device, put `{_HIGHEST}` around them."
         return text
     if report.meets_tolerance:
         kept = {
             "In float32": report.float32_paths,
-            "out of eight bits": report.bfloat16_paths,
+            "out of 8 bits": report.bfloat16_paths,
         }
         text = " and ".join(words for words, paths in kept.items() if paths)
         return (
