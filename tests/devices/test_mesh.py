@@ -440,66 +440,6 @@ def test_batch_norm_synchronises_over_the_axis():
 # Skips and states
 
 
-# Under plain `jit` and inside shard_map, tests/test_sharding.py holds the same.
-@pytest.mark.parametrize(
-    "form", rest_is_evidence({form: form for form in ("jit", *FORMS)}, "mesh")
-)
-def test_an_overflow_on_one_device_skips_on_all(form):
-    policy = jaxmp.get_policy("mixed_float16")
-    inside = "shard_map" in form
-    tx = jaxmp.loss_scaling(
-        optax.adam(0.1), policy, axis_name="data" if inside else None
-    )
-    options = {"axis_name": "data"} if inside else {}
-    if form == "unchecked shard_map":
-        options["shardings"] = P()
-    if form == "mesh":
-        options = {"mesh": DATA, "batch_argnums": (1, 2)}
-
-    def step(params, state, x, y):
-        loss, grads = jaxmp.value_and_grad(
-            loss_of(jaxmp.with_policy(MODEL.apply, policy)),
-            loss_scale=jaxmp.get_loss_scale(state),
-            **options,
-        )(params, x, y)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    if inside:
-        step = jax.shard_map(
-            step,
-            mesh=DATA,
-            in_specs=(P(), P(), P("data"), P("data")),
-            out_specs=P(),
-            check_vma=form == "shard_map",
-        )
-    step = jax.jit(step)
-    everywhere = NamedSharding(DATA, P())
-    params, state = jax.device_put((PARAMS, tx.init(PARAMS)), everywhere)
-    x, y = jax.device_put((X, Y), NamedSharding(DATA, P("data")))
-    params, state, _ = step(params, state, x, y)
-    assert jaxmp.last_step_finite(state)
-    after, skipped, loss = step(params, state, x.at[63, 0].set(jnp.nan), y)
-    assert not jnp.isfinite(loss)
-    chex.assert_trees_all_equal(after, params)
-    chex.assert_trees_all_equal(skipped.inner_state, state.inner_state)
-    for shard in skipped.loss_scale.addressable_shards:
-        assert shard.data == 2.0**14
-
-
-def test_forgetting_axis_name_in_the_wrapper_is_named():
-    tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
-
-    def step(state, grads):
-        return tx.update(grads, state)[1]
-
-    sharded = jax.shard_map(
-        step, mesh=DATA, in_specs=(P(), P("data")), out_specs=P(), check_vma=True
-    )
-    with pytest.raises(ValueError, match=r"differ over.*'data'.*Pass.*`axis_name`"):
-        jax.jit(sharded)(tx.init(jnp.ones(1)), jnp.ones(8))
-
-
 def test_forgetting_axis_name_in_the_gradients_is_named():
     # JAX would return the sum of the gradients, here taken in float16, and Inf.
     def loss_fn(w, x):

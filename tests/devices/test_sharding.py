@@ -115,13 +115,6 @@ def test_eager_init_and_update_keep_the_sharding_of_the_parameters():
         assert w.sharding.is_equivalent_to(params["w"].sharding, 2)
 
 
-def test_the_flag_is_global_under_jit():
-    grads = put({"w": jnp.ones((8, 2)).at[6, 1].set(jnp.nan)}, by_row)
-    finite = jax.jit(jaxmp.all_finite)(grads)
-    assert finite.sharding.is_fully_replicated
-    assert not finite
-
-
 def test_no_gradient_moves_to_be_checked():
     # Alike but for a number in their names, and sharded in three ways.
     specs = [P("data"), P(None, "data"), P(), P("data")]

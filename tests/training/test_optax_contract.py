@@ -4,14 +4,11 @@ from functools import partial
 from typing import NamedTuple
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import jaxmp
 from conftest import rest_is_evidence
@@ -379,29 +376,6 @@ def test_no_dtype_drifts_with_x64(inner):
         assert state.good_steps.dtype == jnp.int32
 
 
-def test_float16_parameters_train_in_a_scan():
-    # O3: parameters and moments in float16; an epsilon that float16 can hold.
-    tx = jaxmp.loss_scaling(optax.adam(2.0**-5, eps=2.0**-10), "O3", growth_interval=9)
-    target = jnp.array([0.5, -0.25, 1.0, 0.0], jnp.float16)
-
-    def loss_fn(w):
-        return jnp.square(w - target).astype(jnp.float32).sum()
-
-    def step(carry, _):
-        params, state = carry
-        scale = jaxmp.get_loss_scale(state)
-        loss, grads = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    params = jnp.zeros(4, jnp.float16)
-    (params, state), losses = jax.lax.scan(step, (params, tx.init(params)), length=100)
-    assert {x.dtype for x in (params, *state.inner_state[0][1:])} == {params.dtype}
-    assert state.loss_scale.dtype == jnp.float32
-    assert losses[-1] < losses[0] * 2.0**-8
-    assert state.skipped > 0  # 2^15 times a gradient of -2 is Inf in float16
-
-
 # Trees of every kind
 
 
@@ -547,51 +521,6 @@ def test_a_number_is_a_gradient(grad):
     tx = jaxmp.dynamic_loss_scale(optax.sgd(1.0))
     updates, _ = tx.update(grad, tx.init(1.0), 1.0)
     assert updates == -0.5
-
-
-# Flax
-
-
-def test_a_train_state_skips():
-    model = nn.Dense(2)
-    x = jnp.ones((1, 3))
-    tx = jaxmp.loss_scaling(optax.adamw(0.5), "mixed_float16")
-    state = TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), x), tx=tx
-    )
-
-    @jax.jit
-    def step(state, x):
-        grads = jaxmp.grad(
-            lambda params: state.apply_fn(params, x).mean(),
-            loss_scale=jaxmp.get_loss_scale(state),
-        )(state.params)
-        return state.apply_gradients(grads=grads)
-
-    skipped = step(state, x * jnp.inf)
-    assert bits(skipped.params) == bits(state.params)
-    assert jaxmp.get_loss_scale(skipped) == 2.0**14
-    assert bits(step(skipped, x).params) != bits(state.params)
-
-
-def test_an_nnx_optimizer_skips():
-    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    tx = jaxmp.loss_scaling(optax.adamw(0.5), "mixed_float16")
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        scale = jaxmp.get_loss_scale(optimizer.opt_state)
-        grads = nnx.grad(lambda model: model(x).mean() * scale)(model)
-        optimizer.update(model, jaxmp.unscale(grads, scale))
-        return scale, jaxmp.last_step_finite(optimizer.opt_state)
-
-    params = bits(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    assert step(model, optimizer, jnp.full((1, 3), jnp.nan)) == (2.0**15, False)
-    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) == params
-    assert step(model, optimizer, jnp.ones((1, 3))) == (2.0**14, True)
-    assert bits(nnx.to_pure_dict(nnx.state(model, nnx.Param))) != params
-    assert jaxmp.get_loss_scale_state(optimizer.opt_state).skipped == 1
 
 
 # What the inner optimizer makes of finite gradients
