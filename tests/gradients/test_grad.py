@@ -76,25 +76,6 @@ def test_a_power_of_two_never_rounds(scale):
     chex.assert_trees_all_equal(scaled, expected)
 
 
-def test_gradients_that_underflow_unscaled_agree_with_float32_when_scaled():
-    apply = jaxmp.with_policy(MODEL.apply, "mixed_float16")
-
-    def tiny(params, apply=MODEL.apply):  # the share of one in a million of anchors
-        return loss_fn(params, X, Y, apply) * 2.0**-22
-
-    tiny16 = partial(tiny, apply=apply)
-
-    @jax.jit
-    def run(params):
-        unscaled = jaxmp.grad(tiny16, loss_scale=1.0)
-        scaled = jaxmp.grad(tiny16, loss_scale=2.0**24)
-        return jax.grad(tiny)(params), unscaled(params), scaled(params)
-
-    expected, unscaled, scaled = run(PARAMS)
-    assert all((g == 0).all() for g in jax.tree.leaves(unscaled))
-    allclose(scaled, expected, 16 * EPS[jnp.float16])
-
-
 @pytest.mark.parametrize("poison", [jnp.inf, jnp.nan])
 def test_an_overflow_stays_visible(poison):
     loss, grads = jaxmp.value_and_grad(
@@ -114,32 +95,6 @@ def test_a_float16_loss_survives_the_first_step():
     assert grads.dtype == jnp.float32
     assert loss == 0.3125
     np.testing.assert_array_equal(grads, [1.0, 0.5])
-
-
-def test_the_scale_of_the_step_is_the_one_divided_out():
-    # mpx divides by the scale it has just adjusted, and halves each growth step.
-    params = jnp.array([1.0, -2.0])
-    plain, growing = (
-        optax.adam(0.125),
-        jaxmp.dynamic_loss_scale(optax.adam(0.125), init_scale=1, growth_interval=1),
-    )
-
-    def run(tx, scale_of):
-        def step(carry, x):
-            params, state = carry
-            grads = jaxmp.grad(
-                lambda p: ((p - x) ** 2).sum(), loss_scale=scale_of(state)
-            )(params)
-            updates, state = tx.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), grads
-
-        return jax.lax.scan(step, (params, tx.init(params)), jnp.arange(8.0))
-
-    (expected, _), true_grads = run(plain, lambda state: 1.0)
-    (result, state), grads = run(growing, jaxmp.get_loss_scale)
-    assert jaxmp.get_loss_scale(state) == 2.0**8
-    np.testing.assert_array_equal(grads, true_grads)
-    np.testing.assert_array_equal(result, expected)
 
 
 def test_one_compilation_serves_every_scale():

@@ -292,9 +292,6 @@ def test_a_module_of_nnx_under_a_policy_is_looked_at():
     assert not said(nnx.jit(cast), model, X)
 
 
-# What follows the function by position
-
-
 # Gradients that are divided already
 
 

@@ -276,21 +276,3 @@ def seq2seq():
 )
 def test_linen_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)
-
-
-# By default the same of Haiku's and Equinox's modules.
-@pytest.mark.evidence
-@pytest.mark.parametrize("policy", DTYPES)
-def test_a_linen_transformer_is_cast(policy):
-    def apply(params, tokens):
-        return LanguageModel().apply(params, tokens, mutable="cache")[0]
-
-    params = language_model_params()
-    cast = jaxmp.with_policy(apply, policy)
-    near(
-        [run(cast, params, TOKENS)[0]],
-        [run(apply, params, TOKENS)[0]],
-        DTYPES[policy],
-        8,
-    )
-    multiplies_in_16_bits(jaxmp.audit(cast)(params, TOKENS))

@@ -183,18 +183,6 @@ def test_modules_with_dtypes_of_their_own_need_no_other_step(policy):
     assert all(dtypes == {types.compute_dtype.name} for dtypes in found)
 
 
-def test_one_compilation_over_good_and_skipped_steps():
-    state = make_state("mixed_float16", growth_interval=2)
-    compiled = train_step._cache_size()
-    scales = []
-    for i in range(6):
-        x = X.at[0].set(jnp.inf) if i in (2, 5) else X
-        state, _ = train_step(state, x, Y, jax.random.key(i))
-        scales.append(int(np.log2(jaxmp.get_loss_scale(state.opt_state))))
-    assert scales == [15, 16, 15, 15, 16, 15]
-    assert train_step._cache_size() == compiled + 1
-
-
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -312,9 +300,6 @@ def test_under_o2_norms_compute_in_float32():
     assert {"sub", "mul"} <= float32_images(own)
     assert "select_n" in float32_images(jaxpr)
     assert "select_n" not in float32_images(own)
-
-
-# NNX
 
 
 # Numerics
