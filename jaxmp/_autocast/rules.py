@@ -47,8 +47,8 @@ RULES = {
     "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid`, "
     "`erf` and `erfc` are rounded for matmuls alone.",
     FLOAT32: "Everything else is float32: exponentials, powers, smaller products, "
-    "reductions, norms, losses, solvers, what enters or leaves a `custom_vjp` or `shard_map`, and "
-    "whatever autocast does not know.",
+    "reductions, norms, losses, solvers, what enters or leaves a `custom_vjp` or "
+    "`shard_map`, and whatever autocast does not know.",
     DIGITS: "A returned value, a divisor, and what a logarithm, exponential, root, "
     "solver, test of equality or unknown operation reads are float32, and so is "
     "everything from the last matmul or reduction up to them.",
