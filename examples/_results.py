@@ -48,7 +48,7 @@ def residual_bytes(loss: Callable[[Any], Any], params: Any) -> int:
     where it can compute again, such as the float32 copies in which BatchNorm takes its
     mean and variance.
     """
-    report = jaxmp.audit(lambda params: loss(params)[0])(params)
+    report = jaxmp.audit(jax.grad(lambda params: loss(params)[0]))(params)
     return sum((report.residual_bytes or {}).values())
 
 

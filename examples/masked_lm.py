@@ -154,7 +154,7 @@ def residual_bytes(model: MaskedLM, policy: str, rows: int, length: int) -> int:
     _, loss_fn, _ = make_step(model, policy, 1e-3, 1)
     params, batch = shapes(model, rows, length)
     compute = jax.eval_shape(jaxmp.get_policy(policy).cast_to_compute, params)
-    report = jaxmp.audit(loss_fn)(compute, batch)
+    report = jaxmp.audit(jax.grad(loss_fn))(compute, batch)
     return sum((report.residual_bytes or {}).values())
 
 

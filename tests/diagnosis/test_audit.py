@@ -1007,14 +1007,14 @@ def test_what_autocast_keeps_is_not_16_bits_either():
 # Residuals
 
 
-def test_residuals_are_the_same_before_and_after_differentiation():
+def test_residuals_are_what_the_backward_pass_reads():
     def loss(w, x):
         h = jnp.sin(x @ w)
         return jnp.sum(jnp.sin(h @ w).astype(FULL))
 
     expected = {"bfloat16": 3 * 64 * 2}  # two cosines and the input of a product
     args = half(8, 8), half(8, 8)
-    assert jaxmp.audit(loss)(*args).residual_bytes == expected
+    assert jaxmp.audit(loss)(*args).residual_bytes is None  # no backward pass
     for fun in (jax.grad(loss), jax.jit(jax.value_and_grad(loss))):
         assert jaxmp.audit(fun)(*args).residual_bytes == expected
 
@@ -1027,9 +1027,11 @@ def test_remat_shrinks_the_residuals_and_scan_multiplies_them():
         return lax.scan(lambda c, w: (body(c, w), None), x, ws)[0].astype(FULL).sum()
 
     args = half(6, 8, 8), half(8, 8)
-    plain = jaxmp.audit(lambda w, x: loss(w, x, layer))(*args).residual_bytes
-    remat = jaxmp.audit(lambda w, x: loss(w, x, jax.checkpoint(layer)))(*args)
-    assert remat.residual_bytes == {"bfloat16": 6 * 128}
+    plain, remat = (
+        jaxmp.audit(jax.grad(lambda w, x: loss(w, x, body)))(*args).residual_bytes  # noqa: B023
+        for body in (layer, jax.checkpoint(layer))
+    )
+    assert remat == {"bfloat16": 6 * 128}
     assert plain == {"bfloat16": 6 * 4 * 128}
 
 
@@ -1040,13 +1042,6 @@ def test_a_float32_copy_of_16_bits_is_not_counted_twice():
 
     # Two cosines, the two factors.
     assert jaxmp.audit(jax.grad(loss))(half(8)).residual_bytes == {"bfloat16": 64}
-
-
-def test_a_function_without_derivative_has_no_residuals():
-    def fun(x):
-        return jax.pure_callback(lambda x: x, x, x)
-
-    assert jaxmp.audit(fun)(full(8)).residual_bytes is None
 
 
 # The report

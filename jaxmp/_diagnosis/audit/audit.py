@@ -54,9 +54,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       has the causes of the forward matmuls of its line and module. Every float32 matmul
       has a cause, in ``report.leaks`` or ``report.kept``. A float64 matmul has the
       float64 values that reach it, inside :func:`jaxmp.autocast` too.
-    * **Residuals**: the values that the forward pass of ``fun`` stores for its backward
-      pass. If ``fun`` computes no gradients, those that differentiating it with respect
-      to all its floating arguments would store.
+    * **Residuals**: the values that a forward pass in ``fun`` stores for its backward
+      pass, where ``fun`` computes gradients.
     * **Autocast**: operations inside :func:`jaxmp.autocast` that stayed float32 are no
       leaks; ``report.kept`` says why they stayed. If the policy asks for float8,
       ``report.kept_16bit`` says why matmuls stayed in 16 bits.
@@ -104,7 +103,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
             around = Place(user=caller())
             walk.run(jaxpr, [*inputs], around)
-            residuals = residual_bytes(jaxpr, flat.fun, leaves)
+            residuals = residual_bytes(jaxpr)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = Hazards(default).found(jaxpr, around) + of_numbers(numbers)

@@ -199,7 +199,7 @@ class DtypeReport:
         kept_16bit: The matmuls that autocast left in 16 bits under a policy that asks
             for float8.
         residual_bytes: Bytes by dtype that the forward pass stores for the backward
-            pass, without the arguments. None if JAX cannot differentiate the function.
+            pass, without the arguments. None if the function computes no gradients.
         notes: What could not be counted exactly.
         hazards: Matmuls whose use makes 16 bits wrong, where the pattern is clear, and
             numbers that become 0 or Inf in 16 bits. A matmul that is in float32 on

@@ -5,38 +5,16 @@ are none: they are there anyway.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 from ..._base.dtypes import is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 
 
-def residual_bytes(
-    jaxpr: Any, fun: Callable, args: Sequence[Any]
-) -> dict[str, int] | None:
-    """Returns the bytes of the residuals of a function, by dtype.
-
-    Args:
-        jaxpr: What ``fun`` was traced to.
-        fun: Function of arrays that returns a list of arrays.
-        args: Its arguments, or types of them.
-
-    Returns:
-        What the forward passes in ``jaxpr`` hand to its backward passes, or, where
-        there are none, what differentiating ``fun`` would make them hand over. None
-        if JAX cannot differentiate it.
-    """
-    handed_over = _handed_over(jaxpr)
-    return _of_derivative(fun, args) if handed_over is None else handed_over
-
-
-def _handed_over(jaxpr: Any) -> dict[str, int] | None:
+def residual_bytes(jaxpr: Any) -> dict[str, int] | None:
     """Returns the bytes that forward passes in ``jaxpr`` hand to backward passes.
 
-    None if there is no backward pass in it.
+    By dtype; None if there is no backward pass in it.
     """
     body, found, sizes = _jaxpr.open_jaxpr(jaxpr), False, Counter()
     computed, narrowed = _computed(body), _only_narrowed(body)
@@ -50,30 +28,11 @@ def _handed_over(jaxpr: Any) -> dict[str, int] | None:
                     residuals[var] = narrowed.get(var, var.aval.dtype)
             continue
         for sub in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
-            inner = _handed_over(sub)
+            inner = residual_bytes(sub)
             found = found or inner is not None
             sizes.update(inner or {})
     sizes.update(_sizes(residuals))
     return dict(sizes.most_common()) if found else None
-
-
-def _of_derivative(fun: Callable, args: Sequence[Any]) -> dict[str, int] | None:
-    """Returns the bytes of the residuals that differentiating would make."""
-    try:
-        # The function that `vjp` returns is a pytree of the residuals.
-        jaxpr, shapes = jax.make_jaxpr(
-            lambda *arrays: jax.vjp(fun, *arrays), return_shape=True
-        )(*args)
-    except (TypeError, ValueError, NotImplementedError):
-        return None
-    body = _jaxpr.open_jaxpr(jaxpr)
-    computed = _computed(body)
-    residuals = {}
-    for atom in _jaxpr.variables(body.outvars[len(jax.tree.leaves(shapes[0])) :]):
-        if atom in computed:
-            var = computed[atom]
-            residuals[var] = var.aval.dtype
-    return dict(_sizes(residuals).most_common())
 
 
 def _computed(body: Any) -> dict[Any, Any]:
