@@ -63,7 +63,7 @@ def dynamic_loss_scale(
     check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> LossScaling:
-    """Applies ``inner`` on finite steps, skips the others, and adapts the loss scale.
+    """Skips an optimizer's steps that are not finite, and adapts the loss scale.
 
     Pass it unscaled gradients, as :func:`jaxmp.value_and_grad` returns them. On a step
     with an Inf or NaN gradient, the updates are negative zeros, the state of ``inner``
@@ -181,7 +181,7 @@ def static_loss_scale(
     check_updates: bool = False,
     axis_name: AxisName | None = None,
 ) -> LossScaling:
-    """Applies ``inner`` on finite steps and skips the others, under a fixed scale.
+    """Skips an optimizer's steps that are not finite, under a fixed loss scale.
 
     The scale is written to the state on every step, so that a state restored from a
     run with another scale has this one after its first step.
