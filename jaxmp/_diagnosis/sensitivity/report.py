@@ -45,7 +45,7 @@ class ModuleSensitivity:
         >>> def loss(w, x):
         ...     with jax.named_scope("phase"):
         ...         return jnp.mean(jnp.sin(x @ w))
-        >>> w, x = jnp.full((2, 2), 33.3), jnp.full((8, 2), 3.33)
+        >>> w, x = jnp.full((8, 2), 33.3), jnp.full((8, 8), 3.33)
         >>> report = jaxmp.sensitivity(loss, "bfloat16")(w, x)
         >>> (row,) = report.modules
         >>> row.path, row.gradients_alone > 0.1, row.gradients_without, row.share
