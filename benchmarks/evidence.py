@@ -154,7 +154,8 @@ def _times() -> Iterator[str]:
         yield f"### {title}\n"
         if gained := gains(rows["steps"]):
             yield _table(list(gained[0]), [[*x.values()] for x in gained])
-        header = ["", "step", "dtype", "ms", "of by hand", "TF32 over it"]
+        header = ["", "step", "dtype", "ms", "relative to by hand"]
+        header += ["times as fast as TF32"]
         header += ["temporary MiB", "trace s", "compile s"]
         yield _table(header, map(_timed, rows["steps"]))
         if "ceilings" in rows:
@@ -251,8 +252,8 @@ def _attention() -> Iterator[str]:
             ]
             shares = [_ratio(new[key], old[key]) for key in ("bytes", "temp")]
             table.append([name, *amounts[:2], shares[0], *amounts[2:], shares[1]])
-        header = ["", "GB", "with cuDNN", "of it", "temporary MiB", "with cuDNN"]
-        yield _table([*header, "of it"], table)
+        header = ["", "GB", "with cuDNN", "share", "temporary MiB", "with cuDNN"]
+        yield _table([*header, "share"], table)
         yield _source([result])
 
 

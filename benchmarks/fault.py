@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks fault")
     h200.require("fault")
     rows = [count(name) for name in options.networks]
-    show("searched, over plain", rows)
+    show("a search, relative to the gradient alone", rows)
     results.save(
         results.target("fault"),
         "over plain",

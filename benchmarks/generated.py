@@ -1,6 +1,6 @@
 """Compares generated training steps under autocast with the same steps cast by hand.
 
-Each seed is a training step: some layers, a loss and its gradients. It is held against
+Each seed is a training step: some layers, a loss and its gradients. It is compared with
 the same step with its products cast by hand: they take 16 bits, add up in float32 and
 return 16 bits, with their bias if they have one, and everything else is float32. The
 law is that no result of autocast, a loss or a gradient, is further from float32 than

@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> None:
     path = options.output or results.target("gpu_tiny" if options.tiny else "gpu")
     save = functools.partial(results.save, path, device, device, ["gpu", *arguments])
     rows["ceilings"] += ceilings(2**16 if options.tiny else 2**28)
-    show("what nothing surpasses", rows["ceilings"])
+    show("the highest rates that this GPU reached", rows["ceilings"])
     for name in options.networks:
         if time.monotonic() > until:
             report(f"{name}: left out, the time is over")
@@ -270,7 +270,7 @@ def narrow(form: str, network: Any, state_dtype: str) -> steps.Contestant:
 
 
 def ceilings(copied: int) -> Iterator[dict[str, Any]]:
-    """Yields how fast the GPU copies and multiplies, which nothing surpasses."""
+    """Yields how fast the GPU copies and multiplies at most."""
     x = jax.random.normal(jax.random.key(0), (copied,))
     rates = 2e-9 * x.nbytes / _seconds(jnp.negative, x)
     yield {"ceiling": "reading and writing", "rate": rates, "unit": "GB/s"}

@@ -59,11 +59,11 @@ def main(arguments: list[str]) -> None:
         for accum_steps in options.accum_steps:
             rows = list(prices(options.networks, forms, dtype, accum_steps))
             title = f"{dtype}, {accum_steps} micro-batches"
-            show(f"{title}: over the model cast whole", table(rows))
+            show(f"{title}: relative to the model cast by hand", table(rows))
             results.save(path, title, h200.HARDWARE, command, rows)
         rows = list(errors(options.networks, dtype, options.seeds))
         title = f"{dtype}, errors"
-        show(f"{title} (of {options.seeds} seeds the mean)", rows)
+        show(f"{title} (mean of {options.seeds} seeds)", rows)
         results.save(path, title, results.hardware(), command, rows)
 
 
