@@ -39,6 +39,7 @@ from .classes import Class
 from .graph import Trip, accumulated, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
+from .passes.apart import apart
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
 _KEPT_BY_ENDS = frozenset({KEPT_FOR_MOMENTS, KEPT_TO_COMPARE, KEPT_TO_END})
@@ -62,10 +63,22 @@ class Analysis:
     """Finds classes and needs for one dtype, one set of lists and one of paths."""
 
     def __init__(
-        self, dtype: np.dtype, ops: OpLists, paths: Mapping[str, str] = NO_PATHS
+        self,
+        dtype: np.dtype,
+        ops: OpLists,
+        paths: Mapping[str, str] = NO_PATHS,
+        *,
+        apart: bool = False,
     ):
-        """Starts with nothing analysed."""
-        self.dtype, self.ops = dtype, ops
+        """Starts with nothing analysed.
+
+        Args:
+            dtype: The 16-bit dtype.
+            ops: The lists.
+            paths: Scopes that stay float32, each with the precision of its products.
+            apart: Whether the two passes have a dtype each.
+        """
+        self.dtype, self.ops, self.apart = dtype, ops, apart
         self.paths = {path: tuple(path.split("/")) for path in paths}
         self._precisions = paths
         self._denied = classes.denied_by_user(ops)
@@ -240,8 +253,18 @@ class Analysis:
             if not self.is_kept(scopes):
                 for rewrite in REWRITES.values():
                     eqns = rewrite.run(eqns, jaxpr, scopes, self.is_product)
+                if self.apart:
+                    eqns = [self._apart(eqn, scopes) for eqn in eqns]
             memo[key] = eqns, spotted_in(eqns)
         return memo[key]
+
+    def _apart(self, eqn: Equation, scopes: Scopes) -> Equation:
+        """Returns ``eqn`` with an argument for each pass in it, and what is marked."""
+        new = apart(eqn, scopes)
+        if new is not eqn:
+            before, after = (_jaxpr.open_jaxpr(x.params["jaxpr"]) for x in (eqn, new))
+            self._marks[after] = self._marks.get(before, {})
+        return new
 
     def _needs(
         self,

@@ -18,6 +18,7 @@ from .analysis import Analysis, Plan
 from .customs import Customs, End, places_of_moving, replaced
 from .decisions import Step
 from .graph import GIVEN, Trip, definitions_of, joined
+from .passes.apart import read_by_pass
 from .values import Known, Value, streamed
 
 
@@ -263,18 +264,28 @@ class Calls(Customs):
         places: Sequence[int],
     ) -> list[Value]:
         """Rounds before a loop or a remat what only products in it take."""
-        back = BACKWARD in scopes
-        if back and self.backward_dtype != self.dtype and _jaxpr.computes_again(eqn):
-            return ins  # products of either pass may take it, each in its dtype
-        dtype = self.dtype_in(back)
+        dtypes = [self.dtype] * len(ins)
+        if self.backward_dtype != self.dtype:
+            dtypes = self._dtypes_inside(eqn, scopes)
         need = self.analysis.asked(eqn, trip, scopes)
         ins = list(ins)
         for i in places:
             rounds = is_float32(eqn.invars[i]) and ins[i].known.scalar is None
-            rounds &= not ins[i].known.linear
-            if rounds and needs.is_rounded_for_products(need[i]):
+            rounds &= not ins[i].known.linear and needs.is_rounded_for_products(need[i])
+            if rounds and (dtype := dtypes[i]) is not None:
                 ins[i] = ins[i].rounded(dtype)
         return ins
+
+    def _dtypes_inside(self, eqn: Any, scopes: Scopes) -> list[np.dtype | None]:
+        """Returns the 16-bit dtype of the pass that reads each input, None for both."""
+        found: list[np.dtype | None] = [self.dtype] * len(eqn.invars)
+        for body in _jaxpr.call_layout(eqn).bodies:
+            inner = _jaxpr.open_jaxpr(body.jaxpr)
+            back, ahead = (read_by_pass(inner, scopes, back=x) for x in (True, False))
+            for i, x in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True):
+                if x in back:
+                    found[i] = None if x in ahead else self.backward_dtype
+        return found
 
     def rewritten(
         self,

@@ -72,7 +72,8 @@ class Caster(Calls):
         """
         self.dtype, self.rounds_products = dtype, ops.rounds_products
         self.backward_dtype = dtype if backward_dtype is None else backward_dtype
-        self.analysis = Analysis(dtype, ops, paths)
+        two = self.backward_dtype != dtype
+        self.analysis = Analysis(dtype, ops, paths, apart=two)
         self.float8 = Float8(dtype, ops, bfloat16_paths, is_on=float8)
         self.narrowed, self.listener = narrowed, listener
         self.rewritten_by: Any = weakref.WeakKeyDictionary()

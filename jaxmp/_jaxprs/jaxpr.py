@@ -368,13 +368,19 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def scan_with(
-    eqn: JaxprEqn, body: Jaxpr, carries: int, invars: list[Any], outvars: list[Any]
+    eqn: JaxprEqn,
+    body: Jaxpr,
+    carries: int,
+    invars: list[Any],
+    outvars: list[Any],
+    *,
+    consts: int | None = None,
 ) -> JaxprEqn:
     """Returns a ``scan`` equation with another body, which carries as many values.
 
-    It has as many constants as before.
+    It has as many constants as before, if no number of them is given.
     """
-    consts, _ = scan_counts(eqn)
+    consts = scan_counts(eqn)[0] if consts is None else consts
 
     def scan(xs):  # of numbers, because each version counts in its own way
         def trip(carry, slices):

@@ -449,6 +449,18 @@ def test_integers_and_keys_go_through():
     assert relative_error(step(*args)[0], exact) <= EPS
 
 
+def test_a_weight_is_rounded_once_for_all_micro_batches():
+    grad_fn = jaxmp.value_and_grad(mlp, accum_steps=2, batch_argnums=1)
+    jaxpr = jax.make_jaxpr(jaxmp.autocast(grad_fn, POLICY))(W, X)
+    (scan,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
+    body = scan.params["jaxpr"].jaxpr
+    casts = [x for x in body.eqns if x.primitive.name == "convert_element_type"]
+    read = {x for eqn in casts for x in eqn.invars}
+    weights = [x for x in body.invars[: scan.params["num_consts"]] if x.aval.ndim == 2]
+    assert {x.aval.dtype.name for x in weights} == {"float16", "bfloat16"}
+    assert read.isdisjoint(weights)
+
+
 @pytest.mark.parametrize(
     "seed",
     [*range(4), *(pytest.param(i, marks=pytest.mark.evidence) for i in range(4, 24))],

@@ -20,7 +20,11 @@ import jaxmp
 from benchmarks.counting.measure import IN_A_HURRY, relative_error, run
 from conftest import normal as normal
 
-DTYPES = {"mixed_float16": jnp.float16, "mixed_bfloat16": jnp.bfloat16}
+DTYPES = {
+    "mixed_float16": jnp.float16,
+    "mixed_bfloat16": jnp.bfloat16,
+    "mixed_float16_bfloat16": jnp.bfloat16,  # of the gradients
+}
 POLICIES = ("float32", *DTYPES)
 KEY = jax.random.key(0, impl="unsafe_rbg")  # which compiles sooner than others
 
