@@ -20,6 +20,7 @@ from .watch import (
     BAD,
     FINITE,
     GIVEN,
+    LOST,
     LOW,
     NAN_WRITTEN,
     OVER,
@@ -47,6 +48,7 @@ class Seen:
 
     Attributes:
         site: The operation.
+        number: Its place in the order of the program.
         runs: How often it ran.
         top: The largest finite magnitude.
         low: The smallest that is not zero, 0 if there is none.
@@ -60,6 +62,7 @@ class Seen:
     """
 
     site: Site
+    number: int
     runs: int
     top: float
     low: float
@@ -88,7 +91,7 @@ class Run:
         self.program = program
         looks = program.run(arrays)
         self.seen: list[Seen] = []
-        self._numbers: dict[Site, int] = {}  # in `seen`
+        self._of: dict[Site, Seen] = {}
         self._firsts: dict[int, int] = {}  # of the operations of a frame, by its `id`
         self._collect(program.frame, looks)
         self.failed: Birth = FINITE.born
@@ -116,6 +119,10 @@ class Run:
         """The first of them that is of an operation."""
         return min((x for x in self.births if x[0][0] < GIVEN), default=None)
 
+    def at(self, birth: Birth) -> Seen:
+        """Returns what was seen at the operation of a birth."""
+        return self.seen[birth[0][-1]]
+
     def _collect(self, frame: Frame, looks: Any) -> None:
         """Puts together what was seen at each operation in all iterations."""
         rows, inner = looks
@@ -129,13 +136,19 @@ class Run:
                     self._collect(body, seen["rows"] if is_kept else seen)
             elif step.site is not None:
                 low = int(rows[:, step.row, LOW].min()) + 1
-                _, _, _, bad, lost, over = map(int, counts[step.row])
-                self._numbers[step.site] = len(self.seen)
-                top = magnitude_of(rows[:, step.row, TOP].max(), step.dtype)
                 is_there = low < bits_of(np.inf, step.dtype)
-                low = magnitude_of(low, step.dtype) if is_there else 0.0
-                runs = int(counts[0, RUNS])
-                self.seen.append(Seen(step.site, runs, top, low, bad, lost, over))
+                seen = Seen(
+                    site=step.site,
+                    number=len(self.seen),
+                    runs=int(counts[0, RUNS]),
+                    top=magnitude_of(rows[:, step.row, TOP].max(), step.dtype),
+                    low=magnitude_of(low, step.dtype) if is_there else 0.0,
+                    bad=int(counts[step.row, BAD]),
+                    lost=int(counts[step.row, LOST]),
+                    over=int(counts[step.row, OVER]),
+                )
+                self.seen.append(seen)
+                self._of[step.site] = seen
 
     def _follow(
         self,
@@ -178,12 +191,11 @@ class Run:
             nan, bad = bool(look[PEAK] > bits_of(np.inf, step.dtype)), look[BAD] > 0
             born = source if bad else FINITE.born
             if step.site is not None:
-                number = self._numbers[step.site]
-                seen = self.seen[number]
+                seen = self._of[step.site]
                 exceeds = look[OVER] > 0 or (nan and not any(x.nan for x in came))
                 outside = source[0][0] >= GIVEN and exceeds
                 if bad and (outside or source[0][0] >= NAN_WRITTEN):
-                    born, seen.births = ((*clock, number), trips), seen.births + 1
+                    born, seen.births = ((*clock, seen.number), trips), seen.births + 1
                 if not seen.kind:
                     seen.inputs = tuple(x.top for x in came[:_SHOWN])
                 if bad and not seen.kind:

@@ -26,6 +26,7 @@ from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.lists import EXACT
 from ..numbers import Eaten, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, compiled, given, platform_of
+from .report import Line, line_of
 
 # A result is wrong that is off by more than this, and by more than twice of what
 # rounding does. A gradient that has lost half of itself may train as well.
@@ -36,17 +37,6 @@ _FRACTION = 2.0**-14  # from 1 to the smallest normal number of float16
 _SMALL, _LARGE = 1e-8, 2.0**100
 
 
-class Line(NamedTuple):
-    """What a line of the user computes in a module, by operation."""
-
-    operation: str
-    dtype: str
-    where: str
-    module: str
-    backward: bool
-    code: str
-
-
 class Limit(NamedTuple):
     """An operation whose limits make a result wrong."""
 
@@ -55,18 +45,6 @@ class Limit(NamedTuple):
     place: Place
     number: Eaten | None  # that it reads
     wrong: tuple[int, ...]  # the results
-
-
-def line_of(operation: str, dtype: Any, place: Place) -> Line:
-    """Returns the line that an operation belongs to."""
-    return Line(
-        operation,
-        str(np.dtype(dtype)),
-        place.where,
-        place.module,
-        place.backward,
-        place.code,
-    )
 
 
 class Limits:

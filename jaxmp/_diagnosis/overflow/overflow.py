@@ -26,8 +26,8 @@ from ..._jaxprs.places import Place, caller, equations
 from ..numbers import Eaten, Numbers
 from .advice import Case, advice
 from .births import Run, Seen
-from .limits import Limit, Limits, Line, line_of
-from .report import TESTED, Fault, OperationRange, OverflowReport
+from .limits import Limit, Limits
+from .report import TESTED, Fault, Line, OperationRange, OverflowReport
 from .watch import GIVEN, INF_WRITTEN, Program, Site
 
 P = ParamSpec("P")
@@ -112,16 +112,15 @@ class _Search:
         self.found = Run(Program(jaxpr, flat.names, around), flat.leaves)
         self.birth = self.found.first
         self.first: Fault | None = None
-        self.number: int | None = None  # the site of the fault
+        self.seen: Seen | None = None  # at the operation of the fault
         self.limit: Limit | None = None
         self.finite_in_float32: bool | None = None
         self.fault_in_float32: Fault | None = None  # if that is at another line
         self.swallowed: Fault | None = None
         if self.birth is not None:
-            (*_, number), trips = self.birth
-            self.number = number
-            self.first = _fault(self.found.seen[number], trips)
-            self._explain(number)
+            self.seen = self.found.at(self.birth)
+            self.first = _fault(self.seen, self.birth[1])
+            self._explain(self.seen)
         elif self._may_be_wrong():
             self._look_for_wrong_results()
 
@@ -140,8 +139,8 @@ class _Search:
         """The program with the limits of float16 put back one after the other."""
         return Limits(self.flat, self.jaxpr, self.numbers, self.around)
 
-    def _explain(self, number: int) -> None:
-        """Asks whether float32 has the fault of a site, and what has led to it."""
+    def _explain(self, seen: Seen) -> None:
+        """Asks whether float32 has the fault, and what has led to it."""
         self.finite_in_float32 = False
         if not self.dtypes:
             return
@@ -153,17 +152,15 @@ class _Search:
         elif "float16" in self.dtypes and not self.numbers.are_known:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
         if wide.first is not None and self.finite_in_float32 is False:
-            (*_, other), trips = wide.first
-            fault = _fault(wide.seen[other], trips)
+            fault = _fault(wide.at(wide.first), wide.first[1])
             if self.first is not None and fault.where != self.first.where:
                 self.fault_in_float32 = fault
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
             return
-        seen = self.found.seen
         limit: Limit | None = None
-        if not seen[number].over:  # what came in was wrong already
+        if not seen.over:  # what came in was wrong already
             limit = self.limits.first_bad()
-        elif any(x.lost for x in seen[:number]):  # perhaps that, too
+        elif any(x.lost for x in self.found.seen[: seen.number]):  # perhaps that, too
             limit = self.limits.first_wrong()
         if limit is not None and self._is_zero(limit):
             self.limit, self.first = limit, self._fault_of(limit)
@@ -190,32 +187,27 @@ class _Search:
         """Whether the limits of an operation make zeros, and not Inf."""
         if limit.number is not None:
             return limit.number.left == 0
-        return not any(x.over or x.births for _, x in self._seen_of(limit))
+        return not any(x.over or x.births for x in self._seen_of(limit))
 
-    def _seen_of(self, limit: Limit) -> list[tuple[int, Seen]]:
-        """Returns what was seen at an operation, with the numbers of its results."""
-        same = [
-            (i, x)
-            for i, x in enumerate(self.found.seen)
-            if _line_of(x.site) == limit.line
-        ]
-        return [(i, x) for i, x in same if x.site.eqn == limit.eqn] or same
+    def _seen_of(self, limit: Limit) -> list[Seen]:
+        """Returns what was seen at an operation, where it ran first."""
+        same = [x for x in self.found.seen if x.site.line == limit.line]
+        same = [x for x in same if id(x.site.eqn) == limit.eqn] or same
+        return sorted(same, key=lambda x: not x.runs)  # one branch of several runs
 
     def _fault_of(self, limit: Limit) -> Fault:
         """Returns what happened at an operation that its limits have made wrong."""
         seen, line = self._seen_of(limit), limit.line
         kind = "zeros" if self._is_zero(limit) else "Inf"
         if not seen:  # a number in the code that a call is given
-            self.number = None
+            self.seen = None
             largest = float(jnp.finfo(line.dtype).max)
             return Fault(
                 **line._asdict(), kind=kind, trips=(), inputs=(), largest=largest
             )
-        # Of an operation in several branches, one that ran.
-        seen.sort(key=lambda x: (not x[1].runs, x[0]))
-        guilty = [x for x in seen if (x[1].lost if kind == "zeros" else x[1].bad)]
-        self.number, found = [*guilty, *seen][0]
-        return dataclasses.replace(_fault(found, ()), kind=kind)
+        guilty = [x for x in seen if (x.lost if kind == "zeros" else x.bad)]
+        self.seen = [*guilty, *seen][0]
+        return dataclasses.replace(_fault(self.seen, ()), kind=kind)
 
     def report(self) -> OverflowReport:
         """Returns what was found."""
@@ -229,7 +221,7 @@ class _Search:
             reached=self._reached(),
             reached_modules=tuple(self._reached_modules()),
             given=given,
-            others=tuple(_others(found, self.number if first else None)),
+            others=tuple(_others(found, self.seen if first else None)),
             finite_in_float32=self.finite_in_float32,
             operations=operations,
             notes=tuple(found.program.notes),
@@ -238,11 +230,10 @@ class _Search:
     def _case(
         self, operations: Sequence[OperationRange], given: dict, leading: dict
     ) -> Case:
-        number, seen = self.number, self.found.seen
-        site = None if number is None else seen[number].site
-        places = [x.site.place for x in seen]
+        seen, site = self.seen, self.seen and self.seen.site
+        places = [x.site.place for x in self.found.seen]
         is_back = [x.backward or x.again for x in places]
-        is_last = number is not None and any(is_back) and not any(is_back[number:])
+        is_last = bool(seen) and any(is_back) and not any(is_back[seen.number :])
         narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
         cast_by = self._cast_by(site)
         return Case(
@@ -252,14 +243,14 @@ class _Search:
             written=any(x[0][0] == INF_WRITTEN for x in self.found.births),
             finite_in_float32=self.finite_in_float32,
             fault_in_float32=self.fault_in_float32,
-            overflows=number is not None and bool(seen[number].over),
+            overflows=bool(seen and seen.over),
             number=self._number(),
             argument=site.argument if site else "",
             zeros="" if leading else self._zeros(),
             in_optimizer=is_last or cast_by == "optax",
             cast_by="code" if cast_by == "optax" else cast_by,
             override=self._override(site),
-            lost=0.0 if number is None else _lost(seen[number]),
+            lost=seen.lost / max(seen.runs * seen.site.size, 1) if seen else 0.0,
             # A mask of `finfo(dtype).min` has none, and is meant.
             nearest=min(
                 (x for x in narrow if x.headroom > 0),
@@ -274,11 +265,11 @@ class _Search:
         """Returns the number in the code that is the fault, such as -1e9 in a mask."""
         if self.limit is not None and self.limit.number is not None:
             return self.limit.number
-        if self.first is None or self.number is None:
+        if self.first is None or self.seen is None:
             return None
-        site, fault = self.found.seen[self.number].site, self.first
+        site, fault = self.seen.site, self.first
         left = 0.0 if fault.kind == "zeros" else math.inf
-        eaten = Eaten(left, None, site.dtype, site.operation, site.place)
+        eaten = Eaten(left, None, site.dtype, site.line.operation, site.place)
         if site.is_cast and fault.inputs[0][2] in site.numbers:
             return eaten._replace(written=fault.inputs[0][2])
         is_inf = math.inf in site.numbers and is_narrow(site.dtype) and left
@@ -370,12 +361,12 @@ def _given(found: Run) -> tuple[dict[str, tuple[int, int]], dict]:
     return given, {names[i]: x for i, x in found.given.items() if i in reached}
 
 
-def _others(found: Run, first: int | None) -> Iterator[Fault]:
+def _others(found: Run, first: Seen | None) -> Iterator[Fault]:
     """Yields the other operations that have made Inf or NaN, each line once."""
     told = set()
-    for number, x in enumerate(found.seen):
-        if x.births and number != first and not _is_scaled(x.site):
-            is_own = x.born[0][-1] == number
+    for x in found.seen:
+        if x.births and x is not first and not _is_scaled(x.site):
+            is_own = x.born[0][-1] == x.number
             fault = _fault(x, x.born[1] if is_own else ())
             key = fault.operation, fault.where, fault.module, fault.backward
             if key not in told:
@@ -387,7 +378,7 @@ def _fault(seen: Seen, trips: tuple[int, ...]) -> Fault:
     """Returns what happened at an operation."""
     shown = zip(seen.site.operands, seen.inputs, strict=False)
     return Fault(
-        **_line_of(seen.site)._asdict(),
+        **seen.site.line._asdict(),
         kind=seen.kind or "Inf",
         trips=trips,
         inputs=tuple((str(x.dtype), x.shape, top) for x, top in shown),
@@ -400,7 +391,7 @@ def _ranges(found: Run) -> Iterator[OperationRange]:
     rows: dict[Line, list[Seen]] = {}
     for x in found.seen:
         if x.site.computes and x.runs and not _is_scaled(x.site):
-            rows.setdefault(_line_of(x.site), []).append(x)
+            rows.setdefault(x.site.line, []).append(x)
     for line, seen in rows.items():
         size = sum(x.site.size * x.runs for x in seen)
         top = max(x.top for x in seen)
@@ -414,15 +405,6 @@ def _ranges(found: Run) -> Iterator[OperationRange]:
             lost=sum(x.lost for x in seen) / max(size, 1),
             nonfinite=sum(x.bad for x in seen) / max(size, 1),
         )
-
-
-def _lost(seen: Seen) -> float:
-    """Returns the fraction of an operation's values that 16 bits lose."""
-    return seen.lost / max(seen.runs * seen.site.size, 1)
-
-
-def _line_of(site: Site) -> Line:
-    return line_of(site.operation, site.dtype, site.place)
 
 
 def _is_scaled(site: Site) -> bool:

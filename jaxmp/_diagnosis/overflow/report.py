@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from ..._base.text import (
     as_html,
@@ -20,10 +21,34 @@ from ..._base.text import (
     table,
     wrapped,
 )
+from ..._jaxprs.places import Place
 
 TESTED = "a test of finiteness"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
+
+
+class Line(NamedTuple):
+    """What a line of the user computes in a module, by operation."""
+
+    operation: str
+    dtype: str
+    where: str
+    module: str
+    backward: bool
+    code: str
+
+
+def line_of(operation: str, dtype: Any, place: Place) -> Line:
+    """Returns the line that an operation belongs to."""
+    return Line(
+        operation,
+        str(np.dtype(dtype)),
+        place.where,
+        place.module,
+        place.backward,
+        place.code,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

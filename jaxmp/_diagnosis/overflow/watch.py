@@ -33,6 +33,7 @@ from ..wide_replay import (
     wide_literal,
     widened,
 )
+from .report import Line, line_of
 
 # What is seen of an array, uint32[6]. Magnitudes are their bits, which are ordered in
 # the same way: a CPU takes subnormal numbers for zeros. `LOW` is that of the smallest
@@ -78,8 +79,7 @@ FINITE = Trail(((NEVER,), ()))
 class Site:
     """A floating result of an operation of the program."""
 
-    operation: str
-    eqn: int  # the equation's `id`
+    eqn: Equation
     place: Place
     dtype: np.dtype
     size: int
@@ -88,6 +88,11 @@ class Site:
     is_cast: bool
     numbers: frozenset[float]  # in the code, outside float16, that it may read
     argument: str  # the name of what the program is given and it casts
+
+    @functools.cached_property
+    def line(self) -> Line:
+        """The line that it belongs to."""
+        return line_of(self.eqn.primitive.name, self.dtype, self.place)
 
 
 class Step(NamedTuple):
@@ -302,8 +307,7 @@ class Watch(Replay):
                 values.append(Value(x))
                 continue
             site = Site(
-                operation=name,
-                eqn=id(eqn),
+                eqn=eqn,
                 place=place,
                 dtype=x.dtype,
                 size=int(x.size),
