@@ -21,7 +21,6 @@ from ..._base.text import (
     table,
     wrapped,
 )
-from ..._jaxprs.places import Place
 
 TESTED = "a test of finiteness"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
@@ -39,8 +38,8 @@ class Line(NamedTuple):
     code: str
 
 
-def line_of(operation: str, dtype: Any, place: Place) -> Line:
-    """Returns the line that an operation belongs to."""
+def line_of(operation: str, dtype: Any, place: Any) -> Line:
+    """Returns the line that an operation belongs to, given its `Place`."""
     return Line(
         operation,
         str(np.dtype(dtype)),
