@@ -257,6 +257,7 @@ class Body:
         seen: What was seen in it. Of a loop, a pair: what was carried, and stacked.
     """
 
+    replay: Any
     seen: Any = ()
 
     def __init__(self, around: Replay, jaxpr: Any, place: Place):

@@ -104,9 +104,8 @@ class Run:
             for x, aval in zip(outs, types, strict=True)
         ]
         floating = [i for i, x in enumerate([*arrays, *consts]) if is_inexact(x)]
-        # These are looked at first.
-        pairs = zip(floating, program.frame.steps, strict=False)
-        bad = [i for i, step in pairs if looks[0][step.row, BAD]]
+        # These are looked at first, behind the row that counts.
+        bad = [i for row, i in enumerate(floating, 1) if looks[0][row, BAD]]
         self.given = {i: _counted([*arrays, *consts][i]) for i in bad}
 
     @property
@@ -172,11 +171,12 @@ class Run:
             trips: The indices of the iterations around.
         """
         rows, inner = looks
-        trails, inner = list(frame.trails), iter(inner)
+        trails: list[Any] = list(frame.trails)
+        inner = iter(inner)
         for number, trail in zip(frame.ins, ins, strict=True):
             trails[number] = trail
         for step in frame.steps:
-            came: list[Any] = [trails[i] for i in step.ins]
+            came = [trails[i] for i in step.ins]
             if isinstance(step, Call):
                 outs = self._call(step, came, next(inner), clock, trips)
                 for number, trail in zip(step.outs, outs, strict=True):
