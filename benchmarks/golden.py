@@ -21,10 +21,7 @@ import numpy as np
 
 import jaxmp
 from jaxmp._autocast import needs
-from jaxmp._autocast.decisions import INSIDE, Decision, Step
-from jaxmp._autocast.graph import Trip
-from jaxmp._autocast.replay import Caster
-from jaxmp._autocast.values import given
+from jaxmp._autocast.plan import Planner
 from jaxmp._jaxprs.jaxpr import is_float32
 from jaxmp._ops.precision import own_precisions
 
@@ -122,31 +119,18 @@ def rows(build: Callable[[], Call]) -> list[str]:
         jaxpr = jax.make_jaxpr(lambda *xs: fun(*tree.unflatten(xs)))(*leaves)
     found: dict[str, collections.Counter[str]] = {}
     for dtype in DTYPES:
-        counts = found.setdefault(dtype, collections.Counter())
-        caster = Caster(
-            jnp.dtype(dtype),
-            jaxmp.DEFAULT_OPS,
-            listener=functools.partial(_told, counts),
+        planner = Planner(jnp.dtype(dtype), jaxmp.DEFAULT_OPS)
+        plan = planner.program(jaxpr, needs.FULL | needs.DIGITS)
+        # What is not float32 leaves nothing to decide.
+        found[dtype] = collections.Counter(
+            f"{step.eqn.primitive.name} {HOW[step.how]}, rule {step.rule}"
+            for step in plan.all_steps()
+            if step.inside is None and any(map(is_float32, step.eqn.outvars))
         )
-        jax.eval_shape(functools.partial(_cast, caster, jaxpr), *leaves)
     return [
         f"{row} x {_times([found[dtype][row] for dtype in DTYPES])}"
         for row in sorted(set().union(*found.values()))
     ]
-
-
-def _cast(caster: Caster, jaxpr: Any, *arrays: jax.Array) -> list[jax.Array]:
-    """Returns what a program returns under autocast."""
-    caster.mark(jaxpr, ())
-    returned = Trip((needs.FULL | needs.DIGITS,) * len(jaxpr.out_avals))
-    return caster.as_written(jaxpr, [given(x) for x in arrays], returned, ())
-
-
-def _told(counts: collections.Counter[str], step: Step, decision: Decision) -> None:
-    """Counts a decision. What is not float32 leaves nothing to decide."""
-    if decision != INSIDE and any(map(is_float32, step.eqn.outvars)):
-        name, how = step.eqn.primitive.name, HOW[decision.how]
-        counts[f"{name} {how}, rule {decision.rule}"] += 1
 
 
 def _times(counts: list[int]) -> str:

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
 from jaxmp._autocast import classes, rules
-from jaxmp._autocast.decisions import Decision
-from jaxmp._autocast.replay import Caster
+from jaxmp._autocast.emit import Emitter
+from jaxmp._autocast.plan import Planner, Step
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._ops.products import is_convolution
 
@@ -314,17 +314,17 @@ def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
         to_matmul: Whether a matmul reads what it returns, or a loss.
         dtype: The 16-bit dtype.
     """
-    decided: dict[Any, tuple[Any, Decision]] = {}  # by variable
+    decided: dict[Any, Step] = {}  # by variable
     named: list[Any] = []
 
-    def note(step, decision):
-        decided.update((x, (step.eqn, decision)) for x in step.eqn.outvars)
+    def note(step):
+        decided.update((x, step) for x in step.eqn.outvars)
         if step.eqn.primitive.name == "name" and not step.back:
             named.append(step.eqn)
 
-    caster = Caster(np.dtype(dtype), jaxmp.DEFAULT_OPS, listener=note)
+    emitter = Emitter(Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS), listener=note)
     program, x = _program(case, to_matmul)
-    jaxpr = jax.make_jaxpr(caster.wrap(jax.value_and_grad(program)))(W, x)
+    jaxpr = jax.make_jaxpr(emitter.wrap(jax.value_and_grad(program)))(W, x)
     bits, spelled = _bits(jaxpr), {}
     for eqn in reversed(named):
         name = eqn.params["name"]
@@ -335,11 +335,11 @@ def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
     return Shown(takes, spelled.get("returns", "int"))
 
 
-def _is_convolved(var: Any, decided: dict[Any, tuple[Any, Decision]]) -> bool:
+def _is_convolved(var: Any, decided: dict[Any, Step]) -> bool:
     """Whether a convolution in 16 bits returns a value, which is moved at most."""
     if var not in decided:
         return False
-    eqn, decision = decided[var]
+    eqn, decision = decided[var].eqn, decided[var]
     if is_convolution(eqn):
         return decision.rule == rules.PRODUCT
     if bodies := [*_jaxpr.sub_jaxprs(eqn)]:

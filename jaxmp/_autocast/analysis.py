@@ -45,15 +45,32 @@ from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 _KEPT_BY_ENDS = frozenset({KEPT_FOR_MOMENTS, KEPT_TO_COMPARE, KEPT_TO_END})
 
 
-class Plan(NamedTuple):
-    """What is known of a jaxpr before it is replayed."""
+class Wanted(NamedTuple):
+    """An equation, and what its consumers need."""
 
-    eqns: Sequence[Equation]
-    kinds: Sequence[Class]
-    outs: Sequence[Trip]  # what is needed of what each equation returns
-    ins: Sequence[Sequence[Need]]  # what each equation needs of its inputs
+    eqn: Equation
+    kind: Class
+    back: bool  # whether it belongs to the backward pass
+    read: Trip  # what is needed of what it returns
+    asks: Sequence[Need]  # what it needs of each input
+
+    @property
+    def need(self) -> Need:
+        """What the consumers of its outputs need."""
+        return joined(self.read.wanted)
+
+
+class Consumers(NamedTuple):
+    """Who reads the values of a jaxpr."""
+
+    rows: Sequence[Wanted]  # one for each equation
     needs: dict[Any, Need]  # of every variable that somebody reads
     forward: set[Any]  # variables that the forward pass reads, or the jaxpr returns
+
+    @property
+    def eqns(self) -> Sequence[Equation]:
+        """The equations, as rewritten."""
+        return [row.eqn for row in self.rows]
 
 
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
@@ -83,7 +100,7 @@ class Analysis:
         self._precisions = paths
         self._denied = classes.denied_by_user(ops)
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
-        self._plans: Any = weakref.WeakKeyDictionary()
+        self._consumers: Any = weakref.WeakKeyDictionary()
         self._matters: Any = weakref.WeakKeyDictionary()
         self._rounds: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
@@ -140,7 +157,7 @@ class Analysis:
         return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
 
     def relevant(self, scopes: Scopes) -> Scopes:
-        """Returns that of ``scopes`` on which a plan depends."""
+        """Returns that of ``scopes`` on which the analysis depends."""
         if self.is_kept(scopes):
             return (FLOAT32, *marks(scopes))
         return scopes if self.paths else marks(scopes)
@@ -189,7 +206,7 @@ class Analysis:
                 found[var] = found.get(var, needs.NOTHING) | need
                 marked = True
         if marked:
-            self._plans.clear()
+            self._consumers.clear()
         return marked
 
     def is_marked(self, jaxpr: Any) -> bool:
@@ -201,21 +218,21 @@ class Analysis:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         return any(self.is_marked(x) for eqn in eqns for x in _jaxpr.sub_jaxprs(eqn))
 
-    def plan(self, jaxpr: Any, trip: Trip, scopes: Scopes = ()) -> Plan:
-        """Returns the plan of a jaxpr.
+    def consumers(self, jaxpr: Any, trip: Trip, scopes: Scopes = ()) -> Consumers:
+        """Returns who reads the values of a jaxpr.
 
         Args:
             jaxpr: Open or closed.
             trip: What its outputs are needed for.
             scopes: Named scopes around it.
         """
-        memo = self._plans.setdefault(jaxpr, {})
+        memo = self._consumers.setdefault(jaxpr, {})
         key = trip, self.relevant(scopes)
         if key not in memo:
-            memo[key] = self._plan(jaxpr, trip, scopes)
+            memo[key] = self._consumers_of(jaxpr, trip, scopes)
         return memo[key]
 
-    def _plan(self, jaxpr: Any, trip: Trip, scopes: Scopes) -> Plan:
+    def _consumers_of(self, jaxpr: Any, trip: Trip, scopes: Scopes) -> Consumers:
         body = _jaxpr.open_jaxpr(jaxpr)
         eqns, spotted = self._program(jaxpr, scopes)
         ways = on_ways(body, eqns, trip.summed, scopes)
@@ -224,24 +241,30 @@ class Analysis:
         for var, one in zip(body.outvars, trip.wanted, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
-        forward = set(_jaxpr.variables(body.outvars))
-        written, kinds, outs, ins = [], [], [], []
+        forward, rows = set(_jaxpr.variables(body.outvars)), []
         for eqn in reversed(eqns):
             read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
-            kind = self.kind(eqn, scopes + _jaxpr.scope_names(eqn))
+            here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
+            kind = self.kind(eqn, here)
             if needs.is_compared(joined(read.wanted)) and kind != "call":
                 eqn, kind = in_region(eqn, KEPT_TO_COMPARE), "keep"
-            written.append(eqn)
-            kinds.append(kind)
-            outs.append(read)
-            found = self._needs(eqn, kind, read, scopes, spotted)
-            ins.append(found)
-            if not is_backward(eqn, scopes):
+                here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
+            if kind == "call":
+                within = inside(eqn, here)
+                asks = self.asked(eqn, self.inside(eqn, read, within), within)
+            else:
+                out = joined(read.wanted)
+                place = Place(back, self.is_kept(here), read.summed, spotted)
+                asks = needs_of_inputs(eqn, kind, out, place)
+                if needs.is_compared(out):
+                    asks = needs.all_compared(asks)
+            rows.append(Wanted(eqn, kind, back, read, asks))
+            if not back:
                 forward.update(_jaxpr.variables(eqn.invars))
-            for var, one in zip(eqn.invars, found, strict=True):
+            for var, one in zip(eqn.invars, asks, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Plan(written[::-1], kinds[::-1], outs[::-1], ins[::-1], need, forward)
+        return Consumers(rows[::-1], need, forward)
 
     def _program(
         self, jaxpr: Any, scopes: Scopes
@@ -266,24 +289,6 @@ class Analysis:
             self._marks[after] = self._marks.get(before, {})
         return new
 
-    def _needs(
-        self,
-        eqn: Equation,
-        kind: Class,
-        read: Trip,
-        scopes: Scopes,
-        spotted: Spotted,
-    ) -> Sequence[Need]:
-        """Returns what ``eqn`` needs of each input, for such needs of its outputs."""
-        here = scopes + _jaxpr.scope_names(eqn)
-        if kind == "call":
-            within = inside(eqn, here)
-            return self.asked(eqn, self.inside(eqn, read, within), within)
-        own = is_backward(eqn, scopes), self.is_kept(here)
-        out = joined(read.wanted)
-        found = needs_of_inputs(eqn, kind, out, Place(*own, read.summed, spotted))
-        return needs.all_compared(found) if needs.is_compared(out) else found
-
     # What equations hold.
 
     def asked(self, eqn: Equation, trip: Trip, scopes: Scopes) -> Sequence[Need]:
@@ -295,18 +300,12 @@ class Analysis:
             scopes: Named scopes around them.
         """
         found = [needs.NOTHING] * len(eqn.invars)
-        for body, plan in self.plans(eqn, trip, scopes):
+        for body, wanted in self.wanted(eqn, trip):
+            read = self.consumers(body.jaxpr, wanted, scopes).needs
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
-                found[i] |= plan.needs.get(var, needs.NOTHING)
+                found[i] |= read.get(var, needs.NOTHING)
         return found
-
-    def plans(
-        self, eqn: Equation, trip: Trip, scopes: Scopes
-    ) -> Iterator[tuple[_jaxpr.Body, Plan]]:
-        """Yields the bodies of ``eqn``, each with its plan."""
-        for body, wanted in self.wanted(eqn, trip):
-            yield body, self.plan(body.jaxpr, wanted, scopes)
 
     def wanted(self, eqn: Equation, trip: Trip) -> Iterator[tuple[_jaxpr.Body, Trip]]:
         """Yields the bodies of ``eqn``, each with what is needed of what it returns."""
@@ -340,10 +339,10 @@ class Analysis:
         wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]
         while True:
             trip, before = trip._replace(wanted=tuple(wanted)), list(wanted)
-            *_, (_, plan) = self.plans(eqn, trip, scopes)
+            read_inside = self.consumers(body.jaxpr, trip, scopes).needs
             for place, out in carried:
                 var = _jaxpr.in_vars(body.jaxpr)[place]
-                wanted[out] |= plan.needs.get(var, needs.NOTHING)
+                wanted[out] |= read_inside.get(var, needs.NOTHING)
                 if not needs.is_carried(read.wanted[out], wanted[out]):
                     wanted[out] = needs.in_float32(wanted[out])
             if wanted == before:

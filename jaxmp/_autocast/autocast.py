@@ -32,7 +32,8 @@ from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
 from .._residuals.eight_bits import Format, check_format
 from .._residuals.replay import with_narrow_residuals
-from .replay import Caster
+from .emit import Emitter
+from .plan import Planner
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,17 +121,20 @@ def autocast(
     bfloat16_paths = _as_bfloat16_paths(bfloat16_paths, dtype)
     cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
     checked = refuse_lost_updates("autocast", cure, fun)
-    make_caster = functools.partial(
-        Caster,
+    make_planner = functools.partial(
+        Planner,
         dtype,
         ops,
         _as_precisions(float32_paths),
         backward_dtype=backward_dtype,
         float8=float8,
         bfloat16_paths=bfloat16_paths,
-        narrowed=lambda fun: with_narrow_residuals(fun, residuals, bfloat16_paths),
     )
-    caster = make_caster()
+
+    def narrowed(run: Callable) -> Callable:
+        return with_narrow_residuals(run, residuals, bfloat16_paths)
+
+    emitter = Emitter(make_planner(), narrowed)
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
     calls = itertools.count()
     own = ""  # what has a rule for gradients, and none for tangents
@@ -145,7 +149,7 @@ def autocast(
             return fun(*args, **kwargs)
         end_look()
         told = listener()
-        used = caster if told is None else make_caster(listener=told)
+        used = emitter if told is None else Emitter(make_planner(), narrowed, told)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with (
             jax.named_scope(scope),
@@ -154,7 +158,7 @@ def autocast(
         ):
             result = cast(*args, **kwargs)
         warn_if_unscaled(backward_dtype, result)
-        if next(calls) == 0 and used.float8.is_unused:
+        if next(calls) == 0 and used.planner.float8_is_unused:
             _warn_of_no_float8(ops.min_size)
         return result
 

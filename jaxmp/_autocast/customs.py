@@ -1,202 +1,168 @@
-"""Replaying functions with derivative rules of their own, and functions of shards."""
+"""Functions with derivative rules of their own, and scans with rounded weights.
 
-import abc
+JAX traces the rules later, where somebody differentiates. They are planned then.
+"""
+
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, is_inexact
-from .._jaxprs.scopes import Scopes
+from .._jaxprs.jaxpr import FLOAT32, Equation, is_inexact
 from .._ops.precision import own_precisions, with_default_precision
-from .analysis import Analysis
+from .facts import Facts
 from .graph import Trip
-from .values import Known, Value
+from .plan import Step
 
-# Which dtype an output of a body must have.
-End = Literal["wide", "half", "stacked", "free"]
+if TYPE_CHECKING:
+    from .emit import Emitter
 
 
-class Customs(abc.ABC):
-    """What the caster does with rules, and with shards."""
+def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[Any]:
+    """Applies a function as planned, with its derivative rule as planned then.
 
-    analysis: Analysis
-    dtype: np.dtype  # of 16 bits, in the forward pass
-    backward_dtype: np.dtype  # in the backward pass
-    first_by: Any  # by spelling, the first jaxpr of each
+    Results and tangents of the rule have the dtypes of the function that is called.
+    """
+    eqn, within = step.eqn, step.inside
+    assert within is not None
+    ((jaxpr, plan),) = within.bodies
+    body = emitter.body(jaxpr, plan)
+    function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(body))
+    moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
+    wanted, like = within.trip.wanted, _jaxpr.out_avals(body)
+    trip = Trip((*wanted, *(wanted[i] for i in moved)), within.trip.summed)
+    like = [*like, *(like[i] for i in moved)]
 
-    @abc.abstractmethod
-    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
-        """Returns a function of pytrees in mixed precision."""
+    def rule(primals, tangents):
+        moving = places_of_moving(eqn, tangents)
+        arrays = [*primals, *(tangents[i] for i in moving)]
+        known = [*plan.ins, *(Facts(plan.ins[i].dtype, linear=True) for i in moving)]
+        with noted_as_rule():
+            derivative = _derivative(eqn, moving, moved)
+            emitter.planner.mark(derivative, within.scopes)
+            ends = ("free",) * len(like)
+            planned = emitter.planner.plan(derivative, known, trip, ends, within.scopes)
 
-    @abc.abstractmethod
-    def mark(self, jaxpr: Any, scopes: Scopes) -> None:
-        """Lets the markers go through a program."""
+            def emitted(*arrays):
+                outs = emitter.emit(derivative, planned, arrays)
+                return [*map(_jaxpr.with_type_of, outs, like)]
 
-    @abc.abstractmethod
-    def as_written(
-        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
-    ) -> list[jax.Array]:
-        """Replays a jaxpr and returns its outputs in their original types."""
+            outs = with_default_precision(emitted, arrays)
+        results = len(eqn.outvars)
+        zeros = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
+        found = [
+            _jaxpr.zero_tangent(jax.typeof(x)) if facts.is_zero() else x
+            for x, facts in zip(outs, planned.outs, strict=True)
+        ]
+        return outs[:results], replaced(zeros, moved, found[results:])
 
-    @abc.abstractmethod
-    def replay(
-        self, jaxpr: Any, values: Sequence[Value], trip: Trip, scopes: Scopes
-    ) -> list[Value]:
-        """Replays a jaxpr."""
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(*arrays)
 
-    @abc.abstractmethod
-    def results(self, eqn: Equation, arrays: Sequence[Any]) -> list[Value]:
-        """Returns the outputs of an equation."""
 
-    @abc.abstractmethod
-    def rewritten(
-        self,
-        body: _jaxpr.Body,
-        ins: Sequence[Value],
-        trip: Trip,
-        ends: tuple[End, ...],
-        scopes: Scopes,
-    ) -> Any:
-        """Returns a body of an equation in mixed precision."""
+def custom_vjp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[Any]:
+    """Applies a function with a backward rule, in float32 at its boundary."""
+    eqn, within = step.eqn, step.inside
+    assert within is not None
+    closed_over, scopes = eqn.params["num_consts"], within.scopes
+    count = len(arrays)  # and no tracer: the rule lives as long as its jaxpr
+    ((jaxpr, plan),) = within.bodies
 
-    def custom_jvp(
-        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
-    ) -> list[Value]:
-        """Replays a function together with the derivative rule of its own."""
-        body = _jaxpr.call_layout(eqn).bodies[0]
-        body = body._replace(jaxpr=self.first_of(body.jaxpr))
-        new = self.rewritten(body, ins, trip, ("free",) * len(trip.wanted), scopes)
-        function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(new.jaxpr))
-        known = [value.known.in_body() for value in ins]  # keeps no tracer alive
+    @jax.custom_vjp
+    def function(*arrays):
+        return emitter.as_written(jaxpr, plan, *arrays)
 
-        def rule(primals, tangents):
-            moving = places_of_moving(eqn, tangents)
-            arrays = [*primals, *(tangents[i] for i in moving)]
-            facts = [*known, *(Known(known[i].half, linear=True) for i in moving)]
-            return self.differentiated(eqn, facts, arrays, moving, trip, new, scopes)
+    def forward(*primals):
+        # The rule is asked for what is differentiated, and for nothing else.
+        moving = [i for i, primal in enumerate(primals) if primal.perturbed]
+        if any(i < closed_over for i in moving):
+            raise TypeError(
+                "A `jax.custom_vjp` function closes over a value that is "
+                "differentiated. Its rule has no gradient for it: pass the value "
+                "as an argument."
+            )
 
-        function.defjvp(rule, symbolic_zeros=True)
-        arrays = function(*(x.array for x in ins))
-        return [k.of(x) for k, x in zip(new.known, arrays, strict=True)]
-
-    def differentiated(
-        self,
-        eqn: Equation,
-        facts: Sequence[Known],
-        arrays: Sequence[Any],
-        moving: list[int],
-        trip: Trip,
-        new: Any,
-        scopes: Scopes,
-    ) -> tuple[list[Any], list[Any]]:
-        """Returns results and tangents of a function with a rule.
-
-        Args:
-            eqn: The call of the function.
-            facts: What is known of its inputs, and of the tangents of those that move.
-            arrays: These.
-            moving: Which these are.
-            trip: What its outputs are needed for.
-            new: The function in mixed precision: results and tangents have the dtypes
-                that it has when it is only called.
-            scopes: Named scopes around it.
-        """
-        moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-        trip = Trip((*trip.wanted, *(trip.wanted[i] for i in moved)), trip.summed)
-        avals_out = _jaxpr.out_avals(new.jaxpr)
-        like = [*avals_out, *(avals_out[i] for i in moved)]
-        zeros: list[bool] = []
-
-        def replayed(*arrays):
-            values = [k.of(x) for k, x in zip(facts, arrays, strict=True)]
-            outs = self.replay(jaxpr, values, trip, scopes)
-            zeros[:] = [out.is_zero() for out in outs]
-            return [
-                _jaxpr.with_type_of(out.array, aval)
-                for out, aval in zip(outs, like, strict=True)
-            ]
+        def linearized(*arrays):
+            return jax.vjp(
+                lambda *args: _jaxpr.bind(eqn, replaced(arrays, moving, args)),
+                *(arrays[i] for i in moving),
+            )
 
         with noted_as_rule():
-            jaxpr = _derivative(eqn, moving, moved)
-            self.mark(jaxpr, scopes)
-            arrays = with_default_precision(replayed, arrays)
-        tangents = [
-            _jaxpr.zero_tangent(jax.typeof(x)) if is_zero else x
-            for x, is_zero in zip(arrays, zeros, strict=True)
+            outs, pull = emitter.wrap(linearized, scopes)(*(p.value for p in primals))
+        return outs, (pull, dict.fromkeys(moving))
+
+    def backward(residuals, cotangents):
+        pull, moving = residuals
+        cotangents = [
+            _jaxpr.zero_cotangent(x) if isinstance(x, SymbolicZero) else x
+            for x in cotangents
         ]
-        nothing = [_jaxpr.zero_tangent(var.aval) for var in eqn.outvars]
-        results = len(eqn.outvars)
-        return arrays[:results], replaced(nothing, moved, tangents[results:])
+        with noted_as_rule():
+            pulled = emitter.wrap(lambda pull, x: pull(x), scopes)(pull, cotangents)
+        return tuple(replaced([None] * count, moving, pulled))
 
-    def first_of(self, jaxpr: Any) -> Any:
-        """Returns the first jaxpr that is the same as ``jaxpr``, from the same lines.
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function(*arrays)
 
-        JAX traces a function with a derivative rule anew for each call, as in layers.
-        """
-        key = None if self.analysis.is_marked(jaxpr) else spelled(jaxpr)
-        return jaxpr if key is None else self.first_by.setdefault(key, jaxpr)
 
-    def custom_vjp(
-        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
-    ) -> list[Any]:
-        """Replays a function with a backward rule, in float32 at its boundary."""
-        closed_over = eqn.params["num_consts"]
-        known = [value.widened().known.in_body() for value in ins]
+def scan(
+    eqn: Equation, arrays: Sequence[Any], wide: Mapping[int, Any], body: Any
+) -> list[Any]:
+    """Applies a scan whose weights were rounded before its first trip.
 
-        @jax.custom_vjp
-        def function(*arrays):
-            values = [k.of(x) for k, x in zip(known, arrays, strict=True)]
-            return self.as_written(eqn.params["call_jaxpr"], values, trip, scopes)
+    JAX adds up what the trips send back to a constant in the dtype of that constant,
+    and a sum in bfloat16 stalls after some hundreds of them. So where the scan is
+    differentiated, it is given the float32 weights, and rounds them in each trip.
 
-        def forward(*primals):
-            # The rule is asked for what is differentiated, and for nothing else.
-            moving = [i for i, primal in enumerate(primals) if primal.perturbed]
-            if any(i < closed_over for i in moving):
-                raise TypeError(
-                    "A `jax.custom_vjp` function closes over a value that is "
-                    "differentiated. Its rule has no gradient for it: pass the value "
-                    "as an argument."
-                )
+    Args:
+        eqn: The scan.
+        arrays: What it is given.
+        wide: By place, the float32 array of what was rounded.
+        body: Its body in mixed precision.
+    """
+    places = sorted(wide)  # and no tracer: the rule lives as long as its jaxpr
 
-            def linearized(*arrays):
-                return jax.vjp(
-                    lambda *args: _jaxpr.bind(eqn, replaced(arrays, moving, args)),
-                    *(arrays[i] for i in moving),
-                )
+    def trip(*args):
+        in_16_bits = [
+            lax.convert_element_type(args[i], _jaxpr.in_avals(body)[i].dtype)
+            for i in places
+        ]
+        return _jaxpr.jaxpr_as_fun(body)(*replaced(args, places, in_16_bits))
 
-            with noted_as_rule():
-                outs, pull = self.wrap(linearized, scopes)(*(p.value for p in primals))
-            return outs, (pull, dict.fromkeys(moving))
+    def rounding_in_each_trip(*args):
+        avals = [
+            aval.update(dtype=FLOAT32) if i in places else aval
+            for i, aval in enumerate(_jaxpr.in_avals(body))
+        ]
+        return _jaxpr.bind_bodies(eqn, args, [_jaxpr.trace(trip, avals)])
 
-        def backward(residuals, cotangents):
-            pull, moving = residuals
-            cotangents = [
-                _jaxpr.zero_cotangent(x) if isinstance(x, SymbolicZero) else x
-                for x in cotangents
-            ]
-            with noted_as_rule():
-                pulled = self.wrap(lambda pull, x: pull(x), scopes)(pull, cotangents)
-            return tuple(replaced([None] * len(ins), moving, pulled))
+    @jax.custom_jvp
+    def scanned(arrays, wide):
+        return _jaxpr.bind_bodies(eqn, arrays, [body])
 
-        function.defvjp(forward, backward, symbolic_zeros=True)
-        return function(*(value.wide() for value in ins))
+    def rule(primals, tangents):
+        args, moved = (replaced(x, places, y) for x, y in (primals, tangents))
+        moving = places_of_moving(eqn, moved)
 
-    def shard_map(
-        self, eqn: Equation, ins: list[Value], trip: Trip, scopes: Scopes
-    ) -> list[Any]:
-        """Replays a function of shards, in float32 at its boundary."""
-        known = [value.widened().known.in_body() for value in ins]
+        def differentiated(*xs):
+            outs, tangents = jax.jvp(
+                lambda *xs: rounding_in_each_trip(*replaced(args, moving, xs)),
+                xs[: len(moving)],
+                xs[len(moving) :],
+            )
+            return [*outs, *tangents]
 
-        def on_shards(*shards):
-            values = [k.of(x) for k, x in zip(known, shards, strict=True)]
-            return self.as_written(eqn.params["jaxpr"], values, trip, scopes)
+        pairs = [*(args[i] for i in moving), *(moved[i] for i in moving)]
+        outs, count = with_default_precision(differentiated, pairs), len(eqn.outvars)
+        return outs[:count], outs[count:]
 
-        return _jaxpr.bind_shard_map(eqn, [value.wide() for value in ins], on_shards)
+    scanned.defjvp(rule, symbolic_zeros=True)
+    return scanned(list(arrays), [wide[i] for i in places])
 
 
 def _derivative(eqn: Equation, moving: Sequence[int], moved: Sequence[int]) -> Any:
@@ -214,46 +180,6 @@ def _derivative(eqn: Equation, moving: Sequence[int], moved: Sequence[int]) -> A
 
     with own_precisions():
         return _jaxpr.trace(differentiated, [*avals, *(avals[i] for i in moving)])
-
-
-def spelled(jaxpr: Any) -> Any:
-    """Returns what ``jaxpr`` computes, and which lines wrote it, as one thing to hash.
-
-    None if that cannot be told.
-
-    Args:
-        jaxpr: The jaxpr, open or closed.
-    """
-    body = _jaxpr.open_jaxpr(jaxpr)
-    numbers: dict[Any, Any] = {}
-
-    def named(atom: Any) -> Any:
-        if isinstance(atom, _jaxpr.Literal):
-            return str(atom.val), atom.aval
-        return numbers.setdefault(atom, (len(numbers), atom.aval))
-
-    def named_all(atoms: Sequence[Any]) -> tuple:
-        return tuple(map(named, atoms))
-
-    ins = named_all(body.invars)
-    eqns = tuple(
-        (
-            eqn.primitive,
-            tuple(sorted(eqn.params.items())),
-            named_all(eqn.invars),
-            named_all(eqn.outvars),
-            eqn.source_info.traceback,
-            str(eqn.source_info.name_stack),
-            eqn.ctx,
-        )
-        for eqn in body.eqns
-    )
-    key = ins, eqns, named_all(body.outvars)
-    try:
-        hash(key)
-    except TypeError:  # a parameter that cannot be compared
-        return None
-    return None if body.constvars or body.effects else key
 
 
 @contextlib.contextmanager

@@ -6,24 +6,14 @@ from typing import Any
 from .._base.checks import warn
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.scopes import BACKWARD, KEPT_TO_COMPARE, KEPT_TO_END, Scopes, inside
+from .._jaxprs.scopes import BACKWARD, KEPT_TO_COMPARE, KEPT_TO_END
 from .._ops.products import flops
-from .analysis import Analysis
-from .graph import Trip
-
-# FLOPs of products in 16 bits, and of those that such loops keep in float32.
-Flops = tuple[float, float]
+from .plan import Plan
 
 
-def warn_if_most_is_kept(analysis: Analysis, jaxpr: Any, trip: Trip) -> None:
-    """Warns where such loops leave less than half of the FLOPs in 16 bits.
-
-    Args:
-        analysis: Of the program.
-        jaxpr: The program.
-        trip: What its outputs are needed for.
-    """
-    half, kept = _flops(analysis, jaxpr, trip, ())
+def warn_if_most_is_kept(plan: Plan) -> None:
+    """Warns where such loops leave less than half of the FLOPs in 16 bits."""
+    half, kept = _flops(plan)
     if not kept > half:
         return
     warn(
@@ -37,30 +27,20 @@ def warn_if_most_is_kept(analysis: Analysis, jaxpr: Any, trip: Trip) -> None:
     )
 
 
-def _flops(analysis: Analysis, jaxpr: Any, trip: Trip, scopes: Scopes) -> Flops:
-    plan, half, kept = analysis.plan(jaxpr, trip, scopes), 0.0, 0.0
-    for eqn, kind, read in zip(plan.eqns, plan.kinds, plan.outs, strict=True):
-        here = scopes + _jaxpr.scope_names(eqn)
-        if kind == "product":
-            half += _number(flops(eqn, back=BACKWARD in scopes))
-        elif kind == "call":
-            more = _flops_inside(analysis, eqn, read, inside(eqn, here))
-            half, kept = half + more[0], kept + more[1]
-        elif KEPT_TO_END in here or KEPT_TO_COMPARE in here:
-            kept += _held([eqn], back=BACKWARD in scopes)
+def _flops(plan: Plan) -> tuple[float, float]:
+    """Returns FLOPs of products in 16 bits, and of those that loops keep in float32."""
+    half = kept = 0.0
+    for step in plan.steps:
+        back = BACKWARD in step.around
+        if step.kind == "product":
+            half += _number(flops(step.eqn, back=back))
+        elif step.inside:
+            found = [_flops(inner) for _, inner in step.inside.bodies]
+            half += _trips(step.eqn) * sum(x for x, _ in found)
+            kept += _trips(step.eqn) * sum(x for _, x in found)
+        elif KEPT_TO_END in step.around or KEPT_TO_COMPARE in step.around:
+            kept += _held([step.eqn], back=back)
     return half, kept
-
-
-def _flops_inside(
-    analysis: Analysis, eqn: Equation, read: Trip, scopes: Scopes
-) -> Flops:
-    trip = analysis.inside(eqn, read, scopes)
-    found = [
-        _flops(analysis, body.jaxpr, wanted, scopes)
-        for body, wanted in analysis.wanted(eqn, trip)
-    ]
-    times = _trips(eqn)
-    return times * sum(x for x, _ in found), times * sum(x for _, x in found)
 
 
 def _held(eqns: Sequence[Equation], *, back: bool) -> float:

@@ -29,7 +29,9 @@ Frame = tuple[str, int, int, tuple[int, int], str]
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # These trace the bodies of calls that they have replayed.
-_REPLAYS = (os.path.join(_OWN, "_autocast", "calls.py"),)
+_REPLAYS = tuple(
+    os.path.join(_OWN, "_autocast", name) for name in ("customs.py", "emit.py")
+)
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"

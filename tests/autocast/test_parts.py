@@ -12,8 +12,9 @@ import jaxmp
 from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, normal
 from jaxmp import autocast
+from jaxmp._autocast.emit import Emitter
 from jaxmp._autocast.passes import MARKERS, REWRITES
-from jaxmp._autocast.replay import Caster
+from jaxmp._autocast.plan import Planner
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 
@@ -21,14 +22,13 @@ W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 def decisions(fun, *args):
     """Returns name, how and rule of each equation, in the order of the program."""
     found = []
-    caster = Caster(
-        np.dtype(jnp.bfloat16),
-        jaxmp.DEFAULT_OPS,
-        listener=lambda step, decided: found.append(
-            (step.eqn.primitive.name, decided.how, decided.rule)
-        ),
-    )
-    jax.make_jaxpr(caster.wrap(fun))(*args)
+    planner = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS)
+
+    def listener(step):
+        found.append((step.eqn.primitive.name, step.how, step.rule))
+
+    emitter = Emitter(planner, listener=listener)
+    jax.make_jaxpr(emitter.wrap(fun))(*args)
     return found
 
 

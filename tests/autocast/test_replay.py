@@ -15,7 +15,8 @@ from benchmarks.counting.measure import product_dtypes, relative_error, traced
 from conftest import at_once, in_both_dtypes, normal
 from jaxmp import autocast
 from jaxmp._autocast import rules
-from jaxmp._autocast.replay import Caster
+from jaxmp._autocast.emit import Emitter
+from jaxmp._autocast.plan import Planner
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -25,14 +26,13 @@ both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16
 def decisions(fun, *args, dtype=jnp.bfloat16):
     """Returns name, how and rule of each equation, in the order of the program."""
     found = []
-    caster = Caster(
-        np.dtype(dtype),
-        jaxmp.DEFAULT_OPS,
-        listener=lambda step, decided: found.append(
-            (step.eqn.primitive.name, decided.how, decided.rule)
-        ),
-    )
-    jax.make_jaxpr(caster.wrap(fun))(*args)
+    planner = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS)
+
+    def listener(step):
+        found.append((step.eqn.primitive.name, step.how, step.rule))
+
+    emitter = Emitter(planner, listener=listener)
+    jax.make_jaxpr(emitter.wrap(fun))(*args)
     return found
 
 
@@ -380,13 +380,13 @@ def test_with_float8_each_value_has_the_dtype_that_it_has_without(name):
     def found(float8):
         told = []
 
-        def listener(step, decision):
-            told.append((str(step.eqn), decision))
+        def listener(step):
+            told.append((str(step.eqn), step.how, step.rule))
 
-        options = {"listener": listener, "float8": float8}
-        caster = Caster(np.dtype(jnp.bfloat16), FLOAT8, **options)
-        jaxpr = jax.make_jaxpr(caster.wrap(fun))(LARGE, ROWS)
-        products = product_dtypes(caster.wrap(fun), LARGE, ROWS)
+        planner = Planner(np.dtype(jnp.bfloat16), FLOAT8, float8=float8)
+        emitter = Emitter(planner, listener=listener)
+        jaxpr = jax.make_jaxpr(emitter.wrap(fun))(LARGE, ROWS)
+        products = product_dtypes(emitter.wrap(fun), LARGE, ROWS)
         return told, jaxpr.out_avals, products
 
     (with_float8, without) = found(True), found(False)

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec
 import jax
 
 from ..._autocast import needs, rules
-from ..._autocast.decisions import Decision, Step
+from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
 from ..._jaxprs.around import explaining
@@ -82,13 +82,13 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
     return uncalled("explain", fun, explained)
 
 
-def _told(notes: list[Note], step: Step, decision: Decision) -> str:
+def _told(notes: list[Note], step: Step) -> str:
     """Notes what was decided, and returns the scope that leads to the note."""
-    is_stored = decision.how == "stored"
+    is_stored = step.how == "stored"
     notes.append(
         Note(
-            rule=decision.computed_by if is_stored else decision.rule,
-            how=decision.how,
+            rule=step.computed_by if is_stored else step.rule,
+            how=step.how,
             kind=step.kind,
             asks=functools.reduce(int.__or__, step.asks, needs.NOTHING),
             summed=step.is_summed,

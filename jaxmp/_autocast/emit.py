@@ -1,0 +1,393 @@
+"""What the plan says of each equation, written as a program. Nothing is decided here.
+
+One invariant keeps this safe: a value has its original dtype or, if that was float32,
+the 16-bit one, and whoever is not planned to take the latter gets the former.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.flatten import traced
+from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
+from .._jaxprs.scopes import SATURATED, STACKED, Scopes, check_paths
+from .._ops.fp8 import multiplied
+from .._ops.narrow import (
+    accumulated,
+    added_to_zeros,
+    bind_narrow,
+    firmly_rounded,
+    rounded,
+    row_axis,
+)
+from .._ops.precision import at_precision, own_precisions, with_default_precision
+from .._ops.products import with_precision
+from . import classes, customs, facts, needs, rules, storage
+from .derivative import differentiable
+from .facts import GIVEN, Facts
+from .graph import joined
+from .plan import Passed, Plan, Planner, Step
+from .share import warn_if_most_is_kept
+
+# Told of every equation, in the order of the program, what becomes of it. That is
+# emitted in the scope that it returns, if any.
+Listener = Callable[[Step], str | None]
+
+
+@dataclasses.dataclass(slots=True)
+class Value:
+    """A value of the program that is emitted."""
+
+    array: Any  # array, tracer or literal, in the dtype that the facts say
+    facts: Facts
+    exact: "Value | None" = None  # what the trips add up, where others read it rounded
+    _wide: Any = None
+    _half: Any = None
+
+    def __post_init__(self):
+        planned = self.facts.dtype
+        assert planned is None or self.array.dtype == planned, "not as planned"
+
+    def wide(self) -> Any:
+        """Returns the array in its original dtype."""
+        if not self.facts.half:
+            return self.array
+        if self._wide is None:  # shared, so that its cotangents add up in float32
+            wide = cast(self.array, FLOAT32)
+            if self.facts.kept:  # what rounding has left of the sums is taken out
+                wide = wide / jnp.sum(wide, self.facts.kept, keepdims=True)
+            self._wide = wide
+        return self._wide
+
+    def narrow(self, dtype: np.dtype) -> Any:
+        """Returns the array in ``dtype``, which has 16 bits."""
+        if self.array.dtype == dtype:
+            return self.array
+        if not isinstance(self.array, jax.Array):  # a literal
+            return np.asarray(self.array, dtype)
+        if self.facts.given:
+            # A weight is rounded anew for each use, so that its gradients are widened
+            # before they add up.
+            return cast(self.array, dtype)
+        if self._half is None or self._half.dtype != dtype:
+            self._half = cast(self.array, dtype)
+        return self._half
+
+    def passed(self, how: Passed) -> Any:
+        """Returns the array as a body is given it."""
+        if isinstance(how, np.dtype):
+            return self.narrow(how)
+        return self.wide() if how == "wide" else self.array
+
+
+class Emitter:
+    """Plans functions with one :class:`Planner`, and emits what it says."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        narrowed: Callable[[Callable], Callable] = lambda run: run,
+        listener: Listener | None = None,
+    ):
+        """Starts with nothing emitted.
+
+        Args:
+            planner: What decides.
+            narrowed: Changes how a program stores what its backward pass reads.
+            listener: Is told what becomes of each equation.
+        """
+        self.planner, self.narrowed, self.listener = planner, narrowed, listener
+        self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
+
+    def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
+        """Returns ``fun``, a function of pytrees, in mixed precision.
+
+        Args:
+            fun: Function that JAX can trace.
+            scopes: Named scopes around it, None for a function of the user.
+        """
+        planner = self.planner
+
+        def wrapped(*args, **kwargs):
+            # With a rule that reads the weights, which are kept in 16 bits, and not the
+            # scores, which are not.
+            with jax.softmax_custom_jvp(True), own_precisions():
+                jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
+            if scopes is None:
+                check_paths("float32_paths", planner.analysis.paths, jaxpr)
+                check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
+            if scopes is not None:
+                return rebuilt(self.run(jaxpr, arrays, scopes))
+            if planner.backward_dtype != planner.dtype:
+                return rebuilt(differentiable(self._as_stored, jaxpr, arrays))
+            return rebuilt(self.narrowed(functools.partial(self.run, jaxpr))(arrays))
+
+        return wrapped
+
+    def _as_stored(self, jaxpr: Any, arrays: Sequence[Any]) -> list[jax.Array]:
+        """Runs a program that may have a backward pass, and stores what that reads."""
+        run = functools.partial(self.run, jaxpr)
+        return (self.narrowed(run) if _jaxpr.has_backward(jaxpr) else run)(arrays)
+
+    def run(
+        self, jaxpr: Any, arrays: Sequence[Any], scopes: Scopes | None = None
+    ) -> list[jax.Array]:
+        """Runs a whole program, a jaxpr, in mixed precision.
+
+        Args:
+            jaxpr: The jaxpr.
+            arrays: Its inputs.
+            scopes: As in :meth:`wrap`.
+        """
+        # What an inner rule returns is read by whoever called it.
+        returned = needs.FULL | (needs.DIGITS if scopes is None else needs.NOTHING)
+        plan = self.planner.program(jaxpr, returned, scopes or ())
+        emitted = functools.partial(self.as_written, jaxpr, plan)
+        results = with_default_precision(emitted, arrays)
+        if scopes is None and any(x.rule == rules.ENDS for x in plan.all_steps()):
+            warn_if_most_is_kept(plan)  # as in few programs
+        return results
+
+    def as_written(self, jaxpr: Any, plan: Plan, *arrays: Any) -> list[jax.Array]:
+        """Emits a jaxpr that returns its outputs in their original types."""
+        outs = zip(self.emit(jaxpr, plan, arrays), _jaxpr.out_avals(jaxpr), strict=True)
+        return [_jaxpr.with_type_of(out, aval) for out, aval in outs]
+
+    def body(self, jaxpr: Any, plan: Plan) -> Any:
+        """Returns a jaxpr as its plan says."""
+        if plan not in self._bodies:
+            avals = [
+                aval.update(dtype=x.dtype, weak_type=False)
+                if x.half and x.exact is None
+                else aval
+                for aval, x in zip(_jaxpr.in_avals(jaxpr), plan.ins, strict=True)
+            ]
+            new = _jaxpr.trace(lambda *xs: self.emit(jaxpr, plan, xs), avals)
+            self._bodies[plan] = _jaxpr.written_in(new, jaxpr)
+        return self._bodies[plan]
+
+    def emit(self, jaxpr: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
+        """Emits a jaxpr under the ambient trace, and returns its outputs as planned."""
+        steps, scopes = iter(plan.steps), dict[tuple[int, int], Any]()
+        eqns = [step.eqn for step in plan.steps]
+        # Most jaxprs have one context, to be entered once.
+        nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(eqns)
+
+        def apply(eqn: Equation, ins: list[Value]) -> list[Value]:
+            context = nothing if shared else _jaxpr.context_of(eqn)
+            with _jaxpr.located_at(eqn, scopes), context:
+                return self._step(next(steps), ins)
+
+        with shared or nothing:
+            outs = _jaxpr.interpret(
+                jaxpr,
+                [_arrived(*pair) for pair in zip(arrays, plan.ins, strict=True)],
+                apply,
+                eqns=eqns,
+                const=lambda array: Value(array, GIVEN),
+                literal=lambda atom: Value(atom.val, facts.of_literal(atom)),
+            )
+            results = []
+            for out, end in zip(outs, plan.ends, strict=True):
+                if end in ("wide", "free"):
+                    out = out.exact or out
+                    results.append(out.wide() if end == "wide" else out.array)
+                else:
+                    with _in_scope(STACKED if end == "stacked" else None):
+                        results.append(out.narrow(plan.dtype))
+            return results
+
+    # One equation.
+
+    def _step(self, step: Step, ins: list[Value]) -> list[Value]:
+        outs = [
+            Value(array, known)
+            for array, known in zip(self._applied(step, ins), step.outs, strict=True)
+        ]
+        if step.exact is not None:  # and once more for what the trips add up
+            way = joined(starts for starts, _ in step.read.summed)
+            sums = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
+            arrays = self._applied(step.exact, sums)
+            for out, array, known in zip(outs, arrays, step.exact.outs, strict=True):
+                out.exact = Value(array, known)
+        return outs
+
+    def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+        scope = None if self.listener is None else self.listener(step)
+        if step.inside is not None:  # each equation inside has a scope of its own
+            return self._call(step, ins)
+        with _in_scope(scope):
+            if step.kind == "call":  # in which there is nothing to do
+                return _jaxpr.bind(step.eqn, [x.array for x in ins])
+            with _in_scope(step.why):
+                if step.kind == "product" or step.float8:
+                    return self._product(step, ins)
+                if classes.retypes(step.eqn) and ins[0].facts.half:
+                    return [ins[0].array]
+                if step.how == "half":
+                    return in_16_bits(step, ins)
+                return in_float32(step, ins)
+
+    def _product(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+        """Applies a product to operands in 16 bits, or rounded to 8 (rule 2)."""
+        # The default is for float32, and JAX would give it to the derivatives.
+        eqn, dtype = with_precision(step.eqn), step.dtype
+        operands = [
+            x.narrow(dtype) if rounds and is_inexact(var) else x.wide()
+            for x, var, rounds in zip(ins, eqn.invars, classes.rounds(eqn), strict=True)
+        ]
+        half = step.outs[0].half
+        if step.float8:
+            out = dtype if half else eqn.outvars[0].aval.dtype
+            return [multiplied(eqn, operands, out, step.back)]
+        accumulates = "preferred_element_type" in eqn.params
+        if not accumulates or not is_float32(eqn.outvars[0]):
+            return [
+                x
+                if known.half or x.dtype == var.aval.dtype
+                else cast(x, var.aval.dtype)
+                for x, var, known in zip(
+                    bind_narrow(eqn, operands, dtype),
+                    eqn.outvars,
+                    step.outs,
+                    strict=True,
+                )
+            ]
+        if step.how == "half":
+            return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
+        if half:  # as the lists say that all products are rounded
+            return [rounded(eqn, operands, dtype, step.back)]
+        return [accumulated(eqn, operands, dtype, step.linear, step.back)]
+
+    def _call(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+        """Applies an equation that holds jaxprs to these as planned."""
+        eqn, within = step.eqn, step.inside
+        assert within is not None
+        arrays = [x.passed(how) for x, how in zip(ins, within.passed, strict=True)]
+        match _jaxpr.call_kind(eqn):
+            case "custom_jvp":
+                return customs.custom_jvp(self, step, arrays)
+            case "custom_vjp":
+                return customs.custom_vjp(self, step, arrays)
+            case "shard_map":
+                ((jaxpr, plan),) = within.bodies
+                emitted = functools.partial(self.as_written, jaxpr, plan)
+                return _jaxpr.bind_shard_map(eqn, arrays, emitted)
+        bodies = [self.body(*body) for body in within.bodies]
+        if within.weights and _jaxpr.call_kind(eqn) == "scan":
+            wide = {i: ins[i].wide() for i in within.weights}
+            return customs.scan(eqn, arrays, wide, *bodies)
+        return _jaxpr.bind_bodies(eqn, arrays, bodies)
+
+
+def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
+    """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
+    eqn, dtype = step.eqn, step.dtype
+    # The transpose of copying is a sum, which is to run in float32.
+    sums = classes.copies(eqn) and not _jaxpr.is_differentiated(eqn)
+    if sums or classes.is_of_several(eqn):
+        return [cast(x, dtype) for x in _jaxpr.bind(eqn, [x.wide() for x in ins])]
+    shape = eqn.outvars[0].aval.shape if classes.stretches(eqn) else None
+    operands = [
+        _operand(x, dtype, shape) if is_float32(var) else x.array
+        for x, var in zip(ins, eqn.invars, strict=True)
+    ]
+    if classes.sorts(eqn):
+        operands = list(map(storage.sorted_alike, operands))
+    return bind_narrow(eqn, operands, dtype)
+
+
+def _operand(value: Value, dtype: np.dtype, shape: tuple[int, ...] | None) -> Any:
+    """Returns an operand in 16 bits, stretched to ``shape`` where that is told.
+
+    The gradient of stretching is a sum, which is to run in float32.
+    """
+    if value.facts.scalar is not None:
+        return value.narrow(dtype)
+    array, wide = value.array, not value.facts.half
+    if wide and dtype == np.float16:
+        array = _saturated(array, dtype)  # a mask of -1e9 must not become -inf
+    if shape is not None and array.shape != shape:
+        array = array if wide else value.wide()
+        axes = range(len(shape) - array.ndim, len(shape))
+        return cast(lax.broadcast_in_dim(array, shape, axes), dtype)
+    return cast(array, dtype) if wide else value.narrow(dtype)
+
+
+def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
+    """Applies an equation as it was written, and stores what it returns."""
+    eqn, dtype, need = step.eqn, step.dtype, step.need
+    if step.how == "stored" and step.kind == "exact":
+        return [storage.gathered(eqn, ins[0].array, dtype)]
+    known, wide = [x.facts for x in ins], [x.wide() for x in ins]
+    if needs.is_half(need) and row_axis(eqn) is not None and known[0].is_zero():
+        # The loss of a language model looks up the logit of each label. A scatter would
+        # store the gradient of all logits in float32 on its way to the products. A
+        # choice is the same number, and fuses.
+        outs = [added_to_zeros(eqn, *wide)]
+    else:
+        wide = storage.alike(eqn, known, wide)
+        outs = _jaxpr.bind(at_precision(eqn, step.precision), wide)
+    results = []
+    for x, out, one in zip(outs, step.outs, step.read.wanted, strict=True):
+        if out.half:
+            x = cast(x, dtype)
+            if step.how == "stored" and not needs.is_rounded_for_products(need):
+                x = storage.kept(x, step.back)
+            # Where somebody widens it again, for whom XLA would store float32.
+            joins = classes.joins(eqn) or step.rule == rules.FOLLOWS
+            if step.how == "rounded" and joins and needs.has_several(one):
+                x = firmly_rounded(x)
+        results.append(x)
+    return results
+
+
+def _arrived(array: Any, known: Facts) -> Value:
+    """Returns an input of a jaxpr; of a sum over trips, as its readers see it."""
+    if known.exact is None:
+        return Value(array, known)
+    # Firmly, or else XLA may take the sum itself.
+    seen = firmly_rounded(cast(array, known.dtype))
+    return Value(seen, known, exact=Value(array, known.exact))
+
+
+def _in_scope(reason: str | None) -> contextlib.AbstractContextManager:
+    """Writes into the program why an equation has its dtype, for the audit to read."""
+    return jax.named_scope(reason) if reason else contextlib.nullcontext()
+
+
+def cast(array: Any, dtype: Any) -> Any:
+    """Returns an array in another dtype.
+
+    It is ``lax.convert_element_type`` without its checks, traced once for each type:
+    there are hundreds in a step.
+    """
+    return _jaxpr.bind(_cast_of(jax.typeof(array), np.dtype(dtype)), [array])[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
+    def cast(x):
+        return lax.convert_element_type_p.bind(
+            x, new_dtype=dtype, weak_type=False, sharding=None
+        )
+
+    (eqn,) = _jaxpr.trace(cast, [aval]).eqns
+    return eqn
+
+
+def _saturated(array: Any, dtype: np.dtype) -> Any:
+    """Clips what is finite to the range of ``dtype``: a mask of -1e9 is no -inf."""
+    limit = np.float32(jnp.finfo(dtype).max)
+    with jax.named_scope(SATURATED):
+        clipped = lax.clamp(-limit, array, limit)
+        return lax.select(lax.is_finite(array), clipped, array)

@@ -1,0 +1,104 @@
+"""What is known of a value while the plan is made, and no array is there."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import FLOAT32, is_float32
+from .._ops.lists import is_far
+
+
+class Facts(NamedTuple):
+    """What is known of a value; hashable."""
+
+    # The 16-bit dtype that it has instead of float32, None if it has its own.
+    dtype: np.dtype | None = None
+    given: bool = False  # an argument or a constant, or computed from such alone
+    sent: bool = False  # a cotangent that a matmul returned, or made of such
+    product: bool = False  # float32, and made elementwise of what a matmul returned
+    copied: bool = False  # a cotangent of many entries alike, as that of a mean is
+    linear: bool = False  # a tangent of a derivative rule, to be transposed
+    scalar: Any = None  # what every entry equals, where that is known while tracing
+    # Stored in 16 bits for a matmul, and read from there by the backward pass in
+    # float32: the axes over which it sums to one, if any.
+    kept: tuple[int, ...] | None = None
+    # The iterations of a loop add it up, in float32: what is known of that sum. All
+    # others read it in 16 bits, as the backward pass does.
+    exact: "Facts | None" = None
+
+    @property
+    def half(self) -> bool:
+        """Whether the value has 16 bits, and was float32."""
+        return self.dtype is not None
+
+    def in_body(self, *, is_cast: bool = False) -> "Facts":
+        """Returns what is told to a jaxpr that is planned for such values.
+
+        A layer that is called with its number is the same layer for each number.
+
+        Args:
+            is_cast: Whether an integer is made a float there, as a zero in a `where`.
+        """
+        told = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
+        return self if told else self._replace(scalar=None)
+
+    def rounded(self, dtype: np.dtype) -> "Facts":
+        """Returns what is known of the value in 16 bits."""
+        return Facts(dtype, linear=self.linear)
+
+    def widened(self) -> "Facts":
+        """Returns what is known of the value in its own dtype."""
+        if self.dtype is None:
+            return self
+        return self._replace(dtype=None, kept=None, exact=None)
+
+    def is_float32(self, atom: Any) -> bool:
+        """Whether an atom, of which this is known, is a float32 array and no number."""
+        return self.dtype is None and self.scalar is None and is_float32(atom)
+
+    def is_zero(self) -> bool:
+        """Whether every entry is known to be zero."""
+        return self.scalar is not None and self.scalar == 0
+
+    def is_far(self) -> bool:
+        """Whether the value is a number that brings others into range, or out of it."""
+        return is_far(self.scalar)
+
+    def fits(self, dtype: np.dtype) -> bool:
+        """Whether the value, if it is a number, is neither lost nor infinite."""
+        if self.scalar is None:
+            return True
+        size, limits = float(abs(self.scalar)), jnp.finfo(dtype)
+        if size == 0 or not math.isfinite(size):
+            return True
+        return float(limits.tiny) <= size <= float(limits.max)
+
+    def holds(self, dtype: np.dtype) -> bool:
+        """Whether ``dtype`` has the very number that the value is, if it is one."""
+        number = self.scalar
+        return number is None or number == np.asarray(number, dtype)
+
+
+NOTHING = Facts()
+GIVEN = Facts(given=True)
+
+
+def of_literal(atom: Any) -> Facts:
+    """Returns what is known of a literal."""
+    number = _jaxpr.number_of(atom)
+    if number is None:
+        return GIVEN
+    return Facts(given=True, scalar=np.asarray(number, atom.aval.dtype)[()])
+
+
+def stacks(kept: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns ``kept`` of what a scan stacks, of each of which this is known."""
+    return tuple(axis + 1 for axis in kept or ())
+
+
+def slices(kept: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Returns ``kept`` of the slices of what is stored, as a scan takes them."""
+    return kept and (() if 0 in kept else tuple(axis - 1 for axis in kept))

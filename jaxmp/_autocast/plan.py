@@ -1,0 +1,861 @@
+"""What becomes of each equation of a program: a table, made before anything runs.
+
+The analysis has gone from the end of the program to its beginning, and knows what the
+consumers of each value need. The plan goes forward, with facts of values and without
+arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obeys is
+:mod:`jaxmp._autocast.emit`.
+"""
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .._base.sizes import as_number
+from .._jaxprs import jaxpr as _jaxpr
+from .._jaxprs.jaxpr import Equation, is_float32
+from .._jaxprs.scopes import (
+    BACKWARD,
+    DIFFERENTIATED,
+    KEPT_BY_BFLOAT16_PATHS,
+    KEPT_FOR_DIGITS,
+    KEPT_IN_LOOP,
+    KEPT_IN_RULE,
+    Scopes,
+    inside,
+    is_under,
+)
+from .._ops.fp8 import why_16bit
+from .._ops.lists import DEFAULT_OPS, Definition, OpLists, axes_of_softmax
+from .._ops.narrow import bind_narrow
+from . import classes, facts, needs, rules
+from .analysis import NO_PATHS, Analysis, Consumers, Wanted
+from .classes import Class
+from .facts import GIVEN, Facts
+from .graph import GIVEN as GIVEN_WITHOUT_PRODUCT
+from .graph import Trip, definitions_of, joined
+from .needs import Need
+from .passes.apart import read_by_pass
+from .spelling import spelled
+
+How = Literal[
+    "float32",  # as it was written
+    "half",  # in 16 bits
+    "rounded",  # in float32, rounded once
+    "stored",  # in float32, stored in 16 bits for a product and the backward pass
+    "inside",  # its jaxprs are gone into
+]
+# In which dtype a body is given a value: as it is there, its own, or one of 16 bits.
+Passed = Literal["as is", "wide"] | np.dtype
+# In which dtype it must return one: its own; 16 bits; 16 bits if it was computed, where
+# a scan stacks it; or any of the two.
+End = Literal["wide", "half", "stacked", "free"]
+
+# The scopes that tell the audit why what follows its operands does not run in 16 bits.
+# Where there is none, an operand or a reader is float32.
+_REASONS = {rules.DIGITS: KEPT_FOR_DIGITS, rules.LOOP: KEPT_IN_LOOP}
+
+
+class Decision(NamedTuple):
+    """How an equation runs, and the number of the rule that says so."""
+
+    how: How
+    rule: int
+    computed_by: int = rules.FLOAT32  # the rule by which what is stored is float32
+
+
+class Inside(NamedTuple):
+    """What becomes of the jaxprs that an equation holds."""
+
+    passed: tuple[Passed, ...]  # how each of its inputs is given to them
+    bodies: tuple[tuple[Any, "Plan"], ...]  # each jaxpr with its plan
+    trip: Trip  # what is needed of what they return
+    scopes: Scopes  # around them
+    # Inputs of a scan that are rounded before its first trip; where it is
+    # differentiated, in each trip.
+    weights: tuple[int, ...] = ()
+
+
+class Step(NamedTuple):
+    """An equation, and what becomes of it."""
+
+    eqn: Equation
+    kind: Class
+    how: How
+    rule: int
+    computed_by: int  # the rule by which what is stored is float32
+    dtype: np.dtype  # the 16 bits, where it has them
+    outs: tuple[Facts, ...]  # of what it returns
+    read: Trip  # what is needed of that
+    asks: Sequence[Need]  # what it needs of each input
+    back: bool  # whether it belongs to the backward pass
+    around: Scopes  # with its own
+    why: str | None = None  # the scope that tells the audit why it stays as it was
+    precision: str = "default"  # of float32 products
+    float8: bool = False  # whether it takes its operands in float8
+    linear: bool = False  # whether an input is a tangent of a rule
+    inside: Inside | None = None
+    exact: "Step | None" = None  # the same for what the trips of a loop add up
+
+    @property
+    def need(self) -> Need:
+        """What the consumers of its outputs need."""
+        return joined(self.read.wanted)
+
+    @property
+    def is_summed(self) -> bool:
+        """Whether the trips of a loop add up what it returns."""
+        return bool(self.read.summed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The table of a jaxpr: its equations as rewritten, and what becomes of them."""
+
+    steps: Sequence[Step]
+    ins: tuple[Facts, ...]  # as the jaxpr is given them
+    outs: tuple[Facts, ...]  # as it returns them
+    ends: tuple[End, ...]  # what is done to them for that
+    dtype: np.dtype  # the 16 bits in which it returns them
+
+    def plans(self) -> Iterator["Plan"]:
+        """Yields this plan and those in it, each once."""
+        left: list[Plan] = [self]
+        seen = set(left)
+        while left:
+            plan = left.pop()
+            yield plan
+            for step in plan.steps:
+                for _, inner in step.inside.bodies if step.inside else ():
+                    if inner not in seen:
+                        seen.add(inner)
+                        left.append(inner)
+
+    def all_steps(self) -> Iterator[Step]:
+        """Yields all steps, those of a jaxpr that is shared once."""
+        for plan in self.plans():
+            for step in plan.steps:
+                yield step
+                if step.exact is not None:
+                    yield step.exact
+
+
+class Planner:
+    """Plans jaxprs, with one set of lists and one of paths."""
+
+    def __init__(
+        self,
+        dtype: np.dtype,
+        ops: OpLists,
+        paths: Mapping[str, str] = NO_PATHS,
+        *,
+        backward_dtype: np.dtype | None = None,
+        float8: bool = False,
+        bfloat16_paths: Sequence[str] = (),
+    ):
+        """Starts with nothing planned.
+
+        Args:
+            dtype: The 16-bit dtype, of the forward pass.
+            ops: The lists.
+            paths: Scopes that stay float32, each with the precision of its products.
+            backward_dtype: That of the backward pass, if it is another one.
+            float8: Whether products take their operands in float8.
+            bfloat16_paths: Scopes in which they take them in ``dtype``.
+        """
+        self.dtype, self.ops, self.has_float8 = dtype, ops, float8
+        self.backward_dtype = dtype if backward_dtype is None else backward_dtype
+        two = self.backward_dtype != dtype
+        self.analysis = Analysis(dtype, ops, paths, apart=two)
+        self.bfloat16_paths = {x: tuple(x.split("/")) for x in bfloat16_paths}
+        # Why products are not in float8, None with it if some are.
+        self.reasons: set[str | None] = set()
+        # By jaxpr, so that what JAX shares between calls and layers stays shared.
+        self._plans: Any = weakref.WeakKeyDictionary()
+        self._first_by: Any = weakref.WeakValueDictionary()  # by spelling
+
+    def dtype_in(self, back: bool) -> np.dtype:
+        """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
+        return self.backward_dtype if back else self.dtype
+
+    def program(self, jaxpr: Any, returned: Need, scopes: Scopes = ()) -> Plan:
+        """Returns the plan of a whole program.
+
+        Args:
+            jaxpr: The program, of which all that it holds is part.
+            returned: What is needed of what it returns.
+            scopes: Named scopes around it.
+        """
+        self.mark(jaxpr, scopes)
+        ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
+        count = len(_jaxpr.out_avals(jaxpr))
+        trip = Trip((returned,) * count)
+        return self.plan(jaxpr, ins, trip, ("wide",) * count, scopes)
+
+    def mark(self, jaxpr: Any, scopes: Scopes) -> None:
+        """Lets the markers go through a program, before it is planned."""
+        if self.analysis.mark(jaxpr, scopes):
+            self._plans.clear()
+
+    def plan(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Facts],
+        trip: Trip,
+        ends: tuple[End, ...],
+        scopes: Scopes,
+    ) -> Plan:
+        """Returns the plan of a jaxpr.
+
+        Args:
+            jaxpr: Open or closed.
+            ins: What is known of its inputs.
+            trip: What its outputs are needed for.
+            ends: In which dtype each of them must be.
+            scopes: Named scopes around it.
+        """
+        by_path = self.has_float8 and self.bfloat16_paths
+        relevant = scopes if by_path else self.analysis.relevant(scopes)
+        memo, key = (
+            self._plans.setdefault(jaxpr, {}),
+            (tuple(ins), trip, ends, relevant),
+        )
+        if key not in memo:
+            memo[key] = self._plan(jaxpr, key[0], trip, ends, scopes)
+        return memo[key]
+
+    def _plan(
+        self,
+        jaxpr: Any,
+        ins: tuple[Facts, ...],
+        trip: Trip,
+        ends: tuple[End, ...],
+        scopes: Scopes,
+    ) -> Plan:
+        consumers = self.analysis.consumers(jaxpr, trip, scopes)
+        eqns = consumers.eqns
+        definition, rows = definitions_of(eqns), iter(consumers.rows)
+        steps: list[Step] = []
+
+        def apply(eqn: Equation, ins: list[Facts]) -> Sequence[Facts]:
+            around = scopes + _jaxpr.scope_names(eqn)
+            at = _At(next(rows), around, definition, consumers)
+            step = self._step(at, ins)
+            way = joined(starts for starts, _ in at.wanted.read.summed)
+            sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
+            if any(sums):  # what others read rounded
+                pairs = zip(ins, sums, strict=True)
+                exact = self._step(at, [one or x for x, one in pairs])
+                pairs = zip(step.outs, exact.outs, strict=True)
+                outs = tuple([out._replace(exact=one) for out, one in pairs])
+                step = step._replace(outs=outs, exact=exact)
+            steps.append(step)
+            return step.outs
+
+        found = _jaxpr.interpret(
+            jaxpr,
+            ins,
+            apply,
+            eqns=eqns,
+            const=lambda _: GIVEN,
+            literal=facts.of_literal,
+        )
+        atoms = _jaxpr.open_jaxpr(jaxpr).outvars
+        dtype = self.dtype_in(BACKWARD in scopes)
+        outs, done = [], []
+        for x, var, end in zip(found, atoms, ends, strict=True):
+            if end in ("wide", "free"):
+                x = x.exact or x
+            x = x._replace(exact=None)
+            if end == "wide":
+                x = x.widened()
+            elif x.half:
+                if x.dtype != dtype:  # of the other pass
+                    x, end = x._replace(dtype=dtype), "half"
+                end = "free" if end == "free" else "half"
+            elif not is_float32(var) or (end == "stacked" and x.given):
+                end = "free"
+            elif end == "stacked":
+                x = x.rounded(dtype)._replace(kept=_kept_axes(var, definition))
+            elif end == "half":
+                x = x.rounded(dtype)
+            outs.append(x)
+            done.append(end)
+        return Plan(steps, ins, tuple(outs), tuple(done), dtype)
+
+    # One equation.
+
+    def _step(self, at: "_At", ins: Sequence[Facts]) -> Step:
+        (eqn, kind, back, read, asks), around = at.wanted, at.around
+        dtype = self.dtype_in(back)
+        common = {"dtype": dtype, "read": read, "asks": asks, "back": back}
+        common |= {"around": around, "linear": any([x.linear for x in ins])}
+        if kind == "call" and self._enters(at.wanted, ins):
+            within, outs = self._inside(at, ins)
+            decision = Decision("inside", rules.FLOAT32)
+            return Step(eqn, kind, *decision, outs=outs, inside=within, **common)
+        analysis = self.analysis
+        kept = analysis.keeps(eqn, around) if kind == "keep" else None
+        decision = decide(at.wanted, ins, dtype, kept=kept)
+        if kind == "call":
+            out = Facts(given=_all_given(ins), linear=common["linear"])
+            outs = (out,) * len(eqn.outvars)
+            return Step(eqn, kind, *decision, outs=outs, **common)
+        why = self._why_16bit(at, ins)
+        step = Step(eqn, kind, *decision, outs=(), float8=why is None, **common)
+        if kind != "product" and why is not None:
+            if kind == "keep":
+                why = analysis.reason(eqn, around) or why
+                step = step._replace(precision=analysis.precision(eqn, around))
+            else:
+                is_float = decision.how == "float32"
+                why = _REASONS.get(decision.rule) if is_float else None
+        return step._replace(why=why, outs=self._outs(step, ins, at.definition))
+
+    def _outs(
+        self, step: Step, ins: Sequence[Facts], definition: Definition
+    ) -> tuple[Facts, ...]:
+        """Returns what is known of the outputs of an equation that is not gone into."""
+        eqn, kind, back, dtype = step.eqn, step.kind, step.back, step.dtype
+        if classes.retypes(eqn) and ins[0].half:
+            return (ins[0]._replace(exact=None),)
+        floats = [is_float32(var) for var in eqn.outvars]
+        wanted, stored = step.read.wanted, None
+        if kind == "product" or step.float8:
+            half = self._of_product(step, ins)
+        elif step.how == "half":
+            half = floats
+            if eqn.primitive.name not in DEFAULT_OPS.infer:
+                half = [x == dtype for x in self._bound(eqn, dtype)]
+        elif step.how == "rounded":
+            half = [needs.is_half(need) for need in wanted]
+        elif step.how == "stored" and kind != "exact":
+            half = floats
+            if not needs.is_rounded_for_products(step.need):
+                stored = _kept_axes(eqn.outvars[0], definition, eqn)
+        else:
+            half = [False] * len(floats)
+        sent = copied = False
+        if back:
+            copied = is_copied(eqn, kind, ins)
+            sent = kind == "product" or is_sent_back(eqn, ins)
+            sent |= kind == "exact" and any([x.sent for x in ins])
+        product = is_of_product(eqn, kind, ins)
+        given, scalar, kept = False, None, stored
+        if kind != "product":
+            given = _all_given(ins)
+            if ins and all([x.scalar is not None for x in ins]):
+                scalar = classes.folded(eqn, [x.scalar for x in ins])
+            if kind == "exact" and any([x.kept is not None for x in ins]):
+                kept = ()
+        return tuple(
+            [
+                Facts(
+                    dtype if is_half and is_float else None,
+                    given,
+                    sent,
+                    product and is_float and not is_half,
+                    copied,
+                    step.linear,
+                    scalar,
+                    kept if is_half and is_float else None,
+                )
+                for is_half, is_float in zip(half, floats, strict=True)
+            ]
+        )
+
+    def _of_product(self, step: Step, ins: Sequence[Facts]) -> Sequence[bool]:
+        """Returns which outputs of a product have 16 bits."""
+        eqn, wanted = step.eqn, step.read.wanted
+        firmly = self.ops.rounds_products and not needs.has_region(step.need)
+        half = step.how == "half" or firmly
+        if step.float8:
+            return [step.kind == "product" and half]
+        if classes.is_attention(eqn):
+            found = self._bound(eqn, step.dtype)
+            pairs = zip(found, wanted, strict=True)
+            return [x == step.dtype and needs.is_half(need) for x, need in pairs]
+        if "preferred_element_type" not in eqn.params:
+            return [x == step.dtype for x in self._bound(eqn, step.dtype)]
+        return [half] * len(eqn.outvars)
+
+    def _bound(self, eqn: Equation, dtype: np.dtype) -> list[np.dtype]:
+        """Returns the dtypes of what ``eqn`` makes of operands in 16 bits.
+
+        For operations whose name alone does not tell.
+        """
+        pairs = zip(eqn.invars, classes.rounds(eqn), strict=True)
+        narrow = [rounds and _jaxpr.is_inexact(var) for var, rounds in pairs]
+        avals = [
+            var.aval.update(dtype=dtype) if rounds else var.aval
+            for var, rounds in zip(eqn.invars, narrow, strict=True)
+        ]
+        made = _jaxpr.trace(lambda *xs: bind_narrow(eqn, xs, dtype), avals)
+        return [aval.dtype for aval in _jaxpr.out_avals(made)]
+
+    def _why_16bit(self, at: "_At", ins: Sequence[Facts]) -> str | None:
+        """Returns why an equation rounds nothing to float8; None if it does.
+
+        The reason is the name of a scope, and empty for what is no product in 16 bits.
+        """
+        eqn, around = at.wanted.eqn, at.around
+        if not self.has_float8 or self.analysis.is_kept(around):
+            return ""
+        is_product = at.wanted.kind == "product"
+        if not is_product and not classes.is_written_in(eqn, self.ops, self.dtype):
+            return ""
+        reason = why_16bit(eqn, self.ops.min_size)
+        paths = self.bfloat16_paths.values()
+        if reason is None and any(is_under(path, around) for path in paths):
+            reason = KEPT_BY_BFLOAT16_PATHS
+        elif reason is None and any(x.linear for x in ins):
+            reason = KEPT_IN_RULE
+        self.reasons.add(reason)
+        return reason
+
+    @property
+    def float8_is_unused(self) -> bool:
+        """Whether products were met, of which none is float8, and nobody asked that."""
+        asked = {None, KEPT_BY_BFLOAT16_PATHS}
+        return bool(self.reasons) and asked.isdisjoint(self.reasons)
+
+    # Equations that hold jaxprs.
+
+    def _enters(self, wanted: Wanted, ins: Sequence[Facts]) -> bool:
+        """Whether something is to be decided in the jaxprs that an equation holds."""
+        bodies = [*_jaxpr.sub_jaxprs(wanted.eqn)]
+        outs = wanted.read.wanted
+        return (
+            any([x.half for x in ins])
+            or any(map(self.analysis.matters, bodies))
+            or any(map(needs.is_kept, outs))
+            or (
+                any(map(needs.is_half, outs)) and any(map(self.analysis.rounds, bodies))
+            )
+        )
+
+    def _inside(
+        self, at: "_At", ins: Sequence[Facts]
+    ) -> tuple[Inside, tuple[Facts, ...]]:
+        """Plans the jaxprs in an equation, and returns what is known of its outputs."""
+        eqn, ins = at.wanted.eqn, [x._replace(exact=None) for x in ins]
+        scopes = inside(eqn, at.around)
+        trip = self.analysis.inside(eqn, at.wanted.read, scopes)
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        passed: Any = ("as is",) * len(ins)
+        ends: Any = ("free",) * len(eqn.outvars)
+        if kind in ("scan", "while"):
+            return self._loop(at, ins, trip, scopes)
+        if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
+            passed = ("wide",) * len(ins)
+            ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
+        if kind == "custom_jvp":
+            # JAX traces a function with a derivative rule anew for each call.
+            body = layout.bodies[0]
+            key = None if self.analysis.is_marked(body.jaxpr) else spelled(body.jaxpr)
+            if key is not None:
+                first = self._first_by.setdefault(key, body.jaxpr)
+                layout = layout._replace(bodies=[body._replace(jaxpr=first)])
+        if _jaxpr.is_remat(eqn):
+            places = self._rounded_before(eqn, ins, trip, scopes, range(len(ins)))
+            ins = _with(ins, {i: ins[i].rounded(places[i]) for i in places})
+            passed = _with(passed, places)
+        while True:
+            bodies = tuple(
+                [self._body(body, ins, trip, ends, scopes) for body in layout.bodies]
+            )
+            first, *others = [plan.outs for _, plan in bodies]
+            dtypes = [{x.dtype for x in xs} for xs in zip(first, *others, strict=True)]
+            if all(len(found) == 1 for found in dtypes):
+                break
+            # Branches must agree, so one that returns float32 decides.
+            ends = tuple(
+                "wide" if len(found) > 1 else end
+                for found, end in zip(dtypes, ends, strict=True)
+            )
+        is_known = not others and kind not in ("custom_vjp", "shard_map")
+        outs = first if is_known else tuple([Facts(x.dtype) for x in first])
+        return Inside(tuple(passed), bodies, trip, scopes), outs
+
+    def _body(
+        self,
+        body: _jaxpr.Body,
+        ins: Sequence[Facts],
+        trip: Trip,
+        ends: tuple[End, ...],
+        scopes: Scopes,
+    ) -> tuple[Any, Plan]:
+        """Returns a jaxpr that an equation with such inputs holds, and its plan."""
+        jaxpr, known = body.jaxpr, [ins[i] for i in body.operands]
+        numbers = any([x.scalar is not None for x in known])
+        casts = _jaxpr.cast_to_float32(jaxpr) if numbers else ()
+        pairs = zip(known, _jaxpr.in_vars(jaxpr), strict=True)
+        told = [x.in_body(is_cast=var in casts) for x, var in pairs]
+        return jaxpr, self.plan(jaxpr, told, trip, ends, scopes)
+
+    def _rounded_before(
+        self,
+        eqn: Equation,
+        ins: Sequence[Facts],
+        trip: Trip,
+        scopes: Scopes,
+        places: Iterable[int],
+    ) -> dict[int, np.dtype]:
+        """Returns which inputs are rounded before a loop or a remat, each to its dtype.
+
+        Those that only products in it take, of one of the two passes.
+        """
+        dtypes: list[np.dtype | None] = [self.dtype] * len(ins)
+        if self.backward_dtype != self.dtype:
+            for body in _jaxpr.call_layout(eqn).bodies:
+                inner = _jaxpr.open_jaxpr(body.jaxpr)
+                back = read_by_pass(inner, scopes, back=True)
+                ahead = read_by_pass(inner, scopes, back=False)
+                for i, x in zip(body.operands, inner.invars, strict=True):
+                    if x in back:
+                        dtypes[i] = None if x in ahead else self.backward_dtype
+        need = self.analysis.asked(eqn, trip, scopes)
+        return {
+            i: dtype
+            for i in places
+            if is_float32(eqn.invars[i]) and ins[i].scalar is None and not ins[i].linear
+            if needs.is_rounded_for_products(need[i])
+            if (dtype := dtypes[i]) is not None
+        }
+
+    # Loops.
+
+    def _loop(
+        self, at: "_At", ins: Sequence[Facts], trip: Trip, scopes: Scopes
+    ) -> tuple[Inside, tuple[Facts, ...]]:
+        """Plans a loop: what it carries is 16 bits where all of its trips agree."""
+        eqn, dtype = at.wanted.eqn, self.dtype_in(at.wanted.back)
+        layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
+        start, stop = layout.fixed_in.start, layout.fixed_in.stop
+        passed: list[Any] = ["as is"] * len(ins)
+        weights: tuple[int, ...] = ()
+        again = any([x.linear for x in ins])  # it will be transposed
+        written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
+        written = written or _jaxpr.holds_backward(eqn)
+        given = list(ins)
+        if kind == "while" or (written and not again):
+            # A slice of an argument is rounded in its trip, as that needs no memory.
+            stacked = range(stop, len(ins)) if kind == "scan" else ()
+            made = [i for i in stacked if at.definition(eqn.invars[i])]
+            places = [*range(start), *made]
+            before = self._rounded_before(eqn, ins, trip, scopes, places)
+            for i, one in before.items():
+                given[i], passed[i] = ins[i].rounded(one), one
+            weights = tuple(i for i in range(start) if given[i].half)
+        else:  # what each trip sends back to it adds up in float32
+            given[:start] = [x.widened() for x in ins[:start]]
+            passed[:start] = ["wide"] * start
+        given[stop:] = [
+            x._replace(scalar=None, kept=facts.slices(x.kept)) for x in given[stop:]
+        ]
+        *tests, body = layout.bodies
+        consumers = self.analysis.consumers(body.jaxpr, trip, scopes)
+        carried = self._carried(at.wanted, ins, trip)
+        while True:
+            given[start:stop] = carried
+            streams = self._streams(at, body, trip, carried, consumers)
+            for i in streams.values():
+                given[start + i] = Facts(dtype, exact=carried[i])
+            ends = self._ends(at.wanted, body, trip, carried, consumers)
+            ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
+            trips = self._body(body, given, trip, ends, scopes)
+            before = carried  # a trip that returns float32, or has computed, decides
+            carried = [
+                x._replace(
+                    dtype=x.dtype if x.dtype == out.dtype else None,
+                    given=x.given and out.given,
+                )
+                for x, out in zip(before, trips[1].outs, strict=False)
+            ]
+            if carried == before:
+                break
+        passed[start:stop] = [x.dtype or "wide" for x in carried]
+        bodies = [trips]
+        for body in tests:
+            test = self.analysis.test_of(body)
+            fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
+            bodies.insert(0, self._body(body, given, test, fixed, scopes))
+        outs = []
+        for i, (var, out) in enumerate(zip(eqn.outvars, trips[1].outs, strict=True)):
+            half = out.half and is_float32(var)
+            stacks = kind == "scan" and i not in layout.fixed_out and half
+            kept = stacks and needs.has_backward(trip.wanted[i])
+            outs.append(
+                Facts(
+                    out.dtype if half else None,
+                    linear=again,
+                    kept=facts.stacks(out.kept) if kept else None,
+                )
+            )
+        return Inside(tuple(passed), tuple(bodies), trip, scopes, weights), tuple(outs)
+
+    def _carried(self, wanted: Wanted, ins: Sequence[Facts], trip: Trip) -> list[Facts]:
+        """Returns what a loop may carry, going by what it starts from (rule 8)."""
+        eqn, dtype = wanted.eqn, self.dtype_in(wanted.back)
+        layout = _jaxpr.call_layout(eqn)
+        given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], ())
+        starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
+
+        def known(out: int, start: Facts) -> Facts:
+            need = trip.wanted[out]
+            is_number = start.scalar is not None and start.fits(dtype)
+            half = start.half or is_number or needs.is_rounded_for_products(need)
+            half = half and is_float32(eqn.outvars[out]) and not start.linear
+            half = half and needs.is_carried(wanted.read.wanted[out], need)
+            is_given = start.given and given[out]
+            return Facts(dtype if half else None, is_given, linear=start.linear)
+
+        return [known(*pair) for pair in zip(layout.fixed_out, starts, strict=True)]
+
+    def _ends(
+        self,
+        wanted: Wanted,
+        body: _jaxpr.Body,
+        trip: Trip,
+        carried: Sequence[Facts],
+        consumers: Consumers,
+    ) -> tuple[End, ...]:
+        """Returns the dtypes of what each trip of a loop returns (rules 7 and 8)."""
+        layout = _jaxpr.call_layout(wanted.eqn)
+        # Gradients are sums, and float16 may not have the range of what is stacked.
+        stacks = not wanted.back and self.dtype != np.float16
+
+        def end(i: int, var: Any) -> End:
+            need = trip.wanted[i]
+            if i in layout.fixed_out:
+                if not carried[i].half:
+                    return "wide"
+                return "half" if needs.is_rounded_for_products(need) else "free"
+            if needs.is_kept(need):
+                return "half"
+            if not stacks or isinstance(var, _jaxpr.Literal):
+                return "free"
+            entry = consumers.needs.get(var, needs.NOTHING)
+            return "stacked" if needs.is_stacked(need, entry) else "free"
+
+        outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
+        return tuple([end(i, var) for i, var in outs])
+
+    def _streams(
+        self,
+        at: "_At",
+        body: _jaxpr.Body,
+        trip: Trip,
+        carried: Sequence[Facts],
+        consumers: Consumers,
+    ) -> dict[int, int]:
+        """Returns what a scan stacks of its sums for the backward pass alone (rule 7).
+
+        As where it is to compute a layer again. The layer then reads the sum as it is
+        stacked, in 16 bits, in both passes.
+
+        Returns:
+            For the place of each such stack the place of what is carried.
+        """
+        eqn = at.wanted.eqn
+        is_scan = _jaxpr.call_kind(eqn) == "scan"
+        if not is_scan or at.wanted.back or self.dtype == np.float16:
+            return {}
+        if any(_jaxpr.call_kind(x.eqn) and x.read.summed for x in consumers.rows):
+            return {}
+        summed = joined(ends for _, ends in trip.summed)
+        inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(eqn)
+        found: dict[int, int] = {}
+        for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
+            known, var = carried[out], inner.invars[place]
+            outs = [i for i, x in enumerate(inner.outvars) if x is var]
+            stacks = set(outs).difference(layout.fixed_out)
+            is_sum = summed >> out & 1 and not (known.given or known.linear)
+            again = all(
+                eqn.outvars[i] not in at.consumers.forward
+                and needs.is_computed_with_again(trip.wanted[i])
+                for i in stacks
+            )
+            if is_sum and again and not _needs_digits(consumers, var):
+                found |= dict.fromkeys(stacks, out)
+        return found
+
+
+class _At(NamedTuple):
+    """An equation, and what its plan depends on beside its inputs."""
+
+    wanted: Wanted
+    around: Scopes  # with its own
+    definition: Definition
+    consumers: Consumers  # of the jaxpr that it is in
+
+
+def _needs_digits(consumers: Consumers, var: Any) -> bool:
+    """Whether an equation needs the last digits of ``var``, beside the sum of trips."""
+    return any(
+        x is var and needs.is_exact(need) and not way >> i & 1
+        for row in consumers.rows
+        for way in [joined(starts for starts, _ in row.read.summed)]
+        for i, (x, need) in enumerate(zip(row.eqn.invars, row.asks, strict=True))
+    )
+
+
+def _kept_axes(
+    var: Any, definition: Definition, eqn: Equation | None = None
+) -> tuple[int, ...]:
+    """Returns the axes over which what is stored in 16 bits sums to one.
+
+    Args:
+        var: It.
+        definition: Returns the equation that computes a variable, None for an input.
+        eqn: That which computes it, if that is known.
+    """
+    eqn = eqn or definition(var)
+    axes = axes_of_softmax(eqn, definition) if eqn else ()
+    # Of more than 2^14 weights the largest may round to zero, and so may the sum.
+    few = as_number(math.prod(var.aval.shape[i] for i in axes)) <= 2**14
+    return axes if few else ()
+
+
+def _with(items: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
+    """Returns ``items`` with some of them changed."""
+    return [changed.get(i, item) for i, item in enumerate(items)]
+
+
+# The decision.
+
+
+def decide(
+    wanted: Wanted, ins: Sequence[Facts], dtype: np.dtype, *, kept: int | None
+) -> Decision:
+    """Decides how an equation runs.
+
+    Args:
+        wanted: The equation, its class, and what its consumers need.
+        ins: What is known of its inputs.
+        dtype: The 16-bit dtype.
+        kept: The rule by which its scopes keep it as it was written, None if none does.
+    """
+    eqn, kind, need = wanted.eqn, wanted.kind, wanted.need
+    if not any(map(is_float32, eqn.outvars)):
+        return Decision("float32", rules.AS_WRITTEN)
+    half = needs.is_half(need)
+    if kind == "product":
+        if any(map(needs.is_half, wanted.read.wanted)):
+            return Decision("half", rules.PRODUCT)
+        return Decision("float32", _of_float32(wanted, rules.PRODUCT))
+    if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
+        # All that a number is applied to would be off alike, were it rounded.
+        holds = kind == "exact" or all([x.holds(dtype) for x in ins])
+        return Decision("half" if holds else "rounded", rules.FOLLOWS)
+    cuts = kind == "exact" and classes.cuts(eqn) and ins[0].product
+    if cuts and any(map(needs.is_half, wanted.read.wanted)):
+        return Decision("rounded", rules.FOLLOWS)  # as if a product returned it alone
+    if kind == "smooth" and half and classes.joins(eqn):
+        how = _joins(ins, dtype)
+        if how is not None:
+            return Decision(how, rules.JOINS)
+    sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
+    if sums and wanted.back and is_sent_back(eqn, ins):
+        return Decision("stored", rules.KEPT)
+    # What was given is rounded where it is used.
+    if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
+        return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
+    squashes = classes.squashes(eqn) and not _all_given(ins)
+    if half and squashes and needs.leads_to_products_alone(need):
+        return Decision("rounded", rules.JOINS)
+    if kind == "exact" and needs.is_kept(need) and _all_given(ins):
+        # XLA finds the gradient of a convolution where nothing stands between it and
+        # the reversed kernel.
+        if (
+            wanted.back
+            and needs.is_rounded_for_products(need)
+            and ins[0].is_float32(eqn.invars[0])
+        ):
+            return Decision("half", rules.KEPT)
+        if classes.gathers(eqn):  # devices send one another 16 bits
+            return Decision("stored", rules.KEPT)
+    usual = rules.FOLLOWS if kind == "exact" else rules.FLOAT32
+    return Decision("float32", kept or _of_float32(wanted, usual))
+
+
+def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
+    """Whether what ``eqn`` of a backward pass returns was sent back by a product.
+
+    It is made of that elementwise, so each of its entries has been rounded, and
+    may be once more. Not behind a factor that was given, which may bring them out
+    of range. And not copies: these were rounded alike, and their errors add up.
+    """
+    makes = classes.multiplies(eqn) or classes.adds_terms(eqn)
+    if not makes or any([x.is_far() for x in ins]):
+        return False
+    if any(x.kept or (x.given and x.scalar is None) for x in ins):
+        return False
+    return any(x.sent and not x.copied for x in ins)
+
+
+def is_of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
+    """Whether what ``eqn`` returns in float32 is made elementwise of a product."""
+    if kind not in ("exact", "smooth"):
+        return kind == "product"
+    joins = classes.joins(eqn)  # with a bias, too
+    made = [
+        x.product or (x.half and x.kept is None)
+        for x, var in zip(ins, eqn.invars, strict=True)
+        if is_float32(var) and x.scalar is None and not (joins and x.given)
+    ]
+    return bool(made) and all(made)
+
+
+def is_copied(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
+    """Whether what ``eqn`` of a backward pass returns was sent to many alike."""
+    if classes.copies(eqn):
+        return True
+    if kind == "product":
+        return any(x.copied or x.scalar is not None for x in ins)
+    computed = [x for x in ins if x.scalar is None]
+    if classes.multiplies(eqn):
+        computed = [x for x in computed if x.sent or x.copied] or computed
+    return bool(computed) and all(x.copied for x in computed)
+
+
+def _of_float32(wanted: Wanted, usual: int) -> int:
+    """Returns by which rule something is float32, if its readers decide that."""
+    need = wanted.need
+    if needs.has_region(need):
+        return usual  # what the user keeps, or nobody knows, reads it as it is
+    if wanted.read.summed or needs.has_gate(need):
+        return rules.LOOP
+    return rules.DIGITS if needs.has_digits(need) else usual
+
+
+def _follows(
+    eqn: Equation, kind: Class, ins: Sequence[Facts], half: bool, dtype: np.dtype
+) -> bool:
+    """Whether elementwise work, a choice or a move runs in 16 bits (rule 3)."""
+    floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
+    if not any([x.half for x in floats]):
+        return False
+    if not half and kind == "smooth":
+        return False
+    # What is kept is multiplied in float32. To add or to move it makes no difference.
+    kept = any([x.kept is not None for x in floats])
+    if kept and kind == "smooth" and not classes.joins(eqn):
+        return False
+    return all([x.half or (x.scalar is not None and x.fits(dtype)) for x in floats])
+
+
+def _joins(ins: Sequence[Facts], dtype: np.dtype) -> How | None:
+    """Returns how a sum of 16 bits and of something else is made (rule 4)."""
+    if not any([x.half for x in ins]):
+        return None
+    if _all_given([x for x in ins if not x.half]):
+        return "half"  # a bias is rounded as weights are
+    return None if dtype == np.float16 else "rounded"
+
+
+def _all_given(ins: Sequence[Facts]) -> bool:
+    return all([x.given for x in ins])
