@@ -5,7 +5,7 @@ rematerialised layers and AdamW, in the forms that docs/sharding.md describes. I
 compiled for H200s (extra ``aot``) and not run: the peak memory is that of the compiler,
 and the collectives are read off the program that would run, those inside of a loop as
 often as it runs. Each counts what a ring sends per device and step, as in
-:mod:`benchmarks.collectives`.
+:mod:`benchmarks.counting.collectives`.
 
 References:
     Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023,
@@ -34,19 +34,14 @@ from .counting.collectives import sent_bytes
 
 BF16 = jaxmp.get_policy("mixed_bfloat16")
 SUMS_BF16 = jaxmp.get_policy("p=f32,c=bf16,o=f32,r=bf16")
-# Of each form: how the gradients are taken, under which policy, and whether autocast
-# is around them.
+# Of each form: how the gradients are taken, and under which policy.
 FORMS = {
-    "ZeRO-2": ("whole", BF16, False),
-    "ZeRO-2, r=bf16": ("whole", SUMS_BF16, False),
-    "ZeRO-2, autocast": ("whole", None, True),
-    "ZeRO-3": ("layers", BF16, False),
-    "ZeRO-3, r=bf16": ("layers", SUMS_BF16, False),
-    "ZeRO-3, autocast": ("layers", None, True),
-    "jit": ("jit", BF16, False),
-    "jit, pinned": ("pinned", BF16, False),
-    "jit, autocast": ("jit", None, True),
-    "jit, autocast, pinned": ("pinned", None, True),
+    "ZeRO-2": ("whole", BF16),
+    "ZeRO-2, r=bf16": ("whole", SUMS_BF16),
+    "ZeRO-3": ("layers", BF16),
+    "ZeRO-3, r=bf16": ("layers", SUMS_BF16),
+    "jit": ("jit", BF16),
+    "jit, pinned": ("pinned", BF16),
 }
 
 
@@ -97,24 +92,19 @@ def measured(options: Options, devices: int) -> Iterator[dict[str, Any]]:
             compiled = compile_step(options, form, devices, accum_steps)
             sent = sent_bytes(compiled.as_text())
             most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
+            memory = compiled.memory_analysis()
             yield {
                 "form": form,
                 "micro-batches": accum_steps,
-                "peak GiB": round(peak(compiled) / 2**30, 1),
+                "peak GiB": round(memory.peak_memory_in_bytes / 2**30, 1),
                 "GB sent": round(sum(sent.values()) / 1e9, 1),
                 "of which": ", ".join(most),
             }
 
 
-def peak(compiled: Any) -> int:
-    """Returns the bytes that a program needs on a device at most."""
-    memory = compiled.memory_analysis()
-    return memory.peak_memory_in_bytes
-
-
 def compile_step(options: Options, form: str, devices: int, accum_steps: int) -> Any:
     """Compiles a training step for a number of H200s."""
-    how, policy, under_autocast = FORMS[form]
+    how, policy = FORMS[form]
     mesh = Mesh(np.array(topology(devices)), ("data",))
     where = jax.tree.map(lambda x: sharding(x, mesh), shapes(options))
     params = jax.tree.map(placed, shapes(options), where)
@@ -134,12 +124,10 @@ def compile_step(options: Options, form: str, devices: int, accum_steps: int) ->
     grad_fn = jaxmp.value_and_grad(
         loss, policy=by_mesh, accum_steps=accum_steps, batch_argnums=1, **extra
     )
-    if under_autocast:
-        grad_fn = jaxmp.autocast(grad_fn)
 
     def step(params, state, rows):
         weights = params
-        if not extra and policy is not None:
+        if not extra:
             weights = policy.cast_to_compute(params, shardings=where)
         loss, grads = grad_fn(weights, rows)
         updates, state = tx.update(grads, state, params)
