@@ -39,6 +39,7 @@ _VALUES: dict[str, Any] = {"color": "#4878a8"}
 _HATCHED: dict[str, Any] = {"fill": False, "edgecolor": "black", "hatch": "////"}
 _NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": _RED, "hatch": "xxxx"}
 _DASHED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
+_NORMAL: dict[str, Any] = {"color": "0.92"}
 _SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
 
 
@@ -114,7 +115,7 @@ def exponents(
     (axes,) = _axes(ax, 1)
     for name, start, end, style in (
         ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
-        ("normal", info.minexp, info.maxexp, {"color": "0.92"}),
+        ("normal", info.minexp, info.maxexp, _NORMAL),
     ):
         start, end = max(start, left - 1), min(end, right + 1)
         if start < end:
@@ -274,7 +275,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         left.barh(places, headroom, 0.38, label=label, **style)
         right.barh(places, lost, 0.38, **style)
         if any(bad):
-            label = None if _has_crosses(left) else "Inf or NaN"
+            is_named = any(x.get_label() == "Inf or NaN" for x in left.get_lines())
+            label = None if is_named else "Inf or NaN"
             style = {"color": _RED, "clip_on": False, "zorder": 3}
             left.plot(np.zeros(sum(bad)), places[bad], "x", label=label, **style)
     _name_rows(
@@ -373,10 +375,6 @@ def _name_rows(ax: Axes, modules: Sequence[str], bold: Sequence[bool]) -> None:
     for is_bold, text in zip(bold, ax.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if is_bold else "normal")
     ax.set_ylabel(f"modules of {'/'.join(shared)}" if shared else "modules")
-
-
-def _has_crosses(ax: Axes) -> bool:
-    return any(line.get_label() == "Inf or NaN" for line in ax.get_lines())
 
 
 def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:

@@ -187,7 +187,10 @@ def warn(message: str) -> None:
     JAX may be between: it traces the functions that it is given.
     """
     frame, level = sys._getframe(1), 2
-    while frame.f_back and _is_between(frame):
+    # Code that was given to `exec` may have no name.
+    while frame.f_back and (
+        frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -203,12 +206,6 @@ _BETWEEN = {
     "contextlib",
     "functools",
 }
-
-
-def _is_between(frame: Any) -> bool:
-    # Code that was given to `exec` may have no name.
-    name = frame.f_globals.get("__name__", "").split(".")[0]
-    return name in _BETWEEN
 
 
 def check_optimizer(inner: Any, call: str) -> None:
@@ -255,7 +252,8 @@ def check_function(
     """
     linen = sys.modules.get("flax.linen")  # who has a module has imported it
     got = type(fun).__name__
-    if linen is not None and isinstance(fun, linen.Module) and _is_top_level(fun):
+    is_model = linen is not None and isinstance(fun, linen.Module)
+    if is_model and fun.scope is None and fun.parent is None:  # and no part of another
         got, cure = f"the Linen module `{got}`", for_model
     elif linen and isinstance(fun, type) and issubclass(fun, linen.Module):
         got, cure = f"the class `{fun.__name__}`", f"Make a model of it. {for_model}"
@@ -349,8 +347,3 @@ def uncalled(name: str, fun: Callable, reports: F) -> F:
         f"jaxmp.{name}({of}), to be called with the arguments of {of},"
     )
     return reports
-
-
-def _is_top_level(module: Any) -> bool:
-    """Tells whether a Linen module is neither bound nor a part of another."""
-    return module.scope is None and module.parent is None

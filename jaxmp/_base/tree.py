@@ -43,7 +43,8 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
         >>> jaxmp.cast_tree({"w": jnp.ones(2), "step": jnp.arange(1)}, jnp.bfloat16)
         {'step': Array([0], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
-    if _is_tree(dtype):
+    holds_arrays = dtype is not None and not jax.tree_util.all_leaves([dtype])
+    if is_array(dtype) or holds_arrays:
         raise TypeError(
             "`cast_tree(tree, dtype)` takes the tree first and a dtype second, but the "
             f"second is {short(dtype)}. Pass for example `jnp.bfloat16` there."
@@ -270,11 +271,6 @@ def is_floating(x: Any) -> bool:
 def needs_cast(x: Any, dtype: np.dtype) -> bool:
     """Tells whether casting the leaf ``x`` to ``dtype`` would change it."""
     return is_floating(x) and x.dtype != dtype
-
-
-def _is_tree(x: Any) -> bool:
-    """Tells whether ``x`` is an array or holds some, and so is no dtype."""
-    return is_array(x) or (x is not None and not jax.tree_util.all_leaves([x]))
 
 
 def arrays_of_models(params: Any) -> Any:

@@ -72,7 +72,9 @@ def gather(tree: T, specs: Any, policy: PolicyLike | None = None) -> T:
     """
     policy = None if policy is None else get_policy(policy)
     specs = spread_shardings(specs, tree, "specs", "the tree that is gathered")
-    dtypes = jax.tree.map(_abstract, tree)
+    dtypes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, tree
+    )
     if policy is not None:
         dtypes = policy.cast_to_compute(dtypes)
     reduce_dtype = None if policy is None else policy.reduce_dtype
@@ -164,8 +166,3 @@ def _dims(path: Any, x: Any, spec: P) -> Dims:
             ) from None
         bound.append(axis)
     return dims_of(spec, bound)
-
-
-def _abstract(x: Any) -> Any:
-    """Describes an array without its numbers; what is none stays."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x

@@ -34,7 +34,7 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
         if not _leaves((args, kwargs), and_states=True):
             return fun(*args, **kwargs)
         # `jax.grad` hands on what it does not differentiate as it is.
-        copies = _copied((args, kwargs))
+        copies = jax.tree.map(lambda x: x, (args, kwargs))
         before = _leaves(copies)
         result = fun(*copies[0], **copies[1])
         after = _leaves(copies)
@@ -120,10 +120,6 @@ def _leaves(tree: Any, *, and_states: bool = False) -> dict[_Path, _Leaf]:
 def _name(path: _Path) -> str:
     """Spells a path in an argument."""
     return path_name(path).removesuffix("/value") or "value"
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x, tree)
 
 
 def _written_back(

@@ -122,7 +122,9 @@ def packed(x: jax.Array) -> jax.Array:
     """Returns truth values as bits, eight in a byte."""
     axis = _axis(x.shape)
     assert axis is not None
-    eights = x.reshape(_in_eights(x.shape, axis)).astype(jnp.uint8)
+    # Those that share a byte are neighbours, so that a sharded axis stays sharded.
+    eights = (*x.shape[:axis], x.shape[axis] // 8, 8, *x.shape[axis + 1 :])
+    eights = x.reshape(eights).astype(jnp.uint8)
     place = lax.broadcasted_iota(jnp.uint8, eights.shape, axis + 1)
     summed = jnp.sum(eights << place, axis=axis + 1, dtype=jnp.uint8)
     return lax.optimization_barrier(summed)
@@ -150,8 +152,3 @@ def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _axis(shape: tuple[int, ...]) -> int | None:
     """Returns the axis along which eight go into a byte, None if there is none."""
     return next((i for i, size in enumerate(shape) if size % 8 == 0), None)
-
-
-def _in_eights(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    # Those that share a byte are neighbours, so that a sharded axis stays sharded.
-    return (*shape[:axis], shape[axis] // 8, 8, *shape[axis + 1 :])

@@ -310,7 +310,8 @@ def check_loss_scale(
                 f"\n\n    print(jaxmp.find_overflow(train_step)(*args))\n\n{_CAUSES}"
             )
     if loss is not None:
-        _check_loss(loss, functools.reduce(np.logical_and, map(_is_finite, states)))
+        finite = [np.asarray(state.last_finite) for state in states]
+        _check_loss(loss, functools.reduce(np.logical_and, finite))
     if all(np.any(looks_unused(state, max_scale)) for state in states):
         warn(
             "The loss scale has reached `max_scale` without a skipped step. Is "
@@ -320,10 +321,6 @@ def check_loss_scale(
             "step: `jaxmp.loss_scaling(..., max_scale=2.0**40)`, with the same "
             "`max_scale` in `jaxmp.check_loss_scale`."
         )
-
-
-def _is_finite(state: LossScaleState) -> Any:
-    return np.asarray(state.last_finite)
 
 
 def _check_loss(loss: Any, finite: Any) -> None:

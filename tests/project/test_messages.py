@@ -48,7 +48,7 @@ POLICY = jaxmp.get_policy("mixed_float16").with_overrides(
     *[(f"layer_{i}/", "float32") for i in range(200)]
 )
 NET = nnx.Sequential(*[nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(4)])
-SMALL, X = {"w": jnp.ones((4, 2))}, jnp.ones((8, 4))
+SMALL, X = {"w": jnp.ones((8, 2))}, jnp.ones((8, 8))
 LARGE = {
     "parameters": PARAMS,
     "a NumPy tree": jax.tree.map(np.asarray, PARAMS),
@@ -237,7 +237,7 @@ def test_a_report_that_fails_a_test_is_cut_and_says_where_the_rest_is():
                 x = x @ params[f"weight_{i}"]
         return x
 
-    params = {f"weight_{i}": jnp.ones((4, 4)) for i in range(12)}
+    params = {f"weight_{i}": jnp.ones((8, 8)) for i in range(12)}
     with pytest.raises(AssertionError, match=r"`print\(jaxmp.audit\(fun\)") as error:
         jaxmp.assert_16bit(fun, params, X)
     assert len(str(error.value)) <= LONGEST

@@ -131,7 +131,7 @@ def _is(x: Any, stage: str) -> bool:
 def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
     """Returns what an equation makes of parts of an attention, None if no part."""
     name = eqn.primitive.name
-    by_number = any(_is_number(x) for x in eqn.invars)
+    by_number = any(size_of(x.aval) == 1 for x in eqn.invars)
     if not parts:  # the queries may be scaled before the matmul
         return _Part("queries", scaled=True) if name in SCALES and by_number else None
     first, *others = parts
@@ -171,7 +171,3 @@ def _joined(name: str, x: _Part, y: _Part) -> _Part | None:
         case ("exps", "inverse") if name in FACTORS and x.exps is y.exps:
             return x._replace(stage="weights")
     return None
-
-
-def _is_number(atom: Any) -> bool:
-    return size_of(atom.aval) == 1
