@@ -36,7 +36,7 @@ WINGS = (
     "_gradients",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 27_000
+MOST_LINES = 26_600
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
