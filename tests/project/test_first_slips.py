@@ -28,10 +28,10 @@ import jaxmp.nnx
 import jaxmp.plots
 from jaxmp._base.names import ANSWERS
 
-PARAMS = {"w": jnp.ones(3)}
-X, Y = jnp.arange(12.0).reshape(4, 3), jnp.arange(4.0)
+PARAMS = {"w": jnp.ones(8)}
+X, Y = jnp.arange(32.0).reshape(4, 8) / 8, jnp.arange(4.0)
 MODEL, POLICY = nn.Dense(2), jaxmp.get_policy("mixed_float16")
-VARIABLES = {"params": {"kernel": jnp.ones((3, 2)), "bias": jnp.zeros(2)}}
+VARIABLES = {"params": {"kernel": jnp.ones((8, 2)), "bias": jnp.zeros(2)}}
 TX = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")
 STATE = TX.init(PARAMS)
 MESH = Mesh(jax.devices()[:2], ("data",))
@@ -113,11 +113,11 @@ SLIPS = {
     ),
     "cast a result": (
         lambda: jaxmp.with_policy(X, "O1"),
-        r"array float32\[4, 3\]. Pass the function itself",
+        r"array float32\[4, 8\]. Pass the function itself",
     ),
     "differentiate a Linen model": (lambda: jaxmp.value_and_grad(MODEL), "the loss,"),
     "differentiate a callable model": (
-        lambda: jaxmp.grad(eqx.nn.Linear(3, 2, key=jax.random.key(0)))(X[0]),
+        lambda: jaxmp.grad(eqx.nn.Linear(8, 2, key=jax.random.key(0)))(X[0]),
         r"array float32\[2\]. If that is a model \(Linear\), pass its loss",
     ),
     "differentiate a loss": (
@@ -448,7 +448,7 @@ def test_what_looks_like_a_slip_and_is_none_passes():
     jaxmp.cast_tree(PARAMS, np.dtype("float16"))
     jaxmp.select_tree(np.True_, PARAMS, PARAMS)
     jaxmp.autocast(MODEL.apply)(VARIABLES, X)
-    jaxmp.autocast(eqx.nn.Linear(3, 2, key=jax.random.key(0)))(X[0])
+    jaxmp.autocast(eqx.nn.Linear(8, 2, key=jax.random.key(0)))(X[0])
     jaxmp.with_policy(MODEL.bind(VARIABLES), "mixed_float16")(X)
     jaxmp.grad(lambda w, x: w, mesh=MESH, batch_argnums=1)(1.0, X)
     jaxmp.grad(lambda w: w, mesh=MESH.abstract_mesh, batch_argnums=1)
