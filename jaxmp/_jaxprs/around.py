@@ -133,7 +133,7 @@ _LISTENER = jax.make_user_context(None)
 def explaining(listener: Callable) -> Iterator[None]:
     """Has autocast functions that are called in here tell what they decide.
 
-    The listener is told it, see :class:`jaxmp._autocast.replay.Caster`.
+    The listener is told it, see :class:`jaxmp._autocast.emit.Emitter`.
     """
     with _LISTENER(listener):
         yield
