@@ -48,11 +48,11 @@ from .._ops.lists import (
     TRANSPOSES,
     VIEWS,
     OpLists,
-    is_power,
     is_steep_power,
     one_of,
 )
 from .._ops.lists import divisor as divisor
+from .._ops.lists import is_power as is_power
 from .._ops.lists import is_square as is_square
 from .._ops.lists import scales_down as scales_down
 from .._ops.lists import scales_far as scales_far
@@ -134,7 +134,7 @@ def classify(
     leaves_range = is_power(eqn) or is_steep_power(eqn) or scales_far(eqn)
     if name in ops.infer and not leaves_range and not _jaxpr.is_told_dtype(eqn):
         return "exact" if name in EXACT else "smooth"
-    if retypes(eqn):
+    if retypes(eqn) or is_saved(eqn):
         return "exact"
     if name in CALLS and name not in ops.deny and not _jaxpr.takes_reference(eqn):
         return "call"
@@ -205,6 +205,16 @@ def folded(eqn: Equation, numbers: list[Any]) -> Any:
 def is_linear(eqn: Equation) -> bool:
     """Whether an equation adds up, chooses or moves, or casts."""
     return eqn.primitive.name in LINEAR or _jaxpr.is_cast(eqn)
+
+
+def is_saved(eqn: Equation) -> bool:
+    """Whether an equation returns the float32 that it is given, with all digits.
+
+    A ``jax.checkpoint`` whose policy saves a value puts that behind it, so that XLA
+    keeps no more digits of it in the forward pass.
+    """
+    bits = eqn.params.get("exponent_bits", 0), eqn.params.get("mantissa_bits", 0)
+    return bits == (8, 23) and all(map(is_float32, eqn.invars))
 
 
 def retypes(eqn: Equation) -> bool:

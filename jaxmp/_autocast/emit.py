@@ -233,6 +233,8 @@ class Emitter:
                     return self._product(step, ins)
                 if classes.retypes(step.eqn) and ins[0].facts.half:
                     return [ins[0].array]
+                if classes.is_saved(step.eqn) and ins[0].facts.half:
+                    return [storage.saved(ins[0].array)]
                 if step.how == "half":
                     return in_16_bits(step, ins)
                 return in_float32(step, ins)

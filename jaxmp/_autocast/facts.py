@@ -19,6 +19,7 @@ class Facts(NamedTuple):
     given: bool = False  # an argument or a constant, or computed from such alone
     sent: bool = False  # a cotangent that a matmul returned, or made of such
     product: bool = False  # float32, and made elementwise of what a matmul returned
+    powers: bool = False  # the same, with powers as elementwise operations
     copied: bool = False  # a cotangent of many entries alike, as that of a mean is
     linear: bool = False  # a tangent of a derivative rule, to be transposed
     scalar: Any = None  # what every entry equals, where that is known while tracing

@@ -320,7 +320,7 @@ class Planner:
     ) -> tuple[Facts, ...]:
         """Returns what is known of the outputs of an equation that is not gone into."""
         eqn, kind, back, dtype = step.eqn, step.kind, step.back, step.dtype
-        if classes.retypes(eqn) and ins[0].half:
+        if (classes.retypes(eqn) or classes.is_saved(eqn)) and ins[0].half:
             return (ins[0]._replace(exact=None),)
         floats = [is_float32(var) for var in eqn.outvars]
         wanted, stored = step.read.wanted, None
@@ -344,6 +344,7 @@ class Planner:
             sent = kind == "product" or is_sent_back(eqn, ins)
             sent |= kind == "exact" and any([x.sent for x in ins])
         product = is_of_product(eqn, kind, ins)
+        powers = is_of_product(eqn, kind, ins, powers=True)
         given, scalar, kept = False, None, stored
         if kind != "product":
             given = _all_given(ins)
@@ -358,6 +359,7 @@ class Planner:
                     given,
                     sent,
                     product and is_float and not is_half,
+                    powers and is_float and not is_half,
                     copied,
                     step.linear,
                     scalar,
@@ -765,7 +767,8 @@ def decide(
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
     squashes = classes.squashes(eqn) and not _all_given(ins)
-    if half and squashes and needs.leads_to_products_alone(need):
+    alone = needs.leads_to_products_alone(need) or any([x.powers for x in ins])
+    if half and squashes and alone:
         return Decision("rounded", rules.JOINS)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
@@ -797,13 +800,22 @@ def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
     return any(x.sent and not x.copied for x in ins)
 
 
-def is_of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
-    """Whether what ``eqn`` returns in float32 is made elementwise of a product."""
-    if kind not in ("exact", "smooth"):
+def is_of_product(
+    eqn: Equation, kind: Class, ins: Sequence[Facts], *, powers: bool = False
+) -> bool:
+    """Whether what ``eqn`` returns in float32 is made elementwise of a product.
+
+    Args:
+        eqn: The equation.
+        kind: Its class.
+        ins: What is known of its inputs.
+        powers: Whether powers are elementwise work, too.
+    """
+    if kind not in ("exact", "smooth") and not (powers and classes.is_power(eqn)):
         return kind == "product"
     joins = classes.joins(eqn)  # with a bias, too
     made = [
-        x.product or (x.half and x.kept is None)
+        (x.powers if powers else x.product) or (x.half and x.kept is None)
         for x, var in zip(ins, eqn.invars, strict=True)
         if is_float32(var) and x.scalar is None and not (joins and x.given)
     ]

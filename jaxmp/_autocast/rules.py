@@ -45,7 +45,8 @@ RULES = {
     "dtype of its arguments.",
     JOINS: "A sum leading to a matmul is 16 bits if it adds an input to a 16-bit "
     "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid`, "
-    "`erf` and `erfc` are rounded for matmuls alone.",
+    "`erf` and `erfc` are rounded for matmuls alone, or behind a matmul without a "
+    "reduction between.",
     FLOAT32: "Everything else is float32: exponentials, powers, smaller products, "
     "reductions, norms, losses, solvers, what enters or leaves a `custom_vjp` or "
     "`shard_map`, and whatever autocast does not know.",

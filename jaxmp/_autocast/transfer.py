@@ -163,7 +163,8 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
 def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     count = len(eqn.invars)
-    if _jaxpr.is_cast(eqn) or (classes.picks(eqn) and is_float32(eqn.outvars[0])):
+    moves = _jaxpr.is_cast(eqn) or classes.is_saved(eqn)
+    if moves or (classes.picks(eqn) and is_float32(eqn.outvars[0])):
         return [out] * count
     tells_sign = not signs.isdisjoint(eqn.outvars)
     if classes.tests_equal(eqn) and not back and not tells_sign:

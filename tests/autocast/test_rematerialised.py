@@ -4,14 +4,17 @@ The scan stacks a residual stream in bfloat16, and the layer reads it so in both
 The stream itself adds up in float32.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, normal
+from conftest import at_once, normal, usually_bfloat16
 
 DEPTH, SIZE = 6, 32
 PARAMS = {
@@ -140,3 +143,42 @@ def test_what_the_forward_pass_reads_too_is_stacked_as_it_is():
     exact, found, other = at_once(grad_fn, remat, plain)(PARAMS, 300 + X)
     assert relative_error(found[0], exact[0]) < 1e-4
     assert relative_error(other[0], exact[0]) < 1e-4
+
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "dots without a batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("hidden", "out"),
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+def named(x, p):
+    h = checkpoint_name(norm(x) @ p["a"], "hidden")
+    return x + checkpoint_name(jax.nn.gelu(h) @ p["b"], "out")
+
+
+@usually_bfloat16
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_saves_products_in_the_dtype_that_they_have(name, dtype):
+    """JAX marks what it saves as float32, which changes no number."""
+
+    def forward(fun, p, x):
+        rows = [jax.tree.map(lambda w, i=i: w[i], p) for i in range(DEPTH)]
+        return jnp.mean(functools.reduce(fun, rows, x) ** 2)
+
+    def grad(fun):
+        step = jax.value_and_grad(functools.partial(forward, fun), (0, 1))
+        return jaxmp.autocast(step, dtype)
+
+    saving = jax.checkpoint(named, policy=POLICIES[name])
+    kept = in_float32(grad(saving))
+    # The streams and what a norm computes, as without a checkpoint.
+    assert kept <= in_float32(grad(named))
+    if name != "everything":
+        assert kept <= in_float32(grad(again(named)))
+    found = jaxmp.audit(grad(saving))(PARAMS, X).residual_bytes[dtype]
+    hidden = DEPTH * 16 * 2 * SIZE * 2  # of each layer, in 16 bits
+    assert found >= hidden
+    one, other = at_once(grad(named), grad(saving))(PARAMS, X)
+    assert relative_error(one, other) < 2 * float(jnp.finfo(dtype).eps)

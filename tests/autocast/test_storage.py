@@ -1168,3 +1168,33 @@ def test_rounded_products_overflow_in_the_backward_pass_alone():
     assert jnp.isfinite(value)
     assert jnp.isfinite(grads).all()
     assert not jnp.isfinite(grad(q, 1e6)[1]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_activation_that_a_norm_reads_too_is_stored_in_16_bits(dtype):
+    """Whatever joins the argument of its `tanh`, such as the cube of a GELU."""
+
+    def net(w, x):
+        h = jax.nn.gelu(x @ w)
+        scaled = h * lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + 1e-6)
+        return jnp.mean((h + scaled) @ w)
+
+    grad = jaxmp.autocast(jax.grad(net), dtype)
+    kept = jaxmp.audit(grad)(normal(0, 32, 32), normal(1, 64, 32)).residual_bytes
+    assert kept["float32"] < 2 * 4 * 64 * 32  # the weights, a root, no activation twice
+    assert kept[dtype] >= 3 * 2 * 64 * 32
+
+
+def test_a_sigmoid_behind_a_norm_is_not_rounded_where_a_mean_reads_what_it_scales():
+    """It is computed again from what is stored anyway."""
+
+    def net(w, v, x):
+        h = normalised(w, x)
+        h = h * jax.nn.sigmoid(h)
+        return jnp.mean((h * jnp.tanh(h.mean(0) @ v)) @ v)
+
+    eqns = traced(jaxmp.autocast(net), W, W, X)
+    (behind,) = [e for e in eqns if e.primitive.name == "logistic"]
+    readers = [e for e in eqns if behind.outvars[0] in e.invars]
+    assert behind.outvars[0].aval.dtype == SINGLE
+    assert "convert_element_type" not in {e.primitive.name for e in readers}
