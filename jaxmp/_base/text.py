@@ -110,3 +110,13 @@ def wrapped(
         break_long_words=not is_code,
         break_on_hyphens=False,
     )
+
+
+def unit(number: float, base: int) -> str:
+    """Spells a number with a prefix for its power of 1000 or 1024."""
+    binary = base == 1024
+    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if binary else ["", "k", "M", "G", "T"]
+    power = 0
+    while number >= base and power < len(prefixes) - 1:
+        number, power = number / base, power + 1
+    return f"{number:.4g} {prefixes[power]}"

@@ -1,5 +1,6 @@
 """What `explain` says of each line: what autocast does, and no second opinion."""
 
+import collections
 import contextlib
 import functools
 import html
@@ -217,7 +218,7 @@ def test_attention_is_told_line_by_line():
     assert scores.reason == f"softmax reads it ({softmax.number})"
     assert scores.products == ("bfloat16",)
     assert (softmax.dtype, softmax.rule) == ("float32", 5)
-    assert (softmax.kept, softmax.kept_by) == (("bfloat16",), 7)
+    assert ([*softmax.saved], softmax.saved_by) == (["bfloat16"], 7)
     assert softmax.reason == f"a matmul reads it ({mixed.number})"
     assert (mixed.dtype, mixed.rule) == ("bfloat16", 2)
     assert loss.function == "attention_loss"
@@ -242,8 +243,15 @@ def test_a_model_of_nnx_is_told():
     report = explained(jaxmp.nnx.autocast(loss), net, jnp.ones((4, 8)))
     hidden = at(report, "h = nnx.relu")
     assert (hidden.dtype, hidden.rule) == ("bfloat16", 3)
-    assert "bool" in hidden.kept
+    assert "bool" in hidden.saved
     assert at(report, "self.second(h)").dtype == "float32"
+
+
+def scanned_loss(ws, x):
+    def body(x, w):
+        return jnp.tanh(x @ w), None
+
+    return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
 
 
 def test_a_loop_is_told_once_with_its_count():
@@ -272,7 +280,7 @@ def test_what_a_scan_stacks_in_16_bits_has_rule_7():
     fun = jaxmp.autocast(jax.value_and_grad(recurrent), "bfloat16")
     gate = at(explained(fun, W, shape(5, 4, 8)), "i = jax.nn.sigmoid(x @ w)")
     assert gate.dtype == "float32"
-    assert (gate.kept, gate.kept_by) == (("bfloat16",), 7)
+    assert ([*gate.saved], gate.saved_by) == (["bfloat16"], 7)
 
 
 def test_a_while_loop_and_branches_are_told():
@@ -289,11 +297,11 @@ def test_a_function_with_a_derivative_of_its_own_has_its_own_lines(dtype):
     e, p = at(report, "e = jnp.exp"), at(report, "return e / e.sum")
     assert e.function == p.function == "own_softmax"
     assert (e.dtype, e.reason) == ("float32", "computed by an exponential")
-    assert (p.kept, p.kept_by) == ((dtype,), 7)
+    assert ([*p.saved], p.saved_by) == ([dtype], 7)
     assert dtype_and_rule(report, "out = p @ w") == (dtype, 2)
 
 
-def kept_by_user(w, x):
+def saved_by_user(w, x):
     with jax.named_scope("head"):
         first = jnp.tanh(x @ w)
     middle = first @ w
@@ -303,14 +311,14 @@ def kept_by_user(w, x):
 
 
 def test_what_the_user_keeps_has_rule_1():
-    report = explained(jaxmp.autocast(kept_by_user, float32_paths="head"), W, X)
+    report = explained(jaxmp.autocast(saved_by_user, float32_paths="head"), W, X)
     assert dtype_and_rule(report, "first = ") == ("float32", 1)
     assert at(report, "first = ").reason == "`float32_paths`"
     assert dtype_and_rule(report, "middle = ") == ("float32", 2)
     assert dtype_and_rule(report, "last = ") == ("float32", 1)
     assert at(report, "last = ").reason == "float32 region"
     lists = jaxmp.DEFAULT_OPS.with_deny("tanh")
-    report = explained(jaxmp.autocast(kept_by_user, ops=lists), W, X)
+    report = explained(jaxmp.autocast(saved_by_user, ops=lists), W, X)
     assert at(report, "first = ").reason == "the lists in `ops`"
     assert at(report, "first = ").products == ("bfloat16",)
 
@@ -368,7 +376,7 @@ def test_a_program_without_autocast_has_dtypes_and_no_rules():
         assert report.rules == {}
         assert "autocast is not used" in str(report)
     kept = at(explained(jax.grad(by_hand), W, X), "h = jnp.tanh")
-    assert (kept.kept, kept.kept_by) == (("bfloat16",), None)
+    assert ([*kept.saved], kept.saved_by) == (["bfloat16"], None)
     cast = jaxmp.with_policy(plain, "mixed_float16")
     report = explained(cast, W, X)
     assert {x.dtype for x in report.lines} == {"float16"}
@@ -414,15 +422,36 @@ def test_a_step_with_a_loss_scale_is_told():
 
     report = explained(train_step, PARAMS, state, TOKENS)
     assert dtype_and_rule(report, "p = jax.nn.softmax") == ("float32", 5)
-    assert at(report, "p = jax.nn.softmax").kept == ("float16",)
+    assert [*at(report, "p = jax.nn.softmax").saved] == ["float16"]
     assert dtype_and_rule(report, "updates, opt_state = ") == ("float32", None)
     assert "explained(" not in str(report)  # the line that asks computes nothing
 
 
 def test_a_differentiated_autocast_function_says_what_is_kept():
     report = explained(jax.grad(jaxmp.autocast(attention_loss)), PARAMS, TOKENS)
-    assert at(report, "p = jax.nn.softmax").kept
-    assert not any(x.kept for x in explained(attention_loss, PARAMS, TOKENS).lines)
+    assert at(report, "p = jax.nn.softmax").saved
+    assert not any(x.saved for x in explained(attention_loss, PARAMS, TOKENS).lines)
+
+
+def test_a_line_has_the_bytes_that_it_saves_for_the_backward_pass():
+    grad_fn = jaxmp.autocast(jax.grad(attention_loss))
+    report = explained(grad_fn, PARAMS, TOKENS)
+    assert at(report, "p = jax.nn.softmax").saved == {"bfloat16": 2 * 2 * 9 * 9}
+    assert "saves 324 B in bfloat16 (rule 7)" in " ".join(str(report).split())
+    total = collections.Counter()
+    for line in report.lines:
+        total.update(line.saved)
+    found = jaxmp.audit(grad_fn)(PARAMS, TOKENS).residual_bytes
+    assert total["float32"] == found["float32"]
+    # Arguments that are rounded are saved too, and no line computes them.
+    rounded = sum(x.size for x in jax.tree.leaves((PARAMS, TOKENS)))
+    assert found["bfloat16"] - 2 * rounded <= total["bfloat16"] < found["bfloat16"]
+
+
+def test_a_line_in_a_scan_has_the_bytes_of_all_iterations():
+    report = explained(jaxmp.autocast(jax.grad(scanned_loss)), shape(5, 8, 8), X)
+    # The result, and one minus it.
+    assert at(report, "jnp.tanh").saved == {"bfloat16": 2 * 2 * 5 * X.size}
 
 
 # Lines

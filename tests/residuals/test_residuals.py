@@ -272,9 +272,10 @@ def test_an_explanation_says_how_it_is_stored():
         return jnp.mean(jnp.tanh(hidden) @ params[0][1])
 
     lines = jaxmp.explain(grad_of(loss, "int8"))(layers(1), batch()).lines
-    assert [line.kept for line in lines if "hidden =" in line.source] == [("int8",)]
+    (hidden,) = [line for line in lines if "hidden =" in line.source]
+    assert [*hidden.saved] == ["int8"]
     lines = jaxmp.explain(grad_of(loss))(layers(1), batch()).lines
-    assert not any("int8" in line.kept for line in lines)
+    assert not any("int8" in line.saved for line in lines)
 
 
 def test_micro_batches_store_in_eight_bits_too():
@@ -377,8 +378,8 @@ def test_code_for_a_gpu_stores_eight_bits():
     def shape(*sizes):
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
-    x, unrolled = shape(65536, 128), [(shape(128, 512), shape(512, 128))] * 3
-    stacked = shape(3, 128, 512), shape(3, 512, 128)
+    x, unrolled = shape(65536, 128), [(shape(128, 512), shape(512, 128))] * 4
+    stacked = shape(4, 128, 512), shape(4, 512, 128)
 
     def compiled(name, residuals):
         params = stacked if "scan" in name else unrolled
@@ -389,8 +390,8 @@ def test_code_for_a_gpu_stores_eight_bits():
     for kind, dtype in {"int8": "s8", "fp8": "f8e4m3fn"}.items():
         text, memory = compiled("layers", kind)
         assert f"{dtype}[65536,128]" in text
-        assert memory < 0.55 * usual, kind
-    assert "s8[3,65536,128]" in compiled("scan of remat", "int8")[0]
+        assert memory < 0.5 * usual, kind
+    assert "s8[4,65536,128]" in compiled("scan of remat", "int8")[0]
 
 
 def test_what_is_padded_is_stored_padded():

@@ -17,6 +17,7 @@ from ..._base.text import (
     paragraphs,
     short_line,
     table,
+    unit,
     wrapped,
 )
 
@@ -295,7 +296,7 @@ def _dtype_lines(report: DtypeReport) -> Iterator[str]:
         yield f"{report.fraction_8bit:.1%} of them in 8 bits"
     width = max(map(len, ("bfloat16", *report.flops))) + 2
     for dtype, flops in report.flops.items():
-        yield f"  {dtype:<{width}}{flops / total:>7.1%}  {_unit(flops, 1000)}FLOP"
+        yield f"  {dtype:<{width}}{flops / total:>7.1%}  {unit(flops, 1000)}FLOP"
     if report.default_precision_flops:
         share = f"{report.default_precision_flops / total:.1%} of the FLOPs"
         text = f"{share} in float32 at default precision: {_ON_DEVICES}"
@@ -350,7 +351,7 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
         return
     sizes = {key: sum(x.size for x in line) for key, line in lines.items()}
     count = sum(x.count for line in lines.values() for x in line)
-    written = f"{_unit(sum(sizes.values()), 1024)}B"
+    written = f"{unit(sum(sizes.values()), 1024)}B"
     text = (
         f"{count} operations that are no matmuls write {written}, most in these lines"
     )
@@ -359,7 +360,7 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
     for key in sorted(lines, key=lambda key: -sizes[key])[:_LINES]:
         largest = max(lines[key], key=lambda x: x.size)
         name = f"{largest.operation}, {largest.reason}"
-        worst.append((f"{_unit(sizes[key], 1024)}B", name, largest))
+        worst.append((f"{unit(sizes[key], 1024)}B", name, largest))
     yield from table(worst, _LINES)
     text = (
         "These cost memory traffic alone. `report.kept` has all of them, and "
@@ -419,7 +420,7 @@ def _attention_lines(report: DtypeReport) -> Iterator[str]:
     if written:
         text = "attention that is written out: `jaxmp.dot_product_attention` saves"
         yield from wrapped(text, "", "  ")
-    rows = [(f"{_unit(row.bytes, 1024)}B", "of weights", row) for row in written]
+    rows = [(f"{unit(row.bytes, 1024)}B", "of weights", row) for row in written]
     yield from table(rows, _ROWS)
     others = [row for row in report.attention if row.why]
     if others:
@@ -436,14 +437,4 @@ def _residual_lines(report: DtypeReport) -> Iterator[str]:
         return
     yield "saved residuals (for the backward pass)"
     for dtype, size in report.residual_bytes.items():
-        yield f"  {dtype:<10}{_unit(size, 1024):>10}B"
-
-
-def _unit(number: float, base: int) -> str:
-    """Spells a number with a prefix for its power of 1000 or 1024."""
-    binary = base == 1024
-    prefixes = ["", "Ki", "Mi", "Gi", "Ti"] if binary else ["", "k", "M", "G", "T"]
-    power = 0
-    while number >= base and power < len(prefixes) - 1:
-        number, power = number / base, power + 1
-    return f"{number:.4g} {prefixes[power]}"
+        yield f"  {dtype:<10}{unit(size, 1024):>10}B"

@@ -110,19 +110,28 @@ def _lines(operations: Sequence[Operation]) -> Iterator[ExplainedLine]:
     kept = _kept(operations)
     order = {line[:2]: i for i, line in reversed([*enumerate(by_line)])}
     for line in sorted(by_line, key=lambda x: (order[x[:2]], x[2])):
-        yield _explained(line, by_line[line], tuple(kept.get(line, ())))
+        yield _explained(line, by_line[line], kept.get(line, {}))
 
 
-def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, None]]:
-    """Returns in which dtypes the backward pass keeps what each line has computed."""
-    kept: dict[tuple, dict[str, None]] = {}
+def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, int]]:
+    """Returns the bytes that are saved for the backward pass, by line and dtype."""
+    values: dict[Operation, dict[str, int]] = {}
     for operation in operations:
         computed = _behind_moves(operation)
-        dtypes = [dtype for form in operation.results() for dtype in form.kept]
-        if computed.frame is not None:
-            found = kept.setdefault(computed.line, {})
-            # Other integers are no numbers that a line computes, as are labels.
-            found.update((x, None) for x in dtypes if "int" not in x or x == "int8")
+        if computed.frame is None:
+            continue
+        found = values.setdefault(computed, {})
+        for form in operation.results():
+            for dtype, size in form.kept.items():
+                # Other integers are no numbers that a line computes, as are labels. A
+                # value that is moved as well is one value.
+                if "int" not in dtype or dtype == "int8":
+                    found[dtype] = max(found.get(dtype, 0), size)
+    kept: dict[tuple, dict[str, int]] = {}
+    for computed, sizes in values.items():
+        found = kept.setdefault(computed.line, {})
+        for dtype, size in sizes.items():
+            found[dtype] = found.get(dtype, 0) + size
     return kept
 
 
@@ -152,7 +161,7 @@ def _counts(operation: Operation) -> bool:
 
 
 def _explained(
-    line: tuple[str, str, int], operations: list[Operation], kept: tuple[str, ...]
+    line: tuple[str, str, int], operations: list[Operation], kept: dict[str, int]
 ) -> ExplainedLine:
     """Returns what there is to say of a line."""
     results = _results(operations)
@@ -173,8 +182,8 @@ def _explained(
         reason=_reason(last, is_library=bool(last.library) and not products),
         products=tuple(products),
         rounded=last.rounded,
-        kept=tuple(sorted(kept, key=lambda x: x != "float32")),
-        kept_by=rules.KEPT if kept and stored else None,
+        saved=dict(sorted(kept.items(), key=lambda x: x[0] != "float32")),
+        saved_by=rules.KEPT if kept and stored else None,
         times=_times(last, operations),
     )
 

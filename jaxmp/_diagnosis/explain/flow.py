@@ -95,7 +95,7 @@ class Value:
     readers: list[Operation] = dataclasses.field(default_factory=list)
     becomes: list[Value] = dataclasses.field(default_factory=list)
     comes_from: list[Value] = dataclasses.field(default_factory=list)
-    kept: dict[str, None] = dataclasses.field(default_factory=dict)
+    kept: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes, by dtype
     is_returned: bool = False
 
     def turn_into(self, other: Value) -> None:
@@ -268,7 +268,9 @@ class Flow:
             return [_retyped(ins[0], eqn)]
         for array, atom in zip(ins, eqn.invars, strict=True):
             if getattr(atom.aval, "size", 1) != 1:
-                array.value.kept[str(array.stored)] = None
+                size = atom.aval.size * np.dtype(array.stored).itemsize
+                kept, dtype = array.value.kept, str(array.stored)
+                kept[dtype] = max(kept.get(dtype, 0), size)
         return [self.given(var.aval) for var in eqn.outvars]
 
     # What equations hold.

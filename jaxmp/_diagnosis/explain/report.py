@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._base.text import WIDTH, as_lists, cell_of, wrapped
+from ..._base.text import WIDTH, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
 _COLUMNS = ("", "line", "dtype", "rule", "why")
@@ -34,8 +34,9 @@ class ExplainedLine:
             ``dtype``, as a convolution does; empty if they were not.
         rule: Number of the rule of autocast that decided; None outside of autocast.
         reason: What reads the result, or what else decided.
-        kept: Dtypes in which results of the line are stored for the backward pass.
-        kept_by: Number of the rule that stores them in 16 bits, None if there is none.
+        saved: Bytes of results of the line that are saved for the backward pass, by
+            dtype, for all the times it runs.
+        saved_by: Number of the rule that stores them in 16 bits, None if there is none.
         times: How often the line runs; 0 in a ``while`` loop, where it is not known.
 
     Examples:
@@ -57,8 +58,8 @@ class ExplainedLine:
     products: tuple[str, ...] = ()
     rule: int | None = None
     reason: str = ""
-    kept: tuple[str, ...] = ()
-    kept_by: int | None = None
+    saved: dict[str, int] = dataclasses.field(default_factory=dict)
+    saved_by: int | None = None
     times: int = 1
     rounded: str = ""
 
@@ -75,9 +76,10 @@ class ExplainedLine:
             words.append(f"rounded to {self.rounded}")
         if self.also:
             words.append(f"also {' and '.join(self.also)}")
-        if self.kept:
-            rule = f": {self.kept_by}" if self.kept_by else ""
-            words.append(f"backward keeps {', '.join(self.kept)}{rule}")
+        if self.saved:
+            rule = f" (rule {self.saved_by})" if self.saved_by else ""
+            sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved.items())
+            words.append(f"saves {', '.join(sizes)}{rule}")
         if self.times != usual:
             words.append(_often(self.times) or "once")
         return [*filter(None, words)]
@@ -204,7 +206,7 @@ def _often(times: int) -> str:
 
 def _rules_of(report: Explanation) -> list[int]:
     """Returns the numbers of the rules that some line names."""
-    found = {n for line in report.lines for n in (line.rule, line.kept_by) if n}
+    found = {n for line in report.lines for n in (line.rule, line.saved_by) if n}
     return sorted(found)
 
 
