@@ -88,7 +88,7 @@ def main(config: Config, console: Console | None = None) -> dict[str, Result]:
 
     def loss_fn(params, batch):
         x, y = batch
-        logits = model.apply(params, x)
+        logits: Any = model.apply(params, x)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
         return losses.sum() / COUNT
 

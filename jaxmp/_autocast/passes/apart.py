@@ -30,7 +30,7 @@ def apart(eqn: Equation, scopes: Scopes) -> Equation:
     both = [
         i
         for i, x in enumerate(body.invars[:consts])
-        if is_float32(x) and x.aval.shape and x in back and x in ahead
+        if is_float32(x) and getattr(x.aval, "shape", ()) and x in back and x in ahead
     ]
     if not both:
         return eqn
