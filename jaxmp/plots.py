@@ -326,8 +326,8 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         >>> def loss(w, x):
         ...     with jax.named_scope("head"):
         ...         return jnp.mean(x @ w)
-        >>> x = jnp.linspace(0, 1, 8).reshape(4, 2)
-        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((2, 2)) / 3, x)
+        >>> x = jnp.linspace(0, 1, 64).reshape(8, 8)
+        >>> report = jaxmp.sensitivity(loss, "bfloat16")(jnp.ones((8, 8)) / 3, x)
         >>> jaxmp.plots.sensitivity(report).get_xlabel()
         'relative error of loss or gradients, the larger'
     """

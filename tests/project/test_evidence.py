@@ -315,5 +315,5 @@ def test_what_a_search_costs_was_counted():
     names = {"MLP": "MLP, 27M parameters"}
     for row in results("fault")["over plain"]["rows"]:
         name = names.get(row["gradient"], row["gradient"])
-        counts = f"{row['bytes moved']:.1f} | {row['kernels']:.0f}"
+        counts = f"{row['bytes moved']:.1f} | {row['kernels']:.1f}"
         assert f"| {name} | {counts} | {row['peak memory']:.2f} |" in page

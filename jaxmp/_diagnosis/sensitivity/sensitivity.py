@@ -123,8 +123,8 @@ def sensitivity(
         ...         h = jnp.sin(x @ w["b"])
         ...     with jax.named_scope("head"):
         ...         return jnp.mean((h @ w["w"]) ** 2)
-        >>> w = {"b": jnp.full((2, 4), 33.3), "w": jnp.ones((4, 1))}
-        >>> report = jaxmp.sensitivity(loss)(w, jnp.full((8, 2), 3.33))
+        >>> w = {"b": jnp.full((8, 8), 33.3), "w": jnp.ones((8, 1))}
+        >>> report = jaxmp.sensitivity(loss)(w, jnp.full((8, 8), 3.33))
         >>> report.float32_paths
         ('features',)
     """
