@@ -152,9 +152,18 @@ def for_product(need: Need) -> bool:
     return bool(need & PRODUCT)
 
 
-def leads_to_products_alone(need: Need) -> bool:
-    """Whether 16-bit work takes a value, and no float32 work what comes of it."""
-    return bool(need & _FORWARD) and not need & (FULL | LATER)
+def is_squashed_for_products(need: Need, *, behind: bool) -> bool:
+    """Whether a value that comes close to one is rounded.
+
+    16-bit work of the forward pass takes it. The backward pass alone makes the slope of
+    it, one less the value, and needs all digits.
+
+    Args:
+        need: What its readers need.
+        behind: Whether it is made of a matmul entry by entry. If not, no float32 work
+            may read what comes of it.
+    """
+    return bool(need & _FORWARD) and (behind or not need & (FULL | LATER))
 
 
 def handed_on(need: Need, *, squashed: bool = False) -> Need:

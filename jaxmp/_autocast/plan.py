@@ -767,8 +767,8 @@ def decide(
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
     squashes = classes.squashes(eqn) and not _all_given(ins)
-    alone = needs.leads_to_products_alone(need) or any([x.powers for x in ins])
-    if half and squashes and alone:
+    behind = any([x.powers for x in ins])
+    if half and squashes and needs.is_squashed_for_products(need, behind=behind):
         return Decision("rounded", rules.JOINS)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and

@@ -43,10 +43,9 @@ RULES = {
     FOLLOWS: "An elementwise operation runs in 16 bits if its arguments are 16-bit "
     "values or numbers in the code and its result leads to a matmul; a move keeps the "
     "dtype of its arguments.",
-    JOINS: "A sum leading to a matmul is 16 bits if it adds an input to a 16-bit "
-    "value, and rounded in bfloat16 with other float32 values; `tanh`, `sigmoid`, "
-    "`erf` and `erfc` are rounded for matmuls alone, or behind a matmul without a "
-    "reduction between.",
+    JOINS: "A sum leading to a matmul is 16 bits if it adds an input to 16 bits, and "
+    "rounded in bfloat16 with other float32; `tanh`, `sigmoid`, `erf`, `erfc` are "
+    "rounded behind matmuls, or for them alone.",
     FLOAT32: "Everything else is float32: exponentials, powers, smaller products, "
     "reductions, norms, losses, solvers, what enters or leaves a `custom_vjp` or "
     "`shard_map`, and whatever autocast does not know.",
