@@ -1,0 +1,405 @@
+"""The bits that autocast gives to each value of a program, from its plan."""
+
+import argparse
+import collections
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxmp._autocast.plan import Plan, Planner
+from values import PASSES, Value
+
+import jaxmp
+from jaxmp._autocast import classes, needs
+from jaxmp._autocast.transfer import spotted_in
+from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._jaxprs.scopes import (
+    KEPT_FOR_MOMENTS,
+    KEPT_TO_COMPARE,
+    KEPT_TO_END,
+    Scopes,
+    inside,
+    is_backward,
+    is_decided,
+)
+from jaxmp._ops.precision import own_precisions
+
+# Safeguards that keep whole operations as they were written, by their scopes.
+_REGIONS = {
+    "comparing loop": {KEPT_TO_END, KEPT_TO_COMPARE},
+    "variance by moments": {KEPT_FOR_MOMENTS},
+}
+
+
+def values_of(
+    fun: Callable, args: Sequence[Any], dtype: Any = jnp.bfloat16
+) -> list[Value]:
+    """Returns the values of a program in its order, with what autocast makes of them.
+
+    Args:
+        fun: A function of pytrees.
+        args: What it is called with; shapes and dtypes are enough.
+        dtype: The 16-bit dtype.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    # Traced as autocast does it.
+    with jax.softmax_custom_jvp(True), own_precisions():
+        jaxpr = jax.make_jaxpr(lambda *xs: fun(*tree.unflatten(xs)))(*leaves)
+    planner = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS)
+    plan = planner.program(jaxpr, needs.FULL | needs.DIGITS)
+    program = _Program(planner)
+    given = [program.new("argument", [], v, None) for v in jaxpr.jaxpr.invars]
+    for out in program.through(jaxpr, given, plan, ()):
+        if isinstance(out, Value):
+            out.returned = True
+    _link(program.values)
+    return program.values
+
+
+def _link(values: Sequence[Value]) -> None:
+    """Tells each value who reads it. What nobody asks for reads nothing."""
+    for value in values:
+        for i, x in enumerate(value.of):
+            if isinstance(x, Value):
+                x.readers.append((value, i))
+    left = [x for x in values if not x.readers and not x.returned]
+    while left:
+        unread = left.pop()
+        for x in unread.of:
+            if isinstance(x, Value) and x.readers:
+                x.readers = [found for found in x.readers if found[0] is not unread]
+                if not x.readers and not x.returned:
+                    left.append(x)
+    for value in values:
+        for x, _ in value.readers:
+            if x.safeguard in _REGIONS and not value.half:
+                value.safeguard = value.safeguard or x.safeguard
+
+
+class _Program:
+    """Goes through a jaxpr and its plan."""
+
+    def __init__(self, planner: Planner):
+        self.marks = planner.analysis._marks  # pyright: ignore[reportPrivateUsage]
+        self.values: list[Value] = []
+
+    def new(
+        self,
+        op: str,
+        of: Sequence[Any],
+        var: Any,
+        facts: Any,
+        *,
+        params: Any = None,
+        back: bool = False,
+        kept: bool = False,
+        rule: int | None = None,
+        place: int = 0,
+        known: bool = True,
+    ) -> Value:
+        half = (facts is not None and facts.half) if known else None
+        value = Value(
+            len(self.values),
+            op,
+            [*of],
+            np.dtype(var.aval.dtype) if _has_dtype(var) else np.dtype(bool),
+            tuple(var.aval.shape),
+            dict(params or {}),
+            back,
+            kept,
+            place,
+            half=half,
+            rule=rule,
+        )
+        self.values.append(value)
+        return value
+
+    def through(
+        self, jaxpr: Any, ins: Sequence[Any], plan: Plan | None, scopes: Scopes
+    ) -> list[Any]:
+        """Returns what a jaxpr returns, given such values."""
+        body = _jaxpr.open_jaxpr(jaxpr)
+        steps = {x: s for s in plan.steps for x in s.eqn.outvars} if plan else {}
+        env: dict[Any, Any] = dict(zip(_jaxpr.in_vars(jaxpr), ins, strict=True))
+        for var in body.constvars:
+            if var not in env:
+                env[var] = self.new("constant", [], var, None)
+
+        def read(atom):
+            if not isinstance(atom, _jaxpr.Literal):
+                return env[atom]
+            number = _jaxpr.number_of(atom)
+            if number is None:
+                return self.new("constant", [], atom, None)
+            return float(number) if np.isrealobj(number) else complex(number)
+
+        gates = [x for eqn in spotted_in(body.eqns).powers for x in eqn.invars]
+        gates += self.marks.get(body, {})
+        for eqn in body.eqns:
+            given = [read(x) for x in eqn.invars]
+            found = [steps[x] for x in eqn.outvars if x in steps]
+            # Autocast may write a loop and what comes after it for one loop.
+            found.sort(key=lambda step: step.inside is None)
+            known = bool(found) or plan is None
+            facts = {
+                x: y for s in found for x, y in zip(s.eqn.outvars, s.outs, strict=True)
+            }
+            step = found[0] if found else None
+            outs = self.of(eqn, given, step, facts, scopes, known=known)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        for var in gates:
+            if (
+                isinstance(
+                    value := env.get(var)
+                    if not isinstance(var, _jaxpr.Literal)
+                    else None,
+                    Value,
+                )
+                and not value.half
+            ):
+                value.safeguard = value.safeguard or "gates"
+        return [read(x) for x in body.outvars]
+
+    def of(
+        self,
+        eqn: Any,
+        ins: list[Any],
+        step: Any,
+        facts: dict[Any, Any],
+        scopes: Scopes,
+        *,
+        known: bool,
+    ) -> list[Any]:
+        """Returns what an equation returns."""
+        around = scopes + _jaxpr.scope_names(eqn)
+        back = is_backward(eqn, scopes)
+        kept, params = is_decided(around), eqn.params
+        if classes.is_told(eqn) and eqn.params.get("precision") is None:
+            params = {**params, "precision": "of a factorisation"}
+        role = "move" if classes.picks(eqn) or classes.retypes(eqn) else ""
+        role = "matmul" if step and step.kind == "product" else role
+        within = inside(eqn, around)
+        kind = _jaxpr.call_kind(eqn)
+        rule = step.rule if step else None
+        common = {"back": back, "kept": kept, "rule": rule}
+
+        scopes_of_step = set(step.around) if step else set()
+        named = [x for x, found in _REGIONS.items() if found & scopes_of_step]
+
+        def new(op, of, var, facts=None, *, known=known, **more):
+            value = self.new(op, of, var, facts, known=known, **common, **more)
+            value.safeguard = named[0] if named else None
+            value.role = "move" if op in PASSES and "custom" not in op else role
+            return value
+
+        if not kind or named or _jaxpr.takes_reference(eqn):
+            return [
+                new(
+                    eqn.primitive.name,
+                    ins,
+                    var,
+                    facts.get(var),
+                    params=params,
+                    place=i,
+                    known=known and (not step or var in facts),
+                )
+                for i, var in enumerate(eqn.outvars)
+            ]
+        layout = _jaxpr.call_layout(eqn)
+        bodies = step.inside.bodies if step and step.inside else ()
+        if kind in ("scan", "while"):
+            return self.loop(eqn, ins, bodies, facts, within, new)
+        plans = [plan for _, plan in bodies] or [None] * len(layout.bodies)
+        results = []
+        for i, (body, plan) in enumerate(zip(layout.bodies, plans, strict=True)):
+            # Of equal rules the first is planned.
+            jaxpr = bodies[i][0] if kind == "custom_jvp" and bodies else body.jaxpr
+            given = [ins[j] for j in body.operands]
+            variables = _jaxpr.in_vars(jaxpr)
+            told = plan.ins if plan else [None] * len(given)
+            passes = {
+                "remat": "into checkpoint",
+                "custom_vjp": "into custom",
+                "shard_map": "into custom",
+            }
+            if kind in passes:
+                given = [
+                    new(passes[kind], [x], var, f, known=True)
+                    for x, var, f in zip(given, variables, told, strict=True)
+                ]
+            results.append(self.through(jaxpr, given, plan, within))
+        if kind == "cond":
+            _decides(ins[0])
+            return [
+                new("branches", [x[i] for x in results], var, facts.get(var))
+                for i, var in enumerate(eqn.outvars)
+            ]
+        (outs,) = results
+        if kind in ("custom_vjp", "shard_map"):
+            pairs = zip(outs, eqn.outvars, strict=True)
+            return [new("out of custom", [x], var, facts.get(var)) for x, var in pairs]
+        return outs
+
+    def loop(
+        self,
+        eqn: Any,
+        ins: list[Any],
+        bodies: Sequence[Any],
+        facts: dict[Any, Any],
+        scopes: Scopes,
+        new: Callable,
+    ) -> list[Any]:
+        """Returns what a loop returns."""
+        layout = _jaxpr.call_layout(eqn)
+        plans = {id(jaxpr): plan for jaxpr, plan in bodies}
+        start = layout.fixed_in.start
+        given = self._of_iteration(eqn, ins, layout.bodies[-1], bodies, new)
+        for x in given:
+            is_wide = x.op == "constant of loop" and not x.half
+            if is_wide and isinstance(x.of[0], Value) and x.of[0].half:
+                x.safeguard = x.safeguard or "loop constants"
+        *tests, body = layout.bodies
+        plan = plans.get(id(body.jaxpr)) or (bodies[-1][1] if bodies else None)
+        outs = self.through(body.jaxpr, given, plan, scopes)
+        carried = range(len(layout.fixed_out))
+        first = start - (len(ins) - len(body.operands))
+        for i in carried:
+            given[first + i].of.append(outs[i])
+        results = []
+        for i, var in enumerate(eqn.outvars):
+            if i in carried:
+                of = [ins[start + i], outs[i]]
+                results.append(new("last", of, var, facts.get(var)))
+            else:
+                results.append(new("stack of scan", [outs[i]], var, facts.get(var)))
+        for test in tests:
+            variables = _jaxpr.in_vars(test.jaxpr)
+            seen = [
+                new("test", [ins[j], outs[j - start]], var, known=False)
+                if j >= start
+                else new("constant of loop", [ins[j]], var, known=False)
+                for j, var in zip(test.operands, variables, strict=True)
+            ]
+            plan = bodies[0][1] if bodies else None
+            _decides(*self.through(test.jaxpr, seen, plan, scopes))
+        return results
+
+    @staticmethod
+    def _of_iteration(
+        eqn: Any, ins: list[Any], body: Any, bodies: Sequence[Any], new: Callable
+    ) -> list[Any]:
+        """Returns what the body of a loop is given."""
+        layout = _jaxpr.call_layout(eqn)
+        start, stop = layout.fixed_in.start, layout.fixed_in.stop
+        variables = _jaxpr.in_vars(body.jaxpr)
+        told: dict[Any, Any] = {}
+        for jaxpr, plan in bodies[-1:]:
+            told = dict(zip(_jaxpr.in_vars(jaxpr), plan.ins, strict=True))
+        given = []
+        for j, var in zip(body.operands, variables, strict=True):
+            op = "carry" if start <= j < stop else "constant of loop"
+            op = "slice of scan" if j >= stop else op
+            known = not bodies or var in told
+            given.append(new(op, [ins[j]], var, told.get(var), known=known))
+        return given
+
+
+def _decides(*found: Any) -> None:
+    for value in found:
+        if isinstance(value, Value):
+            value.returned = True
+
+
+def _has_dtype(var: Any) -> bool:
+    try:
+        np.dtype(var.aval.dtype)
+    except TypeError:  # a key
+        return False
+    return True
+
+
+class Comparison(NamedTuple):
+    """What the sentences allow of a program, and what autocast does of it."""
+
+    beyond: list[Value]  # in 16 bits, and not allowed
+    allowed: list[Value]
+    float32: list[Value]  # allowed, and not in 16 bits
+    unnamed: list[Value]  # of these, not for the sake of a safeguard
+
+
+def compared(values: Sequence[Value], allowed: Callable) -> Comparison:
+    """Compares what the sentences allow with what autocast does.
+
+    A value that only matmuls in 16 bits read is in 16 bits, wherever it is rounded.
+
+    Args:
+        values: Of a program.
+        allowed: Returns of which values the sentences allow that they are 16 bits,
+            given values, and which of them a safeguard keeps in float32.
+    """
+    safe = frozenset(x for x in values if x.safeguard and not x.half)
+    bound = allowed(values, frozenset())
+    within = allowed(values, safe) if safe else bound
+    narrow = seen_in_16_bits(values)
+    found = Comparison([], [], [], [])
+    for x in values:
+        is_read = bool(x.readers) or x.returned
+        if x.op in ("argument", "constant") or x.dtype != np.float32:
+            continue
+        if x.half is None or not is_read:
+            continue
+        if x.half and not bound[x.number]:
+            found.beyond.append(x)
+        if bound[x.number]:
+            found.allowed.append(x)
+            if x not in narrow:
+                found.float32.append(x)
+                if within[x.number] and x not in safe:
+                    found.unnamed.append(x)
+    return found
+
+
+def seen_in_16_bits(values: Sequence[Value]) -> set[Value]:
+    """Returns what has 16 bits, or is given in 16 bits to all that read it."""
+    found: set[Value] = set()
+    for x in reversed(values):
+        takes = (
+            (r.role == "matmul" and place < 2) or (r.role == "move" and r in found)
+            for r, place in x.readers
+        )
+        if x.half or (x.readers and not x.returned and all(takes)):
+            found.add(x)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compares generated programs, and prints what differs."""
+    import oracle
+
+    from benchmarks import golden
+
+    parser = argparse.ArgumentParser(description=inspect.getdoc(main))
+    parser.add_argument("first", type=int)
+    parser.add_argument("stop", type=int)
+    parser.add_argument("--forward", action="store_true")
+    options = parser.parse_args(arguments)
+    counts: collections.Counter[str] = collections.Counter()
+    for seed in range(options.first, options.stop):
+        fun, args = golden._generated(seed)
+        if options.forward:
+            fun = inspect.unwrap(fun)
+        found = compared(values_of(fun, args), oracle.allowed)
+        for name, values in found._asdict().items():
+            counts[name] += len(values)
+            if name in ("beyond", "unnamed"):
+                for x in itertools.islice(values, 3):
+                    print(f"program {seed}, {name}: {x}")
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()

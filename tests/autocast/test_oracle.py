@@ -1,0 +1,80 @@
+"""The five sentences are true of every value: what they do not allow is float32.
+
+The oracle is written from the sentences alone, and knows nothing of the engine.
+"""
+
+import functools
+import inspect
+
+import jax
+import pytest
+from observed import Comparison, compared, values_of
+
+from benchmarks import golden
+
+oracle = pytest.importorskip("oracle")
+pytestmark = pytest.mark.skipif(
+    jax.__version__ != golden.JAXLIB,
+    reason=f"other versions of JAX write other programs than {golden.JAXLIB}",
+)
+
+EVERYDAY = (
+    "llama", "gpt", "gpt, scanned", "mixture of experts", "vit", "convnext", "resnet",
+    "u-net", "lstm", "bert", "mixer", "efficientnet", "gru",
+)  # fmt: skip
+FORMS = "forward", "with gradients"
+
+
+@functools.cache
+def of_generated(seed: int, form: str) -> Comparison:
+    """Returns what the sentences and autocast make of a generated program."""
+    fun, args = golden._generated(seed)
+    fun = inspect.unwrap(fun) if form == "forward" else fun
+    return compared(values_of(fun, args), oracle.allowed)
+
+
+@functools.cache
+def of_model(name: str, form: str) -> Comparison:
+    """Returns what the sentences and autocast make of a step of a model."""
+    fun, args = golden._network(name)
+    fun = inspect.unwrap(fun) if form == "forward" else fun
+    return compared(values_of(fun, args), oracle.allowed)
+
+
+def fail_beyond(found: Comparison, program: str) -> None:
+    """Fails if a value is in 16 bits that the sentences do not allow."""
+    if found.beyond:
+        lines = "\n".join(map(str, found.beyond))
+        pytest.fail(
+            f"Autocast has 16 bits in {program} where no sentence allows it:\n{lines}",
+            pytrace=False,
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(golden.GENERATED))
+def test_no_value_of_a_program_is_in_16_bits_that_no_sentence_allows(seed, form):
+    fail_beyond(of_generated(seed, form), f"program {seed}, {form}")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", EVERYDAY)
+def test_no_value_of_a_model_is_in_16_bits_that_no_sentence_allows(name, form):
+    fail_beyond(of_model(name, form), f"{name}, {form}")
+
+
+def test_of_what_the_sentences_allow_nearly_all_is_in_16_bits():
+    found = [of_model(name, form) for name in EVERYDAY for form in FORMS]
+    allowed, float32 = (
+        sum(len(getattr(x, field)) for x in found) for field in ("allowed", "float32")
+    )
+    assert float32 <= 0.03 * allowed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_allowed_and_float32_is_so_for_a_safeguard(form):
+    found = [of_generated(seed, form) for seed in range(golden.GENERATED)]
+    allowed, unnamed = (
+        sum(len(getattr(x, field)) for x in found) for field in ("allowed", "unnamed")
+    )
+    assert unnamed <= 0.03 * allowed
