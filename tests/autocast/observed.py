@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxmp._autocast.plan import Plan, Planner
 from values import PASSES, Value
 
 import jaxmp
 from jaxmp._autocast import classes, needs
+from jaxmp._autocast.plan import Plan, Planner
 from jaxmp._autocast.transfer import spotted_in
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._jaxprs.scopes import (

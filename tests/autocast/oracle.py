@@ -420,6 +420,8 @@ class _Program:
     def moved(self, v: Value) -> list[Value]:
         """Gives the floating values that an operation moves, none if it is no move."""
         of = [x for x in self.arguments(v) if floating(x)]
+        if v.op == "branches" and len(of) < sum(floating(x) for x in v.of):
+            return []  # a number is no 16-bit value
         if self.scales(v):
             return [x for x in of if not self.is_mask(x)]
         return of if self.is_move(v) else []
