@@ -339,11 +339,11 @@ def _check_loss(loss: Any, finite: Any) -> None:
         raise FloatingPointError(
             f"The loss is {value}, but its gradients are finite, so that the step was "
             "not skipped. Nothing is learned from what the loss has lost. Type "
-            "`print(jaxmp.find_overflow(loss_fn)(params, batch))` to find the "
-            "operation. Likely causes: a row that a mask of -1e9 or -inf excludes "
-            "whole (type `jnp.finfo(x.dtype).min`, and leave the row out of the mean); "
-            "a sum or a mean over nothing; or a metric that is Inf and was added to "
-            "the loss."
+            "`print(jaxmp.find_overflow(train_step)(*args))`, with the arguments of "
+            "the step, to find the operation. Likely causes: a row that a mask of "
+            "-1e9 or -inf excludes whole (type `jnp.finfo(x.dtype).min`, and leave "
+            "the row out of the mean); a sum or a mean over nothing; or a metric that "
+            "is Inf and was added to the loss."
         )
 
 
