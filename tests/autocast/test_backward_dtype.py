@@ -19,6 +19,7 @@ import jaxmp
 from benchmarks.counting.measure import IN_A_HURRY, equations, relative_error
 from benchmarks.networks.planted import Result, program
 from conftest import normal, rest_is_evidence
+from jaxmp._jaxprs import jaxpr as _jaxpr
 
 POLICY = "mixed_float16_bfloat16"
 EPS = float(jnp.finfo(jnp.bfloat16).eps)
@@ -518,7 +519,8 @@ def test_a_weight_is_rounded_once_for_all_micro_batches():
     body = scan.params["jaxpr"].jaxpr
     casts = [x for x in body.eqns if x.primitive.name == "convert_element_type"]
     read = {x for eqn in casts for x in eqn.invars}
-    weights = [x for x in body.invars[: scan.params["num_consts"]] if x.aval.ndim == 2]
+    consts, _ = _jaxpr.scan_counts(scan)
+    weights = [x for x in body.invars[:consts] if x.aval.ndim == 2]
     assert {x.aval.dtype.name for x in weights} == {"float16", "bfloat16"}
     assert read.isdisjoint(weights)
 
