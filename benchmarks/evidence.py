@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .counting import pages, results
-from .gpu import BY_CUDNN, INT8, NAMES, gains
+from .gpu import INT8, NAMES, gains
 
 PAGE = pathlib.Path(__file__).with_name("tables.md")
 
@@ -191,7 +191,7 @@ def _timed(row: Row) -> list[str]:
     ratios = (row["of by hand"], row["TF32 over it"])
     traced = row["trace and lower s"]
     return [
-        (NAMES | BY_CUDNN)[row["network"]],
+        NAMES[row["network"]],
         row["form"],
         {"float32": "TF32", "highest": "float32"}.get(row["form"]) or row["dtype"],
         f"{row['ms']['median']:.2f}",

@@ -219,10 +219,8 @@ class Planner:
         """
         by_path = self.has_float8 and self.bfloat16_paths
         relevant = scopes if by_path else self.analysis.relevant(scopes)
-        memo, key = (
-            self._plans.setdefault(jaxpr, {}),
-            (tuple(ins), trip, ends, relevant),
-        )
+        memo = self._plans.setdefault(jaxpr, {})
+        key = (tuple(ins), trip, ends, relevant)
         if key not in memo:
             memo[key] = self._plan(jaxpr, key[0], trip, ends, scopes)
         return memo[key]

@@ -22,10 +22,8 @@ def apart(eqn: Equation, scopes: Scopes) -> Equation:
     if _jaxpr.call_kind(eqn) != "scan" or not _jaxpr.holds_backward(eqn):
         return eqn
     within = inside(eqn, scopes + _jaxpr.scope_names(eqn))
-    body, (consts, carries) = (
-        _jaxpr.open_jaxpr(eqn.params["jaxpr"]),
-        _jaxpr.scan_counts(eqn),
-    )
+    body = _jaxpr.open_jaxpr(eqn.params["jaxpr"])
+    consts, carries = _jaxpr.scan_counts(eqn)
     back, ahead = (read_by_pass(body, within, back=back) for back in (True, False))
     both = [
         i

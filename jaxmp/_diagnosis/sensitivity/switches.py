@@ -103,10 +103,8 @@ class Program:
         for eqn, place in equations(jaxpr, around, self._bodies):
             if is_call(eqn):
                 continue
-            part, found = (
-                self.part_of(place),
-                flops(eqn, back=place.backward) * place.trips,
-            )
+            part = self.part_of(place)
+            found = flops(eqn, back=place.backward) * place.trips
             parts.setdefault(part, False)
             atoms = (*eqn.invars, *eqn.outvars)
             narrow = {x.aval.dtype.name for x in atoms if is_narrow(x.aval)}
