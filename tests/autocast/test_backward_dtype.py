@@ -54,12 +54,6 @@ def attend(w, x):
     return of_logits((x + jax.nn.softmax(scores) @ v) @ w["w3"])
 
 
-def fused(w, x):
-    heads = lambda i: (x @ w[f"w{i}"]).reshape(BATCH, LENGTH, 2, SIZE // 2)  # noqa: E731
-    out = jaxmp.dot_product_attention(*map(heads, range(3)), is_causal=True)
-    return of_logits((x + out.reshape(x.shape)) @ w["w3"])
-
-
 def layer(h, w):
     return h + jax.nn.relu(norm(h) @ w["w"] + w["b"])
 
@@ -129,15 +123,6 @@ def own_tangent(w, x):
     return of_logits(squashed(squashed(x @ w["w0"]) @ w["w1"]) @ w["w2"])
 
 
-def convolved(w, x):
-    kernel = jnp.stack([w[f"w{i}"] for i in range(3)])
-    dims = ("NWC", "WIO", "NWC")
-    for _ in range(2):
-        x = lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=dims)
-        x = jax.nn.relu((x - x.mean((0, 1))) * lax.rsqrt(x.var((0, 1)) + 1e-5))
-    return of_logits(x @ w["w3"])
-
-
 def looked_up(w, x):
     rows = w["w0"][jnp.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % SIZE]
     h = jnp.maximum(rows @ w["w1"], x @ w["w2"])
@@ -175,20 +160,9 @@ def searched(w, x):
     return mlp(w, x / size)
 
 
-def with_saved_products(w, x):
-    policy = jax.checkpoint_policies.dots_saveable
-    return jax.checkpoint(mlp, policy=policy)(w, x)
-
-
 def nested(w, x):
     inner = jaxmp.autocast(lambda w, x: jnp.tanh(x @ w["w0"]) @ w["w1"], "bfloat16")
     return of_logits(jnp.tanh(inner(w, x)) @ w["w2"])
-
-
-def of_segments(w, x):
-    rows = jnp.arange(BATCH) // 2
-    h = jax.ops.segment_sum(jnp.tanh(x @ w["w0"]), rows, BATCH)
-    return of_logits(h @ w["w1"] @ w["w2"])
 
 
 def associative(w, x):
@@ -205,48 +179,22 @@ def solved(w, x):
     return of_logits(jnp.linalg.solve(matrix, (x @ w["w1"]).T).T @ w["w2"])
 
 
-def after_a_step(w, x):
-    gradient = jax.grad(mlp)(w, x)
-    return mlp(jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient), x)
-
-
-def loops_in_loops(w, x):
-    def inner(h, _):
-        return jnp.tanh(h @ w["w0"]) + h, None
-
-    @jax.checkpoint
-    def outer(h, _):
-        return lax.scan(inner, h, None, length=2)[0] @ w["w1"], None
-
-    return of_logits(lax.scan(outer, x, None, length=2)[0] @ w["w2"])
-
-
 remat = jax.checkpoint
 PROGRAMS = {
     "mlp": (mlp, W, X),
     "attention": (attend, W, SEQUENCE),
-    "fused attention": (fused, W, SEQUENCE),
     "scan": (scanned, LAYERS, X),
-    "remat": (remat(mlp), W, X),
     "scan of remat": (functools.partial(scanned, wrap=remat), LAYERS, X),
-    "remat of scan": (remat(scanned), LAYERS, X),
     "recurrent": (recurrent, W, SEQUENCE),
-    "jit": (jax.jit(mlp), W, X),
     "cond": (branches, W, X),
     "custom_vjp": (own_rule, W, X),
     "custom_jvp": (own_tangent, W, X),
-    "convolution": (convolved, W, SEQUENCE),
     "lookup": (looked_up, W, SEQUENCE),
     "shard_map": (on_shards, W, X),
-    "vmap": (mapped, W, X),
     "while": (searched, W, X),
-    "saved products": (with_saved_products, W, X),
     "nested": (nested, W, X),
-    "segments": (of_segments, W, X),
     "associative scan": (associative, W, SEQUENCE),
     "solve": (solved, W, X),
-    "step before": (after_a_step, W, X),
-    "loops in loops": (loops_in_loops, W, X),
 }
 USUAL = "attention", "scan of remat", "recurrent", "custom_vjp", "shard_map", "cond"
 OPTIONS = {
@@ -332,44 +280,11 @@ def test_both_orders_are_one_program(name):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def summed_over_batches(loss):
-    """Adds up gradients of micro-batches in somebody's scan."""
-
-    def grad_fn(w, x):
-        def step(sums, x):
-            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss)(w, x)), None
-
-        start = jnp.zeros(()), jax.tree.map(jnp.zeros_like, w)
-        sums, _ = lax.scan(step, start, x.reshape(2, -1, *x.shape[1:]))
-        return jax.tree.map(lambda x: x / 2, sums)
-
-    return grad_fn
-
-
-def per_example(loss):
-    def grad_fn(w, x):
-        one = jax.vmap(jax.value_and_grad(loss), (None, 0))(w, x[:, None])
-        return jax.tree.map(lambda x: x.mean(0), one)
-
-    return grad_fn
-
-
 def of_mean(loss):
     """Differentiates a mean over examples that are mapped over."""
     return jax.value_and_grad(
         lambda w, x: jax.vmap(loss, (None, 0))(w, x[:, None]).mean()
     )
-
-
-def of_scan(loss):
-    """Differentiates a mean over micro-batches that are scanned."""
-
-    def mean(w, x):
-        step = lambda total, x: (total + loss(w, x), None)  # noqa: E731
-        total, _ = lax.scan(step, jnp.zeros(()), x.reshape(4, -1, *x.shape[1:]))
-        return total / 4
-
-    return jax.value_and_grad(mean)
 
 
 def with_aux(loss):
@@ -394,25 +309,14 @@ def on_devices(loss):
 
 
 TRAINERS = {
-    "checkpoint": lambda loss: jax.value_and_grad(jax.checkpoint(loss)),
     "jit": lambda loss: jax.jit(jax.value_and_grad(jax.jit(loss))),
-    "scan": summed_over_batches,
-    "vmap of grad": per_example,
     "grad of vmap": of_mean,
-    "grad of scan": of_scan,
-    "grad of scan of remat": lambda loss: of_scan(jax.checkpoint(loss)),
     "aux": with_aux,
     "closed over": closed_over,
     "accum_steps": lambda loss: jaxmp.value_and_grad(
         loss, accum_steps=2, batch_argnums=1
     ),
     "mesh": on_devices,
-    "vjp": lambda loss: (
-        lambda w, x: (
-            loss(w, x),
-            jax.vjp(loss, w, x)[1](jnp.ones(()))[0],
-        )
-    ),
 }
 
 
@@ -452,12 +356,8 @@ def of_norm(loss):
     return jax.value_and_grad(penalty)
 
 
-SECOND = "scan of remat", "mlp", "attention", "scan", "cond"
-
-
-@pytest.mark.parametrize("name", rest_is_evidence({x: x for x in SECOND}, SECOND[0]))
-def test_second_derivatives_are_bfloat16(name):
-    loss, *args = PROGRAMS[name]
+def test_second_derivatives_are_bfloat16():
+    loss, *args = PROGRAMS["scan of remat"]
     check(
         loss,
         *args,

@@ -25,7 +25,6 @@ def maximum_of_two(h):
 
 CHOICES = {
     "a maximum in place": maximum_of_two,
-    "a minimum in place": lambda h: h.at[0].min(h[1]),
     "after a relu": lambda h: maximum_of_two(jax.nn.relu(h)),
     "after an exponential": lambda h: maximum_of_two(jnp.exp(h / 2)),
     "of a sum and an exponential": lambda h: jnp.exp(h).at[0].max(h[1]),
@@ -39,9 +38,6 @@ CHOICES = {
         jnp.exp(h), -jnp.inf, lax.max, (2, 1), (2, 1), "VALID"
     ),
     "by a function": lambda h: lax.reduce(h, -jnp.inf, jnp.maximum, (0,))[None],
-    "in a jit": jax.jit(maximum_of_two),
-    "in a checkpoint": jax.checkpoint(maximum_of_two),
-    "in a vmap": jax.vmap(lambda row: row.at[0].max(row[1])),
     "in a scan": lambda h: lax.scan(
         lambda c, row: (c.at[row[0]].max(row[1]), None), ZEROS, (ROWS, h)
     )[0],

@@ -23,15 +23,7 @@ EPS = float(jnp.finfo(HALF).eps)
 ACTIVATIONS = {
     "elu": jax.nn.elu,
     "softplus": jax.nn.softplus,
-    "selu": jax.nn.selu,
     "mish": jax.nn.mish,
-    "log_sigmoid": jax.nn.log_sigmoid,
-    "shifted softplus": lambda h: jax.nn.softplus(h) - np.log(2.0).item(),
-    "elu + 1": lambda h: jax.nn.elu(h) + 1,
-    "min": lambda h: jnp.where(h > 0, h, jnp.exp(jnp.minimum(h, 0)) - 1),
-    "a remat": jax.checkpoint(lambda h: jax.nn.softplus(h)),
-    "a jit": jax.jit(lambda h: jax.nn.elu(h)),
-    "a vmap": jax.vmap(jax.nn.mish),
 }
 ORDERS = {
     "around": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
@@ -55,13 +47,12 @@ def products(fun, *args):
 
 @pytest.mark.parametrize("dtype", [HALF, np.dtype(np.float16)])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
-@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "elu", "softplus"))
+@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_an_activation_with_an_exponential_reads_float32_sums(act, order, dtype):
     cast = order(loss_of(act), dtype)
     assert products(cast, W, X)[0] == SINGLE
-    if act is not jax.nn.selu:  # its slope jumps at zero, where products may differ
-        found, exact = jax.jit(cast)(W, X), jax.jit(jax.grad(loss_of(act)))(W, X)
-        assert relative_error(found, exact) < jnp.finfo(dtype).eps
+    found, exact = jax.jit(cast)(W, X), jax.jit(jax.grad(loss_of(act)))(W, X)
+    assert relative_error(found, exact) < jnp.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys())
@@ -100,40 +91,17 @@ logaddexp.defjvps(lambda t, y, h: t * y)
 
 NEEDED = {
     "a variance under a logarithm": lambda h: jnp.log(jax.nn.softplus(h)),
-    "a divisor": lambda h: 1 / (jax.nn.softplus(h) + 1e-3),
     "a step under an exponential": lambda h: jnp.exp(-jax.nn.softplus(h) * 8),
-    "a root": lambda h: jnp.sqrt(jax.nn.softplus(h)),
-    "an elu under a logarithm": lambda h: jnp.log(jax.nn.elu(h) + 1.001),
-    "a divisor of exponentials": lambda h: jnp.square(h) / jnp.exp(jnp.minimum(h, 0)),
     "two variables": lambda h: jnp.logaddexp(h, h[::-1]),
-    "one and another number": lambda h: jnp.logaddexp(h, 1.0),
-    "two halves": lambda h: jax.nn.logsumexp(jnp.stack([h, 2 * h]), 0),
-    "of that name": logaddexp,
     "a softmax": jax.nn.softmax,
-    "a difference": lambda h: jnp.exp(jnp.minimum(h - h[::-1], 0)),
     "an elu of a difference": lambda h: jax.nn.elu(h - h[::-1]),
     "a softplus of a difference": lambda h: jax.nn.softplus(h - h.mean(0)),
-    "a mish of a difference, moved": lambda h: jax.nn.mish((h - 20).T).T,
-    "a difference in jit": lambda h: jax.nn.softplus(jax.jit(jnp.subtract)(h, 20.0)),
-    "another exponential": lambda h: jnp.exp(jnp.minimum(h, 1)),
-    "of what is positive": lambda h: jnp.exp(jnp.where(h > 0, h, 0)),
-    "of what is below": lambda h: jnp.exp(jnp.where(h < 0, 0, h)),
-    "of another's sign": lambda h: jnp.exp(jnp.where(h[::-1] > 0, 0, h)),
-    "from one on": lambda h: jnp.exp(jnp.where(h > 1, 0, h)),
     "turned around": lambda h: jnp.exp(jnp.minimum(h, 0) / -2),
-    "another softplus": lambda h: jnp.exp(h - jax.nn.softplus(2 * h)),
-    "a region": jaxmp.float32_region(lambda h: jnp.exp(jnp.minimum(h, 0))),
     "a region's softplus": jaxmp.float32_region(jax.nn.softplus),
 }
-SOME = (
-    "a variance under a logarithm",
-    "a step under an exponential",
-    "two variables",
-    "an elu of a difference",
-)
 
 
-@pytest.mark.parametrize("fun", rest_is_evidence(NEEDED, *SOME))
+@pytest.mark.parametrize("fun", NEEDED.values(), ids=NEEDED)
 def test_what_is_made_of_all_digits_keeps_them(fun):
     def both(w, x):
         h = x @ w
@@ -208,10 +176,8 @@ def test_it_runs_without_jit():
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "softplus"))
+@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_shards_have_their_gradients(act, axis_type):
-    if act is jax.nn.selu:
-        pytest.skip("Its slope jumps at zero.")
     kind = getattr(jax.sharding.AxisType, axis_type)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
     spec = jax.P("rows")
@@ -244,13 +210,11 @@ def gated(act):
 
 
 GATES = {
-    "softplus": lambda h: 1 - jax.nn.softplus(h - 4),
     "elu": lambda h: jnp.exp(jnp.minimum(h, 0)),
-    "log_sigmoid": lambda h: jnp.exp(jax.nn.log_sigmoid(h)),
 }
 
 
-@pytest.mark.parametrize("gate", rest_is_evidence(GATES, "elu"))
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 def test_what_decays_a_state_is_made_of_all_digits(gate):
     cast = jaxmp.autocast(jax.grad(gated(gate)), HALF)
     assert products(cast, W, X)[0] == SINGLE
@@ -269,10 +233,8 @@ def test_a_forward_algorithm_in_a_scan_is_near():
     assert relative_error(cast(W, X), jax.jit(jax.grad(loss))(W, X)) < 0.01
 
 
-@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "mish"))
+@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_layers_in_a_scan_have_their_gradients(act):
-    if act is jax.nn.selu:
-        pytest.skip("Its slope jumps at zero.")
 
     def loss(x):
         layer = jax.checkpoint(lambda x, _: (act(x @ W) @ W, None))
@@ -285,10 +247,8 @@ def test_layers_in_a_scan_have_their_gradients(act):
 # Derivatives.
 
 
-@pytest.mark.parametrize("act", rest_is_evidence(ACTIVATIONS, "softplus"))
+@pytest.mark.parametrize("act", [jax.nn.softplus])
 def test_an_activation_may_be_differentiated_again(act):
-    if act is jax.nn.selu:
-        pytest.skip("Its slope jumps at zero.")
 
     def twice(cast):
         grad = cast(jax.grad(lambda x: loss_of(act)(W, x)))

@@ -67,10 +67,6 @@ def mlp(w, x):
     return batch_norm(jax.nn.silu(h) @ w["second"]) @ w["first"]
 
 
-def rows(w, x):
-    return mlp(w, x.reshape(-1, D))
-
-
 def exact_gelu(w, x):
     h = jax.nn.gelu(x @ w["first"] + w["bias"], approximate=False)
     return layer_norm(w, x + h @ w["second"]) @ w["first"]
@@ -120,10 +116,6 @@ def positions(w, x, places):
     return (jax.nn.relu(x @ w["first"]) @ w["second"] + places) @ w["first"]
 
 
-def mean_pooled(w, x):
-    return jnp.tanh(jax.nn.gelu(x @ w["first"]).mean(1)) @ w["second"]
-
-
 def rnn(w, x):
     def step(h, x):
         h = jnp.tanh(x @ w["first"] + h @ w["second"] @ w["first"] + w["bias"])
@@ -131,20 +123,6 @@ def rnn(w, x):
 
     last, hs = lax.scan(step, jnp.zeros((x.shape[0], H)), x.swapaxes(0, 1))
     return last @ w["second"] + (hs @ w["second"]).mean(0)
-
-
-def gated_rnn(w, x):
-    def step(carry, x):
-        h, c = carry
-        z = x @ w["first"] + h @ w["first"]
-        forget, value = jnp.split(z, 2, axis=-1)
-        c = jax.nn.sigmoid(forget) * c + jnp.tanh(value)
-        h = jnp.tanh(c) * jax.nn.sigmoid(value)
-        return (h, c), h
-
-    zeros = jnp.zeros((x.shape[0], D))
-    (last, _), hs = lax.scan(step, (zeros, zeros), x.swapaxes(0, 1))
-    return last @ w["first"] + hs.mean(0) @ w["first"]
 
 
 def layers(w, x):
@@ -157,52 +135,19 @@ def layers(w, x):
     return lax.scan(layer, x, stack)[0] @ w["first"]
 
 
-def similar(w, x, y):
-    x, y = x @ w["first"], y @ w["first"]
-    logits = jnp.einsum("bd,cd->bc", x, y)
-    return jax.nn.logsumexp(logits, 1) - jnp.diagonal(jax.nn.log_softmax(logits))
-
-
-def gram(w, x):
-    x = x @ w["first"]
-    return jnp.einsum("btd,bte->bde", x, x) / x.shape[1]
-
-
-def flattened(w, x):
-    x = jax.nn.relu(x.reshape(-1, D) @ w["first"])
-    return x.reshape(x.shape[0] // 2, 2 * H)[:, :H] @ w["second"]
-
-
 # A function, and the shapes of its arguments, of which some sizes may be left open.
 CASES = {
     "mlp": (mlp, lambda b, t: [floats(b, D)]),
     "mlp of 2b": (mlp, lambda b, t: [floats(2 * b, D)]),
-    "mlp of b+1": (mlp, lambda b, t: [floats(b + 1, D)]),
-    "mlp of bt": (rows, lambda b, t: [floats(b, t, D)]),
-    "mlp of a sequence": (mlp, lambda b, t: [floats(b, t, D)]),
     "exact gelu": (exact_gelu, lambda b, t: [floats(b, t, D)]),
     "swiglu": (swiglu, lambda b, t: [floats(b, t, D)]),
-    "conv net": (conv_net, lambda b, t: [floats(b, 8, 8, 3)]),
     "conv net of any width": (conv_net, lambda b, t: [floats(b, 8, 4 * t, 3)]),
     "attention": (attention, lambda b, t: [floats(b, t, D)]),
-    "attention of a batch": (attention, lambda b, t: [floats(b, 6, D)]),
-    "attention of a length": (attention, lambda b, t: [floats(2, t, D)]),
-    "masked attention": (
-        attention,
-        lambda b, t: [floats(b, t, D), floats(b, 1, t, t)],
-    ),
     "biased attention": (attention, lambda b, t: [floats(b, t, D), floats(2, t, t)]),
-    "language model": (language_model, lambda b, t: [integers(b, t)]),
     "cross entropy": (cross_entropy, lambda b, t: [integers(b, t)]),
     "positions": (positions, lambda b, t: [floats(b, t, D), floats(t, D)]),
-    "mean pooled": (mean_pooled, lambda b, t: [floats(b, t, D)]),
     "rnn": (rnn, lambda b, t: [floats(b, 5, D)]),
-    "rnn of any length": (rnn, lambda b, t: [floats(b, t, D)]),
-    "gated rnn": (gated_rnn, lambda b, t: [floats(b, t, D)]),
     "layers": (layers, lambda b, t: [floats(b, t, D)]),
-    "similar": (similar, lambda b, t: [floats(b, D), floats(b, D)]),
-    "gram": (gram, lambda b, t: [floats(b, t, D)]),
-    "flattened": (flattened, lambda b, t: [floats(2 * b, t, D)]),
 }
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, rest_is_evidence
+from conftest import at_once
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -54,12 +54,6 @@ def slow_lstm_in_one(p, state, x):
     return (c, h), h @ p["v"]
 
 
-def slow_gru(p, h, x):
-    z = jax.nn.sigmoid(-6 + x @ p["w"] + h @ p["v"])
-    h = (1 - z) * h + z * 5 * jnp.tanh(x @ p["u"])
-    return h, h @ p["v"]
-
-
 def gates_outside(p, xs):
     """A recurrence whose gates are computed for all trips at once."""
 
@@ -85,49 +79,11 @@ def matrix_state(p, xs):
     return jnp.einsum("bi,bij->bj", xs[0] @ p["w"], s)
 
 
-def trip_in_cond(p, h, x):
-    return lax.cond(x.sum() > -1e9, forgets, lambda p, h, x: (h, h), p, h, x)
-
-
-def scan_of_scans(p, xs):
-    def step(h, xs):
-        return lax.scan(functools.partial(forgets, p), h, xs)
-
-    xs = xs.reshape(8, -1, *xs.shape[1:])
-    return lax.scan(step, zeros_like_first(xs[0]), xs)[1][-1, -1]
-
-
 def fori(p, xs):
     def step(i, h):
         return forgets(p, h, xs[i])[0]
 
     return lax.fori_loop(0, len(xs), step, zeros_like_first(xs)) @ p["v"]
-
-
-def called_outside_as_well(p, xs):
-    """One jitted cell in the trips, and once behind the loop."""
-    cell = jax.jit(forgets)
-
-    def step(h, x):
-        return cell(p, h, x)
-
-    h, ys = lax.scan(step, zeros_like_first(xs), xs)
-    return ys[-1] + cell(p, h, xs[0])[1]
-
-
-def written_out(p, xs):
-    h, y = xs[0] * 0, None
-    for x in xs[:64]:
-        h, y = forgets(p, h, x)
-    return y
-
-
-def cells_written_out(p, xs):
-    """One jitted cell, called again and again: it holds one of many gates in a row."""
-    cell, h, y = jax.jit(forgets), xs[0] * 0, None
-    for x in xs[:64]:
-        h, y = cell(p, h, x)
-    return y
 
 
 def einsum_by_gate(p, xs):
@@ -144,16 +100,6 @@ def einsum_by_gate(p, xs):
 def cumulative_product(p, xs):
     gates = jnp.cumprod(jax.nn.sigmoid(6 + xs @ p["w"]), axis=0)
     return (gates * 0.01 * (xs @ p["u"])).sum(0) @ p["v"]
-
-
-def in_parallel(p, xs):
-    """A gated recurrence as an associative scan."""
-
-    def after(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    entries = jax.nn.sigmoid(6 + xs @ p["w"]), 0.01 * (xs @ p["u"])
-    return lax.associative_scan(after, entries)[1][-1] @ p["v"]
 
 
 def jitted_in_parallel(p, xs):
@@ -173,26 +119,15 @@ def jitted_in_parallel(p, xs):
 
 
 SLOW = {
-    "trip": scanned_by(lambda f: f),
-    "jit": scanned_by(jax.jit),
     "remat": scanned_by(jax.checkpoint),
-    "cond": scanned_by(lambda f: f, trip_in_cond),
     "lstm": scanned_by(lambda f: f, slow_lstm, lambda xs: (xs[0] * 0, xs[0] * 0)),
     "lstm in one": scanned_by(
         lambda f: f, slow_lstm_in_one, lambda xs: (xs[0] * 0, xs[0] * 0)
     ),
-    "gru": scanned_by(lambda f: f, slow_gru),
     "gates outside": gates_outside,
     "matrix state": matrix_state,
-    "scan of scans": scan_of_scans,
     "fori_loop": fori,
-    "written out": written_out,
-    "cells written out": cells_written_out,
-    "associative_scan": in_parallel,
-    "jitted associative_scan": jitted_in_parallel,
-    "einsum": einsum_by_gate,
     "cumprod": cumulative_product,
-    "called outside": called_outside_as_well,
 }
 
 
@@ -204,16 +139,8 @@ def parameters_and_inputs():
 
 @pytest.mark.parametrize(
     "fun",
-    rest_is_evidence(
-        SLOW,
-        "remat",
-        "lstm",
-        "lstm in one",
-        "gates outside",
-        "matrix state",
-        "fori_loop",
-        "cumprod",
-    ),
+    SLOW.values(),
+    ids=SLOW,
 )
 def test_what_multiplies_the_carried_state_keeps_its_digits(fun):
     def loss(p, xs):

@@ -56,20 +56,6 @@ def parts(w, u, xs):
     return lax.scan(step, ZEROS, xs)[1]
 
 
-def peephole(w, u, xs):
-    """Gers and Schmidhuber, 2000, with the products of Einstein's sums."""
-
-    def step(state, x):
-        c, h = state
-        z = jnp.einsum("bi,io->bo", x, w) + jnp.einsum("oi,bi->bo", u, h)
-        f = jax.nn.sigmoid(z + c / 2)
-        c = f * c + (1 - f) * jnp.tanh(z)
-        h = jnp.tanh(c) * jax.nn.sigmoid(z + c / 3)
-        return (c, h), h
-
-    return lax.scan(step, (ZEROS, ZEROS), xs)[1]
-
-
 def stacked(w, u, xs):
     """Two layers with weights of their own, one after the other."""
 
@@ -90,11 +76,8 @@ LAYERS = {
     "unrolled": functools.partial(simple, unroll=2),
     "reset": reset,
     "parts": parts,
-    "peephole": peephole,
     "stacked": stacked,
     "given states": given_states,
-    "jit": jax.jit(simple),
-    "remat": jax.checkpoint(simple),
     "vmap": jax.vmap(simple, (0, 0, None)),
 }
 

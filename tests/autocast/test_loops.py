@@ -4,9 +4,6 @@ What differentiation has done stands on the equation that holds a loop, a call o
 remat, and not on those that are in it.
 """
 
-import functools
-
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,10 +89,8 @@ def counted(w, u, xs):
 
 RECURRENCES = {
     "recurrent": recurrent,
-    "jit": jax.jit(recurrent),
     "scan of scan": nested,
     "remat in scan": recomputed,
-    "scan in remat": jax.checkpoint(recurrent),
     "fori_loop": counted,
     "vmap": jax.vmap(recurrent, (None, None, 2), 2),
 }
@@ -312,18 +307,10 @@ def attend(x):
 
 LAYERS = {
     "call": attend,
-    "jit": jax.jit(attend),
-    "remat": jax.checkpoint(attend),
     "scan": lambda x: lax.scan(lambda x, _: (attend(x), None), x, length=2)[0],
-    "scan of remat": lambda x: lax.scan(
-        lambda x, _: (jax.checkpoint(attend)(x), None), x, length=2
-    )[0],
     "remat of scan": jax.checkpoint(
         lambda x: lax.scan(lambda x, _: (attend(x), None), x, length=2)[0]
     ),
-    "scan of jit": lambda x: lax.scan(
-        lambda x, _: (jax.jit(attend)(x), None), x, length=2
-    )[0],
 }
 
 
@@ -464,29 +451,6 @@ def test_what_only_products_read_of_a_scan_is_stacked_in_16_bits(order):
         "inside": jax.grad(jaxmp.autocast(plain, BF16)),
     }[order]
     assert relative_error(*at_once(cast, grad)((W, U), XS)) < 0.01
-
-
-@pytest.mark.evidence
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("cell", ["OptimizedLSTMCell", "GRUCell"])
-def test_gradients_of_recurrent_layers_are_nearer_than_those_of_flax(cell, dtype):
-    def loss(params, xs, dtype=None):
-        zeros = lambda key, shape, _: jnp.zeros(shape, xs.dtype)  # noqa: E731
-        module = nn.RNN(getattr(nn, cell)(8, dtype=dtype, carry_init=zeros))
-        return (module.apply(params, xs).astype(jnp.float32) ** 2).mean()
-
-    xs = jnp.swapaxes(jnp.concatenate([XS] * 4), 0, 1)
-    init = jax.jit(nn.RNN(getattr(nn, cell)(8)).init)
-    grad = jax.grad(loss)
-    cast = jax.jit(jaxmp.autocast(grad, dtype))
-    native = jax.jit(functools.partial(grad, dtype=dtype))
-    exact, errors = jax.jit(grad), []
-    for seed in range(3):
-        params = init(jax.random.key(seed), xs)
-        grads = [cast(params, xs), native(params, xs.astype(dtype))]
-        errors.append([relative_error(x, exact(params, xs)) for x in grads])
-    found, usual = np.mean(errors, axis=0)
-    assert found < usual
 
 
 @pytest.mark.parametrize(

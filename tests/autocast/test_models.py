@@ -3,7 +3,6 @@
 import functools
 from pydoc_data.topics import topics
 
-import chex
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -163,26 +162,6 @@ def test_a_transformer_trains_to_the_loss_of_float32(policy):
     assert expected < 2.7  # the frequencies of the characters alone give 3.2
     assert abs(loss - expected) < 0.005 * expected
     assert skipped < 20
-
-
-# By default the steps of tests/programs/test_nnx_programs.py do.
-@pytest.mark.evidence
-def test_nnx_state_is_kept_on_either_side_of_differentiation():
-    def after(grad):
-        model = CNN()
-        grad(model)
-        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-
-    plain = after(nnx.grad(CNN.loss))
-    for grad in (
-        nnx.jit(jaxmp.nnx.autocast(nnx.grad(CNN.loss), "float16")),
-        nnx.grad(jaxmp.nnx.autocast(CNN.loss, "float16")),
-    ):
-        state = after(grad)
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, plain)
-        norm = state["norm"]["mean"], plain["norm"]["mean"]
-        np.testing.assert_allclose(*norm, atol=1e-3)
-        assert state["drop"]["rngs"]["count"] == plain["drop"]["rngs"]["count"] == 1
 
 
 def test_an_nnx_step_keeps_every_update():

@@ -114,18 +114,13 @@ MOMENTS = {
     "a sum of squares": of_a_sum,
     "a float power": lambda y: with_window(y**2.0) - with_window(y) ** 2,
     "three arrays": lambda y: variance(by_three_arrays, y),
-    "a window in remat": lambda y: variance(jax.checkpoint(with_window), y),
     "weights": pooled,
     "together": together,
     "divided": divided_after_the_sum,
     "normalised": of_weights_that_are_normalised,
     "turned": turned,
-    "jit": lambda y: variance(jax.jit(with_new_window), y),
-    "a window in jit": lambda y: variance(jax.jit(with_window), y),
-    "a power": lambda y: with_window(y**2) - with_window(y) ** 2,
     "vmap": jax.vmap(lambda y: variance(with_window, y[None])),
     "scan": lambda y: lax.map(lambda y: variance(with_window, y[None]), y),
-    "remat": jax.checkpoint(lambda y: variance(with_window, y)),
 }
 
 

@@ -27,10 +27,6 @@ def dense(y, w, b):
     return jnp.tanh(y @ w + b)
 
 
-def transposed(y, w, b):
-    return jnp.tanh(w.T @ y.T + b[:, None])
-
-
 def heads(y, w, b):
     y = y.reshape(4, 32, 16)
     return jnp.einsum("ble,ehd->blhd", y, w.reshape(16, 2, 4)) + b.reshape(2, 4)
@@ -55,12 +51,8 @@ def on_devices(*args):
 
 LAYERS = {
     "dense": behind_norm(dense),
-    "transposed": behind_norm(transposed),
     "heads": behind_norm(heads),
     "several": behind_norm(several),
-    "remat": jax.checkpoint(behind_norm(dense)),
-    "jit": jax.jit(behind_norm(dense)),
-    "vmap": jax.vmap(behind_norm(dense), (0, *[None] * 4)),
     "on devices": on_devices,
 }
 

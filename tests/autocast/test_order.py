@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, normal, usually_bfloat16
 
 B, T, K, G, S, D = 2, 6, 2, 3, 9, 8
 Q, KEYS, V = normal(0, B, T, K, G, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
@@ -53,9 +53,7 @@ def test_scores_end_with_the_axis_that_is_read_last(name, wrap):
 
 
 @usually_bfloat16
-@pytest.mark.parametrize(
-    "name", rest_is_evidence({name: name for name in FORMS}, "keys last")
-)
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("order", ["outside", "inside", "vmap"])
 def test_gradients_of_what_was_swapped_are_those_of_float32(name, dtype, order):
     def loss(*args):
@@ -72,37 +70,6 @@ def test_gradients_of_what_was_swapped_are_those_of_float32(name, dtype, order):
     found, exact = at_once(cast, grad)(Q, KEYS, V)
     limit = 0.02 if dtype == "bfloat16" else 0.003
     assert relative_error(found, exact) < limit
-
-
-def read_twice(q, k):
-    scores = jax.lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 2))))
-    return jax.nn.softmax(scores.transpose(0, 1, 4, 3, 2)), jnp.exp(scores)
-
-
-def returned(q, k):
-    scores = jax.lax.dot_general(k, q, (((3,), (4,)), ((0, 2), (0, 2))))
-    return scores, jax.nn.softmax(scores.transpose(0, 1, 4, 3, 2))
-
-
-def in_float32(q, k):
-    scores = jaxmp.float32_region(lambda q, k: jnp.einsum(FORMS["keys last"][0], q, k))
-    return jax.nn.softmax(scores(q, k))
-
-
-def smaller(q, k):
-    scores = jnp.einsum(FORMS["keys last"][0], *(jnp.tile(x, 8) for x in (q, k)))
-    return jax.nn.softmax(scores)
-
-
-@pytest.mark.parametrize("fun", [read_twice, returned, in_float32, smaller])
-def test_other_products_stay_as_they_were_written(fun):
-    cast = jaxmp.autocast(fun, "bfloat16")
-    assert scored(cast, Q, KEYS)[-1][-1] == G
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=0.1, atol=0.05),
-        cast(Q, KEYS),
-        fun(Q, KEYS),
-    )
 
 
 @pytest.mark.parametrize("sizes", ["b, 6, 9", "2, t, t", "b, t, s"])

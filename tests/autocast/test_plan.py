@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast import needs
+from jaxmp._autocast import needs, rules
 from jaxmp._autocast.facts import GIVEN
 from jaxmp._autocast.graph import Trip
 from jaxmp._autocast.plan import Planner
@@ -124,3 +124,12 @@ def test_layers_that_share_a_jaxpr_are_planned_once():
     assert len(plan.steps) == 10
     # The first is given an argument, and the others what a layer has returned.
     assert len({*plan.plans()}) == 3
+
+
+def test_there_are_nine_rules_and_each_is_one_sentence():
+    assert list(rules.RULES) == list(range(1, 10))
+    for sentence in rules.RULES.values():
+        assert sentence.endswith(".")
+        assert ". " not in sentence
+        assert "unless" not in sentence
+        assert len(sentence.split()) <= 36

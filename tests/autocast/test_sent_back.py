@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, normal, usually_bfloat16
 
 X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -31,11 +31,7 @@ def network(activation, shortcut):
 
 ACTIVATIONS = {
     "relu": jax.nn.relu,
-    "leaky": jax.nn.leaky_relu,
-    "gelu": jax.nn.gelu,
     "exact gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "tanh": jnp.tanh,
-    "dropout": lambda x: jnp.where(X > 0.5, 0, x / 0.7),
 }
 
 
@@ -64,9 +60,7 @@ def dtypes_of(primitive, eqns):
 
 
 @usually_bfloat16
-@pytest.mark.parametrize(
-    "activation", rest_is_evidence(ACTIVATIONS, "relu", "exact gelu")
-)
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_gradients_behind_norms_are_as_near_as_in_16_bits(activation, dtype):
     grad = jax.grad(network(activation, True), (0, 1))
     seeds = 16

@@ -15,7 +15,7 @@ from benchmarks.counting.measure import (
     relative_error,
     traced,
 )
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, normal
 
 F16 = jnp.float16
 EYE = jnp.asarray(np.eye(8, dtype=np.float32))
@@ -71,19 +71,6 @@ def test_the_gradients_of_copies_add_in_float32(copy):
     np.testing.assert_allclose(grad, 20_000 * 2.0**-5, rtol=1e-3)
 
 
-def test_a_weight_used_by_many_steps_narrows_in_each():
-    def loss(w, xs):
-        def step(total, x):
-            return total + (x @ w).sum(), None
-
-        return lax.scan(step, 0.0, xs)[0]
-
-    xs = 1e-3 * (1 + jax.random.uniform(jax.random.key(0), (4096, 2, 4)))
-    w = jnp.ones((4, 4))
-    for grad in (ORDERS["inside"](loss), jax.grad(jax.jit(jaxmp.autocast(loss, F16)))):
-        assert relative_error(grad(w, xs), jax.jit(jax.grad(loss))(w, xs)) < 1e-4
-
-
 def test_gradients_that_a_scan_adds_up_are_near_and_add_up_in_float32():
     def loss(w, b, x):
         return jnp.exp(x @ w + b).mean()
@@ -110,19 +97,6 @@ def test_rotary_angles_and_other_outer_products_stay_float32():
     np.testing.assert_array_equal(jaxmp.autocast(angles, F16)(*args), angles(*args))
     vectors = jnp.full(8, 300.0), jnp.full(8, 300.0)
     assert product_dtypes(jaxmp.autocast(jnp.vdot), *vectors) == [{"float32"}]
-
-
-def test_products_at_higher_precision_stay_float32():
-    def product(x):
-        return jnp.matmul(x, x, precision="highest") @ x
-
-    assert product_dtypes(jaxmp.autocast(product), EYE) == [{"float32"}, {"bfloat16"}]
-
-    def resize(x):
-        return jax.image.resize(x, (16, 16), "linear")
-
-    out = jaxmp.autocast(resize, F16)(EYE / 3)
-    np.testing.assert_array_equal(out, resize(EYE / 3))
 
 
 @pytest.mark.parametrize(
@@ -219,14 +193,6 @@ def test_sums_are_float32_although_their_upcast_leaves_no_equation():
     assert cast(jnp.full((2, 2), 150.0)) == fun(jnp.full((2, 2), 150.0))
 
 
-def test_bfloat16_products_with_a_float32_result_run_on_this_backend():
-    def fun(x, y):
-        return jnp.exp((x @ y).T)
-
-    x, y = jnp.ones((8, 16)) / 16, jnp.ones((16, 4))
-    np.testing.assert_array_equal(jax.jit(jaxmp.autocast(fun))(x, y), fun(x, y))
-
-
 @both_orders
 def test_dot_product_attention_runs_in_float16_on_this_backend(order):
     def loss(x):
@@ -320,21 +286,17 @@ FACTORS = {
     "cholesky": lambda w: jnp.linalg.cholesky(w * w.T + 4 * jnp.eye(8)),
     "eigh": lambda w: jnp.linalg.eigh(w + w.T)[1] ** 2,
     "svd": lambda w: jnp.linalg.svd(w)[0] ** 2,
-    "lu": lambda w: jax.scipy.linalg.lu(w)[2],
-    "inv": jnp.linalg.inv,
     "solve": lambda w: jnp.linalg.solve(w, w.T),
-    "pinv": jnp.linalg.pinv,
-    "lstsq": lambda w: jnp.linalg.lstsq(w, w.T)[0],
     "expm": jax.scipy.linalg.expm,
     "qr": lambda w: jnp.linalg.qr(w)[0],
-    "r of qr": lambda w: jnp.linalg.qr(w)[1],
 }
 
 
 @pytest.mark.parametrize(
     "factors",
     # The derivatives of the others are made of these, or of products alone.
-    rest_is_evidence(FACTORS, "cholesky", "eigh", "svd", "solve", "qr", "expm"),
+    FACTORS.values(),
+    ids=FACTORS,
 )
 def test_gradients_of_factors_stay_float32(factors):
     grad, w = _gradient(factors), normal(0, 8, 8, scale=0.3)
