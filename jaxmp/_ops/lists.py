@@ -205,7 +205,6 @@ GUARDS = SHIFTS | {"max", "clamp"}
 PHASES = frozenset({"sin", "cos", "tan"})
 ORDERS = frozenset({"lt", "le", "gt", "ge"})
 SELECTS = frozenset({"select_n"})
-RANDOM = frozenset({"random_bits"})
 EXPONENTIALS = frozenset({"exp"})
 EXPS = EXPONENTIALS | {"expm1"}  # less one, or not
 NEGATES = frozenset({"neg"})
@@ -215,8 +214,6 @@ INVERTS = frozenset(["cholesky", "lu", "qr", "geqrf", "svd", "eig", "eigh", "sch
 INVERTS |= {"triangular_solve", "tridiagonal", "hessenberg"}
 INVERTS_SYMMETRIC = frozenset({"cholesky", "eigh"})
 ROOTS = frozenset({"sqrt"})
-GATHERS_ROWS = frozenset({"gather"})
-LOOKS_UP = GATHERS_ROWS | {"dynamic_slice"}
 TOTALS = frozenset({"reduce_sum"})
 MAXIMA = frozenset({"reduce_max"})
 REMAINDERS = frozenset({"rem"})
@@ -294,7 +291,6 @@ def one_of(names: Iterable[str]) -> Callable[[Equation], bool]:
 
 is_power = one_of({"integer_pow"})
 is_iota = one_of({"iota"})  # makes an array that counts, from nothing
-compares_equal = one_of({"eq"})
 rounds_to_integers = one_of({"round"})  # as floats
 is_barrier = one_of(_BARRIERS)  # only says when what it takes is computed
 is_placed = one_of(_PLACED)  # says what `jax.checkpoint` does with a value

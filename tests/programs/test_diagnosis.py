@@ -10,7 +10,7 @@ from flax import nnx
 from laws import KEY, Program, normal
 
 import jaxmp
-from jaxmp._diagnosis.audit.hazards import Hazards
+from jaxmp._diagnosis.audit.hazards import of_products
 from jaxmp._jaxprs.places import Place
 
 # The programs that have hazards, and which.
@@ -51,7 +51,7 @@ def test_clean_programs_of_a_library_have_no_hazards(library):
             grad = jax.value_and_grad(program.loss, has_aux=program.has_aux)
             for fun in (grad, jaxmp.autocast(grad)):
                 jaxpr = jax.make_jaxpr(fun)(*program.args)
-                kinds = {hazard.kind for hazard in Hazards().found(jaxpr, Place())}
+                kinds = {hazard.kind for hazard in of_products(jaxpr, Place())}
                 assert kinds == WRONG.get(name, set()), name
 
 

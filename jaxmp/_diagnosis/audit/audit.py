@@ -22,9 +22,9 @@ from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..numbers import Numbers
 from .attention import Attentions
-from .hazards import Hazards, of_numbers
+from .hazards import of_numbers, of_products
 from .leaks import Walk
-from .report import DtypeReport, wide_name
+from .report import DtypeReport, Hazards, wide_name
 from .residuals import residual_bytes
 
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       ``report.kept_16bit`` says why matmuls stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of what is made of them: a phase, a small
-      difference, a choice, an inverse, a sum; and numbers that are 0 or Inf there.
+      difference, an inverse; and numbers that are 0 or Inf there.
 
     * **Attention**: ``report.attention`` says what keeps one from cuDNN's kernel.
 
@@ -106,10 +106,9 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             residuals = residual_bytes(jaxpr)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
-            hazards = Hazards(default).found(jaxpr, around) + of_numbers(numbers)
+            hazards = of_products(jaxpr, around, default) + of_numbers(numbers)
             attention = Attentions().found(jaxpr, around)
-            hazards = tuple(dict.fromkeys(hazards))
-            return walk.report(residuals, hazards, attention)
+            return walk.report(residuals, Hazards(dict.fromkeys(hazards)), attention)
 
     return uncalled("audit", fun, audited)
 

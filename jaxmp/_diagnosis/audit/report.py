@@ -128,10 +128,9 @@ class Hazard:
 
     Attributes:
         kind: ``"phase"`` of a sine, ``"distance"`` from ``|x|² + |y|² - 2xy``,
-            ``"covariance"`` from moments, ``"difference"`` by a convolution,
-            ``"comparison"`` of results, an index that is looked up, or one-hot,
-            ``"inverse"`` of a matrix, or ``"sum"``, a product with ones; or
-            ``"number"``, one in the code such as an epsilon of 1e-8 in float16.
+            ``"covariance"`` from moments, ``"difference"`` by a convolution or of what
+            was added before, or ``"inverse"`` of a matrix; or ``"number"``, one in the
+            code such as an epsilon of 1e-8 in float16.
         why: What goes wrong, in words.
         cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
             or another formula.
@@ -158,6 +157,16 @@ class Hazard:
     module: str
     where: str
     at_default_precision: bool = False
+
+
+class Hazards(tuple[Hazard, ...]):
+    """Hazards, a tuple that prints as in the report."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Says what each is, and what to type."""
+        return "\n".join(_hazard_lines(self)) or "no hazards"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +226,7 @@ class DtypeReport:
     residual_bytes: dict[str, int] | None
     notes: tuple[str, ...]
     kept_16bit: tuple[Kept, ...] = ()
-    hazards: tuple[Hazard, ...] = ()
+    hazards: tuple[Hazard, ...] = Hazards()
     default_precision_flops: float = 0.0
     attention: tuple[UnfusedAttention, ...] = ()
 
@@ -278,7 +287,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _kept_16bit_lines(report),
         _kept_lines(report),
         _complex_lines(report),
-        _hazard_lines(report),
+        _hazard_lines(report.hazards),
         _attention_lines(report),
         _residual_lines(report),
         notes(report),
@@ -394,16 +403,16 @@ def _product_lines(
     yield from more(rows, _ROWS, field)
 
 
-def _hazard_lines(report: DtypeReport) -> Iterator[str]:
+def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
     """Yields two lines or more for each hazard: what it is, and what to type."""
-    shown = report.hazards[:_ROWS]
+    shown = hazards[:_ROWS]
     for heading, on_devices in ((_WRONG, False), (_WRONG_ON_DEVICES, True)):
         rows = [row for row in shown if row.at_default_precision == on_devices]
         if rows:
             yield from wrapped(heading, "", "  ")
         for row in rows:
             yield from _lines_of_hazard(row)
-    yield from more(report.hazards, _ROWS, "hazards")
+    yield from more(hazards, _ROWS, "hazards")
 
 
 def _lines_of_hazard(row: Hazard) -> Iterator[str]:
