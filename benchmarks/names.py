@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast import classes, rules
+from jaxmp._autocast import rules
 from jaxmp._autocast.emit import Emitter
 from jaxmp._autocast.plan import Planner, Step
 from jaxmp._jaxprs import jaxpr as _jaxpr
+from jaxmp._ops import table
 from jaxmp._ops.products import is_convolution
 
 from .counting import pages
@@ -345,7 +346,7 @@ def _is_convolved(var: Any, decided: dict[Any, Step]) -> bool:
     if bodies := [*_jaxpr.sub_jaxprs(eqn)]:
         inner = _jaxpr.open_jaxpr(bodies[-1]).outvars[eqn.outvars.index(var)]
         return _is_convolved(inner, decided)
-    return classes.is_view(eqn) and _is_convolved(eqn.invars[0], decided)
+    return table.is_view(eqn) and _is_convolved(eqn.invars[0], decided)
 
 
 def _program(case: Case, to_matmul: bool) -> tuple[Callable, jax.Array]:

@@ -33,6 +33,7 @@ from .._jaxprs.scopes import (
     is_under,
     marks,
 )
+from .._ops import table
 from .._ops.lists import OpLists
 from . import classes, needs, rules
 from .classes import Class
@@ -180,8 +181,8 @@ class Analysis:
         """Whether an equation in ``jaxpr`` may round what it is given in float32."""
         if jaxpr not in self._rounds:
             self._rounds[jaxpr] = any(
-                classes.cuts(eqn)
-                or classes.squashes(eqn)
+                table.cuts(eqn)
+                or table.squashes(eqn)
                 or any(map(self.rounds, _jaxpr.sub_jaxprs(eqn)))
                 for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
             )

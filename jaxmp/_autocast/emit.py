@@ -20,6 +20,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from .._jaxprs.scopes import SATURATED, STACKED, Scopes, check_paths
+from .._ops import table
 from .._ops.fp8 import multiplied
 from .._ops.narrow import (
     accumulated,
@@ -231,9 +232,9 @@ class Emitter:
             with _in_scope(step.why):
                 if step.kind == "product" or step.float8:
                     return self._product(step, ins)
-                if classes.retypes(step.eqn) and ins[0].facts.half:
+                if table.retypes(step.eqn) and ins[0].facts.half:
                     return [ins[0].array]
-                if classes.is_saved(step.eqn) and ins[0].facts.half:
+                if table.is_saved(step.eqn) and ins[0].facts.half:
                     return [storage.saved(ins[0].array)]
                 if step.how == "half":
                     return in_16_bits(step, ins)
@@ -295,15 +296,15 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
     eqn, dtype = step.eqn, step.dtype
     # The transpose of copying is a sum, which is to run in float32.
-    sums = classes.copies(eqn) and not _jaxpr.is_differentiated(eqn)
-    if sums or classes.is_of_several(eqn):
+    sums = table.copies(eqn) and not _jaxpr.is_differentiated(eqn)
+    if sums or table.is_of_several(eqn):
         return [cast(x, dtype) for x in _jaxpr.bind(eqn, [x.wide() for x in ins])]
-    shape = eqn.outvars[0].aval.shape if classes.stretches(eqn) else None
+    shape = eqn.outvars[0].aval.shape if table.stretches(eqn) else None
     operands = [
         _operand(x, dtype, shape) if is_float32(var) else x.array
         for x, var in zip(ins, eqn.invars, strict=True)
     ]
-    if classes.sorts(eqn):
+    if table.sorts(eqn):
         operands = list(map(storage.sorted_alike, operands))
     return bind_narrow(eqn, operands, dtype)
 
@@ -346,7 +347,7 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
             if step.how == "stored" and not needs.is_rounded_for_products(need):
                 x = storage.kept(x, step.back)
             # Where somebody widens it again, for whom XLA would store float32.
-            joins = classes.joins(eqn) or step.rule == rules.FOLLOWS
+            joins = table.joins(eqn) or step.rule == rules.FOLLOWS
             if step.how == "rounded" and joins and needs.has_several(one):
                 x = firmly_rounded(x)
         results.append(x)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, is_float32
-from .._ops.lists import is_far
+from .._ops.table import is_far
 
 
 class Facts(NamedTuple):

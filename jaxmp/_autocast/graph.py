@@ -13,9 +13,9 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
 from .._jaxprs.scopes import BACKWARD, Scopes
 from .._jaxprs.walk import At, Forward
-from .._ops.lists import Definition
+from .._ops import table
 from .._ops.products import is_matrix_product
-from . import classes
+from .._ops.table import Definition
 from .needs import Need
 
 # So many rounded values, and no more, may multiply one another (rule 8).
@@ -54,7 +54,7 @@ def definitions_of(eqns: Iterable[Equation]) -> Definition:
 def unmoved(atom: Any, definition: Definition) -> Any:
     """Returns what ``atom`` is, before it was moved or cast."""
     while (eqn := definition(atom)) is not None and len(eqn.invars) == 1:
-        if not classes.is_view(eqn) and not is_cast(eqn):
+        if not table.is_view(eqn) and not is_cast(eqn):
             break
         (atom,) = eqn.invars
     return atom
@@ -99,7 +99,7 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]], scopes: Scopes) -
 
 
 def _given(eqn: Equation, ins: list[bool], at: At) -> list[bool]:
-    return [all(ins) and not classes.is_product_of_any_kind(eqn)] * len(eqn.outvars)
+    return [all(ins) and not table.is_product_of_any_kind(eqn)] * len(eqn.outvars)
 
 
 # Which values are computed from inputs without a product.

@@ -28,9 +28,11 @@ from .._jaxprs.scopes import (
     inside,
     is_under,
 )
+from .._ops import products, table
 from .._ops.fp8 import why_16bit
-from .._ops.lists import DEFAULT_OPS, Definition, OpLists, axes_of_softmax
+from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.narrow import bind_narrow
+from .._ops.table import Definition, axes_of_softmax
 from . import classes, facts, needs, rules
 from .analysis import NO_PATHS, Analysis, Consumers, Wanted
 from .classes import Class
@@ -318,7 +320,7 @@ class Planner:
     ) -> tuple[Facts, ...]:
         """Returns what is known of the outputs of an equation that is not gone into."""
         eqn, kind, back, dtype = step.eqn, step.kind, step.back, step.dtype
-        if (classes.retypes(eqn) or classes.is_saved(eqn)) and ins[0].half:
+        if (table.retypes(eqn) or table.is_saved(eqn)) and ins[0].half:
             return (ins[0]._replace(exact=None),)
         floats = [is_float32(var) for var in eqn.outvars]
         wanted, stored = step.read.wanted, None
@@ -347,7 +349,7 @@ class Planner:
         if kind != "product":
             given = _all_given(ins)
             if ins and all([x.scalar is not None for x in ins]):
-                scalar = classes.folded(eqn, [x.scalar for x in ins])
+                scalar = table.folded(eqn, [x.scalar for x in ins])
             if kind == "exact" and any([x.kept is not None for x in ins]):
                 kept = ()
         return tuple(
@@ -374,7 +376,7 @@ class Planner:
         half = step.how == "half" or firmly
         if step.float8:
             return [step.kind == "product" and half]
-        if classes.is_attention(eqn):
+        if products.is_attention(eqn):
             found = self._bound(eqn, step.dtype)
             pairs = zip(found, wanted, strict=True)
             return [x == step.dtype and needs.is_half(need) for x, need in pairs]
@@ -751,10 +753,10 @@ def decide(
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
         return Decision("half" if holds else "rounded", rules.FOLLOWS)
-    cuts = kind == "exact" and classes.cuts(eqn) and ins[0].product
+    cuts = kind == "exact" and table.cuts(eqn) and ins[0].product
     if cuts and any(map(needs.is_half, wanted.read.wanted)):
         return Decision("rounded", rules.FOLLOWS)  # as if a product returned it alone
-    if kind == "smooth" and half and classes.joins(eqn):
+    if kind == "smooth" and half and table.joins(eqn):
         how = _joins(ins, dtype)
         if how is not None:
             return Decision(how, rules.JOINS)
@@ -764,7 +766,7 @@ def decide(
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
         return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
-    squashes = classes.squashes(eqn) and not _all_given(ins)
+    squashes = table.squashes(eqn) and not _all_given(ins)
     behind = any([x.powers for x in ins])
     if half and squashes and needs.is_squashed_for_products(need, behind=behind):
         return Decision("rounded", rules.JOINS)
@@ -777,7 +779,7 @@ def decide(
             and ins[0].is_float32(eqn.invars[0])
         ):
             return Decision("half", rules.KEPT)
-        if classes.gathers(eqn):  # devices send one another 16 bits
+        if table.gathers(eqn):  # devices send one another 16 bits
             return Decision("stored", rules.KEPT)
     usual = rules.FOLLOWS if kind == "exact" else rules.FLOAT32
     return Decision("float32", kept or _of_float32(wanted, usual))
@@ -790,7 +792,7 @@ def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
     may be once more. Not behind a factor that was given, which may bring them out
     of range. And not copies: these were rounded alike, and their errors add up.
     """
-    makes = classes.multiplies(eqn) or classes.adds_terms(eqn)
+    makes = table.multiplies(eqn) or table.adds_terms(eqn)
     if not makes or any([x.is_far() for x in ins]):
         return False
     if any(x.kept or (x.given and x.scalar is None) for x in ins):
@@ -809,9 +811,9 @@ def is_of_product(
         ins: What is known of its inputs.
         powers: Whether powers are elementwise work, too.
     """
-    if kind not in ("exact", "smooth") and not (powers and classes.is_power(eqn)):
+    if kind not in ("exact", "smooth") and not (powers and table.is_power(eqn)):
         return kind == "product"
-    joins = classes.joins(eqn)  # with a bias, too
+    joins = table.joins(eqn)  # with a bias, too
     made = [
         (x.powers if powers else x.product) or (x.half and x.kept is None)
         for x, var in zip(ins, eqn.invars, strict=True)
@@ -822,12 +824,12 @@ def is_of_product(
 
 def is_copied(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
     """Whether what ``eqn`` of a backward pass returns was sent to many alike."""
-    if classes.copies(eqn):
+    if table.copies(eqn):
         return True
     if kind == "product":
         return any(x.copied or x.scalar is not None for x in ins)
     computed = [x for x in ins if x.scalar is None]
-    if classes.multiplies(eqn):
+    if table.multiplies(eqn):
         computed = [x for x in computed if x.sent or x.copied] or computed
     return bool(computed) and all(x.copied for x in computed)
 
@@ -853,7 +855,7 @@ def _follows(
         return False
     # What is kept is multiplied in float32. To add or to move it makes no difference.
     kept = any([x.kept is not None for x in floats])
-    if kept and kind == "smooth" and not classes.joins(eqn):
+    if kept and kind == "smooth" and not table.joins(eqn):
         return False
     return all([x.half or (x.scalar is not None and x.fits(dtype)) for x in floats])
 

@@ -10,8 +10,8 @@ from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
+from .._ops import table
 from .._ops.narrow import firmly_rounded
-from . import classes
 from .facts import Facts
 
 
@@ -33,7 +33,7 @@ def alike(eqn: Equation, known: Sequence[Facts], wide: list[Any]) -> list[Any]:
     found in it again. As it is for all other equations, and beside a number in the
     code.
     """
-    finds = classes.tests(eqn) or classes.picks(eqn)
+    finds = table.tests(eqn) or table.picks(eqn)
     if not finds or any([x.scalar is not None for x in known]):
         return wide
     return [

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Literal, is_float32
+from .._ops import table
 from . import classes, needs
 from .classes import Class
 from .graph import OFTEN, Ways, is_in, joined
@@ -57,14 +58,14 @@ def needs_of_inputs(
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
     masks = place.spotted.masks
-    if takes and _only_scales(eqn, masks) and not classes.scales_down(eqn):
+    if takes and _only_scales(eqn, masks) and not table.scales_down(eqn):
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if place.summed:
         found = _of_sum_over_trips(eqn, place)
     if eqn in place.spotted.powers:
         found = [x | needs.GATE for x in found]
-    if (i := classes.divisor(eqn)) is not None:
+    if (i := table.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found
 
@@ -90,7 +91,7 @@ def _zeros_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns what is zero, moved at most."""
     found: set[Any] = set()
     for eqn in eqns:
-        if classes.is_view(eqn) and all(_is_zero(x, found) for x in eqn.invars):
+        if table.is_view(eqn) and all(_is_zero(x, found) for x in eqn.invars):
             found.update(eqn.outvars)
     return found
 
@@ -110,11 +111,11 @@ def _signs_in(eqns: Sequence[Equation]) -> set[Any]:
     clipped: dict[Any, Any] = {}
     found: set[Any] = set()
     for eqn in eqns:
-        if classes.is_extreme(eqn):
+        if table.is_extreme(eqn):
             x, y = eqn.invars
             if _is_zero(x, zeros) or _is_zero(y, zeros):
                 clipped[eqn.outvars[0]] = y if _is_zero(x, zeros) else x
-        elif classes.tests_equal(eqn):
+        elif table.tests_equal(eqn):
             for x, y in (eqn.invars, eqn.invars[::-1]):
                 if is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
                     found.update(eqn.outvars)
@@ -131,8 +132,8 @@ def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
     parts: dict[Any, tuple[Any, int]] = {}
     found: set[Equation] = set()
     for eqn in eqns:
-        multiplies = classes.multiplies_entries(eqn)
-        if not multiplies and not classes.is_linear(eqn):
+        multiplies = table.multiplies_entries(eqn)
+        if not multiplies and not table.is_linear(eqn):
             continue
         made = [
             parts.get(x, (x, 1))
@@ -150,12 +151,12 @@ def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
 
 
 def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
-    return classes.is_view(eqn) or _only_scales(eqn, masks)
+    return table.is_view(eqn) or _only_scales(eqn, masks)
 
 
 def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
     """Whether a number or a mask multiplies something, and brings it no range."""
-    if not classes.multiplies(eqn) or classes.scales_far(eqn):
+    if not table.multiplies(eqn) or table.scales_far(eqn):
         return False
     return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
 
@@ -163,16 +164,16 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
 def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     count = len(eqn.invars)
-    moves = _jaxpr.is_cast(eqn) or classes.is_saved(eqn)
-    if moves or (classes.picks(eqn) and is_float32(eqn.outvars[0])):
+    moves = _jaxpr.is_cast(eqn) or table.is_saved(eqn)
+    if moves or (table.picks(eqn) and is_float32(eqn.outvars[0])):
         return [out] * count
     tells_sign = not signs.isdisjoint(eqn.outvars)
-    if classes.tests_equal(eqn) and not back and not tells_sign:
+    if table.tests_equal(eqn) and not back and not tells_sign:
         # Once they are rounded, others are equal.
         return [needs.reader(False, back) | needs.DIGITS] * count
     # To compare with a number in the code is no computing: a relu.
     has_number = isinstance(eqn.invars[-1], Literal)
-    if tells_sign or (classes.compares(eqn) and has_number):
+    if tells_sign or (table.compares(eqn) and has_number):
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
     kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
@@ -185,16 +186,16 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
         return needs.reader(False, back) | needs.EVERYTHING
     found = needs.reader(kind == "smooth" and needs.is_half(out), back)
     # The slope of a GELU is an exponential of what was rounded anyway.
-    if classes.is_steep(eqn) and not (back and classes.is_exponential(eqn)):
+    if table.is_steep(eqn) and not (back and table.is_exponential(eqn)):
         found |= needs.DIGITS
-    if kind == "smooth" or classes.hands_on(eqn):
-        found |= needs.handed_on(out, squashed=classes.squashes(eqn))
+    if kind == "smooth" or table.hands_on(eqn):
+        found |= needs.handed_on(out, squashed=table.squashes(eqn))
     return found
 
 
 def _of_sum_over_trips(eqn: Equation, place: Place) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
-    multiplies = classes.multiplies(eqn) or classes.is_small(eqn, back=place.back)
+    multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=place.back)
     term = needs.GATE if multiplies else needs.FULL
     way = joined(starts for starts, _ in place.summed)
     return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]

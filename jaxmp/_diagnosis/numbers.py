@@ -15,7 +15,7 @@ from .._base.dtypes import is_narrow
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.places import Place, equations
-from .._ops.lists import GUARDS
+from .._ops.table import guards
 
 
 class Eaten(NamedTuple):
@@ -71,7 +71,7 @@ class Numbers:
             written = _value(other)
             if written == left:
                 return  # it was written so
-        elif left == 0 and eqn.primitive.name not in GUARDS:
+        elif left == 0 and not guards(eqn):
             return  # most zeros are meant
         eaten = Eaten(left, written, literal.aval.dtype, eqn.primitive.name, place)
         self._found[id(eqn), i] = eaten

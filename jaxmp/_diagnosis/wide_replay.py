@@ -17,9 +17,9 @@ from .._base.dtypes import is_narrow
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import Replay
-from .._ops.lists import ARITHMETIC, AS_WRITTEN, DEFAULT_OPS
+from .._ops import table
 from .._ops.narrow import summed_by_platform
-from .._ops.products import PRODUCTS, is_attention
+from .._ops.products import is_attention
 from .numbers import Eaten, Numbers
 
 # Which part of a program has rounded a value, where it is none.
@@ -101,7 +101,7 @@ def bodies_of(eqn: Equation, platform: str) -> list[Any]:
     # numbers. The other branch says what is rounded.
     for body in bodies:
         first, *rest = _jaxpr.open_jaxpr(body).eqns or [None]
-        if first is None or rest or first.primitive.name not in PRODUCTS:
+        if first is None or rest or not table.is_product_of_any_kind(first):
             continue
         if any(is_narrow(x.aval) for x in first.invars):
             return [body]
@@ -124,7 +124,6 @@ def compiled(fun: Callable, *args: Any) -> Callable[..., Any]:
 
 _FLOAT32 = np.dtype(np.float32)
 _HUGE = np.finfo(np.float32).max
-_KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
 
 
 def widened(x: Any) -> Any:
@@ -143,12 +142,12 @@ def before_rounding(eqn: Equation, arrays: Sequence[Any]) -> Any:
     """
     if len(eqn.outvars) != 1 or not is_narrow(eqn.outvars[0].aval):
         return None
-    name = eqn.primitive.name
     if _jaxpr.is_cast(eqn):
         wide = jnp.issubdtype(arrays[0].dtype, jnp.floating)
         return widened(arrays[0]) if wide and arrays[0].dtype.itemsize > 2 else None
-    is_sum = name in ARITHMETIC or is_attention(eqn)
-    if not is_sum and name in PRODUCTS and all(is_narrow(x) for x in arrays[:2]):
+    is_sum = table.is_arithmetic(eqn) or is_attention(eqn)
+    is_product = not is_sum and table.is_product_of_any_kind(eqn)
+    if is_product and all(is_narrow(x) for x in arrays[:2]):
         return summed_by_platform(eqn, arrays)
     if is_sum:
         return bind_wide(eqn, [*map(widened, arrays)])[0]
@@ -167,8 +166,7 @@ def bind_wide(eqn: Equation, arrays: Sequence[Any]) -> list[Any]:
         (var,), (x,) = eqn.outvars, arrays
         dtype = _FLOAT32 if is_narrow(var.aval) else var.aval.dtype
         return [lax.convert_element_type(x, dtype)]
-    name = eqn.primitive.name
-    if name in AS_WRITTEN or name not in _KNOWN:
+    if table.is_as_written(eqn):
         arrays = [
             lax.convert_element_type(x, var.aval.dtype) if is_narrow(var.aval) else x
             for x, var in zip(arrays, eqn.invars, strict=True)

@@ -19,7 +19,7 @@ from .._jaxprs.jaxpr import (
     open_jaxpr,
 )
 from .._jaxprs.replay import where_written
-from .._ops.lists import given_name
+from .._ops.table import given_name
 from .._training.loss_scale_state import scale_in
 from .differentiate import loss_and_aux
 

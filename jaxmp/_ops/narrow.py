@@ -26,8 +26,8 @@ from .._jaxprs.jaxpr import (
     trace,
 )
 from .._jaxprs.scopes import SATURATED
-from .lists import ADDS_AT
 from .products import is_convolution, vector_of
+from .table import adds_at
 
 
 class Product(NamedTuple):
@@ -189,7 +189,7 @@ def row_axis(eqn: Equation) -> int | None:
 
     None if it does anything else.
     """
-    if eqn.primitive.name not in ADDS_AT:
+    if not adds_at(eqn):
         return None
     if eqn.params["mode"] not in (_CLIPS, *_DROPS):
         return None

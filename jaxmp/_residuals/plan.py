@@ -10,7 +10,7 @@ from typing import Any
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, KEPT_BY_PATHS, Scopes, is_under
-from .._ops import lists
+from .._ops import table
 from . import eight_bits
 from .eight_bits import How, Stored
 
@@ -53,17 +53,17 @@ class Forward:
         for eqn in eqns:
             self.makers.update(dict.fromkeys(eqn.outvars, eqn))
             ins = list(_jaxpr.variables(eqn.invars))
-            if all(x in self.given for x in ins) and lists.is_repeatable(eqn):
+            if all(x in self.given for x in ins) and table.is_repeatable(eqn):
                 self.given.update(eqn.outvars)
-            elif lists.reduces(eqn) or self._is_of_sums(eqn, ins):
+            elif table.reduces(eqn) or self._is_of_sums(eqn, ins):
                 self._sums.update(eqn.outvars)
-            moved = lists.is_moved(eqn) and not self._left.isdisjoint(ins)
-            if moved or is_left(eqn, ()) or lists.is_placed(eqn):
+            moved = table.is_moved(eqn) and not self._left.isdisjoint(ins)
+            if moved or is_left(eqn, ()) or table.is_placed(eqn):
                 self._left.update(eqn.outvars)
 
     def _is_of_sums(self, eqn: Equation, ins: Sequence[Any]) -> bool:
         """Whether an equation computes statistics from statistics."""
-        if not ins or not lists.is_elementwise(eqn):
+        if not ins or not table.is_elementwise(eqn):
             return False
         if not all(x in self.given or x in self._sums for x in ins):
             return False
@@ -84,7 +84,7 @@ class Forward:
     def is_fused(self, var: Any) -> bool:
         """Whether a compiler may compute a value for each reader, and store none."""
         eqn = self.makers.get(var)
-        fuses = eqn is not None and lists.is_repeatable(eqn)
+        fuses = eqn is not None and table.is_repeatable(eqn)
         return fuses and not eight_bits.is_small(var.aval)
 
     def source(self, var: Any, exact: set[Any]) -> Any:
@@ -99,10 +99,10 @@ class Forward:
     def maker(self, var: Any) -> Equation | None:
         """Returns the equation by which a value can be computed again, if one can."""
         eqn = self.makers.get(var)
-        if eqn is None or not lists.is_computed_again(eqn):
+        if eqn is None or not table.is_computed_again(eqn):
             return None
         # What is divided by may have become zero.
-        place = lists.divisor(eqn)
+        place = table.divisor(eqn)
         return eqn if place is None or self.is_free(eqn.invars[place]) else None
 
 
@@ -213,7 +213,7 @@ class Again:
             else:
                 eqn = self._kept.forward.makers[atom]
                 ins = [self.read(x) for x in eqn.invars]
-                outs = ins if lists.holds_back(eqn) else _jaxpr.bind(eqn, ins)
+                outs = ins if table.holds_back(eqn) else _jaxpr.bind(eqn, ins)
                 self._read.update(zip(eqn.outvars, outs, strict=True))
         return self._read[atom]
 
@@ -239,10 +239,10 @@ def exact_of(
         if _jaxpr.call_kind(eqn):
             found.update(_exact_inside(eqn, found, is_left, scopes))
             continue
-        hands_on = lists.is_elementwise(eqn) and not found.isdisjoint(eqn.outvars)
+        hands_on = table.is_elementwise(eqn) and not found.isdisjoint(eqn.outvars)
         every = hands_on or is_left(eqn, scopes)
         for i, atom in enumerate(eqn.invars):
-            if every or lists.reads_digits(eqn, i):
+            if every or table.reads_digits(eqn, i):
                 found.update(_jaxpr.variables([atom]))
     return found
 

@@ -26,6 +26,7 @@ from jaxmp._jaxprs.scopes import (
     is_backward,
     is_decided,
 )
+from jaxmp._ops import table
 from jaxmp._ops.precision import own_precisions
 
 # Safeguards that keep whole operations as they were written, by their scopes.
@@ -180,7 +181,7 @@ class _Program:
         kept, params = is_decided(around), eqn.params
         if classes.is_told(eqn) and eqn.params.get("precision") is None:
             params = {**params, "precision": "of a factorisation"}
-        role = "move" if classes.picks(eqn) or classes.retypes(eqn) else ""
+        role = "move" if table.picks(eqn) or table.retypes(eqn) else ""
         role = "matmul" if step and step.kind == "product" else role
         within = inside(eqn, around)
         kind = _jaxpr.call_kind(eqn)

@@ -1,4 +1,5 @@
 import gc
+import inspect
 import subprocess
 import sys
 
@@ -12,7 +13,10 @@ from jax.interpreters import ad
 
 import jaxmp
 from benchmarks.counting.measure import traced
-from jaxmp._ops.lists import CALLS, DEFAULT_OPS, EXACT, VIEWS, OpLists
+from jaxmp._jaxprs.jaxpr import CALL_KINDS
+from jaxmp._ops import products, table
+from jaxmp._ops.lists import DEFAULT_OPS, OpLists
+from jaxmp._ops.table import CLASSES, FOLDS, TABLE, named
 
 FLOAT32 = Primitive("a_primitive_of_these_tests")
 
@@ -26,15 +30,27 @@ print(*live_primitives())
 """
     run = [sys.executable, "-c", program]
     names = subprocess.run(run, capture_output=True, text=True, check=True).stdout
-    ops = DEFAULT_OPS
-    missing = set(names.split()) - ops.allow - ops.deny - ops.infer - CALLS
-    assert not missing, f"put into a list of `_ops/lists.py`: {sorted(missing)}"
+    missing = set(names.split()) - TABLE.keys()
+    assert not missing, f"put into a row of `_ops/table.py`: {sorted(missing)}"
 
 
-def test_no_primitive_is_in_two_lists():
-    lists = [DEFAULT_OPS.allow, DEFAULT_OPS.deny, DEFAULT_OPS.infer, CALLS]
-    assert sum(map(len, lists)) == len(frozenset.union(*lists))
-    assert VIEWS <= EXACT <= DEFAULT_OPS.infer
+def test_each_primitive_has_one_row():
+    text = inspect.getsource(table).split('_TABLE = """')[1].split('"""')[0]
+    rows = [line.split("|") for line in text.splitlines() if line]
+    names = [name for row in rows for name in row[0].split()]
+    assert len(names) == len(TABLE)
+    assert {row.kind for row in TABLE.values()} == CLASSES.keys()
+    lists = [DEFAULT_OPS.allow, DEFAULT_OPS.deny, DEFAULT_OPS.infer, named("call")]
+    assert sum(map(len, lists)) == len(TABLE)
+
+
+def test_what_the_engine_knows_by_name_has_a_row():
+    assert named("call") == CALL_KINDS.keys()
+    assert named("matmul") == products.PRODUCTS
+    assert named("opaque") >= products.SCALED_PRODUCTS
+    assert FOLDS.keys() <= TABLE.keys()
+    with pytest.raises(AssertionError, match="no_such_primitive"):
+        table.one_of("add no_such_primitive")
 
 
 def test_a_primitive_on_a_frozen_heap_is_known_by_its_derivative():
@@ -145,13 +161,14 @@ def test_rounded_products_are_a_value_of_the_lists():
 
 
 X, ROWS = jnp.linspace(0.1, 1, 24).reshape(3, 8), jnp.array([0, 1, 1])
-# Each holds a function of two numbers, which was written for float32.
+# All but the power hold a function of two numbers, which was written for float32.
 REDUCE = {
     "scatter-add": lambda h: jnp.zeros((2, 8)).at[ROWS].add(h),
     "scatter-sub": lambda h: jnp.ones((2, 8)).at[ROWS].subtract(h),
     "scatter-mul": lambda h: jnp.ones((2, 8)).at[ROWS[:2]].mul(h[:2]),
     "scatter-min": lambda h: jnp.ones((2, 8)).at[ROWS].min(h),
     "scatter-max": lambda h: jnp.zeros((2, 8)).at[ROWS].max(h),
+    "integer_pow": lambda h: h**4,
     "reduce": lambda h: lax.reduce(h, 0.0, lambda a, b: a + 1.5 * b, (0,))[None],
     "reduce_window": lambda h: lax.reduce_window(
         h, 0.0, lambda a, b: a + 1.5 * b, (2, 1), (1, 1), "VALID"
@@ -161,7 +178,9 @@ REDUCE = {
 
 @pytest.mark.parametrize("name", REDUCE)
 @pytest.mark.parametrize("move", [OpLists.with_infer, OpLists.with_allow])
-def test_reductions_and_scatters_run_in_16_bits_where_the_user_wants_it(name, move):
+def test_reductions_scatters_and_powers_run_in_16_bits_where_the_user_wants_it(
+    name, move
+):
     def fun(x, w):
         return REDUCE[name](x @ w) @ w
 

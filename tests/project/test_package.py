@@ -129,12 +129,12 @@ def test_what_is_not_public_in_jax_stays_in_one_file():
         assert "jax.__version" not in text or path.stem == "jaxpr", path.name
 
 
-def test_names_of_primitives_stay_with_the_lists_of_them():
+def test_names_of_primitives_stay_in_the_table_of_them():
     from jaxmp._jaxprs.jaxpr import CALL_KINDS
 
     ops = jaxmp.DEFAULT_OPS
     names = ops.allow | ops.deny | ops.infer | CALL_KINDS.keys()
-    lists = {"jaxpr", "lists", "products"}
+    lists = {"jaxpr", "table", "products"}
     readers = {
         path
         for room, path in rooms().items()

@@ -15,8 +15,9 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
 from ..._jaxprs.scopes import BACKWARD, Scopes, inside
 from ..._jaxprs.walk import Backward
+from ..._ops import table
 from ..._ops.products import is_matrix_product
-from .. import classes, needs
+from .. import needs
 from ..graph import joined
 from ..needs import Need
 from .endings import Decisions, decisions
@@ -70,7 +71,7 @@ def _walk(chosen_by: Decisions) -> Backward:
 def _read_by(eqn: Equation, outs: list[int]) -> list[int]:
     """Returns how ``eqn`` reads its inputs, if its outputs are so read."""
     read = joined(outs)
-    if classes.tests(eqn) and read:
+    if table.tests(eqn) and read:
         return [_ENTRIES if is_inexact(x) else _DECIDES for x in eqn.invars]
     if read & _ENTRIES and not _works_entry_by_entry(eqn):
         return [0] * len(eqn.invars)
@@ -81,8 +82,8 @@ def _read_by(eqn: Equation, outs: list[int]) -> list[int]:
 
 def _works_entry_by_entry(eqn: Equation) -> bool:
     """Whether each number that ``eqn`` returns is made of one of each input, or few."""
-    if classes.is_view(eqn):
+    if table.is_view(eqn):
         return True
-    known = classes.hands_on(eqn) or classes.is_linear(eqn) or classes.picks(eqn)
+    known = table.hands_on(eqn) or table.is_linear(eqn) or table.picks(eqn)
     ndim = len(eqn.outvars[0].aval.shape)
     return known and all(len(x.aval.shape) <= ndim for x in eqn.invars)

@@ -21,8 +21,8 @@ from ..._jaxprs.scopes import (
     inside,
 )
 from ..._jaxprs.walk import At, Forward
+from ..._ops import table
 from ..._ops.products import holds_product
-from .. import classes
 from ..graph import joined
 
 # What is known of a value: it is made of what a product returned; it is decided by
@@ -121,13 +121,13 @@ class _Trail:
         if self._is_product(eqn, at.scopes):
             self._feeds_product |= bool(known & _NEXT)
             known |= _COMPUTED
-        if known & _COMPUTED and classes.tests(eqn):
+        if known & _COMPUTED and table.tests(eqn):
             known |= _COMPARED
-        if not classes.is_view(eqn) and not _jaxpr.is_cast(eqn):
+        if not table.is_view(eqn) and not _jaxpr.is_cast(eqn):
             known &= ~_CARRIED
         if known & _COMPARED and _is_for_many(eqn):
             known |= _ALIKE
-        if classes.selects(eqn):
+        if table.selects(eqn):
             known |= joined(ins[1:]) & _CARRIED
             if known & _CARRIED and ins[0] & _ALIKE:
                 known |= _TAKEN
@@ -153,7 +153,7 @@ def _entered(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
 def _is_for_many(eqn: Equation) -> bool:
     """Whether one truth value that ``eqn`` returns stands for many entries."""
     shapes = [var.aval.shape for var in eqn.outvars]
-    return classes.copies(eqn) or all(n == 1 for shape in shapes for n in shape)
+    return table.copies(eqn) or all(n == 1 for shape in shapes for n in shape)
 
 
 def _kept(known: int, var: Any, chosen: bool = False) -> int:

@@ -13,7 +13,8 @@ from typing import Any
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal
 from ..._jaxprs.scopes import Scopes, inside, is_backward, marks
-from .. import classes, needs
+from ..._ops import table
+from .. import needs
 from ..graph import OFTEN, joined
 from ..needs import Need
 
@@ -75,14 +76,14 @@ class _Rows:
                 0 if _is_loop(eqn) else counts.get(i, 0) for i in range(len(eqn.invars))
             ]
         count = after[0] if after else 0
-        if classes.multiplies_entries(eqn):
+        if table.multiplies_entries(eqn):
             read = [x for x in eqn.invars if not isinstance(x, Literal)]
             if len(read) > 1:
                 count += 1
                 if count > OFTEN:
                     self.found.add(eqn)
             count = min(count, OFTEN + 1)
-        elif not classes.is_linear(eqn):
+        elif not table.is_linear(eqn):
             count = 0
         return [count] * len(eqn.invars)
 
@@ -104,7 +105,7 @@ class _Gates:
             if _jaxpr.call_kind(eqn):
                 return self._inside(eqn, ins, inside(eqn, here))
             made = _made_by(eqn, ins)
-            if classes.multiplies_entries(eqn):
+            if table.multiplies_entries(eqn):
                 many = _SCALED | _GATE if eqn in self._multiplications else 0
                 for var, kind, other in zip(eqn.invars, ins, ins[::-1], strict=True):
                     if kind & _GATE and other & (_STATE | many):
@@ -143,13 +144,13 @@ class _Gates:
 
 def _made_by(eqn: Equation, ins: list[int]) -> int:
     """Returns what ``eqn`` makes of such inputs."""
-    if classes.is_bounded(eqn):
+    if table.is_bounded(eqn):
         return _GATE
     scales = any(kind == _NUMBER for kind in ins)
-    if classes.multiplies_entries(eqn) and not scales:
+    if table.multiplies_entries(eqn) and not scales:
         return _SCALED
-    hands_on = classes.is_linear(eqn) or classes.picks(eqn)
-    if not (hands_on or (classes.multiplies(eqn) and scales)):
+    hands_on = table.is_linear(eqn) or table.picks(eqn)
+    if not (hands_on or (table.multiplies(eqn) and scales)):
         return 0
     pairs = zip(eqn.invars, ins, strict=True)
     floats = [kind for x, kind in pairs if _jaxpr.is_inexact(x)]

@@ -20,8 +20,8 @@ from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
 from ..._jaxprs.scopes import IsProduct, Scopes, inside, is_backward
+from ..._ops import products, table
 from ..._ops.products import holds_product
-from .. import classes
 from ..graph import reached, twins
 
 
@@ -118,7 +118,7 @@ class _Loop:
             return False
         while var is not out:
             eqn, *others = self.readers[var] or [None]
-            if others or eqn is None or not classes.sums_entries(eqn):
+            if others or eqn is None or not table.sums_entries(eqn):
                 return False
             (var,) = eqn.outvars
         return len(self.readers[var]) == 1
@@ -157,7 +157,7 @@ class _Loop:
         A trip reads and writes its sum in float32. What is stacked instead is written
         and read in 16 bits.
         """
-        if not (classes.sums_over_trips(eqn) and self.is_product(eqn)):
+        if not (products.sums_over_trips(eqn) and self.is_product(eqn)):
             return False
         new = [var for var in eqn.invars if var not in self.stacks]
         few = all(size_of(x.aval) < 2 * size_of(eqn.outvars[0].aval) for x in new)
@@ -168,8 +168,8 @@ class _Loop:
         loop, body, start, stop = self.loop, self.body, self.start, self.stop
         kept = [i for i in range(stop - start) if i not in chosen]
         length, moved = loop.params["length"], set(later)
-        products = [eqn for eqn in later if classes.sums_over_trips(eqn)]
-        taken = [x for eqn in products for x in eqn.invars if x not in self.stacks]
+        summed = [eqn for eqn in later if products.sums_over_trips(eqn)]
+        taken = [x for eqn in summed for x in eqn.invars if x not in self.stacks]
         new = {
             self.same.get(x, x): Var(_jaxpr.unmapped_aval(length, 0, x.aval))
             for x in taken
@@ -192,11 +192,11 @@ class _Loop:
         env: dict[Any, Any] = {self.carried[i]: loop.invars[start + i] for i in chosen}
         ends = {self.summed[i]: loop.outvars[i] for i in chosen}
         for eqn in later:
-            if eqn in products:
+            if eqn in summed:
                 whole = [
                     self.stacks.get(x) or new[self.same.get(x, x)] for x in eqn.invars
                 ]
-                ins, changed = whole, classes.over_trips(eqn)
+                ins, changed = whole, products.over_trips(eqn)
             else:  # a literal, which may have no hash, is its own
                 ins, changed = [env[x] if _is_var(x) else x for x in eqn.invars], {}
             outs = [ends.get(var) or Var(var.aval) for var in eqn.outvars]
@@ -207,10 +207,10 @@ class _Loop:
 def _is_linear(eqn: Equation) -> bool:
     """Whether ``eqn`` adds its operands up, or moves them."""
     others = [x for x in eqn.invars if not _is_var(x)]
-    if classes.sums_entries(eqn):
+    if table.sums_entries(eqn):
         return not others
     # What is put between them, or around them, is zero.
-    moves = classes.is_view(eqn) and len(others) < len(eqn.invars)
+    moves = table.is_view(eqn) and len(others) < len(eqn.invars)
     return moves and all(_jaxpr.number_of(x) == 0 for x in others)
 
 

@@ -24,8 +24,8 @@ from ..._jaxprs.scopes import (
     in_region,
     is_backward,
 )
-from ..._ops.lists import Definition
-from .. import classes
+from ..._ops import products, table
+from ..._ops.table import Definition
 from ..graph import definitions_of, twins, unmoved
 
 # What is averaged, and the window or the weights that it is averaged by.
@@ -125,9 +125,9 @@ def _addends(eqn: Equation) -> Iterator[tuple[Any, int]]:
     """Yields what an equation adds up, moves or scales, each with its sign."""
     scaled = _scaled(eqn)
     for x in (scaled,) if scaled is not None else eqn.invars:
-        if not isinstance(x, Literal) and (scaled or classes.is_linear(eqn)):
-            taken = classes.subtracts(eqn) and x is eqn.invars[1]
-            yield x, -1 if taken or classes.negates(eqn) else 1
+        if not isinstance(x, Literal) and (scaled or table.is_linear(eqn)):
+            taken = table.subtracts(eqn) and x is eqn.invars[1]
+            yield x, -1 if taken or table.negates(eqn) else 1
 
 
 def _scaled(eqn: Equation) -> Any:
@@ -135,9 +135,9 @@ def _scaled(eqn: Equation) -> Any:
 
     A mean is a sum that is divided, before it is squared or after.
     """
-    if not classes.multiplies(eqn):
+    if not table.multiplies(eqn):
         return None
-    if classes.divisor(eqn) is not None:
+    if table.divisor(eqn) is not None:
         return None if isinstance(eqn.invars[0], Literal) else eqn.invars[0]
     arrays = [x for x in eqn.invars if x.aval.size != 1]
     return arrays[0] if len(arrays) == 1 else None
@@ -156,7 +156,7 @@ def _unscaled(atom: Any, definition: Definition) -> Any:
 
 def _multiplies(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
-    if classes.is_product_of_any_kind(eqn):
+    if table.is_product_of_any_kind(eqn):
         return True
     bodies = [*map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))]
     if not bodies or _jaxpr.call_kind(eqn) == "while" or not eqn.outvars:
@@ -172,7 +172,7 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
     A function that has its window in it stands for that.
     """
     arrays = _arrays(eqn)
-    if len(arrays) == 1 and not classes.is_product_of_any_kind(eqn):
+    if len(arrays) == 1 and not table.is_product_of_any_kind(eqn):
         yield (
             _whole(arrays[0], definition),
             _jaxpr.function_of(next(_jaxpr.sub_jaxprs(eqn))),
@@ -180,7 +180,7 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
     for x, window in itertools.permutations(arrays, 2):
         made = definition(x)
         parts = (x,)
-        if made is not None and classes.is_batch(made, eqn):
+        if made is not None and products.is_batch(made, eqn):
             parts = made.invars
         for part in parts:
             yield _whole(part, definition), _whole(window, definition)
@@ -188,9 +188,9 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
 
 def _factors(eqn: Equation, definition: Definition) -> tuple[Any, ...]:
     """Returns what ``eqn`` multiplies entry by entry, which may be one array twice."""
-    if classes.is_square(eqn):
+    if table.is_square(eqn):
         return (_whole(eqn.invars[0], definition),)
-    if not classes.multiplies_entries(eqn) or classes.has_number(eqn):
+    if not table.multiplies_entries(eqn) or products.has_number(eqn):
         return ()
     return tuple(_whole(x, definition) for x in eqn.invars)
 

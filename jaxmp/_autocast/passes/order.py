@@ -13,7 +13,7 @@ from typing import Any
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var
 from ..._jaxprs.scopes import IsProduct, Scopes, is_backward
-from .. import classes
+from ..._ops import products, table
 
 
 def order(
@@ -28,7 +28,7 @@ def order(
     """
     found: list[Equation] = []
     for eqn in eqns:
-        if found and classes.transposes(eqn) and classes.is_batched(found[-1]):
+        if found and table.transposes(eqn) and products.is_batched(found[-1]):
             product, around = found[-1], scopes + _jaxpr.scope_names(found[-1])
             if (
                 _is_turned(product, eqn)

@@ -14,22 +14,7 @@ from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.places import Place, placed
 from ..._jaxprs.scopes import ATTENTION
-from ..._ops.lists import (
-    CASTS,
-    DIFFERENCES,
-    DIVIDES,
-    EXPONENTIALS,
-    EXTREMES,
-    FACTORS,
-    GUARDS,
-    JOINS,
-    MAXIMA,
-    SCALES,
-    SELECTS,
-    SHIFTS,
-    TOTALS,
-    VIEWS,
-)
+from ..._ops import table
 from ..._ops.products import is_attention, is_batched, is_matrix_product
 from .report import UnfusedAttention
 
@@ -130,44 +115,46 @@ def _is(x: Any, stage: str) -> bool:
 
 def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
     """Returns what an equation makes of parts of an attention, None if no part."""
-    name = eqn.primitive.name
     by_number = any(size_of(x.aval) == 1 for x in eqn.invars)
     if not parts:  # the queries may be scaled before the matmul
-        return _Part("queries", scaled=True) if name in SCALES and by_number else None
+        scales = table.multiplies(eqn) and by_number
+        return _Part("queries", scaled=True) if scales else None
     first, *others = parts
     if others:
-        return _joined(name, *parts[:2]) if len(ins) == len(parts) == 2 else None
-    if name in VIEWS | CASTS and len(ins) == 1:
+        return _joined(eqn, *parts[:2]) if len(ins) == len(parts) == 2 else None
+    if (table.is_view(eqn) or table.is_rounding(eqn)) and len(ins) == 1:
         return first
     match first.stage:
-        case "scores" if name in SCALES:
+        case "scores" if table.multiplies(eqn):
             return first._replace(scaled=True) if by_number else None
-        case "scores" if (name in SHIFTS and ins[0] is first) or name in JOINS:
+        case "scores" if table.joins(eqn):
             return first  # and a bias
-        case "scores" if name in SELECTS or (name in GUARDS and by_number):
+        case "scores" if table.subtracts(eqn) and ins[0] is first:
+            return first  # and a bias
+        case "scores" if table.selects(eqn) or (table.guards(eqn) and by_number):
             return first  # and a mask
-        case "scores" if name in MAXIMA:
+        case "scores" if table.is_maximum(eqn):
             return first._replace(stage="maximum")
-        case "maximum" if name in SELECTS | EXTREMES:
+        case "maximum" if table.selects(eqn) or table.is_extreme(eqn):
             return first
-        case "scores" | "shifted" if name in EXPONENTIALS:
+        case "scores" | "shifted" if table.is_exponential(eqn):
             return first._replace(stage="exps", exps=eqn)
-        case "exps" if name in TOTALS:
+        case "exps" if table.totals(eqn):
             return first._replace(stage="sum")
-        case "sum" if name in DIVIDES and by_number:
+        case "sum" if table.divides(eqn) and by_number:
             return first._replace(stage="inverse")
     return None
 
 
-def _joined(name: str, x: _Part, y: _Part) -> _Part | None:
+def _joined(eqn: Any, x: _Part, y: _Part) -> _Part | None:
     """Returns what two parts of one attention make, None if they are no two such."""
     if x.scores is None or x.scores is not y.scores:
         return None
     match x.stage, y.stage:
-        case ("scores", "maximum") if name in DIFFERENCES:
+        case ("scores", "maximum") if table.subtracts(eqn):
             return x._replace(stage="shifted")
-        case ("exps", "sum") if name in DIVIDES and x.exps is y.exps:
+        case ("exps", "sum") if table.divides(eqn) and x.exps is y.exps:
             return x._replace(stage="weights")
-        case ("exps", "inverse") if name in FACTORS and x.exps is y.exps:
+        case ("exps", "inverse") if table.multiplies_entries(eqn) and x.exps is y.exps:
             return x._replace(stage="weights")
     return None

@@ -20,32 +20,8 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, placed
-from ..._ops.lists import (
-    ARITHMETIC,
-    CASTS,
-    DIFFERENCES,
-    EXPONENTIALS,
-    FACTORS,
-    INVERTS,
-    INVERTS_SYMMETRIC,
-    JOINS_TERMS,
-    LINEAR,
-    NEGATES,
-    PHASES,
-    PICKS,
-    REMAINDERS,
-    ROOTS,
-    ROUNDS,
-    SCALES,
-    SELECTS,
-    TOTALS,
-    VIEWS,
-    divisor,
-    is_square,
-    reduces,
-)
+from ..._ops import table
 from ..._ops.products import (
-    PRODUCTS,
     has_default_precision,
     is_convolution,
     is_float32_at_default,
@@ -180,8 +156,7 @@ class _Search:
         """Returns what the results of an equation are made of."""
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
-        name = eqn.primitive.name
-        if len(ins) == 1 and name in VIEWS | CASTS:
+        if len(ins) == 1 and (table.is_view(eqn) or table.is_rounding(eqn)):
             if _jaxpr.is_cast(eqn):
                 self._look_at_cast(eqn, ins[0], place)
             return ins[0]
@@ -189,16 +164,16 @@ class _Search:
             return self._product(eqn, ins, place)
         self._look(eqn, ins)
         made = _made(eqn, ins)
-        if name in TOTALS:
+        if table.totals(eqn):
             return made._replace(products=ins[0].products)
-        if name in LINEAR:
+        if table.is_linear(eqn):
             return made._replace(
                 products=_union(x.products for x in ins),
                 twice=_union(x.twice for x in ins),
                 shifted=made.shifted | _shifted(eqn, ins),
                 taken=made.taken | _taken_away(eqn, ins),
             )
-        if name in SCALES and not is_square(eqn):
+        if table.multiplies(eqn) and not table.is_square(eqn):
             return _scaled(eqn, ins, made)
         return made
 
@@ -226,18 +201,18 @@ class _Search:
 
     def _look(self, eqn: Equation, ins: list[Made]) -> None:
         """Notes what ``eqn`` makes of products, if that is a hazard."""
-        name, made = eqn.primitive.name, eqn.outvars[0].aval
-        is_turn = name in EXPONENTIALS and made.dtype.kind == "c"
-        if name in PHASES or name in REMAINDERS or is_turn:
+        made = eqn.outvars[0].aval
+        is_turn = table.is_exponential(eqn) and made.dtype.kind == "c"
+        if table.is_phase(eqn) or is_turn:
             self._note("phase", ins[0].products)
-        elif name in INVERTS:
-            of_entries = ins[0].entries if name in INVERTS_SYMMETRIC else NONE
+        elif table.inverts(eqn):
+            of_entries = ins[0].entries if table.inverts_symmetric(eqn) else NONE
             self._note("inverse", ins[0].products | of_entries)
-        elif name in JOINS_TERMS and math.prod(made.shape) > 1:
+        elif table.adds_terms(eqn) and math.prod(made.shape) > 1:
             others = [x for x in ins if "squares" not in x.traits]
             if any("squares" in x.traits and not x.twice for x in ins):
                 self._note("distance", _union(x.twice for x in others))
-            if name in DIFFERENCES and any(
+            if table.subtracts(eqn) and any(
                 "product of totals" in x.traits for x in ins
             ):
                 self._note("covariance", _union(x.products for x in ins))
@@ -298,46 +273,46 @@ def _of_number(written: float, left: float, dtype: Any, place: Place) -> Hazard:
 
 def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
     """Returns what an operation says of its result, whatever it is made of."""
-    name = eqn.primitive.name
-    holds = name in PICKS | ROUNDS
+    holds = table.holds(eqn)
     return Made(
         traits=frozenset(_traits(eqn, [x.traits for x in ins])),
         given=all(x.given for x in ins),
-        numbers=_union(x.numbers for x in ins if name in SELECTS),
-        entries=_union(x.products | x.entries for x in ins if name in ARITHMETIC),
+        numbers=_union(x.numbers for x in ins if table.selects(eqn)),
+        entries=_union(x.products | x.entries for x in ins if table.is_arithmetic(eqn)),
         # A maximum that is taken away from what it is of, as in a softmax, or a mean,
         # as in a norm, is where their zero is, and no number that was added to them.
-        shifted=_union(x.shifted for x in ins if holds and not reduces(eqn)),
-        taken=_union(x.taken for x in ins if holds or name in ARITHMETIC),
+        shifted=_union(x.shifted for x in ins if holds and not table.reduces(eqn)),
+        taken=_union(x.taken for x in ins if holds or table.is_arithmetic(eqn)),
     )
 
 
 def _traits(eqn: Equation, ins: Sequence[Traits]) -> Iterator[str]:
     """Yields what is said of the result of an operation, whatever it is made of."""
-    name, first = eqn.primitive.name, ins[0] if ins else frozenset()
-    if is_square(eqn):
+    first = ins[0] if ins else frozenset()
+    if table.is_square(eqn):
         yield "a square"
-    if is_square(eqn) and "norm" in first:
+    if table.is_square(eqn) and "norm" in first:
         yield "squares"
-    if name in PRODUCTS and eqn.invars[0] is eqn.invars[1]:
+    if table.is_product_of_any_kind(eqn) and eqn.invars[0] is eqn.invars[1]:
         yield "squares"
-    if name in TOTALS:
+    if table.totals(eqn):
         yield "total"
         if first & {"a square", "squares"}:
             yield "squares"
-    if name in LINEAR and any("squares" in x for x in ins):
+    if table.is_linear(eqn) and any("squares" in x for x in ins):
         yield "squares"
-    if name in ROOTS and "squares" in first:
+    if table.is_root(eqn) and "squares" in first:
         yield "norm"
-    if name in FACTORS | PRODUCTS and all("total" in x for x in ins[:2]):
+    multiplies = table.multiplies_entries(eqn) or table.is_product_of_any_kind(eqn)
+    if multiplies and all("total" in x for x in ins[:2]):
         yield "product of totals"
-    if name in NEGATES and "negative" not in first:
+    if table.is_negation(eqn) and "negative" not in first:
         yield "negative"
 
 
 def _shifted(eqn: Equation, ins: Sequence[Made]) -> Products:
     """Returns the products to which a sum in 16 bits adds what was given."""
-    if eqn.primitive.name not in JOINS_TERMS or not is_narrow(eqn.outvars[0].aval):
+    if not table.adds_terms(eqn) or not is_narrow(eqn.outvars[0].aval):
         return NONE
     adds = any(x.given and x.number is None for x in ins)
     return _union(x.products for x in ins) if adds else NONE
@@ -348,12 +323,12 @@ def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
 
     Or something else that was given, or the same numbers at another place.
     """
-    name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
-    if name not in JOINS_TERMS or math.prod(shape) == 1:
+    shape = eqn.outvars[0].aval.shape
+    if not table.adds_terms(eqn) or math.prod(shape) == 1:
         return NONE
     one, other = ins
     differ = ("negative" in one.traits) != ("negative" in other.traits)
-    if (name in DIFFERENCES) == differ:
+    if table.subtracts(eqn) == differ:
         return NONE
     if one.given or other.given:
         return one.shifted | other.shifted
@@ -363,7 +338,7 @@ def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
 def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
     """Returns what is made by a product of numbers, or a quotient."""
     x, factor = ins
-    divides = divisor(eqn) is not None
+    divides = table.divisor(eqn) is not None
     if not divides and (x.number is not None or not factor.given):
         x, factor = factor, x
     if not factor.given:

@@ -22,9 +22,9 @@ from ..._base.dtypes import bits_of, is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place, placed, trip_count
-from ..._ops.lists import MAY_MULTIPLY, VIEWS
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
+from ..._ops.table import is_view, may_multiply
 from .reasons import computes, dtypes_of, is_float64_leak, why_16bit, why_kept
 from .report import DtypeReport, Hazard, Kept, Leak, UnfusedAttention
 
@@ -291,7 +291,7 @@ class Walk:
         self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
     ) -> list[Origin]:
         """Follows one equation without jaxprs."""
-        if eqn.primitive.name in MAY_MULTIPLY:
+        if may_multiply(eqn):
             self.note(f"`{eqn.primitive.name}`, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
             return []
@@ -500,7 +500,7 @@ def _widened_at(
     wide = [x for x in operands if x.is_wide]
     if _jaxpr.is_cast(eqn) and (_widens(eqn) or (operands and not wide)):
         return place
-    if eqn.primitive.name in VIEWS and len(operands) == 1:
+    if is_view(eqn) and len(operands) == 1:
         return operands[0].value.widened_at
     arrays = [x.value for x in wide if x.is_array]
     if arrays and all(place.is_in_call_of(x.widened_at) for x in arrays):
@@ -519,7 +519,7 @@ def _widens(eqn: _jaxpr.Equation) -> bool:
 
 def _hands_on_number(eqn: _jaxpr.Equation) -> bool:
     """Whether ``eqn`` returns its operand, a number, in another shape or dtype."""
-    moves = eqn.primitive.name in VIEWS or _jaxpr.is_cast(eqn)
+    moves = is_view(eqn) or _jaxpr.is_cast(eqn)
     return moves and eqn.outvars[0].aval.size == 1
 
 

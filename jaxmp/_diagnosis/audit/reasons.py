@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place
-from ..._ops.lists import DEFAULT_OPS, VIEWS, is_iota, is_steep_power
+from ..._ops.lists import DEFAULT_OPS
 from ..._ops.products import has_default_precision, is_of_factorisation, is_resize
+from ..._ops.table import is_iota, is_power, is_view, multiplies_itself
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
@@ -33,8 +34,7 @@ _SCOPES_16BIT = {
 
 def computes(eqn: _jaxpr.Equation) -> bool:
     """Whether ``eqn`` does more than moving, casting or counting."""
-    moves = eqn.primitive.name in VIEWS
-    return not (moves or _jaxpr.is_cast(eqn) or is_iota(eqn))
+    return not (is_view(eqn) or _jaxpr.is_cast(eqn) or is_iota(eqn))
 
 
 def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
@@ -46,7 +46,7 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
         return _why_product(eqn, place)
     if dtypes_of(eqn)[-1] != "float32":
         return _written_in(dtypes_of(eqn)[-1:])
-    if is_steep_power(eqn):
+    if is_power(eqn) or multiplies_itself(eqn):
         return "a square or a power"
     if name in DEFAULT_OPS.deny:
         return "denied by list"

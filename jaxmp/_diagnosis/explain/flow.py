@@ -23,8 +23,8 @@ from ..._jaxprs.places import (
     library_function,
     placed,
 )
-from ..._ops.lists import VIEWS, in_words
 from ..._ops.products import PRODUCTS, is_attention
+from ..._ops.table import in_words, is_view
 from ..audit.reasons import why_by_scopes
 
 DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
@@ -228,7 +228,7 @@ class Flow:
             note=here.note,
             times=place.trips,
             for_leaves=here.for_leaves or _maps_over_leaves(below),
-            moves=name in VIEWS,
+            moves=is_view(eqn),
             kept=why_by_scopes(place.scopes).partition(" (rule")[0],
         )
         self.operations.append(operation)

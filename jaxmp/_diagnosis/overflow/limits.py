@@ -23,7 +23,7 @@ from ..._jaxprs.flatten import Flat
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import FLOAT8_SCALED
-from ..._ops.lists import EXACT
+from ..._ops.table import is_exact
 from ..numbers import Eaten, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, compiled, given, platform_of
 from .report import Line, line_of
@@ -174,8 +174,7 @@ class _Replay(WideReplay):
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, and rounds what it gives."""
         outs = bind_wide(eqn, [x.array for x in ins])
-        name = eqn.primitive.name
-        if name in EXACT or FLOAT8_SCALED in place.scopes:
+        if is_exact(eqn) or FLOAT8_SCALED in place.scopes:
             return [Value(x) for x in outs]
         values = []
         for x, var in zip(outs, eqn.outvars, strict=True):

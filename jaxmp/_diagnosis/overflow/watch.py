@@ -23,7 +23,13 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.replay import Body, Replay
-from ..._ops.lists import EXACT, KEEPS_MAGNITUDES, SUMS, reduces_tests, tests_finite
+from ..._ops.table import (
+    is_exact,
+    is_sum,
+    keeps_magnitudes,
+    reduces_tests,
+    tests_finite,
+)
 from ..._training.exponents import magnitude_bits
 from ..wide_replay import (
     before_rounding,
@@ -279,7 +285,7 @@ class Watch(Replay):
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation and looks at what it gives."""
         arrays, name = [x.array for x in ins], eqn.primitive.name
-        if any(_jaxpr.sub_jaxprs(eqn)) and name not in SUMS:
+        if any(_jaxpr.sub_jaxprs(eqn)) and not is_sum(eqn):
             self.note(f"nothing is seen inside of `{name}`", place)
         # Whether it gives the same whatever the program is given.
         is_made = all(isinstance(x, _jaxpr.Literal) for x in eqn.invars)
@@ -293,8 +299,8 @@ class Watch(Replay):
             return self._truths(eqn, ins, outs)
         if _keeps_magnitudes(eqn):
             return [ins[i]._replace(array=x) for i, x in enumerate(outs)]
-        is_exact, is_cast = name in EXACT, _jaxpr.is_cast(eqn)
-        in_float32 = None if is_exact or wide else before_rounding(eqn, arrays)
+        exact, is_cast = is_exact(eqn), _jaxpr.is_cast(eqn)
+        in_float32 = None if exact or wide else before_rounding(eqn, arrays)
         read = [
             (x, var.aval)
             for x, var in zip(ins, eqn.invars, strict=True)
@@ -312,13 +318,13 @@ class Watch(Replay):
                 dtype=x.dtype,
                 size=int(x.size),
                 operands=tuple(aval for _, aval in read),
-                computes=bool(read) and not is_exact,
+                computes=bool(read) and not exact,
                 is_cast=is_cast,
                 numbers=numbers,
                 argument=ins[0].argument if is_cast else "",
             )
             number = self._look(x, tuple(y.number for y, _ in read), site, in_float32)
-            kept = numbers if is_exact or is_cast else frozenset()
+            kept = numbers if exact or is_cast else frozenset()
             values.append(Value(x, number, kept))
         return values
 
@@ -433,7 +439,7 @@ def _keeps_magnitudes(eqn: Equation) -> bool:
     if len(pairs) < len(eqn.outvars):
         return False
     same = all(x.aval.dtype == y.aval.dtype for x, y in pairs)
-    if eqn.primitive.name in KEEPS_MAGNITUDES:
+    if keeps_magnitudes(eqn):
         return same
     return _jaxpr.is_cast(eqn) and (
         same or (is_narrow(pairs[0][0].aval) and _jaxpr.is_float32(pairs[0][1]))

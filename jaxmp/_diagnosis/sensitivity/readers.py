@@ -16,13 +16,13 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.replay import is_call
 from ..._jaxprs.scopes import AUTOCAST, Scopes
-from ..._ops.lists import ARITHMETIC, DEFAULT_OPS, EXACT, HANDS_ON, is_barrier
+from ..._ops.lists import DEFAULT_OPS
+from ..._ops.table import hands_on, is_barrier, is_exact
 from ..wide_replay import bodies_of
 
 Parts = frozenset[str]
 
 _NOBODY: Parts = frozenset()
-_FOLLOWS = ARITHMETIC | HANDS_ON | DEFAULT_OPS.infer
 
 
 class Readers:
@@ -76,10 +76,11 @@ class Readers:
 
     def _reads(self, eqn: Equation, place: Place, readers: Parts) -> Parts:
         """Returns who reads what an equation takes, if these read what it returns."""
-        if eqn.primitive.name in EXACT or _jaxpr.is_cast(eqn):
+        if is_exact(eqn) or _jaxpr.is_cast(eqn):
             return readers
         here = frozenset({self.part_of(place)})
-        return here | readers if eqn.primitive.name in _FOLLOWS else here
+        follows = hands_on(eqn) or eqn.primitive.name in DEFAULT_OPS.infer
+        return here | readers if follows else here
 
     def _through(self, eqn: Equation, place: Place, outs: list[Parts]) -> list[Parts]:
         """Returns who reads the inputs of an equation that holds jaxprs."""

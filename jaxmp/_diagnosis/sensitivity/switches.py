@@ -24,9 +24,9 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
 from ..._jaxprs.scopes import AUTOCAST, EIGHT_BITS, FLOAT8_SCALED, SATURATED
-from ..._ops.lists import AS_WRITTEN, DEFAULT_OPS, EXACT, is_barrier, rounds_to_integers
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
+from ..._ops.table import is_as_written, is_barrier, is_exact, rounds_to_integers
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import Eaten, Numbers
 from ..wide_replay import (
@@ -39,8 +39,6 @@ from ..wide_replay import (
     platform_of,
 )
 from .readers import Parts, Readers
-
-_KNOWN = DEFAULT_OPS.allow | DEFAULT_OPS.infer | DEFAULT_OPS.deny
 
 
 class Program:
@@ -156,7 +154,7 @@ class Program:
             return
         if FLOAT8_SCALED in place.scopes:
             return  # the product is, and the scale of its operands goes with it
-        if name in AS_WRITTEN or name not in _KNOWN:
+        if is_as_written(eqn):
             line = place.line or "somewhere"
             self.notes[f"{line}: `{name}` stays in 16 bits throughout"] = None
 
@@ -235,7 +233,7 @@ class _Frame(WideReplay):
             return [x._replace(array=y) for x, y in zip(ins, outs, strict=True)]
         if _jaxpr.is_cast(eqn) and eqn.invars[0].aval.dtype == FLOAT8:
             return [Value(x) for x in bind_wide(eqn, [x.array for x in ins])]
-        if name in EXACT:
+        if is_exact(eqn):
             narrow, part = _together(read)
             outs = bind_wide(eqn, [x.array for x in ins])
             return [Value(x, narrow, part) for x in outs]
