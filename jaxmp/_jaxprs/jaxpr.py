@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
+from jax._src.lax import linalg as _linalg
 from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
@@ -787,6 +788,21 @@ def position(code: types.CodeType, instruction: int) -> tuple[int, tuple[int, in
     place = next(itertools.islice(code.co_positions(), instruction // 2, None))
     line, last, start, end = (x or 0 for x in place)
     return line, (start, end if line == last else _END)
+
+
+def make_qr_precise(where: Callable[[], bool]) -> None:
+    """Lets the derivative of a QR decomposition ask for all digits of its products.
+
+    As those of all other decompositions do, and only where ``where`` says so.
+    """
+    usual = ad.primitive_jvps[_linalg.qr_p]
+
+    def rule(primals, tangents, **params):
+        asked = jax.default_matmul_precision("highest")
+        with asked if where() else contextlib.nullcontext():
+            return usual(primals, tangents, **params)
+
+    ad.primitive_jvps[_linalg.qr_p] = rule
 
 
 def function_of(jaxpr: Any) -> tuple[str, str]:

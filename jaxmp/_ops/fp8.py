@@ -25,7 +25,7 @@ from .._base.dtypes import FLOAT8
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.jaxpr import Equation, Primitive, is_inexact
-from .products import is_batched, is_resize, multiplies_matrices, sizes
+from .products import is_batched, multiplies_matrices, sizes
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 # Units for tensor products in float8 take sizes in multiples of 16; XLA pads others.
@@ -41,9 +41,9 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
     """Returns why a product of 16-bit operands is none of float8; None if it is one.
 
     The reason is the name of a scope, see :mod:`jaxmp._jaxprs.scopes`, and empty for
-    what is no matrix product, or resizes an image.
+    what is no matrix product.
     """
-    if not multiplies_matrices(eqn) or is_resize(eqn):
+    if not multiplies_matrices(eqn):
         return ""
     if is_batched(eqn):
         return _scopes.KEPT_BATCHED

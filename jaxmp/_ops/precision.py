@@ -27,6 +27,9 @@ from .products import (
 # JAX keeps what it has traced by its contexts. The rule of a derivative, which runs
 # where there is a default, would otherwise be kept with the one of the first call.
 _APART = jax.make_user_context(None)
+# JAX asks for the highest precision where it factorises and inverts, and in the
+# derivatives of that, but forgets it in that of a QR decomposition.
+_jaxpr.make_qr_precise(lambda: _APART.value is not None)
 
 # What a user may name: all digits, or whatever the device does by default.
 Precision = Literal["highest", "default"]
@@ -45,11 +48,8 @@ _changed: Any = weakref.WeakKeyDictionary()
 @contextlib.contextmanager
 def own_precisions() -> Iterator[None]:
     """Traces products with the precision that their lines ask for, and no other."""
-    default = default_precision()
-    if default is None:
-        yield
-        return
-    with jax.default_matmul_precision(None), _APART(default):
+    apart = _APART((default_precision(),))
+    with jax.default_matmul_precision(None), apart:
         yield
 
 

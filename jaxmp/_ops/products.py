@@ -39,7 +39,6 @@ _32BIT = {FLOAT32, np.dtype(np.complex64)}
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
 _IMAGE = os.path.join("jax", "_src", "image")
-_FACTORISATIONS = os.path.join("jax", "_src", "lax", "linalg.py")
 
 
 def is_matrix_product(eqn: Equation, *, back: bool = False) -> bool:
@@ -106,18 +105,8 @@ def is_attention(eqn: Equation) -> bool:
 
 
 def has_default_precision(eqn: Equation) -> bool:
-    """Whether nobody has asked for a ``precision`` of a product in particular.
-
-    JAX asks for the highest where it factorises and inverts, and in the derivatives of
-    that, but forgets it in that of a QR decomposition.
-    """
-    is_default = all(p in (None, lax.Precision.DEFAULT) for p in _precisions(eqn))
-    return is_default and not is_of_factorisation(eqn)
-
-
-def is_of_factorisation(eqn: Equation) -> bool:
-    """Whether JAX has written a product for a factorisation or its derivative."""
-    return any(True for _ in frames(eqn, lambda file: file.endswith(_FACTORISATIONS)))
+    """Whether nobody has asked for a ``precision`` of a product in particular."""
+    return all(p in (None, lax.Precision.DEFAULT) for p in _precisions(eqn))
 
 
 def _precisions(eqn: Equation) -> tuple[Any, ...]:

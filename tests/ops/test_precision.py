@@ -300,3 +300,17 @@ def test_a_linear_solve_keeps_its_parts():
     with jax.default_matmul_precision("high"):
         got = jaxmp.autocast(jax.grad(solve))(W, X)
     np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_the_derivative_of_a_qr_decomposition_is_precise_inside_autocast_alone():
+    def loss(w):
+        return jnp.sum(jnp.sin(jnp.linalg.qr(w @ w)[0]))
+
+    plain = products(jax.grad(loss), W)
+    found = products(jaxmp.autocast(jax.grad(loss)), W)
+    precise = [dtype for dtype, p in found if p == HIGHEST]
+    # All but the matmul and its two gradients.
+    assert precise == ["float32"] * (len(plain) - 3)
+    assert len(plain) > 3
+    assert plain == products(jax.grad(loss), W)
+    assert {p for _, p in plain} == {None}

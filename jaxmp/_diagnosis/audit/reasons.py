@@ -6,7 +6,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place
 from ..._ops.lists import DEFAULT_OPS
-from ..._ops.products import has_default_precision, is_of_factorisation, is_resize
+from ..._ops.products import has_default_precision, is_resize
 from ..._ops.table import is_iota, is_power, is_view, multiplies_itself
 
 # What the user, or autocast's own marks, say of all that is in a scope.
@@ -97,8 +97,6 @@ def _written_in(dtypes: Iterable[str]) -> str:
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
     if is_resize(eqn):
         return "a resize whose result must be float32"
-    if is_of_factorisation(eqn):
-        return "part of a factorisation or of its derivative"
     if not has_default_precision(eqn):
         return "its `precision`"
     if place.opaque:
