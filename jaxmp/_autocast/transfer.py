@@ -20,7 +20,6 @@ class Spotted(NamedTuple):
     """Variables of which the equations of a jaxpr alone say what they are."""
 
     masks: set[Any]  # those of dropout
-    signs: set[Any]  # tests of equality that tell a sign
     powers: set[Equation]  # multiplications of more than four parts of one value
 
 
@@ -51,7 +50,7 @@ def needs_of_inputs(
         wide = needs.reader(False, back) | needs.DIGITS
         return [needs.PRODUCT if x else wide for x in classes.rounds(eqn)]
     if kind == "exact":
-        return _of_move(eqn, out, back, place.spotted.signs)
+        return _of_move(eqn, out, back)
     usual = _of_work(eqn, kind, out, place.kept, back)
     joins = kind == "smooth" and needs.is_half(out) and not back
     found = [usual | needs.later(out) if joins else usual] * count
@@ -72,7 +71,7 @@ def needs_of_inputs(
 
 def spotted_in(eqns: Sequence[Equation]) -> Spotted:
     """Returns what the equations of a jaxpr say of its variables."""
-    return Spotted(_masks_in(eqns), _signs_in(eqns), _powers_in(eqns))
+    return Spotted(_masks_in(eqns), _powers_in(eqns))
 
 
 def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
@@ -84,41 +83,6 @@ def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
         is_moved = bool(made) and found.issuperset(made) and _hands_mask_on(eqn, found)
         if is_mask or is_moved:
             found.update(eqn.outvars)
-    return found
-
-
-def _zeros_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns what is zero, moved at most."""
-    found: set[Any] = set()
-    for eqn in eqns:
-        if table.is_view(eqn) and all(_is_zero(x, found) for x in eqn.invars):
-            found.update(eqn.outvars)
-    return found
-
-
-def _is_zero(atom: Any, zeros: set[Any]) -> bool:
-    if not isinstance(atom, Literal):
-        return atom in zeros
-    return _jaxpr.number_of(atom) == 0
-
-
-def _signs_in(eqns: Sequence[Equation]) -> set[Any]:
-    """Returns the tests by which JAX differentiates a maximum with zero.
-
-    They ask whether it is zero, and whether it is what it was chosen from.
-    """
-    zeros = _zeros_in(eqns)
-    clipped: dict[Any, Any] = {}
-    found: set[Any] = set()
-    for eqn in eqns:
-        if table.is_extreme(eqn):
-            x, y = eqn.invars
-            if _is_zero(x, zeros) or _is_zero(y, zeros):
-                clipped[eqn.outvars[0]] = y if _is_zero(x, zeros) else x
-        elif table.tests_equal(eqn):
-            for x, y in (eqn.invars, eqn.invars[::-1]):
-                if is_in(x, clipped) and (_is_zero(y, zeros) or y is clipped[x]):
-                    found.update(eqn.outvars)
     return found
 
 
@@ -161,19 +125,19 @@ def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
     return any(isinstance(x, Literal) or x in masks for x in eqn.invars)
 
 
-def _of_move(eqn: Equation, out: Need, back: bool, signs: set[Any]) -> Sequence[Need]:
+def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
     """What is moved or chosen is read by whoever reads it then."""
     count = len(eqn.invars)
     moves = _jaxpr.is_cast(eqn) or table.is_saved(eqn)
     if moves or (table.picks(eqn) and is_float32(eqn.outvars[0])):
         return [out] * count
-    tells_sign = not signs.isdisjoint(eqn.outvars)
-    if table.tests_equal(eqn) and not back and not tells_sign:
+    if table.tests_equal(eqn) and not back:
         # Once they are rounded, others are equal.
         return [needs.reader(False, back) | needs.DIGITS] * count
-    # To compare with a number in the code is no computing: a relu.
+    # To compare with a number in the code is no computing: a relu. Nor is a test of the
+    # backward pass, which asks what a maximum has chosen.
     has_number = isinstance(eqn.invars[-1], Literal)
-    if tells_sign or (table.compares(eqn) and has_number):
+    if table.tests_equal(eqn) or (table.compares(eqn) and has_number):
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
     kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
