@@ -274,26 +274,3 @@ def rounded(eqn: Equation, operands: list[Any], dtype: np.dtype, backward: bool)
     limit = np.asarray(jnp.finfo(dtype).max, dtype)
     with jax.named_scope(SATURATED):
         return lax.clamp(-limit, out, limit)
-
-
-def moved(
-    eqn: Equation, array: Any, dtype: np.dtype, places: Sequence[Any] = ()
-) -> Any:
-    """Gathers, reverses or looks up in 16 bits; the gradient adds up in float32.
-
-    What is looked up is at ``places``, integers.
-    """
-
-    @jax.custom_jvp
-    def move(x, *places):
-        return _jaxpr.bind(eqn, [lax.convert_element_type(x, dtype), *places])[0]
-
-    @move.defjvp
-    def rule(primals, tangents):
-        wide = lax.convert_element_type(tangents[0], eqn.invars[0].aval.dtype)
-        # What fills places out of bounds is a number, and its tangent zero.
-        filled = {"fill_value": 0} if "fill_value" in eqn.params else {}
-        (out,) = _jaxpr.bind(eqn, [wide, *primals[1:]], **filled)
-        return move(*primals), lax.convert_element_type(out, dtype)
-
-    return move(array, *places)
