@@ -44,8 +44,8 @@ STEPS = [
     ("lstm", "jaxmp autocast", 1),
 ]
 # The most that autocast may cost in float16, in bytes but for 6N and temporary memory.
-# A sum with a norm's result is float32 there (rule 4), which a residual network feels
-# most; and the state of a cell is float32 (rule 8).
+# A sum with a norm's result is float32 there, which a residual network feels
+# most; and the state of a cell is float32.
 AUTOCAST = {
     "mlp": (1.05, 1.02),
     "gpt": (1.05, 1.09),

@@ -1,6 +1,6 @@
 """Writes down how autocast runs each operation of many programs, to compare later.
 
-The file is read in a diff: a change of a rule, or of the code that follows the rules,
+The file is read in a diff: a change of a sentence, or of the code that follows them,
 shows which operations of which programs run otherwise. The programs are the networks of
 ``price`` in small, those of ``tests/programs``, and generated ones, each as a loss and
 its gradients.
@@ -43,10 +43,11 @@ LAYERS = 2
 
 HEAD = f"""\
 How autocast runs each operation of the loss and the gradients of many programs: the
-operation, the dtype of its result, the number of the rule, and how many there are of
-them. `16` is computed in 16 bits, `16 rounded` in float32 and rounded once, `16 stored`
-in float32 and stored in 16 bits, `32` in float32. Where bfloat16 and float16 differ
-there is a number for each. A layer that JAX shares is counted once.
+operation, the dtype of its result, the sentence or the safeguard that says so (see
+docs/rules.md), and how many there are of them. `16` is computed in 16 bits, `16
+rounded` in float32 and rounded once, `16 stored` in float32 and stored in 16 bits, `32`
+in float32. Where bfloat16 and float16 differ there is a number for each. A layer that
+JAX shares is counted once.
 
 Written by `{COMMAND}` with JAX {JAXLIB}.
 """
@@ -123,7 +124,7 @@ def rows(build: Callable[[], Call]) -> list[str]:
         plan = planner.program(jaxpr, needs.FULL | needs.DIGITS)
         # What is not float32 leaves nothing to decide.
         found[dtype] = collections.Counter(
-            f"{step.eqn.primitive.name} {HOW[step.how]}, rule {step.rule}"
+            f"{step.eqn.primitive.name} {HOW[step.how]} ({step.rule})"
             for step in plan.all_steps()
             if step.inside is None and any(map(is_float32, step.eqn.outvars))
         )

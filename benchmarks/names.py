@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxmp
-from jaxmp._autocast import rules
 from jaxmp._autocast.emit import Emitter
 from jaxmp._autocast.plan import Planner, Step
 from jaxmp._jaxprs import jaxpr as _jaxpr
@@ -38,7 +37,7 @@ its result in a training step under autocast: `32 → 16` takes float32 and retu
 bits. The argument is the result of a matmul. In the first column the result feeds
 another matmul, in the second a loss. `32, rounded` is float32 that holds 16-bit
 numbers: cuDNN has no convolution that takes 16 bits and returns float32.
-[`jaxmp.explain`](explain.md) gives the [rule](rules.md) for each line of your own code.
+[`jaxmp.explain`](explain.md) gives the [sentence](rules.md) for each line of your code.
 
 Parameters stay float32, and a layer rounds its own copy of them. The tables hold for
 bfloat16 and for float16, unless a cell names float16.
@@ -342,7 +341,7 @@ def _is_convolved(var: Any, decided: dict[Any, Step]) -> bool:
         return False
     eqn, decision = decided[var].eqn, decided[var]
     if is_convolution(eqn):
-        return decision.rule == rules.PRODUCT
+        return decision.kind == "product"
     if bodies := [*_jaxpr.sub_jaxprs(eqn)]:
         inner = _jaxpr.open_jaxpr(bodies[-1]).outvars[eqn.outvars.index(var)]
         return _is_convolved(inner, decided)

@@ -43,8 +43,6 @@ from .passes import MARKERS, REWRITES
 from .passes.apart import apart
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 
-_KEPT_BY_ENDS = frozenset({KEPT_FOR_MOMENTS, KEPT_TO_COMPARE, KEPT_TO_END})
-
 
 class Wanted(NamedTuple):
     """An equation, and what its consumers need."""
@@ -150,10 +148,12 @@ class Analysis:
         refers = _jaxpr.call_kind(eqn) and _jaxpr.takes_reference(eqn)
         return KEPT_BY_REFERENCE if refers else None
 
-    def keeps(self, eqn: Equation, scopes: Scopes) -> int | None:
-        """Returns the rule by which ``scopes``, or the user, keep ``eqn``."""
-        if not _KEPT_BY_ENDS.isdisjoint(scopes):
-            return rules.ENDS
+    def keeps(self, eqn: Equation, scopes: Scopes) -> rules.Rule | None:
+        """Returns by what ``scopes`` or the user keep ``eqn``, None if they do not."""
+        if KEPT_FOR_MOMENTS in scopes:
+            return rules.MOMENTS
+        if KEPT_TO_END in scopes or KEPT_TO_COMPARE in scopes:
+            return rules.COMPARING
         is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
         return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
 

@@ -63,9 +63,9 @@ def autocast(
     are returned in float32 without rounding.
 
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
-    returns 16 bits if the result leads to another one through elementwise operations,
-    and float32 if not. Reductions, exponentials, norms, losses and whatever autocast
-    does not know are float32. The guide to autocast has the nine rules. Under
+    returns 16 bits if the result feeds another one through elementwise operations, and
+    float32 if not. Reductions, exponentials, norms, losses and whatever autocast does
+    not know are float32. ``docs/rules.md`` has the five sentences. Under
     ``"mixed_fp8"`` large matmuls round their operands further, to scaled float8.
 
     Args:

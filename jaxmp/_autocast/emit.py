@@ -154,7 +154,7 @@ class Emitter:
         plan = self.planner.program(jaxpr, returned, scopes or ())
         emitted = functools.partial(self.as_written, jaxpr, plan)
         results = with_default_precision(emitted, arrays)
-        if scopes is None and any(x.rule == rules.ENDS for x in plan.all_steps()):
+        if scopes is None and any(x.rule == rules.COMPARING for x in plan.all_steps()):
             warn_if_most_is_kept(plan)  # as in few programs
         return results
 
@@ -241,7 +241,7 @@ class Emitter:
                 return in_float32(step, ins)
 
     def _product(self, step: Step, ins: list[Value]) -> Sequence[Any]:
-        """Applies a product to operands in 16 bits, or rounded to 8 (rule 2)."""
+        """Applies a product to operands in 16 bits, or rounded to 8."""
         # The default is for float32, and JAX would give it to the derivatives.
         eqn, dtype = with_precision(step.eqn), step.dtype
         operands = [
@@ -293,7 +293,7 @@ class Emitter:
 
 
 def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
-    """Applies elementwise work, a choice or a move in 16 bits (rules 3 and 4)."""
+    """Applies elementwise work, a choice or a move in 16 bits."""
     eqn, dtype = step.eqn, step.dtype
     # The transpose of copying is a sum, which is to run in float32.
     sums = table.copies(eqn) and not _jaxpr.is_differentiated(eqn)
@@ -347,8 +347,8 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
             if step.how == "stored" and not needs.is_rounded_for_products(need):
                 x = storage.kept(x, step.back)
             # Where somebody widens it again, for whom XLA would store float32.
-            joins = table.joins(eqn) or step.rule == rules.FOLLOWS
-            if step.how == "rounded" and joins and needs.has_several(one):
+            firmly = step.how == "rounded" and not table.squashes(eqn)
+            if firmly and needs.has_several(one):
                 x = firmly_rounded(x)
         results.append(x)
     return results

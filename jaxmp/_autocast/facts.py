@@ -26,6 +26,9 @@ class Facts(NamedTuple):
     # Stored in 16 bits for a matmul, and read from there by the backward pass in
     # float32: the axes over which it sums to one, if any.
     kept: tuple[int, ...] | None = None
+    # Read in float32 by the iterations of a scan that somebody may differentiate
+    # outside of autocast, so that its gradients add up in float32.
+    constant: bool = False
     # The iterations of a loop add it up, in float32: what is known of that sum. All
     # others read it in 16 bits, as the backward pass does.
     exact: "Facts | None" = None

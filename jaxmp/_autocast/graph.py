@@ -18,7 +18,7 @@ from .._ops.products import is_matrix_product
 from .._ops.table import Definition
 from .needs import Need
 
-# So many rounded values, and no more, may multiply one another (rule 8).
+# So many rounded values, and no more, may multiply one another.
 OFTEN = 4
 # Equations whose jaxprs are looked through: they run one of them, at least once.
 _ENTERED = frozenset(

@@ -1,4 +1,4 @@
-"""What the readers of a value need of it: a set of nine kinds of reader.
+"""What the readers of a value need of it: a set of kinds of reader.
 
 This is the whole lattice: sets, which join by union. Others put them together with
 ``|`` and hand them on. What they mean is asked for by the predicates below, and nowhere
@@ -20,6 +20,8 @@ GATE: Need = 64  # so do those of what it becomes: it multiplies what a loop car
 REGION: Need = 128  # the user keeps in float32 what reads it
 COMPARED: Need = 256  # a loop compares it, or what comes of it, with its own numbers
 LATER: Need = 512  # float32 work reads what 16-bit work of the forward pass makes of it
+# Beside GATE or DIGITS: many factors multiply one another, and that is the reason.
+MANY: Need = 1024
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
@@ -90,7 +92,7 @@ def is_carried(last: Need, trip: Need) -> bool:
 
 def is_for_backward(need: Need) -> bool:
     """Whether the backward pass alone reads a value, such as a slope."""
-    return bool(need & _BACK) and not need & ~(_BACK | DIGITS)
+    return bool(need & _BACK) and not need & ~(_BACK | DIGITS | MANY)
 
 
 def has_backward(need: Need) -> bool:
@@ -106,6 +108,11 @@ def has_digits(need: Need) -> bool:
 def has_gate(need: Need) -> bool:
     """Whether what a loop carries is multiplied by what is made of a value."""
     return bool(need & GATE)
+
+
+def has_many(need: Need) -> bool:
+    """Whether a value is among many factors that multiply one another."""
+    return bool(need & MANY)
 
 
 def is_compared(need: Need) -> bool:
@@ -138,7 +145,7 @@ def is_exact(need: Need) -> bool:
 
 def has_several(need: Need) -> bool:
     """Whether readers of several kinds read a value."""
-    need &= ~LATER
+    need &= ~(LATER | MANY)
     return bool(need & (need - 1))
 
 
@@ -174,7 +181,7 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
         squashed: Whether it comes close to one only where it hardly changes, such as a
             sigmoid, so that a gate is no steeper than what it is computed from.
     """
-    return need & (DIGITS if squashed else EVERYTHING)
+    return need & (DIGITS if squashed else EVERYTHING | MANY)
 
 
 def scaled(need: Need, usual: Need) -> Need:

@@ -41,6 +41,7 @@ from .graph import GIVEN as GIVEN_WITHOUT_PRODUCT
 from .graph import Trip, definitions_of, joined
 from .needs import Need
 from .passes.apart import read_by_pass
+from .rules import Rule
 from .spelling import spelled
 
 How = Literal[
@@ -58,15 +59,15 @@ End = Literal["wide", "half", "stacked", "free"]
 
 # The scopes that tell the audit why what follows its operands does not run in 16 bits.
 # Where there is none, an operand or a reader is float32.
-_REASONS = {rules.DIGITS: KEPT_FOR_DIGITS, rules.LOOP: KEPT_IN_LOOP}
+_REASONS = {rules.GATES: KEPT_IN_LOOP, rules.LOOPS: KEPT_IN_LOOP}
 
 
 class Decision(NamedTuple):
-    """How an equation runs, and the number of the rule that says so."""
+    """How an equation runs, and the sentence or the safeguard that says so."""
 
     how: How
-    rule: int
-    computed_by: int = rules.FLOAT32  # the rule by which what is stored is float32
+    rule: Rule
+    computed_by: Rule = rules.FLOAT32  # by which what is stored is float32
 
 
 class Inside(NamedTuple):
@@ -87,8 +88,8 @@ class Step(NamedTuple):
     eqn: Equation
     kind: Class
     how: How
-    rule: int
-    computed_by: int  # the rule by which what is stored is float32
+    rule: Rule  # the sentence or the safeguard that says so
+    computed_by: Rule  # the same for how it is computed, where it is stored otherwise
     dtype: np.dtype  # the 16 bits, where it has them
     outs: tuple[Facts, ...]  # of what it returns
     read: Trip  # what is needed of that
@@ -106,6 +107,11 @@ class Step(NamedTuple):
     def need(self) -> Need:
         """What the consumers of its outputs need."""
         return joined(self.read.wanted)
+
+    @property
+    def is_read_exactly(self) -> bool:
+        """Whether it is float32 because somebody reads what it returns exactly."""
+        return self.rule == rules.FLOAT32 and _is_read_exactly(self.need)
 
     @property
     def is_summed(self) -> bool:
@@ -311,8 +317,9 @@ class Planner:
                 why = analysis.reason(eqn, around) or why
                 step = step._replace(precision=analysis.precision(eqn, around))
             else:
-                is_float = decision.how == "float32"
-                why = _REASONS.get(decision.rule) if is_float else None
+                why = _REASONS.get(decision.rule)
+                if step.is_read_exactly:
+                    why = KEPT_FOR_DIGITS
         return step._replace(why=why, outs=self._outs(step, ins, at.definition))
 
     def _outs(
@@ -553,7 +560,9 @@ class Planner:
                 given[i], passed[i] = ins[i].rounded(one), one
             weights = tuple(i for i in range(start) if given[i].half)
         else:  # what each trip sends back to it adds up in float32
-            given[:start] = [x.widened() for x in ins[:start]]
+            given[:start] = [
+                x.widened()._replace(constant=x.half or x.constant) for x in ins[:start]
+            ]
             passed[:start] = ["wide"] * start
         given[stop:] = [
             x._replace(scalar=None, kept=facts.slices(x.kept)) for x in given[stop:]
@@ -600,7 +609,7 @@ class Planner:
         return Inside(tuple(passed), tuple(bodies), trip, scopes, weights), tuple(outs)
 
     def _carried(self, wanted: Wanted, ins: Sequence[Facts], trip: Trip) -> list[Facts]:
-        """Returns what a loop may carry, going by what it starts from (rule 8)."""
+        """Returns what a loop may carry, going by what it starts from."""
         eqn, dtype = wanted.eqn, self.dtype_in(wanted.back)
         layout = _jaxpr.call_layout(eqn)
         given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], ())
@@ -625,7 +634,7 @@ class Planner:
         carried: Sequence[Facts],
         consumers: Consumers,
     ) -> tuple[End, ...]:
-        """Returns the dtypes of what each trip of a loop returns (rules 7 and 8)."""
+        """Returns the dtypes of what each trip of a loop returns."""
         layout = _jaxpr.call_layout(wanted.eqn)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stacks = not wanted.back and self.dtype != np.float16
@@ -654,7 +663,7 @@ class Planner:
         carried: Sequence[Facts],
         consumers: Consumers,
     ) -> dict[int, int]:
-        """Returns what a scan stacks of its sums for the backward pass alone (rule 7).
+        """Returns what a scan stacks of its sums for the backward pass alone.
 
         As where it is to compute a layer again. The layer then reads the sum as it is
         stacked, in 16 bits, in both passes.
@@ -731,7 +740,7 @@ def _with(items: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
 
 
 def decide(
-    wanted: Wanted, ins: Sequence[Facts], dtype: np.dtype, *, kept: int | None
+    wanted: Wanted, ins: Sequence[Facts], dtype: np.dtype, *, kept: Rule | None
 ) -> Decision:
     """Decides how an equation runs.
 
@@ -739,7 +748,7 @@ def decide(
         wanted: The equation, its class, and what its consumers need.
         ins: What is known of its inputs.
         dtype: The 16-bit dtype.
-        kept: The rule by which its scopes keep it as it was written, None if none does.
+        kept: By what its scopes keep it as it was written, None if they do not.
     """
     eqn, kind, need = wanted.eqn, wanted.kind, wanted.need
     if not any(map(is_float32, eqn.outvars)):
@@ -747,29 +756,36 @@ def decide(
     half = needs.is_half(need)
     if kind == "product":
         if any(map(needs.is_half, wanted.read.wanted)):
-            return Decision("half", rules.PRODUCT)
-        return Decision("float32", _of_float32(wanted, rules.PRODUCT))
+            return Decision("half", rules.BETWEEN)
+        return Decision("float32", _of_float32(wanted))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
-        return Decision("half" if holds else "rounded", rules.FOLLOWS)
+        stored = kind == "exact" and any([x.kept is not None for x in ins])
+        rule = rules.STORED if stored else rules.BETWEEN
+        return Decision("half" if holds else "rounded", rule)
     cuts = kind == "exact" and table.cuts(eqn) and ins[0].product
     if cuts and any(map(needs.is_half, wanted.read.wanted)):
-        return Decision("rounded", rules.FOLLOWS)  # as if a product returned it alone
-    if kind == "smooth" and half and table.joins(eqn):
-        how = _joins(ins, dtype)
-        if how is not None:
-            return Decision(how, rules.JOINS)
+        return Decision("rounded", rules.BETWEEN)  # as if a product returned it alone
+    usual = rules.FLOAT32
+    if half and kind in ("exact", "smooth") and any([x.constant for x in ins]):
+        usual = rules.CONSTANTS
+    if kind == "smooth" and half and table.joins(eqn) and any([x.half for x in ins]):
+        if _all_given([x for x in ins if not x.half]):
+            return Decision("half", rules.BETWEEN)  # a bias is rounded as weights are
+        if dtype != np.float16:
+            return Decision("rounded", rules.BETWEEN)
+        usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
     if sums and wanted.back and is_sent_back(eqn, ins):
-        return Decision("stored", rules.KEPT)
+        return Decision("stored", rules.STORED)
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
-        return Decision("stored", rules.KEPT, kept or rules.FLOAT32)
+        return Decision("stored", rules.STORED, kept or usual)
     squashes = table.squashes(eqn) and not _all_given(ins)
     behind = any([x.powers for x in ins])
     if half and squashes and needs.is_squashed_for_products(need, behind=behind):
-        return Decision("rounded", rules.JOINS)
+        return Decision("rounded", rules.BETWEEN)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
@@ -778,15 +794,14 @@ def decide(
             and needs.is_rounded_for_products(need)
             and ins[0].is_float32(eqn.invars[0])
         ):
-            return Decision("half", rules.KEPT)
+            return Decision("half", rules.STORED)
         if table.gathers(eqn):  # devices send one another 16 bits
-            return Decision("stored", rules.KEPT)
-    usual = rules.FOLLOWS if kind == "exact" else rules.FLOAT32
+            return Decision("stored", rules.STORED)
     return Decision("float32", kept or _of_float32(wanted, usual))
 
 
 def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
-    """Whether what ``eqn`` of a backward pass returns was sent back by a product.
+    """Whether what ``eqn`` of a backward pass returns is made of a product's cotangent.
 
     It is made of that elementwise, so each of its entries has been rounded, and
     may be once more. Not behind a factor that was given, which may bring them out
@@ -834,20 +849,29 @@ def is_copied(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
     return bool(computed) and all(x.copied for x in computed)
 
 
-def _of_float32(wanted: Wanted, usual: int) -> int:
-    """Returns by which rule something is float32, if its readers decide that."""
+def _of_float32(wanted: Wanted, usual: Rule = rules.FLOAT32) -> Rule:
+    """Returns by what something is float32, if its readers decide that."""
     need = wanted.need
     if needs.has_region(need):
         return usual  # what the user keeps, or nobody knows, reads it as it is
-    if wanted.read.summed or needs.has_gate(need):
-        return rules.LOOP
-    return rules.DIGITS if needs.has_digits(need) else usual
+    if wanted.read.summed:
+        return rules.LOOPS
+    if needs.has_many(need):
+        return rules.GATES
+    if needs.has_gate(need):
+        return rules.LOOPS
+    return rules.FLOAT32 if needs.has_digits(need) else usual
+
+
+def _is_read_exactly(need: Need) -> bool:
+    """Whether somebody reads a value exactly, and no float32 region reads it."""
+    return needs.has_digits(need) and not needs.has_region(need)
 
 
 def _follows(
     eqn: Equation, kind: Class, ins: Sequence[Facts], half: bool, dtype: np.dtype
 ) -> bool:
-    """Whether elementwise work, a choice or a move runs in 16 bits (rule 3)."""
+    """Whether elementwise work, a choice or a move runs in 16 bits."""
     floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
     if not any([x.half for x in floats]):
         return False
@@ -858,15 +882,6 @@ def _follows(
     if kept and kind == "smooth" and not table.joins(eqn):
         return False
     return all([x.half or (x.scalar is not None and x.fits(dtype)) for x in floats])
-
-
-def _joins(ins: Sequence[Facts], dtype: np.dtype) -> How | None:
-    """Returns how a sum of 16 bits and of something else is made (rule 4)."""
-    if not any([x.half for x in ins]):
-        return None
-    if _all_given([x for x in ins if not x.half]):
-        return "half"  # a bias is rounded as weights are
-    return None if dtype == np.float16 else "rounded"
 
 
 def _all_given(ins: Sequence[Facts]) -> bool:

@@ -1,4 +1,4 @@
-"""How much of a program is float32 because loops decide by comparing (rule 9)."""
+"""How much of a program is float32 because loops decide by comparing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import BACKWARD, KEPT_TO_COMPARE, KEPT_TO_END
 from .._ops.products import flops
+from . import rules
 from .plan import Plan
 
 
@@ -19,11 +20,12 @@ def warn_if_most_is_kept(plan: Plan) -> None:
     warn(
         f"Of the FLOPs that autocast decides about, {kept / (half + kept):.0%} stay in "
         "float32, because a loop decides by comparing what they compute: it ends at a "
-        "tolerance, or takes a step or leaves it (rule 9). `jaxmp.audit` names the "
-        "lines. For 16 bits put `autocast` around what the loop calls, so that it "
-        "compares numbers of one kind, as in `optax.lbfgs` with `value_fn=loss` and "
-        "`loss = jaxmp.autocast(loss_fn, policy)`; or leave the solver out of "
-        "`autocast`, or in `jaxmp.float32_region`, where float32 is what you want."
+        "tolerance, or takes a step or leaves it. `jaxmp.audit` names the lines "
+        f"(safeguard: {rules.COMPARING}). For 16 bits put `autocast` around what the "
+        "loop calls, so that it compares numbers of one kind, as in `optax.lbfgs` with "
+        "`value_fn=loss` and `loss = jaxmp.autocast(loss_fn, policy)`; or leave the "
+        "solver out of `autocast`, or in `jaxmp.float32_region`, where float32 is what "
+        "you want."
     )
 
 

@@ -16,7 +16,7 @@ from .facts import Facts
 
 
 def kept(array: Any, back: bool) -> Any:
-    """Returns a 16-bit value that a product takes and the backward pass reads (rule 7).
+    """Returns a 16-bit value that a product takes and the backward pass reads.
 
     XLA would keep what it was computed from, and compute it anew, if there were nothing
     between the rounding and those who widen the value again.
@@ -55,7 +55,7 @@ def _with_digits_of_bfloat16(wide: Any) -> Any:
 
 
 def gathered(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
-    """Gathers a weight in 16 bits, for products to take (rule 7).
+    """Gathers a weight in 16 bits, for products to take.
 
     It is widened behind, and rounded by each reader to the same number, so that the
     gradients of all readers, and of all devices, add up in float32.

@@ -63,7 +63,7 @@ def needs_of_inputs(
     if place.summed:
         found = _of_sum_over_trips(eqn, place)
     if eqn in place.spotted.powers:
-        found = [x | needs.GATE for x in found]
+        found = [x | needs.GATE | needs.MANY for x in found]
     if (i := table.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
     return found

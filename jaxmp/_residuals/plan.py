@@ -224,7 +224,7 @@ def exact_of(
     is_left: IsLeft,
     scopes: Scopes = (),
 ) -> set[Any]:
-    """Returns the variables of a backward pass whose digits somebody needs (rule 6).
+    """Returns the variables of a backward pass whose digits somebody needs.
 
     Args:
         eqns: The equations of the backward pass.

@@ -13,27 +13,15 @@ import numpy as np
 from values import PASSES, Value
 
 import jaxmp
-from jaxmp._autocast import classes, needs
+from jaxmp._autocast import classes, needs, rules
 from jaxmp._autocast.plan import Plan, Planner
-from jaxmp._autocast.transfer import spotted_in
 from jaxmp._jaxprs import jaxpr as _jaxpr
-from jaxmp._jaxprs.scopes import (
-    KEPT_FOR_MOMENTS,
-    KEPT_TO_COMPARE,
-    KEPT_TO_END,
-    Scopes,
-    inside,
-    is_backward,
-    is_decided,
-)
+from jaxmp._jaxprs.scopes import Scopes, inside, is_backward, is_decided
 from jaxmp._ops import table
 from jaxmp._ops.precision import own_precisions
 
-# Safeguards that keep whole operations as they were written, by their scopes.
-_REGIONS = {
-    "comparing loop": {KEPT_TO_END, KEPT_TO_COMPARE},
-    "variance by moments": {KEPT_FOR_MOMENTS},
-}
+# Safeguards that keep whole operations as they were written.
+_REGIONS = rules.COMPARING, rules.MOMENTS
 
 
 def values_of(
@@ -52,7 +40,7 @@ def values_of(
         jaxpr = jax.make_jaxpr(lambda *xs: fun(*tree.unflatten(xs)))(*leaves)
     planner = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS)
     plan = planner.program(jaxpr, needs.FULL | needs.DIGITS)
-    program = _Program(planner)
+    program = _Program()
     given = [program.new("argument", [], v, None) for v in jaxpr.jaxpr.invars]
     for out in program.through(jaxpr, given, plan, ()):
         if isinstance(out, Value):
@@ -84,8 +72,7 @@ def _link(values: Sequence[Value]) -> None:
 class _Program:
     """Goes through a jaxpr and its plan."""
 
-    def __init__(self, planner: Planner):
-        self.marks = planner.analysis._marks  # pyright: ignore[reportPrivateUsage]
+    def __init__(self):
         self.values: list[Value] = []
 
     def new(
@@ -98,7 +85,7 @@ class _Program:
         params: Any = None,
         back: bool = False,
         kept: bool = False,
-        rule: int | None = None,
+        rule: rules.Rule | None = None,
         place: int = 0,
         known: bool = True,
     ) -> Value:
@@ -120,9 +107,17 @@ class _Program:
         return value
 
     def through(
-        self, jaxpr: Any, ins: Sequence[Any], plan: Plan | None, scopes: Scopes
+        self,
+        jaxpr: Any,
+        ins: Sequence[Any],
+        plan: Plan | None,
+        scopes: Scopes,
+        holder: rules.Rule | None = None,
     ) -> list[Any]:
-        """Returns what a jaxpr returns, given such values."""
+        """Returns what a jaxpr returns, given such values.
+
+        Without a plan, its operations are as the plan says of what holds them.
+        """
         body = _jaxpr.open_jaxpr(jaxpr)
         steps = {x: s for s in plan.steps for x in s.eqn.outvars} if plan else {}
         env: dict[Any, Any] = dict(zip(_jaxpr.in_vars(jaxpr), ins, strict=True))
@@ -138,8 +133,6 @@ class _Program:
                 return self.new("constant", [], atom, None)
             return float(number) if np.isrealobj(number) else complex(number)
 
-        gates = [x for eqn in spotted_in(body.eqns).powers for x in eqn.invars]
-        gates += self.marks.get(body, {})
         for eqn in body.eqns:
             given = [read(x) for x in eqn.invars]
             found = [steps[x] for x in eqn.outvars if x in steps]
@@ -150,19 +143,9 @@ class _Program:
                 x: y for s in found for x, y in zip(s.eqn.outvars, s.outs, strict=True)
             }
             step = found[0] if found else None
-            outs = self.of(eqn, given, step, facts, scopes, known=known)
+            told = (step, facts, scopes, holder)
+            outs = self.of(eqn, given, *told, known=known)
             env.update(zip(eqn.outvars, outs, strict=True))
-        for var in gates:
-            if (
-                isinstance(
-                    value := env.get(var)
-                    if not isinstance(var, _jaxpr.Literal)
-                    else None,
-                    Value,
-                )
-                and not value.half
-            ):
-                value.safeguard = value.safeguard or "gates"
         return [read(x) for x in body.outvars]
 
     def of(
@@ -172,6 +155,7 @@ class _Program:
         step: Any,
         facts: dict[Any, Any],
         scopes: Scopes,
+        holder: rules.Rule | None,
         *,
         known: bool,
     ) -> list[Any]:
@@ -185,19 +169,19 @@ class _Program:
         role = "matmul" if step and step.kind == "product" else role
         within = inside(eqn, around)
         kind = _jaxpr.call_kind(eqn)
-        rule = step.rule if step else None
+        rule = step.rule if step else holder
         common = {"back": back, "kept": kept, "rule": rule}
 
-        scopes_of_step = set(step.around) if step else set()
-        named = [x for x, found in _REGIONS.items() if found & scopes_of_step]
+        by = step.computed_by if step and step.how == "stored" else rule
+        safeguard = by if by in rules.SAFEGUARDS else None
 
         def new(op, of, var, facts=None, *, known=known, **more):
             value = self.new(op, of, var, facts, known=known, **common, **more)
-            value.safeguard = named[0] if named else None
+            value.safeguard = safeguard
             value.role = "move" if op in PASSES and "custom" not in op else role
             return value
 
-        if not kind or named or _jaxpr.takes_reference(eqn):
+        if not kind or safeguard in _REGIONS or _jaxpr.takes_reference(eqn):
             return [
                 new(
                     eqn.primitive.name,
@@ -232,7 +216,7 @@ class _Program:
                     new(passes[kind], [x], var, f, known=True)
                     for x, var, f in zip(given, variables, told, strict=True)
                 ]
-            results.append(self.through(jaxpr, given, plan, within))
+            results.append(self.through(jaxpr, given, plan, within, rule))
         if kind == "cond":
             _decides(ins[0])
             return [
@@ -262,7 +246,7 @@ class _Program:
         for x in given:
             is_wide = x.op == "constant of loop" and not x.half
             if is_wide and isinstance(x.of[0], Value) and x.of[0].half:
-                x.safeguard = x.safeguard or "loop constants"
+                x.safeguard = x.safeguard or rules.CONSTANTS
         *tests, body = layout.bodies
         plan = plans.get(id(body.jaxpr)) or (bodies[-1][1] if bodies else None)
         outs = self.through(body.jaxpr, given, plan, scopes)

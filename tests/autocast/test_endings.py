@@ -293,4 +293,4 @@ def test_loops_that_compare_what_products_return_stay_float32(fun):
 
 def test_the_audit_says_why():
     report = jaxmp.audit(jaxmp.autocast(fixed_point, "bfloat16"))(W, X)
-    assert "in a loop that decides by comparing" in str(report)
+    assert "safeguard: comparing loop" in str(report)

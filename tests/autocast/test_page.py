@@ -1,4 +1,4 @@
-"""The pages on autocast say what it does: its rules, and the dtype of each name."""
+"""The pages on autocast say what it does: its sentences, and the dtype of each name."""
 
 import re
 from pathlib import Path
@@ -14,27 +14,43 @@ from jaxmp import autocast
 from jaxmp._autocast import rules
 
 DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "sentences.md"
 PAGE = (DOCS / "rules.md").read_text()
 EXAMPLES = re.findall(r"- `y = (.+?)`, then `(.+?)`: `y` is (\w+)\.", PAGE)
 
 
-def test_the_page_has_the_terms_and_the_rules_word_for_word():
-    page = " ".join(PAGE.split())
-    assert all(term in page for term in rules.TERMS.values())
-    for number, sentence in rules.RULES.items():
+def spelled(path):
+    return " ".join(path.read_text().split())
+
+
+def test_the_pages_have_the_sentences_and_the_safeguards_word_for_word():
+    page, whole = spelled(DOCS / "rules.md"), spelled(Path(__file__).parent / TEXT)
+    for number, sentence in rules.SENTENCES.items():
         assert f" {number}. {sentence} " in page
+        assert f" {sentence} " in whole
+    for name, sentence in rules.SAFEGUARDS.items():
+        assert f" **{name}**: {sentence} *" in page
+        assert f" **{name}**: {sentence[0].lower()}{sentence[1:]} *" in whole
 
 
-def test_each_rule_has_an_example():
-    section = PAGE[
-        PAGE.index("## The nine rules") : PAGE.index("Where two rules disagree")
-    ]
-    for rule in re.split(r"\n\d+\. ", section)[1:]:
-        assert "- `y = " in rule
+def test_there_are_five_sentences_and_five_safeguards_and_each_is_one_sentence():
+    assert list(rules.SENTENCES) == [1, 2, 3, 4, 5]
+    assert len(rules.SAFEGUARDS) == 5
+    for sentence in (rules.SENTENCES | rules.SAFEGUARDS).values():
+        assert sentence.endswith(".")
+        assert ". " not in sentence
+        assert "unless" not in sentence
+        assert len(sentence.split()) <= 36
+
+
+def test_each_sentence_has_an_example():
+    section = PAGE[PAGE.index("## Five sentences") : PAGE.index("## Five safeguards")]
+    for sentence in re.split(r"\n\d+\. ", section)[1:]:
+        assert "- `y = " in sentence
 
 
 @pytest.mark.parametrize(("first", "then", "dtype"), EXAMPLES)
-def test_an_example_of_a_rule_has_the_dtype_that_the_page_says(first, then, dtype):
+def test_an_example_has_the_dtype_that_the_page_says(first, then, dtype):
     def fun(x, w, b):
         known = {"x": x, "w": w, "b": b, "jax": jax, "jnp": jnp, "lax": lax}
         y = checkpoint_name(eval(first, known), "y")

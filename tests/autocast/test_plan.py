@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from jaxmp._autocast import needs, rules
+from jaxmp._autocast import needs
 from jaxmp._autocast.facts import GIVEN
 from jaxmp._autocast.graph import Trip
 from jaxmp._autocast.plan import Planner
@@ -29,7 +29,7 @@ def mean_away(h):
     return h - h.mean(-1, keepdims=True)
 
 
-# What is made of `X @ W`; then the dtype of that matmul, and the rule that says so.
+# What is made of `X @ W`; then the dtype of that matmul, and the sentence that says so.
 CONSUMERS = {
     "another product": (lambda h: h @ W, "half", 2),
     "a product, transposed": (lambda h: h.T @ h, "half", 2),
@@ -37,23 +37,23 @@ CONSUMERS = {
     "a relu by hand": (lambda h: lax.select(h > 0.0, h, 0 * h) @ W, "half", 2),
     "a dropout": (lambda h: ((h > 1.0) * h / 0.9) @ W, "half", 2),
     "a tanh before one": (lambda h: jnp.tanh(h) @ W, "half", 2),
-    "a sum": (lambda h: h.sum(), "float32", 2),
+    "a sum": (lambda h: h.sum(), "float32", 3),
     "a shortcut and a norm": (lambda h: (h + mean_away(h) @ W) @ W, "half", 2),
-    "an exponential": (jnp.exp, "float32", 6),
-    "a softmax": (lambda h: jax.nn.softmax(h) @ W, "float32", 6),
-    "a logarithm of a sigmoid": (lambda h: jnp.log(jax.nn.sigmoid(h)), "float32", 6),
-    "a divisor": (lambda h: (X / h) @ W, "float32", 6),
+    "an exponential": (jnp.exp, "float32", 3),
+    "a softmax": (lambda h: jax.nn.softmax(h) @ W, "float32", 3),
+    "a logarithm of a sigmoid": (lambda h: jnp.log(jax.nn.sigmoid(h)), "float32", 3),
+    "a divisor": (lambda h: (X / h) @ W, "float32", 3),
     "a mean that is taken away": (lambda h: mean_away(h) @ W, "half", 2),
     "a difference": (lambda h: (h - h[::-1]) @ W, "half", 2),
-    "an equality": (lambda h: (h == h[::-1]).sum(), "float32", 6),
-    "a scale of a million": (lambda h: (1e6 * h) @ W, "float32", 2),
+    "an equality": (lambda h: (h == h[::-1]).sum(), "float32", 3),
+    "a scale of a million": (lambda h: (1e6 * h) @ W, "float32", 3),
     "a float32 region": (
-        lambda h: jaxmp.float32_region(jnp.matmul)(h, W), "float32", 2
+        lambda h: jaxmp.float32_region(jnp.matmul)(h, W), "float32", 3
     ),
     "a callback": (
-        lambda h: jax.pure_callback(lambda x: x, h, h) @ W, "float32", 6
+        lambda h: jax.pure_callback(lambda x: x, h, h) @ W, "float32", 3
     ),
-    "nobody": (lambda h: W, "float32", 2),
+    "nobody": (lambda h: W, "float32", 3),
 }  # fmt: skip
 
 
@@ -124,12 +124,3 @@ def test_layers_that_share_a_jaxpr_are_planned_once():
     assert len(plan.steps) == 10
     # The first is given an argument, and the others what a layer has returned.
     assert len({*plan.plans()}) == 3
-
-
-def test_there_are_nine_rules_and_each_is_one_sentence():
-    assert list(rules.RULES) == list(range(1, 10))
-    for sentence in rules.RULES.values():
-        assert sentence.endswith(".")
-        assert ". " not in sentence
-        assert "unless" not in sentence
-        assert len(sentence.split()) <= 36

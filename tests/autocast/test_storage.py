@@ -951,7 +951,7 @@ def log_of_a_sum(w, b, x):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rule_is_given_cotangents_that_cancel_in_float32(dtype):
-    """Around the gradient there is no rule left: its sum reads what rule 7 stores."""
+    """Around the gradient there is no rule left: its sum reads what is stored."""
     args = W, X[0], X
     cast = jax.grad(jaxmp.autocast(log_of_a_sum, dtype), (0, 1))
     for found, expected in zip(

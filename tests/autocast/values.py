@@ -44,11 +44,11 @@ class Value:
     returned: bool = False  # by the program; or a loop or a branch is decided by it
     readers: list[tuple["Value", int]] = dataclasses.field(default_factory=list)
     # What autocast does, for whoever compares, and no business of the oracle: whether
-    # the value has 16 bits, None where autocast has written other operations; the
-    # number of the rule that says so; the safeguard that keeps it in float32; and
-    # whether it is computed by a "matmul" or a "move".
+    # the value has 16 bits, None where autocast has written other operations; what
+    # the plan says of it: a sentence's number or a safeguard's name; the safeguard that
+    # keeps it in float32; and whether it is computed by a "matmul" or a "move".
     half: bool | None = None
-    rule: int | None = None
+    rule: int | str | None = None
     safeguard: str | None = None
     role: str = ""
 
@@ -62,5 +62,5 @@ class Value:
         bits += f" {self.safeguard}" * bool(self.safeguard)
         return (
             f"{self.number} = {self.op}({of}) {self.dtype}{list(self.shape)}"
-            f"{marks}: {bits}, rule {self.rule}"
+            f"{marks}: {bits} ({self.rule})"
         )

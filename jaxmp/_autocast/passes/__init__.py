@@ -34,12 +34,12 @@ REWRITES = {
     ),
     "moments": Pass(
         moments,
-        "keeps means of a number and of its square in float32 (rule 9)",
+        "keeps means of a number and of its square in float32",
         "test_a_variance_by_a_window_is_near_that_of_float32",
     ),
     "endings": Pass(
         endings,
-        "keeps loops that decide by comparing results of matmuls in float32 (rule 9)",
+        "keeps loops that decide by comparing results of matmuls in float32",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),
     "hoisting": Pass(
@@ -51,12 +51,12 @@ REWRITES = {
 MARKERS = {
     "compared": Pass(
         compared,
-        "keeps what loops are given to compare with in float32 (rule 9)",
+        "keeps what loops are given to compare with in float32",
         "test_a_search_that_compares_with_what_was_computed_before_moves",
     ),
     "gates": Pass(
         gates,
-        "keeps gates that multiply a number many times in float32 (rule 8)",
+        "keeps gates that multiply a number many times in float32",
         "test_gates_of_which_many_multiply_one_another_have_all_digits",
     ),
 }

@@ -109,10 +109,10 @@ class _Gates:
                 many = _SCALED | _GATE if eqn in self._multiplications else 0
                 for var, kind, other in zip(eqn.invars, ins, ins[::-1], strict=True):
                     if kind & _GATE and other & (_STATE | many):
-                        self.found.add((owner, var, needs.GATE))
+                        self.found.add((owner, var, needs.GATE | needs.MANY))
                         made |= _STATE
                     if kind & _STATE and not is_backward(eqn, here):
-                        self.found.add((owner, var, needs.DIGITS))
+                        self.found.add((owner, var, needs.DIGITS | needs.MANY))
             return [made] * len(eqn.outvars)
 
         key = owner, tuple(ins), marks(scopes)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from ..._autocast import rules
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place
@@ -11,11 +12,11 @@ from ..._ops.table import is_iota, is_power, is_view, multiplies_itself
 
 # What the user, or autocast's own marks, say of all that is in a scope.
 _SCOPES = {
-    _scopes.KEPT_FOR_MOMENTS: "a mean of a number and of its square (rule 9)",
-    _scopes.KEPT_TO_END: "in a loop that decides by comparing (rule 9)",
-    _scopes.KEPT_TO_COMPARE: "a loop compares what comes of it (rule 9)",
-    _scopes.KEPT_FOR_DIGITS: "its reader needs float32 (rule 6)",
-    _scopes.KEPT_IN_LOOP: "a loop or a long product takes it (rule 8)",
+    _scopes.KEPT_FOR_MOMENTS: f"safeguard: {rules.MOMENTS}",
+    _scopes.KEPT_TO_END: f"safeguard: {rules.COMPARING}",
+    _scopes.KEPT_TO_COMPARE: f"safeguard: {rules.COMPARING}",
+    _scopes.KEPT_FOR_DIGITS: "read exactly (3)",
+    _scopes.KEPT_IN_LOOP: "a loop or a long product takes it (4)",
     _scopes.FLOAT32: "float32 region",
     _scopes.KEPT_BY_PATHS: "`float32_paths`",
     _scopes.KEPT_BY_OPS: "the lists in `ops`",
@@ -51,7 +52,7 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     if name in DEFAULT_OPS.deny:
         return "denied by list"
     if name in DEFAULT_OPS.infer:
-        return "a float32 argument, or no matmul reads it (rule 3)"
+        return "takes float32, or feeds no matmul (3)"
     if name in DEFAULT_OPS.allow:
         return "no matmul"
     return "in no list"

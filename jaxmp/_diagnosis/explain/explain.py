@@ -1,4 +1,4 @@
-"""What each line of a program computes, in which dtype, and by which rule.
+"""What each line of a program computes, in which dtype, and by which sentence.
 
 The function is traced, never run. Autocast functions in it tell what they decide, and
 the program that comes of it (:mod:`~.flow`) tells who reads what.
@@ -16,6 +16,7 @@ from typing import Any, ParamSpec
 import jax
 
 from ..._autocast import needs, rules
+from ..._autocast.graph import joined
 from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
@@ -23,7 +24,7 @@ from ..._jaxprs.around import explaining
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
-from .flow import DECIDED, Flow, Note, Operation
+from .flow import DECIDED, Flow, Operation
 from .report import NO_SOURCE, ExplainedLine, Explanation
 
 P = ParamSpec("P")
@@ -31,17 +32,18 @@ P = ParamSpec("P")
 
 @explains("jaxmp.explain(fun)(*args)")
 def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
-    """Shows the dtype of each line of your code, and the rule that decided.
+    """Shows the dtype of each line of your code, and the sentence that decided.
 
     Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Pass a
     model, a loss, a gradient function or a whole training step, with or without
     autocast.
 
     Each line of the forward pass appears once. It has the dtype of its result, the
-    number of the rule by which autocast decided, and the operation that reads the
-    result, with its line in parentheses. What a library computes belongs to the line
-    that calls it. If ``fun`` computes gradients, the report also has the dtype in which
-    results of the line are stored for the backward pass.
+    number of the sentence by which autocast decided, or the name of a safeguard, and
+    the operation that reads the result, with its line in parentheses. What a library
+    computes belongs to the line that calls it. If ``fun`` computes gradients, the
+    report also has the dtype in which results of the line are stored for the backward
+    pass.
 
     Args:
         fun: Function that JAX can trace.
@@ -61,7 +63,7 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
         >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
         >>> scores, _ = jaxmp.explain(jaxmp.autocast(attention))(x, x, x).lines
         >>> scores.dtype, scores.rule
-        ('float32', 6)
+        ('float32', 3)
     """
     check_function(
         "explain", fun, "explain(fun)", "Type `explain(model.apply)(params, x)`."
@@ -69,33 +71,22 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 
     @functools.wraps(fun)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
-        notes: list[Note] = []
-        with own_precisions(), explaining(functools.partial(_told, notes)):
+        steps: list[Step] = []
+        with own_precisions(), explaining(functools.partial(_told, steps)):
             flat = flatten(fun, args, kwargs)
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         around = caller()
-        found = Flow(notes).follow(jaxpr, Place(user=around))
+        found = Flow(steps).follow(jaxpr, Place(user=around))
         inside = [x for x in found if x.frame != around]
-        sentences = dict(rules.RULES) if notes else {}
-        return Explanation(tuple(_lines(inside or found)), sentences)
+        return Explanation(tuple(_lines(inside or found)))
 
     return uncalled("explain", fun, explained)
 
 
-def _told(notes: list[Note], step: Step) -> str:
-    """Notes what was decided, and returns the scope that leads to the note."""
-    is_stored = step.how == "stored"
-    notes.append(
-        Note(
-            rule=step.computed_by if is_stored else step.rule,
-            how=step.how,
-            kind=step.kind,
-            asks=functools.reduce(int.__or__, step.asks, needs.NOTHING),
-            summed=step.is_summed,
-            eqn=step.eqn,
-        )
-    )
-    return f"{DECIDED}{len(notes) - 1}"
+def _told(steps: list[Step], step: Step) -> str:
+    """Notes what was decided, and returns the scope with its number."""
+    steps.append(step)
+    return f"{DECIDED}{len(steps) - 1}"
 
 
 # From operations to lines
@@ -183,7 +174,7 @@ def _explained(
         products=tuple(products),
         rounded=last.rounded,
         saved=dict(sorted(kept.items(), key=lambda x: x[0] != "float32")),
-        saved_by=rules.KEPT if kept and stored else None,
+        saved_by=rules.STORED if kept and stored else None,
         times=_times(last, operations),
     )
 
@@ -200,9 +191,17 @@ def _times(last: Operation, operations: Sequence[Operation]) -> int:
     return min(others) if last.for_leaves and others else counts[last.call]
 
 
-def _rule(operation: Operation) -> int | None:
-    """Returns the rule that decided, None outside of autocast."""
-    return operation.note.rule if operation.note else None
+def _rule(operation: Operation) -> rules.Rule | None:
+    """Returns what decided how something is computed, None outside of autocast."""
+    step = operation.step
+    if step is None:
+        return None
+    return step.computed_by if step.how == "stored" else step.rule
+
+
+def _is_half(operation: Operation) -> bool:
+    """Whether an operation returns 16 bits under autocast."""
+    return operation.step is not None and operation.step.how in ("half", "rounded")
 
 
 def _moved(operation: Operation) -> Operation:
@@ -245,48 +244,47 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
         operation: The last operation of a line.
         is_library: Whether a library computes all of the line, and takes no product.
     """
-    note = operation.note
+    step = operation.step
     if operation.carries:
         return "carried from iteration to iteration"
-    if note is None:
+    if step is None:
         return ""
-    match note.rule:
-        case rules.AS_WRITTEN | rules.ENDS:
+    match _rule(operation):
+        case str(safeguard):
+            return f"safeguard: {safeguard}"
+        case rules.AS_WRITTEN:
             return operation.kept or "as it was written"
-        case rules.FLOAT32 if operation.is_stored:
-            return _of_readers(operation, note)
-        case rules.FLOAT32 if note.kind in ("keep", "call") or is_library:
-            return f"computed by {_named(operation)}"
-        case rules.FOLLOWS if not note.is_half:
-            return "it moves float32 numbers"
-        case rules.LOOP if note.summed:
+        case rules.LOOPS if step.is_summed:
             return "the iterations add it up"
-        case rules.DIGITS if _is_returned(operation):
+        case rules.FLOAT32 if step.is_read_exactly and _is_returned(operation):
             return "returned"
-        case _:
-            return _of_readers(operation, note)
+        case rules.FLOAT32 if not (step.is_read_exactly or operation.is_stored):
+            if step.kind in ("keep", "call") or (is_library and step.kind == "smooth"):
+                return f"computed by {_named(operation)}"
+            if step.kind == "exact":
+                return "it moves float32 numbers"
+    return _of_readers(operation, step)
 
 
-def _of_readers(operation: Operation, note: Note) -> str:
+def _of_readers(operation: Operation, step: Step) -> str:
     """Says which reader decided."""
     seen: set[Operation] = set()
     readers = [x for x in _through_moves(operation, seen) if x is not operation]
     readers.sort(key=lambda x: (not x.is_forward, not _multiplies(x)))
-    wanted = {
-        rules.DIGITS: needs.has_digits,
-        rules.LOOP: needs.has_gate,
-        rules.FLOAT32: needs.for_product if operation.is_stored else None,
-    }.get(note.rule)
+    wanted = needs.for_product if operation.is_stored else None
+    if step.is_read_exactly:
+        wanted = needs.has_digits
+    elif step.rule == rules.LOOPS:
+        wanted = needs.has_gate
     if wanted is not None:
-        chosen = [x for x in readers if x.note and wanted(x.note.asks)]
-    elif note.is_half:
-        chosen = [x for x in readers if _multiplies(x) or (x.note and x.note.is_half)]
+        chosen = [x for x in readers if x.step and wanted(joined(x.step.asks))]
+    elif _is_half(operation):
+        chosen = [x for x in readers if _multiplies(x) or _is_half(x)]
     else:
         chosen = readers
     chosen = chosen or readers
     if not chosen:
-        at_end = _is_returned(operation) or note.rule == rules.DIGITS
-        return "returned" if at_end else ""
+        return "returned" if _is_returned(operation) or step.is_read_exactly else ""
     reader = chosen[0]
     does = "a matmul reads" if _multiplies(reader) else f"{_named(reader)} reads"
     return f"{does} it{_where(reader, operation)}"
@@ -294,7 +292,7 @@ def _of_readers(operation: Operation, note: Note) -> str:
 
 def _multiplies(operation: Operation) -> bool:
     """Whether an operation is a matrix product or a convolution in 16 bits."""
-    return operation.note is not None and operation.note.kind == "product"
+    return operation.step is not None and operation.step.kind == "product"
 
 
 def _named(operation: Operation) -> str:

@@ -1,7 +1,7 @@
 """Which operation of a program reads what which other has computed.
 
 The program is one that was traced while autocast told what it decides: each equation is
-then in a named scope with the number of a note. Casts that autocast adds are no
+then in a named scope with the number of a step. Casts that autocast adds are no
 operations of the user's. What they return is the same value, in another dtype.
 """
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..._autocast.plan import Step
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
@@ -30,22 +31,6 @@ from ..audit.reasons import why_by_scopes
 DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
 
 
-class Note(NamedTuple):
-    """What autocast has decided about an equation of the user's."""
-
-    rule: int  # by which it has its dtype; how it is stored is another
-    how: str
-    kind: str  # its class
-    asks: int  # what it needs of its inputs
-    summed: bool  # whether the iterations of a loop add up what it returns
-    eqn: _jaxpr.Equation
-
-    @property
-    def is_half(self) -> bool:
-        """Whether it returns 16 bits."""
-        return self.how in ("half", "rounded")
-
-
 @dataclasses.dataclass(eq=False)
 class Operation:
     """An operation as the user wrote it: one equation, or several that stand for it."""
@@ -54,7 +39,7 @@ class Operation:
     library: str  # the function of a library that the user has called, if any
     frame: Frame | None  # the user's line
     call: Any  # tells the calls of a line apart, and the operations in them
-    note: Note | None
+    step: Step | None  # what autocast has decided about it
     times: int  # how often it runs, 0 if nobody knows
     for_leaves: bool  # whether a library computes it for each leaf of a tree
     moves: bool  # only moves what it is given
@@ -76,7 +61,7 @@ class Operation:
     @property
     def is_stored(self) -> bool:
         """Whether it is computed in float32, and stored in 16 bits."""
-        return self.note is not None and self.note.how == "stored"
+        return self.step is not None and self.step.how == "stored"
 
     @property
     def line(self) -> tuple[str, str, int]:
@@ -121,7 +106,7 @@ class Around(NamedTuple):
     """What is known of the equations of a jaxpr by what holds it."""
 
     place: Place
-    note: Note | None = None  # of what holds them, if autocast did not go inside
+    step: Step | None = None  # of what holds them, if autocast did not go inside
     function: str = ""  # the function of JAX that they are in
     for_leaves: bool = False  # whether a library calls that for each leaf of a tree
 
@@ -129,9 +114,9 @@ class Around(NamedTuple):
 class Flow:
     """Follows the values of a program."""
 
-    def __init__(self, notes: Sequence[Note]):
+    def __init__(self, steps: Sequence[Step]):
         """Starts with nothing followed, and with what autocast has decided."""
-        self.notes = notes
+        self.steps = steps
         self.operations: list[Operation] = []
         self.values: list[Value] = []
 
@@ -145,14 +130,14 @@ class Flow:
 
     def run(self, jaxpr: Any, ins: Sequence[Array], around: Around) -> list[Array]:
         """Follows a jaxpr, and returns its outputs."""
-        made = {}  # by number, the operations of notes
+        made = {}  # by number, the operations of steps
 
         def apply(eqn, ins, place):
             names = _jaxpr.names_of(eqn)
             decided = (x for x in names.scopes if x.startswith(DECIDED))
             number = next((int(x.removeprefix(DECIDED)) for x in decided), None)
-            own = None if number is None else self.notes[number]
-            here = around._replace(place=place, note=own or around.note)
+            own = None if number is None else self.steps[number]
+            here = around._replace(place=place, step=own or around.step)
             if names.transposed or names.computed_again:
                 return self.backward(eqn, ins)
             if _scopes.EIGHT_BITS in names.scopes:
@@ -182,11 +167,11 @@ class Flow:
             literal=lambda x: self.given(x.aval),
         )
 
-    def is_added(self, own: Note | None, here: Around) -> bool:
+    def is_added(self, own: Step | None, here: Around) -> bool:
         """Whether autocast has added a cast."""
         if own is not None:
             return not _jaxpr.is_cast(own.eqn)
-        return _scopes.AUTOCAST in here.place.scopes and here.note is None
+        return _scopes.AUTOCAST in here.place.scopes and here.step is None
 
     def retyped(
         self, eqn: _jaxpr.Equation, array: Array, operation: Operation | None
@@ -225,11 +210,11 @@ class Flow:
             library=library,
             frame=place.user,
             call=(place.user, place.author, below, name),
-            note=here.note,
+            step=here.step,
             times=place.trips,
             for_leaves=here.for_leaves or _maps_over_leaves(below),
             moves=is_view(eqn),
-            kept=why_by_scopes(place.scopes).partition(" (rule")[0],
+            kept=why_by_scopes(place.scopes),
         )
         self.operations.append(operation)
         return operation
@@ -239,8 +224,8 @@ class Flow:
     ) -> list[Array]:
         """Notes what an equation reads, and returns what it computes."""
         outs = [self.given(var.aval, operation) for var in eqn.outvars]
-        note, name = operation.note, eqn.primitive.name
-        multiplies = note.kind == "product" if note else name in PRODUCTS
+        step, name = operation.step, eqn.primitive.name
+        multiplies = step.kind == "product" if step else name in PRODUCTS
         for array, atom in zip(ins, eqn.invars, strict=True):
             if isinstance(atom, _jaxpr.Literal):
                 continue
@@ -300,7 +285,7 @@ class Flow:
             results[0][i].value.turn_into(array.value)
         floating = [i for i in layout.fixed_in if _jaxpr.is_inexact(eqn.invars[i])]
         for dtype in dict.fromkeys(str(eqn.invars[i].aval.dtype) for i in floating):
-            loop = self.operation(eqn, here._replace(note=None))
+            loop = self.operation(eqn, here._replace(step=None))
             loop.dtype, loop.carries, loop.is_forward = dtype, True, True
             loop.call = loop.call, dtype
         if len(results) == 1:

@@ -10,10 +10,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..._autocast import rules
 from ..._base.text import WIDTH, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
-_COLUMNS = ("", "line", "dtype", "rule", "why")
+_COLUMNS = ("", "line", "dtype", "", "why")
+_HINT = "`report.sentences` says what the numbers and the safeguards stand for."
 _LONGEST = 32  # characters of a line of code, in text
 
 
@@ -32,11 +34,12 @@ class ExplainedLine:
         products: Dtypes that the matmuls of the line read.
         rounded: Dtype to which the numbers were rounded that the line returns in
             ``dtype``, as a convolution does; empty if they were not.
-        rule: Number of the rule of autocast that decided; None outside of autocast.
+        rule: Number of the sentence that decided, or the name of a safeguard; None
+            outside of autocast.
         reason: What reads the result, or what else decided.
         saved: Bytes of results of the line that are saved for the backward pass, by
             dtype, for all the times it runs.
-        saved_by: Number of the rule that stores them in 16 bits, None if there is none.
+        saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
         times: How often the line runs; 0 in a ``while`` loop, where it is not known.
 
     Examples:
@@ -46,7 +49,7 @@ class ExplainedLine:
         >>> x = jnp.ones((8, 8))
         >>> hidden, result = jaxmp.explain(jaxmp.autocast(model))(x, x).lines
         >>> hidden.dtype, hidden.rule, result.dtype, result.rule
-        ('bfloat16', 3, 'float32', 6)
+        ('bfloat16', 2, 'float32', 3)
     """
 
     file: str
@@ -56,7 +59,7 @@ class ExplainedLine:
     dtype: str
     also: tuple[str, ...] = ()
     products: tuple[str, ...] = ()
-    rule: int | None = None
+    rule: rules.Rule | None = None
     reason: str = ""
     saved: dict[str, int] = dataclasses.field(default_factory=dict)
     saved_by: int | None = None
@@ -77,7 +80,7 @@ class ExplainedLine:
         if self.also:
             words.append(f"also {' and '.join(self.also)}")
         if self.saved:
-            rule = f" (rule {self.saved_by})" if self.saved_by else ""
+            rule = f" ({self.saved_by})" if self.saved_by else ""
             sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved.items())
             words.append(f"saves {', '.join(sizes)}{rule}")
         if self.times != usual:
@@ -92,11 +95,19 @@ class Explanation:
     Attributes:
         lines: What each line computes: files and functions in the order in which the
             program comes to them, the lines of a function as they stand in the file.
-        rules: The sentences of the rules, by number; empty where autocast is not used.
     """
 
     lines: tuple[ExplainedLine, ...]
-    rules: dict[int, str]
+
+    @property
+    def sentences(self) -> dict[rules.Rule, str]:
+        """The sentences and the safeguards that the lines name, in words.
+
+        By number and by name; empty where autocast is not used.
+        """
+        known = rules.SENTENCES | rules.SAFEGUARDS
+        named = {x for line in self.lines for x in (line.rule, line.saved_by)}
+        return {x: sentence for x, sentence in known.items() if x in named}
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.
@@ -108,7 +119,8 @@ class Explanation:
             'float32'
         """
         rows = as_lists([dataclasses.asdict(line) for line in self.lines])
-        return {"lines": rows, "rules": {str(n): x for n, x in self.rules.items()}}
+        sentences = {str(name): x for name, x in self.sentences.items()}
+        return {"lines": rows, "sentences": sentences}
 
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
@@ -129,22 +141,16 @@ def _text(report: Explanation) -> Iterator[str]:
         for line in lines:
             yield from _row(line, widths, times)
         yield ""
-    used = _rules_of(report)
-    if used:
-        yield "rules"
-        for number in used:
-            yield from wrapped(f"{number}  {report.rules[number]}", "  ", "     ")
-    else:
-        yield "No rules: autocast is not used."
+    yield _HINT if report.sentences else "Autocast is not used."
 
 
 def _widths(lines: Sequence[ExplainedLine]) -> tuple[int, int, int, int]:
-    """Returns the widths of the number, the code, the dtype and the rule."""
+    """Returns the widths of the number, the code, the dtype and the sentence."""
     return (
         max(len(str(line.number)) for line in lines),
         min(_LONGEST, max(len(line.source) for line in lines)),
         max(len(line.dtype) for line in lines),
-        max(len(str(line.rule or "")) for line in lines),
+        max(len(_number(line)) for line in lines),
     )
 
 
@@ -154,7 +160,7 @@ def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[s
         f"{line.number:>{number}}",
         f"{_clipped(line.source, code):<{code}}",
         f"{line.dtype:<{dtype}}",
-        *([f"{line.rule or '':>{rule}}"] if rule else []),
+        *([_number(line).rjust(rule)] if rule else []),
     ]
     first = f"  {'  '.join(cells)}  "
     if not line.said(times):
@@ -165,7 +171,7 @@ def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[s
 
 
 def _html(report: Explanation) -> Iterator[str]:
-    """Yields one table, with a heading for each function, and the rules below it."""
+    """Yields one table, with a heading for each function."""
     style = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
     yield f"<table><tr>{''.join(f'<th {style}>{x}</th>' for x in _COLUMNS)}</tr>"
     for heading, lines, times in _groups(report.lines):
@@ -175,13 +181,18 @@ def _html(report: Explanation) -> Iterator[str]:
                 str(line.number),
                 f"<code>{html.escape(line.source)}</code>",
                 html.escape(line.dtype),
-                str(line.rule or ""),
+                _number(line),
                 html.escape("; ".join(line.said(times))),
             )
             yield f"<tr>{''.join(f'<td {style}>{x}</td>' for x in cells)}</tr>"
     yield "</table>"
-    for number in _rules_of(report):
-        yield f"<p><b>{number}</b> {html.escape(report.rules[number])}</p>"
+    if report.sentences:
+        yield f"<p>{html.escape(_HINT)}</p>"
+
+
+def _number(line: ExplainedLine) -> str:
+    """Returns the number of the sentence of a line; safeguards are among the words."""
+    return str(line.rule) if isinstance(line.rule, int) else ""
 
 
 def _groups(
@@ -202,12 +213,6 @@ def _often(times: int) -> str:
     if times == 0:
         return "in a `while` loop"
     return "" if times == 1 else f"{times} times"
-
-
-def _rules_of(report: Explanation) -> list[int]:
-    """Returns the numbers of the rules that some line names."""
-    found = {n for line in report.lines for n in (line.rule, line.saved_by) if n}
-    return sorted(found)
 
 
 def _names(files: set[str]) -> dict[str, str]:
