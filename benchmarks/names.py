@@ -314,17 +314,12 @@ def shown(case: Case, to_matmul: bool, dtype: Any) -> Shown:
         to_matmul: Whether a matmul reads what it returns, or a loss.
         dtype: The 16-bit dtype.
     """
-    decided: dict[Any, Step] = {}  # by variable
-    named: list[Any] = []
-
-    def note(step):
-        decided.update((x, step) for x in step.eqn.outvars)
-        if step.eqn.primitive.name == "name" and not step.back:
-            named.append(step.eqn)
-
-    emitter = Emitter(Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS), listener=note)
+    steps: list[Step] = []
+    emitter = Emitter(Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS), record=steps)
     program, x = _program(case, to_matmul)
     jaxpr = jax.make_jaxpr(emitter.wrap(jax.value_and_grad(program)))(W, x)
+    decided = {x: step for step in steps for x in step.eqn.outvars}
+    named = [x.eqn for x in steps if x.eqn.primitive.name == "name" and not x.back]
     bits, spelled = _bits(jaxpr), {}
     for eqn in reversed(named):
         name = eqn.params["name"]

@@ -18,13 +18,8 @@ from .._jaxprs.scopes import (
     AUTOCAST,
     BACKWARD,
     FLOAT32,
-    KEPT_BY_OPS,
-    KEPT_BY_PATHS,
-    KEPT_BY_REFERENCE,
-    KEPT_FOR_MOMENTS,
-    KEPT_TO_COMPARE,
-    KEPT_TO_END,
     PRECISION,
+    SAFEGUARD,
     Scopes,
     in_region,
     inside,
@@ -32,6 +27,7 @@ from .._jaxprs.scopes import (
     is_decided,
     is_under,
     marks,
+    named_in,
 )
 from .._ops import table
 from .._ops.lists import OpLists
@@ -42,6 +38,8 @@ from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
 from .transfer import Place, Spotted, needs_of_inputs, spotted_in
+
+BY_PATHS = "`float32_paths`"
 
 
 class Wanted(NamedTuple):
@@ -137,23 +135,23 @@ class Analysis:
         is_small = classes.is_small(eqn, back=BACKWARD in scopes)
         return "highest" if is_denied or is_small else "default"
 
-    def reason(self, eqn: Equation, scopes: Scopes) -> str | None:
-        """Returns the scope that tells the audit why ``eqn`` stays as it was."""
-        if is_decided(scopes):
-            return None
+    def reason(self, eqn: Equation, scopes: Scopes) -> str:
+        """Returns by what the user keeps ``eqn``, in words; empty if by nothing."""
+        if AUTOCAST in scopes:
+            return ""
+        if FLOAT32 in scopes:
+            return "float32 region"
         if self.is_kept(scopes):
-            return KEPT_BY_PATHS
+            return BY_PATHS
         if classes.is_denied(eqn, self._denied):
-            return KEPT_BY_OPS
+            return "the lists in `ops`"
         refers = _jaxpr.call_kind(eqn) and _jaxpr.takes_reference(eqn)
-        return KEPT_BY_REFERENCE if refers else None
+        return "in a call that takes references" if refers else ""
 
     def keeps(self, eqn: Equation, scopes: Scopes) -> rules.Rule | None:
         """Returns by what ``scopes`` or the user keep ``eqn``, None if they do not."""
-        if KEPT_FOR_MOMENTS in scopes:
-            return rules.MOMENTS
-        if KEPT_TO_END in scopes or KEPT_TO_COMPARE in scopes:
-            return rules.COMPARING
+        if safeguard := named_in(scopes, SAFEGUARD):
+            return safeguard
         is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
         return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
 
@@ -248,7 +246,7 @@ class Analysis:
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
             if needs.is_compared(joined(read.wanted)) and kind != "call":
-                eqn, kind = in_region(eqn, KEPT_TO_COMPARE), "keep"
+                eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
             if kind == "call":
                 within = inside(eqn, here)

@@ -21,7 +21,7 @@ from .._jaxprs.around import (
     end_look,
     inside,
     is_staged,
-    listener,
+    recorded,
     traced_by_us,
     warn_if_unscaled,
 )
@@ -148,8 +148,10 @@ def autocast(
         if casts_do_nothing():
             return fun(*args, **kwargs)
         end_look()
-        told = listener()
-        used = emitter if told is None else Emitter(make_planner(), narrowed, told)
+        record = recorded()
+        used = emitter
+        if record is not None:
+            used = Emitter(make_planner(), narrowed, record)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with (
             jax.named_scope(scope),

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,14 @@ from jax import lax
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
-from .._jaxprs.scopes import SATURATED, STACKED, Scopes, check_paths
+from .._jaxprs.scopes import (
+    FLOAT32_PATHS,
+    SATURATED,
+    STACKED,
+    STEP,
+    Scopes,
+    check_paths,
+)
 from .._ops import table
 from .._ops.fp8 import multiplied
 from .._ops.narrow import (
@@ -33,15 +40,12 @@ from .._ops.narrow import (
 from .._ops.precision import at_precision, own_precisions, with_default_precision
 from .._ops.products import with_precision
 from . import classes, customs, facts, needs, rules, storage
+from .analysis import BY_PATHS
 from .derivative import differentiable
 from .facts import GIVEN, Facts
 from .graph import joined
 from .plan import Passed, Plan, Planner, Step
 from .share import warn_if_most_is_kept
-
-# Told of every equation, in the order of the program, what becomes of it. That is
-# emitted in the scope that it returns, if any.
-Listener = Callable[[Step], str | None]
 
 
 @dataclasses.dataclass(slots=True)
@@ -97,16 +101,17 @@ class Emitter:
         self,
         planner: Planner,
         narrowed: Callable[[Callable], Callable] = lambda run: run,
-        listener: Listener | None = None,
+        record: list[Step] | None = None,
     ):
         """Starts with nothing emitted.
 
         Args:
             planner: What decides.
             narrowed: Changes how a program stores what its backward pass reads.
-            listener: Is told what becomes of each equation.
+            record: Is given each step, in the order of the program. What comes of it
+                is emitted in a scope with its place in the list.
         """
-        self.planner, self.narrowed, self.listener = planner, narrowed, listener
+        self.planner, self.narrowed, self.record = planner, narrowed, record
         self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
@@ -223,22 +228,28 @@ class Emitter:
         return outs
 
     def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
-        scope = None if self.listener is None else self.listener(step)
-        if step.inside is not None:  # each equation inside has a scope of its own
+        number = self._numbered(step)
+        if step.inside is not None:  # each equation inside has a number of its own
             return self._call(step, ins)
-        with _in_scope(scope):
+        with number, _in_scope(step.why == BY_PATHS and FLOAT32_PATHS):
             if step.kind == "call":  # in which there is nothing to do
                 return _jaxpr.bind(step.eqn, [x.array for x in ins])
-            with _in_scope(step.why):
-                if step.kind == "product" or step.float8:
-                    return self._product(step, ins)
-                if table.retypes(step.eqn) and ins[0].facts.half:
-                    return [ins[0].array]
-                if table.is_saved(step.eqn) and ins[0].facts.half:
-                    return [storage.saved(ins[0].array)]
-                if step.how == "half":
-                    return in_16_bits(step, ins)
-                return in_float32(step, ins)
+            if step.kind == "product" or step.float8:
+                return self._product(step, ins)
+            if table.retypes(step.eqn) and ins[0].facts.half:
+                return [ins[0].array]
+            if table.is_saved(step.eqn) and ins[0].facts.half:
+                return [storage.saved(ins[0].array)]
+            if step.how == "half":
+                return in_16_bits(step, ins)
+            return in_float32(step, ins)
+
+    def _numbered(self, step: Step) -> contextlib.AbstractContextManager:
+        """Records a step, if somebody asks, and returns the scope of its number."""
+        if self.record is None:
+            return contextlib.nullcontext()
+        self.record.append(step)
+        return jax.named_scope(f"{STEP}{len(self.record) - 1}")
 
     def _product(self, step: Step, ins: list[Value]) -> Sequence[Any]:
         """Applies a product to operands in 16 bits, or rounded to 8."""
@@ -363,9 +374,9 @@ def _arrived(array: Any, known: Facts) -> Value:
     return Value(seen, known, exact=Value(array, known.exact))
 
 
-def _in_scope(reason: str | None) -> contextlib.AbstractContextManager:
-    """Writes into the program why an equation has its dtype, for the audit to read."""
-    return jax.named_scope(reason) if reason else contextlib.nullcontext()
+def _in_scope(name: str | Literal[False] | None) -> contextlib.AbstractContextManager:
+    """Returns a named scope, or nothing to enter."""
+    return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -20,10 +20,6 @@ from .._jaxprs.jaxpr import Equation, is_float32
 from .._jaxprs.scopes import (
     BACKWARD,
     DIFFERENTIATED,
-    KEPT_BY_BFLOAT16_PATHS,
-    KEPT_FOR_DIGITS,
-    KEPT_IN_LOOP,
-    KEPT_IN_RULE,
     Scopes,
     inside,
     is_under,
@@ -57,9 +53,7 @@ Passed = Literal["as is", "wide"] | np.dtype
 # a scan stacks it; or any of the two.
 End = Literal["wide", "half", "stacked", "free"]
 
-# The scopes that tell the audit why what follows its operands does not run in 16 bits.
-# Where there is none, an operand or a reader is float32.
-_REASONS = {rules.GATES: KEPT_IN_LOOP, rules.LOOPS: KEPT_IN_LOOP}
+_BY_BFLOAT16_PATHS = "`bfloat16_paths`"
 
 
 class Decision(NamedTuple):
@@ -96,7 +90,7 @@ class Step(NamedTuple):
     asks: Sequence[Need]  # what it needs of each input
     back: bool  # whether it belongs to the backward pass
     around: Scopes  # with its own
-    why: str | None = None  # the scope that tells the audit why it stays as it was
+    why: str = ""  # by what the user keeps it, or why it is none in float8, in words
     precision: str = "default"  # of float32 products
     float8: bool = False  # whether it takes its operands in float8
     linear: bool = False  # whether an input is a tangent of a rule
@@ -107,6 +101,11 @@ class Step(NamedTuple):
     def need(self) -> Need:
         """What the consumers of its outputs need."""
         return joined(self.read.wanted)
+
+    @property
+    def by(self) -> Rule:
+        """By what it is computed as it is, however it is stored."""
+        return self.computed_by if self.how == "stored" else self.rule
 
     @property
     def is_read_exactly(self) -> bool:
@@ -311,16 +310,12 @@ class Planner:
             outs = (out,) * len(eqn.outvars)
             return Step(eqn, kind, *decision, outs=outs, **common)
         why = self._why_16bit(at, ins)
-        step = Step(eqn, kind, *decision, outs=(), float8=why is None, **common)
-        if kind != "product" and why is not None:
-            if kind == "keep":
-                why = analysis.reason(eqn, around) or why
-                step = step._replace(precision=analysis.precision(eqn, around))
-            else:
-                why = _REASONS.get(decision.rule)
-                if step.is_read_exactly:
-                    why = KEPT_FOR_DIGITS
-        return step._replace(why=why, outs=self._outs(step, ins, at.definition))
+        common |= {"float8": why is None, "why": why or ""}
+        if kind == "keep" and why is not None:
+            common["why"] = analysis.reason(eqn, around) or why
+            common["precision"] = analysis.precision(eqn, around)
+        step = Step(eqn, kind, *decision, outs=(), **common)
+        return step._replace(outs=self._outs(step, ins, at.definition))
 
     def _outs(
         self, step: Step, ins: Sequence[Facts], definition: Definition
@@ -408,7 +403,7 @@ class Planner:
     def _why_16bit(self, at: "_At", ins: Sequence[Facts]) -> str | None:
         """Returns why an equation rounds nothing to float8; None if it does.
 
-        The reason is the name of a scope, and empty for what is no product in 16 bits.
+        The reason is empty for what is no product in 16 bits.
         """
         eqn, around = at.wanted.eqn, at.around
         if not self.has_float8 or self.analysis.is_kept(around):
@@ -419,16 +414,16 @@ class Planner:
         reason = why_16bit(eqn, self.ops.min_size)
         paths = self.bfloat16_paths.values()
         if reason is None and any(is_under(path, around) for path in paths):
-            reason = KEPT_BY_BFLOAT16_PATHS
+            reason = _BY_BFLOAT16_PATHS
         elif reason is None and any(x.linear for x in ins):
-            reason = KEPT_IN_RULE
+            reason = "in the rule of a custom derivative"
         self.reasons.add(reason)
         return reason
 
     @property
     def float8_is_unused(self) -> bool:
         """Whether products were met, of which none is float8, and nobody asked that."""
-        asked = {None, KEPT_BY_BFLOAT16_PATHS}
+        asked = {None, _BY_BFLOAT16_PATHS}
         return bool(self.reasons) and asked.isdisjoint(self.reasons)
 
     # Equations that hold jaxprs.

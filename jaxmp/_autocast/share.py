@@ -6,7 +6,7 @@ from typing import Any
 from .._base.checks import warn
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.scopes import BACKWARD, KEPT_TO_COMPARE, KEPT_TO_END
+from .._jaxprs.scopes import BACKWARD
 from .._ops.products import flops
 from . import rules
 from .plan import Plan
@@ -40,7 +40,7 @@ def _flops(plan: Plan) -> tuple[float, float]:
             found = [_flops(inner) for _, inner in step.inside.bodies]
             half += _trips(step.eqn) * sum(x for x, _ in found)
             kept += _trips(step.eqn) * sum(x for _, x in found)
-        elif KEPT_TO_END in step.around or KEPT_TO_COMPARE in step.around:
+        elif step.rule == rules.COMPARING:
             kept += _held([step.eqn], back=back)
     return half, kept
 

@@ -1,4 +1,4 @@
-"""What goes on around a call: whose trace it is in, and whether it is explained.
+"""What goes on around a call: whose trace it is in, and who asks for its plan.
 
 What scales its gradients is known here too. Warnings of a loss scale that does nothing
 need that, and nothing else: no result depends on it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -124,21 +125,29 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
         warn_unscaled()
 
 
-# JAX keeps what it has traced by its contexts, so that a program which is explained
-# shares nothing with one that runs, nor with one that was explained before.
-_LISTENER = jax.make_user_context(None)
+@dataclasses.dataclass(eq=False)
+class _Record:
+    """What autocast has decided, step by step."""
+
+    steps: list[Any] = dataclasses.field(default_factory=list)
+
+
+# JAX keeps what it has traced by its contexts, so that a program whose steps are
+# recorded shares nothing with one that runs, nor with one that was recorded before.
+_RECORD = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def explaining(listener: Callable) -> Iterator[None]:
-    """Has autocast functions that are called in here tell what they decide.
+def recording() -> Iterator[list[Any]]:
+    """Has autocast functions that are called in here add the steps of their plans.
 
-    The listener is told it, see :class:`jaxmp._autocast.emit.Emitter`.
+    What comes of a step is then in a named scope with its place in the list.
     """
-    with _LISTENER(listener):
-        yield
+    record = _Record()
+    with _RECORD(record):
+        yield record.steps
 
 
-def listener() -> Callable[..., Any] | None:
-    """Returns what is to be told, None if nobody asks."""
-    return _LISTENER.value
+def recorded() -> list[Any] | None:
+    """Returns the list to which steps are added, None if nobody asks for them."""
+    return _RECORD.value and _RECORD.value.steps

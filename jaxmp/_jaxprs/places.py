@@ -64,6 +64,7 @@ class Place(NamedTuple):
     opaque: str = ""  # the primitive around it that nothing is known of
     rematerialised: bool = False  # what it computes again is told from the rest
     again: bool = False  # in what a backward pass computes again
+    step: int | None = None  # of a plan, where these are recorded
 
     @property
     def module(self) -> str:
@@ -119,12 +120,16 @@ class Place(NamedTuple):
         Some of JAX's own rules for ``grad`` write equations without a line. They
         belong to the equation before.
         """
-        scopes = self.scopes + _jaxpr.scope_names(eqn)
+        own = _jaxpr.scope_names(eqn)
+        number = _scopes.named_in(own, _scopes.STEP)
+        scopes = self.scopes + own
+        if number is not None:
+            scopes = tuple(x for x in scopes if not x.startswith(_scopes.STEP))
         user, author = self.user, self.author
         if not self.shared:
-            own = _frames_of(eqn)
-            user, author = own if own[0] else (user, own[1] or author)
-            if own == (None, None):
+            found = _frames_of(eqn)
+            user, author = found if found[0] else (user, found[1] or author)
+            if found == (None, None):
                 user, author = before.user, before.author
                 scopes = before.scopes if scopes == self.scopes else scopes
         names = _jaxpr.names_of(eqn)
@@ -135,6 +140,7 @@ class Place(NamedTuple):
             author=author,
             backward=(self.backward or names.transposed > 0) and not again,
             again=again,
+            step=self.step if number is None else int(number),
         )
 
     def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:

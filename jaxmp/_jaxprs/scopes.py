@@ -1,4 +1,4 @@
-"""Named scopes: float32 regions, ``float32_paths``, and why autocast kept float32."""
+"""Named scopes: float32 regions, ``float32_paths``, and the marks of autocast."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,16 +12,13 @@ FLOAT32 = "jaxmp.float32"
 # Inside a float32 region, and before its name: the precision of its products.
 PRECISION = "jaxmp.precision."
 AUTOCAST = "jaxmp.autocast"
-# These say why an operation stayed as it was, for the audit to read. What the equation
-# itself and the default lists say has none.
-KEPT_BY_PATHS = "jaxmp.kept.float32_paths"
-KEPT_BY_OPS = "jaxmp.kept.ops"
-KEPT_BY_REFERENCE = "jaxmp.kept.reference"
-KEPT_FOR_MOMENTS = "jaxmp.kept.moments"
-KEPT_TO_END = "jaxmp.kept.tolerance"
-KEPT_TO_COMPARE = "jaxmp.kept.compared"
-KEPT_FOR_DIGITS = "jaxmp.kept.digits"
-KEPT_IN_LOOP = "jaxmp.kept.loop"
+# Around what stays float32 by `float32_paths`, also where residuals are stored.
+FLOAT32_PATHS = "jaxmp.float32_paths"
+# Before the name of a safeguard: around what that keeps as it was written.
+SAFEGUARD = "jaxmp.safeguard."
+# Before the number of a step of a plan: around what has come of it, where steps are
+# recorded, see `jaxmp._jaxprs.around.recording`.
+STEP = "jaxmp.step."
 # Around an autocast function with products in float8, around each of those, and around
 # that part of it whose numbers are scaled.
 FLOAT8 = "jaxmp.float8"
@@ -35,13 +32,6 @@ EIGHT_BITS = "jaxmp.eight_bits"
 SATURATED = "jaxmp.saturated"
 # Around a module in one of the same name, with its depth: no repetition.
 INSIDE = "jaxmp.inside."
-# These say why a product is not in float8, for the audit to read.
-KEPT_BY_BFLOAT16_PATHS = "jaxmp.16bit.bfloat16_paths"
-KEPT_BATCHED = "jaxmp.16bit.batched"
-KEPT_SMALL = "jaxmp.16bit.small"
-KEPT_ODD = "jaxmp.16bit.odd"
-KEPT_OTHER_KIND = "jaxmp.16bit.kind"
-KEPT_IN_RULE = "jaxmp.16bit.rule"
 # Around an attention that is written out, and before the reason.
 ATTENTION = "jaxmp.attention."
 # Around what is in a loop, a call or a remat that differentiation has written, and in
@@ -73,9 +63,15 @@ def inside(eqn: _jaxpr.Equation, scopes: Scopes) -> Scopes:
     return around
 
 
-def in_region(eqn: _jaxpr.Equation, reason: str) -> _jaxpr.Equation:
-    """Returns ``eqn`` in a float32 region, for a ``reason`` that the audit reads."""
-    return _jaxpr.in_scope(_jaxpr.in_scope(eqn, reason), FLOAT32)
+def in_region(eqn: _jaxpr.Equation, safeguard: str) -> _jaxpr.Equation:
+    """Returns ``eqn`` in a float32 region, by a safeguard of that name."""
+    return _jaxpr.in_scope(_jaxpr.in_scope(eqn, f"{SAFEGUARD}{safeguard}"), FLOAT32)
+
+
+def named_in(scopes: Scopes, prefix: str) -> str | None:
+    """Returns what the first of ``scopes`` with a prefix names, None if none does."""
+    found = (x.removeprefix(prefix) for x in scopes if x.startswith(prefix))
+    return next(found, None)
 
 
 def is_backward(eqn: _jaxpr.Equation, scopes: Scopes) -> bool:

@@ -40,20 +40,19 @@ _HIGHEST, _ABOVE = 8, (1 << _FRACTION) - 1 - 0b1100000
 def why_16bit(eqn: Equation, min_size: int) -> str | None:
     """Returns why a product of 16-bit operands is none of float8; None if it is one.
 
-    The reason is the name of a scope, see :mod:`jaxmp._jaxprs.scopes`, and empty for
-    what is no matrix product.
+    The reason is empty for what is no matrix product.
     """
     if not multiplies_matrices(eqn):
         return ""
     if is_batched(eqn):
-        return _scopes.KEPT_BATCHED
+        return "batched"
     found = sizes(eqn)
     if found is None or not all(map(is_inexact, eqn.invars)):
-        return _scopes.KEPT_OTHER_KIND
+        return "no matmul of two floating matrices"
     # A size that `jax.export` leaves open may turn out to be any.
     if any(not isinstance(n, numbers.Integral) or n % _MULTIPLE for n in found):
-        return _scopes.KEPT_ODD
-    return _scopes.KEPT_SMALL if min(found) < min_size else None
+        return "a size that is no multiple of 16"
+    return "a size below `min_size`" if min(found) < min_size else None
 
 
 def multiplied(

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
-from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, KEPT_BY_PATHS, Scopes, is_under
+from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, FLOAT32_PATHS, Scopes, is_under
 from .._ops import table
 from . import eight_bits
 from .eight_bits import How, Stored
@@ -28,7 +28,7 @@ def leaves_out(paths: Iterable[str]) -> IsLeft:
 
     def is_left(eqn: Equation, scopes: Scopes) -> bool:
         here = scopes + _jaxpr.scope_names(eqn)
-        if FLOAT32 in here or KEPT_BY_PATHS in here:
+        if FLOAT32 in here or FLOAT32_PATHS in here:
             return True
         return any(is_under(path, here) for path in named)
 

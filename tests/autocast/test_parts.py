@@ -21,15 +21,9 @@ W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
 
 def decisions(fun, *args):
     """Returns name, how and rule of each equation, in the order of the program."""
-    found = []
-    planner = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS)
-
-    def listener(step):
-        found.append((step.eqn.primitive.name, step.how, step.rule))
-
-    emitter = Emitter(planner, listener=listener)
-    jax.make_jaxpr(emitter.wrap(fun))(*args)
-    return found
+    planner, steps = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS), []
+    jax.make_jaxpr(Emitter(planner, record=steps).wrap(fun))(*args)
+    return [(x.eqn.primitive.name, x.how, x.rule) for x in steps]
 
 
 def test_scores_are_computed_in_the_order_in_which_they_are_read():

@@ -23,15 +23,9 @@ both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16
 
 def decisions(fun, *args, dtype=jnp.bfloat16):
     """Returns name, how and sentence of each equation, in the order of the program."""
-    found = []
-    planner = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS)
-
-    def listener(step):
-        found.append((step.eqn.primitive.name, step.how, step.rule))
-
-    emitter = Emitter(planner, listener=listener)
-    jax.make_jaxpr(emitter.wrap(fun))(*args)
-    return found
+    planner, steps = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS), []
+    jax.make_jaxpr(Emitter(planner, record=steps).wrap(fun))(*args)
+    return [(x.eqn.primitive.name, x.how, x.rule) for x in steps]
 
 
 def of(name, fun, *args):
@@ -222,15 +216,12 @@ def test_with_float8_each_value_has_the_dtype_that_it_has_without(name):
     fun = jax.grad(IN_FLOAT8[name], (0, 1))
 
     def found(float8):
-        told = []
-
-        def listener(step):
-            told.append((str(step.eqn), step.how, step.rule))
-
+        steps = []
         planner = Planner(np.dtype(jnp.bfloat16), FLOAT8, float8=float8)
-        emitter = Emitter(planner, listener=listener)
+        emitter = Emitter(planner, record=steps)
         jaxpr = jax.make_jaxpr(emitter.wrap(fun))(LARGE, ROWS)
         products = product_dtypes(emitter.wrap(fun), LARGE, ROWS)
+        told = [(str(x.eqn), x.how, x.rule) for x in steps]
         return told, jaxpr.out_avals, products
 
     (with_float8, without) = found(True), found(False)
@@ -272,7 +263,7 @@ KEPT_BY = {
         "logistic",
         lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
     ),
-    "a loop or a long product takes it (4)": ("tanh", gated),
+    "a loop hands it on, or multiplies by it (4)": ("tanh", gated),
 }
 
 

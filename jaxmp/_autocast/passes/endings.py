@@ -14,7 +14,6 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_inexact
 from ..._jaxprs.scopes import (
     BACKWARD,
-    KEPT_TO_END,
     IsProduct,
     Scopes,
     in_region,
@@ -23,6 +22,7 @@ from ..._jaxprs.scopes import (
 from ..._jaxprs.walk import At, Forward
 from ..._ops import table
 from ..._ops.products import holds_product
+from .. import rules
 from ..graph import joined
 
 # What is known of a value: it is made of what a product returned; it is decided by
@@ -42,7 +42,7 @@ def endings(
     A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
     return [
-        in_region(eqn, KEPT_TO_END)
+        in_region(eqn, rules.COMPARING)
         if decisions(eqn, scopes, is_product) is not None
         else eqn
         for eqn in eqns

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
 from ..._jaxprs.scopes import (
-    KEPT_FOR_MOMENTS,
     IsProduct,
     Scopes,
     in_region,
@@ -26,6 +25,7 @@ from ..._jaxprs.scopes import (
 )
 from ..._ops import products, table
 from ..._ops.table import Definition
+from .. import rules
 from ..graph import definitions_of, twins, unmoved
 
 # What is averaged, and the window or the weights that it is averaged by.
@@ -58,7 +58,7 @@ def moments(
     same = twins(eqns)
     windows = _windows(eqns, forward, squares, same)
     return [
-        in_region(eqn, KEPT_FOR_MOMENTS)
+        in_region(eqn, rules.MOMENTS)
         if any(same.get(window, window) in windows for _, window in means.get(eqn, ()))
         else eqn
         for eqn in eqns

@@ -16,6 +16,7 @@ from ..._base.checks import check_function, explains, uncalled
 from ..._base.sizes import as_number
 from ..._base.text import WIDTH
 from ..._jaxprs import jaxpr as _jaxpr
+from ..._jaxprs.around import recording
 from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
@@ -93,11 +94,12 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     @functools.wraps(fun)
     def audited(*args: P.args, **kwargs: P.kwargs) -> DtypeReport:
         default = default_precision()
-        with own_precisions():  # what JAX is told of all products is no request
+        # What JAX is told of all products is no request.
+        with own_precisions(), recording() as steps:
             flat = flatten(fun, args, kwargs)
             leaves = [*map(_with_sizes, flat.leaves)]
             jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
-            walk = Walk(default)
+            walk = Walk(default, steps)
             if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
                 walk.notes[f"sizes that are left open count as {_OPEN}"] = None
             inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ..._autocast.plan import Step
 from ..._base.dtypes import bits_of, is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
@@ -121,8 +122,14 @@ class Operand(NamedTuple):
 class Walk:
     """Follows float32 values through a jaxpr and adds up its products."""
 
-    def __init__(self, default_precision: Any = None):
-        self.default_precision = default_precision
+    def __init__(self, default_precision: Any = None, steps: Sequence[Step] = ()):
+        """Starts with nothing found.
+
+        Args:
+            default_precision: What JAX is told of all products.
+            steps: What autocast has planned, by their numbers in the program.
+        """
+        self.default_precision, self.steps = default_precision, steps
         self.flops: dict[str, float] = {}
         self.default_precision_flops = 0.0
         self.kept: dict[Any, Kept] = {}
@@ -393,10 +400,12 @@ class Walk:
             if _scopes.FLOAT8 in place.scopes and not all(
                 x.itemsize == 1 for x in dtypes
             ):
-                reason = why_16bit(eqn, place)
+                reason = why_16bit(eqn, self.step(place))
                 _count(self.kept_16bit, eqn, reason, flops, place)
             return
-        if _scopes.AUTOCAST in place.scopes and not is_float64_leak(eqn, place):
+        if _scopes.AUTOCAST in place.scopes and not is_float64_leak(
+            eqn, place, self.step(place)
+        ):
             return self.keep(eqn, flops, place)
         if place.backward:
             causes = self.forward.get(key) or causes
@@ -411,11 +420,15 @@ class Walk:
                 cause.meet(place, cause.bits)
                 cause.flops += flops
 
+    def step(self, place: Place) -> Step | None:
+        """Returns what autocast has planned for what is there, None if nothing."""
+        return None if place.step is None else self.steps[place.step]
+
     def keep(self, eqn: _jaxpr.Equation, flops: float, place: Place) -> None:
         """Adds to what autocast left in float32, with the reason."""
         if not computes(eqn):
             return
-        reason = why_kept(eqn, place, is_product=bool(flops))
+        reason = why_kept(eqn, place, self.step(place), is_product=bool(flops))
         _count(self.kept, eqn, reason, flops, place)
 
     def note(self, text: str, place: Place) -> None:

@@ -3,34 +3,12 @@
 from collections.abc import Iterable
 
 from ..._autocast import rules
+from ..._autocast.plan import Step
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.places import Place
 from ..._ops.lists import DEFAULT_OPS
 from ..._ops.products import has_default_precision, is_resize
 from ..._ops.table import is_iota, is_power, is_view, multiplies_itself
-
-# What the user, or autocast's own marks, say of all that is in a scope.
-_SCOPES = {
-    _scopes.KEPT_FOR_MOMENTS: f"safeguard: {rules.MOMENTS}",
-    _scopes.KEPT_TO_END: f"safeguard: {rules.COMPARING}",
-    _scopes.KEPT_TO_COMPARE: f"safeguard: {rules.COMPARING}",
-    _scopes.KEPT_FOR_DIGITS: "read exactly (3)",
-    _scopes.KEPT_IN_LOOP: "a loop or a long product takes it (4)",
-    _scopes.FLOAT32: "float32 region",
-    _scopes.KEPT_BY_PATHS: "`float32_paths`",
-    _scopes.KEPT_BY_OPS: "the lists in `ops`",
-    _scopes.KEPT_BY_REFERENCE: "in a call that takes references",
-}
-# What autocast says of a product that is not in float8.
-_SCOPES_16BIT = {
-    _scopes.KEPT_BY_BFLOAT16_PATHS: "`bfloat16_paths`",
-    _scopes.KEPT_BATCHED: "batched",
-    _scopes.KEPT_SMALL: "a size below `min_size`",
-    _scopes.KEPT_ODD: "a size that is no multiple of 16",
-    _scopes.KEPT_OTHER_KIND: "no matmul of two floating matrices",
-    _scopes.KEPT_IN_RULE: "in the rule of a custom derivative",
-}
 
 
 def computes(eqn: _jaxpr.Equation) -> bool:
@@ -38,11 +16,27 @@ def computes(eqn: _jaxpr.Equation) -> bool:
     return not (is_view(eqn) or _jaxpr.is_cast(eqn) or is_iota(eqn))
 
 
-def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
-    """Returns why autocast did not take ``eqn`` in 16 bits."""
+def why_kept(
+    eqn: _jaxpr.Equation, place: Place, step: Step | None, *, is_product: bool
+) -> str:
+    """Returns why autocast did not take ``eqn`` in 16 bits.
+
+    Args:
+        eqn: The equation.
+        place: Where it is.
+        step: What was planned for it, None where JAX has written it behind autocast.
+        is_product: Whether it is a matmul.
+    """
     name = eqn.primitive.name
-    if told := why_by_scopes(place.scopes):
-        return told
+    if step is not None:
+        if isinstance(step.by, str):
+            return f"safeguard: {step.by}"
+        if step.kind == "keep" and step.why:
+            return step.why
+        if step.kind in ("exact", "smooth") and step.by == rules.LOOPS:
+            return "a loop hands it on, or multiplies by it (4)"
+        if step.kind in ("exact", "smooth") and step.is_read_exactly:
+            return "read exactly (3)"
     if is_product:
         return _why_product(eqn, place)
     if dtypes_of(eqn)[-1] != "float32":
@@ -58,27 +52,20 @@ def why_kept(eqn: _jaxpr.Equation, place: Place, *, is_product: bool) -> str:
     return "in no list"
 
 
-def why_by_scopes(scopes: _scopes.Scopes) -> str:
-    """Returns what the user or our marks say of some scopes, empty if nothing."""
-    return next((_SCOPES[scope] for scope in scopes if scope in _SCOPES), "")
-
-
-def why_16bit(eqn: _jaxpr.Equation, place: Place) -> str:
+def why_16bit(eqn: _jaxpr.Equation, step: Step | None) -> str:
     """Returns why autocast did not take the operands of a product in float8."""
-    for scope in place.scopes:
-        if scope in _SCOPES_16BIT:
-            return _SCOPES_16BIT[scope]
-    return _written_in({str(atom.aval.dtype) for atom in eqn.invars[:2]})
+    told = step.why if step else ""
+    return told or _written_in({str(atom.aval.dtype) for atom in eqn.invars[:2]})
 
 
-def is_float64_leak(eqn: _jaxpr.Equation, place: Place) -> bool:
+def is_float64_leak(eqn: _jaxpr.Equation, place: Place, step: Step | None) -> bool:
     """Whether a product inside autocast is float64, and no user has asked for it there.
 
     Autocast leaves that as it is.
     """
     if not any(str(x.aval.dtype) == "float64" for x in eqn.invars[:2]):
         return False
-    reason = why_kept(eqn, place, is_product=True)
+    reason = why_kept(eqn, place, step, is_product=True)
     return reason == _written_in(dtypes_of(eqn))
 
 

@@ -1,7 +1,7 @@
 """What each line of a program computes, in which dtype, and by which sentence.
 
-The function is traced, never run. Autocast functions in it tell what they decide, and
-the program that comes of it (:mod:`~.flow`) tells who reads what.
+The function is traced, never run. Autocast functions in it record their plans, and the
+program that comes of it (:mod:`~.flow`) tells who reads what.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..._autocast.graph import joined
 from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
-from ..._jaxprs.around import explaining
+from ..._jaxprs.around import recording
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
-from .flow import DECIDED, Flow, Operation
+from .flow import Flow, Operation
 from .report import NO_SOURCE, ExplainedLine, Explanation
 
 P = ParamSpec("P")
@@ -71,8 +71,7 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 
     @functools.wraps(fun)
     def explained(*args: P.args, **kwargs: P.kwargs) -> Explanation:
-        steps: list[Step] = []
-        with own_precisions(), explaining(functools.partial(_told, steps)):
+        with own_precisions(), recording() as steps:
             flat = flatten(fun, args, kwargs)
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         around = caller()
@@ -81,12 +80,6 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
         return Explanation(tuple(_lines(inside or found)))
 
     return uncalled("explain", fun, explained)
-
-
-def _told(steps: list[Step], step: Step) -> str:
-    """Notes what was decided, and returns the scope with its number."""
-    steps.append(step)
-    return f"{DECIDED}{len(steps) - 1}"
 
 
 # From operations to lines
@@ -193,10 +186,7 @@ def _times(last: Operation, operations: Sequence[Operation]) -> int:
 
 def _rule(operation: Operation) -> rules.Rule | None:
     """Returns what decided how something is computed, None outside of autocast."""
-    step = operation.step
-    if step is None:
-        return None
-    return step.computed_by if step.how == "stored" else step.rule
+    return operation.step.by if operation.step else None
 
 
 def _is_half(operation: Operation) -> bool:
@@ -253,7 +243,7 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
         case str(safeguard):
             return f"safeguard: {safeguard}"
         case rules.AS_WRITTEN:
-            return operation.kept or "as it was written"
+            return step.why or "as it was written"
         case rules.LOOPS if step.is_summed:
             return "the iterations add it up"
         case rules.FLOAT32 if step.is_read_exactly and _is_returned(operation):

@@ -1,6 +1,6 @@
 """Which operation of a program reads what which other has computed.
 
-The program is one that was traced while autocast told what it decides: each equation is
+The program is one that was traced while autocast recorded its plan: each equation is
 then in a named scope with the number of a step. Casts that autocast adds are no
 operations of the user's. What they return is the same value, in another dtype.
 """
@@ -26,9 +26,6 @@ from ..._jaxprs.places import (
 )
 from ..._ops.products import PRODUCTS, is_attention
 from ..._ops.table import in_words, is_view
-from ..audit.reasons import why_by_scopes
-
-DECIDED = "jaxmp.decided."  # begins the scope of an equation, before the number
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +43,6 @@ class Operation:
     ins: list[Value] = dataclasses.field(default_factory=list)
     outs: list[Value] = dataclasses.field(default_factory=list)
     dtype: str = ""  # of the floating numbers that it returns, empty if of none
-    kept: str = ""  # why the user, or our marks, keep it as it was written
     is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
     carries: bool = False  # whether it is a loop, which computes nothing itself
     takes: str = ""  # dtype of what a product takes, empty if it is none
@@ -106,7 +102,6 @@ class Around(NamedTuple):
     """What is known of the equations of a jaxpr by what holds it."""
 
     place: Place
-    step: Step | None = None  # of what holds them, if autocast did not go inside
     function: str = ""  # the function of JAX that they are in
     for_leaves: bool = False  # whether a library calls that for each leaf of a tree
 
@@ -134,10 +129,9 @@ class Flow:
 
         def apply(eqn, ins, place):
             names = _jaxpr.names_of(eqn)
-            decided = (x for x in names.scopes if x.startswith(DECIDED))
-            number = next((int(x.removeprefix(DECIDED)) for x in decided), None)
-            own = None if number is None else self.steps[number]
-            here = around._replace(place=place, step=own or around.step)
+            number = _scopes.named_in(names.scopes, _scopes.STEP)
+            own = None if number is None else self.steps[int(number)]
+            here = around._replace(place=place)
             if names.transposed or names.computed_again:
                 return self.backward(eqn, ins)
             if _scopes.EIGHT_BITS in names.scopes:
@@ -171,7 +165,7 @@ class Flow:
         """Whether autocast has added a cast."""
         if own is not None:
             return not _jaxpr.is_cast(own.eqn)
-        return _scopes.AUTOCAST in here.place.scopes and here.step is None
+        return _scopes.AUTOCAST in here.place.scopes and here.place.step is None
 
     def retyped(
         self, eqn: _jaxpr.Equation, array: Array, operation: Operation | None
@@ -210,11 +204,10 @@ class Flow:
             library=library,
             frame=place.user,
             call=(place.user, place.author, below, name),
-            step=here.step,
+            step=None if place.step is None else self.steps[place.step],
             times=place.trips,
             for_leaves=here.for_leaves or _maps_over_leaves(below),
             moves=is_view(eqn),
-            kept=why_by_scopes(place.scopes),
         )
         self.operations.append(operation)
         return operation
@@ -285,8 +278,13 @@ class Flow:
             results[0][i].value.turn_into(array.value)
         floating = [i for i in layout.fixed_in if _jaxpr.is_inexact(eqn.invars[i])]
         for dtype in dict.fromkeys(str(eqn.invars[i].aval.dtype) for i in floating):
-            loop = self.operation(eqn, here._replace(step=None))
-            loop.dtype, loop.carries, loop.is_forward = dtype, True, True
+            loop = self.operation(eqn, here)
+            loop.step, loop.dtype, loop.carries, loop.is_forward = (
+                None,
+                dtype,
+                True,
+                True,
+            )
             loop.call = loop.call, dtype
         if len(results) == 1:
             return results[0]
