@@ -16,15 +16,17 @@ import jax
 import jax.core
 
 from .._base.checks import warn
+from .._base.dtypes import is_wide
 from .._base.policy import Policy
 from .._base.text import short_line
 from .._base.tree import is_inexact, path_name
-from .._diagnosis.audit.leaks import Walk
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.around import CastsItself, inside
 from .._jaxprs.flatten import flatten
-from .._jaxprs.places import Place, caller, is_users
+from .._jaxprs.places import is_users
+from .._jaxprs.scopes import BACKWARD
 from .._jaxprs.walk import At, Forward
+from .._ops.products import flops
 
 
 def warns_if_promoted(
@@ -86,18 +88,10 @@ def _warn_if_promoted(
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
     except CastsItself:
         return
-    walk = Walk()
-    inputs = [*map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))]
-    walk.run(jaxpr, inputs, Place(user=caller()))
-    report = walk.report(None, (), ())
-    if not report.flops or report.fraction_16bit > 0:
+    products = _products(jaxpr, flat.names)
+    if not products or any(x is None for x in products):
         return
-    why = ""
-    if report.leaks:
-        leak = report.leaks[0]
-        why = f" {short_line(leak.where)}: {leak}."
-        if leak.dtype == "float64":
-            why += " Cast it to float32 first, `x.astype(jnp.float32)`."
+    why = next(filter(None, products), "")
     warn(
         "No matmul runs in 16 bits. `policy=` casts only the differentiated arguments, "
         f"and other float32 arrays promote every matmul to float32.{why} To run them "
@@ -105,6 +99,49 @@ def _warn_if_promoted(
         "gradient function, `autocast(grad_fn, policy)`; or cast the inputs in the "
         "loss too, `jaxmp.with_policy(model.apply, policy)`."
     )
+
+
+def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
+    """Returns of each product of a program which argument makes it wide, in words.
+
+    The words are empty if no argument does, and None stands for a product in 16 bits.
+
+    Args:
+        jaxpr: The program.
+        names: Those of its arguments.
+    """
+    found: list[str | None] = []
+    arguments = [*zip(names, _jaxpr.in_avals(jaxpr), strict=True)]
+
+    def reached(
+        eqn: _jaxpr.Equation, ins: list[frozenset[int]], at: At
+    ) -> list[frozenset[int]]:
+        """Returns the numbers of the wide arguments that the results come from."""
+        made = frozenset().union(*ins)
+        if flops(eqn, back=BACKWARD in at.scopes):
+            is_half = not any(is_wide(x.aval) for x in eqn.invars[:2])
+            found.append(None if is_half else _why(eqn, [arguments[i] for i in sorted(made)]))
+        return [made if is_wide(x.aval) else frozenset() for x in eqn.outvars]
+
+    given = [
+        frozenset([i] if is_wide(aval) else []) for i, (_, aval) in enumerate(arguments)
+    ]
+    walk = Forward(reached, lambda xs: frozenset().union(*xs), known=frozenset())
+    walk.through(jaxpr, given)
+    return found
+
+
+def _why(eqn: _jaxpr.Equation, arguments: Sequence[tuple[str, Any]]) -> str:
+    """Says that the first of some wide arguments reaches a product."""
+    if not arguments:
+        return ""
+    name, aval = arguments[0]
+    lines = (f"{x[0]}:{x[1]}" for x in _jaxpr.frames(eqn) if is_users(x[0]))
+    where = f" at {short_line(line)}" if (line := next(lines, "")) else ""
+    why = f" The matmul{where} is {aval.dtype} because `{name}` is."
+    if aval.dtype == "float64":
+        why += " Cast it to float32 first, `x.astype(jnp.float32)`."
+    return why
 
 
 def note_cast(

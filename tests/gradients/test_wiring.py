@@ -223,7 +223,8 @@ def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, ste
     (found,) = said(jax.jit(grad_fn), PARAMS, X, Y)
     assert "No matmul runs in 16 bits" in str(found.message)
     line = loss.__code__.co_firstlineno - 3  # of the first product in `apply`
-    assert f"test_wiring.py:{line}: x (float32) meets 16-bit" in str(found.message)
+    why = f"The matmul at test_wiring.py:{line} is float32 because `x` is."
+    assert why in str(found.message)
     assert found.filename == __file__
     assert jaxmp.audit(grad_fn)(PARAMS, X, Y).fraction_16bit == 0
 
@@ -242,7 +243,7 @@ def test_a_float64_batch_under_a_policy_is_told_to_be_cast():
     with jax.enable_x64(True):
         grad_fn = jax.jit(jaxmp.value_and_grad(loss, policy="mixed_bfloat16"))
         (found,) = said(grad_fn, PARAMS, np.asarray(X, np.float64), Y)
-    assert "x (float64) meets 16-bit. Cast it to float32" in str(found.message)
+    assert "is float64 because `x` is. Cast it to float32" in str(found.message)
 
 
 def test_a_policy_under_which_a_product_runs_in_16_bits_says_nothing():
@@ -287,7 +288,7 @@ def test_a_module_of_nnx_under_a_policy_is_looked_at():
     build = partial(jaxmp.nnx.value_and_grad, policy="mixed_bfloat16")
     grad_fn = nnx.jit(build(lambda m, x: jnp.mean(m(x) ** 2)))
     (found,) = said(grad_fn, model, X)
-    assert "x (float32) meets 16-bit" in str(found.message)
+    assert "is float32 because `x` is." in str(found.message)
     cast = build(lambda m, x: jnp.mean(jaxmp.with_policy(m, "c=bf16")(x) ** 2))
     assert not said(nnx.jit(cast), model, X)
 

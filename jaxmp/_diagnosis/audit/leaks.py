@@ -122,7 +122,7 @@ class Operand(NamedTuple):
 class Walk:
     """Follows float32 values through a jaxpr and adds up its products."""
 
-    def __init__(self, default_precision: Any = None, steps: Sequence[Step] = ()):
+    def __init__(self, default_precision: Any, steps: Sequence[Step]):
         """Starts with nothing found.
 
         Args:
