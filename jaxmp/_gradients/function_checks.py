@@ -119,15 +119,16 @@ def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
         """Returns the numbers of the wide arguments that the results come from."""
         made = frozenset().union(*ins)
         if flops(eqn, back=BACKWARD in at.scopes):
+            given = [arguments[i] for i in sorted(made)]
             is_half = not any(is_wide(x.aval) for x in eqn.invars[:2])
-            found.append(None if is_half else _why(eqn, [arguments[i] for i in sorted(made)]))
+            found.append(None if is_half else _why(eqn, given))
         return [made if is_wide(x.aval) else frozenset() for x in eqn.outvars]
 
-    given = [
+    wide = [
         frozenset([i] if is_wide(aval) else []) for i, (_, aval) in enumerate(arguments)
     ]
     walk = Forward(reached, lambda xs: frozenset().union(*xs), known=frozenset())
-    walk.through(jaxpr, given)
+    walk.through(jaxpr, wide)
     return found
 
 
