@@ -273,9 +273,9 @@ def test_an_explanation_says_how_it_is_stored():
 
     lines = jaxmp.explain(grad_of(loss, "int8"))(layers(1), batch()).lines
     (hidden,) = [line for line in lines if "hidden =" in line.source]
-    assert [*hidden.saved] == ["int8"]
+    assert [*dict(hidden.saved)] == ["int8"]
     lines = jaxmp.explain(grad_of(loss))(layers(1), batch()).lines
-    assert not any("int8" in line.saved for line in lines)
+    assert not any("int8" in dict(line.saved) for line in lines)
 
 
 def test_micro_batches_store_in_eight_bits_too():

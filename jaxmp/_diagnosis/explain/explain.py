@@ -151,6 +151,7 @@ def _explained(
     results = _results(operations)
     usual = statistics.mode((x.dtype, _rule(x)) for x in results)
     last = next(x for x in results if (x.dtype, _rule(x)) == usual)
+    own = dict.fromkeys(x.dtype for x in results)
     dtypes = dict.fromkeys(x.dtype for x in operations if not x.moves)
     products = dict.fromkeys(x.takes for x in operations if x.takes)
     file, function, number = line
@@ -160,13 +161,13 @@ def _explained(
         function=function,
         number=number,
         source=linecache.getline(file, number).strip() or NO_SOURCE,
-        dtype=last.dtype,
-        also=tuple(x for x in dtypes if x != last.dtype and x not in products),
+        dtype=", ".join(own),
+        also=tuple(x for x in dtypes if x not in own and x not in products),
         rule=_rule(last),
         reason=_reason(last, is_library=bool(last.library) and not products),
         products=tuple(products),
         rounded=last.rounded,
-        saved=dict(sorted(kept.items(), key=lambda x: x[0] != "float32")),
+        saved=tuple(sorted(kept.items(), key=lambda x: x[0] != "float32")),
         saved_by=rules.STORED if kept and stored else None,
         times=_times(last, operations),
     )

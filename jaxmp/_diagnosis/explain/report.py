@@ -29,16 +29,17 @@ class ExplainedLine:
             ``"Block.__call__"``; empty for a line of a module.
         number: Number of the line.
         source: The line itself.
-        dtype: Dtype of the last number that the line computes.
-        also: Other dtypes that the line computes in, on the way or in another call.
+        dtype: Dtype of the last number that the line computes; ``"bfloat16, float32"``
+            if it is not the same each time the line runs.
+        also: Other dtypes that the line computes in on the way.
         products: Dtypes that the matmuls of the line read.
         rounded: Dtype to which the numbers were rounded that the line returns in
             ``dtype``, as a convolution does; empty if they were not.
         rule: Number of the sentence that decided, or the name of a safeguard; None
             outside of autocast.
         reason: What reads the result, or what else decided.
-        saved: Bytes of results of the line that are saved for the backward pass, by
-            dtype, for all the times it runs.
+        saved: Pairs of a dtype and the bytes of results of the line that are saved in
+            it for the backward pass, for all the times it runs.
         saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
         times: How often the line runs; 0 in a ``while`` loop, where it is not known.
 
@@ -61,7 +62,7 @@ class ExplainedLine:
     products: tuple[str, ...] = ()
     rule: rules.Rule | None = None
     reason: str = ""
-    saved: dict[str, int] = dataclasses.field(default_factory=dict)
+    saved: tuple[tuple[str, int], ...] = ()
     saved_by: int | None = None
     times: int = 1
     rounded: str = ""
@@ -73,7 +74,7 @@ class ExplainedLine:
             usual: How often the other lines of the function run.
         """
         words = [self.reason]
-        if taken := [x for x in self.products if x != self.dtype]:
+        if taken := [x for x in self.products if x not in self.dtype]:
             words.append(f"matmuls read {', '.join(taken)}")
         if self.rounded:
             words.append(f"rounded to {self.rounded}")
@@ -81,7 +82,7 @@ class ExplainedLine:
             words.append(f"also {' and '.join(self.also)}")
         if self.saved:
             rule = f" ({self.saved_by})" if self.saved_by else ""
-            sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved.items())
+            sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved)
             words.append(f"saves {', '.join(sizes)}{rule}")
         if self.times != usual:
             words.append(_often(self.times) or "once")
@@ -146,10 +147,11 @@ def _text(report: Explanation) -> Iterator[str]:
 
 def _widths(lines: Sequence[ExplainedLine]) -> tuple[int, int, int, int]:
     """Returns the widths of the number, the code, the dtype and the sentence."""
+    dtype = max(8, *(len(line.dtype) for line in lines))
     return (
         max(len(str(line.number)) for line in lines),
-        min(_LONGEST, max(len(line.source) for line in lines)),
-        max(len(line.dtype) for line in lines),
+        min(_LONGEST + 8 - dtype, max(len(line.source) for line in lines)),
+        dtype,
         max(len(_number(line)) for line in lines),
     )
 
