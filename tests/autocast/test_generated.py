@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.generated import FORMS, drawn, findings, smaller
+from benchmarks.generated import FORMS, drawn, smaller, worst_of
 
 
 def hold(program, forms):
-    worst = findings(program, forms)[0]
-    assert worst.share <= 1, (worst, program)
+    worst = worst_of(program, forms)
+    assert not worst.breaks_law, (worst, program)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -16,7 +16,7 @@ def test_a_step_is_no_further_from_float32_than_by_hand(seed):
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize("seed", range(4, 66))
+@pytest.mark.parametrize("seed", range(66))
 def test_any_step_is_no_further_from_float32_than_by_hand(seed):
     hold(drawn(seed), FORMS)
 
