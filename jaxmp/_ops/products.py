@@ -1,7 +1,6 @@
 """What a matrix product is, its precision and its FLOPs."""
 
 import math
-import os
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from .._base.sizes import as_number, size_of
 from .._jaxprs.jaxpr import (
     FLOAT32,
     Equation,
-    frames,
     is_inexact,
     is_transposed,
     names_of,
@@ -38,7 +36,6 @@ FEWEST = 8
 _32BIT = {FLOAT32, np.dtype(np.complex64)}
 _16BIT = {np.dtype(jnp.float16), np.dtype(jnp.bfloat16)}
 _LOWEST = lax.Precision.DEFAULT, lax.Precision.DEFAULT
-_IMAGE = os.path.join("jax", "_src", "image")
 
 
 def is_matrix_product(eqn: Equation, *, back: bool = False) -> bool:
@@ -163,18 +160,6 @@ def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
         return False
     precisions = [default if p is None else p for p in _precisions(eqn)]
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
-
-
-def is_resize(eqn: Equation) -> bool:
-    """Whether ``jax.image`` has written a product, which resizes an image.
-
-    It asks for the highest precision, also where its caller has not.
-    """
-    if eqn.primitive.name not in PRODUCTS:
-        return False
-    if set(_precisions(eqn)) != {lax.Precision.HIGHEST}:
-        return False
-    return any(True for _ in frames(eqn, lambda file: _IMAGE in file))
 
 
 def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:

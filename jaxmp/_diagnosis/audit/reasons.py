@@ -7,8 +7,8 @@ from ..._autocast.plan import Step
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.places import Place
 from ..._ops.lists import DEFAULT_OPS
-from ..._ops.products import has_default_precision, is_resize
-from ..._ops.table import is_iota, is_power, is_view, multiplies_itself
+from ..._ops.products import has_default_precision
+from ..._ops.table import is_iota, is_view
 
 
 def computes(eqn: _jaxpr.Equation) -> bool:
@@ -27,29 +27,24 @@ def why_kept(
         step: What was planned for it, None where JAX has written it behind autocast.
         is_product: Whether it is a matmul.
     """
-    name = eqn.primitive.name
-    if step is not None:
-        if isinstance(step.by, str):
-            return f"safeguard: {step.by}"
-        if step.kind == "keep" and step.why:
-            return step.why
-        if step.kind in ("exact", "smooth") and step.by == rules.LOOPS:
-            return "a loop hands it on, or multiplies by it (4)"
-        if step.kind in ("exact", "smooth") and step.is_read_exactly:
-            return "read exactly (3)"
+    if step is not None and isinstance(step.by, str):
+        return f"safeguard: {step.by}"
+    if step is not None and step.kind == "keep" and step.why:
+        return step.why
     if is_product:
         return _why_product(eqn, place)
     if dtypes_of(eqn)[-1] != "float32":
         return _written_in(dtypes_of(eqn)[-1:])
-    if is_power(eqn) or multiplies_itself(eqn):
-        return "a square or a power"
-    if name in DEFAULT_OPS.deny:
-        return "denied by list"
-    if name in DEFAULT_OPS.infer:
+    if step is not None and step.kind in ("exact", "smooth"):
+        if step.by == rules.LOOPS:
+            return "a loop hands it on, or multiplies by it (4)"
+        if step.is_read_exactly:
+            return "read exactly (3)"
+    name = eqn.primitive.name
+    if name in DEFAULT_OPS.infer and (step is None or step.kind != "keep"):
         return "takes float32, or feeds no matmul (3)"
-    if name in DEFAULT_OPS.allow:
-        return "no matmul"
-    return "in no list"
+    is_known = name in DEFAULT_OPS.allow | DEFAULT_OPS.deny | DEFAULT_OPS.infer
+    return "a float32 operation (3)" if is_known else "in no list (3)"
 
 
 def why_16bit(eqn: _jaxpr.Equation, step: Step | None) -> str:
@@ -83,8 +78,6 @@ def _written_in(dtypes: Iterable[str]) -> str:
 
 
 def _why_product(eqn: _jaxpr.Equation, place: Place) -> str:
-    if is_resize(eqn):
-        return "a resize whose result must be float32"
     if not has_default_precision(eqn):
         return "its `precision`"
     if place.opaque:

@@ -24,7 +24,7 @@ from ..._jaxprs.places import (
     library_function,
     placed,
 )
-from ..._ops.products import PRODUCTS, is_attention
+from ..._ops.products import PRODUCTS, is_convolution
 from ..._ops.table import in_words, is_view
 
 
@@ -40,13 +40,13 @@ class Operation:
     times: int  # how often it runs, 0 if nobody knows
     for_leaves: bool  # whether a library computes it for each leaf of a tree
     moves: bool  # only moves what it is given
+    dtype: str  # of the floating numbers that it returns, empty if of none
+    takes: str  # dtype of what a product takes, empty if it is none
+    rounded: str  # dtype of the numbers that a product returns in a wider one
     ins: list[Value] = dataclasses.field(default_factory=list)
     outs: list[Value] = dataclasses.field(default_factory=list)
-    dtype: str = ""  # of the floating numbers that it returns, empty if of none
     is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
     carries: bool = False  # whether it is a loop, which computes nothing itself
-    takes: str = ""  # dtype of what a product takes, empty if it is none
-    rounded: str = ""  # dtype of the numbers that a product returns in a wider one
     is_forward: bool = False  # whether the forward pass needs it
 
     def results(self) -> Iterator[Value]:
@@ -139,7 +139,7 @@ class Flow:
             if _jaxpr.is_cast(eqn) and self.is_added(own, here):
                 if _scopes.STACKED in names.scopes and ins[0].value.operation:
                     ins[0].value.operation.is_stacked = True
-                return [self.retyped(eqn, ins[0], made.get(number))]
+                return [_retyped(ins[0], eqn)]
             opens = own is None or _jaxpr.call_kind(own.eqn)
             if _jaxpr.call_kind(eqn) and opens:
                 return self.call(eqn, ins, here)
@@ -149,8 +149,6 @@ class Flow:
                 operation = self.operation(own.eqn if own else eqn, here)
             if own:
                 made[number] = operation
-            if _scopes.FLOAT8_PRODUCT in names.scopes:
-                operation.takes = str(FLOAT8)
             return self.outputs(eqn, ins, operation)
 
         return _jaxpr.interpret(
@@ -166,17 +164,6 @@ class Flow:
         if own is not None:
             return not _jaxpr.is_cast(own.eqn)
         return _scopes.AUTOCAST in here.place.scopes and here.place.step is None
-
-    def retyped(
-        self, eqn: _jaxpr.Equation, array: Array, operation: Operation | None
-    ) -> Array:
-        """Returns an array as a cast of autocast leaves it."""
-        out, is_its = _retyped(array, eqn), array.value.operation is operation
-        if operation is not None and is_its and not operation.is_stored:
-            operation.dtype = str(out.dtype)
-            if operation.takes and out.stored != out.dtype:
-                operation.rounded = str(out.stored)
-        return out
 
     def narrowed(self, eqn: _jaxpr.Equation, ins: list[Array]) -> list[Array]:
         """Returns what is stored of a value in eight bits, beside its scales."""
@@ -195,8 +182,10 @@ class Flow:
         return Array(value, dtype, dtype)
 
     def operation(self, eqn: _jaxpr.Equation, here: Around) -> Operation:
-        """Returns the operation that an equation stands for, or begins."""
+        """Returns the operation that an equation, as the user wrote it, stands for."""
         place = here.place
+        step = None if place.step is None else self.steps[place.step]
+        dtype, takes = _returned(eqn, step), _taken(eqn, step)
         name, library = eqn.primitive.name, here.function or library_function(eqn)
         below = frames_below_users(eqn)
         operation = Operation(
@@ -204,10 +193,14 @@ class Flow:
             library=library,
             frame=place.user,
             call=(place.user, place.author, below, name),
-            step=None if place.step is None else self.steps[place.step],
+            step=step,
             times=place.trips,
             for_leaves=here.for_leaves or _maps_over_leaves(below),
             moves=is_view(eqn),
+            dtype=dtype,
+            takes=takes,
+            # No convolution of cuDNN takes 16 bits and returns float32.
+            rounded=takes if step and is_convolution(eqn) and dtype != takes else "",
         )
         self.operations.append(operation)
         return operation
@@ -217,27 +210,17 @@ class Flow:
     ) -> list[Array]:
         """Notes what an equation reads, and returns what it computes."""
         outs = [self.given(var.aval, operation) for var in eqn.outvars]
-        step, name = operation.step, eqn.primitive.name
-        multiplies = step.kind == "product" if step else name in PRODUCTS
         for array, atom in zip(ins, eqn.invars, strict=True):
             if isinstance(atom, _jaxpr.Literal):
                 continue
             value = array.value
-            if multiplies and _jaxpr.is_inexact(atom) and not operation.takes:
-                operation.takes = str(array.dtype)
             if value.operation is operation:  # one equation of several
                 for out in outs:
                     value.turn_into(out.value)
             else:
                 value.readers.append(operation)
                 operation.ins.append(value)
-        for var, out in zip(eqn.outvars, outs, strict=True):
-            operation.outs.append(out.value)
-            is_barrier = bool(operation.dtype) and operation.is_stored
-            # An attention also returns a float32 number for each row, to its gradient.
-            is_second = bool(operation.dtype) and is_attention(eqn)
-            if _jaxpr.is_inexact(var) and not is_barrier and not is_second:
-                operation.dtype = str(out.dtype)
+        operation.outs += [out.value for out in outs]
         return outs
 
     def backward(self, eqn: _jaxpr.Equation, ins: list[Array]) -> list[Array]:
@@ -351,6 +334,24 @@ def _reached(
 def _ends(value: Value) -> bool:
     """Whether a value is a result, or one that nobody reads."""
     return value.is_returned or not (value.readers or value.becomes or value.kept)
+
+
+def _returned(eqn: _jaxpr.Equation, step: Step | None) -> str:
+    """Returns the dtype of the first floating result, as it is computed."""
+    known = step.outs if step and step.eqn is eqn and step.how != "stored" else ()
+    for i, var in enumerate(eqn.outvars):
+        if _jaxpr.is_inexact(var):
+            return str((known and known[i].dtype) or var.aval.dtype)
+    return ""
+
+
+def _taken(eqn: _jaxpr.Equation, step: Step | None) -> str:
+    """Returns the dtype of what a product takes, empty if it is none."""
+    if step is not None:
+        is_product = step.kind == "product"
+        return str(FLOAT8) if step.float8 else str(step.dtype) if is_product else ""
+    floats = (x.aval.dtype for x in eqn.invars if _jaxpr.is_inexact(x))
+    return str(next(floats, "")) if eqn.primitive.name in PRODUCTS else ""
 
 
 def _retyped(array: Array, eqn: _jaxpr.Equation) -> Array:
