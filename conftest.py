@@ -132,6 +132,17 @@ def normal(seed, *shape, scale=1.0):
     return jax.device_put(np.float32(scale) * numbers)  # `asarray` is a program
 
 
+def bits(tree):
+    """Returns the leaves as dtypes, shapes and bytes, which tell -0.0 from 0.0."""
+
+    def leaf_bits(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if is_key else x
+        return x.dtype, x.shape, np.asarray(data).tobytes()
+
+    return jax.tree.map(leaf_bits, tree)
+
+
 def at_once(*funs):
     """Compiles functions of the same arguments as one program."""
     return jax.jit(lambda *args: [fun(*args) for fun in funs])

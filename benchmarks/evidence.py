@@ -117,14 +117,6 @@ TRAINED = """\
 The loss of small models with three seeds, over the last 50 updates:
 """
 
-MOMENTS = """\
-## What small models learn with moments in 8 bits
-
-The loss of the last 50 of 200 updates (CNN: 100), with the mean and deviation of three
-seeds. *Stochastic rounding* is that of bfloat16 parameters; the other columns have
-float32 parameters.
-"""
-
 HOST = """\
 ## Outside compiled code
 
@@ -141,7 +133,7 @@ def main(arguments: list[str]) -> None:
 def page() -> str:
     """Returns the page as Markdown."""
     sections = [INTRODUCTION, *_times(), *_steps(), *_attention(), *_prices()]
-    sections += [*_errors(), *_residuals(), *_moments(), *_host()]
+    sections += [*_errors(), *_residuals(), *_host()]
     return "\n".join(sections)
 
 
@@ -330,20 +322,6 @@ def _residuals() -> Iterator[str]:
     ]
     yield _table(["", *forms], table)
     yield _source([*trained.values()])
-
-
-def _moments() -> Iterator[str]:
-    found = _read("moments")
-    yield MOMENTS
-    columns = ["float32", "int8", "int8, at random", "linear int8"]
-    table = [
-        [f"{model}, {row['optimizer']}", *(row.get(x, "") for x in columns)]
-        for model, result in found.items()
-        for row in result["rows"]
-    ]
-    header = ["float32", "int8", "int8, stochastic rounding", "uniform int8"]
-    yield _table(["", *header], table)
-    yield _source([*found.values()])
 
 
 def _host() -> Iterator[str]:

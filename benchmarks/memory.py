@@ -1,23 +1,14 @@
-"""The GPU memory of BERT in mixed precision, and that of optimizers without masters.
+"""What optimizers without masters store and move, in code compiled for an H200.
 
-Compiled for an H200 (extra ``aot``) and not run. Of BERT, whose models and step are
-those of ``examples/masked_lm.py``: the peak of an update of 256 rows of text, in 32
-micro-batches and at once, and the largest batch that fits, for rows of 64 to 512 words.
-Of optimizers: the bytes that Adam stores and moves for a parameter, whose gradients
-have 16 bits. (The memory of a program compiled for a CPU says nothing: the CPU has no
-16-bit arithmetic, and XLA adds float32 copies.)
-
-References:
-    Devlin et al., "BERT", NAACL 2019, https://arxiv.org/abs/1810.04805; the section
-    "Out-of-memory issues" of https://github.com/google-research/bert.
+The bytes that Adam stores and moves for a parameter, whose gradients have 16 bits.
+Needs no GPU (extra ``aot``); nothing runs.
 """
 
 import dataclasses
 import pathlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +19,8 @@ from jax.typing import DTypeLike
 import jaxmp
 
 from .counting import h200, hlo, results, tables
-from .counting.compiled import largest_batch, peak
 from .networks.basic import NETWORKS, Network
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
-
-import _bert
-import masked_lm
-
-# Of the 16-bit policies one is enough: the other needs the same bytes.
-POLICIES = ("float32", "mixed_float16")
-# The models, and the words in a row of their updates.
-MODELS = {
-    "BERT-base": (_bert.BERT_BASE, 128),
-    "BERT-large": (_bert.BERT_LARGE, 128),
-    "the small model": (masked_lm.SMALL, masked_lm.LENGTH),
-}
 ADAM = optax.adam(1e-3)
 
 
@@ -114,16 +91,6 @@ VARIANTS = {
 class Options:
     """What to compile, and where to save the bytes."""
 
-    sections: tuple[Literal["updates", "batches", "optimizers"], ...] = (
-        "updates",
-        "batches",
-        "optimizers",
-    )
-    """Which tables to make."""
-    lengths: tuple[int, ...] = (64, 128, 256, 384, 512)
-    """Words in a row of the largest batches of BERT-base."""
-    gigabytes: float = 12.0
-    """What the largest batch must fit into."""
     network: str = "gpt-12m"
     """Whose parameters an optimizer updates."""
     variants: tuple[str, ...] = tuple(VARIANTS)
@@ -134,58 +101,14 @@ def main(arguments: list[str]) -> None:
     """Prints the tables and saves them."""
     options = tyro.cli(Options, args=arguments, prog="python -m benchmarks memory")
     h200.require("memory")
-    sections = {
-        "updates": (updates, "peak of an update (GB)"),
-        "batches": (batches, f"largest batch of BERT-base in {options.gigabytes:g} GB"),
-        "optimizers": (optimizers, f"{options.network}, bytes of each parameter"),
-    }
+    rows = [
+        {"update": name} | count(VARIANTS[name], NETWORKS[options.network])
+        for name in options.variants
+    ]
+    title = f"{options.network}, bytes of each parameter"
+    tables.show(title, rows)
     path = options.output or results.target("memory")
-    for name in options.sections:
-        section, title = sections[name]
-        rows = list(section(options))
-        tables.show(title, rows)
-        results.save(path, title, h200.HARDWARE, ["memory", *arguments], rows)
-
-
-def updates(options: Options) -> Iterator[dict[str, Any]]:
-    """Yields the peak of an update of 256 rows, in micro-batches and at once."""
-    rows = masked_lm.MICRO_BATCHES * masked_lm.ROWS
-    for name, (model, length) in MODELS.items():
-        for steps in (masked_lm.MICRO_BATCHES, 1):
-            sizes = {x: peak_bytes(model, x, rows, length, steps) for x in POLICIES}
-            yield {
-                "model": name,
-                "words in a row": length,
-                "micro-batches": steps,
-                **{policy: size / 1e9 for policy, size in sizes.items()},
-                "share": sizes["mixed_float16"] / sizes["float32"],
-            }
-
-
-def batches(options: Options) -> Iterator[dict[str, Any]]:
-    """Yields the rows of BERT-base that fit, by the words in a row."""
-    for length in options.lengths:
-        row = {"words in a row": length}
-        for policy in POLICIES:
-            needed = partial(peak_bytes, _bert.BERT_BASE, policy, length=length)
-            row[policy] = largest_batch(needed, options.gigabytes * 1e9)
-        yield row
-
-
-def peak_bytes(
-    model: Any, policy: str, rows: int, length: int, accum_steps: int = 1
-) -> int:
-    """Returns what an update, compiled for an H200, allocates there."""
-    tx, _, step = masked_lm.make_step(model, policy, 1e-4, accum_steps)
-    params, batch = masked_lm.shapes(model, rows, length)
-    state = jax.eval_shape(tx.init, params)
-    return peak(h200.compiled(step, params, state, batch, donated=2))
-
-
-def optimizers(options: Options) -> Iterator[dict[str, Any]]:
-    """Yields the bytes of each parameter by how it is stored."""
-    for name in options.variants:
-        yield {"update": name} | count(VARIANTS[name], NETWORKS[options.network])
+    results.save(path, title, h200.HARDWARE, ["memory", *arguments], rows)
 
 
 def limits(variant: Variant) -> dict[str, float]:

@@ -29,11 +29,10 @@ import tyro
 import jaxmp
 from jaxmp._residuals import eight_bits
 
-from . import moments
 from .counting import h200, results, steps, worth
 from .counting.tables import show
 from .machinery import count
-from .networks import basic, families
+from .networks import basic, families, learning
 from .networks.families import FAMILIES, SMALL
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
@@ -52,24 +51,24 @@ WITH_LAYERS = ("gpt", "vit", "mixture of experts", "resnet")
 class Trained(NamedTuple):
     """A model that learns, and how fast."""
 
-    task: Callable[[int, int], moments.Task]  # of a seed and the count of updates
+    task: Callable[[int, int], learning.Task]  # of a seed and the count of updates
     learning_rate: float
 
 
-def characters(seed: int, updates: int) -> moments.Task:
+def characters(seed: int, updates: int) -> learning.Task:
     """Returns the LSTM of ``language_model.py``, with one worker's share of a batch."""
     rows, _ = _text.split(_text.as_characters(_text.read()), 33)
     chosen = np.random.default_rng(seed).integers(len(rows), size=(updates, 128))
     model, init = _lstm.make_model(len(_text.CHARACTERS), 32)
 
     def loss(params, _, rows):
-        return moments.cross_entropy(model.apply(params, rows[:, :-1]), rows[:, 1:])
+        return learning.cross_entropy(model.apply(params, rows[:, :-1]), rows[:, 1:])
 
     params = init(jax.random.key(seed), rows[:1, :-1])
-    return moments.Task(params, (), loss, rows[chosen])
+    return learning.Task(params, (), loss, rows[chosen])
 
 
-def masked_words(seed: int, updates: int) -> moments.Task:
+def masked_words(seed: int, updates: int) -> learning.Task:
     """Returns the encoder of ``masked_lm.py``, with batches of 16 rows."""
     words = _text.as_words(_text.read(), _bert.VOCABULARY)
     rows, _ = _text.split(words, 64)
@@ -79,17 +78,17 @@ def masked_words(seed: int, updates: int) -> moments.Task:
 
     def loss(params, _, batch):
         logits = _bert.SMALL.apply(params, batch.tokens, batch.positions)
-        return moments.cross_entropy(logits, batch.targets)
+        return learning.cross_entropy(logits, batch.targets)
 
     first = masked[0]
     params = _bert.init_small(jax.random.key(seed), first.tokens, first.positions)
-    return moments.Task(params, (), loss, batches)
+    return learning.Task(params, (), loss, batches)
 
 
 # The last two with the learning rates of the examples.
 TRAINED = {
-    "language model": Trained(moments.language_model, 2e-3),
-    "cnn": Trained(moments.cnn, 2e-3),
+    "language model": Trained(learning.language_model, 2e-3),
+    "cnn": Trained(learning.cnn, 2e-3),
     "language_model.py": Trained(characters, 3e-2),
     "masked_lm.py": Trained(masked_words, 3e-3),
 }
@@ -232,12 +231,12 @@ def losses(name: str, updates: int, seeds: int) -> dict[str, str]:
     tasks = [TRAINED[name].task(seed, updates) for seed in range(seeds)]
     rate = TRAINED[name].learning_rate
     return {
-        form: moments.spread(train(tasks, rate, residuals))
+        form: learning.spread(train(tasks, rate, residuals))
         for form, residuals in FORMS.items()
     }
 
 
-def train(tasks: list[moments.Task], rate: float, residuals: Any) -> list[float]:
+def train(tasks: list[learning.Task], rate: float, residuals: Any) -> list[float]:
     """Returns the mean loss of the last updates of each seed."""
     tx, loss_fn = optax.adamw(rate), tasks[0].loss
     grad_fn = jaxmp.autocast(
@@ -254,4 +253,4 @@ def train(tasks: list[moments.Task], rate: float, residuals: Any) -> list[float]
         return jax.lax.scan(step, (params, tx.init(params)), batches)[1]
 
     found = [jax.jit(run)(task.params, task.fixed, task.batches) for task in tasks]
-    return [float(values[-moments.LAST :].mean()) for values in found]
+    return [float(values[-learning.LAST :].mean()) for values in found]

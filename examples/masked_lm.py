@@ -9,8 +9,7 @@ than half of the bytes.
     python examples/masked_lm.py --full     # longer, and counts the bytes of BERT-base
 
 The bytes are residuals: what JAX keeps from the forward pass for the backward pass,
-which can be counted anywhere. How much memory a GPU then needs, and how large a batch
-fits, is counted by `python -m benchmarks memory`.
+which can be counted anywhere.
 
 References:
     Devlin et al., "BERT", NAACL 2019, https://arxiv.org/abs/1810.04805.

@@ -1,7 +1,6 @@
 """Training steps compiled for the device at hand, and the memory of compiled code."""
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -98,30 +97,6 @@ def sampler(
     calls = calls_for(seconds, sample)
     host.clear()  # of warming up
     return functools.partial(sample, calls), host
-
-
-def largest_batch(needed: Callable[[int], int], budget: float) -> int:
-    """Finds the largest batch that needs no more than a budget of memory.
-
-    Args:
-        needed: From a batch size to bytes, about a straight line.
-        budget: Bytes.
-
-    Examples:
-        >>> largest_batch(lambda size: 100 + 7 * size, 1000)
-        128
-    """
-    known = {size: needed(size) for size in (1, 4)}
-    while True:
-        fits = max((n for n in known if known[n] <= budget), default=0)
-        too_large = min((n for n in known if known[n] > budget), default=math.inf)
-        if too_large == fits + 1:
-            return fits
-        # The two that are nearest to the budget lie on about the same line.
-        a, b = sorted(known, key=lambda n: abs(known[n] - budget))[:2]
-        size = a + (budget - known[a]) * (b - a) / (known[b] - known[a])
-        size = int(min(max(size, fits + 1), too_large - 1))
-        known[size] = needed(size)
 
 
 def first_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from conftest import bits
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 KEY = jax.random.key(0)
@@ -27,17 +28,6 @@ OTHERS = {
     "empty": {},
     "string": "adam",
 }
-
-
-def bits(tree):
-    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
-
-    def leaf_bits(x):
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        data = jax.random.key_data(x) if is_key else x
-        return x.dtype, x.shape, np.asarray(data).tobytes()
-
-    return jax.tree.map(leaf_bits, tree)
 
 
 def same_objects(tree, other):

@@ -223,16 +223,6 @@ def test_each_example_has_a_gradient_of_its_own(order):
         near(got, expected, jnp.float16, 4)
 
 
-# By default tests/test_autocast_digits.py runs its functions without `jit`.
-@pytest.mark.evidence
-@pytest.mark.parametrize("order", ORDERS, ids=lambda f: f.__name__)
-def test_what_is_not_compiled_is_near_what_is(order):
-    program = mlp()
-    grad_fn = order(program.loss, "mixed_bfloat16")
-    expected = run(jax.value_and_grad(program.loss), *program.args)[0]
-    near(grad_fn(*program.args), expected, jnp.bfloat16, 4)
-
-
 class Dropping(eqx.Module):
     """Has leaves of every kind: functions, flags, numbers, strings, integers."""
 

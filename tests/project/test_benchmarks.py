@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import __main__, gpu, host, memory, sharded
-from benchmarks.counting import collectives, compiled, h200, results, timing
+from benchmarks import __main__, gpu, host, sharded
+from benchmarks.counting import collectives, h200, results, timing
 from benchmarks.networks.families import FAMILIES, SMALL, in_chunks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -155,26 +155,6 @@ def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):
     assert arrays["by hand"] == 3 * 77 + 1
 
 
-def test_memory_saves_updates_and_largest_batches(tmp_path, monkeypatch):
-    def peak_bytes(model, policy, rows, length, accum_steps=1):
-        size = 2 if policy == "mixed_float16" else 4
-        return size * rows * length // accum_steps
-
-    monkeypatch.setattr(memory, "peak_bytes", peak_bytes)
-    monkeypatch.setattr(memory.h200, "unavailable", lambda: None)
-    path = tmp_path / "memory.json"
-    arguments = ["--lengths", "10", "100", "--gigabytes", "1e-5"]
-    sections = ["--sections", "updates", "batches"]
-    memory.main([*arguments, *sections, f"--output={path}"])
-    updates, batches = (x["rows"] for x in json.loads(path.read_text()).values())
-    assert [row["micro-batches"] for row in updates] == [32, 1] * 3
-    assert {row["share"] for row in updates} == {0.5}
-    assert batches == [
-        {"words in a row": 10, "float32": 250, "mixed_float16": 500},
-        {"words in a row": 100, "float32": 25, "mixed_float16": 50},
-    ]
-
-
 def test_what_a_gpu_starts_and_waits_for_is_counted_once():
     program = """
 HloModule jit_step, num_partitions=8
@@ -226,19 +206,6 @@ def test_a_gpu_sends_what_a_form_of_sharding_says(form, steps, gathers, sums):
     wide = {"bf16": 2, "f32": 4}[sums]
     total = wide * times * sum(size.values()) * 7 / 8
     assert sent[f"reduce-scatter {sums}"] == pytest.approx(total, rel=1e-3)
-
-
-@pytest.mark.parametrize("fixed", [0, 100, 990])
-@pytest.mark.parametrize("slope", [1, 7, 500])
-def test_the_largest_batch_is_found_in_few_tries(fixed, slope):
-    tried = []
-
-    def needed(size):
-        tried.append(size)
-        return fixed + slope * size
-
-    assert compiled.largest_batch(needed, 1000) == (1000 - fixed) // slope
-    assert len(tried) == len({*tried}) <= 6
 
 
 def test_samples_of_a_round_are_paired():

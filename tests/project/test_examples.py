@@ -448,19 +448,6 @@ def test_nnx_runs_from_end_to_end():
     assert f"test accuracy {accuracy:.1%}" in console.export_text()
 
 
-@pytest.mark.evidence
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_nnx_learns_under_each_policy(policy):
-    console = terminal()
-    config = digits_nnx.Config(policy=policy, epochs=4)
-    accuracy, optimizer = digits_nnx.main(config, console)
-    assert accuracy > 0.9
-    scale = jaxmp.get_loss_scale(optimizer.opt_state)
-    assert (scale > 1) == (policy == "mixed_float16")
-    assert f"test accuracy {accuracy:.1%}" in console.export_text()
-
-
 def test_nnx_keeps_everything_on_a_skipped_step():
     policy = jaxmp.get_policy("mixed_float16")
     model = digits_nnx.Net(nnx.Rngs(0))

@@ -73,10 +73,6 @@ SLIPS = {
         lambda: jaxmp.loss_scaling(STATE, "O1"),
         "type LossScaleState. Pass for example `optax.adam",
     ),
-    "static swapped": (
-        lambda: jaxmp.static_loss_scale(8, optax.adam(1.0)),
-        "The optimizer to wrap must be an optax transformation, but is 8",
-    ),
     "static given a policy": (
         lambda: jaxmp.static_loss_scale(optax.adam(1.0), "O1"),
         "`scale` must be a number, but is 'O1'",
@@ -98,11 +94,6 @@ SLIPS = {
         lambda: jaxmp.init_shardings(PARAMS, TX),
         r"`init_shardings\(tx, params\)` takes the optimizer first",
     ),
-    "shardings of NumPy": (
-        lambda: jaxmp.init_shardings(TX, {"w": np.ones(3)}),
-        "lie on one mesh",
-    ),
-    # A function
     "cast a Linen model": (
         lambda: jaxmp.with_policy(MODEL, "O1"),
         r"module `Dense`.*`with_policy\(model.apply, policy\)`",
@@ -116,10 +107,6 @@ SLIPS = {
         r"array float32\[4, 8\]. Pass the function itself",
     ),
     "differentiate a Linen model": (lambda: jaxmp.value_and_grad(MODEL), "the loss,"),
-    "differentiate a callable model": (
-        lambda: jaxmp.grad(eqx.nn.Linear(8, 2, key=jax.random.key(0)))(X[0]),
-        r"array float32\[2\]. If that is a model \(Linear\), pass its loss",
-    ),
     "differentiate a loss": (
         lambda: jaxmp.value_and_grad(loss_fn(PARAMS, X, Y)),
         r"array float32\[\]. Pass the function itself, and call the result",
@@ -132,22 +119,13 @@ SLIPS = {
         lambda: jaxmp.nnx.value_and_grad(loss_fn, 0),
         r"`jaxmp.nnx.value_and_grad` takes the function.*argnums=0",
     ),
-    "a gradient of NNX, swapped": (
-        lambda: jaxmp.nnx.value_and_grad("mixed_float16", loss_fn),
-        "function comes first",
-    ),
     "autocast, swapped": (
         lambda: jaxmp.autocast("mixed_float16", loss_fn),
         r"function comes first: `autocast\(fun, policy\)`",
     ),
-    "autocast as torch has it": (lambda: jaxmp.autocast("cuda"), "needs a function"),
     "with autocast of a policy": (
         lambda: jaxmp.autocast("mixed_float16").__enter__(),
         r"got str.*function comes first.*It is no context manager.*as a decorator",
-    ),
-    "autocast a result": (
-        lambda: jaxmp.autocast(loss_fn(PARAMS, X, Y)),
-        r"Pass the function itself, and call the result: `autocast\(fun, policy\)\(",
     ),
     "autocast a Linen model": (lambda: jaxmp.autocast(MODEL), "`autocast.model.apply"),
     "autocast with a name for lists": (
@@ -155,8 +133,6 @@ SLIPS = {
         r"`ops=jaxmp.DEFAULT_OPS.with_deny\(",
     ),
     "float32 of a result": (lambda: jaxmp.float32_region(X), "Pass the function"),
-    "audit a result": (lambda: jaxmp.audit(X), r"`audit\(fun\)\(\*args\)`"),
-    "explain a result": (lambda: jaxmp.explain(X), r"`explain\(fun\)\(\*args\)`"),
     "activations of a model": (
         lambda: jaxmp.linen.activation_gradients(MODEL),
         "Pass the loss",
@@ -165,10 +141,6 @@ SLIPS = {
     "Linen: apply": (
         lambda: jaxmp.linen.with_policy(MODEL.apply, "O2"),
         r"method `apply`. Pass the model itself: `jaxmp.linen.with_policy\(model",
-    ),
-    "Linen: swapped": (
-        lambda: jaxmp.linen.with_policy("O2", MODEL),
-        "model comes first",
     ),
     "Linen: bound": (
         lambda: jaxmp.linen.with_policy(MODEL.bind(VARIABLES), "O2"),
@@ -183,21 +155,9 @@ SLIPS = {
         lambda: jaxmp.audit(loss_fn, PARAMS, X),
         r"^Type `jaxmp.audit\(fun\)\(\*",
     ),
-    "explain": (
-        lambda: jaxmp.explain(loss_fn, PARAMS, X),
-        r"^Type `jaxmp.explain\(fun\)\(\*",
-    ),
-    "find_overflow": (
-        lambda: jaxmp.find_overflow(loss_fn, PARAMS),
-        r"^Type `jaxmp.find_overflow\(fun\)\(\*args\)`",
-    ),
     "sensitivity": (
         lambda: jaxmp.sensitivity(loss_fn, "O1", PARAMS),
         r'^Type `jaxmp.sensitivity\(loss_fn, "mixed_float16"\)\(\*args\)`',
-    ),
-    "parameters for a policy": (
-        lambda: jaxmp.sensitivity(loss_fn, PARAMS),
-        r"got a dict of 1\. Pass.*`autocast\(fun, policy\)\(\*args\)`",
     ),
     "float32 of a call": (
         lambda: jaxmp.float32_region(jnp.matmul, X, X),
@@ -258,10 +218,6 @@ SLIPS = {
         lambda: jaxmp.plots.loss_scale([TX]),
         r"is the optimizer. Pass what `tx.init",
     ),
-    "a plot of a number of steps": (
-        lambda: jaxmp.plots.loss_scale(7),
-        r"Type `history.append\(",
-    ),
     "exponents of a report": (
         lambda: jaxmp.plots.exponents(jaxmp.range_report(PARAMS)),
         "Pass the parameters or gradients",
@@ -302,8 +258,6 @@ SLIPS = {
         lambda: jaxmp.unscale(2.0**15, PARAMS),
         r"`unscale\(grads, loss_scale\)` takes the gradients first.*Swap",
     ),
-    "unscale with a policy": (lambda: jaxmp.unscale(PARAMS, "O1"), "another argument"),
-    # The mesh
     "a name for a mesh": (
         lambda: vag(mesh="data", **BATCH),
         r"`mesh=jax.sharding.Mesh\(jax.devices\(\).*`axis_name='data'`",
@@ -320,13 +274,11 @@ SLIPS = {
         lambda: vag(axis_name=5),
         "name of a mesh axis or several, but is 5",
     ),
-    # Positions
     "argnums by name": (lambda: vag(argnums="params"), "`argnums=1`"),
     "argnums a flag": (lambda: vag(argnums=True), "count from 0"),
     "no argnums": (lambda: vag(argnums=())(PARAMS, X, Y), "Pass `argnums=0`"),
     "argnums twice": (lambda: vag(argnums=(0, -3))(PARAMS, X, Y), "each once"),
     "batch by name": (lambda: vag(batch_argnums="x"), "`batch_argnums=1`"),
-    "batch a flag": (lambda: vag(batch_argnums=(1, True)), "`batch_argnums=1`"),
     "arguments by keyword": (lambda: vag()(params=PARAMS, x=X, y=Y), "by position"),
     # Trees
     "select swapped": (
@@ -454,14 +406,6 @@ def test_what_looks_like_a_slip_and_is_none_passes():
     jaxmp.grad(lambda w: w, mesh=MESH.abstract_mesh, batch_argnums=1)
     duck = SimpleNamespace(init=TX.init, update=TX.update)
     assert jaxmp.static_loss_scale(duck).init(PARAMS).loss_scale == 1
-
-
-def test_a_slip_leaves_the_state_as_it_was():
-    state = TrainState.create(apply_fn=MODEL.apply, params=PARAMS, tx=TX)
-    with pytest.raises(TypeError, match=r"tx\.init"):
-        state.replace(opt_state=PARAMS).apply_gradients(grads=PARAMS)
-    state = state.apply_gradients(grads=PARAMS)
-    assert jaxmp.get_loss_scale(state) == 2.0**15
 
 
 # Labels that are forgotten in `batch_argnums`

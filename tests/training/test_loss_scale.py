@@ -42,7 +42,6 @@ def scales(tx, finite):
 
 
 dynamic = partial(jaxmp.dynamic_loss_scale, optax.sgd(1.0))
-evidence = partial(pytest.param, marks=pytest.mark.evidence)
 
 
 # The numbers
@@ -690,11 +689,6 @@ def test_a_wrong_static_scale_is_named(scale):
     )
     with pytest.raises(ValueError, match=message):
         jaxmp.static_loss_scale(optax.sgd(1.0), scale)
-
-
-def test_a_policy_that_is_none_is_refused():
-    with pytest.raises(TypeError, match="needs a string or a policy, but got None"):
-        jaxmp.loss_scaling(optax.sgd(1.0), None)
 
 
 SCALARS = [8, 8.0, np.float32(8), np.int64(8), np.array(8), np.array(8.0),

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxmp
-from conftest import usually_bfloat16
+from conftest import bits, usually_bfloat16
 from jaxmp._base import rounding as _rounding
 
 KAHAN = {
@@ -22,10 +22,6 @@ FLOATS = {"w": jnp.linspace(-2, 2, 64) + 2.0**-14, "b": jnp.arange(3.0)}
 def apply(tx, params, state, grads):
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
-
-
-def bits(tree):
-    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

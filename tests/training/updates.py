@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 
@@ -23,8 +22,3 @@ def train(tx, params, grads, length):
         return step_of(tx)(*carry, grads), None
 
     return jax.lax.scan(step, (params, tx.init(params)), length=length)[0]
-
-
-def bits(tree):
-    """Returns the leaves as dtypes and bytes, which tell -0.0 from 0.0."""
-    return jax.tree.map(lambda x: (x.dtype, np.asarray(x).tobytes()), tree)
