@@ -1,4 +1,4 @@
-"""Numbers in the code that 16 bits have eaten: 1e-8 is 0 in float16, and 1e9 is Inf.
+"""Numbers in the code that 16 bits lose: 1e-8 is 0 in float16, and 1e9 is Inf.
 
 The jaxpr in 16 bits has only what is left of them. What they were is read from the same
 function traced in float32, where that has the same equation at the same place.
@@ -18,7 +18,7 @@ from .._jaxprs.places import Place, equations
 from .._ops.table import guards
 
 
-class Eaten(NamedTuple):
+class LostNumber(NamedTuple):
     """A number in the code that is 0 or Inf in 16 bits."""
 
     left: float  # what is left of it
@@ -29,7 +29,7 @@ class Eaten(NamedTuple):
 
 
 class Numbers:
-    """The numbers of a jaxpr that may have been eaten, by who reads them."""
+    """The numbers of a jaxpr that 16 bits may have lost, by who reads them."""
 
     def __init__(self, jaxpr: Any, twin: Callable[[], Any], around: Place):
         """Looks for them.
@@ -40,7 +40,7 @@ class Numbers:
                 be. It is called where a number of the jaxpr is 0 or Inf.
             around: What is around their operations.
         """
-        self._found: dict[tuple[int, int], Eaten] = {}
+        self._found: dict[tuple[int, int], LostNumber] = {}
         # Arrays that the code has made in 16 bits have lost their small numbers, too.
         consts = _jaxpr.closed_consts(jaxpr)
         self.has_zeros = any(
@@ -73,14 +73,14 @@ class Numbers:
                 return  # it was written so
         elif left == 0 and not guards(eqn):
             return  # most zeros are meant
-        eaten = Eaten(left, written, literal.aval.dtype, eqn.primitive.name, place)
-        self._found[id(eqn), i] = eaten
+        name, dtype = eqn.primitive.name, literal.aval.dtype
+        self._found[id(eqn), i] = LostNumber(left, written, dtype, name, place)
 
-    def read_by(self, eqn: Equation, operand: int) -> Eaten | None:
-        """Returns the number that an equation reads, if it has been eaten."""
+    def read_by(self, eqn: Equation, operand: int) -> LostNumber | None:
+        """Returns the number that an equation reads, if 16 bits have lost it."""
         return self._found.get((id(eqn), operand)) if self._found else None
 
-    def __iter__(self) -> Iterator[Eaten]:
+    def __iter__(self) -> Iterator[LostNumber]:
         return iter(self._found.values())
 
     @property

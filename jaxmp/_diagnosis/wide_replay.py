@@ -20,7 +20,7 @@ from .._jaxprs.replay import Replay
 from .._ops import table
 from .._ops.narrow import summed_by_platform
 from .._ops.products import is_attention
-from .numbers import Eaten, Numbers
+from .numbers import LostNumber, Numbers
 
 # Which part of a program has rounded a value, where it is none.
 NONE = -1
@@ -48,8 +48,8 @@ class WideReplay(Replay):
         super().__init__(platform, scalars, axes)
         self.numbers = numbers
 
-    def number(self, eqn: Equation, eaten: Eaten) -> Value | None:
-        """Returns a number that 16 bits have eaten; None leaves it as it is."""
+    def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
+        """Returns a number that 16 bits have lost; None leaves it as it is."""
         raise NotImplementedError
 
     def among(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
@@ -66,10 +66,10 @@ class WideReplay(Replay):
 
     def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
         """Returns the inputs of an equation, and numbers as they were."""
-        eaten = [self.numbers.read_by(eqn, i) for i in range(len(ins))]
+        lost = [self.numbers.read_by(eqn, i) for i in range(len(ins))]
         return [
             x if number is None else self.number(eqn, number) or x
-            for x, number in zip(ins, eaten, strict=True)
+            for x, number in zip(ins, lost, strict=True)
         ]
 
     def bodies(self, eqn: Equation) -> list[Any]:

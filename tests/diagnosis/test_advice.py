@@ -131,7 +131,7 @@ def clipped(grads):
     return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
 
 
-SWALLOWED = Advised(
+HIDDEN = Advised(
     clipped,
     "the results may be wrong",
     lambda x: clipped(x.astype(jnp.float32)),

@@ -483,7 +483,7 @@ def test_hazards_are_wrong_by_what_the_reasons_say():
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_numbers_that_16_bits_have_eaten_are_hazards():
+def test_numbers_that_16_bits_lose_are_hazards():
     def model(x):
         scores = x / (jnp.abs(x).sum() + 1e-8)  # here
         return jax.nn.relu(scores) + jnp.zeros_like(x) - 1e9 * x

@@ -264,7 +264,7 @@ def test_what_is_backward_in_a_call_is_backward_and_on_its_own_line(inner, by):
     assert report.first.where == line_of(steep.__wrapped__, "# the line")
 
 
-# By default what has an Inf that is swallowed.
+# By default what has an Inf that is masked.
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 @pytest.mark.parametrize(
     "looked_at",
@@ -291,7 +291,7 @@ def test_sound_programs_are_called_sound(looked_at):
         key = jax.random.key(0)
         norm = nn.BatchNorm(use_running_average=False)
         half = jnp.where(keys, x.astype(HALF), -jnp.inf)
-        low = jnp.where(keys, x.astype(HALF), -1e9)  # -Inf, and swallowed
+        low = jnp.where(keys, x.astype(HALF), -1e9)  # -Inf, and masked
         parts = {
             "attention": lambda: attention(x, mask),
             "log": lambda: guarded_log(x),
@@ -321,8 +321,8 @@ def test_sound_programs_are_called_sound(looked_at):
     assert report.reached == ()
     assert report.given == {"mask": (0, 1)}
     assert report.advice.startswith("All results are finite.")
-    swallowed = {fault.operation for fault in report.others}
-    assert "convert_element_type" in swallowed  # of -1e9
+    masked = {fault.operation for fault in report.others}
+    assert "convert_element_type" in masked  # of -1e9
 
 
 def step_with(scale):
@@ -347,7 +347,7 @@ def test_a_skipped_step_is_explained_by_its_gradients():
     report = find(step, *args)
     assert report.first.backward
     assert report.first.dtype == "float16"
-    assert report.reached == ("a test of finiteness",)
+    assert report.reached == ("an `isfinite` check",)
     assert report.finite_in_float32
     assert "loss scale is too large for this step" in report.advice
     step, args = step_with(2.0**4)
@@ -589,7 +589,7 @@ CHEAP = {"argument", "grad", "clip", "with_policy", "branches"}
         for name in AROUND_EPSILON
     ],
 )
-def test_a_number_that_16_bits_have_eaten_is_named_and_float32_has_it(name):
+def test_a_number_that_16_bits_lose_is_named_and_float32_has_it(name):
     x = ZEROS.astype(jnp.float32) if name == "with_policy" else ZEROS
     report = find(AROUND_EPSILON[name], x)
     assert report.first.kind == "zeros"
@@ -711,10 +711,45 @@ def test_a_result_is_named_by_its_place_in_a_tuple():
 
 def test_what_the_fault_reached_is_named_in_words():
     report = find(lambda x: (x * x, jaxmp.all_finite(x * x)), X)
-    assert "it reached `result/0`" in str(report)
+    assert "not finite because of it: `result/0`" in str(report)
     report = find(lambda x: {"loss": (y := x * x), "ok": jaxmp.all_finite(y)}, X)
-    assert "it reached result `loss`, a test of finiteness\n" in str(report)
-    assert "it reached the result\n" in str(find(lambda x: x * x, X))
+    assert "not finite because of it: result `loss`, an `isfinite` check\n" in str(
+        report
+    )
+    assert "not finite because of it: the result\n" in str(find(lambda x: x * x, X))
+
+
+MASKS = {
+    "where": lambda x, seen: jnp.where(seen, x, -1e9),
+    "full_like": lambda x, seen: jnp.where(seen, x, jnp.full_like(x, -1e9)),
+    "asarray": lambda x, seen: jnp.where(seen, x, jnp.asarray(-1e9, x.dtype)),
+    "set": lambda x, seen: x.at[1].set(-1e9),
+    "times": lambda x, seen: x + (1 - seen.astype(x.dtype)) * -1e9,
+}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.parametrize("name", MASKS)
+def test_the_line_of_a_mask_is_named_and_not_that_of_the_softmax(name):
+    def model(x, seen):
+        return jax.nn.softmax(MASKS[name](x, seen))
+
+    seen = jnp.array([[True, False], [False, False]])
+    cast = jaxmp.with_policy(model, "mixed_float16")
+    report = find(lambda x: cast(x, seen).sum(), jnp.ones((2, 2)))
+    assert report.first.where == line_of(MASKS[name], f'"{name}"')
+    line = os.path.basename(report.first.where)
+    assert f"1e+09 in the code at {line} is beyond float16" in report.advice
+
+
+def test_where_nothing_runs_in_16_bits_it_says_what_to_pass():
+    def loss(x):
+        return (x @ x @ x).sum()
+
+    x = jnp.ones((16, 16))
+    assert "Nothing runs in 16 bits: pass the function that" in find(loss, x).advice
+    for dtype in (HALF, jnp.bfloat16):
+        assert "Nothing runs" not in find(jaxmp.autocast(loss, dtype), x).advice
 
 
 def test_a_mask_has_no_row_among_the_least_headroom():
@@ -755,18 +790,18 @@ def test_targets_that_look_like_a_mask_are_none():
 
 
 @pytest.mark.parametrize(
-    "swallow",
+    "hide",
     [
         lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState())[0],
         lambda g: g / jnp.linalg.norm(g),
         lambda g: g / jnp.linalg.norm(g, keepdims=True),
     ],
 )
-def test_what_an_overflow_makes_wrong_is_warned_of(swallow):
-    report = find(swallow, jnp.full(8, 200.0, HALF))
+def test_what_an_overflow_makes_wrong_is_warned_of(hide):
+    report = find(hide, jnp.full(8, 200.0, HALF))
     assert report.first is None
     assert "gave Inf where float32 would not" in report.advice
-    assert find(swallow, jnp.full(8, 20.0, HALF)).advice == "All results are finite."
+    assert find(hide, jnp.full(8, 20.0, HALF)).advice == "All results are finite."
 
 
 # Zeros that float32 would not have.

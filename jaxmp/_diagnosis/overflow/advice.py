@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..._base.text import short_line
-from ..numbers import Eaten
-from .report import Fault, OperationRange
+from .report import Fault
 
-
-class Case(NamedTuple):
-    """What is known of a program that was searched."""
-
-    first: Fault | None
-    given: dict[str, tuple[int, int]]  # that reached a result, or led to the fault
-    is_given: bool  # whether some of that led to the fault
-    written: bool  # whether an Inf that stands in the code reached a result
-    finite_in_float32: bool | None
-    fault_in_float32: Fault | None  # if that is at another line
-    overflows: bool  # whether float32 holds the result of the faulty operation
-    number: Eaten | None  # in the code, which the faulty operation reads as 0 or Inf
-    argument: str  # that it casts
-    zeros: str  # an argument in float16 that is all zeros and led to the fault
-    in_optimizer: bool  # whether it is the optimizer's
-    cast_by: str  # what brought it into 16 bits: a key of `_CURES`
-    override: str  # of a policy, for the parameters of its module
-    lost: float  # which fraction of its values the faulty operation loses
-    nearest: OperationRange | None  # the 16-bit operation with the least headroom
-    swallowed: Fault | None  # an overflow of 16 bits that reached no result
-    is_seen: bool  # whether all could be looked at
-
-
-# What it is, by the verdict.
+# What it is. `_facts` has what the sentences speak of.
 _VERDICTS = {
     # Of what is no fault of an operation.
     "given": "{leaves}, which reaches a result: no precision helps. Look at the data, "
@@ -41,7 +17,9 @@ _VERDICTS = {
     "sound": "All results are finite.",
     "not all seen": "All results are finite, but not all could be looked at: see the "
     "notes.",
-    "swallowed": "But {what} at {line} gave Inf where float32 would not, and a later "
+    "nothing": "Nothing runs in 16 bits: pass the function that you train with, such "
+    "as the step, or the loss under the same `autocast`.",
+    "hidden": "But {what} at {line} gave Inf where float32 would not, and a later "
     "operation turned it into a finite number, as 1 / Inf is 0: the results may be "
     "wrong. {cure}",
     "near": "But {near.operation} at {near_line} reached {near.max:.4g}, at least half "
@@ -84,7 +62,7 @@ _VERDICTS = {
 
 # What is zero, or near it.
 _LOST = {
-    "number": "The number {eaten.written:.4g} in the code at {line} is 0 in "
+    "number": "The number {written:.4g} in the code at {line} is 0 in "
     "{fault.dtype}, and a result depends on it.",
     "some number": "A number in the code at {line} is 0 in {fault.dtype}, as 1e-8 is. "
     "If you wrote such a number, that is the cause. If you wrote 0, try float32: it "
@@ -122,98 +100,101 @@ _STABLE = {
 }
 
 
-def advice(case: Case) -> str:
-    """Returns one or more sentences."""
-    return " ".join(_VERDICTS[x].format_map(_facts(case)) for x in _verdicts(case))
+def advice(search: Any) -> str:
+    """Returns one or more sentences on what a `Search` has found."""
+    facts = _facts(search)
+    return " ".join(_VERDICTS[x].format_map(facts) for x in _verdicts(search))
 
 
-def _verdicts(case: Case) -> list[str]:
+def _verdicts(search: Any) -> list[str]:
     """Returns what to say of a program, as keys of `_VERDICTS`."""
-    found = ["given"] if case.given else []
-    if case.first is not None and not case.is_given:
-        found += _of_fault(case, case.first)
-    if case.written:
+    found = ["given"] if search.given else []
+    if search.first is not None and not search.leading:
+        found += _of_fault(search, search.first)
+    if search.is_written:
         found.append("written")
     if found:
         return found
-    found = ["sound" if case.is_seen else "not all seen"]
-    near = case.nearest
-    if case.swallowed is not None:
-        found.append("swallowed")
+    found = ["not all seen" if search.found.program.notes else "sound"]
+    if not search.dtypes:
+        return [*found, "nothing"]
+    near = search.nearest
+    if search.hidden is not None:
+        found.append("hidden")
     elif near is not None and near.headroom < 1 and not near.backward:
         found.append("near")
     return found
 
 
-def _of_fault(case: Case, fault: Fault) -> list[str]:
+def _of_fault(search: Any, fault: Fault) -> list[str]:
     if fault.kind == "zeros":
-        if case.in_optimizer:
+        if search.in_optimizer:
             return ["lost, optimizer"]
-        is_scales = fault.backward and case.number is None
+        is_scales = fault.backward and search.number is None
         return ["lost, backward" if is_scales else "lost"]
-    if case.finite_in_float32 is False:
-        if case.zeros:
-            return ["zeros given"]
-        if case.fault_in_float32 is None:
-            return ["model"]
-        if not case.overflows:
-            return ["model, elsewhere"]
-        case = case._replace(finite_in_float32=True, fault_in_float32=None)
-        return [*_of_fault(case, fault), "and elsewhere"]
-    if case.number is not None:
-        return ["number"]
-    if case.in_optimizer:
-        return ["optimizer"]
+    is_models, elsewhere = search.finite_in_float32 is False, []
+    if is_models and search.zeros:
+        return ["zeros given"]
+    if is_models and search.fault_in_float32 is None:
+        return ["model"]
+    if is_models and not search.overflows:
+        return ["model, elsewhere"]
+    if is_models:
+        elsewhere = ["and elsewhere"]
+    if search.number is not None:
+        return ["number", *elsewhere]
+    if search.in_optimizer:
+        return ["optimizer", *elsewhere]
     if fault.backward:
-        return ["backward, float16" if fault.dtype == "float16" else "backward"]
-    return ["argument" if case.argument else "forward"]
+        is_half = fault.dtype == "float16"
+        return ["backward, float16" if is_half else "backward", *elsewhere]
+    return ["argument" if search.argument else "forward", *elsewhere]
 
 
-def _facts(case: Case) -> dict[str, Any]:
+def _facts(search: Any) -> dict[str, Any]:
     """Returns what the sentences speak of."""
-    fault, eaten, near = case.first or case.swallowed, case.number, case.nearest
+    fault, lost, near = search.first or search.hidden, search.number, search.nearest
     facts: dict[str, Any] = {
-        "leaves": _leaves(case.given),
+        "leaves": _leaves(search.given),
         "near": near,
         "near_line": _line(near.where) if near else "",
     }
     if fault is None:
         return facts
-    written = None if eaten is None else eaten.written
-    what = (
-        fault.operation if written is None else f"the number {written:.4g} in the code"
-    )
-    other, cause = case.fault_in_float32, "is finite in float32"
-    if case.finite_in_float32 is None:
-        cause = "may be finite in float32; jaxmp cannot tell"
+    written = None if lost is None else lost.written
+    number = None if written is None else f"number {written:.4g}"
+    other, argument = search.fault_in_float32, search.argument
+    may_be = "may be finite in float32; jaxmp cannot tell"
     facts |= {
         "fault": fault,
         "line": _line(fault.where),
-        "eaten": eaten,
-        "number": "A number" if written is None else f"The number {written:.4g}",
-        "what": what,
-        "argument": case.argument,
-        "zeros": case.zeros,
+        "written": written,
+        "number": f"The {number}" if number else "A number",
+        "what": f"the {number} in the code" if number else fault.operation,
+        "argument": argument,
+        "zeros": search.zeros,
         "largest": fault.inputs[0][2] if fault.inputs else 0.0,
-        "finite": cause,
+        "finite": may_be
+        if search.finite_in_float32 is None
+        else "is finite in float32",
         "stable": _STABLE.get(fault.operation, ""),
         "other": other,
         "other_stable": _STABLE.get(other.operation, "") if other else "",
         "masters": _MASTERS,
-        "override": case.override,
-        "leaf": "/".join(case.argument.split("/")[-2:]),
-        "part": f"{case.lost:.0%} of" if case.lost >= 0.005 else "Some of",
+        "override": search.override,
+        "leaf": "/".join(argument.split("/")[-2:]),
+        "part": f"{search.lost:.0%} of" if search.lost >= 0.005 else "Some of",
     }
-    kind = "argument" if case.argument else "operation"
-    if eaten is not None:
+    kind = "argument" if argument else "operation"
+    if lost is not None:
         kind = "some number" if written is None else "number"
     cure = {
         "autocast": ", in a module" if "/" in fault.module else "",
-        "with_policy": ", a leaf" if "/" in case.argument else "",
-        "code": ", under a policy" if case.override else "",
-    }.get(case.cast_by, "")
+        "with_policy": ", a leaf" if "/" in argument else "",
+        "code": ", under a policy" if search.override else "",
+    }.get(search.cast_by, "")
     facts["lost"] = _LOST[kind].format_map(facts)
-    facts["cure"] = _CURES[case.cast_by + cure].format_map(facts)
+    facts["cure"] = _CURES[search.cast_by + cure].format_map(facts)
     return facts
 
 

@@ -24,7 +24,7 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
-from ..numbers import Eaten, Numbers
+from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, compiled, given, platform_of
 from .report import Line, line_of
 
@@ -43,7 +43,7 @@ class Limit(NamedTuple):
     line: Line
     eqn: int  # the equation's `id`
     place: Place
-    number: Eaten | None  # that it reads
+    number: LostNumber | None  # that it reads
     wrong: tuple[int, ...]  # the results
 
 
@@ -56,7 +56,7 @@ class Limits:
         self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
         # The operations in their order, with their places and the numbers they read.
-        self._found: dict[tuple[Line, int], tuple[Place, Eaten | None]] = {}
+        self._found: dict[tuple[Line, int], tuple[Place, LostNumber | None]] = {}
         self._order: dict[tuple[Line, int], int] = {}
         self._compiled = compiled(self._replay, *_settings(0), *self._arrays)
 
@@ -98,7 +98,7 @@ class Limits:
         eqn: Equation,
         dtype: Any,
         place: Place,
-        number: Eaten | None = None,
+        number: LostNumber | None = None,
     ) -> Any:
         """Whether an operation is among the first ``count``; it is remembered."""
         key = line_of(eqn.primitive.name, dtype, place), id(eqn)
@@ -162,14 +162,14 @@ class _Replay(WideReplay):
             return value
         return Value(jnp.where(value.array == 0, self.small, value.array))
 
-    def number(self, eqn: Equation, eaten: Eaten) -> Value:
+    def number(self, eqn: Equation, lost: LostNumber) -> Value:
         """Returns what 16 bits have left of a number if ``eqn`` has their limits."""
-        written = eaten.written
+        written = lost.written
         if written is None:
-            large = np.copysign(_LARGE, eaten.left)
-            written = self.small if eaten.left == 0 else large
-        on = self.limits.is_on(self.count, eqn, eaten.dtype, eaten.place, eaten)
-        return Value(jnp.where(on, np.float32(eaten.left), jnp.float32(written)))
+            large = np.copysign(_LARGE, lost.left)
+            written = self.small if lost.left == 0 else large
+        on = self.limits.is_on(self.count, eqn, lost.dtype, lost.place, lost)
+        return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, and rounds what it gives."""

@@ -1,7 +1,8 @@
 """Which operation made the first Inf, NaN or fatal zero, on which line, in which layer.
 
-The function is traced, and its jaxpr is run as a program that follows every Inf and NaN
-(:mod:`~.probe`). Where that does not say what was wrong first, the limits of float16
+The function is traced, and its jaxpr is run as a program that looks at what each
+operation gives (:mod:`~.watch`). From that the origin of every Inf and NaN is found
+(:mod:`~.origins`). Where that does not say what was wrong first, the limits of float16
 are put back one after the other (:mod:`~.limits`). Here what was seen becomes a report.
 """
 
@@ -23,11 +24,11 @@ from ..._base.dtypes import is_narrow
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller, equations
-from ..numbers import Eaten, Numbers
-from .advice import Case, advice
-from .births import Run, Seen
+from ..numbers import LostNumber, Numbers
+from .advice import advice
 from .limits import Limit, Limits
-from .report import TESTED, Fault, Line, OperationRange, OverflowReport
+from .origins import Run, Seen
+from .report import CHECKED, Fault, Line, OperationRange, OverflowReport
 from .watch import GIVEN, INF_WRITTEN, Program, Site
 
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     numbers are recorded for each operation, and no array is returned.
 
     An operation is the ``first`` fault if its inputs are finite and its result is not,
-    and if this reaches a result of the function or a test of finiteness such as that of
+    and if this reaches a result of the function or an ``isfinite`` check, as that of
     :func:`jaxmp.loss_scaling`. An operation that turns the Inf of a mask into NaN
     counts too. Underflow is a fault as well: numbers may become zero or subnormal in
     float16, so that a result is Inf, NaN or off by more than 1% (a gradient by half).
@@ -92,13 +93,23 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
         flat = flatten(fun, args, kwargs)
         check_values("find_overflow", flat, "the arrays of the step that broke")
         jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
-        return _Search(flat, jaxpr, Place(user=caller())).report()
+        return Search(flat, jaxpr, Place(user=caller())).report()
 
     return uncalled("find_overflow", fun, searched)
 
 
-class _Search:
-    """A program that is searched, and what was asked about it."""
+class Search:
+    """A program that is searched, and what is known of its first fault.
+
+    Attributes:
+        found: What a run of the program has seen.
+        first: The first fault, None if there is none.
+        seen: What was seen at its operation.
+        limit: The operation whose limits make a result wrong, if these were tried.
+        finite_in_float32: Whether float32 has no fault; None if nobody can tell.
+        fault_in_float32: Its fault there, if that is at another line.
+        hidden: An overflow of 16 bits that made a result wrong, and not Inf or NaN.
+    """
 
     def __init__(self, flat: Flat, jaxpr: Any, around: Place):
         """Runs the program, and asks what the first fault calls for."""
@@ -110,19 +121,23 @@ class _Search:
             if is_narrow(atom.aval)
         }
         self.found = Run(Program(jaxpr, flat.names, around), flat.leaves)
-        self.birth = self.found.first
+        self.origin = self.found.first
         self.first: Fault | None = None
-        self.seen: Seen | None = None  # at the operation of the fault
+        self.seen: Seen | None = None
         self.limit: Limit | None = None
         self.finite_in_float32: bool | None = None
-        self.fault_in_float32: Fault | None = None  # if that is at another line
-        self.swallowed: Fault | None = None
-        if self.birth is not None:
-            self.seen = self.found.at(self.birth)
-            self.first = _fault(self.seen, self.birth[1])
+        self.fault_in_float32: Fault | None = None
+        self.hidden: Fault | None = None
+        if self.origin is not None:
+            self.seen = self.found.at(self.origin)
+            self.first = _fault(self.seen, self.origin.trips)
             self._explain(self.seen)
         elif self._may_be_wrong():
-            self._look_for_wrong_results()
+            self.limit = self.limits.first_wrong()
+            if self.limit is not None:
+                fault = self._fault_of(self.limit)
+                is_zero = fault.kind == "zeros"
+                self.first, self.hidden = (fault, None) if is_zero else (None, fault)
 
     @functools.cached_property
     def twin(self) -> Any:
@@ -131,7 +146,7 @@ class _Search:
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        """What 16 bits have eaten of the numbers in the code."""
+        """The numbers in the code that 16 bits have lost."""
         return Numbers(self.jaxpr, lambda: self.twin, self.around)
 
     @functools.cached_property
@@ -152,7 +167,7 @@ class _Search:
         elif "float16" in self.dtypes and not self.numbers.are_known:
             self.finite_in_float32 = None if self.limits.may_be_finite() else False
         if wide.first is not None and self.finite_in_float32 is False:
-            fault = _fault(wide.at(wide.first), wide.first[1])
+            fault = _fault(wide.at(wide.first), wide.first.trips)
             if self.first is not None and fault.where != self.first.where:
                 self.fault_in_float32 = fault
         if self.finite_in_float32 is False or "float16" not in self.dtypes:
@@ -162,10 +177,9 @@ class _Search:
             limit = self.limits.first_bad()
         elif any(x.lost for x in self.found.seen[: seen.number]):  # perhaps that, too
             limit = self.limits.first_wrong()
-        if limit is not None and self._is_zero(limit):
+        # An Inf that stands in the code, as a mask, may become NaN far from its line.
+        if limit is not None and (limit.number is not None or self._is_zero(limit)):
             self.limit, self.first = limit, self._fault_of(limit)
-        elif limit is not None and limit.number is not None:
-            self.limit = limit
 
     def _may_be_wrong(self) -> bool:
         """Whether numbers have left float16, or those of the code may have."""
@@ -173,21 +187,11 @@ class _Search:
             return False
         return any(x.lost or x.bad for x in self.found.seen) or any(self.numbers)
 
-    def _look_for_wrong_results(self) -> None:
-        self.limit = self.limits.first_wrong()
-        if self.limit is None:
-            return
-        fault = self._fault_of(self.limit)
-        if fault.kind == "zeros":
-            self.first = fault
-        else:
-            self.swallowed = fault
-
     def _is_zero(self, limit: Limit) -> bool:
         """Whether the limits of an operation make zeros, and not Inf."""
         if limit.number is not None:
             return limit.number.left == 0
-        return not any(x.over or x.births for x in self._seen_of(limit))
+        return not any(x.over or x.origins for x in self._seen_of(limit))
 
     def _seen_of(self, limit: Limit) -> list[Seen]:
         """Returns what was seen at an operation, where it ran first."""
@@ -197,102 +201,118 @@ class _Search:
 
     def _fault_of(self, limit: Limit) -> Fault:
         """Returns what happened at an operation that its limits have made wrong."""
-        seen, line = self._seen_of(limit), limit.line
-        kind = "zeros" if self._is_zero(limit) else "Inf"
-        if not seen:  # a number in the code that a call is given
-            self.seen = None
-            largest = float(jnp.finfo(line.dtype).max)
-            return Fault(
-                **line._asdict(), kind=kind, trips=(), inputs=(), largest=largest
+        seen, is_zero = self._seen_of(limit), self._is_zero(limit)
+        guilty = [x for x in seen if (x.lost if is_zero else x.bad)]
+        self.seen = next(iter([*guilty, *seen]), None)
+        if self.seen is None:  # a number in the code that a call is given
+            largest = float(jnp.finfo(limit.line.dtype).max)
+            fault = Fault(
+                **limit.line._asdict(), kind="Inf", trips=(), inputs=(), largest=largest
             )
-        guilty = [x for x in seen if (x.lost if kind == "zeros" else x.bad)]
-        self.seen = [*guilty, *seen][0]
-        return dataclasses.replace(_fault(self.seen, ()), kind=kind)
+        else:
+            fault = _fault(self.seen, ())
+        return dataclasses.replace(fault, kind="zeros") if is_zero else fault
 
     def report(self) -> OverflowReport:
         """Returns what was found."""
-        found, first = self.found, self.first
-        given, reached = _given(found)
-        leading = self._leading(given)
-        operations = tuple(_ranges(found))
+        found = self.found
+        told = [self.seen, found.at(self.origin) if self.origin else None]
         return OverflowReport(
-            first=first,
-            advice=advice(self._case(operations, {**reached, **leading}, leading)),
+            first=self.first,
+            advice=advice(self),
             reached=self._reached(),
             reached_modules=tuple(self._reached_modules()),
-            given=given,
-            others=tuple(_others(found, self.seen if first else None)),
+            given=self._given,
+            others=tuple(_others(found, told if self.first else [])),
             finite_in_float32=self.finite_in_float32,
-            operations=operations,
+            operations=self.operations,
             notes=tuple(found.program.notes),
         )
 
-    def _case(
-        self, operations: Sequence[OperationRange], given: dict, leading: dict
-    ) -> Case:
-        seen, site = self.seen, self.seen and self.seen.site
-        places = [x.site.place for x in self.found.seen]
-        is_back = [x.backward or x.again for x in places]
-        is_last = bool(seen) and any(is_back) and not any(is_back[seen.number :])
-        narrow = [x for x in operations if is_narrow(jnp.dtype(x.dtype))]
-        cast_by = self._cast_by(site)
-        return Case(
-            first=self.first,
-            given=given,
-            is_given=bool(leading),
-            written=any(x[0][0] == INF_WRITTEN for x in self.found.births),
-            finite_in_float32=self.finite_in_float32,
-            fault_in_float32=self.fault_in_float32,
-            overflows=bool(seen and seen.over),
-            number=self._number(),
-            argument=site.argument if site else "",
-            zeros="" if leading else self._zeros(),
-            in_optimizer=is_last or cast_by == "optax",
-            cast_by="code" if cast_by == "optax" else cast_by,
-            override=self._override(site),
-            lost=seen.lost / max(seen.runs * seen.site.size, 1) if seen else 0.0,
-            # A mask of `finfo(dtype).min` has none, and is meant.
-            nearest=min(
-                (x for x in narrow if x.headroom > 0),
-                key=lambda x: x.headroom,
-                default=None,
-            ),
-            swallowed=self.swallowed,
-            is_seen=not self.found.program.notes,
-        )
+    # What the advice asks.
 
-    def _number(self) -> Eaten | None:
-        """Returns the number in the code that is the fault, such as -1e9 in a mask."""
+    @functools.cached_property
+    def operations(self) -> tuple[OperationRange, ...]:
+        """The range of each operation."""
+        return tuple(_ranges(self.found))
+
+    @property
+    def nearest(self) -> OperationRange | None:
+        """The 16-bit operation with the least headroom."""
+        # A mask of `finfo(dtype).min` has none, and is meant.
+        near = [x for x in self.operations if x.headroom > 0]
+        near = [x for x in near if is_narrow(jnp.dtype(x.dtype))]
+        return min(near, key=lambda x: x.headroom, default=None)
+
+    @property
+    def overflows(self) -> bool:
+        """Whether float32 holds the result of the faulty operation."""
+        return bool(self.seen and self.seen.over)
+
+    @property
+    def lost(self) -> float:
+        """Which fraction of its values the faulty operation loses."""
+        if self.seen is None:
+            return 0.0
+        return self.seen.lost / max(self.seen.runs * self.seen.site.size, 1)
+
+    @property
+    def argument(self) -> str:
+        """The argument that the faulty operation casts."""
+        return self.seen.site.argument if self.seen else ""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether an Inf that stands in the code reached a result."""
+        return any(x.time[0] == INF_WRITTEN for x in self.found.origins)
+
+    @property
+    def number(self) -> LostNumber | None:
+        """The number in the code that is the fault, such as -1e9 in a mask."""
         if self.limit is not None and self.limit.number is not None:
             return self.limit.number
         if self.first is None or self.seen is None:
             return None
         site, fault = self.seen.site, self.first
         left = 0.0 if fault.kind == "zeros" else math.inf
-        eaten = Eaten(left, None, site.dtype, site.line.operation, site.place)
+        lost = LostNumber(left, None, site.dtype, site.line.operation, site.place)
         if site.is_cast and fault.inputs[0][2] in site.numbers:
-            return eaten._replace(written=fault.inputs[0][2])
+            return lost._replace(written=fault.inputs[0][2])
         is_inf = math.inf in site.numbers and is_narrow(site.dtype) and left
-        return eaten if is_inf and self.finite_in_float32 is not False else None
+        return lost if is_inf and self.finite_in_float32 is not False else None
 
-    def _cast_by(self, site: Site | None) -> str:
-        """Returns what has brought the faulty operation into 16 bits.
+    @property
+    def in_optimizer(self) -> bool:
+        """Whether the faulty operation is the optimizer's."""
+        if self._place.library == "optax" and self.cast_by != "autocast":
+            return True
+        places = [x.site.place for x in self.found.seen]
+        is_back = [x.backward or x.again for x in places]
+        return bool(self.seen) and any(is_back) and not any(is_back[self.seen.number :])
 
-        It is ``autocast``, ``optax``, a ``module`` of Flax, ``with_policy``, or the
-        ``code`` of the user.
-        """
-        place = Place() if site is None else site.place
+    @property
+    def _place(self) -> Place:
+        """The place of the faulty operation."""
         if self.limit is not None:
-            place = self.limit.place
+            return self.limit.place
+        return self.seen.site.place if self.seen else Place()
+
+    @property
+    def cast_by(self) -> str:
+        """What has brought the faulty operation into 16 bits.
+
+        It is ``autocast``, a ``module`` of Flax, ``with_policy``, or the ``code`` of
+        the user.
+        """
+        place = self._place
         if _scopes.AUTOCAST in place.scopes:
             return "autocast"
-        if place.library == "optax":
-            return "optax"
-        if site is not None and site.argument and place.library == "jaxmp":
+        if self.argument and place.library == "jaxmp":
             return "with_policy"
-        is_module = place.library == "flax" and not self._has_policy()
+        is_module = place.library == "flax" and not self._has_policy
         return "module" if is_module else "code"
 
+    @functools.cached_property
     def _has_policy(self) -> bool:
         """Whether a policy casts in the program."""
         return any(
@@ -300,74 +320,89 @@ class _Search:
             for site in (x.site for x in self.found.seen)
         )
 
-    def _override(self, site: Site | None) -> str:
-        """Returns the override for the module of the fault, if it has parameters."""
-        inner = "" if site is None else "/".join(site.place.module.split("/")[1:])
-        names = self.flat.names
-        has = inner and any(re.search(re.escape(f"{inner}/"), x) for x in names)
-        return f"{inner}/" if has and self._has_policy() else ""
+    @property
+    def override(self) -> str:
+        """The override for the module of the fault, if it has parameters."""
+        module = self.seen.site.place.module if self.seen else ""
+        inner = f"{module.partition('/')[2]}/"
+        has = inner != "/" and any(re.search(re.escape(inner), x) for x in self.names)
+        return inner if has and self._has_policy else ""
 
-    def _leading(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns what came in with Inf or NaN and led to the first fault."""
-        if self.birth is None or self.finite_in_float32 is True:
-            return {}
-        names = enumerate(self.flat.names)
-        return {x: given[x] for i, x in names if x in given and self._leads(i)}
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the arguments."""
+        return self.flat.names
+
+    @functools.cached_property
+    def _given(self) -> dict[str, tuple[int, int]]:
+        """The arguments with NaNs and Infs, and how many."""
+        names = self.found.program.names
+        return {names[i]: counts for i, counts in self.found.given.items()}
+
+    @functools.cached_property
+    def leading(self) -> dict[str, tuple[int, int]]:
+        """Those of them that led to the first fault."""
+        names = enumerate(self.names)
+        return {
+            x: self._given[x] for i, x in names if x in self._given and self._leads(i)
+        }
+
+    @property
+    def given(self) -> dict[str, tuple[int, int]]:
+        """Those of them that reached a result, or led to the fault."""
+        reached = {x.time[0] - GIVEN for x in self.found.origins}
+        names = self.found.program.names
+        found = {names[i]: x for i, x in self.found.given.items() if i in reached}
+        return {**found, **self.leading}
+
+    @functools.cached_property
+    def zeros(self) -> str:
+        """The name of a float16 argument that is all zeros and led to a fault.
+
+        It may have been more in float32.
+        """
+        if self.leading:
+            return ""
+        for i, (name, x) in enumerate(zip(self.names, self.flat.leaves, strict=True)):
+            is_zero = x.dtype == jnp.float16 and x.size and not np.asarray(x).any()
+            if is_zero and self._leads(i):
+                return name
+        return ""
 
     def _leads(self, i: int) -> bool:
         """Whether the first fault is gone with ones for what an argument has wrong.
 
         Wrong are Inf and NaN, and the zeros of an array of zeros.
         """
+        if self.origin is None or self.finite_in_float32 is True:
+            return False
         leaves = list(self.flat.leaves)
         x = jnp.asarray(leaves[i])
         leaves[i] = jnp.where(jnp.isfinite(x) & (x != 0), x, jnp.ones((), x.dtype))
-        return Run(self.found.program, leaves).first != self.birth
-
-    def _zeros(self) -> str:
-        """Returns the name of a float16 argument that is all zeros and led to a fault.
-
-        It may have been more in float32.
-        """
-        if self.birth is None or self.finite_in_float32 is True:
-            return ""
-        for i, (name, x) in enumerate(
-            zip(self.flat.names, self.flat.leaves, strict=True)
-        ):
-            is_zero = x.dtype == jnp.float16 and x.size and not np.asarray(x).any()
-            if is_zero and self._leads(i):
-                return name
-        return ""
+        return Run(self.found.program, leaves).first != self.origin
 
     def _reached(self) -> tuple[str, ...]:
         """Returns the names of the results that the fault reached."""
-        if self.birth is None:
+        if self.origin is None:
             wrong = self.limit.wrong if self.limit else ()
             return tuple(self.flat.out_names[i] for i in wrong) if self.first else ()
         names = zip(self.flat.out_names, self.found.outs, strict=True)
-        reached = [name for name, born in names if born == self.birth]
-        return (*reached, *[TESTED] * (self.found.failed == self.birth))
+        reached = [name for name, origin in names if origin == self.origin]
+        return (*reached, *[CHECKED] * (self.found.failed == self.origin))
 
     def _reached_modules(self) -> dict[str, None]:
         """Returns the modules that the fault reached, an ordered set."""
-        reached = [x for x in self.found.seen if x.born == self.birth and x.kind]
+        reached = [x for x in self.found.seen if x.origin == self.origin and x.kind]
         return dict.fromkeys(filter(None, (x.site.place.module for x in reached)))
 
 
-def _given(found: Run) -> tuple[dict[str, tuple[int, int]], dict]:
-    """Returns what came in with Inf or NaN: all of it, and what is in a result."""
-    names, reached = found.program.names, {x[0][0] - GIVEN for x in found.births}
-    given = {names[i]: counts for i, counts in found.given.items()}
-    return given, {names[i]: x for i, x in found.given.items() if i in reached}
-
-
-def _others(found: Run, first: Seen | None) -> Iterator[Fault]:
+def _others(found: Run, told_of: Sequence[Seen | None]) -> Iterator[Fault]:
     """Yields the other operations that have made Inf or NaN, each line once."""
     told = set()
     for x in found.seen:
-        if x.births and x is not first and not _is_scaled(x.site):
-            is_own = x.born[0][-1] == x.number
-            fault = _fault(x, x.born[1] if is_own else ())
+        if x.origins and x not in told_of and not _is_scaled(x.site):
+            is_own = x.origin.time[-1] == x.number
+            fault = _fault(x, x.origin.trips if is_own else ())
             key = fault.operation, fault.where, fault.module, fault.backward
             if key not in told:
                 told.add(key)

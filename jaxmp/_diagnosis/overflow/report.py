@@ -22,7 +22,7 @@ from ..._base.text import (
     wrapped,
 )
 
-TESTED = "a test of finiteness"  # what a fault may reach, beside results
+CHECKED = "an `isfinite` check"  # what a fault may reach, beside results
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
@@ -140,7 +140,7 @@ class OverflowReport:
 
     Attributes:
         first: The first operation that makes an Inf or NaN of finite inputs, if that
-            reaches a result or a test of finiteness. If zeros that float32 would not
+            reaches a result or an ``isfinite`` check. If zeros that float32 would not
             have are the cause, the operation that made the zeros. None if there is
             none.
         advice: What it means and what to type.
@@ -220,8 +220,10 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
     else:
         yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
+    what = "wrong" if fault.kind == "zeros" else "not finite"
     reached = [*map(_reached, report.reached)]
-    for title, names in (("it reached", reached), ("through", report.reached_modules)):
+    modules = report.reached_modules
+    for title, names in ((f"{what} because of it:", reached), ("in modules", modules)):
         if names:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
@@ -229,8 +231,8 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
 
 
 def _reached(name: str) -> str:
-    """Returns a result, or the test of finiteness, as the table names it."""
-    if name == TESTED:
+    """Returns a result, or the check, as the table names it."""
+    if name == CHECKED:
         return name
     if name == "result":
         return "the result"

@@ -1,7 +1,7 @@
 """A program that returns what it saw of each operation: a *look*, a few counts.
 
 A jaxpr is replayed as it stands, and loops stack the looks of their iterations. What
-depends on what is remembered as steps, along which :mod:`~.births` follows Inf and NaN
+depends on what is remembered as steps, along which :mod:`~.origins` follows Inf and NaN
 once the program has run.
 """
 
@@ -62,23 +62,27 @@ LARGEST = float(jnp.finfo(jnp.float16).max)
 _LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below
 
 
-class Trail(NamedTuple):
-    """What is known of an array: the birth of its first Inf or NaN, and its range.
+class Origin(NamedTuple):
+    """Where an Inf or NaN began. What began first is less, as tuples compare."""
 
-    A birth is the moment and the iterations around. A moment is the number of an
-    operation, in a loop preceded by the number of the loop's first operation and the
-    count of iterations: so births are compared as tuples are.
-    """
+    # The number of the operation, in a loop preceded by the number of the loop's first
+    # operation and the count of iterations.
+    time: tuple[int, ...]
+    trips: tuple[int, ...] = ()  # the indices of the iterations around
 
-    born: tuple[tuple[int, ...], tuple[int, ...]]
+
+class Known(NamedTuple):
+    """What is known of an array."""
+
+    origin: Origin  # of its first Inf or NaN
     nan: bool = False  # whether a NaN is in it
     top: float = 0.0  # its largest finite magnitude
 
 
-# Moments that are no operation's: of what was given, of an Inf in the code, of a NaN in
+# Times that are no operation's: of what was given, of an Inf in the code, of a NaN in
 # the code, and of what is finite.
 GIVEN, INF_WRITTEN, NAN_WRITTEN, NEVER = 2**30, 2**31 - 3, 2**31 - 2, 2**31 - 1
-FINITE = Trail(((NEVER,), ()))
+FINITE = Known(Origin((NEVER,)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,12 +136,12 @@ class Frame:
     ins: tuple[int, ...] = ()
     outs: tuple[int, ...] = ()
     # Of what is known beforehand: nothing that is not floating is 0.
-    trails: list[Trail | None] = dataclasses.field(default_factory=lambda: [FINITE])
+    known: list[Known | None] = dataclasses.field(default_factory=lambda: [FINITE])
 
-    def add(self, trail: Trail | None = None) -> int:
+    def add(self, known: Known | None = None) -> int:
         """Returns the number of a new value."""
-        self.trails.append(trail)
-        return len(self.trails) - 1
+        self.known.append(known)
+        return len(self.known) - 1
 
 
 class Value(NamedTuple):
@@ -236,10 +240,10 @@ class Watch(Replay):
         with np.errstate(over="ignore"):
             sizes = np.abs(np.asarray(numbers)).astype(np.float32)
         nan, finite = bool(np.isnan(sizes).any()), sizes[np.isfinite(sizes)]
-        born = NAN_WRITTEN if nan else INF_WRITTEN
-        born = born if finite.size < sizes.size else NEVER
-        top = float(finite.max(initial=0))
-        return Value(array, self.frame.add(Trail(((born,), ()), nan, top)))
+        is_finite = finite.size == sizes.size
+        time = NEVER if is_finite else NAN_WRITTEN if nan else INF_WRITTEN
+        known = Known(Origin((time,)), nan, float(finite.max(initial=0)))
+        return Value(array, self.frame.add(known))
 
     def entered(self, arrays: Sequence[Any], outside: Sequence[Any]) -> list[Value]:
         """Returns the inputs of a body."""
@@ -248,7 +252,7 @@ class Watch(Replay):
         return [*map(Value, arrays, self.frame.ins, numbers)]
 
     def part(self, array: Any, *values: Value) -> Value:
-        """Looks at a slice, or at a mixture, which was born where these were."""
+        """Looks at a slice or a mixture, whose Inf or NaN began where theirs did."""
         if not is_inexact(array):
             return values[-1]._replace(array=array)
         number = self._look(array, tuple(x.number for x in values))
@@ -415,6 +419,13 @@ class Watch(Replay):
     def _marked(self, tree: Any) -> Any:
         """Marks what differs between the devices of a shard_map around."""
         return vary(tree, self.axes) if self.axes else tree
+
+
+def merged(looks: np.ndarray) -> np.ndarray:
+    """Returns what was seen in several iterations together, on the host."""
+    largest, low = looks[..., :LOW].max(axis=0), looks[..., LOW:BAD].min(axis=0)
+    counts = looks[..., BAD:].sum(axis=0, dtype=np.int64)
+    return np.concatenate([largest, low, counts], axis=-1)
 
 
 def _unseen(shape: tuple[int, ...]) -> jax.Array:

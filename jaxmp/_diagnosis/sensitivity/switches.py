@@ -28,7 +28,7 @@ from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
 from ..._ops.table import is_as_written, is_barrier, is_exact, rounds_to_integers
 from ..._residuals.eight_bits import DTYPES
-from ..numbers import Eaten, Numbers
+from ..numbers import LostNumber, Numbers
 from ..wide_replay import (
     NONE,
     Value,
@@ -80,7 +80,7 @@ class Program:
             arrays: Its arguments.
             depth: How many names of a module path tell one part from another; None is
                 all of them.
-            numbers: Those in the code that 16 bits have eaten.
+            numbers: Those in the code that 16 bits have lost.
             float32_products: What a device makes of the operands of float32 products
                 that name no precision; None is float32.
         """
@@ -211,9 +211,9 @@ class _Frame(WideReplay):
         """Returns the same replay on the shards of a shard_map."""
         return _Frame(self.program, vary(scalars, axes), axes)
 
-    def number(self, eqn: Equation, eaten: Eaten) -> Value | None:
+    def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number as it was written, which the reader may round again."""
-        return None if eaten.written is None else Value(np.float32(eaten.written))
+        return None if lost.written is None else Value(np.float32(lost.written))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, which rounds where the switch of its part is on.

@@ -1,4 +1,4 @@
-"""Where the first Inf or NaN of each array was born, followed on the host.
+"""Where the first Inf or NaN of each array began, followed on the host.
 
 The steps of a program are gone through in the order in which they ran, with the looks
 that it has returned (:mod:`~.watch`).
@@ -29,17 +29,17 @@ from .watch import (
     TOP,
     Call,
     Frame,
+    Known,
+    Origin,
     Program,
     Site,
-    Trail,
     bits_of,
     is_inexact,
     magnitude_of,
+    merged,
 )
 
 _SHOWN = 3  # operands of an operation whose magnitudes are remembered
-
-Birth = tuple[tuple[int, ...], tuple[int, ...]]  # see `Trail`
 
 
 @dataclasses.dataclass
@@ -55,9 +55,9 @@ class Seen:
         bad: How many values are Inf or NaN.
         lost: How many are zero or subnormal, and would not be in float32.
         over: How many are not finite, and would be in float32.
-        births: How often Inf or NaN began here.
+        origins: How often Inf or NaN began here.
         kind: Of the first result that is not finite, ``"Inf"`` or ``"NaN"``.
-        born: Where that began.
+        origin: Where that began.
         inputs: The largest magnitudes of operands then; if all is finite, at the last.
     """
 
@@ -69,9 +69,9 @@ class Seen:
     bad: int
     lost: int
     over: int
-    births: int = 0
+    origins: int = 0
     kind: str = ""
-    born: Birth = FINITE.born
+    origin: Origin = FINITE.origin
     inputs: tuple[float, ...] = ()
 
 
@@ -82,8 +82,8 @@ class Run:
         program: The program.
         given: What it was given with Inf or NaN: how many NaNs and Infs, by the number.
         seen: What was seen at each operation, in the order of the program.
-        outs: Where the first Inf or NaN of each result was born.
-        failed: Where that was born which made a test of finiteness fail.
+        outs: The origin of the first Inf or NaN of each result.
+        failed: The origin of what made an ``isfinite`` check fail.
     """
 
     def __init__(self, program: Program, arrays: Sequence[Any]):
@@ -94,131 +94,114 @@ class Run:
         self._of: dict[Site, Seen] = {}
         self._firsts: dict[int, int] = {}  # of the operations of a frame, by its `id`
         self._collect(program.frame, looks)
-        self.failed: Birth = FINITE.born
-        consts = _jaxpr.closed_consts(program.jaxpr)
-        ins = [Trail(((GIVEN + i,), ())) for i in range(len(program.names))]
-        outs = self._follow(program.frame, ins, looks, (), ())
+        self.failed: Origin = FINITE.origin
+        arrays = [*arrays, *_jaxpr.closed_consts(program.jaxpr)]
+        ins = [Known(Origin((GIVEN + i,))) for i in range(len(program.names))]
+        outs = self._follow(program.frame, ins, looks, Origin(()))
         types = _jaxpr.out_avals(program.jaxpr)
         self.outs = [
-            x.born if is_inexact(aval) else FINITE.born
+            x.origin if is_inexact(aval) else FINITE.origin
             for x, aval in zip(outs, types, strict=True)
         ]
-        floating = [i for i, x in enumerate([*arrays, *consts]) if is_inexact(x)]
+        floating = [i for i, x in enumerate(arrays) if is_inexact(x)]
         # These are looked at first, behind the row that counts.
         bad = [i for row, i in enumerate(floating, 1) if looks[0][row, BAD]]
-        self.given = {i: _counted([*arrays, *consts][i]) for i in bad}
+        self.given = {i: _counted(arrays[i]) for i in bad}
 
     @property
-    def births(self) -> list[Birth]:
-        """Where that was born which is in results, or made tests fail."""
-        return [x for x in [*self.outs, self.failed] if x != FINITE.born]
+    def origins(self) -> list[Origin]:
+        """Those of what is in results, or made checks fail."""
+        return [x for x in [*self.outs, self.failed] if x != FINITE.origin]
 
     @property
-    def first(self) -> Birth | None:
-        """The first of them that is of an operation."""
-        return min((x for x in self.births if x[0][0] < GIVEN), default=None)
+    def first(self) -> Origin | None:
+        """The first of them that is an operation."""
+        return min((x for x in self.origins if x.time[0] < GIVEN), default=None)
 
-    def at(self, birth: Birth) -> Seen:
-        """Returns what was seen at the operation of a birth."""
-        return self.seen[birth[0][-1]]
+    def at(self, origin: Origin) -> Seen:
+        """Returns what was seen at an origin."""
+        return self.seen[origin.time[-1]]
 
     def _collect(self, frame: Frame, looks: Any) -> None:
         """Puts together what was seen at each operation in all iterations."""
         rows, inner = looks
         self._firsts[id(frame)] = len(self.seen)
-        rows, inner = rows.reshape(-1, *rows.shape[-2:]), iter(inner)
-        counts = rows.sum(axis=0, dtype=np.int64)
+        rows, inner = merged(rows.reshape(-1, *rows.shape[-2:])), iter(inner)
         for step in frame.steps:
             if isinstance(step, Call):
                 for body, seen in zip(step.frames, next(inner), strict=True):
                     is_kept = isinstance(seen, dict)
                     self._collect(body, seen["rows"] if is_kept else seen)
             elif step.site is not None:
-                low = int(rows[:, step.row, LOW].min()) + 1
+                row = rows[step.row]
+                low = int(row[LOW]) + 1
                 is_there = low < bits_of(np.inf, step.dtype)
                 seen = Seen(
                     site=step.site,
                     number=len(self.seen),
-                    runs=int(counts[0, RUNS]),
-                    top=magnitude_of(rows[:, step.row, TOP].max(), step.dtype),
+                    runs=int(rows[0, RUNS]),
+                    top=magnitude_of(row[TOP], step.dtype),
                     low=magnitude_of(low, step.dtype) if is_there else 0.0,
-                    bad=int(counts[step.row, BAD]),
-                    lost=int(counts[step.row, LOST]),
-                    over=int(counts[step.row, OVER]),
+                    bad=int(row[BAD]),
+                    lost=int(row[LOST]),
+                    over=int(row[OVER]),
                 )
                 self.seen.append(seen)
                 self._of[step.site] = seen
 
     def _follow(
-        self,
-        frame: Frame,
-        ins: Sequence[Trail],
-        looks: Any,
-        clock: tuple[int, ...],
-        trips: tuple[int, ...],
-    ) -> list[Trail]:
-        """Follows the trails of values through a body.
+        self, frame: Frame, ins: Sequence[Known], looks: Any, around: Origin
+    ) -> list[Known]:
+        """Follows what is known of values through a body, to its results.
 
-        What is not finite is born where nothing that comes in is not finite; where it
-        is NaN and what comes in is an Inf from outside, such as a mask; and where
-        float32 would have held it.
-
-        Args:
-            frame: The body.
-            ins: The trails of its inputs.
-            looks: What was seen in it.
-            clock: What precedes the number of its operations in a moment.
-            trips: The indices of the iterations around.
+        Inf or NaN begins where all that comes in is finite; where it is NaN and what
+        comes in is an Inf from outside, such as a mask; and where float32 would have
+        held it. ``around`` is what the origins in the body begin with.
         """
         rows, inner = looks
-        trails: list[Any] = list(frame.trails)
+        known: list[Any] = list(frame.known)
         inner = iter(inner)
-        for number, trail in zip(frame.ins, ins, strict=True):
-            trails[number] = trail
+        for number, x in zip(frame.ins, ins, strict=True):
+            known[number] = x
         for step in frame.steps:
-            came = [trails[i] for i in step.ins]
+            came = [known[i] for i in step.ins]
             if isinstance(step, Call):
-                outs = self._call(step, came, next(inner), clock, trips)
-                for number, trail in zip(step.outs, outs, strict=True):
-                    trails[number] = trail
+                outs = self._call(step, came, next(inner), around)
+                for number, x in zip(step.outs, outs, strict=True):
+                    known[number] = x
                 continue
-            source = min((x.born for x in came), default=FINITE.born)
+            source = min((x.origin for x in came), default=FINITE.origin)
             if step.row is None:
-                trails[step.out] = Trail(source)
+                known[step.out] = Known(source)
                 self.failed = min(self.failed, source if step.is_test else self.failed)
                 continue
             look = rows[step.row]
             nan, bad = bool(look[PEAK] > bits_of(np.inf, step.dtype)), look[BAD] > 0
-            born = source if bad else FINITE.born
+            origin = source if bad else FINITE.origin
             if step.site is not None:
                 seen = self._of[step.site]
                 exceeds = look[OVER] > 0 or (nan and not any(x.nan for x in came))
-                outside = source[0][0] >= GIVEN and exceeds
-                if bad and (outside or source[0][0] >= NAN_WRITTEN):
-                    born, seen.births = ((*clock, seen.number), trips), seen.births + 1
+                outside = source.time[0] >= GIVEN and exceeds
+                if bad and (outside or source.time[0] >= NAN_WRITTEN):
+                    origin = around._replace(time=(*around.time, seen.number))
+                    seen.origins += 1
                 if not seen.kind:
                     seen.inputs = tuple(x.top for x in came[:_SHOWN])
                 if bad and not seen.kind:
-                    seen.kind, seen.born = "NaN" if nan else "Inf", born
-            top = magnitude_of(look[TOP], step.dtype)
-            trails[step.out] = Trail(born, nan, top)
-        return [trails[i] for i in frame.outs]
+                    seen.kind, seen.origin = "NaN" if nan else "Inf", origin
+            known[step.out] = Known(origin, nan, magnitude_of(look[TOP], step.dtype))
+        return [known[i] for i in frame.outs]
 
     def _call(
-        self,
-        step: Call,
-        ins: list[Trail],
-        looks: Any,
-        clock: tuple[int, ...],
-        trips: tuple[int, ...],
-    ) -> list[Trail]:
-        """Follows the trails through an equation with bodies."""
+        self, step: Call, ins: list[Known], looks: Any, around: Origin
+    ) -> list[Known]:
+        """Follows what is known through an equation with bodies."""
         eqn, kind = step.eqn, _jaxpr.call_kind(step.eqn)
         if kind in ("remat", "shard_map"):
-            return self._follow(step.frames[0], ins, looks[0], clock, trips)
+            return self._follow(step.frames[0], ins, looks[0], around)
         if kind == "cond":
             ran = [
-                self._follow(frame, ins[1:], branch, clock, trips)
+                self._follow(frame, ins[1:], branch, around)
                 for frame, branch in zip(step.frames, looks, strict=True)
                 if branch[0][0, RUNS]
             ]
@@ -233,9 +216,8 @@ class Run:
         ((frame,), (seen,)) = step.frames, looks
         first = self._firsts[id(frame)]
         for trip, index, look in _iterations(eqn, seen):
-            moment, around = (*clock, first, trip), (*trips, index)
-            values = [*ins[:consts], *carry, *xs]
-            outs = self._follow(frame, values, look, moment, around)
+            inside = Origin((*around.time, first, trip), (*around.trips, index))
+            outs = self._follow(frame, [*ins[:consts], *carry, *xs], look, inside)
             carry = outs[:carries]
             pairs = zip(stacked, outs[carries:], strict=True)
             stacked = [_together(*pair) for pair in pairs]
@@ -267,24 +249,14 @@ def _iterations(eqn: Equation, looks: Any) -> Iterator[tuple[int, int, Any]]:
             continue
         index = length - 1 - count if reverse else count
         for several in filter(None, (quiet, [i])):
-            yield count, index, jax.tree.map(lambda x, i=several: _all(x[i]), looks)
+            yield count, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
         quiet = []
 
 
-def _all(x: np.ndarray) -> np.ndarray:
-    """Returns what was seen in several iterations together."""
-    largest, low = x[..., :LOW].max(axis=0), x[..., LOW:BAD].min(axis=0)
-    counts = x[..., BAD:].sum(axis=0, dtype=np.int64)
-    return np.concatenate([largest, low, counts], axis=-1)
-
-
-def _together(*trails: Trail) -> Trail:
-    """Returns the trail of what is one of several, or all of them."""
-    return Trail(
-        min(x.born for x in trails),
-        any(x.nan for x in trails),
-        max(x.top for x in trails),
-    )
+def _together(*known: Known) -> Known:
+    """Returns what is known of a value that is one of several, or all of them."""
+    origins, nans, tops = zip(*known, strict=True)
+    return Known(min(origins), any(nans), max(tops))
 
 
 def _counted(x: Any) -> tuple[int, int]:
