@@ -1,6 +1,7 @@
 """What Flax's layers take as ``attention_fn=``, with every argument that they pass."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
@@ -66,6 +67,9 @@ MASK = nn.make_attention_mask(
     jnp.arange(12) < jnp.array([[5], [12]]), jnp.ones((2, 12))
 )
 CAUSAL = nn.make_causal_mask(X[..., 0])
+# Layers of NNX take `is_causal` from Flax 0.12.7 on.
+_TAKEN = inspect.signature(nnx.MultiHeadAttention.__call__).parameters
+CAUSAL_NNX = {"is_causal": True} if "is_causal" in _TAKEN else {"mask": CAUSAL}
 
 
 @pytest.mark.parametrize("mask", [None, CAUSAL, MASK])
@@ -180,7 +184,7 @@ def layer_of_nnx(attention, **options):
     )
 
 
-@pytest.mark.parametrize("call", [{}, {"mask": MASK}, {"is_causal": True}])
+@pytest.mark.parametrize("call", [{}, {"mask": MASK}, CAUSAL_NNX])
 def test_layers_of_nnx(call):
     ours, theirs = layer_of_nnx(NNX), layer_of_nnx(nnx.dot_product_attention)
     np.testing.assert_allclose(ours(X, **call), theirs(X, **call), atol=1e-5)
@@ -191,7 +195,7 @@ def test_layers_of_nnx_drop_and_sow_as_flax_does():
     ours = layer_of_nnx(NNX, dropout_rate=0.5)
     theirs = layer_of_nnx(nnx.dot_product_attention, dropout_rate=0.5)
     for deterministic, fused in ((True, 1), (False, 0)):
-        options = {"deterministic": deterministic, "is_causal": True}
+        options = {"deterministic": deterministic, **CAUSAL_NNX}
         found = ours(X, rngs=nnx.Rngs(dropout=1), **options)
         expected = theirs(X, rngs=nnx.Rngs(dropout=1), **options)
         np.testing.assert_allclose(found, expected, atol=1e-5)
