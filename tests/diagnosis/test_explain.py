@@ -549,16 +549,9 @@ def test_code_of_a_library_alone_belongs_to_the_line_that_asks():
     assert str(report).startswith("No line computes")
 
 
-def test_the_table_of_a_notebook_has_every_line():
-    def less(w, x):
-        return jnp.where(x < 1, x @ w, 0.0) @ w
-
-    report = explained(jaxmp.autocast(less), W, X)
-    shown = report._repr_html_()
-    assert html.escape(report.lines[0].source) in shown
-    assert shown.count("<tr>") == len(report.lines) + 2  # names and a function
-    assert shown.count("<table") == shown.count("</table>") == 1
-    assert "report.sentences" in shown
+def test_a_notebook_shows_what_is_printed():
+    report = explained(jaxmp.autocast(lambda w, x: jnp.where(x < 1, x @ w, 0.0)), W, X)
+    assert html.escape(str(report)) in report._repr_html_()
 
 
 def test_the_page_shows_what_explain_prints():

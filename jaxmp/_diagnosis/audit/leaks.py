@@ -188,21 +188,22 @@ class Walk:
 
     def argument(self, name: str, aval: Any) -> Origin:
         """Returns what is known of an argument."""
-        if not is_wide(aval):
-            return Origin(from_16bit=is_narrow(aval))
-        key = ("argument", len(self.causes))
-        return _from(self.cause(key, Turn.ARGUMENT, "argument", name, aval))
+        number = len(self.causes)
+        return self.given(number, Turn.ARGUMENT, "argument", name, aval)
 
     def constant(self, array: Any) -> Origin:
         """Returns what is known of an array that the jaxpr carries."""
         aval = jax.typeof(array)
+        turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
+        if is_wide(aval) and aval.size == 1 and not isinstance(array, _jaxpr.Tracer):
+            turn, name = Turn.NUMBER, _number(array)
+        return self.given(id(array), turn, "constant", name, aval)
+
+    def given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Origin:
+        """Returns what is known of a value that is a cause if it is wide."""
         if not is_wide(aval):
             return Origin(from_16bit=is_narrow(aval))
-        turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
-        if aval.size == 1 and not isinstance(array, _jaxpr.Tracer):
-            turn, name = Turn.NUMBER, _number(array)
-        key = ("constant", id(array))
-        return _from(self.cause(key, turn, "constant", name, aval))
+        return Origin(frozenset({self.cause(at, turn, kind, name, aval)}))
 
     def read(self, x: Origin | _jaxpr.Literal, place: Place) -> Origin:
         """Returns what is known of an input, which may be a number in the code."""
@@ -214,9 +215,9 @@ class Walk:
         # What JAX's own functions compute with is nobody's mistake either.
         is_bare = place.shared or getattr(aval, "weak_type", False)
         turn = Turn.BARE_NUMBER if is_bare else Turn.NUMBER
-        cause = self.cause_at(place, turn, "constant", _number(x.val), aval)
+        cause = self.cause(_line(place), turn, "constant", _number(x.val), aval)
         cause.written_at = place
-        return _from(cause)
+        return Origin(frozenset({cause}))
 
     def output(
         self, eqn: _jaxpr.Equation, aval: Any, value: Origin, place: Place
@@ -230,22 +231,16 @@ class Walk:
         if value.causes:
             return value
         name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
-        cause = self.cause_at(place, Turn.MADE_ARRAY, "unknown", name, aval)
+        cause = self.cause(_line(place), Turn.MADE_ARRAY, "unknown", name, aval)
         cause.meet(place, cause.bits)
         return value._replace(causes=frozenset({cause}))
 
-    def cause(self, key: Any, turn: Turn, kind: str, name: str, aval: Any) -> Cause:
-        """Returns a cause, new or known."""
+    def cause(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Cause:
+        """Returns the cause of this name, new or known. ``at`` tells it from others."""
+        key = (kind, name, turn, at)
         if key not in self.causes:
             self.causes[key] = Cause(turn, kind, name, str(aval.dtype))
         return self.causes[key]
-
-    def cause_at(
-        self, place: Place, turn: Turn, kind: str, name: str, aval: Any
-    ) -> Cause:
-        """Returns the cause of this name in a line."""
-        key = (kind, name, turn, place.module, place.where)
-        return self.cause(key, turn, kind, name, aval)
 
     # What equations do
 
@@ -312,11 +307,13 @@ class Walk:
         causes: Causes = frozenset()
         if wide_in or wide_out:
             causes = self.causes_of(eqn, operands, place)
+        # Finding the scale of a product in float8 is no choice.
+        scales = _scopes.FLOAT8_PRODUCT in place.scopes
         if place.trips:
             flops = flops_of(eqn, back=place.backward) * place.trips
             if flops:
                 self.product(eqn, causes, flops, place)
-            elif wide_out and _is_autocasts_choice(place):
+            elif wide_out and _scopes.AUTOCAST in place.scopes and not scales:
                 self.keep(eqn, 0.0, place)
         value = Origin(
             causes,
@@ -368,7 +365,7 @@ class Walk:
         is_cast = _widens(eqn) or (bool(operands) and not wide)
         if is_cast:
             name = "cast" if _jaxpr.is_cast(eqn) else operation
-            cause = self.cause_at(place, Turn.CAST, "cast", name, out)
+            cause = self.cause(_line(place), Turn.CAST, "cast", name, out)
             cause.meet(place, 32 if wide else 16)
         else:
             name = f"{out.dtype}{[*out.shape]} made at {place.line or operation}"
@@ -377,7 +374,7 @@ class Walk:
             turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
             if wide and place.shared:  # spread by one of JAX's own functions
                 turn = Turn.BARE_NUMBER
-            cause = self.cause_at(place, turn, "constant", name, out)
+            cause = self.cause(_line(place), turn, "constant", name, out)
             cause.meet(place, cause.bits)
         return cause
 
@@ -462,15 +459,8 @@ def _sorted(rows: dict[Any, Kept]) -> tuple[Kept, ...]:
     return tuple(sorted(rows.values(), key=lambda k: (-k.flops, -k.size)))
 
 
-def _is_autocasts_choice(place: Place) -> bool:
-    """Whether autocast decided there, and did not find the scale of a product."""
-    scopes = place.scopes
-    return _scopes.AUTOCAST in scopes and _scopes.FLOAT8_PRODUCT not in scopes
-
-
-def _from(cause: Cause) -> Origin:
-    """Returns what is known of a value that is a cause."""
-    return Origin(frozenset({cause}))
+def _line(place: Place) -> tuple[str, str]:
+    return place.module, place.where
 
 
 def _union(operands: list[Operand]) -> Causes:

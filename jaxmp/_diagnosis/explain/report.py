@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import itertools
 import os
 import statistics
@@ -11,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._autocast import rules
-from ..._base.text import WIDTH, as_lists, cell_of, unit, wrapped
+from ..._base.text import WIDTH, as_html, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
-_COLUMNS = ("", "line", "dtype", "", "why")
 _HINT = "`report.sentences` says what the numbers and the safeguards stand for."
 _LONGEST = 32  # characters of a line of code, in text
 
@@ -127,8 +125,7 @@ class Explanation:
         """Renders a table of at most 80 columns."""
         return "\n".join(_text(self))
 
-    def _repr_html_(self) -> str:
-        return "".join(_html(self))
+    _repr_html_ = as_html
 
 
 def _text(report: Explanation) -> Iterator[str]:
@@ -170,26 +167,6 @@ def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[s
     for text in line.said(times):
         yield from wrapped(text, first, " " * (len(first) + 2))
         first = " " * len(first)
-
-
-def _html(report: Explanation) -> Iterator[str]:
-    """Yields one table, with a heading for each function."""
-    style = 'style="text-align:left;vertical-align:top;white-space:pre-wrap"'
-    yield f"<table><tr>{''.join(f'<th {style}>{x}</th>' for x in _COLUMNS)}</tr>"
-    for heading, lines, times in _groups(report.lines):
-        yield f'<tr><th {style} colspan="5">{html.escape(heading)}</th></tr>'
-        for line in lines:
-            cells = (
-                str(line.number),
-                f"<code>{html.escape(line.source)}</code>",
-                html.escape(line.dtype),
-                _number(line),
-                html.escape("; ".join(line.said(times))),
-            )
-            yield f"<tr>{''.join(f'<td {style}>{x}</td>' for x in cells)}</tr>"
-    yield "</table>"
-    if report.sentences:
-        yield f"<p>{html.escape(_HINT)}</p>"
 
 
 def _number(line: ExplainedLine) -> str:
