@@ -31,9 +31,10 @@ from .._jaxprs.scopes import (
 )
 from .._ops import table
 from .._ops.lists import OpLists
+from .._ops.table import Definition
 from . import classes, needs, rules
 from .classes import Class
-from .graph import Trip, accumulated, joined, on_ways, through
+from .graph import Trip, accumulated, definitions_of, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
@@ -42,12 +43,13 @@ from .transfer import Place, Spotted, needs_of_inputs, spotted_in
 BY_PATHS = "`float32_paths`"
 
 
-class Wanted(NamedTuple):
+class Row(NamedTuple):
     """An equation, and what its consumers need."""
 
     eqn: Equation
     kind: Class
     back: bool  # whether it belongs to the backward pass
+    around: Scopes  # with its own
     read: Trip  # what is needed of what it returns
     asks: Sequence[Need]  # what it needs of each input
 
@@ -60,9 +62,10 @@ class Wanted(NamedTuple):
 class Consumers(NamedTuple):
     """Who reads the values of a jaxpr."""
 
-    rows: Sequence[Wanted]  # one for each equation
+    rows: Sequence[Row]  # one for each equation
     needs: dict[Any, Need]  # of every variable that somebody reads
     forward: set[Any]  # variables that the forward pass reads, or the jaxpr returns
+    definition: Definition
 
     @property
     def eqns(self) -> Sequence[Equation]:
@@ -83,6 +86,7 @@ class Analysis:
         paths: Mapping[str, str] = NO_PATHS,
         *,
         apart: bool = False,
+        tells_scopes: bool = False,
     ):
         """Starts with nothing analysed.
 
@@ -91,8 +95,10 @@ class Analysis:
             ops: The lists.
             paths: Scopes that stay float32, each with the precision of its products.
             apart: Whether the two passes have a dtype each.
+            tells_scopes: Whether the plan depends on the scopes in any case.
         """
         self.dtype, self.ops, self.apart = dtype, ops, apart
+        self._tells_scopes = tells_scopes or bool(paths)
         self.paths = {path: tuple(path.split("/")) for path in paths}
         self._precisions = paths
         self._denied = classes.denied_by_user(ops)
@@ -156,10 +162,10 @@ class Analysis:
         return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
 
     def relevant(self, scopes: Scopes) -> Scopes:
-        """Returns that of ``scopes`` on which the analysis depends."""
+        """Returns that of ``scopes`` on which the analysis and the plan depend."""
         if self.is_kept(scopes):
             return (FLOAT32, *marks(scopes))
-        return scopes if self.paths else marks(scopes)
+        return scopes if self._tells_scopes else marks(scopes)
 
     def matters(self, jaxpr: Any) -> bool:
         """Whether there is something in ``jaxpr`` that 16 bits, or a reason, come from.
@@ -257,13 +263,15 @@ class Analysis:
                 asks = needs_of_inputs(eqn, kind, out, place)
                 if needs.is_compared(out):
                     asks = needs.all_compared(asks)
-            rows.append(Wanted(eqn, kind, back, read, asks))
+            rows.append(Row(eqn, kind, back, here, read, asks))
             if not back:
                 forward.update(_jaxpr.variables(eqn.invars))
             for var, one in zip(eqn.invars, asks, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
-        return Consumers(rows[::-1], need, forward)
+        rows.reverse()
+        definition = definitions_of([row.eqn for row in rows])
+        return Consumers(rows, need, forward, definition)
 
     def _program(
         self, jaxpr: Any, scopes: Scopes

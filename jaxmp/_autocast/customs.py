@@ -40,7 +40,7 @@ def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
     def rule(primals, tangents):
         moving = places_of_moving(eqn, tangents)
         arrays = [*primals, *(tangents[i] for i in moving)]
-        known = [*plan.ins, *(Facts(plan.ins[i].dtype, linear=True) for i in moving)]
+        known = [*plan.ins, *(Facts(plan.ins[i].dtype, tangent=True) for i in moving)]
         with noted_as_rule():
             derivative = _derivative(eqn, moving, moved)
             emitter.planner.mark(derivative, within.scopes)

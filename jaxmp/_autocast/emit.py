@@ -280,7 +280,7 @@ class Emitter:
             return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)
         if half:  # as the lists say that all products are rounded
             return [rounded(eqn, operands, dtype, step.back)]
-        return [accumulated(eqn, operands, dtype, step.linear, step.back)]
+        return [accumulated(eqn, operands, dtype, step.tangent, step.back)]
 
     def _call(self, step: Step, ins: list[Value]) -> Sequence[Any]:
         """Applies an equation that holds jaxprs to these as planned."""

@@ -17,11 +17,11 @@ class Facts(NamedTuple):
     # The 16-bit dtype that it has instead of float32, None if it has its own.
     dtype: np.dtype | None = None
     given: bool = False  # an argument or a constant, or computed from such alone
-    sent: bool = False  # a cotangent that a matmul returned, or made of such
-    product: bool = False  # float32, and made elementwise of what a matmul returned
-    powers: bool = False  # the same, with powers as elementwise operations
-    copied: bool = False  # a cotangent of many entries alike, as that of a mean is
-    linear: bool = False  # a tangent of a derivative rule, to be transposed
+    cotangent: bool = False  # that a matmul returned, or made of such
+    # Float32, and made of what a matmul returned: 2 if elementwise, 1 if by powers too.
+    product: int = 0
+    broadcast: bool = False  # a cotangent of entries alike, as that of a mean is
+    tangent: bool = False  # of a derivative rule, to be transposed
     scalar: Any = None  # what every entry equals, where that is known while tracing
     # Stored in 16 bits for a matmul, and read from there by the backward pass in
     # float32: the axes over which it sums to one, if any.
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
 
     def rounded(self, dtype: np.dtype) -> "Facts":
         """Returns what is known of the value in 16 bits."""
-        return Facts(dtype, linear=self.linear)
+        return Facts(dtype, tangent=self.tangent)
 
     def widened(self) -> "Facts":
         """Returns what is known of the value in its own dtype."""

@@ -9,7 +9,7 @@ arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obe
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,15 +30,14 @@ from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.narrow import bind_narrow
 from .._ops.table import Definition, axes_of_softmax
 from . import classes, facts, needs, rules
-from .analysis import NO_PATHS, Analysis, Consumers, Wanted
+from .analysis import NO_PATHS, Analysis, Consumers, Row
 from .classes import Class
 from .facts import GIVEN, Facts
 from .graph import GIVEN as GIVEN_WITHOUT_PRODUCT
-from .graph import Trip, definitions_of, joined
+from .graph import Trip, joined
 from .needs import Need
 from .passes.apart import read_by_pass
 from .rules import Rule
-from .spelling import spelled
 
 How = Literal[
     "float32",  # as it was written
@@ -56,14 +55,6 @@ End = Literal["wide", "half", "stacked", "free"]
 _BY_BFLOAT16_PATHS = "`bfloat16_paths`"
 
 
-class Decision(NamedTuple):
-    """How an equation runs, and the sentence or the safeguard that says so."""
-
-    how: How
-    rule: Rule
-    computed_by: Rule = rules.FLOAT32  # by which what is stored is float32
-
-
 class Inside(NamedTuple):
     """What becomes of the jaxprs that an equation holds."""
 
@@ -79,21 +70,22 @@ class Inside(NamedTuple):
 class Step(NamedTuple):
     """An equation, and what becomes of it."""
 
-    eqn: Equation
+    eqn: Equation  # from here to `asks` as in a `Row`
     kind: Class
+    back: bool
+    around: Scopes
+    read: Trip
+    asks: Sequence[Need]
     how: How
     rule: Rule  # the sentence or the safeguard that says so
-    computed_by: Rule  # the same for how it is computed, where it is stored otherwise
     dtype: np.dtype  # the 16 bits, where it has them
-    outs: tuple[Facts, ...]  # of what it returns
-    read: Trip  # what is needed of that
-    asks: Sequence[Need]  # what it needs of each input
-    back: bool  # whether it belongs to the backward pass
-    around: Scopes  # with its own
+    outs: tuple[Facts, ...] = ()  # of what it returns
+    # The same as `rule` for how it is computed, where it is stored otherwise.
+    computed_by: Rule = rules.FLOAT32
     why: str = ""  # by what the user keeps it, or why it is none in float8, in words
     precision: str = "default"  # of float32 products
     float8: bool = False  # whether it takes its operands in float8
-    linear: bool = False  # whether an input is a tangent of a rule
+    tangent: bool = False  # whether an input is a tangent of a rule
     inside: Inside | None = None
     exact: "Step | None" = None  # the same for what the trips of a loop add up
 
@@ -176,13 +168,14 @@ class Planner:
         self.dtype, self.ops, self.has_float8 = dtype, ops, float8
         self.backward_dtype = dtype if backward_dtype is None else backward_dtype
         two = self.backward_dtype != dtype
-        self.analysis = Analysis(dtype, ops, paths, apart=two)
+        by_path = float8 and bool(bfloat16_paths)
+        self.analysis = Analysis(dtype, ops, paths, apart=two, tells_scopes=by_path)
         self.bfloat16_paths = {x: tuple(x.split("/")) for x in bfloat16_paths}
         # Why products are not in float8, None with it if some are.
         self.reasons: set[str | None] = set()
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
-        self._first_by: Any = weakref.WeakValueDictionary()  # by spelling
+        self._first_by: Any = weakref.WeakValueDictionary()  # by fingerprint
 
     def dtype_in(self, back: bool) -> np.dtype:
         """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
@@ -224,10 +217,8 @@ class Planner:
             ends: In which dtype each of them must be.
             scopes: Named scopes around it.
         """
-        by_path = self.has_float8 and self.bfloat16_paths
-        relevant = scopes if by_path else self.analysis.relevant(scopes)
         memo = self._plans.setdefault(jaxpr, {})
-        key = (tuple(ins), trip, ends, relevant)
+        key = (tuple(ins), trip, ends, self.analysis.relevant(scopes))
         if key not in memo:
             memo[key] = self._plan(jaxpr, key[0], trip, ends, scopes)
         return memo[key]
@@ -241,19 +232,17 @@ class Planner:
         scopes: Scopes,
     ) -> Plan:
         consumers = self.analysis.consumers(jaxpr, trip, scopes)
-        eqns = consumers.eqns
-        definition, rows = definitions_of(eqns), iter(consumers.rows)
+        rows = iter(consumers.rows)
         steps: list[Step] = []
 
         def apply(eqn: Equation, ins: list[Facts]) -> Sequence[Facts]:
-            around = scopes + _jaxpr.scope_names(eqn)
-            at = _At(next(rows), around, definition, consumers)
-            step = self._step(at, ins)
-            way = joined(starts for starts, _ in at.wanted.read.summed)
+            row = next(rows)
+            step = self._step(row, ins, consumers)
+            way = joined(starts for starts, _ in row.read.summed)
             sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
             if any(sums):  # what others read rounded
                 pairs = zip(ins, sums, strict=True)
-                exact = self._step(at, [one or x for x, one in pairs])
+                exact = self._step(row, [one or x for x, one in pairs], consumers)
                 pairs = zip(step.outs, exact.outs, strict=True)
                 outs = tuple([out._replace(exact=one) for out, one in pairs])
                 step = step._replace(outs=outs, exact=exact)
@@ -264,7 +253,7 @@ class Planner:
             jaxpr,
             ins,
             apply,
-            eqns=eqns,
+            eqns=consumers.eqns,
             const=lambda _: GIVEN,
             literal=facts.of_literal,
         )
@@ -284,7 +273,9 @@ class Planner:
             elif not is_float32(var) or (end == "stacked" and x.given):
                 end = "free"
             elif end == "stacked":
-                x = x.rounded(dtype)._replace(kept=_kept_axes(var, definition))
+                x = x.rounded(dtype)._replace(
+                    kept=_kept_axes(var, consumers.definition)
+                )
             elif end == "half":
                 x = x.rounded(dtype)
             outs.append(x)
@@ -293,29 +284,26 @@ class Planner:
 
     # One equation.
 
-    def _step(self, at: "_At", ins: Sequence[Facts]) -> Step:
-        (eqn, kind, back, read, asks), around = at.wanted, at.around
-        dtype = self.dtype_in(back)
-        common = {"dtype": dtype, "read": read, "asks": asks, "back": back}
-        common |= {"around": around, "linear": any([x.linear for x in ins])}
-        if kind == "call" and self._enters(at.wanted, ins):
-            within, outs = self._inside(at, ins)
-            decision = Decision("inside", rules.FLOAT32)
-            return Step(eqn, kind, *decision, outs=outs, inside=within, **common)
+    def _step(self, row: Row, ins: Sequence[Facts], consumers: Consumers) -> Step:
+        eqn, kind, around = row.eqn, row.kind, row.around
+        dtype, tangent = self.dtype_in(row.back), any([x.tangent for x in ins])
+        if kind == "call" and self._enters(row, ins):
+            within, outs = self._inside(row, ins, consumers)
+            step = Step(*row, "inside", rules.FLOAT32, dtype, outs, tangent=tangent)
+            return step._replace(inside=within)
         analysis = self.analysis
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
-        decision = decide(at.wanted, ins, dtype, kept=kept)
+        step = decide(row, ins, dtype, kept=kept)._replace(tangent=tangent)
         if kind == "call":
-            out = Facts(given=_all_given(ins), linear=common["linear"])
-            outs = (out,) * len(eqn.outvars)
-            return Step(eqn, kind, *decision, outs=outs, **common)
-        why = self._why_16bit(at, ins)
-        common |= {"float8": why is None, "why": why or ""}
+            out = Facts(given=_all_given(ins), tangent=tangent)
+            return step._replace(outs=(out,) * len(eqn.outvars))
+        why = self._why_16bit(row, ins)
+        step = step._replace(float8=why is None, why=why or "")
         if kind == "keep" and why is not None:
-            common["why"] = analysis.reason(eqn, around) or why
-            common["precision"] = analysis.precision(eqn, around)
-        step = Step(eqn, kind, *decision, outs=(), **common)
-        return step._replace(outs=self._outs(step, ins, at.definition))
+            precision = analysis.precision(eqn, around)
+            why = analysis.reason(eqn, around) or why
+            step = step._replace(why=why, precision=precision)
+        return step._replace(outs=self._outs(step, ins, consumers.definition))
 
     def _outs(
         self, step: Step, ins: Sequence[Facts], definition: Definition
@@ -327,7 +315,7 @@ class Planner:
         floats = [is_float32(var) for var in eqn.outvars]
         wanted, stored = step.read.wanted, None
         if kind == "product" or step.float8:
-            half = self._of_product(step, ins)
+            half = self._narrow_outs(step, ins)
         elif step.how == "half":
             half = floats
             if eqn.primitive.name not in DEFAULT_OPS.infer:
@@ -340,13 +328,12 @@ class Planner:
                 stored = _kept_axes(eqn.outvars[0], definition, eqn)
         else:
             half = [False] * len(floats)
-        sent = copied = False
+        cotangent = broadcast = False
         if back:
-            copied = is_copied(eqn, kind, ins)
-            sent = kind == "product" or is_sent_back(eqn, ins)
-            sent |= kind == "exact" and any([x.sent for x in ins])
-        product = is_of_product(eqn, kind, ins)
-        powers = is_of_product(eqn, kind, ins, powers=True)
+            broadcast = is_broadcast(eqn, kind, ins)
+            cotangent = kind == "product" or is_of_cotangent(eqn, ins)
+            cotangent |= kind == "exact" and any([x.cotangent for x in ins])
+        product = _of_product(eqn, kind, ins)
         given, scalar, kept = False, None, stored
         if kind != "product":
             given = _all_given(ins)
@@ -359,11 +346,10 @@ class Planner:
                 Facts(
                     dtype if is_half and is_float else None,
                     given,
-                    sent,
-                    product and is_float and not is_half,
-                    powers and is_float and not is_half,
-                    copied,
-                    step.linear,
+                    cotangent,
+                    0 if is_half or not is_float else product,
+                    broadcast,
+                    step.tangent,
                     scalar,
                     kept if is_half and is_float else None,
                 )
@@ -371,7 +357,7 @@ class Planner:
             ]
         )
 
-    def _of_product(self, step: Step, ins: Sequence[Facts]) -> Sequence[bool]:
+    def _narrow_outs(self, step: Step, ins: Sequence[Facts]) -> Sequence[bool]:
         """Returns which outputs of a product have 16 bits."""
         eqn, wanted = step.eqn, step.read.wanted
         firmly = self.ops.rounds_products and not needs.has_region(step.need)
@@ -400,22 +386,22 @@ class Planner:
         made = _jaxpr.trace(lambda *xs: bind_narrow(eqn, xs, dtype), avals)
         return [aval.dtype for aval in _jaxpr.out_avals(made)]
 
-    def _why_16bit(self, at: "_At", ins: Sequence[Facts]) -> str | None:
+    def _why_16bit(self, row: Row, ins: Sequence[Facts]) -> str | None:
         """Returns why an equation rounds nothing to float8; None if it does.
 
         The reason is empty for what is no product in 16 bits.
         """
-        eqn, around = at.wanted.eqn, at.around
+        eqn, around = row.eqn, row.around
         if not self.has_float8 or self.analysis.is_kept(around):
             return ""
-        is_product = at.wanted.kind == "product"
+        is_product = row.kind == "product"
         if not is_product and not classes.is_written_in(eqn, self.ops, self.dtype):
             return ""
         reason = why_16bit(eqn, self.ops.min_size)
         paths = self.bfloat16_paths.values()
         if reason is None and any(is_under(path, around) for path in paths):
             reason = _BY_BFLOAT16_PATHS
-        elif reason is None and any(x.linear for x in ins):
+        elif reason is None and any(x.tangent for x in ins):
             reason = "in the rule of a custom derivative"
         self.reasons.add(reason)
         return reason
@@ -428,10 +414,10 @@ class Planner:
 
     # Equations that hold jaxprs.
 
-    def _enters(self, wanted: Wanted, ins: Sequence[Facts]) -> bool:
+    def _enters(self, row: Row, ins: Sequence[Facts]) -> bool:
         """Whether something is to be decided in the jaxprs that an equation holds."""
-        bodies = [*_jaxpr.sub_jaxprs(wanted.eqn)]
-        outs = wanted.read.wanted
+        bodies = [*_jaxpr.sub_jaxprs(row.eqn)]
+        outs = row.read.wanted
         return (
             any([x.half for x in ins])
             or any(map(self.analysis.matters, bodies))
@@ -442,24 +428,27 @@ class Planner:
         )
 
     def _inside(
-        self, at: "_At", ins: Sequence[Facts]
+        self, row: Row, ins: Sequence[Facts], consumers: Consumers
     ) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans the jaxprs in an equation, and returns what is known of its outputs."""
-        eqn, ins = at.wanted.eqn, [x._replace(exact=None) for x in ins]
-        scopes = inside(eqn, at.around)
-        trip = self.analysis.inside(eqn, at.wanted.read, scopes)
+        eqn, ins = row.eqn, [x._replace(exact=None) for x in ins]
+        scopes = inside(eqn, row.around)
+        trip = self.analysis.inside(eqn, row.read, scopes)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         passed: Any = ("as is",) * len(ins)
         ends: Any = ("free",) * len(eqn.outvars)
         if kind in ("scan", "while"):
-            return self._loop(at, ins, trip, scopes)
+            return self._loop(row, ins, trip, scopes, consumers)
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
             passed = ("wide",) * len(ins)
             ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
         if kind == "custom_jvp":
-            # JAX traces a function with a derivative rule anew for each call.
             body = layout.bodies[0]
-            key = None if self.analysis.is_marked(body.jaxpr) else spelled(body.jaxpr)
+            key = (
+                None
+                if self.analysis.is_marked(body.jaxpr)
+                else _jaxpr.fingerprint(body.jaxpr)
+            )
             if key is not None:
                 first = self._first_by.setdefault(key, body.jaxpr)
                 layout = layout._replace(bodies=[body._replace(jaxpr=first)])
@@ -525,7 +514,9 @@ class Planner:
         return {
             i: dtype
             for i in places
-            if is_float32(eqn.invars[i]) and ins[i].scalar is None and not ins[i].linear
+            if is_float32(eqn.invars[i])
+            and ins[i].scalar is None
+            and not ins[i].tangent
             if needs.is_rounded_for_products(need[i])
             if (dtype := dtypes[i]) is not None
         }
@@ -533,22 +524,27 @@ class Planner:
     # Loops.
 
     def _loop(
-        self, at: "_At", ins: Sequence[Facts], trip: Trip, scopes: Scopes
+        self,
+        row: Row,
+        ins: Sequence[Facts],
+        trip: Trip,
+        scopes: Scopes,
+        consumers: Consumers,
     ) -> tuple[Inside, tuple[Facts, ...]]:
         """Plans a loop: what it carries is 16 bits where all of its trips agree."""
-        eqn, dtype = at.wanted.eqn, self.dtype_in(at.wanted.back)
+        eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         start, stop = layout.fixed_in.start, layout.fixed_in.stop
         passed: list[Any] = ["as is"] * len(ins)
         weights: tuple[int, ...] = ()
-        again = any([x.linear for x in ins])  # it will be transposed
+        again = any([x.tangent for x in ins])  # it will be transposed
         written = DIFFERENTIATED in scopes or _jaxpr.is_differentiated(eqn)
         written = written or _jaxpr.holds_backward(eqn)
         given = list(ins)
         if kind == "while" or (written and not again):
             # A slice of an argument is rounded in its trip, as that needs no memory.
             stacked = range(stop, len(ins)) if kind == "scan" else ()
-            made = [i for i in stacked if at.definition(eqn.invars[i])]
+            made = [i for i in stacked if consumers.definition(eqn.invars[i])]
             places = [*range(start), *made]
             before = self._rounded_before(eqn, ins, trip, scopes, places)
             for i, one in before.items():
@@ -563,14 +559,19 @@ class Planner:
             x._replace(scalar=None, kept=facts.slices(x.kept)) for x in given[stop:]
         ]
         *tests, body = layout.bodies
-        consumers = self.analysis.consumers(body.jaxpr, trip, scopes)
-        carried = self._carried(at.wanted, ins, trip)
+        within = self.analysis.consumers(body.jaxpr, trip, scopes)
+        carried = self._carried(row, ins, trip)
+        # Gradients are sums, and float16 may not have the range of what is stacked.
+        stores = not row.back and self.dtype != np.float16
         while True:
             given[start:stop] = carried
-            streams = self._streams(at, body, trip, carried, consumers)
+            streams = {}
+            if kind == "scan" and stores:
+                ahead = consumers.forward
+                streams = _streams(eqn, ahead, body, trip, carried, within)
             for i in streams.values():
                 given[start + i] = Facts(dtype, exact=carried[i])
-            ends = self._ends(at.wanted, body, trip, carried, consumers)
+            ends = _ends(eqn, body, trip, carried, within, stores)
             ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
             trips = self._body(body, given, trip, ends, scopes)
             before = carried  # a trip that returns float32, or has computed, decides
@@ -597,15 +598,15 @@ class Planner:
             outs.append(
                 Facts(
                     out.dtype if half else None,
-                    linear=again,
+                    tangent=again,
                     kept=facts.stacks(out.kept) if kept else None,
                 )
             )
         return Inside(tuple(passed), tuple(bodies), trip, scopes, weights), tuple(outs)
 
-    def _carried(self, wanted: Wanted, ins: Sequence[Facts], trip: Trip) -> list[Facts]:
+    def _carried(self, row: Row, ins: Sequence[Facts], trip: Trip) -> list[Facts]:
         """Returns what a loop may carry, going by what it starts from."""
-        eqn, dtype = wanted.eqn, self.dtype_in(wanted.back)
+        eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout = _jaxpr.call_layout(eqn)
         given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], ())
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
@@ -614,89 +615,86 @@ class Planner:
             need = trip.wanted[out]
             is_number = start.scalar is not None and start.fits(dtype)
             half = start.half or is_number or needs.is_rounded_for_products(need)
-            half = half and is_float32(eqn.outvars[out]) and not start.linear
-            half = half and needs.is_carried(wanted.read.wanted[out], need)
+            half = half and is_float32(eqn.outvars[out]) and not start.tangent
+            half = half and needs.is_carried(row.read.wanted[out], need)
             is_given = start.given and given[out]
-            return Facts(dtype if half else None, is_given, linear=start.linear)
+            return Facts(dtype if half else None, is_given, tangent=start.tangent)
 
         return [known(*pair) for pair in zip(layout.fixed_out, starts, strict=True)]
 
-    def _ends(
-        self,
-        wanted: Wanted,
-        body: _jaxpr.Body,
-        trip: Trip,
-        carried: Sequence[Facts],
-        consumers: Consumers,
-    ) -> tuple[End, ...]:
-        """Returns the dtypes of what each trip of a loop returns."""
-        layout = _jaxpr.call_layout(wanted.eqn)
-        # Gradients are sums, and float16 may not have the range of what is stacked.
-        stacks = not wanted.back and self.dtype != np.float16
 
-        def end(i: int, var: Any) -> End:
-            need = trip.wanted[i]
-            if i in layout.fixed_out:
-                if not carried[i].half:
-                    return "wide"
-                return "half" if needs.is_rounded_for_products(need) else "free"
-            if needs.is_kept(need):
-                return "half"
-            if not stacks or isinstance(var, _jaxpr.Literal):
-                return "free"
-            entry = consumers.needs.get(var, needs.NOTHING)
-            return "stacked" if needs.is_stacked(need, entry) else "free"
+def _ends(
+    loop: Equation,
+    body: _jaxpr.Body,
+    trip: Trip,
+    carried: Sequence[Facts],
+    within: Consumers,
+    stores: bool,
+) -> tuple[End, ...]:
+    """Returns the dtypes of what each trip of a loop returns.
 
-        outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
-        return tuple([end(i, var) for i, var in outs])
+    Args:
+        loop: The loop.
+        body: Its body.
+        trip: What is needed of what a trip returns.
+        carried: What is known of what it carries.
+        within: Who reads the values of the body.
+        stores: Whether what it stacks for the backward pass may be stored in 16 bits.
+    """
+    carries = _jaxpr.call_layout(loop).fixed_out
 
-    def _streams(
-        self,
-        at: "_At",
-        body: _jaxpr.Body,
-        trip: Trip,
-        carried: Sequence[Facts],
-        consumers: Consumers,
-    ) -> dict[int, int]:
-        """Returns what a scan stacks of its sums for the backward pass alone.
+    def end(i: int, var: Any) -> End:
+        need = trip.wanted[i]
+        if i in carries:
+            if not carried[i].half:
+                return "wide"
+            return "half" if needs.is_rounded_for_products(need) else "free"
+        if needs.is_kept(need):
+            return "half"
+        if not stores or isinstance(var, _jaxpr.Literal):
+            return "free"
+        entry = within.needs.get(var, needs.NOTHING)
+        return "stacked" if needs.is_stacked(need, entry) else "free"
 
-        As where it is to compute a layer again. The layer then reads the sum as it is
-        stacked, in 16 bits, in both passes.
-
-        Returns:
-            For the place of each such stack the place of what is carried.
-        """
-        eqn = at.wanted.eqn
-        is_scan = _jaxpr.call_kind(eqn) == "scan"
-        if not is_scan or at.wanted.back or self.dtype == np.float16:
-            return {}
-        if any(_jaxpr.call_kind(x.eqn) and x.read.summed for x in consumers.rows):
-            return {}
-        summed = joined(ends for _, ends in trip.summed)
-        inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(eqn)
-        found: dict[int, int] = {}
-        for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-            known, var = carried[out], inner.invars[place]
-            outs = [i for i, x in enumerate(inner.outvars) if x is var]
-            stacks = set(outs).difference(layout.fixed_out)
-            is_sum = summed >> out & 1 and not (known.given or known.linear)
-            again = all(
-                eqn.outvars[i] not in at.consumers.forward
-                and needs.is_computed_with_again(trip.wanted[i])
-                for i in stacks
-            )
-            if is_sum and again and not _needs_digits(consumers, var):
-                found |= dict.fromkeys(stacks, out)
-        return found
+    outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
+    return tuple([end(i, var) for i, var in outs])
 
 
-class _At(NamedTuple):
-    """An equation, and what its plan depends on beside its inputs."""
+def _streams(
+    loop: Equation,
+    ahead: Collection[Any],
+    body: _jaxpr.Body,
+    trip: Trip,
+    carried: Sequence[Facts],
+    within: Consumers,
+) -> dict[int, int]:
+    """Returns what a scan stacks of its sums for the backward pass alone.
 
-    wanted: Wanted
-    around: Scopes  # with its own
-    definition: Definition
-    consumers: Consumers  # of the jaxpr that it is in
+    As where it is to compute a layer again. The layer then reads the sum as it is
+    stacked, in 16 bits, in both passes. The arguments are those of :func:`_ends`, and
+    ``ahead``, what the forward pass reads behind the loop.
+
+    Returns:
+        For the place of each such stack the place of what is carried.
+    """
+    if any(_jaxpr.call_kind(x.eqn) and x.read.summed for x in within.rows):
+        return {}
+    summed = joined(ends for _, ends in trip.summed)
+    inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(loop)
+    found: dict[int, int] = {}
+    for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
+        known, var = carried[out], inner.invars[place]
+        outs = [i for i, x in enumerate(inner.outvars) if x is var]
+        stacks = set(outs).difference(layout.fixed_out)
+        is_sum = summed >> out & 1 and not (known.given or known.tangent)
+        again = all(
+            loop.outvars[i] not in ahead
+            and needs.is_computed_with_again(trip.wanted[i])
+            for i in stacks
+        )
+        if is_sum and again and not _needs_digits(within, var):
+            found |= dict.fromkeys(stacks, out)
+    return found
 
 
 def _needs_digits(consumers: Consumers, var: Any) -> bool:
@@ -735,67 +733,71 @@ def _with(items: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
 
 
 def decide(
-    wanted: Wanted, ins: Sequence[Facts], dtype: np.dtype, *, kept: Rule | None
-) -> Decision:
+    row: Row, ins: Sequence[Facts], dtype: np.dtype, *, kept: Rule | None
+) -> Step:
     """Decides how an equation runs.
 
     Args:
-        wanted: The equation, its class, and what its consumers need.
+        row: The equation, its class, and what its consumers need.
         ins: What is known of its inputs.
         dtype: The 16-bit dtype.
         kept: By what its scopes keep it as it was written, None if they do not.
     """
-    eqn, kind, need = wanted.eqn, wanted.kind, wanted.need
+    eqn, kind, need = row.eqn, row.kind, row.need
+
+    def runs(how: How, rule: Rule, computed_by: Rule = rules.FLOAT32) -> Step:
+        return Step(*row, how, rule, dtype, computed_by=computed_by)
+
     if not any(map(is_float32, eqn.outvars)):
-        return Decision("float32", rules.AS_WRITTEN)
+        return runs("float32", rules.AS_WRITTEN)
     half = needs.is_half(need)
     if kind == "product":
-        if any(map(needs.is_half, wanted.read.wanted)):
-            return Decision("half", rules.BETWEEN)
-        return Decision("float32", _of_float32(wanted))
+        if any(map(needs.is_half, row.read.wanted)):
+            return runs("half", rules.BETWEEN)
+        return runs("float32", _of_float32(row))
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
         stored = kind == "exact" and any([x.kept is not None for x in ins])
         rule = rules.STORED if stored else rules.BETWEEN
-        return Decision("half" if holds else "rounded", rule)
-    cuts = kind == "exact" and table.cuts(eqn) and ins[0].product
-    if cuts and any(map(needs.is_half, wanted.read.wanted)):
-        return Decision("rounded", rules.BETWEEN)  # as if a product returned it alone
+        return runs("half" if holds else "rounded", rule)
+    cuts = kind == "exact" and table.cuts(eqn) and ins[0].product == 2
+    if cuts and any(map(needs.is_half, row.read.wanted)):
+        return runs("rounded", rules.BETWEEN)  # as if a product returned it alone
     usual = rules.FLOAT32
     if half and kind in ("exact", "smooth") and any([x.constant for x in ins]):
         usual = rules.CONSTANTS
     if kind == "smooth" and half and table.joins(eqn) and any([x.half for x in ins]):
         if _all_given([x for x in ins if not x.half]):
-            return Decision("half", rules.BETWEEN)  # a bias is rounded as weights are
+            return runs("half", rules.BETWEEN)  # a bias is rounded as weights are
         if dtype != np.float16:
-            return Decision("rounded", rules.BETWEEN)
+            return runs("rounded", rules.BETWEEN)
         usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
-    if sums and wanted.back and is_sent_back(eqn, ins):
-        return Decision("stored", rules.STORED)
+    if sums and row.back and is_of_cotangent(eqn, ins):
+        return runs("stored", rules.STORED)
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
-        return Decision("stored", rules.STORED, kept or usual)
+        return runs("stored", rules.STORED, kept or usual)
     squashes = table.squashes(eqn) and not _all_given(ins)
-    behind = any([x.powers for x in ins])
+    behind = any([x.product for x in ins])
     if half and squashes and needs.is_squashed_for_products(need, behind=behind):
-        return Decision("rounded", rules.BETWEEN)
+        return runs("rounded", rules.BETWEEN)
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
         if (
-            wanted.back
+            row.back
             and needs.is_rounded_for_products(need)
             and ins[0].is_float32(eqn.invars[0])
         ):
-            return Decision("half", rules.STORED)
+            return runs("half", rules.STORED)
         if table.gathers(eqn):  # devices send one another 16 bits
-            return Decision("stored", rules.STORED)
-    return Decision("float32", kept or _of_float32(wanted, usual))
+            return runs("stored", rules.STORED)
+    return runs("float32", kept or _of_float32(row, usual))
 
 
-def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
+def is_of_cotangent(eqn: Equation, ins: Sequence[Facts]) -> bool:
     """Whether what ``eqn`` of a backward pass returns is made of a product's cotangent.
 
     It is made of that elementwise, so each of its entries has been rounded, and
@@ -807,49 +809,42 @@ def is_sent_back(eqn: Equation, ins: Sequence[Facts]) -> bool:
         return False
     if any(x.kept or (x.given and x.scalar is None) for x in ins):
         return False
-    return any(x.sent and not x.copied for x in ins)
+    return any(x.cotangent and not x.broadcast for x in ins)
 
 
-def is_of_product(
-    eqn: Equation, kind: Class, ins: Sequence[Facts], *, powers: bool = False
-) -> bool:
-    """Whether what ``eqn`` returns in float32 is made elementwise of a product.
-
-    Args:
-        eqn: The equation.
-        kind: Its class.
-        ins: What is known of its inputs.
-        powers: Whether powers are elementwise work, too.
-    """
-    if kind not in ("exact", "smooth") and not (powers and table.is_power(eqn)):
-        return kind == "product"
+def _of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> int:
+    """Returns how what ``eqn`` returns in float32 is made of a product, see `Facts`."""
+    if kind == "product":
+        return 2
+    if kind not in ("exact", "smooth") and not table.is_power(eqn):
+        return 0
     joins = table.joins(eqn)  # with a bias, too
     made = [
-        (x.powers if powers else x.product) or (x.half and x.kept is None)
+        2 if x.half and x.kept is None else x.product
         for x, var in zip(ins, eqn.invars, strict=True)
         if is_float32(var) and x.scalar is None and not (joins and x.given)
     ]
-    return bool(made) and all(made)
+    return min([*made, 1 if table.is_power(eqn) else 2]) if made else 0
 
 
-def is_copied(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
+def is_broadcast(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
     """Whether what ``eqn`` of a backward pass returns was sent to many alike."""
     if table.copies(eqn):
         return True
     if kind == "product":
-        return any(x.copied or x.scalar is not None for x in ins)
+        return any(x.broadcast or x.scalar is not None for x in ins)
     computed = [x for x in ins if x.scalar is None]
     if table.multiplies(eqn):
-        computed = [x for x in computed if x.sent or x.copied] or computed
-    return bool(computed) and all(x.copied for x in computed)
+        computed = [x for x in computed if x.cotangent or x.broadcast] or computed
+    return bool(computed) and all(x.broadcast for x in computed)
 
 
-def _of_float32(wanted: Wanted, usual: Rule = rules.FLOAT32) -> Rule:
+def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:
     """Returns by what something is float32, if its readers decide that."""
-    need = wanted.need
+    need = row.need
     if needs.has_region(need):
         return usual  # what the user keeps, or nobody knows, reads it as it is
-    if wanted.read.summed:
+    if row.read.summed:
         return rules.LOOPS
     if needs.has_many(need):
         return rules.GATES

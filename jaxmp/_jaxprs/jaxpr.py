@@ -818,6 +818,44 @@ def written_in(jaxpr: Any, like: Any) -> Any:
     return _with_fields(jaxpr, debug_info=info)
 
 
+def fingerprint(jaxpr: Any) -> Any:
+    """Returns what a jaxpr computes, and which lines wrote it, as one thing to hash.
+
+    JAX traces a function with a derivative rule anew for each call of it. None if that
+    cannot be told.
+    """
+    body = open_jaxpr(jaxpr)
+    numbers: dict[Any, Any] = {}
+
+    def named(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return str(atom.val), atom.aval
+        return numbers.setdefault(atom, (len(numbers), atom.aval))
+
+    def named_all(atoms: Sequence[Any]) -> tuple:
+        return tuple(map(named, atoms))
+
+    ins = named_all(body.invars)
+    eqns = tuple(
+        (
+            eqn.primitive,
+            tuple(sorted(eqn.params.items())),
+            named_all(eqn.invars),
+            named_all(eqn.outvars),
+            eqn.source_info.traceback,
+            str(eqn.source_info.name_stack),
+            eqn.ctx,
+        )
+        for eqn in body.eqns
+    )
+    key = ins, eqns, named_all(body.outvars)
+    try:
+        hash(key)
+    except TypeError:  # a parameter that cannot be compared
+        return None
+    return None if body.constvars or body.effects else key
+
+
 def zero_cotangent(zero: Any) -> Any:
     """Returns what the functions of ``jax.vjp`` take for a ``SymbolicZero``."""
     aval = zero.aval

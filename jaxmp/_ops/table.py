@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .._base.sizes import size_of
 from .._jaxprs.jaxpr import (
     Equation,
     Literal,
@@ -252,6 +253,7 @@ is_arithmetic = _has("arithmetic", "steep")  # each entry of one of each operand
 is_sum = _has("sum", "pooling")
 
 # Traits.
+_copies = _has("copies")
 hands_on = _has("hands on")
 adds_terms = _has("adds")
 multiplies = _has("scales")
@@ -260,7 +262,6 @@ squashes = _has("squashes")
 is_bounded = _has("bounded")
 keeps_magnitudes = _has("whole")
 cuts = _has("cuts")
-copies = _has("copies")
 is_placed = _has("placed")
 inverts = _has("inverts")
 may_multiply = _has("multiplies")
@@ -285,6 +286,7 @@ is_of_several = one_of("one_minus_square")  # of which 16 bits would round each 
 totals = one_of("reduce_sum")
 is_maximum = one_of("reduce_max")
 transposes = one_of("transpose")
+broadcasts = one_of("broadcast_in_dim")
 gathers = one_of("all_gather all_gather_invariant")  # the shards, to every device
 adds_at = one_of("scatter-add")  # the gradient of a lookup
 inverts_symmetric = one_of("cholesky eigh")
@@ -355,6 +357,15 @@ FOLDS: dict[str, Callable] = {
 
 # Returns the equation that computes a variable, None for what is given.
 Definition = Callable[[Any], Equation | None]
+
+
+def copies(eqn: Equation) -> bool:
+    """Whether the transpose of ``eqn`` adds up what it has copied.
+
+    To add axes of size one copies nothing.
+    """
+    sizes = (size_of(x.aval) for x in (*eqn.invars[:1], *eqn.outvars[:1]))
+    return _copies(eqn) and not (broadcasts(eqn) and len({*sizes}) == 1)
 
 
 def is_steep(eqn: Equation) -> bool:
