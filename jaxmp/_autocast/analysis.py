@@ -6,7 +6,7 @@ so that layers that share one are analysed once.
 
 import collections
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from .graph import Trip, accumulated, definitions_of, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
-from .transfer import Place, Spotted, needs_of_inputs, spotted_in
+from .transfer import Spotted, needs_of_inputs, spotted_in
 
 BY_PATHS = "`float32_paths`"
 
@@ -172,25 +172,20 @@ class Analysis:
 
         If not, and if it is given no 16 bits, there is no need to go inside.
         """
-        if jaxpr not in self._matters:
-            self._matters[jaxpr] = any(
-                classes.may_matter(eqn, self.ops)
-                or classes.is_denied(eqn, self._denied)
-                or any(map(self.matters, _jaxpr.sub_jaxprs(eqn)))
-                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
-            )
-        return self._matters[jaxpr]
+
+        def matters(eqn: Equation) -> bool:
+            is_denied = classes.is_denied(eqn, self._denied)
+            return is_denied or classes.may_matter(eqn, self.ops)
+
+        return _has(jaxpr, matters, self._matters)
 
     def rounds(self, jaxpr: Any) -> bool:
         """Whether an equation in ``jaxpr`` may round what it is given in float32."""
-        if jaxpr not in self._rounds:
-            self._rounds[jaxpr] = any(
-                table.cuts(eqn)
-                or table.squashes(eqn)
-                or any(map(self.rounds, _jaxpr.sub_jaxprs(eqn)))
-                for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
-            )
-        return self._rounds[jaxpr]
+
+        def rounds(eqn: Equation) -> bool:
+            return table.cuts(eqn) or table.squashes(eqn)
+
+        return _has(jaxpr, rounds, self._rounds)
 
     # Plans.
 
@@ -259,8 +254,15 @@ class Analysis:
                 asks = self.asked(eqn, self.inside(eqn, read, within), within)
             else:
                 out = joined(read.wanted)
-                place = Place(back, self.is_kept(here), read.summed, spotted)
-                asks = needs_of_inputs(eqn, kind, out, place)
+                asks = needs_of_inputs(
+                    eqn,
+                    kind,
+                    out,
+                    back=back,
+                    kept=self.is_kept(here),
+                    summed=read.summed,
+                    spotted=spotted,
+                )
                 if needs.is_compared(out):
                     asks = needs.all_compared(asks)
             rows.append(Row(eqn, kind, back, here, read, asks))
@@ -354,3 +356,13 @@ class Analysis:
                     wanted[out] = needs.in_float32(wanted[out])
             if wanted == before:
                 return trip
+
+
+def _has(jaxpr: Any, test: Callable[[Equation], bool], memo: Any) -> bool:
+    """Whether some equation of a jaxpr, or of what it holds, is of a kind."""
+    if jaxpr not in memo:
+        memo[jaxpr] = any(
+            test(eqn) or any(_has(x, test, memo) for x in _jaxpr.sub_jaxprs(eqn))
+            for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
+        )
+    return memo[jaxpr]

@@ -23,17 +23,15 @@ class Spotted(NamedTuple):
     powers: set[Equation]  # multiplications of more than four parts of one value
 
 
-class Place(NamedTuple):
-    """What is known around an equation."""
-
-    back: bool  # whether it belongs to the backward pass
-    kept: bool  # whether the user keeps it in float32
-    summed: Ways  # by which the trips of a loop add up, and which go through it
-    spotted: Spotted
-
-
 def needs_of_inputs(
-    eqn: Equation, kind: Class, out: Need, place: Place
+    eqn: Equation,
+    kind: Class,
+    out: Need,
+    *,
+    back: bool,
+    kept: bool,
+    summed: Ways,
+    spotted: Spotted,
 ) -> Sequence[Need]:
     """Returns what ``eqn`` needs of each input.
 
@@ -41,28 +39,31 @@ def needs_of_inputs(
         eqn: The equation.
         kind: Its class, which is not ``"call"``.
         out: What its outputs are needed for.
-        place: What is known around it.
+        back: Whether it belongs to the backward pass.
+        kept: Whether the user keeps it in float32.
+        summed: The ways by which the trips of a loop add up, and which go through it.
+        spotted: What the equations around it say.
     """
     count = len(eqn.invars)
     # What only the backward pass reads, such as a slope, is part of it.
-    back = place.back or needs.is_for_backward(out)
+    in_back = back or needs.is_for_backward(out)
     if kind == "product":
-        wide = needs.reader(False, back) | needs.DIGITS
+        wide = needs.reader(False, in_back) | needs.DIGITS
         return [needs.PRODUCT if x else wide for x in classes.rounds(eqn)]
     if kind == "exact":
-        return _of_move(eqn, out, back)
-    usual = _of_work(eqn, kind, out, place.kept, back)
-    joins = kind == "smooth" and needs.is_half(out) and not back
+        return _of_move(eqn, out, in_back)
+    usual = _of_work(eqn, kind, out, kept, in_back)
+    joins = kind == "smooth" and needs.is_half(out) and not in_back
     found = [usual | needs.later(out) if joins else usual] * count
     takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
     # A sum may be out of range where its mean is not.
-    masks = place.spotted.masks
+    masks = spotted.masks
     if takes and _only_scales(eqn, masks) and not table.scales_down(eqn):
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
-    if place.summed:
-        found = _of_sum_over_trips(eqn, place)
-    if eqn in place.spotted.powers:
+    if summed:
+        found = _of_sum_over_trips(eqn, summed, back)
+    if eqn in spotted.powers:
         found = [x | needs.GATE | needs.MANY for x in found]
     if (i := table.divisor(eqn)) is not None:
         found[i] |= needs.DIGITS
@@ -157,9 +158,9 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     return found
 
 
-def _of_sum_over_trips(eqn: Equation, place: Place) -> list[Need]:
+def _of_sum_over_trips(eqn: Equation, summed: Ways, back: bool) -> list[Need]:
     """What a trip adds to a sum is one term of many. What multiplies it counts."""
-    multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=place.back)
+    multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=back)
     term = needs.GATE if multiplies else needs.FULL
-    way = joined(starts for starts, _ in place.summed)
+    way = joined(starts for starts, _ in summed)
     return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]

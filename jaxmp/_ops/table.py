@@ -1,6 +1,9 @@
 """What is known of each primitive of JAX: a table with a row for each.
 
-Its classes are those of NVIDIA's automatic mixed precision, which Apex, TensorFlow and
+Whoever asks what autocast does with ``cumsum`` reads its row, and what its class and
+its traits mean above the table. Below it are tests of equations, which the rows answer.
+
+The classes are those of NVIDIA's automatic mixed precision, which Apex, TensorFlow and
 PyTorch share: what gains from 16 bits, what is harmed by them, and what may do either.
 Sources, named at each class:
 
@@ -215,11 +218,13 @@ def _rows() -> dict[str, Row]:
 
 
 TABLE = _rows()
+_NAMES = {name for row in TABLE.values() for name in (row.kind, *row.traits)}
 
 
 def named(*kinds_or_traits: str) -> frozenset[str]:
     """Returns the primitives of one of some classes, or with one of some traits."""
     wanted = set(kinds_or_traits)
+    assert wanted <= _NAMES, wanted - _NAMES
     return frozenset(
         name
         for name, row in TABLE.items()
