@@ -31,6 +31,10 @@ FORMS = (
     "jaxmp autocast, inside",
 )
 
+# Of autocast: the dtype of both passes, or that of the forward pass and of the backward.
+PASSES = ("float16", "bfloat16", "float16_bfloat16")
+PASSES_TITLE = "errors by the dtypes of both passes"
+
 
 @dataclasses.dataclass
 class Options:
@@ -43,6 +47,8 @@ class Options:
     accum_steps: tuple[int, ...] = (1, 4)
     seeds: int = 3
     """Of the errors."""
+    passes: bool = False
+    """Compute nothing but the errors of :data:`PASSES`."""
     output: pathlib.Path | None = None
 
 
@@ -52,8 +58,13 @@ def main(arguments: list[str]) -> None:
     command = ["price", *arguments]
     worth.check("network", options.networks, FAMILIES)
     worth.check("form", options.forms, CONTESTANTS)
-    h200.require("price")
     path = options.output or results.target("price")
+    if options.passes:
+        rows = list(errors_of_passes(options.networks, options.seeds))
+        show(f"{PASSES_TITLE} (mean of {options.seeds} seeds)", rows)
+        results.save(path, PASSES_TITLE, results.hardware(), command, rows)
+        return
+    h200.require("price")
     forms = options.forms or FORMS
     for dtype in options.dtypes:
         for accum_steps in options.accum_steps:
@@ -123,11 +134,21 @@ def errors(
             "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
             "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
         }
-        if dtype == "float16":
-            forms["bfloat16 backward"] = jaxmp.autocast(grad, "c=f16,b=bf16")
-        found = errors_of(network, grad, forms, seeds)
-        yield {"network": name} | {
-            f"{what}, {form}": both[i]
-            for i, what in enumerate(("loss", "gradient"))
-            for form, both in found.items()
-        }
+        yield {"network": name} | _both(errors_of(network, grad, forms, seeds))
+
+
+def errors_of_passes(networks: tuple[str, ...], seeds: int) -> Iterator[dict[str, Any]]:
+    """Yields the same for autocast with one dtype, and with one for each pass."""
+    for name in networks:
+        network = SMALL[name]
+        grad = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
+        forms = {dtypes: jaxmp.autocast(grad, f"mixed_{dtypes}") for dtypes in PASSES}
+        yield {"network": name} | _both(errors_of(network, grad, forms, seeds))
+
+
+def _both(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {
+        f"{what}, {form}": both[i]
+        for i, what in enumerate(("loss", "gradient"))
+        for form, both in found.items()
+    }
