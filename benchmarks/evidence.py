@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from . import price
 from .counting import pages, results
 from .gpu import INT8, NAMES, gains
 
@@ -103,6 +104,13 @@ ERROR = """\
 The norm of the error over the norm of the gradient, as the mean over seeds. It was
 computed on a CPU, for small networks of the same families. A star marks a network for
 which Flax's own 16 bits are nearer to float32 than autocast.
+"""
+
+PASSES = """\
+### A dtype for each pass
+
+The same of `mixed_float16`, `mixed_bfloat16` and `mixed_float16_bfloat16`, whose
+backward pass alone is in bfloat16; of the loss, too.
 """
 
 RESIDUALS = """\
@@ -297,6 +305,14 @@ def _errors() -> Iterator[str]:
             table.append([row["network"] + mark, *(f"{x:.2%}" for x in values)])
         yield _table(["", *ERRORS.values()], table)
         yield _source([result])
+    yield PASSES
+    result = found[price.PASSES_TITLE]
+    header = [f"{x}, {y}" for x in ("loss", "gradient") for y in price.PASSES]
+    table = [
+        [row["network"], *(f"{row[x]:.2e}" for x in header)] for row in result["rows"]
+    ]
+    yield _table(["", *header], table)
+    yield _source([result])
 
 
 def _residuals() -> Iterator[str]:

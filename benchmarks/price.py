@@ -21,7 +21,7 @@ from .counting import h200, results, worth
 from .counting.steps import CONTESTANTS, FLOOR, contestants, errors_of, loss_of
 from .counting.tables import show
 from .machinery import count
-from .networks.families import FAMILIES, SMALL
+from .networks.families import FAMILIES, NAMES, SMALL
 
 FORMS = (
     FLOOR,
@@ -31,7 +31,7 @@ FORMS = (
     "jaxmp autocast, inside",
 )
 
-# Of autocast: the dtype of both passes, or that of the forward pass and of the backward.
+# Of autocast: the dtype of both passes, or that of the forward and of the backward one.
 PASSES = ("float16", "bfloat16", "float16_bfloat16")
 PASSES_TITLE = "errors by the dtypes of both passes"
 
@@ -40,7 +40,7 @@ PASSES_TITLE = "errors by the dtypes of both passes"
 class Options:
     """What to compile, and where to save what is found."""
 
-    networks: tuple[str, ...] = tuple(FAMILIES)
+    networks: tuple[str, ...] = NAMES
     forms: tuple[str, ...] = ()
     """All of :data:`FORMS`, if none is named."""
     dtypes: tuple[str, ...] = ("float16", "bfloat16")

@@ -33,7 +33,7 @@ from .counting import h200, results, steps, worth
 from .counting.tables import show
 from .machinery import count
 from .networks import basic, families, learning
-from .networks.families import FAMILIES, SMALL
+from .networks.families import FAMILIES, NAMES, SMALL
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
 import _bert
@@ -98,7 +98,7 @@ TRAINED = {
 class Options:
     """What to compile or to train, and where to save what is found."""
 
-    networks: tuple[str, ...] = tuple(FAMILIES)
+    networks: tuple[str, ...] = NAMES
     forms: tuple[str, ...] = ("float32", "bfloat16", "int8")
     """Of the compiled steps."""
     seeds: int = 3

@@ -876,6 +876,9 @@ _BOTH: dict[str, Both] = {
         width=16,
         classes=10,
     ),
+}
+NAMES = tuple(_BOTH)  # and two that differ from one of these by their attention alone
+_BOTH |= {
     "llama, grouped queries": tokens(
         partial(Llama, key_heads=4), 16, heads=4, key_heads=2
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import evidence, gpu
+from benchmarks import evidence, gpu, price
 
 ROOT = Path(__file__).parents[2]
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
@@ -287,6 +287,17 @@ def test_what_a_backward_pass_in_bfloat16_costs_was_timed():
     page = words(ROOT / "docs/loss_scaling.md")
     assert f"takes {min(times):.2f} to {max(times):.2f} of the time of" in page
     assert f"in {min(memory):.2f} to {max(memory):.2f} of the memory" in page
+
+
+def test_how_far_a_backward_pass_in_bfloat16_is_from_float32_was_computed():
+    rows = results("price")[price.PASSES_TITLE]["rows"]
+    half, narrow, both = price.PASSES
+    assert all(x[f"loss, {both}"] == x[f"loss, {half}"] for x in rows)
+    away = [x[f"gradient, {both}"] / x[f"gradient, {narrow}"] for x in rows]
+    page = words(ROOT / "docs/loss_scaling.md")
+    said = f"gradients are {min(away):.2f} to {max(away):.2f} times as far from float32"
+    assert f"networks of {len(rows)} families, the loss is that of float16" in page
+    assert said in page
 
 
 def test_what_attention_by_cudnn_saves_was_timed():
