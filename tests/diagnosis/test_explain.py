@@ -352,6 +352,24 @@ def test_a_line_has_the_sentence_or_the_safeguard_that_decided(fun, args, source
     assert at(explained(jaxmp.autocast(fun), *args), source).rule == rule
 
 
+def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
+    def decays(w, x):
+        s = jax.nn.sigmoid(x @ w)
+        for _ in range(6):
+            s = s * jax.nn.sigmoid(x @ w)
+        halves = jnp.full((8, 8), 0.5) * w  # of arguments
+        return (s @ halves).sum()
+
+    report = explained(jaxmp.autocast(decays), W, X)
+    gates = at(report, "s = jax.nn.sigmoid")
+    assert (gates.dtype, gates.rule) == ("float32", "gates")
+    assert gates.reason == "safeguard: gates"
+    assert report.sentences["gates"] == rules.SAFEGUARDS["gates"]
+    given = at(report, "# of arguments")
+    assert (given.dtype, given.rule) == ("float32", 3)
+    assert given.reason == "it takes float32 numbers"
+
+
 def test_float8_is_what_matmuls_take():
     fun, large = jaxmp.autocast(plain, "mixed_fp8"), shape(1024, 1024)
     report = explained(fun, large, large)

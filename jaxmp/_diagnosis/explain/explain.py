@@ -254,6 +254,8 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
                 return f"computed by {_named(operation)}"
             if step.kind == "exact":
                 return "it moves float32 numbers"
+            if step.kind == "smooth" and needs.is_half(step.need):
+                return "it takes float32 numbers"
     return _of_readers(operation, step)
 
 
