@@ -14,8 +14,8 @@ from .compared import compared
 from .endings import endings
 from .gates import gates
 from .hoisting import hoisting
-from .moments import moments
-from .order import order
+from .scores import scores
+from .variance import variance
 
 
 class Pass(NamedTuple):
@@ -27,13 +27,13 @@ class Pass(NamedTuple):
 
 
 REWRITES = {
-    "order": Pass(
-        order,
+    "scores": Pass(
+        scores,
         "computes scores in the order in which the softmax reads them",
         "test_scores_are_computed_in_the_order_in_which_they_are_read",
     ),
-    "moments": Pass(
-        moments,
+    "variance": Pass(
+        variance,
         "keeps means of a number and of its square in float32",
         "test_a_variance_by_a_window_is_near_that_of_float32",
     ),

@@ -32,7 +32,7 @@ from ..graph import definitions_of, twins, unmoved
 Mean = tuple[Any, Any]
 
 
-def moments(
+def variance(
     eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
 ) -> Sequence[Equation]:
     """Returns the equations, those that take moments in a float32 region.

@@ -16,7 +16,7 @@ from ..._jaxprs.scopes import IsProduct, Scopes, is_backward
 from ..._ops import products, table
 
 
-def order(
+def scores(
     eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
 ) -> Sequence[Equation]:
     """Returns the equations, scores computed in the order in which they are read.
