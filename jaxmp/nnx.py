@@ -90,8 +90,8 @@ def dot_product_attention(
         precision: See there.
         module: See there.
         promote_dtype: See there.
-        is_causal: Whether a query sees no key behind it. The layer passes what it is
-            called with: ``layer(x, is_causal=True)``.
+        is_causal: Whether a query sees no key behind it. Since Flax 0.12.8 the layer
+            passes what it is called with: ``layer(x, is_causal=True)``.
         key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys, in the
             place of a mask of padding.
         local_window_size: See :func:`jaxmp.dot_product_attention`.
@@ -109,7 +109,7 @@ def dot_product_attention(
         ...     attention_fn=jaxmp.nnx.dot_product_attention,
         ...     rngs=nnx.Rngs(0),
         ... )
-        >>> layer(jnp.ones((2, 4, 16)), is_causal=True).shape
+        >>> layer(jnp.ones((2, 4, 16))).shape
         (2, 4, 16)
     """
     written = functools.partial(

@@ -67,7 +67,7 @@ MASK = nn.make_attention_mask(
     jnp.arange(12) < jnp.array([[5], [12]]), jnp.ones((2, 12))
 )
 CAUSAL = nn.make_causal_mask(X[..., 0])
-# Layers of NNX take `is_causal` from Flax 0.12.7 on.
+# Layers of NNX take `is_causal` from Flax 0.12.8 on.
 _TAKEN = inspect.signature(nnx.MultiHeadAttention.__call__).parameters
 CAUSAL_NNX = {"is_causal": True} if "is_causal" in _TAKEN else {"mask": CAUSAL}
 
