@@ -1,7 +1,7 @@
 """Pictures of ranges, overflows, errors and loss scales; needs ``jaxmp[plot]``.
 
 A picture that is given no axes is pyplot's current figure: ``plt.show()`` shows it, and
-``plt.savefig(path)`` saves it.
+``plt.savefig(path)`` or ``ax.figure.savefig(path)`` saves it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _RED = "#c03020"
 # Told apart without colour: filled bars, hatched bars, a dashed outline.
 _VALUES: dict[str, Any] = {"color": "#4878a8"}
 _HATCHED: dict[str, Any] = {"fill": False, "edgecolor": "black", "hatch": "////"}
+_HOLLOW: dict[str, Any] = {"fillstyle": "none", "color": "black"}
 _NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": _RED, "hatch": "xxxx"}
 _DASHED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
 _NORMAL: dict[str, Any] = {"color": "0.92"}
@@ -69,7 +70,7 @@ def exponents(
         ax: Where to draw; None makes a new figure.
 
     Returns:
-        The axes. Save them with ``plt.savefig(path)`` or ``ax.figure.savefig(path)``.
+        The axes.
 
     Raises:
         TypeError: If a leaf is not floating.
@@ -87,18 +88,17 @@ def exponents(
         https://arxiv.org/abs/1710.03740.
     """
     dtype = as_dtype(dtype, "`dtype`")
-    edges, counts, zeros, nonfinite, label_of_values = _histogram(ranges)
+    edges, counts, zeros, nonfinite, label = _histogram(ranges)
     size = counts.sum() + zeros + nonfinite
     if size == 0:
         raise ValueError(
             "`exponents` needs values to draw, but there are none. Pass gradients, or "
             "a `RecordRangesState` after its first step."
         )
-    scale_name = "loss scale"
+    which = "loss scale" if loss_scale is not None else "suggested loss scale"
     if loss_scale is None:
-        fits = dtype != jnp.float16 or not counts.any()
-        loss_scale = 1.0 if fits else suggest_loss_scale(ranges, dtype)
-        scale_name = "suggested loss scale"
+        is_half = dtype == jnp.float16 and counts.any()
+        loss_scale = suggest_loss_scale(ranges, dtype) if is_half else 1.0
     loss_scale = float(as_scale(scale_in(loss_scale)))
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
@@ -114,21 +114,22 @@ def exponents(
 
     (axes,) = _axes(ax, 1)
     for name, start, end, style in (
-        ("subnormal", first_subnormal, info.minexp, _SUBNORMAL),
-        ("normal", info.minexp, info.maxexp, _NORMAL),
+        (f"{dtype.name} subnormal", first_subnormal, info.minexp, _SUBNORMAL),
+        (f"{dtype.name} normal", info.minexp, info.maxexp, _NORMAL),
     ):
         start, end = max(start, left - 1), min(end, right + 1)
         if start < end:
-            label = f"{dtype.name} {name}"
-            axes.axvspan(start, end, label=label, linewidth=0, zorder=0, **style)
-    axes.bar(edges[:-1], shares, 0.9, align="edge", **_VALUES, label=label_of_values)
-    axes.bar(left - gap, 100 * zeros / size, gap / 2, **_HATCHED, label="zeros")
-    if nonfinite:
-        share, label = 100 * nonfinite / size, "Inf or NaN"
-        axes.bar(right + gap, share, gap / 2, **_NONFINITE, label=label)
+            axes.axvspan(start, end, label=name, linewidth=0, zorder=0, **style)
+    axes.bar(edges[:-1], shares, 0.9, align="edge", label=label, **_VALUES)
+    for name, place, count, style in (
+        ("zeros", left - gap, zeros, _HATCHED),
+        ("Inf or NaN", right + gap, nonfinite, _NONFINITE),
+    ):
+        if count or name == "zeros":
+            axes.bar(place, 100 * count / size, gap / 2, label=name, **style)
     if loss_scale != 1:
         spelled = f"2^{shift:.0f}" if shift.is_integer() else f"{loss_scale:g}"
-        label = f"times the {scale_name}, {spelled}"
+        label = f"times the {which}, {spelled}"
         axes.stairs(shares, edges + shift, **_DASHED, label=label)
     axes.set_yscale("log")
     axes.set_ylim(min([100.0, *shares[shares > 0]]) / 2, 150)
@@ -156,7 +157,7 @@ def loss_scale(
         ax: Where to draw; None makes a new figure.
 
     Returns:
-        The axes. Save them with ``plt.savefig(path)`` or ``ax.figure.savefig(path)``.
+        The axes.
 
     Raises:
         ValueError: If the history is empty, or holds something without a loss scale.
@@ -187,16 +188,17 @@ def loss_scale(
             "`loss_scale` needs the state of one step at least, but the history is "
             "empty. Append `jaxmp.get_loss_scale_state(opt_state)` after each step."
         )
-    scales = np.concatenate([np.ravel(state.loss_scale) for state in states])
-    finite = np.concatenate([np.ravel(state.last_finite) for state in states])
-    good, skipped = np.ravel(states[0].good_steps)[0], np.ravel(states[0].skipped)[0]
-    steps = np.arange(1, len(scales) + 1)
-    if finite[0] and good == 0 and skipped == 0:  # as `tx.init` makes it
-        steps = steps - 1
-    elif finite[0] and good > 0:  # a step that did not change the scale
-        steps = np.concatenate([[0], steps])
-        scales = np.concatenate([scales[:1], scales])
-        finite = np.concatenate([[True], finite])
+    scales, finite, good, skipped = (
+        np.concatenate([np.ravel(getattr(state, name)) for state in states])
+        for name in ("loss_scale", "last_finite", "good_steps", "skipped")
+    )
+    start = 1
+    if finite[0] and not good[0] and not skipped[0]:  # as `tx.init` makes it
+        start = 0
+    elif finite[0] and good[0]:  # a step that did not change the scale
+        start, scales, finite = 0, [scales[0], *scales], [True, *finite]
+    scales, finite = np.asarray(scales), np.asarray(finite)
+    steps = np.arange(start, start + len(scales))
     # A state holds the scale for the next step.
     used = np.concatenate([scales[:1], scales[:-1]])
 
@@ -230,8 +232,7 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
-        The left axes. Save them with ``plt.savefig(path)`` or
-        ``ax.figure.savefig(path)``.
+        The left axes.
 
     Raises:
         ValueError: If no operation of the program computes in 16 bits.
@@ -252,53 +253,46 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         )
     first = report.first
     faults = [*([first] if first else []), *report.others]
-    least = {x.module: math.inf for x in [*rows, *faults[:1]]}
+    ranks = {x.module: math.inf for x in [*rows, *faults[:1]]}
     for x in rows:
-        least[x.module] = min(least[x.module], x.headroom)
+        ranks[x.module] = min(ranks[x.module], x.headroom)
     for number, fault in enumerate(faults):  # before all others
-        if fault.module in least:
-            least[fault.module] = min(least[fault.module], number - 2.0**31)
-    chosen = sorted(least, key=least.__getitem__)[:_ROWS]
-    modules = [module for module in least if module in chosen]
+        if fault.module in ranks:
+            ranks[fault.module] = min(ranks[fault.module], number - 2.0**31)
+    chosen = sorted(ranks, key=ranks.__getitem__)[:_ROWS]
+    modules = [module for module in ranks if module in chosen]
     left, right = _axes(ax, 2, rows=len(modules))
+    crosses = []
     for backward, style, shift in ((False, _VALUES, -0.2), (True, _HATCHED, 0.2)):
-        parts = [
-            [x for x in rows if (x.module, x.backward) == (module, backward)]
-            for module in modules
-        ]
-        places = np.arange(len(modules)) + shift
-        bad = [any(x.nonfinite for x in part) for part in parts]
-        headroom = np.array([min([math.inf, *(x.headroom for x in p)]) for p in parts])
-        headroom[bad | np.isinf(headroom)] = np.nan
-        lost = [100 * max([0.0, *(x.lost for x in part)]) for part in parts]
+        headroom, lost = np.full(len(modules), np.nan), np.zeros(len(modules))
+        for i, module in enumerate(modules):
+            part = [x for x in rows if (x.module, x.backward) == (module, backward)]
+            least = min([math.inf, *(x.headroom for x in part)])
+            lost[i] = 100 * max([0.0, *(x.lost for x in part)])
+            if any(x.nonfinite for x in part):
+                crosses.append(i + shift)
+            elif least < math.inf:
+                headroom[i] = least
         label = "backward" if backward else "forward"
-        left.barh(places, headroom, 0.38, label=label, **style)
-        right.barh(places, lost, 0.38, **style)
-        if any(bad):
-            is_named = any(x.get_label() == "Inf or NaN" for x in left.get_lines())
-            label = None if is_named else "Inf or NaN"
-            style = {"color": _RED, "clip_on": False, "zorder": 3}
-            left.plot(np.zeros(sum(bad)), places[bad], "x", label=label, **style)
-    _name_rows(
-        left, modules, [first is not None and x == first.module for x in modules]
-    )
+        left.barh(np.arange(len(modules)) + shift, headroom, 0.38, label=label, **style)
+        right.barh(np.arange(len(modules)) + shift, lost, 0.38, **style)
+    if crosses:
+        style = {"color": _RED, "clip_on": False, "zorder": 3, "label": "Inf or NaN"}
+        left.plot(np.zeros(len(crosses)), crosses, "x", **style)
+    is_first = [first is not None and x == first.module for x in modules]
+    _name_rows(left, modules, is_first)
     left.set_xlabel("least headroom (powers of two)")
     right.set_xlabel("% lost to zero")
     for axes in (left, right):
         axes.set_xlim(0, max(1.0, axes.get_xlim()[1]))
     if first is not None:
-        place = modules.index(first.module) + (0.2 if first.backward else -0.2)
+        place = is_first.index(True) + (0.2 if first.backward else -0.2)
         axes = right if first.kind == "zeros" else left
-        axes.annotate(
-            "first fault",
-            xy=(0.04 * axes.get_xlim()[1], place),
-            xytext=(0.6 * axes.get_xlim()[1], place),
-            color=_RED,
-            ha="center",
-            va="center",
-            arrowprops={"arrowstyle": "-|>", "color": _RED},
-        )
-    which = f", {len(modules)} of {len(least)}" if len(least) > len(modules) else ""
+        end, arrow = axes.get_xlim()[1], {"arrowstyle": "-|>", "color": _RED}
+        options = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
+        at, text = (0.04 * end, place), (0.6 * end, place)
+        axes.annotate("first fault", xy=at, xytext=text, **options)
+    which = f", {len(modules)} of {len(ranks)}" if len(ranks) > len(modules) else ""
     return _finished(left, f"Distance to overflow by module{which}", ax is None)
 
 
@@ -318,8 +312,7 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
         ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
-        The left axes. Save them with ``plt.savefig(path)`` or
-        ``ax.figure.savefig(path)``.
+        The left axes.
 
     Examples:
         >>> import jaxmp.plots
@@ -333,11 +326,8 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     """
     _check_report(report, SensitivityReport, "sensitivity", "sensitivity(loss)(*args)")
     named = report.float32_paths + report.bfloat16_paths
-    rows = [
-        row
-        for number, row in enumerate(report.modules)
-        if number < _ROWS or row.path in named
-    ]
+    rest = [x for x in report.modules[_ROWS:] if x.path in named]
+    rows = [*report.modules[:_ROWS], *rest]
     left, right = _axes(ax, 2, rows=len(rows))
     places = np.arange(len(rows))
     only, others = ([getattr(x, name) for x in rows] for name in ("alone", "without"))
@@ -346,21 +336,19 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     only, others = np.clip(only, low, high), np.clip(others, low, high)
     left.set_xscale("log")
     left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
-    label = f"only this in {report.narrow}"
-    left.plot(only, places, "o", **_VALUES, label=label)
-    label = f"all but this in {report.narrow}"
-    left.plot(others, places, "D", fillstyle="none", color="black", label=label)
+    narrow = report.narrow
+    left.plot(only, places, "o", label=f"only this in {narrow}", **_VALUES)
+    left.plot(others, places, "D", label=f"all but this in {narrow}", **_HOLLOW)
     label = f"tolerance ({report.tolerance:g})"
-    left.axvline(report.tolerance, **_DASHED, zorder=0.5, label=label)
+    left.axvline(report.tolerance, zorder=0.5, label=label, **_DASHED)
     left.set_xlabel("relative error of loss or gradients, the larger")
     _name_rows(left, [x.name for x in rows], [x.path in named for x in rows])
     costs = [row.stored if report.residuals else row.share for row in rows]
     right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
-    total = len(report.modules)
-    which = f", {len(rows)} of {total}" if total > len(rows) else ""
-    title = f"Error of each module in {report.narrow}{which}"
-    return _finished(left, title, ax is None)
+    which = f", {len(rows)} of {len(report.modules)}"
+    which = which if len(report.modules) > len(rows) else ""
+    return _finished(left, f"Error of each module in {narrow}{which}", ax is None)
 
 
 def _name_rows(ax: Axes, modules: Sequence[str], bold: Sequence[bool]) -> None:
@@ -389,17 +377,19 @@ def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
         counts = np.asarray(exponent_histogram(ranges, low=low, high=1023), np.float64)
         total = range_report(ranges).total.counts
         zeros, nonfinite = total["zero"], total["nonfinite"]
-    ends = []
-    if counts[0]:
-        ends.append(f"first bar: all below 2^{low + 1}")
-    if counts[-1]:
-        ends.append(f"last bar: all from 2^{low + len(counts) - 1}")
+    ends = [f"first bar: all below 2^{low + 1}"] if counts[0] else []
+    ends += [f"last bar: all from 2^{low + len(counts) - 1}"] if counts[-1] else []
     label = f"values ({', '.join(ends)})" if ends else "values"
-    used = np.flatnonzero(counts)
-    if not used.size:
+    if not counts.any():
         return np.arange(2), np.zeros(1), zeros, nonfinite, label
-    edges = low + np.arange(used[0], used[-1] + 2)
-    return edges, counts[used[0] : used[-1] + 1], zeros, nonfinite, label
+    start, end = np.flatnonzero(counts)[[0, -1]]
+    return (
+        low + np.arange(start, end + 2),
+        counts[start : end + 1],
+        zeros,
+        nonfinite,
+        label,
+    )
 
 
 def _check_report(report: Any, kind: type, name: str, call: str) -> None:
@@ -421,20 +411,15 @@ def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
 
         size = (9, 1.8 + 0.34 * rows) if count == 2 else (7, 4)
         figure = pyplot.figure(figsize=size, layout="constrained")
-        ratios = [3, 1][:count]
-        found = figure.subplots(
-            1, count, sharey=True, width_ratios=ratios, squeeze=False
-        )
-        found = list(found[0])
-    else:
-        found = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
+        options = {"sharey": True, "width_ratios": [3, 1][:count]}
+        ax = np.ravel(figure.subplots(1, count, **options))
+    found = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
     if len(found) != count or not all(isinstance(x, Axes) for x in found):
-        what, cure = "axes", "pass one of `figure.subplots()`"
-        if count == 2:
-            what, cure = "two axes", "pass both of `figure.subplots(2)`"
+        what = ("axes", "two axes")[count - 1]
+        cure = ("one of `figure.subplots()`", "both of `figure.subplots(2)`")[count - 1]
         raise TypeError(
             f"`ax` must be {what} of matplotlib, but is {describe(ax)}. Leave it out "
-            f"for a new figure, or {cure}."
+            f"for a new figure, or pass {cure}."
         )
     if count == 2:
         found[1].tick_params(labelleft=False)

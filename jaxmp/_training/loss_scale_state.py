@@ -275,8 +275,8 @@ def check_loss_scale(
             optimizers that share a loss.
         max_skipped_in_a_row: The number of skipped steps at which this raises.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
-        grads: The gradients of the last step, for the error to name those that are
-            not finite.
+        grads: The gradients of the last step, if it returns them, for the error to
+            name those that are not finite.
         loss: The loss of the last step, of the leading shape of the state.
 
     Raises:

@@ -619,7 +619,7 @@ def unit_loss(params, x, *, cast=lambda f: f):
     return jnp.mean(cast(model)(params, x).astype(jnp.float32) ** 2)
 
 
-def test_a_module_whose_epsilon_16_bits_have_eaten_is_named():
+def test_a_module_whose_epsilon_16_bits_lose_is_named():
     key = jax.random.key(0)
     params = {"body": jax.random.normal(key, (8, 8)), "unit": jnp.ones(1)}
     params["head"] = jax.random.normal(key, (8, 2))

@@ -20,6 +20,7 @@ from .watch import (
     BAD,
     FINITE,
     GIVEN,
+    INFINITE,
     LOST,
     LOW,
     NAN_WRITTEN,
@@ -33,7 +34,6 @@ from .watch import (
     Origin,
     Program,
     Site,
-    bits_of,
     is_inexact,
     magnitude_of,
     merged,
@@ -135,13 +135,13 @@ class Run:
             elif step.site is not None:
                 row = rows[step.row]
                 low = int(row[LOW]) + 1
-                is_there = low < bits_of(np.inf, step.dtype)
+                is_there = low < INFINITE
                 seen = Seen(
                     site=step.site,
                     number=len(self.seen),
                     runs=int(rows[0, RUNS]),
-                    top=magnitude_of(row[TOP], step.dtype),
-                    low=magnitude_of(low, step.dtype) if is_there else 0.0,
+                    top=magnitude_of(row[TOP]),
+                    low=magnitude_of(low) if is_there else 0.0,
                     bad=int(row[BAD]),
                     lost=int(row[LOST]),
                     over=int(row[OVER]),
@@ -176,7 +176,7 @@ class Run:
                 self.failed = min(self.failed, source if step.is_test else self.failed)
                 continue
             look = rows[step.row]
-            nan, bad = bool(look[PEAK] > bits_of(np.inf, step.dtype)), look[BAD] > 0
+            nan, bad = bool(look[PEAK] > INFINITE), look[BAD] > 0
             origin = source if bad else FINITE.origin
             if step.site is not None:
                 seen = self._of[step.site]
@@ -189,7 +189,7 @@ class Run:
                     seen.inputs = tuple(x.top for x in came[:_SHOWN])
                 if bad and not seen.kind:
                     seen.kind, seen.origin = "NaN" if nan else "Inf", origin
-            known[step.out] = Known(origin, nan, magnitude_of(look[TOP], step.dtype))
+            known[step.out] = Known(origin, nan, magnitude_of(look[TOP]))
         return [known[i] for i in frame.outs]
 
     def _call(

@@ -325,13 +325,10 @@ class Search:
         """The override for the module of the fault, if it has parameters."""
         module = self.seen.site.place.module if self.seen else ""
         inner = f"{module.partition('/')[2]}/"
-        has = inner != "/" and any(re.search(re.escape(inner), x) for x in self.names)
+        has = inner != "/" and any(
+            re.search(re.escape(inner), x) for x in self.flat.names
+        )
         return inner if has and self._has_policy else ""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The names of the arguments."""
-        return self.flat.names
 
     @functools.cached_property
     def _given(self) -> dict[str, tuple[int, int]]:
@@ -342,7 +339,7 @@ class Search:
     @functools.cached_property
     def leading(self) -> dict[str, tuple[int, int]]:
         """Those of them that led to the first fault."""
-        names = enumerate(self.names)
+        names = enumerate(self.flat.names)
         return {
             x: self._given[x] for i, x in names if x in self._given and self._leads(i)
         }
@@ -363,7 +360,9 @@ class Search:
         """
         if self.leading:
             return ""
-        for i, (name, x) in enumerate(zip(self.names, self.flat.leaves, strict=True)):
+        for i, (name, x) in enumerate(
+            zip(self.flat.names, self.flat.leaves, strict=True)
+        ):
             is_zero = x.dtype == jnp.float16 and x.size and not np.asarray(x).any()
             if is_zero and self._leads(i):
                 return name

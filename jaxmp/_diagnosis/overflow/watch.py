@@ -48,6 +48,7 @@ TOP, PEAK, LOW, BAD, LOST, OVER = range(6)
 # The largest finite magnitude; the largest, Inf and NaN too; `LOW`; how many are Inf or
 # NaN; are zero or subnormal and not in float32; are not finite and are in float32.
 NOTHING = np.uint32(2**32 - 1)
+INFINITE = np.float32(np.inf).view(np.uint32)
 _UNSEEN = np.array([0, 0, NOTHING, 0, 0, 0], np.uint32)
 # Each body begins with such a row, which counts how often it runs.
 _RUN = np.array([0, 0, NOTHING, 0, 0, 1], np.uint32)
@@ -114,7 +115,6 @@ class Step(NamedTuple):
     ins: tuple[int, ...]
     out: int
     row: int | None = None  # None of a truth value
-    dtype: Any = None
     site: Site | None = None  # None of a slice, or of what the program is given
     is_test: bool = False  # makes one truth value of many
 
@@ -269,7 +269,7 @@ class Watch(Replay):
 
         Small arrays of one type are looked at together, because compiling takes longer.
         """
-        step = Step(ins, self.frame.add(), self._count, seen_as(array.dtype), site)
+        step = Step(ins, self.frame.add(), self._count, site)
         self.frame.steps.append(step)
         self._count += 1
         is_whole = site is not None and site.computes
@@ -489,14 +489,15 @@ def look(
     Returns:
         An array uint32[arrays, 6], see `TOP`.
     """
-    bits, first_normal, infinite = _bits(xs)
-    bad = bits >= infinite
+    bits = _bits(xs)
+    bad = bits >= INFINITE
     columns = {TOP: jnp.where(bad, 0, bits), PEAK: bits}
     if is_whole:
         columns |= {LOW: bits - 1, BAD: bad.astype(jnp.uint32)}
     if in_float32 is not None:
-        wide, _, beyond = _bits(in_float32)
-        lost, over = (bits < first_normal) & (wide > 0), bad & (wide < beyond)
+        wide, first = _bits(in_float32), jnp.finfo(xs.dtype).tiny
+        first_normal = np.asarray(first, np.float32).view(np.uint32)
+        lost, over = (bits < first_normal) & (wide > 0), bad & (wide < INFINITE)
         columns |= {LOST: lost.astype(jnp.uint32), OVER: over.astype(jnp.uint32)}
     how = [{LOW: lax.min, TOP: lax.max, PEAK: lax.max}.get(x, lax.add) for x in columns]
 
@@ -506,40 +507,22 @@ def look(
     starts = [_UNSEEN[column] for column in columns]
     seen = lax.reduce([*columns.values()], starts, both, tuple(range(1, bits.ndim)))
     found = dict(zip(columns, seen, strict=True))
-    found.setdefault(BAD, (found[PEAK] >= infinite).astype(jnp.uint32))
+    found.setdefault(BAD, (found[PEAK] >= INFINITE).astype(jnp.uint32))
     nothing = [jnp.full(len(xs), x) for x in _UNSEEN]
     return jnp.stack([found.get(i, x) for i, x in enumerate(nothing)], axis=1)
 
 
-def _bits(x: jax.Array) -> tuple[jax.Array, np.uint32, np.uint32]:
-    """Returns the bits of all magnitudes, of the smallest normal number, and of Inf."""
+def _bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of all magnitudes, as float32 has them."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=1)
-    dtype = seen_as(x.dtype)
-    tiny = bits_of(jnp.finfo(x.dtype).tiny, dtype)
     if x.dtype == jnp.float64:
         # What is beyond float32 is as good as its largest number here.
         limit = float(jnp.finfo(jnp.float32).max)
         x = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
-    bits = magnitude_bits(x.astype(dtype)).astype(jnp.uint32)
-    return bits, tiny, bits_of(np.inf, dtype)
+    return magnitude_bits(x.astype(jnp.float32)).astype(jnp.uint32)
 
 
-def seen_as(dtype: Any) -> np.dtype:
-    """Returns the dtype that arrays of a dtype are looked at in."""
-    dtype = np.dtype(dtype)
-    is_16bit = is_narrow(dtype) and dtype.itemsize == 2
-    return dtype if is_16bit else np.dtype(np.float32)
-
-
-@functools.cache
-def bits_of(number: Any, dtype: np.dtype) -> np.uint32:
-    """Returns the bits of a magnitude in a dtype that arrays are looked at in."""
-    unsigned = np.uint16 if dtype.itemsize == 2 else np.uint32
-    return np.uint32(np.asarray(number, dtype).reshape(1).view(unsigned)[0])
-
-
-def magnitude_of(bits: Any, dtype: np.dtype) -> float:
+def magnitude_of(bits: Any) -> float:
     """Returns the magnitude that bits stand for."""
-    unsigned = np.uint16 if dtype.itemsize == 2 else np.uint32
-    return float(np.array([bits], unsigned).view(dtype)[0])
+    return float(np.array([bits], np.uint32).view(np.float32)[0])
