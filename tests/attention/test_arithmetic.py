@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from conftest import normal
 from jaxmp._attention import by_cudnn, by_xla
 from jaxmp._attention.form import Form
 
@@ -55,10 +56,6 @@ def backward(options, arrays, bias, lengths, residuals, *, of_bias):
     ]
     gradients = [x.astype(arrays[0].dtype) for x in gradients]
     return [*gradients, *[of_scores.astype(bias.dtype)] * of_bias]
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def hidden(number, *, keys, dtype=jnp.float32):

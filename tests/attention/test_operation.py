@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 import jaxmp
+from conftest import normal
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 12, 12, 4, 2, 8
 HALVES = [jnp.bfloat16, jnp.float16]
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def arrays(dtype=jnp.float32, groups=GROUPS, queries=QUERIES):

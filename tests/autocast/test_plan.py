@@ -97,6 +97,7 @@ def test_what_multiplies_what_a_loop_carries_is_float32(trip, expected):
 
 def test_a_planner_keeps_no_jaxpr_alive():
     # An autocast function lives as long as the program, and may trace again and again.
+    gc.freeze()  # what older tests have left takes seconds to search
     planner = Planner(np.dtype("float16"), jaxmp.DEFAULT_OPS)
     # Of functions of its own: JAX keeps what it traces as long as a function lives.
     jaxpr = jax.make_jaxpr(lambda x: jax.checkpoint(lambda x: jnp.tanh(x))(x @ W))(X)
@@ -109,6 +110,7 @@ def test_a_planner_keeps_no_jaxpr_alive():
     assert all(len(memo) >= 2 for memo in kept)
     del jaxpr, body, inner
     gc.collect()
+    gc.unfreeze()
     assert not any(map(len, kept))
 
 

@@ -98,6 +98,7 @@ def test_gpu_runs_from_end_to_end_in_small(tmp_path):
         assert any(form == x[1] for x in measured) or any(form in x for x in left_out)
 
 
+@pytest.mark.evidence
 def test_gpu_times_the_forms_that_are_named(tmp_path):
     path = tmp_path / "gpu.json"
     forms = [gpu.AUTOCAST, gpu.BOTH, "int8 state"]

@@ -1,0 +1,19 @@
+"""What tests of attention look for in programs, and how far apart numbers are."""
+
+import numpy as np
+
+from benchmarks.counting.measure import traced
+
+
+def attentions(fun, *args):
+    """Returns the dtypes of operands and of results of each attention in a program."""
+    return [
+        tuple([str(x.aval.dtype) for x in atoms] for atoms in (eqn.invars, eqn.outvars))
+        for eqn in traced(fun, *args)
+        if eqn.primitive.name == "dot_product_attention"
+    ]
+
+
+def distance(found, exact):
+    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
+    return np.linalg.norm(found - exact) / np.linalg.norm(exact)
