@@ -365,6 +365,7 @@ def blurred(x, y):
 def biased(x, y):  # and nothing is taken away but means, gates and exact GELUs
     h = jax.nn.gelu(x @ y.T + y[:, 0], approximate=False)
     h = h + jax.nn.gelu(h @ h + x[:, 0], approximate=False) @ h
+    h = (x + h @ h - jnp.zeros(8)) @ h  # as Flax's RMS norm subtracts a mean of 0
     h = (h - h.mean(-1, keepdims=True)) * y[:, 1] + y[:, 2]
     gate = jax.nn.sigmoid(h @ h + y[:, 3])
     h = gate * h + (1 - gate) * jnp.tanh(h @ h + y[:, 0])

@@ -330,6 +330,8 @@ def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
     differ = ("negative" in one.traits) != ("negative" in other.traits)
     if table.subtracts(eqn) == differ:
         return NONE
+    if 0 in (one.number, other.number):  # the mean of an RMS norm, for one
+        return NONE
     if one.given or other.given:
         return one.shifted | other.shifted
     return one.shifted & other.shifted
