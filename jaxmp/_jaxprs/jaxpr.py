@@ -509,12 +509,8 @@ def live_primitives() -> dict[str, Primitive]:
 # What the primitives that hold jaxprs do, by name. JAX has renamed some.
 CALL_KINDS = {
     "jit": "jit",
-    "pjit": "jit",
     "closed_call": "call",
-    "core_call": "call",
     "eval_jaxpr": "call",
-    "checkpoint": "remat",
-    "remat": "remat",
     "remat2": "remat",
     "scan": "scan",
     "while": "while",
@@ -522,7 +518,6 @@ CALL_KINDS = {
     "shard_map": "shard_map",
     "custom_jvp_call": "custom_jvp",
     "custom_vjp_call": "custom_vjp",
-    "custom_vjp_call_jaxpr": "custom_vjp",
 }
 
 

@@ -176,16 +176,16 @@ dot_product_attention_fp8_bwd | opaque | digits, multiplies |
 dot_product_attention_fp8_fwd_wrapper | opaque | digits, multiplies |
 dot_product_attention_fp8_bwd_wrapper | opaque | digits, multiplies |
 scaled_dot scaled_matmul scaled_matmul_wrapper cudnn_fusion | opaque | digits |
-bias_fwd bias_bwd call_exported pure_callback io_callback | opaque | digits |
+call_exported pure_callback io_callback | opaque | digits |
 debug_callback debug_print check inspect_sharding | opaque | |
 custom_vmap_call custom_partitioning custom_transpose_call | opaque | digits |
 composite linear_call call_hi_primitive call_hi_primitive_linearized | opaque | digits |
-run_state core_map stage xla_pmap vmap call custom_jvp_call_jaxpr | opaque | digits |
+run_state core_map stage xla_pmap call custom_jvp_call_jaxpr | opaque | digits |
 custom_lin remat_opt unreachable dce_sink create_linear | opaque | digits |
 new_ref empty_ref free_ref freeze get swap addupdate | opaque | digits |
 accum_grad_in_ref pin unpin new_box box_get box_set | opaque | digits |
 new_log log_extend log_read full_to_shard shard_to_full | opaque | digits |
-pgather psend precv ragged_all_to_all pbroadcast_dynamic | opaque | digits |
+psend precv ragged_all_to_all pbroadcast_dynamic | opaque | digits |
 all_gather_reduced ag_start ag_done all_gather_start all_gather_done | opaque | digits |
 all_gather_reduced_start all_to_all_start all_to_all_done | opaque | digits |
 pbroadcast_start pbroadcast_done ppermute_start ppermute_done | opaque | digits |
@@ -194,9 +194,8 @@ reduce_scatter_start reduce_scatter_done | opaque | digits |
 unreduced_reduce_scatter_start reduced_vary_cast | opaque | digits |
 reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p | opaque | digits |
 
-jit pjit closed_call core_call eval_jaxpr scan while cond shard_map | call | |
-checkpoint remat remat2 custom_jvp_call | call | |
-custom_vjp_call custom_vjp_call_jaxpr | call | |
+jit closed_call eval_jaxpr remat2 scan while cond shard_map | call | |
+custom_jvp_call custom_vjp_call | call | |
 """
 
 
