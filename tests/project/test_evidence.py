@@ -169,8 +169,8 @@ def test_the_price_on_the_performance_page_was_counted():
     casting = words(ROOT / "docs/policies.md")
     said = f"[{mean(moved):.2f} of the memory traffic of a cast model, the mean over "
     assert f"{said}{len(networks)} networks]" in casting
-    assert sum(round(x, 2) <= 1.05 for x in moved) == 13
-    assert "Thirteen of these" in page
+    assert sum(round(x, 2) <= 1.05 for x in moved) == 14
+    assert "Fourteen of these" in page
     dearest = sorted(zip(moved, networks, strict=True), reverse=True)[:2]
     names = [name for _, name in dearest]
     assert names == ["deep set with a maximum", "highway network"]
@@ -208,11 +208,12 @@ def test_the_errors_on_the_performance_page_were_measured():
 
 
 def test_the_tracing_on_the_performance_page_was_measured():
-    (row,) = [
-        x for x in results("host")["tracing"]["rows"] if x["step"] == "jaxmp autocast"
-    ]
-    ratio = row["both, of float32"]["median"]
-    assert f"{ratio:.2f} times as long as in float32" in words(PERFORMANCE)
+    rows = results("host")["tracing"]["rows"]
+    rows = [x for x in rows if x["step"] == "jaxmp autocast"]
+    ratios = [x["both, of float32"]["median"] for x in rows]
+    assert len(rows) == 6
+    span = f"{min(ratios):.1f} to {max(ratios):.1f} times as long as in float32"
+    assert f"{span} in six networks" in words(PERFORMANCE)
 
 
 def test_the_memory_on_the_page_of_residuals_was_counted():
