@@ -51,12 +51,8 @@ class Row(NamedTuple):
     back: bool  # whether it belongs to the backward pass
     around: Scopes  # with its own
     read: Trip  # what is needed of what it returns
+    need: Need  # what is needed of any of that
     asks: Sequence[Need]  # what it needs of each input
-
-    @property
-    def need(self) -> Need:
-        """What the consumers of its outputs need."""
-        return joined(self.read.wanted)
 
 
 class Consumers(NamedTuple):
@@ -123,9 +119,10 @@ class Analysis:
 
     def is_kept(self, scopes: Scopes) -> bool:
         """Whether the user, or an inner autocast, keeps what is in ``scopes``."""
-        return is_decided(scopes) or any(
-            is_under(path, scopes) for path in self.paths.values()
-        )
+        if not self.paths:
+            return is_decided(scopes)
+        paths = self.paths.values()
+        return is_decided(scopes) or any(is_under(path, scopes) for path in paths)
 
     def precision(self, eqn: Equation, scopes: Scopes) -> str:
         """Returns the precision of the float32 products that ``eqn`` is or holds."""
@@ -246,14 +243,14 @@ class Analysis:
             read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
-            if needs.is_compared(joined(read.wanted)) and kind != "call":
+            out = joined(read.wanted)
+            if needs.is_compared(out) and kind != "call":
                 eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
             if kind == "call":
                 within = inside(eqn, here)
                 asks = self.asked(eqn, self.inside(eqn, read, within), within)
             else:
-                out = joined(read.wanted)
                 asks = needs_of_inputs(
                     eqn,
                     kind,
@@ -265,7 +262,7 @@ class Analysis:
                 )
                 if needs.is_compared(out):
                     asks = needs.all_compared(asks)
-            rows.append(Row(eqn, kind, back, here, read, asks))
+            rows.append(Row(eqn, kind, back, here, read, out, asks))
             if not back:
                 forward.update(_jaxpr.variables(eqn.invars))
             for var, one in zip(eqn.invars, asks, strict=True):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,14 +186,16 @@ class Emitter:
         steps, scopes = iter(plan.steps), dict[tuple[int, int], Any]()
         eqns = [step.eqn for step in plan.steps]
         # Most jaxprs have one context, to be entered once.
-        nothing, shared = contextlib.nullcontext(), _jaxpr.shared_context(eqns)
+        shared = _jaxpr.shared_context(eqns)
 
         def apply(eqn: Equation, ins: list[Value]) -> list[Value]:
-            context = nothing if shared else _jaxpr.context_of(eqn)
-            with _jaxpr.located_at(eqn, scopes), context:
-                return self._step(next(steps), ins)
+            with _jaxpr.located_at(eqn, scopes):
+                if shared:
+                    return self._step(next(steps), ins)
+                with _jaxpr.context_of(eqn):
+                    return self._step(next(steps), ins)
 
-        with shared or nothing:
+        with shared or contextlib.nullcontext():
             outs = _jaxpr.interpret(
                 jaxpr,
                 [_arrived(*pair) for pair in zip(arrays, plan.ins, strict=True)],
@@ -207,9 +209,11 @@ class Emitter:
                 if end in ("wide", "free"):
                     out = out.exact or out
                     results.append(out.wide() if end == "wide" else out.array)
-                else:
-                    with _in_scope(STACKED if end == "stacked" else None):
+                elif end == "stacked":
+                    with jax.named_scope(STACKED):
                         results.append(out.narrow(plan.dtype))
+                else:
+                    results.append(out.narrow(plan.dtype))
             return results
 
     # One equation.
@@ -228,28 +232,31 @@ class Emitter:
         return outs
 
     def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
-        number = self._numbered(step)
+        scopes = []  # of one equation: to enter one takes as long as to write it
+        if self.record is not None:
+            self.record.append(step)
+            scopes.append(f"{STEP}{len(self.record) - 1}")
         if step.inside is not None:  # each equation inside has a number of its own
             return self._call(step, ins)
-        with number, _in_scope(step.why == BY_PATHS and FLOAT32_PATHS):
-            if step.kind == "call":  # in which there is nothing to do
-                return _jaxpr.bind(step.eqn, [x.array for x in ins])
-            if step.kind == "product" or step.float8:
-                return self._product(step, ins)
-            if table.retypes(step.eqn) and ins[0].facts.half:
-                return [ins[0].array]
-            if table.is_saved(step.eqn) and ins[0].facts.half:
-                return [storage.saved(ins[0].array)]
-            if step.how == "half":
-                return in_16_bits(step, ins)
-            return in_float32(step, ins)
+        if step.why == BY_PATHS:
+            scopes.append(FLOAT32_PATHS)
+        if not scopes:
+            return self._bound(step, ins)
+        with jax.named_scope("/".join(scopes)):
+            return self._bound(step, ins)
 
-    def _numbered(self, step: Step) -> contextlib.AbstractContextManager:
-        """Records a step, if somebody asks, and returns the scope of its number."""
-        if self.record is None:
-            return contextlib.nullcontext()
-        self.record.append(step)
-        return jax.named_scope(f"{STEP}{len(self.record) - 1}")
+    def _bound(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+        if step.kind == "call":  # in which there is nothing to do
+            return _jaxpr.bind(step.eqn, [x.array for x in ins])
+        if step.kind == "product" or step.float8:
+            return self._product(step, ins)
+        if table.retypes(step.eqn) and ins[0].facts.half:
+            return [ins[0].array]
+        if table.is_saved(step.eqn) and ins[0].facts.half:
+            return [storage.saved(ins[0].array)]
+        if step.how == "half":
+            return in_16_bits(step, ins)
+        return in_float32(step, ins)
 
     def _product(self, step: Step, ins: list[Value]) -> Sequence[Any]:
         """Applies a product to operands in 16 bits, or rounded to 8."""
@@ -372,11 +379,6 @@ def _arrived(array: Any, known: Facts) -> Value:
     # Firmly, or else XLA may take the sum itself.
     seen = firmly_rounded(cast(array, known.dtype))
     return Value(seen, known, exact=Value(array, known.exact))
-
-
-def _in_scope(name: str | Literal[False] | None) -> contextlib.AbstractContextManager:
-    """Returns a named scope, or nothing to enter."""
-    return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -75,6 +75,7 @@ class Step(NamedTuple):
     back: bool
     around: Scopes
     read: Trip
+    need: Need
     asks: Sequence[Need]
     how: How
     rule: Rule  # the sentence or the safeguard that says so
@@ -88,11 +89,6 @@ class Step(NamedTuple):
     tangent: bool = False  # whether an input is a tangent of a rule
     inside: Inside | None = None
     exact: "Step | None" = None  # the same for what the trips of a loop add up
-
-    @property
-    def need(self) -> Need:
-        """What the consumers of its outputs need."""
-        return joined(self.read.wanted)
 
     @property
     def by(self) -> Rule:
@@ -238,14 +234,8 @@ class Planner:
         def apply(eqn: Equation, ins: list[Facts]) -> Sequence[Facts]:
             row = next(rows)
             step = self._step(row, ins, consumers)
-            way = joined(starts for starts, _ in row.read.summed)
-            sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
-            if any(sums):  # what others read rounded
-                pairs = zip(ins, sums, strict=True)
-                exact = self._step(row, [one or x for x, one in pairs], consumers)
-                pairs = zip(step.outs, exact.outs, strict=True)
-                outs = tuple([out._replace(exact=one) for out, one in pairs])
-                step = step._replace(outs=outs, exact=exact)
+            if row.read.summed:
+                step = self._with_exact(step, row, ins, consumers)
             steps.append(step)
             return step.outs
 
@@ -293,17 +283,36 @@ class Planner:
             return step._replace(inside=within)
         analysis = self.analysis
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
-        step = decide(row, ins, dtype, kept=kept)._replace(tangent=tangent)
+        step = decide(row, ins, dtype, kept=kept)
+        if tangent:
+            step = step._replace(tangent=True)
         if kind == "call":
             out = Facts(given=_all_given(ins), tangent=tangent)
             return step._replace(outs=(out,) * len(eqn.outvars))
         why = self._why_16bit(row, ins)
-        step = step._replace(float8=why is None, why=why or "")
-        if kind == "keep" and why is not None:
+        if why is None:
+            step = step._replace(float8=True)
+        elif kind == "keep":
             precision = analysis.precision(eqn, around)
             why = analysis.reason(eqn, around) or why
             step = step._replace(why=why, precision=precision)
+        elif why:
+            step = step._replace(why=why)
         return step._replace(outs=self._outs(step, ins, consumers.definition))
+
+    def _with_exact(
+        self, step: Step, row: Row, ins: Sequence[Facts], consumers: Consumers
+    ) -> Step:
+        """Returns a step with that of what trips add up and others read rounded."""
+        way = joined(starts for starts, _ in row.read.summed)
+        sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
+        if not any(sums):
+            return step
+        pairs = zip(ins, sums, strict=True)
+        exact = self._step(row, [one or x for x, one in pairs], consumers)
+        pairs = zip(step.outs, exact.outs, strict=True)
+        outs = tuple([out._replace(exact=one) for out, one in pairs])
+        return step._replace(outs=outs, exact=exact)
 
     def _outs(
         self, step: Step, ins: Sequence[Facts], definition: Definition

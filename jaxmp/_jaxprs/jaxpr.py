@@ -147,9 +147,10 @@ def is_jaxpr(x: Any) -> bool:
 def sub_jaxprs(eqn: JaxprEqn) -> Iterator[Any]:
     """Yields every jaxpr, open or closed, in the parameters of an equation."""
     for param in eqn.params.values():
-        for item in param if isinstance(param, (tuple, list)) else (param,):
-            if is_jaxpr(item):
-                yield item
+        if is_jaxpr(param):
+            yield param
+        elif isinstance(param, (tuple, list)):
+            yield from filter(is_jaxpr, param)
 
 
 def part(
