@@ -91,13 +91,13 @@ def _lines(operations: Sequence[Operation]) -> Iterator[ExplainedLine]:
     for operation in operations:
         if _counts(operation):
             by_line.setdefault(operation.line, []).append(operation)
-    kept = _kept(operations)
+    saved = _saved(operations)
     order = {line[:2]: i for i, line in reversed([*enumerate(by_line)])}
     for line in sorted(by_line, key=lambda x: (order[x[:2]], x[2])):
-        yield _explained(line, by_line[line], kept.get(line, {}))
+        yield _explained(line, by_line[line], saved.get(line, {}))
 
 
-def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, int]]:
+def _saved(operations: Sequence[Operation]) -> dict[tuple, dict[str, int]]:
     """Returns the bytes that are saved for the backward pass, by line and dtype."""
     values: dict[Operation, dict[str, int]] = {}
     for operation in operations:
@@ -106,17 +106,17 @@ def _kept(operations: Sequence[Operation]) -> dict[tuple, dict[str, int]]:
             continue
         found = values.setdefault(computed, {})
         for form in operation.results():
-            for dtype, size in form.kept.items():
+            for dtype, size in form.saved.items():
                 # Other integers are no numbers that a line computes, as are labels. A
                 # value that is moved as well is one value.
                 if "int" not in dtype or dtype == "int8":
                     found[dtype] = max(found.get(dtype, 0), size)
-    kept: dict[tuple, dict[str, int]] = {}
+    saved: dict[tuple, dict[str, int]] = {}
     for computed, sizes in values.items():
-        found = kept.setdefault(computed.line, {})
+        found = saved.setdefault(computed.line, {})
         for dtype, size in sizes.items():
             found[dtype] = found.get(dtype, 0) + size
-    return kept
+    return saved
 
 
 def _behind_moves(
@@ -145,7 +145,7 @@ def _counts(operation: Operation) -> bool:
 
 
 def _explained(
-    line: tuple[str, str, int], operations: list[Operation], kept: dict[str, int]
+    line: tuple[str, str, int], operations: list[Operation], saved: dict[str, int]
 ) -> ExplainedLine:
     """Returns what there is to say of a line."""
     results = _results(operations)
@@ -167,8 +167,8 @@ def _explained(
         reason=_reason(last, is_library=bool(last.library) and not products),
         products=tuple(products),
         rounded=last.rounded,
-        saved=tuple(sorted(kept.items(), key=lambda x: x[0] != "float32")),
-        saved_by=rules.STORED if kept and stored else None,
+        saved=tuple(sorted(saved.items(), key=lambda x: x[0] != "float32")),
+        saved_by=rules.STORED if saved and stored else None,
         times=_times(last, operations),
     )
 

@@ -76,7 +76,7 @@ class Value:
     readers: list[Operation] = dataclasses.field(default_factory=list)
     becomes: list[Value] = dataclasses.field(default_factory=list)
     comes_from: list[Value] = dataclasses.field(default_factory=list)
-    kept: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes, by dtype
+    saved: dict[str, int] = dataclasses.field(default_factory=dict)  # bytes, by dtype
     is_returned: bool = False
 
     def turn_into(self, other: Value) -> None:
@@ -230,8 +230,8 @@ class Flow:
         for array, atom in zip(ins, eqn.invars, strict=True):
             if getattr(atom.aval, "size", 1) != 1:
                 size = atom.aval.size * np.dtype(array.stored).itemsize
-                kept, dtype = array.value.kept, str(array.stored)
-                kept[dtype] = max(kept.get(dtype, 0), size)
+                saved, dtype = array.value.saved, str(array.stored)
+                saved[dtype] = max(saved.get(dtype, 0), size)
         return [self.given(var.aval) for var in eqn.outvars]
 
     # What equations hold.
@@ -333,7 +333,7 @@ def _reached(
 
 def _ends(value: Value) -> bool:
     """Whether a value is a result, or one that nobody reads."""
-    return value.is_returned or not (value.readers or value.becomes or value.kept)
+    return value.is_returned or not (value.readers or value.becomes or value.saved)
 
 
 def _returned(eqn: _jaxpr.Equation, step: Step | None) -> str:
