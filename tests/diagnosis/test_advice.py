@@ -210,9 +210,9 @@ OPTIMIZER = Advised(
 
 
 def forward_algorithm(x, around=lambda f: f):
-    moves = jnp.full((4, 4), 0.25)
+    moves = jnp.full((8, 8), 0.125)
     step = around(lambda alpha, p: (alpha @ moves) * p)
-    alpha = jax.lax.scan(lambda a, p: (step(a, p), None), jnp.full(4, 0.25), x)[0]
+    alpha = jax.lax.scan(lambda a, p: (step(a, p), None), jnp.full(8, 0.125), x)[0]
     return -jnp.log(alpha.sum())
 
 
@@ -221,7 +221,7 @@ CARRY = Advised(
     "`jaxmp.float32_region` around",
     autocast(lambda x: forward_algorithm(x, jaxmp.float32_region)),
     forward_algorithm,
-    (jnp.full((8, 4), 0.01),),
+    (jnp.full((8, 8), 0.01),),
 )
 
 

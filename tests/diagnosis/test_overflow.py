@@ -390,14 +390,14 @@ def test_the_cure_for_autocast_is_a_line_to_paste():
     class Scaled(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return nn.Dense(2, kernel_init=nn.initializers.constant(300.0))(x)
+            return nn.Dense(8, kernel_init=nn.initializers.constant(300.0))(x)
 
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return Scaled(name="head")(nn.Dense(4)(x) * 0 + 100) @ jnp.ones((2, 2))
+            return Scaled(name="head")(nn.Dense(8)(x) * 0 + 100) @ jnp.ones((8, 8))
 
-    model, x = Net(), jnp.ones((1, 4))
+    model, x = Net(), jnp.ones((1, 8))
     params = model.init(jax.random.key(0), x)
     report = find(jaxmp.autocast(model.apply, HALF), params, x)
     assert report.first.module == "Net/head/Dense_0"

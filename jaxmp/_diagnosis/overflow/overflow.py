@@ -204,10 +204,16 @@ class Search:
         seen, is_zero = self._seen_of(limit), self._is_zero(limit)
         guilty = [x for x in seen if (x.lost if is_zero else x.bad)]
         self.seen = next(iter([*guilty, *seen]), None)
-        if self.seen is None:  # a number in the code that a call is given
-            largest = float(jnp.finfo(limit.line.dtype).max)
+        if self.seen is None:  # a number in the code that is only moved
+            number, largest = limit.number, float(jnp.finfo(limit.line.dtype).max)
+            written = None if number is None else number.written
+            inputs = () if written is None else (("float32", (), abs(written)),)
             fault = Fault(
-                **limit.line._asdict(), kind="Inf", trips=(), inputs=(), largest=largest
+                **limit.line._asdict(),
+                kind="Inf",
+                trips=(),
+                inputs=inputs,
+                largest=largest,
             )
         else:
             fault = _fault(self.seen, ())
