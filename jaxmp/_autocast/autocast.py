@@ -21,7 +21,6 @@ from .._jaxprs.around import (
     end_look,
     inside,
     is_staged,
-    recorded,
     traced_by_us,
     warn_if_unscaled,
 )
@@ -32,7 +31,7 @@ from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
 from .._residuals.eight_bits import Format, check_format
 from .._residuals.replay import with_narrow_residuals
-from .emit import Emitter
+from .emit import Emitter, other_emitter
 from .plan import Planner
 
 P = ParamSpec("P")
@@ -131,8 +130,8 @@ def autocast(
         bfloat16_paths=bfloat16_paths,
     )
 
-    def narrowed(run: Callable) -> Callable:
-        return with_narrow_residuals(run, residuals, bfloat16_paths)
+    def narrowed(run: Callable, **options: Any) -> Callable:
+        return with_narrow_residuals(run, residuals, bfloat16_paths, **options)
 
     emitter = Emitter(make_planner(), narrowed)
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
@@ -148,10 +147,8 @@ def autocast(
         if casts_do_nothing():
             return fun(*args, **kwargs)
         end_look()
-        record = recorded()
-        used = emitter
-        if record is not None:
-            used = Emitter(make_planner(), narrowed, record)
+        make = other_emitter()
+        used = emitter if make is None else make(make_planner(), narrowed)
         cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
         with (
             jax.named_scope(scope),

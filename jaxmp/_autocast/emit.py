@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,8 @@ class Value:
 class Emitter:
     """Plans functions with one :class:`Planner`, and emits what it says."""
 
+    brings_gradient = False  # whether one plan is made of a function and its gradient
+
     def __init__(
         self,
         planner: Planner,
@@ -133,7 +135,7 @@ class Emitter:
                 check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
             if scopes is not None:
                 return rebuilt(self.run(jaxpr, arrays, scopes))
-            if planner.backward_dtype != planner.dtype:
+            if self.brings_gradient or planner.backward_dtype != planner.dtype:
                 return rebuilt(differentiable(self._as_stored, jaxpr, arrays))
             return rebuilt(self.narrowed(functools.partial(self.run, jaxpr))(arrays))
 
@@ -308,6 +310,37 @@ class Emitter:
             wide = {i: ins[i].wide() for i in within.weights}
             return customs.scan(eqn, arrays, wide, *bodies)
         return _jaxpr.bind_bodies(eqn, arrays, bodies)
+
+
+# JAX keeps what it has traced by its contexts, so that a program whose steps are
+# recorded, or that is emitted in another way, shares nothing with one that runs.
+_MADE_BY = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def emitting(make: Callable[..., Emitter]) -> Iterator[None]:
+    """Has autocast functions that are called in here emit what another emitter does.
+
+    ``make`` takes a planner, and how a program stores what its backward pass reads.
+    """
+    with _MADE_BY(make):
+        yield
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Step]]:
+    """Has autocast functions that are called in here add the steps of their plans.
+
+    What comes of a step is then in a named scope with its place in the list.
+    """
+    steps: list[Step] = []
+    with emitting(lambda planner, narrowed: Emitter(planner, narrowed, steps)):
+        yield steps
+
+
+def other_emitter() -> Callable[..., Emitter] | None:
+    """Returns what makes the emitter, None for that of autocast itself."""
+    return _MADE_BY.value
 
 
 def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:

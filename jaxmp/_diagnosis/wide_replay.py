@@ -22,17 +22,12 @@ from .._ops.narrow import summed_by_platform
 from .._ops.products import is_attention
 from .numbers import LostNumber, Numbers
 
-# Which part of a program has rounded a value, where it is none.
-NONE = -1
-
 
 class Value(NamedTuple):
-    """An array, float32 where it was written for 16 bits, and what is known of it."""
+    """An array, float32 where it was written for 16 bits."""
 
     array: Any
-    # Whether it has been rounded, bool[] or True; None leaves that to its readers.
-    narrow: Any = None
-    part: int = NONE  # whose switch alone has decided that
+    waits: bool = False  # for its readers to round it
 
 
 class WideReplay(Replay):
@@ -52,17 +47,13 @@ class WideReplay(Replay):
         """Returns a number that 16 bits have lost; None leaves it as it is."""
         raise NotImplementedError
 
-    def among(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
-        """Returns the same replay on the shards of a shard_map."""
-        raise NotImplementedError
-
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made."""
         return given(array)
 
     def literal(self, literal: Any) -> Value:
         """Returns a number in the code."""
-        return Value(wide_literal(literal), narrow=True)
+        return Value(wide_literal(literal))
 
     def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
         """Returns the inputs of an equation, and numbers as they were."""
@@ -76,20 +67,10 @@ class WideReplay(Replay):
         """Returns the jaxprs in an equation that run on the platform."""
         return bodies_of(eqn, self.platform)
 
-    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
-        """Returns this replay, or that on the shards of a shard_map."""
-        return self if axes == self.axes else self.among(scalars, axes)
-
-    def shard_map(self, eqn, ins, arrays, body):
-        """Replays a function of shards, which reads no switch from outside."""
-        known = [True if x.narrow is True else None for x in ins]
-        ins = [Value(x.array, narrow=y) for x, y in zip(ins, known, strict=True)]
-        return super().shard_map(eqn, ins, arrays, body)
-
 
 def given(array: Any) -> Value:
     """Returns what comes from outside. A 16-bit array stays what it is."""
-    return Value(widened(array), narrow=True)
+    return Value(widened(array))
 
 
 def bodies_of(eqn: Equation, platform: str) -> list[Any]:

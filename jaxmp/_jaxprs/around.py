@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -123,31 +122,3 @@ def warn_if_unscaled(dtype: Any, results: Any) -> None:
 
     if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
         warn_unscaled()
-
-
-@dataclasses.dataclass(eq=False)
-class _Record:
-    """What autocast has decided, step by step."""
-
-    steps: list[Any] = dataclasses.field(default_factory=list)
-
-
-# JAX keeps what it has traced by its contexts, so that a program whose steps are
-# recorded shares nothing with one that runs, nor with one that was recorded before.
-_RECORD = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def recording() -> Iterator[list[Any]]:
-    """Has autocast functions that are called in here add the steps of their plans.
-
-    What comes of a step is then in a named scope with its place in the list.
-    """
-    record = _Record()
-    with _RECORD(record):
-        yield record.steps
-
-
-def recorded() -> list[Any] | None:
-    """Returns the list to which steps are added, None if nobody asks for them."""
-    return _RECORD.value and _RECORD.value.steps

@@ -422,6 +422,12 @@ def scope_names(eqn: JaxprEqn) -> tuple[str, ...]:
     return names_of(eqn).scopes
 
 
+def current_scopes() -> tuple[str, ...]:
+    """Returns the names of the scopes that a program is traced in, see above."""
+    stack = source_info_util.current_name_stack().stack
+    return _read_names(stack, tuple(map(type, stack))).scopes
+
+
 def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
     """Returns ``eqn`` as if it were written in one more named scope."""
     stack = eqn.source_info.name_stack.extend(name)
@@ -918,6 +924,15 @@ def operation(name: str, rules: Rules) -> Primitive:
     # JAX asks the kernel how it is sharded while it lowers it, and for that it has to
     # know the devices.
     dispatch.prim_requires_devices_during_lowering.add(made)
+    return made
+
+
+def mark(name: str) -> Primitive:
+    """Returns an operation that gives back its operand, for who replays a program."""
+    made = Primitive(name)
+    made.def_impl(lambda x, **_: x)
+    made.def_abstract_eval(lambda x, **_: x)
+    batching.defvectorized(made)
     return made
 
 

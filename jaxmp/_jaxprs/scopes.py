@@ -17,7 +17,7 @@ FLOAT32_PATHS = "jaxmp.float32_paths"
 # Before the name of a safeguard: around what that keeps as it was written.
 SAFEGUARD = "jaxmp.safeguard."
 # Before the number of a step of a plan: around what has come of it, where steps are
-# recorded, see `jaxmp._jaxprs.around.recording`.
+# recorded, see `jaxmp._autocast.emit.recording`.
 STEP = "jaxmp.step."
 # Around an autocast function with products in float8, around each of those, and around
 # that part of it whose numbers are scaled.
@@ -137,7 +137,7 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
     """Refuses the paths of an option that name nothing in ``jaxpr``."""
     if not paths:
         return
-    seen = set(_all_scopes(jaxpr))
+    seen = set(all_scopes(jaxpr))
     for path, names in paths.items():
         if not any(is_under(names, scopes) for scopes in seen):
             named = (module_of(scopes).split("/") for scopes in seen)
@@ -153,10 +153,10 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
             )
 
 
-def _all_scopes(jaxpr: Any, scopes: Scopes = ()) -> Iterator[Scopes]:
+def all_scopes(jaxpr: Any, scopes: Scopes = ()) -> Iterator[Scopes]:
     """Yields the named scopes of every equation."""
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         here = scopes + _jaxpr.scope_names(eqn)
         yield here
         for body in _jaxpr.sub_jaxprs(eqn):
-            yield from _all_scopes(body, here)
+            yield from all_scopes(body, here)

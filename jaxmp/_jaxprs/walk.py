@@ -6,7 +6,7 @@ and how facts of a value that may come from, or go to, several places are joined
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from . import jaxpr as _jaxpr
@@ -84,44 +84,64 @@ class Backward:
     """Follows sets of bits from the outputs of a jaxpr to its inputs.
 
     Args:
-        transfer: Takes an equation and what is known of its outputs; returns what that
-            says of each of its inputs.
+        transfer: Takes an equation, what is known of its outputs, and where it is;
+            returns what that says of each of its inputs.
         test: What is known of the truth value by which a ``while`` ends.
         seeds: Returns what is known of variables of an open jaxpr by themselves.
         choice: What a ``cond`` says of the number by which it chooses, if something is
             known of an output.
     """
 
-    transfer: Callable[[Equation, list[int]], Sequence[int]]
+    transfer: Callable[[Equation, list[int], At], Sequence[int]]
     test: int = 0
     seeds: Callable[[Any], Mapping[Any, int]] = lambda _: {}
     choice: int = 0
 
-    def through(self, jaxpr: Any, outs: Sequence[int]) -> list[int]:
+    def through(
+        self, jaxpr: Any, outs: Sequence[int], scopes: Scopes = ()
+    ) -> list[int]:
         """Returns what is known of the inputs of a jaxpr, open or closed."""
         owner = _jaxpr.open_jaxpr(jaxpr)
+        pairs = zip(owner.outvars, outs, strict=True)
+        known = self.within(owner, owner.eqns, pairs, scopes)
+        return [known.get(x, 0) for x in owner.invars]
+
+    def within(
+        self,
+        owner: Any,
+        eqns: Sequence[Equation],
+        outs: Iterable[tuple[Any, int]] = (),
+        scopes: Scopes = (),
+    ) -> dict[Any, int]:
+        """Returns what is known of the variables that some of its equations read.
+
+        ``outs`` are pairs of a result of the jaxpr and what is known of it.
+        """
         known = dict(self.seeds(owner))
 
-        def note(atoms: Sequence[Any], found: Sequence[int]) -> None:
-            for x, one in zip(atoms, found, strict=True):
+        def note(found: Iterable[tuple[Any, int]]) -> None:
+            for x, one in found:
                 if one and not isinstance(x, _jaxpr.Literal):
                     known[x] = known.get(x, 0) | one
 
-        note(owner.outvars, outs)
-        for eqn in reversed(owner.eqns):
-            note(eqn.invars, self.of(eqn, [known.get(x, 0) for x in eqn.outvars]))
-        return [known.get(x, 0) for x in owner.invars]
+        note(outs)
+        for eqn in reversed(eqns):
+            at = At(owner, scopes + _jaxpr.scope_names(eqn))
+            found = self.of(eqn, [known.get(x, 0) for x in eqn.outvars], at)
+            note(zip(eqn.invars, found, strict=True))
+        return known
 
-    def of(self, eqn: Equation, outs: Sequence[int]) -> Sequence[int]:
+    def of(self, eqn: Equation, outs: list[int], at: At) -> Sequence[int]:
         """Returns what is known of the inputs of an equation."""
         if not _jaxpr.call_kind(eqn):
-            return self.transfer(eqn, list(outs))
-        layout, outs = _jaxpr.call_layout(eqn), list(outs)
+            return self.transfer(eqn, outs, at)
+        layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
         found = [0] * len(eqn.invars)
         while True:
             for body in layout.bodies:
                 is_test = body.param == "cond_jaxpr"
-                ins = self.through(body.jaxpr, [self.test] if is_test else outs)
+                wanted = [self.test] if is_test else outs
+                ins = self.through(body.jaxpr, wanted, within)
                 for place, one in zip(body.operands, ins, strict=True):
                     found[place] |= one
             before = list(outs)

@@ -84,7 +84,7 @@ def _product(primitive: Primitive, params: tuple) -> Any:
     @jax.custom_vjp
     def float8_product(lhs, rhs):
         with jax.named_scope(_scopes.FLOAT8_SCALED):
-            (lhs, lhs_unit), (rhs, rhs_unit) = _scaled(lhs), _scaled(rhs)
+            (lhs, lhs_unit), (rhs, rhs_unit) = scaled(lhs), scaled(rhs)
             out = primitive.bind(lhs, rhs, **options)
         # XLA hands one factor in the result's dtype on to the product. Both are powers
         # of two, and so is what they are multiplied to.
@@ -129,7 +129,7 @@ def _transposed(
     return _jaxpr.interpret(jaxpr, args, apply)[0]
 
 
-def _scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds a bfloat16 array to float8.
 
     All of it is computed as integers, which no device rounds or flushes to zero, and

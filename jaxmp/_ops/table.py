@@ -71,6 +71,10 @@ CLASSES = {
     "call": "none",
 }
 
+# Our own, in a program that is replayed with its roundings. That of the result of a
+# product is part of the product.
+ROUNDINGS = ROUNDED, ROUNDED_PRODUCT = "rounded_value", "rounded_product"
+
 # Each row has one primitive or several that are alike, their class, their traits, and
 # what an explanation calls them, if not by their names. The traits:
 #
@@ -155,6 +159,7 @@ householder_product ormqr | solver | | a solver
 fft | solver | |
 
 convert_element_type | format | hands on | a cast
+rounded_value rounded_product | format | hands on | a cast
 complex real imag | format | hands on |
 reduce_precision nextafter bitcast_convert_type to_edtype from_edtype conj | format | |
 iota empty empty2 zeros_like rng_uniform random_gamma | format | |
@@ -311,7 +316,7 @@ _RETYPED = TABLE.keys() - named("format", "discrete", "opaque", "call")
 
 # Of what is kept for the backward pass: moves that leave each number where it can be
 # found, and choices that hardly change when what they choose from does.
-_CASTS = frozenset({"convert_element_type", "reduce_precision"})
+_CASTS = frozenset({"convert_element_type", "reduce_precision", *ROUNDINGS})
 is_rounding = one_of(_CASTS)
 _MOVED = (
     (named("whole") | {"slice", "split", "concatenate", "pad"})
@@ -326,7 +331,7 @@ _COMPUTED_AGAIN = (
     (named("arithmetic", "steep") - _STEEP - {"rem"})
     | (_MOVED - {"pad"})
     | _CHOSEN
-    | _CASTS
+    | (_CASTS - {ROUNDED_PRODUCT})
 )
 # The same numbers each time, from what is given: elementwise or a move.
 _ELEMENTWISE = (

@@ -10,27 +10,27 @@ from typing import Any
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, FLOAT32_PATHS, Scopes, is_under
+from .._jaxprs.walk import At, Backward
 from .._ops import table
 from . import eight_bits
 from .eight_bits import How, Stored
 
-# Whether an equation, in the scopes around its jaxpr, is to be left alone.
-IsLeft = Callable[[Equation, Scopes], bool]
+# Whether what is in some named scopes is to be left alone.
+IsLeft = Callable[[Scopes], bool]
 
 
 def leaves_out(paths: Iterable[str]) -> IsLeft:
-    """Returns what tells whether the user keeps the residuals of an equation.
+    """Returns what tells whether the user keeps the residuals of a scope.
 
     Args:
         paths: Named scopes to leave out, beside those that stay float32.
     """
     named = [tuple(path.split("/")) for path in paths]
 
-    def is_left(eqn: Equation, scopes: Scopes) -> bool:
-        here = scopes + _jaxpr.scope_names(eqn)
-        if FLOAT32 in here or FLOAT32_PATHS in here:
+    def is_left(scopes: Scopes) -> bool:
+        if FLOAT32 in scopes or FLOAT32_PATHS in scopes:
             return True
-        return any(is_under(path, here) for path in named)
+        return any(is_under(path, scopes) for path in named)
 
     return is_left
 
@@ -58,7 +58,8 @@ class Forward:
             elif table.reduces(eqn) or self._is_of_sums(eqn, ins):
                 self._sums.update(eqn.outvars)
             moved = table.is_moved(eqn) and not self._left.isdisjoint(ins)
-            if moved or is_left(eqn, ()) or table.is_placed(eqn):
+            left = is_left(_jaxpr.scope_names(eqn))
+            if moved or left or table.is_placed(eqn):
                 self._left.update(eqn.outvars)
 
     def _is_of_sums(self, eqn: Equation, ins: Sequence[Any]) -> bool:
@@ -218,44 +219,15 @@ class Again:
         return self._read[atom]
 
 
-def exact_of(
-    eqns: Sequence[Equation],
-    exact: Iterable[Any],
-    is_left: IsLeft,
-    scopes: Scopes = (),
-) -> set[Any]:
-    """Returns the variables of a backward pass whose digits somebody needs.
+def exact_of(eqns: Sequence[Equation], is_left: IsLeft) -> set[Any]:
+    """Returns the variables of a backward pass whose digits somebody needs."""
 
-    Args:
-        eqns: The equations of the backward pass.
-        exact: Variables of which that is known.
-        is_left: See :func:`leaves_out`.
-        scopes: Named scopes around the equations.
-    """
-    found = set(exact)
-    for eqn in reversed(eqns):
-        if FLOAT8_PRODUCT in _jaxpr.scope_names(eqn):
-            continue  # which looks at bits to find a scale
-        if _jaxpr.call_kind(eqn):
-            found.update(_exact_inside(eqn, found, is_left, scopes))
-            continue
-        hands_on = table.is_elementwise(eqn) and not found.isdisjoint(eqn.outvars)
-        every = hands_on or is_left(eqn, scopes)
-        for i, atom in enumerate(eqn.invars):
-            if every or table.reads_digits(eqn, i):
-                found.update(_jaxpr.variables([atom]))
-    return found
+    def reads(eqn: Equation, outs: list[int], at: At) -> Sequence[int]:
+        places = range(len(eqn.invars))
+        if FLOAT8_PRODUCT in at.scopes:  # which looks at bits to find a scale
+            return [0 for _ in places]
+        hands_on = table.is_elementwise(eqn) and any(outs)
+        every = hands_on or is_left(at.scopes)
+        return [int(every or table.reads_digits(eqn, i)) for i in places]
 
-
-def _exact_inside(
-    eqn: Equation, exact: set[Any], is_left: IsLeft, scopes: Scopes
-) -> Iterator[Any]:
-    """Yields the inputs of an equation whose digits are needed in its jaxprs."""
-    here, layout = scopes + _jaxpr.scope_names(eqn), _jaxpr.call_layout(eqn)
-    for body in layout.bodies:
-        inner = _jaxpr.open_jaxpr(body.jaxpr)
-        outs = zip(inner.outvars, eqn.outvars, strict=False)
-        known = _jaxpr.variables(x for x, out in outs if out in exact)
-        found = exact_of(inner.eqns, known, is_left, here)
-        pairs = zip(body.operands, inner.invars, strict=True)
-        yield from _jaxpr.variables(eqn.invars[i] for i, x in pairs if x in found)
+    return {*Backward(reads).within(None, eqns)}

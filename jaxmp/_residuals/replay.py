@@ -12,11 +12,18 @@ from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
 from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out
-from .scans import Stack, read_by_scan
+from .scans import Stack, Store, read_by_scan
+
+# Returns what stores a value. It is given what tells which values are stored in eight
+# bits if some scopes more are left out; a program, and which eight bits.
+StoreOf = Callable[[Callable[[IsLeft], set[Any]], Any, str], Store]
 
 
 def with_narrow_residuals(
-    fun: Callable[..., Any], kind: str | None, paths: Sequence[str]
+    fun: Callable[..., Any],
+    kind: str | None,
+    paths: Sequence[str],
+    store_of: StoreOf | None = None,
 ) -> Callable[..., Any]:
     """Returns a function that stores in eight bits what its backward pass reads.
 
@@ -24,6 +31,7 @@ def with_narrow_residuals(
         fun: Function of pytrees that computes gradients.
         kind: Which eight bits, None for none.
         paths: Named scopes to leave out.
+        store_of: Returns what stores a value; None stores it in eight bits.
     """
     if kind is None:
         return fun
@@ -39,7 +47,15 @@ def with_narrow_residuals(
                 "function: `autocast(jax.value_and_grad(loss_fn), policy, "
                 f'residuals="{kind}")`.'
             )
-        return rebuilt(Replay(jaxpr, arrays, kind, is_left).run())
+
+        def decided(others: IsLeft) -> set[Any]:
+            both: IsLeft = lambda x: is_left(x) or others(x)  # noqa: E731
+            return {*Replay(jaxpr, arrays, both, store).in_eight_bits()}
+
+        store: Store = lambda _, x, how, *maker: stored(x, how, kind)  # noqa: E731
+        if store_of is not None:
+            store = store_of(decided, jaxpr, kind)
+        return rebuilt(Replay(jaxpr, arrays, is_left, store).run())
 
     return wrapped
 
@@ -47,16 +63,11 @@ def with_narrow_residuals(
 class Replay:
     """The replay of one jaxpr that holds a forward and a backward pass."""
 
-    def __init__(self, jaxpr: Any, inputs: Sequence[Any], kind: str, is_left: IsLeft):
-        """Decides what is stored.
-
-        Args:
-            jaxpr: The jaxpr.
-            inputs: Its inputs.
-            kind: Which eight bits.
-            is_left: Whether the user keeps the residuals of an equation.
-        """
-        self.kind, self.is_left, self.jaxpr = kind, is_left, jaxpr
+    def __init__(
+        self, jaxpr: Any, inputs: Sequence[Any], is_left: IsLeft, store: Store
+    ):
+        """Decides what is stored of a jaxpr with such inputs."""
+        self.jaxpr, self.is_left, self.store = jaxpr, is_left, store
         body = _jaxpr.open_jaxpr(jaxpr)
         self.eqns = _jaxpr.live(jaxpr)
         given = [*body.constvars, *body.invars]
@@ -67,7 +78,7 @@ class Replay:
         # A second forward pass may read what a first backward pass has computed.
         given += [var for eqn in back for var in eqn.outvars]
         self.forward = Forward(ahead, given, is_left)
-        exact = exact_of(back, (), is_left)
+        exact = exact_of(back, is_left)
         self.stacks = dict(self._stacks(back, exact))
         read = {x for eqn in back for x in _jaxpr.variables(eqn.invars)}
         needed = [x for x in self.forward.makers if x in read - self.stacks.keys()]
@@ -135,6 +146,16 @@ class Replay:
             return False
         return atom in self.forward.makers
 
+    def in_eight_bits(self) -> Iterator[Any]:
+        """Yields what is stored in eight bits, by its variable."""
+        for kept in (self.kept, *(stack.kept for stack in self.stacks.values())):
+            yield from (x for x, how in kept.how.items() if how == "eight")
+        for eqn in filter(_jaxpr.holds_backward, self.eqns):
+            for body in _jaxpr.call_layout(eqn).bodies:
+                avals = _jaxpr.in_avals(body.jaxpr)
+                inner = Replay(body.jaxpr, avals, self.is_left, self.store)
+                yield from inner.in_eight_bits()
+
     def run(self) -> list[Any]:
         """Returns the outputs."""
         stacks: dict[tuple[int, int], Any] = {}
@@ -155,13 +176,13 @@ class Replay:
         ins = [self.value(x) for x in eqn.invars]
         stack = next((s for s in map(self.stacks.get, eqn.outvars) if s), None)
         if stack:
-            outs = stack.run(ins, self.wanted, self.kind)
+            outs = stack.run(ins, self.wanted, self.store)
         else:
             outs = self._entered(eqn, ins)
         for var, x in zip(eqn.outvars, outs, strict=True):
             self.env[var] = x
-            if var in self.kept.how:
-                self.stored[var] = stored(x, self.kept.how[var], self.kind)
+            if (how := self.kept.how.get(var)) is not None:
+                self.stored[var] = self.store(var, x, how, eqn)
 
     def back(self, eqn: Equation) -> None:
         """Applies an equation of the backward pass to what was stored."""
@@ -205,9 +226,7 @@ class Replay:
 
     def _known(self, var: Any) -> Any:
         """Returns what is there anyway."""
-        if var in self.forward.given or var not in self.forward.makers:
-            return self.env[var]
-        return None
+        return None if self._is_kept(var) else self.env[var]
 
     def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
         """Applies an equation, and goes inside if there is a backward pass in it."""
@@ -215,7 +234,7 @@ class Replay:
             return _jaxpr.bind(eqn, ins)
 
         def replayed(jaxpr):
-            return lambda *xs: Replay(jaxpr, xs, self.kind, self.is_left).run()
+            return lambda *xs: Replay(jaxpr, xs, self.is_left, self.store).run()
 
         if _jaxpr.call_kind(eqn) == "shard_map":
             return _jaxpr.bind_shard_map(eqn, ins, replayed(eqn.params["jaxpr"]))

@@ -11,8 +11,12 @@ import jax
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import scan, where_written
-from .eight_bits import Stored, stored
+from .eight_bits import How, Stored
 from .plan import Again, Forward, IsLeft, Kept
+
+# Stores a value: its variable, it, in how many bits, and the equation that has computed
+# it, if one has.
+Store = Callable[[Any, Any, How, Equation | None], Stored]
 
 
 class Stack:
@@ -34,7 +38,7 @@ class Stack:
                 its scan do.
             forward: The forward pass.
             exact: What the backward pass reads all digits of.
-            is_left: Whether the user keeps the residuals of an equation.
+            is_left: See :func:`~.plan.leaves_out`.
         """
         self.eqn, self.jaxpr = eqn, eqn.params["jaxpr"]
         body = _jaxpr.open_jaxpr(self.jaxpr)
@@ -49,12 +53,12 @@ class Stack:
         # By the variable outside.
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         self.inner = {out: x for out, x in pairs if out in read}
-        inside = Forward(_jaxpr.live(body), [*given, *body.constvars], is_left)
-        order = [*body.invars, *inside.makers]
+        known = [*given, *body.constvars]
+        inside = Forward(_jaxpr.live(body), known, is_left)
         wanted = set(self.inner.values())
         self.kept = Kept(
             inside,
-            [x for x in order if x in wanted],
+            [x for x in (*body.invars, *inside.makers) if x in wanted],
             {x for out, x in self.inner.items() if out in exact},
             [self.inner[out] for out, others in read.items() if others],
         )
@@ -63,13 +67,13 @@ class Stack:
         self.stored: dict[Any, Stored] = {}
         self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
 
-    def run(self, ins: Sequence[Any], wanted: set[Any], kind: str) -> list[Any]:
+    def run(self, ins: Sequence[Any], wanted: set[Any], store: Store) -> list[Any]:
         """Applies the scan, and keeps what its iterations store.
 
         Args:
             ins: Its inputs.
             wanted: Those of its outputs that others than the backward pass read.
-            kind: Which eight bits.
+            store: Stores a value.
 
         Returns:
             Its outputs, None where nobody wants one.
@@ -81,14 +85,15 @@ class Stack:
             and (out not in self.inner or out in wanted or out in self._read)
         ]
         avals: dict[Any, Stored] = {}
+        makers = self.kept.forward.makers
 
         def trip(carry, xs):
             saved: dict[Any, Stored] = {}
 
             def save(variables, values):
                 for var, x in zip(variables, values, strict=True):
-                    if var in self.kept.how:
-                        saved[var] = stored(x, self.kept.how[var], kind)
+                    if (how := self.kept.how.get(var)) is not None:
+                        saved[var] = store(var, x, how, makers.get(var))
 
             def apply(eqn, ins):
                 outs = _jaxpr.bind(eqn, ins)

@@ -22,8 +22,8 @@ from jax import lax
 import jaxmp
 import jaxmp.nnx
 from jaxmp._autocast import rules
+from jaxmp._autocast.emit import recording
 from jaxmp._jaxprs import jaxpr as _jaxpr
-from jaxmp._jaxprs.around import recording
 from jaxmp._jaxprs.places import is_users
 from jaxmp._jaxprs.scopes import STEP
 

@@ -10,7 +10,7 @@ from test_sensitivity import BODIES
 
 import jaxmp
 from conftest import rest_is_evidence
-from jaxmp._diagnosis.sensitivity.sensitivity import _errors
+from jaxmp._diagnosis.sensitivity.search import relative_errors as _errors
 from jaxmp._diagnosis.sensitivity.switches import Program
 from jaxmp._diagnosis.wide_replay import compiled
 from jaxmp._jaxprs.places import Place

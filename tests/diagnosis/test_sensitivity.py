@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.networks.families import SMALL
 from conftest import rest_is_evidence
-from jaxmp._diagnosis.sensitivity.sensitivity import _errors, _gradient
-from jaxmp._diagnosis.sensitivity.switches import Program
+from jaxmp._diagnosis.sensitivity.search import relative_errors as _errors
+from jaxmp._diagnosis.sensitivity.sensitivity import _gradient
+from jaxmp._diagnosis.sensitivity.switches import Program, with_roundings
 from jaxmp._diagnosis.wide_replay import compiled
 from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
@@ -69,8 +70,13 @@ def fourier():
 def programs_of(fun, *args, dtype="bfloat16", **options):
     """Returns the switched program of a function under autocast, and its arguments."""
     flat = flatten(fun, args, {})
-    autocast = jaxmp.autocast(flat.fun, dtype, **options)
-    return Program(jax.make_jaxpr(autocast)(*flat.leaves), Place(), flat.leaves), flat
+    cast = jaxmp.autocast(flat.fun, dtype, **options)
+    return program_of(cast, *flat.leaves), flat
+
+
+def program_of(cast, *args):
+    with with_roundings():
+        return Program(jax.make_jaxpr(cast)(*args), Place(), args)
 
 
 def test_the_part_that_needs_float32_comes_first_and_is_the_line_to_paste():
@@ -82,7 +88,7 @@ def test_the_part_that_needs_float32_comes_first_and_is_the_line_to_paste():
     assert report.meets_tolerance
     assert report.gradients > 0.2
     without_path = {row.path for row in report.modules if not row.has_path}
-    assert without_path == {"Fourier", ""}  # no path but that of the whole net
+    assert without_path == {"Fourier"}  # no path but that of the whole net
     rows = {row.path: row for row in report.modules}
     # Of x[8, 8] @ w[8, 8] and its one gradient, that of w, and of the others' three.
     assert rows["Fourier/phases"].flops == 2 * 2 * 8 * 8 * 8
@@ -108,7 +114,7 @@ def test_switches_stand_for_the_float32_paths_of_autocast():
     flat = flatten(loss_of(NET.apply), (PARAMS, X, Y), {})
     step = _gradient(flat, len(flat.leaves) - 2)
     arrays = [jnp.float32(1), *flat.leaves]
-    program = Program(jax.make_jaxpr(jaxmp.autocast(step))(*arrays), Place(), arrays)
+    program = program_of(jaxmp.autocast(step), *arrays)
     n = len(program.parts)
     run = compiled(program.run, np.zeros(n, bool), *arrays)
     for paths in [(), ("Fourier/phases",), ("Fourier/a", "Fourier/head")]:
@@ -117,6 +123,37 @@ def test_switches_stand_for_the_float32_paths_of_autocast():
         got = run(np.array([x not in paths for x in program.parts]), *arrays)
         apart = [float(x) for x in _errors(got, real)]
         assert max(apart) < (2**-8 if paths else 1e-6), (paths, apart)
+
+
+class Residual(nn.Module):
+    """Layers that add to a stream, of which the last reads phases."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16, name="stem")(x)
+        for i in range(2):
+            h = nn.relu(nn.Dense(32, name=f"up_{i}")(x))
+            x = x + nn.Dense(16, name=f"down_{i}")(h)
+        wide = nn.initializers.normal(8.0)
+        h = jnp.sin(nn.Dense(16, name="phase", kernel_init=wide)(nn.relu(x)))
+        return nn.Dense(4, name="head")(h)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_errors_that_are_told_are_those_of_autocast_with_the_paths(dtype):
+    x = np.random.default_rng(0).standard_normal((16, 16), np.float32)
+    params = Residual().init(jax.random.key(0), x)
+
+    def loss(params, x):
+        return jnp.mean(Residual().apply(params, x) ** 2)
+
+    everything = measure(loss, params, x, policy=dtype, tolerance=1.0)
+    tolerance = everything.gradients / 1.3
+    report = measure(loss, params, x, policy=dtype, tolerance=tolerance)
+    assert report.float32_paths
+    told = report.loss_with_paths, report.gradients_with_paths
+    assert told == pytest.approx(report.measured, rel=1e-3)
+    assert report.gradients_with_paths < 0.9 * everything.gradients
 
 
 def test_a_function_that_casts_by_itself_is_told_its_overrides():
@@ -487,17 +524,13 @@ CLIPPED = {
         beyond_in_product,
         jaxmp.autocast(beyond_in_product, "float16", ops=ROUNDED),
     ),
-    "a derivative": (
-        jax.grad(beyond_in_sum, argnums=1),
-        jax.grad(jaxmp.autocast(beyond_in_sum, "float16"), argnums=1),
-    ),
 }
 W, BEYOND = jnp.eye(8) / 2**6, jnp.full(8, 2.0**17)
 
 
 @pytest.mark.parametrize(("fun", "cast"), CLIPPED.values(), ids=CLIPPED.keys())
 def test_what_float16_clips_is_whole_in_float32(fun, cast):
-    program = Program(jax.make_jaxpr(cast)(W, BEYOND), Place(), [W, BEYOND])
+    program = program_of(cast, W, BEYOND)
     off = np.zeros(len(program.parts), bool)
     run = compiled(program.run, off, W, BEYOND)
     exact, real = ([compiled(f, W, BEYOND)(W, BEYOND)] for f in (fun, cast))

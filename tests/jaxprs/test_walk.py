@@ -25,7 +25,7 @@ def forward(fun, count):
 def backward(fun, count, outs):
     """Returns into which results each argument goes, as bits."""
     jaxpr = jax.make_jaxpr(fun)(*[jnp.ones(2)] * count)
-    walk = Backward(lambda e, outs: [either(outs)] * len(e.invars), choice=1)
+    walk = Backward(lambda e, outs, at: [either(outs)] * len(e.invars), choice=1)
     return walk.through(jaxpr, outs)
 
 
@@ -63,5 +63,5 @@ def test_backward_facts_join_where_a_value_is_read_twice():
 
 def test_the_test_of_a_while_reads_too():
     jaxpr = jax.make_jaxpr(lambda n: lax.while_loop(lambda i: i < n, lambda i: i, 0))(3)
-    walk = Backward(lambda e, outs: [either(outs)] * len(e.invars), test=8)
+    walk = Backward(lambda e, outs, at: [either(outs)] * len(e.invars), test=8)
     assert walk.through(jaxpr, [0]) == [8]

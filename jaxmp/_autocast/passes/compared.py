@@ -14,7 +14,7 @@ from typing import Any
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
 from ..._jaxprs.scopes import BACKWARD, Scopes, inside
-from ..._jaxprs.walk import Backward
+from ..._jaxprs.walk import At, Backward
 from ..._ops import table
 from ..._ops.products import is_matrix_product
 from .. import needs
@@ -43,7 +43,8 @@ def compared(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
         for eqn in owner.eqns:
             chosen_by = decisions(eqn, scopes, _is_product)
             if chosen_by is not None:
-                found_in = _walk(chosen_by).of(eqn, [0] * len(eqn.outvars))
+                nothing = [0] * len(eqn.outvars)
+                found_in = _walk(chosen_by).of(eqn, nothing, At(owner, scopes))
                 for var, read in zip(eqn.invars, found_in, strict=True):
                     if read and not isinstance(var, Literal):
                         yield owner, var, needs.COMPARED
@@ -68,7 +69,7 @@ def _walk(chosen_by: Decisions) -> Backward:
     return Backward(_read_by, test=_DECIDES, seeds=decides, choice=_DECIDES)
 
 
-def _read_by(eqn: Equation, outs: list[int]) -> list[int]:
+def _read_by(eqn: Equation, outs: list[int], at: At) -> list[int]:
     """Returns how ``eqn`` reads its inputs, if its outputs are so read."""
     read = joined(outs)
     if table.tests(eqn) and read:

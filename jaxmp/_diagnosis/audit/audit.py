@@ -12,11 +12,11 @@ from typing import Any, ParamSpec
 
 import jax
 
+from ..._autocast.emit import recording
 from ..._base.checks import check_function, explains, uncalled
 from ..._base.sizes import as_number
 from ..._base.text import WIDTH
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.around import recording
 from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions

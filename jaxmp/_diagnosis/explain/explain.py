@@ -16,11 +16,11 @@ from typing import Any, ParamSpec
 import jax
 
 from ..._autocast import needs, rules
+from ..._autocast.emit import recording
 from ..._autocast.graph import joined
 from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
-from ..._jaxprs.around import recording
 from ..._jaxprs.flatten import flatten
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions

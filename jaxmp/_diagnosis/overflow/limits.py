@@ -151,8 +151,8 @@ class _Replay(WideReplay):
         super().__init__(limits.platform, limits.numbers, settings, axes)
         self.limits, (self.count, self.exact, self.small) = limits, settings
 
-    def among(self, scalars: Any, axes: tuple[Any, ...]) -> _Replay:
-        """Returns the same replay on the shards of a shard_map."""
+    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> _Replay:
+        """Returns the same replay in a body."""
         return _Replay(self.limits, scalars, axes)
 
     def constant(self, array: Any) -> Value:

@@ -260,54 +260,57 @@ def _table(
 
 
 def _conclusion(report: SensitivityReport) -> str:
-    limit = f"{report.tolerance:g}"
-    if not report.line and report.meets_tolerance:
-        need = "full float32 precision" if report.in_float32 else "float32"
-        if report.residuals:
-            need = "more than 8 bits"
-        return f"Nothing needs {need}: both errors are at most {limit}."
-    with_paths = (report.loss_with_paths, report.gradients_with_paths)
-    loss, gradients = map(_error, report.measured or with_paths)
+    """Returns the first of these sentences that holds."""
+    limit, meets = f"{report.tolerance:g}", report.meets_tolerance
+    promised = report.loss_with_paths, report.gradients_with_paths
+    loss, gradients = map(_error, report.measured or promised)
     errors = f"loss {loss}, gradients {gradients}"
-    if report.in_float32 and report.meets_tolerance:
-        paths = " and ".join(f"`{path}`" for path in report.float32_paths)
-        return (
-            f"With full float32 precision in {paths}, both errors are at most {limit}: "
-            f"{errors}. Put this line around the code of each:"
-        )
-    if report.is_cast and report.meets_tolerance:
-        text = (
-            f"In float32, these modules should bring both errors to at most {limit}: "
-            f"{errors}. Run again with the policy below to see."
-        )
-        if report.float32_products:
-            text += f" For full precision on the device, put `{_HIGHEST}` around them."
-        return text
-    if report.meets_tolerance:
-        kept = {
-            "In float32": report.float32_paths,
-            "out of 8 bits": report.bfloat16_paths,
-        }
-        text = " and ".join(words for words, paths in kept.items() if paths)
-        return (
-            f"{text[0].upper()}{text[1:]}, these modules bring both errors to at most "
-            f"{limit}: {errors}."
-        )
-    if max(with_paths) <= report.tolerance:
-        return (
-            f"The switches promised {_error(max(with_paths))}, but autocast itself "
-            f"comes to {errors}: ask for a smaller tolerance than {limit}."
-        )
+    need = "full float32 precision" if report.in_float32 else "float32"
+    need = "more than 8 bits" if report.residuals else need
+    paths = " and ".join(f"`{path}`" for path in report.float32_paths)
+    where = ["in float32"] * bool(paths)
+    where += ["out of 8 bits"] * bool(report.bfloat16_paths)
+    where = " and ".join(where)
+    device = f" For full precision on the device, put `{_HIGHEST}` around them."
     rest = [row for row in report.modules if not row.has_path]
-    text = f"No choice of modules brings both errors to at most {limit}: {errors}."
-    if rest and max(row.alone for row in rest) > report.tolerance:
-        worst = max(rest, key=lambda row: row.alone)
-        cure = _HIGHEST if report.in_float32 else "jaxmp.float32_region"
-        text += (
+    worst = max(rest, key=lambda row: row.alone, default=None)
+    cure, left = _HIGHEST if report.in_float32 else "jaxmp.float32_region", ""
+    if worst and worst.alone > report.tolerance:
+        left = (
             f" What is left is in {worst.name}: name its parts with "
             f"`jax.named_scope`, or put `{cure}` around them."
         )
-    return text
+    at_most = f"errors are at most {limit}"
+    sentences = (
+        (meets and not report.line, f"Nothing needs {need}: both {at_most}."),
+        (
+            meets and report.in_float32,
+            f"With full float32 precision in {paths}, both {at_most}: {errors}. Put "
+            "this line around the code of each:",
+        ),
+        (
+            meets and report.is_cast,
+            f"In float32, these modules should bring both errors to at most {limit}: "
+            f"{errors}. Run again with the policy below to see."
+            f"{device * bool(report.float32_products)}",
+        ),
+        (
+            meets,
+            f"{where[:1].upper()}{where[1:]}, these modules bring both errors to at "
+            f"most {limit}: {errors}.",
+        ),
+        (
+            max(promised) <= report.tolerance,
+            f"The switches promised {_error(max(promised))}, but autocast itself comes "
+            f"to {errors}: ask for a smaller tolerance than {limit}.",
+        ),
+        (
+            True,
+            f"No choice of modules brings both errors to at most {limit}: {errors}."
+            f"{left}",
+        ),
+    )
+    return next(text for holds, text in sentences if holds)
 
 
 def _error(x: float) -> str:

@@ -1,0 +1,288 @@
+"""The errors of some choices of modules, and the fewest to keep in float32."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._base.tree import all_finite, widen
+from ..._jaxprs.scopes import is_under
+from ..wide_replay import compiled
+from .report import ModuleSensitivity
+from .switches import Program
+
+_TRIED = 4  # modules in each step of the search
+_FLOPS, _STORED = map(operator.attrgetter, ("share", "stored"))  # what a row costs
+_AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
+
+
+class Errors(NamedTuple):
+    """Relative errors against float32."""
+
+    loss: float
+    gradients: float
+
+    @property
+    def worst(self) -> float:
+        return max(self)
+
+
+class Search:
+    """One compiled program, and what it gives for some choices of its switches."""
+
+    def __init__(
+        self,
+        program: Program,
+        leaves: Sequence[Any],
+        scales: Sequence[float],
+        bar: Bar,
+    ):
+        """Compiles the program, and runs it with all switches off and all on."""
+        self.program, self.bar, self._known = program, bar, dict[bytes, Errors]()
+        first, second = program.parts, program.eight_bit_parts
+        self.is_first = np.arange(program.count) < len(first)
+        named = [tuple(x.split("/")) for x in first if x]
+        # What `float32_paths` means by a part, if it can name less than all of them.
+        self.inside, self.has_path = {x: {x} for x in first}, set[str]()
+        for path in named:
+            below = {"/".join(x) for x in named if is_under(path, x)}
+            if len(below) < len(named) or len(named) == 1:
+                self.inside["/".join(path)] = below
+                self.has_path.add("/".join(path))
+        none = [False] * len(first), [False] * len(second)
+        # The switches of each part, and its second ones.
+        self.masks, self.masks_of_eight = {}, {}
+        for part, inside in self.inside.items():
+            ours = ([x in inside for x in parts] for parts in (first, second))
+            self.masks[part] = np.array([*next(ours), *none[1]])
+            self.masks_of_eight[part] = np.array([*none[0], *next(ours)])
+        off = np.zeros(program.count, bool)
+        self.scale, self.arrays = 1.0, leaves
+        bar.expect("compiling", 1)
+        unit = [jnp.float32(1)] * bool(scales)
+        self.run = compiled(program.run, off, *unit, *leaves)
+        bar.advance()
+        if scales:
+            self.settle(leaves, scales, off)
+        else:
+            self.reference = self.run(off, *leaves)
+        _check_finite(self.reference, program)
+        self.all = self.errors(~off)
+
+    def settle(self, leaves: Sequence[Any], scales: Any, off: np.ndarray) -> None:
+        """Takes the first loss scale with which the gradients are finite."""
+        on: np.ndarray | None = None
+        for self.scale in scales:
+            self.arrays = [jnp.float32(self.scale), *leaves]
+            self.reference = self.run(off, *self.arrays)
+            self._known.clear()
+            if on is None:
+                # A forward pass that overflows needs a cure before it needs a scale.
+                cures = (~mask for mask in (off, *self.masks.values()))
+                on = next((x for x in cures if self.errors(x).loss < math.inf), off)
+            if self.errors(on).gradients < math.inf:
+                return
+
+    def errors(self, switches: np.ndarray) -> Errors:
+        """Returns the errors with some parts in 16 bits."""
+        key = switches.tobytes()
+        if key not in self._known:
+            outs = self.run(switches, *self.arrays)
+            found = relative_errors(outs, self.reference)
+            self._known[key] = Errors(*map(float, found))
+            self.bar.advance()
+        return self._known[key]
+
+    def rows(self) -> list[ModuleSensitivity]:
+        """Measures each module alone, and everything without it; the worst first."""
+        self.bar.expect("modules", 2 * len(self.program.parts))
+        rows = [self.row(part) for part in self.program.parts]
+        if self.program.residuals:  # one module alone stores little: it shares the rest
+            return sorted(rows, key=lambda row: row.without)
+        return sorted(rows, key=lambda row: -row.alone)
+
+    def row(self, part: str) -> ModuleSensitivity:
+        """Measures one module: its residuals, or what it rounds to 16 bits."""
+        mask, others = self.masks[part], ~self.is_first
+        if self.program.residuals:
+            mask, others = self.masks_of_eight[part], self.is_first
+        alone, without = self.errors(mask | others), self.errors(~mask)
+        inside, by_part = self.inside[part], self.program.flops
+        flops, total = sum(by_part[x] for x in inside), sum(by_part.values())
+        stored = self.program.stored
+        own = sum(stored[parts] for parts in stored if not inside.isdisjoint(parts))
+        return ModuleSensitivity(
+            path=part,
+            loss_alone=alone.loss,
+            gradients_alone=alone.gradients,
+            loss_without=without.loss,
+            gradients_without=without.gradients,
+            flops=flops,
+            share=flops / total if total else 0.0,
+            has_path=part in self.has_path,
+            stored=own / sum(stored.values()) if stored else 0.0,
+        )
+
+    def found(
+        self, rows: Sequence[ModuleSensitivity], tolerance: float
+    ) -> tuple[tuple[str, ...], tuple[str, ...], Errors]:
+        """Returns the fewest modules to keep in float32, the fewest of the rest to keep
+        out of eight bits, and the errors with both.
+        """
+        rows, aim = [row for row in rows if row.has_path], _AIM * tolerance
+        if self.all.worst <= aim or not rows:
+            return (), (), self.all
+        paths, errors = self.fewest(rows, self.masks, self.is_first, aim, _FLOPS)
+        if self.is_first.all():
+            return paths, (), errors
+        on = ~sum((self.masks[x] for x in paths), np.zeros_like(self.is_first))
+        masks = self.masks_of_eight
+        rows = [row for row in rows if masks[row.path].any()]
+        cost = _STORED if self.program.residuals else _FLOPS
+        milder, errors = self.fewest(rows, masks, on, aim, cost)
+        return paths, milder, errors
+
+    def fewest(
+        self,
+        rows: Sequence[ModuleSensitivity],
+        masks: dict[str, np.ndarray],
+        start: np.ndarray,
+        aim: float,
+        cost: Callable[[ModuleSensitivity], float],
+    ) -> tuple[tuple[str, ...], Errors]:
+        """Searches for the fewest modules whose switches, off, bring the error down.
+
+        One after the other: the cheapest that is enough, else the one that takes away
+        most of the squared error for its cost; at last those that were not needed are
+        left out again. Where nothing is enough, as near as all of them come.
+        """
+
+        def errors(off: Sequence[ModuleSensitivity]) -> Errors:
+            return self.errors(np.all([start, *(~masks[x.path] for x in off)], axis=0))
+
+        def use(row: ModuleSensitivity) -> tuple[float, float]:
+            before, after = errors(chosen).worst, errors([*chosen, row]).worst
+            gain = before**2 - after**2 if after < math.inf else 0.0
+            return gain / (cost(row) + 0.01), row.alone
+
+        chosen: list[ModuleSensitivity] = []
+        if errors([]).worst <= aim or not rows:
+            return (), errors([])
+        self.bar.expect("searching", len(rows))
+        target = max(aim, 1.1 * errors(rows).worst)
+        left = order = sorted(rows, key=use, reverse=True)
+        while errors(chosen).worst > target and left:
+            enough = [x for x in left if errors([*chosen, x]).worst <= target]
+            chosen.append(min(enough, key=cost) if enough else max(left, key=use))
+            on = np.all([start, *(~masks[x.path] for x in chosen)], axis=0)
+            left = [x for x in order if (on & masks[x.path]).any()][:_TRIED]
+        for row in sorted(chosen, key=cost, reverse=True):  # the dearest first
+            rest = [x for x in chosen if x is not row]
+            if rest and errors(rest).worst <= target:
+                chosen = rest
+        paths = {row.path for row in chosen}
+        return tuple(x for x in self.program.parts if x in paths), errors(chosen)
+
+
+def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:
+    """Compiles and compares two functions."""
+    outs = [compiled(f, *arrays)(*arrays) for f in (fun, exact)]
+    return Errors(*map(float, relative_errors(*outs)))
+
+
+@jax.jit
+def relative_errors(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any]:
+    """Returns the relative errors of the first result and of the others together."""
+    parts = ((x[:1], x[1:]) for x in (outs, reference))
+    loss, gradients = map(_relative_error, *parts)
+    return loss, gradients
+
+
+def _relative_error(xs: Sequence[Any], ys: Sequence[Any]) -> jax.Array:
+    pairs = [
+        (widen(x), widen(y))
+        for x, y in zip(xs, ys, strict=True)
+        if jnp.issubdtype(y.dtype, jnp.inexact) and y.size
+    ]
+    if not pairs:
+        return jnp.float32(0)
+    # Squares of small gradients would be zero.
+    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for _, y in pairs])
+    unit = jnp.where(top > 0, top, 1)
+    away = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
+    size = sum(jnp.sum(jnp.abs(y / unit) ** 2) for _, y in pairs)
+    error = jnp.sqrt(away) / jnp.where(top > 0, jnp.sqrt(size), 0)
+    error = jnp.where(away == 0, 0, error)
+    return jnp.where(jnp.isnan(error), jnp.inf, error)
+
+
+def _check_finite(reference: Sequence[Any], program: Program) -> None:
+    if bool(all_finite(list(reference))):
+        return
+    unknown = [x for x in program.numbers if x.written is None]
+    if unknown:
+        left = "0, as 1e-8 is" if unknown[0].left == 0 else "Inf, as 1e9 is"
+        raise FloatingPointError(
+            "`sensitivity` compares with float32, but the loss or its gradients are "
+            "not finite as far as it can compute them in float32. The function casts "
+            f"to {unknown[0].dtype} itself, and a number in its code at "
+            f"{unknown[0].place.line or 'some line'} is {left}. Compute that line in "
+            "float32, `x.astype(jnp.float32)`."
+        )
+    what = "the loss is not finite there"
+    if bool(all_finite(reference[0])):
+        what = "there the gradients are not finite, although the loss is"
+    raise FloatingPointError(
+        f"`sensitivity` compares with float32, but {what}. Type "
+        "`jaxmp.find_overflow(fun)(*args)`, of the loss or of "
+        "`jax.value_and_grad(loss)`, to see the line that breaks."
+    )
+
+
+class Bar:
+    """A progress bar, where there is rich and somebody to look at it."""
+
+    def __init__(self, show: bool | None):
+        self.bar: Any = None
+        if show is False:
+            return
+        try:
+            from rich.console import Console
+            from rich.progress import Progress
+        except ModuleNotFoundError as error:
+            if show:
+                raise ModuleNotFoundError(
+                    "`progress=True` needs rich. Install it with pip install rich"
+                ) from error
+            return
+        console = Console(stderr=True)
+        if show or console.is_terminal:
+            self.bar = Progress(console=console, transient=True)
+            self.task = self.bar.add_task("tracing", total=0)
+
+    def __enter__(self) -> Bar:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def expect(self, text: str, steps: int) -> None:
+        """Says what comes next, and how many steps it takes."""
+        if self.bar:
+            total = self.bar.tasks[0].total + steps
+            self.bar.update(self.task, description=text, total=total)
+
+    def advance(self) -> None:
+        """Makes one step."""
+        if self.bar:
+            self.bar.advance(self.task)
