@@ -74,6 +74,38 @@ def test_the_gradient_of_a_pose_is_that_of_float32(name, dtype):
         assert relative_error(one, first) < 1e-5
 
 
+# A Hessian times a vector. By two reverse passes it is no law: which of the sizes of a
+# product the forward pass has added up is then not written anywhere.
+ORDERS = {
+    "forward over reverse": lambda f, x, v: jax.jvp(jax.grad(f), (x,), (v,))[1],
+    "reverse over forward": lambda f, x, v: jax.grad(
+        lambda x: jax.jvp(f, (x,), (v,))[1]
+    )(x),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["plain", "checkpoint", "vmap", "map", "in a loop"])
+def test_the_second_derivative_of_a_pose_is_that_of_float32(name, order):
+    def exact(turn):
+        return ORDERS[order](FITS[name], turn, TURN.T)
+
+    found = jaxmp.autocast(exact)
+    first, second = at_once(exact, found)(TURN)
+    assert relative_error(second, first) < 1e-5
+    assert jaxmp.audit(found)(TURN).flops == {}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_second_derivatives_of_a_matmul_are_matmuls(order):
+    def step(w, x):
+        return ORDERS[order](lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).sum(), w, w)
+
+    found = product_dtypes(jaxmp.autocast(step), jnp.ones((16, 16)), jnp.ones((8, 16)))
+    assert len(found) >= 8
+    assert all(x == {"bfloat16"} for x in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_they_have_full_float32_precision_on_every_device(dtype):
     def exact(turn):
