@@ -211,6 +211,6 @@ def test_a_sum_of_many_results_takes_work_in_proportion(doubled):
         with cProfile.Profile() as profile:
             jax.make_jaxpr(jaxmp.autocast(jax.grad(fun), "bfloat16"))(jnp.eye(8))
         entries = pstats.Stats(profile).stats.items()  # pyright: ignore
-        return sum(x[0] for key, x in entries if key[0].endswith("moments.py"))
+        return sum(x[0] for key, x in entries if key[0].endswith("passes/variance.py"))
 
-    assert calls(40) < 2.5 * calls(20)
+    assert 0 < calls(40) < 2.5 * calls(20)
