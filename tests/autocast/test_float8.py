@@ -81,7 +81,7 @@ def test_the_largest_magnitude_fills_the_range_and_units_are_powers_of_two():
     bits = np.arange(1, 0x7F80, dtype=np.uint16)
     top = bits.view(ml_dtypes.bfloat16)
     x = jnp.stack([jnp.asarray(top), -jnp.asarray(top) / 3], axis=1)
-    rounded, unit = jax.jit(jax.vmap(_fp8._scaled))(x)
+    rounded, unit = jax.jit(jax.vmap(_fp8.scaled))(x)
     unit = np.asarray(unit, np.float64)
     assert (np.frexp(unit)[0] == 0.5).all()
     limits = jnp.finfo(jnp.bfloat16)
@@ -101,11 +101,11 @@ def test_the_largest_magnitude_fills_the_range_and_units_are_powers_of_two():
 @pytest.mark.parametrize("poison", [jnp.inf, -jnp.inf, jnp.nan])
 def test_what_is_not_finite_makes_the_unit_nan(poison):
     x = jnp.array([1.0, poison, 1e30], jnp.bfloat16)
-    assert np.isnan(_fp8._scaled(x)[1])
+    assert np.isnan(_fp8.scaled(x)[1])
 
 
 def test_zeros_stay_zeros():
-    rounded, unit = _fp8._scaled(jnp.zeros(3, jnp.bfloat16))
+    rounded, unit = _fp8.scaled(jnp.zeros(3, jnp.bfloat16))
     assert not np.asarray(rounded, np.float32).any()
     assert 0 < unit < jnp.inf
 
@@ -114,7 +114,7 @@ def test_zeros_stay_zeros():
 def test_a_product_is_that_of_its_rounded_operands(wanted):
     (x, w), results = (X[0].astype(BF16), PARAMS["a"].astype(BF16)), []
     for operand in (x, w):
-        rounded, unit = _fp8._scaled(operand)
+        rounded, unit = _fp8.scaled(operand)
         results.append(np.float64(rounded) * np.float64(unit))
     (eqn,) = jax.make_jaxpr(lax.dot)(X[0], PARAMS["a"]).eqns
     found = jax.jit(lambda x, w: _fp8.multiplied(eqn, (x, w), wanted, False))(x, w)
