@@ -282,6 +282,7 @@ subtracts = one_of("sub")
 multiplies_entries = one_of("mul")
 divides = one_of("div")
 is_extreme = one_of("max min")
+is_sigmoid = one_of("logistic")
 guards = one_of("add sub max clamp")  # where a small number keeps a divisor from zero
 selects = one_of("select_n")
 is_negation = one_of("neg")
