@@ -22,7 +22,10 @@ def residual_bytes(jaxpr: Any) -> dict[str, int] | None:
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         if _jaxpr.is_transposed(eqn):
             found = True
-            dtype = eqn.outvars[0].aval.dtype if _jaxpr.is_cast(eqn) else None
+            dtype = None
+            if _jaxpr.is_cast(eqn):
+                out: Any = eqn.outvars[0].aval
+                dtype = out.dtype
             for var in _jaxpr.variables(eqn.invars):
                 readers[var].add(dtype)
             continue
