@@ -301,7 +301,6 @@ gathers = one_of("all_gather all_gather_invariant")  # the shards, to every devi
 adds_at = one_of("scatter-add")  # the gradient of a lookup
 inverts_symmetric = one_of("cholesky eigh")
 is_iota = one_of("iota")  # makes an array that counts, from nothing
-rounds_to_integers = one_of("round")  # as floats
 is_barrier = one_of("optimization_barrier")  # says when what it takes is computed
 reduces = one_of("reduce_sum reduce_max reduce_min reduce_prod")  # to a statistic
 # Makes one truth value of many.

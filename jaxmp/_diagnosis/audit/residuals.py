@@ -22,10 +22,7 @@ def residual_bytes(jaxpr: Any) -> dict[str, int] | None:
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         if _jaxpr.is_transposed(eqn):
             found = True
-            dtype = None
-            if _jaxpr.is_cast(eqn):
-                out: Any = eqn.outvars[0].aval
-                dtype = out.dtype
+            dtype = eqn.params["new_dtype"] if _jaxpr.is_cast(eqn) else None
             for var in _jaxpr.variables(eqn.invars):
                 readers[var].add(dtype)
             continue
