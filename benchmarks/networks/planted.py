@@ -35,7 +35,7 @@ KINDS = {  # what is planted: the ways to write the faulty line, and what follow
         ("wave = jnp.fft.ifft(jnp.fft.fft(h.astype(jnp.float32))).real", "wave"),
         ("softened = jax.nn.softmax(h)", "softened * h"),
     ],
-    "eaten epsilon": [
+    "lost epsilon": [
         ("unit = h / (jnp.abs(h) + 1e-8)", "unit + h"),
         ("unit = h / jnp.sqrt(h * h + 1e-9)", "unit + h"),
         ("logs = jnp.log(h + 1e-8)", "logs + h"),
@@ -44,7 +44,7 @@ KINDS = {  # what is planted: the ways to write the faulty line, and what follow
         ("scores = jnp.where(h < 2, -1e9, h)", "jax.nn.softmax(scores) * h"),
         ("scores = h - 1e9 * (h < 2)", "jax.nn.softmax(scores) * h"),
     ],
-    "swallowed Inf": [
+    "hidden Inf": [
         (
             "norm = jnp.sqrt(jnp.sum(jnp.square({a} * h), axis=-1, keepdims=True))",
             "{a} * h / norm",
@@ -210,7 +210,7 @@ def program(kind: str, seed: int) -> Program:
     place, cast = pick.choice([*PLACES]), pick.choice(CASTS)
     blocks = pick.choices(BLOCKS, k=pick.randrange(3))
     opens = pick.choice(["h", "jax.nn.relu(h - 0.5)"] if kind == NOTHING else ["h"])
-    if kind == "eaten epsilon":
+    if kind == "lost epsilon":
         opens = "jax.nn.relu(h - 1e3)"  # zeros, as dead units and padding are
     total = 1e9 if kind == "underflow, backward" else 32
     lines = [
@@ -277,9 +277,9 @@ EXPECTED = {  # the kind that the verdict should have
     "overflow": "Inf",
     "underflow": "zeros",
     "Inf or NaN in the data": "data",
-    "eaten epsilon": "zeros",
+    "lost epsilon": "zeros",
     "mask beyond the dtype": "Inf",
-    "swallowed Inf": "Inf",
+    "hidden Inf": "Inf",
     "overflow, backward": "Inf",
     "underflow, backward": "zeros",
     NOTHING: "nothing",
