@@ -89,10 +89,18 @@ class Computation(NamedTuple):
     root: str
 
     def behind(self, name: str) -> Instruction:
-        """Returns the instruction that a name stands for, without bitcasts."""
+        """Returns the instruction that a name stands for, without bitcasts and tuples.
+
+        An optimization barrier is a tuple of what it holds back by now.
+        """
         instruction = self.instructions[name]
         if instruction.opcode == "bitcast":
             return self.behind(instruction.operands[0])
+        if instruction.opcode == "get-tuple-element":
+            whole = self.behind(instruction.operands[0])
+            place = re.search(r"index=(\d+)", instruction.attributes)
+            if whole.opcode == "tuple" and place:
+                return self.behind(whole.operands[int(place[1])])
         return instruction
 
 
@@ -242,7 +250,7 @@ def _kernel(instruction, computation, computations) -> Work:
     reads = collections.Counter()
     for inner in body.instructions.values():
         if inner.opcode == "parameter":
-            operand = instruction.operands[int(inner.attributes)]
+            operand = computation.behind(instruction.operands[int(inner.attributes)]).name
             moved = bytes_of(inner.shape) * computed[inner.name]
             reads[operand] += math.ceil(moved / (_elements(inner.shape) or 1))
     for operand, count in reads.items():  # one that is used twice is read once

@@ -43,6 +43,14 @@ def test_what_is_read_twice_moves_once():
     assert hlo.work(program(entry, ADD)).bytes == 8 * 100
 
 
+def test_what_was_behind_a_barrier_is_the_array_before_it():
+    entry = """  %x = f32[100]{0} parameter(0)
+  %held = (f32[100]{0}, f32[]) tuple(%x, %x)
+  %y = f32[100]{0} get-tuple-element(%held), index=0
+  ROOT %z = f32[100]{0} fusion(%x, %y), kind=kLoop, calls=%add"""
+    assert hlo.work(program(entry, ADD)).bytes == 8 * 100
+
+
 def test_a_slice_reads_and_an_update_in_place_writes_a_part():
     body = (
         "body",
