@@ -250,7 +250,8 @@ def _kernel(instruction, computation, computations) -> Work:
     reads = collections.Counter()
     for inner in body.instructions.values():
         if inner.opcode == "parameter":
-            operand = computation.behind(instruction.operands[int(inner.attributes)]).name
+            operand = instruction.operands[int(inner.attributes)]
+            operand = computation.behind(operand).name
             moved = bytes_of(inner.shape) * computed[inner.name]
             reads[operand] += math.ceil(moved / (_elements(inner.shape) or 1))
     for operand, count in reads.items():  # one that is used twice is read once
