@@ -6,6 +6,7 @@ arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obe
 :mod:`jaxmp._autocast.emit`.
 """
 
+import copy
 import dataclasses
 import math
 import weakref
@@ -78,11 +79,9 @@ class Step(NamedTuple):
     need: Need
     asks: Sequence[Need]
     how: How
-    rule: Rule  # the sentence or the safeguard that says so
+    by: Rule  # the sentence or the safeguard by which it is computed so
     dtype: np.dtype  # the 16 bits, where it has them
     outs: tuple[Facts, ...] = ()  # of what it returns
-    # The same as `rule` for how it is computed, where it is stored otherwise.
-    computed_by: Rule = rules.FLOAT32
     why: str = ""  # by what the user keeps it, or why it is none in float8, in words
     precision: str = "default"  # of float32 products
     float8: bool = False  # whether it takes its operands in float8
@@ -91,9 +90,9 @@ class Step(NamedTuple):
     exact: "Step | None" = None  # the same for what the trips of a loop add up
 
     @property
-    def by(self) -> Rule:
-        """By what it is computed as it is, however it is stored."""
-        return self.computed_by if self.how == "stored" else self.rule
+    def rule(self) -> Rule:
+        """The sentence or the safeguard that says how it comes out, maybe stored."""
+        return rules.STORED if self.how == "stored" else self.by
 
     @property
     def is_read_exactly(self) -> bool:
@@ -167,11 +166,21 @@ class Planner:
         by_path = float8 and bool(bfloat16_paths)
         self.analysis = Analysis(dtype, ops, paths, apart=two, tells_scopes=by_path)
         self.bfloat16_paths = {x: tuple(x.split("/")) for x in bfloat16_paths}
+        self._start()
+
+    def _start(self) -> None:
         # Why products are not in float8, None with it if some are.
         self.reasons: set[str | None] = set()
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._first_by: Any = weakref.WeakValueDictionary()  # by fingerprint
+
+    def with_analysis(self, analysis: Analysis) -> "Planner":
+        """Returns one with another analysis, which has planned nothing."""
+        other = copy.copy(self)
+        other.analysis = analysis
+        other._start()
+        return other
 
     def dtype_in(self, back: bool) -> np.dtype:
         """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
@@ -263,9 +272,8 @@ class Planner:
             elif not is_float32(var) or (end == "stacked" and x.given):
                 end = "free"
             elif end == "stacked":
-                x = x.rounded(dtype)._replace(
-                    kept=_kept_axes(var, consumers.definition)
-                )
+                axes = _kept_axes(var, consumers.definition)
+                x = x.rounded(dtype)._replace(kept=axes)
             elif end == "half":
                 x = x.rounded(dtype)
             outs.append(x)
@@ -453,11 +461,8 @@ class Planner:
             ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
         if kind == "custom_jvp":
             body = layout.bodies[0]
-            key = (
-                None
-                if self.analysis.is_marked(body.jaxpr)
-                else _jaxpr.fingerprint(body.jaxpr)
-            )
+            is_marked = self.analysis.is_marked(body.jaxpr)
+            key = None if is_marked else _jaxpr.fingerprint(body.jaxpr)
             if key is not None:
                 first = self._first_by.setdefault(key, body.jaxpr)
                 layout = layout._replace(bodies=[body._replace(jaxpr=first)])
@@ -754,8 +759,8 @@ def decide(
     """
     eqn, kind, need = row.eqn, row.kind, row.need
 
-    def runs(how: How, rule: Rule, computed_by: Rule = rules.FLOAT32) -> Step:
-        return Step(*row, how, rule, dtype, computed_by=computed_by)
+    def runs(how: How, by: Rule) -> Step:
+        return Step(*row, how, by, dtype)
 
     if not any(map(is_float32, eqn.outvars)):
         return runs("float32", rules.AS_WRITTEN)
@@ -784,10 +789,10 @@ def decide(
         usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
     if sums and row.back and is_of_cotangent(eqn, ins):
-        return runs("stored", rules.STORED)
+        return runs("stored", rules.FLOAT32)
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
-        return runs("stored", rules.STORED, kept or usual)
+        return runs("stored", kept or usual)
     squashes = table.squashes(eqn) and not _all_given(ins)
     behind = any([x.product for x in ins])
     if half and squashes and needs.is_squashed_for_products(need, behind=behind):
@@ -802,7 +807,7 @@ def decide(
         ):
             return runs("half", rules.STORED)
         if table.gathers(eqn):  # devices send one another 16 bits
-            return runs("stored", rules.STORED)
+            return runs("stored", rules.FLOAT32)
     return runs("float32", kept or _of_float32(row, usual))
 
 

@@ -172,7 +172,7 @@ class _Program:
         rule = step.rule if step else holder
         common = {"back": back, "kept": kept, "rule": rule}
 
-        by = step.computed_by if step and step.how == "stored" else rule
+        by = step.by if step else rule
         safeguard = by if by in rules.SAFEGUARDS else None
 
         def new(op, of, var, facts=None, *, known=known, **more):

@@ -7,7 +7,6 @@ asked: with one module more in float32, some roundings are gone.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from ..._autocast import classes, facts, needs
 from ..._autocast.analysis import BY_PATHS, Analysis
 from ..._autocast.emit import Emitter
 from ..._autocast.facts import GIVEN, Facts
-from ..._autocast.graph import Trip
+from ..._autocast.graph import Trip, joined
 from ..._autocast.plan import Plan, Planner, Step
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
@@ -36,7 +35,7 @@ from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
 
 # These return what they are given. Their parameters say how `Program` rounds it.
 rounded_p, rounded_product_p = map(_jaxpr.mark, ROUNDINGS)
-is_rounding = one_of(ROUNDINGS)
+is_marked = one_of(ROUNDINGS)
 
 # An equation of a plan by its number, and by those of what holds it; and what is
 # rounded there.
@@ -126,7 +125,7 @@ class RoundingEmitter(Emitter):
             if how == "eight":
                 by = tuple(part for part in eight if var not in eight[part])
                 x = rounded_p.bind(x, dtype=DTYPES[kind], by=by, form=kind)
-                if maker is not None and is_rounding(maker):
+                if maker is not None and is_marked(maker):
                     x = rounded_p.bind(x, **maker.params)  # it is read in 16 bits
             return Stored("whole", jax.typeof(x), (x,))
 
@@ -169,11 +168,7 @@ class _Keeping(Analysis):
 
 def keeping(planner: Planner, is_kept: Callable[[Scopes], bool]) -> Planner:
     """Returns what plans the same with more kept in float32, in the same equations."""
-    other = copy.copy(planner)
-    other.analysis = _Keeping(planner.analysis, is_kept)
-    other._plans = weakref.WeakKeyDictionary()
-    other._first_by, other.reasons = weakref.WeakValueDictionary(), set()
-    return other
+    return planner.with_analysis(_Keeping(planner.analysis, is_kept))
 
 
 def _sites(plan: Plan, at: Site = ()) -> Iterator[Site]:
@@ -284,7 +279,7 @@ class _Emission:
         arrays = self.applied(step, ins, (*at, None))
         outs = [*map(Value, arrays, step.outs)]
         if step.exact is not None:
-            way = functools.reduce(int.__or__, (x for x, _ in step.read.summed))
+            way = joined(starts for starts, _ in step.read.summed)
             ins = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
             arrays = self.applied(step.exact, ins, (*at, "exact"))
             pairs = zip(outs, map(Value, arrays, step.exact.outs), strict=True)

@@ -142,7 +142,7 @@ class Search:
         paths, errors = self.fewest(rows, self.masks, self.is_first, aim, _FLOPS)
         if self.is_first.all():
             return paths, (), errors
-        on = ~sum((self.masks[x] for x in paths), np.zeros_like(self.is_first))
+        on = without(np.ones_like(self.is_first), self.masks, paths)
         masks = self.masks_of_eight
         rows = [row for row in rows if masks[row.path].any()]
         cost = _STORED if self.program.residuals else _FLOPS
@@ -164,8 +164,11 @@ class Search:
         left out again. Where nothing is enough, as near as all of them come.
         """
 
+        def on(off: Sequence[ModuleSensitivity]) -> np.ndarray:
+            return without(start, masks, [x.path for x in off])
+
         def errors(off: Sequence[ModuleSensitivity]) -> Errors:
-            return self.errors(np.all([start, *(~masks[x.path] for x in off)], axis=0))
+            return self.errors(on(off))
 
         def use(row: ModuleSensitivity) -> tuple[float, float]:
             before, after = errors(chosen).worst, errors([*chosen, row]).worst
@@ -181,14 +184,21 @@ class Search:
         while errors(chosen).worst > target and left:
             enough = [x for x in left if errors([*chosen, x]).worst <= target]
             chosen.append(min(enough, key=cost) if enough else max(left, key=use))
-            on = np.all([start, *(~masks[x.path] for x in chosen)], axis=0)
-            left = [x for x in order if (on & masks[x.path]).any()][:_TRIED]
+            still = on(chosen)
+            left = [x for x in order if (still & masks[x.path]).any()][:_TRIED]
         for row in sorted(chosen, key=cost, reverse=True):  # the dearest first
             rest = [x for x in chosen if x is not row]
             if rest and errors(rest).worst <= target:
                 chosen = rest
         paths = {row.path for row in chosen}
         return tuple(x for x in self.program.parts if x in paths), errors(chosen)
+
+
+def without(
+    on: np.ndarray, masks: dict[str, np.ndarray], paths: Sequence[str]
+) -> np.ndarray:
+    """Returns switches with those of some modules off."""
+    return np.all([on, *(~masks[x] for x in paths)], axis=0)
 
 
 def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:

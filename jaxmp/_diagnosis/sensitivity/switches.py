@@ -34,7 +34,7 @@ from ..._ops.table import is_as_written, is_exact
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, bodies_of, given, platform_of
-from .rounded import Parts, RoundingEmitter, is_rounding, part_of, rounded
+from .rounded import Parts, RoundingEmitter, is_marked, part_of, rounded
 
 
 def with_roundings(depth: int | None = None) -> contextlib.AbstractContextManager:
@@ -99,7 +99,7 @@ class Program:
             if found := flops(eqn, back=place.backward) * place.trips:
                 self.flops[part] += found
             self.has_backward |= place.backward or place.again
-            if is_rounding(eqn):
+            if is_marked(eqn):
                 self.has_autocast = True
                 by, form = eqn.params["by"], eqn.params["form"]
                 rounds.update(by)
@@ -204,7 +204,7 @@ class _Frame(WideReplay):
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         """Applies an equation, which rounds where the switch of its part is on."""
         arrays, part = [x.array for x in ins], self.program.part_of(place)
-        if is_rounding(eqn):
+        if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
             on = self.on(by, eight=form not in ("plain", "clipped"))
             return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
