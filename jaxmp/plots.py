@@ -292,8 +292,8 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         options = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
         at, text = (0.04 * end, place), (0.6 * end, place)
         axes.annotate("first fault", xy=at, xytext=text, **options)
-    which = f", {len(modules)} of {len(ranks)}" if len(ranks) > len(modules) else ""
-    return _finished(left, f"Distance to overflow by module{which}", ax is None)
+    title = f"Distance to overflow by module{_part(len(modules), len(ranks))}"
+    return _finished(left, title, ax is None)
 
 
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
@@ -346,9 +346,13 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     costs = [row.stored if report.residuals else row.share for row in rows]
     right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
-    which = f", {len(rows)} of {len(report.modules)}"
-    which = which if len(report.modules) > len(rows) else ""
-    return _finished(left, f"Error of each module in {narrow}{which}", ax is None)
+    title = f"Error of each module in {narrow}{_part(len(rows), len(report.modules))}"
+    return _finished(left, title, ax is None)
+
+
+def _part(shown: int, count: int) -> str:
+    """Says how many rows are shown, if not all."""
+    return f", {shown} of {count}" if count > shown else ""
 
 
 def _name_rows(ax: Axes, modules: Sequence[str], bold: Sequence[bool]) -> None:
@@ -383,13 +387,8 @@ def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
     if not counts.any():
         return np.arange(2), np.zeros(1), zeros, nonfinite, label
     start, end = np.flatnonzero(counts)[[0, -1]]
-    return (
-        low + np.arange(start, end + 2),
-        counts[start : end + 1],
-        zeros,
-        nonfinite,
-        label,
-    )
+    edges, used = low + np.arange(start, end + 2), counts[start : end + 1]
+    return edges, used, zeros, nonfinite, label
 
 
 def _check_report(report: Any, kind: type, name: str, call: str) -> None:

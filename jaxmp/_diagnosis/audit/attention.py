@@ -127,9 +127,7 @@ def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
     match first.stage:
         case "scores" if table.multiplies(eqn):
             return first._replace(scaled=True) if by_number else None
-        case "scores" if table.joins(eqn):
-            return first  # and a bias
-        case "scores" if table.subtracts(eqn) and ins[0] is first:
+        case "scores" if table.joins(eqn) or (table.subtracts(eqn) and ins[0] is first):
             return first  # and a bias
         case "scores" if table.selects(eqn) or (table.guards(eqn) and by_number):
             return first  # and a mask

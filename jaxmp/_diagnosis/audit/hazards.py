@@ -212,9 +212,8 @@ class _Search:
             others = [x for x in ins if "squares" not in x.traits]
             if any("squares" in x.traits and not x.twice for x in ins):
                 self._note("distance", _union(x.twice for x in others))
-            if table.subtracts(eqn) and any(
-                "product of totals" in x.traits for x in ins
-            ):
+            of_totals = any("product of totals" in x.traits for x in ins)
+            if table.subtracts(eqn) and of_totals:
                 self._note("covariance", _union(x.products for x in ins))
 
     def _look_at_cast(self, eqn: Equation, x: Made, place: Place) -> None:

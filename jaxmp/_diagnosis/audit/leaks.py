@@ -394,15 +394,13 @@ class Walk:
         if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:
                 self.forward.setdefault(key, causes)
-            if _scopes.FLOAT8 in place.scopes and not all(
-                x.itemsize == 1 for x in dtypes
-            ):
+            is_float8 = all(x.itemsize == 1 for x in dtypes)
+            if _scopes.FLOAT8 in place.scopes and not is_float8:
                 reason = why_16bit(eqn, self.step(place))
                 _count(self.kept_16bit, eqn, reason, flops, place)
             return
-        if _scopes.AUTOCAST in place.scopes and not is_float64_leak(
-            eqn, place, self.step(place)
-        ):
+        is_leak = is_float64_leak(eqn, place, self.step(place))
+        if _scopes.AUTOCAST in place.scopes and not is_leak:
             return self.keep(eqn, flops, place)
         if place.backward:
             causes = self.forward.get(key) or causes

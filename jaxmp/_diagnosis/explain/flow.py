@@ -262,12 +262,8 @@ class Flow:
         floating = [i for i in layout.fixed_in if _jaxpr.is_inexact(eqn.invars[i])]
         for dtype in dict.fromkeys(str(eqn.invars[i].aval.dtype) for i in floating):
             loop = self.operation(eqn, here)
-            loop.step, loop.dtype, loop.carries, loop.is_forward = (
-                None,
-                dtype,
-                True,
-                True,
-            )
+            loop.step, loop.dtype = None, dtype
+            loop.carries = loop.is_forward = True
             loop.call = loop.call, dtype
         if len(results) == 1:
             return results[0]
