@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -352,10 +353,12 @@ def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
         )
     except (TypeError, ValueError, KeyError) as error:
         several = ", and with several `argnums` a tuple has one for each"
+        # JAX 0.9 quotes the tree behind these words, with all numbers.
+        reason = re.split(", got |, value: ", str(error))[0]
         raise ValueError(
             f"`{option}` must have the structure of {whose}, or of a prefix: one "
             f"PartitionSpec serves a whole tree{several * (option == 'shardings')}. "
-            f"JAX says: {clipped(error, 400)}"
+            f"JAX says: {clipped(reason, 400)}"
         ) from error
 
 
