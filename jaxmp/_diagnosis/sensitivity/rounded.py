@@ -222,7 +222,8 @@ class _Emission:
         rounding: Any = rounded_p,
     ) -> Any:
         """Returns an array with an operation that rounds it."""
-        if np.ndim(x) == 0 and not isinstance(x, jax.Array) and x == dtype.type(x):
+        is_number = np.ndim(x) == 0 and not isinstance(x, jax.Array)
+        if is_number and x == np.asarray(x, dtype):
             return x  # a number that the dtype has
         x, by = jnp.asarray(x), self.sites[at]
         _, before, known = self.rounded.get(id(x), (x, None, by))
