@@ -6,7 +6,7 @@ and there errors even out. Without one, they add up from trip to trip.
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
@@ -103,7 +103,7 @@ def _given(eqn: Equation, ins: list[bool], at: At) -> list[bool]:
 
 
 # Which values are computed from inputs without a product.
-GIVEN = Forward(_given, all, known=True)
+GIVEN = Forward(_given, all, known=lambda x, at: True)
 
 
 def on_ways(
@@ -152,21 +152,20 @@ def _made(eqn: Equation, ins: list[int], at: At) -> list[int]:
     return [0 if ends else joined(ins)] * len(eqn.outvars)
 
 
-def _made_in(eqn: Equation, ins: list[int], around: Callable) -> list[int]:
+def _made_in(eqn: Equation, ins: list[int], at: At) -> list[int]:
     if _jaxpr.call_kind(eqn) not in _ENTERED:
         return [joined(ins)] * len(eqn.outvars)
-    if _jaxpr.call_kind(eqn) == "cond":
-        return [x | ins[0] for x in around(ins)]
-    return around(ins)
+    chosen = ins[0] if _jaxpr.call_kind(eqn) == "cond" else 0
+    return [x | chosen for x in _MADE.around(eqn, ins, at)]
 
 
 # Of which inputs each value is made without a product, as bits.
-_MADE = Forward(_made, joined, known=0, enter=_made_in)
+_MADE = Forward(_made, joined, known=lambda x, at: 0, enter=_made_in)
 
 
 def _links(eqn: Equation, scopes: Scopes) -> Sequence[int]:
     """Returns of which inputs of ``eqn`` each of its outputs is made."""
-    at = At(None, scopes + _jaxpr.scope_names(eqn))
+    at = At(scopes=scopes + _jaxpr.scope_names(eqn))
     return _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], at)
 
 

@@ -25,6 +25,7 @@ from .._jaxprs.scopes import (
     inside,
     is_under,
 )
+from .._jaxprs.walk import At
 from .._ops import products, table
 from .._ops.fp8 import why_16bit
 from .._ops.lists import DEFAULT_OPS, OpLists
@@ -622,7 +623,7 @@ class Planner:
         """Returns what a loop may carry, going by what it starts from."""
         eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout = _jaxpr.call_layout(eqn)
-        given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], ())
+        given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], At())
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
 
         def known(out: int, start: Facts) -> Facts:

@@ -127,7 +127,7 @@ def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
     wide = [
         frozenset([i] if is_wide(aval) else []) for i, (_, aval) in enumerate(arguments)
     ]
-    walk = Forward(reached, lambda xs: frozenset().union(*xs), known=frozenset())
+    walk = Forward(reached, lambda xs: frozenset().union(*xs), lambda *_: frozenset())
     walk.through(jaxpr, wide)
     return found
 
@@ -291,6 +291,6 @@ def never_gathered(
         alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
         return [alone] * len(eqn.outvars)
 
-    walk = Forward(followed, lambda found: _NOTHING.union(*found), known=_NOTHING)
+    walk = Forward(followed, lambda found: _NOTHING.union(*found), lambda *_: _NOTHING)
     (alone,) = walk.through(jaxpr, given)
     return sorted(alone, key=str)

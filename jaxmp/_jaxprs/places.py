@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,6 +102,10 @@ class Place(NamedTuple):
         is_loss = f"{os.sep}losses{os.sep}" in file
         return (found.group(2) or "") if found and not is_loss else ""
 
+    def step_among(self, steps: Sequence[Any]) -> Any:
+        """Returns that of recorded steps which it comes of, None if of none."""
+        return None if self.step is None else steps[self.step]
+
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
         if other is None:
@@ -144,7 +148,10 @@ class Place(NamedTuple):
         )
 
     def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
-        """Returns the surroundings of what is inside ``eqn``, which is here."""
+        """Returns the surroundings of what is inside ``eqn``, which is here.
+
+        What the backward pass of a ``jax.checkpoint`` computes again is forward work.
+        """
         kind = _jaxpr.call_kind(eqn)
         # JAX's own jitted functions, and ours, are traced once, with the lines of the
         # first caller. Our own rules hold what is theirs, or a loop of the user's; and
@@ -157,16 +164,7 @@ class Place(NamedTuple):
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,
             trips=self.trips * (1 if trips is None else trips),
             opaque=self.opaque or ("" if kind else eqn.primitive.name),
-        )
-
-    def replayed(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:
-        """Returns the same where a program is followed in the order it runs.
-
-        What the backward pass of a ``jax.checkpoint`` computes again is forward work.
-        """
-        inside = self.inside(eqn, jaxpr)
-        return inside._replace(
-            rematerialised=self.rematerialised or _jaxpr.is_remat(eqn)
+            rematerialised=self.rematerialised or _jaxpr.is_remat(eqn),
         )
 
 
@@ -181,7 +179,7 @@ def equations(
         place = around.of(eqn, before=place)
         yield eqn, place
         for body in bodies(eqn):
-            yield from equations(body, place.replayed(eqn, body), bodies)
+            yield from equations(body, place.inside(eqn, body), bodies)
 
 
 def placed(

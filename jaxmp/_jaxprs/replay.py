@@ -143,8 +143,8 @@ class Replay:
         }
         if not is_apart.get(kind):  # its equations are written out
             ins = ins[1:] if kind == "cond" else ins  # without the platform
-            return self.run(jaxprs[0], ins, place.replayed(eqn, jaxprs[0]))
-        bodies = [Body(self, x, place.replayed(eqn, x)) for x in jaxprs]
+            return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
+        bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
         replayed = {
             "scan": self.scan,
             "while": self.while_loop,

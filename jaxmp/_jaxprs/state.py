@@ -14,7 +14,7 @@ import jax
 from .._base.tree import path_name
 from . import jaxpr as _jaxpr
 from .jaxpr import Tracer
-from .walk import Forward
+from .walk import At, Forward
 
 
 @contextlib.contextmanager
@@ -106,10 +106,7 @@ def _contents(cell: Any) -> Any:
 
 def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:
     """Returns the number of the input that each output is, None if it is computed."""
-    walk = Forward(
-        lambda eqn, ins, at: [None] * len(eqn.outvars), _the_one, enter=_through
-    )
-    return walk.through(_jaxpr.trace(fun, arrays), range(len(arrays)))
+    return _SOURCES.through(_jaxpr.trace(fun, arrays), range(len(arrays)))
 
 
 class _Slice(NamedTuple):
@@ -119,7 +116,7 @@ class _Slice(NamedTuple):
     scan: int  # the id of the equation
 
 
-def _through(eqn: Any, ins: list[Any], around: Callable) -> list[Any]:
+def _through(eqn: Any, ins: list[Any], at: At) -> list[Any]:
     """Follows an equation into the jaxprs that it holds."""
     if _jaxpr.call_kind(eqn) == "shard_map":
         return [None] * len(eqn.outvars)
@@ -128,10 +125,10 @@ def _through(eqn: Any, ins: list[Any], around: Callable) -> list[Any]:
     if is_scan:
         slices = [_Slice(x, id(eqn)) for x in ins[carries.stop :]]
         ins = [*ins[: carries.stop], *slices]
-    outs = around(ins)
-    for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
-        outs[out] = _the_one((ins[i], outs[out]))
+    outs = _SOURCES.around(eqn, ins, at)
     if is_scan:
+        for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
+            outs[out] = _the_one((ins[i], outs[out]))
         outs[len(carries) :] = [_whole(x, id(eqn)) for x in outs[len(carries) :]]
     return outs
 
@@ -144,3 +141,11 @@ def _the_one(found: Sequence[Any]) -> Any:
 def _whole(x: Any, scan: int) -> Any:
     """Returns of what ``x`` is each slice in a scan, None if of nothing."""
     return x.of if isinstance(x, _Slice) and x.scan == scan else None
+
+
+_SOURCES = Forward(
+    lambda eqn, ins, at: [None] * len(eqn.outvars),
+    _the_one,
+    known=lambda x, at: None,
+    enter=_through,
+)

@@ -17,8 +17,9 @@ from .scopes import Scopes, inside
 class At(NamedTuple):
     """Where an equation is."""
 
-    owner: Any  # the open jaxpr
-    scopes: Scopes  # around the equation, with its own
+    owner: Any = None  # the open jaxpr
+    scopes: Scopes = ()  # around the equation, with its own
+    place: Any = None  # a `Place`, if the walk began at one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,54 +30,95 @@ class Forward:
         transfer: Takes an equation, a list of what is known of its inputs, and where
             it is; returns what is known of each of its outputs.
         join: Returns what is known of a value that is one of several.
-        known: What is known of constants, and of numbers in the code.
-        enter: What to do with an equation that holds jaxprs: it takes the equation,
-            what is known of its inputs, and a function that goes through the jaxprs
-            with such facts.
+        known: What is known of a number in the code, which is a ``Literal``, or of an
+            array that a jaxpr carries; it is told where that is read.
+        enter: What to do with an equation that holds jaxprs: it takes what ``transfer``
+            takes, and may call :meth:`around` or :meth:`once`.
     """
 
     transfer: Callable[[Equation, list[Any], At], Sequence[Any]]
     join: Callable[[Sequence[Any]], Any]
-    known: Any = None
-    enter: Callable[[Equation, list[Any], Callable], Sequence[Any]] | None = None
+    known: Callable[[Any, At], Any]
+    enter: Callable[[Equation, list[Any], At], Sequence[Any]] | None = None
 
-    def through(self, jaxpr: Any, ins: Sequence[Any], scopes: Scopes = ()) -> list[Any]:
-        """Returns what is known of the outputs of a jaxpr, open or closed."""
-        owner = _jaxpr.open_jaxpr(jaxpr)
+    def through(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Any],
+        scopes: Scopes = (),
+        place: Any = None,
+    ) -> list[Any]:
+        """Returns what is known of the outputs of a jaxpr, open or closed.
+
+        Args:
+            jaxpr: The jaxpr.
+            ins: What is known of its inputs.
+            scopes: Named scopes around it.
+            place: Where it is, if ``transfer`` is to be told places. It then goes as
+                reports do: of a ``lax.platform_dependent`` into the branch for a GPU
+                alone, and ``trips`` are 0 until what a loop carries has settled.
+        """
+        owner, before = _jaxpr.open_jaxpr(jaxpr), place
+        around = At(owner, scopes, place)
+
+        def read(x: Any, at: At) -> Any:
+            return self.known(x, at) if isinstance(x, _jaxpr.Literal) else x
 
         def apply(eqn: Equation, ins: list[Any]) -> Sequence[Any]:
-            return self.of(eqn, ins, At(owner, scopes + _jaxpr.scope_names(eqn)))
+            nonlocal before
+            before = place and place.of(eqn, before)
+            at = At(owner, scopes + _jaxpr.scope_names(eqn), before)
+            return self.of(eqn, [read(x, at) for x in ins], at)
 
-        known = lambda _: self.known  # noqa: E731
-        return _jaxpr.interpret(jaxpr, ins, apply, const=known, literal=known)
+        outs = _jaxpr.interpret(
+            jaxpr,
+            ins,
+            apply,
+            const=lambda x: self.known(x, around),
+            literal=lambda literal: literal,
+        )
+        return [read(x, around) for x in outs]
 
     def of(self, eqn: Equation, ins: list[Any], at: At) -> Sequence[Any]:
         """Returns what is known of the outputs of an equation."""
         if not _jaxpr.call_kind(eqn):
             return self.transfer(eqn, ins, at)
-        if self.enter is None:
-            return self.around(eqn, ins, at.scopes)
-        return self.enter(eqn, ins, lambda ins: self.around(eqn, ins, at.scopes))
+        return (self.enter or self.around)(eqn, ins, at)
 
-    def around(self, eqn: Equation, ins: Sequence[Any], scopes: Scopes) -> list[Any]:
-        """Goes through the jaxprs that an equation holds, as often as a loop needs.
-
-        The test of a ``while`` returns nothing that the equation does.
-        """
+    def around(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
+        """Goes through the jaxprs that an equation holds, as often as a loop needs."""
         layout, ins = _jaxpr.call_layout(eqn), list(ins)
-        within = inside(eqn, scopes)
-        bodies = [body for body in layout.bodies if body.param != "cond_jaxpr"]
-        while True:
-            found = [
-                self.through(body.jaxpr, [ins[i] for i in body.operands], within)
-                for body in bodies
-            ]
-            outs = [self.join(branches) for branches in zip(*found, strict=True)]
-            before = list(ins)
+        settling = at._replace(place=at.place and at.place._replace(trips=0))
+        while layout.fixed_in:
+            outs, before = self.once(eqn, ins, settling), list(ins)
             for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
                 ins[i] = self.join((ins[i], outs[out]))
-            if ins == before:
+            if ins != before:
+                continue
+            if at.place is None:  # and nobody counts
                 return outs
+            break
+        return self.once(eqn, ins, at)
+
+    def once(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
+        """Goes through the jaxprs that an equation holds, a loop for one trip."""
+        layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
+        bodies, place = layout.bodies, at.place
+        if place:
+            bodies = _jaxpr.on_accelerator(eqn, bodies)
+        found = [
+            self.through(
+                body.jaxpr,
+                [ins[i] for i in body.operands],
+                within,
+                place and place.inside(eqn, body.jaxpr),
+            )
+            for body in bodies
+        ]
+        if _jaxpr.call_kind(eqn) == "while":  # which may not run at all
+            found = [[ins[i] for i in layout.fixed_in], found[-1]]
+        several = zip(*found, strict=True)
+        return found[0] if len(found) == 1 else [self.join(xs) for xs in several]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +132,15 @@ class Backward:
         seeds: Returns what is known of variables of an open jaxpr by themselves.
         choice: What a ``cond`` says of the number by which it chooses, if something is
             known of an output.
+        enter: What to do with an equation that holds jaxprs: it takes what ``transfer``
+            takes, and may call :meth:`around` or :meth:`once`.
     """
 
     transfer: Callable[[Equation, list[int], At], Sequence[int]]
     test: int = 0
     seeds: Callable[[Any], Mapping[Any, int]] = lambda _: {}
     choice: int = 0
+    enter: Callable[[Equation, list[int], At], Sequence[int]] | None = None
 
     def through(
         self, jaxpr: Any, outs: Sequence[int], scopes: Scopes = ()
@@ -135,20 +180,27 @@ class Backward:
         """Returns what is known of the inputs of an equation."""
         if not _jaxpr.call_kind(eqn):
             return self.transfer(eqn, outs, at)
-        layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
-        found = [0] * len(eqn.invars)
+        return (self.enter or self.around)(eqn, outs, at)
+
+    def around(self, eqn: Equation, outs: Sequence[int], at: At) -> list[int]:
+        """Goes through the jaxprs that an equation holds, as often as a loop needs."""
+        layout, outs = _jaxpr.call_layout(eqn), list(outs)
         while True:
-            for body in layout.bodies:
-                is_test = body.param == "cond_jaxpr"
-                wanted = [self.test] if is_test else outs
-                ins = self.through(body.jaxpr, wanted, within)
-                for place, one in zip(body.operands, ins, strict=True):
-                    found[place] |= one
-            before = list(outs)
+            found, before = self.once(eqn, outs, at), list(outs)
             for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
                 outs[out] |= found[place]
             if outs == before:
                 break
         if _jaxpr.call_kind(eqn) == "cond" and any(outs):
             found[0] |= self.choice
+        return found
+
+    def once(self, eqn: Equation, outs: Sequence[int], at: At) -> list[int]:
+        """Goes through the jaxprs that an equation holds, a loop for one trip."""
+        within, found = inside(eqn, at.scopes), [0] * len(eqn.invars)
+        for body in _jaxpr.call_layout(eqn).bodies:
+            is_test = body.param == "cond_jaxpr"
+            ins = self.through(body.jaxpr, [self.test] if is_test else outs, within)
+            for i, one in zip(body.operands, ins, strict=True):
+                found[i] |= one
         return found

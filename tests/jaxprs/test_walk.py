@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxmp._jaxprs.places import Place
 from jaxmp._jaxprs.walk import Backward, Forward
 
 
@@ -18,7 +19,9 @@ def either(bits):
 def forward(fun, count):
     """Returns of which arguments each result is made, as bits."""
     jaxpr = jax.make_jaxpr(fun)(*[jnp.ones(2)] * count)
-    walk = Forward(lambda e, ins, at: [either(ins)] * len(e.outvars), either, known=0)
+    walk = Forward(
+        lambda e, ins, at: [either(ins)] * len(e.outvars), either, lambda x, at: 0
+    )
     return walk.through(jaxpr, [1 << i for i in range(count)])
 
 
@@ -65,3 +68,56 @@ def test_the_test_of_a_while_reads_too():
     jaxpr = jax.make_jaxpr(lambda n: lax.while_loop(lambda i: i < n, lambda i: i, 0))(3)
     walk = Backward(lambda e, outs, at: [either(outs)] * len(e.invars), test=8)
     assert walk.through(jaxpr, [0]) == [8]
+
+
+def trips_of(fun, *args):
+    """Returns for each sine of a program how often it runs, as the walk is told."""
+    found = []
+
+    def transfer(eqn, ins, at):
+        if eqn.primitive.name == "sin" and at.place.trips:
+            found.append((at.place.trips, at.place.module, *ins))
+        return [either(ins)] * len(eqn.outvars)
+
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    ins = [1 << i for i in range(len(args))]
+    Forward(transfer, either, lambda x, at: 0).through(jaxpr, ins, (), Place())
+    return found
+
+
+def test_a_walk_with_places_counts_once_and_with_all_that_is_known():
+    def inner(c, _):
+        return (c[1], jnp.sin(c[0])), None
+
+    def outer(c, _):
+        with jax.named_scope("layer"):
+            return lax.scan(inner, c, length=3)[0], None
+
+    found = trips_of(lambda x, y: lax.scan(outer, (x, y), length=5)[0], 1.0, 2.0)
+    assert found == [(15, "layer", 3)]
+
+
+def test_a_walk_with_places_enters_the_branch_for_a_gpu():
+    def fun(x):
+        return lax.platform_dependent(x, cuda=jnp.sin, default=lambda x: jnp.sin(x + x))
+
+    assert len(trips_of(fun, 1.0)) == 1
+
+
+def test_a_while_loop_may_return_what_it_is_given():
+    def fun(n, x, y):
+        start = jnp.sum(n), x
+        return lax.while_loop(lambda c: c[0] < n[0], lambda c: (c[0] + 1, y), start)[1]
+
+    assert forward(fun, 3) == [6]
+
+
+def test_what_is_done_with_a_call_is_said_by_enter():
+    def enter(eqn, facts, at):
+        return [8] * len(eqn.outvars) if eqn.primitive.name == "scan" else [0]
+
+    jaxpr = jax.make_jaxpr(scanned)(*[jnp.ones(2)] * 3)
+    walk = Forward(lambda *_: [1], either, lambda *_: 0, enter=enter)
+    assert walk.through(jaxpr, [0, 0, 4]) == [8, 8, 4]
+    back = Backward(lambda eqn, *_: [1] * len(eqn.invars), enter=lambda *_: [8, 8])
+    assert back.through(jaxpr, [0, 0, 4])[1:] == [8, 4]

@@ -10,8 +10,7 @@ run in this order.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .compared import compared
-from .endings import endings
+from .comparing import compared, loops
 from .gates import gates
 from .hoisting import hoisting
 from .scores import scores
@@ -37,8 +36,8 @@ REWRITES = {
         "keeps means of a number and of its square in float32",
         "test_a_variance_by_a_window_is_near_that_of_float32",
     ),
-    "endings": Pass(
-        endings,
+    "loops": Pass(
+        loops,
         "keeps loops that decide by comparing results of matmuls in float32",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from ..._attention.operation import why_not_kernel
 from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.places import Place, placed
+from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import ATTENTION
+from ..._jaxprs.walk import At, Forward
 from ..._ops import table
 from ..._ops.products import is_attention, is_batched, is_matrix_product
 from .report import UnfusedAttention
@@ -43,52 +44,33 @@ class Attentions:
 
     def __init__(self):
         self._rows: dict[Any, UnfusedAttention] = {}
+        self._walk = Forward(self._operation, _the_one, lambda x, at: None)
 
     def found(self, jaxpr: Any, around: Place) -> tuple[UnfusedAttention, ...]:
         """Returns the attentions of a program, by the line of the user."""
         inputs = [None] * len(_jaxpr.in_avals(jaxpr))
-        self._run(jaxpr, inputs, around)
+        self._walk.through(jaxpr, inputs, (), around)
         return tuple(self._rows.values())
 
-    def _run(self, jaxpr: Any, inputs: Sequence[Any], around: Place) -> list[Any]:
-        def apply(eqn, ins, place):
-            if _jaxpr.call_kind(eqn):
-                return self._call(eqn, ins, place)
-            self._named(eqn, place)
-            if is_attention(eqn):
-                if reason := why_not_kernel(eqn):
-                    self._note(place, reason, 0)
-            elif not place.backward and not place.again:
-                return self._part(eqn, ins, place)
-            return [None] * len(eqn.outvars)
+    def _operation(self, eqn: Any, ins: list[Any], at: At) -> list[Any]:
+        place = at.place
+        self._named(place)
+        if is_attention(eqn):
+            if reason := why_not_kernel(eqn):
+                self._note(place, reason, 0)
+        elif not place.backward and not place.again:
+            return self._part(eqn, ins, place)
+        return [None] * len(eqn.outvars)
 
-        outs = _jaxpr.interpret(
-            jaxpr,
-            inputs,
-            placed(apply, around),
-            const=lambda _: None,
-            literal=lambda literal: literal,
-        )
-        return [x if isinstance(x, _Part) else None for x in outs]
-
-    def _call(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
-        """Goes into the bodies of an equation. A loop is told of nothing outside it."""
-        layout = _jaxpr.call_layout(eqn)
-        loops = _jaxpr.call_kind(eqn) in ("scan", "while", "shard_map")
-        outs: list[Any] = [None] * len(eqn.outvars)
-        for body in _jaxpr.on_accelerator(eqn, layout.bodies):
-            known = [None if loops else ins[i] for i in body.operands]
-            inside = place.replayed(eqn, body.jaxpr)
-            outs = self._run(body.jaxpr, known, inside)
-        return [None] * len(eqn.outvars) if loops else outs
-
-    def _named(self, eqn: Any, place: Place) -> None:
+    def _named(self, place: Place) -> None:
         """Notes what was written out for a reason."""
         for scope in place.scopes:
             if scope.startswith(ATTENTION):
                 self._note(place, _WRITTEN[scope.removeprefix(ATTENTION)], 0)
 
     def _note(self, place: Place, why: str, size: int) -> None:
+        if not place.trips:  # what is known of a loop has not settled
+            return
         key = place.where, why
         row = self._rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
         self._rows[key] = UnfusedAttention(why, row.bytes + size, row.module, row.where)
@@ -107,6 +89,11 @@ class Attentions:
                 self._note(place, "", int(size) * place.trips)
             return [None]
         return [_next(eqn, ins, parts)] * len(eqn.outvars)
+
+
+def _the_one(values: Sequence[Any]) -> Any:
+    """Returns what all of some values are, None if they differ."""
+    return values[0] if all(x == values[0] for x in values) else None
 
 
 def _is(x: Any, stage: str) -> bool:

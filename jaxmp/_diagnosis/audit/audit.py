@@ -1,8 +1,8 @@
 """Which products of a function run in which dtype, and what made them float32.
 
-The function is traced, never run. One walk over its jaxpr finds the products and the
-causes of float32 (:mod:`~.leaks`), another what forward passes hand to backward passes
-(:mod:`~.residuals`), a third what is made of products (:mod:`~.hazards`).
+The function is traced, never run. What :mod:`~.leaks` follows through its jaxpr are the
+causes of float32, :mod:`~.hazards` what is made of products, :mod:`~.attention` parts
+of an attention; :mod:`~.residuals` has what is stored for backward passes.
 """
 
 import functools
@@ -24,7 +24,7 @@ from ..._ops.products import default_precision
 from ..numbers import Numbers
 from .attention import Attentions
 from .hazards import of_numbers, of_products
-from .leaks import Walk
+from .leaks import Leaks
 from .report import DtypeReport, Hazards, wide_name
 from .residuals import residual_bytes
 
@@ -99,18 +99,18 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             flat = flatten(fun, args, kwargs)
             leaves = [*map(_with_sizes, flat.leaves)]
             jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
-            walk = Walk(default, steps)
+            leaks = Leaks(default, steps)
             if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
-                walk.notes[f"sizes that are left open count as {_OPEN}"] = None
-            inputs = map(walk.argument, flat.names, _jaxpr.in_avals(jaxpr))
+                leaks.notes[f"sizes that are left open count as {_OPEN}"] = None
+            inputs = map(leaks.argument, flat.names, _jaxpr.in_avals(jaxpr))
             around = Place(user=caller())
-            walk.run(jaxpr, [*inputs], around)
+            leaks.walk.through(jaxpr, [*inputs], (), around)
             residuals = residual_bytes(jaxpr)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = of_products(jaxpr, around, default) + of_numbers(numbers)
             attention = Attentions().found(jaxpr, around)
-            return walk.report(residuals, Hazards(dict.fromkeys(hazards)), attention)
+            return leaks.report(residuals, Hazards(dict.fromkeys(hazards)), attention)
 
     return uncalled("audit", fun, audited)
 

@@ -19,7 +19,8 @@ from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
-from ..._jaxprs.places import Place, placed
+from ..._jaxprs.places import Place
+from ..._jaxprs.walk import At, Forward
 from ..._ops import table
 from ..._ops.products import (
     has_default_precision,
@@ -75,9 +76,8 @@ Products = frozenset[int]  # the numbers of some of them
 NONE: Products = frozenset()
 
 
-# What a value is: twice something, the negative of something, a square, a sum with sums
-# of squares in it, the root of one, a sum over an axis, one sum times another, or
-# numbers that add up to zero.
+# What a value is: twice something, a square, a sum with sums of squares in it, the root
+# of one, a sum over an axis, one sum times another, or numbers that add up to zero.
 Traits = frozenset[str]
 
 
@@ -88,7 +88,7 @@ class Made(NamedTuple):
     twice: Products = NONE  # those that are in it twice, as 2xy is
     entries: Products = NONE  # each entry is made of the same entry of these
     shifted: Products = NONE  # an input was added to these, and the sum rounded
-    taken: Products = NONE  # something was taken away from these, when shifted
+    taken: Products = NONE  # then something that was given was taken away from these
     numbers: frozenset[float] = frozenset()  # in the code, that are some of the entries
     traits: Traits = frozenset()
     given: bool = False  # from arguments and numbers alone
@@ -114,7 +114,8 @@ def of_products(
         default_precision: That of products whose lines ask for none.
     """
     search = _Search(default_precision)
-    search.run(jaxpr, [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)], around)
+    inputs = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
+    search.walk.through(jaxpr, inputs, (), around)
     return tuple(search.found.values())
 
 
@@ -125,34 +126,18 @@ class _Search:
         self._default_precision = default_precision
         self._followed: list[Product] = []
         self.found: dict[Any, Hazard] = {}
+        self.walk = Forward(self._operation, _either, _known, enter=self._enter)
 
-    def run(self, jaxpr: Any, inputs: Sequence[Made], around: Place) -> list[Made]:
-        def apply(eqn, ins, place):
-            if _jaxpr.call_kind(eqn):
-                return self._call(eqn, ins, place)
-            return [self._operation(eqn, ins, place)] * len(eqn.outvars)
+    def _enter(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
+        """Goes into an equation, a loop once: its start says what it carries."""
+        carried = _jaxpr.call_layout(eqn).fixed_in
+        ins = [Made() if i in carried else x for i, x in enumerate(ins)]
+        return self.walk.once(eqn, ins, at)
 
-        return _jaxpr.interpret(
-            jaxpr, inputs, placed(apply, around), const=_constant, literal=_literal
-        )
+    def _operation(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
+        return [self._made(eqn, ins, at.place)] * len(eqn.outvars)
 
-    def _call(self, eqn: Equation, ins: list[Made], place: Place) -> list[Made]:
-        layout = _jaxpr.call_layout(eqn)
-        # What a loop carries is known before the first trip alone.
-        ins = [Made() if i in layout.fixed_in else x for i, x in enumerate(ins)]
-        results = [
-            self.run(
-                body.jaxpr,
-                [ins[i] for i in body.operands],
-                place.inside(eqn, body.jaxpr),
-            )
-            for body in _jaxpr.on_accelerator(eqn, layout.bodies)
-        ]
-        if _jaxpr.call_kind(eqn) == "cond":
-            return [_either(outs) for outs in zip(*results, strict=True)]
-        return results[-1]
-
-    def _operation(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
+    def _made(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
         """Returns what the results of an equation are made of."""
         if any(_jaxpr.sub_jaxprs(eqn)) or not eqn.outvars:
             return Made()
@@ -178,7 +163,7 @@ class _Search:
         return made
 
     def _product(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
-        if place.backward:
+        if place.backward or place.again:
             return Made()
         self._note("offset", _union(x.taken for x in ins))
         is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
@@ -223,7 +208,9 @@ class _Search:
         """
         dtype = eqn.outvars[0].aval.dtype
         # Autocast clips what it casts.
-        if not is_narrow(dtype) or place.backward or _scopes.AUTOCAST in place.scopes:
+        if not is_narrow(dtype) or _scopes.AUTOCAST in place.scopes:
+            return
+        if place.backward or place.again:
             return
         for number in sorted(x.numbers):
             with np.errstate(over="ignore"):
@@ -278,9 +265,7 @@ def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
         given=all(x.given for x in ins),
         numbers=_union(x.numbers for x in ins if table.selects(eqn)),
         entries=_union(x.products | x.entries for x in ins if table.is_arithmetic(eqn)),
-        # A maximum that is taken away from what it is of, as in a softmax, or a mean,
-        # as in a norm, is where their zero is, and no number that was added to them.
-        shifted=_union(x.shifted for x in ins if holds and not table.reduces(eqn)),
+        shifted=_union(x.shifted for x in ins if holds),
         taken=_union(x.taken for x in ins if holds or table.is_arithmetic(eqn)),
     )
 
@@ -305,35 +290,23 @@ def _traits(eqn: Equation, ins: Sequence[Traits]) -> Iterator[str]:
     multiplies = table.multiplies_entries(eqn) or table.is_product_of_any_kind(eqn)
     if multiplies and all("total" in x for x in ins[:2]):
         yield "product of totals"
-    if table.is_negation(eqn) and "negative" not in first:
-        yield "negative"
 
 
 def _shifted(eqn: Equation, ins: Sequence[Made]) -> Products:
     """Returns the products to which a sum in 16 bits adds what was given."""
     if not table.adds_terms(eqn) or not is_narrow(eqn.outvars[0].aval):
         return NONE
-    adds = any(x.given and x.number is None for x in ins)
-    return _union(x.products for x in ins) if adds else NONE
+    return _union(x.products for x in ins) if _has_given(ins) else NONE
 
 
 def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
-    """Returns the products of which a difference takes away what was added to them.
+    """Returns the products of which a difference takes away what was given."""
+    takes = table.subtracts(eqn) and _has_given(ins)
+    return _union(x.shifted for x in ins) if takes else NONE
 
-    Or something else that was given, or the same numbers at another place.
-    """
-    shape = eqn.outvars[0].aval.shape
-    if not table.adds_terms(eqn) or math.prod(shape) == 1:
-        return NONE
-    one, other = ins
-    differ = ("negative" in one.traits) != ("negative" in other.traits)
-    if table.subtracts(eqn) == differ:
-        return NONE
-    if 0 in (one.number, other.number):  # the mean of an RMS norm, for one
-        return NONE
-    if one.given or other.given:
-        return one.shifted | other.shifted
-    return one.shifted & other.shifted
+
+def _has_given(ins: Sequence[Made]) -> bool:
+    return any(x.given and x.number is None for x in ins)
 
 
 def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
@@ -345,16 +318,24 @@ def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
     if not factor.given:
         return made
     is_two = factor.number is not None and abs(factor.number) == 2
-    is_negative = factor.number is not None and factor.number < 0
     traits = made.traits | (x.traits - {"norm", "product of totals", "twice"})
     traits |= {"twice"} if is_two else set()
     return made._replace(
         products=x.products,
         twice=x.products if is_two else x.twice,
-        traits=traits ^ {"negative"} if is_negative else traits,
-        # A factor for each entry, as in a rotation, makes other numbers of it.
-        shifted=x.shifted if factor.number is not None or divides else NONE,
+        traits=traits,
+        shifted=x.shifted,
     )
+
+
+def _known(x: Any, at: At) -> Made:
+    """Returns what is known of a number in the code, or of an array."""
+    if not isinstance(x, _jaxpr.Literal):
+        return _constant(x)
+    number = _real(_jaxpr.number_of(x))
+    if number is None or not np.isfinite(number):
+        return Made(given=True, number=number)
+    return Made(given=True, number=number, numbers=frozenset({float(number)}))
 
 
 def _constant(array: Any) -> Made:
@@ -372,14 +353,6 @@ def _constant(array: Any) -> Made:
     # Not those near 0, where small ones may be meant.
     large = frozenset(x for x in ends if 1 < abs(x) < np.inf)
     return Made(given=True, number=number, traits=traits, numbers=large)
-
-
-def _literal(literal: Any) -> Made:
-    """Returns what is known of a number in a jaxpr."""
-    number = _real(_jaxpr.number_of(literal))
-    if number is None or not np.isfinite(number):
-        return Made(given=True, number=number)
-    return Made(given=True, number=number, numbers=frozenset({float(number)}))
 
 
 def _real(number: Any) -> Any:

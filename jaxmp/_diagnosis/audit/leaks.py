@@ -1,8 +1,8 @@
-"""What made products float32: one walk follows every float32 value to its causes.
+"""What made products float32: every float32 value is followed to its causes.
 
 A cause is where float32 came from: an argument, a constant, a cast from 16 bits, an
 array or a number made in float32. A leak is a cause that products are charged to.
-``Walk.causes_of`` says which causes a value has, ``Turn`` which of them are charged.
+``Leaks.causes_of`` says which causes a value has, ``Turn`` which of them are charged.
 What is said here of float32 holds for float64 too, which comes from float32 as float32
 comes from 16 bits.
 """
@@ -22,7 +22,8 @@ from ..._autocast.plan import Step
 from ..._base.dtypes import bits_of, is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.places import Place, placed, trip_count
+from ..._jaxprs.places import Place, trip_count
+from ..._jaxprs.walk import At, Forward
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
 from ..._ops.table import is_view, may_multiply
@@ -102,9 +103,6 @@ class Origin(NamedTuple):
         """The fewest that something had from which this was computed."""
         return 16 if self.from_16bit else min((x.bits for x in self.causes), default=64)
 
-    def __or__(self, other: Origin) -> Origin:
-        return Origin(self.causes | other.causes, self.from_16bit or other.from_16bit)
-
 
 class Operand(NamedTuple):
     """A floating input of an equation."""
@@ -119,7 +117,7 @@ class Operand(NamedTuple):
         return not isinstance(self.atom, _jaxpr.Literal)
 
 
-class Walk:
+class Leaks:
     """Follows float32 values through a jaxpr and adds up its products."""
 
     def __init__(self, default_precision: Any, steps: Sequence[Step]):
@@ -129,6 +127,7 @@ class Walk:
             default_precision: What JAX is told of all products.
             steps: What autocast has planned, by their numbers in the program.
         """
+        self.walk = Forward(self.operation, _either, self.known, enter=self.enter)
         self.default_precision, self.steps = default_precision, steps
         self.flops: dict[str, float] = {}
         self.default_precision_flops = 0.0
@@ -159,31 +158,6 @@ class Walk:
             attention=attention,
         )
 
-    def run(self, jaxpr: Any, inputs: Sequence[Origin], around: Place) -> list[Origin]:
-        """Walks a jaxpr and returns what is known of its outputs."""
-
-        def apply(eqn, ins, place):
-            ins = [self.read(x, place) for x in ins]
-            if _jaxpr.call_kind(eqn):
-                outs = self.call(eqn, ins, place)
-            elif any(_jaxpr.sub_jaxprs(eqn)) and not _jaxpr.is_kernel(eqn):
-                outs = self.unknown_call(eqn, ins, place)
-            else:
-                outs = self.operation(eqn, ins, place)
-            return [
-                self.output(eqn, var.aval, out, place)
-                for var, out in zip(eqn.outvars, outs, strict=True)
-            ]
-
-        outs = _jaxpr.interpret(
-            jaxpr,
-            inputs,
-            placed(apply, around),
-            const=self.constant,
-            literal=lambda literal: literal,
-        )
-        return [self.read(x, around) for x in outs]
-
     # What is known of a value
 
     def argument(self, name: str, aval: Any) -> Origin:
@@ -191,13 +165,15 @@ class Walk:
         number = len(self.causes)
         return self.given(number, Turn.ARGUMENT, "argument", name, aval)
 
-    def constant(self, array: Any) -> Origin:
-        """Returns what is known of an array that the jaxpr carries."""
-        aval = jax.typeof(array)
+    def known(self, x: Any, at: At) -> Origin:
+        """Returns what is known of a number in the code, or of an array."""
+        if isinstance(x, _jaxpr.Literal):
+            return self.number(x, at.place)
+        aval = jax.typeof(x)
         turn, name = Turn.ARGUMENT, f"constant {aval.dtype}{[*aval.shape]}"
-        if is_wide(aval) and aval.size == 1 and not isinstance(array, _jaxpr.Tracer):
-            turn, name = Turn.NUMBER, _number(array)
-        return self.given(id(array), turn, "constant", name, aval)
+        if is_wide(aval) and aval.size == 1 and not isinstance(x, _jaxpr.Tracer):
+            turn, name = Turn.NUMBER, _number(x)
+        return self.given(id(x), turn, "constant", name, aval)
 
     def given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Origin:
         """Returns what is known of a value that is a cause if it is wide."""
@@ -205,10 +181,8 @@ class Walk:
             return Origin(from_16bit=is_narrow(aval))
         return Origin(frozenset({self.cause(at, turn, kind, name, aval)}))
 
-    def read(self, x: Origin | _jaxpr.Literal, place: Place) -> Origin:
-        """Returns what is known of an input, which may be a number in the code."""
-        if not isinstance(x, _jaxpr.Literal):
-            return x
+    def number(self, x: _jaxpr.Literal, place: Place) -> Origin:
+        """Returns what is known of a number in the code."""
         aval: Any = x.aval
         if not is_wide(aval):
             return Origin()  # and not from 16 bits: a number has no dtype to keep
@@ -244,59 +218,39 @@ class Walk:
 
     # What equations do
 
-    def call(
-        self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
-    ) -> list[Origin]:
-        """Walks the bodies of an equation; a loop until its carry has settled."""
-        layout = _jaxpr.call_layout(eqn)
+    def enter(self, eqn: _jaxpr.Equation, ins: list[Origin], at: At) -> list[Origin]:
+        """Goes into the jaxprs of an equation."""
         if trip_count(eqn) is None:
-            self.note("a while loop, counted as one trip", place)
+            self.note("a while loop, counted as one trip", at.place)
+        return self.walk.around(eqn, ins, at)
 
-        def bodies(place: Place) -> list[list[Origin]]:
-            return [
-                self.run(
-                    body.jaxpr,
-                    [ins[i] for i in body.operands],
-                    place.inside(eqn, body.jaxpr),
-                )
-                for body in _jaxpr.on_accelerator(eqn, layout.bodies)
-            ]
-
-        carries = [*zip(layout.fixed_in, layout.fixed_out, strict=True)]
-        while carries:
-            outs = bodies(place._replace(trips=0))[-1]
-            fed_back = {i: ins[i] | outs[j] for i, j in carries}
-            if all(fed_back[i] == ins[i] for i in fed_back):
-                break
-            ins = [fed_back.get(i, value) for i, value in enumerate(ins)]
-
-        *others, outs = bodies(place)
-        if _jaxpr.call_kind(eqn) == "cond":
-            for other in others:
-                outs = [a | b for a, b in zip(outs, other, strict=True)]
-        elif _jaxpr.call_kind(eqn) == "while":  # which may not run at all
-            outs = [outs[j] | ins[i] for i, j in carries]
-        return outs
+    def operation(
+        self, eqn: _jaxpr.Equation, ins: list[Origin], at: At
+    ) -> list[Origin]:
+        """Follows one equation."""
+        if any(_jaxpr.sub_jaxprs(eqn)) and not _jaxpr.is_kernel(eqn):
+            value = self.unknown_call(eqn, ins, at.place)
+        else:
+            value = self.computed(eqn, ins, at.place)
+        return [self.output(eqn, var.aval, value, at.place) for var in eqn.outvars]
 
     def unknown_call(
         self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
-    ) -> list[Origin]:
-        """Walks the jaxprs of an equation of which nothing else is known."""
-        mixed = functools.reduce(Origin.__or__, ins, Origin())
+    ) -> Origin:
+        """Goes into the jaxprs of an equation of which nothing else is known."""
+        mixed = _either(ins)
         for jaxpr in _jaxpr.sub_jaxprs(eqn):
             inputs = [mixed] * len(_jaxpr.in_avals(jaxpr))
-            for out in self.run(jaxpr, inputs, place.inside(eqn, jaxpr)):
-                mixed |= out
-        return [mixed] * len(eqn.outvars)
+            inside = place.inside(eqn, jaxpr)
+            mixed = _either([mixed, *self.walk.through(jaxpr, inputs, (), inside)])
+        return mixed
 
-    def operation(
-        self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place
-    ) -> list[Origin]:
-        """Follows one equation without jaxprs."""
+    def computed(self, eqn: _jaxpr.Equation, ins: list[Origin], place: Place) -> Origin:
+        """Returns what is known of what one equation without jaxprs computes."""
         if may_multiply(eqn):
             self.note(f"`{eqn.primitive.name}`, its products not counted", place)
         if not eqn.outvars:  # printed, and nothing more
-            return []
+            return Origin()
         operands = [
             Operand(atom, value, is_wide(atom.aval))
             for atom, value in zip(eqn.invars, ins, strict=True)
@@ -315,12 +269,11 @@ class Walk:
                 self.product(eqn, causes, flops, place)
             elif wide_out and _scopes.AUTOCAST in place.scopes and not scales:
                 self.keep(eqn, 0.0, place)
-        value = Origin(
+        return Origin(
             causes,
             from_16bit=any(x.value.from_16bit for x in operands),
             widened_at=_widened_at(eqn, operands, causes, place),
         )
-        return [value] * len(eqn.outvars)
 
     def causes_of(
         self, eqn: _jaxpr.Equation, operands: list[Operand], place: Place
@@ -396,10 +349,10 @@ class Walk:
                 self.forward.setdefault(key, causes)
             is_float8 = all(x.itemsize == 1 for x in dtypes)
             if _scopes.FLOAT8 in place.scopes and not is_float8:
-                reason = why_16bit(eqn, self.step(place))
+                reason = why_16bit(eqn, place.step_among(self.steps))
                 _count(self.kept_16bit, eqn, reason, flops, place)
             return
-        is_leak = is_float64_leak(eqn, place, self.step(place))
+        is_leak = is_float64_leak(eqn, place, place.step_among(self.steps))
         if _scopes.AUTOCAST in place.scopes and not is_leak:
             return self.keep(eqn, flops, place)
         if place.backward:
@@ -415,15 +368,13 @@ class Walk:
                 cause.meet(place, cause.bits)
                 cause.flops += flops
 
-    def step(self, place: Place) -> Step | None:
-        """Returns what autocast has planned for what is there, None if nothing."""
-        return None if place.step is None else self.steps[place.step]
-
     def keep(self, eqn: _jaxpr.Equation, flops: float, place: Place) -> None:
         """Adds to what autocast left in float32, with the reason."""
         if not computes(eqn):
             return
-        reason = why_kept(eqn, place, self.step(place), is_product=bool(flops))
+        reason = why_kept(
+            eqn, place, place.step_among(self.steps), is_product=bool(flops)
+        )
         _count(self.kept, eqn, reason, flops, place)
 
     def note(self, text: str, place: Place) -> None:
@@ -461,11 +412,17 @@ def _line(place: Place) -> tuple[str, str]:
     return place.module, place.where
 
 
+def _either(values: Sequence[Origin]) -> Origin:
+    """Returns what is known of a value that is, or is made of, some of these."""
+    sets = {x.causes for x in values}
+    # A set with the causes of hundreds of arguments is best shared.
+    causes = sets.pop() if len(sets) == 1 else frozenset().union(*sets)
+    return Origin(causes, any(x.from_16bit for x in values))
+
+
 def _union(operands: list[Operand]) -> Causes:
     """Returns the causes of any of the operands."""
-    sets = {x.value.causes for x in operands}
-    # A set with the causes of hundreds of arguments is best shared.
-    return sets.pop() if len(sets) == 1 else frozenset().union(*sets)
+    return _either([x.value for x in operands]).causes
 
 
 def _joint(operands: list[Operand]) -> Causes:

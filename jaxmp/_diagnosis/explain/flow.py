@@ -17,13 +17,8 @@ from ..._autocast.plan import Step
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.places import (
-    Frame,
-    Place,
-    frames_below_users,
-    library_function,
-    placed,
-)
+from ..._jaxprs.places import Frame, Place, frames_below_users, library_function
+from ..._jaxprs.walk import At, Forward
 from ..._ops.products import PRODUCTS, is_convolution
 from ..._ops.table import in_words, is_view
 
@@ -91,73 +86,87 @@ class Value:
 
 
 class Array(NamedTuple):
-    """A value in some dtype."""
+    """A value, and how a compiler stores it."""
 
     value: Value
-    dtype: np.dtype
-    stored: np.dtype  # the narrowest dtype that it has had: a compiler stores that
+    stored: np.dtype  # the narrowest dtype that it has had
 
 
 class Around(NamedTuple):
-    """What is known of the equations of a jaxpr by what holds it."""
+    """What is known of an equation by its place, and by what holds it."""
 
     place: Place
-    function: str = ""  # the function of JAX that they are in
+    function: str = ""  # the function of JAX that it is in
     for_leaves: bool = False  # whether a library calls that for each leaf of a tree
+    made: Any = None  # of its jaxpr the operations of steps, by number
+
+    def of(self, eqn: _jaxpr.Equation, before: Around) -> Around:
+        """Returns where an equation is in these surroundings."""
+        return self._replace(place=self.place.of(eqn, before.place))
+
+    def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Around:
+        """Returns the surroundings of what is inside ``eqn``, which is here."""
+        kind, before = _jaxpr.call_kind(eqn), self.place
+        place = before.inside(eqn, jaxpr)
+        if kind == "custom_jvp":  # which JAX traces anew for each call
+            place = place._replace(shared=before.shared)
+        trips = {"scan": before.trips * eqn.params.get("length", 1), "while": 0}
+        place = place._replace(trips=trips.get(kind, before.trips))
+        function = self.function
+        if place.shared and not before.shared:
+            name = _jaxpr.function_of(jaxpr)[0].strip("_")
+            function = library_function(eqn) or name
+        for_leaves = self.for_leaves or _maps_over_leaves(frames_below_users(eqn))
+        return Around(place, function, for_leaves, {})
 
 
 class Flow:
-    """Follows the values of a program."""
+    """Follows the values of a program, and builds the graph of its operations."""
 
     def __init__(self, steps: Sequence[Step]):
         """Starts with nothing followed, and with what autocast has decided."""
         self.steps = steps
         self.operations: list[Operation] = []
         self.values: list[Value] = []
+        # What is built of a loop is a graph with a cycle: it is gone through once.
+        self.walk = Forward(self.equation, self.either, self.known, enter=self.equation)
 
     def follow(self, jaxpr: Any, place: Place) -> list[Operation]:
         """Follows a whole program, and returns its operations in order."""
         ins = [self.given(aval) for aval in _jaxpr.in_avals(jaxpr)]
-        for out in self.run(jaxpr, ins, Around(place)):
+        for out in self.walk.through(jaxpr, ins, (), Around(place, made={})):
             out.value.is_returned = True
         self.find_forward()
         return self.operations
 
-    def run(self, jaxpr: Any, ins: Sequence[Array], around: Around) -> list[Array]:
-        """Follows a jaxpr, and returns its outputs."""
-        made = {}  # by number, the operations of steps
+    def known(self, x: Any, at: At) -> Array:
+        """Returns a number in the code, or an array that a jaxpr carries."""
+        return self.given(getattr(x, "aval", x))
 
-        def apply(eqn, ins, place):
-            names = _jaxpr.names_of(eqn)
-            number = _scopes.named_in(names.scopes, _scopes.STEP)
-            own = None if number is None else self.steps[int(number)]
-            here = around._replace(place=place)
-            if names.transposed or names.computed_again:
-                return self.backward(eqn, ins)
-            if _scopes.EIGHT_BITS in names.scopes:
-                return self.narrowed(eqn, ins)
-            if _jaxpr.is_cast(eqn) and self.is_added(own, here):
-                if _scopes.STACKED in names.scopes and ins[0].value.operation:
-                    ins[0].value.operation.is_stacked = True
-                return [_retyped(ins[0], eqn)]
-            opens = own is None or _jaxpr.call_kind(own.eqn)
-            if _jaxpr.call_kind(eqn) and opens:
-                return self.call(eqn, ins, here)
-            # Of several equations that stand for one, the first begins it.
-            operation = made.get(number)
-            if operation is None:
-                operation = self.operation(own.eqn if own else eqn, here)
-            if own:
-                made[number] = operation
-            return self.outputs(eqn, ins, operation)
-
-        return _jaxpr.interpret(
-            jaxpr,
-            ins,
-            placed(apply, around.place),
-            const=self.given,
-            literal=lambda x: self.given(x.aval),
-        )
+    def equation(
+        self, eqn: _jaxpr.Equation, ins: list[Array], at: At
+    ) -> Sequence[Array]:
+        """Follows an equation, which may be a part of a step."""
+        names, here = _jaxpr.names_of(eqn), at.place
+        number = _scopes.named_in(names.scopes, _scopes.STEP)
+        own = None if number is None else self.steps[int(number)]
+        if names.transposed or names.computed_again:
+            return self.backward(eqn, ins)
+        if _scopes.EIGHT_BITS in names.scopes:
+            return self.narrowed(eqn, ins)
+        if _jaxpr.is_cast(eqn) and self.is_added(own, here):
+            if _scopes.STACKED in names.scopes and ins[0].value.operation:
+                ins[0].value.operation.is_stacked = True
+            return [_retyped(ins[0], eqn)]
+        if _jaxpr.call_kind(eqn) and (own is None or _jaxpr.call_kind(own.eqn)):
+            return self.call(eqn, ins, at)
+        # Of several equations that stand for one, the first begins it.
+        operation = here.made.get(number)
+        if operation is None:
+            operation = self.operation(own.eqn if own else eqn, here)
+        if own:
+            here.made[number] = operation
+        return self.outputs(eqn, ins, operation)
 
     def is_added(self, own: Step | None, here: Around) -> bool:
         """Whether autocast has added a cast."""
@@ -178,13 +187,12 @@ class Flow:
         """Returns an array that nobody has read yet."""
         value = Value(operation)
         self.values.append(value)
-        dtype: Any = getattr(aval, "dtype", None)
-        return Array(value, dtype, dtype)
+        return Array(value, getattr(aval, "dtype", None))  # pyright: ignore
 
     def operation(self, eqn: _jaxpr.Equation, here: Around) -> Operation:
         """Returns the operation that an equation, as the user wrote it, stands for."""
         place = here.place
-        step = None if place.step is None else self.steps[place.step]
+        step = place.step_among(self.steps)
         dtype, takes = _returned(eqn, step), _taken(eqn, step)
         name, library = eqn.primitive.name, here.function or library_function(eqn)
         below = frames_below_users(eqn)
@@ -236,38 +244,23 @@ class Flow:
 
     # What equations hold.
 
-    def call(self, eqn: _jaxpr.Equation, ins: list[Array], here: Around) -> list[Array]:
+    def call(self, eqn: _jaxpr.Equation, ins: list[Array], at: At) -> list[Array]:
         """Follows the jaxprs that an equation holds."""
-        layout = _jaxpr.call_layout(eqn)
-        ins = list(ins)
+        layout, ins = _jaxpr.call_layout(eqn), list(ins)
         carried = [self.given(eqn.invars[i].aval) for i in layout.fixed_in]
         for i, array in zip(layout.fixed_in, carried, strict=True):
             ins[i].value.turn_into(array.value)
             ins[i] = array
-        bodies = [body.jaxpr for body in layout.bodies]
-        chosen = _jaxpr.on_accelerator(eqn, bodies)
-        results = [
-            self.run(
-                body.jaxpr,
-                [ins[i] for i in body.operands],
-                self.inside(eqn, body.jaxpr, here),
-            )
-            for body in layout.bodies
-            if any(body.jaxpr is x for x in chosen)
-        ]
-        if _jaxpr.call_kind(eqn) == "while":
-            results = results[-1:]
+        outs = self.walk.once(eqn, ins, at)
         for i, array in zip(layout.fixed_out, carried, strict=True):
-            results[0][i].value.turn_into(array.value)
+            outs[i].value.turn_into(array.value)
         floating = [i for i in layout.fixed_in if _jaxpr.is_inexact(eqn.invars[i])]
         for dtype in dict.fromkeys(str(eqn.invars[i].aval.dtype) for i in floating):
-            loop = self.operation(eqn, here)
+            loop = self.operation(eqn, at.place)
             loop.step, loop.dtype = None, dtype
             loop.carries = loop.is_forward = True
             loop.call = loop.call, dtype
-        if len(results) == 1:
-            return results[0]
-        return [*map(self.either, zip(*results, strict=True))]
+        return outs
 
     def either(self, arrays: Sequence[Array]) -> Array:
         """Returns what is one of some arrays, as a branch has been taken."""
@@ -276,21 +269,6 @@ class Flow:
         for array in arrays:
             array.value.turn_into(out)
         return arrays[0]._replace(value=out)
-
-    def inside(self, eqn: _jaxpr.Equation, jaxpr: Any, here: Around) -> Around:
-        """Returns what is known of what is inside ``eqn``."""
-        kind, before = _jaxpr.call_kind(eqn), here.place
-        place = before.inside(eqn, jaxpr)
-        if kind == "custom_jvp":  # which JAX traces anew for each call
-            place = place._replace(shared=before.shared)
-        trips = {"scan": before.trips * eqn.params.get("length", 1), "while": 0}
-        place = place._replace(trips=trips.get(kind, before.trips))
-        function = here.function
-        if place.shared and not before.shared:
-            name = _jaxpr.function_of(jaxpr)[0].strip("_")
-            function = library_function(eqn) or name
-        for_leaves = here.for_leaves or _maps_over_leaves(frames_below_users(eqn))
-        return here._replace(place=place, function=function, for_leaves=for_leaves)
 
     # What the forward pass needs.
 
@@ -352,6 +330,5 @@ def _taken(eqn: _jaxpr.Equation, step: Step | None) -> str:
 
 def _retyped(array: Array, eqn: _jaxpr.Equation) -> Array:
     """Returns an array as a cast leaves it."""
-    dtype = eqn.outvars[0].aval.dtype
-    stored = min(array.stored, dtype, key=lambda x: np.dtype(x).itemsize)
-    return Array(array.value, dtype, stored)
+    dtypes = array.stored, eqn.outvars[0].aval.dtype
+    return array._replace(stored=min(dtypes, key=lambda x: np.dtype(x).itemsize))
