@@ -23,8 +23,8 @@ _ARGS = (
     "`jax.ShapeDtypeStruct`"
 )
 _AT_LEAST = (
-    "end with 1 if less than this share of the FLOPs of matmuls and convolutions is in "
-    "16 bits"
+    "exit with status 1 if less than this share of the FLOPs of matmuls and "
+    "convolutions is in 16 bits"
 )
 _EXAMPLE = "python -m jaxmp audit train.py:step --args train.py:example --at-least 95"
 
@@ -77,7 +77,7 @@ def _percent(text: str) -> float:
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no number of percent") from None
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage") from None
     if not 0 <= value <= 100:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
     return value

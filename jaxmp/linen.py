@@ -253,7 +253,7 @@ def gather(
     shapes, and ``init`` does not gather. To apply the model to whole parameters,
     outside of the mesh, build it of ``module``.
 
-    Remat and scan go around it:
+    Put remat and scan around it:
     ``nn.scan(nn.remat(gather(Block, specs, policy)), ...)``.
 
     Args:

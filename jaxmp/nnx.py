@@ -190,7 +190,7 @@ def value_and_grad(
             of a variable in its argument, such as ``norm/scale``.
         loss_scale: As for :func:`jaxmp.value_and_grad`, such as the ``nnx.Optimizer``.
         argnums: The positional argument or arguments to differentiate, by number or
-            as ``nnx.DiffState``, which brings a filter of its own. Their arrays that
+            as ``nnx.DiffState``, which has its own filter. Their arrays that
             are in no NNX object are differentiated as by ``jax.value_and_grad``.
         wrt: NNX filter of the variables to differentiate, where ``argnums`` has none.
         has_aux: Whether ``fun`` returns a pair.
@@ -290,7 +290,7 @@ def gather(
 
     During the call, its variables of type ``nnx.Param`` are gathered by
     :func:`jaxmp.gather`. All other variables stay its own, with the changes that the
-    call makes. Remat and scan go around it: ``nnx.remat(lambda block, x: gather(block,
+    call makes. Put remat and scan around it: ``nnx.remat(lambda block, x: gather(block,
     specs, policy)(x))``.
 
     Args:
@@ -357,7 +357,7 @@ def autocast(
     (parameters, running statistics, random streams, metrics, optimizers, new
     attributes) changes in the caller's objects. ``fun`` may be a whole training step.
     Put it under ``nnx.jit``, and around ``nnx.value_and_grad`` rather than inside. In
-    ``float32_paths`` name modules by the attributes that lead to them, such as
+    ``float32_paths`` name modules by the attributes down to them, such as
     ``"blocks/0"``.
 
     If ``fun`` is a training step and an ``nnx.Optimizer`` among its arguments skips it,

@@ -27,7 +27,7 @@ def why_not_shapes(form: Form, operands: Sequence[Any]) -> str | None:
         operands: Its operands, or their types.
     """
     if form.implementation == "xla":
-        return '`implementation="xla"` asks for XLA; leave it out'
+        return '`implementation="xla"` selects XLA; leave it out'
     size = operands[0].shape[-1]
     if not isinstance(size, int) or size % _MULTIPLE or not 0 < size <= _LARGEST:
         return (

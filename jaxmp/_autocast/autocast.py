@@ -63,8 +63,8 @@ def autocast(
 
     A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
     returns 16 bits if the result feeds another one through elementwise operations, and
-    float32 if not. Reductions, exponentials, norms, losses and whatever autocast does
-    not know are float32. ``docs/rules.md`` has the five sentences. Under
+    float32 if not. Reductions, exponentials, norms, losses and operations that autocast
+    does not know are float32. ``docs/rules.md`` has the five sentences. Under
     ``"mixed_fp8"`` large matmuls round their operands further, to scaled float8.
 
     Args:
@@ -75,8 +75,8 @@ def autocast(
         ops: Which primitives run in 16 bits, in float32, or in the dtype of inputs.
         float32_paths: Named scopes to keep in float32, forward and backward.
             ``"head"``, ``"Net/head"`` or ``"blocks/0"`` is a module with all inside it.
-            Its matmuls have all digits of float32; ``{"head": "default"}`` names a
-            cheaper precision, see :func:`float32_region`.
+            Its matmuls have full float32 precision; ``{"head": "default"}`` names a
+            cheaper one, see :func:`float32_region`.
         bfloat16_paths: Named scopes to keep out of eight bits.
         residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass
             keeps for the backward pass; None stores it in its own dtype.
@@ -174,7 +174,7 @@ def float32_region(
     ``with jax.named_scope("jaxmp.float32"):`` instead.
 
     By JAX's default, a float32 matmul runs in TF32 on NVIDIA GPUs from A100 on, and in
-    bfloat16 on a TPU. Under autocast it has all digits in the region and its gradients.
+    bfloat16 on a TPU. In the region and its gradients it has full precision.
 
     Args:
         fun: Function that JAX can trace.
@@ -254,7 +254,7 @@ def _check_precision(name: str, precision: Any) -> None:
     if precision not in PRECISIONS:
         raise ValueError(
             f"`{name}` must be one of {', '.join(map(repr, PRECISIONS))}, but is "
-            f'{short(precision)}. "highest" has all digits of float32.'
+            f'{short(precision)}. "highest" is full float32 precision.'
         )
 
 

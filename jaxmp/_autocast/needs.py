@@ -163,7 +163,7 @@ def is_squashed_for_products(need: Need, *, behind: bool) -> bool:
     """Whether a value that comes close to one is rounded.
 
     16-bit work of the forward pass takes it. The backward pass alone makes the slope of
-    it, one less the value, and needs all digits.
+    it, one less the value, and needs full precision.
 
     Args:
         need: What its readers need.

@@ -12,35 +12,35 @@ CONSTANTS, RANGE = "loop constants", "float16 range"
 Rule = int | str  # the number of a sentence, or the name of a safeguard
 
 SENTENCES = {
-    AS_WRITTEN: "What is not float32 in your code, and what you keep in float32 by a "
-    "region, a path, a denied operation or a `precision`, stays as you wrote it.",
+    AS_WRITTEN: "Values that are not float32 in your code, or that you keep in float32 "
+    "by a region, a path, a denied operation or a `precision`, stay as you wrote them.",
     BETWEEN: "A matmul takes 16 bits and adds in float32; its result may be 16 bits if "
-    "it feeds another matmul, and so may what arithmetic, activations and moves make "
-    "of 16-bit values.",
+    "it feeds another matmul, and so may the results of arithmetic, activations and "
+    "moves on 16-bit values.",
     FLOAT32: "Everything else is float32: exponentials, logarithms, powers, "
-    "reductions, norms, losses, and what is returned, divides or is read exactly, back "
-    "to the last matmul or reduction.",
-    LOOPS: "What a loop hands to its next iteration without a matmul is float32, and "
-    "so are the factors that multiply it, back to the last matmul, reduction or "
-    "activation.",
+    "reductions, norms, losses, and each value that is returned, is a divisor or is "
+    "read exactly, back to the last matmul or reduction.",
+    LOOPS: "A value that a loop carries to its next iteration without a matmul is "
+    "float32, and so are the factors that multiply it, back to the last matmul, "
+    "reduction or activation.",
     STORED: "A float32 result may be stored in 16 bits if only matmuls and the "
     "backward pass read it, and so may what a scan stacks for the backward pass alone, "
-    "and gradients that are summed too.",
+    "and gradients that are also summed.",
 }
 
 SAFEGUARDS = {
-    GATES: "Of more than four factors that multiply one another (gates in a row, "
-    "`cumprod`), those that are known to be no larger than 1, or parts of one value, "
-    "are float32, and so are their products.",
+    GATES: "If more than four factors multiply one another (gates in a row, "
+    "`cumprod`), those known to be at most 1, or parts of one value, are float32, and "
+    "so are their products.",
     COMPARING: "A loop that ends, or takes a step, by comparing results of matmuls is "
-    "one float32 operation, and so is what computes the numbers that it is given to "
-    "compare with.",
+    "one float32 operation, and so is the computation of the numbers that it is given "
+    "to compare with.",
     MOMENTS: "Matmuls that average a number and its square, where the square of one "
-    "mean is taken from the other mean, are float32.",
-    CONSTANTS: "Where a scan is not differentiated inside of autocast, its iterations "
-    "read in float32 what is the same for all.",
-    RANGE: "In float16 a sum of a 16-bit value and a float32 value that is no input is "
-    "float32, and so is what a scan stacks.",
+    "mean is subtracted from the other mean, are float32.",
+    CONSTANTS: "If a scan is not differentiated inside autocast, its iterations read "
+    "in float32 the values that are the same for all of them.",
+    RANGE: "In float16 a sum of a 16-bit value and a float32 value that is not an "
+    "input is float32, and so is what a scan stacks.",
 }
 
 # Beside the sentences, which give the dtypes of values, and not what a product does

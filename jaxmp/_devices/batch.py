@@ -181,10 +181,10 @@ def check_batch_is_whole(
             continue
         if (found := _rows(arg)) and found <= rows:
             raise ValueError(
-                f"Argument {i} has {found.pop()} rows as the batch has, but is not in "
-                f"`batch_argnums`, and so would not be split with it. Pass "
+                f"Argument {i} has {found.pop()} examples, like the batch, but is not "
+                f"in `batch_argnums`, so it would not be split with it. Pass "
                 f"`batch_argnums={(*sorted(batched), i)}` if it belongs to the batch. "
-                "If it is the same for every row, pass it by keyword."
+                "If it is the same for every example, pass it by keyword."
             )
 
 

@@ -160,9 +160,9 @@ def value_and_grad(
             leading axis. Row ``i`` goes to micro-batch ``i % accum_steps``, so that
             no row of a sharded batch leaves its device. A scalar PRNG key is split
             into one for each micro-batch. Anything else passes through. Pass arguments
-            that are the same for every row by keyword: these are never split. An array
-            in another position with as many rows as the batch is refused, because
-            labels forgotten here would give a wrong loss.
+            that are the same for every example by keyword: these are never split. An
+            array in another position with as many examples as the batch is refused,
+            because labels forgotten here would give a wrong loss.
         reduction: ``"mean"`` averages losses and gradients over the micro-batches
             and over ``axis_name``, for a loss that is a mean over the batch.
             ``"sum"`` adds them, for one that divides by the count of the whole

@@ -793,7 +793,7 @@ def position(code: types.CodeType, instruction: int) -> tuple[int, tuple[int, in
 
 
 def make_qr_precise(where: Callable[[], bool]) -> None:
-    """Lets the derivative of a QR decomposition ask for all digits of its products.
+    """Runs the matmuls in the derivative of a QR decomposition in full precision.
 
     As those of all other decompositions do, and only where ``where`` says so.
     """

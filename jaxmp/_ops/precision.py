@@ -31,7 +31,7 @@ _APART = jax.make_user_context(None)
 # derivatives of that, but forgets it in that of a QR decomposition.
 _jaxpr.make_qr_precise(lambda: _APART.value is not None)
 
-# What a user may name: all digits, or whatever the device does by default.
+# What a user may name: full float32 precision, or the default of the device.
 Precision = Literal["highest", "default"]
 PRECISIONS = get_args(Precision)
 

@@ -525,7 +525,7 @@ def folded(eqn: Equation, numbers: list[Any]) -> Any:
 
 
 def is_saved(eqn: Equation) -> bool:
-    """Whether an equation returns the float32 that it is given, with all digits.
+    """Whether an equation returns the float32 that it is given without rounding.
 
     A ``jax.checkpoint`` whose policy saves a value puts that behind it, so that XLA
     keeps no more digits of it in the forward pass.

@@ -37,7 +37,7 @@ class Stack:
             read: Which of its outputs the backward pass reads, and whether others than
                 its scan do.
             forward: The forward pass.
-            exact: What the backward pass reads all digits of.
+            exact: What the backward pass reads in full precision.
             is_left: See :func:`~.plan.leaves_out`.
         """
         self.eqn, self.jaxpr = eqn, eqn.params["jaxpr"]

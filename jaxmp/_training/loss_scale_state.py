@@ -337,13 +337,13 @@ def _check_loss(loss: Any, finite: Any) -> None:
     if np.any(wrong := ~np.isfinite(loss) & finite):
         value = loss[wrong].flat[0]
         raise FloatingPointError(
-            f"The loss is {value}, but its gradients are finite, so that the step was "
-            "not skipped. Nothing is learned from what the loss has lost. Type "
+            f"The loss is {value}, but its gradients are finite, so the step was "
+            "not skipped. The model learns nothing from these terms of the loss. Type "
             "`print(jaxmp.find_overflow(train_step)(*args))`, with the arguments of "
-            "the step, to find the operation. Likely causes: a row that a mask of "
-            "-1e9 or -inf excludes whole (type `jnp.finfo(x.dtype).min`, and leave "
-            "the row out of the mean); a sum or a mean over nothing; or a metric that "
-            "is Inf and was added to the loss."
+            "the step, to find the operation. Likely causes: a row in which a mask of "
+            "-1e9 or -inf excludes every entry (mask with `jnp.finfo(x.dtype).min`, "
+            "and leave the row out of the mean); a sum or a mean over nothing; or an "
+            "infinite metric that was added to the loss."
         )
 
 

@@ -68,7 +68,7 @@ def stochastic_rounding(
 
     Its updates are float32, and ``optax.apply_updates`` makes exactly the rounded
     parameters of them. So nothing may change them: in a chain this comes last, with
-    everything else inside it, and only :func:`jaxmp.loss_scaling` goes around it,
+    everything else inside it, and only :func:`jaxmp.loss_scaling` may wrap it,
     which skips a step without a trace, and refuses a chain in which something follows.
 
     The random numbers depend on ``seed``, the step and the position of an element:
@@ -140,7 +140,7 @@ def kahan_summation(
     :func:`jaxmp.masters` returns the float32 numbers.
 
     As for :func:`stochastic_rounding`, nothing may change the updates: in a chain this
-    comes last, and only :func:`jaxmp.loss_scaling` goes around it. The parameters may
+    comes last, and only :func:`jaxmp.loss_scaling` may wrap it. The parameters may
     be changed between two steps, because what is left of the compensation is at most
     half of their spacing.
 

@@ -293,7 +293,7 @@ def check_seed(seed: Any) -> None:
     if not is_int and not (is_array and jnp.shape(seed) == ()):
         raise TypeError(
             f"`seed` must be an integer, but is {short(seed)}. Pass for example "
-            "`seed=0`; the random numbers of each step are made of it."
+            "`seed=0`; it seeds the random numbers of each step."
         )
 
 

@@ -244,7 +244,7 @@ def test_an_audit_counts_open_sizes_as_a_number_and_says_so():
     fun, shapes = CASES["attention"]
     specs = symbolic(shapes)
     report = jaxmp.audit(jaxmp.autocast(gradients(fun), "bfloat16"))(W, *specs)
-    assert report.notes == ("sizes that are left open count as 1024",)
+    assert report.notes == ("symbolic sizes count as 1024",)
     expected = jaxmp.audit(jaxmp.autocast(gradients(fun), "bfloat16"))(
         W, floats(1024, 1024, D)
     )

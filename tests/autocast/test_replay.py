@@ -255,7 +255,7 @@ def gated(w, x):
 
 
 KEPT_BY = {
-    "takes float32, or feeds no matmul (3)": (
+    "float32 input, or feeds no matmul (3)": (
         "max",
         lambda w, x: jax.nn.relu(x @ w).sum(),
     ),
@@ -263,7 +263,7 @@ KEPT_BY = {
         "logistic",
         lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
     ),
-    "a loop hands it on, or multiplies by it (4)": ("tanh", gated),
+    "loop carry, or a factor of one (4)": ("tanh", gated),
 }
 
 

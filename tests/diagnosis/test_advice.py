@@ -172,7 +172,7 @@ EPSILON = Advised(
 )
 OWN_EPSILON = Advised(
     lambda x: unit(x.astype(HALF)),
-    "is 0 in float16, as 1e-8 is",
+    "small number, such as 1e-8",
     lambda x: unit(x.astype(HALF).astype(jnp.float32)),
     unit,
     (PADDED,),
@@ -231,7 +231,7 @@ def nll(x):
 
 SOFTMAX = Advised(
     policy(nll),
-    "is zero or subnormal in float16",
+    "are zero or subnormal in float16",
     policy(lambda x: nll(x.astype(jnp.float32))),
     nll,
     (X,),

@@ -132,7 +132,7 @@ SLIPS = {
     "audit train.py:step --args train.py:WEIGHT": "`train.py:WEIGHT` gives 1 argument.",
     "audit train.py:identity --args train.py:by_name": "keyword arguments params, x.",
     "audit train.py:step --at-least 101": "101 is not between 0 and 100",
-    "audit train.py:step --at-least most": "most is no number of percent",
+    "audit train.py:step --at-least most": "most is not a percentage",
 }
 
 

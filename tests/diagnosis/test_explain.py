@@ -212,13 +212,13 @@ def test_attention_is_told_line_by_line():
     assert (norm.dtype, norm.rule) == ("float32", 3)
     assert norm.reason == "computed by LayerNorm"
     assert (split.dtype, split.rule) == ("bfloat16", 2)
-    assert split.reason == f"a matmul reads it ({scores.number})"
+    assert split.reason == f"feeds a matmul ({scores.number})"
     assert (scores.dtype, scores.rule) == ("float32", 3)
-    assert scores.reason == f"softmax reads it ({softmax.number})"
+    assert scores.reason == f"feeds softmax ({softmax.number})"
     assert scores.products == ("bfloat16",)
     assert (softmax.dtype, softmax.rule) == ("float32", 3)
     assert ([*dict(softmax.saved)], softmax.saved_by) == (["bfloat16"], 5)
-    assert softmax.reason == f"a matmul reads it ({mixed.number})"
+    assert softmax.reason == f"feeds a matmul ({mixed.number})"
     assert (mixed.dtype, mixed.rule) == ("bfloat16", 2)
     assert loss.function == "attention_loss"
     assert {x.function for x in report.lines[:-1]} == {"Attention.__call__"}
@@ -367,7 +367,7 @@ def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
     assert report.sentences["gates"] == rules.SAFEGUARDS["gates"]
     given = at(report, "# of arguments")
     assert (given.dtype, given.rule) == ("float32", 3)
-    assert given.reason == "it takes float32 numbers"
+    assert given.reason == "its inputs are float32"
 
 
 def test_float8_is_what_matmuls_take():
@@ -485,8 +485,8 @@ def test_two_lines_that_share_what_jax_has_traced_are_told_apart():
     report = explained(jaxmp.autocast(twice), W, X)
     assert [x.source[0] for x in report.lines] == ["a", "b", "c", "d", "r"]
     a, b, c, *_ = report.lines
-    assert a.reason == f"a matmul reads it ({b.number})"
-    assert b.reason == f"a matmul reads it ({c.number})"
+    assert a.reason == f"feeds a matmul ({b.number})"
+    assert b.reason == f"feeds a matmul ({c.number})"
 
 
 def test_recursion_decorators_and_lambdas_have_their_lines():

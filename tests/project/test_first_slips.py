@@ -422,9 +422,11 @@ def test_labels_that_are_not_split_with_the_batch_are_refused(labels, options):
         return loss_fn(params, x, jax.tree.leaves(labels)[0])
 
     forgetful = jaxmp.value_and_grad(loss_of_a_tree, batch_argnums=1, **options)
-    with pytest.raises(ValueError, match=r"Argument 2 has 4 rows.*Pass `.*=\(1, 2\)`"):
+    with pytest.raises(
+        ValueError, match=r"Argument 2 has 4 examples.*Pass `.*=\(1, 2\)`"
+    ):
         forgetful(PARAMS, X, labels)
-    with pytest.raises(ValueError, match="Argument 2 has 4 rows"):
+    with pytest.raises(ValueError, match="Argument 2 has 4 examples"):
         jax.jit(forgetful)(PARAMS, X, labels)
 
 

@@ -45,8 +45,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     * **FLOPs**: a scan counts as often as it iterates, a shard_map once per device, a
       cond with all its branches, and a while loop once, with a note. Of a
       ``lax.platform_dependent``, the branch for an NVIDIA GPU counts. A product of two
-      vectors, or over an axis of size 1, is no matmul. Kernels (of Pallas or cuDNN, or
-      a ``jax.ffi`` call) have a note, and are not counted.
+      vectors, or over an axis of size 1, is not a matmul. Kernels (of Pallas or cuDNN,
+      or a ``jax.ffi`` call) have a note, and are not counted.
     * **Leaks**: the causes of a float32 matmul are the float32 arguments and array
       constants that reach it through float32 values. If there are none, the causes are
       casts from 16 bits, then arrays made in float32, and last of all numbers. A number
@@ -61,9 +61,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       leaks; ``report.kept`` says why they stayed. If the policy asks for float8,
       ``report.kept_16bit`` says why matmuls stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
-      default precision, make wrong because of what is made of them: a phase, a small
-      difference, an inverse; and numbers that are 0 or Inf there.
-
+      default precision, make wrong because of how they are used: as a phase, in a
+      small difference, in an inverse; and numbers that are 0 or Inf there.
     * **Attention**: ``report.attention`` says what keeps one from cuDNN's kernel.
 
     Args:
@@ -101,7 +100,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
             leaks = Leaks(default, steps)
             if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
-                leaks.notes[f"sizes that are left open count as {_OPEN}"] = None
+                leaks.notes[f"symbolic sizes count as {_OPEN}"] = None
             inputs = map(leaks.argument, flat.names, _jaxpr.in_avals(jaxpr))
             around = Place(user=caller())
             leaks.walk.through(jaxpr, [*inputs], (), around)
@@ -160,7 +159,7 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
             problem += f" Change the lines under `{wide_name(report)} because of`."
         if report.kept:
             problem += (
-                " If you told autocast to keep some of them in float32, type "
+                " If some of them are in float32 on purpose, type "
                 "`assert not jaxmp.audit(fun)(*args).leaks` instead."
             )
         # The traceback begins with "AssertionError: ".

@@ -65,7 +65,7 @@ _PATTERNS = {
     ),
     "offset": (
         "difference",
-        "an input is added to it in 16 bits and something is taken away again before "
+        "an input is added to it in 16 bits and something is subtracted again before "
         "the next matmul: a small difference of large numbers",
         "",
     ),

@@ -37,14 +37,14 @@ def why_kept(
         return _written_in(dtypes_of(eqn)[-1:])
     if step is not None and step.kind in ("exact", "smooth"):
         if step.by == rules.LOOPS:
-            return "a loop hands it on, or multiplies by it (4)"
+            return "loop carry, or a factor of one (4)"
         if step.is_read_exactly:
             return "read exactly (3)"
     name = eqn.primitive.name
     if name in DEFAULT_OPS.infer and (step is None or step.kind != "keep"):
-        return "takes float32, or feeds no matmul (3)"
+        return "float32 input, or feeds no matmul (3)"
     is_known = name in DEFAULT_OPS.allow | DEFAULT_OPS.deny | DEFAULT_OPS.infer
-    return "a float32 operation (3)" if is_known else "in no list (3)"
+    return "a float32 operation (3)" if is_known else "in none of the lists (3)"
 
 
 def why_16bit(eqn: _jaxpr.Equation, step: Step | None) -> str:

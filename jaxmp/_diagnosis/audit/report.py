@@ -28,7 +28,7 @@ _WRONG_ON_DEVICES = (
     "0.05%), bfloat16 on a TPU (0.2%)"
 )
 _KEPT = "kept in float32 by autocast"
-_AS_WRITTEN = "not float32, so that autocast left it as it was written"
+_AS_WRITTEN = "not float32, so autocast left it as you wrote it"
 _PARTS = (
     "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
     "a.imag @ b.real)"
@@ -131,7 +131,7 @@ class Hazard:
             ``"covariance"`` from moments, ``"difference"`` by a convolution or of what
             was added before, or ``"inverse"`` of a matrix; or ``"number"``, one in the
             code such as an epsilon of 1e-8 in float16.
-        why: What goes wrong, in words.
+        why: What goes wrong.
         cure: What to type: an argument of :func:`jaxmp.autocast`, a ``with`` statement,
             or another formula.
         module: Named scopes of the product, or of what reads the number.
@@ -327,7 +327,7 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
     elif any(map(_is_real, report.flops)) and not any(
         leak.meets_16bit for leak in report.leaks
     ):
-        yield "  Nothing was 16-bit: cast with `with_policy` or use `autocast`."
+        yield "  Nothing is 16-bit: cast with `with_policy` or use `autocast`."
 
 
 def _is_real(dtype: str) -> bool:
@@ -361,9 +361,7 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
     sizes = {key: sum(x.size for x in line) for key, line in lines.items()}
     count = sum(x.count for line in lines.values() for x in line)
     written = f"{unit(sum(sizes.values()), 1024)}B"
-    text = (
-        f"{count} operations that are no matmuls write {written}, most in these lines"
-    )
+    text = f"{count} operations other than matmuls write {written}, most in these lines"
     yield from wrapped(f"{text}:", "  ", "  ")
     worst = []
     for key in sorted(lines, key=lambda key: -sizes[key])[:_LINES]:
@@ -372,8 +370,8 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
         worst.append((f"{unit(sizes[key], 1024)}B", name, largest))
     yield from table(worst, _LINES)
     text = (
-        "These cost memory traffic alone. `report.kept` has all of them, and "
-        "`jaxmp.explain` the reason of each line."
+        "They cost memory traffic only. `report.kept` has all of them, and "
+        "`jaxmp.explain` the reason for each line."
     )
     yield from wrapped(text, "  ", "  ")
 
@@ -381,7 +379,7 @@ def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
 def _complex_lines(report: DtypeReport) -> Iterator[str]:
     """Says once what to write for matmuls of which no device has a 16-bit form."""
     if not all(map(_is_real, report.flops)):
-        yield "complex matmuls have no 16 bits: multiply real and imaginary parts"
+        yield "no device has complex 16-bit matmuls: multiply real and imaginary parts"
         yield from wrapped(_PARTS, "    ", "        ", is_code=True)
 
 
@@ -427,9 +425,9 @@ def _attention_lines(report: DtypeReport) -> Iterator[str]:
     """Yields a line for each attention that is written out, and two for all others."""
     written = [row for row in report.attention if not row.why]
     if written:
-        text = "attention that is written out: `jaxmp.dot_product_attention` saves"
+        text = "attention without a fused kernel: `jaxmp.dot_product_attention` saves"
         yield from wrapped(text, "", "  ")
-    rows = [(f"{unit(row.bytes, 1024)}B", "of weights", row) for row in written]
+    rows = [(f"{unit(x.bytes, 1024)}B", "of attention weights", x) for x in written]
     yield from table(rows, _ROWS)
     others = [row for row in report.attention if row.why]
     if others:

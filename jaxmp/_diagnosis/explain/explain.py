@@ -40,7 +40,7 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 
     Each line of the forward pass appears once. It has the dtype of its result, the
     number of the sentence by which autocast decided, or the name of a safeguard, and
-    the operation that reads the result, with its line in parentheses. What a library
+    the operation that the result feeds, with its line in parentheses. What a library
     computes belongs to the line that calls it. If ``fun`` computes gradients, the
     report also has the dtype in which results of the line are stored for the backward
     pass.
@@ -229,7 +229,7 @@ def _is_returned(operation: Operation) -> bool:
 
 
 def _reason(operation: Operation, *, is_library: bool) -> str:
-    """Says for which reader autocast decided, or what else.
+    """Names the consumer for which autocast decided, or another reason.
 
     Args:
         operation: The last operation of a line.
@@ -246,21 +246,21 @@ def _reason(operation: Operation, *, is_library: bool) -> str:
         case rules.AS_WRITTEN:
             return step.why or "as it was written"
         case rules.LOOPS if step.is_summed:
-            return "the iterations add it up"
+            return "summed over the iterations"
         case rules.FLOAT32 if step.is_read_exactly and _is_returned(operation):
             return "returned"
         case rules.FLOAT32 if not (step.is_read_exactly or operation.is_stored):
             if step.kind in ("keep", "call") or (is_library and step.kind == "smooth"):
                 return f"computed by {_named(operation)}"
             if step.kind == "exact":
-                return "it moves float32 numbers"
+                return "moves float32 values"
             if step.kind == "smooth" and needs.is_half(step.need):
-                return "it takes float32 numbers"
+                return "its inputs are float32"
     return _of_readers(operation, step)
 
 
 def _of_readers(operation: Operation, step: Step) -> str:
-    """Says which reader decided."""
+    """Names the consumer that decided."""
     seen: set[Operation] = set()
     readers = [x for x in _through_moves(operation, seen) if x is not operation]
     readers.sort(key=lambda x: (not x.is_forward, not _multiplies(x)))
@@ -279,8 +279,8 @@ def _of_readers(operation: Operation, step: Step) -> str:
     if not chosen:
         return "returned" if _is_returned(operation) or step.is_read_exactly else ""
     reader = chosen[0]
-    does = "a matmul reads" if _multiplies(reader) else f"{_named(reader)} reads"
-    return f"{does} it{_where(reader, operation)}"
+    consumer = "a matmul" if _multiplies(reader) else _named(reader)
+    return f"feeds {consumer}{_where(reader, operation)}"
 
 
 def _multiplies(operation: Operation) -> bool:

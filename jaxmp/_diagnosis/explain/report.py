@@ -13,7 +13,7 @@ from ..._autocast import rules
 from ..._base.text import WIDTH, as_html, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
-_HINT = "`report.sentences` says what the numbers and the safeguards stand for."
+_HINT = "`report.sentences` explains the numbers and the safeguards."
 _LONGEST = 32  # characters of a line of code, in text
 
 
@@ -29,13 +29,13 @@ class ExplainedLine:
         source: The line itself.
         dtype: Dtype of the last number that the line computes; ``"bfloat16, float32"``
             if it is not the same each time the line runs.
-        also: Other dtypes that the line computes in on the way.
-        products: Dtypes that the matmuls of the line read.
+        also: Dtypes of intermediate results of the line.
+        products: Dtypes to which the matmuls of the line round their inputs.
         rounded: Dtype to which the numbers were rounded that the line returns in
             ``dtype``, as a convolution does; empty if they were not.
         rule: Number of the sentence that decided, or the name of a safeguard; None
             outside of autocast.
-        reason: What reads the result, or what else decided.
+        reason: What the result feeds, or what else decided its dtype.
         saved: Pairs of a dtype and the bytes of results of the line that are saved in
             it for the backward pass, for all the times it runs.
         saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
@@ -66,14 +66,14 @@ class ExplainedLine:
     rounded: str = ""
 
     def said(self, usual: int = 1) -> list[str]:
-        """Says in words what is not a column of the table.
+        """Returns the texts of the last column of the table.
 
         Args:
             usual: How often the other lines of the function run.
         """
         words = [self.reason]
         if taken := [x for x in self.products if x not in self.dtype]:
-            words.append(f"matmuls read {', '.join(taken)}")
+            words.append(f"matmuls in {', '.join(taken)}")
         if self.rounded:
             words.append(f"rounded to {self.rounded}")
         if self.also:
@@ -100,7 +100,7 @@ class Explanation:
 
     @property
     def sentences(self) -> dict[rules.Rule, str]:
-        """The sentences and the safeguards that the lines name, in words.
+        """The text of the sentences and the safeguards that the lines name.
 
         By number and by name; empty where autocast is not used.
         """
@@ -131,7 +131,7 @@ class Explanation:
 def _text(report: Explanation) -> Iterator[str]:
     """Yields the lines of the table, an empty one between its parts."""
     if not report.lines:
-        yield "No line computes a number that is not an integer."
+        yield "No line computes a floating-point number."
         return
     widths = _widths(report.lines)
     for heading, lines, times in _groups(report.lines):

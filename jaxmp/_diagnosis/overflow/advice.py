@@ -15,8 +15,8 @@ _VERDICTS = {
     "written": "An Inf that is written in the code reached a result. It may be meant "
     "to.",
     "sound": "All results are finite.",
-    "not all seen": "All results are finite, but not all could be looked at: see the "
-    "notes.",
+    "not all seen": "All results are finite, but parts of the program could not be "
+    "searched: see the notes.",
     "nothing": "Nothing runs in 16 bits: pass the function that you train with, such "
     "as the step, or the loss under the same `autocast`.",
     "hidden": "But {what} at {line} gave Inf where float32 would not, and a later "
@@ -25,18 +25,18 @@ _VERDICTS = {
     "near": "But {near.operation} at {near_line} reached {near.max:.4g}, at least half "
     "of the largest number of {near.dtype}.",
     # Of an Inf or NaN.
-    "zeros given": "`{zeros}` is float16 and all zeros, as everything below 6e-8 is in "
-    "float16, and that is the cause. Unless it should be zero, pass it in float32, or "
-    "in units in which it is near 1.",
+    "zeros given": "`{zeros}` is float16 and all zeros, as all numbers below 6e-8 are "
+    "in float16, and that is the cause. Unless it should be zero, pass it in float32, "
+    "or in units in which it is near 1.",
     "model": "It is not finite in float32 either: the cause is the model or its data "
     "at {line}, not the precision, and no loss scale helps.{stable}",
     "model, elsewhere": "Float32 has a fault at another line: {other}. The cause of "
     "that is the model or its data.{other_stable} Mend that first, and search again.",
     "and elsewhere": "But float32 has a fault at another line: {other}. The cause of "
     "that is the model or its data.{other_stable} Mend both.",
-    "number": "{number} in the code at {line} is beyond {fault.dtype}, which ends at "
-    "{fault.largest:.4g}, and became Inf. For a mask, type `jnp.finfo(x.dtype).min`, "
-    "with the dtype of the scores. For anything else: {cure}",
+    "number": "{number} in the code at {line} exceeds {fault.largest:.4g}, the largest "
+    "number of {fault.dtype}, and became Inf. For a mask, type "
+    "`jnp.finfo(x.dtype).min`, with the dtype of the scores. Otherwise: {cure}",
     "optimizer": "It happens only in {fault.dtype}: the optimizer, or something else "
     "after the backward pass, computes in 16 bits. {masters}",
     "backward": "Only the backward pass overflows {fault.dtype}, which has the range "
@@ -48,8 +48,8 @@ _VERDICTS = {
     "themselves are too large for float16. {cure}",
     "forward": "The forward pass overflows {fault.dtype} here, and {finite}. No loss "
     "scale helps. {cure}",
-    "argument": "`{argument}` has values up to {largest:.4g}, and is cast to "
-    "{fault.dtype} at {line}, which ends at {fault.largest:.4g}. No loss scale helps. "
+    "argument": "`{argument}` has values up to {largest:.4g}, and {line} casts it to "
+    "{fault.dtype}, whose largest number is {fault.largest:.4g}. No loss scale helps. "
     "{cure}",
     # Of zeros.
     "lost": "{lost} No loss scale helps. {cure}",
@@ -64,13 +64,13 @@ _VERDICTS = {
 _LOST = {
     "number": "The number {written:.4g} in the code at {line} is 0 in "
     "{fault.dtype}, and a result depends on it.",
-    "some number": "A number in the code at {line} is 0 in {fault.dtype}, as 1e-8 is. "
-    "If you wrote such a number, that is the cause. If you wrote 0, try float32: it "
-    "may help.",
-    "argument": "{part} `{argument}`, which is cast at {line}, is zero or subnormal in "
-    "{fault.dtype} and not in float32, and a result depends on it.",
-    "operation": "{part} what {fault.operation} gives at {line} is zero or subnormal "
-    "in {fault.dtype} and not in float32, and a result depends on it.",
+    "some number": "A number in the code at {line} is 0 in {fault.dtype}. If you wrote "
+    "a small number, such as 1e-8, it underflowed, and that is the cause. If you wrote "
+    "0, try float32: it may help.",
+    "argument": "{part} the values of `{argument}`, which {line} casts, are zero or "
+    "subnormal in {fault.dtype} but not in float32, and a result depends on them.",
+    "operation": "{part} the values that {fault.operation} gives at {line} are zero or "
+    "subnormal in {fault.dtype} but not in float32, and a result depends on them.",
 }
 
 # What to type, by what has brought an operation into 16 bits.
@@ -97,6 +97,10 @@ _STABLE = {
     "`jax.nn.logsumexp` do.",
     "log": " Take the logarithm of the logits, as `jax.nn.log_softmax` and "
     "`jax.nn.log_sigmoid` do.",
+    "div": " If the divisor can be zero, add an epsilon to it. The gradient of a root "
+    "or a norm divides by its result: add the epsilon under the root.",
+    "rsqrt": " If its argument can be zero, add an epsilon to it.",
+    "sub": " The softmax of a row of -Inf is NaN: mask with `jnp.finfo(x.dtype).min`.",
 }
 
 

@@ -36,7 +36,7 @@ P = ParamSpec("P")
 
 @explains("jaxmp.find_overflow(fun)(*args)")
 def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
-    """Finds the operation that made the first Inf or NaN of ``fun``, and its line.
+    """Finds the operation that made the first Inf or NaN in ``fun``, and its line.
 
     Pass the loss, the gradient function or the whole training step that failed, and
     call the result with the arguments of the failed step: keep the batch of a skipped

@@ -23,6 +23,8 @@ from ..._base.text import (
 )
 
 CHECKED = "an `isfinite` check"  # what a fault may reach, beside results
+_LEAST = "least headroom, in powers of two (Inf, NaN: exceeded)"
+_LOST = "underflow: share of values that are zero or subnormal, but not in float32"
 _ROWS = 6  # of each table
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
@@ -139,7 +141,7 @@ class OverflowReport:
     """What :func:`jaxmp.find_overflow` found; ``str`` of it is a table.
 
     Attributes:
-        first: The first operation that makes an Inf or NaN of finite inputs, if that
+        first: The first operation that makes an Inf or NaN from finite inputs, if that
             reaches a result or an ``isfinite`` check. If zeros that float32 would not
             have are the cause, the operation that made the zeros. None if there is
             none.
@@ -149,8 +151,8 @@ class OverflowReport:
         reached_modules: The modules that it reached, in the order of the program.
         given: The arguments with an Inf or NaN, by their path: the number of NaNs and
             of Infs.
-        others: All other operations that made an Inf or NaN of finite inputs: a mask or
-            a ``where`` removed it, or it came later.
+        others: All other operations that made an Inf or NaN from finite inputs: a mask
+            or a ``where`` removed it, or it came later.
         finite_in_float32: Whether the same program, written in float32, is finite. None
             if there was no fault, or if the program casts by itself and the numbers
             before the cast are lost.
@@ -194,12 +196,8 @@ def _lines(report: OverflowReport) -> Iterator[str]:
         _fault_lines(report),
         wrapped(report.advice, is_code=True),
         _other_lines(report),
-        _range_lines(report, "least headroom, in powers of two", _nearest(report)),
-        _range_lines(
-            report,
-            "lost most: zero or subnormal here, and not in float32",
-            _worst(report),
-        ),
+        _range_lines(report, _LEAST, _nearest(report)),
+        _range_lines(report, _LOST, _worst(report)),
         notes(report),
     )
 
@@ -223,7 +221,7 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
     what = "wrong" if fault.kind == "zeros" else "not finite"
     reached = [*map(_reached, report.reached)]
     modules = report.reached_modules
-    for title, names in ((f"{what} because of it:", reached), ("in modules", modules)):
+    for title, names in ((f"{what} because of it:", reached), ("modules:", modules)):
         if names:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
@@ -241,7 +239,7 @@ def _reached(name: str) -> str:
 
 def _other_lines(report: OverflowReport) -> Iterator[str]:
     if report.others:
-        yield "other operations that made Inf or NaN of finite inputs"
+        yield "other operations that made Inf or NaN from finite inputs"
         yield from _table(report, [(x.kind, x) for x in report.others])
         yield from more(report.others, _ROWS, "others")
 

@@ -290,7 +290,7 @@ class Watch(Replay):
         """Applies an equation and looks at what it gives."""
         arrays, name = [x.array for x in ins], eqn.primitive.name
         if any(_jaxpr.sub_jaxprs(eqn)) and not is_sum(eqn):
-            self.note(f"nothing is seen inside of `{name}`", place)
+            self.note(f"the search does not see inside `{name}`", place)
         # Whether it gives the same whatever the program is given.
         is_made = all(isinstance(x, _jaxpr.Literal) for x in eqn.invars)
         if is_made:
@@ -365,7 +365,7 @@ class Watch(Replay):
             test, *bodies = bodies
             eqns = _jaxpr.open_jaxpr(test.jaxpr).eqns
             if any(_jaxpr.is_inexact(var) for eqn in eqns for var in eqn.outvars):
-                self.note("the test of a while loop is not looked at", test.place)
+                self.note("the condition of a while loop is not searched", test.place)
         outs = tuple(self.frame.add() for _ in arrays)
         frames = [x.replay.frame for x in bodies]
         self.frame.steps.append(Call(eqn, tuple(x.number for x in ins), outs, frames))

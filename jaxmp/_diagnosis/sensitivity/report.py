@@ -128,7 +128,7 @@ class SensitivityReport:
 
     @property
     def narrow(self) -> str:
-        """What the rows measure modules in, in words."""
+        """The width that the rows are about, as the table names it."""
         if self.residuals:
             return "8 bits"
         if "float8" in self.dtype:
@@ -301,8 +301,8 @@ def _conclusion(report: SensitivityReport) -> str:
         ),
         (
             max(promised) <= report.tolerance,
-            f"The switches promised {_error(max(promised))}, but autocast itself comes "
-            f"to {errors}: ask for a smaller tolerance than {limit}.",
+            f"The rows predict {_error(max(promised))}, but autocast with these paths "
+            f"has {errors}: pass a smaller tolerance than {limit}.",
         ),
         (
             True,

@@ -86,7 +86,7 @@ def sensitivity(
             gradients.
         has_aux: Whether ``fun`` returns a pair of the loss and something else, which is
             ignored.
-        loss_scale: What the loss is multiplied by for its gradients: a number, or an
+        loss_scale: The factor on the loss for its gradients: a number, or an
             optimizer state that holds one. None is 1, and for gradients in float16 the
             largest power of two up to 2^15 with which they are finite.
         ops: As :func:`jaxmp.autocast` takes it.
@@ -97,8 +97,8 @@ def sensitivity(
         float32_products: The dtype to which a device rounds the operands of float32
             matmuls without a precision: ``"tf32"`` for NVIDIA GPUs from A100 on,
             ``"bfloat16"`` for a TPU. The errors then include this rounding on any
-            machine. None leaves it to the device that this runs on; a CPU has all
-            digits. Use it with the policy ``"float32"`` to measure a float32 program.
+            machine. None leaves it to the device that this runs on; a CPU does not
+            round. Use it with the policy ``"float32"`` to measure a float32 program.
         residuals: As :func:`jaxmp.autocast` takes it.
 
     Returns:
@@ -286,7 +286,7 @@ def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityRe
     if report.in_float32 and report.dtype:
         notes += (
             f"the program casts to {report.dtype} by itself: its errors are among "
-            "those above, and no precision takes them away",
+            "those above, and no precision removes them",
         )
     return dataclasses.replace(report, notes=notes)
 
