@@ -110,6 +110,9 @@ def custom_vjp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
     return function(*arrays)
 
 
+RULES = {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}
+
+
 def scan(
     eqn: Equation, arrays: Sequence[Any], wide: Mapping[int, Any], body: Any
 ) -> list[Any]:

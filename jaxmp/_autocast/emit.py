@@ -44,7 +44,7 @@ from .analysis import BY_PATHS
 from .derivative import differentiable
 from .facts import GIVEN, Facts
 from .graph import joined
-from .plan import Passed, Plan, Planner, Step
+from .plan import Plan, Planner, Step
 from .share import warn_if_most_is_kept
 
 
@@ -87,17 +87,13 @@ class Value:
             self._half = cast(self.array, dtype)
         return self._half
 
-    def passed(self, how: Passed) -> Any:
-        """Returns the array as a body is given it."""
-        if isinstance(how, np.dtype):
-            return self.narrow(how)
-        return self.wide() if how == "wide" else self.array
-
 
 class Emitter:
     """Plans functions with one :class:`Planner`, and emits what it says."""
 
-    brings_gradient = False  # whether one plan is made of a function and its gradient
+    value = Value
+    # Whether one plan is made of a function and its gradient, and none of a rule.
+    brings_gradient = False
 
     def __init__(
         self,
@@ -200,29 +196,50 @@ class Emitter:
         with shared or contextlib.nullcontext():
             outs = _jaxpr.interpret(
                 jaxpr,
-                [_arrived(*pair) for pair in zip(arrays, plan.ins, strict=True)],
+                [self._arrived(plan, i, array) for i, array in enumerate(arrays)],
                 apply,
                 eqns=eqns,
-                const=lambda array: Value(array, GIVEN),
-                literal=lambda atom: Value(atom.val, facts.of_literal(atom)),
+                const=lambda array: self.value(array, GIVEN),
+                literal=lambda atom: self.value(atom.val, facts.of_literal(atom)),
             )
-            results = []
-            for out, end in zip(outs, plan.ends, strict=True):
-                if end in ("wide", "free"):
-                    out = out.exact or out
-                    results.append(out.wide() if end == "wide" else out.array)
-                elif end == "stacked":
-                    with jax.named_scope(STACKED):
-                        results.append(out.narrow(plan.dtype))
-                else:
-                    results.append(out.narrow(plan.dtype))
-            return results
+            return [self._returned(plan, i, out) for i, out in enumerate(outs)]
+
+    def narrow(self, value: Value, dtype: np.dtype, *site: Any) -> Any:
+        """Returns a value in 16 bits.
+
+        Args:
+            value: The value.
+            dtype: The 16 bits.
+            *site: The plan or the step that says so, and by which of its fields.
+        """
+        del site
+        return value.narrow(dtype)
+
+    def _arrived(self, plan: Plan, i: int, array: Any) -> Value:
+        """Returns an input; of a sum over trips, as its readers see it."""
+        known = plan.ins[i]
+        if known.exact is None:
+            return self.value(array, known)
+        assert known.dtype is not None
+        exact = self.value(array, known.exact)
+        # Firmly, or else XLA may take the sum itself.
+        seen = firmly_rounded(self.narrow(exact, known.dtype, plan, "in", i))
+        return self.value(seen, known, exact)
+
+    def _returned(self, plan: Plan, i: int, out: Value) -> Any:
+        """Returns the array of an output."""
+        end = plan.ends[i]
+        if end in ("wide", "free"):
+            out = out.exact or out
+            return out.wide() if end == "wide" else out.array
+        with jax.named_scope(STACKED) if end == "stacked" else contextlib.nullcontext():
+            return self.narrow(out, plan.dtype, plan, "end", i)
 
     # One equation.
 
     def _step(self, step: Step, ins: list[Value]) -> list[Value]:
         outs = [
-            Value(array, known)
+            self.value(array, known)
             for array, known in zip(self._applied(step, ins), step.outs, strict=True)
         ]
         if step.exact is not None:  # and once more for what the trips add up
@@ -230,7 +247,7 @@ class Emitter:
             sums = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
             arrays = self._applied(step.exact, sums)
             for out, array, known in zip(outs, arrays, step.exact.outs, strict=True):
-                out.exact = Value(array, known)
+                out.exact = self.value(array, known)
         return outs
 
     def _applied(self, step: Step, ins: list[Value]) -> Sequence[Any]:
@@ -243,11 +260,12 @@ class Emitter:
         if step.why == BY_PATHS:
             scopes.append(FLOAT32_PATHS)
         if not scopes:
-            return self._bound(step, ins)
+            return self.apply(step, ins)
         with jax.named_scope("/".join(scopes)):
-            return self._bound(step, ins)
+            return self.apply(step, ins)
 
-    def _bound(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+    def apply(self, step: Step, ins: list[Value]) -> Sequence[Any]:
+        """Applies an equation that is not gone into to these, as planned."""
         if step.kind == "call":  # in which there is nothing to do
             return _jaxpr.bind(step.eqn, [x.array for x in ins])
         if step.kind == "product" or step.float8:
@@ -292,21 +310,27 @@ class Emitter:
         return [accumulated(eqn, operands, dtype, step.tangent, step.back)]
 
     def _call(self, step: Step, ins: list[Value]) -> Sequence[Any]:
-        """Applies an equation that holds jaxprs to these as planned."""
+        """Applies an equation that holds jaxprs to these, as planned."""
         eqn, within = step.eqn, step.inside
         assert within is not None
-        arrays = [x.passed(how) for x, how in zip(ins, within.passed, strict=True)]
-        match _jaxpr.call_kind(eqn):
-            case "custom_jvp":
-                return customs.custom_jvp(self, step, arrays)
-            case "custom_vjp":
-                return customs.custom_vjp(self, step, arrays)
-            case "shard_map":
-                ((jaxpr, plan),) = within.bodies
-                emitted = functools.partial(self.as_written, jaxpr, plan)
+        arrays = [
+            x.wide()
+            if how == "wide"
+            else x.array
+            if how == "as is"
+            else self.narrow(x, how, step, "passed", i)
+            for i, (x, how) in enumerate(zip(ins, within.passed, strict=True))
+        ]
+        kind, is_final = _jaxpr.call_kind(eqn), self.brings_gradient
+        if kind in customs.RULES and not is_final:
+            return customs.RULES[kind](self, step, arrays)
+        if kind in customs.RULES or kind == "shard_map":
+            emitted = functools.partial(self.as_written, *within.bodies[0])
+            if kind == "shard_map":
                 return _jaxpr.bind_shard_map(eqn, arrays, emitted)
+            return emitted(*arrays)
         bodies = [self.body(*body) for body in within.bodies]
-        if within.weights and _jaxpr.call_kind(eqn) == "scan":
+        if within.weights and kind == "scan" and not is_final:
             wide = {i: ins[i].wide() for i in within.weights}
             return customs.scan(eqn, arrays, wide, *bodies)
         return _jaxpr.bind_bodies(eqn, arrays, bodies)
@@ -404,15 +428,6 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
                 x = firmly_rounded(x)
         results.append(x)
     return results
-
-
-def _arrived(array: Any, known: Facts) -> Value:
-    """Returns an input of a jaxpr; of a sum over trips, as its readers see it."""
-    if known.exact is None:
-        return Value(array, known)
-    # Firmly, or else XLA may take the sum itself.
-    seen = firmly_rounded(cast(array, known.dtype))
-    return Value(seen, known, exact=Value(array, known.exact))
 
 
 def cast(array: Any, dtype: Any) -> Any:

@@ -6,27 +6,27 @@ asked: with one module more in float32, some roundings are gone.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import classes, facts, needs
-from ..._autocast.analysis import BY_PATHS, Analysis
+from ..._autocast import classes, emit, needs
+from ..._autocast.analysis import Analysis
 from ..._autocast.emit import Emitter
-from ..._autocast.facts import GIVEN, Facts
-from ..._autocast.graph import Trip, joined
+from ..._autocast.facts import GIVEN
+from ..._autocast.graph import Trip
 from ..._autocast.plan import Plan, Planner, Step
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_float32, is_inexact
-from ..._jaxprs.scopes import FLOAT32_PATHS, Scopes, all_scopes, module_of
+from ..._jaxprs.scopes import Scopes, all_scopes, module_of
 from ..._ops.fp8 import scaled
 from ..._ops.precision import at_precision, with_default_precision
 from ..._ops.products import is_convolution, with_precision
@@ -37,8 +37,9 @@ from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
 rounded_p, rounded_product_p = map(_jaxpr.mark, ROUNDINGS)
 is_marked = one_of(ROUNDINGS)
 
-# An equation of a plan by its number, and by those of what holds it; and what is
-# rounded there.
+# What is rounded, by the numbers of an equation and of those that hold it; and by the
+# identity of the plan or the step that says so, whose field it is.
+Path = tuple[Any, ...]
 Site = tuple[Any, ...]
 Parts = tuple[str, ...]
 _HIGHEST = (lax.Precision.HIGHEST,) * 2
@@ -61,16 +62,15 @@ def rounded(x: Any, dtype: np.dtype, form: Form) -> jax.Array:
     return lax.convert_element_type(lax.convert_element_type(x, dtype), x.dtype)
 
 
-class Value(NamedTuple):
+class Value(emit.Value):
     """A value of the program: float32, where the plan has 16 bits."""
 
-    array: Any
-    facts: Facts
-    exact: Value | None = None  # what the trips add up, where others read it rounded
+    def __post_init__(self):
+        """Has nothing to check."""
 
     def wide(self) -> Any:
         """Returns the array as float32 work reads it."""
-        if self.facts.half and self.facts.kept:
+        if self.facts.kept:
             return self.array / jnp.sum(self.array, self.facts.kept, keepdims=True)
         return self.array
 
@@ -78,7 +78,6 @@ class Value(NamedTuple):
 class RoundingEmitter(Emitter):
     """Emits plans in float32, with an operation wherever they round."""
 
-    # Where it is differentiated, the plan is of both passes, and none of a rule.
     brings_gradient = True
 
     def __init__(self, planner: Planner, narrowed: Callable, depth: int | None = None):
@@ -102,15 +101,14 @@ class RoundingEmitter(Emitter):
         ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
         trip = Trip((needs.FULL | needs.DIGITS,) * count)
         wanted: Any = jaxpr, ins, trip, ("wide",) * count, ()
-        plan, sites = planner.plan(*wanted), dict[Site, Parts]()
-        sites.update((x, ()) for x in _sites(plan))
+        plan = _unshared(planner.plan(*wanted))
+        parts: dict[Path, Parts] = {path: () for path, _ in _sites(plan)}
         for part, is_in in self._parts(jaxpr):
-            left = {*_sites(keeping(planner, is_in).plan(*wanted))}
-            sites.update((x, (*sites[x], part)) for x in sites.keys() - left)
-        emission = _Emission(sites)
-        return with_default_precision(
-            lambda *arrays: emission.program(jaxpr, plan, arrays), arrays
-        )
+            left = {path for path, _ in _sites(keeping(planner, is_in).plan(*wanted))}
+            parts.update((x, (*parts[x], part)) for x in parts.keys() - left)
+        emission = _Emission(planner, {site: parts[x] for x, site in _sites(plan)})
+        emitted = functools.partial(emission.as_written, jaxpr, plan)
+        return with_default_precision(emitted, arrays)
 
     def _parts(self, jaxpr: Any) -> Iterator[tuple[str, Callable[[Scopes], bool]]]:
         """Yields the parts of a program, each with what tells whether scopes are it."""
@@ -171,28 +169,47 @@ def keeping(planner: Planner, is_kept: Callable[[Scopes], bool]) -> Planner:
     return planner.with_analysis(_Keeping(planner.analysis, is_kept))
 
 
-def _sites(plan: Plan, at: Site = ()) -> Iterator[Site]:
-    """Yields all that a plan rounds."""
+def _sites(plan: Plan, at: Path = ()) -> Iterator[tuple[Path, Site]]:
+    """Yields all that a plan rounds, by where it is in the program and in the plan."""
     for i, x in enumerate(plan.ins):
-        if x.half:
-            yield *at, "in", i
+        if x.exact is not None:
+            yield (*at, "in", i), _site(plan, "in", i)
     for i, end in enumerate(plan.ends):
         if end in ("half", "stacked"):
-            yield *at, "end", i
-    for i, step in enumerate(plan.steps):
-        here = (*at, i)
-        for exact, one in (None, step), ("exact", step.exact or step):
+            yield (*at, "end", i), _site(plan, "end", i)
+    for number, step in enumerate(plan.steps):
+        for exact, one in ("exact", step.exact or step), (None, step):
+            here = *at, number, exact
             if _rounds_operands(one):
-                yield *here, exact, "operands"
-            for k, x in enumerate(one.outs):
+                yield (*here, "operands"), _site(one, "operands")
+            for i, x in enumerate(one.outs):
                 if x.half:
-                    yield *here, exact, k
-        if step.inside is not None:
-            for k, how in enumerate(step.inside.passed):
+                    yield (*here, "out", i), _site(one, "out", i)
+        for one in (step, step.exact):
+            if one is None or one.inside is None:
+                continue
+            for i, how in enumerate(one.inside.passed):
                 if isinstance(how, np.dtype):
-                    yield *here, "passed", k
-            for k, (_, inner) in enumerate(step.inside.bodies):
-                yield from _sites(inner, (*here, "body", k))
+                    yield (*at, number, "passed", i), _site(one, "passed", i)
+            for i, (_, inner) in enumerate(one.inside.bodies):
+                yield from _sites(inner, (*at, number, "body", i))
+
+
+def _site(owner: Plan | Step, *field: Any) -> Site:
+    return id(owner), *field
+
+
+def _unshared(plan: Plan) -> Plan:
+    """Returns a plan whose steps, and the plans in it, are each one object."""
+
+    def own(step: Step) -> Step:
+        within = step.inside
+        if within is not None:
+            bodies = tuple((jaxpr, _unshared(inner)) for jaxpr, inner in within.bodies)
+            within = within._replace(bodies=bodies)
+        return step._replace(inside=within, exact=step.exact and own(step.exact))
+
+    return dataclasses.replace(plan, steps=[*map(own, plan.steps)])
 
 
 def _rounds_operands(step: Step) -> bool:
@@ -205,19 +222,26 @@ def _rounds_operands(step: Step) -> bool:
 # The program.
 
 
-class _Emission:
-    """One program as it is emitted."""
+class _Emission(Emitter):
+    """The emission of one program."""
 
-    def __init__(self, sites: dict[Site, Parts]):
+    value, brings_gradient = Value, True
+
+    def __init__(self, planner: Planner, parts: Mapping[Site, Parts]):
         """Starts with the parts that decide each rounding."""
-        self.sites = sites
+        super().__init__(planner)
+        self.parts = parts
         self.rounded: dict[int, tuple[Any, Any, Parts]] = {}  # what, to which dtype
+
+    def narrow(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
+        """Returns a value with an operation that rounds it."""
+        return self.round(value.array, dtype, _site(*site))
 
     def round(
         self,
         x: Any,
         dtype: np.dtype,
-        at: Site,
+        site: Site,
         form: Form = "plain",
         rounding: Any = rounded_p,
     ) -> Any:
@@ -225,7 +249,7 @@ class _Emission:
         is_number = np.ndim(x) == 0 and not isinstance(x, jax.Array)
         if is_number and x == np.asarray(x, dtype):
             return x  # a number that the dtype has
-        x, by = jnp.asarray(x), self.sites[at]
+        x, by = jnp.asarray(x), self.parts[site]
         _, before, known = self.rounded.get(id(x), (x, None, by))
         if before == dtype and set(known) <= set(by) and form in ("plain", "clipped"):
             return x  # it has been, wherever this rounds
@@ -233,69 +257,20 @@ class _Emission:
         self.rounded[id(out)] = out, dtype, by
         return out
 
-    def program(self, jaxpr: Any, plan: Plan, arrays: Sequence[Any], at: Site = ()):
-        """Emits a jaxpr under the ambient trace, which returns what it returned."""
-        outs = self.emit(jaxpr, plan, arrays, at)
-        return [*map(_jaxpr.with_type_of, outs, _jaxpr.out_avals(jaxpr))]
+    def body(self, jaxpr: Any, plan: Plan) -> Any:
+        """Returns a jaxpr as its plan says, with its own types."""
+        emitted = functools.partial(self.as_written, jaxpr, plan)
+        new = _jaxpr.trace(emitted, _jaxpr.in_avals(jaxpr))
+        return _jaxpr.written_in(new, jaxpr)
 
-    def emit(self, jaxpr: Any, plan: Plan, arrays: Sequence[Any], at: Site) -> list:
-        """Emits a jaxpr, and returns its outputs as planned, in float32."""
-        steps, scopes = enumerate(plan.steps), dict[tuple[int, int], Any]()
-
-        def apply(eqn: Equation, ins: list[Value]) -> list[Value]:
-            i, step = next(steps)
-            left = FLOAT32_PATHS if step.why == BY_PATHS else ""
-            left = jax.named_scope(left) if left else contextlib.nullcontext()
-            with _jaxpr.located_at(eqn, scopes), _jaxpr.context_of(eqn), left:
-                return self.step(step, ins, (*at, i))
-
-        def arrived(i: int, array: Any, known: Facts) -> Value:
-            if known.exact is None:
-                return Value(array, known)
-            assert known.dtype is not None
-            seen = self.round(array, known.dtype, (*at, "in", i))
-            return Value(seen, known, Value(array, known.exact))
-
-        pairs = zip(arrays, plan.ins, strict=True)
-        outs = _jaxpr.interpret(
-            jaxpr,
-            [arrived(i, *pair) for i, pair in enumerate(pairs)],
-            apply,
-            eqns=[step.eqn for step in plan.steps],
-            const=lambda array: Value(array, GIVEN),
-            literal=lambda atom: Value(atom.val, facts.of_literal(atom)),
-        )
-        results = []
-        for i, (out, end) in enumerate(zip(outs, plan.ends, strict=True)):
-            if end in ("half", "stacked"):
-                array = self.round(out.array, plan.dtype, (*at, "end", i))
-            else:
-                out = out.exact or out
-                array = out.wide() if end == "wide" else out.array
-            results.append(array)
-        return results
-
-    def step(self, step: Step, ins: list[Value], at: Site) -> list[Value]:
-        """Emits an equation, and once more for what the trips add up."""
-        arrays = self.applied(step, ins, (*at, None))
-        outs = [*map(Value, arrays, step.outs)]
-        if step.exact is not None:
-            way = joined(starts for starts, _ in step.read.summed)
-            ins = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
-            arrays = self.applied(step.exact, ins, (*at, "exact"))
-            pairs = zip(outs, map(Value, arrays, step.exact.outs), strict=True)
-            outs = [out._replace(exact=one) for out, one in pairs]
-        return outs
-
-    def applied(self, step: Step, ins: list[Value], at: Site) -> Sequence[Any]:
-        """Emits an equation."""
-        if step.inside is not None:
-            return self.call(step, ins, at[:-1])
+    def apply(self, step: Step, ins: list[emit.Value]) -> Sequence[Any]:
+        """Applies an equation that is not gone into to these, as planned."""
         eqn, dtype = step.eqn, step.dtype
         if step.kind == "call":
             return _jaxpr.bind(eqn, [x.array for x in ins])
         is_product = step.kind == "product" or step.float8
         arrays = [x.array if step.how == "half" else x.wide() for x in ins]
+        operands = _site(step, "operands")
         if _rounds_operands(step):
             takes = classes.rounds(eqn) if is_product else [True] * len(ins)
             clips = step.kind != "product" and dtype == np.float16
@@ -303,9 +278,9 @@ class _Emission:
                 rounds = is_inexact(var) if is_product else is_float32(var)
                 if takes[i] and rounds:
                     form = "clipped" if clips else "plain"
-                    arrays[i] = self.round(x.array, dtype, (*at, "operands"), form)
+                    arrays[i] = self.round(x.array, dtype, operands, form)
                     if step.float8:
-                        few = arrays[i], FLOAT8, (*at, "operands"), "scaled"
+                        few = arrays[i], FLOAT8, operands, "scaled"
                         arrays[i] = self.round(*few)
         if is_product:
             eqn = with_precision(eqn, _HIGHEST)
@@ -319,36 +294,8 @@ class _Emission:
         results = []
         for i, (x, known) in enumerate(zip(outs, step.outs, strict=True)):
             if known.half and not moves:
-                x = self.round(x, dtype, (*at, i), form, rounding)
+                x = self.round(x, dtype, _site(step, "out", i), form, rounding)
             elif firmly:
-                x = self.round(x, dtype, (*at, "operands"), "plain", rounding)
+                x = self.round(x, dtype, operands, "plain", rounding)
             results.append(x)
         return results
-
-    def call(self, step: Step, ins: list[Value], at: Site) -> Sequence[Any]:
-        """Emits an equation that holds jaxprs."""
-        eqn, within = step.eqn, step.inside
-        assert within is not None
-        arrays = [
-            self.round(x.array, how, (*at, "passed", i))
-            if isinstance(how, np.dtype)
-            else x.wide()
-            if how == "wide"
-            else x.array
-            for i, (x, how) in enumerate(zip(ins, within.passed, strict=True))
-        ]
-        kind = _jaxpr.call_kind(eqn)
-        if kind in ("custom_jvp", "custom_vjp", "shard_map"):
-            ((jaxpr, plan),) = within.bodies
-            site = (*at, "body", 0)
-            if kind == "shard_map":
-                run = lambda *xs: self.program(jaxpr, plan, xs, site)  # noqa: E731
-                return _jaxpr.bind_shard_map(eqn, arrays, run)
-            return self.program(jaxpr, plan, arrays, site)
-        bodies = []
-        for i, (jaxpr, plan) in enumerate(within.bodies):
-            site = (*at, "body", i)
-            run = functools.partial(self.program, jaxpr, plan, at=site)
-            new = _jaxpr.trace(lambda *xs, run=run: run(xs), _jaxpr.in_avals(jaxpr))
-            bodies.append(_jaxpr.written_in(new, jaxpr))
-        return _jaxpr.bind_bodies(eqn, arrays, bodies)
