@@ -157,8 +157,8 @@ def value_and_grad(
             gradients are of dtype float0, as those of ``jax.value_and_grad``.
         accum_steps: The number of micro-batches.
         batch_argnums: The positional arguments to split: each array in them on its
-            leading axis. Row ``i`` goes to micro-batch ``i % accum_steps``, so that
-            no row of a sharded batch leaves its device. A scalar PRNG key is split
+            leading axis. Example ``i`` goes to micro-batch ``i % accum_steps``, so
+            none of a sharded batch leaves its device. A scalar PRNG key is split
             into one for each micro-batch. Anything else passes through. Pass arguments
             that are the same for every example by keyword: these are never split. An
             array in another position with as many examples as the batch is refused,
