@@ -1,4 +1,4 @@
-"""What an attention operation is told beside its arrays, and what it masks."""
+"""The options of an attention operation, and what it masks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

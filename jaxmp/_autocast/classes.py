@@ -82,7 +82,7 @@ def may_matter(eqn: Equation, ops: OpLists) -> bool:
 
 
 def is_told(eqn: Equation) -> bool:
-    """Whether an equation is a product that asks for a precision of its own."""
+    """Whether an equation is a product with a precision of its own."""
     return table.is_product_of_any_kind(eqn) and not products.has_default_precision(eqn)
 
 

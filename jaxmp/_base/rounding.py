@@ -24,7 +24,7 @@ _PARTS = {np.dtype(jnp.int16): 2.0**15, np.dtype(jnp.int8): 2.0**7}
 
 
 def noise_seeds(seed: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two random numbers, uint32[], that the noise of a step is made of.
+    """Returns the two random numbers, uint32[], from which the noise of a step is made.
 
     Args:
         seed: An integer.

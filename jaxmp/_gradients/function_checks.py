@@ -102,7 +102,7 @@ def _warn_if_promoted(
 
 
 def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
-    """Returns of each product of a program which argument makes it wide, in words.
+    """Returns of each product of a program which argument makes it wide.
 
     The words are empty if no argument does, and None stands for a product in 16 bits.
 

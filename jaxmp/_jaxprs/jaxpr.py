@@ -592,7 +592,7 @@ def cast_to_float32(jaxpr: Any) -> set[Any]:
 
 
 def is_told_dtype(eqn: JaxprEqn) -> bool:
-    """Whether an elementwise ``eqn`` is told the dtype of its result."""
+    """Whether an elementwise ``eqn`` has a parameter for the dtype of its result."""
     return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on
 
 
@@ -745,7 +745,7 @@ def bind_remat(eqn: JaxprEqn, args: Sequence[Any], body: ClosedJaxpr) -> list[An
 
 
 def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns over which of some mesh axes ``eqn`` brings values together."""
+    """Returns over which of some mesh axes ``eqn`` combines values."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, (tuple, list)) else (named,)
     return tuple(axis for axis in axes if axis in named)
@@ -896,7 +896,7 @@ def with_type_of(array: Any, aval: Any) -> jax.Array:
 
 
 class Rules(NamedTuple):
-    """What JAX is told of an operation of our own."""
+    """How an operation of our own is registered with JAX."""
 
     run: Callable  # of arrays, at once
     types: Callable  # of the results, from those of the operands
@@ -952,7 +952,7 @@ def is_transposed_for(operand: Any) -> bool:
 
 
 class Cudnn(NamedTuple):
-    """What cuDNN's attention is told beside its arrays."""
+    """The parameters of cuDNN's attention."""
 
     scale: float
     is_causal: bool
@@ -967,7 +967,7 @@ def cudnn_attention(
     JAX's function asks while it is traced, for the GPU of the tracing machine too.
 
     Args:
-        options: What it is told.
+        options: Its parameters.
         arrays: Query, key and value, ``[batch, length, heads, size]`` in 16 bits.
         bias: Added to the scores, None for none.
         lengths: Those of the queries and of the keys, None for all.
@@ -993,7 +993,7 @@ def cudnn_attention_gradient(
     """Binds the backward pass of cuDNN's attention, see :func:`cudnn_attention`.
 
     Args:
-        options: What it is told.
+        options: Its parameters.
         arrays: Query, key and value.
         bias: Added to the scores, None for none.
         lengths: Those of the queries and of the keys, None for all.

@@ -112,7 +112,7 @@ def _precisions(eqn: Equation) -> tuple[Any, ...]:
 
 
 def default_precision() -> Any:
-    """Returns the precision that JAX is told to give to products that ask for none.
+    """Returns the precision that JAX gives to products without one of their own.
 
     None where that is the lowest, as if they asked for nothing.
     """

@@ -83,7 +83,7 @@ class Forward:
         return not eight_bits.fits(var.aval)
 
     def is_fused(self, var: Any) -> bool:
-        """Whether a compiler may compute a value for each reader, and store none."""
+        """Whether a compiler may compute a value for each consumer, and store none."""
         eqn = self.makers.get(var)
         fuses = eqn is not None and table.is_repeatable(eqn)
         return fuses and not eight_bits.is_small(var.aval)
