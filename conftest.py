@@ -110,6 +110,8 @@ def rest_is_evidence(cases, *usual):
     ]
 
 
+both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
 # For sweeps over many programs, whose law does not depend on the dtype.
 usually_bfloat16 = pytest.mark.parametrize(
     "dtype",

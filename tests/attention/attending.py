@@ -1,6 +1,4 @@
-"""What tests of attention look for in programs, and how far apart numbers are."""
-
-import numpy as np
+"""What tests of attention look for in programs."""
 
 from benchmarks.counting.measure import traced
 
@@ -12,8 +10,3 @@ def attentions(fun, *args):
         for eqn in traced(fun, *args)
         if eqn.primitive.name == "dot_product_attention"
     ]
-
-
-def distance(found, exact):
-    found, exact = (np.asarray(x, np.float64) for x in (found, exact))
-    return np.linalg.norm(found - exact) / np.linalg.norm(exact)

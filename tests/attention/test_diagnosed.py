@@ -223,11 +223,6 @@ def of_sums_of_others(query, key, value):
     return jnp.einsum("bnts,bsnh->btnh", weights, value)
 
 
-def of_experts(query, key, value):
-    gates = jax.nn.softmax(query.reshape(BATCH, LENGTH, WIDTH) @ key[0, 0].T * 0.5)
-    return gates @ value[0, 0, :, :]
-
-
 def never_read(query, key, value):
     scores = jnp.einsum("btnh,bsnh->bnts", query, key) * 0.5
     return jax.nn.softmax(scores)

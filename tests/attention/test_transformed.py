@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from attending import attentions, distance
+from attending import attentions
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from benchmarks.counting.measure import relative_error
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE, LAYERS = 4, 48, 4, 2, 16, 2
 WIDTH = HEADS * SIZE
@@ -82,7 +83,7 @@ def are_in(dtype, fun, *args):
 def check_near(found, exact, dtype, factor=12):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         assert x.dtype == y.dtype
-        assert distance(x, y) < factor * EPS[dtype]
+        assert relative_error(x, y) < factor * EPS[dtype]
 
 
 @pytest.mark.parametrize("scanned", [True, False])

@@ -1,9 +1,5 @@
 """The bits that autocast gives to each value of a program, from its plan."""
 
-import argparse
-import collections
-import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -359,32 +355,3 @@ def seen_in_16_bits(values: Sequence[Value]) -> set[Value]:
         if x.half or (x.readers and not x.returned and all(takes)):
             found.add(x)
     return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Compares generated programs, and prints what differs."""
-    import oracle
-
-    from benchmarks import golden
-
-    parser = argparse.ArgumentParser(description=inspect.getdoc(main))
-    parser.add_argument("first", type=int)
-    parser.add_argument("stop", type=int)
-    parser.add_argument("--forward", action="store_true")
-    options = parser.parse_args(arguments)
-    counts: collections.Counter[str] = collections.Counter()
-    for seed in range(options.first, options.stop):
-        fun, args = golden._generated(seed)
-        if options.forward:
-            fun = inspect.unwrap(fun)
-        found = compared(values_of(fun, args), oracle.allowed)
-        for name, values in found._asdict().items():
-            counts[name] += len(values)
-            if name in ("beyond", "unnamed"):
-                for x in itertools.islice(values, 3):
-                    print(f"program {seed}, {name}: {x}")
-    print(dict(counts))
-
-
-if __name__ == "__main__":
-    main()

@@ -70,13 +70,6 @@ def token_shift(scan, p, x):
     return scan(lambda c, r: (r, (r - c) @ p["w"]), x[0], x)[1]
 
 
-def token_shift_with_a_learned_mix(scan, p, x):
-    def trip(c, r):
-        return r, (r - c) * p["scale"] @ p["w"]
-
-    return scan(trip, x[0], x)[1]
-
-
 def two_lags(scan, p, x):
     def trip(lags, r):
         one, two = lags
@@ -93,35 +86,10 @@ def lags_in_an_array(scan, p, x):
     return scan(trip, jnp.broadcast_to(x[0], (3, SIZE)), x)[1]
 
 
-def delta_features(scan, p, x):
-    def trip(lags, r):
-        before, delta = lags
-        now = r - before
-        return (r, now), jnp.stack([now, now - delta]) @ p["w"]
-
-    return scan(trip, (x[0], jnp.zeros(SIZE)), x)[1]
-
-
-def lagged_next_to_a_state(scan, p, x):
-    def trip(carry, r):
-        h, before = carry
-        h = jnp.tanh((r - before) @ p["w"] + h @ p["v"] @ p["w"])
-        return (h, r), h
-
-    return scan(trip, (jnp.zeros(4), x[0]), x)[1] @ p["v"]
-
-
 def largest_so_far(scan, p, x):
     def trip(most, r):
         most = jnp.maximum(most, r)
         return most, (most - r) @ p["w"]
-
-    return scan(trip, x[0], x)[1]
-
-
-def last_that_was_seen(scan, p, x):
-    def trip(c, r):
-        return jnp.where(r > 1000, r, c), (r - c) @ p["w"]
 
     return scan(trip, x[0], x)[1]
 
@@ -137,13 +105,9 @@ PROGRAMS = {
     fun.__name__.replace("_", " "): fun
     for fun in (
         token_shift,
-        token_shift_with_a_learned_mix,
         two_lags,
         lags_in_an_array,
-        delta_features,
-        lagged_next_to_a_state,
         largest_so_far,
-        last_that_was_seen,
         from_a_given_start,
     )
 }

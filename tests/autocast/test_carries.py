@@ -8,10 +8,8 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
+from conftest import at_once, both_dtypes, normal, rest_is_evidence, usually_bfloat16
 from jaxmp._jaxprs import jaxpr as _jaxpr
-
-both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 WIDTH, DEPTH = 16, 5
 
@@ -147,68 +145,6 @@ def in_float32(p, x):
     return lax.scan(lambda h, w: (norm(h) @ w, None), x @ p["in"], p["layers"]["w"])
 
 
-def controlled(p, x):
-    """A differential equation that is driven by what the scan goes through."""
-    shared = p["layers"]["w"][0]
-    trip = lambda h, u: (h + jnp.tanh(h @ shared) @ u, None)  # noqa: E731
-    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
-
-
-def with_small_steps(p, x):
-    def trip(h, w):
-        return h + jnp.tanh(h @ w) / 256, None
-
-    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
-
-
-def with_given_steps(p, x):
-    def trip(h, layer):
-        return h + layer["b"][0] * jnp.tanh(h @ layer["w"]), None
-
-    return lax.scan(trip, x @ p["in"], p["layers"])
-
-
-def with_one_given_step(p, x):
-    def trip(h, w):
-        return h + p["out"][0, 0] * jnp.tanh(h @ w), None
-
-    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
-
-
-def with_two_factors(p, x):
-    def trip(h, w):
-        return h + 0.1 * (0.1 * jnp.tanh(h @ w) * jax.nn.sigmoid(h)), None
-
-    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
-
-
-def with_weights_of_time(p, x):
-    """The shared weights change with what the scan goes through."""
-    first, second = p["layers"]["w"][:2]
-
-    def trip(h, t):
-        return h + jnp.tanh(h @ (first + t * second)), None
-
-    return lax.scan(trip, x @ p["in"], p["layers"]["b"][:, 0])
-
-
-def with_looked_up_weights(p, x):
-    def trip(h, token):
-        return h + jnp.tanh(h @ p["layers"]["w"][token]), None
-
-    return lax.scan(trip, x @ p["in"], jnp.arange(9) % DEPTH)
-
-
-def with_mixed_weights(p, x):
-    """Each step has a mixture of matrices that all of them share."""
-    matrices = p["layers"]["w"].reshape(DEPTH, -1)
-
-    def trip(h, mixture):
-        return h + h @ (mixture[:DEPTH] @ matrices).reshape(WIDTH, WIDTH), None
-
-    return lax.scan(trip, x @ p["in"], p["layers"]["b"])
-
-
 def with_computed_weights(p, x):
     weights = jnp.tanh(p["layers"]["w"] @ p["layers"]["w"][0])
     return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ p["in"], weights)
@@ -224,14 +160,6 @@ def with_computed_weights(p, x):
         counted,
         swapped,
         in_float32,
-        controlled,
-        with_small_steps,
-        with_given_steps,
-        with_one_given_step,
-        with_two_factors,
-        with_weights_of_time,
-        with_looked_up_weights,
-        with_mixed_weights,
         with_computed_weights,
     ],
 )

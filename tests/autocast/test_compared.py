@@ -9,9 +9,8 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error
-from conftest import at_once, normal
+from conftest import at_once, both_dtypes, normal
 
-both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 pytestmark = pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 
 X = normal(0, 16, 8)

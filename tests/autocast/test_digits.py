@@ -74,18 +74,6 @@ def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):
         assert relative_error(got, want) <= 2 * eps
 
 
-@both_dtypes
-def test_a_diffusion_loss_stays_finite_and_near(dtype):
-    def loss(w):
-        x_t, snr, _ = noised(jnp.array([0, 3, 500, 900]), X)
-        return (snr * (x_t @ w - X) ** 2).mean()
-
-    value, grad = jaxmp.autocast(jax.value_and_grad(loss), dtype)(W)
-    expected = jax.jit(jax.value_and_grad(loss))(W)
-    assert relative_error(value, expected[0]) < 0.02
-    assert relative_error(grad, expected[1]) < 0.02
-
-
 READERS = {
     "difference": lambda rows, y: rows - y,
     "difference from a vector": lambda rows, y: y - rows[0],
@@ -231,23 +219,9 @@ ROWS = normal(3, 8, 16)
 V = normal(4, 16, 16, scale=0.25)
 
 
-def squashed_policy(w):
-    action = jnp.tanh(ROWS @ w * 2)
-    return jnp.log(1 - action * action + 1e-6).mean() + ((action @ w) ** 2).mean()
-
-
 def clipped_cross_entropy(w):
     p = jnp.clip(jax.nn.sigmoid(ROWS @ w * 8), 1e-7, 1 - 1e-7)
     return -(jnp.log(p) + jnp.log(1 - p)).mean()
-
-
-def log_odds(w):
-    p = jax.nn.sigmoid(ROWS @ w * 4)
-    return ((jnp.log(p) - jnp.log1p(-p)) @ w).mean()
-
-
-def quantiles(w):
-    return (jax.scipy.special.ndtri(jax.nn.sigmoid(ROWS @ w * 3)) @ w).mean()
 
 
 def odds(w):
@@ -273,19 +247,9 @@ def near_one(w):
     return jax.nn.sigmoid(7 + ROWS @ w)
 
 
-def learnt_schedule(w):
-    a = near_one(w)
-    return (jnp.sqrt(1 - a) * ROWS).mean() + (a @ w).mean()
-
-
 def masked_probability(w):
     p = near_one(w)
     return jnp.log(1 - p.at[0].set(0.5)).mean() + (p @ w).mean()
-
-
-def transmittance(w):
-    p = near_one(w)
-    return jnp.log(1 - jnp.prod(p, axis=-1)).mean() + (p @ w).mean()
 
 
 def log_of_complement_in_a_rule(w):
@@ -308,7 +272,6 @@ STEEP = [
     carried_probability,
     nested_probability,
 ]
-ALSO_STEEP = [learnt_schedule, transmittance, squashed_policy, log_odds, quantiles]
 
 
 def cube(w):
@@ -364,7 +327,7 @@ def of_float32_and_in_both_orders(loss, dtype):
     rest_is_evidence(
         {
             f"{loss.__name__}-{dtype.__name__}": (loss, dtype)
-            for loss in STEEP + ALSO_STEEP
+            for loss in STEEP
             for dtype in HALVES
         },
         *(f"{loss.__name__}-float16" for loss in STEEP),
@@ -392,54 +355,6 @@ def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, 
     for got, got_grad in found:
         assert relative_error(got, value) <= 4 * eps
         assert relative_error(got_grad, grad) <= 4 * eps
-
-
-@both_dtypes
-def test_a_transformer_keeps_its_residual_stream_in_16_bits(dtype):
-    def layer_norm(x, scale):
-        x = x - x.mean(-1, keepdims=True)
-        return x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
-
-    def block(x, w, scale):
-        h = layer_norm(x, scale)
-        x = x + jax.nn.softmax((h @ w) @ h.T) @ (h @ w)
-        return x + jax.nn.silu(layer_norm(x, scale) @ w) @ w
-
-    def net(w, scale, table, tokens):
-        x = table[tokens] + table[:8]
-        for _ in range(3):
-            x = block(x, w, scale)
-        return x @ w
-
-    eqns = traced(jaxmp.autocast(net, dtype), V, V[0], V, jnp.arange(8))
-    adds = [e for e in eqns if e.primitive.name == "add"]
-    streams = [e for e in adds if {v.aval.shape for v in e.invars} == {(8, 16)}]
-    narrow = [e for e in streams if e.outvars[0].aval.dtype == dtype]
-    assert len(narrow) == 6  # two in each block
-    assert len(streams) == 6 + 1  # and the embedding's, in float32
-
-
-@both_dtypes
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda y, scale, keep: jnp.where(keep, y, 0),
-        lambda y, scale, keep: jnp.where(keep, y / 0.9, 0.0),
-        lambda y, scale, keep: 0.5 * y,
-    ],
-    ids=["dropout of an int", "dropout", "scaled by a number"],
-)
-def test_a_residual_branch_that_is_scaled_or_dropped_stays_in_the_stream(change, dtype):
-    def net(w, scale, keep, table, tokens):
-        x = table[tokens]
-        for _ in range(3):
-            x = x + change(jnp.tanh(x @ w) @ w, scale, keep)
-        return x @ w
-
-    args = V, V[0], ROWS > 0, V, jnp.arange(8)
-    eqns = traced(jaxmp.autocast(net, dtype), *args)
-    adds = [e.outvars[0].aval for e in eqns if e.primitive.name == "add"]
-    assert [x.dtype for x in adds if x.shape == (8, 16)] == [dtype] * 3
 
 
 CALLED = {

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting import collectives
-from benchmarks.counting.measure import traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import normal
 from jaxmp._autocast import rules
 from jaxmp._ops import fp8 as _fp8
@@ -62,15 +62,6 @@ def products(fun, *args):
     """Returns the dtypes of the operands of each product of a traced function."""
     eqns = (eqn for eqn in traced(fun, *args) if eqn.primitive.name == "dot_general")
     return [tuple(x.aval.dtype for x in eqn.invars) for eqn in eqns]
-
-
-def distance(a, b):
-    """Returns how far two trees are apart, in the norm of the second."""
-    a, b = (
-        np.concatenate([np.ravel(x) for x in map(np.float64, jax.tree.leaves(tree))])
-        for tree in (a, b)
-    )
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
 # Scales
@@ -251,16 +242,6 @@ def test_the_page_has_the_sentence_that_stands_beside_the_rules():
     assert rules.FLOAT8 in " ".join(text.split())
 
 
-def test_all_else_is_as_under_bfloat16():
-    # But for the products themselves, the equations are the same.
-    def others(policy):
-        eqns = traced(jaxmp.autocast(GRAD, policy, ops=OPS), PARAMS, X)
-        names = [eqn.primitive.name for eqn in eqns]
-        return [n for n in names if n in ("exp", "erf", "tanh", "reduce_sum", "div")]
-
-    assert others("mixed_fp8") == others("mixed_bfloat16")
-
-
 @pytest.mark.parametrize("where", ["float32_paths", "bfloat16_paths", "precision"])
 def test_the_user_keeps_products_out_of_float8(where):
     def head(x, w):
@@ -415,15 +396,15 @@ def gradients():
 
 def test_a_gradient_is_near_that_of_float32():
     found = gradients()
-    assert distance(found["bf16"], found["float32"]) < 0.01
-    assert 0.01 < distance(found["fp8"], found["float32"]) < 0.08
+    assert relative_error(found["bf16"], found["float32"]) < 0.01
+    assert 0.01 < relative_error(found["fp8"], found["float32"]) < 0.08
 
 
 def test_inside_a_gradient_there_are_the_same_products():
     # Differentiated through its casts, an unscaled gradient would vanish.
     found = gradients()
-    assert distance(found["inside"], found["float32"]) < 0.08
-    assert distance(found["inside"], found["fp8"]) < 0.02
+    assert relative_error(found["inside"], found["float32"]) < 0.08
+    assert relative_error(found["inside"], found["fp8"]) < 0.02
     inside = products(jax.grad(fp8(loss)), PARAMS, X)
     assert inside.count((F8, F8)) == 6  # and the gradient of the input, which is unused
     assert inside.count((BF16, BF16)) == 6
@@ -440,7 +421,7 @@ def test_a_scaled_loss_has_the_same_gradient_bit_for_bit():
 def test_a_scan_and_a_remat_have_the_gradient_too():
     expected = jax.jit(jax.grad(scanned))(PARAMS, X)
     for fun in (fp8(jax.grad(scanned)), jax.grad(jax.checkpoint(fp8(scanned)))):
-        assert distance(jax.jit(fun)(PARAMS, X), expected) < 0.1
+        assert relative_error(jax.jit(fun)(PARAMS, X), expected) < 0.1
 
 
 @pytest.mark.evidence
@@ -449,7 +430,7 @@ def test_a_second_derivative_is_one_of_the_same_products():
         return jax.jit(jax.grad(lambda p: optax.tree.norm(grad(p, X)) ** 2))
 
     second = norm_of(GRAD)(PARAMS)
-    assert distance(norm_of(jax.grad(fp8(loss)))(PARAMS), second) < 0.2
+    assert relative_error(norm_of(jax.grad(fp8(loss)))(PARAMS), second) < 0.2
 
 
 def test_a_batch_of_calls_has_a_scale_for_each():
@@ -529,8 +510,8 @@ def test_shards_agree_with_one_device():
         return lax.pmean(fp8(loss)(params, x), "data")
 
     expected = gradients()["float32"]
-    assert distance(jax.jit(jax.grad(mapped))(PARAMS, X), expected) < 0.08
-    assert distance(jax.jit(fp8(jax.grad(mapped)))(PARAMS, X), expected) < 0.08
+    assert relative_error(jax.jit(jax.grad(mapped))(PARAMS, X), expected) < 0.08
+    assert relative_error(jax.jit(fp8(jax.grad(mapped)))(PARAMS, X), expected) < 0.08
 
 
 def test_explicit_shardings_are_kept():
@@ -545,7 +526,7 @@ def test_explicit_shardings_are_kept():
     with jax.set_mesh(mesh):
         w, x = jax.device_put(PARAMS["a"], P()), jax.device_put(X, P("data"))
         for grad in (fp8(jax.grad(fun)), jax.grad(fp8(fun))):
-            assert distance(jax.jit(grad)(w, x), expected) < 0.05
+            assert relative_error(jax.jit(grad)(w, x), expected) < 0.05
 
 
 def test_sharded_weights_are_gathered_in_float8(compiled_anew):
@@ -572,18 +553,6 @@ def test_sharded_weights_are_gathered_in_float8(compiled_anew):
 
 
 # Other functions of jaxmp
-
-
-def test_the_state_is_that_of_all_policies():
-    trees = {
-        policy: jax.tree.structure(
-            jaxmp.loss_scaling(optax.adam(1e-3), policy).init(PARAMS)
-        )
-        for policy in ("float32", "mixed_float16", "mixed_bfloat16", "mixed_fp8")
-    }
-    assert len(set(trees.values())) == 1
-    state = jaxmp.loss_scaling(optax.adam(1e-3), "mixed_fp8").init(PARAMS)
-    assert jaxmp.get_loss_scale(state) == 1
 
 
 def test_the_report_has_the_share_of_8_bits():

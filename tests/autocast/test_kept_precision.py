@@ -1,7 +1,5 @@
 """What the user keeps in float32 has all digits, on devices that take fewer too."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,8 +7,8 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting import h200
+from benchmarks.counting.measure import traced
 from conftest import normal
-from jaxmp._jaxprs import jaxpr as _jaxpr
 
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 DEFAULT = (lax.Precision.DEFAULT,) * 2
@@ -18,21 +16,12 @@ DEFAULT = (lax.Precision.DEFAULT,) * 2
 
 def products(fun, *args):
     """Returns dtype and precision of each product, those in calls and loops too."""
-    found = []
-
-    def look(jaxpr):
-        for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-            if "precision" in eqn.params:
-                aval: Any = eqn.invars[0].aval
-                precision = eqn.params["precision"]
-                found.append(
-                    (str(aval.dtype), None if precision == DEFAULT else precision)
-                )
-            for inner in _jaxpr.sub_jaxprs(eqn):
-                look(inner)
-
-    look(jax.make_jaxpr(fun)(*args))
-    return found
+    found = [
+        (str(eqn.invars[0].aval.dtype), eqn.params["precision"])
+        for eqn in traced(fun, *args)
+        if "precision" in eqn.params
+    ]
+    return [(dtype, None if x == DEFAULT else x) for dtype, x in found]
 
 
 def named(x, w):

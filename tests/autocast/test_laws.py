@@ -17,6 +17,8 @@ KNOWN = [
     "a product, a length, a scale",
     "batch norm, a bias, two matmuls",
     "an average, associative",
+    "times, in a scan",
+    "over less than one, in a row",
 ]
 
 

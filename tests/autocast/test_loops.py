@@ -253,11 +253,6 @@ def test_a_long_memory_keeps_the_digits_that_16_bits_have_not():
     assert relative_error(found, expected) < 0.01
 
 
-def test_a_loop_that_may_yet_be_differentiated_rounds_in_each_trip():
-    casts, _ = roundings(jaxmp.autocast(recurrent, F16), W, U, XS)
-    assert casts == [True, True]
-
-
 def test_a_while_that_nothing_differentiates_is_given_rounded_weights():
     def generated(w, u, x, steps):
         def going(state):

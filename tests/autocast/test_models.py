@@ -3,7 +3,6 @@
 import functools
 from pydoc_data.topics import topics
 
-import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,6 @@ VOCABULARY = 50
 TOLERANCE = {jnp.float16: 1e-3, jnp.bfloat16: 1e-2}
 USUAL = [("mlp", jnp.bfloat16)]
 LINEN = ["mlp", "resnet", "gpt, scanned", "lstm", "gpt"]
-IMAGES = normal(1, 8, 16, 16, 3)
 
 
 @functools.cache
@@ -43,25 +41,6 @@ def linen(name, dtype=None):
     loss_fn = steps.loss_of(network.with_dtype(dtype).apply)
     stats = variables.get("batch_stats", {})
     return lambda params: loss_fn(params, stats, x, y)[0], variables["params"]
-
-
-class CNN(nnx.Module):
-    """A convolution with batch normalisation and dropout, and a head."""
-
-    def __init__(self, dtype=None):
-        rngs = nnx.Rngs(0)
-        self.conv = nnx.Conv(3, 8, (3, 3), dtype=dtype, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, dtype=dtype, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.head = nnx.Linear(8, 10, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.norm(self.conv(x)))
-        return self.head(self.drop(x.mean((1, 2))))
-
-    def loss(self):
-        logs = nnx.log_softmax(self(IMAGES).astype(jnp.float32))
-        return -logs[jnp.arange(8), jnp.arange(8)].mean()
 
 
 def check_16_bit(jaxpr, dtype):
@@ -99,19 +78,6 @@ def check_as_good_as(native, loss, params, dtype):
 def test_linen_models_are_16_bit_and_as_good_as_native_ones(name, dtype):
     native, _ = linen(name, dtype)
     check_as_good_as(native, *linen(name), dtype)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.evidence)],
-)
-def test_an_nnx_model_is_16_bit_and_as_good_as_a_native_one(dtype):
-    def loss_of(model):
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-        return lambda p: nnx.merge(graphdef, p, rest, copy=True).loss(), params
-
-    native, _ = loss_of(CNN(dtype))
-    check_as_good_as(native, *loss_of(CNN()), dtype)
 
 
 @pytest.mark.parametrize(
@@ -162,30 +128,6 @@ def test_a_transformer_trains_to_the_loss_of_float32(policy):
     assert expected < 2.7  # the frequencies of the characters alone give 3.2
     assert abs(loss - expected) < 0.005 * expected
     assert skipped < 20
-
-
-def test_an_nnx_step_keeps_every_update():
-    models_after = []
-    for wrap in (lambda f: f, lambda f: jaxmp.nnx.autocast(f, "bfloat16")):
-        model = CNN()
-        loss = nnx.jit(wrap(CNN.loss))
-        for _ in range(2):
-            loss(model)
-        models_after.append(model)
-    plain, cast = models_after
-    assert cast.norm.mean[...].dtype == jnp.float32
-    assert (cast.norm.mean[...] != 0).all()
-    np.testing.assert_allclose(cast.norm.mean[...], plain.norm.mean[...], atol=1e-2)
-    assert cast.drop.rngs.count[...] == plain.drop.rngs.count[...] == 2
-
-
-def test_an_nnx_module_with_state_as_a_plain_argument_is_refused():
-    model = CNN()
-    with pytest.raises(TypeError, match=r"`CNN`.*`jaxmp\.nnx\.autocast`"):
-        jaxmp.autocast(lambda model, x: model(x))(model, IMAGES)
-    with pytest.raises(Exception, match="different trace level") as error:
-        jaxmp.autocast(model)(IMAGES)
-    assert any("`jaxmp.nnx.autocast`" in note for note in error.value.__notes__)
 
 
 def test_an_nnx_module_of_parameters_alone_is_an_ordinary_argument():
@@ -266,37 +208,3 @@ def test_a_linen_path_stays_float32_forward_and_backward_also_under_remat():
         found = product_dtypes(fun, params)
         assert found.count({"float32"}) == 3
         assert {"bfloat16"} in found
-
-
-def test_an_equinox_model_is_a_pytree_like_any_other():
-    keys = jax.random.split(KEY, 3)
-    model = eqx.nn.Sequential(
-        [
-            eqx.nn.Conv2d(3, 8, 3, key=keys[0]),
-            eqx.nn.Lambda(jax.nn.relu),
-            eqx.nn.Lambda(jnp.ravel),
-            eqx.nn.MLP(8 * 14 * 14, 10, 32, 1, key=keys[1]),
-        ]
-    )
-    images = jnp.moveaxis(IMAGES, -1, 1)
-    arrays, static = eqx.partition(model, eqx.is_array)
-
-    def loss(arrays):
-        model = eqx.combine(arrays, static)
-        return jnp.square(jax.vmap(model)(images)).mean()
-
-    (value, grads), _ = run(jax.value_and_grad(loss), arrays)
-    cast = jaxmp.autocast(jax.value_and_grad(loss), jnp.float16)
-    (got, cast_grads), jaxpr = run(cast, arrays)
-    check_16_bit(jaxpr, jnp.float16)
-    assert abs(got - value) < 1e-3 * value
-    assert relative_error(cast_grads, grads) < 2e-3
-
-    # The module itself is a pytree too, its functions and sizes static.
-    def apply(model, x):
-        return jax.vmap(model)(x)
-
-    out, expected = (
-        eqx.filter_jit(f)(model, images) for f in (jaxmp.autocast(apply), apply)
-    )
-    np.testing.assert_allclose(out, expected, atol=0.05)

@@ -57,6 +57,14 @@ def test_no_value_of_a_program_is_in_16_bits_that_no_sentence_allows(seed, form)
     fail_beyond(of_generated(seed, form), f"program {seed}, {form}")
 
 
+@pytest.mark.evidence
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("first", range(golden.GENERATED, 1000, 100))
+def test_so_it_is_in_a_thousand_programs(first, form):
+    for seed in range(first, first + 100):
+        fail_beyond(of_generated(seed, form), f"program {seed}, {form}")
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_no_value_of_a_model_is_in_16_bits_that_no_sentence_allows(name, form):

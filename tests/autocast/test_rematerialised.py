@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, normal, usually_bfloat16
+from conftest import at_once, normal, rest_is_evidence, usually_bfloat16
 
 DEPTH, SIZE = 6, 32
 PARAMS = {
@@ -38,11 +38,6 @@ def layer(x, p):
     return x + dense(norm(x), p)
 
 
-def two_sums(x, p):
-    x = x + jnp.tanh(norm(x) @ p["a"]) @ p["b"]
-    return x + dense(norm(x), p)
-
-
 def leaking(x, p):
     return 0.9 * x + dense(norm(x), p)
 
@@ -51,19 +46,11 @@ def without_norm(x, p):
     return x + 0.3 * jnp.tanh(x @ p["a"]) @ p["b"]
 
 
-def in_another_shape(x, p):
-    h = x.reshape(4, -1, SIZE)
-    return (h + dense(norm(h), p)).reshape(x.shape)
-
-
 def with_a_jit(x, p):
     return x + jax.jit(dense)(jax.jit(norm)(x), p)
 
 
-LAYERS = {
-    fun.__name__: fun
-    for fun in (layer, two_sums, leaking, without_norm, in_another_shape, with_a_jit)
-}
+LAYERS = {fun.__name__: fun for fun in (layer, leaking, without_norm, with_a_jit)}
 
 
 def loss(layer, wrap=lambda fun: fun, unroll=1):
@@ -159,12 +146,14 @@ def named(x, p):
 
 
 @usually_bfloat16
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", rest_is_evidence({x: x for x in POLICIES}, "dots", "names")
+)
 def test_a_policy_saves_products_in_the_dtype_that_they_have(name, dtype):
     """JAX marks what it saves as float32, which changes no number."""
 
     def forward(fun, p, x):
-        rows = [jax.tree.map(lambda w, i=i: w[i], p) for i in range(DEPTH)]
+        rows = [jax.tree.map(lambda w, i=i: w[i], p) for i in range(3)]
         return jnp.mean(functools.reduce(fun, rows, x) ** 2)
 
     def grad(fun):
@@ -178,7 +167,7 @@ def test_a_policy_saves_products_in_the_dtype_that_they_have(name, dtype):
     if name != "everything":
         assert kept <= in_float32(grad(again(named)))
     found = jaxmp.audit(grad(saving))(PARAMS, X).residual_bytes[dtype]
-    hidden = DEPTH * 16 * 2 * SIZE * 2  # of each layer, in 16 bits
+    hidden = 3 * 16 * 2 * SIZE * 2  # of each layer, in 16 bits
     assert found >= hidden
     one, other = at_once(grad(named), grad(saving))(PARAMS, X)
     assert relative_error(one, other) < 2 * float(jnp.finfo(dtype).eps)

@@ -124,16 +124,6 @@ def test_what_others_compute_with_is_resized_in_float32():
     assert found.count({"float32"}) == 2
 
 
-@pytest.mark.parametrize("precision", ["high", "float32"])
-def test_a_users_precision_is_kept(precision):
-    def fun(w, x):
-        return jnp.dot(x, w, precision=precision) @ w
-
-    w = normal(3, 8, 8)
-    found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), w, w)
-    assert found == [{"float32"}, {"bfloat16"}]
-
-
 def test_so_is_the_precision_of_a_resize():
     def fun(k, x):
         size = (2, 9, 9, 4)
@@ -142,12 +132,3 @@ def test_so_is_the_precision_of_a_resize():
 
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), K, X)
     assert found.count({"float32"}) == 2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_regions_keep_float32(dtype):
-    def fun(k, x):
-        return convolved(jaxmp.float32_region(resized)(convolved(x, k)), k)
-
-    found = product_dtypes(jaxmp.autocast(fun, dtype), K, X)
-    assert found == [{dtype}, {"float32"}, {"float32"}, {dtype}]

@@ -20,6 +20,24 @@ from jaxmp._autocast.plan import Planner
 PROGRAMS = [
     ('jnp.matmul(x, w, precision="highest")', "jnp.tanh(y) @ w", "32 1"),
     ("x.astype(jnp.float16) * 2", "y @ w", "16 1"),
+    ("x @ w", "y @ w", "16 2"),
+    ("x @ w", "jnp.maximum(y, 0) @ w", "16 2"),
+    ("x @ w", "((y > 1.0) * y / 0.9) @ w", "16 2"),
+    ("x @ w", "(y - y.mean(-1, keepdims=True)) @ w", "16 2"),
+    ("x @ w", "y.sum()", "32 3"),
+    ("x @ w", "jax.nn.softmax(y) @ w", "32 3"),
+    ("x @ w", "jnp.log(jax.nn.sigmoid(y))", "32 3"),
+    ("x @ w", "(x / y) @ w", "32 3"),
+    ("x @ w", "x / y + y @ w", "32 3"),
+    ("x @ w", "jax.nn.softmax(y) @ w + y @ w", "32 3"),
+    ("x @ w", "jnp.log(jax.nn.softplus(y)) + y @ w", "32 3"),
+    ("x @ w", "jnp.exp(-jax.nn.softplus(y) * 8) + y @ w", "32 3"),
+    ("x @ w", "jnp.logaddexp(y, y[::-1]) + y @ w", "32 3"),
+    ("x @ w", "jax.nn.elu(y - y[::-1]) + y @ w", "32 3"),
+    ("x @ w", "(y == y[::-1]).sum()", "32 3"),
+    ("x @ w", "(1e6 * y) @ w", "32 3", "32 3"),
+    ("x @ w", "jaxmp.float32_region(jnp.matmul)(y, w)", "32 3"),
+    ("x @ w", "jax.pure_callback(lambda x: x, y, y) @ w", "32 3"),
     ("x @ w", "(y.var(), jnp.tanh(y) @ w)", "16 2"),
     ("jnp.sin(x @ w) * jnp.cos(x @ w)", "y @ w", "16 2"),
     ("x @ w * 300", "jnp.tanh(y) @ w", "32 3"),
@@ -90,7 +108,7 @@ PROGRAMS = [
 def test_a_value_has_the_dtype_that_the_sentences_give(
     first, then, expected, in_float16
 ):
-    known = {"jax": jax, "jnp": jnp, "lax": lax}
+    known = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "lax": lax}
 
     def fun(x, w, b):
         here = {**known, "x": x, "w": w, "b": b}

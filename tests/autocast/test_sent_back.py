@@ -8,10 +8,9 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, normal, usually_bfloat16
+from conftest import at_once, both_dtypes, normal, usually_bfloat16
 
 X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
-both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
 def normed(h):
@@ -35,30 +34,6 @@ ACTIVATIONS = {
 }
 
 
-def equations(fun, *args):
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for param in jax.tree.leaves(
-                [*eqn.params.values()], is_leaf=lambda p: hasattr(p, "eqns")
-            ):
-                inner = getattr(param, "jaxpr", param)
-                if hasattr(inner, "eqns"):
-                    yield from walk(inner)
-
-    return list(walk(jax.make_jaxpr(fun)(*args).jaxpr))
-
-
-def sent_back(eqns):
-    return [e for e in eqns if "transpose" in str(e.source_info.name_stack)]
-
-
-def dtypes_of(primitive, eqns):
-    """Returns the dtypes in which a primitive computes what has the size of ``X``."""
-    found = [e.outvars[0].aval for e in eqns if e.primitive.name == primitive]
-    return [aval.dtype for aval in found if aval.shape == X.shape]
-
-
 @usually_bfloat16
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_gradients_behind_norms_are_as_near_as_in_16_bits(activation, dtype):
@@ -79,17 +54,6 @@ def test_gradients_behind_norms_are_as_near_as_in_16_bits(activation, dtype):
 
     found, own = errors(*args)
     assert jnp.median(found / own) <= 1
-
-
-@both_dtypes
-@pytest.mark.parametrize("shortcut", [False, True])
-def test_what_a_relu_sends_back_is_chosen_in_16_bits(shortcut, dtype):
-    """For products, and for the bias, whose gradient sums up rounded numbers anyway."""
-    grad = jax.grad(network(jax.nn.relu, shortcut), (0, 1))
-    eqns = equations(jaxmp.autocast(grad, dtype), [*W], [*V], X)
-    chosen = [x for x in dtypes_of("select_n", sent_back(eqns)) if x != jnp.dtype(bool)]
-    assert len(chosen) >= 4
-    assert set(chosen) == {jnp.dtype(dtype)}
 
 
 def embedded(table, w):

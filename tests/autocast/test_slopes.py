@@ -58,16 +58,3 @@ def test_second_derivatives_are_those_of_float32(dtype):
     expected, *found = at_once(*forms)(X, W)
     for one in found:
         assert relative_error(one, expected) < 10 * float(jnp.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_shards_have_their_gradients(axis_type):
-    kind = getattr(jax.sharding.AxisType, axis_type)
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))
-    spec = jax.P("rows"), jax.P()
-    grad = jax.grad(loss_of(attention))
-    sharded = jax.shard_map(grad, mesh=mesh, in_specs=spec, out_specs=spec[0])
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, jax.NamedSharding(mesh, spec[0]))
-        found = jax.jit(jaxmp.autocast(sharded, "bfloat16"))(x, W)
-    assert relative_error(found, jax.jit(grad)(X, W)) < 0.02

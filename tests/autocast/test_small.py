@@ -35,27 +35,12 @@ def turned_often(turn):
     return lax.scan(lambda p, _: (p @ turn.T, None), POINTS, None, length=4)[0]
 
 
-def with_rule(fun):
-    called = jax.custom_vjp(fun)
-    called.defvjp(lambda *xs: jax.vjp(fun, *xs), lambda back, g: back(g))
-    return called
-
-
 # What is near only in float32: a fit of a camera, however it is written.
 FITS = {
     "plain": lambda r: off(pixels(r)),
-    "jit": lambda r: off(jax.jit(pixels)(r)),
     "checkpoint": lambda r: off(jax.checkpoint(pixels)(r)),
-    "rule": lambda r: off(with_rule(pixels)(r)),
     "vmap": lambda r: off(jax.vmap(lambda p: pixels(r, p[None])[0])(POINTS)),
-    "einsum": lambda r: off(pixels(r, jnp.einsum("ij,nj->ni", TURN, POINTS))),
     "map": lambda r: off(lax.map(lambda p: pixels(r, p[None])[0], POINTS)),
-    "batches": lambda r: off(
-        lax.scan(lambda c, p: (c, pixels(r, p)), 0, POINTS.reshape(8, 8, 3))[1].reshape(
-            64, 2
-        )
-    ),
-    "composed": lambda r: off(pixels(r @ r.T @ r)),
     "in a loop": lambda r: off(pixels(TURN, turned_often(r))),
     "in a while": lambda r: off(
         pixels(lax.fori_loop(0, 3, lambda i, c: c @ r, r), POINTS)

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.counting.measure import traced
+from benchmarks.counting.measure import relative_error, traced
 from conftest import at_once, in_both_dtypes, normal, rest_is_evidence, usually_bfloat16
 from jaxmp._ops.narrow import firmly_rounded
 
@@ -40,11 +40,6 @@ def dtypes_of(name, fun, *args):
     found = [e.outvars[0].aval.dtype for e in eqns if e.primitive.name == name]
     assert found, name
     return set(found)
-
-
-def error(found, expected):
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
 def pooled(h):
@@ -94,49 +89,6 @@ def twice(w, x):
     return (jnp.where(h == greatest, lax.max(h, -9.0), 0.0) @ w).sum()
 
 
-KEPT = {
-    "an input": lambda w, x: lax.max(x, 0.0) @ w,
-    "a weight": lambda w, x: x @ lax.max(w, 0.0),
-    "computed from inputs alone": lambda w, x: lax.max(x * 2 + 1, 0.0) @ w,
-    "nobody's operand": lambda w, x: lax.max(normalised(w, x), 0.0).sum(),
-    "of a logarithm too": lambda w, x: (
-        (h := lax.max(normalised(w, x), 1e-3)) @ w + jnp.log(h)
-    ),
-    "of a divisor too": lambda w, x: (h := lax.max(normalised(w, x), 1.0)) @ w / h,
-    "of a residual stream": stream,
-    "subtracted too": lambda w, x: (h := normalised(w, x)) - lax.max(h, 0.0) @ w,
-    "averaged and subtracted too": lambda w, x: (
-        lax.max((h := normalised(w, x)), 0.0) @ w + (h - h.mean(-1, keepdims=True)) ** 2
-    ),
-    "of a residual stream, afterwards": lambda w, x: (
-        (y := lax.max(normalised(w, x), 0.0)) @ w + (y - x)
-    ),
-    "averaged afterwards": lambda w, x: (
-        lax.min(y := lax.max(normalised(w, x), 0.0), 6.0) @ w + y.mean()
-    ),
-    "compared with the same": twice,
-    "the greatest, by its place": lambda w, x: (
-        lax.max((h := normalised(w, x)), 0.0) @ w + lax.top_k(h, 8)[0]
-    ),
-    "of a float32 region": lambda w, x: jaxmp.float32_region(jnp.matmul)(
-        lax.max(normalised(w, x), 0.0), w
-    ),
-    "rounded to integers": lambda w, x: lax.max(jnp.floor(normalised(w, x)), 0.0) * 1,
-}
-
-
-@pytest.mark.parametrize("fun", KEPT.values(), ids=KEPT.keys())
-def test_what_else_is_moved_keeps_its_digits(fun):
-    assert dtypes_of("max", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
-
-
-def test_what_does_not_commute_with_rounding_comes_first():
-    def fun(w, x):
-        return jnp.floor(normalised(w, x)) @ w
-
-    assert dtypes_of("floor", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
-
-
 CONVOLUTIONS = {
     "strided": {"window_strides": (2, 2)},
     "grouped": {"window_strides": (1, 1), "feature_group_count": 2},
@@ -159,15 +111,7 @@ def test_a_kernel_is_reversed_in_16_bits_for_the_gradient_of_an_input(options, o
 
     grad = ORDERS[order](loss, HALF)
     assert dtypes_of("rev", grad, image) == {HALF}
-    assert error(*at_once(grad, jax.grad(loss))(image)) < 2**-7
-
-
-def test_a_reversed_weight_keeps_its_digits_for_others():
-    def fun(w, x):
-        r = w[::-1]
-        return x @ r + (r - w)[:4]
-
-    assert dtypes_of("rev", jaxmp.autocast(fun, HALF), W, X) == {SINGLE}
+    assert relative_error(*at_once(grad, jax.grad(loss))(image)) < 2**-7
 
 
 def test_the_gradient_of_a_reversed_weight_adds_up_in_float32():
@@ -177,14 +121,6 @@ def test_the_gradient_of_a_reversed_weight_adds_up_in_float32():
     plain = jax.grad(jaxmp.autocast(loss, HALF))(W)
     reversed_ = jax.grad(jaxmp.autocast(lambda w: loss(w[::-1]), HALF))(W)
     np.testing.assert_array_equal(reversed_, plain[::-1])
-
-
-def test_a_mask_value_beyond_the_range_stays_finite():
-    def fun(w, x):
-        return jnp.where(X > 0, normalised(w, x), -1e9) @ w
-
-    cast = jaxmp.autocast(fun, jnp.float16)
-    assert dtypes_of("select_n", cast, W, X) == {SINGLE}
 
 
 def greatest(h):
@@ -207,7 +143,7 @@ def check_search(search, order, inner):
         return ((search(inner(w, x)) @ w) ** 2).sum()
 
     expected, found = at_once(jax.grad(loss), ORDERS[order](loss, HALF))(W, X)
-    assert error(found, expected) < 0.1
+    assert relative_error(found, expected) < 0.1
 
 
 @pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
@@ -266,7 +202,7 @@ SEEN = {
 def test_who_computes_with_what_was_chosen_sees_its_digits(loss, dtype, order):
     x = abs(X) + 0.1
     expected, found = at_once(jax.grad(loss), ORDERS[order](loss, dtype))(W, x)
-    assert error(found, expected) < 0.02
+    assert relative_error(found, expected) < 0.02
 
 
 def test_the_gradient_of_what_a_loop_reads_adds_up_in_float32():
@@ -278,7 +214,7 @@ def test_the_gradient_of_what_a_loop_reads_adds_up_in_float32():
     xs = jnp.ones((2000, 1, 8))
     casts = [order(loss, HALF) for order in ORDERS.values()]
     expected, *found = at_once(jax.grad(loss), *casts)(a, b, xs)
-    assert all(error(grad, expected) < 0.02 for grad in found)
+    assert all(relative_error(grad, expected) < 0.02 for grad in found)
 
 
 # The softmax.
@@ -301,7 +237,7 @@ def test_what_rounding_leaves_of_the_sums_of_a_softmax_is_taken_out(dtype):
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(loss, exact, rtol=2 * eps)
     for found, grad in zip(grads, expected, strict=True):
-        assert error(found, grad) < 4 * eps
+        assert relative_error(found, grad) < 4 * eps
     # Rounded weights do not sum to one. Their gradient does not notice.
     assert abs(grads[0].sum(-1) - expected[0].sum(-1)).max() < 16 * eps
 
@@ -346,7 +282,7 @@ def test_attention_with_dropout_is_nearer_than_that_of_flax(order, dtype):
 
     forms = order(loss, dtype), jax.grad(in_16_bits), jax.grad(loss)
     found, own, exact = at_once(*forms)(*normal(0, 3, 2, 8, 4, 8))
-    assert error(found, exact) < error(own, exact)
+    assert relative_error(found, exact) < relative_error(own, exact)
 
 
 def test_a_softmax_over_very_many_is_finite():
@@ -366,7 +302,7 @@ def test_a_softmax_may_be_differentiated_again():
         return jax.jit(jax.grad(lambda q: (cast(jax.grad(loss))(q) ** 2).sum()))(Q)
 
     found = twice(lambda grad: jaxmp.autocast(grad, HALF))
-    assert error(found, twice(lambda grad: grad)) < 0.1
+    assert relative_error(found, twice(lambda grad: grad)) < 0.1
 
 
 # The gradient of an exact GELU.
@@ -393,32 +329,7 @@ def test_an_exact_gelu_is_differentiated_where_it_was_rounded(gelu, dtype):
     (exact, expected), (loss, found) = at_once(grad(gelu), cast)(W, X)
     eps = jnp.finfo(dtype).eps
     assert abs(loss - exact) < 8 * eps * abs(exact)
-    assert error(found, expected) < 2 * eps
-
-
-STEEP = {
-    "of no error function": lambda h: jnp.exp(-jnp.square(h)),
-    "of another's": lambda h: jnp.exp(-jnp.square(h)) * lax.erf(h + 1),
-    "growing": lambda h: jnp.exp(jnp.square(h)) * lax.erf(h),
-    "no square": lambda h: jnp.exp(-h) * lax.erf(h),
-    "of a logarithm": lambda h: jnp.log(jnp.exp(-jnp.square(h)) + 1e-9) * lax.erf(h),
-    "of a divisor": lambda h: lax.erf(h) / jnp.exp(-jnp.square(h)),
-    "of a likelihood": jax.scipy.stats.norm.logcdf,
-    "of a float32 region": lambda h: (
-        jaxmp.float32_region(lambda h: jnp.exp(-jnp.square(h)))(h) * lax.erf(h)
-    ),
-}
-
-
-def test_what_an_exponential_or_a_divisor_reads_keeps_its_digits():
-    for name, fun in STEEP.items():
-
-        def both(w, x, fun=fun):
-            h = x @ w
-            return fun(h).sum() + (h @ w).sum()
-
-        cast = jaxmp.autocast(both, HALF)
-        assert dtypes_of("dot_general", cast, W, X) == {SINGLE}, name
+    assert relative_error(found, expected) < 2 * eps
 
 
 # Sums of cotangents.
@@ -509,7 +420,9 @@ def test_the_gradient_of_a_bias_may_be_differentiated_again():
         return jax.jit(jax.grad(loss))(X)
 
     found = norm_of_gradients(lambda f: jaxmp.autocast(jax.grad(f, (0, 1)), HALF))
-    assert error(found, norm_of_gradients(lambda f: jax.grad(f, (0, 1)))) < 0.05
+    assert (
+        relative_error(found, norm_of_gradients(lambda f: jax.grad(f, (0, 1)))) < 0.05
+    )
 
 
 def activated(activation):
@@ -572,7 +485,7 @@ def test_what_only_resembles_a_norm_keeps_the_range_of_float32(fun):
         return layer_norm(fun(h) + x @ (2 * w)) @ w
 
     both = at_once(jaxmp.autocast(two_norms, "float16"), two_norms)
-    assert error(*both(W, X)) < 1e-2
+    assert relative_error(*both(W, X)) < 1e-2
 
 
 def test_weights_that_are_normed_between_steps_do_not_stall():
@@ -588,7 +501,7 @@ def test_weights_that_are_normed_between_steps_do_not_stall():
 
     start = W / np.linalg.norm(W, axis=0)
     found, expected = at_once(jaxmp.autocast(trained, HALF), trained)(W, X)
-    assert error(found - start, expected - start) < 0.02
+    assert relative_error(found - start, expected - start) < 0.02
 
 
 def behind(change):
@@ -633,7 +546,7 @@ def test_factors_around_an_activation_leave_its_gradients_in_the_range_of_float1
         args = SCALE / before, X[0] / before, X, *factors
         # What the product takes behind the norm is lost with 1e-6, as it is in Flax.
         for got, expected in list(zip(cast(*args), grad(*args), strict=True))[:2]:
-            assert error(got, expected) < 8 * float(jnp.finfo(jnp.float16).eps)
+            assert relative_error(got, expected) < 8 * float(jnp.finfo(jnp.float16).eps)
 
 
 def averaged(h):
@@ -690,7 +603,7 @@ def check_gradient(case, dtype):
     grad = jax.grad(loss, tuple(range(len(args))))
     both = at_once(jaxmp.autocast(grad, dtype), grad)(*args)
     for found, expected in zip(*both, strict=True):
-        assert error(found, expected) < limit * float(jnp.finfo(dtype).eps)
+        assert relative_error(found, expected) < limit * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
@@ -721,7 +634,7 @@ def test_gradients_between_batch_norms_are_nearer_than_those_of_a_model_in_16_bi
     grad = jax.grad(loss, (0, 1))
     forms = jaxmp.autocast(grad, HALF), jax.grad(native, (0, 1)), grad
     for got, reference, grad in zip(*at_once(*forms)(*args), strict=True):
-        assert error(got, grad) < error(reference, grad)
+        assert relative_error(got, grad) < relative_error(reference, grad)
 
 
 def test_the_gradient_of_pooling_out_of_range_runs_in_float32():
@@ -859,14 +772,14 @@ MEANS["windows"] = joined(lambda h: window_sums(h, 2))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_made_of_a_mean_is_off_by_a_few_last_digits(fun, dtype):
     found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
-    assert error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
+    assert relative_error(found, expected) < 4 * float(jnp.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("fun", FAR_OR_EXACT.values(), ids=FAR_OR_EXACT.keys())
 def test_means_of_windows_keep_range_and_digits_for_other_readers(fun):
     both = at_once(jaxmp.autocast(fun, jnp.float16), fun)(W, X)
     for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
-        assert error(found, expected) < 1e-2
+        assert relative_error(found, expected) < 1e-2
 
 
 def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm():
@@ -878,7 +791,7 @@ def test_a_nearly_linear_activation_before_a_mean_keeps_the_gradient_of_its_norm
     args = SCALE, 0.01 * X[0], X
     both = at_once(jaxmp.autocast(grad, HALF), grad)(*args)
     for got, expected in zip(*both, strict=True):
-        assert error(got, expected) < 8 * float(jnp.finfo(HALF).eps)
+        assert relative_error(got, expected) < 8 * float(jnp.finfo(HALF).eps)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, HALF])
@@ -899,7 +812,7 @@ def test_a_backward_pass_with_biases_can_be_transposed():
     cast = jaxmp.autocast(pull, HALF)
     turned = [jax.linear_transpose(fun, out) for fun in (cast, pull)]
     found, expected = at_once(*turned)((W, X[0], X))
-    assert error(*found, *expected) < 4 * float(jnp.finfo(HALF).eps)
+    assert relative_error(*found, *expected) < 4 * float(jnp.finfo(HALF).eps)
 
 
 @jax.custom_vjp
@@ -928,7 +841,7 @@ def test_a_rule_sees_sums_of_a_softmax_that_are_one():
     grad = jax.grad(sums_of_a_softmax, (0, 1))
     both = at_once(jaxmp.autocast(grad, HALF), grad)(*args)
     for found, expected in zip(*both, strict=True):
-        assert error(found, expected) < 8 * float(jnp.finfo(HALF).eps)
+        assert relative_error(found, expected) < 8 * float(jnp.finfo(HALF).eps)
 
 
 @jax.custom_vjp
@@ -957,7 +870,7 @@ def test_a_rule_is_given_cotangents_that_cancel_in_float32(dtype):
     for found, expected in zip(
         *at_once(cast, jax.grad(log_of_a_sum, (0, 1)))(*args), strict=True
     ):
-        assert error(found, expected) < 8 * float(jnp.finfo(dtype).eps)
+        assert relative_error(found, expected) < 8 * float(jnp.finfo(dtype).eps)
 
 
 # Rounded products.
@@ -1006,18 +919,3 @@ def test_an_activation_that_a_norm_reads_too_is_stored_in_16_bits(dtype):
     kept = jaxmp.audit(grad)(normal(0, 32, 32), normal(1, 64, 32)).residual_bytes
     assert kept["float32"] < 2 * 4 * 64 * 32  # the weights, a root, no activation twice
     assert kept[dtype] >= 3 * 2 * 64 * 32
-
-
-def test_a_sigmoid_behind_a_norm_is_not_rounded_where_a_mean_reads_what_it_scales():
-    """It is computed again from what is stored anyway."""
-
-    def net(w, v, x):
-        h = normalised(w, x)
-        h = h * jax.nn.sigmoid(h)
-        return jnp.mean((h * jnp.tanh(h.mean(0) @ v)) @ v)
-
-    eqns = traced(jaxmp.autocast(net), W, W, X)
-    (behind,) = [e for e in eqns if e.primitive.name == "logistic"]
-    readers = [e for e in eqns if behind.outvars[0] in e.invars]
-    assert behind.outvars[0].aval.dtype == SINGLE
-    assert "convert_element_type" not in {e.primitive.name for e in readers}

@@ -978,37 +978,6 @@ def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
     assert jnp.isfinite(loss)
 
 
-@pytest.mark.parametrize("where", ["mesh", "shard_map"])
-def test_on_many_devices_a_policy_reaches_it_too(where):
-    mesh, spec = Mesh(jax.devices()[:4], ("data",)), jax.sharding.PartitionSpec
-
-    def loss_fn(model, x):
-        call = jaxmp.with_policy(lambda x: nnx.remat(call_both)(model, x), "bfloat16")
-        return jnp.mean(call(x).astype(FULL) ** 2)
-
-    def call_both(model, x):
-        return model.layer(jnp.tanh(model.layer(x)))
-
-    def gradients(model, x):
-        place = {"mesh": mesh} if where == "mesh" else {"axis_name": "data"}
-        grad_fn = jaxmp.nnx.value_and_grad(
-            loss_fn, policy="mixed_bfloat16", batch_argnums=1, **place
-        )
-        return grad_fn(model, x)[1]["layer"]["kernel"][...]
-
-    def run(x):
-        return gradients(Layers(), x)
-
-    if where == "shard_map":
-        run = jax.shard_map(run, mesh=mesh, in_specs=spec("data"), out_specs=spec())
-    report = jaxmp.audit(run)(X)
-    assert report.fraction_16bit == 1, str(report)
-    _, alone = jaxmp.nnx.value_and_grad(loss_fn, policy="mixed_bfloat16")(Layers(), X)
-    np.testing.assert_allclose(
-        jax.jit(run)(X), alone["layer"]["kernel"][...], atol=2e-2
-    )
-
-
 # Flax writes a float32 sum into what `with_policy` has cast.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
 @pytest.mark.parametrize("make", [net, lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))])

@@ -408,14 +408,6 @@ def test_positions_are_what_they_are_in_jax(argnums):
     chex.assert_trees_all_equal(policy, expected)
 
 
-@pytest.mark.parametrize(
-    "batch", [np.int64(1), np.int8(-1), [np.int32(1)], range(1, 2)]
-)
-def test_positions_of_the_batch_may_be_numpys(batch):
-    grad = jaxmp.grad(lambda w, x: (w * x).mean(), accum_steps=2, batch_argnums=batch)
-    assert grad(1.0, jnp.arange(4.0)) == 1.5
-
-
 # What is refused
 
 

@@ -1,13 +1,10 @@
 """Modules of NNX and Equinox have the paths of their attributes, as Linen's have."""
 
-import contextlib
 import threading
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -122,40 +119,6 @@ def test_each_module_is_kept_in_float32_by_its_path(make, run, layers):
         "Net/head",
         "Net/table",
     }
-
-
-@pytest.mark.parametrize(
-    ("make", "run"), [BODIES[x][:2] for x in ("list", "remat of a method", "scan")]
-)
-def test_scopes_change_no_value_and_no_method(make, run, monkeypatch):
-    def trained(wrap):
-        model = Net(make(), run)
-        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-        def step(model, optimizer, x):
-            loss, grads = nnx.value_and_grad(loss_fn)(model, x)
-            optimizer.update(model, grads)
-            return loss
-
-        losses = [wrap(step)(model, optimizer, X) for _ in range(2)]
-        return losses, jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-
-    def methods():
-        classes = [Net, Block, RematBlock, Residual, nnx.Linear, nnx.Embed]
-        return [{**vars(cls)} for cls in classes]
-
-    def autocast(step):
-        return nnx.jit(jaxmp.nnx.autocast(step, "bfloat16"))
-
-    before = methods()
-    named = trained(autocast)
-    assert methods() == before
-    for room in ("_autocast", "nnx"):
-        home = __import__(f"jaxmp.{room}", fromlist=["_"])
-        for name in {"module_scopes", "with_module_scopes"} & {*vars(home)}:
-            plain = contextlib.nullcontext if name == "module_scopes" else lambda f: f
-            monkeypatch.setattr(home, name, plain)
-    chex.assert_trees_all_equal(named, trained(autocast))
 
 
 @pytest.mark.parametrize(
@@ -282,19 +245,6 @@ def test_an_overflow_is_found_in_its_module():
         nnx.merge(*jaxmp.cast_tree(nnx.split(model), jnp.float16)), X.astype("float16")
     )
     assert report.first.module == "Steep/blocks/1"
-
-
-def test_under_float8_a_module_may_stay_in_16_bits():
-    def make():
-        return nnx.Linear(1024, 1024, use_bias=False, rngs=nnx.Rngs(0))
-
-    model = nnx.Sequential(make(), make())
-    run = jaxmp.nnx.autocast(
-        lambda model, x: model(x), "mixed_fp8", bfloat16_paths="layers/0"
-    )
-    report = jaxmp.audit(run)(model, jnp.ones((1024, 1024)))
-    (row,) = [row for row in report.kept_16bit if "bfloat16_paths" in row.reason]
-    assert row.module == "Sequential/layers/0"
 
 
 def test_a_path_that_is_not_there_is_answered_with_those_that_are():
@@ -434,14 +384,3 @@ def test_equinox_modules_have_the_paths_of_their_fields():
             assert all(f"{x}/".startswith(f"Model/{path}/") for x in found)
             assert report.fraction_16bit > 0.5
     assert eqx.nn.Linear.__call__ is before
-
-
-def test_an_equinox_model_is_measured_by_its_layers():
-    _, model, loss = equinox_model()
-    measure = jaxmp.sensitivity(loss, "bfloat16", progress=False, tolerance=1e-3)
-    report = measure(model, X)
-    rows = {row.path for row in report.modules}
-    assert {"Model/head", "Model/layers/0/mlp/layers/1"} <= rows
-    assert not any("eqx" in path for path in rows)
-    assert max(report.measured) < max(report.loss, report.gradients)
-    jaxmp.autocast(loss, float32_paths=report.float32_paths)(model, X)

@@ -53,18 +53,6 @@ def test_what_the_engine_knows_by_name_has_a_row():
         table.one_of("add no_such_primitive")
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "copies"),
-    [((3, 1, 8), (0, 2), False), ((1, 3, 8), (1, 2), False), ((2, 3, 8), (1, 2), True)],
-)
-def test_to_add_an_axis_of_size_one_copies_nothing(shape, axes, copies):
-    def broadcast(x):
-        return lax.broadcast_in_dim(x, shape, axes)
-
-    (eqn,) = jax.make_jaxpr(broadcast)(X).eqns
-    assert table.copies(eqn) == copies
-
-
 def test_a_primitive_on_a_frozen_heap_is_known_by_its_derivative():
     frozen = Primitive("a_primitive_on_a_frozen_heap")
     frozen.def_abstract_eval(lambda x: x)

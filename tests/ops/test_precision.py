@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jaxmp
+from benchmarks.counting.measure import traced
 from conftest import rest_is_evidence
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
@@ -43,23 +44,13 @@ each_precision = pytest.mark.parametrize(
 )
 
 
-def sub_jaxprs(param):
-    params = param if isinstance(param, (tuple, list)) else [param]
-    return [x for x in params if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
-
-
 def products(fun, *args):
     """Returns dtype of the operands and precision of each product, wherever it is."""
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                yield str(eqn.invars[0].aval.dtype), eqn.params["precision"]
-            for param in eqn.params.values():
-                for inner in sub_jaxprs(param):
-                    yield from walk(getattr(inner, "jaxpr", inner))
-
-    return [*walk(jax.make_jaxpr(fun)(*args).jaxpr)]
+    return [
+        (str(eqn.invars[0].aval.dtype), eqn.params["precision"])
+        for eqn in traced(fun, *args)
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated")
+    ]
 
 
 def wide(w, x):

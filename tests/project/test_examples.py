@@ -265,17 +265,6 @@ def refusal_to_resume(folder):
 
 
 @left_by_orbax
-def test_a_damaged_newest_checkpoint_is_named_with_the_way_on(small, killed, tmp_path):
-    folder = copy_of(killed, tmp_path)
-    DAMAGES["truncated numbers"](folder / "6")
-    before = sorted(path for path in folder.rglob("*"))
-    message = refusal_to_resume(folder)
-    assert f"step 6, `{folder / '6'}`, cannot be restored: it is damaged" in message
-    assert "To go on from step 5, delete it and run the same command" in message
-    assert sorted(path for path in folder.rglob("*")) == before
-
-
-@left_by_orbax
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
     small, killed, tmp_path
 ):
@@ -403,21 +392,6 @@ def test_a_truncated_cifar10_file_is_named(cifar, length):
         _data.load_cifar10(cifar)
     for words in (f"`{path}`", size, "cut short", "Unpack https://"):
         assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {b"data": np.zeros((8, 3072), np.uint8), b"labels": [0] * 7},
-        {b"data": np.zeros((8, 3072), np.uint8), b"labels": [10] * 8},
-        [1, 2],
-    ],
-)
-def test_a_file_of_another_kind_is_refused(cifar, batch):
-    path = cifar / "cifar-10-batches-py" / "data_batch_5"
-    path.write_bytes(pickle.dumps(batch))
-    with pytest.raises(ValueError, match=r"data_batch_5.* is not a whole CIFAR-10"):
-        _data.load_cifar10(cifar)
 
 
 class Calls:

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -139,57 +138,6 @@ def test_small_gradients_beside_large_ones_make_no_large_updates(optimizer):
 # Transformations of JAX, skipped steps, checkpoints
 
 
-@pytest.fixture(scope="module", params=["stochastic", "Kahan"])
-def trained(request):
-    """A wrapper, parameters, and what three steps make of them."""
-    wrap, dtype = DOORS[request.param]
-    tx, params = wrap(MOMENTUM), jaxmp.cast_tree(PARAMS, dtype)
-    step, carry = jax.jit(step_of(tx)), (params, tx.init(params))
-    for _ in range(3):
-        carry = step(*carry, GRADS)
-    return tx, params, carry
-
-
-def test_scan_and_donation_change_no_bit(trained):
-    tx, params, expected = trained
-    assert bits(train(tx, params, GRADS, 3)) == bits(expected)
-    step = jax.jit(step_of(tx), donate_argnums=(0, 1))
-    carry = jax.tree.map(jnp.copy, (params, tx.init(params)))
-    for _ in range(3):
-        given = jax.tree.leaves(carry)
-        carry = step(*carry, GRADS)
-        assert all(x.is_deleted() for x in given)
-    assert step._cache_size() == 1
-    assert bits(carry) == bits(expected)
-
-
-def test_replicas_of_vmap_are_the_same(trained):
-    tx, params, expected = trained
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, tx.init(params)))
-    step = jax.jit(jax.vmap(step_of(tx), (0, 0, None)))
-    for _ in range(3):
-        stacked = step(*stacked, GRADS)
-    first, second = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2))
-    assert bits(first) == bits(second)
-    assert jax.tree.map(jnp.shape, first) == jax.tree.map(jnp.shape, expected)
-
-
-def test_sharding_changes_no_bit(trained):
-    tx, params, expected = trained
-    mesh = jax.make_mesh((4, 2), ("x", "y"))
-    put = {"w": NamedSharding(mesh, P("x", "y")), "b": NamedSharding(mesh, P())}
-    params, grads = (jax.device_put(x, put) for x in (params, GRADS))
-    shardings = jaxmp.init_shardings(tx, params)
-    carry = params, jax.jit(tx.init, out_shardings=shardings)(params)
-    step = jax.jit(step_of(tx))
-    for _ in range(3):
-        carry = step(*carry, grads)
-    (trace,) = (x for x in jax.tree.leaves(carry[1], is_leaf=is_blocks) if is_blocks(x))
-    for part in trace:
-        assert part.sharding.is_equivalent_to(put["w"], 2)
-    assert bits(carry) == bits(expected)
-
-
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="JAX fails where XLA divides unevenly"
 )
@@ -217,33 +165,6 @@ def test_a_skipped_step_leaves_every_bit(wrap, dtype):
         assert (bits((params, state.inner_state)) == before) == (poison != 0)
     assert stored(state) == 2
     assert step._cache_size() == 1
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_orbax_resumes_bit_for_bit_and_on_other_devices(trained, tmp_path):
-    tx, params, expected = trained
-    step = jax.jit(step_of(tx))
-    saved = step(params, tx.init(params), GRADS)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "1", saved)
-        checkpointer.wait_until_finished()
-        target = jax.eval_shape(lambda p: (p, tx.init(p)), params)
-        carry = checkpointer.restore(tmp_path / "1", target)
-        mesh = Mesh(jax.devices()[:4], ("x",))
-        put = {"w": NamedSharding(mesh, P("x")), "b": NamedSharding(mesh, P())}
-        there = jax.device_put(params, put)
-        shardings = put, jaxmp.init_shardings(tx, there)
-        target = jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            target,
-            shardings,
-        )
-        elsewhere = checkpointer.restore(tmp_path / "1", target)
-    for _ in range(2):
-        carry = step(*carry, GRADS)
-        elsewhere = step(*elsewhere, jax.device_put(GRADS, put))
-    assert bits(carry) == bits(expected)
-    assert bits(elsewhere) == bits(expected)
 
 
 def test_a_state_changes_its_dtype_there_and_back():
