@@ -253,34 +253,30 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         )
     first = report.first
     faults = [*([first] if first else []), *report.others]
-    ranks = {x.module: math.inf for x in [*rows, *faults[:1]]}
+    least = {x.module: math.inf for x in [*rows, *faults[:1]]}
     for x in rows:
-        ranks[x.module] = min(ranks[x.module], x.headroom)
-    for number, fault in enumerate(faults):  # before all others
-        if fault.module in ranks:
-            ranks[fault.module] = min(ranks[fault.module], number - 2.0**31)
-    chosen = sorted(ranks, key=ranks.__getitem__)[:_ROWS]
-    modules = [module for module in ranks if module in chosen]
-    left, right = _axes(ax, 2, rows=len(modules))
+        least[x.module] = min(least[x.module], x.headroom)
+    guilty = [x.module for x in faults if x.module in least]
+    chosen = [*dict.fromkeys([*guilty, *sorted(least, key=least.__getitem__)])][:_ROWS]
+    modules = [module for module in least if module in chosen]
+    is_first = [first is not None and x == first.module for x in modules]
+    left, right = _rows(ax, modules, is_first)
     crosses = []
     for backward, style, shift in ((False, _VALUES, -0.2), (True, _HATCHED, 0.2)):
-        headroom, lost = np.full(len(modules), np.nan), np.zeros(len(modules))
-        for i, module in enumerate(modules):
+        places, headroom, lost = np.arange(len(modules)) + shift, [], []
+        for place, module in zip(places, modules, strict=True):
             part = [x for x in rows if (x.module, x.backward) == (module, backward)]
-            least = min([math.inf, *(x.headroom for x in part)])
-            lost[i] = 100 * max([0.0, *(x.lost for x in part)])
-            if any(x.nonfinite for x in part):
-                crosses.append(i + shift)
-            elif least < math.inf:
-                headroom[i] = least
+            is_finite = not any(x.nonfinite for x in part)
+            crosses += [place] * (not is_finite)
+            near = [x.headroom for x in part if is_finite and x.headroom < math.inf]
+            headroom.append(min(near, default=math.nan))
+            lost.append(100 * max([0.0, *(x.lost for x in part)]))
         label = "backward" if backward else "forward"
-        left.barh(np.arange(len(modules)) + shift, headroom, 0.38, label=label, **style)
-        right.barh(np.arange(len(modules)) + shift, lost, 0.38, **style)
+        left.barh(places, headroom, 0.38, label=label, **style)
+        right.barh(places, lost, 0.38, **style)
     if crosses:
         style = {"color": _RED, "clip_on": False, "zorder": 3, "label": "Inf or NaN"}
         left.plot(np.zeros(len(crosses)), crosses, "x", **style)
-    is_first = [first is not None and x == first.module for x in modules]
-    _name_rows(left, modules, is_first)
     left.set_xlabel("least headroom (powers of two)")
     right.set_xlabel("% lost to zero")
     for axes in (left, right):
@@ -290,9 +286,10 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
         axes = right if first.kind == "zeros" else left
         end, arrow = axes.get_xlim()[1], {"arrowstyle": "-|>", "color": _RED}
         options = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
+        options["bbox"] = {"color": "white", "pad": 0.5}  # where it lies on a bar
         at, text = (0.04 * end, place), (0.6 * end, place)
         axes.annotate("first fault", xy=at, xytext=text, **options)
-    title = f"Distance to overflow by module{_part(len(modules), len(ranks))}"
+    title = f"Distance to overflow by module{_part(len(modules), len(least))}"
     return _finished(left, title, ax is None)
 
 
@@ -328,21 +325,23 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     named = report.float32_paths + report.bfloat16_paths
     rest = [x for x in report.modules[_ROWS:] if x.path in named]
     rows = [*report.modules[:_ROWS], *rest]
-    left, right = _axes(ax, 2, rows=len(rows))
-    places = np.arange(len(rows))
+    left, right = _rows(ax, [x.name for x in rows], [x.path in named for x in rows])
+    places, narrow = np.arange(len(rows)), report.narrow
     only, others = ([getattr(x, name) for x in rows] for name in ("alone", "without"))
     seen = [x for x in (*only, *others, report.tolerance) if 0 < x < math.inf]
     low, high = min(seen) / 10, max(seen) * 10
     only, others = np.clip(only, low, high), np.clip(others, low, high)
-    left.set_xscale("log")
     left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
-    narrow = report.narrow
     left.plot(only, places, "o", label=f"only this in {narrow}", **_VALUES)
     left.plot(others, places, "D", label=f"all but this in {narrow}", **_HOLLOW)
     label = f"tolerance ({report.tolerance:g})"
     left.axvline(report.tolerance, zorder=0.5, label=label, **_DASHED)
+    # Whole decades have labels enough, and between them there is no room for more.
+    ends = np.log10([min(*only, *others, *seen), max(*only, *others, *seen)])
+    left.set_xscale("log")
+    left.set_xlim(0.7 * 10 ** np.floor(ends[0]), 1.4 * 10 ** np.ceil(ends[1]))
+    left.xaxis.set_minor_formatter("")
     left.set_xlabel("relative error of loss or gradients, the larger")
-    _name_rows(left, [x.name for x in rows], [x.path in named for x in rows])
     costs = [row.stored if report.residuals else row.share for row in rows]
     right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
@@ -355,18 +354,26 @@ def _part(shown: int, count: int) -> str:
     return f", {shown} of {count}" if count > shown else ""
 
 
-def _name_rows(ax: Axes, modules: Sequence[str], bold: Sequence[bool]) -> None:
-    """Names the rows, without the path that all have in common."""
+def _rows(ax: Any, modules: Sequence[str], bold: Sequence[bool]) -> tuple[Axes, Axes]:
+    """Returns two axes with a row for each module, the first at the top.
+
+    They are named without the path that all have in common.
+    """
+    left, right = _axes(ax, 2, rows=len(modules))
     paths = [module.split("/") for module in modules if module]
     levels = zip(*(path[:-1] for path in paths), strict=False)
     shared = [x[0] for x in itertools.takewhile(lambda x: len({*x}) == 1, levels)]
     start = len("/".join([*shared, ""])) if shared else 0
     names = [module[start:] or "(no module)" for module in modules]
     names = [x if len(x) <= 48 else f"…{x[-47:]}" for x in names]
-    ax.set_yticks(range(len(names)), names)
-    for is_bold, text in zip(bold, ax.get_yticklabels(), strict=True):
+    left.set_yticks(range(len(names)), names)
+    for is_bold, text in zip(bold, left.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if is_bold else "normal")
-    ax.set_ylabel(f"modules of {'/'.join(shared)}" if shared else "modules")
+    left.set_ylabel(f"modules of {'/'.join(shared)}" if shared else "modules")
+    right.tick_params(labelleft=False)
+    for axes in (left, right):
+        axes.set_ylim(len(modules) - 0.4, -0.6)
+    return left, right
 
 
 def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
@@ -401,10 +408,7 @@ def _check_report(report: Any, kind: type, name: str, call: str) -> None:
 
 
 def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
-    """Returns the axes that were given, or those of a new figure for None.
-
-    Two axes lie side by side and have some rows, the first at the top.
-    """
+    """Returns the axes that were given; for None new ones, side by side."""
     if ax is None:
         from matplotlib import pyplot  # late, because it looks for a screen
 
@@ -420,10 +424,6 @@ def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
             f"`ax` must be {what} of matplotlib, but is {describe(ax)}. Leave it out "
             f"for a new figure, or pass {cure}."
         )
-    if count == 2:
-        found[1].tick_params(labelleft=False)
-        for axes in found:
-            axes.set_ylim(rows - 0.4, -0.6)
     return found
 
 

@@ -70,25 +70,27 @@ def _differentiable(
             programs[moving] = _Passes(run, jaxpr, moving)
         passes = programs[moving]
         ahead = _differentiable(run, jaxpr, passes.forward, saves=True)
-        outs, kept = ahead((), *arrays)
-        kept = lax.stop_gradient(kept)
+        outs, residuals = ahead((), *arrays)
+        residuals = lax.stop_gradient(residuals)
         results = [outs]
         if saves:
             results.append(compute(*lax.stop_gradient((saved, arrays)))[1])
-        return tuple(results), (kept, arrays, dict.fromkeys(moving))
+        return tuple(results), (residuals, arrays, dict.fromkeys(moving))
 
-    def backward(residuals, cotangents):
-        kept, arrays, moving = residuals
+    def backward(stored, results):
+        residuals, arrays, moving = stored
         passes = programs[tuple(moving)]
-        sent = [x for x in cotangents[0] if x.dtype != jax.dtypes.float0]
-        zeros = {i for i, x in enumerate(sent) if isinstance(x, SymbolicZero)}
-        sent = [_jaxpr.zeros(x.aval) if i in zeros else x for i, x in enumerate(sent)]
+        cotangents = [x for x in results[0] if x.dtype != jax.dtypes.float0]
+        zeros = {i for i, x in enumerate(cotangents) if isinstance(x, SymbolicZero)}
+        cotangents = [
+            _jaxpr.zeros(x.aval) if i in zeros else x for i, x in enumerate(cotangents)
+        ]
 
         def compute(saved, arrays):
             return (passes.backward(saved, arrays, zeros),)
 
         gradients = _differentiable(run, passes.gradients, compute)
-        found = gradients(kept, *arrays, *sent)[0]
+        found = gradients(residuals, *arrays, *cotangents)[0]
         return None, *replaced([None] * len(arrays), moving, found)
 
     function.defvjp(forward, backward, symbolic_zeros=True)
@@ -115,13 +117,14 @@ class _Passes:
         self.mixed, self.inputs = mixed, len(_jaxpr.in_vars(jaxpr))
         self.outs, self.found = mixed.jaxpr.outvars[:outs], mixed.jaxpr.outvars[outs:]
         self.cotangents = mixed.jaxpr.invars[self.inputs :]
-        self.sent = reached(mixed.eqns, self.cotangents)
-        self.back, self.kept = self._back()
+        # What is computed from cotangents.
+        self.linear = reached(mixed.eqns, self.cotangents)
+        self.back, self.residuals = self._back()
 
     def _back(self) -> tuple[list[Equation], list[Any]]:
         """Returns the equations of the backward pass, and what it reads of the other.
 
-        A value is widened there, or cast to the dtype of that pass, and not kept twice.
+        A value is widened there, or cast to the dtype of that pass, and saved once.
         """
         body = self.mixed.jaxpr
         given = {*body.constvars, *body.invars}
@@ -129,7 +132,7 @@ class _Passes:
         back: list[Equation] = []
         for eqn in reversed(body.eqns):
             made = [x for x in eqn.outvars if x in needed]
-            if made and (_is_repeated(eqn, given) or not self.sent.isdisjoint(made)):
+            if made and (_is_repeated(eqn, given) or not self.linear.isdisjoint(made)):
                 needed.update(_jaxpr.variables(eqn.invars))
                 needed.difference_update(made)
                 back.append(eqn)
@@ -137,40 +140,41 @@ class _Passes:
 
     def forward(self, _, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results of the program, and what the backward pass reads."""
-        body, wanted = self.mixed.jaxpr, [*self.outs, *self.kept]
-        eqns = [x for x in body.eqns if self.sent.isdisjoint(x.outvars)]
+        body, wanted = self.mixed.jaxpr, [*self.outs, *self.residuals]
+        eqns = [x for x in body.eqns if self.linear.isdisjoint(x.outvars)]
         given = body.invars[: self.inputs]
         part = _jaxpr.part(self.mixed, eqns, given, wanted)
         results = _jaxpr.jaxpr_as_fun(part)(*arrays)
         return results[: len(self.outs)], results[len(self.outs) :]
 
     def backward(
-        self, kept: Sequence[Any], arrays: Sequence[Any], zeros: Collection[int]
+        self, residuals: Sequence[Any], arrays: Sequence[Any], zeros: Collection[int]
     ) -> list[Any]:
         """Returns the gradients.
 
         Args:
-            kept: What the forward pass has kept.
+            residuals: What the forward pass has saved.
             arrays: The inputs of the program, and the cotangents of its results.
             zeros: Which of these are zero. So is all that is made of them alone.
         """
         zero = {self.cotangents[i] for i in zeros}
         eqns = []
         for eqn in self.back:
-            sent = [x for x in _jaxpr.variables(eqn.invars) if x in self.sent]
-            if sent and zero.issuperset(sent):
+            ins = [x for x in _jaxpr.variables(eqn.invars) if x in self.linear]
+            if ins and zero.issuperset(ins):
                 zero.update(eqn.outvars)
             else:
                 eqns.append(eqn)
         given = self.mixed.jaxpr.invars
         made = [x for x in zero if x not in given]
-        part = _jaxpr.part(self.mixed, eqns, [*self.kept, *given, *made], self.found)
+        known = [*self.residuals, *given, *made]
+        part = _jaxpr.part(self.mixed, eqns, known, self.found)
         zeros_made = [_jaxpr.zeros(x.aval) for x in made]
-        return _jaxpr.jaxpr_as_fun(part)(*kept, *arrays, *zeros_made)
+        return _jaxpr.jaxpr_as_fun(part)(*residuals, *arrays, *zeros_made)
 
 
 def _is_repeated(eqn: Equation, given: Collection[Any]) -> bool:
-    """Whether what an equation returns is cheaper to compute again than to keep."""
+    """Whether what an equation returns is cheaper to compute again than to save."""
     atoms = list(_jaxpr.variables(eqn.invars))
     if not atoms or not _jaxpr.is_cast(eqn):
         return not atoms

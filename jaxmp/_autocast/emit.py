@@ -420,7 +420,7 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
         if out.half:
             x = cast(x, dtype)
             if step.how == "stored" and not needs.is_rounded_for_products(need):
-                x = storage.kept(x, step.back)
+                x = storage.stored(x, step.back)
             # Where somebody widens it again, for whom XLA would store float32. Of a
             # sigmoid it stores nothing, and computes it again.
             firmly = step.how == "rounded" and not table.is_sigmoid(eqn)

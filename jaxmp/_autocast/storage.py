@@ -15,10 +15,10 @@ from .._ops.narrow import firmly_rounded
 from .facts import Facts
 
 
-def kept(array: Any, back: bool) -> Any:
+def stored(array: Any, back: bool) -> Any:
     """Returns a 16-bit value that a product takes and the backward pass reads.
 
-    XLA would keep what it was computed from, and compute it anew, if there were nothing
+    XLA would store what it was computed from, and compute it anew, if nothing stood
     between the rounding and those who widen the value again.
     """
     if back:  # a barrier would keep its sum from fusing with what is before

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from .._base.dtypes import is_narrow
+from .._base.tree import is_inexact, widen
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import Replay
@@ -48,11 +49,9 @@ class WideReplay(Replay):
         raise NotImplementedError
 
     def constant(self, array: Any) -> Value:
-        """Returns an array that the code has made."""
         return given(array)
 
     def literal(self, literal: Any) -> Value:
-        """Returns a number in the code."""
         return Value(wide_literal(literal))
 
     def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
@@ -64,7 +63,6 @@ class WideReplay(Replay):
         ]
 
     def bodies(self, eqn: Equation) -> list[Any]:
-        """Returns the jaxprs in an equation that run on the platform."""
         return bodies_of(eqn, self.platform)
 
 
@@ -191,3 +189,36 @@ def platform_of(arrays: Sequence[Any]) -> str:
         if isinstance(x, jax.Array) and not isinstance(x, _jaxpr.Tracer):
             return next(iter(x.sharding.device_set)).platform
     return jax.default_backend()
+
+
+@jax.jit
+def compared(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Compares results: which are bad, how far they are away, and how large they are.
+
+    Bad are those that are not finite where the others are, or the other way round, and
+    truth values that differ.
+    """
+    if not outs:
+        return jnp.zeros(0, bool), jnp.zeros(0), jnp.zeros(0)
+    pairs = zip(widen(list(outs)), widen(list(reference)), strict=True)
+    columns = zip(*(_difference(x, y) for x, y in pairs), strict=True)
+    bad, away, size = map(jnp.stack, columns)
+    return bad, away, size
+
+
+def _difference(x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
+    nothing = jnp.float32(0)
+    if not is_inexact(x):
+        differs = jnp.any(x != y) if x.dtype == bool else jnp.bool_(False)
+        return differs, nothing, nothing
+    finite = jnp.isfinite(x) & jnp.isfinite(y)
+    bad = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
+    x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)
+    return bad, _norm(x - y), _norm(y)
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    """Returns the root of the sum of squares, which may be beyond float32."""
+    top = jnp.max(jnp.abs(x), initial=0)
+    unit = jnp.where(top > 0, top, 1)
+    return (unit * jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))).astype(jnp.float32)

@@ -134,24 +134,18 @@ class Replay:
     def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
         """Replays an equation that calls, repeats or chooses between jaxprs."""
         kind, jaxprs = _jaxpr.call_kind(eqn), self.bodies(eqn)
-        is_apart = {
-            "scan": True,
-            "while": True,
-            "cond": not _jaxpr.chooses_platform(eqn),
-            "remat": self.keeps_remat and _jaxpr.is_remat(eqn),
-            "shard_map": True,
+        apart = {
+            "scan": self.scan,
+            "while": self.while_loop,
+            "cond": None if _jaxpr.chooses_platform(eqn) else self.cond,
+            "remat": self.remat if self.keeps_remat and _jaxpr.is_remat(eqn) else None,
+            "shard_map": self.shard_map,
         }
-        if not is_apart.get(kind):  # its equations are written out
+        replayed: Callable[..., Any] | None = apart.get(kind)
+        if replayed is None:  # its equations are written out
             ins = ins[1:] if kind == "cond" else ins  # without the platform
             return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
         bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
-        replayed = {
-            "scan": self.scan,
-            "while": self.while_loop,
-            "cond": self.cond,
-            "remat": self.remat,
-            "shard_map": self.shard_map,
-        }[kind]
         arrays = [jnp.asarray(x.array) for x in ins]
         outs = replayed(eqn, ins, arrays, *bodies)
         return self.results(eqn, ins, outs, bodies)

@@ -107,7 +107,7 @@ class Forward:
         return eqn if place is None or self.is_free(eqn.invars[place]) else None
 
 
-class Kept:
+class Residuals:
     """What is stored of a forward pass for its backward pass."""
 
     def __init__(
@@ -188,18 +188,18 @@ class Again:
 
     def __init__(
         self,
-        kept: Kept,
+        residuals: Residuals,
         stored: Mapping[Any, Stored],
         known: Callable[[Any], Any],
     ):
         """Starts with nothing read.
 
         Args:
-            kept: What is stored.
+            residuals: What is stored.
             stored: That, by its variables.
             known: Returns a value that is there anyway, None for all others.
         """
-        self._kept, self._stored, self._known = kept, stored, known
+        self._residuals, self._stored, self._known = residuals, stored, known
         self._read: dict[Any, Any] = {}
 
     def read(self, atom: Any) -> Any:
@@ -212,7 +212,7 @@ class Again:
             elif (value := self._known(atom)) is not None:
                 return value
             else:
-                eqn = self._kept.forward.makers[atom]
+                eqn = self._residuals.forward.makers[atom]
                 ins = [self.read(x) for x in eqn.invars]
                 outs = ins if table.holds_back(eqn) else _jaxpr.bind(eqn, ins)
                 self._read.update(zip(eqn.outvars, outs, strict=True))

@@ -11,7 +11,7 @@ from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
-from .plan import Again, Forward, IsLeft, Kept, exact_of, leaves_out
+from .plan import Again, Forward, IsLeft, Residuals, exact_of, leaves_out
 from .scans import Stack, Store, read_by_scan
 
 # Returns what stores a value. It is given what tells which values are stored in eight
@@ -82,10 +82,10 @@ class Replay:
         self.stacks = dict(self._stacks(back, exact))
         read = {x for eqn in back for x in _jaxpr.variables(eqn.invars)}
         needed = [x for x in self.forward.makers if x in read - self.stacks.keys()]
-        self.kept = Kept(self.forward, needed, exact)
+        self.residuals = Residuals(self.forward, needed, exact)
         self.due = self._due()
         self.stored: dict[Any, Stored] = {}
-        self.again = Again(self.kept, self.stored, self._known)
+        self.again = Again(self.residuals, self.stored, self._known)
         self.sums: dict[Any, Any] = {}  # products that wait for the next stage
         self.wanted = {x for eqn in ahead for x in _jaxpr.variables(eqn.invars)}
         self.wanted.update(_jaxpr.variables(body.outvars))
@@ -127,9 +127,9 @@ class Replay:
             for x in _jaxpr.variables(eqn.invars):
                 if x in self.stacks:
                     continue
-                new = [y for y in self.kept.sources(x) if y not in seen]
+                new = [y for y in self.residuals.sources(x) if y not in seen]
                 seen.update(new)
-                stage += [y for y in new if self.kept.how[y] in ("eight", "bits")]
+                stage += [y for y in new if self.residuals.how[y] in ("eight", "bits")]
             if self._begins_stage(eqn):
                 due[id(eqn)] = stage = []
         return due
@@ -138,9 +138,9 @@ class Replay:
         """Whether ``eqn`` sends a gradient back through a layer, or through several."""
         if not _is_product(eqn):
             return _jaxpr.call_kind(eqn) in _LAYERS and holds_product(eqn)
-        return not any(map(self._is_kept, eqn.invars))
+        return not any(map(self._crosses, eqn.invars))
 
-    def _is_kept(self, atom: Any) -> bool:
+    def _crosses(self, atom: Any) -> bool:
         """Whether a value crosses from the forward pass to the backward pass."""
         if isinstance(atom, _jaxpr.Literal) or atom in self.forward.given:
             return False
@@ -148,8 +148,9 @@ class Replay:
 
     def in_eight_bits(self) -> Iterator[Any]:
         """Yields what is stored in eight bits, by its variable."""
-        for kept in (self.kept, *(stack.kept for stack in self.stacks.values())):
-            yield from (x for x, how in kept.how.items() if how == "eight")
+        for one in (self, *self.stacks.values()):
+            how = one.residuals.how
+            yield from (x for x in how if how[x] == "eight")
         for eqn in filter(_jaxpr.holds_backward, self.eqns):
             for body in _jaxpr.call_layout(eqn).bodies:
                 avals = _jaxpr.in_avals(body.jaxpr)
@@ -172,7 +173,7 @@ class Replay:
         return atom.val if isinstance(atom, _jaxpr.Literal) else self.env[atom]
 
     def ahead(self, eqn: Equation) -> None:
-        """Applies an equation of the forward pass, and stores what is kept of it."""
+        """Applies an equation of the forward pass, and stores what is saved of it."""
         ins = [self.value(x) for x in eqn.invars]
         stack = next((s for s in map(self.stacks.get, eqn.outvars) if s), None)
         if stack:
@@ -181,7 +182,7 @@ class Replay:
             outs = self._entered(eqn, ins)
         for var, x in zip(eqn.outvars, outs, strict=True):
             self.env[var] = x
-            if (how := self.kept.how.get(var)) is not None:
+            if (how := self.residuals.how.get(var)) is not None:
                 self.stored[var] = self.store(var, x, how, eqn)
 
     def back(self, eqn: Equation) -> None:
@@ -226,7 +227,7 @@ class Replay:
 
     def _known(self, var: Any) -> Any:
         """Returns what is there anyway."""
-        return None if self._is_kept(var) else self.env[var]
+        return None if self._crosses(var) else self.env[var]
 
     def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
         """Applies an equation, and goes inside if there is a backward pass in it."""

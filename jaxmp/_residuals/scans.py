@@ -12,7 +12,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import scan, where_written
 from .eight_bits import How, Stored
-from .plan import Again, Forward, IsLeft, Kept
+from .plan import Again, Forward, IsLeft, Residuals
 
 # Stores a value: its variable, it, in how many bits, and the equation that has computed
 # it, if one has.
@@ -56,14 +56,15 @@ class Stack:
         known = [*given, *body.constvars]
         inside = Forward(_jaxpr.live(body), known, is_left)
         wanted = set(self.inner.values())
-        self.kept = Kept(
+        self.residuals = Residuals(
             inside,
             [x for x in (*body.invars, *inside.makers) if x in wanted],
             {x for out, x in self.inner.items() if out in exact},
             [self.inner[out] for out, others in read.items() if others],
         )
         # What is computed from arguments is not stored.
-        self._read = {x for x in read if read[x] and self.inner[x] not in self.kept.how}
+        how = self.residuals.how
+        self._read = {x for x in read if read[x] and self.inner[x] not in how}
         self.stored: dict[Any, Stored] = {}
         self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
 
@@ -85,14 +86,14 @@ class Stack:
             and (out not in self.inner or out in wanted or out in self._read)
         ]
         avals: dict[Any, Stored] = {}
-        makers = self.kept.forward.makers
+        makers = self.residuals.forward.makers
 
         def trip(carry, xs):
             saved: dict[Any, Stored] = {}
 
             def save(variables, values):
                 for var, x in zip(variables, values, strict=True):
-                    if (how := self.kept.how.get(var)) is not None:
+                    if (how := self.residuals.how.get(var)) is not None:
                         saved[var] = store(var, x, how, makers.get(var))
 
             def apply(eqn, ins):
@@ -104,14 +105,14 @@ class Stack:
             save(_jaxpr.in_vars(self.jaxpr), args)
             outs = _jaxpr.interpret(self.jaxpr, args, where_written(apply))
             avals.update((x, s._replace(arrays=())) for x, s in saved.items())
-            stacked = [saved[x].arrays for x in self.kept.how]
+            stacked = [saved[x].arrays for x in self.residuals.how]
             return outs[: self.carries], ([outs[i] for i in whole], stacked)
 
         first = self.consts + self.carries
         carry, (ys, stacked) = scan(
             self.eqn, trip, list(ins[self.consts : first]), list(ins[first:])
         )
-        for x, arrays in zip(self.kept.how, stacked, strict=True):
+        for x, arrays in zip(self.residuals.how, stacked, strict=True):
             self.stored[x] = avals[x]._replace(arrays=arrays)
         outs: list[Any] = [*carry, *[None] * (len(self.eqn.outvars) - self.carries)]
         for i, y in zip(whole, ys, strict=True):
@@ -133,7 +134,7 @@ class Stack:
             for (x, one), arrays in zip(self.stored.items(), slices.stored, strict=True)
         }
         known = {**consts, **slices.given}
-        return Again(self.kept, saved, known.get)
+        return Again(self.residuals, saved, known.get)
 
     def slices(self, lookup: Callable[[Any], Any]) -> "Slices":
         """Returns what the scan of the backward pass takes an iteration's share of."""

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import itertools
 import subprocess
 import sys
 
@@ -402,3 +403,18 @@ def test_errors_of_zero_and_inf_lie_at_the_edges():
     zero, inf, small = left.lines[0].get_xdata()
     low, high = left.get_xlim()
     assert low < zero < small == 1e-3 < inf < high
+
+
+def test_labels_of_errors_near_one_another_do_not_overlap():
+    report = a_report("sensitivity")
+    row = dataclasses.replace(report.modules[0], loss_alone=2e-3, gradients_alone=2e-3)
+    row = dataclasses.replace(row, loss_without=4e-3, gradients_without=4e-3)
+    report = dataclasses.replace(report, modules=(row,), tolerance=5e-3)
+    figure, axes = pyplot.subplots(1, 2, figsize=(4, 2.5))
+    left = jaxmp.plots.sensitivity(report, ax=axes)
+    figure.canvas.draw()
+    texts = [*left.get_xticklabels(), *left.get_xticklabels(minor=True)]
+    boxes = [x.get_window_extent() for x in texts if x.get_visible() and x.get_text()]
+    boxes = [x for x in boxes if left.bbox.x0 <= (x.x0 + x.x1) / 2 <= left.bbox.x1]
+    assert len(boxes) == 2
+    assert not any(x.overlaps(y) for x, y in itertools.combinations(boxes, 2))

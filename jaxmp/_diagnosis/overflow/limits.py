@@ -19,13 +19,22 @@ import numpy as np
 from jax import lax
 
 from ..._base.dtypes import is_narrow
+from ..._base.tree import is_inexact
 from ..._jaxprs.flatten import Flat
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
 from ..numbers import LostNumber, Numbers
-from ..wide_replay import Value, WideReplay, bind_wide, compiled, given, platform_of
+from ..wide_replay import (
+    Value,
+    WideReplay,
+    bind_wide,
+    compared,
+    compiled,
+    given,
+    platform_of,
+)
 from .report import Line, line_of
 
 # A result is wrong that is off by more than this, and by more than twice of what
@@ -55,9 +64,8 @@ class Limits:
         self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
         self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
-        # The operations in their order, with their places and the numbers they read.
-        self._found: dict[tuple[Line, int], tuple[Place, LostNumber | None]] = {}
-        self._order: dict[tuple[Line, int], int] = {}
+        # The operations: when they come, where, and the numbers that they read.
+        self._found: dict[tuple[Line, int], tuple[int, Place, LostNumber | None]] = {}
         self._compiled = compiled(self._replay, *_settings(0), *self._arrays)
 
     def first_bad(self) -> Limit | None:
@@ -66,7 +74,7 @@ class Limits:
             free = self._run(0, small=small)
 
             def bad(count, free=free, small=small):
-                return _compared(self._run(count, small=small), free)[0]
+                return compared(self._run(count, small=small), free)[0]
 
             limit = self._first(bad)
             if limit is not None or self.numbers.are_known:
@@ -90,7 +98,7 @@ class Limits:
     def may_be_finite(self) -> bool:
         """Whether all is finite if numbers that nobody knows were small or large."""
         outs = self._run(0, small=_SMALL)
-        return all(np.isfinite(x).all() for x in jax.device_get(outs) if _is_float(x))
+        return all(np.isfinite(x).all() for x in jax.device_get(outs) if is_inexact(x))
 
     def is_on(
         self,
@@ -102,9 +110,9 @@ class Limits:
     ) -> Any:
         """Whether an operation is among the first ``count``; it is remembered."""
         key = line_of(eqn.primitive.name, dtype, place), id(eqn)
-        _, known = self._found.get(key, (place, None))
-        self._found[key] = place, known or number
-        return jnp.int32(self._order.setdefault(key, len(self._order))) < count
+        time, _, known = self._found.get(key, (len(self._found), place, None))
+        self._found[key] = time, place, known or number
+        return jnp.int32(time) < count
 
     def _errors(self, outs: Any, reference: Any) -> np.ndarray:
         """Returns the relative error of each result; Inf where one is not finite.
@@ -112,12 +120,12 @@ class Limits:
         Of a tree of results, such as gradients, a leaf counts as no smaller than a
         fraction of the largest: what is below it makes no difference.
         """
-        bad, away, size = map(np.array, _compared(outs, reference))
+        bad, away, size = map(np.array, compared(outs, reference))
         groups = np.array(self._groups)
         least = [_FRACTION * size[groups == group].max() for group in groups]
         with np.errstate(divide="ignore", invalid="ignore"):
             errors = np.nan_to_num(away / np.maximum(size, least), posinf=np.inf)
-        is_float = np.array([_is_float(x) for x in outs])
+        is_float = np.array([*map(is_inexact, outs)])
         return np.where(bad & is_float, np.inf, errors)
 
     def _first(self, wrong: Callable[[int], Any]) -> Limit | None:
@@ -132,7 +140,7 @@ class Limits:
         while bad - good > 1:
             middle = (good + bad) // 2
             good, bad = (good, middle) if np.any(wrong(middle)) else (middle, bad)
-        (line, eqn), (place, number) = [*self._found.items()][bad - 1]
+        (line, eqn), (_, place, number) = [*self._found.items()][bad - 1]
         return Limit(line, eqn, place, number, tuple(map(int, found)))
 
     def _run(self, count: int, *, exact: bool = False, small: float = 0.0) -> Any:
@@ -152,7 +160,6 @@ class _Replay(WideReplay):
         self.limits, (self.count, self.exact, self.small) = limits, settings
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> _Replay:
-        """Returns the same replay in a body."""
         return _Replay(self.limits, scalars, axes)
 
     def constant(self, array: Any) -> Value:
@@ -204,40 +211,3 @@ def _tree_of(name: str, arguments: Sequence[str]) -> str:
     """
     found = [x for x in arguments if name == x or name.endswith(f"/{x}")]
     return name.removesuffix(max(found, key=len)) if found else f"{name} alone"
-
-
-@jax.jit
-def _compared(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Compares results: which are bad, how far they are away, and how large they are.
-
-    Bad are those that are not finite where the others are, or the other way round, and
-    truth values that differ.
-    """
-    if not outs:
-        return jnp.zeros(0, bool), jnp.zeros(0), jnp.zeros(0)
-    pairs = zip(outs, reference, strict=True)
-    columns = zip(*(_difference(x, y) for x, y in pairs), strict=True)
-    bad, away, size = map(jnp.stack, columns)
-    return bad, away, size
-
-
-def _difference(x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
-    nothing = jnp.float32(0)
-    if not _is_float(x):
-        differs = jnp.any(x != y) if x.dtype == bool else jnp.bool_(False)
-        return differs, nothing, nothing
-    finite = jnp.isfinite(x) & jnp.isfinite(y)
-    bad = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
-    x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)
-    return bad, _norm(x - y), _norm(y)
-
-
-def _norm(x: jax.Array) -> jax.Array:
-    """Returns the root of the sum of squares, which may be beyond float32."""
-    top = jnp.max(jnp.abs(x), initial=0)
-    unit = jnp.where(top > 0, top, 1)
-    return (unit * jnp.sqrt(jnp.sum(jnp.abs(x / unit) ** 2))).astype(jnp.float32)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,7 +1,7 @@
 """Where the first Inf or NaN of each array began, followed on the host.
 
-The steps of a program are gone through in the order in which they ran, with the looks
-that it has returned (:mod:`~.watch`).
+The steps of a program are gone through in the order in which they ran, with the
+statistics that it has returned (:mod:`~.watch`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..._base.tree import is_inexact
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
+from ..._training.exponents import real_parts
 from .watch import (
     BAD,
     FINITE,
@@ -34,7 +36,6 @@ from .watch import (
     Origin,
     Program,
     Site,
-    is_inexact,
     magnitude_of,
     merged,
 )
@@ -89,15 +90,15 @@ class Run:
     def __init__(self, program: Program, arrays: Sequence[Any]):
         """Runs a program."""
         self.program = program
-        looks = program.run(arrays)
+        stats = program.run(arrays)
         self.seen: list[Seen] = []
         self._of: dict[Site, Seen] = {}
         self._firsts: dict[int, int] = {}  # of the operations of a frame, by its `id`
-        self._collect(program.frame, looks)
+        self._collect(program.frame, stats)
         self.failed: Origin = FINITE.origin
         arrays = [*arrays, *_jaxpr.closed_consts(program.jaxpr)]
         ins = [Known(Origin((GIVEN + i,))) for i in range(len(program.names))]
-        outs = self._follow(program.frame, ins, looks, Origin(()))
+        outs = self._follow(program.frame, ins, stats, Origin(()))
         types = _jaxpr.out_avals(program.jaxpr)
         self.outs = [
             x.origin if is_inexact(aval) else FINITE.origin
@@ -105,7 +106,7 @@ class Run:
         ]
         floating = [i for i, x in enumerate(arrays) if is_inexact(x)]
         # These are looked at first, behind the row that counts.
-        bad = [i for row, i in enumerate(floating, 1) if looks[0][row, BAD]]
+        bad = [i for row, i in enumerate(floating, 1) if stats[0][row, BAD]]
         self.given = {i: _counted(arrays[i]) for i in bad}
 
     @property
@@ -122,9 +123,9 @@ class Run:
         """Returns what was seen at an origin."""
         return self.seen[origin.time[-1]]
 
-    def _collect(self, frame: Frame, looks: Any) -> None:
+    def _collect(self, frame: Frame, stats: Any) -> None:
         """Puts together what was seen at each operation in all iterations."""
-        rows, inner = looks
+        rows, inner = stats
         self._firsts[id(frame)] = len(self.seen)
         rows, inner = merged(rows.reshape(-1, *rows.shape[-2:])), iter(inner)
         for step in frame.steps:
@@ -150,7 +151,7 @@ class Run:
                 self._of[step.site] = seen
 
     def _follow(
-        self, frame: Frame, ins: Sequence[Known], looks: Any, around: Origin
+        self, frame: Frame, ins: Sequence[Known], stats: Any, around: Origin
     ) -> list[Known]:
         """Follows what is known of values through a body, to its results.
 
@@ -158,7 +159,7 @@ class Run:
         comes in is an Inf from outside, such as a mask; and where float32 would have
         held it. ``around`` is what the origins in the body begin with.
         """
-        rows, inner = looks
+        rows, inner = stats
         known: list[Any] = list(frame.known)
         inner = iter(inner)
         for number, x in zip(frame.ins, ins, strict=True):
@@ -175,12 +176,12 @@ class Run:
                 known[step.out] = Known(source)
                 self.failed = min(self.failed, source if step.is_test else self.failed)
                 continue
-            look = rows[step.row]
-            nan, bad = bool(look[PEAK] > INFINITE), look[BAD] > 0
+            row = rows[step.row]
+            nan, bad = bool(row[PEAK] > INFINITE), row[BAD] > 0
             origin = source if bad else FINITE.origin
             if step.site is not None:
                 seen = self._of[step.site]
-                exceeds = look[OVER] > 0 or (nan and not any(x.nan for x in came))
+                exceeds = row[OVER] > 0 or (nan and not any(x.nan for x in came))
                 outside = source.time[0] >= GIVEN and exceeds
                 if bad and (outside or source.time[0] >= NAN_WRITTEN):
                     origin = around._replace(time=(*around.time, seen.number))
@@ -189,20 +190,20 @@ class Run:
                     seen.inputs = tuple(x.top for x in came[:_SHOWN])
                 if bad and not seen.kind:
                     seen.kind, seen.origin = "NaN" if nan else "Inf", origin
-            known[step.out] = Known(origin, nan, magnitude_of(look[TOP]))
+            known[step.out] = Known(origin, nan, magnitude_of(row[TOP]))
         return [known[i] for i in frame.outs]
 
     def _call(
-        self, step: Call, ins: list[Known], looks: Any, around: Origin
+        self, step: Call, ins: list[Known], stats: Any, around: Origin
     ) -> list[Known]:
         """Follows what is known through an equation with bodies."""
         eqn, kind = step.eqn, _jaxpr.call_kind(step.eqn)
         if kind in ("remat", "shard_map"):
-            return self._follow(step.frames[0], ins, looks[0], around)
+            return self._follow(step.frames[0], ins, stats[0], around)
         if kind == "cond":
             ran = [
                 self._follow(frame, ins[1:], branch, around)
-                for frame, branch in zip(step.frames, looks, strict=True)
+                for frame, branch in zip(step.frames, stats, strict=True)
                 if branch[0][0, RUNS]
             ]
             return [_together(*x) for x in zip(*ran, strict=True)]
@@ -213,18 +214,18 @@ class Run:
             ins = ins[eqn.params["cond_nconsts"] :]
         carry, xs = ins[consts:][:carries], ins[consts + carries :]
         stacked = [FINITE] * (len(step.outs) - carries)
-        ((frame,), (seen,)) = step.frames, looks
+        ((frame,), (seen,)) = step.frames, stats
         first = self._firsts[id(frame)]
-        for trip, index, look in _iterations(eqn, seen):
+        for trip, index, one in _iterations(eqn, seen):
             inside = Origin((*around.time, first, trip), (*around.trips, index))
-            outs = self._follow(frame, [*ins[:consts], *carry, *xs], look, inside)
+            outs = self._follow(frame, [*ins[:consts], *carry, *xs], one, inside)
             carry = outs[:carries]
             pairs = zip(stacked, outs[carries:], strict=True)
             stacked = [_together(*pair) for pair in pairs]
         return [*carry, *stacked]
 
 
-def _iterations(eqn: Equation, looks: Any) -> Iterator[tuple[int, int, Any]]:
+def _iterations(eqn: Equation, stats: Any) -> Iterator[tuple[int, int, Any]]:
     """Yields the iterations of a loop in their order.
 
     Of each the count, the index in what a scan takes slices of, and what was seen.
@@ -233,14 +234,14 @@ def _iterations(eqn: Equation, looks: Any) -> Iterator[tuple[int, int, Any]]:
     """
     length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
     counts = order = [*range(length or 0)]
-    if isinstance(looks, dict):  # of what a loop has kept
-        first, looks = int(looks["first"][LOW]), looks["rows"]
-        order = [int(i) for i in np.flatnonzero(looks[0][:, 0, RUNS])]
+    if isinstance(stats, dict):  # of what a loop has kept
+        first, stats = int(stats["first"][LOW]), stats["rows"]
+        order = [int(i) for i in np.flatnonzero(stats[0][:, 0, RUNS])]
         counts = [first + i - 1 if i else 0 for i in order]
     elif reverse:
         order = order[::-1]
     bad = [
-        any((x[i, ..., BAD] > 0).any() for x in jax.tree.leaves(looks)) for i in order
+        any((x[i, ..., BAD] > 0).any() for x in jax.tree.leaves(stats)) for i in order
     ]
     quiet: list[int] = []
     for count, i, *are_bad in zip(counts, order, bad, [*bad[1:], True], strict=True):
@@ -249,7 +250,7 @@ def _iterations(eqn: Equation, looks: Any) -> Iterator[tuple[int, int, Any]]:
             continue
         index = length - 1 - count if reverse else count
         for several in filter(None, (quiet, [i])):
-            yield count, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
+            yield count, index, jax.tree.map(lambda x, i=several: merged(x[i]), stats)
         quiet = []
 
 
@@ -261,7 +262,5 @@ def _together(*known: Known) -> Known:
 
 def _counted(x: Any) -> tuple[int, int]:
     """Returns how many NaNs and Infs are in an array."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
+    x = real_parts(jnp.asarray(x))
     return int(jnp.isnan(x).sum()), int(jnp.isinf(x).sum())

@@ -1,6 +1,6 @@
-"""A program that returns what it saw of each operation: a *look*, a few counts.
+"""A program that returns statistics of what each operation gives: a few counts.
 
-A jaxpr is replayed as it stands, and loops stack the looks of their iterations. What
+A jaxpr is replayed as it stands, and loops stack those of their iterations. What
 depends on what is remembered as steps, along which :mod:`~.origins` follows Inf and NaN
 once the program has run.
 """
@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from ..._base.dtypes import is_narrow
+from ..._base.tree import is_inexact
 from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
@@ -30,7 +31,7 @@ from ..._ops.table import (
     reduces_tests,
     tests_finite,
 )
-from ..._training.exponents import magnitude_bits
+from ..._training.exponents import magnitude_bits, real_parts
 from ..wide_replay import (
     before_rounding,
     bind_wide,
@@ -109,7 +110,7 @@ class Site:
 class Step(NamedTuple):
     """An array that was looked at, or a truth value that tells of some.
 
-    ``ins`` and ``out`` are numbers of values in the frame; ``row`` is the look.
+    ``ins`` and ``out`` are numbers of values in the frame, ``row`` that of statistics.
     """
 
     ins: tuple[int, ...]
@@ -176,7 +177,7 @@ class Program:
         self._compiled: Any = None
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """Runs the program, and returns its looks."""
+        """Runs the program, and returns its statistics."""
         if self._compiled is None:
             self.platform = platform_of(arrays)
             self._compiled = jitted(self.replay, self.platform)
@@ -210,22 +211,19 @@ class Watch(Replay):
         self._count = 1  # of rows
         self._waiting: dict[Any, list[Any]] = {}  # arrays of one type, with their rows
         self._rows: list[int] = [0]
-        self._looks: list[Any] = [jnp.asarray(_RUN)[None]]  # of these rows
-        self._inner: list[Any] = []  # looks of bodies
+        self._stats: list[Any] = [jnp.asarray(_RUN)[None]]  # of these rows
+        self._inner: list[Any] = []  # statistics of bodies
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> Watch:
-        """Returns the replay of a body."""
         del scalars
         return Watch(self.program, axes)
 
     def constant(self, array: Any) -> Value:
-        """Returns an array that a jaxpr inside carries."""
         if not is_inexact(array):
             return Value(array)
         return self._known(widened(array) if self.program.wide else array, array)
 
     def literal(self, literal: Any) -> Value:
-        """Returns a number in the code."""
         value = wide_literal(literal) if self.program.wide else literal.val
         if not is_inexact(literal.aval):
             return Value(value)
@@ -246,7 +244,6 @@ class Watch(Replay):
         return Value(array, self.frame.add(known))
 
     def entered(self, arrays: Sequence[Any], outside: Sequence[Any]) -> list[Value]:
-        """Returns the inputs of a body."""
         self.frame.ins = tuple(self.frame.add() for _ in arrays)
         numbers = [frozenset() if x is None else x.numbers for x in outside]
         return [*map(Value, arrays, self.frame.ins, numbers)]
@@ -255,10 +252,10 @@ class Watch(Replay):
         """Looks at a slice or a mixture, whose Inf or NaN began where theirs did."""
         if not is_inexact(array):
             return values[-1]._replace(array=array)
-        number = self._look(array, tuple(x.number for x in values))
+        number = self._measure(array, tuple(x.number for x in values))
         return values[-1]._replace(array=array, number=number)
 
-    def _look(
+    def _measure(
         self,
         array: Any,
         ins: tuple[int, ...],
@@ -277,17 +274,18 @@ class Watch(Replay):
         waiting = self._waiting.setdefault(key, [])
         waiting.append((step.row, array, in_float32))
         if len(waiting) * array.size > _TOGETHER:
-            self._look_at(key)
+            self._measure_all(key)
         return step.out
 
-    def _look_at(self, key: Any) -> None:
+    def _measure_all(self, key: Any) -> None:
         rows, arrays, in_float32 = zip(*self._waiting.pop(key), strict=True)
         wide = None if in_float32[0] is None else jnp.stack(in_float32)
         self._rows += rows
-        self._looks.append(look(jnp.stack(arrays), wide, is_whole=key[1]))
+        self._stats.append(
+            statistics(jnp.stack([*map(real_parts, arrays)]), wide, is_whole=key[1])
+        )
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Applies an equation and looks at what it gives."""
         arrays, name = [x.array for x in ins], eqn.primitive.name
         if any(_jaxpr.sub_jaxprs(eqn)) and not is_sum(eqn):
             self.note(f"the search does not see inside `{name}`", place)
@@ -327,7 +325,9 @@ class Watch(Replay):
                 numbers=numbers,
                 argument=ins[0].argument if is_cast else "",
             )
-            number = self._look(x, tuple(y.number for y, _ in read), site, in_float32)
+            number = self._measure(
+                x, tuple(y.number for y, _ in read), site, in_float32
+            )
             kept = numbers if exact or is_cast else frozenset()
             values.append(Value(x, number, kept))
         return values
@@ -350,12 +350,12 @@ class Watch(Replay):
         self.program.notes[f"{place.line or 'somewhere'}: {text}"] = None
 
     def seen(self, outs: Sequence[Value]) -> Any:
-        """Returns the looks of a body: its own rows, and those of bodies in it."""
+        """Returns the statistics of a body: its own rows, and those of bodies in it."""
         self.frame.outs = tuple(x.number for x in outs)
         for key in [*self._waiting]:
-            self._look_at(key)
-        looks = jnp.concatenate([self._marked(x) for x in self._looks])
-        return looks[np.argsort(self._rows)], tuple(self._inner)
+            self._measure_all(key)
+        stats = jnp.concatenate([self._marked(x) for x in self._stats])
+        return stats[np.argsort(self._rows)], tuple(self._inner)
 
     def results(
         self, eqn: Equation, ins: list[Value], arrays: list[Any], bodies: list[Body]
@@ -389,7 +389,7 @@ class Watch(Replay):
         return self._marked(jax.tree.map(jnp.asarray, state | {"rows": rows}))
 
     def after(self, state: Any, seen: Any) -> tuple[Any, Any]:
-        """Adds the looks of an iteration to those that a loop carries along."""
+        """Adds the statistics of an iteration to those that a loop carries along."""
         if not state:
             return state, seen
         trip, row, rows = state["trip"], state["row"], state["rows"]
@@ -402,11 +402,10 @@ class Watch(Replay):
         return {"trip": trip + 1, "row": row, "first": first, "rows": rows}, ()
 
     def nothing(self, seen: Any) -> Any:
-        """Returns the looks of what does not run."""
         return self._marked(jax.tree.map(lambda x: _unseen(x.shape), seen))
 
     def together(self, seen: Any, axes: tuple[Any, ...]) -> Any:
-        """Puts together the looks of the devices along mesh axes."""
+        """Puts together the statistics of the devices along mesh axes."""
 
         def of_all(x):
             largest, low = lax.pmax(x[..., :LOW], axes), lax.pmin(x[..., LOW:BAD], axes)
@@ -421,10 +420,10 @@ class Watch(Replay):
         return vary(tree, self.axes) if self.axes else tree
 
 
-def merged(looks: np.ndarray) -> np.ndarray:
+def merged(stats: np.ndarray) -> np.ndarray:
     """Returns what was seen in several iterations together, on the host."""
-    largest, low = looks[..., :LOW].max(axis=0), looks[..., LOW:BAD].min(axis=0)
-    counts = looks[..., BAD:].sum(axis=0, dtype=np.int64)
+    largest, low = stats[..., :LOW].max(axis=0), stats[..., LOW:BAD].min(axis=0)
+    counts = stats[..., BAD:].sum(axis=0, dtype=np.int64)
     return np.concatenate([largest, low, counts], axis=-1)
 
 
@@ -466,25 +465,19 @@ def _unfolded(arrays: Sequence[Any]) -> list[Any]:
     return [lax.optimization_barrier(jnp.asarray(x)) for x in arrays]
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether an array, or a number, is floating or complex."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-# Looks at arrays.
+# Statistics.
 
 
 @functools.partial(jax.jit, static_argnames="is_whole")  # traced once for each type
-def look(
+def statistics(
     xs: jax.Array, in_float32: jax.Array | None = None, *, is_whole: bool = True
 ) -> jax.Array:
-    """Looks at arrays, of complex ones at the real and imaginary parts.
+    """Returns the statistics of real arrays.
 
     Args:
         xs: The arrays, stacked.
         in_float32: The same before they were rounded.
-        is_whole: Whether to look for more than Inf, NaN and the largest magnitude.
+        is_whole: Whether to count more than Inf, NaN and the largest magnitude.
 
     Returns:
         An array uint32[arrays, 6], see `TOP`.
@@ -514,8 +507,6 @@ def look(
 
 def _bits(x: jax.Array) -> jax.Array:
     """Returns the bits of all magnitudes, as float32 has them."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], axis=1)
     if x.dtype == jnp.float64:
         # What is beyond float32 is as good as its largest number here.
         limit = float(jnp.finfo(jnp.float32).max)

@@ -157,7 +157,6 @@ class _Keeping(Analysis):
         return analysis.kind(eqn, scopes)
 
     def relevant(self, scopes: Scopes) -> Scopes:
-        """Returns that of ``scopes`` on which the analysis depends."""
         return scopes
 
     def _program(self, jaxpr: Any, scopes: Scopes) -> Any:
@@ -264,7 +263,6 @@ class _Emission(Emitter):
         return _jaxpr.written_in(new, jaxpr)
 
     def apply(self, step: Step, ins: list[emit.Value]) -> Sequence[Any]:
-        """Applies an equation that is not gone into to these, as planned."""
         eqn, dtype = step.eqn, step.dtype
         if step.kind == "call":
             return _jaxpr.bind(eqn, [x.array for x in ins])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._base.tree import all_finite, widen
+from ..._base.tree import all_finite, is_inexact
 from ..._jaxprs.scopes import is_under
-from ..wide_replay import compiled
+from ..wide_replay import compared, compiled
 from .report import ModuleSensitivity
 from .switches import Program
 
@@ -56,13 +54,12 @@ class Search:
             if len(below) < len(named) or len(named) == 1:
                 self.inside["/".join(path)] = below
                 self.has_path.add("/".join(path))
-        none = [False] * len(first), [False] * len(second)
         # The switches of each part, and its second ones.
         self.masks, self.masks_of_eight = {}, {}
         for part, inside in self.inside.items():
-            ours = ([x in inside for x in parts] for parts in (first, second))
-            self.masks[part] = np.array([*next(ours), *none[1]])
-            self.masks_of_eight[part] = np.array([*none[0], *next(ours)])
+            ours = np.array([x in inside for x in (*first, *second)])
+            self.masks[part] = ours & self.is_first
+            self.masks_of_eight[part] = ours & ~self.is_first
         off = np.zeros(program.count, bool)
         self.scale, self.arrays = 1.0, leaves
         bar.expect("compiling", 1)
@@ -95,8 +92,7 @@ class Search:
         key = switches.tobytes()
         if key not in self._known:
             outs = self.run(switches, *self.arrays)
-            found = relative_errors(outs, self.reference)
-            self._known[key] = Errors(*map(float, found))
+            self._known[key] = relative_errors(outs, self.reference)
             self.bar.advance()
         return self._known[key]
 
@@ -203,34 +199,22 @@ def without(
 
 def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:
     """Compiles and compares two functions."""
-    outs = [compiled(f, *arrays)(*arrays) for f in (fun, exact)]
-    return Errors(*map(float, relative_errors(*outs)))
+    return relative_errors(*(compiled(f, *arrays)(*arrays) for f in (fun, exact)))
 
 
-@jax.jit
-def relative_errors(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any]:
+def relative_errors(outs: Sequence[Any], reference: Sequence[Any]) -> Errors:
     """Returns the relative errors of the first result and of the others together."""
-    parts = ((x[:1], x[1:]) for x in (outs, reference))
-    loss, gradients = map(_relative_error, *parts)
-    return loss, gradients
+    bad, away, size = map(np.array, compared(outs, reference))
+    parts = np.arange(len(outs)) == 0, np.arange(len(outs)) > 0
 
+    def error(part: np.ndarray) -> float:
+        part &= np.array([*map(is_inexact, outs)])
+        off, whole = (math.hypot(*map(float, x[part])) for x in (away, size))
+        if bad[part].any() or (off and not whole):
+            return math.inf
+        return off / whole if off else 0.0
 
-def _relative_error(xs: Sequence[Any], ys: Sequence[Any]) -> jax.Array:
-    pairs = [
-        (widen(x), widen(y))
-        for x, y in zip(xs, ys, strict=True)
-        if jnp.issubdtype(y.dtype, jnp.inexact) and y.size
-    ]
-    if not pairs:
-        return jnp.float32(0)
-    # Squares of small gradients would be zero.
-    top = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(y)) for _, y in pairs])
-    unit = jnp.where(top > 0, top, 1)
-    away = sum(jnp.sum(jnp.abs((x - y) / unit) ** 2) for x, y in pairs)
-    size = sum(jnp.sum(jnp.abs(y / unit) ** 2) for _, y in pairs)
-    error = jnp.sqrt(away) / jnp.where(top > 0, jnp.sqrt(size), 0)
-    error = jnp.where(away == 0, 0, error)
-    return jnp.where(jnp.isnan(error), jnp.inf, error)
+    return Errors(*map(error, parts))
 
 
 def _check_finite(reference: Sequence[Any], program: Program) -> None:

@@ -176,23 +176,19 @@ class _Frame(WideReplay):
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
         super().__init__(program.platform, program.numbers, switches, axes)
         self.program = program
-        first = {part: i for i, part in enumerate(program.parts)}
-        second = enumerate(program.eight_bit_parts, len(first))
-        self._numbers = {False: first, True: {part: i for i, part in second}}
-        self._on: dict[tuple[int, ...], Any] = {}
+        self._on: dict[tuple[frozenset[str], bool], Any] = {}
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
-        """Returns the same replay in a body, maybe on the shards of a shard_map."""
         scalars = scalars if axes == self.axes else vary(scalars, axes)
         return _Frame(self.program, scalars, axes)
 
     def on(self, parts: Iterable[str], *, eight: bool = False) -> Any:
         """Returns whether all of these parts round, and in ``eight`` bits."""
-        first, second = self._numbers[False], self._numbers[True]
-        numbers = {first[x] for x in parts}
-        key = tuple(sorted(numbers.union(second[x] for x in parts if eight)))
+        key = frozenset(parts), eight
         if key not in self._on:
-            self._on[key] = jnp.all(self.scalars[np.array(key, int)])
+            ours = [x in key[0] for x in self.program.parts]
+            ours += [eight and x in key[0] for x in self.program.eight_bit_parts]
+            self._on[key] = jnp.all(self.scalars[np.flatnonzero(ours)])
         return self._on[key]
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
