@@ -259,7 +259,6 @@ class Body:
         self.enter(around.scalars, around.axes)
 
     def enter(self, scalars: Any, axes: tuple[Any, ...]) -> None:
-        """Starts its replay."""
         self.replay = self.around.inside(scalars, axes)
 
     def run(

@@ -1,8 +1,9 @@
 """Arrays in eight bits with a scale for each row, and truth values in one bit."""
 
+import dataclasses
 import functools
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +28,13 @@ _SHORT = 16  # numbers, beside which a scale is no small price
 _TINY = 2.0**-100  # under the largest of a row the scale would be no normal number
 
 
-class Stored(NamedTuple):
-    """A value as it is stored."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A value as it is stored; of a scan, what its iterations have stored."""
 
-    how: How
-    aval: Any  # what it was
+    how: How = dataclasses.field(metadata={"static": True})
+    aval: Any = dataclasses.field(metadata={"static": True})  # of the value
     arrays: tuple[jax.Array, ...]
 
     def restored(self) -> jax.Array:

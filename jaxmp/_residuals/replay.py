@@ -158,7 +158,6 @@ class Replay:
                 yield from inner.in_eight_bits()
 
     def run(self) -> list[Any]:
-        """Returns the outputs."""
         stacks: dict[tuple[int, int], Any] = {}
         for eqn in self.eqns:
             with _jaxpr.located_at(eqn, stacks), _jaxpr.context_of(eqn):
@@ -211,14 +210,13 @@ class Replay:
         """
         # Those of a second forward pass are stored behind the first backward pass.
         due = [x for x in self.due.get(id(eqn), []) if x in self.stored]
-        arrays = [self.stored[x].arrays for x in due]
+        stored = [self.stored[x] for x in due]
         self.sums.update((var, self.env[var]) for var in eqn.outvars)
         values = list(self.sums.values())
-        values, arrays = lax.optimization_barrier((values, arrays))
+        values, stored = lax.optimization_barrier((values, stored))
         self.env.update(zip(self.sums, values, strict=True))
         self.sums.clear()
-        for x, new in zip(due, arrays, strict=True):
-            self.stored[x] = self.stored[x]._replace(arrays=tuple(new))
+        self.stored.update(zip(due, stored, strict=True))
 
     def read(self, atom: Any) -> Any:
         """Returns a value as the backward pass reads it."""

@@ -3,6 +3,7 @@
 Each iteration stores its own values, so that nothing is stacked in more bits.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class Stack:
         # What is computed from arguments is not stored.
         how = self.residuals.how
         self._read = {x for x in read if read[x] and self.inner[x] not in how}
-        self.stored: dict[Any, Stored] = {}
+        self.stored: Mapping[Any, Stored] = {}
         self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
 
     def run(self, ins: Sequence[Any], wanted: set[Any], store: Store) -> list[Any]:
@@ -85,11 +86,10 @@ class Stack:
             if i >= self.carries
             and (out not in self.inner or out in wanted or out in self._read)
         ]
-        avals: dict[Any, Stored] = {}
         makers = self.residuals.forward.makers
 
         def trip(carry, xs):
-            saved: dict[Any, Stored] = {}
+            saved = OrderedDict[Any, Stored]()  # JAX would sort the keys of a dict
 
             def save(variables, values):
                 for var, x in zip(variables, values, strict=True):
@@ -104,16 +104,12 @@ class Stack:
             args = [*ins[: self.consts], *carry, *xs]
             save(_jaxpr.in_vars(self.jaxpr), args)
             outs = _jaxpr.interpret(self.jaxpr, args, where_written(apply))
-            avals.update((x, s._replace(arrays=())) for x, s in saved.items())
-            stacked = [saved[x].arrays for x in self.residuals.how]
-            return outs[: self.carries], ([outs[i] for i in whole], stacked)
+            return outs[: self.carries], ([outs[i] for i in whole], saved)
 
         first = self.consts + self.carries
-        carry, (ys, stacked) = scan(
+        carry, (ys, self.stored) = scan(
             self.eqn, trip, list(ins[self.consts : first]), list(ins[first:])
         )
-        for x, arrays in zip(self.residuals.how, stacked, strict=True):
-            self.stored[x] = avals[x]._replace(arrays=arrays)
         outs: list[Any] = [*carry, *[None] * (len(self.eqn.outvars) - self.carries)]
         for i, y in zip(whole, ys, strict=True):
             outs[i] = y
@@ -124,24 +120,20 @@ class Stack:
         inner = self.inner[out]
         if inner not in self.stored:
             return lookup(out)
-        one = self.stored[inner]
-        return jax.vmap(lambda *xs: one._replace(arrays=xs).restored())(*one.arrays)
+        return jax.vmap(Stored.restored)(self.stored[inner])
 
     def again(self, slices: "Slices", consts: Mapping[Any, Any]) -> Again:
         """Returns what reads the values of one iteration."""
-        saved = {
-            x: one._replace(arrays=arrays)
-            for (x, one), arrays in zip(self.stored.items(), slices.stored, strict=True)
-        }
         known = {**consts, **slices.given}
-        return Again(self.residuals, saved, known.get)
+        return Again(self.residuals, slices.stored, known.get)
 
     def slices(self, lookup: Callable[[Any], Any]) -> "Slices":
         """Returns what the scan of the backward pass takes an iteration's share of."""
         first = self.consts + self.carries
         body = _jaxpr.in_vars(self.jaxpr)
-        given = {x: lookup(self._given[x]) for x in body[first:] if x in self._given}
-        return Slices([one.arrays for one in self.stored.values()], given)
+        given = [x for x in body[first:] if x in self._given]
+        values = OrderedDict((x, lookup(self._given[x])) for x in given)
+        return Slices(self.stored, values)
 
     def consts_given(self, lookup: Callable[[Any], Any]) -> dict[Any, Any]:
         """Returns what all iterations share, and the backward pass may read."""
@@ -156,8 +148,8 @@ class Stack:
 class Slices(NamedTuple):
     """What an iteration of the backward pass reads of the forward pass."""
 
-    stored: list[Any]
-    given: dict[Any, Any]
+    stored: Mapping[Any, Stored]
+    given: Mapping[Any, Any]
 
 
 def read_by_scan(
@@ -184,10 +176,6 @@ def read_by_scan(
 
     def trip(carry, slices):
         rest, parts = slices
-        parts = [
-            Slices(stored, dict(zip(whole.given, given, strict=True)))
-            for (stored, given), whole in zip(parts, taken, strict=True)
-        ]
         again = {
             stack: stack.again(part, known)
             for stack, part, known in zip(used, parts, shared, strict=True)
@@ -199,7 +187,6 @@ def read_by_scan(
         outs = _jaxpr.interpret(jaxpr, args, where_written(_jaxpr.bind))
         return outs[:carries], outs[carries:]
 
-    parts = [(part.stored, list(part.given.values())) for part in taken]
-    xs = [ins[i] for i in others], parts
+    xs = [ins[i] for i in others], taken
     carry, ys = scan(eqn, trip, list(ins[consts:first]), xs)
     return [*carry, *ys]

@@ -60,7 +60,6 @@ class Limits:
     """A program in which the limits of 16 bits hold for its first operations alone."""
 
     def __init__(self, flat: Flat, jaxpr: Any, numbers: Numbers, around: Place):
-        """Compiles the jaxpr of a function and its arguments."""
         self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
         self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
@@ -179,7 +178,6 @@ class _Replay(WideReplay):
         return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
-        """Applies an equation, and rounds what it gives."""
         outs = bind_wide(eqn, [x.array for x in ins])
         if is_exact(eqn) or FLOAT8_SCALED in place.scopes:
             return [Value(x) for x in outs]

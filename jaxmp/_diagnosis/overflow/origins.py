@@ -88,7 +88,6 @@ class Run:
     """
 
     def __init__(self, program: Program, arrays: Sequence[Any]):
-        """Runs a program."""
         self.program = program
         stats = program.run(arrays)
         self.seen: list[Seen] = []

@@ -220,7 +220,6 @@ class Search:
         return dataclasses.replace(fault, kind="zeros") if is_zero else fault
 
     def report(self) -> OverflowReport:
-        """Returns what was found."""
         found = self.found
         told = [self.seen, found.at(self.origin) if self.origin else None]
         return OverflowReport(
@@ -239,7 +238,6 @@ class Search:
 
     @functools.cached_property
     def operations(self) -> tuple[OperationRange, ...]:
-        """The range of each operation."""
         return tuple(_ranges(self.found))
 
     @property

@@ -23,6 +23,7 @@ from ..._base.text import (
 )
 
 CHECKED = "an `isfinite` check"  # what a fault may reach, beside results
+_OTHERS = "other operations that made Inf or NaN from finite inputs"
 _LEAST = "least headroom, in powers of two (Inf, NaN: exceeded)"
 _LOST = "underflow: share of values that are zero or subnormal, but not in float32"
 _ROWS = 6  # of each table
@@ -192,12 +193,13 @@ class OverflowReport:
 
 
 def _lines(report: OverflowReport) -> Iterator[str]:
+    others = [(x.kind, x) for x in report.others]
     return paragraphs(
         _fault_lines(report),
         wrapped(report.advice, is_code=True),
-        _other_lines(report),
-        _range_lines(report, _LEAST, _nearest(report)),
-        _range_lines(report, _LOST, _worst(report)),
+        [*_table(report, _OTHERS, others), *more(others, _ROWS, "others")],
+        _table(report, _LEAST, _nearest(report)),
+        _table(report, _LOST, _worst(report)),
         notes(report),
     )
 
@@ -237,30 +239,18 @@ def _reached(name: str) -> str:
     return f"`{name}`" if name.startswith("result/") else f"result `{name}`"
 
 
-def _other_lines(report: OverflowReport) -> Iterator[str]:
-    if report.others:
-        yield "other operations that made Inf or NaN from finite inputs"
-        yield from _table(report, [(x.kind, x) for x in report.others])
-        yield from more(report.others, _ROWS, "others")
-
-
-def _range_lines(
+def _table(
     report: OverflowReport, title: str, rows: list[tuple[str, Any]]
 ) -> Iterator[str]:
+    """Writes rows, if any, the code in them as short as it takes for a line each."""
+    cells: list[tuple[str, str, Any]] = []
+    for length in (28, 20, 14, 28):
+        cells = [(number, _said(report, x, length), x) for number, x in rows]
+        if fits_a_screen(cells, _ROWS):
+            break
     if rows:
         yield title
-        yield from _table(report, rows)
-
-
-def _table(report: OverflowReport, rows: list[tuple[str, Any]]) -> Iterator[str]:
-    """Writes rows, the code in them as short as it takes for a line each."""
-    tables = (
-        [(number, _said(report, x, length), x) for number, x in rows]
-        for length in (28, 20, 14)
-    )
-    fitting = (cells for cells in tables if fits_a_screen(cells, _ROWS))
-    default = [(number, _said(report, x, 28), x) for number, x in rows]
-    yield from table(next(fitting, default), _ROWS)
+        yield from table(cells, _ROWS)
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:

@@ -103,7 +103,6 @@ class Site:
 
     @functools.cached_property
     def line(self) -> Line:
-        """The line that it belongs to."""
         return line_of(self.eqn.primitive.name, self.dtype, self.place)
 
 
@@ -177,7 +176,6 @@ class Program:
         self._compiled: Any = None
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """Runs the program, and returns its statistics."""
         if self._compiled is None:
             self.platform = platform_of(arrays)
             self._compiled = jitted(self.replay, self.platform)
@@ -185,7 +183,6 @@ class Program:
             return jax.device_get(self._compiled(*arrays))
 
     def replay(self, *arrays: Any) -> Any:
-        """Replays the jaxpr under the ambient trace."""
         watch = Watch(self)
         consts = _unfolded(_jaxpr.closed_consts(self.jaxpr))
         given = [widened(x) if self.wide else x for x in (*arrays, *consts)]

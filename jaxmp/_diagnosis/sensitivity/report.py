@@ -190,7 +190,6 @@ class SensitivityReport:
 
 
 def _spelled(paths: tuple[str, ...]) -> str:
-    """Returns paths as code."""
     names = ", ".join(f'"{path}"' for path in paths)
     return f"({names}{',' * (len(paths) == 1)})"
 

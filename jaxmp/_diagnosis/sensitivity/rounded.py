@@ -227,13 +227,11 @@ class _Emission(Emitter):
     value, brings_gradient = Value, True
 
     def __init__(self, planner: Planner, parts: Mapping[Site, Parts]):
-        """Starts with the parts that decide each rounding."""
         super().__init__(planner)
         self.parts = parts
         self.rounded: dict[int, tuple[Any, Any, Parts]] = {}  # what, to which dtype
 
     def narrow(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
-        """Returns a value with an operation that rounds it."""
         return self.round(value.array, dtype, _site(*site))
 
     def round(

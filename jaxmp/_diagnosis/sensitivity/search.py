@@ -88,7 +88,6 @@ class Search:
                 return
 
     def errors(self, switches: np.ndarray) -> Errors:
-        """Returns the errors with some parts in 16 bits."""
         key = switches.tobytes()
         if key not in self._known:
             outs = self.run(switches, *self.arrays)
@@ -198,7 +197,6 @@ def without(
 
 
 def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:
-    """Compiles and compares two functions."""
     return relative_errors(*(compiled(f, *arrays)(*arrays) for f in (fun, exact)))
 
 
@@ -277,6 +275,5 @@ class Bar:
             self.bar.update(self.task, description=text, total=total)
 
     def advance(self) -> None:
-        """Makes one step."""
         if self.bar:
             self.bar.advance(self.task)

@@ -123,7 +123,6 @@ class Program:
 
     @property
     def count(self) -> int:
-        """The number of switches."""
         return len(self.parts) + len(self.eight_bit_parts)
 
     def _bodies(self, eqn: Equation) -> list[Any]:
@@ -166,7 +165,6 @@ class Program:
         return self.float32_products is not None and is_rounded_by_device(eqn)
 
     def part_of(self, place: Place) -> str:
-        """Returns the module path of a place, the names that count."""
         return part_of(place.scopes, self.depth)
 
 
