@@ -195,8 +195,8 @@ def compile_steps(
     found: that is quicker, and all of them are then made of the same kernels.
     """
     batch = jax.device_put(network.batch())
-    starts: dict[bool, Any] = {}  # `nn.remat` changes the names of the layers
-    waiting: dict[Case, tuple[Future, Future, Any, float]] = {}
+    start = steps_on.variables(network, options)
+    waiting: dict[Case, tuple[Future, Future, float]] = {}
     firsts: dict[Any, Future] = {}
     with ThreadPoolExecutor(2 * len(cases)) as pool:  # most of them wait
         for case in cases:
@@ -206,20 +206,17 @@ def compile_steps(
                 report(f"{case.form} in {case.dtype} is left out: {reason}")
                 continue
             precision = "highest" if case.form == "highest" else None
-            again = case.form in (CHECKPOINT, BOTH)
-            with checkpointed(again):
-                if again not in starts:
-                    starts[again] = steps_on.variables(network, options)
-                began = time.monotonic()
-                init, step = steps_on.lower(made, starts[again], batch, precision)
+            began = time.monotonic()
+            with checkpointed(case.form in (CHECKPOINT, BOTH)):
+                init, step = steps_on.lower(made, start, batch, precision)
             seconds = time.monotonic() - began
             kind = (case.dtype, case.form in ("float32", "highest"), precision)
             future = pool.submit(_compile_after, firsts.get(kind), step, options)
             firsts.setdefault(kind, future)
             init = pool.submit(init.compile, options)
-            waiting[case] = init, future, starts[again], seconds
+            waiting[case] = init, future, seconds
     done = {}
-    for case, (init, step, start, traced) in waiting.items():
+    for case, (init, step, traced) in waiting.items():
         try:
             program, seconds = step.result()
             init = functools.partial(init.result(), start)

@@ -32,7 +32,7 @@ from jaxmp._residuals import eight_bits
 from .counting import h200, results, steps, worth
 from .counting.tables import show
 from .machinery import count
-from .networks import basic, families, learning
+from .networks import basic, learning
 from .networks.families import FAMILIES, NAMES, SMALL
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "examples"))
@@ -43,9 +43,7 @@ import _text
 FORMS = {"bfloat16": None, "int8": "int8", "fp8": "fp8"}
 # Beside what users do instead: `nn.remat` around each layer, and both.
 CHECKPOINTED = {"checkpoint": "bfloat16", "checkpoint and int8": "int8"}
-# The layers, where a network has them as modules.
-LAYERS = ((basic, "Block"), (families, "Block"), (basic, "Residual"))
-WITH_LAYERS = ("gpt", "vit", "mixture of experts", "resnet")
+COUNTED = ("float32", "bfloat16", "int8", *CHECKPOINTED)
 
 
 class Trained(NamedTuple):
@@ -99,8 +97,8 @@ class Options:
     """What to compile or to train, and where to save what is found."""
 
     networks: tuple[str, ...] = NAMES
-    forms: tuple[str, ...] = ("float32", "bfloat16", "int8")
-    """Of the compiled steps."""
+    forms: tuple[str, ...] = COUNTED
+    """Of the compiled steps. What is saved of the others stays."""
     seeds: int = 3
     bound: bool = False
     """Count what eight bits would cost if no maximum of a row had to be found."""
@@ -132,8 +130,11 @@ def main(arguments: list[str]) -> None:
         results.save(path, title, h200.HARDWARE, command, rows)
         return
     worth.check("network", options.networks, FAMILIES)
+    worth.check("form", options.forms, COUNTED)
     for name in options.networks:
-        rows = list(counts(name, options.forms))
+        kept = {row["form"]: row for row in results.rows(path, name)}
+        kept |= {row["form"]: row for row in counts(name, options.forms)}
+        rows = [kept[form] for form in COUNTED if form in kept]
         away = errors(name, options.seeds)
         show(name, table(rows, away))
         results.save(path, name, h200.HARDWARE, command, rows)
@@ -144,7 +145,7 @@ def main(arguments: list[str]) -> None:
 def counts(name: str, forms: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """Compiles the training steps of a network and yields what was counted in each."""
     network = FAMILIES[name]
-    for form in (*forms, *(CHECKPOINTED if name in WITH_LAYERS else ())):
+    for form in forms:
         with checkpointed(form in CHECKPOINTED):
             made = contestant(network, CHECKPOINTED.get(form, form))
             yield {"form": form} | count(made, network)
@@ -171,11 +172,12 @@ def without_maxima() -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def checkpointed(is_on: bool) -> Iterator[None]:
-    """Makes the networks with ``nn.remat`` around each layer."""
-    with contextlib.ExitStack() as stack:
-        for module, name in LAYERS if is_on else ():
-            layer = nn.remat(getattr(module, name))
-            stack.enter_context(mock.patch.object(module, name, layer))
+    """Puts ``nn.remat`` around each layer of what is traced, or does nothing."""
+
+    def again(self, layer, x, *rest):
+        return nn.remat(lambda self, x: layer(self, x, *rest))(self, x)
+
+    with mock.patch.object(basic.Model, "layer", again if is_on else basic.Model.layer):
         yield
 
 
@@ -196,6 +198,8 @@ def errors(name: str, seeds: int) -> dict[str, float]:
         form: jaxmp.autocast(grad, "mixed_bfloat16", residuals=residuals)
         for form, residuals in FORMS.items()
     }
+    for form, once in CHECKPOINTED.items():
+        forms[form] = checkpointed(True)(forms[once])
     few, eight_bits.FEW = eight_bits.FEW, 16  # in a small network all arrays are small
     try:
         found = steps.errors_of(network, grad, forms, seeds)

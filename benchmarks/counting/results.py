@@ -74,6 +74,12 @@ def save(
     new.replace(path)
 
 
+def rows(path: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    """Returns the results that a file holds under a name, none if it has none."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    return results[name]["rows"] if name in results else []
+
+
 def hardware() -> str:
     """Describes the processor, and the GPU if there is one."""
     name = platform.processor() or platform.machine()

@@ -18,6 +18,10 @@ class Model(nn.Module, kw_only=True):
 
     dtype: Any = None
 
+    def layer(self, fun: Callable[..., Any], x: Any, *rest: Any) -> Any:
+        """Returns ``fun(self, x, *rest)``, which one could put into ``nn.remat``."""
+        return fun(self, x, *rest)
+
     def dense(self, features: int, x: Any, **options: Any) -> Any:
         """Returns a dense layer of ``x``."""
         return nn.Dense(features, dtype=self.dtype, **options)(x)
@@ -59,8 +63,12 @@ class MLP(Model):
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, features]`` to logits."""
+
+        def layer(self, x):
+            return nn.relu(self.dense(self.width, x))
+
         for _ in range(self.layers):
-            x = nn.relu(self.dense(self.width, x))
+            x = self.layer(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -106,6 +114,11 @@ class Block(Model):
         return x + self.dense(width, y, name="down")
 
 
+def transformed(model, x):
+    """Maps ``x`` by a new layer of a model with ``heads`` and an ``attention``."""
+    return Block(model.heads, model.attention, dtype=model.dtype)(x)
+
+
 class GPT(Model):
     """A decoder in the shape of GPT-2, its head not tied to its embedding."""
 
@@ -122,7 +135,7 @@ class GPT(Model):
         x = self.embed(self.width, self.vocabulary, tokens)
         x = x + self.embed(self.width, self.length, jnp.arange(tokens.shape[1]))
         for _ in range(self.layers):
-            x = Block(self.heads, self.attention, dtype=self.dtype)(x)
+            x = self.layer(transformed, x)
         return self.unbiased(self.vocabulary, self.layer_norm(x))
 
 
@@ -167,6 +180,10 @@ class ResNet(Model):
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
+
+        def layer(self, x, features, strides):
+            return Residual(features, strides, self.bottleneck, dtype=self.dtype)(x)
+
         side, strides = (3, 1) if self.small_images else (7, 2)
         x = self.conv(self.width, side, x, strides, use_bias=False)
         x = nn.relu(self.batch_norm(x))
@@ -175,8 +192,7 @@ class ResNet(Model):
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 strides = 2 if stage > 0 and block == 0 else 1
-                features = self.width * 2**stage
-                x = Residual(features, strides, self.bottleneck, dtype=self.dtype)(x)
+                x = self.layer(layer, x, self.width * 2**stage, strides)
         return self.dense(self.classes, x.mean((1, 2)))
 
 

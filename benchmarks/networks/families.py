@@ -26,6 +26,7 @@ from .basic import (
     resnet,
     rotated,
     sequence_model,
+    transformed,
 )
 from .fused import fused
 
@@ -64,13 +65,12 @@ class Llama(Model):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
-        x = self.embed(self.width, self.vocabulary, tokens)
         size, key_heads = self.width // self.heads, self.key_heads or self.heads
 
-        def projected(heads, x):
-            return self.unbiased(heads * size, x).reshape(*tokens.shape, heads, size)
+        def layer(self, x):
+            def projected(heads, x):
+                return self.unbiased(heads * size, x).reshape(*x.shape[:2], heads, size)
 
-        for _ in range(self.layers):
             y = self.rms_norm(x)
             q, k, v = (projected(n, y) for n in (self.heads, key_heads, key_heads))
             y = self.attention(rotated(q), rotated(k), v).reshape(x.shape)
@@ -79,7 +79,11 @@ class Llama(Model):
             y = nn.silu(self.unbiased(3 * self.width, y)) * self.unbiased(
                 3 * self.width, y
             )
-            x = x + self.unbiased(self.width, y)
+            return x + self.unbiased(self.width, y)
+
+        x = self.embed(self.width, self.vocabulary, tokens)
+        for _ in range(self.layers):
+            x = self.layer(layer, x)
         return self.unbiased(self.vocabulary, self.rms_norm(x))
 
 
@@ -135,10 +139,14 @@ class MixtureOfExperts(Model):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
+
+        def layer(self, x):
+            x = Block(self.heads, causal_attention, dtype=self.dtype)(x)
+            return x + self.routed(self.layer_norm(x))
+
         x = self.embed(self.width, self.vocabulary, tokens)
         for _ in range(self.layers):
-            x = Block(self.heads, causal_attention, dtype=self.dtype)(x)
-            x = x + self.routed(self.layer_norm(x))
+            x = self.layer(layer, x)
         return self.unbiased(self.vocabulary, x)
 
     def routed(self, x):
@@ -185,15 +193,12 @@ class BERT(Model):
         key = jax.random.key(tokens.sum())  # so that no mask is a constant
         keys = iter(jax.random.split(key, 3 * self.layers))
         gelu = partial(nn.gelu, approximate=False)
+        mask = nn.make_attention_mask(tokens > 0, tokens > 0)
 
         def dropped(x):
             return nn.Dropout(self.dropout, deterministic=False)(x, rng=next(keys))
 
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        places = nn.Embed(self.length, self.width, dtype=self.dtype)
-        x = self.layer_norm(embed(tokens) + places(jnp.arange(tokens.shape[1])))
-        mask = nn.make_attention_mask(tokens > 0, tokens > 0)
-        for _ in range(self.layers):
+        def layer(self, x):
             y = nn.MultiHeadDotProductAttention(
                 self.heads,
                 self.dtype,
@@ -202,7 +207,13 @@ class BERT(Model):
             )(x, mask=mask, deterministic=False, dropout_rng=next(keys))
             x = self.layer_norm(x + dropped(y))
             y = self.dense(self.width, gelu(self.dense(4 * self.width, x)))
-            x = self.layer_norm(x + dropped(y))
+            return self.layer_norm(x + dropped(y))
+
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        places = nn.Embed(self.length, self.width, dtype=self.dtype)
+        x = self.layer_norm(embed(tokens) + places(jnp.arange(tokens.shape[1])))
+        for _ in range(self.layers):
+            x = self.layer(layer, x)
         return embed.attend(self.layer_norm(gelu(self.dense(self.width, x))))
 
 
@@ -227,12 +238,11 @@ class Gemma(Model):
         def capped(limit, x):
             return limit * jnp.tanh(x / limit)
 
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x = embed(tokens) * self.width**0.5
         batch, length = tokens.shape
         size, shared = self.width // self.heads, self.heads // self.groups
         mask = jnp.tril(jnp.ones((length, length), bool))[:, None, None]
-        for _ in range(self.layers):
+
+        def layer(self, x):
             y = self.rms_norm(x)
             q = self.unbiased(self.width, y).reshape(batch, length, self.heads, size)
             q = rotated(q)
@@ -252,7 +262,12 @@ class Gemma(Model):
             y = nn.gelu(self.unbiased(3 * self.width, y)) * self.unbiased(
                 3 * self.width, y
             )
-            x = x + self.rms_norm(self.unbiased(self.width, y))
+            return x + self.rms_norm(self.unbiased(self.width, y))
+
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        x = embed(tokens) * self.width**0.5
+        for _ in range(self.layers):
+            x = self.layer(layer, x)
         return capped(30.0, embed.attend(self.rms_norm(x)))
 
 
@@ -282,8 +297,12 @@ class Recurrent(Model):
         """Maps ``[batch, length]`` tokens to logits."""
         x: Any = self.embed(self.width, self.vocabulary, tokens)
         options = {"dtype": self.dtype, "carry_init": zeros_of(x.dtype)}
+
+        def layer(self, x):
+            return nn.RNN(self.cell(self.width, **options))(x)
+
         for _ in range(self.layers):
-            x = nn.RNN(self.cell(self.width, **options))(x)
+            x = self.layer(layer, x)
         return self.dense(self.vocabulary, x)
 
 
@@ -301,14 +320,14 @@ class StateSpace(Model):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
-        x = self.embed(self.width, self.vocabulary, tokens)
-        for layer in range(self.layers):
+
+        def layer(self, x, i):
             y = self.rms_norm(x)
             gate = nn.gelu(self.dense(self.width, y))
             y = self.dense(self.width, y)
             recurrence = nn.sigmoid(self.dense(self.width, y))
             entry = nn.sigmoid(self.dense(self.width, y))
-            decay = self.param(f"decay_{layer}", nn.initializers.ones, (self.width,))
+            decay = self.param(f"decay_{i}", nn.initializers.ones, (self.width,))
             a = jnp.exp(-8 * nn.softplus(decay.astype(y.dtype)) * recurrence)
             b = jnp.sqrt(1 - a * a + 1e-6) * entry * y
 
@@ -316,7 +335,11 @@ class StateSpace(Model):
                 return left[0] * right[0], left[1] * right[0] + right[1]
 
             _, h = lax.associative_scan(after, (a, b), axis=1)
-            x = x + self.dense(self.width, h * gate)
+            return x + self.dense(self.width, h * gate)
+
+        x = self.embed(self.width, self.vocabulary, tokens)
+        for i in range(self.layers):
+            x = self.layer(layer, x, i)
         return self.unbiased(self.vocabulary, x)
 
 
@@ -337,18 +360,22 @@ class Mamba2(Model):
     @nn.compact
     def __call__(self, tokens):
         """Maps ``[batch, length]`` tokens to logits."""
+
+        def layer(self, x, i):
+            return x + self.mixed(self.rms_norm(x), i)
+
         x = self.embed(self.width, self.vocabulary, tokens)
-        for layer in range(self.layers):
-            x = x + self.mixed(self.rms_norm(x), layer)
+        for i in range(self.layers):
+            x = self.layer(layer, x, i)
         return self.unbiased(self.vocabulary, self.rms_norm(x))
 
-    def mixed(self, x, layer):
+    def mixed(self, x, i):
         """Maps ``[batch, length, width]`` to the same, along the length."""
         wide, n = 2 * self.width, self.states
         heads = wide // self.head_size
 
         def of_heads(name, init):
-            return self.param(f"{name}_{layer}", init, (heads,)).astype(y.dtype)
+            return self.param(f"{name}_{i}", init, (heads,)).astype(y.dtype)
 
         def slow(key, shape):  # whose softplus is between 0.001 and 0.1
             powers = jax.random.uniform(key, shape, minval=-3, maxval=-1)
@@ -424,7 +451,7 @@ class ViT(Model):
         places = nn.initializers.normal(0.02)
         x = x + self.param("places", places, (1, *x.shape[1:])).astype(x.dtype)
         for _ in range(self.layers):
-            x = Block(self.heads, self.attention, dtype=self.dtype)(x)
+            x = self.layer(transformed, x)
         return self.dense(self.classes, self.layer_norm(x).mean(1))
 
 
@@ -440,15 +467,18 @@ class Mixer(Model):
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
 
-        def perceptron(hidden, x):
-            return self.dense(x.shape[-1], nn.gelu(self.dense(hidden, x)))
+        def layer(self, x):
+            def perceptron(hidden, x):
+                return self.dense(x.shape[-1], nn.gelu(self.dense(hidden, x)))
+
+            y = self.layer_norm(x).swapaxes(1, 2)
+            x = x + perceptron(self.width // 2, y).swapaxes(1, 2)
+            return x + perceptron(4 * self.width, self.layer_norm(x))
 
         x = self.conv(self.width, self.patch, x, self.patch)
         x = x.reshape(x.shape[0], -1, self.width)
         for _ in range(self.layers):
-            y = self.layer_norm(x).swapaxes(1, 2)
-            x = x + perceptron(self.width // 2, y).swapaxes(1, 2)
-            x = x + perceptron(4 * self.width, self.layer_norm(x))
+            x = self.layer(layer, x)
         return self.dense(self.classes, self.layer_norm(x).mean(1))
 
 
@@ -467,20 +497,23 @@ class ConvNeXt(Model):
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
+
+        def layer(self, x, name):
+            width = x.shape[-1]
+            y = self.conv(width, 7, x, feature_group_count=width)
+            y = nn.gelu(self.dense(4 * width, self.layer_norm(y)))
+            if self.second:
+                return x + self.dense(width, self.normed(y, f"norm_{name}"))
+            y = self.dense(width, y)
+            scale = nn.initializers.constant(1e-6)
+            scale = self.param(f"scale_{name}", scale, (width,))
+            return x + y * scale.astype(y.dtype)
+
         for stage, layers in enumerate(self.layers):
-            width = self.width * 2**stage
             size = 4 if stage == 0 else 2
-            x = self.layer_norm(self.conv(width, size, x, size))
+            x = self.layer_norm(self.conv(self.width * 2**stage, size, x, size))
             for i in range(layers):
-                y = self.conv(width, 7, x, feature_group_count=width)
-                y = nn.gelu(self.dense(4 * width, self.layer_norm(y)))
-                if self.second:
-                    x = x + self.dense(width, self.normed(y, f"norm_{stage}_{i}"))
-                    continue
-                y = self.dense(width, y)
-                scale = nn.initializers.constant(1e-6)
-                scale = self.param(f"scale_{stage}_{i}", scale, (width,))
-                x = x + y * scale.astype(y.dtype)
+                x = self.layer(layer, x, f"{stage}_{i}")
         return self.dense(self.classes, self.layer_norm(x.mean((1, 2))))
 
     def normed(self, x, name):
@@ -506,7 +539,7 @@ class UNet(Model):
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits for each pixel."""
 
-        def convolved(features, x):
+        def layer(self, x, features):
             for _ in range(2):
                 x = self.conv(features, 3, x)
                 x = nn.silu(nn.GroupNorm(8, dtype=self.dtype)(x))
@@ -514,14 +547,15 @@ class UNet(Model):
 
         skips = []
         for level in range(self.levels):
-            x = convolved(self.width * 2**level, x)
+            x = self.layer(layer, x, self.width * 2**level)
             skips.append(x)
             x = nn.max_pool(x, (2, 2), (2, 2))
-        x = convolved(self.width * 2**self.levels, x)
+        x = self.layer(layer, x, self.width * 2**self.levels)
         for level in reversed(range(self.levels)):
             features = self.width * 2**level
             x = nn.ConvTranspose(features, (2, 2), (2, 2), dtype=self.dtype)(x)
-            x = convolved(features, jnp.concatenate([x, skips[level]], axis=-1))
+            x = jnp.concatenate([x, skips[level]], axis=-1)
+            x = self.layer(layer, x, features)
         return self.conv(self.classes, 1, x)
 
 
@@ -546,25 +580,25 @@ class EfficientNet(Model):
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
 
-        def normed(features, size, x, stride=1, groups=1):
+        def normed(self, features, size, x, stride=1, groups=1):
             options = {"feature_group_count": groups, "use_bias": False}
             return self.batch_norm(self.conv(features, size, x, stride, **options))
 
-        def gates(x, features):
-            x = x.mean((1, 2), keepdims=True)
-            return nn.sigmoid(self.conv(wide, 1, nn.swish(self.conv(features, 1, x))))
+        def layer(self, x, expand, features, stride):
+            wide, y = expand * x.shape[-1], x
+            if expand > 1:
+                y = nn.swish(normed(self, wide, 1, y))
+            y = nn.swish(normed(self, wide, 3, y, stride, groups=wide))
+            gates = self.conv(x.shape[-1] // 4, 1, y.mean((1, 2), keepdims=True))
+            gates = nn.sigmoid(self.conv(wide, 1, nn.swish(gates)))
+            y = normed(self, features, 1, y * gates)
+            return x + y if x.shape == y.shape else y
 
-        x = nn.swish(normed(self.stem, 3, x, 2))
+        x = nn.swish(normed(self, self.stem, 3, x, 2))
         for expand, features, layers, stride in self.stages:
             for i in range(layers):
-                wide, y = expand * x.shape[-1], x
-                if expand > 1:
-                    y = nn.swish(normed(wide, 1, y))
-                y = normed(wide, 3, y, stride if i == 0 else 1, groups=wide)
-                y = nn.swish(y)
-                y = normed(features, 1, y * gates(y, x.shape[-1] // 4))
-                x = x + y if x.shape == y.shape else y
-        x = nn.swish(normed(self.head, 1, x)).mean((1, 2))
+                x = self.layer(layer, x, expand, features, stride if i == 0 else 1)
+        x = nn.swish(normed(self, self.head, 1, x)).mean((1, 2))
         return self.dense(self.classes, x)
 
 
@@ -579,23 +613,26 @@ class DenseNet(Model):
     def __call__(self, x):
         """Maps ``[batch, height, width, 3]`` to logits."""
 
-        def conv(features, size, x, stride=1):
+        def conv(self, features, size, x, stride=1):
             return self.conv(features, size, x, stride, use_bias=False)
 
-        def activated(x):
+        def activated(self, x):
             return nn.relu(self.batch_norm(x))
 
-        x = activated(conv(2 * self.growth, 7, x, 2))
+        def layer(self, x):
+            y = conv(self, 4 * self.growth, 1, activated(self, x))
+            y = conv(self, self.growth, 3, activated(self, y))
+            return jnp.concatenate([x, y], -1)
+
+        x = activated(self, conv(self, 2 * self.growth, 7, x, 2))
         x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
         for block, layers in enumerate(self.blocks):
             if block:
-                x = conv(x.shape[-1] // 2, 1, activated(x))
+                x = conv(self, x.shape[-1] // 2, 1, activated(self, x))
                 x = nn.avg_pool(x, (2, 2), (2, 2))
             for _ in range(layers):
-                y = conv(4 * self.growth, 1, activated(x))
-                y = conv(self.growth, 3, activated(y))
-                x = jnp.concatenate([x, y], -1)
-        return self.dense(self.classes, activated(x).mean((1, 2)))
+                x = self.layer(layer, x)
+        return self.dense(self.classes, activated(self, x).mean((1, 2)))
 
 
 class ConvolutionalLSTM(Model):
@@ -615,8 +652,13 @@ class ConvolutionalLSTM(Model):
         """Maps ``[batch, length, height, width, features]`` to logits of each pixel."""
         first = zeros_of(self.dtype or x.dtype)
         options = {"dtype": self.dtype, "carry_init": first}
+
+        def layer(self, x):
+            cell = nn.ConvLSTMCell(self.width, (self.size,) * 2, **options)
+            return nn.RNN(cell)(x)
+
         for _ in range(self.layers):
-            x = nn.RNN(nn.ConvLSTMCell(self.width, (self.size,) * 2, **options))(x)
+            x = self.layer(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -635,20 +677,24 @@ class FourierOperator(Model):
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, height, width, features]`` to logits of each pixel."""
+
+        def layer(self, x, i):
+            y = self.of_frequencies(x, i)
+            return nn.gelu(y + self.dense(self.width, x))
+
         x = self.dense(self.width, x)
-        for layer in range(self.layers):
-            y = self.of_frequencies(x, layer)
-            x = nn.gelu(y + self.dense(self.width, x))
+        for i in range(self.layers):
+            x = self.layer(layer, x, i)
         return self.dense(self.classes, nn.gelu(self.dense(2 * self.width, x)))
 
-    def of_frequencies(self, x, layer):
+    def of_frequencies(self, x, i):
         """Maps an image to one of the same shape with the lowest frequencies alone."""
         n, shape = self.modes, (2, self.modes, self.modes, self.width, self.width)
         init = nn.initializers.uniform(1 / self.width**2)
         found = jnp.fft.rfft2(x.astype(jnp.float32), axes=(1, 2))
         made = jnp.zeros_like(found)
         for name, rows in ("low", slice(n)), ("high", slice(-n, None)):
-            parts = self.param(f"{name}_{layer}", init, shape)
+            parts = self.param(f"{name}_{i}", init, shape)
             weights = lax.complex(*parts.astype(jnp.float32))
             y = jnp.einsum("bhwi,hwio->bhwo", found[:, rows, :n], weights)
             made = made.at[:, rows, :n].set(y)
@@ -672,11 +718,15 @@ class Highway(Model):
     def __call__(self, x):
         """Maps ``[batch, features]`` to logits."""
         closed = nn.initializers.constant(-2.0)
-        x = nn.relu(self.dense(self.width, x))
-        for _ in range(self.layers):
+
+        def layer(self, x):
             y = nn.relu(self.dense(self.width, x))
             gate = nn.sigmoid(self.dense(self.width, x, bias_init=closed))
-            x = gate * y + (1 - gate) * x
+            return gate * y + (1 - gate) * x
+
+        x = nn.relu(self.dense(self.width, x))
+        for _ in range(self.layers):
+            x = self.layer(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -693,9 +743,13 @@ class DeepSet(Model):
     @nn.compact
     def __call__(self, x):
         """Maps ``[batch, elements, features]`` to logits of each set."""
-        for _ in range(self.layers):
+
+        def layer(self, x):
             x = x - x.max(1, keepdims=True)
-            x = nn.elu(self.dense(self.width, x))
+            return nn.elu(self.dense(self.width, x))
+
+        for _ in range(self.layers):
+            x = self.layer(layer, x)
         return self.dense(self.classes, nn.elu(self.dense(self.width, x.max(1))))
 
 
@@ -718,16 +772,20 @@ class GraphNetwork(Model):
         away = np.random.default_rng(0).integers(1, self.nodes, receivers.size)
         senders = (receivers + away) % self.nodes
 
-        def mlp(*parts):
+        def mlp(self, *parts):
             y = nn.silu(self.dense(self.width, jnp.concatenate(parts, axis=-1)))
             return self.layer_norm(self.dense(self.width, y))
 
-        nodes = mlp(x)
-        edges = mlp(nodes[:, senders] - nodes[:, receivers])
-        for _ in range(self.steps):
-            edges += mlp(edges, nodes[:, senders], nodes[:, receivers])
+        def layer(self, graph):
+            nodes, edges = graph
+            edges += mlp(self, edges, nodes[:, senders], nodes[:, receivers])
             received = jnp.zeros_like(nodes).at[:, receivers].add(edges)
-            nodes += mlp(nodes, received)
+            return nodes + mlp(self, nodes, received), edges
+
+        nodes = mlp(self, x)
+        edges = mlp(self, nodes[:, senders] - nodes[:, receivers])
+        for _ in range(self.steps):
+            nodes, edges = self.layer(layer, (nodes, edges))
         return self.dense(self.classes, nodes)
 
 
