@@ -60,22 +60,25 @@ def main(arguments: list[str]) -> None:
     worth.check("form", options.forms, CONTESTANTS)
     path = options.output or results.target("price")
     if options.passes:
-        rows = list(errors_of_passes(options.networks, options.seeds))
+        new = errors_of_passes(options.networks, options.seeds)
+        hardware = results.hardware()
+        rows = results.update(path, PASSES_TITLE, hardware, command, new, "network")
         show(f"{PASSES_TITLE} (mean of {options.seeds} seeds)", rows)
-        results.save(path, PASSES_TITLE, results.hardware(), command, rows)
         return
     h200.require("price")
     forms = options.forms or FORMS
     for dtype in options.dtypes:
         for accum_steps in options.accum_steps:
-            rows = list(prices(options.networks, forms, dtype, accum_steps))
+            new = prices(options.networks, forms, dtype, accum_steps)
             title = f"{dtype}, {accum_steps} micro-batches"
+            by = "network", "form"
+            rows = results.update(path, title, h200.HARDWARE, command, new, *by)
             show(f"{title}: relative to the model cast by hand", table(rows))
-            results.save(path, title, h200.HARDWARE, command, rows)
-        rows = list(errors(options.networks, dtype, options.seeds))
+        new = errors(options.networks, dtype, options.seeds)
         title = f"{dtype}, errors"
+        hardware = results.hardware()
+        rows = results.update(path, title, hardware, command, new, "network")
         show(f"{title} (mean of {options.seeds} seeds)", rows)
-        results.save(path, title, results.hardware(), command, rows)
 
 
 def prices(

@@ -132,12 +132,10 @@ def main(arguments: list[str]) -> None:
     worth.check("network", options.networks, FAMILIES)
     worth.check("form", options.forms, COUNTED)
     for name in options.networks:
-        kept = {row["form"]: row for row in results.rows(path, name)}
-        kept |= {row["form"]: row for row in counts(name, options.forms)}
-        rows = [kept[form] for form in COUNTED if form in kept]
+        new = counts(name, options.forms)
+        rows = results.update(path, name, h200.HARDWARE, command, new, "form")
         away = errors(name, options.seeds)
         show(name, table(rows, away))
-        results.save(path, name, h200.HARDWARE, command, rows)
         title = f"{name}, errors"
         results.save(path, title, results.hardware(), command, [away])
 

@@ -8,6 +8,7 @@ import pathlib
 import platform
 import shlex
 import tempfile
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -74,10 +75,39 @@ def save(
     new.replace(path)
 
 
-def rows(path: pathlib.Path, name: str) -> list[dict[str, Any]]:
-    """Returns the results that a file holds under a name, none if it has none."""
+def update(
+    path: pathlib.Path,
+    name: str,
+    hardware: str,
+    arguments: list[str],
+    new: Iterable[dict[str, Any]],
+    *by: str,
+) -> list[dict[str, Any]]:
+    """Saves rows one at a time, each in the place of the one that it counts anew.
+
+    So a run that is broken off goes on with what it had not come to.
+
+    Args:
+        path: As for :func:`save`.
+        name: The same.
+        hardware: The same.
+        arguments: The same.
+        new: The rows, which may be counted while they are asked for.
+        *by: The fields by which rows are told apart.
+
+    Returns:
+        All rows, those that were there before too.
+    """
+
+    def key(row):
+        return tuple(row[field] for field in by)
+
     results = json.loads(path.read_text()) if path.exists() else {}
-    return results[name]["rows"] if name in results else []
+    rows = {key(row): row for row in results.get(name, {"rows": []})["rows"]}
+    for row in new:
+        rows[key(row)] = row
+        save(path, name, hardware, arguments, [*rows.values()])
+    return [*rows.values()]
 
 
 def hardware() -> str:

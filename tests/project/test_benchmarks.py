@@ -265,3 +265,22 @@ def test_results_that_the_documentation_quotes_are_replaced_by_save_alone(
     __main__.main()
     written = "quoted" if saves else "scratch"
     assert [x.parent.name for x in tmp_path.rglob("host.json")] == [written]
+
+
+def test_a_run_that_is_broken_off_leaves_what_it_has_counted(tmp_path):
+    path = tmp_path / "price.json"
+
+    def run(counts):
+        def counted():
+            for name, count in counts.items():
+                if count is None:
+                    raise KeyboardInterrupt
+                yield {"network": name, "bytes": count}
+
+        return results.update(path, "a table", "here", ["price"], counted(), "network")
+
+    with pytest.raises(KeyboardInterrupt):
+        run({"mlp": 1, "gpt": 2, "vit": None})
+    rows = run({"gpt": 3, "vit": 4})
+    assert {x["network"]: x["bytes"] for x in rows} == {"mlp": 1, "gpt": 3, "vit": 4}
+    assert json.loads(path.read_text())["a table"]["rows"] == rows
