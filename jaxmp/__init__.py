@@ -91,79 +91,18 @@ from ._training.state_dtype import cast_state as cast_state
 from ._training.state_dtype import with_state_dtype as with_state_dtype
 from ._version import __version__ as __version__
 
-__all__ = [
-    "DEFAULT_OPS",
-    "DtypeReport",
-    "ExplainedLine",
-    "Explanation",
-    "Fault",
-    "Hazard",
-    "Int8Blocks",
-    "KahanSummationState",
-    "Kept",
-    "Leak",
-    "LossScaleState",
-    "ModuleSensitivity",
-    "OpLists",
-    "OperationRange",
-    "OverflowReport",
-    "Policy",
-    "RangeReport",
-    "RangeStats",
-    "RecordRangesState",
-    "SensitivityReport",
-    "StateDtypeState",
-    "StochasticRoundingState",
-    "UnfusedAttention",
-    "activation_gradients",
-    "all_finite",
-    "assert_16bit",
-    "audit",
-    "autocast",
-    "cast_state",
-    "cast_tree",
-    "check_loss_scale",
-    "dot_product_attention",
-    "dynamic_loss_scale",
-    "explain",
-    "exponent_histogram",
-    "find_overflow",
-    "float32_region",
-    "gather",
-    "get_loss_scale",
-    "get_loss_scale_state",
-    "get_policy",
-    "grad",
-    "init_shardings",
-    "kahan_summation",
-    "keep_if_skipped",
-    "last_step_finite",
-    "loss_scaling",
-    "masters",
-    "range_report",
-    "record_ranges",
-    "scalars",
-    "select_tree",
-    "sensitivity",
-    "set_masters",
-    "static_loss_scale",
-    "stochastic_rounding",
-    "suggest_loss_scale",
-    "unscale",
-    "unused_overrides",
-    "value_and_grad",
-    "with_policy",
-    "with_state_dtype",
-]
-
 # Imported when first asked for. Reading jaxprs takes `jax.extend`, and with it Pallas:
 # longer than all the rest of jaxmp. The front ends take Flax's own, or matplotlib.
-_READ_JAXPRS = (
-    *("_ops.lists", "_autocast.autocast", "_diagnosis.audit.audit"),
-    "_attention.function",
-    *("_gradients.activations", "_diagnosis.overflow.overflow"),
-    *("_diagnosis.explain.explain", "_diagnosis.sensitivity.sensitivity"),
-)
+_READ_JAXPRS = {
+    "_attention.function": ("dot_product_attention",),
+    "_autocast.autocast": ("autocast", "float32_region"),
+    "_diagnosis.audit.audit": ("assert_16bit", "audit"),
+    "_diagnosis.explain.explain": ("explain",),
+    "_diagnosis.overflow.overflow": ("find_overflow",),
+    "_diagnosis.sensitivity.sensitivity": ("sensitivity",),
+    "_gradients.activations": ("activation_gradients",),
+    "_ops.lists": ("DEFAULT_OPS", "OpLists"),
+}
 _FRONT_ENDS = {"linen": "flax", "nnx": "flax", "plots": "matplotlib"}
 
 if _typing.TYPE_CHECKING:  # or every name would be a good one
@@ -179,10 +118,8 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._ops.lists import DEFAULT_OPS as DEFAULT_OPS
     from ._ops.lists import OpLists as OpLists
 else:
-    _PUBLIC = __all__
-    # `help(jaxmp)` would print every docstring of `__all__`, thousands of lines. It is
-    # the page above, and finds an empty list.
-    del __all__
+    _LATER = {name: module for module, names in _READ_JAXPRS.items() for name in names}
+    _PUBLIC = sorted({name for name in globals() if name[0] != "_"} | _LATER.keys())
 
     def _published(names: dict[str, _typing.Any]) -> dict[str, _typing.Any]:
         """Makes public classes members of this module: pickles name a class by it."""
@@ -195,14 +132,15 @@ else:
 
     def __getattr__(name: str) -> _typing.Any:
         if name == "__all__":
+            # `help(jaxmp)` would print every docstring of `__all__`, thousands of
+            # lines. It is the page above, and finds an empty list.
             is_help = _sys._getframe(1).f_globals.get("__name__") == "pydoc"
             return [] if is_help else _PUBLIC
         if name in _FRONT_ENDS:
             return _importlib.import_module(f".{name}", __name__)
-        for module in _READ_JAXPRS if name in _PUBLIC else ():
-            names = vars(_importlib.import_module(f".{module}", __name__))
-            if name in _published(names):
-                return globals().setdefault(name, names[name])
+        if name in _LATER:
+            module = _importlib.import_module(f".{_LATER[name]}", __name__)
+            return globals().setdefault(name, _published(vars(module))[name])
         from ._base.names import missing
 
         raise missing(__name__, name)

@@ -88,7 +88,11 @@ def units_from(extents: Extents) -> jax.Array:
     is_positive = extents.signs == 0
     unit = largest / jnp.where(is_positive, float(_TOP_OF_POSITIVE) ** 4, _TOP**2)
     unit = jnp.where(largest > 0, jnp.maximum(unit, _TINY), unit)
-    unit = jax.lax.bitcast_convert_type(_upper_bits(unit), jnp.bfloat16)
+    # The bits of bfloat16 are the upper half of those of float32.
+    bits = jax.lax.bitcast_convert_type(unit, jnp.uint32)
+    upper = (bits + np.uint32(0xFFFF)) >> 16
+    upper = jnp.where(upper >= 0x7F80, 0x7FC0, upper)  # Inf and NaN are NaN
+    unit = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(is_positive, -unit, unit)
 
 
@@ -99,13 +103,8 @@ def encode(
     """Returns the int8 codes of a float32 array, each rounded up or down at random.
 
     Of the two codes next to a number the nearer one is the likelier, so that the mean
-    is the number. What a code stands for keeps it.
-
-    Args:
-        x: The array.
-        units: Those of :func:`units_of`.
-        seeds: What :func:`jaxmp._base.rounding.noise_seeds` returns.
-        number: uint32[], another one for each array of a step.
+    is the number. What a code stands for keeps it. The noise is that of
+    :func:`jaxmp._base.rounding.draws`.
     """
     return _codes(x, units, draws(x.shape, seeds, number))
 
@@ -145,16 +144,6 @@ def _most(x: jax.Array) -> jax.Array:
     if missing:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
     return x.reshape(*x.shape[:-1], count, length).max(-1)
-
-
-def _upper_bits(x: jax.Array) -> jax.Array:
-    """Returns the bits, uint16, of positive float32 numbers rounded up to bfloat16.
-
-    Those of Inf and NaN are the bits of NaN.
-    """
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    upper = (bits + np.uint32(0xFFFF)) >> 16
-    return jnp.where(upper >= 0x7F80, 0x7FC0, upper).astype(jnp.uint16)
 
 
 def _of_each(units: jax.Array, shape: tuple[int, ...]) -> jax.Array:

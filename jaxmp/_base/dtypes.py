@@ -72,17 +72,13 @@ def parse_dtype(
 
 def as_dot_dtype(dtype: Any, where: str) -> np.dtype:
     """Normalises the dtype of the operands of products, refusing all but one."""
-    name = dtype.strip() if isinstance(dtype, str) else dtype
-    if name in _FLOAT8_NAMES if isinstance(name, str) else _is_float8(name):
+    is_name = isinstance(dtype, str) and dtype.strip() in _FLOAT8_NAMES
+    if is_name or (isinstance(dtype, (type, np.dtype)) and dtype == FLOAT8):
         return FLOAT8
     raise ValueError(
         f"{where} has {short(dtype)} for the operands of matmuls. Type `d=fp8` for "
         "float8_e4m3fn, or leave `d=` out for the compute dtype."
     )
-
-
-def _is_float8(dtype: Any) -> bool:
-    return isinstance(dtype, (type, np.dtype)) and dtype == FLOAT8
 
 
 def spelled(dtype: np.dtype) -> str:

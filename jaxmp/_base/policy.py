@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from .checks import clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
 from .text import as_html
-from .tree import cast_tree, is_floating, path_name, wide_dtype
+from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
 
@@ -197,11 +197,13 @@ class Policy(jmp.Policy):
         try:
             return jax.lax.with_sharding_constraint(cast, shardings)
         except (TypeError, ValueError) as error:
+            said = f"JAX says: {clipped(error, 400)}"
+            if any(map(is_array, jax.tree.leaves(shardings))):  # JAX prints them all
+                said = "But there are arrays in them."
             raise ValueError(
                 "`shardings` must be the shardings of the tree that is cast, or a "
                 "prefix of them. Take them outside `jax.jit`: "
-                "`shardings = jax.tree.map(lambda x: x.sharding, params)`."
-                f"{_unless_arrays(shardings, error)}"
+                f"`shardings = jax.tree.map(lambda x: x.sharding, params)`. {said}"
             ) from error
 
     def cast_to_output(self, x: T) -> T:
@@ -226,7 +228,7 @@ class Policy(jmp.Policy):
         """Spells the policy so that :func:`get_policy` reads it back."""
         if self == get_policy("O2"):
             return "O2"
-        parts = [
+        parts: list[tuple[str, np.dtype | None]] = [
             ("p", self.param_dtype),
             ("c", self.compute_dtype),
             ("o", self.output_dtype),
@@ -236,13 +238,12 @@ class Policy(jmp.Policy):
             if pattern == _NORMALIZATION:
                 key = _NORMALIZATION_KEY
             parts.append((key, dtype))
-        if self.reduce_dtype is not None:
-            parts.append(("r", self.reduce_dtype))
-        if self.dot_dtype is not None:
-            parts.append(("d", self.dot_dtype))
-        if self.backward_dtype is not None:
-            parts.append(("b", self.backward_dtype))
-        return ",".join(f"{key}={spelled(dtype)}" for key, dtype in parts)
+        parts += [
+            ("r", self.reduce_dtype),
+            ("d", self.dot_dtype),
+            ("b", self.backward_dtype),
+        ]
+        return ",".join(f"{key}={spelled(x)}" for key, x in parts if x is not None)
 
     def __repr__(self) -> str:
         """Spells the call that makes the policy."""
@@ -368,16 +369,7 @@ def unused_overrides(policy: PolicyLike, tree: Any) -> tuple[str, ...]:
     )
 
 
-def _unless_arrays(shardings: Any, error: Exception) -> str:
-    """Returns what JAX says, which prints the arrays where there are some."""
-    if any(isinstance(x, (jax.Array, np.ndarray)) for x in jax.tree.leaves(shardings)):
-        return " But there are arrays in them."
-    return f" JAX says: {clipped(error, 400)}"
-
-
 def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
-    """Casts each floating array to the dtype that belongs to its path."""
-
     return jax.tree.structure(tree).unflatten(
         cast_tree(x, dtype_at(path)) if is_floating(x) else x
         for path, x in _named_leaves(tree)

@@ -24,12 +24,7 @@ _PARTS = {np.dtype(jnp.int16): 2.0**15, np.dtype(jnp.int8): 2.0**7}
 
 
 def noise_seeds(seed: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the two random numbers, uint32[], from which the noise of a step is made.
-
-    Args:
-        seed: An integer.
-        step: uint32[].
-    """
+    """Returns the two random numbers, uint32[], from which a step's noise is made."""
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     first, second = jax.random.bits(key, (2,), jnp.uint32)
     # Else XLA may compute them again for every element. Two scalars, because it merges
@@ -42,17 +37,11 @@ def split(
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds a float32 array to 16-bit numbers, and returns what is left over.
 
-    Args:
-        x: A float32 array.
-        dtype: bfloat16 or float16.
-        rest_dtype: Of what is left over, int16 or int8.
-
-    Returns:
-        A float32 array of numbers of ``dtype``, the nearest ones, and an array of
-        ``rest_dtype``, from which :func:`join` makes ``x`` again: exactly if they are
-        bfloat16 and int16, and for float16 where ``x`` lies in the range of its normal
-        numbers. With int8 it makes the nearest number that has so many digits, which
-        is off by 2^-16 of ``x`` at the most.
+    That is a float32 array of numbers of ``dtype``, the nearest ones, and an array of
+    ``rest_dtype``, from which :func:`join` makes ``x`` again: exactly if they are
+    bfloat16 and int16, and for float16 where ``x`` lies in the range of its normal
+    numbers. With int8 it makes the nearest number that has so many digits, which is
+    off by 2^-16 of ``x`` at the most.
     """
     split_it = _split_bfloat16 if dtype == jnp.bfloat16 else _split_float16
     return split_it(x, np.dtype(rest_dtype))
@@ -63,17 +52,13 @@ def split_stochastically(
 ) -> tuple[jax.Array, jax.Array]:
     """Splits a float32 array into 16-bit numbers and an int8 array, as :func:`split`.
 
-    What the two have no digits for is rounded up or down at random.
-
-    Args:
-        x: A float32 array.
-        dtype: bfloat16 or float16.
-        seeds: What :func:`noise_seeds` returns.
-        number: uint32[], another one for each array of a step.
+    What the two have no digits for is rounded up or down at random, see :func:`draws`.
     """
-    is_bfloat16 = dtype == jnp.bfloat16
-    to_grid = _to_24_bits if is_bfloat16 else _to_18_digits
-    return split(to_grid(x, seeds, number), dtype, jnp.int8)
+    if dtype == jnp.bfloat16:
+        x = _rounded_up_or_down(x, seeds, number, ~_LOWEST_BYTE)
+    else:
+        x = _to_18_digits(x, seeds, number)
+    return split(x, dtype, jnp.int8)
 
 
 def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
@@ -97,7 +82,6 @@ def draws(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
     return (_noise(shape, seeds, number).astype(jnp.float32) + 0.5) / 2.0**16
 
 
-@jax.jit
 def round_stochastically(
     x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
 ) -> jax.Array:
@@ -105,28 +89,17 @@ def round_stochastically(
 
     Of the two neighbours of a number the nearer one is the likelier, so that the mean
     is the number. Bfloat16 numbers, Inf and NaN stay what they are, and nothing finite
-    becomes Inf: what lies beyond the largest bfloat16 number becomes that one.
-
-    Args:
-        x: A float32 array.
-        seeds: What :func:`noise_seeds` returns.
-        number: uint32[], another one for each array of a step.
-
-    Returns:
-        A float32 array that a cast to bfloat16 does not change any more.
+    becomes Inf: what lies beyond the largest bfloat16 number becomes that one. A cast
+    to bfloat16 does not change the result any more. The noise is that of :func:`draws`.
     """
-    bits = _bits(x)
-    down, up = bits & _UPPER, (bits + _noise(x.shape, seeds, number)) & _UPPER
-    up = jnp.where(jnp.isfinite(_float(up)), up, down)
-    return _derived(x, jnp.where(jnp.isfinite(x), _float(up), x))
+    return _rounded_up_or_down(x, seeds, number, _UPPER)
 
 
-@jax.jit
-def _to_24_bits(x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any):
-    """Rounds at random to float32 numbers whose lowest 8 bits are zero."""
-    noise = _noise(x.shape, seeds, number) & _LOWEST_BYTE
-    bits = _bits(x)
-    down, up = bits & ~_LOWEST_BYTE, (bits + noise) & ~_LOWEST_BYTE
+@functools.partial(jax.jit, static_argnums=3)
+def _rounded_up_or_down(x: jax.Array, seeds: Any, number: Any, kept: Any) -> jax.Array:
+    """Rounds at random to float32 numbers of which only the ``kept`` bits are set."""
+    bits, noise = _bits(x), _noise(x.shape, seeds, number) & ~kept
+    down, up = bits & kept, (bits + noise) & kept
     up = jnp.where(jnp.isfinite(_float(up)), up, down)
     return _derived(x, jnp.where(jnp.isfinite(x), _float(up), x))
 

@@ -52,7 +52,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
     dtype = dtype_of_cast(as_dtype(dtype, "`dtype`", narrower=True))
 
     def cast(x):
-        if not needs_cast(x, dtype):
+        if not is_floating(x) or x.dtype == dtype:
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=dtype, weak_type=False)
@@ -266,11 +266,6 @@ def is_floating(x: Any) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.issubdtype(x.dtype, jnp.floating)
     return is_floating_array(x)
-
-
-def needs_cast(x: Any, dtype: np.dtype) -> bool:
-    """Tells whether casting the leaf ``x`` to ``dtype`` would change it."""
-    return is_floating(x) and x.dtype != dtype
 
 
 def arrays_of_models(params: Any) -> Any:

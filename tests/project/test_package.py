@@ -195,7 +195,7 @@ def test_importing_jaxmp_loads_no_front_end_and_nothing_slow():
 
 
 def test_all_names_everything_public_and_nothing_else():
-    # Written out, because type checkers read it, and sorted, because people do.
+    # Sorted, because people read it.
     public = {
         name
         for name in dir(jaxmp)
