@@ -79,11 +79,11 @@ from ._training.loss_scale_state import get_loss_scale_state as get_loss_scale_s
 from ._training.loss_scale_state import keep_if_skipped as keep_if_skipped
 from ._training.loss_scale_state import last_step_finite as last_step_finite
 from ._training.loss_scale_state import unscale as unscale
-from ._training.masters import masters as masters
-from ._training.masters import set_masters as set_masters
 from ._training.narrow_params import KahanSummationState as KahanSummationState
 from ._training.narrow_params import StochasticRoundingState as StochasticRoundingState
 from ._training.narrow_params import kahan_summation as kahan_summation
+from ._training.narrow_params import masters as masters
+from ._training.narrow_params import set_masters as set_masters
 from ._training.narrow_params import stochastic_rounding as stochastic_rounding
 from ._training.scalars import scalars as scalars
 from ._training.state_dtype import StateDtypeState as StateDtypeState

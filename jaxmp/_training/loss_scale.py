@@ -397,7 +397,12 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
             return _choose(finite, new, old)
         if jnp.shape(new) != jnp.shape(old) and not isinstance(finite, jax.core.Tracer):
             return _choose(finite, new, old)
-        return _new_or_old(finite, new, old)
+        new, old = jnp.asarray(new), jnp.asarray(old)
+        if new.dtype != old.dtype:  # the state keeps that which it has
+            new = new.astype(old.dtype)
+        if new.shape == old.shape:
+            return jax.lax.select(finite, new, old)
+        return jnp.where(finite, new, old)
 
     return jax.tree.map(select, new, old)
 
@@ -414,16 +419,6 @@ def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
             "`tx.update` outside `jax.jit`."
         )
     return new if finite else old
-
-
-def _new_or_old(finite: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Selects one of two states of ``inner``, in the dtype of the old one."""
-    new, old = jnp.asarray(new), jnp.asarray(old)
-    if new.dtype != old.dtype:
-        new = new.astype(old.dtype)
-    if new.shape == old.shape:
-        return jax.lax.select(finite, new, old)
-    return jnp.where(finite, new, old)
 
 
 def _is_selectable(x: Any) -> bool:

@@ -312,7 +312,8 @@ def check_loss_scale(
     if loss is not None:
         finite = [np.asarray(state.last_finite) for state in states]
         _check_loss(loss, functools.reduce(np.logical_and, finite))
-    if all(np.any(looks_unused(state, max_scale)) for state in states):
+    top = float(max_scale)
+    if all(np.any(looks_unused(x.loss_scale, x.skipped, top)) for x in states):
         warn(
             "The loss scale has reached `max_scale` without a skipped step. Is "
             "`loss_scale=opt_state` passed to `value_and_grad`? If not, the scale "
@@ -352,9 +353,12 @@ def _spelled(x: Any) -> str:
     return str(x) if np.size(x) < 9 else f"{np.min(x)} to {np.max(x)}"
 
 
-def looks_unused(state: LossScaleState, max_scale: Any) -> Any:
+# Jitted, because a number in eager code is sent to the device where it is used, which
+# `jax.transfer_guard` forbids.
+@functools.partial(jax.jit, static_argnums=2)
+def looks_unused(scale: jax.Array, skipped: jax.Array, max_scale: float) -> jax.Array:
     """Tells whether a scale has grown as far as it may, and no step was skipped."""
-    return (state.loss_scale >= max_scale) & (state.skipped == 0)
+    return (scale >= max_scale) & (skipped == 0)
 
 
 def _nonfinite(grads: Any) -> str:

@@ -1,10 +1,10 @@
-"""Optimizers of parameters that are stored in 16 bits, without float32 masters."""
+"""Optimizers of parameters that are stored in 16 bits; the masters they do without."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from .._base.checks import check_optimizer, check_state, short
+from .._base.checks import check_optimizer, check_state, plain_array, short, warn
 from .._base.rounding import (
     join,
     noise_seeds,
@@ -22,6 +22,8 @@ from .._base.rounding import (
 )
 from .._base.tree import is_floating, path_name, widen
 from .state_dtype import as_state_dtype, check_seed, narrow_init, narrow_update
+
+T = TypeVar("T")
 
 _BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
 # What changes the updates of the transformation inside it, by the name of its state.
@@ -110,9 +112,7 @@ def stochastic_rounding(
         Zamirai et al., "Revisiting BFloat16 Training", 2020,
         https://arxiv.org/abs/2010.06192.
     """
-    return _without_masters(
-        "stochastic_rounding", inner, state_dtype, seed, StochasticRoundingState
-    )
+    return _without_masters(inner, state_dtype, seed)
 
 
 def kahan_summation(
@@ -174,9 +174,114 @@ def kahan_summation(
         https://pypi.org/project/bf16-fused-adam for the lower half of a float32 number
         as the compensation.
     """
-    return _without_masters(
-        "kahan_summation", inner, state_dtype, seed, KahanSummationState, compensation
-    )
+    return _without_masters(inner, state_dtype, seed, _as_rest_dtype(compensation))
+
+
+def masters(params: T, opt_state: Any) -> T:
+    """Returns the float32 parameters of a training run without float32 masters.
+
+    A bfloat16 parameter and its compensation of 16 bits are a float32 number, bit for
+    bit: what float32 masters would be. Use it for evaluation, averages, checkpoints
+    and export.
+
+    Parameters without compensation in ``opt_state`` are cast to float32. For 16-bit
+    parameters this is only what 16 bits hold, and a warning says so. Float32 parameters
+    are masters themselves, and are returned as they are.
+
+    Args:
+        params: The parameters.
+        opt_state: The state of an optimizer with :func:`jaxmp.kahan_summation` in it,
+            at any depth, or of any other.
+
+    Returns:
+        A pytree of the structure of ``params``, its floating leaves in float32.
+        :func:`jaxmp.set_masters` goes the way back.
+
+    Raises:
+        ValueError: If ``opt_state`` is not that of these parameters.
+
+    Examples:
+        >>> tx = jaxmp.kahan_summation(optax.sgd(1.0))
+        >>> params = jnp.ones(1, jnp.bfloat16)
+        >>> updates, state = tx.update(jnp.array([2.0**-12]), tx.init(params), params)
+        >>> params = optax.apply_updates(params, updates)
+        >>> jaxmp.masters(params, state) == 1 - 2.0**-12
+        Array([ True], dtype=bool)
+    """
+    leaves, structure = jax.tree.flatten_with_path(params)
+    rests = _compensations(opt_state, leaves)
+    bare = [
+        path_name(path)
+        for (path, x), rest in zip(leaves, rests, strict=True)
+        if _is_16_bit(x) and rest is None
+    ]
+    if bare:
+        warn(
+            f"`jaxmp.masters` returns {len(bare)} of {len(leaves)} parameters as they "
+            f"are, in float32: `opt_state` has no compensation of `{bare[0]}`. With "
+            "`jaxmp.kahan_summation` around the optimizer it has."
+        )
+    wide = [
+        widen(x) if rest is None else join(x, rest)
+        for (_, x), rest in zip(leaves, rests, strict=True)
+    ]
+    return structure.unflatten(wide)
+
+
+def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
+    """Returns parameters and an optimizer state that hold given float32 parameters.
+
+    This is the inverse of :func:`jaxmp.masters`. Use it to continue from a float32
+    checkpoint or from an average: ``params, opt_state = set_masters(average, params,
+    opt_state)``.
+
+    Args:
+        masters: The float32 parameters.
+        params: Parameters of the dtypes to return, such as those of the run.
+        opt_state: As in :func:`jaxmp.masters`.
+
+    Returns:
+        The parameters, rounded to the nearest number of their dtype, and ``opt_state``,
+        whose compensation (if it has one) holds the rest. Everything else in it stays.
+
+    Raises:
+        ValueError: If the three are not of the same parameters.
+
+    Examples:
+        >>> tx = jaxmp.kahan_summation(optax.sgd(1.0))
+        >>> params = jnp.ones(1, jnp.bfloat16)
+        >>> state = tx.init(params)
+        >>> params, state = jaxmp.set_masters(jnp.array([1.01]), params, state)
+        >>> params, jaxmp.masters(params, state)
+        (Array([1.00781], dtype=bfloat16), Array([1.01], dtype=float32))
+    """
+    leaves, structure = jax.tree.flatten_with_path(params)
+    given, given_structure = jax.tree.flatten(masters)
+    shapes = [jnp.shape(x) for _, x in leaves]
+    if given_structure != structure or [jnp.shape(x) for x in given] != shapes:
+        raise ValueError(
+            "`set_masters(masters, params, opt_state)` needs parameters of one "
+            "structure and the same shapes. Pass what `jaxmp.masters(params, "
+            "opt_state)` returned, or a float32 checkpoint of the same model."
+        )
+    made, new = [], {}
+    rests = _compensations(opt_state, leaves)
+    for (path, x), wide, rest in zip(leaves, given, rests, strict=True):
+        if rest is not None:
+            wide = jnp.asarray(wide, jnp.float32)
+            wide, new[path_name(path)] = split(wide, x.dtype, rest.dtype)
+        made.append(jnp.asarray(wide).astype(x.dtype))
+
+    def replaced(state):
+        if not _is_kahan(state):
+            return state
+        compensation = jax.tree.map_with_path(
+            lambda path, rest: new.get(path_name(path), rest), state.compensation
+        )
+        return state._replace(compensation=compensation)
+
+    opt_state = jax.tree.map(replaced, opt_state, is_leaf=_is_kahan)
+    return structure.unflatten(made), opt_state
 
 
 def check_nothing_follows(state: Any) -> None:
@@ -213,7 +318,7 @@ def note_kahan(params: Any) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if any(map(is_16_bit, jax.tree.leaves(params))) and not isinstance(
+        if any(map(_is_16_bit, jax.tree.leaves(params))) and not isinstance(
             error, jax.errors.JAXTypeError
         ):
             error.add_note(
@@ -226,19 +331,22 @@ def note_kahan(params: Any) -> Iterator[None]:
 
 
 def _without_masters(
-    name: str,
     inner: optax.GradientTransformation,
     state_dtype: DTypeLike | None,
     seed: Any,
-    state_type: Any,
-    compensation: DTypeLike = "int16",
+    rest_dtype: np.dtype | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Shows ``inner`` float32 parameters, and stores what it makes of them."""
+    """Shows ``inner`` float32 parameters, and stores what it makes of them.
+
+    What rounding loses is stored in ``rest_dtype``. With None it rounds at random.
+    """
+    state_type, name = StochasticRoundingState, "stochastic_rounding"
+    if rest_dtype is not None:
+        state_type, name = KahanSummationState, "kahan_summation"
     check_optimizer(inner, f"jaxmp.{name}(optax.adam(1e-3))")
     check_seed(seed)
-    narrow, rest_dtype = as_state_dtype(state_dtype), _as_rest_dtype(compensation)
+    narrow = as_state_dtype(state_dtype)
     inner = optax.with_extra_args_support(inner)
-    compensated = state_type is KahanSummationState
 
     def init_fn(params):
         _check_params(name, params)
@@ -248,12 +356,13 @@ def _without_masters(
                 f"`jaxmp.{name}` has another wrapper of its kind inside, and the "
                 "parameters would be rounded twice. Wrap the optimizer once."
             )
-        fields: dict[str, Any] = {"steps": jnp.zeros([], jnp.uint32)}
-        if compensated:
-            fields["compensation"] = jax.tree.map(
-                lambda p: jnp.zeros(p.shape if is_16_bit(p) else (), rest_dtype), params
-            )
-        return state_type(inner_state=inner_state, **fields)
+        steps = jnp.zeros([], jnp.uint32)
+        if rest_dtype is None:
+            return StochasticRoundingState(steps, inner_state)
+        compensation = jax.tree.map(
+            lambda p: jnp.zeros(p.shape if _is_16_bit(p) else (), rest_dtype), params
+        )
+        return KahanSummationState(steps, compensation, inner_state)
 
     # So that an autocast around the whole step leaves it alone.
     @jax.named_scope("jaxmp.float32")
@@ -262,11 +371,11 @@ def _without_masters(
         _check_params(name, params)
         leaves, structure = jax.tree.flatten(params)
         wide, rests = widen(leaves), []
-        if compensated:
+        if rest_dtype is not None:
             rests = structure.flatten_up_to(state.compensation)
             _check_compensation(leaves, rests, rest_dtype)
             wide = [
-                join(p, rest) if is_16_bit(p) else w
+                join(p, rest) if _is_16_bit(p) else w
                 for p, w, rest in zip(leaves, wide, rests, strict=True)
             ]
         seeds = noise_seeds(seed, state.steps)
@@ -275,10 +384,10 @@ def _without_masters(
 
         changes = structure.flatten_up_to(updates)
         for i, p in enumerate(leaves):
-            if not is_16_bit(p):
+            if not _is_16_bit(p):
                 continue
             total = jnp.asarray(wide[i] + changes[i], jnp.float32)
-            if not compensated:
+            if rest_dtype is None:
                 stored = round_stochastically(total, seeds, np.uint32(i))
             elif rest_dtype == jnp.int16:
                 stored, rests[i] = split(total, p.dtype)
@@ -287,12 +396,11 @@ def _without_masters(
                 stored, rests[i] = split_stochastically(total, p.dtype, seeds, number)
             changes[i] = _change(p, stored)
 
-        fields: dict[str, Any] = {"steps": state.steps + np.uint32(1)}
-        if compensated:
-            fields["compensation"] = structure.unflatten(rests)
-        return structure.unflatten(changes), state_type(
-            inner_state=inner_state, **fields
-        )
+        updates, steps = structure.unflatten(changes), state.steps + np.uint32(1)
+        if rest_dtype is None:
+            return updates, StochasticRoundingState(steps, inner_state)
+        rests = structure.unflatten(rests)
+        return updates, KahanSummationState(steps, rests, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -308,7 +416,7 @@ def _change(param: jax.Array, stored: jax.Array) -> jax.Array:
     return jnp.where(stored == param, 0, stored - param)  # Inf - Inf is NaN
 
 
-def is_16_bit(x: Any) -> bool:
+def _is_16_bit(x: Any) -> bool:
     """Tells whether a parameter may have a compensation."""
     return is_floating(x) and x.dtype in (_BFLOAT16, _FLOAT16)
 
@@ -317,6 +425,37 @@ def _has_wrapper(state: Any) -> bool:
     kinds = (StochasticRoundingState, KahanSummationState)
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
     return any(isinstance(x, kinds) for x in leaves)
+
+
+def _is_kahan(x: Any) -> bool:
+    return isinstance(x, KahanSummationState)
+
+
+def _compensations(opt_state: Any, params: list[tuple[Any, Any]]) -> list[Any]:
+    """Returns the compensation of each parameter, None where it has none.
+
+    Parts of a model may have an optimizer of their own. What is theirs stands under
+    the path of the parameter in each.
+    """
+    found = {
+        path_name(path): plain_array(rest)
+        for state in jax.tree.leaves(opt_state, is_leaf=_is_kahan)
+        if _is_kahan(state)
+        for path, rest in jax.tree.leaves_with_path(state.compensation)
+        if jnp.shape(rest)  # that of a float32 parameter is a scalar
+    }
+    rests = [found.pop(path_name(path), None) for path, _ in params]
+    for (path, x), rest in zip(params, rests, strict=True):
+        if rest is not None and not (_is_16_bit(x) and rest.shape == x.shape):
+            found[path_name(path)] = rest
+    if found:
+        name = next(iter(found))
+        raise ValueError(
+            f"`opt_state` has a compensation {list(found[name].shape)} of `{name}`, "
+            "and there is no such 16-bit parameter. Pass the parameters and the state "
+            "of one step."
+        )
+    return rests
 
 
 def _as_rest_dtype(compensation: Any) -> np.dtype:
@@ -355,7 +494,7 @@ def _check_compensation(
 ) -> None:
     """Raises where the state was made for parameters of other dtypes or shapes."""
     for p, rest in zip(params, rests, strict=True):
-        shape = jnp.shape(p) if is_16_bit(p) else ()
+        shape = jnp.shape(p) if _is_16_bit(p) else ()
         if rest.shape != shape:
             raise ValueError(
                 f"A parameter {jnp.result_type(p)}{list(jnp.shape(p))} has a "

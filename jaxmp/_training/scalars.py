@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from .._base.checks import check_positive, plain_array, short
 from .exponents import RecordRangesState
 from .loss_scale_state import (
     WITHHOLDING,
-    LossScaleState,
     get_loss_scale_state,
     looks_unused,
 )
@@ -78,14 +76,14 @@ def scalars(
     """
     state = get_loss_scale_state(opt_state)
     check_positive("max_scale", max_scale)
-    largest = float(max_scale)
+    unused = looks_unused(state.loss_scale, state.skipped, float(max_scale))
     found = {
         "loss_scale": state.loss_scale,
         "good_steps": state.good_steps,
         "bad_steps": state.bad_steps,
         "skipped": state.skipped,
         "last_finite": jnp.asarray(state.last_finite, jnp.float32),
-        "looks_unused": _looks_unused(state._replace(inner_state=None), largest),
+        "looks_unused": unused.astype(jnp.float32),
     }
     if step is None and (taken := _steps_taken(state.inner_state)) is not None:
         step = taken + state.skipped
@@ -107,18 +105,9 @@ def scalars(
     return {f"{prefix}{name}": x for name, x in found.items()}
 
 
-# Jitted, because a number in eager code is sent to the device where it is used, which
-# `jax.transfer_guard` forbids.
-
-
-@jax.jit
+@jax.jit  # or `jax.transfer_guard` would forbid the number in it
 def _share(count: jax.Array, total: jax.Array) -> jax.Array:
     return count / jnp.maximum(total, 1)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _looks_unused(state: LossScaleState, max_scale: float) -> jax.Array:
-    return looks_unused(state, max_scale).astype(jnp.float32)
 
 
 def _steps_taken(state: Any) -> jax.Array | None:

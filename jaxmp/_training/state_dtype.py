@@ -217,14 +217,14 @@ def narrow_update(
     seeds: tuple[jax.Array, jax.Array],
     number: int = 0,
 ) -> tuple[Any, optax.OptState]:
-    """Updates with a state that is stored in ``narrow``.
+    """Updates with a state that is stored in ``narrow``, None where as it is.
 
     Args:
         inner: The optimizer.
         args: Of its update: gradients, the stored state, parameters and others.
-        narrow: What the state is stored in, None where as it is.
+        narrow: What the state is stored in.
         seeds: Of the random numbers of this step.
-        number: The number of the first array of the state that is rounded.
+        number: That of the first array of the state for :func:`round_stochastically`.
     """
     grads, state, params, extra_args = args
     stored, structure = jax.tree.flatten(state, is_leaf=is_blocks)
@@ -245,7 +245,12 @@ def narrow_update(
         zero = jax.lax.optimization_barrier(np.zeros(2, np.uint32))[0]
         codes, old = _copied_units(blocks, zero)
         _, wide, now = update(_with_blocks(stored, codes, old))
-        _check_structure(structure, now)
+        if now != structure:
+            raise ValueError(
+                "An update changes the structure of the inner optimizer's state, which "
+                '`state_dtype="int8"` cannot store. Make its `init` return the '
+                "structure that its `update` returns, or leave `state_dtype` out."
+            )
         reach = {i: extents(wide[i].astype(jnp.float32)) for i in blocks}
         units = {
             i: units_from(x._replace(sizes=x.sizes | zero)) for i, x in reach.items()
@@ -376,12 +381,3 @@ def _check_stored(inner: Any, params: Any, state: Any, narrow: np.dtype | None) 
             raise ValueError(
                 f"`state_dtype` is int8, but the state is not stored so. {cure}"
             )
-
-
-def _check_structure(before: Any, after: Any) -> None:
-    if before != after:
-        raise ValueError(
-            "An update changes the structure of the inner optimizer's state, which "
-            '`state_dtype="int8"` cannot store. Make its `init` return the structure '
-            "that its `update` returns, or leave `state_dtype` out."
-        )
