@@ -111,35 +111,30 @@ def dot_product_attention(
         >>> layer.init_with_output(jax.random.key(0), x)[0].shape
         (2, 4, 16)
     """
-    einsums = einsum_dot_general, qk_attn_weights_einsum, attn_weights_value_einsum
-    written = functools.partial(
-        nn.dot_product_attention,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-        force_fp32_for_softmax=force_fp32_for_softmax,
-        einsum_dot_general=einsum_dot_general,
-        qk_attn_weights_einsum=qk_attn_weights_einsum,
-        attn_weights_value_einsum=attn_weights_value_einsum,
-    )
     arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
     return attend_as_flax(
-        written,
+        nn.dot_product_attention,
         promote_dtype(*arrays.values(), dtype=dtype),
         bias,
         mask,
+        {
+            "broadcast_dropout": broadcast_dropout,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": dropout_rate,
+            "deterministic": deterministic,
+            "precision": precision,
+            "module": module,
+            "force_fp32_for_softmax": force_fp32_for_softmax,
+            "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        },
         {
             "is_causal": is_causal,
             "key_value_seq_lengths": key_value_seq_lengths,
             "local_window_size": local_window_size,
             "implementation": implementation,
         },
-        is_dropped=dropout_rate > 0 and not deterministic,
-        is_sown=module is not None,
-        asks=precision is not None or any(x is not None for x in einsums),
     )
 
 

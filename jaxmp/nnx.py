@@ -112,30 +112,26 @@ def dot_product_attention(
         >>> layer(jnp.ones((2, 4, 16))).shape
         (2, 4, 16)
     """
-    written = functools.partial(
-        nnx.dot_product_attention,
-        broadcast_dropout=broadcast_dropout,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        deterministic=deterministic,
-        precision=precision,
-        module=module,
-    )
     arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
     return attend_as_flax(
-        written,
+        nnx.dot_product_attention,
         promote_dtype(tuple(arrays.values()), dtype=dtype),
         bias,
         mask,
+        {
+            "broadcast_dropout": broadcast_dropout,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": dropout_rate,
+            "deterministic": deterministic,
+            "precision": precision,
+            "module": module,
+        },
         {
             "is_causal": is_causal,
             "key_value_seq_lengths": key_value_seq_lengths,
             "local_window_size": local_window_size,
             "implementation": implementation,
         },
-        is_dropped=dropout_rate > 0 and not deterministic,
-        is_sown=module is not None,
-        asks=precision is not None,
     )
 
 

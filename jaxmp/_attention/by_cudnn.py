@@ -20,12 +20,7 @@ _LARGEST, _MULTIPLE = 256, 8  # sizes of heads
 
 
 def why_not_shapes(form: Form, operands: Sequence[Any]) -> str | None:
-    """Returns why the kernel cannot compute attention of such shapes, and the cure.
-
-    Args:
-        form: The attention.
-        operands: Its operands, or their types.
-    """
+    """Returns why the kernel cannot compute attention of such shapes, and the cure."""
     if form.implementation == "xla":
         return '`implementation="xla"` selects XLA; leave it out'
     size = operands[0].shape[-1]
@@ -90,9 +85,7 @@ def attended(form: Form, args: Sequence[Any], *, residual: bool) -> list[Any]:
     The latter is ``float32[B, N, T]``.
     """
     given = _Given(form, form.operands(args))
-    out, *sums = cudnn_attention(
-        given.options, given.arrays, given.bias, given.lengths, residual=residual
-    )
+    out, *sums = cudnn_attention(given.kernel, given.arrays, residual=residual)
     queries = args[0].shape[1]
     return [given.result(out), *(x[:, :, :queries] for x in sums)]
 
@@ -105,11 +98,7 @@ def gradient(
 ) -> list[Any]:
     """Returns the cotangents of the operands that move.
 
-    Args:
-        form: The attention.
-        args: Its operands.
-        moving: The places of those of which cotangents are asked for.
-        residuals: What the forward pass returned, and the cotangent of the first.
+    The residuals are what the forward pass returned, and the cotangent of the first.
     """
     given, place = _Given(form, form.operands(args)), form.place(BIAS)
     out, sums, cotangent = residuals
@@ -117,10 +106,8 @@ def gradient(
     if given.sees_any is not None:  # a row that is masked whole has a gradient of zero
         query = jnp.where(given.padded(given.sees_any, 1), query, 0)
     found = cudnn_attention_gradient(
-        given.options,
+        given.kernel,
         [query, *others],
-        given.bias,
-        given.lengths,
         [given.padded(out, 1), given.padded(sums, 2), given.cotangent(cotangent, sums)],
         of_bias=place in moving,
     )
@@ -135,11 +122,11 @@ class _Given:
 
     def __init__(self, form: Form, ops: Operands):
         """Finds a bias for what the kernel cannot mask, and pads."""
-        self.ops, self.lengths = ops, None
+        self.ops = ops
         self.sees_any = None  # which queries see a key, where a mask may hide all
         self.counted = ops.lengths[1]  # how many keys the kernel has in each row
         self.empty = None  # which examples have no key
-        bias, causal, window = ops.bias, form.is_causal, None
+        bias, causal, window, lengths = ops.bias, form.is_causal, None, None
         if _hides_by_array(form, *ops.lengths):
             visible = seen(form, ops)
             shown = 0 if bias is None else bias.astype(jnp.float32)
@@ -148,14 +135,14 @@ class _Given:
         elif form.window is not None:
             causal, window = True, form.window[0] + 1
         elif QUERIES in form.has or KEYS in form.has:
-            self.lengths = self._lengths()
+            lengths = self._lengths()
         if ops.bias is not None and self.sees_any is None:
             visible = seen(form, ops)
             if visible is not None:
                 self.counted = _of_rows(jnp.maximum(jnp.sum(visible, -1), 1))
-        self.options = Cudnn(form.scale, causal, window)
-        self.pads = bias is not None
-        self.bias = None if bias is None else self._whole(bias)
+        self.has_bias = bias is not None
+        bias = None if bias is None else self._whole(bias)
+        self.kernel = Cudnn(form.scale, causal, window, bias, lengths)
         self.arrays = [self.padded(x, 1) for x in ops[:3]]
 
     def _lengths(self) -> list[Any]:
@@ -186,7 +173,7 @@ class _Given:
 
     def padded(self, x: Any, axis: int, number: float = 0) -> Any:
         """Returns ``x`` with an even length along an axis, if it has to be."""
-        if not self.pads or not x.shape[axis] % 2:
+        if not self.has_bias or not x.shape[axis] % 2:
             return x
         edges = [(0, int(i == axis), 0) for i in range(x.ndim)]
         return lax.pad(x, jnp.asarray(number, x.dtype), edges)
@@ -213,7 +200,7 @@ class _Given:
         """
         if self.empty is not None:
             cotangent = jnp.where(self.empty, 0, cotangent)
-        if self.bias is not None:
+        if self.has_bias:
             share = (cotangent / self.counted).astype(cotangent.dtype)
             cotangent = jnp.where(_of_rows(sums) < _HIDDEN / 2, share, cotangent)
         return self.padded(cotangent, 1)

@@ -1,6 +1,5 @@
 """Attention by XLA: that of ``jax.nn``, and its derivatives."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,12 @@ def attended(form: Form, precision: Any, args: Sequence[Any]) -> Any:
     ops = form.operands(args)
     if ops.query.dtype.itemsize == 2:
         return _InGroups(form, ops).attended()
-    with _at(precision):
+    # What the operation was traced with is the precision of float32 products.
+    one = precision[0] if isinstance(precision, tuple) else precision
+    if one is None:
+        return of_jax(form, args)
+    named = one.name.lower() if isinstance(one, lax.Precision) else one.name
+    with jax.default_matmul_precision(named):
         return of_jax(form, args)
 
 
@@ -146,12 +150,3 @@ class _InGroups:
 
 def _product(spec: str, *operands: Any) -> Any:
     return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
-
-
-def _at(precision: Any) -> contextlib.AbstractContextManager:
-    """Gives float32 products the precision that the operation was traced with."""
-    one = precision[0] if isinstance(precision, tuple) else precision
-    if one is None:
-        return contextlib.nullcontext()
-    named = one.name.lower() if isinstance(one, lax.Precision) else one.name
-    return jax.default_matmul_precision(named)

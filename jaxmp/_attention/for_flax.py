@@ -11,17 +11,22 @@ from .._jaxprs.scopes import ATTENTION
 from .form import Form, Operands, seen
 from .function import dot_product_attention
 
+# What asks for products of a kind of their own.
+_ASKS = {
+    "precision",
+    "einsum_dot_general",
+    "qk_attn_weights_einsum",
+    "attn_weights_value_einsum",
+}
+
 
 def attend_as_flax(
     written: Callable[..., Any],
     arrays: Sequence[Any],
     bias: Any,
     mask: Any,
-    options: dict[str, Any],
-    *,
-    is_dropped: bool,
-    is_sown: bool,
-    asks: Any,
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
 ) -> Any:
     """Attends to arrays ``[batch..., length, heads, size]``.
 
@@ -31,27 +36,25 @@ def attend_as_flax(
         arrays: Query, key and value.
         bias: Broadcasts to ``[batch..., heads, length, keys]``.
         mask: The same, and true where a query sees a key.
-        options: What Flax's attention does not know.
-        is_dropped: Whether weights are dropped.
-        is_sown: Whether the weights are stored.
-        asks: Whatever asks for products of a kind of their own.
+        theirs: The options of Flax's attention.
+        ours: What Flax's attention does not know.
     """
     query, key, value = arrays
     reason = None
-    if is_dropped:
+    if theirs["dropout_rate"] > 0 and not theirs["deterministic"]:
         reason = "dropout"
-    elif is_sown:
+    elif theirs["module"] is not None:
         reason = "sown"
-    elif asks:
+    elif any(theirs.get(name) is not None for name in _ASKS):
         reason = "asked"
     elif key.shape != value.shape:
         reason = "sizes"
     elif query.shape[-3] == 1 != key.shape[-3]:
         reason = "decoding"
     if reason is None:
-        return _in_one_batch(arrays, bias, mask, options)
+        return _in_one_batch(arrays, bias, mask, ours)
     with jax.named_scope(f"{ATTENTION}{reason}"):
-        return written(*arrays, bias, _with_options(arrays, mask, options))
+        return written(*arrays, bias, _with_options(arrays, mask, ours), **theirs)
 
 
 def _in_one_batch(

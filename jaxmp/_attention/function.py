@@ -83,28 +83,27 @@ def dot_product_attention(
         Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
         IO-Awareness", NeurIPS 2022, https://arxiv.org/abs/2205.14135.
     """
-    given = dict(
-        zip(
-            OPTIONAL,
-            (bias, mask, query_seq_lengths, key_value_seq_lengths),
-            strict=True,
-        )
-    )
-    given = {name: x for name, x in given.items() if x is not None}
+    optional = bias, mask, query_seq_lengths, key_value_seq_lengths
+    pairs = zip(OPTIONAL, optional, strict=True)
+    given = {name: x for name, x in pairs if x is not None}
     given = as_arrays("dot_product_attention", **given)
     arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
     arrays = [*arrays.values()]
-    options: dict[str, Any] = {
-        "is_causal": is_causal,
-        "local_window_size": local_window_size,
-    }
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
             f"`implementation` must be None, 'xla' or 'cudnn', but is "
             f"{short(implementation)}."
         )
-    if isinstance(scale, Tracer):
-        return _by_jax(*arrays, **given, scale=scale, **options)
+    if isinstance(scale, Tracer):  # no number: as JAX writes that out
+        with jax.named_scope(f"{ATTENTION}scale"):
+            return jax.nn.dot_product_attention(
+                *arrays,
+                **given,
+                scale=scale,
+                is_causal=is_causal,
+                local_window_size=local_window_size,
+                implementation="xla",
+            )
     shape = arrays[0].shape
     args = [_in_4d(x) for x in arrays]
     args += [x if "length" in name else _in_4d(x) for name, x in given.items()]
@@ -138,9 +137,3 @@ def as_arrays(function: str, **named: Any) -> dict[str, jax.Array]:
 
 def _in_4d(x: jax.Array) -> jax.Array:
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
-
-
-def _by_jax(*arrays: Any, **options: Any) -> jax.Array:
-    """Attends with a scale that is no number, as JAX writes that out."""
-    with jax.named_scope(f"{ATTENTION}scale"):
-        return jax.nn.dot_product_attention(*arrays, **options, implementation="xla")

@@ -233,9 +233,7 @@ def differentiate(
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
-    specs: Any = None
-    if mesh is not None:
-        specs = options.specs(options.params(args))
+    specs: Any = None if mesh is None else options.specs(options.params(args))
     if cast is not None:
         stored = options.params(args)
         for i in differentiated:
@@ -254,9 +252,8 @@ def differentiate(
         from .function_checks import refuses_ungathered
 
         axes = options.sharded(options.params(args))
-        fun = refuses_ungathered(fun, axes, options.params, options.with_params)
-    run = _scaled(options, fun)
-    run = _over_batch(options, run, batched)
+        fun = refuses_ungathered(options, fun, axes)
+    run = _over_batch(options, _scaled(options, fun), batched)
     if options.axes:
         run = _over_devices(options, run, differentiated, batched, specs)
     if mesh is not None:
@@ -289,6 +286,7 @@ def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
     if not others:
         return
     other = others[0]
+    several = other if isinstance(other, (tuple, list)) else [other]
     cure = f"Call what it returns: `jaxmp.{name}(loss_fn)(params, x)`."
     if isinstance(other, (str, jmp.Policy, np.dtype, type)):
         home = "jaxmp.nnx" if name.startswith("nnx.") else "jaxmp"
@@ -301,16 +299,12 @@ def check_loss_function(name: str, fun: Any, others: tuple[Any, ...]) -> None:
         cure = "Leave it out."
     elif holds_scale(other):
         cure = "Pass `loss_scale=opt_state`."
-    elif all(isinstance(i, (int, np.integer)) for i in _as_list(other)):
+    elif all(isinstance(i, (int, np.integer)) for i in several):
         cure = f"Pass `argnums={short(other)}` to choose what to differentiate."
     raise TypeError(
         f"`jaxmp.{name}` takes the function, and everything else by its name, but was "
         f"given {describe(other)} after it. {cure}"
     )
-
-
-def _as_list(x: Any) -> list[Any]:
-    return list(x) if isinstance(x, (tuple, list)) else [x]
 
 
 def loss_and_aux(result: Any, has_aux: bool, fun: Any = None) -> tuple[Any, Any]:

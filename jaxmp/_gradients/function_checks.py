@@ -34,10 +34,8 @@ def warns_if_promoted(
 ) -> Callable[..., Any]:
     """Returns ``fun``, looking at its first call whether anything runs in 16 bits.
 
-    Args:
-        policy: What the parameters among its arguments have been cast by.
-        fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
-        user: The function that the user gave, whose arguments have names.
+    The parameters among its arguments have been cast by the policy. Their names are
+    those of ``user``, the function that the user gave.
     """
     seen = False
 
@@ -105,10 +103,6 @@ def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
     """Returns of each product of a program which argument makes it wide.
 
     The words are empty if no argument does, and None stands for a product in 16 bits.
-
-    Args:
-        jaxpr: The program.
-        names: Those of its arguments.
     """
     found: list[str | None] = []
     arguments = [*zip(names, _jaxpr.in_avals(jaxpr), strict=True)]
@@ -156,15 +150,7 @@ def note_cast(
     """Adds a note to ``error`` if the cast of its arguments has made ``fun`` fail.
 
     That is so if JAX takes ``fun`` with the arguments as they were given, and not with
-    those that were cast.
-
-    Args:
-        error: What was raised.
-        name: The function of jaxmp that has cast.
-        fun: The user's function.
-        policy: By which it has cast.
-        given: The positional and keyword arguments before the cast.
-        cast: Those after it.
+    those that ``name``, a function of jaxmp, has cast.
     """
     if _works(fun, cast) or not _works(fun, given):
         return
@@ -215,23 +201,18 @@ _SHARDS = (
 
 
 def refuses_ungathered(
-    fun: Callable[..., Any],
-    axes: Sequence[frozenset[Any]],
-    params_of: Callable[[Sequence[Any]], Any],
-    with_params: Callable[[Sequence[Any], Any], Sequence[Any]],
+    options: Any, fun: Callable[..., Any], axes: Sequence[frozenset[Any]]
 ) -> Callable[..., Any]:
     """Returns ``fun``, raising where its loss reads a shard that it never gathers.
 
     Args:
+        options: Of ``value_and_grad``, which know the parameters.
         fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
         axes: For each parameter, the mesh axes that it is sharded over.
-        params_of: Returns the parameters among the arguments.
-        with_params: Returns arguments with other parameters in their places.
     """
 
     def checked(state, *args, **kwargs):
-        params = params_of(args)
-        entries, structure = jax.tree.flatten_with_path(params)
+        entries, structure = jax.tree.flatten_with_path(options.params(args))
         inexact = (i for i, (_, x) in enumerate(entries) if is_inexact(x))
         own = {i: axes[i] for i in inexact if axes[i]}
 
@@ -239,7 +220,7 @@ def refuses_ungathered(
             leaves = [x for _, x in entries]
             for i, shard in zip(own, shards, strict=True):
                 leaves[i] = shard
-            whole = with_params(args, structure.unflatten(leaves))
+            whole = options.with_params(args, structure.unflatten(leaves))
             return fun(state, *whole, **kwargs)[0]
 
         names = [path_name(entries[i][0]) or "the parameter" for i in own]
@@ -272,13 +253,8 @@ def never_gathered(
 ) -> list[tuple[int, Any]]:
     """Returns the shards that reach a loss through no collective over their axis.
 
-    Args:
-        loss: Function of the shards that returns a scalar.
-        shards: Arrays.
-        axes: For each of them, the mesh axes that it is sharded over.
-
-    Returns:
-        The numbers of the shards, each with an axis.
+    They are returned by number, each with such an axis out of the ``axes`` that it is
+    sharded over.
     """
     jaxpr = _jaxpr.trace(lambda *shards: [loss(*shards)], shards)
     given = [

@@ -952,88 +952,67 @@ def is_transposed_for(operand: Any) -> bool:
 
 
 class Cudnn(NamedTuple):
-    """The parameters of cuDNN's attention."""
+    """What cuDNN's attention is given beside query, key and value."""
 
     scale: float
     is_causal: bool
     window: int | None  # how many keys a query sees, its own and those before it
+    bias: Any  # added to the scores, None for none
+    lengths: Any  # those of the queries and of the keys, None for all
 
 
 def cudnn_attention(
-    options: Cudnn, arrays: Sequence[Any], bias: Any, lengths: Any, *, residual: bool
+    given: Cudnn, arrays: Sequence[Any], *, residual: bool
 ) -> list[Any]:
     """Binds cuDNN's attention as JAX does, and does not ask for cuDNN's version.
 
     JAX's function asks while it is traced, for the GPU of the tracing machine too.
 
     Args:
-        options: Its parameters.
+        given: What the kernel is given beside the arrays.
         arrays: Query, key and value, ``[batch, length, heads, size]`` in 16 bits.
-        bias: Added to the scores, None for none.
-        lengths: Those of the queries and of the keys, None for all.
         residual: Whether the logarithm of the sum of each row is returned too.
     """
-    params = _cudnn_params(options, bias, lengths, has_gradient=False)
-    return list(
-        _cudnn._dot_product_attention_fwd_p_wrapper.bind(
-            *_cudnn_operands(arrays, bias, lengths), **params, is_training=residual
-        )
-    )
+    operands, params = _cudnn_call(given, arrays, has_gradient=False)
+    forward = _cudnn._dot_product_attention_fwd_p_wrapper
+    return list(forward.bind(*operands, **params, is_training=residual))
 
 
 def cudnn_attention_gradient(
-    options: Cudnn,
-    arrays: Sequence[Any],
-    bias: Any,
-    lengths: Any,
-    residuals: Sequence[Any],
-    *,
-    of_bias: bool,
+    given: Cudnn, arrays: Sequence[Any], residuals: Sequence[Any], *, of_bias: bool
 ) -> list[Any]:
     """Binds the backward pass of cuDNN's attention, see :func:`cudnn_attention`.
 
-    Args:
-        options: Its parameters.
-        arrays: Query, key and value.
-        bias: Added to the scores, None for none.
-        lengths: Those of the queries and of the keys, None for all.
-        residuals: What the forward pass returned, and the cotangent of the first.
-        of_bias: Whether the gradient of the bias is returned too.
+    The residuals are what the forward pass returned, and the cotangent of the first.
+    With ``of_bias`` the gradient of the bias is returned too.
     """
     out, sums, cotangent = residuals
-    params = _cudnn_params(options, bias, lengths, has_gradient=of_bias)
-    operands = _cudnn_operands(arrays, bias, lengths)
-    return list(
-        _cudnn._dot_product_attention_bwd_p_wrapper.bind(
-            *operands, sums, out, cotangent, **params
-        )
-    )
+    operands, params = _cudnn_call(given, arrays, has_gradient=of_bias)
+    backward = _cudnn._dot_product_attention_bwd_p_wrapper
+    return list(backward.bind(*operands, sums, out, cotangent, **params))
 
 
-def _cudnn_operands(arrays: Sequence[Any], bias: Any, lengths: Any) -> list[Any]:
-    nothing = jnp.zeros(0, arrays[0].dtype)
-    queries, keys = (nothing, nothing) if lengths is None else lengths
-    bias = nothing if bias is None else bias
-    # Then where packed sequences begin, and pages of keys.
-    return [*arrays, bias, queries, keys, *[nothing] * 4]
-
-
-def _cudnn_params(
-    options: Cudnn, bias: Any, lengths: Any, *, has_gradient: bool
-) -> dict[str, Any]:
-    kinds = _cudnn.MaskType
-    if lengths is None:
-        kind = kinds.CAUSAL if options.is_causal else kinds.NO_MASK
+def _cudnn_call(
+    given: Cudnn, arrays: Sequence[Any], *, has_gradient: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    nothing, kinds = jnp.zeros(0, arrays[0].dtype), _cudnn.MaskType
+    bias = nothing if given.bias is None else given.bias
+    if given.lengths is None:
+        lengths = nothing, nothing
+        kind = kinds.CAUSAL if given.is_causal else kinds.NO_MASK
     else:
-        kind = kinds.PADDING_CAUSAL if options.is_causal else kinds.PADDING
+        lengths = given.lengths
+        kind = kinds.PADDING_CAUSAL if given.is_causal else kinds.PADDING
     params = {
-        "scale": options.scale,
+        "scale": given.scale,
         "seed": 0,
         "dropout_rate": 0.0,
-        "variadic_args": (bias is not None, has_gradient),
+        "variadic_args": (given.bias is not None, has_gradient),
         "mask_type": kind,
         "layout": _cudnn.AttentionLayout.BTNH.value,
-        "sliding_window_length": options.window,
+        "sliding_window_length": given.window,
     }
     known = inspect.signature(_cudnn._dot_product_attention_fwd_impl).parameters
-    return params | ({"score_mod": None} if "score_mod" in known else {})
+    params |= {"score_mod": None} if "score_mod" in known else {}
+    # Then where packed sequences begin, and pages of keys.
+    return [*arrays, bias, *lengths, *[nothing] * 4], params

@@ -17,23 +17,23 @@ BATCH, HEADS, SIZE = 2, 2, 8
 HALVES = (jnp.bfloat16, jnp.float16)
 
 
-def scores(options, arrays, bias, lengths):
+def scores(given, arrays):
     query, key = (x.astype(jnp.float32) for x in arrays[:2])
-    found = jnp.einsum("bqhd,bkhd->bhqk", query, key) * options.scale
-    found = found if bias is None else found + bias.astype(jnp.float32)
+    found = jnp.einsum("bqhd,bkhd->bhqk", query, key) * given.scale
+    found = found if given.bias is None else found + given.bias.astype(jnp.float32)
     queries, keys = (jnp.arange(x.shape[1]) for x in arrays[:2])
-    if options.is_causal:
+    if given.is_causal:
         found = jnp.where(queries[:, None] >= keys, found, -jnp.inf)
-    if options.window is not None:
-        near = queries[:, None] < keys + options.window
+    if given.window is not None:
+        near = queries[:, None] < keys + given.window
         found = jnp.where(near, found, -jnp.inf)
-    if lengths is not None:
-        found = jnp.where(keys < lengths[1][:, None, None, None], found, -jnp.inf)
+    if given.lengths is not None:
+        found = jnp.where(keys < given.lengths[1][:, None, None, None], found, -jnp.inf)
     return found
 
 
-def forward(options, arrays, bias, lengths, *, residual):
-    found = scores(options, arrays, bias, lengths)
+def forward(given, arrays, *, residual):
+    found = scores(given, arrays)
     sums = jax.nn.logsumexp(found, -1)
     out = jnp.einsum(
         "bhqk,bkhd->bqhd", jax.nn.softmax(found), arrays[2].astype(jnp.float32)
@@ -41,21 +41,21 @@ def forward(options, arrays, bias, lengths, *, residual):
     return [out.astype(arrays[0].dtype), sums][: 1 + residual]
 
 
-def backward(options, arrays, bias, lengths, residuals, *, of_bias):
+def backward(given, arrays, residuals, *, of_bias):
     query, key, value = (x.astype(jnp.float32) for x in arrays)
     out, sums, cotangent = (x.astype(jnp.float32) for x in residuals)
-    found = scores(options, arrays, bias, lengths)
+    found = scores(given, arrays)
     weights = jnp.exp(found - sums[..., None])
     of_weights = jnp.einsum("bqhd,bkhd->bhqk", cotangent, value)
     mean = jnp.einsum("bqhd,bqhd->bhq", out, cotangent)[..., None]
     of_scores = weights * (of_weights - mean)
     gradients = [
-        options.scale * jnp.einsum("bhqk,bkhd->bqhd", of_scores, key),
-        options.scale * jnp.einsum("bhqk,bqhd->bkhd", of_scores, query),
+        given.scale * jnp.einsum("bhqk,bkhd->bqhd", of_scores, key),
+        given.scale * jnp.einsum("bhqk,bqhd->bkhd", of_scores, query),
         jnp.einsum("bhqk,bqhd->bkhd", weights, cotangent),
     ]
     gradients = [x.astype(arrays[0].dtype) for x in gradients]
-    return [*gradients, *[of_scores.astype(bias.dtype)] * of_bias]
+    return [*gradients, *[of_scores.astype(given.bias.dtype)] * of_bias]
 
 
 def hidden(number, *, keys, dtype=jnp.float32):
