@@ -592,7 +592,12 @@ class _PureCall:
                 self.sources.append(number)
                 continue
             if number is None and self.fixed:
-                _refuse_new(path)
+                raise ValueError(
+                    f"The function creates the variable `{path_name(path[1:])}`, which "
+                    "does not work with `accum_steps` or `mesh`. Create it before, or "
+                    "remove it with `nnx.pop` inside the function and return it as "
+                    "`aux`, with `has_aux=True`."
+                )
             # A parameter that is copied to another variable keeps its digits, too.
             for n in (number, number_of.get(id(x))):
                 if n is not None and self.leaves[n] is not self.arguments.leaves[n]:
@@ -745,11 +750,3 @@ def _check_batch(args: Any, batched: Sequence[int]) -> None:
                     f"object `{type(node).__name__}`. Objects are not split: take the "
                     "argument out, or pass arrays."
                 )
-
-
-def _refuse_new(path: Any) -> None:
-    raise ValueError(
-        f"The function creates the variable `{path_name(path[1:])}`, which does not "
-        "work with `accum_steps` or `mesh`. Create it before, or remove it with "
-        "`nnx.pop` inside the function and return it as `aux`, with `has_aux=True`."
-    )

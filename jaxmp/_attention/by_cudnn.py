@@ -35,15 +35,9 @@ def why_not_shapes(form: Form, operands: Sequence[Any]) -> str | None:
 def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str | None:
     """Returns why the kernel cannot compute an attention, and what to change.
 
-    None if it can.
-
-    Args:
-        form: The attention.
-        operands: Its operands, or their types.
-        moving: Of which of them gradients are computed here; none in a forward pass.
+    None if it can. Gradients are computed of the operands that are ``moving``.
     """
-    reason = why_not_shapes(form, operands)
-    if reason is not None:
+    if (reason := why_not_shapes(form, operands)) is not None:
         return reason
     dtype = operands[0].dtype
     if dtype not in (jnp.float16, jnp.bfloat16):

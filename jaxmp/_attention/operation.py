@@ -236,10 +236,8 @@ def _batched(primitive, args, axes, *, form, **params):
     ins = [folded(i, x) for i, x in enumerate(first)]
     outs = primitive.bind(*ins, form=form, **params)
     outs = [x.reshape(size, examples, *x.shape[1:]) for x in outs]
-    if (
-        of_bias and bias is not None and first[bias].shape[1] == 1
-    ):  # one bias for all examples
-        at = moving.index(bias)
+    if of_bias and bias is not None and first[bias].shape[1] == 1:
+        at = moving.index(bias)  # one bias for all examples
         outs[at] = jnp.sum(outs[at], 1, keepdims=True)
     return outs, [0] * len(outs)
 

@@ -43,7 +43,6 @@ class Int8Blocks(NamedTuple):
 
 
 def is_blocks(x: Any) -> bool:
-    """Tells whether something is an array in 8 bits a number."""
     return isinstance(x, Int8Blocks)
 
 

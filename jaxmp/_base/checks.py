@@ -209,7 +209,6 @@ _BETWEEN = {
 
 
 def check_optimizer(inner: Any, call: str) -> None:
-    """Raises where what is to be wrapped is not an optimizer."""
     if callable(getattr(inner, "init", None)) and callable(
         getattr(inner, "update", None)
     ):
@@ -227,7 +226,6 @@ def check_optimizer(inner: Any, call: str) -> None:
 
 
 def check_state(state: Any, state_type: type, more: str = "") -> None:
-    """Raises where a state is not the one that our ``init`` made."""
     if isinstance(state, state_type):
         return
     text = (
@@ -291,7 +289,6 @@ def short(x: Any) -> str:
 
 
 def clipped(text: Any, length: int = 60) -> str:
-    """Returns the beginning of a text that may be long."""
     text = str(text)
     return text if len(text) <= length else f"{text[: length - 1]}…"
 
@@ -310,9 +307,7 @@ def _spelled(x: Any) -> str:
 def explains(call: str, hint: str = _CALL_IT) -> Callable[[F], F]:
     """Has a function answer arguments that it does not take with what to type.
 
-    Args:
-        call: How the function is called.
-        hint: What else those want who call it in another way.
+    The hint is for those who call it in another way.
     """
 
     def decorate(fun: F) -> F:

@@ -63,12 +63,7 @@ ANSWERS = {
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a module of jaxmp lacks.
-
-    Args:
-        module: Such as ``"jaxmp.nnx"``.
-        name: What was typed.
-    """
+    """Returns the error for a name that a module, such as ``jaxmp.nnx``, lacks."""
     root = sys.modules["jaxmp"]
     if module == "jaxmp.nnx" and name == "grad":
         answer = (

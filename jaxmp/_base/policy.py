@@ -339,7 +339,6 @@ def casting_policy(policy: PolicyLike, function: str) -> Policy:
 
 
 def dtype_of_gradients(policy: Policy) -> np.dtype:
-    """Returns the dtype in which a policy has the backward pass computed."""
     own = policy.backward_dtype
     return policy.compute_dtype if own is None else own
 
@@ -413,7 +412,6 @@ def _default_dtype(path: str, dtype: np.dtype) -> np.dtype:
 
 
 def _parse_parts(text: str) -> Policy:
-    """Parses a policy made of ``key=dtype`` parts."""
     where = f"the policy {short(text)}"
     dtypes: dict[str, np.dtype] = {}
     overrides = []

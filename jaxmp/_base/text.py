@@ -51,7 +51,6 @@ def paragraphs(*parts: Iterable[str]) -> Iterator[str]:
 
 
 def notes(report: Any) -> Iterator[str]:
-    """Yields the lines of the notes of a report."""
     for note in report.notes:
         yield from wrapped(f"note: {note}", "", "  ")
 

@@ -136,11 +136,7 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
 def choose(pred: ArrayLike, new: T, old: T, called: tuple[str, str, str]) -> T:
     """Selects as :func:`select_tree`, for a caller who has names of his own.
 
-    Args:
-        pred: A bool scalar.
-        new: The pytree to return where ``pred`` is true.
-        old: The other one.
-        called: The names of the caller, of ``new`` and of ``old``, for messages.
+    Those are ``called`` in messages: his own, that of ``new`` and that of ``old``.
     """
     name, new_name, old_name = called
     structures = jax.tree.structure(new), jax.tree.structure(old)

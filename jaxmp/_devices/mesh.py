@@ -252,7 +252,7 @@ def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
-    """Returns over which mesh axes each parameter is sharded.
+    """Returns a frozenset of the mesh axes over which each parameter is sharded.
 
     Of a parameter that is sharded over an axis each device has a part, whose gradient
     comes from the losses of all devices: the collectives in the function bring it
@@ -263,12 +263,6 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
         params: The differentiated arguments, not yet marked as varying.
         axes: The bound axes over which the caller reduces.
         shardings: What the user says, made by :func:`axes_of_shardings`, or None.
-
-    Returns:
-        A pytree with the structure of ``params`` and a frozenset for each leaf.
-
-    Raises:
-        ValueError: If that is not known, or what is said is not what JAX knows.
     """
 
     def known_axes(x):  # what is not floating has no gradient

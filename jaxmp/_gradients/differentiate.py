@@ -373,7 +373,6 @@ def _with_models(
 
 
 def _names(dims: Any) -> list[Any]:
-    """Returns the mesh axes of sharded dimensions."""
     return [axis for _, axes in dims for axis in axes]
 
 

@@ -252,22 +252,11 @@ def value_and_grad(
             result = checked(*args, **kwargs)
         return *loss_and_aux(result, has_aux, user), state
 
-    def note_policy(error, args, kwargs):
-        if policy is None:
-            return
-        from .function_checks import note_cast
-
-        cast_args = list(args)
-        for i in as_tuple(options.argnums):
-            if -len(args) <= i < len(args):
-                cast_args[i] = policy.cast_to_compute(args[i])
-        given, cast = (args, kwargs), (cast_args, kwargs)
-        note_cast(error, "value_and_grad", fun, policy, given, cast)
-
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        if not options.allow_int:
-            positions = {i % len(args) for i in as_tuple(options.argnums) if args}
+        there = range(-len(args), len(args))
+        positions = {i % len(args) for i in as_tuple(options.argnums) if i in there}
+        if not allow_int:
             differentiated = [x for i, x in enumerate(args) if i in positions]
             refuse_integers(*name_and_cure(checked), differentiated)
         try:
@@ -275,7 +264,15 @@ def value_and_grad(
                 options, stateless, {}, args, kwargs, user=user, cast=cast
             )
         except (TypeError, ValueError, NotImplementedError) as error:
-            note_policy(error, args, kwargs)
+            if policy is not None:
+                from .function_checks import note_cast
+
+                cast_args = [
+                    policy.cast_to_compute(x) if i in positions else x
+                    for i, x in enumerate(args)
+                ]
+                given, cast_too = (args, kwargs), (cast_args, kwargs)
+                note_cast(error, "value_and_grad", fun, policy, given, cast_too)
             raise
         return ((loss, aux) if has_aux else loss), grads
 

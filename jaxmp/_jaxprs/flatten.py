@@ -64,10 +64,7 @@ def _named(name: str, path: tuple[Any, ...]) -> str:
 def check_values(function: str, flat: Flat, when: str) -> None:
     """Refuses arguments without values, and such as have been given away.
 
-    Args:
-        function: Of jaxmp, which was given them.
-        flat: The function on its arguments.
-        when: What arguments to give it, for the message.
+    The message says ``when`` to call ``function``, with what arguments.
     """
     for name, x in zip(flat.names, flat.leaves, strict=True):
         if isinstance(x, (jax.ShapeDtypeStruct, jax.core.Tracer)):
@@ -88,7 +85,6 @@ def check_values(function: str, flat: Flat, when: str) -> None:
 
 
 def _parameters(fun: Callable, count: int) -> list[str]:
-    """Returns the names of at least ``count`` positional arguments."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):

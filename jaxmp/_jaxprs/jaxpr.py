@@ -74,17 +74,14 @@ def closed_consts(jaxpr: Any) -> Sequence[Any]:
 
 
 def in_vars(jaxpr: Any) -> list[Any]:
-    """Returns the inputs of a jaxpr, open or closed."""
     return open_jaxpr(jaxpr).invars
 
 
 def in_avals(jaxpr: Any) -> list[Any]:
-    """Returns the types of the inputs of a jaxpr, open or closed."""
     return [var.aval for var in in_vars(jaxpr)]
 
 
 def out_avals(jaxpr: Any) -> list[Any]:
-    """Returns the types of the outputs of a jaxpr, open or closed."""
     return [atom.aval for atom in open_jaxpr(jaxpr).outvars]
 
 
@@ -125,7 +122,6 @@ def interpret(
 
 
 def is_float32(atom: Any) -> bool:
-    """Whether a variable or literal of a jaxpr is float32."""
     return getattr(atom.aval, "dtype", None) == FLOAT32
 
 
@@ -140,7 +136,6 @@ def _is_inexact_dtype(dtype: Any) -> bool:
 
 
 def is_jaxpr(x: Any) -> bool:
-    """Whether something is a jaxpr, open or closed."""
     return isinstance(x, (Jaxpr, ClosedJaxpr))
 
 
@@ -158,11 +153,7 @@ def part(
 ) -> ClosedJaxpr:
     """Returns those of some equations of a jaxpr on which outputs depend.
 
-    Args:
-        jaxpr: The jaxpr.
-        eqns: The equations, in their order.
-        inputs: Variables that are given.
-        outs: Variables, or literals, that are returned.
+    Inputs are variables that are given, outputs variables or literals.
     """
     body = jaxpr.jaxpr.replace(
         eqns=list(eqns),
@@ -210,12 +201,10 @@ def with_jaxprs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> JaxprEqn:
 
 
 def trace(fun: Callable, avals: Sequence[Any]) -> ClosedJaxpr:
-    """Traces a function of flat arguments to a closed jaxpr.
+    """Traces a function of arrays that returns a list of arrays to a closed jaxpr.
 
-    Args:
-        fun: Function of ``len(avals)`` arrays that returns a list of arrays.
-        avals: What to trace with: arrays, tracers or abstract values. Shape, dtype,
-            weak type, sharding and varying mesh axes are kept.
+    Of arrays, tracers or abstract values, whose shapes, dtypes, weak types, shardings
+    and varying mesh axes are kept.
     """
     closed = jax.make_jaxpr(fun)(*avals)
     return closed if jax.__version_info__ >= (0, 10) else _with_shared(closed)
@@ -429,7 +418,6 @@ def current_scopes() -> tuple[str, ...]:
 
 
 def in_scope(eqn: JaxprEqn, name: str) -> JaxprEqn:
-    """Returns ``eqn`` as if it were written in one more named scope."""
     stack = eqn.source_info.name_stack.extend(name)
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
@@ -479,7 +467,6 @@ class Names(NamedTuple):
 
 
 def names_of(eqn: JaxprEqn) -> Names:
-    """Returns what the name stack of ``eqn`` says."""
     stack = eqn.source_info.name_stack.stack
     # A scope and a transformation of the same name are equal.
     return _read_names(stack, tuple(map(type, stack)))
@@ -870,7 +857,6 @@ def zero_cotangent(zero: Any) -> Any:
 
 
 def zeros(aval: Any) -> Any:
-    """Returns an array of zeros of a type."""
     return ad.instantiate_zeros(ad.Zero(aval))
 
 

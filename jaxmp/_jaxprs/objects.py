@@ -100,7 +100,6 @@ _NOTHING = _Leaf("", None)
 
 
 def _leaves(tree: Any, *, and_states: bool = False) -> dict[_Path, _Leaf]:
-    """Returns the leaves of all NNX objects in a pytree, by their paths."""
     nnx = sys.modules.get("flax.nnx")  # who has an object has imported it
     if nnx is None:
         return {}
@@ -118,7 +117,6 @@ def _leaves(tree: Any, *, and_states: bool = False) -> dict[_Path, _Leaf]:
 
 
 def _name(path: _Path) -> str:
-    """Spells a path in an argument."""
     return path_name(path).removesuffix("/value") or "value"
 
 

@@ -154,7 +154,6 @@ def check_paths(option: str, paths: Mapping[str, Scopes], jaxpr: Any) -> None:
 
 
 def all_scopes(jaxpr: Any, scopes: Scopes = ()) -> Iterator[Scopes]:
-    """Yields the named scopes of every equation."""
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         here = scopes + _jaxpr.scope_names(eqn)
         yield here

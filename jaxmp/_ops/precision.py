@@ -54,12 +54,7 @@ def own_precisions() -> Iterator[None]:
 
 
 def with_default_precision(fun: Callable, arrays: Sequence[Any]) -> list[Any]:
-    """Calls ``fun`` apart from the default, which its products without one then get.
-
-    Args:
-        fun: Function of arrays that returns a list of arrays.
-        arrays: Its arguments.
-    """
+    """Calls ``fun`` apart from the default, which its products without one then get."""
     default = default_precision()
     if default is None:
         return fun(*arrays)

@@ -92,7 +92,6 @@ def _terms(eqn: Equation) -> float:
 
 
 def is_convolution(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a convolution."""
     return eqn.primitive.name == "conv_general_dilated"
 
 
@@ -191,12 +190,10 @@ def is_batch(eqn: Equation, product: Equation) -> bool:
 
 
 def has_number(eqn: Equation) -> bool:
-    """Whether one of the operands of ``eqn`` is one number."""
     return any(size_of(atom.aval) == 1 for atom in eqn.invars)
 
 
 def is_batched(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a batch of matrix products."""
     return eqn.primitive.name == "dot_general" and bool(_dimension_numbers(eqn)[1][0])
 
 

@@ -291,7 +291,6 @@ def _with_blocks(stored: list[Any], codes: Any, units: Any) -> list[Any]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises where the seed of random numbers is no integer."""
     dtype = getattr(seed, "dtype", None)
     is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
     is_int = isinstance(seed, int) and not isinstance(seed, bool)
