@@ -22,19 +22,14 @@ from jax import lax
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.lax import linalg as _linalg
-from jax.core import ShapedArray, Tracer
+from jax.core import ShapedArray
+from jax.core import Tracer as Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import source_info_util
-from jax.extend.core import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Primitive,
-    Var,
-    jaxpr_as_fun,
-    unmapped_aval,
-)
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
+from jax.extend.core import Var as Var
+from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
+from jax.extend.core import unmapped_aval as unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
@@ -42,20 +37,6 @@ try:
     from jax.extend.core import get_opaque_trace_state
 except ImportError:  # up to 0.9
     from jax.core import get_opaque_trace_state  # pyright: ignore
-
-__all__ = [
-    "ClosedJaxpr",
-    "Equation",
-    "Jaxpr",
-    "JaxprEqn",
-    "Literal",
-    "Primitive",
-    "ShapedArray",
-    "Tracer",
-    "Var",
-    "jaxpr_as_fun",
-    "unmapped_aval",
-]
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 

@@ -36,10 +36,10 @@ def test_a_step_costs_what_skipping_costs(network, contestant_name, accum_steps)
 
 
 def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
-    def new_or_old(finite, new, old):
+    def select_state(finite, new, old):
         return jax.lax.cond(finite, lambda: new, lambda: old)
 
-    monkeypatch.setattr(_loss_scale, "_new_or_old", new_or_old)
+    monkeypatch.setattr(_loss_scale, "_select_state", select_state)
     monkeypatch.setattr(gate, "STEPS", [("mlp", "jaxmp cast", 1)])
     monkeypatch.setattr(memory, "VARIANTS", {})
     monkeypatch.setattr(fp8, "FORMS", {})
