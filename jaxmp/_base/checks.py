@@ -92,9 +92,7 @@ def check_positive(name: str, value: Any) -> None:
 def as_count(name: str, value: int) -> int:
     """Returns a number of steps as an int, refusing what is not at least 1."""
     try:
-        if isinstance(value, bool):  # an index in Python, and a slip
-            raise TypeError
-        count = operator.index(value)
+        count = _as_index(value)
     except TypeError:
         raise TypeError(
             f"`{name}` must be an integer, but is {short(value)}. Pass a number "
@@ -110,20 +108,20 @@ def as_count(name: str, value: int) -> int:
 def as_positions(name: str, numbers: Any) -> int | tuple[int, ...]:
     """Returns positions of arguments as ints, one or several as they were given."""
     several = isinstance(numbers, (tuple, list, range)) or np.ndim(numbers) == 1
-    positions: list[int] = []
-    given: list[Any] = list(numbers) if several else [numbers]
-    for number in given:
-        try:
-            if isinstance(number, (bool, np.bool_)):  # an index in Python, and a slip
-                raise TypeError
-            positions.append(operator.index(number))
-        except TypeError:
-            raise TypeError(
-                f"`{name}` must be the position of an argument or several, but is "
-                f"{short(numbers)}. Pass integers that count from 0, such as "
-                f"`{name}=1` or `{name}=(1, 2)`."
-            ) from None
-    return tuple(positions) if several else positions[0]
+    try:
+        return tuple(map(_as_index, numbers)) if several else _as_index(numbers)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` must be the position of an argument or several, but is "
+            f"{short(numbers)}. Pass integers that count from 0, such as "
+            f"`{name}=1` or `{name}=(1, 2)`."
+        ) from None
+
+
+def _as_index(x: Any) -> int:
+    if isinstance(x, (bool, np.bool_)):  # an index in Python, and a slip
+        raise TypeError
+    return operator.index(x)
 
 
 def as_tuple(positions: int | tuple[int, ...] | None) -> tuple[int, ...]:

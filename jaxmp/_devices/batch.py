@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base.sizes import size_of
 from .._base.tree import is_array, is_inexact, path_name, wide_dtype
-from .varying import is_scalar_key, varying_axes
+from .varying import is_scalar_key
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
 # gradients, aux and a dict of what has changed in the state.
@@ -41,11 +38,10 @@ def over_micro_batches(
         for path, x in entries:
             check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
         parts = [_split(x, steps) for _, x in entries]
-        changed = set()
-        taken_apart: Any = None
+        changed, put_back = set(), None
 
         def add_micro_batch(carry, i):
-            nonlocal taken_apart
+            nonlocal put_back
             totals, state = carry
             leaves = [
                 whole if part is None else _part(part, i)
@@ -57,24 +53,17 @@ def over_micro_batches(
             )
             changed.update(changes)
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-            arrays, put_back = without_objects(aux)
-            together, apart = _put_together(arrays)
-            taken_apart = apart, put_back
-            return (totals, state | changes), (loss, together)
+            aux, put_back = without_objects(aux)
+            return (totals, state | changes), (loss, aux)
 
         carry = jax.tree.map(_wide_zeros, params_of(args)), state
         carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
         grads, state = carry
-        apart, put_back = taken_apart
-        aux = put_back(apart(aux))
-        return losses.sum(), grads, aux, {name: state[name] for name in changed}
+        assert put_back is not None
+        changes = {name: state[name] for name in changed}
+        return losses.sum(), grads, put_back(aux), changes
 
     return accumulated
-
-
-# Arrays of at most so many numbers are kept together. The statistics of ResNet-50 are
-# 106 arrays, and each would be a kernel that writes it in every micro-batch.
-_SMALL = 2**14
 
 
 def without_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
@@ -96,54 +85,6 @@ def without_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any
         return structure.unflatten(new)
 
     return [leaves[i] for i in places], put_back
-
-
-def _put_together(
-    leaves: Sequence[Any],
-) -> tuple[list[Any], Callable[[Any], list[Any]]]:
-    """Joins small arrays that are alike, to be stacked by a scan.
-
-    Returns:
-        Arrays, and a function that takes their stacks apart: it returns a list like
-        ``leaves``, each with a leading axis.
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        groups.setdefault(_kind(leaf) or i, []).append(i)
-    arrays = [
-        jnp.concatenate([jnp.ravel(leaves[i]) for i in group])
-        if len(group) > 1
-        else leaves[group[0]]
-        for group in groups.values()
-    ]
-    shapes = [jnp.shape(leaf) for leaf in leaves]
-
-    def taken_apart(stacks):
-        apart: list[Any] = [None] * len(shapes)
-        for stack, group in zip(stacks, groups.values(), strict=True):
-            parts = [stack]
-            if len(group) > 1:
-                ends = itertools.accumulate(math.prod(shapes[i]) for i in group)
-                parts = jnp.split(stack, [*ends][:-1], axis=1)
-            for i, part in zip(group, parts, strict=True):
-                apart[i] = part.reshape(stack.shape[0], *shapes[i])
-        return apart
-
-    return arrays, taken_apart
-
-
-def _kind(leaf: Any) -> Any:
-    """Returns what arrays that are put together have in common, or None."""
-    if (
-        not isinstance(leaf, jax.Array)
-        or size_of(leaf) > _SMALL
-        or not is_inexact(leaf)
-    ):
-        return None
-    aval: Any = jax.typeof(leaf)
-    if aval.weak_type or any(aval.sharding.spec):
-        return None
-    return leaf.dtype, varying_axes(leaf)
 
 
 def check_leading_axis(path: Any, x: Any, parts: int, by: str) -> None:

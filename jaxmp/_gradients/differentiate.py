@@ -105,8 +105,8 @@ class Options:
                 f'`reduction` must be "mean" or "sum", but is {short(self.reduction)}.'
             )
         needs = {"accum_steps": self.accum_steps > 1, "mesh": mesh is not None}
-        for name in (name for name, is_needed in needs.items() if is_needed):
-            if self.batch_argnums is None:
+        for name, is_given in needs.items():
+            if is_given and self.batch_argnums is None:
                 raise ValueError(
                     f"`{name}` needs `batch_argnums`, the positions of the arguments "
                     "to split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."

@@ -162,16 +162,14 @@ def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
 
 
 def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
-    """Returns ``m``, ``k`` and ``n`` of a product ``[m, k] x [k, n]``.
+    """Returns ``m``, ``k`` and ``n`` of a matrix product ``[m, k] x [k, n]``.
 
-    None for all else: convolutions, batches or groups of products.
+    None for all else: convolutions, groups of products.
     """
-    if eqn.primitive.name != "dot_general" or not multiplies_matrices(eqn):
+    if eqn.primitive.name != "dot_general":
         return None
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
-    contracted, batch = _dimension_numbers(eqn)
-    if batch[0]:
-        return None
+    contracted, _ = _dimension_numbers(eqn)
     terms = math.prod(lhs.shape[i] for i in contracted[0])
     rows, columns = (
         math.prod(n for i, n in enumerate(x.shape) if i not in taken)
@@ -231,17 +229,6 @@ def _scaled_flops(eqn: Equation) -> float:
     return 2.0 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
-def adds_up(eqn: Equation, i: int) -> bool:
-    """Whether a product only adds up its other operand if operand ``i`` is uniform."""
-    if is_convolution(eqn):
-        return i == 1
-    if is_attention(eqn):
-        return False
-    taken = {axis for axes in _dimension_numbers(eqn) for axis in axes[i]}
-    shape = eqn.invars[i].aval.shape
-    return all(n == 1 for axis, n in enumerate(shape) if axis not in taken)
-
-
 def vector_of(eqn: Equation) -> int | None:
     """Returns which operand of a matrix product is a vector, or a batch of vectors.
 
@@ -252,7 +239,12 @@ def vector_of(eqn: Equation) -> int | None:
     atoms = *eqn.invars, *eqn.outvars
     if any(axis is not None for x in atoms for axis in x.aval.sharding.spec):
         return None
-    return next((i for i in (1, 0) if adds_up(eqn, i)), None)
+    for i in (1, 0):
+        taken = {axis for axes in _dimension_numbers(eqn) for axis in axes[i]}
+        shape = eqn.invars[i].aval.shape
+        if all(n == 1 for axis, n in enumerate(shape) if axis not in taken):
+            return i
+    return None
 
 
 def sums_over_trips(eqn: Equation) -> bool:

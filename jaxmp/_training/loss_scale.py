@@ -17,6 +17,7 @@ from .._base.checks import (
     check_positive,
     check_state,
     clipped,
+    describe,
     explains,
     known_number,
     short,
@@ -393,16 +394,13 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
     def select(new, old):
         if new is old or _is_float0(new):
             return new
-        if not (_is_selectable(new) and _is_selectable(old)):
-            return _choose(finite, new, old)
-        if jnp.shape(new) != jnp.shape(old) and not isinstance(finite, jax.core.Tracer):
+        is_array = _is_selectable(new) and _is_selectable(old)
+        if not is_array or jnp.shape(new) != jnp.shape(old):
             return _choose(finite, new, old)
         new, old = jnp.asarray(new), jnp.asarray(old)
         if new.dtype != old.dtype:  # the state keeps that which it has
             new = new.astype(old.dtype)
-        if new.shape == old.shape:
-            return jax.lax.select(finite, new, old)
-        return jnp.where(finite, new, old)
+        return jax.lax.select(finite, new, old)
 
     return jax.tree.map(select, new, old)
 
@@ -410,13 +408,13 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
 def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
     """Returns one of two things that no array operation can select from."""
     if isinstance(finite, jax.core.Tracer):
-        kinds = [jax.tree.map(lambda x: type(x).__name__, x) for x in (old, new)]
+        kinds = [str(jax.tree.map(describe, x)) for x in (old, new)]
         raise TypeError(
             "An update changes the state of the inner optimizer in a way that a "
             "skipped step could not undo inside `jax.jit`, from\n"
             f"  {clipped(kinds[0], 300)}\nto\n  {clipped(kinds[1], 300)}\n"
-            "Make its `init` return the structure that its `update` returns, or call "
-            "`tx.update` outside `jax.jit`."
+            "Make its `init` return the structure and the shapes that its `update` "
+            "returns, or call `tx.update` outside `jax.jit`."
         )
     return new if finite else old
 

@@ -283,9 +283,6 @@ def test_what_micro_batches_return_beside_the_loss_is_kept_for_each():
     stack = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     chex.assert_trees_all_equal_shapes_and_dtypes(aux, stack)
     chex.assert_trees_all_close(aux | {"key": 0}, stack | {"key": 0}, rtol=1e-6)
-    (scan,) = (eqn for eqn in traced(fun, w, x) if eqn.primitive.name == "scan")
-    # Gradient, loss, float32, bfloat16, the count, the key, the large one, the number.
-    assert len(scan.outvars) == 8
 
 
 def test_accumulation_keeps_gradients_of_integers_float0():

@@ -473,9 +473,12 @@ def test_inner_states_that_optax_alone_takes_pass_and_are_skipped(start, update,
     assert (good.skipped, bad.skipped) == (0, 1)
 
 
-def test_a_state_that_jit_cannot_skip_is_explained():
-    tx = jaxmp.dynamic_loss_scale(counting(None, lambda s: jnp.ones(2)))
-    with pytest.raises(TypeError, match=r"skipped step could not undo.*\n.*None"):
+@pytest.mark.parametrize(
+    ("start", "named"), [(None, "None"), (jnp.zeros(()), r"float32\[\]")]
+)
+def test_a_state_that_jit_cannot_skip_is_explained(start, named):
+    tx = jaxmp.dynamic_loss_scale(counting(start, lambda s: jnp.ones(2)))
+    with pytest.raises(TypeError, match=rf"could not undo.*\n.*{named}\n.*\n.*\[2\]"):
         jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
