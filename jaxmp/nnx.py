@@ -31,7 +31,7 @@ from ._gradients.differentiate import (
 )
 from ._jaxprs.modules import module_scopes
 from ._jaxprs.objects import refuse_integers
-from ._jaxprs.state import sources
+from ._jaxprs.state import handed_back
 from ._training.loss_scale_state import UNSCALED, skipped_in
 
 __all__ = ["autocast", "dot_product_attention", "gather", "value_and_grad"]
@@ -559,19 +559,12 @@ class _PureCall:
             new = new and values[number] is not leaves[number]
             return new and not (is_state and number in self.keys)
 
-        values = self.by_number(objects)
-        new = [*filter(is_new, values)]
-        if not new:
-            return set()
-
-        def again(*arrays):
-            replaced = dict(zip(new, arrays, strict=True))
+        def again(replaced):
             *_, objects = self.run([replaced.get(n, x) for n, x in enumerate(leaves)])
-            values = self.by_number(objects)
-            return [values[n] for n in new]
+            return self.by_number(objects)
 
-        found = sources(again, [leaves[n] for n in new])
-        return {number for i, number in enumerate(new) if found[i] == i}
+        values = self.by_number(objects)
+        return handed_back(again, {n: leaves[n] for n in values if is_new(n)})
 
     def by_number(self, objects: Any) -> dict[int, Any]:
         """Returns the leaves of objects that came with the arguments."""

@@ -6,7 +6,7 @@ import collections
 import itertools
 import re
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -120,10 +120,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         >>> jaxmp.select_tree(jnp.array(False), {"mean": jnp.inf}, {"mean": 0.5})
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
-    is_number = _is_number(pred)
-    if not is_number or jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
+    if not is_number(pred) or jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
         got = type(pred).__name__
-        if is_number:
+        if is_number(pred):
             got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise TypeError(
             f"`select_tree(pred, on_true, on_false)` needs a bool scalar as `pred`, "
@@ -149,7 +148,7 @@ def choose(pred: ArrayLike, new: T, old: T, called: tuple[str, str, str]) -> T:
         )
 
     def select(path, new, old):
-        if not (_is_number(new) and _is_number(old)):
+        if not (is_number(new) and is_number(old)):
             if new is old or new == old:  # a function in a module, a name
                 return new
             raise TypeError(
@@ -168,10 +167,6 @@ def choose(pred: ArrayLike, new: T, old: T, called: tuple[str, str, str]) -> T:
         return jnp.where(pred, new, old)
 
     return jax.tree.map_with_path(select, new, old)
-
-
-def _is_number(x: Any) -> bool:
-    return is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
 def alike(entries: Iterable[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
@@ -244,6 +239,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
+def is_number(x: Any) -> bool:
+    """Tells whether ``x`` is an array or a Python number."""
+    return is_array(x) or isinstance(x, (bool, int, float, complex))
+
+
 def is_inexact(x: Any) -> bool:
     """Tells whether ``x`` is a floating or complex array or Python number."""
     dtype = getattr(x, "dtype", None)
@@ -262,6 +262,34 @@ def is_floating(x: Any) -> bool:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.issubdtype(x.dtype, jnp.floating)
     return is_floating_array(x)
+
+
+def found_in(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:
+    """Returns the outermost objects of some classes in a pytree."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in leaves if isinstance(x, kinds)]
+
+
+def taken_out(
+    tree: Any, is_wanted: Callable[[Any], bool] = is_number
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the arrays in a pytree, and a function that puts others in their places.
+
+    That one holds none of them, which may be of a trace that is over by then.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if is_wanted(x)]
+    taken = [leaves[i] for i in places]
+    for i in places:
+        leaves[i] = None
+
+    def put_back(others):
+        whole = list(leaves)
+        for i, x in zip(places, others, strict=True):
+            whole[i] = x
+        return structure.unflatten(whole)
+
+    return taken, put_back
 
 
 def arrays_of_models(params: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._base.tree import is_array, is_inexact, path_name, wide_dtype
+from .._base.tree import is_array, is_inexact, path_name, taken_out, wide_dtype
 from .varying import is_scalar_key
 
 # Takes positional and keyword arguments and a dict of state. Returns the loss, the
@@ -53,7 +52,7 @@ def over_micro_batches(
             )
             changed.update(changes)
             totals = jax.tree.map(lambda t, g: t + g.astype(t.dtype), totals, grads)
-            aux, put_back = without_objects(aux)
+            aux, put_back = taken_out(aux)
             return (totals, state | changes), (loss, aux)
 
         carry = jax.tree.map(_wide_zeros, params_of(args)), state
@@ -64,27 +63,6 @@ def over_micro_batches(
         return losses.sum(), grads, put_back(aux), changes
 
     return accumulated
-
-
-def without_objects(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Takes the arrays and numbers out of a pytree.
-
-    Returns:
-        These, and a function that returns such a pytree with others in their places;
-        what is left of the tree, such as a string, is in it as it was.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    places = [
-        i for i, x in enumerate(leaves) if is_array(x) or isinstance(x, numbers.Number)
-    ]
-
-    def put_back(arrays):
-        new = list(leaves)
-        for i, array in zip(places, arrays, strict=True):
-            new[i] = array
-        return structure.unflatten(new)
-
-    return [leaves[i] for i in places], put_back
 
 
 def check_leading_axis(path: Any, x: Any, parts: int, by: str) -> None:

@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from .._base.blocks import Int8Blocks, is_blocks
 from .._base.checks import as_axes, clipped, short
-from .._base.tree import AxisName, is_array, is_inexact, path_name
-from .batch import GradFun, check_leading_axis, without_objects
+from .._base.tree import AxisName, is_array, is_inexact, path_name, taken_out
+from .batch import GradFun, check_leading_axis
 from .varying import is_scalar_key, tracked_axes, varying_axes
 
 _CONSTRAINT = (
@@ -152,7 +152,7 @@ def over_mesh(
             leaves = [arrays.get(number, x) for number, (_, x) in enumerate(entries)]
             loss, grads, aux, changes = fun(*structure.unflatten(leaves))
             grads, structure_of_grads = jax.tree.flatten(grads)
-            aux, put_back = without_objects(aux)
+            aux, put_back = taken_out(aux)
             aux = [jnp.asarray(x)[None] for x in aux]
             return loss, grads, aux, changes
 

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 
 from .._base.dtypes import is_narrow, without_casts
-from .._base.tree import is_array, path_name
+from .._base.tree import is_array, path_name, taken_out
 from .around import is_staged, traced_by_us
 from .jaxpr import FLOAT32, trace
 from .modules import with_module_scopes
@@ -134,38 +134,19 @@ class Traced(NamedTuple):
 
 def traced(fun: Callable, args: tuple, kwargs: dict) -> Traced:
     """Traces ``fun``. Leaves that are no JAX arrays stay as they are, on both sides."""
-    leaves, in_tree = jax.tree.flatten((args, kwargs))
-    results: Any = None
+    arrays, with_arrays = taken_out((args, kwargs), _is_jax_array)
+    rebuilt: Any = None
 
     @functools.wraps(fun, updated=())
     def flat(*arrays):
-        nonlocal results
-        args, kwargs = in_tree.unflatten(_with_arrays(leaves, arrays))
-        outs, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-        # Nothing holds a tracer when its trace is over.
-        known = [_ARRAY if isinstance(x, jax.Array) else x for x in outs]
-        results = known, out_tree
-        return _arrays_of(outs)
+        nonlocal rebuilt
+        args, kwargs = with_arrays(arrays)
+        outs, rebuilt = taken_out(fun(*args, **kwargs), _is_jax_array)
+        return outs
 
-    arrays = _arrays_of(leaves)
     jaxpr = trace(flat, arrays)
-    known, out_tree = results
-    return Traced(
-        jaxpr, arrays, lambda outs: out_tree.unflatten(_with_arrays(known, outs))
-    )
+    return Traced(jaxpr, arrays, rebuilt)
 
 
-_ARRAY = object()  # stands for one in what a function has returned
-
-
-def _arrays_of(leaves: Sequence[Any]) -> list[jax.Array]:
-    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
-
-def _with_arrays(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    """Puts ``arrays`` where ``leaves`` has JAX arrays."""
-    rest = iter(arrays)
-    return [
-        next(rest) if leaf is _ARRAY or isinstance(leaf, jax.Array) else leaf
-        for leaf in leaves
-    ]
+def _is_jax_array(x: Any) -> bool:
+    return isinstance(x, jax.Array)

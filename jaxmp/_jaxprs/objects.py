@@ -43,6 +43,8 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
             for path in before | after
             if before.get(path, _NOTHING)[1] is not after.get(path, _NOTHING)[1]
         ]
+        if not written:
+            return result
         # A remat writes every variable back, as another tracer.
         written_back = _written_back(fun, args, kwargs, before, after, written)
         for path in written:
@@ -133,23 +135,15 @@ def _written_back(
     def is_array(leaf):
         return leaf is not None and isinstance(leaf.value, jax.Array)
 
-    arrays = [x for x in written if is_array(before.get(x)) and is_array(after.get(x))]
-    if not arrays:
-        return set()
     # Reading jaxprs takes long to import.
-    from .state import sources
+    from .state import handed_back
 
     entries, structure = jax.tree.flatten_with_path((args, kwargs))
-    number_of = {path: number for number, (path, _) in enumerate(entries)}
 
-    def run(*values):
-        leaves = [x for _, x in entries]
-        for path, value in zip(arrays, values, strict=True):
-            leaves[number_of[path]] = value
-        copies = structure.unflatten(leaves)
+    def run(values):
+        copies = structure.unflatten(values.get(path, x) for path, x in entries)
         fun(*copies[0], **copies[1])
-        found = _leaves(copies)
-        return [found[path].value for path in arrays]
+        return {path: leaf.value for path, leaf in _leaves(copies).items()}
 
-    found = sources(run, [before[path].value for path in arrays])
-    return {path for i, path in enumerate(arrays) if found[i] == i}
+    arrays = [x for x in written if is_array(before.get(x)) and is_array(after.get(x))]
+    return handed_back(run, {path: before[path].value for path in arrays})

@@ -109,6 +109,19 @@ def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:
     return _SOURCES.through(_jaxpr.trace(fun, arrays), range(len(arrays)))
 
 
+def handed_back(fun: Callable[[dict], dict], given: dict[Any, Any]) -> set[Any]:
+    """Returns under which keys a function returns the array that it was given there."""
+    if not given:
+        return set()
+
+    def flat(*arrays):
+        found = fun(dict(zip(given, arrays, strict=True)))
+        return [found[key] for key in given]
+
+    found = sources(flat, [*given.values()])
+    return {key for i, key in enumerate(given) if found[i] == i}
+
+
 class _Slice(NamedTuple):
     """What the steps of a scan see of an array: its slices, one after the other."""
 

@@ -20,7 +20,7 @@ from .._base.rounding import (
     split,
     split_stochastically,
 )
-from .._base.tree import is_floating, path_name, widen
+from .._base.tree import found_in, is_floating, path_name, widen
 from .state_dtype import as_state_dtype, check_seed, narrow_init, narrow_update
 
 T = TypeVar("T")
@@ -272,15 +272,18 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
             wide, new[path_name(path)] = split(wide, x.dtype, rest.dtype)
         made.append(jnp.asarray(wide).astype(x.dtype))
 
+    def is_kahan(x):
+        return isinstance(x, KahanSummationState)
+
     def replaced(state):
-        if not _is_kahan(state):
+        if not is_kahan(state):
             return state
         compensation = jax.tree.map_with_path(
             lambda path, rest: new.get(path_name(path), rest), state.compensation
         )
         return state._replace(compensation=compensation)
 
-    opt_state = jax.tree.map(replaced, opt_state, is_leaf=_is_kahan)
+    opt_state = jax.tree.map(replaced, opt_state, is_leaf=is_kahan)
     return structure.unflatten(made), opt_state
 
 
@@ -422,13 +425,7 @@ def _is_16_bit(x: Any) -> bool:
 
 
 def _has_wrapper(state: Any) -> bool:
-    kinds = (StochasticRoundingState, KahanSummationState)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kinds) for x in leaves)
-
-
-def _is_kahan(x: Any) -> bool:
-    return isinstance(x, KahanSummationState)
+    return bool(found_in(state, (StochasticRoundingState, KahanSummationState)))
 
 
 def _compensations(opt_state: Any, params: list[tuple[Any, Any]]) -> list[Any]:
@@ -439,8 +436,7 @@ def _compensations(opt_state: Any, params: list[tuple[Any, Any]]) -> list[Any]:
     """
     found = {
         path_name(path): plain_array(rest)
-        for state in jax.tree.leaves(opt_state, is_leaf=_is_kahan)
-        if _is_kahan(state)
+        for state in found_in(opt_state, KahanSummationState)
         for path, rest in jax.tree.leaves_with_path(state.compensation)
         if jnp.shape(rest)  # that of a float32 parameter is a scalar
     }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base.checks import check_positive, plain_array, short
+from .._base.tree import found_in
 from .exponents import RecordRangesState
 from .loss_scale_state import (
     WITHHOLDING,
@@ -95,11 +96,7 @@ def scalars(
     if step is not None:
         found["skipped_share"] = _share(state.skipped, step)
 
-    def is_ranges(x):
-        return isinstance(x, RecordRangesState)
-
-    ranges = filter(is_ranges, jax.tree.leaves(opt_state, is_leaf=is_ranges))
-    recorded = [_of_ranges(x) for x in ranges]
+    recorded = [_of_ranges(x) for x in found_in(opt_state, RecordRangesState)]
     for name in recorded[0] if recorded else ():
         found[name] = jnp.stack([x[name] for x in recorded]).max()
     return {f"{prefix}{name}": x for name, x in found.items()}

@@ -22,7 +22,7 @@ from .._base.blocks import (
 from .._base.checks import check_optimizer, check_state, short
 from .._base.dtypes import as_dtype
 from .._base.rounding import noise_seeds, round_stochastically
-from .._base.tree import is_floating, path_name, widen
+from .._base.tree import found_in, is_floating, path_name, widen
 
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 _INT8 = np.dtype(jnp.int8)
@@ -342,9 +342,7 @@ def _is_array_of(x: Any, dtype: np.dtype) -> bool:
 
 def _holds(state: Any, kind: type) -> bool:
     """Tells whether there is an object of a kind in a state, but not in one of ours."""
-    kinds = (kind, StateDtypeState)
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds))
-    return any(isinstance(x, kind) for x in leaves)
+    return any(isinstance(x, kind) for x in found_in(state, (kind, StateDtypeState)))
 
 
 def _check_float32(params: Any) -> None:
