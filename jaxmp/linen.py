@@ -301,19 +301,17 @@ def gather(
     def whole(variables):
         def gathered(params):
             own = nn.get_partition_spec(params) if specs is None else specs
-            return unboxed(_gather(params, own, policy))
+            params = _gather(params, own, policy)
+            return jax.tree.map(content, params, is_leaf=is_box)
 
         return {name: gathered(params) for name, params in variables.items()}
 
-    def unboxed(params):
-        # Flax's own way pins the array to its sharding, which it no longer has.
-        def content(x):
-            return jax.tree.leaves(x)[0] if is_box(x) else x
-
-        return jax.tree.map(content, params, is_leaf=is_box)
-
     def is_box(x):
         return isinstance(x, nn.meta.AxisMetadata)
+
+    def content(x):
+        # Flax's own way pins the array to its sharding, which it no longer has.
+        return jax.tree.leaves(x)[0] if is_box(x) else x
 
     def gathering(method):
         mapped = nn.map_variables(method, "params", trans_in_fn=whole)

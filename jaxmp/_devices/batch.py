@@ -55,7 +55,11 @@ def over_micro_batches(
             aux, put_back = taken_out(aux)
             return (totals, state | changes), (loss, aux)
 
-        carry = jax.tree.map(_wide_zeros, params_of(args)), state
+        totals = jax.tree.map(
+            lambda x: jnp.zeros_like(x, wide_dtype(x)) if is_inexact(x) else None,
+            params_of(args),
+        )
+        carry = totals, state
         carry, (losses, aux) = jax.lax.scan(add_micro_batch, carry, jnp.arange(steps))
         grads, state = carry
         assert put_back is not None
@@ -116,11 +120,6 @@ def _rows(arg: Any) -> set[Any]:
     leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is not arg)
     shapes = [x.shape if is_array(x) else (None,) for x in leaves if x is not None]
     return {shape[0] for shape in shapes if shape}
-
-
-def _wide_zeros(x: Any) -> jax.Array | None:
-    """Returns what gradients are added to; None for a leaf that has none."""
-    return jnp.zeros_like(x, wide_dtype(x)) if is_inexact(x) else None
 
 
 def _split(x: Any, steps: int) -> jax.Array | None:
