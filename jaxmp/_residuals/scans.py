@@ -5,7 +5,7 @@ Each iteration stores its own values, so that nothing is stacked in more bits.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -122,18 +122,15 @@ class Stack:
             return lookup(out)
         return jax.vmap(Stored.restored)(self.stored[inner])
 
-    def again(self, slices: "Slices", consts: Mapping[Any, Any]) -> Again:
-        """Returns what reads the values of one iteration."""
-        known = {**consts, **slices.given}
-        return Again(self.residuals, slices.stored, known.get)
+    def slices(self, lookup: Callable[[Any], Any]) -> tuple[Any, Any]:
+        """Returns what the scan of the backward pass takes slices of, by variables.
 
-    def slices(self, lookup: Callable[[Any], Any]) -> "Slices":
-        """Returns what the scan of the backward pass takes an iteration's share of."""
+        What the iterations have stored, and what they were given.
+        """
         first = self.consts + self.carries
         body = _jaxpr.in_vars(self.jaxpr)
         given = [x for x in body[first:] if x in self._given]
-        values = OrderedDict((x, lookup(self._given[x])) for x in given)
-        return Slices(self.stored, values)
+        return self.stored, OrderedDict((x, lookup(self._given[x])) for x in given)
 
     def consts_given(self, lookup: Callable[[Any], Any]) -> dict[Any, Any]:
         """Returns what all iterations share, and the backward pass may read."""
@@ -143,13 +140,6 @@ class Stack:
         return dict(closed) | {
             x: lookup(self._given[x]) for x in shared if x in self._given
         }
-
-
-class Slices(NamedTuple):
-    """What an iteration of the backward pass reads of the forward pass."""
-
-    stored: Mapping[Any, Stored]
-    given: Mapping[Any, Any]
 
 
 def read_by_scan(
@@ -177,8 +167,8 @@ def read_by_scan(
     def trip(carry, slices):
         rest, parts = slices
         again = {
-            stack: stack.again(part, known)
-            for stack, part, known in zip(used, parts, shared, strict=True)
+            stack: Again(stack.residuals, stored, {**known, **given}.get)
+            for stack, (stored, given), known in zip(used, parts, shared, strict=True)
         }
         values = dict(zip(others, rest, strict=True))
         for i, stack in stacks.items():
