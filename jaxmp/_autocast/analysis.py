@@ -34,7 +34,7 @@ from .._ops.lists import OpLists
 from .._ops.table import Definition
 from . import classes, needs, rules
 from .classes import Class
-from .graph import Trip, accumulated, definitions_of, joined, on_ways, through
+from .graph import Demand, accumulated, definitions_of, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     kind: Class
     back: bool  # whether it belongs to the backward pass
     around: Scopes  # with its own
-    read: Trip  # what is needed of what it returns
+    read: Demand  # what is needed of what it returns
     need: Need  # what is needed of any of that
     asks: Sequence[Need]  # what it needs of each input
 
@@ -215,32 +215,32 @@ class Analysis:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         return any(self.is_marked(x) for eqn in eqns for x in _jaxpr.sub_jaxprs(eqn))
 
-    def consumers(self, jaxpr: Any, trip: Trip, scopes: Scopes = ()) -> Consumers:
+    def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.
 
         Args:
             jaxpr: Open or closed.
-            trip: What its outputs are needed for.
+            demand: What its outputs are needed for.
             scopes: Named scopes around it.
         """
         memo = self._consumers.setdefault(jaxpr, {})
-        key = trip, self.relevant(scopes)
+        key = demand, self.relevant(scopes)
         if key not in memo:
-            memo[key] = self._consumers_of(jaxpr, trip, scopes)
+            memo[key] = self._consumers_of(jaxpr, demand, scopes)
         return memo[key]
 
-    def _consumers_of(self, jaxpr: Any, trip: Trip, scopes: Scopes) -> Consumers:
+    def _consumers_of(self, jaxpr: Any, demand: Demand, scopes: Scopes) -> Consumers:
         body = _jaxpr.open_jaxpr(jaxpr)
         eqns, spotted = self._program(jaxpr, scopes)
-        ways = on_ways(body, eqns, trip.summed, scopes)
+        ways = on_ways(body, eqns, demand.summed, scopes)
         need: dict[Any, Need] = collections.defaultdict(int)
         need.update(self._marks.get(body, {}))
-        for var, one in zip(body.outvars, trip.wanted, strict=True):
+        for var, one in zip(body.outvars, demand.wanted, strict=True):
             if not isinstance(var, Literal):
                 need[var] |= one
         forward, rows = set(_jaxpr.variables(body.outvars)), []
         for eqn in reversed(eqns):
-            read = Trip(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
+            read = Demand(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
             out = joined(read.wanted)
@@ -297,34 +297,36 @@ class Analysis:
 
     # What equations hold.
 
-    def asked(self, eqn: Equation, trip: Trip, scopes: Scopes) -> Sequence[Need]:
+    def asked(self, eqn: Equation, demand: Demand, scopes: Scopes) -> Sequence[Need]:
         """Returns what the jaxprs in ``eqn`` need of each of its inputs.
 
         Args:
             eqn: The equation.
-            trip: What is needed of what they return.
+            demand: What is needed of what they return.
             scopes: Named scopes around them.
         """
         found = [needs.NOTHING] * len(eqn.invars)
-        for body, wanted in self.wanted(eqn, trip):
+        for body, wanted in self.wanted(eqn, demand):
             read = self.consumers(body.jaxpr, wanted, scopes).needs
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 found[i] |= read.get(var, needs.NOTHING)
         return found
 
-    def wanted(self, eqn: Equation, trip: Trip) -> Iterator[tuple[_jaxpr.Body, Trip]]:
+    def wanted(
+        self, eqn: Equation, demand: Demand
+    ) -> Iterator[tuple[_jaxpr.Body, Demand]]:
         """Yields the bodies of ``eqn``, each with what is needed of what it returns."""
         is_loop = _jaxpr.call_kind(eqn) == "while"
         for i, body in enumerate(_jaxpr.call_layout(eqn).bodies):
-            yield body, self.test_of(body) if is_loop and i == 0 else trip
+            yield body, self.test_of(body) if is_loop and i == 0 else demand
 
     @staticmethod
-    def test_of(body: Any) -> Trip:
+    def test_of(body: Any) -> Demand:
         """Returns what is needed of the test of a ``while``: one truth value."""
-        return Trip((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
+        return Demand((needs.FULL,) * len(_jaxpr.out_avals(body.jaxpr)))
 
-    def inside(self, eqn: Equation, read: Trip, scopes: Scopes) -> Trip:
+    def inside(self, eqn: Equation, read: Demand, scopes: Scopes) -> Demand:
         """Returns what is needed of what the body of ``eqn`` returns.
 
         What a loop carries is read by the next trip too.
@@ -332,27 +334,27 @@ class Analysis:
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         body = layout.bodies[-1]
         first = len(eqn.invars) - len(body.operands)
-        trip = Trip(read.wanted, tuple([(x >> first, y) for x, y in read.summed]))
+        demand = Demand(read.wanted, tuple([(x >> first, y) for x, y in read.summed]))
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
-            return trip._replace(wanted=tuple(map(needs.in_float32, read.wanted)))
+            return demand._replace(wanted=tuple(map(needs.in_float32, read.wanted)))
         if kind not in ("scan", "while"):
-            return trip
+            return demand
         pairs = zip(layout.fixed_in, layout.fixed_out, strict=True)
         carried = [(place - first, out) for place, out in pairs]
         summed = accumulated(body.jaxpr, carried, scopes)
-        trip = trip._replace(summed=summed + trip.summed)
+        demand = demand._replace(summed=summed + demand.summed)
         sums = joined(outs for _, outs in summed)
         wanted = [x | needs.DIGITS * (sums >> i & 1) for i, x in enumerate(read.wanted)]
         while True:
-            trip, before = trip._replace(wanted=tuple(wanted)), list(wanted)
-            read_inside = self.consumers(body.jaxpr, trip, scopes).needs
+            demand, before = demand._replace(wanted=tuple(wanted)), list(wanted)
+            read_inside = self.consumers(body.jaxpr, demand, scopes).needs
             for place, out in carried:
                 var = _jaxpr.in_vars(body.jaxpr)[place]
                 wanted[out] |= read_inside.get(var, needs.NOTHING)
                 if not needs.is_carried(read.wanted[out], wanted[out]):
                     wanted[out] = needs.in_float32(wanted[out])
             if wanted == before:
-                return trip
+                return demand
 
 
 def _has(jaxpr: Any, test: Callable[[Equation], bool], memo: Any) -> bool:

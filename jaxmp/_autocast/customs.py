@@ -15,7 +15,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import FLOAT32, Equation, is_inexact
 from .._ops.precision import own_precisions, with_default_precision
 from .facts import Facts
-from .graph import Trip
+from .graph import Demand
 from .plan import Step
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
     body = emitter.body(jaxpr, plan)
     function = jax.custom_jvp(_jaxpr.jaxpr_as_fun(body))
     moved = [i for i, var in enumerate(eqn.outvars) if is_inexact(var)]
-    wanted, like = within.trip.wanted, _jaxpr.out_avals(body)
-    trip = Trip((*wanted, *(wanted[i] for i in moved)), within.trip.summed)
+    wanted, like = within.demand.wanted, _jaxpr.out_avals(body)
+    demand = Demand((*wanted, *(wanted[i] for i in moved)), within.demand.summed)
     like = [*like, *(like[i] for i in moved)]
 
     def rule(primals, tangents):
@@ -45,7 +45,9 @@ def custom_jvp(emitter: "Emitter", step: Step, arrays: Sequence[Any]) -> list[An
             derivative = _derivative(eqn, moving, moved)
             emitter.planner.mark(derivative, within.scopes)
             ends = ("free",) * len(like)
-            planned = emitter.planner.plan(derivative, known, trip, ends, within.scopes)
+            planned = emitter.planner.plan(
+                derivative, known, demand, ends, within.scopes
+            )
 
             def emitted(*arrays):
                 outs = emitter.emit(derivative, planned, arrays)

@@ -30,7 +30,7 @@ _ENTERED = frozenset(
 Ways = tuple[tuple[int, int], ...]
 
 
-class Trip(NamedTuple):
+class Demand(NamedTuple):
     """What outputs of a jaxpr, or an equation, are needed for.
 
     And the ways through it by which the trips of a loop add up.

@@ -36,7 +36,7 @@ from .analysis import NO_PATHS, Analysis, Consumers, Row
 from .classes import Class
 from .facts import GIVEN, Facts
 from .graph import GIVEN as GIVEN_WITHOUT_PRODUCT
-from .graph import Trip, joined
+from .graph import Demand, joined
 from .needs import Need
 from .passes.apart import read_by_pass
 from .rules import Rule
@@ -62,7 +62,7 @@ class Inside(NamedTuple):
 
     passed: tuple[Passed, ...]  # how each of its inputs is given to them
     bodies: tuple[tuple[Any, "Plan"], ...]  # each jaxpr with its plan
-    trip: Trip  # what is needed of what they return
+    demand: Demand  # what is needed of what they return
     scopes: Scopes  # around them
     # Inputs of a scan that are rounded before its first trip; where it is
     # differentiated, in each trip.
@@ -76,7 +76,7 @@ class Step(NamedTuple):
     kind: Class
     back: bool
     around: Scopes
-    read: Trip
+    read: Demand
     need: Need
     asks: Sequence[Need]
     how: How
@@ -198,8 +198,8 @@ class Planner:
         self.mark(jaxpr, scopes)
         ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
         count = len(_jaxpr.out_avals(jaxpr))
-        trip = Trip((returned,) * count)
-        return self.plan(jaxpr, ins, trip, ("wide",) * count, scopes)
+        demand = Demand((returned,) * count)
+        return self.plan(jaxpr, ins, demand, ("wide",) * count, scopes)
 
     def mark(self, jaxpr: Any, scopes: Scopes) -> None:
         """Lets the markers go through a program, before it is planned."""
@@ -210,7 +210,7 @@ class Planner:
         self,
         jaxpr: Any,
         ins: Sequence[Facts],
-        trip: Trip,
+        demand: Demand,
         ends: tuple[End, ...],
         scopes: Scopes,
     ) -> Plan:
@@ -219,25 +219,25 @@ class Planner:
         Args:
             jaxpr: Open or closed.
             ins: What is known of its inputs.
-            trip: What its outputs are needed for.
+            demand: What its outputs are needed for.
             ends: In which dtype each of them must be.
             scopes: Named scopes around it.
         """
         memo = self._plans.setdefault(jaxpr, {})
-        key = (tuple(ins), trip, ends, self.analysis.relevant(scopes))
+        key = (tuple(ins), demand, ends, self.analysis.relevant(scopes))
         if key not in memo:
-            memo[key] = self._plan(jaxpr, key[0], trip, ends, scopes)
+            memo[key] = self._plan(jaxpr, key[0], demand, ends, scopes)
         return memo[key]
 
     def _plan(
         self,
         jaxpr: Any,
         ins: tuple[Facts, ...],
-        trip: Trip,
+        demand: Demand,
         ends: tuple[End, ...],
         scopes: Scopes,
     ) -> Plan:
-        consumers = self.analysis.consumers(jaxpr, trip, scopes)
+        consumers = self.analysis.consumers(jaxpr, demand, scopes)
         rows = iter(consumers.rows)
         steps: list[Step] = []
 
@@ -451,12 +451,12 @@ class Planner:
         """Plans the jaxprs in an equation, and returns what is known of its outputs."""
         eqn, ins = row.eqn, [x._replace(exact=None) for x in ins]
         scopes = inside(eqn, row.around)
-        trip = self.analysis.inside(eqn, row.read, scopes)
+        demand = self.analysis.inside(eqn, row.read, scopes)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         passed: Any = ("as is",) * len(ins)
         ends: Any = ("free",) * len(eqn.outvars)
         if kind in ("scan", "while"):
-            return self._loop(row, ins, trip, scopes, consumers)
+            return self._loop(row, ins, demand, scopes, consumers)
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
             passed = ("wide",) * len(ins)
             ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
@@ -468,12 +468,12 @@ class Planner:
                 first = self._first_by.setdefault(key, body.jaxpr)
                 layout = layout._replace(bodies=[body._replace(jaxpr=first)])
         if _jaxpr.is_remat(eqn):
-            places = self._rounded_before(eqn, ins, trip, scopes, range(len(ins)))
+            places = self._rounded_before(eqn, ins, demand, scopes, range(len(ins)))
             ins = _with(ins, {i: ins[i].rounded(places[i]) for i in places})
             passed = _with(passed, places)
         while True:
             bodies = tuple(
-                [self._body(body, ins, trip, ends, scopes) for body in layout.bodies]
+                [self._body(body, ins, demand, ends, scopes) for body in layout.bodies]
             )
             first, *others = [plan.outs for _, plan in bodies]
             dtypes = [{x.dtype for x in xs} for xs in zip(first, *others, strict=True)]
@@ -486,13 +486,13 @@ class Planner:
             )
         is_known = not others and kind not in ("custom_vjp", "shard_map")
         outs = first if is_known else tuple([Facts(x.dtype) for x in first])
-        return Inside(tuple(passed), bodies, trip, scopes), outs
+        return Inside(tuple(passed), bodies, demand, scopes), outs
 
     def _body(
         self,
         body: _jaxpr.Body,
         ins: Sequence[Facts],
-        trip: Trip,
+        demand: Demand,
         ends: tuple[End, ...],
         scopes: Scopes,
     ) -> tuple[Any, Plan]:
@@ -502,13 +502,13 @@ class Planner:
         casts = _jaxpr.cast_to_float32(jaxpr) if numbers else ()
         pairs = zip(known, _jaxpr.in_vars(jaxpr), strict=True)
         told = [x.in_body(is_cast=var in casts) for x, var in pairs]
-        return jaxpr, self.plan(jaxpr, told, trip, ends, scopes)
+        return jaxpr, self.plan(jaxpr, told, demand, ends, scopes)
 
     def _rounded_before(
         self,
         eqn: Equation,
         ins: Sequence[Facts],
-        trip: Trip,
+        demand: Demand,
         scopes: Scopes,
         places: Iterable[int],
     ) -> dict[int, np.dtype]:
@@ -525,7 +525,7 @@ class Planner:
                 for i, x in zip(body.operands, inner.invars, strict=True):
                     if x in back:
                         dtypes[i] = None if x in ahead else self.backward_dtype
-        need = self.analysis.asked(eqn, trip, scopes)
+        need = self.analysis.asked(eqn, demand, scopes)
         return {
             i: dtype
             for i in places
@@ -542,7 +542,7 @@ class Planner:
         self,
         row: Row,
         ins: Sequence[Facts],
-        trip: Trip,
+        demand: Demand,
         scopes: Scopes,
         consumers: Consumers,
     ) -> tuple[Inside, tuple[Facts, ...]]:
@@ -561,7 +561,7 @@ class Planner:
             stacked = range(stop, len(ins)) if kind == "scan" else ()
             made = [i for i in stacked if consumers.definition(eqn.invars[i])]
             places = [*range(start), *made]
-            before = self._rounded_before(eqn, ins, trip, scopes, places)
+            before = self._rounded_before(eqn, ins, demand, scopes, places)
             for i, one in before.items():
                 given[i], passed[i] = ins[i].rounded(one), one
             weights = tuple(i for i in range(start) if given[i].half)
@@ -574,8 +574,8 @@ class Planner:
             x._replace(scalar=None, kept=facts.slices(x.kept)) for x in given[stop:]
         ]
         *tests, body = layout.bodies
-        within = self.analysis.consumers(body.jaxpr, trip, scopes)
-        carried = self._carried(row, ins, trip)
+        within = self.analysis.consumers(body.jaxpr, demand, scopes)
+        carried = self._carried(row, ins, demand)
         # Gradients are sums, and float16 may not have the range of what is stacked.
         stores = not row.back and self.dtype != np.float16
         while True:
@@ -583,12 +583,12 @@ class Planner:
             streams = {}
             if kind == "scan" and stores:
                 ahead = consumers.forward
-                streams = _streams(eqn, ahead, body, trip, carried, within)
+                streams = _streams(eqn, ahead, body, demand, carried, within)
             for i in streams.values():
                 given[start + i] = Facts(dtype, exact=carried[i])
-            ends = _ends(eqn, body, trip, carried, within, stores)
+            ends = _ends(eqn, body, demand, carried, within, stores)
             ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
-            trips = self._body(body, given, trip, ends, scopes)
+            trips = self._body(body, given, demand, ends, scopes)
             before = carried  # a trip that returns float32, or has computed, decides
             carried = [
                 x._replace(
@@ -609,7 +609,7 @@ class Planner:
         for i, (var, out) in enumerate(zip(eqn.outvars, trips[1].outs, strict=True)):
             half = out.half and is_float32(var)
             stacks = kind == "scan" and i not in layout.fixed_out and half
-            kept = stacks and needs.has_backward(trip.wanted[i])
+            kept = stacks and needs.has_backward(demand.wanted[i])
             outs.append(
                 Facts(
                     out.dtype if half else None,
@@ -617,9 +617,10 @@ class Planner:
                     kept=facts.stacks(out.kept) if kept else None,
                 )
             )
-        return Inside(tuple(passed), tuple(bodies), trip, scopes, weights), tuple(outs)
+        planned = Inside(tuple(passed), tuple(bodies), demand, scopes, weights)
+        return planned, tuple(outs)
 
-    def _carried(self, row: Row, ins: Sequence[Facts], trip: Trip) -> list[Facts]:
+    def _carried(self, row: Row, ins: Sequence[Facts], demand: Demand) -> list[Facts]:
         """Returns what a loop may carry, going by what it starts from."""
         eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout = _jaxpr.call_layout(eqn)
@@ -627,7 +628,7 @@ class Planner:
         starts = ins[layout.fixed_in.start : layout.fixed_in.stop]
 
         def known(out: int, start: Facts) -> Facts:
-            need = trip.wanted[out]
+            need = demand.wanted[out]
             is_number = start.scalar is not None and start.fits(dtype)
             half = start.half or is_number or needs.is_rounded_for_products(need)
             half = half and is_float32(eqn.outvars[out]) and not start.tangent
@@ -641,7 +642,7 @@ class Planner:
 def _ends(
     loop: Equation,
     body: _jaxpr.Body,
-    trip: Trip,
+    demand: Demand,
     carried: Sequence[Facts],
     within: Consumers,
     stores: bool,
@@ -651,7 +652,7 @@ def _ends(
     Args:
         loop: The loop.
         body: Its body.
-        trip: What is needed of what a trip returns.
+        demand: What is needed of what a trip returns.
         carried: What is known of what it carries.
         within: Who reads the values of the body.
         stores: Whether what it stacks for the backward pass may be stored in 16 bits.
@@ -659,7 +660,7 @@ def _ends(
     carries = _jaxpr.call_layout(loop).fixed_out
 
     def end(i: int, var: Any) -> End:
-        need = trip.wanted[i]
+        need = demand.wanted[i]
         if i in carries:
             if not carried[i].half:
                 return "wide"
@@ -679,7 +680,7 @@ def _streams(
     loop: Equation,
     ahead: Collection[Any],
     body: _jaxpr.Body,
-    trip: Trip,
+    demand: Demand,
     carried: Sequence[Facts],
     within: Consumers,
 ) -> dict[int, int]:
@@ -694,7 +695,7 @@ def _streams(
     """
     if any(_jaxpr.call_kind(x.eqn) and x.read.summed for x in within.rows):
         return {}
-    summed = joined(ends for _, ends in trip.summed)
+    summed = joined(ends for _, ends in demand.summed)
     inner, layout = _jaxpr.open_jaxpr(body.jaxpr), _jaxpr.call_layout(loop)
     found: dict[int, int] = {}
     for place, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
@@ -704,7 +705,7 @@ def _streams(
         is_sum = summed >> out & 1 and not (known.given or known.tangent)
         again = all(
             loop.outvars[i] not in ahead
-            and needs.is_computed_with_again(trip.wanted[i])
+            and needs.is_computed_with_again(demand.wanted[i])
             for i in stacks
         )
         if is_sum and again and not _needs_digits(within, var):

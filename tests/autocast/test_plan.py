@@ -9,7 +9,7 @@ import numpy as np
 import jaxmp
 from jaxmp._autocast import needs
 from jaxmp._autocast.facts import GIVEN
-from jaxmp._autocast.graph import Trip
+from jaxmp._autocast.graph import Demand
 from jaxmp._autocast.plan import Planner
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
@@ -33,7 +33,7 @@ def test_a_planner_keeps_no_jaxpr_alive():
     for body in (jaxpr, inner):
         ins = [GIVEN] * len(_jaxpr.in_avals(body))
         count = len(_jaxpr.out_avals(body))
-        planner.plan(body, ins, Trip((needs.FULL,) * count), ("wide",) * count, ())
+        planner.plan(body, ins, Demand((needs.FULL,) * count), ("wide",) * count, ())
     kept = planner._plans, planner.analysis._consumers, planner.analysis._programs
     assert all(len(memo) >= 2 for memo in kept)
     del jaxpr, body, inner

@@ -21,7 +21,7 @@ from ..._autocast import classes, emit, needs
 from ..._autocast.analysis import Analysis
 from ..._autocast.emit import Emitter
 from ..._autocast.facts import GIVEN
-from ..._autocast.graph import Trip
+from ..._autocast.graph import Demand
 from ..._autocast.plan import Plan, Planner, Step
 from ..._base.dtypes import FLOAT8
 from ..._jaxprs import jaxpr as _jaxpr
@@ -99,8 +99,8 @@ class RoundingEmitter(Emitter):
         planner, count = self.planner, len(_jaxpr.out_avals(jaxpr))
         planner.mark(jaxpr, ())
         ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
-        trip = Trip((needs.FULL | needs.DIGITS,) * count)
-        wanted: Any = jaxpr, ins, trip, ("wide",) * count, ()
+        demand = Demand((needs.FULL | needs.DIGITS,) * count)
+        wanted: Any = jaxpr, ins, demand, ("wide",) * count, ()
         plan = _unshared(planner.plan(*wanted))
         parts: dict[Path, Parts] = {path: () for path, _ in _sites(plan)}
         for part, is_in in self._parts(jaxpr):
