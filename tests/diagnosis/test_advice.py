@@ -172,7 +172,7 @@ EPSILON = Advised(
 )
 OWN_EPSILON = Advised(
     lambda x: unit(x.astype(HALF)),
-    "small number, such as 1e-8",
+    "one such as 1e-8, its underflow is the cause",
     lambda x: unit(x.astype(HALF).astype(jnp.float32)),
     unit,
     (PADDED,),

@@ -810,6 +810,18 @@ def test_where_float16_has_no_zeros_or_bfloat16_has_none_there_is_no_fault():
     assert find(jaxmp.autocast(markov, jnp.bfloat16), x).first is None
 
 
+def test_a_lost_epsilon_reaches_the_loss_and_its_gradient():
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean((h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-8)) ** 2)
+
+    grad_fn = jax.value_and_grad(jaxmp.with_policy(loss, "mixed_float16"))
+    report = find(grad_fn, jnp.eye(8), jnp.ones((4, 8)).at[2].set(0))
+    assert report.first.kind == "zeros"
+    # The loss is 0 / 0 and the gradient 1 / 0: each begins at an operation of its own.
+    assert report.reached == ("result/0", "result/1")
+
+
 def small_units(w, x):
     return jnp.mean((x @ w) * 1e9)  # here
 

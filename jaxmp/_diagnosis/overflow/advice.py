@@ -12,8 +12,7 @@ _VERDICTS = {
     # Of what is no fault of an operation.
     "given": "{leaves}, which reaches a result: no precision helps. Look at the data, "
     "or at the step that made these parameters.",
-    "written": "An Inf that is written in the code reached a result. It may be meant "
-    "to.",
+    "written": "An Inf in the code reached a result: it may be there on purpose.",
     "sound": "All results are finite.",
     "not all seen": "All results are finite, but parts of the program could not be "
     "searched: see the notes.",
@@ -49,8 +48,7 @@ _VERDICTS = {
     "forward": "The forward pass overflows {fault.dtype} here, and {finite}. No loss "
     "scale helps. {cure}",
     "argument": "`{argument}` has values up to {largest:.4g}, and {line} casts it to "
-    "{fault.dtype}, whose largest number is {fault.largest:.4g}. No loss scale helps. "
-    "{cure}",
+    "{fault.dtype} (at most {fault.largest:.4g}). No loss scale helps. {cure}",
     # Of zeros.
     "lost": "{lost} No loss scale helps. {cure}",
     "lost, backward": "{lost} If it learns worse than in float32, the loss scale is "
@@ -65,8 +63,7 @@ _LOST = {
     "number": "The number {written:.4g} in the code at {line} is 0 in "
     "{fault.dtype}, and a result depends on it.",
     "some number": "A number in the code at {line} is 0 in {fault.dtype}. If you wrote "
-    "a small number, such as 1e-8, it underflowed, and that is the cause. If you wrote "
-    "0, try float32: it may help.",
+    "one such as 1e-8, its underflow is the cause. If you wrote 0, float32 may help.",
     "argument": "{part} the values of `{argument}`, which {line} casts, are zero or "
     "subnormal in {fault.dtype} but not in float32, and a result depends on them.",
     "operation": "{part} the values that {fault.operation} gives at {line} are zero or "

@@ -389,9 +389,13 @@ class Search:
         if self.origin is None:
             wrong = self.limit.wrong if self.limit else ()
             return tuple(self.flat.out_names[i] for i in wrong) if self.first else ()
-        names = zip(self.flat.out_names, self.found.outs, strict=True)
-        reached = [name for name, origin in names if origin == self.origin]
-        return (*reached, *[CHECKED] * (self.found.failed == self.origin))
+        outs, failed, limit = self.found.outs, self.found.failed, self.limit
+        # What zeros have made wrong may begin at any operation behind them.
+        wrong = {failed, *(outs[i] for i in limit.wrong)} if limit else set()
+        behind = wrong.intersection(self.found.origins) | {self.origin}
+        names = zip(self.flat.out_names, outs, strict=True)
+        reached = [name for name, origin in names if origin in behind]
+        return (*reached, *[CHECKED] * (failed in behind))
 
     def _reached_modules(self) -> dict[str, None]:
         """Returns the modules that the fault reached, an ordered set."""
