@@ -90,10 +90,8 @@ _MASTERS = (
 )
 # What to write instead of an operation that is not finite in float32 either.
 _STABLE = {
-    "exp": " Subtract the largest value first, as `jax.nn.softmax` and "
-    "`jax.nn.logsumexp` do.",
-    "log": " Take the logarithm of the logits, as `jax.nn.log_softmax` and "
-    "`jax.nn.log_sigmoid` do.",
+    "exp": " Use `jax.nn.softmax` or `jax.nn.logsumexp`: they subtract the maximum.",
+    "log": " Use `jax.nn.log_softmax` or `jax.nn.log_sigmoid` of the logits.",
     "div": " If the divisor can be zero, add an epsilon to it. The gradient of a root "
     "or a norm divides by its result: add the epsilon under the root.",
     "rsqrt": " If its argument can be zero, add an epsilon to it.",
