@@ -99,42 +99,48 @@ def _warn_if_promoted(
     )
 
 
-def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
-    """Returns of each product of a program which argument makes it wide.
+# What makes a product wide: its rank among others, its name, and its dtype.
+Cause = tuple[int, str, str]
 
-    The words are empty if no argument does, and None stands for a product in 16 bits.
+
+def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
+    """Returns in words what makes each product of a program wide.
+
+    Arguments come before constants. None stands for a product in 16 bits.
     """
     found: list[str | None] = []
-    arguments = [*zip(names, _jaxpr.in_avals(jaxpr), strict=True)]
 
-    def reached(
-        eqn: _jaxpr.Equation, ins: list[frozenset[int]], at: At
-    ) -> list[frozenset[int]]:
-        """Returns the numbers of the wide arguments that the results come from."""
-        made = frozenset().union(*ins)
+    def causes(rank: int, name: str, aval: Any) -> frozenset[Cause]:
+        is_cause = is_wide(aval) and not aval.weak_type
+        return frozenset([(rank, name, str(aval.dtype))] if is_cause else [])
+
+    def known(x: Any, at: At) -> frozenset[Cause]:
+        aval: Any = x.aval if isinstance(x, _jaxpr.Literal) else jax.typeof(x)
+        return causes(len(names), f"a constant {aval.dtype}{[*aval.shape]}", aval)
+
+    def reached(eqn: _jaxpr.Equation, ins: list[Any], at: At) -> list[Any]:
+        made = frozenset[Cause]().union(*ins)
         if flops(eqn, back=BACKWARD in at.scopes):
-            given = [arguments[i] for i in sorted(made)]
             is_half = not any(is_wide(x.aval) for x in eqn.invars[:2])
-            found.append(None if is_half else _why(eqn, given))
+            found.append(None if is_half else _why(eqn, made))
         return [made if is_wide(x.aval) else frozenset() for x in eqn.outvars]
 
-    wide = [
-        frozenset([i] if is_wide(aval) else []) for i, (_, aval) in enumerate(arguments)
-    ]
-    walk = Forward(reached, lambda xs: frozenset().union(*xs), lambda *_: frozenset())
-    walk.through(jaxpr, wide)
+    pairs = zip(names, _jaxpr.in_avals(jaxpr), strict=True)
+    given = [causes(i, f"`{name}`", aval) for i, (name, aval) in enumerate(pairs)]
+    walk = Forward(reached, lambda xs: frozenset().union(*xs), known)
+    walk.through(jaxpr, given)
     return found
 
 
-def _why(eqn: _jaxpr.Equation, arguments: Sequence[tuple[str, Any]]) -> str:
-    """Says that the first of some wide arguments reaches a product."""
-    if not arguments:
+def _why(eqn: _jaxpr.Equation, causes: frozenset[Cause]) -> str:
+    """Says that the first of some causes reaches a product."""
+    if not causes:
         return ""
-    name, aval = arguments[0]
+    _, name, dtype = min(causes)
     lines = (f"{x[0]}:{x[1]}" for x in _jaxpr.frames(eqn) if is_users(x[0]))
     where = f" at {short_line(line)}" if (line := next(lines, "")) else ""
-    why = f" The matmul{where} is {aval.dtype} because `{name}` is."
-    if aval.dtype == "float64":
+    why = f" The matmul{where} is {dtype} because {name} is."
+    if dtype == "float64":
         why += " Cast it to float32 first, `x.astype(jnp.float32)`."
     return why
 

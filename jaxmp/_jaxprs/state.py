@@ -14,7 +14,7 @@ import jax
 from .._base.tree import path_name
 from . import jaxpr as _jaxpr
 from .jaxpr import Tracer
-from .walk import At, Forward
+from .walk import At, Forward, the_one
 
 
 @contextlib.contextmanager
@@ -141,14 +141,9 @@ def _through(eqn: Any, ins: list[Any], at: At) -> list[Any]:
     outs = _SOURCES.around(eqn, ins, at)
     if is_scan:
         for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
-            outs[out] = _the_one((ins[i], outs[out]))
+            outs[out] = the_one((ins[i], outs[out]))
         outs[len(carries) :] = [_whole(x, id(eqn)) for x in outs[len(carries) :]]
     return outs
-
-
-def _the_one(found: Sequence[Any]) -> Any:
-    """Returns what all of these are, None if they differ."""
-    return found[0] if len({*found}) == 1 else None
 
 
 def _whole(x: Any, scan: int) -> Any:
@@ -158,7 +153,7 @@ def _whole(x: Any, scan: int) -> Any:
 
 _SOURCES = Forward(
     lambda eqn, ins, at: [None] * len(eqn.outvars),
-    _the_one,
+    the_one,
     known=lambda x, at: None,
     enter=_through,
 )

@@ -87,21 +87,22 @@ class Forward:
 
     def around(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
         """Goes through the jaxprs that an equation holds, as often as a loop needs."""
-        layout, ins = _jaxpr.call_layout(eqn), list(ins)
+        layout, ins, outs = _jaxpr.call_layout(eqn), list(ins), []
         settling = at._replace(place=at.place and at.place._replace(trips=0))
         while layout.fixed_in:
             outs, before = self.once(eqn, ins, settling), list(ins)
             for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
                 ins[i] = self.join((ins[i], outs[out]))
-            if ins != before:
-                continue
-            if at.place is None:  # and nobody counts
-                return outs
-            break
-        return self.once(eqn, ins, at)
+            if ins == before:
+                break
+        if at.place or not layout.fixed_in:
+            outs = self.once(eqn, ins, at)
+        if _jaxpr.call_kind(eqn) == "while":  # which may not run at all
+            return [ins[i] for i in layout.fixed_in]
+        return outs
 
     def once(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
-        """Goes through the jaxprs that an equation holds, a loop for one trip."""
+        """Goes through the jaxprs that an equation holds, a loop for one iteration."""
         layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
         bodies, place = layout.bodies, at.place
         if place:
@@ -115,10 +116,9 @@ class Forward:
             )
             for body in bodies
         ]
-        if _jaxpr.call_kind(eqn) == "while":  # which may not run at all
-            found = [[ins[i] for i in layout.fixed_in], found[-1]]
-        several = zip(*found, strict=True)
-        return found[0] if len(found) == 1 else [self.join(xs) for xs in several]
+        if _jaxpr.call_kind(eqn) != "cond" or len(found) == 1:
+            return found[-1]  # behind the test of a while
+        return [self.join(branches) for branches in zip(*found, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Backward:
         return found
 
     def once(self, eqn: Equation, outs: Sequence[int], at: At) -> list[int]:
-        """Goes through the jaxprs that an equation holds, a loop for one trip."""
+        """Goes through the jaxprs that an equation holds, a loop for one iteration."""
         within, found = inside(eqn, at.scopes), [0] * len(eqn.invars)
         for body in _jaxpr.call_layout(eqn).bodies:
             is_test = body.param == "cond_jaxpr"
@@ -204,3 +204,8 @@ class Backward:
             for i, one in zip(body.operands, ins, strict=True):
                 found[i] |= one
         return found
+
+
+def the_one(found: Sequence[Any]) -> Any:
+    """Returns what all of these are, None if they differ: to join with."""
+    return found[0] if len({*found}) == 1 else None

@@ -232,6 +232,18 @@ def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, ste
     jaxmp.assert_16bit(cast, PARAMS, X, Y)
 
 
+def test_a_constant_that_keeps_all_in_float32_is_named():
+    table = jnp.ones((4, PARAMS["w"].shape[0]))
+
+    def loss_of_table(params, x):
+        return jnp.mean((table[x] @ params["w"]) ** 2)
+
+    grad_fn = jax.jit(jaxmp.grad(loss_of_table, policy="mixed_bfloat16"))
+    (found,) = said(grad_fn, PARAMS, jnp.arange(4))
+    why = f"is float32 because a constant float32{[*table.shape]} is."
+    assert why in str(found.message)
+
+
 def test_a_float64_batch_under_a_policy_is_told_to_be_cast():
     with jax.enable_x64(True):
         grad_fn = jax.jit(jaxmp.value_and_grad(loss, policy="mixed_bfloat16"))

@@ -18,44 +18,37 @@ from .variance import variance
 
 
 class Pass(NamedTuple):
-    """A pass, what it is there for, and a test that fails without it."""
+    """A pass, and a test that fails without it."""
 
     run: Callable
-    what_for: str
     test: str
 
 
 REWRITES = {
     "scores": Pass(
         scores,
-        "computes scores in the order in which the softmax reads them",
         "test_scores_are_computed_in_the_order_in_which_they_are_read",
     ),
     "variance": Pass(
         variance,
-        "keeps means of a number and of its square in float32",
         "test_a_variance_by_a_window_is_near_that_of_float32",
     ),
     "loops": Pass(
         loops,
-        "keeps loops that decide by comparing results of matmuls in float32",
         "test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32",
     ),
     "hoisting": Pass(
         hoisting,
-        "computes the weight gradients of a recurrent scan in one matmul",
         "test_no_trip_adds_up_the_gradient_of_a_weight",
     ),
 }
 MARKERS = {
     "compared": Pass(
         compared,
-        "keeps what loops are given to compare with in float32",
         "test_a_search_that_compares_with_what_was_computed_before_moves",
     ),
     "gates": Pass(
         gates,
-        "keeps gates that multiply a number many times in float32",
         "test_gates_of_which_many_multiply_one_another_have_all_digits",
     ),
 }

@@ -1,7 +1,7 @@
 """Gives the two passes in a loop an argument each, where both read one that is fixed.
 
 Where the backward pass has a dtype of its own, a weight is rounded twice, before a loop
-over micro-batches and not in each of its trips.
+over micro-batches and not in each of its iterations.
 """
 
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ the loss at the next point, which the loop computes, with that at the first, whi
 given. In 16 bits that may be lower than all others. What counts is what the loop
 compares entry by entry: such a loss, a slope, the logarithm of a density. What it
 multiplies by a matrix or adds up first, to compare a norm, may be rounded as anywhere:
-the loop is then about rounded numbers, from its first trip to its last.
+the loop is then about rounded numbers, from its first iteration to its last.
 """
 
 from collections.abc import Collection, Sequence
@@ -96,7 +96,7 @@ def _decisions(loop: Equation, at: At, is_product: IsProduct) -> Decisions | Non
     """Returns by what a loop chooses what it carries, None if it decides nothing.
 
     A comparison in it chooses if it keeps what it carries, and products compute with
-    that. The best of all trips, which only the end reads, is no such choice. A
+    that. The best of all iterations, which only the end reads, is no such choice. A
     ``while`` that ends by comparing decides when, and may choose nothing.
 
     Args:

@@ -1,9 +1,9 @@
 """Gates in a row: what multiplies a number many times without a loop.
 
-As the trips of a loop do that is written out, or is an ``associative_scan``: what is
-left after many gates just below one depends on the last digits of each, and on those
-of what they multiply. The backward pass multiplies by the same gates, or by gates that
-it computes again.
+As a loop that is written out does, or an ``associative_scan``: what is left after many
+gates just below one depends on the last digits of each, and on those of what they
+multiply. The backward pass multiplies by the same gates, or by gates that it computes
+again.
 """
 
 import collections
@@ -75,7 +75,7 @@ def _gates_among(
 ) -> set[tuple[Any, Any, Need]]:
     """Returns the gates among the factors of some multiplications, and their results.
 
-    A gate of a loop is one where it is used often in one of its trips.
+    A gate of a loop is one where it is used often in one iteration.
     """
     found: set[tuple[Any, Any, Need]] = set()
 
@@ -112,7 +112,7 @@ def _number(x: Any) -> int:
 
 
 def _used_again(jaxpr: Any, multiplications: set[Equation]) -> Collection[Any]:
-    """Returns what multiplies many times in a trip, such as a stacked decay."""
+    """Returns what multiplies many times in an iteration, such as a stacked decay."""
     eqns = _jaxpr.open_jaxpr(jaxpr).eqns
     read = [x for eqn in eqns if eqn in multiplications for x in eqn.invars]
     counts = collections.Counter(_jaxpr.variables(read))
@@ -138,5 +138,4 @@ def _made_by(eqn: Equation, ins: list[int]) -> int:
 
 
 def _is_loop(eqn: Equation) -> bool:
-    """Whether an equation runs what it holds again and again."""
     return _jaxpr.call_kind(eqn) in ("scan", "while")

@@ -1,9 +1,9 @@
 """The weight gradients of a recurrent layer: one product after its scan.
 
-The backward pass of a recurrent layer adds up, trip by trip, what its products send
-back to the weights: ``total + dot(dz_t, h_t)``. The sum of these products is one
-product that contracts over the trips too, of all ``dz_t`` and all ``h_t``. The forward
-pass has stacked ``h_t``, and ``dz_t`` is smaller than the weights, unless the batch is
+The backward pass of a recurrent layer adds up the gradients of its weights, iteration
+by iteration: ``total + dot(dz_t, h_t)``. The sum of these products is one product of
+all ``dz_t`` and all ``h_t`` that contracts over the iterations too. The forward pass
+has stacked ``h_t``, and ``dz_t`` is smaller than the weights, unless the batch is
 large.
 
 References:
@@ -28,7 +28,7 @@ from ..graph import reached, twins
 def hoisting(
     eqns: Sequence[Equation], jaxpr: Any, scopes: Scopes, is_product: IsProduct
 ) -> Sequence[Equation]:
-    """Returns the equations, sums of products over trips as products after the loop.
+    """Returns the equations, sums of products over iterations as products after it.
 
     A rewrite, see :mod:`jaxmp._autocast.passes`.
     """
@@ -47,10 +47,10 @@ def hoisting(
 
 
 class _Loop:
-    """A backward scan, and what of its trips may come after it."""
+    """A backward scan, and what of its iterations may come after it."""
 
     def __init__(self, loop: Equation, is_product: Callable[[Equation], bool]):
-        """Reads who reads what in a trip.
+        """Reads who reads what in an iteration.
 
         Args:
             loop: The scan.
@@ -63,7 +63,7 @@ class _Loop:
         carries = len(layout.fixed_in)
         self.carried = body.invars[self.start : self.stop]
         self.summed = body.outvars[:carries]
-        # What all trips have of a variable of theirs, where that is there already.
+        # What all iterations have of a variable, where that is there already.
         slices = body.outvars[carries:], body.invars[self.stop :]
         stacks = loop.outvars[carries:], loop.invars[self.stop :]
         self.stacks: dict[Any, Any] = {
@@ -90,11 +90,11 @@ class _Loop:
         return [self.loop]
 
     def _recurrent(self) -> set[Any]:
-        """Returns the variables of a trip that come of a product of the trip before.
+        """Returns the variables that come of a product of the iteration before.
 
-        Other trips may have been made to save memory, such as those of an accumulation
-        or of a loss in chunks, which carry a count, a maximum, or the gradient of their
-        sum. To stack what they compute would undo that.
+        Other loops may be there to save memory, such as an accumulation or a loss in
+        chunks, which carry a count, a maximum, or the gradient of their sum. To stack
+        what they compute would undo that.
         """
         eqns = self.body.eqns
         carried = reached(eqns, self.carried)
@@ -112,7 +112,7 @@ class _Loop:
         return reached(eqns, [x for x, end in ends if end in multiplied])
 
     def _adds_up(self, i: int) -> bool:
-        """Whether a trip does nothing with a carried value but add to it."""
+        """Whether an iteration does nothing with a carried value but add to it."""
         var, out = self.carried[i], self.summed[i]
         if not is_float32(var) or var is out:
             return False
@@ -154,8 +154,8 @@ class _Loop:
     def _may_wait(self, eqn: Equation) -> bool:
         """Whether ``eqn`` is a product of what is stacked, or may be at a small price.
 
-        A trip reads and writes its sum in float32. What is stacked instead is written
-        and read in 16 bits.
+        An iteration reads and writes its sum in float32. What is stacked instead is
+        written and read in 16 bits.
         """
         if not (products.sums_over_trips(eqn) and self.is_product(eqn)):
             return False

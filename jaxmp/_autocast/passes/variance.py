@@ -8,7 +8,7 @@ by weights.
 
 Where a number and its square are multiplied by the same window, or by the same weights,
 and the square of one result is taken away from the other, these are such means. All
-products with that window stay float32, and so does what they send back.
+products with that window stay float32, and so do their cotangents.
 """
 
 import itertools

@@ -1,20 +1,19 @@
 """Attention in a program: what keeps it from cuDNN's kernel, and what is written out.
 
 An attention that is written out is found in the traced program, part by part: a matmul,
-a scale, at most a bias and a mask, a softmax, and a matmul of that. Where any part is
+at most a scale, a bias and a mask, a softmax, and a matmul of that. Where any part is
 missing, or anything else is done to the scores or to the weights, it is none.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..._attention.operation import why_not_kernel
 from ..._base.sizes import as_number, size_of
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.places import Place
-from ..._jaxprs.scopes import ATTENTION
-from ..._jaxprs.walk import At, Forward
+from ..._jaxprs.scopes import ATTENTION, named_in
+from ..._jaxprs.walk import At, Forward, the_one
 from ..._ops import table
 from ..._ops.products import is_attention, is_batched, is_matrix_product
 from .report import UnfusedAttention
@@ -34,8 +33,7 @@ class _Part(NamedTuple):
     """How much of an attention a value is."""
 
     stage: str
-    scores: Any = None  # the matmul that computed them
-    scaled: bool = False
+    scores: Any  # the matmul that computed them
     exps: Any = None  # the exponentials that were summed up
 
 
@@ -44,7 +42,7 @@ class Attentions:
 
     def __init__(self):
         self._rows: dict[Any, UnfusedAttention] = {}
-        self._walk = Forward(self._operation, _the_one, lambda x, at: None)
+        self._walk = Forward(self._operation, the_one, lambda x, at: None)
 
     def found(self, jaxpr: Any, around: Place) -> tuple[UnfusedAttention, ...]:
         """Returns the attentions of a program, by the line of the user."""
@@ -54,19 +52,14 @@ class Attentions:
 
     def _operation(self, eqn: Any, ins: list[Any], at: At) -> list[Any]:
         place = at.place
-        self._named(place)
+        if asked := named_in(place.scopes, ATTENTION):  # written out for a reason
+            self._note(place, _WRITTEN[asked], 0)
         if is_attention(eqn):
             if reason := why_not_kernel(eqn):
                 self._note(place, reason, 0)
         elif not place.backward and not place.again:
             return self._part(eqn, ins, place)
         return [None] * len(eqn.outvars)
-
-    def _named(self, place: Place) -> None:
-        """Notes what was written out for a reason."""
-        for scope in place.scopes:
-            if scope.startswith(ATTENTION):
-                self._note(place, _WRITTEN[scope.removeprefix(ATTENTION)], 0)
 
     def _note(self, place: Place, why: str, size: int) -> None:
         if not place.trips:  # what is known of a loop has not settled
@@ -77,43 +70,32 @@ class Attentions:
 
     def _part(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
         """Returns how much of an attention the results of an equation are."""
-        parts = [x for x in ins if isinstance(x, _Part)]
-        if is_matrix_product(eqn) and is_batched(eqn):
-            weights = next((i for i, x in enumerate(ins) if _is(x, "weights")), None)
-            if weights is None:
-                return [_Part("scores", eqn, any(x.scaled for x in parts))]
-            has_reason = any(scope.startswith(ATTENTION) for scope in place.scopes)
-            if ins[weights].scaled and not has_reason:
-                aval = eqn.invars[weights].aval
-                size = as_number(math.prod(aval.shape)) * aval.dtype.itemsize
-                self._note(place, "", int(size) * place.trips)
-            return [None]
-        return [_next(eqn, ins, parts)] * len(eqn.outvars)
+        if not (is_matrix_product(eqn) and is_batched(eqn)):
+            return [_next(eqn, ins)] * len(eqn.outvars)
+        parts = zip(eqn.invars, ins, strict=True)
+        weights = [atom.aval for atom, x in parts if x and x.stage == "weights"]
+        if not weights:
+            return [_Part("scores", eqn)]
+        if named_in(place.scopes, ATTENTION) is None:
+            size = as_number(math.prod(weights[0].shape)) * weights[0].dtype.itemsize
+            self._note(place, "", int(size) * place.trips)
+        return [None]
 
 
-def _the_one(values: Sequence[Any]) -> Any:
-    """Returns what all of some values are, None if they differ."""
-    return values[0] if all(x == values[0] for x in values) else None
-
-
-def _is(x: Any, stage: str) -> bool:
-    return isinstance(x, _Part) and x.stage == stage
-
-
-def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
+def _next(eqn: Any, ins: list[_Part | None]) -> _Part | None:
     """Returns what an equation makes of parts of an attention, None if no part."""
+    parts = [x for x in ins if x is not None]
+    if not parts:
+        return None
     by_number = any(size_of(x.aval) == 1 for x in eqn.invars)
-    if not parts:  # the queries may be scaled before the matmul
-        scales = table.multiplies(eqn) and by_number
-        return _Part("queries", scaled=True) if scales else None
     first, *others = parts
     if others:
         return _joined(eqn, *parts[:2]) if len(ins) == len(parts) == 2 else None
     if (table.is_view(eqn) or table.is_rounding(eqn)) and len(ins) == 1:
         return first
     match first.stage:
-        case "scores" if table.multiplies(eqn):
-            return first._replace(scaled=True) if by_number else None
+        case "scores" if table.multiplies(eqn) and by_number:
+            return first
         case "scores" if table.joins(eqn) or (table.subtracts(eqn) and ins[0] is first):
             return first  # and a bias
         case "scores" if table.selects(eqn) or (table.guards(eqn) and by_number):
@@ -133,7 +115,7 @@ def _next(eqn: Any, ins: list[Any], parts: list[_Part]) -> _Part | None:
 
 def _joined(eqn: Any, x: _Part, y: _Part) -> _Part | None:
     """Returns what two parts of one attention make, None if they are no two such."""
-    if x.scores is None or x.scores is not y.scores:
+    if x.scores is not y.scores:
         return None
     match x.stage, y.stage:
         case ("scores", "maximum") if table.subtracts(eqn):

@@ -36,39 +36,20 @@ _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
 _LARGEST = 2**16  # of the constants of which the numbers are looked at
 
-# Of each pattern the kind, why it is one, and the cure where it is another formula.
-_PATTERNS = {
-    "phase": (
-        "phase",
-        "its result is a phase, and only the fraction of a turn matters",
-        "",
-    ),
-    "inverse": (
-        "inverse",
-        "the matrix is inverted or factorised, which amplifies its errors",
-        "",
-    ),
-    "distance": (
-        "distance",
-        "|x|² + |y|² - 2xy is a small difference of large numbers",
-        "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
-    ),
-    "covariance": (
-        "covariance",
-        "E[xy] - E[x]E[y] is a small difference of large numbers",
-        "(x - x.mean(0)).T @ (y - y.mean(0)) / len(x)",
-    ),
-    "kernel": (
-        "difference",
-        "its kernel adds up to 0: a small difference of large numbers",
-        "slices, such as x[1:] - x[:-1]",
-    ),
-    "offset": (
-        "difference",
-        "an input is added to it in 16 bits and something is subtracted again before "
-        "the next matmul: a small difference of large numbers",
-        "",
-    ),
+# What goes wrong in each pattern, and other formulas for some.
+_WHY = {
+    "phase": "its result is a phase, and only the fraction of a turn matters",
+    "inverse": "the matrix is inverted or factorised, which amplifies its errors",
+    "distance": "|x|² + |y|² - 2xy is a small difference of large numbers",
+    "covariance": "E[xy] - E[x]E[y] is a small difference of large numbers",
+    "kernel": "its kernel adds up to 0: a small difference of large numbers",
+    "offset": "an input is added to it in 16 bits and something is subtracted again "
+    "before the next matmul: a small difference of large numbers",
+}
+_FORMULAS = {
+    "distance": "jnp.sum((x[:, None] - y) ** 2, axis=-1)",
+    "covariance": "(x - x.mean(0)).T @ (y - y.mean(0)) / len(x)",
+    "kernel": "slices, such as x[1:] - x[:-1]",
 }
 
 
@@ -220,13 +201,12 @@ class _Search:
                 self.found.setdefault((row.why, row.module, row.where), row)
 
     def _note(self, pattern: str, products: Products) -> None:
-        kind, why, formula = _PATTERNS[pattern]
         for number in sorted(products):
             product = self._followed[number]
             row = Hazard(
-                kind=kind,
-                why=why,
-                cure=formula or _cure(product),
+                kind="difference" if pattern in ("kernel", "offset") else pattern,
+                why=_WHY[pattern],
+                cure=_FORMULAS.get(pattern) or _cure(product),
                 module=product.place.module,
                 where=product.place.where,
                 at_default_precision=product.at_default,

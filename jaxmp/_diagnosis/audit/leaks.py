@@ -221,7 +221,7 @@ class Leaks:
     def enter(self, eqn: _jaxpr.Equation, ins: list[Origin], at: At) -> list[Origin]:
         """Goes into the jaxprs of an equation."""
         if trip_count(eqn) is None:
-            self.note("a while loop, counted as one trip", at.place)
+            self.note("a while loop, counted as one iteration", at.place)
         return self.walk.around(eqn, ins, at)
 
     def operation(
@@ -421,7 +421,6 @@ def _either(values: Sequence[Origin]) -> Origin:
 
 
 def _union(operands: list[Operand]) -> Causes:
-    """Returns the causes of any of the operands."""
     return _either([x.value for x in operands]).causes
 
 
@@ -482,5 +481,4 @@ def _hands_on_number(eqn: _jaxpr.Equation) -> bool:
 
 
 def _number(value: Any) -> str:
-    """Spells a number with its dtype."""
     return f"{jax.typeof(value).dtype}({np.asarray(value).item():g})"

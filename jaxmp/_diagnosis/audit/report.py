@@ -76,7 +76,6 @@ class Leak:
     meets: str = ""
 
     def __str__(self) -> str:
-        """Says what happened, without place and size."""
         if self.kind == "unknown":
             return self.source
         met = "16-bit" if self.meets_16bit else self.meets or self.dtype
@@ -165,7 +164,6 @@ class Hazards(tuple[Hazard, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Says what each is, and what to type."""
         return "\n".join(_hazard_lines(self)) or "no hazards"
 
 
@@ -261,7 +259,6 @@ class DtypeReport:
         }
 
     def __str__(self) -> str:
-        """Renders a table of at most 80 columns."""
         return "\n".join(_lines(self))
 
     _repr_html_ = as_html

@@ -1,4 +1,4 @@
-"""What forward passes hand to backward passes, in bytes by dtype.
+"""What forward passes store for backward passes, in bytes by dtype.
 
 A residual is a value that a forward pass computes and a backward pass reads. Arguments
 are none: they are there anyway.
@@ -12,7 +12,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 
 
 def residual_bytes(jaxpr: Any) -> dict[str, int] | None:
-    """Returns the bytes that forward passes in ``jaxpr`` hand to backward passes.
+    """Returns the bytes that forward passes in ``jaxpr`` store for backward passes.
 
     By dtype; None if there is no backward pass in it.
     """

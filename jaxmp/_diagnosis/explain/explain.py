@@ -217,7 +217,6 @@ def _is_read_elsewhere(operation: Operation) -> bool:
 
 
 def _readers(operation: Operation) -> list[Operation]:
-    """Returns what reads the results of an operation."""
     return [reader for form in operation.results() for reader in form.readers]
 
 

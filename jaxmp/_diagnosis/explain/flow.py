@@ -124,7 +124,6 @@ class Flow:
     """Follows the values of a program, and builds the graph of its operations."""
 
     def __init__(self, steps: Sequence[Step]):
-        """Starts with nothing followed, and with what autocast has decided."""
         self.steps = steps
         self.operations: list[Operation] = []
         self.values: list[Value] = []

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..._autocast import rules
+from ..._base.checks import clipped
 from ..._base.text import WIDTH, as_html, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
@@ -122,7 +123,6 @@ class Explanation:
         return {"lines": rows, "sentences": sentences}
 
     def __str__(self) -> str:
-        """Renders a table of at most 80 columns."""
         return "\n".join(_text(self))
 
     _repr_html_ = as_html
@@ -135,7 +135,7 @@ def _text(report: Explanation) -> Iterator[str]:
         return
     widths = _widths(report.lines)
     for heading, lines, times in _groups(report.lines):
-        yield _clipped(heading, WIDTH)
+        yield clipped(heading, WIDTH)
         for line in lines:
             yield from _row(line, widths, times)
         yield ""
@@ -157,7 +157,7 @@ def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[s
     number, code, dtype, rule = widths
     cells = [
         f"{line.number:>{number}}",
-        f"{_clipped(line.source, code):<{code}}",
+        f"{clipped(line.source, code):<{code}}",
         f"{line.dtype:<{dtype}}",
         *([_number(line).rjust(rule)] if rule else []),
     ]
@@ -203,7 +203,3 @@ def _names(files: set[str]) -> dict[str, str]:
             name = os.path.join(os.path.basename(os.path.dirname(file)), name)
         found[file] = cell_of(file) or name
     return found
-
-
-def _clipped(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"

@@ -280,9 +280,10 @@ class Search:
         site, fault = self.seen.site, self.first
         left = 0.0 if fault.kind == "zeros" else math.inf
         lost = LostNumber(left, None, site.dtype, site.line.operation, site.place)
-        if site.is_cast and fault.inputs[0][2] in site.numbers:
-            return lost._replace(written=fault.inputs[0][2])
-        is_inf = math.inf in site.numbers and is_narrow(site.dtype) and left
+        written = [x for x in site.numbers if abs(x) == fault.inputs[0][2]]
+        if site.is_cast and written:
+            return lost._replace(written=written[0])
+        is_inf = any(map(math.isinf, site.numbers)) and is_narrow(site.dtype) and left
         return lost if is_inf and self.finite_in_float32 is not False else None
 
     @property

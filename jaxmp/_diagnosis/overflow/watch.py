@@ -149,8 +149,8 @@ class Value(NamedTuple):
 
     array: Any
     number: int = 0
-    # Magnitudes of numbers in the code that it may hold as they stand, and that are Inf
-    # or zero in float16.
+    # Numbers in the code that it may hold as they stand, and that are Inf or zero in
+    # float16.
     numbers: frozenset[float] = frozenset()
     argument: str = ""  # its name, if the program is given it
 
@@ -225,9 +225,10 @@ class Watch(Replay):
         if not is_inexact(literal.aval):
             return Value(value)
         with np.errstate(over="ignore"):
-            sizes = np.unique(np.abs(np.asarray(literal.val)).astype(np.float32))
+            found = np.unique(np.asarray(np.real(literal.val), np.float32))
+        sizes = np.abs(found)
         is_outside = (sizes > LARGEST) | ((sizes > 0) & (sizes <= _LOST))
-        numbers = frozenset(map(float, sizes[is_outside])) if sizes.size == 1 else ()
+        numbers = frozenset(map(float, found[is_outside])) if found.size == 1 else ()
         return self._known(value, value)._replace(numbers=frozenset(numbers))
 
     def _known(self, array: Any, numbers: Any) -> Value:
