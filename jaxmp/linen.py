@@ -93,7 +93,7 @@ def dot_product_attention(
         attn_weights_value_einsum: See there.
         is_causal: Whether a query sees no key behind it. Say it with
             ``functools.partial``, in the place of a causal mask.
-        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys, in the
+        key_value_seq_lengths: ``int32[batch]``, how many keys are not padding, in the
             place of a mask of padding.
         local_window_size: See :func:`jaxmp.dot_product_attention`.
         implementation: See there.
@@ -295,7 +295,7 @@ def gather(
         if not callable(getattr(module, name, None) if isinstance(name, str) else None):
             raise TypeError(
                 f"`methods` must name methods of `{module.__name__}`, but "
-                f'{short(name)} is none. Pass for example `methods=("__call__",)`.'
+                f'{short(name)} is not one. Pass for example `methods=("__call__",)`.'
             )
 
     def whole(variables):

@@ -92,7 +92,7 @@ def dot_product_attention(
         promote_dtype: See there.
         is_causal: Whether a query sees no key behind it. Since Flax 0.12.8 the layer
             passes what it is called with: ``layer(x, is_causal=True)``.
-        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys, in the
+        key_value_seq_lengths: ``int32[batch]``, how many keys are not padding, in the
             place of a mask of padding.
         local_window_size: See :func:`jaxmp.dot_product_attention`.
         implementation: See there.
@@ -299,7 +299,7 @@ def gather(
         A function with the signature of ``module``.
 
     Raises:
-        TypeError: If ``module`` is no NNX module.
+        TypeError: If ``module`` is not an NNX module.
         ValueError: As :func:`jaxmp.gather`, when it is called.
 
     Examples:

@@ -60,8 +60,8 @@ def dot_product_attention(
             the lengths.
         scale: Multiplies the scores. None is one over the root of ``size``.
         is_causal: Whether a query sees no key behind it.
-        query_seq_lengths: ``int32[batch]``, what is no padding of the queries.
-        key_value_seq_lengths: ``int32[batch]``, what is no padding of the keys.
+        query_seq_lengths: ``int32[batch]``, how many queries are not padding.
+        key_value_seq_lengths: ``int32[batch]``, how many keys are not padding.
         local_window_size: How many keys a query sees before it and behind it, or one
             number for both.
         implementation: None takes the kernel where it can; ``"cudnn"`` raises where it

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 _NO_CONTEXT = (
-    "It is no context manager and names no device; as a decorator, type "
+    "It is not a context manager, and names no device; as a decorator, type "
     '`@functools.partial(jaxmp.autocast, policy="mixed_float16")`.'
 )
 

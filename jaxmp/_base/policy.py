@@ -274,7 +274,7 @@ def get_policy(policy: PolicyLike) -> Policy:
       (``mixed_float16``), ``O2`` (the same with ``norm=f32``; use it with
       :func:`jaxmp.linen.with_policy`) and ``O3`` (float16 throughout).
 
-    None is no policy: :func:`jaxmp.value_and_grad` then casts nothing,
+    None means no policy: :func:`jaxmp.value_and_grad` then casts nothing,
     :func:`jaxmp.autocast` computes in bfloat16, and everything else refuses it.
 
     Args:

@@ -221,7 +221,7 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
             if unknown := [axis for axis in names if axis not in mesh.axis_names]:
                 raise ValueError(
                     f"`shardings` shards `{name}` over {short(unknown[0])}, which is "
-                    f"no axis of the mesh, {mesh.axis_names}. Pass one of these."
+                    f"not an axis of the mesh, {mesh.axis_names}. Pass one of these."
                 )
             parts = math.prod(mesh.shape[axis] for axis in names)
             if size % parts:

@@ -40,7 +40,7 @@ _HIGHEST, _ABOVE = 8, (1 << _FRACTION) - 1 - 0b1100000
 def why_16bit(eqn: Equation, min_size: int) -> str | None:
     """Returns why a product of 16-bit operands is none of float8; None if it is one.
 
-    The reason is empty for what is no matrix product.
+    The reason is empty for anything that is not a matrix product.
     """
     if not multiplies_matrices(eqn):
         return ""
@@ -51,7 +51,7 @@ def why_16bit(eqn: Equation, min_size: int) -> str | None:
         return "no matmul of two floating matrices"
     # A size that `jax.export` leaves open may turn out to be any.
     if any(not isinstance(n, numbers.Integral) or n % _MULTIPLE for n in found):
-        return "a size that is no multiple of 16"
+        return "a size that is not a multiple of 16"
     return "a size below `min_size`" if min(found) < min_size else None
 
 

@@ -162,7 +162,7 @@ def keep_if_skipped(opt_state: Any, new: T, old: T) -> T:
     Raises:
         ValueError: As :func:`get_loss_scale`; or if the trees differ in structure, or a
             leaf in shape or dtype.
-        TypeError: If a leaf is no array, and not the same in both.
+        TypeError: If a leaf is not an array, and not the same in both.
 
     Examples:
         >>> tx = jaxmp.loss_scaling(optax.sgd(0.1), "float16")
@@ -266,7 +266,7 @@ def check_loss_scale(
     nothing is learned. Pass the ``loss`` to find out.
 
     Warns of a scale that has grown to ``max_scale`` without one skipped step: most
-    likely nothing uses it. This is no error, because very small gradients lead there
+    likely nothing uses it. It is not an error, because very small gradients lead to it
     too.
 
     Args:

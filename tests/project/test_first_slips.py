@@ -125,7 +125,7 @@ SLIPS = {
     ),
     "with autocast of a policy": (
         lambda: jaxmp.autocast("mixed_float16").__enter__(),
-        r"got str.*function comes first.*It is no context manager.*as a decorator",
+        r"got str.*function comes first.*It is not a context manager.*as a decorator",
     ),
     "autocast a Linen model": (lambda: jaxmp.autocast(MODEL), "`autocast.model.apply"),
     "autocast with a name for lists": (
@@ -178,7 +178,7 @@ SLIPS = {
     # Autocast as torch has it
     "with autocast": (
         lambda: jaxmp.autocast().__enter__(),
-        r"^Type `jaxmp.autocast\(fun, .*It is no context manager",
+        r"^Type `jaxmp.autocast\(fun, .*It is not a context manager",
     ),
     "autocast with a device": (
         lambda: jaxmp.autocast("cuda", dtype=jnp.float16),

@@ -51,14 +51,14 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       constants that reach it through float32 values. If there are none, the causes are
       casts from 16 bits, then arrays made in float32, and last of all numbers. A number
       that itself meets a 16-bit array comes first. Float32 values that never reach a
-      matmul (softmax, normalisation, loss) are no leak. A matmul of the backward pass
+      matmul (softmax, normalisation, loss) are not leaks. A matmul of the backward pass
       has the causes of the forward matmuls of its line and module. Every float32 matmul
       has a cause, in ``report.leaks`` or ``report.kept``. A float64 matmul has the
       float64 values that reach it, inside :func:`jaxmp.autocast` too.
     * **Residuals**: the values that a forward pass in ``fun`` stores for its backward
       pass, where ``fun`` computes gradients.
-    * **Autocast**: operations inside :func:`jaxmp.autocast` that stayed float32 are no
-      leaks; ``report.kept`` says why they stayed. If the policy asks for float8,
+    * **Autocast**: operations inside :func:`jaxmp.autocast` that stayed float32 are
+      not leaks; ``report.kept`` says why they stayed. Under a policy with float8,
       ``report.kept_16bit`` says why matmuls stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of how they are used: as a phase, in a

@@ -211,7 +211,7 @@ class DtypeReport:
         notes: What could not be counted exactly.
         hazards: Matmuls whose use makes 16 bits wrong, where the pattern is clear, and
             numbers that become 0 or Inf in 16 bits. A matmul that is in float32 on
-            purpose is no hazard.
+            purpose is not a hazard.
         default_precision_flops: FLOPs of the float32 matmuls at JAX's default
             precision, which is TF32 on an A100 and later, and bfloat16 on a TPU.
         attention: What keeps an attention from cuDNN's kernel, and those that are

@@ -49,7 +49,7 @@ def find_overflow(fun: Callable[P, Any]) -> Callable[P, OverflowReport]:
     counts too. Underflow is a fault as well: numbers may become zero or subnormal in
     float16, so that a result is Inf, NaN or off by more than 1% (a gradient by half).
     Then the operation that made the zeros is the ``first``. Anything that changes no
-    result is no fault; an Inf that a softmax or a ``where`` removes is listed
+    result is not a fault; an Inf that a softmax or a ``where`` removes is listed
     separately. The search looks into scans, while loops, branches, ``jax.checkpoint``,
     custom derivatives and ``shard_map``; ``report.notes`` says where it could not.
 
