@@ -471,6 +471,19 @@ def test_a_line_in_a_scan_has_the_bytes_of_all_iterations():
     assert at(report, "jnp.tanh").saved == (("bfloat16", 2 * 2 * 5 * X.size),)
 
 
+def test_random_keys_that_a_checkpointed_layer_saves_have_their_bytes():
+    def layer(x, key):
+        return jnp.tanh(x @ x) * jax.random.normal(key, x.shape), None
+
+    def loss(x, key):
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, jax.random.split(key, 5))
+        return x.mean()
+
+    key = jax.random.key(0)
+    report = explained(jaxmp.autocast(jax.grad(loss)), shape(8, 8), key)
+    assert dict(at(report, "jax.random.split(").saved)[str(key.dtype)] == 5 * 8
+
+
 # Lines
 
 

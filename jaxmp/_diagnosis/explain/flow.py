@@ -236,7 +236,7 @@ class Flow:
             return [_retyped(ins[0], eqn)]
         for array, atom in zip(ins, eqn.invars, strict=True):
             if getattr(atom.aval, "size", 1) != 1:
-                size = atom.aval.size * np.dtype(array.stored).itemsize
+                size = atom.aval.size * array.stored.itemsize
                 saved, dtype = array.value.saved, str(array.stored)
                 saved[dtype] = max(saved.get(dtype, 0), size)
         return [self.given(var.aval) for var in eqn.outvars]
