@@ -107,7 +107,7 @@ def test_what_was_timed_is_said_of_other_libraries():
     }
     assert max(paid, key=paid.__getitem__) == "bert"
     resnet = rows["resnet-50", "jaxmp autocast", "bfloat16"]
-    assert f"{resnet['host ms']:.1f} ms to hand over a step of ResNet-50" in page
+    assert f"{resnet['host ms']:.1f} ms to dispatch a step of ResNet-50" in page
     highest = rows["resnet-50", "highest", "bfloat16"]["ms"]["median"]
     assert f"{highest:.1f} ms for the ResNet-50" in page
 
@@ -296,7 +296,7 @@ def test_how_far_a_backward_pass_in_bfloat16_is_from_float32_was_computed():
     assert all(x[f"loss, {both}"] == x[f"loss, {half}"] for x in rows)
     away = [x[f"gradient, {both}"] / x[f"gradient, {narrow}"] for x in rows]
     page = words(ROOT / "docs/loss_scaling.md")
-    said = f"gradients are {min(away):.2f} to {max(away):.2f} times as far from float32"
+    said = f"from float32) is {min(away):.2f} to {max(away):.2f} times that of bfloat16"
     assert f"networks of {len(rows)} families, the loss is that of float16" in page
     assert said in page
 
