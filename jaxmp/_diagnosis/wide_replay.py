@@ -21,7 +21,7 @@ from .._jaxprs.replay import Replay
 from .._ops import table
 from .._ops.narrow import summed_by_platform
 from .._ops.products import is_attention
-from .numbers import LostNumber, Numbers
+from .numbers import LostNumber
 
 
 class Value(NamedTuple):
@@ -37,12 +37,18 @@ class WideReplay(Replay):
     value = Value
     keeps_remat = False  # what is known of a value is known where it is read again
 
-    def __init__(
-        self, platform: str, numbers: Numbers, scalars: Any, axes: tuple[Any, ...]
-    ):
-        """Starts a replay: operations may read the scalars; the axes are around it."""
-        super().__init__(platform, scalars, axes)
-        self.numbers = numbers
+    def __init__(self, program: Any, scalars: Any, axes: tuple[Any, ...] = ()):
+        """Starts the replay of a program; operations may read the scalars."""
+        super().__init__(program.platform, scalars, axes)
+        self.program, self.numbers = program, program.numbers
+
+    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
+        return type(self)(self.program, scalars, axes)
+
+    def outputs(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns what the program gives for some arrays."""
+        jaxpr, around = self.program.jaxpr, self.program.around
+        return [x.array for x in self.run(jaxpr, [*map(given, arrays)], around)]
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number that 16 bits have lost; None leaves it as it is."""

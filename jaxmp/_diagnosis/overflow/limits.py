@@ -146,20 +146,15 @@ class Limits:
         return self._compiled(*_settings(count, exact, small), *self._arrays)
 
     def _replay(self, count: Any, exact: Any, small: Any, *arrays: Any) -> list[Any]:
-        replay = _Replay(self, (count, exact, small))
-        values = [given(x) for x in arrays]
-        return [x.array for x in replay.run(self.jaxpr, values, self.around)]
+        return _Replay(self, (count, exact, small)).outputs(arrays)
 
 
 class _Replay(WideReplay):
     """The replay, with the settings as they are here."""
 
     def __init__(self, limits: Limits, settings: Any, axes: tuple[Any, ...] = ()):
-        super().__init__(limits.platform, limits.numbers, settings, axes)
-        self.limits, (self.count, self.exact, self.small) = limits, settings
-
-    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> _Replay:
-        return _Replay(self.limits, scalars, axes)
+        super().__init__(limits, settings, axes)
+        self.count, self.exact, self.small = settings
 
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made, whose zeros may have been more."""
@@ -174,7 +169,7 @@ class _Replay(WideReplay):
         if written is None:
             large = np.copysign(_LARGE, lost.left)
             written = self.small if lost.left == 0 else large
-        on = self.limits.is_on(self.count, eqn, lost.dtype, lost.place, lost)
+        on = self.program.is_on(self.count, eqn, lost.dtype, lost.place, lost)
         return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
@@ -184,7 +179,7 @@ class _Replay(WideReplay):
         values = []
         for x, var in zip(outs, eqn.outvars, strict=True):
             if is_narrow(var.aval) and var.aval.dtype.itemsize == 2:
-                on = self.limits.is_on(self.count, eqn, var.aval.dtype, place)
+                on = self.program.is_on(self.count, eqn, var.aval.dtype, place)
                 x = _rounded(jnp.asarray(x), on, self.exact, var.aval.dtype)
             values.append(Value(x))
         return values

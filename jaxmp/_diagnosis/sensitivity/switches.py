@@ -33,7 +33,7 @@ from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
 from ..._ops.table import is_as_written, is_exact
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
-from ..wide_replay import Value, WideReplay, bind_wide, bodies_of, given, platform_of
+from ..wide_replay import Value, WideReplay, bind_wide, bodies_of, platform_of
 from .rounded import Parts, RoundingEmitter, is_marked, part_of, rounded
 
 
@@ -152,9 +152,7 @@ class Program:
         Returns:
             Its results, float32 where they were 16-bit.
         """
-        frame = _Frame(self, jnp.asarray(switches))
-        outs = frame.run(self.jaxpr, [*map(given, arrays)], self.around)
-        return [x.array for x in outs]
+        return _Frame(self, jnp.asarray(switches)).outputs(arrays)
 
     def all_on(self, *arrays: Any) -> list[Any]:
         """Replays it with all of its switches on."""
@@ -172,13 +170,12 @@ class _Frame(WideReplay):
     """The replay of jaxprs, with the switches as they are here: the scalars."""
 
     def __init__(self, program: Program, switches: Any, axes: tuple[Any, ...] = ()):
-        super().__init__(program.platform, program.numbers, switches, axes)
-        self.program = program
+        super().__init__(program, switches, axes)
         self._on: dict[tuple[frozenset[str], bool], Any] = {}
 
-    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> _Frame:
+    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
         scalars = scalars if axes == self.axes else vary(scalars, axes)
-        return _Frame(self.program, scalars, axes)
+        return super().inside(scalars, axes)
 
     def on(self, parts: Iterable[str], *, eight: bool = False) -> Any:
         """Returns whether all of these parts round, and in ``eight`` bits."""
