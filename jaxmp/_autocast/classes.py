@@ -42,8 +42,8 @@ def classify(
         is_product = products.is_matrix_product(eqn, back=back)
         if is_product and products.has_default_precision(eqn):
             return "product"
-    leaves_range = table.multiplies_itself(eqn) or table.scales_far(eqn)
-    if name in ops.infer and not leaves_range and not _jaxpr.is_told_dtype(eqn):
+    follows = name in ops.infer and not _jaxpr.is_told_dtype(eqn)
+    if follows and not table.multiplies_itself(eqn) and not table.scales_far(eqn):
         return "exact" if table.is_exact(eqn) else "smooth"
     if table.retypes(eqn) or table.is_saved(eqn):
         return "exact"

@@ -292,21 +292,17 @@ class Planner:
             return step._replace(inside=within)
         analysis = self.analysis
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
-        step = decide(row, ins, dtype, kept=kept)
-        if tangent:
-            step = step._replace(tangent=True)
+        how, by = decide(row, ins, dtype, kept=kept)
         if kind == "call":
-            out = Facts(given=_all_given(ins), tangent=tangent)
-            return step._replace(outs=(out,) * len(eqn.outvars))
-        why = self._why_16bit(row, ins)
-        if why is None:
-            step = step._replace(float8=True)
-        elif kind == "keep":
+            outs = (Facts(given=_all_given(ins), tangent=tangent),) * len(eqn.outvars)
+            return Step(*row, how, by, dtype, outs, tangent=tangent)
+        why, precision = self._why_16bit(row, ins), "default"
+        float8 = why is None
+        if kind == "keep" and not float8:
             precision = analysis.precision(eqn, around)
             why = analysis.reason(eqn, around) or why
-            step = step._replace(why=why, precision=precision)
-        elif why:
-            step = step._replace(why=why)
+        options = why or "", precision, float8, tangent
+        step = Step(*row, how, by, dtype, (), *options)
         return step._replace(outs=self._outs(step, ins, consumers.definition))
 
     def _with_exact(
@@ -328,7 +324,7 @@ class Planner:
     ) -> tuple[Facts, ...]:
         """Returns what is known of the outputs of an equation that is not gone into."""
         eqn, kind, back, dtype = step.eqn, step.kind, step.back, step.dtype
-        if (table.retypes(eqn) or table.is_saved(eqn)) and ins[0].half:
+        if ins and ins[0].half and (table.retypes(eqn) or table.is_saved(eqn)):
             return (ins[0]._replace(exact=None),)
         floats = [is_float32(var) for var in eqn.outvars]
         wanted, stored = step.read.wanted, None
@@ -355,8 +351,9 @@ class Planner:
         given, scalar, kept = False, None, stored
         if kind != "product":
             given = _all_given(ins)
-            if ins and all([x.scalar is not None for x in ins]):
-                scalar = table.folded(eqn, [x.scalar for x in ins])
+            numbers = [x.scalar for x in ins if x.scalar is not None]
+            if numbers and len(numbers) == len(ins):
+                scalar = table.folded(eqn, numbers)
             if kind == "exact" and any([x.kept is not None for x in ins]):
                 kept = ()
         return tuple(
@@ -750,8 +747,8 @@ def _with(items: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
 
 def decide(
     row: Row, ins: Sequence[Facts], dtype: np.dtype, *, kept: Rule | None
-) -> Step:
-    """Decides how an equation runs.
+) -> tuple[How, Rule]:
+    """Decides how an equation runs, and says by what.
 
     Args:
         row: The equation, its class, and what its consumers need.
@@ -761,44 +758,41 @@ def decide(
     """
     eqn, kind, need = row.eqn, row.kind, row.need
 
-    def runs(how: How, by: Rule) -> Step:
-        return Step(*row, how, by, dtype)
-
     if not any(map(is_float32, eqn.outvars)):
-        return runs("float32", rules.AS_WRITTEN)
+        return "float32", rules.AS_WRITTEN
     half = needs.is_half(need)
     if kind == "product":
         if any(map(needs.is_half, row.read.wanted)):
-            return runs("half", rules.BETWEEN)
-        return runs("float32", _of_float32(row))
+            return "half", rules.BETWEEN
+        return "float32", _of_float32(row)
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
         stored = kind == "exact" and any([x.kept is not None for x in ins])
         rule = rules.STORED if stored else rules.BETWEEN
-        return runs("half" if holds else "rounded", rule)
+        return "half" if holds else "rounded", rule
     cuts = kind == "exact" and table.cuts(eqn) and ins[0].product == 2
     if cuts and any(map(needs.is_half, row.read.wanted)):
-        return runs("rounded", rules.BETWEEN)  # as if a product returned it alone
+        return "rounded", rules.BETWEEN  # as if a product returned it alone
     usual = rules.FLOAT32
     if half and kind in ("exact", "smooth") and any([x.constant for x in ins]):
         usual = rules.CONSTANTS
     if kind == "smooth" and half and table.joins(eqn) and any([x.half for x in ins]):
         if _all_given([x for x in ins if not x.half]):
-            return runs("half", rules.BETWEEN)  # a bias is rounded as weights are
+            return "half", rules.BETWEEN  # a bias is rounded as weights are
         if dtype != np.float16:
-            return runs("rounded", rules.BETWEEN)
+            return "rounded", rules.BETWEEN
         usual = rules.RANGE
     sums = kind == "smooth" and needs.is_summed_and_handed_on(need)
     if sums and row.back and is_of_cotangent(eqn, ins):
-        return runs("stored", rules.FLOAT32)
+        return "stored", rules.FLOAT32
     # What was given is rounded where it is used.
     if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
-        return runs("stored", kept or usual)
-    squashes = table.squashes(eqn) and not _all_given(ins)
-    behind = any([x.product for x in ins])
-    if half and squashes and needs.is_squashed_for_products(need, behind=behind):
-        return runs("rounded", rules.BETWEEN)
+        return "stored", kept or usual
+    if half and table.squashes(eqn) and not _all_given(ins):
+        behind = any([x.product for x in ins])
+        if needs.is_squashed_for_products(need, behind=behind):
+            return "rounded", rules.BETWEEN
     if kind == "exact" and needs.is_kept(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
@@ -807,10 +801,10 @@ def decide(
             and needs.is_rounded_for_products(need)
             and ins[0].is_float32(eqn.invars[0])
         ):
-            return runs("half", rules.STORED)
+            return "half", rules.STORED
         if table.gathers(eqn):  # devices send one another 16 bits
-            return runs("stored", rules.FLOAT32)
-    return runs("float32", kept or _of_float32(row, usual))
+            return "stored", rules.FLOAT32
+    return "float32", kept or _of_float32(row, usual)
 
 
 def is_of_cotangent(eqn: Equation, ins: Sequence[Facts]) -> bool:
@@ -878,11 +872,9 @@ def _follows(
     eqn: Equation, kind: Class, ins: Sequence[Facts], half: bool, dtype: np.dtype
 ) -> bool:
     """Whether elementwise work, a choice or a move runs in 16 bits."""
+    if not any([x.half for x in ins]) or (kind == "smooth" and not half):
+        return False
     floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
-    if not any([x.half for x in floats]):
-        return False
-    if not half and kind == "smooth":
-        return False
     # What is kept is multiplied in float32. To add or to move it makes no difference.
     kept = any([x.kept is not None for x in floats])
     if kept and kind == "smooth" and not table.joins(eqn):

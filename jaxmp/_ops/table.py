@@ -530,7 +530,9 @@ def is_saved(eqn: Equation) -> bool:
     A ``jax.checkpoint`` whose policy saves a value puts that behind it, so that XLA
     keeps no more digits of it in the forward pass.
     """
-    bits = eqn.params.get("exponent_bits", 0), eqn.params.get("mantissa_bits", 0)
+    if eqn.primitive.name != "reduce_precision":
+        return False
+    bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
     return bits == (8, 23) and all(map(is_float32, eqn.invars))
 
 

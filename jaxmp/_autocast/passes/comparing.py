@@ -40,6 +40,8 @@ def loops(
     """
 
     def decides(eqn: Equation) -> bool:
+        if not _jaxpr.call_kind(eqn):
+            return False
         at = At(scopes=scopes + _jaxpr.scope_names(eqn))
         return _decisions(eqn, at, is_product) is not None
 

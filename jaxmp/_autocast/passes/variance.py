@@ -158,6 +158,8 @@ def _multiplies(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product, or holds one and is given three arrays at most."""
     if table.is_product_of_any_kind(eqn):
         return True
+    if table.is_elementwise(eqn):  # as most are, and holds nothing
+        return False
     bodies = [*map(_jaxpr.open_jaxpr, _jaxpr.sub_jaxprs(eqn))]
     if not bodies or _jaxpr.call_kind(eqn) == "while" or not eqn.outvars:
         return False
@@ -188,6 +190,8 @@ def _means(eqn: Equation, definition: Definition) -> Iterator[Mean]:
 
 def _factors(eqn: Equation, definition: Definition) -> tuple[Any, ...]:
     """Returns what ``eqn`` multiplies entry by entry, which may be one array twice."""
+    if not table.is_arithmetic(eqn):
+        return ()
     if table.is_square(eqn):
         return (_whole(eqn.invars[0], definition),)
     if not table.multiplies_entries(eqn) or products.has_number(eqn):
