@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,14 +23,18 @@ def run(monkeypatch, tmp_path):
     """Returns a function that trains on some devices of this process."""
     monkeypatch.setattr(multiprocess, "join", lambda config: None)
 
-    def train(folder, devices, steps):
+    def train(folder, devices, steps, policy="mixed_bfloat16"):
         monkeypatch.setattr(jax, "devices", lambda: CPUS[:devices])
-        return resume.work(resume.Config(tmp_path / folder, steps=steps, batch_size=16))
+        return resume.work(
+            resume.Config(tmp_path / folder, policy=policy, steps=steps, batch_size=16)
+        )
 
     return train
 
 
-def test_a_run_goes_on_bit_for_bit_and_on_other_devices(run):
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+def test_a_run_goes_on_bit_for_bit_and_on_other_devices(run, policy):
+    run = partial(run, policy=policy)  # the state of a float16 run has a scale
     whole = run("whole", 2, 4)
     assert run("run", 2, 3)["First step"] == 0
     assert run("run", 2, 4) == whole | {"First step": 3}
