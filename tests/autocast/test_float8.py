@@ -167,13 +167,13 @@ KEPT = {
         lambda x, w: jnp.dot(
             x.astype(BF16), w[:, :8].astype(BF16), preferred_element_type=jnp.float32
         ),
-        "no multiple of 16",
+        "not a multiple of 16",
     ),
     "batched": (lambda x, w: jnp.einsum("bij,bkj->bik", x, x), "batched"),
-    "rows": (lambda x, w: x[0, :8] @ w, "no multiple of 16"),
-    "terms": (lambda x, w: x[..., :24] @ w[:24], "no multiple of 16"),
-    "columns": (lambda x, w: x @ w[:, :31], "no multiple of 16"),
-    "vector": (lambda x, w: x @ w[0], "no multiple of 16"),
+    "rows": (lambda x, w: x[0, :8] @ w, "not a multiple of 16"),
+    "terms": (lambda x, w: x[..., :24] @ w[:24], "not a multiple of 16"),
+    "columns": (lambda x, w: x @ w[:, :31], "not a multiple of 16"),
+    "vector": (lambda x, w: x @ w[0], "not a multiple of 16"),
     "convolution": (
         lambda x, w: lax.conv(x.swapaxes(1, 2), w[:, :, None], (1,), "SAME"),
         "no matmul of two floating matrices",
