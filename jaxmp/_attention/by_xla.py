@@ -15,7 +15,7 @@ def attended(form: Form, precision: Any, args: Sequence[Any]) -> Any:
     ops = form.operands(args)
     if ops.query.dtype.itemsize == 2:
         return _InGroups(form, ops).attended()
-    # What the operation was traced with is the precision of float32 products.
+    # Float32 products have the precision that the operation was traced with.
     one = precision[0] if isinstance(precision, tuple) else precision
     if one is None:
         return of_jax(form, args)

@@ -94,7 +94,7 @@ def dot_product_attention(
             f"`implementation` must be None, 'xla' or 'cudnn', but is "
             f"{short(implementation)}."
         )
-    if isinstance(scale, Tracer):  # no number: as JAX writes that out
+    if isinstance(scale, Tracer):  # no number yet: attention as JAX writes it out
         with jax.named_scope(f"{ATTENTION}scale"):
             return jax.nn.dot_product_attention(
                 *arrays,

@@ -55,10 +55,10 @@ def notes(report: Any) -> Iterator[str]:
         yield from wrapped(f"note: {note}", "", "  ")
 
 
-def more(rows: Sequence[Any], shown: int, name: str, indent: str = "  ") -> list[str]:
+def more(rows: Sequence[Any], shown: int, name: str) -> list[str]:
     """Returns the line that says where the rows are that are not shown, if any."""
     left = len(rows) - shown
-    return [f"{indent}and {left} more in `report.{name}`"] if left > 0 else []
+    return [f"  and {left} more in `report.{name}`"] if left > 0 else []
 
 
 def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:

@@ -33,20 +33,17 @@ def over_micro_batches(
     """
 
     def accumulated(args, kwargs, state):
-        entries, structure = jax.tree.flatten_with_path({i: args[i] for i in batched})
-        for path, x in entries:
+        batch = {i: args[i] for i in batched}
+        for path, x in jax.tree.leaves_with_path(batch):
             check_leading_axis(path, x, steps, f"`accum_steps={steps}`")
-        parts = [_split(x, steps) for _, x in entries]
+        arrays, with_arrays = taken_out(batch, is_array)
+        parts = [_split(x, steps) for x in arrays]
         changed, put_back = set(), None
 
         def add_micro_batch(carry, i):
             nonlocal put_back
             totals, state = carry
-            leaves = [
-                whole if part is None else _part(part, i)
-                for (_, whole), part in zip(entries, parts, strict=True)
-            ]
-            micro = structure.unflatten(leaves)
+            micro = with_arrays([_part(part, i) for part in parts])
             loss, grads, aux, changes = fun(
                 [micro.get(i, arg) for i, arg in enumerate(args)], kwargs, state
             )
@@ -122,10 +119,8 @@ def _rows(arg: Any) -> set[Any]:
     return {shape[0] for shape in shapes if shape}
 
 
-def _split(x: Any, steps: int) -> jax.Array | None:
+def _split(x: Any, steps: int) -> jax.Array:
     """Splits an array of the batch into ``[rows, steps, ...]``, a key into as many."""
-    if not is_array(x):
-        return None
     if is_scalar_key(x):
         return jax.random.split(x, steps)
     x = jnp.asarray(x)
