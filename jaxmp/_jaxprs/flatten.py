@@ -28,24 +28,21 @@ class Flat(NamedTuple):
 
 def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
     """Returns ``fun`` on its array leaves. Other leaves reach it as they are."""
-    paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    # Also the abstract ones.
-    is_traced = [hasattr(x, "shape") and hasattr(x, "dtype") for _, x in paths]
+
+    def is_traced(x):  # also an abstract one
+        return hasattr(x, "shape") and hasattr(x, "dtype")
+
+    leaves, with_arrays = taken_out((args, kwargs), is_traced)
     parameters = _parameters(fun, len(args))
-    leaves, names, out_names = [], [], []
+    names, out_names = [], []
     run = traced_by_us(with_module_scopes(fun), is_staged())
-    for ((part, first, *rest), leaf), traced in zip(paths, is_traced, strict=True):
-        if traced:
+    for (part, first, *rest), leaf in jax.tree.leaves_with_path((args, kwargs)):
+        if is_traced(leaf):
             name = first.key if part.idx else parameters[first.idx]
-            leaves.append(leaf)
             names.append(_named(name, tuple(rest)))
 
     def flat(*arrays):
-        arrays = iter(arrays)
-        args, kwargs = tree.unflatten(
-            next(arrays) if traced else leaf
-            for (_, leaf), traced in zip(paths, is_traced, strict=True)
-        )
+        args, kwargs = with_arrays(arrays)
         outs = jax.tree.leaves_with_path(run(*args, **kwargs))
         outs = [(path, x) for path, x in outs if is_array(x)]
         out_names[:] = [_named("result", path) for path, _ in outs]
