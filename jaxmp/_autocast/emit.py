@@ -68,8 +68,8 @@ class Value:
             return self.array
         if self._wide is None:  # shared, so that its cotangents add up in float32
             wide = cast(self.array, FLOAT32)
-            if self.facts.kept:  # what rounding has left of the sums is taken out
-                wide = wide / jnp.sum(wide, self.facts.kept, keepdims=True)
+            if self.facts.stored:  # what rounding has left of the sums is taken out
+                wide = wide / jnp.sum(wide, self.facts.stored, keepdims=True)
             self._wide = wide
         return self._wide
 
@@ -122,8 +122,8 @@ class Emitter:
         planner = self.planner
 
         def wrapped(*args, **kwargs):
-            # With a rule that reads the weights, which are kept in 16 bits, and not the
-            # scores, which are not.
+            # With a rule that reads the weights, which are stored in 16 bits, and not
+            # the scores, which are not.
             with jax.softmax_custom_jvp(True), own_precisions():
                 jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
             if scopes is None:

@@ -25,7 +25,7 @@ class Facts(NamedTuple):
     scalar: Any = None  # what every entry equals, where that is known while tracing
     # Stored in 16 bits for a matmul, and read from there by the backward pass in
     # float32: the axes over which it sums to one, if any.
-    kept: tuple[int, ...] | None = None
+    stored: tuple[int, ...] | None = None
     # Read in float32 by the iterations of a scan that somebody may differentiate
     # outside of autocast, so that its gradients add up in float32.
     constant: bool = False
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
         """Returns what is known of the value in its own dtype."""
         if self.dtype is None:
             return self
-        return self._replace(dtype=None, kept=None, exact=None)
+        return self._replace(dtype=None, stored=None, exact=None)
 
     def is_float32(self, atom: Any) -> bool:
         """Whether an atom, of which this is known, is a float32 array and no number."""
@@ -98,11 +98,11 @@ def of_literal(atom: Any) -> Facts:
     return Facts(given=True, scalar=np.asarray(number, atom.aval.dtype)[()])
 
 
-def stacks(kept: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns ``kept`` of what a scan stacks, of each of which this is known."""
-    return tuple(axis + 1 for axis in kept or ())
+def stacks(stored: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns ``stored`` of what a scan stacks, of each of which this is known."""
+    return tuple(axis + 1 for axis in stored or ())
 
 
-def slices(kept: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Returns ``kept`` of the slices of what is stored, as a scan takes them."""
-    return kept and (() if 0 in kept else tuple(axis - 1 for axis in kept))
+def slices(stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Returns ``stored`` of the slices of what is stored, as a scan takes them."""
+    return stored and (() if 0 in stored else tuple(axis - 1 for axis in stored))

@@ -52,7 +52,7 @@ def is_half(need: Need) -> bool:
     return bool(need & _TAKES_HALF)
 
 
-def is_kept(need: Need) -> bool:
+def is_stored(need: Need) -> bool:
     """Whether a float32 value is stored in 16 bits.
 
     A product takes it, and nobody else reads it but the backward pass.

@@ -273,8 +273,8 @@ class Planner:
             elif not is_float32(var) or (end == "stacked" and x.given):
                 end = "free"
             elif end == "stacked":
-                axes = _kept_axes(var, consumers.definition)
-                x = x.rounded(dtype)._replace(kept=axes)
+                axes = _stored_axes(var, consumers.definition)
+                x = x.rounded(dtype)._replace(stored=axes)
             elif end == "half":
                 x = x.rounded(dtype)
             outs.append(x)
@@ -339,7 +339,7 @@ class Planner:
         elif step.how == "stored" and kind != "exact":
             half = floats
             if not needs.is_rounded_for_products(step.need):
-                stored = _kept_axes(eqn.outvars[0], definition, eqn)
+                stored = _stored_axes(eqn.outvars[0], definition, eqn)
         else:
             half = [False] * len(floats)
         cotangent = broadcast = False
@@ -348,14 +348,14 @@ class Planner:
             cotangent = kind == "product" or is_of_cotangent(eqn, ins)
             cotangent |= kind == "exact" and any([x.cotangent for x in ins])
         product = _of_product(eqn, kind, ins)
-        given, scalar, kept = False, None, stored
+        given, scalar = False, None
         if kind != "product":
             given = _all_given(ins)
             numbers = [x.scalar for x in ins if x.scalar is not None]
             if numbers and len(numbers) == len(ins):
                 scalar = table.folded(eqn, numbers)
-            if kind == "exact" and any([x.kept is not None for x in ins]):
-                kept = ()
+            if kind == "exact" and any([x.stored is not None for x in ins]):
+                stored = ()
         return tuple(
             [
                 Facts(
@@ -366,7 +366,7 @@ class Planner:
                     broadcast,
                     step.tangent,
                     scalar,
-                    kept if is_half and is_float else None,
+                    stored if is_half and is_float else None,
                 )
                 for is_half, is_float in zip(half, floats, strict=True)
             ]
@@ -436,7 +436,7 @@ class Planner:
         return (
             any([x.half for x in ins])
             or any(map(self.analysis.matters, bodies))
-            or any(map(needs.is_kept, outs))
+            or any(map(needs.is_stored, outs))
             or (
                 any(map(needs.is_half, outs)) and any(map(self.analysis.rounds, bodies))
             )
@@ -568,7 +568,7 @@ class Planner:
             ]
             passed[:start] = ["wide"] * start
         given[stop:] = [
-            x._replace(scalar=None, kept=facts.slices(x.kept)) for x in given[stop:]
+            x._replace(scalar=None, stored=facts.slices(x.stored)) for x in given[stop:]
         ]
         *tests, body = layout.bodies
         within = self.analysis.consumers(body.jaxpr, demand, scopes)
@@ -606,12 +606,12 @@ class Planner:
         for i, (var, out) in enumerate(zip(eqn.outvars, trips[1].outs, strict=True)):
             half = out.half and is_float32(var)
             stacks = kind == "scan" and i not in layout.fixed_out and half
-            kept = stacks and needs.has_backward(demand.wanted[i])
+            is_stored = stacks and needs.has_backward(demand.wanted[i])
             outs.append(
                 Facts(
                     out.dtype if half else None,
                     tangent=again,
-                    kept=facts.stacks(out.kept) if kept else None,
+                    stored=facts.stacks(out.stored) if is_stored else None,
                 )
             )
         planned = Inside(tuple(passed), tuple(bodies), demand, scopes, weights)
@@ -662,7 +662,7 @@ def _ends(
             if not carried[i].half:
                 return "wide"
             return "half" if needs.is_rounded_for_products(need) else "free"
-        if needs.is_kept(need):
+        if needs.is_stored(need):
             return "half"
         if not stores or isinstance(var, _jaxpr.Literal):
             return "free"
@@ -720,7 +720,7 @@ def _needs_digits(consumers: Consumers, var: Any) -> bool:
     )
 
 
-def _kept_axes(
+def _stored_axes(
     var: Any, definition: Definition, eqn: Equation | None = None
 ) -> tuple[int, ...]:
     """Returns the axes over which what is stored in 16 bits sums to one.
@@ -768,7 +768,7 @@ def decide(
     if kind in ("exact", "smooth") and _follows(eqn, kind, ins, half, dtype):
         # All that a number is applied to would be off alike, were it rounded.
         holds = kind == "exact" or all([x.holds(dtype) for x in ins])
-        stored = kind == "exact" and any([x.kept is not None for x in ins])
+        stored = kind == "exact" and any([x.stored is not None for x in ins])
         rule = rules.STORED if stored else rules.BETWEEN
         return "half" if holds else "rounded", rule
     cuts = kind == "exact" and table.cuts(eqn) and ins[0].product == 2
@@ -787,13 +787,13 @@ def decide(
     if sums and row.back and is_of_cotangent(eqn, ins):
         return "stored", rules.FLOAT32
     # What was given is rounded where it is used.
-    if kind != "exact" and needs.is_kept(need) and not _all_given(ins):
+    if kind != "exact" and needs.is_stored(need) and not _all_given(ins):
         return "stored", kept or usual
     if half and table.squashes(eqn) and not _all_given(ins):
         behind = any([x.product for x in ins])
         if needs.is_squashed_for_products(need, behind=behind):
             return "rounded", rules.BETWEEN
-    if kind == "exact" and needs.is_kept(need) and _all_given(ins):
+    if kind == "exact" and needs.is_stored(need) and _all_given(ins):
         # XLA finds the gradient of a convolution where nothing stands between it and
         # the reversed kernel.
         if (
@@ -817,7 +817,7 @@ def is_of_cotangent(eqn: Equation, ins: Sequence[Facts]) -> bool:
     makes = table.multiplies(eqn) or table.adds_terms(eqn)
     if not makes or any([x.is_far() for x in ins]):
         return False
-    if any(x.kept or (x.given and x.scalar is None) for x in ins):
+    if any(x.stored or (x.given and x.scalar is None) for x in ins):
         return False
     return any(x.cotangent and not x.broadcast for x in ins)
 
@@ -830,7 +830,7 @@ def _of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> int:
         return 0
     joins = table.joins(eqn)  # with a bias, too
     made = [
-        2 if x.half and x.kept is None else x.product
+        2 if x.half and x.stored is None else x.product
         for x, var in zip(ins, eqn.invars, strict=True)
         if is_float32(var) and x.scalar is None and not (joins and x.given)
     ]
@@ -875,9 +875,9 @@ def _follows(
     if not any([x.half for x in ins]) or (kind == "smooth" and not half):
         return False
     floats = [x for x, var in zip(ins, eqn.invars, strict=True) if is_float32(var)]
-    # What is kept is multiplied in float32. To add or to move it makes no difference.
-    kept = any([x.kept is not None for x in floats])
-    if kept and kind == "smooth" and not table.joins(eqn):
+    # What is stored is multiplied in float32. To add or to move it makes no difference.
+    stored = any([x.stored is not None for x in floats])
+    if stored and kind == "smooth" and not table.joins(eqn):
         return False
     return all([x.half or (x.scalar is not None and x.fits(dtype)) for x in floats])
 

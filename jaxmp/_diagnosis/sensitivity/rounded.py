@@ -70,8 +70,8 @@ class Value(emit.Value):
 
     def wide(self) -> Any:
         """Returns the array as float32 work reads it."""
-        if self.facts.kept:
-            return self.array / jnp.sum(self.array, self.facts.kept, keepdims=True)
+        if self.facts.stored:
+            return self.array / jnp.sum(self.array, self.facts.stored, keepdims=True)
         return self.array
 
 
