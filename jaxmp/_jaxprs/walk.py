@@ -1,13 +1,15 @@
 """What is known of values, followed through a jaxpr: forward, or backward.
 
 Both enter calls, join branches, and go around loops until the iterations find no more.
-An analysis says what one equation does that holds no jaxprs (its *transfer function*),
+Where no places are told, what is found of a jaxpr with the same facts is found once. An
+analysis says what one equation does that holds no jaxprs (its *transfer function*),
 and how facts of a value that may come from, or go to, several places are joined.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from . import jaxpr as _jaxpr
 from .jaxpr import Equation
@@ -40,13 +42,10 @@ class Forward:
     join: Callable[[Sequence[Any]], Any]
     known: Callable[[Any, At], Any]
     enter: Callable[[Equation, list[Any], At], Sequence[Any]] | None = None
+    memo: Any = dataclasses.field(default_factory=WeakKeyDictionary, init=False)
 
     def through(
-        self,
-        jaxpr: Any,
-        ins: Sequence[Any],
-        scopes: Scopes = (),
-        place: Any = None,
+        self, jaxpr: Any, ins: Sequence[Any], scopes: Scopes = (), place: Any = None
     ) -> list[Any]:
         """Returns what is known of the outputs of a jaxpr, open or closed.
 
@@ -58,6 +57,10 @@ class Forward:
                 reports do: of a ``lax.platform_dependent`` into the branch for a GPU
                 alone, and ``trips`` are 0 until what a loop carries has settled.
         """
+        memo = {} if place else self.memo.setdefault(jaxpr, {})
+        key = tuple(ins), scopes
+        if key in memo:
+            return [*memo[key]]
         owner, before = _jaxpr.open_jaxpr(jaxpr), place
         around = At(owner, scopes, place)
 
@@ -77,7 +80,8 @@ class Forward:
             const=lambda x: self.known(x, around),
             literal=lambda literal: literal,
         )
-        return [read(x, around) for x in outs]
+        memo[key] = [read(x, around) for x in outs]
+        return [*memo[key]]
 
     def of(self, eqn: Equation, ins: list[Any], at: At) -> Sequence[Any]:
         """Returns what is known of the outputs of an equation."""
@@ -141,15 +145,19 @@ class Backward:
     seeds: Callable[[Any], Mapping[Any, int]] = lambda _: {}
     choice: int = 0
     enter: Callable[[Equation, list[int], At], Sequence[int]] | None = None
+    memo: Any = dataclasses.field(default_factory=WeakKeyDictionary, init=False)
 
     def through(
         self, jaxpr: Any, outs: Sequence[int], scopes: Scopes = ()
     ) -> list[int]:
         """Returns what is known of the inputs of a jaxpr, open or closed."""
-        owner = _jaxpr.open_jaxpr(jaxpr)
-        pairs = zip(owner.outvars, outs, strict=True)
-        known = self.within(owner, owner.eqns, pairs, scopes)
-        return [known.get(x, 0) for x in owner.invars]
+        owner, memo = _jaxpr.open_jaxpr(jaxpr), self.memo.setdefault(jaxpr, {})
+        key = tuple(outs), scopes
+        if key not in memo:
+            pairs = zip(owner.outvars, outs, strict=True)
+            known = self.within(owner, owner.eqns, pairs, scopes)
+            memo[key] = [known.get(x, 0) for x in owner.invars]
+        return [*memo[key]]
 
     def within(
         self,

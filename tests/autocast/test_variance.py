@@ -107,6 +107,7 @@ MOMENTS = {
     "similarity": of_images,
     "a window": lambda y: variance(with_window, y),
     "a new window": lambda y: variance(with_new_window, y),
+    "a jitted window": lambda y: variance(jax.jit(with_window), y),
     "rows and columns": lambda y: variance(by_rows_and_columns, y),
     "two windows": lambda y: variance(by_two_windows, y),
     "a covariance": of_two,

@@ -121,3 +121,21 @@ def test_what_is_done_with_a_call_is_said_by_enter():
     assert walk.through(jaxpr, [0, 0, 4]) == [8, 8, 4]
     back = Backward(lambda eqn, *_: [1] * len(eqn.invars), enter=lambda *_: [8, 8])
     assert back.through(jaxpr, [0, 0, 4])[1:] == [8, 4]
+
+
+def test_a_function_that_is_shared_is_entered_once():
+    def twice(fun):
+        return jax.jit(lambda x: fun(fun(x)))
+
+    fun, seen = jnp.sin, []
+    for _ in range(12):
+        fun = twice(fun)
+
+    def transfer(eqn, facts, at):
+        seen.append(eqn)
+        return [1]
+
+    jaxpr = jax.make_jaxpr(fun)(1.0)
+    assert Forward(transfer, either, lambda *_: 0).through(jaxpr, [1]) == [1]
+    assert Backward(transfer).through(jaxpr, [1]) == [1]
+    assert len(seen) <= 4

@@ -10,6 +10,7 @@ from typing import Any
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Var, is_float32
 from ..._jaxprs.scopes import Scopes, inside, is_backward
+from ..graph import is_in
 
 
 def apart(eqn: Equation, scopes: Scopes) -> Equation:
@@ -32,9 +33,11 @@ def apart(eqn: Equation, scopes: Scopes) -> Equation:
     ]
     if not both:
         return eqn
-    copies = {body.invars[i]: Var(body.invars[i].aval) for i in both}
+    copies: dict[Any, Any] = {body.invars[i]: Var(body.invars[i].aval) for i in both}
     eqns = [
-        inner.replace(invars=[_copy(x, copies) for x in inner.invars])
+        inner.replace(
+            invars=[copies[x] if is_in(x, copies) else x for x in inner.invars]
+        )
         if is_backward(inner, within) and not _jaxpr.computes_again(inner)
         else inner
         for inner in body.eqns
@@ -69,7 +72,3 @@ def read_by_pass(body: Any, scopes: Scopes, *, back: bool) -> set[Any]:
         if is_backward(eqn, scopes) == back or other(eqn)
         for x in _jaxpr.variables(eqn.invars)
     }
-
-
-def _copy(atom: Any, copies: dict[Any, Any]) -> Any:
-    return atom if isinstance(atom, _jaxpr.Literal) else copies.get(atom, atom)

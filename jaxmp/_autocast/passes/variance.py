@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
-from ..._jaxprs.scopes import (
-    IsProduct,
-    Scopes,
-    in_region,
-    is_backward,
-)
+from ..._jaxprs.scopes import IsProduct, Scopes, in_region, is_backward
 from ..._ops import products, table
 from ..._ops.table import Definition
 from .. import rules

@@ -10,7 +10,7 @@ import collections
 import functools
 import linecache
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
 import jax
@@ -97,25 +97,21 @@ def _lines(operations: Sequence[Operation]) -> Iterator[ExplainedLine]:
         yield _explained(line, by_line[line], saved.get(line, {}))
 
 
-def _saved(operations: Sequence[Operation]) -> dict[tuple, dict[str, int]]:
+def _saved(operations: Sequence[Operation]) -> Mapping[Any, Mapping[str, int]]:
     """Returns the bytes that are saved for the backward pass, by line and dtype."""
-    values: dict[Operation, dict[str, int]] = {}
+    values = collections.defaultdict[Operation, dict[str, int]](dict)
     for operation in operations:
-        computed = _behind_moves(operation)
-        if computed.frame is None:
-            continue
-        found = values.setdefault(computed, {})
+        found = values[_behind_moves(operation)]
         for form in operation.results():
             for dtype, size in form.saved.items():
                 # Other integers are no numbers that a line computes, as are labels. A
                 # value that is moved as well is one value.
                 if "int" not in dtype or dtype == "int8":
                     found[dtype] = max(found.get(dtype, 0), size)
-    saved: dict[tuple, dict[str, int]] = {}
+    saved = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
     for computed, sizes in values.items():
-        found = saved.setdefault(computed.line, {})
-        for dtype, size in sizes.items():
-            found[dtype] = found.get(dtype, 0) + size
+        if computed.frame is not None:
+            saved[computed.line].update(sizes)
     return saved
 
 
@@ -145,7 +141,7 @@ def _counts(operation: Operation) -> bool:
 
 
 def _explained(
-    line: tuple[str, str, int], operations: list[Operation], saved: dict[str, int]
+    line: tuple[str, str, int], operations: list[Operation], saved: Mapping[str, int]
 ) -> ExplainedLine:
     """Returns what there is to say of a line."""
     results = _results(operations)
