@@ -12,6 +12,7 @@ from typing import Any
 from . import price
 from .counting import pages, results
 from .gpu import INT8, NAMES, gains
+from .residuals import CHECKPOINTED
 
 PAGE = pathlib.Path(__file__).with_name("tables.md")
 
@@ -118,7 +119,8 @@ RESIDUALS = """\
 
 The temporary memory and the memory traffic of a training step with `residuals="int8"`,
 and, on small networks of the same families, the error of the gradients, which is that
-of bfloat16 times this.
+of bfloat16 times this. Beside it `nn.remat` around each layer, and both, relative to
+bfloat16.
 """
 
 TRAINED = """\
@@ -325,9 +327,14 @@ def _residuals() -> Iterator[str]:
         float32, bf16, ours = (rows[x] for x in ("float32", "bfloat16", "int8"))
         shares = [ours["temp"] / bf16["temp"], ours["temp"] / float32["temp"]]
         shares += [ours["bytes"] / bf16["bytes"], away["int8"] / away["bfloat16"]]
-        table.append((shares[0], [name, *(f"{x:.2f}" for x in shares)]))
+        again = [rows.get(x) for x in CHECKPOINTED]
+        cells = [name, *(f"{x:.2f}" for x in shares)]
+        for part in ("temp", "bytes"):
+            cells += [_ratio(x and x[part], bf16[part]) for x in again]
+        table.append((shares[0], cells))
     header = ["", "memory relative to bfloat16", "memory relative to float32"]
     header += ["traffic relative to bfloat16", "gradient error"]
+    header += ["memory, `nn.remat`", "both", "traffic, `nn.remat`", "both"]
     yield _table(header, [row for _, row in sorted(table)])
     yield TRAINED
     trained = {x: y for x, y in found.items() if x.endswith(", trained")}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import evidence, gpu, price
+from benchmarks.networks.families import FAMILIES, Rematerialised
 
 ROOT = Path(__file__).parents[2]
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs/performance.md"
@@ -236,6 +237,23 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
     assert f"memory traffic is {span(moved)} times that" in page
     assert f"half of them at most {np.median(moved):.2f} times" in page
     assert f"{span(away)} times that of bfloat16" in page
+    again = {
+        name: row
+        for name, row in zip(names, rows, strict=True)
+        if "checkpoint" in row and not isinstance(FAMILIES[name].model, Rematerialised)
+    }
+    memory, moved = (
+        [row["checkpoint"][part] / row["bfloat16"][part] for row in again.values()]
+        for part in ("temp", "bytes")
+    )
+    assert f"Of these, {len(again)} do not compute layers again" in page
+    assert f"they take {span(memory)} of the memory, half" in page
+    assert f"at most {np.median(memory):.2f}, and move {span(moved)} times" in page
+    pairs = [(row["int8"], row["checkpoint"]) for row in again.values()]
+    more = sum(x["bytes"] < y["bytes"] for x, y in pairs)
+    less = sum(x["temp"] < y["temp"] for x, y in pairs)
+    assert f'more than with `"int8"` in {more}. `"int8"` takes less' in page
+    assert f"less memory in {less}, mostly" in page
     trained = [y["rows"][0] for x, y in found.items() if x.endswith(", trained")]
     assert len(trained) == 4
     for row in trained:
