@@ -218,6 +218,9 @@ class _Program:
         """Whether an operation moves its arguments."""
         cast = v.op == "convert_element_type" and v.dtype == np.float32
         cast = cast and isinstance(v.of[0], Value) and v.of[0].dtype == np.float32
+        if v.op == "reduce_precision":
+            bits = v.params["exponent_bits"], v.params["mantissa_bits"]
+            cast = bits[0] >= 8 and bits[1] >= 23
         return (v.op in MOVES or v.op in PASSES or cast) and not v.kept
 
     def reads_nothing(self, v: Value) -> bool:

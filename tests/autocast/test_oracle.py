@@ -8,6 +8,7 @@ import inspect
 
 import jax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from observed import Comparison, compared, values_of
 
 from benchmarks import golden
@@ -69,6 +70,25 @@ def test_so_it_is_in_a_thousand_programs(first, form):
 @pytest.mark.parametrize("name", EVERYDAY)
 def test_no_value_of_a_model_is_in_16_bits_that_no_sentence_allows(name, form):
     fail_beyond(of_model(name, form), f"{name}, {form}")
+
+
+@pytest.mark.parametrize("saved", ["names", "matmuls"])
+def test_what_a_policy_of_checkpointing_saves_is_no_exception(saved):
+    policies = jax.checkpoint_policies
+    policy = policies.save_only_these_names("h")
+    if saved == "matmuls":
+        policy = policies.dots_with_no_batch_dims_saveable
+
+    def layer(x, w):
+        return jax.nn.gelu(checkpoint_name(x @ w, "h"))
+
+    def loss(w, x):
+        layer_again = jax.checkpoint(layer, policy=policy)
+        return (layer_again(layer_again(x, w), w) ** 2).mean()
+
+    args = (jax.ShapeDtypeStruct((16, 16), "float32"),) * 2
+    found = compared(values_of(jax.value_and_grad(loss), args), oracle.allowed)
+    fail_beyond(found, f"a layer of which {saved} are saved")
 
 
 def test_of_what_the_sentences_allow_nearly_all_is_in_16_bits():
