@@ -58,7 +58,7 @@ class Forward:
                 alone, and ``trips`` are 0 until what a loop carries has settled.
         """
         memo = {} if place else self.memo.setdefault(jaxpr, {})
-        key = tuple(ins), scopes
+        key = () if place else (tuple(ins), scopes)  # facts may have no hash there
         if key in memo:
             return [*memo[key]]
         owner, before = _jaxpr.open_jaxpr(jaxpr), place
