@@ -29,6 +29,7 @@ def test_the_distance_of_log_probabilities_is_that_of_numpy():
     np.testing.assert_allclose(found.by_token, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.evidence
 def test_float16_is_nearer_than_bfloat16_and_learns():
     console = Console(record=True, width=80)
     config = reinforce.Config(updates=10, rows=32, length=6, width=32)
