@@ -190,7 +190,7 @@ def test_explain_calls_it_a_product_in_float32():
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 16), (16, 3), (3, 3))]
     first, second, third = jaxmp.explain(jaxmp.autocast(fun))(*shapes).lines
     assert (first.dtype, first.rule) == ("float32", 3)
-    assert first.reason.startswith("a product reads it")
+    assert first.reason.startswith("feeds a product")
     assert (second.dtype, second.rule, second.products) == ("float32", 3, ())
     assert second.reason == "computed by a product"
     assert (third.dtype, third.products) == ("float32", ())
