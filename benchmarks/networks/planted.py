@@ -49,7 +49,7 @@ KINDS = {  # what is planted: the ways to write the faulty line, and what follow
             "norm = jnp.sqrt(jnp.sum(jnp.square({a} * h), axis=-1, keepdims=True))",
             "{a} * h / norm",
         ),
-        ("weight = jnp.exp({b} + h)", "h + 1e5 / (1 + weight)"),
+        ("weight = jnp.exp({b} + h)", "h + 1e4 / (1 + weight)"),
     ],
     "overflow, backward": [('steep = {f} * (h @ p["one"])', "steep")],
     "underflow, backward": [('flat = h @ p["one"]', "flat")],
