@@ -484,6 +484,22 @@ def test_random_keys_that_a_checkpointed_layer_saves_have_their_bytes():
     assert dict(at(report, "jax.random.split(").saved)[str(key.dtype)] == 5 * 8
 
 
+def test_a_matmul_of_a_gradient_inside_the_loss_has_its_line():
+    def inner(w, x):
+        h = x @ w
+        return jnp.mean(jnp.tanh(h) ** 2)
+
+    def loss(w, x):
+        def step(w, _):
+            return w - 0.1 * jax.grad(inner)(w, x), None
+
+        return jnp.mean(jax.lax.scan(step, w, None, length=3)[0] ** 2)
+
+    for step in loss, jax.value_and_grad(loss):
+        report = explained(jaxmp.autocast(step), shape(8, 8), X)
+        assert at(report, "h = x @ w").products == ("bfloat16",)
+
+
 # Lines
 
 

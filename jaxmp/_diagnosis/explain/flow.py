@@ -274,12 +274,11 @@ class Flow:
     def find_forward(self) -> None:
         """Finds the operations that do not serve the backward pass alone.
 
-        Differentiation writes slopes into the forward pass, beside what the user wrote.
+        Differentiation writes slopes into the forward pass, but no matmuls.
         """
 
         def before(value: Value) -> list[Value]:
-            operation = value.operation
-            return value.comes_from + (operation.ins if operation else [])
+            return value.comes_from + (value.operation.ins if value.operation else [])
 
         for value in _reached(filter(_ends, self.values), before):
             if value.operation is not None:
@@ -305,8 +304,9 @@ def _reached(
 
 
 def _ends(value: Value) -> bool:
-    """Whether a value is a result, or one that nobody reads."""
-    return value.is_returned or not (value.readers or value.becomes or value.saved)
+    """Whether a value is a result, one that nobody reads, or computed by a matmul."""
+    ends = value.is_returned or (value.operation and value.operation.takes)
+    return bool(ends) or not (value.readers or value.becomes or value.saved)
 
 
 def _returned(eqn: _jaxpr.Equation, step: Step | None) -> str:
