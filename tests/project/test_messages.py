@@ -1,6 +1,7 @@
 """Whatever is put wherever, an answer is short, and prints no array."""
 
 import functools
+import gc
 import html
 import inspect
 import re
@@ -183,6 +184,15 @@ def check_answer(call, *, others_may_answer=False):
         assert not re.search(r"[Aa]rray\(|\d\.[\de+-]*,?\s+-?\d+\.\d", message), message
 
 
+@pytest.fixture
+def few_objects():
+    """Hides what other tests have made, all of which is searched for primitives."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_whatever_is_put_wherever_the_answer_is_short(name):
     for _, call in calls(FUNCTIONS[name]):
