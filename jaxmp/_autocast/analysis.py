@@ -311,6 +311,10 @@ class Analysis:
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 found[i] |= read.get(var, needs.NOTHING)
+        if _jaxpr.call_kind(eqn) in ("scan", "while"):
+            layout = _jaxpr.call_layout(eqn)
+            for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
+                found[i] |= demand.wanted[out]  # what it starts from, it may return
         return found
 
     def wanted(

@@ -173,7 +173,7 @@ class _Program:
         readers = self.scaled_leaves(v)
         matmuls = [r for r, i in readers if self.reads_as_matmul(r, i)]
         alone = all(r in self.back or self.reads_as_matmul(r, i) for r, i in readers)
-        if v not in self.exact and matmuls and alone and not self.scales(v):
+        if v not in self.exact and matmuls and alone:
             return True
         gradient = v.op in SUMS and v in self.back and v not in self.exact
         return gradient and self.is_summed_gradient(v)

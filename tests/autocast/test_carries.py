@@ -1,5 +1,7 @@
 """What loops carry: 16 bits, as between layers written out, or float32, as sums."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,6 +224,22 @@ def test_what_the_first_layer_is_given_keeps_its_digits(dtype):
         return lax.scan(trip, x, p["layers"]["w"])[0] @ p["out"]
 
     assert carried(jaxmp.autocast(fun, dtype), params(), offset) == [{"float32"}]
+
+
+@both_dtypes
+def test_what_a_loop_starts_from_has_its_digits_if_there_is_no_iteration(dtype):
+    def fun(p, x, loop):
+        h = jax.nn.softmax(x @ p["in"])
+        trip = lambda i, h: jnp.tanh(h @ p["layers"]["w"][i])  # noqa: E731
+        h = loop(trip, h)
+        return jnp.sum(h * h), jnp.sum(jnp.tanh(h) @ p["out"])
+
+    def squares(loop):
+        wrapped = jaxmp.autocast(lambda n, p, x: fun(p, x, partial(loop, n)), dtype)
+        return wrapped(0, params(), X)[0]
+
+    looped = squares(lambda n, trip, h: lax.fori_loop(0, n, trip, h))
+    np.testing.assert_allclose(looped, squares(lambda n, trip, h: h), rtol=1e-6)
 
 
 @both_dtypes
