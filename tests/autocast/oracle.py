@@ -252,7 +252,7 @@ class _Program:
     def size(self, x: Any) -> float | None:
         """Gives how large a number is that is in the code, or moved, and None else."""
         if not isinstance(x, Value):
-            return abs(float(x))
+            return float(abs(x))
         moved = x in self.numbers and (x.op in CASTS or self.is_move(x))
         return self.size(x.of[0]) if moved and len(x.of) == 1 else None
 
