@@ -305,16 +305,14 @@ class Analysis:
             demand: What is needed of what they return.
             scopes: Named scopes around them.
         """
-        found = [needs.NOTHING] * len(eqn.invars)
+        found, layout = [needs.NOTHING] * len(eqn.invars), _jaxpr.call_layout(eqn)
         for body, wanted in self.wanted(eqn, demand):
             read = self.consumers(body.jaxpr, wanted, scopes).needs
             inner = _jaxpr.in_vars(body.jaxpr)
             for i, var in zip(body.operands, inner, strict=True):
                 found[i] |= read.get(var, needs.NOTHING)
-        if _jaxpr.call_kind(eqn) in ("scan", "while"):
-            layout = _jaxpr.call_layout(eqn)
-            for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
-                found[i] |= demand.wanted[out]  # what it starts from, it may return
+        for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
+            found[i] |= demand.wanted[out]  # what a loop starts from, it may return
         return found
 
     def wanted(
@@ -333,7 +331,7 @@ class Analysis:
     def inside(self, eqn: Equation, read: Demand, scopes: Scopes) -> Demand:
         """Returns what is needed of what the body of ``eqn`` returns.
 
-        What a loop carries is read by the next trip too.
+        What a loop carries is read by the next iteration too.
         """
         kind, layout = _jaxpr.call_kind(eqn), _jaxpr.call_layout(eqn)
         body = layout.bodies[-1]

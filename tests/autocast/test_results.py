@@ -32,12 +32,6 @@ def squared(z, y):
     return jnp.square(z - y).mean()
 
 
-def fed_back(w):
-    z = predicted(w, X)
-    again = jnp.concatenate([X[:, 8:], z], 1)
-    return squared(z, Y) + squared(predicted(w, again), Y)
-
-
 def in_scan(w):
     def step(total, y):
         return total + squared(predicted(w, X), y), None
