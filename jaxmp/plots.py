@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def exponents(
         https://arxiv.org/abs/1710.03740.
     """
     dtype = as_dtype(dtype, "`dtype`")
-    edges, counts, zeros, nonfinite, label = _histogram(ranges)
+    low, counts, zeros, nonfinite = _histogram(ranges)
     size = counts.sum() + zeros + nonfinite
     if size == 0:
         raise ValueError(
@@ -102,31 +102,33 @@ def exponents(
     loss_scale = float(as_scale(scale_in(loss_scale)))
     check_positive("loss_scale", loss_scale)
     shift = math.log2(loss_scale)
-    shares = 100 * counts / size
+    used = np.flatnonzero(counts) if counts.any() else np.array([-low])
+    edges = low + np.arange(used[0], used[-1] + 2)
+    shares = 100 * counts[used[0] : used[-1] + 1] / size
 
     info = jnp.finfo(dtype)
     # Half of the smallest subnormal number and less rounds to zero.
-    first_subnormal = info.minexp - info.nmant - 1
+    first = info.minexp - info.nmant - 1
     left, right = min(edges[0], edges[0] + shift), max(edges[-1], edges[-1] + shift)
     if dtype == jnp.float16:  # the others are far wider than what is to be seen
-        left, right = min(left, first_subnormal), max(right, info.maxexp)
+        left, right = min(left, first), max(right, info.maxexp)
     gap = max(4, (right - left) / 20)  # to the bars of zeros, and of Inf and NaN
 
     (axes,) = _axes(ax, 1)
-    for name, start, end, style in (
-        (f"{dtype.name} subnormal", first_subnormal, info.minexp, _SUBNORMAL),
-        (f"{dtype.name} normal", info.minexp, info.maxexp, _NORMAL),
-    ):
+    spans = ("subnormal", first, info.minexp), ("normal", info.minexp, info.maxexp)
+    for (name, start, end), style in zip(spans, (_SUBNORMAL, _NORMAL), strict=True):
         start, end = max(start, left - 1), min(end, right + 1)
         if start < end:
-            axes.axvspan(start, end, label=name, linewidth=0, zorder=0, **style)
+            style = {"label": f"{dtype.name} {name}", "linewidth": 0, **style}
+            axes.axvspan(start, end, zorder=0, **style)
+    ends = [f"first bar: all below 2^{low + 1}"] * bool(counts[0])
+    ends += [f"last bar: all from 2^{low + len(counts) - 1}"] * bool(counts[-1])
+    label = f"values ({', '.join(ends)})" if ends else "values"
     axes.bar(edges[:-1], shares, 0.9, align="edge", label=label, **_VALUES)
-    for name, place, count, style in (
-        ("zeros", left - gap, zeros, _HATCHED),
-        ("Inf or NaN", right + gap, nonfinite, _NONFINITE),
-    ):
-        if count or name == "zeros":
-            axes.bar(place, 100 * count / size, gap / 2, label=name, **style)
+    axes.bar(left - gap, 100 * zeros / size, gap / 2, label="zeros", **_HATCHED)
+    if nonfinite:
+        style = {"label": "Inf or NaN", **_NONFINITE}
+        axes.bar(right + gap, 100 * nonfinite / size, gap / 2, **style)
     if loss_scale != 1:
         spelled = f"2^{shift:.0f}" if shift.is_integer() else f"{loss_scale:g}"
         label = f"times the {which}, {spelled}"
@@ -135,8 +137,7 @@ def exponents(
     axes.set_ylim(min([100.0, *shares[shares > 0]]) / 2, 150)
     axes.set_xlabel("log2 of the magnitude")
     axes.set_ylabel("% of the values")
-    title = f"{size:,.0f} values in the range of {dtype.name}"
-    return _finished(axes, title, ax is None)
+    return _finished(axes, f"{size:,.0f} values in the range of {dtype.name}", ax)
 
 
 def loss_scale(
@@ -152,8 +153,9 @@ def loss_scale(
             holds it, in a list; or one ``LossScaleState`` with a leading axis over the
             steps, as ``lax.scan`` stacks it. Keep copies where the training step
             donates its state: ``jax.device_get(state._replace(inner_state=None))``.
-            Without the first state the line begins after the first step, if that was
-            skipped.
+            Without the first state the line begins with the state after the first
+            step, if that changed the scale: at step 1 if it was skipped, and at step 0
+            if the scale grew, as this looks like the state that ``tx.init`` made.
         ax: Where to draw; None makes a new figure.
 
     Returns:
@@ -188,19 +190,15 @@ def loss_scale(
             "`loss_scale` needs the state of one step at least, but the history is "
             "empty. Append `jaxmp.get_loss_scale_state(opt_state)` after each step."
         )
-    scales, finite, good, skipped = (
+    scales, finite, good = (
         np.concatenate([np.ravel(getattr(state, name)) for state in states])
-        for name in ("loss_scale", "last_finite", "good_steps", "skipped")
+        for name in ("loss_scale", "last_finite", "good_steps")
     )
-    start = 1
-    if finite[0] and not good[0] and not skipped[0]:  # as `tx.init` makes it
-        start = 0
-    elif finite[0] and good[0]:  # a step that did not change the scale
-        start, scales, finite = 0, [scales[0], *scales], [True, *finite]
-    scales, finite = np.asarray(scales), np.asarray(finite)
-    steps = np.arange(start, start + len(scales))
+    if finite[0] and good[0]:  # its step did not change the scale
+        scales, finite = np.r_[scales[0], scales], np.r_[True, finite]
+    steps = np.arange(len(scales)) + (not finite[0])
     # A state holds the scale for the next step.
-    used = np.concatenate([scales[:1], scales[:-1]])
+    used = np.r_[scales[0], scales[:-1]]
 
     (axes,) = _axes(ax, 1)
     # Of a line with one point there is nothing to see.
@@ -212,7 +210,7 @@ def loss_scale(
     axes.set_yscale("log", base=2)
     axes.set_xlabel("step")
     axes.set_ylabel("loss scale")
-    return _finished(axes, f"The loss scale over {steps[-1]:,} steps", ax is None)
+    return _finished(axes, f"The loss scale over {steps[-1]:,} steps", ax)
 
 
 def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
@@ -251,29 +249,30 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
             "`overflow` draws what computes in 16 bits, but nothing in the report "
             "does. Pass the report of a function in float16 or bfloat16."
         )
-    first = report.first
-    faults = [*([first] if first else []), *report.others]
-    least = {x.module: math.inf for x in [*rows, *faults[:1]]}
+    first, near = report.first, dict[str, float]()  # the least headroom of a module
     for x in rows:
-        least[x.module] = min(least[x.module], x.headroom)
-    guilty = [x.module for x in faults if x.module in least]
-    chosen = [*dict.fromkeys([*guilty, *sorted(least, key=least.__getitem__)])][:_ROWS]
-    modules = [module for module in least if module in chosen]
-    is_first = [first is not None and x == first.module for x in modules]
-    left, right = _rows(ax, modules, is_first)
+        near[x.module] = min(near.get(x.module, math.inf), x.headroom)
+    if first is not None:
+        near.setdefault(first.module, math.inf)
+    guilty = [x.module for x in (first, *report.others) if x and x.module in near]
+    chosen = [*dict.fromkeys([*guilty, *sorted(near, key=near.__getitem__)])][:_ROWS]
+    modules = [module for module in near if module in chosen]
+    left, right = _rows(ax, modules, [first.module] if first else ())
     crosses = []
     for backward, style, shift in ((False, _VALUES, -0.2), (True, _HATCHED, 0.2)):
-        places, headroom, lost = np.arange(len(modules)) + shift, [], []
-        for place, module in zip(places, modules, strict=True):
-            part = [x for x in rows if (x.module, x.backward) == (module, backward)]
-            is_finite = not any(x.nonfinite for x in part)
-            crosses += [place] * (not is_finite)
-            near = [x.headroom for x in part if is_finite and x.headroom < math.inf]
-            headroom.append(min(near, default=math.nan))
-            lost.append(100 * max([0.0, *(x.lost for x in part)]))
+        parts = [
+            [x for x in rows if (x.module, x.backward) == (module, backward)]
+            for module in modules
+        ]
+        places = np.arange(len(modules)) + shift
+        is_bad = np.array([any(x.nonfinite for x in part) for part in parts])
+        room = [min([math.inf, *(x.headroom for x in part)]) for part in parts]
+        room = np.where(is_bad | np.isinf(room), math.nan, room)
+        lost = [100 * max([0.0, *(x.lost for x in part)]) for part in parts]
         label = "backward" if backward else "forward"
-        left.barh(places, headroom, 0.38, label=label, **style)
+        left.barh(places, room, 0.38, label=label, **style)
         right.barh(places, lost, 0.38, **style)
+        crosses += [*places[is_bad]]
     if crosses:
         style = {"color": _RED, "clip_on": False, "zorder": 3, "label": "Inf or NaN"}
         left.plot(np.zeros(len(crosses)), crosses, "x", **style)
@@ -282,15 +281,14 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
     for axes in (left, right):
         axes.set_xlim(0, max(1.0, axes.get_xlim()[1]))
     if first is not None:
-        place = is_first.index(True) + (0.2 if first.backward else -0.2)
+        place = modules.index(first.module) + (0.2 if first.backward else -0.2)
         axes = right if first.kind == "zeros" else left
         end, arrow = axes.get_xlim()[1], {"arrowstyle": "-|>", "color": _RED}
-        options = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
-        options["bbox"] = {"color": "white", "pad": 0.5}  # where it lies on a bar
-        at, text = (0.04 * end, place), (0.6 * end, place)
-        axes.annotate("first fault", xy=at, xytext=text, **options)
-    title = f"Distance to overflow by module{_part(len(modules), len(least))}"
-    return _finished(left, title, ax is None)
+        style = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
+        style["bbox"] = {"color": "white", "pad": 0.5}  # where it lies on a bar
+        axes.annotate("first fault", (0.04 * end, place), (0.6 * end, place), **style)
+    title = f"Distance to overflow by module{_part(modules, near)}"
+    return _finished(left, title, ax)
 
 
 def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
@@ -325,12 +323,12 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     named = report.float32_paths + report.bfloat16_paths
     rest = [x for x in report.modules[_ROWS:] if x.path in named]
     rows = [*report.modules[:_ROWS], *rest]
-    left, right = _rows(ax, [x.name for x in rows], [x.path in named for x in rows])
+    bold = [x.name for x in rows if x.path in named]
+    left, right = _rows(ax, [x.name for x in rows], bold)
     places, narrow = np.arange(len(rows)), report.narrow
-    only, others = ([getattr(x, name) for x in rows] for name in ("alone", "without"))
+    only, others = np.transpose([(row.alone, row.without) for row in rows])
     seen = [x for x in (*only, *others, report.tolerance) if 0 < x < math.inf]
-    low, high = min(seen) / 10, max(seen) * 10
-    only, others = np.clip(only, low, high), np.clip(others, low, high)
+    only, others = (np.clip(x, min(seen) / 10, max(seen) * 10) for x in (only, others))
     left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
     left.plot(only, places, "o", label=f"only this in {narrow}", **_VALUES)
     left.plot(others, places, "D", label=f"all but this in {narrow}", **_HOLLOW)
@@ -342,60 +340,49 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     left.set_xlim(0.7 * 10 ** np.floor(ends[0]), 1.4 * 10 ** np.ceil(ends[1]))
     left.xaxis.set_minor_formatter("")
     left.set_xlabel("relative error of loss or gradients, the larger")
-    costs = [row.stored if report.residuals else row.share for row in rows]
-    right.barh(places, [100 * cost for cost in costs], 0.6, **_VALUES)
+    costs = [100 * (row.stored if report.residuals else row.share) for row in rows]
+    right.barh(places, costs, 0.6, **_VALUES)
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
-    title = f"Error of each module in {narrow}{_part(len(rows), len(report.modules))}"
-    return _finished(left, title, ax is None)
+    title = f"Error of each module in {narrow}{_part(rows, report.modules)}"
+    return _finished(left, title, ax)
 
 
-def _part(shown: int, count: int) -> str:
+def _part(shown: Sized, every: Sized) -> str:
     """Says how many rows are shown, if not all."""
-    return f", {shown} of {count}" if count > shown else ""
+    return f", {len(shown)} of {len(every)}" if len(every) > len(shown) else ""
 
 
-def _rows(ax: Any, modules: Sequence[str], bold: Sequence[bool]) -> tuple[Axes, Axes]:
+def _rows(ax: Any, modules: Sequence[str], bold: Sequence[str]) -> tuple[Axes, Axes]:
     """Returns two axes with a row for each module, the first at the top.
 
     They are named without the path that all have in common.
     """
     left, right = _axes(ax, 2, rows=len(modules))
-    paths = [module.split("/") for module in modules if module]
-    levels = zip(*(path[:-1] for path in paths), strict=False)
-    shared = [x[0] for x in itertools.takewhile(lambda x: len({*x}) == 1, levels)]
-    start = len("/".join([*shared, ""])) if shared else 0
-    names = [module[start:] or "(no module)" for module in modules]
+    levels = zip(*(x.split("/")[:-1] for x in modules if x), strict=False)
+    alike = itertools.takewhile(lambda names: len({*names}) == 1, levels)
+    shared = "".join(f"{name}/" for name, *_ in alike)
+    names = [module.removeprefix(shared) or "(no module)" for module in modules]
     names = [x if len(x) <= 48 else f"…{x[-47:]}" for x in names]
     left.set_yticks(range(len(names)), names)
-    for is_bold, text in zip(bold, left.get_yticklabels(), strict=True):
-        text.set_fontweight("bold" if is_bold else "normal")
-    left.set_ylabel(f"modules of {'/'.join(shared)}" if shared else "modules")
+    for module, text in zip(modules, left.get_yticklabels(), strict=True):
+        text.set_fontweight("bold" if module in bold else "normal")
+    left.set_ylabel(f"modules of {shared[:-1]}" if shared else "modules")
     right.tick_params(labelleft=False)
     for axes in (left, right):
         axes.set_ylim(len(modules) - 0.4, -0.6)
     return left, right
 
 
-def _histogram(ranges: Any) -> tuple[np.ndarray, np.ndarray, float, float, str]:
-    """Returns bucket edges and counts, zeros, Inf and NaN, and a name for the bars."""
+def _histogram(ranges: Any) -> tuple[int, np.ndarray, float, float]:
+    """Returns the first bucket, the counts of all, zeros, and Inf and NaN."""
     if isinstance(ranges, RecordRangesState):
         low, length = int(np.ravel(ranges.low)[0]), np.shape(ranges.exponents)[-1]
         counts = np.asarray(ranges.exponents, np.float64).reshape(-1, length).sum(0)
-        zeros, nonfinite = float(np.sum(ranges.zeros)), float(np.sum(ranges.nonfinite))
-    else:
-        # Every exponent that a float64 can have, the subnormal ones included.
-        low = -1074
-        counts = np.asarray(exponent_histogram(ranges, low=low, high=1023), np.float64)
-        total = range_report(ranges).total.counts
-        zeros, nonfinite = total["zero"], total["nonfinite"]
-    ends = [f"first bar: all below 2^{low + 1}"] if counts[0] else []
-    ends += [f"last bar: all from 2^{low + len(counts) - 1}"] if counts[-1] else []
-    label = f"values ({', '.join(ends)})" if ends else "values"
-    if not counts.any():
-        return np.arange(2), np.zeros(1), zeros, nonfinite, label
-    start, end = np.flatnonzero(counts)[[0, -1]]
-    edges, used = low + np.arange(start, end + 2), counts[start : end + 1]
-    return edges, used, zeros, nonfinite, label
+        return low, counts, float(np.sum(ranges.zeros)), float(np.sum(ranges.nonfinite))
+    low = -1074  # every exponent that a float64 can have, the subnormal ones included
+    counts = exponent_histogram(ranges, low=low, high=1023)
+    total = range_report(ranges).total.counts
+    return low, np.asarray(counts, np.float64), total["zero"], total["nonfinite"]
 
 
 def _check_report(report: Any, kind: type, name: str, call: str) -> None:
@@ -418,8 +405,10 @@ def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
         ax = np.ravel(figure.subplots(1, count, **options))
     found = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
     if len(found) != count or not all(isinstance(x, Axes) for x in found):
-        what = ("axes", "two axes")[count - 1]
-        cure = ("one of `figure.subplots()`", "both of `figure.subplots(2)`")[count - 1]
+        what, cure = (
+            ("axes", "one of `figure.subplots()`"),
+            ("two axes", "both of `figure.subplots(2)`"),
+        )[count - 1]
         raise TypeError(
             f"`ax` must be {what} of matplotlib, but is {describe(ax)}. Leave it out "
             f"for a new figure, or pass {cure}."
@@ -427,15 +416,15 @@ def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
     return found
 
 
-def _finished(ax: Axes, title: str, own_figure: bool) -> Axes:
+def _finished(axes: Axes, title: str, ax: Any) -> Axes:
     """Adds a title, where there is none, and a legend: below a figure of ours."""
-    if not any(ax.get_title(loc) for loc in ("left", "center", "right")):
-        ax.set_title(title, fontsize="medium")
-    if own_figure:
-        figure: Any = ax.figure
-        handles, _ = ax.get_legend_handles_labels()
+    if not any(axes.get_title(loc) for loc in ("left", "center", "right")):
+        axes.set_title(title, fontsize="medium")
+    if ax is None:
+        figure: Any = axes.figure
+        handles, _ = axes.get_legend_handles_labels()
         options = {"loc": "outside lower center", "ncols": 3, "frameon": False}
         figure.legend(handles=handles, **options)
     else:
-        ax.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
-    return ax
+        axes.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
+    return axes

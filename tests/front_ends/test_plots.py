@@ -192,6 +192,20 @@ def test_the_first_scale_is_shown_although_the_first_step_is_skipped():
     assert scale.get_xdata().tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("skips", [[False], [True, False]], ids=["first", "later"])
+def test_a_history_that_begins_when_the_scale_grew_begins_at_step_0(skips):
+    tx = jaxmp.dynamic_loss_scale(optax.sgd(0.1), growth_interval=1)
+    state, states = tx.init(jnp.zeros([])), []
+    for is_bad in [*skips, False]:
+        state = tx.update(jnp.where(is_bad, jnp.inf, 1.0), state)[1]
+        states.append(state)
+    ax = jaxmp.plots.loss_scale(states[-2:])
+    (scale,) = ax.lines
+    assert scale.get_xdata().tolist() == [0, 1]
+    assert np.diff(np.log2(scale.get_ydata())).tolist() == [1]
+    assert ax.get_title() == "The loss scale over 1 steps"
+
+
 def test_a_run_without_skips_has_no_marks():
     ax = jaxmp.plots.loss_scale(history([])[:1])
     assert labels(ax) == ["loss scale"]
