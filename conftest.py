@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import platform
+import re
 import time
 
 # XLA's threads. With fewer than devices that wait in independent collectives, JAX
@@ -126,6 +127,13 @@ def in_both_dtypes(cases, *usual):
         *(f"{name}-bfloat16" for name in cases),
         *(f"{name}-float16" for name in usual),
     )
+
+
+def answered(table):
+    """Parametrises over what is typed, each with what of the answer is below it."""
+    rows = re.findall(r"^([^#\s].*)\n {4}(.+)$", table, re.M)
+    assert 2 * len(rows) == sum(x[:1] not in ("", "#") for x in table.splitlines())
+    return pytest.mark.parametrize(("typed", "answer"), rows)
 
 
 def normal(seed, *shape, scale=1.0):

@@ -18,14 +18,14 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from matplotlib.figure import Figure
 
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 import jaxmp.plots
+from conftest import answered
 from jaxmp._base.names import ANSWERS
 
 PARAMS = {"w": jnp.ones(8)}
@@ -62,249 +62,162 @@ def returning(result, **options):
 
 
 # What is typed, and what of the answer tells how it should have been.
-SLIPS = {
-    # The optimizer
-    "policy first": (lambda: jaxmp.loss_scaling("O1", optax.adam(1.0)), "comes first"),
-    "adam not called": (
-        lambda: jaxmp.loss_scaling(optax.adam, "O1"),
-        r"function `adam`. Call it.*`adam\(1e-3\)`",
-    ),
-    "a state for the optimizer": (
-        lambda: jaxmp.loss_scaling(STATE, "O1"),
-        "type LossScaleState. Pass for example `optax.adam",
-    ),
-    "static given a policy": (
-        lambda: jaxmp.static_loss_scale(optax.adam(1.0), "O1"),
-        "`scale` must be a number, but is 'O1'",
-    ),
-    "no init: params": (lambda: TX.update(PARAMS, PARAMS, PARAMS), r"`opt_state = tx"),
-    "no init: inner": (
-        lambda: TX.update(PARAMS, optax.adam(1.0).init(PARAMS), PARAMS),
-        "but got a tuple of 2.*tx.init",
-    ),
-    "state before gradients": (
-        lambda: TX.update(STATE, PARAMS, PARAMS),
-        r"`tx.update\(grads, opt_state, params\)`",
-    ),
-    "scale of the optimizer": (
-        lambda: jaxmp.get_loss_scale(TX),
-        r"is the optimizer. Pass what `tx.init\(params\)`",
-    ),
-    "shardings swapped": (
-        lambda: jaxmp.init_shardings(PARAMS, TX),
-        r"`init_shardings\(tx, params\)` takes the optimizer first",
-    ),
-    "cast a Linen model": (
-        lambda: jaxmp.with_policy(MODEL, "O1"),
-        r"module `Dense`.*`with_policy\(model.apply, policy\)`",
-    ),
-    "cast, swapped": (
-        lambda: jaxmp.with_policy("O1", MODEL.apply),
-        r"function comes first: `with_policy\(fun, policy\)`",
-    ),
-    "cast a result": (
-        lambda: jaxmp.with_policy(X, "O1"),
-        r"array float32\[4, 8\]. Pass the function itself",
-    ),
-    "differentiate a Linen model": (lambda: jaxmp.value_and_grad(MODEL), "the loss,"),
-    "differentiate a loss": (
-        lambda: jaxmp.value_and_grad(loss_fn(PARAMS, X, Y)),
-        r"array float32\[\]. Pass the function itself, and call the result",
-    ),
-    "a gradient with its argnums second": (
-        lambda: jaxmp.grad(loss_fn, 0),
-        r"`jaxmp.grad` takes the function, and everything else by its name.*argnums=0",
-    ),
-    "a gradient of NNX with its argnums second": (
-        lambda: jaxmp.nnx.value_and_grad(loss_fn, 0),
-        r"`jaxmp.nnx.value_and_grad` takes the function.*argnums=0",
-    ),
-    "autocast, swapped": (
-        lambda: jaxmp.autocast("mixed_float16", loss_fn),
-        r"function comes first: `autocast\(fun, policy\)`",
-    ),
-    "with autocast of a policy": (
-        lambda: jaxmp.autocast("mixed_float16").__enter__(),
-        r"got str.*function comes first.*It is not a context manager.*as a decorator",
-    ),
-    "autocast a Linen model": (lambda: jaxmp.autocast(MODEL), "`autocast.model.apply"),
-    "autocast with a name for lists": (
-        lambda: jaxmp.autocast(loss_fn, ops="tanh"),
-        r"`ops=jaxmp.DEFAULT_OPS.with_deny\(",
-    ),
-    "float32 of a result": (lambda: jaxmp.float32_region(X), "Pass the function"),
-    "activations of a model": (
-        lambda: jaxmp.linen.activation_gradients(MODEL),
-        "Pass the loss",
-    ),
-    # A Linen model
-    "Linen: apply": (
-        lambda: jaxmp.linen.with_policy(MODEL.apply, "O2"),
-        r"method `apply`. Pass the model itself: `jaxmp.linen.with_policy\(model",
-    ),
-    "Linen: bound": (
-        lambda: jaxmp.linen.with_policy(MODEL.bind(VARIABLES), "O2"),
-        r"bound to variables: `model.unbind\(\)`",
-    ),
-    "Linen: another library": (
-        lambda: jaxmp.linen.with_policy(HAIKU, "O2"),
-        "there is `jaxmp.with_policy`",
-    ),
-    # The arguments of the function in the same call
-    "audit": (
-        lambda: jaxmp.audit(loss_fn, PARAMS, X),
-        r"^Type `jaxmp.audit\(fun\)\(\*",
-    ),
-    "sensitivity": (
-        lambda: jaxmp.sensitivity(loss_fn, "O1", PARAMS),
-        r'^Type `jaxmp.sensitivity\(loss_fn, "mixed_float16"\)\(\*args\)`',
-    ),
-    "float32 of a call": (
-        lambda: jaxmp.float32_region(jnp.matmul, X, X),
-        r"^Type `jaxmp.float32_region\(fun\)\(\*args\)`",
-    ),
-    "cast and call": (
-        lambda: jaxmp.with_policy(MODEL.apply, "O1", VARIABLES, X),
-        r"^Type `jaxmp.with_policy\(fun, .*\)\(\*args\)`",
-    ),
-    "an option that is not there": (
-        lambda: jaxmp.value_and_grad(loss_fn, accumulate=2),
-        "has no option `accumulate`. Expected one of .*accum_steps",
-    ),
-    "the state for a policy": (
-        lambda: jaxmp.value_and_grad(loss_fn, STATE),
-        "LossScaleState",
-    ),
-    # Autocast as torch has it
-    "with autocast": (
-        lambda: jaxmp.autocast().__enter__(),
-        r"^Type `jaxmp.autocast\(fun, .*It is not a context manager",
-    ),
-    "autocast with a device": (
-        lambda: jaxmp.autocast("cuda", dtype=jnp.float16),
-        "names no device.*has no option `dtype`",
-    ),
-    "autocast as a decorator with options": (
-        lambda: jaxmp.autocast(policy="O1"),
-        r"`@functools.partial\(jaxmp.autocast, policy=\"mixed_float16\"\)`",
-    ),
-    # The operations and modules
-    "a function for an operation": (
-        lambda: jaxmp.DEFAULT_OPS.with_deny("softmax"),
-        r"Type `jaxmp.float32_region\(jax.nn.softmax\)`",
-    ),
-    "a function itself for an operation": (
-        lambda: jaxmp.DEFAULT_OPS.with_deny(jax.nn.softmax),
-        r"type `jaxmp.float32_region\(fun\)`",
-    ),
-    "a report for paths": (
-        lambda: jaxmp.autocast(loss_fn, float32_paths=jaxmp.audit(loss_fn)),
-        r'`float32_paths` must be.*`float32_paths=\("head",\)`',
-    ),
-    # The plots
-    "a plot of a function": (
-        lambda: jaxmp.plots.overflow(jaxmp.find_overflow(loss_fn)),
-        r"got the function `loss_fn`. Type `jaxmp.plots.overflow\(jaxmp.find_overflow",
-    ),
-    "a plot of another report": (
-        lambda: jaxmp.plots.sensitivity(jaxmp.audit(loss_fn)(PARAMS, X, Y)),
-        r"got an object of type DtypeReport. Type `jaxmp.plots.sensitivity\(jaxmp.se",
-    ),
-    "a plot on one axis of two": (
-        lambda: jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots()),
-        r"two axes of matplotlib.*`figure.subplots\(2\)`",
-    ),
-    "a plot of an optimizer": (
-        lambda: jaxmp.plots.loss_scale([TX]),
-        r"is the optimizer. Pass what `tx.init",
-    ),
-    "exponents of a report": (
-        lambda: jaxmp.plots.exponents(jaxmp.range_report(PARAMS)),
-        "Pass the parameters or gradients",
-    ),
-    # Policies
-    "fp16": (
-        lambda: jaxmp.get_policy("fp16"),
-        r"`mixed_float16`, with float32 parameters\? `float16` has everything in 16",
-    ),
-    "a fixed scale of loss_scaling": (
-        lambda: jaxmp.loss_scaling(optax.adam(1.0), "O1", scale=8),
-        "`jaxmp.static_loss_scale`.*no option `scale`",
-    ),
-    "loss_scaling without a policy": (
-        lambda: jaxmp.loss_scaling(optax.adam(1.0)),
-        r"^Type `jaxmp.loss_scaling\(optax.adam\(1e-3\), \"mixed_float16\"\)`",
-    ),
-    # The loss scale
-    "a policy for a scale": (
-        lambda: vag(loss_scale=POLICY),
-        "another argument, `policy",
-    ),
-    "the optimizer for a scale": (lambda: vag(loss_scale=TX), r"returns|`tx.init"),
-    "None for a scale": (lambda: vag(loss_scale=None), "Leave it out"),
-    "a flag for a scale": (
-        lambda: vag(loss_scale=True),
-        "must be a number, but is True",
-    ),
-    "parameters for a scale": (
-        lambda: vag(loss_scale=PARAMS),
-        "no `LossScaleState` in",
-    ),
-    "an optimizer for a scale, in activations": (
-        lambda: jaxmp.activation_gradients(loss_fn, loss_scale=TX),
-        "That is the optimizer",
-    ),
-    "unscale swapped": (
-        lambda: jaxmp.unscale(2.0**15, PARAMS),
-        r"`unscale\(grads, loss_scale\)` takes the gradients first.*Swap",
-    ),
-    "a name for a mesh": (
-        lambda: vag(mesh="data", **BATCH),
-        r"`mesh=jax.sharding.Mesh\(jax.devices\(\).*`axis_name='data'`",
-    ),
-    "a sharding for a mesh": (
-        lambda: vag(mesh=NamedSharding(MESH, P("data")), **BATCH),
-        "`mesh=sharding.mesh`",
-    ),
-    "a tree for an axis": (
-        lambda: jaxmp.all_finite("data", axis_name=PARAMS),
-        '`axis_name="data"`',
-    ),
-    "a number for an axis": (
-        lambda: vag(axis_name=5),
-        "name of a mesh axis or several, but is 5",
-    ),
-    "argnums by name": (lambda: vag(argnums="params"), "`argnums=1`"),
-    "argnums a flag": (lambda: vag(argnums=True), "count from 0"),
-    "no argnums": (lambda: vag(argnums=())(PARAMS, X, Y), "Pass `argnums=0`"),
-    "argnums twice": (lambda: vag(argnums=(0, -3))(PARAMS, X, Y), "each once"),
-    "batch by name": (lambda: vag(batch_argnums="x"), "`batch_argnums=1`"),
-    "arguments by keyword": (lambda: vag()(params=PARAMS, x=X, y=Y), "by position"),
-    # Trees
-    "select swapped": (
-        lambda: jaxmp.select_tree(PARAMS, PARAMS, jnp.array(True)),
-        r"`select_tree\(pred, on_true, on_false\)`.*got dict.*last_step_finite",
-    ),
-    "select by a state": (
-        lambda: jaxmp.select_tree(STATE, PARAMS, PARAMS),
-        r"Pass `jaxmp.last_step_finite\(opt_state\)`",
-    ),
-    "cast_tree swapped": (
-        lambda: jaxmp.cast_tree(jnp.float16, PARAMS),
-        r"`cast_tree\(tree, dtype\)` takes the tree first",
-    ),
-    # What the loss returns
-    "a tuple": (lambda: returning((jnp.ones(()), X)), "tuple of 2.*`has_aux=True`"),
-    "a dict": (lambda: returning({"loss": jnp.ones((4, 4))}), "a dict of 1.*`has_aux"),
-    "a loss for each row": (lambda: returning(Y), r"float32\[4\].*`.mean\(\)`"),
-    "a list with aux": (lambda: returning([1.0, X], has_aux=True), "pair.*list of 2"),
-}
+SLIPS = r"""
+# The optimizer
+jaxmp.loss_scaling("O1", optax.adam(1.0))
+    comes first
+jaxmp.loss_scaling(optax.adam, "O1")
+    function `adam`. Call it.*`adam\(1e-3\)`
+jaxmp.loss_scaling(STATE, "O1")
+    type LossScaleState. Pass for example `optax.adam
+jaxmp.static_loss_scale(optax.adam(1.0), "O1")
+    `scale` must be a number, but is 'O1'
+TX.update(PARAMS, PARAMS, PARAMS)
+    `opt_state = tx
+TX.update(PARAMS, optax.adam(1.0).init(PARAMS), PARAMS)
+    but got a tuple of 2.*tx.init
+TX.update(STATE, PARAMS, PARAMS)
+    `tx.update\(grads, opt_state, params\)`
+jaxmp.get_loss_scale(TX)
+    is the optimizer. Pass what `tx.init\(params\)`
+jaxmp.init_shardings(PARAMS, TX)
+    `init_shardings\(tx, params\)` takes the optimizer first
+jaxmp.with_policy(MODEL, "O1")
+    module `Dense`.*`with_policy\(model.apply, policy\)`
+jaxmp.with_policy("O1", MODEL.apply)
+    function comes first: `with_policy\(fun, policy\)`
+jaxmp.with_policy(X, "O1")
+    array float32\[4, 8\]. Pass the function itself
+jaxmp.value_and_grad(MODEL)
+    the loss,
+jaxmp.value_and_grad(loss_fn(PARAMS, X, Y))
+    array float32\[\]. Pass the function itself, and call the result
+jaxmp.grad(loss_fn, 0)
+    `jaxmp.grad` takes the function, and everything else by its name.*argnums=0
+jaxmp.nnx.value_and_grad(loss_fn, 0)
+    `jaxmp.nnx.value_and_grad` takes the function.*argnums=0
+jaxmp.autocast("mixed_float16", loss_fn)
+    function comes first: `autocast\(fun, policy\)`
+jaxmp.autocast("mixed_float16").__enter__()
+    got str.*function comes first.*It is not a context manager.*as a decorator
+jaxmp.autocast(MODEL)
+    `autocast.model.apply
+jaxmp.autocast(loss_fn, ops="tanh")
+    `ops=jaxmp.DEFAULT_OPS.with_deny\(
+jaxmp.float32_region(X)
+    Pass the function
+jaxmp.linen.activation_gradients(MODEL)
+    Pass the loss
+# A Linen model
+jaxmp.linen.with_policy(MODEL.apply, "O2")
+    method `apply`. Pass the model itself: `jaxmp.linen.with_policy\(model
+jaxmp.linen.with_policy(MODEL.bind(VARIABLES), "O2")
+    bound to variables: `model.unbind\(\)`
+jaxmp.linen.with_policy(HAIKU, "O2")
+    there is `jaxmp.with_policy`
+# The arguments of the function in the same call
+jaxmp.audit(loss_fn, PARAMS, X)
+    ^Type `jaxmp.audit\(fun\)\(\*
+jaxmp.sensitivity(loss_fn, "O1", PARAMS)
+    ^Type `jaxmp.sensitivity\(loss_fn, "mixed_float16"\)\(\*args\)`
+jaxmp.float32_region(jnp.matmul, X, X)
+    ^Type `jaxmp.float32_region\(fun\)\(\*args\)`
+jaxmp.with_policy(MODEL.apply, "O1", VARIABLES, X)
+    ^Type `jaxmp.with_policy\(fun, .*\)\(\*args\)`
+jaxmp.value_and_grad(loss_fn, accumulate=2)
+    has no option `accumulate`. Expected one of .*accum_steps
+jaxmp.value_and_grad(loss_fn, STATE)
+    LossScaleState
+# Autocast as torch has it
+jaxmp.autocast().__enter__()
+    ^Type `jaxmp.autocast\(fun, .*It is not a context manager
+jaxmp.autocast("cuda", dtype=jnp.float16)
+    names no device.*has no option `dtype`
+jaxmp.autocast(policy="O1")
+    `@functools.partial\(jaxmp.autocast, policy=\"mixed_float16\"\)`
+# The operations and modules
+jaxmp.DEFAULT_OPS.with_deny("softmax")
+    Type `jaxmp.float32_region\(jax.nn.softmax\)`
+jaxmp.DEFAULT_OPS.with_deny(jax.nn.softmax)
+    type `jaxmp.float32_region\(fun\)`
+jaxmp.autocast(loss_fn, float32_paths=jaxmp.audit(loss_fn))
+    `float32_paths` must be.*`float32_paths=\("head",\)`
+# The plots
+jaxmp.plots.overflow(jaxmp.find_overflow(loss_fn))
+    got the function `loss_fn`. Type `jaxmp.plots.overflow\(jaxmp.find_overflow
+jaxmp.plots.sensitivity(jaxmp.audit(loss_fn)(PARAMS, X, Y))
+    got an object of type DtypeReport. Type `jaxmp.plots.sensitivity\(jaxmp.se
+jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots())
+    two axes of matplotlib.*`figure.subplots\(2\)`
+jaxmp.plots.loss_scale([TX])
+    is the optimizer. Pass what `tx.init
+jaxmp.plots.exponents(jaxmp.range_report(PARAMS))
+    Pass the parameters or gradients
+# Policies
+jaxmp.get_policy("fp16")
+    `mixed_float16`, with float32 parameters\? `float16` has everything in 16
+jaxmp.loss_scaling(optax.adam(1.0), "O1", scale=8)
+    `jaxmp.static_loss_scale`.*no option `scale`
+jaxmp.loss_scaling(optax.adam(1.0))
+    ^Type `jaxmp.loss_scaling\(optax.adam\(1e-3\), \"mixed_float16\"\)`
+# The loss scale
+vag(loss_scale=POLICY)
+    another argument, `policy
+vag(loss_scale=TX)
+    returns|`tx.init
+vag(loss_scale=None)
+    Leave it out
+vag(loss_scale=True)
+    must be a number, but is True
+vag(loss_scale=PARAMS)
+    no `LossScaleState` in
+jaxmp.activation_gradients(loss_fn, loss_scale=TX)
+    That is the optimizer
+jaxmp.unscale(2.0**15, PARAMS)
+    `unscale\(grads, loss_scale\)` takes the gradients first.*Swap
+vag(mesh="data", **BATCH)
+    `mesh=jax.sharding.Mesh\(jax.devices\(\).*`axis_name='data'`
+vag(mesh=jax.sharding.NamedSharding(MESH, jax.P("data")), **BATCH)
+    `mesh=sharding.mesh`
+jaxmp.all_finite("data", axis_name=PARAMS)
+    `axis_name="data"`
+vag(axis_name=5)
+    name of a mesh axis or several, but is 5
+vag(argnums="params")
+    `argnums=1`
+vag(argnums=True)
+    count from 0
+vag(argnums=())(PARAMS, X, Y)
+    Pass `argnums=0`
+vag(argnums=(0, -3))(PARAMS, X, Y)
+    each once
+vag(batch_argnums="x")
+    `batch_argnums=1`
+vag()(params=PARAMS, x=X, y=Y)
+    by position
+# Trees
+jaxmp.select_tree(PARAMS, PARAMS, jnp.array(True))
+    `select_tree\(pred, on_true, on_false\)`.*got dict.*last_step_finite
+jaxmp.select_tree(STATE, PARAMS, PARAMS)
+    Pass `jaxmp.last_step_finite\(opt_state\)`
+jaxmp.cast_tree(jnp.float16, PARAMS)
+    `cast_tree\(tree, dtype\)` takes the tree first
+# What the loss returns
+returning((jnp.ones(()), X))
+    tuple of 2.*`has_aux=True`
+returning({"loss": jnp.ones((4, 4))})
+    a dict of 1.*`has_aux
+returning(Y)
+    float32\[4\].*`.mean\(\)`
+returning([1.0, X], has_aux=True)
+    pair.*list of 2
+"""
 
 
-@pytest.mark.parametrize(("typed", "answer"), SLIPS.values(), ids=SLIPS.keys())
+@answered(SLIPS)
 def test_a_slip_is_answered_with_a_sentence(typed, answer):
     with pytest.raises((TypeError, ValueError), match=answer) as error:
-        typed()
+        eval(typed, globals())
     message = str(error.value)
     assert message.endswith(".")
     assert "`" in message

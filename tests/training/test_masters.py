@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxmp
-from conftest import bits, usually_bfloat16
+from conftest import answered, bits, usually_bfloat16
 from jaxmp._base import rounding as _rounding
 
 KAHAN = {
@@ -131,31 +131,21 @@ def test_an_nnx_optimizer_has_masters():
 
 
 STATE = KAHAN["int16"](optax.sgd(1.0)).init(PARAMS)
-MISTAKES = {
-    "another model": (
-        lambda: jaxmp.masters({"v": PARAMS["w"]}, STATE),
-        r"compensation \[64\] of `w`, and there is no such",
-    ),
-    "float32 parameters": (
-        lambda: jaxmp.masters(FLOATS, STATE),
-        "no such 16-bit parameter",
-    ),
-    "masters of another model": (
-        lambda: jaxmp.set_masters({"w": FLOATS["w"]}, PARAMS, STATE),
-        "one structure",
-    ),
-    "another compensation": (
-        lambda: KAHAN["int8"](optax.sgd(1.0)).update(FLOATS, STATE, PARAMS),
-        "is int16, but `compensation` is int8.*set_masters",
-    ),
-    "no such compensation": (
-        lambda: jaxmp.kahan_summation(optax.sgd(1.0), compensation="bfloat16"),
-        "must be int16 or int8, but is 'bfloat16'",
-    ),
-}
+MISTAKES = r"""
+jaxmp.masters({"v": PARAMS["w"]}, STATE)
+    compensation \[64\] of `w`, and there is no such
+jaxmp.masters(FLOATS, STATE)
+    no such 16-bit parameter
+jaxmp.set_masters({"w": FLOATS["w"]}, PARAMS, STATE)
+    one structure
+KAHAN["int8"](optax.sgd(1.0)).update(FLOATS, STATE, PARAMS)
+    is int16, but `compensation` is int8.*set_masters
+jaxmp.kahan_summation(optax.sgd(1.0), compensation="bfloat16")
+    must be int16 or int8, but is 'bfloat16'
+"""
 
 
-@pytest.mark.parametrize(("mistake", "answer"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered(mistake, answer):
+@answered(MISTAKES)
+def test_a_mistake_is_answered(typed, answer):
     with pytest.raises(ValueError, match=answer):
-        mistake()
+        eval(typed, globals())

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from updates import step_of, train
 
 import jaxmp
-from conftest import bits
+from conftest import answered, bits
 from jaxmp._base import rounding as _rounding
 
 WRAPPERS = {
@@ -507,74 +507,43 @@ def test_every_policy_trains_the_same_program():
 F16 = {"layer": {"w": jnp.ones(3, jnp.float16)}}
 F8 = {"w": jnp.ones(3, jnp.float8_e4m3fn)}
 SGD = optax.sgd(1.0)
-MISTAKES = {
-    "float16 at random": (
-        lambda: jaxmp.stochastic_rounding(SGD).init(F16),
-        r"`layer/w` is float16\. Use `jaxmp\.kahan_summation`",
-    ),
-    "float8": (lambda: jaxmp.kahan_summation(SGD).init(F8), "`w` is float8_e4m3fn"),
-    "no parameters": (
-        lambda: TX.update(GRADS, TX.init(PARAMS)),
-        r"`tx.update\(grads, opt_state, params\)`",
-    ),
-    "another state": (
-        lambda: TX.update(GRADS, KAHAN.init(PARAMS), PARAMS),
-        "a `StochasticRoundingState`, but got",
-    ),
-    "cast after init": (
-        lambda: KAHAN.update(
-            GRADS, KAHAN.init(jaxmp.cast_tree(PARAMS, "float32")), PARAMS
-        ),
-        r"bfloat16\[8, 2\] has a compensation of the shape \[\].*cast_to_param",
-    ),
-    "a policy for a dtype": (
-        lambda: jaxmp.stochastic_rounding(SGD, state_dtype="mixed_bfloat16"),
-        "`mixed_bfloat16` in `state_dtype`",
-    ),
-    "float16 moments": (
-        lambda: jaxmp.kahan_summation(SGD, state_dtype="float16"),
-        "must be int8, bfloat16 or None, but is float16",
-    ),
-    "a key": (
-        lambda: jaxmp.stochastic_rounding(SGD, seed=jax.random.key(0)),
-        "`seed` must be an integer",
-    ),
-    "a fraction": (
-        lambda: jaxmp.stochastic_rounding(SGD, seed=0.5),
-        "`seed` must be an integer, but is 0.5",
-    ),
-    "not called": (
-        lambda: jaxmp.kahan_summation(optax.adam),
-        r"Call it, with its options: `adam\(1e-3\)`",
-    ),
-    "a policy": (
-        lambda: jaxmp.kahan_summation("bfloat16"),
-        r"It comes first: `jaxmp\.kahan_summation\(",
-    ),
-    "twice": (
-        lambda: jaxmp.stochastic_rounding(optax.chain(SGD, KAHAN)).init(PARAMS),
-        "Wrap the optimizer once",
-    ),
-    "something after it": (
-        lambda: jaxmp.loss_scaling(
-            optax.masked(optax.chain(TX, optax.scale(0.5)), {"w": True, "b": True}),
-            "bfloat16",
-        ).init(PARAMS),
-        r"`jaxmp\.kahan_summation\(optax\.chain\(\.\.\.\)\)`",
-    ),
-    "something around it": (
-        lambda: jaxmp.loss_scaling(
-            optax.contrib.schedule_free(TX, 0.5), "bfloat16"
-        ).init(PARAMS),
-        r"`optax\.contrib\.schedule_free` is around",
-    ),
-}
+BEFORE_ANOTHER = optax.masked(optax.chain(TX, optax.scale(0.5)), {"w": True, "b": True})
+MISTAKES = r"""
+jaxmp.stochastic_rounding(SGD).init(F16)
+    `layer/w` is float16\. Use `jaxmp\.kahan_summation`
+jaxmp.kahan_summation(SGD).init(F8)
+    `w` is float8_e4m3fn
+TX.update(GRADS, TX.init(PARAMS))
+    `tx.update\(grads, opt_state, params\)`
+TX.update(GRADS, KAHAN.init(PARAMS), PARAMS)
+    a `StochasticRoundingState`, but got
+KAHAN.update(GRADS, KAHAN.init(jaxmp.cast_tree(PARAMS, "float32")), PARAMS)
+    bfloat16\[8, 2\] has a compensation of the shape \[\].*cast_to_param
+jaxmp.stochastic_rounding(SGD, state_dtype="mixed_bfloat16")
+    `mixed_bfloat16` in `state_dtype`
+jaxmp.kahan_summation(SGD, state_dtype="float16")
+    must be int8, bfloat16 or None, but is float16
+jaxmp.stochastic_rounding(SGD, seed=jax.random.key(0))
+    `seed` must be an integer
+jaxmp.stochastic_rounding(SGD, seed=0.5)
+    `seed` must be an integer, but is 0.5
+jaxmp.kahan_summation(optax.adam)
+    Call it, with its options: `adam\(1e-3\)`
+jaxmp.kahan_summation("bfloat16")
+    It comes first: `jaxmp\.kahan_summation\(
+jaxmp.stochastic_rounding(optax.chain(SGD, KAHAN)).init(PARAMS)
+    Wrap the optimizer once
+jaxmp.loss_scaling(BEFORE_ANOTHER, "bfloat16").init(PARAMS)
+    `jaxmp\.kahan_summation\(optax\.chain\(\.\.\.\)\)`
+jaxmp.loss_scaling(optax.contrib.schedule_free(TX, 0.5), "bfloat16").init(PARAMS)
+    `optax\.contrib\.schedule_free` is around
+"""
 
 
-@pytest.mark.parametrize(("mistake", "answer"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered(mistake, answer):
+@answered(MISTAKES)
+def test_a_mistake_is_answered(typed, answer):
     with pytest.raises((TypeError, ValueError), match=answer):
-        mistake()
+        eval(typed, globals())
 
 
 def test_the_end_of_a_chain_is_the_right_place():

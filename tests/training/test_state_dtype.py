@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from updates import step_of, train
 
 import jaxmp
-from conftest import bits
+from conftest import answered, bits
 from jaxmp._base.blocks import decode, is_blocks
 
 PARAMS = {
@@ -294,58 +294,34 @@ def test_the_page_says_the_losses_that_were_measured():
 # Mistakes
 
 F32 = jaxmp.with_state_dtype(MOMENTUM, None)
-MISTAKES = {
-    "bfloat16 parameters": (
-        lambda: INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.bfloat16)),
-        r"`b` is bfloat16.*jaxmp\.stochastic_rounding\(",
-    ),
-    "float16 parameters": (
-        lambda: INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.float16)),
-        r"`b` is float16.*jaxmp\.kahan_summation\(",
-    ),
-    "twice": (
-        lambda: jaxmp.stochastic_rounding(INT8(MOMENTUM), state_dtype="int8").init(
-            PARAMS
-        ),
-        "Leave one of them out",
-    ),
-    "a float32 state": (
-        lambda: INT8(MOMENTUM).update(GRADS, F32.init(PARAMS), PARAMS),
-        r"is int8, but the state is not stored so.*jaxmp\.cast_state\(",
-    ),
-    "a state in 8 bits": (
-        lambda: F32.update(GRADS, INT8(MOMENTUM).init(PARAMS), PARAMS),
-        r"stored in 8 bits, but `state_dtype` is None.*jaxmp\.cast_state\(",
-    ),
-    "another optimizer's state": (
-        lambda: INT8(MOMENTUM).update(GRADS, MOMENTUM.init(PARAMS), PARAMS),
-        "a `StateDtypeState`, but got",
-    ),
-    "float8": (
-        lambda: jaxmp.with_state_dtype(MOMENTUM, "float16"),
-        "must be int8, bfloat16 or None",
-    ),
-    "a policy first": (
-        lambda: jaxmp.with_state_dtype("int8", MOMENTUM),
-        "It comes first",
-    ),
-    "states of two optimizers": (
-        lambda: jaxmp.cast_state(F32.init(PARAMS), MOMENTUM.init(PARAMS)),
-        "two states of one optimizer",
-    ),
-    "states of two models": (
-        lambda: jaxmp.cast_state(
-            F32.init(PARAMS), F32.init(PARAMS | {"w": PARAMS["b"]})
-        ),
-        r"`inner_state/0/trace/w` has the shape \[16, 512\]",
-    ),
-}
+MISTAKES = r"""
+INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.bfloat16))
+    `b` is bfloat16.*jaxmp\.stochastic_rounding\(
+INT8(MOMENTUM).init(jaxmp.cast_tree(PARAMS, jnp.float16))
+    `b` is float16.*jaxmp\.kahan_summation\(
+jaxmp.stochastic_rounding(INT8(MOMENTUM), state_dtype="int8").init(PARAMS)
+    Leave one of them out
+INT8(MOMENTUM).update(GRADS, F32.init(PARAMS), PARAMS)
+    is int8, but the state is not stored so.*jaxmp\.cast_state\(
+F32.update(GRADS, INT8(MOMENTUM).init(PARAMS), PARAMS)
+    stored in 8 bits, but `state_dtype` is None.*jaxmp\.cast_state\(
+INT8(MOMENTUM).update(GRADS, MOMENTUM.init(PARAMS), PARAMS)
+    a `StateDtypeState`, but got
+jaxmp.with_state_dtype(MOMENTUM, "float16")
+    must be int8, bfloat16 or None
+jaxmp.with_state_dtype("int8", MOMENTUM)
+    It comes first
+jaxmp.cast_state(F32.init(PARAMS), MOMENTUM.init(PARAMS))
+    two states of one optimizer
+jaxmp.cast_state(F32.init(PARAMS), F32.init(PARAMS | {"w": PARAMS["b"]}))
+    `inner_state/0/trace/w` has the shape \[16, 512\]
+"""
 
 
-@pytest.mark.parametrize(("mistake", "answer"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_answered(mistake, answer):
+@answered(MISTAKES)
+def test_a_mistake_is_answered(typed, answer):
     with pytest.raises((TypeError, ValueError), match=answer):
-        mistake()
+        eval(typed, globals())
 
 
 def test_a_part_of_a_model_may_be_stored_in_8_bits_inside_a_wrapper():
