@@ -146,6 +146,8 @@ def bits(tree):
     """Returns the leaves as dtypes, shapes and bytes, which tell -0.0 from 0.0."""
 
     def leaf_bits(x):
+        if not hasattr(x, "dtype"):
+            return x
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(x) if is_key else x
         return x.dtype, x.shape, np.asarray(data).tobytes()

@@ -3,7 +3,6 @@
 from functools import cache, partial
 from typing import Any
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -125,30 +124,6 @@ def test_a_train_state_trains_as_it_stands():
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "poison"),
-    [("float32", np.nan), ("mixed_float16", np.inf)],
-)
-def test_a_skipped_step_keeps_the_running_statistics(policy, poison):
-    state, _ = train_step(make_state(policy), X, Y, jax.random.key(0))
-    before = jax.tree.map(np.array, state)
-    state, _ = train_step(state, X.at[0].set(poison), Y, jax.random.key(1))
-    after = jax.tree.map(np.array, state)
-    chex.assert_trees_all_equal(after.params, before.params)
-    chex.assert_trees_all_equal(after.batch_stats, before.batch_stats)
-    scale = jaxmp.get_loss_scale_state(after.opt_state)
-    old_scale = jaxmp.get_loss_scale_state(before.opt_state)
-    chex.assert_trees_all_equal(scale.inner_state, old_scale.inner_state)
-    assert scale.skipped == 1
-    factor = 0.5 if policy == "mixed_float16" else 1.0
-    assert scale.loss_scale == factor * old_scale.loss_scale
-    # And without the select, the statistics would be lost for good.
-    _, (batch_stats, _) = jax.jit(loss_fn)(
-        state.params, state, X.at[0].set(poison), Y, jax.random.key(1)
-    )
-    assert not jaxmp.all_finite(batch_stats)
-
-
 def test_modules_with_dtypes_of_their_own_need_no_other_step():
     policy = "mixed_float16"
     # Flax's own way; the cast of the policy then finds nothing to do in the modules.
@@ -199,33 +174,6 @@ class Layers(nn.Module):
             for i in range(2):
                 x = block(name=f"block{i}")(x)
         return nn.Dense(4)(x)
-
-
-def test_a_scan_changes_nothing():
-    plain, other = Layers("plain"), Layers("scan")
-    params = make_variables(plain)["params"]
-    first, last = params["block0"], params["block1"]
-    stack = partial(jax.tree.map, lambda *x: jnp.stack(x))
-    (name,) = set(make_variables(other)["params"]) - {"Dense_0"}
-    own = {name: stack(first, last), "Dense_0": params["Dense_0"]}
-
-    def run(model, params):
-        apply = jaxmp.linen.with_policy(model, "O2")
-        grad_fn = jaxmp.value_and_grad(loss_fn, loss_scale=2.0**15, has_aux=True)
-        state = make_state("O2", model, apply)
-        (loss, _), grads = jax.jit(grad_fn)(params, state, X, Y, jax.random.key(0))
-        return loss, grads
-
-    loss, grads = run(plain, params)
-    other_loss, other_grads = run(other, own)
-    blocks = stack(grads["block0"], grads["block1"])
-    grads = {name: blocks, "Dense_0": grads["Dense_0"]}
-    tolerance = TOLERANCE["mixed_float16"]
-    np.testing.assert_allclose(other_loss, loss, rtol=tolerance)
-    jax.tree.map(
-        partial(np.testing.assert_allclose, atol=tolerance), other_grads, grads
-    )
-    assert dtypes(other_grads) == {F32}
 
 
 # The leak under O2
@@ -327,36 +275,3 @@ def test_gradients_that_underflow_unscaled_train_as_in_float32_scaled():
     assert loss < start / 100
     assert found < start / 100
     assert state.skipped == 0
-
-
-def test_a_growing_overflow_is_handled():
-    # The gradients grow a thousandfold; the scale follows, and training goes on.
-    policy = "mixed_float16"
-    tx = jaxmp.loss_scaling(optax.sgd(2.0**-12), policy, growth_interval=1000)
-    apply = jaxmp.with_policy(lambda w, x: w * x, policy)
-
-    @jax.jit
-    def train(w, state):
-        def step(carry, size):
-            w, state = carry
-            scale = jaxmp.get_loss_scale(state)
-            grads = jaxmp.grad(lambda w: apply(w, size), loss_scale=scale)(w)
-            updates, state = tx.update(grads, state, w)
-            w = optax.apply_updates(w, updates)
-            return (w, state), (w, grads, state.loss_scale, state.last_finite)
-
-        sizes = jnp.repeat(2.0 ** jnp.arange(11), 4)
-        (w, state), trace = jax.lax.scan(step, (w, state), sizes)
-        return w, state, trace, sizes
-
-    w = jnp.ones([])
-    w, state, (ws, grads, scales, finite), sizes = train(w, tx.init(w))
-    finite = np.array(finite)
-    # 2^15 times 2^k fits into float16 for k = 0 only: one skip for each k from 1 on.
-    assert state.skipped == (~finite).sum() == 10
-    assert scales[-1] == 2.0**5
-    np.testing.assert_array_equal(grads[finite], sizes[finite])
-    assert np.isinf(grads[~finite]).all()
-    kept = np.flatnonzero(~finite)
-    np.testing.assert_array_equal(ws[kept], ws[kept - 1])
-    assert w == 1 - 2.0**-12 * sizes[finite].sum()
