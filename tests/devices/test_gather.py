@@ -19,7 +19,6 @@ import jaxmp.linen
 import jaxmp.nnx
 from benchmarks.counting.collectives import collectives, partitioned
 from conftest import normal
-from jaxmp._gradients.function_checks import never_gathered
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
@@ -526,51 +525,43 @@ def test_a_shard_that_is_never_gathered_is_named():
     assert re.search("sees shards, such as those of `down`", caught.value.__notes__[0])
 
 
-def test_collectives_of_the_user_gather_as_well():
+def tensor_parallel(p):
+    hidden = jnp.ones((4, 8)) @ p["v"]
+    return jax.lax.psum(hidden @ p["w"], "data").sum()
+
+
+def experts(p):
+    return jax.lax.all_to_all(jnp.ones((8, 8)) @ p["e"][0], "data", 0, 0).sum()
+
+
+def looped(p):
+    def body(carry, _):
+        a, b = carry
+        return (b, a + p["w"].sum()), None
+
+    return jax.lax.scan(body, (0.0, 0.0), length=3)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "alone"),
+    [
+        (tensor_parallel, ""),
+        (experts, ""),
+        (looped, "w"),
+        (lambda p: jax.lax.cond(True, lambda: p["v"].sum(), lambda: 0.0), "v"),
+        (jax.jit(lambda p: p["e"].sum()), "e"),
+    ],
+)
+def test_collectives_of_the_user_gather_as_well(loss, alone):
     specs = {"w": P("data"), "e": P("data"), "v": P(None, "data")}
-    shards = {"w": jnp.ones((1, 8)), "e": jnp.ones((1, 8, 8)), "v": jnp.ones((8, 1))}
-    names = sorted(shards)
-
-    def alone(loss):
-        found = []
-
-        def on_device(shards):
-            def of_leaves(*leaves):
-                return loss(dict(zip(names, leaves, strict=True)))
-
-            leaves = [shards[name] for name in names]
-            axes = [frozenset({"data"})] * 3
-            found.extend(never_gathered(of_leaves, leaves, axes))
-            return jnp.zeros(())
-
-        jax.eval_shape(
-            jax.shard_map(
-                on_device, mesh=DATA, in_specs=(specs,), out_specs=P(), check_vma=False
-            ),
-            {"w": jnp.ones((8, 8)), "e": jnp.ones((8, 8, 8)), "v": jnp.ones((8, 8))},
-        )
-        return [names[number] for number, _ in found]
-
-    def tensor_parallel(p):
-        hidden = jnp.ones((4, 8)) @ p["v"]
-        return jax.lax.psum(hidden @ p["w"], "data").sum()
-
-    def experts(p):
-        sent = jax.lax.all_to_all(jnp.ones((8, 8)) @ p["e"][0], "data", 0, 0)
-        return sent.sum()
-
-    def looped(p):
-        def body(carry, _):
-            a, b = carry
-            return (b, a + p["w"].sum()), None
-
-        (a, _), _ = jax.lax.scan(body, (0.0, 0.0), length=3)
-        return jax.lax.cond(a > 0, lambda: p["v"].sum(), lambda: 0.0) + a
-
-    assert alone(tensor_parallel) == []
-    assert alone(experts) == []
-    assert alone(looped) == ["v", "w"]
-    assert alone(lambda p: jax.jit(lambda e: e.sum())(p["e"])) == ["e"]
+    params = {"w": jnp.ones((8, 8)), "e": jnp.ones((8, 8, 8)), "v": jnp.ones((8, 8))}
+    options = {"mesh": DATA, "shardings": specs, "batch_argnums": 1, "gather": False}
+    grad_fn = jaxmp.value_and_grad(lambda p, x: loss(p), **options)
+    if not alone:
+        jax.eval_shape(grad_fn, params, X)
+        return
+    with pytest.raises(ValueError, match=f"`{alone}` is sharded over 'data'"):
+        jax.eval_shape(grad_fn, params, X)
 
 
 @pytest.mark.parametrize(

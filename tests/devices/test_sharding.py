@@ -146,68 +146,6 @@ def shard_map(fun, in_specs, out_specs, check_vma):
     )
 
 
-@pytest.mark.parametrize(
-    ("with_axis", "check_vma"),
-    [(True, True), (False, False)],
-)
-def test_shard_map_is_the_run_of_one_device(with_axis, check_vma):
-    # The gradients are reduced, so the wrapper may or may not name the axis.
-    tx = jaxmp.dynamic_loss_scale(
-        INNER,
-        init_scale=8,
-        growth_interval=2,
-        axis_name="data" if with_axis else None,
-    )
-    sharded_step = shard_map(
-        partial(step, tx, **same_on_all(check_vma)),
-        (P(), P(), P("data")),
-        P(),
-        check_vma,
-    )
-    result = run(sharded_step, tx)
-    chex.assert_trees_all_equal(result, on_one_device(TX))
-    assert result[1].skipped == 2
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize(
-    ("device", "poison"),
-    [(0, jnp.inf), (7, jnp.nan)],
-)
-def test_an_overflow_on_one_device_skips_on_all(device, poison, check_vma):
-    # Each device owns a row of the parameters and sees the gradient of that alone.
-    # With check_vma=True, JAX itself proves that the scale is the same everywhere.
-    tx = jaxmp.loss_scaling(
-        optax.adam(0.5), "mixed_float16", growth_interval=1, axis_name="data"
-    )
-    params = jnp.arange(16.0).reshape(8, 2)
-    state = tx.init(params)
-    specs = jax.tree.map(by_row, state)
-
-    def local_step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, state.loss_scale[None]
-
-    sharded_step = shard_map(
-        local_step,
-        (P("data"), specs, P("data")),
-        (P("data"), specs, P("data")),
-        check_vma,
-    )
-    good = jnp.ones((8, 2))
-    before, state, scales = sharded_step(params, state, good)
-    assert scales.tolist() == [2.0**16] * 8
-    inner_state = state.inner_state
-    bad = good.at[device, 1].set(poison)
-    params, state, scales = sharded_step(before, state, bad)
-    chex.assert_trees_all_equal((params, state.inner_state), (before, inner_state))
-    assert scales.tolist() == [2.0**15] * 8
-    assert state.skipped == 1
-    params, state, scales = sharded_step(params, state, good)
-    assert scales.tolist() == [2.0**16] * 8
-    assert (params != before).all()
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_over_several_axes(check_vma):
     mesh = Mesh(MESH.devices.reshape(4, 2), ("data", "model"))
