@@ -504,6 +504,22 @@ def test_switches_reach_what_is_inside(fun, dtype):
     assert "in" in program.parts
 
 
+@pytest.mark.parametrize("fun", rest_is_evidence(BODIES, "scan", "shards"))
+def test_switches_reach_what_casts_by_itself(fun):
+    args = [RANDOM.standard_normal((8, 8)).astype(np.float16) for _ in range(2)]
+    program = Program(jax.make_jaxpr(fun)(*args), Place(), args)
+    off = np.zeros(len(program.parts), bool)
+    run = compiled(program.run, off, *args)
+    wide = [x.astype(np.float32) for x in args]
+    exact, narrow = (
+        jax.tree.leaves(compiled(fun, *x)(*x))
+        for x in (wide, [*map(jnp.asarray, args)])
+    )
+    assert max(map(float, _errors(run(off, *args), exact))) < 1e-5
+    assert max(map(float, _errors(run(~off, *args), narrow))) < 2**-9
+    assert "in" in program.parts
+
+
 # What autocast clips because it is beyond the range of float16.
 
 HALF_X = X.astype(np.float16).astype(np.float32)

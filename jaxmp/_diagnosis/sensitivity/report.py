@@ -201,17 +201,15 @@ def _pattern(path: str) -> str:
 
 
 def _lines(report: SensitivityReport) -> Iterator[str]:
-    errors = f"loss {_error(report.loss)}, gradients {_error(report.gradients)}"
-    scale = f" and a loss scale of {report.loss_scale:g}"
-    head = f"relative errors with {_everything(report)}"
-    head += f"{scale * (report.loss_scale != 1)}: {errors}"
+    scale = f" and a loss scale of {report.loss_scale:g}" * (report.loss_scale != 1)
+    errors = _errors(report.loss, report.gradients)
     named = {*report.float32_paths, *report.bfloat16_paths}
     rows = report.modules
     shown = [row for i, row in enumerate(rows) if i < _ROWS or row.path in named]
     return paragraphs(
         wrapped(_conclusion(report)),
         wrapped(report.line, "    ", "        ", is_code=True),
-        wrapped(head),
+        wrapped(f"relative errors with {_everything(report)}{scale}: {errors}"),
         [*_table(report, shown), *more(rows, len(shown), "modules")],
         notes(report),
     )
@@ -219,97 +217,93 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
 
 def _everything(report: SensitivityReport) -> str:
     """Says what is rounded."""
-    narrow = f"everything in {report.dtype}" if report.dtype else ""
-    products = _NAMES.get(str(report.float32_products), "")
-    if products:
-        products = f"float32 matmuls at default precision in {products}"
-    return " and ".join(filter(None, (narrow, products)))
+    narrow = [f"everything in {report.dtype}"] * bool(report.dtype)
+    if report.float32_products:
+        products = _NAMES[report.float32_products]
+        narrow.append(f"float32 matmuls at default precision in {products}")
+    return " and ".join(narrow)
 
 
 def _table(
     report: SensitivityReport, rows: Sequence[ModuleSensitivity]
 ) -> Iterator[str]:
-    cells = [
-        (
-            row.name,
-            _error(row.loss_alone),
-            _error(row.gradients_alone),
-            _error(row.loss_without),
-            _error(row.gradients_without),
-            f"{row.stored if report.residuals else row.share:.1%}",
-        )
-        for row in rows
-    ]
+    share = "stored" if report.residuals else "FLOPs"
+    cells = [("module", *["loss", "gradients"] * 2, share)]
+    for row in rows:
+        alone = row.loss_alone, row.gradients_alone
+        errors = map(_error, (*alone, row.loss_without, row.gradients_without))
+        share = row.stored if report.residuals else row.share
+        cells.append((row.name, *errors, f"{share:.1%}"))
     headings = [
         f"{which} in {report.narrow}" for which in ("only this", "all but this")
     ]
     first, second = (max(19, len(heading)) for heading in headings)
-    room = WIDTH - 14 - first - second
-    width = min(max([len(row[0]) for row in cells] + [12]), room)
+    longest = max(12, *(len(name) for name, *_ in cells))
+    width = min(longest, WIDTH - 14 - first - second)
     yield f"  {'':<{width}}  {headings[0]:>{first}}  {headings[1]:>{second}}"
-    share = "stored" if report.residuals else "FLOPs"
-    head = ("module", *["loss", "gradients"] * 2, share)
-    for name, *numbers in (head, *cells):
+    sizes = first - 11, 9, second - 11, 9, 6
+    for name, *numbers in cells:
         if len(name) > width:  # what `float32_paths` takes is not cut
             yield from wrapped(name, "  ", "  ")
             name = ""
-        sizes = (first - 11, 9, second - 11, 9, 6)
-        columns = zip(numbers, sizes, strict=True)
-        yield f"  {name:<{width}}  {'  '.join(f'{x:>{n}}' for x, n in columns)}"
+        columns = (f"{x:>{n}}" for x, n in zip(numbers, sizes, strict=True))
+        yield f"  {name:<{width}}  {'  '.join(columns)}"
 
 
 def _conclusion(report: SensitivityReport) -> str:
-    """Returns the first of these sentences that holds."""
-    limit, meets = f"{report.tolerance:g}", report.meets_tolerance
     promised = report.loss_with_paths, report.gradients_with_paths
-    loss, gradients = map(_error, report.measured or promised)
-    errors = f"loss {loss}, gradients {gradients}"
-    need = "full float32 precision" if report.in_float32 else "float32"
-    need = "more than 8 bits" if report.residuals else need
-    paths = " and ".join(f"`{path}`" for path in report.float32_paths)
-    where = ["in float32"] * bool(paths)
-    where += ["out of 8 bits"] * bool(report.bfloat16_paths)
-    where = " and ".join(where)
-    device = f" For full precision on the device, put `{_HIGHEST}` around them."
+    errors = _errors(*(report.measured or promised))
+    at_most = f"at most {report.tolerance:g}"
+    if not report.meets_tolerance and max(promised) <= report.tolerance:
+        return (
+            f"The rows predict {_error(max(promised))}, but autocast with these paths "
+            f"has {errors}: pass a smaller tolerance than {report.tolerance:g}."
+        )
+    if not report.meets_tolerance:
+        left = _left(report)
+        return f"No choice of modules brings both errors to {at_most}: {errors}.{left}"
+    if not report.line:
+        need = "full float32 precision" if report.in_float32 else "float32"
+        need = "more than 8 bits" if report.residuals else need
+        return f"Nothing needs {need}: both errors are {at_most}."
+    if report.in_float32:
+        paths = " and ".join(f"`{path}`" for path in report.float32_paths)
+        return (
+            f"With full float32 precision in {paths}, both errors are {at_most}: "
+            f"{errors}. Put this line around the code of each:"
+        )
+    if report.is_cast:
+        device = f" For full precision on the device, put `{_HIGHEST}` around them."
+        return (
+            f"In float32, these modules should bring both errors to {at_most}: "
+            f"{errors}. Run again with the policy below to see."
+            f"{device * bool(report.float32_products)}"
+        )
+    where = ["In float32"] * bool(report.float32_paths)
+    where += ["out of 8 bits" if where else "Out of 8 bits"] * bool(
+        report.bfloat16_paths
+    )
+    return (
+        f"{' and '.join(where)}, these modules bring both errors to {at_most}: "
+        f"{errors}."
+    )
+
+
+def _left(report: SensitivityReport) -> str:
+    """Says what no path names, if that is too much."""
     rest = [row for row in report.modules if not row.has_path]
     worst = max(rest, key=lambda row: row.alone, default=None)
-    cure, left = _HIGHEST if report.in_float32 else "jaxmp.float32_region", ""
-    if worst and worst.alone > report.tolerance:
-        left = (
-            f" What is left is in {worst.name}: name its parts with "
-            f"`jax.named_scope`, or put `{cure}` around them."
-        )
-    at_most = f"errors are at most {limit}"
-    sentences = (
-        (meets and not report.line, f"Nothing needs {need}: both {at_most}."),
-        (
-            meets and report.in_float32,
-            f"With full float32 precision in {paths}, both {at_most}: {errors}. Put "
-            "this line around the code of each:",
-        ),
-        (
-            meets and report.is_cast,
-            f"In float32, these modules should bring both errors to at most {limit}: "
-            f"{errors}. Run again with the policy below to see."
-            f"{device * bool(report.float32_products)}",
-        ),
-        (
-            meets,
-            f"{where[:1].upper()}{where[1:]}, these modules bring both errors to at "
-            f"most {limit}: {errors}.",
-        ),
-        (
-            max(promised) <= report.tolerance,
-            f"The rows predict {_error(max(promised))}, but autocast with these paths "
-            f"has {errors}: pass a smaller tolerance than {limit}.",
-        ),
-        (
-            True,
-            f"No choice of modules brings both errors to at most {limit}: {errors}."
-            f"{left}",
-        ),
+    if worst is None or worst.alone <= report.tolerance:
+        return ""
+    cure = _HIGHEST if report.in_float32 else "jaxmp.float32_region"
+    return (
+        f" What is left is in {worst.name}: name its parts with `jax.named_scope`, or "
+        f"put `{cure}` around them."
     )
-    return next(text for holds, text in sentences if holds)
+
+
+def _errors(loss: float, gradients: float) -> str:
+    return f"loss {_error(loss)}, gradients {_error(gradients)}"
 
 
 def _error(x: float) -> str:

@@ -6,10 +6,9 @@ asked: with one module more in float32, some roundings are gone.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -42,10 +41,12 @@ is_marked = one_of(ROUNDINGS)
 Path = tuple[Any, ...]
 Site = tuple[Any, ...]
 Parts = tuple[str, ...]
+IsKept = Callable[[Scopes], bool]
 _HIGHEST = (lax.Precision.HIGHEST,) * 2
 # What is rounded to 16 bits, and what of that stays finite; an operand of a product in
 # float8, which has a scale; and the two formats of what is stored in eight bits.
 Form = Literal["plain", "clipped", "scaled", "int8", "fp8"]
+IN_16_BITS = ("plain", "clipped")
 
 
 def rounded(x: Any, dtype: np.dtype, form: Form) -> jax.Array:
@@ -78,7 +79,7 @@ class Value(emit.Value):
 class RoundingEmitter(Emitter):
     """Emits plans in float32, with an operation wherever they round."""
 
-    brings_gradient = True
+    value, brings_gradient = Value, True
 
     def __init__(self, planner: Planner, narrowed: Callable, depth: int | None = None):
         """Starts with nothing emitted; ``depth`` is how much of a path names a part."""
@@ -90,27 +91,33 @@ class RoundingEmitter(Emitter):
 
         super().__init__(planner, functools.partial(narrowed, store_of=self._store_of))
         self.part_of = named
+        self.parts: dict[Site, Parts] = {}  # of the program that is emitted
+        self.rounded: dict[int, tuple[Any, Any, Parts]] = {}  # what, to which dtype
 
     def run(
         self, jaxpr: Any, arrays: Sequence[Any], scopes: Scopes | None = None
     ) -> list[jax.Array]:
         """Runs a whole program, a jaxpr, in float32 with the roundings of its plan."""
         assert scopes is None, "the rules of derivatives are not planned here"
-        planner, count = self.planner, len(_jaxpr.out_avals(jaxpr))
-        planner.mark(jaxpr, ())
-        ins = [GIVEN] * len(_jaxpr.in_avals(jaxpr))
-        demand = Demand((needs.FULL | needs.DIGITS,) * count)
-        wanted: Any = jaxpr, ins, demand, ("wide",) * count, ()
-        plan = _unshared(planner.plan(*wanted))
-        parts: dict[Path, Parts] = {path: () for path, _ in _sites(plan)}
-        for part, is_in in self._parts(jaxpr):
-            left = {path for path, _ in _sites(keeping(planner, is_in).plan(*wanted))}
-            parts.update((x, (*parts[x], part)) for x in parts.keys() - left)
-        emission = _Emission(planner, {site: parts[x] for x, site in _sites(plan)})
-        emitted = functools.partial(emission.as_written, jaxpr, plan)
+        self.planner.mark(jaxpr, ())
+        ends: Any = ("wide",) * len(_jaxpr.out_avals(jaxpr))
+        demand = Demand((needs.FULL | needs.DIGITS,) * len(ends))
+        ins = (GIVEN,) * len(_jaxpr.in_avals(jaxpr))
+
+        def planned(is_kept: IsKept) -> Plan:
+            return _Trial(self.planner, is_kept).plan(jaxpr, ins, demand, ends, ())
+
+        plan = planned(lambda scopes: False)
+        trials = {x: dict(_sites(planned(is_in))) for x, is_in in self._parts(jaxpr)}
+        self.parts = {
+            site: tuple(x for x, left in trials.items() if path not in left)
+            for path, site in _sites(plan)
+        }
+        self.rounded.clear()
+        emitted = functools.partial(self.as_written, jaxpr, plan)
         return with_default_precision(emitted, arrays)
 
-    def _parts(self, jaxpr: Any) -> Iterator[tuple[str, Callable[[Scopes], bool]]]:
+    def _parts(self, jaxpr: Any) -> Iterator[tuple[str, IsKept]]:
         """Yields the parts of a program, each with what tells whether scopes are it."""
         for part in dict.fromkeys(map(self.part_of, all_scopes(jaxpr))):
             yield part, lambda scopes, part=part: self.part_of(scopes) == part
@@ -129,110 +136,8 @@ class RoundingEmitter(Emitter):
 
         return store
 
-
-def part_of(scopes: Scopes, depth: int | None = None) -> str:
-    """Returns the module path in ``scopes``, so many names of it."""
-    return "/".join(module_of(scopes).split("/")[:depth])
-
-
-# Which modules decide a rounding.
-
-
-class _Keeping(Analysis):
-    """The analysis of a planner, with more kept in float32."""
-
-    def __init__(self, analysis: Analysis, is_kept: Callable[[Scopes], bool]):
-        """Starts with nothing analysed; the rewritten equations are shared."""
-        vars(self).update(vars(analysis))
-        self.plain, self.also = analysis, is_kept
-        self._consumers = weakref.WeakKeyDictionary()
-
-    def is_kept(self, scopes: Scopes) -> bool:
-        """Whether the user keeps what is in ``scopes``, or that is tried."""
-        return self.plain.is_kept(scopes) or self.also(scopes)
-
-    def kind(self, eqn: Equation, scopes: Scopes) -> classes.Class:
-        """Returns the class of an equation. What a call holds has parts of its own."""
-        analysis = self.plain if _jaxpr.call_kind(eqn) else super()
-        return analysis.kind(eqn, scopes)
-
-    def relevant(self, scopes: Scopes) -> Scopes:
-        return scopes
-
-    def _program(self, jaxpr: Any, scopes: Scopes) -> Any:
-        return self.plain._program(jaxpr, scopes)
-
-
-def keeping(planner: Planner, is_kept: Callable[[Scopes], bool]) -> Planner:
-    """Returns what plans the same with more kept in float32, in the same equations."""
-    return planner.with_analysis(_Keeping(planner.analysis, is_kept))
-
-
-def _sites(plan: Plan, at: Path = ()) -> Iterator[tuple[Path, Site]]:
-    """Yields all that a plan rounds, by where it is in the program and in the plan."""
-    for i, x in enumerate(plan.ins):
-        if x.exact is not None:
-            yield (*at, "in", i), _site(plan, "in", i)
-    for i, end in enumerate(plan.ends):
-        if end in ("half", "stacked"):
-            yield (*at, "end", i), _site(plan, "end", i)
-    for number, step in enumerate(plan.steps):
-        for exact, one in ("exact", step.exact or step), (None, step):
-            here = *at, number, exact
-            if _rounds_operands(one):
-                yield (*here, "operands"), _site(one, "operands")
-            for i, x in enumerate(one.outs):
-                if x.half:
-                    yield (*here, "out", i), _site(one, "out", i)
-        for one in (step, step.exact):
-            if one is None or one.inside is None:
-                continue
-            for i, how in enumerate(one.inside.passed):
-                if isinstance(how, np.dtype):
-                    yield (*at, number, "passed", i), _site(one, "passed", i)
-            for i, (_, inner) in enumerate(one.inside.bodies):
-                yield from _sites(inner, (*at, number, "body", i))
-
-
-def _site(owner: Plan | Step, *field: Any) -> Site:
-    return id(owner), *field
-
-
-def _unshared(plan: Plan) -> Plan:
-    """Returns a plan whose steps, and the plans in it, are each one object."""
-
-    def own(step: Step) -> Step:
-        within = step.inside
-        if within is not None:
-            bodies = tuple((jaxpr, _unshared(inner)) for jaxpr, inner in within.bodies)
-            within = within._replace(bodies=bodies)
-        return step._replace(inside=within, exact=step.exact and own(step.exact))
-
-    return dataclasses.replace(plan, steps=[*map(own, plan.steps)])
-
-
-def _rounds_operands(step: Step) -> bool:
-    """Whether an equation rounds what it takes, if that has not been rounded yet."""
-    if step.kind == "product" or step.float8 or step.how == "half":
-        return True
-    return step.how == "stored" and step.kind == "exact"
-
-
-# The program.
-
-
-class _Emission(Emitter):
-    """The emission of one program."""
-
-    value, brings_gradient = Value, True
-
-    def __init__(self, planner: Planner, parts: Mapping[Site, Parts]):
-        super().__init__(planner)
-        self.parts = parts
-        self.rounded: dict[int, tuple[Any, Any, Parts]] = {}  # what, to which dtype
-
     def narrow(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
-        return self.round(value.array, dtype, _site(*site))
+        return self.round(value.array, dtype, (id(site[0]), *site[1:]))
 
     def round(
         self,
@@ -248,7 +153,7 @@ class _Emission(Emitter):
             return x  # a number that the dtype has
         x, by = jnp.asarray(x), self.parts[site]
         _, before, known = self.rounded.get(id(x), (x, None, by))
-        if before == dtype and set(known) <= set(by) and form in ("plain", "clipped"):
+        if before == dtype and set(known) <= set(by) and form in IN_16_BITS:
             return x  # it has been, wherever this rounds
         out = rounding.bind(x, dtype=dtype, by=by, form=form)
         self.rounded[id(out)] = out, dtype, by
@@ -266,7 +171,7 @@ class _Emission(Emitter):
             return _jaxpr.bind(eqn, [x.array for x in ins])
         is_product = step.kind == "product" or step.float8
         arrays = [x.array if step.how == "half" else x.wide() for x in ins]
-        operands = _site(step, "operands")
+        operands = id(step), "operands"
         if _rounds_operands(step):
             takes = classes.rounds(eqn) if is_product else [True] * len(ins)
             clips = step.kind != "product" and dtype == np.float16
@@ -290,8 +195,90 @@ class _Emission(Emitter):
         results = []
         for i, (x, known) in enumerate(zip(outs, step.outs, strict=True)):
             if known.half and not moves:
-                x = self.round(x, dtype, _site(step, "out", i), form, rounding)
+                x = self.round(x, dtype, (id(step), "out", i), form, rounding)
             elif firmly:
                 x = self.round(x, dtype, operands, "plain", rounding)
             results.append(x)
         return results
+
+
+def part_of(scopes: Scopes, depth: int | None = None) -> str:
+    """Returns the module path in ``scopes``, so many names of it."""
+    return "/".join(module_of(scopes).split("/")[:depth])
+
+
+# Which modules decide a rounding.
+
+
+class _Trial(Planner):
+    """A planner that keeps more in float32, of the same equations.
+
+    It plans each jaxpr anew wherever it is held, so that no two share a step.
+    """
+
+    def __init__(self, planner: Planner, is_kept: IsKept):
+        vars(self).update(vars(planner))
+        self.analysis = _Keeping(planner.analysis, is_kept)
+
+    def plan(
+        self, jaxpr: Any, ins: Any, demand: Demand, ends: Any, scopes: Scopes
+    ) -> Plan:
+        return self._plan(jaxpr, tuple(ins), demand, ends, scopes)
+
+
+class _Keeping(Analysis):
+    """The analysis of a planner, with more kept in float32."""
+
+    def __init__(self, analysis: Analysis, is_kept: IsKept):
+        """Starts with nothing analysed; the rewritten equations are shared."""
+        vars(self).update(vars(analysis))
+        self.plain, self.also = analysis, is_kept
+        self._consumers = weakref.WeakKeyDictionary()
+
+    def is_kept(self, scopes: Scopes) -> bool:
+        """Whether the user keeps what is in ``scopes``, or that is tried."""
+        return self.plain.is_kept(scopes) or self.also(scopes)
+
+    def kind(self, eqn: Equation, scopes: Scopes) -> classes.Class:
+        """Returns the class of an equation. What a call holds has parts of its own."""
+        analysis = self.plain if _jaxpr.call_kind(eqn) else super()
+        return analysis.kind(eqn, scopes)
+
+    def relevant(self, scopes: Scopes) -> Scopes:
+        return scopes
+
+    def _program(self, jaxpr: Any, scopes: Scopes) -> Any:
+        return self.plain._program(jaxpr, scopes)
+
+
+def _sites(plan: Plan, at: Path = ()) -> Iterator[tuple[Path, Site]]:
+    """Yields all that a plan rounds, by where it is in the program and in the plan."""
+    for i, x in enumerate(plan.ins):
+        if x.exact is not None:
+            yield (*at, "in", i), (id(plan), "in", i)
+    for i, end in enumerate(plan.ends):
+        if end in ("half", "stacked"):
+            yield (*at, "end", i), (id(plan), "end", i)
+    for number, step in enumerate(plan.steps):
+        for exact, one in ("exact", step.exact or step), (None, step):
+            here = *at, number, exact
+            if _rounds_operands(one):
+                yield (*here, "operands"), (id(one), "operands")
+            for i, x in enumerate(one.outs):
+                if x.half:
+                    yield (*here, "out", i), (id(one), "out", i)
+        for one in (step, step.exact):
+            if one is None or one.inside is None:
+                continue
+            for i, how in enumerate(one.inside.passed):
+                if isinstance(how, np.dtype):
+                    yield (*at, number, "passed", i), (id(one), "passed", i)
+            for i, (_, inner) in enumerate(one.inside.bodies):
+                yield from _sites(inner, (*at, number, "body", i))
+
+
+def _rounds_operands(step: Step) -> bool:
+    """Whether an equation rounds what it takes, if that has not been rounded yet."""
+    if step.kind == "product" or step.float8 or step.how == "half":
+        return True
+    return step.how == "stored" and step.kind == "exact"

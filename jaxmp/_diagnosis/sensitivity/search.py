@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,32 +41,38 @@ class Search:
         program: Program,
         leaves: Sequence[Any],
         scales: Sequence[float],
-        bar: Bar,
+        tell: Callable[..., None],
     ):
-        """Compiles the program, and runs it with all switches off and all on."""
-        self.program, self.bar, self._known = program, bar, dict[bytes, Errors]()
+        """Compiles the program, and runs it with all switches off and all on.
+
+        Args:
+            program: The program.
+            leaves: Its arguments, behind a loss scale if there are any to try.
+            scales: Those, one after the other.
+            tell: See :func:`progress_bar`.
+        """
+        self.program, self.tell, self._known = program, tell, dict[bytes, Errors]()
         first, second = program.parts, program.eight_bit_parts
         self.is_first = np.arange(program.count) < len(first)
-        named = [tuple(x.split("/")) for x in first if x]
+        named = {x: tuple(x.split("/")) for x in first if x}
         # What `float32_paths` means by a part, if it can name less than all of them.
         self.inside, self.has_path = {x: {x} for x in first}, set[str]()
-        for path in named:
-            below = {"/".join(x) for x in named if is_under(path, x)}
-            if len(below) < len(named) or len(named) == 1:
-                self.inside["/".join(path)] = below
-                self.has_path.add("/".join(path))
         # The switches of each part, and its second ones.
         self.masks, self.masks_of_eight = {}, {}
-        for part, inside in self.inside.items():
-            ours = np.array([x in inside for x in (*first, *second)])
+        for part in first:
+            below = {x for x in named if part and is_under(named[part], named[x])}
+            if below and (len(below) < len(named) or len(named) == 1):
+                self.inside[part] = below
+                self.has_path.add(part)
+            ours = np.array([x in self.inside[part] for x in (*first, *second)])
             self.masks[part] = ours & self.is_first
             self.masks_of_eight[part] = ours & ~self.is_first
         off = np.zeros(program.count, bool)
         self.scale, self.arrays = 1.0, leaves
-        bar.expect("compiling", 1)
+        tell("compiling", 1)
         unit = [jnp.float32(1)] * bool(scales)
         self.run = compiled(program.run, off, *unit, *leaves)
-        bar.advance()
+        tell()
         if scales:
             self.settle(leaves, scales, off)
         else:
@@ -92,12 +99,12 @@ class Search:
         if key not in self._known:
             outs = self.run(switches, *self.arrays)
             self._known[key] = relative_errors(outs, self.reference)
-            self.bar.advance()
+            self.tell()
         return self._known[key]
 
     def rows(self) -> list[ModuleSensitivity]:
         """Measures each module alone, and everything without it; the worst first."""
-        self.bar.expect("modules", 2 * len(self.program.parts))
+        self.tell("modules", 2 * len(self.program.parts))
         rows = [self.row(part) for part in self.program.parts]
         if self.program.residuals:  # one module alone stores little: it shares the rest
             return sorted(rows, key=lambda row: row.without)
@@ -114,11 +121,9 @@ class Search:
         stored = self.program.stored
         own = sum(stored[parts] for parts in stored if not inside.isdisjoint(parts))
         return ModuleSensitivity(
-            path=part,
-            loss_alone=alone.loss,
-            gradients_alone=alone.gradients,
-            loss_without=without.loss,
-            gradients_without=without.gradients,
+            part,
+            *alone,
+            *without,
             flops=flops,
             share=flops / total if total else 0.0,
             has_path=part in self.has_path,
@@ -134,15 +139,14 @@ class Search:
         rows, aim = [row for row in rows if row.has_path], _AIM * tolerance
         if self.all.worst <= aim or not rows:
             return (), (), self.all
-        paths, errors = self.fewest(rows, self.masks, self.is_first, aim, _FLOPS)
-        if self.is_first.all():
-            return paths, (), errors
-        on = without(np.ones_like(self.is_first), self.masks, paths)
-        masks = self.masks_of_eight
-        rows = [row for row in rows if masks[row.path].any()]
-        cost = _STORED if self.program.residuals else _FLOPS
-        milder, errors = self.fewest(rows, masks, on, aim, cost)
-        return paths, milder, errors
+        paths, on = self.fewest(rows, self.masks, self.is_first, aim, _FLOPS)
+        on, milder = on | ~self.is_first, ()
+        if not self.is_first.all():
+            masks = self.masks_of_eight
+            rows = [row for row in rows if masks[row.path].any()]
+            cost = _STORED if self.program.residuals else _FLOPS
+            milder, on = self.fewest(rows, masks, on, aim, cost)
+        return paths, milder, self.errors(on)
 
     def fewest(
         self,
@@ -151,7 +155,7 @@ class Search:
         start: np.ndarray,
         aim: float,
         cost: Callable[[ModuleSensitivity], float],
-    ) -> tuple[tuple[str, ...], Errors]:
+    ) -> tuple[tuple[str, ...], np.ndarray]:
         """Searches for the fewest modules whose switches, off, bring the error down.
 
         One after the other: the cheapest that is enough, else the one that takes away
@@ -160,40 +164,33 @@ class Search:
         """
 
         def on(off: Sequence[ModuleSensitivity]) -> np.ndarray:
-            return without(start, masks, [x.path for x in off])
+            return np.all([start, *(~masks[x.path] for x in off)], axis=0)
 
-        def errors(off: Sequence[ModuleSensitivity]) -> Errors:
-            return self.errors(on(off))
+        def worst(off: Sequence[ModuleSensitivity]) -> float:
+            return self.errors(on(off)).worst
 
         def use(row: ModuleSensitivity) -> tuple[float, float]:
-            before, after = errors(chosen).worst, errors([*chosen, row]).worst
+            before, after = worst(chosen), worst([*chosen, row])
             gain = before**2 - after**2 if after < math.inf else 0.0
             return gain / (cost(row) + 0.01), row.alone
 
         chosen: list[ModuleSensitivity] = []
-        if errors([]).worst <= aim or not rows:
-            return (), errors([])
-        self.bar.expect("searching", len(rows))
-        target = max(aim, 1.1 * errors(rows).worst)
+        if worst([]) <= aim or not rows:
+            return (), start
+        self.tell("searching", len(rows))
+        target = max(aim, 1.1 * worst(rows))
         left = order = sorted(rows, key=use, reverse=True)
-        while errors(chosen).worst > target and left:
-            enough = [x for x in left if errors([*chosen, x]).worst <= target]
+        while worst(chosen) > target and left:
+            enough = [x for x in left if worst([*chosen, x]) <= target]
             chosen.append(min(enough, key=cost) if enough else max(left, key=use))
             still = on(chosen)
             left = [x for x in order if (still & masks[x.path]).any()][:_TRIED]
         for row in sorted(chosen, key=cost, reverse=True):  # the dearest first
             rest = [x for x in chosen if x is not row]
-            if rest and errors(rest).worst <= target:
+            if rest and worst(rest) <= target:
                 chosen = rest
         paths = {row.path for row in chosen}
-        return tuple(x for x in self.program.parts if x in paths), errors(chosen)
-
-
-def without(
-    on: np.ndarray, masks: dict[str, np.ndarray], paths: Sequence[str]
-) -> np.ndarray:
-    """Returns switches with those of some modules off."""
-    return np.all([on, *(~masks[x] for x in paths)], axis=0)
+        return tuple(x for x in self.program.parts if x in paths), on(chosen)
 
 
 def errors_of(fun: Callable, exact: Callable, arrays: Sequence[Any]) -> Errors:
@@ -238,42 +235,33 @@ def _check_finite(reference: Sequence[Any], program: Program) -> None:
     )
 
 
-class Bar:
-    """A progress bar, where there is rich and somebody to look at it."""
+@contextlib.contextmanager
+def progress_bar(show: bool | None) -> Iterator[Callable[..., None]]:
+    """Shows a progress bar, where there is rich and somebody to look at it.
 
-    def __init__(self, show: bool | None):
-        self.bar: Any = None
-        if show is False:
-            return
+    Yields what is told what comes next and how many steps that takes, and is called
+    after each step.
+    """
+    rich: Any = None
+    if show is not False:
         try:
-            from rich.console import Console
-            from rich.progress import Progress
+            import rich.console
+            import rich.progress
         except ModuleNotFoundError as error:
             if show:
                 raise ModuleNotFoundError(
                     "`progress=True` needs rich. Install it with pip install rich"
                 ) from error
-            return
-        console = Console(stderr=True)
-        if show or console.is_terminal:
-            self.bar = Progress(console=console, transient=True)
-            self.task = self.bar.add_task("tracing", total=0)
+    if rich is None:
+        yield lambda *_: None
+        return
+    console = rich.console.Console(stderr=True)
+    options = {"transient": True, "disable": not (show or console.is_terminal)}
+    with rich.progress.Progress(console=console, **options) as bar:
+        task = bar.add_task("tracing", total=0)
 
-    def __enter__(self) -> Bar:
-        if self.bar:
-            self.bar.start()
-        return self
+        def tell(text: str | None = None, steps: int = 0) -> None:
+            total = bar.tasks[0].total + steps
+            bar.update(task, description=text, total=total, advance=text is None)
 
-    def __exit__(self, *error: object) -> None:
-        if self.bar:
-            self.bar.stop()
-
-    def expect(self, text: str, steps: int) -> None:
-        """Says what comes next, and how many steps it takes."""
-        if self.bar:
-            total = self.bar.tasks[0].total + steps
-            self.bar.update(self.task, description=text, total=total)
-
-    def advance(self) -> None:
-        if self.bar:
-            self.bar.advance(self.task)
+        yield tell

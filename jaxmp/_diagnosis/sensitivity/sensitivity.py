@@ -37,7 +37,7 @@ from ..._residuals.eight_bits import FEW, Format, check_format
 from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
 from .report import SensitivityReport
-from .search import Bar, Search, errors_of
+from .search import Search, errors_of, progress_bar
 from .switches import Program, with_roundings
 
 P = ParamSpec("P")
@@ -165,19 +165,19 @@ def sensitivity(
         _check_residuals(program, residuals, own.multiplies)
         in_float32 = is_float32 and not own.multiplies and float32_products is not None
         scales = _scales(loss_scale, program) if is_loss else ()
-        with Bar(progress) as bar:
-            search = Search(program, flat.leaves, scales, bar)
+        with progress_bar(progress) as tell:
+            search = Search(program, flat.leaves, scales, tell)
             rows = search.rows()
             paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
             if not (own.multiplies or in_float32):
-                bar.expect("running autocast itself", 1)
+                tell("running autocast itself", 1)
                 kept = cast(float32_paths=paths, bfloat16_paths=milder)
                 if float32_products is not None:
                     kept = program_of(kept).all_on
                 loss, gradients = errors_of(kept, step, search.arrays)
                 again = loss, gradients
-                bar.advance()
+                tell()
         report = SensitivityReport(
             modules=tuple(rows),
             dtype=" and ".join(sorted(program.dtypes)),
@@ -282,26 +282,23 @@ def _nothing_found(products: str | None) -> str:
 
 def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityReport:
     """Returns a report that says what its line does not reach, too."""
-    notes = report.notes + (_unmatched(report, args) if report.is_cast else ())
+    found = [*report.notes]
+    if report.is_cast:
+        leaves = [leaf for arg in args for leaf in jax.tree.leaves_with_path(arg)]
+        names = [path_name(path) for path, _ in leaves]
+        pairs = zip(report.float32_paths, report.overrides, strict=True)
+        found += [
+            f"no argument has a path that the override for `{path}` matches: put "
+            "`jaxmp.float32_region` around that module instead"
+            for path, (pattern, _) in pairs
+            if not any(re.search(pattern, name) for name in names)
+        ]
     if report.in_float32 and report.dtype:
-        notes += (
+        found.append(
             f"the program casts to {report.dtype} by itself: its errors are among "
-            "those above, and no precision removes them",
+            "those above, and no precision removes them"
         )
-    return dataclasses.replace(report, notes=notes)
-
-
-def _unmatched(report: SensitivityReport, args: Sequence[Any]) -> tuple[str, ...]:
-    """Returns what to say of overrides that match no argument."""
-    leaves = [leaf for arg in args for leaf in jax.tree.leaves_with_path(arg)]
-    names = [path_name(path) for path, _ in leaves]
-    pairs = zip(report.float32_paths, report.overrides, strict=True)
-    return tuple(
-        f"no argument has a path that the override for `{path}` matches: put "
-        "`jaxmp.float32_region` around that module instead"
-        for path, (pattern, _) in pairs
-        if not any(re.search(pattern, name) for name in names)
-    )
+    return dataclasses.replace(report, notes=tuple(found))
 
 
 def _returns_scalar(jaxpr: Any) -> bool:

@@ -23,7 +23,6 @@ from jax import lax
 
 from ..._autocast.emit import emitting
 from ..._base.dtypes import is_narrow
-from ..._devices.varying import vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
@@ -34,7 +33,14 @@ from ..._ops.table import is_as_written, is_exact
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, bodies_of, platform_of
-from .rounded import Parts, RoundingEmitter, is_marked, part_of, rounded
+from .rounded import (
+    IN_16_BITS,
+    Parts,
+    RoundingEmitter,
+    is_marked,
+    part_of,
+    rounded,
+)
 
 
 def with_roundings(depth: int | None = None) -> contextlib.AbstractContextManager:
@@ -99,23 +105,21 @@ class Program:
             if found := flops(eqn, back=place.backward) * place.trips:
                 self.flops[part] += found
             self.has_backward |= place.backward or place.again
+            by, dtype, form = (part,), self._narrow(eqn, place), "plain"
             if is_marked(eqn):
                 self.has_autocast = True
-                by, form = eqn.params["by"], eqn.params["form"]
-                rounds.update(by)
-                dtype = eqn.params["dtype"].name
-                if form in DTYPES:
-                    self.residuals = form
-                    self.stored[by] += eqn.outvars[0].aval.size * place.trips
-                eight.update(by if form in (*DTYPES, "scaled") else ())
-            elif narrow := self._narrow(eqn, place):
-                rounds.add(part)
-                dtype = narrow.name
-            else:
-                rounds.update([part] * self.rounds_operands(eqn))
+                by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
+            elif dtype is None and not self.rounds_operands(eqn):
                 continue
-            self.dtypes.add(dtype)
-            self.scales |= place.backward and dtype == "float16"
+            rounds.update(by)
+            if form in DTYPES:
+                self.residuals = form
+                self.stored[by] += eqn.outvars[0].aval.size * place.trips
+            if form not in IN_16_BITS:
+                eight.update(by)
+            if dtype is not None:
+                self.dtypes.add(dtype.name)
+                self.scales |= place.backward and dtype == np.float16
         self.multiplies |= self.has_autocast
         ordered = dict.fromkeys((*seen, *sorted(rounds)))
         self.parts = tuple(x for x in ordered if x in rounds)
@@ -173,10 +177,6 @@ class _Frame(WideReplay):
         super().__init__(program, switches, axes)
         self._on: dict[tuple[frozenset[str], bool], Any] = {}
 
-    def inside(self, scalars: Any, axes: tuple[Any, ...]) -> WideReplay:
-        scalars = scalars if axes == self.axes else vary(scalars, axes)
-        return super().inside(scalars, axes)
-
     def on(self, parts: Iterable[str], *, eight: bool = False) -> Any:
         """Returns whether all of these parts round, and in ``eight`` bits."""
         key = frozenset(parts), eight
@@ -197,7 +197,7 @@ class _Frame(WideReplay):
         arrays, part = [x.array for x in ins], self.program.part_of(place)
         if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            on = self.on(by, eight=form not in ("plain", "clipped"))
+            on = self.on(by, eight=form not in IN_16_BITS)
             return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_products
