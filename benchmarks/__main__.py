@@ -4,6 +4,7 @@ import ast
 import importlib
 import pathlib
 import sys
+from collections.abc import Sequence
 
 USAGE = """usage: python -m benchmarks COMMAND [--save] [options]
 
@@ -22,23 +23,37 @@ def commands() -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Runs the benchmark that the command line names."""
-    name, *arguments = sys.argv[1:] or [""]
+def main(arguments: Sequence[str]) -> None:
+    """Runs the benchmark that a command line names, and shows what it has measured.
+
+    A benchmark is a module with a function ``main``, whose parameters are the options
+    on the command line. It may have another, ``tables``, of what is saved.
+    """
+    name, *options = arguments or [""]
     if name not in commands():
         listed = (f"  {name:12} {line}" for name, line in commands().items())
         raise SystemExit("\n".join((USAGE, *listed)))
     try:
+        import tyro
+
         from .counting import results
 
-        if "--save" in arguments:
-            arguments.remove("--save")
-            results.write_to(results.FOLDER)
         benchmark = importlib.import_module(f"benchmarks.{name}")
     except ModuleNotFoundError as error:
         raise SystemExit(f"{name} is short of a library: {error}") from None
-    benchmark.main(arguments)
+    saves = "--save" in options
+    options = [x for x in options if x != "--save"]
+    results.begin([name, *options], saves=saves)
+    tyro.cli(
+        benchmark.main,
+        args=options,
+        prog=f"python -m benchmarks {name}",
+        description=benchmark.__doc__,
+    )
+    if hasattr(benchmark, "tables"):
+        results.show(benchmark.tables(results.read(name)))
+        print(f"saved to {results.target(name)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -5,51 +5,50 @@ Transformers under autocast with their attention written out and with
 the bytes that a training step moves, its temporary memory, and its kernels.
 """
 
-import dataclasses
-import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import tyro
-
 from .counting import h200, results
-from .counting.steps import contestant
-from .counting.tables import show
+from .counting.results import Table
+from .counting.steps import AUTOCAST, contestant
 from .machinery import count
 from .networks.basic import NETWORKS, Network
 from .networks.families import FAMILIES
-from .networks.fused import ATTENTION, FUSED, fused
+from .networks.fused import FUSED, fused
 
-WRITTEN = {name: x for name, x in (NETWORKS | FAMILIES).items() if name in ATTENTION}
-# The most of the bytes and of the temporary memory that may be left.
-LIMITS = {
-    "gpt-160m": (0.58, 0.72),
-    "gpt, scanned": (0.64, 0.75),
-    "llama": (0.70, 0.78),
-    "llama, grouped queries": (0.70, 0.78),
-    "vit": (0.72, 0.80),
-    "bert, no attention dropout": (0.83, 0.92),
-}
+COMPARED = (
+    "gpt-160m",
+    "gpt, scanned",
+    "llama",
+    "llama, grouped queries",
+    "vit",
+    "bert, no attention dropout",
+)
 
+SAVED = """\
+## What attention by cuDNN saves
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, and where to save what is found."""
-
-    networks: tuple[str, ...] = tuple(LIMITS)
-    dtypes: tuple[str, ...] = ("bfloat16",)
-    output: pathlib.Path | None = None
+Training steps under autocast with attention written out, and with
+`jaxmp.dot_product_attention`, which is cuDNN's kernel in the compiled code.
+"""
 
 
-def main(arguments: list[str]) -> None:
-    """Prints a table for each dtype, and saves it."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks attention")
+def main(
+    *,
+    networks: tuple[str, ...] = COMPARED,
+    dtypes: tuple[str, ...] = ("bfloat16",),
+) -> None:
+    """Counts each network, written out and fused.
+
+    Args:
+        networks: Which.
+        dtypes: Of 16 bits.
+    """
     h200.require("attention")
-    path = options.output or results.target("attention")
-    for dtype in options.dtypes:
-        rows = list(compared({name: WRITTEN[name] for name in options.networks}, dtype))
-        show(dtype, table(rows))
-        results.save(path, dtype, h200.HARDWARE, ["attention", *arguments], rows)
+    written = {name: (NETWORKS | FAMILIES)[name] for name in networks}
+    for dtype in dtypes:
+        new = compared(written, dtype)
+        results.update("attention", dtype, h200.HARDWARE, new, "network", "form")
 
 
 def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any]]:
@@ -57,7 +56,7 @@ def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any
     others = fused(networks)
     for name, network in networks.items():
         for form, one in (("written", network), ("fused", others[f"{name}{FUSED}"])):
-            found = count(contestant("jaxmp autocast", one, dtype=dtype), one)
+            found = count(contestant(AUTOCAST, one, dtype=dtype), one)
             kept = {key: found[key] for key in ("bytes", "temp", "kernels")}
             yield {"network": name, "form": form} | kept
 
@@ -73,18 +72,23 @@ def shares(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows with what is left of the written form."""
-    left = shares(rows)
-    return [
-        {
-            "network": row["network"],
-            "attention": row["form"],
-            "GB": f"{row['bytes'] / 1e9:.2f}",
-            "temporary MiB": f"{row['temp'] / 2**20:.0f}",
-            "kernels": row["kernels"],
-            "bytes": f"{left[row['network']][0]:.2f}" * (row["form"] == "fused"),
-            "memory": f"{left[row['network']][1]:.2f}" * (row["form"] == "fused"),
-        }
-        for row in rows
-    ]
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields what is left in each dtype."""
+    yield Table(SAVED, ())
+    for dtype, result in found.items():
+        left, by_form = shares(result["rows"]), {"written": {}, "fused": {}}
+        for row in result["rows"]:
+            by_form[row["form"]][row["network"]] = row
+        rows = [
+            {
+                "": name,
+                "GB": f"{by_form['written'][name]['bytes'] / 1e9:.1f}",
+                "GB with cuDNN": f"{by_form['fused'][name]['bytes'] / 1e9:.1f}",
+                "share of GB": f"{of_bytes:.2f}",
+                "temporary MiB": f"{by_form['written'][name]['temp'] / 2**20:.0f}",
+                "MiB with cuDNN": f"{by_form['fused'][name]['temp'] / 2**20:.0f}",
+                "share of MiB": f"{of_memory:.2f}",
+            }
+            for name, (of_bytes, of_memory) in left.items()
+        ]
+        yield Table(f"### {dtype}\n", rows, [result])

@@ -5,22 +5,23 @@ Random small programs with one fault each, and sound ones: see
 Needs no GPU. `docs/performance.md` has the table.
 """
 
-import dataclasses
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import tyro
-
 from .counting import results
-from .counting.tables import show
+from .counting.results import Table
 from .networks import planted
 
 
-@dataclasses.dataclass
-class Options:
-    """How many programs of each kind to try."""
+def main(*, programs: int = 24) -> None:
+    """Counts faults by their kind.
 
-    programs: int = 24
+    Args:
+        programs: How many of each kind to try.
+    """
+    new = (count(kind, programs) for kind in planted.KINDS)
+    results.update("faults", "planted faults", results.hardware(), new, "planted")
 
 
 def count(kind: str, programs: int) -> dict[str, Any]:
@@ -44,23 +45,11 @@ def count(kind: str, programs: int) -> dict[str, Any]:
     return row | {"cured": cured}
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the table of the docs."""
-    lines = ["| Planted | Programs | Named | Cured |", "|---|---|---|---|"]
-    for row in rows:
-        cells = [row["planted"], row["programs"], row["named"], row["cured"]]
-        shown = ["-" if x is None else str(x) for x in cells]
-        lines.append(f"| {' | '.join(shown)} |")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str]) -> None:
-    """Prints a table of counts, and saves it."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks faults")
-    rows = [count(kind, options.programs) for kind in planted.KINDS]
-    show("planted faults", rows)
-    print(table(rows))
-    command = ["faults", *arguments]
-    results.save(
-        results.target("faults"), "planted faults", results.hardware(), command, rows
-    )
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields the table of the docs."""
+    for title, result in found.items():
+        rows = [
+            {k.capitalize(): "-" if x is None else x for k, x in row.items()}
+            for row in result["rows"]
+        ]
+        yield Table(f"## {title}\n", rows, [result])

@@ -5,20 +5,17 @@ scanned, rematerialised or not, in one batch or in micro-batches. Needs no GPU (
 ``aot``); nothing runs.
 """
 
-import dataclasses
 import functools
-import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 import jaxmp
 
 from .counting import h200, hlo, results
-from .counting.tables import show
+from .counting.results import Table
 from .networks.basic import causal_attention
 
 
@@ -117,39 +114,22 @@ def _normed(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, and where to save the counts."""
+def main(*, forms: tuple[str, ...] = tuple(FORMS)) -> None:
+    """Counts the gradients of decoders of three widths.
 
-    widths: tuple[int, ...] = (1024, 2048, 4096)
-    forms: tuple[str, ...] = tuple(FORMS)
-    policies: tuple[str, ...] = POLICIES
-    output: pathlib.Path | None = None
-
-
-def main(arguments: list[str]) -> None:
-    """Prints a table for each width and saves it."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks fp8")
+    Args:
+        forms: How they are written.
+    """
     h200.require("fp8")
-    for width in options.widths:
-        rows = list(counted(options, Decoder(width)))
-        show(f"4 layers of width {width}, 8 x 1024 tokens", table(rows))
-        command = ["fp8", *arguments]
-        results.save(
-            options.output or results.target("fp8"),
-            f"width {width}",
-            h200.HARDWARE,
-            command,
-            rows,
+    for width in (1024, 2048, 4096):
+        new = (
+            {"form": form, "policy": policy}
+            | count(Decoder(width), FORMS[form], policy)
+            for form in forms
+            for policy in POLICIES
         )
-
-
-def counted(options: Options, decoder: Decoder) -> Iterator[dict[str, Any]]:
-    """Yields what is counted in each form and under each policy."""
-    for form in options.forms:
-        for policy in options.policies:
-            found = count(decoder, FORMS[form], policy)
-            yield {"form": form, "policy": policy} | found
+        by = "form", "policy"
+        results.update("fp8", f"width {width}", h200.HARDWARE, new, *by)
 
 
 def count(
@@ -180,17 +160,20 @@ def is_float8(kind: str) -> bool:
     return all(x.startswith("f8") for x in operands if x != "x")
 
 
-def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows that are printed."""
-    return [
-        {
-            "form": row["form"],
-            "policy": row["policy"],
-            "products in float8": f"{row['float8']} of {row['float8'] + row['others']}",
-            "GB": f"{row['bytes'] / 1e9:.1f}",
-            "kernels": str(row["kernels"]),
-            "temporary MiB": f"{row['temp'] / 2**20:.0f}",
-            "roofline ms": f"{1e3 * row['seconds']:.1f}",
-        }
-        for row in rows
-    ]
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields what was counted for each width."""
+    for title, result in found.items():
+        rows = [
+            {
+                "form": row["form"],
+                "policy": row["policy"],
+                "products in float8": row["float8"],
+                "others": row["others"],
+                "GB": f"{row['bytes'] / 1e9:.1f}",
+                "kernels": row["kernels"],
+                "temporary MiB": f"{row['temp'] / 2**20:.0f}",
+                "roofline ms": f"{1e3 * row['seconds']:.1f}",
+            }
+            for row in result["rows"]
+        ]
+        yield Table(f"## 4 layers, 8 x 1024 tokens, {title}\n", rows, [result])

@@ -16,8 +16,8 @@ import jaxmp
 
 from . import attention, fp8, memory
 from .counting import h200
-from .counting.steps import FLOOR, contestant
-from .counting.tables import show
+from .counting.results import Table
+from .counting.steps import AUTOCAST, FLOOR, contestant
 from .machinery import count
 from .networks.basic import gpt, mlp, resnet, sequence_model
 from .networks.families import Recurrent
@@ -34,19 +34,19 @@ NETWORKS = {
 STEPS = [
     ("mlp", "jaxmp cast", 1),
     ("mlp", "jaxmp modules", 1),
-    ("mlp", "jaxmp autocast", 1),
-    ("gpt", "jaxmp autocast", 1),
+    ("mlp", AUTOCAST, 1),
+    ("gpt", AUTOCAST, 1),
     ("mlp", "jaxmp cast", 4),
     ("gpt", "jaxmp cast", 1),
     ("gpt", "jaxmp cast", 4),
     ("cnn", "jaxmp cast", 1),
-    ("cnn", "jaxmp autocast", 1),
-    ("lstm", "jaxmp autocast", 1),
+    ("cnn", AUTOCAST, 1),
+    ("lstm", AUTOCAST, 1),
 ]
 # The most that autocast may cost in float16, in bytes but for 6N and temporary memory.
 # A sum with a norm's result is float32 there, which a residual network feels
 # most; and the state of a cell is float32.
-AUTOCAST = {
+MOST = {
     "mlp": (1.05, 1.02),
     "gpt": (1.05, 1.09),
     "cnn": (1.30, 1.46),
@@ -71,14 +71,12 @@ class Check(NamedTuple):
         return self.found <= self.limit
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Prints every number with its limit; exits with 1 if one is above."""
-    if arguments:
-        raise SystemExit("usage: python -m benchmarks gate")
     h200.require("gate")
     found = list(gate())
     marks = {True: "", False: "[bold red]too much"}
-    show(h200.DEVICE, [c._asdict() | {"": marks[c.holds]} for c in found])
+    Table(h200.DEVICE, [c._asdict() | {"": marks[c.holds]} for c in found]).show()
     raise SystemExit(not all(c.holds for c in found))
 
 
@@ -165,10 +163,10 @@ def checks(step: str, found: dict[str, Any], floor: dict[str, Any]) -> Iterator[
     copies = found["parameter_copies"] - floor["parameter_copies"]
     yield Check(step, "more copies of a parameter", copies, 0)
     memory = [x["temp"] - x["workspace"] for x in (found, floor)]
-    if found["contestant"] == "jaxmp autocast":
+    if found["contestant"] == AUTOCAST:
         # It keeps float32 weight gradients on purpose: 6N, and all that an MLP has.
         share = (found["bytes"] - 6 * n) / floor["bytes"]
-        most, most_memory = AUTOCAST[found["network"]]
+        most, most_memory = MOST[found["network"]]
         yield Check(step, "bytes but for 6N", share, most)
         if floor["bytes"] > 400 * n:
             yield Check(step, "temporary memory", memory[0] / memory[1], most_memory)

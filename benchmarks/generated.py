@@ -9,7 +9,6 @@ whichever is more. Errors are medians over draws of weights and data. What is le
 input that is added and taken away again has no law: there `audit` has to warn.
 """
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import lax
 
 import jaxmp
@@ -257,36 +255,27 @@ def minimised(program: Program) -> Program:
     return program
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What the command line sets."""
+def main(*, minutes: float = 60.0, first: int = 0) -> None:
+    """Draws programs for a while, and prints those that break the law.
 
-    minutes: float = 60.0
-    """For how long programs are drawn."""
-    first: int = 0
-    """The first seed."""
-    minimise: bool = True
-    """Whether programs that break the law are made smaller."""
-
-
-def main(arguments: list[str]) -> None:
-    """Draws programs for a while, and prints those that break the law."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks generated")
-    end, seed, found = time.monotonic() + 60 * options.minutes, options.first, []
+    Args:
+        minutes: For how long.
+        first: The first seed.
+    """
+    end, seed, found = time.monotonic() + 60 * minutes, first, []
     while time.monotonic() < end:
         program = drawn(seed)
         worst = worst_of(program)
         found.append(worst)
         if worst.breaks_law:
             print(worst, program, sep="\n", flush=True)
-            if options.minimise:
-                small = minimised(program)
-                print("smallest:", worst_of(small), small, sep="\n")
+            small = minimised(program)
+            print("smallest:", worst_of(small), small, sep="\n")
         if len(found) % 25 == 0:
             jax.clear_caches()
         seed += 1
     shares = [x.share for x in found if not x.is_warned_of]
-    print(f"{len(found)} programs, seeds {options.first} to {seed - 1}.")
+    print(f"{len(found)} programs, seeds {first} to {seed - 1}.")
     print("The worst error of each, as a share of what the law allows:")
     print(f"{np.median(shares):.2f} (the median), {max(shares):.2f} at most.")
     print(f"{sum(x.breaks_law for x in found)} break the law.")

@@ -6,7 +6,6 @@ shows which operations of which programs run otherwise. The programs are the net
 its gradients.
 """
 
-import argparse
 import collections
 import functools
 import importlib
@@ -160,13 +159,8 @@ def changes(before: Sequence[str], now: Sequence[str]) -> list[str]:
     return gone + [f"+ {row}" for row in now if row not in before]
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Prints what differs from the file, and with ``--save`` writes it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks golden",
-        description=f"Compares with {FILE.relative_to(ROOT)}; --save writes it.",
-    )
-    parser.parse_args(arguments)
     if jax.__version__ != JAXLIB:
         raise SystemExit(
             f"The file is of JAX {JAXLIB}, and here is {jax.__version__}: "

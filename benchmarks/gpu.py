@@ -11,7 +11,6 @@ the model and neither scales nor checks. Memory is what a compiled step needs by
 account; of PyTorch it is the most that was allocated.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -19,40 +18,27 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-import tyro
 
-import jaxmp
-
-from .counting import compiled as steps_on
-from .counting import results, steps, timing
-from .counting.compiled import MIB, first_line
-from .counting.measure import IN_A_HURRY
-from .counting.steps import BACKWARD, FLOOR
-from .counting.tables import show
+from .counting import measure, results, steps, timing, worth
+from .counting.results import Table
+from .counting.steps import AUTOCAST, BACKWARD, FLOOR, INT8
 from .networks import basic, families
 from .networks.fused import fused
-from .residuals import checkpointed
 
 ROOT = pathlib.Path(__file__).parent.parent
-AUTOCAST, INT8 = "jaxmp autocast", "autocast int8"
+MIB = 2**20
 FORMS = ("float32", FLOOR, "jaxmp modules", AUTOCAST, "jaxmp autocast, rounded", INT8)
 BOTH_PASSES = (AUTOCAST, BACKWARD)
 FLOAT16 = (FLOOR, "jaxmp cast", *BOTH_PASSES, "jmp", "flax DynamicScale", "mpx")
 ALL_FORMS = ("gpt-160m", "resnet-50")  # also in true float32, and in float16
 IN_FLOAT16 = ("llama", "vit", "bert")  # also under autocast in float16
-# Autocast with what else saves memory: where `nn.remat` is around each layer, and how
-# residuals are stored; or in which dtype the moments of bfloat16 parameters are.
-CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
-RESIDUALS = {INT8: "int8", CHECKPOINT: None, BOTH: "int8"}
-STATES = {"bfloat16 state": "bfloat16", "int8 state": "int8"}
 # In the order of their importance, with what tables call them.
 NAMES = {
     "gpt-160m": "GPT, 163M parameters",
@@ -78,24 +64,6 @@ TINY = families.SMALL | {
 TINY |= fused({"gpt-160m": TINY["gpt-160m"]})
 
 
-@dataclasses.dataclass
-class Options:
-    """What to measure, how long, and where to save it."""
-
-    networks: tuple[str, ...] = tuple(NAMES)
-    forms: tuple[str, ...] = ()
-    """Of a step in bfloat16, if not all that are usual. That with two dtypes comes with
-    autocast in float16."""
-    seconds: float = 540.0
-    """No network begins later; what has begun is finished."""
-    tiny: bool = False
-    """Try it out with tiny networks, on a CPU too."""
-    torch: bool = True
-    """Time PyTorch, where it is installed."""
-    output: pathlib.Path | None = None
-    """A file of JSON."""
-
-
 class Case(NamedTuple):
     """A training step of a network."""
 
@@ -103,16 +71,55 @@ class Case(NamedTuple):
     dtype: str
 
 
-def main(arguments: list[str]) -> None:
-    """Prints a table for each network and one of what is gained, and saves all rows."""
-    options = tyro.cli(
-        Options, args=arguments, prog="python -m benchmarks gpu", description=__doc__
-    )
-    networks = TINY if options.tiny else FULL
-    if unknown := set(options.networks) - set(networks):
-        known = ", ".join(networks)
-        raise SystemExit(f"there is no network {unknown.pop()!r}; there are: {known}")
-    until = time.monotonic() + options.seconds
+class Compiled(NamedTuple):
+    """A step that takes and returns the leaves of its state."""
+
+    init: Callable[[], list[jax.Array]]
+    step: Any
+    batch: Any
+    seconds: tuple[float, float]  # of tracing and of compiling
+
+    def sample(self, hosts: list[float], calls: int) -> float:
+        """Runs some steps, and returns the seconds of one.
+
+        Every call makes the state anew, so that it is in memory no longer than that.
+
+        Args:
+            hosts: Gets the seconds that it took to hand over the first step. The GPU is
+                idle then: later steps would wait for it.
+            calls: How many steps.
+        """
+        leaves = jax.block_until_ready(self.init())
+        start = time.perf_counter()
+        leaves, _ = self.step(leaves, self.batch)
+        hosts.append(time.perf_counter() - start)
+        for _ in range(calls - 1):
+            leaves, _ = self.step(leaves, self.batch)
+        jax.block_until_ready(leaves)
+        return (time.perf_counter() - start) / calls
+
+
+def main(
+    *,
+    networks: tuple[str, ...] = tuple(NAMES),
+    forms: tuple[str, ...] = (),
+    seconds: float = 540.0,
+    tiny: bool = False,
+    torch: bool = True,
+) -> None:
+    """Times the training steps of networks.
+
+    Args:
+        networks: Which.
+        forms: Of a step in bfloat16, if not all that are usual. That with two dtypes
+            comes with autocast in float16.
+        seconds: No network begins later; what has begun is finished.
+        tiny: Try it out with tiny networks, on a CPU too.
+        torch: Time PyTorch, where it is installed.
+    """
+    known = TINY if tiny else FULL
+    worth.check("network", networks, known)
+    until = time.monotonic() + seconds
     rows: dict[str, list[Any]] = {"ceilings": [], "steps": [], "left out": []}
 
     def report(line: str) -> None:
@@ -120,32 +127,26 @@ def main(arguments: list[str]) -> None:
         rows["left out"].append(line)
 
     # Before JAX takes the memory of the GPU.
-    if options.torch and (found := in_torch(options, report)):
+    if torch and "gpt-160m" in networks and (found := in_torch(seconds, tiny, report)):
         rows["torch"] = found
-        show("PyTorch, torch.amp", found)
-    if jax.default_backend() != "gpu" and not options.tiny:
+    if jax.default_backend() != "gpu" and not tiny:
         raise SystemExit(
             f"gpu needs an NVIDIA GPU, but JAX finds only {jax.devices()}. Install "
             "`jax[cuda12]` or `jax[cuda13]`, or try the program out with `--tiny`."
         )
     device = jax.devices()[0].device_kind
-    path = options.output or results.target("gpu_tiny" if options.tiny else "gpu")
-    save = functools.partial(results.save, path, device, device, ["gpu", *arguments])
-    rows["ceilings"] += ceilings(2**16 if options.tiny else 2**28)
-    show("the highest rates that this GPU reached", rows["ceilings"])
-    for name in options.networks:
+    rows["ceilings"] += ceilings(2**16 if tiny else 2**28)
+    for name in networks:
         if time.monotonic() > until:
             report(f"{name}: left out, the time is over")
             continue
         start = time.monotonic()
-        cases = cases_of(name, options.forms)
-        found = list(measure(name, networks[name], cases, options.tiny, report))
-        rows["steps"] += found
-        save(rows)
-        show(f"{name}, after {time.monotonic() - start:.0f} s", found)
-    save(rows)
-    show(f"what autocast gains on {device}, in bfloat16", gains(rows["steps"]))
-    print(f"saved to {path}")
+        rows["steps"] += measured(
+            name, known[name], cases_of(name, forms), tiny, report
+        )
+        results.save("gpu", device, device, rows)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+    results.save("gpu", device, device, rows)
 
 
 def cases_of(name: str, forms: tuple[str, ...]) -> list[Case]:
@@ -159,109 +160,94 @@ def cases_of(name: str, forms: tuple[str, ...]) -> list[Case]:
     return cases
 
 
-def measure(
+def measured(
     name: str, network: Any, cases: Sequence[Case], tiny: bool, report: Any
 ) -> Iterator[dict]:
     """Compiles the steps of a network, times them in turns and yields their rows."""
-    made = compile_steps(cases, network, report, IN_A_HURRY if tiny else None)
-    samplers, host = {}, {}
-    for case, (step, _) in made.items():
+    made = compile_steps(cases, network, report, measure.IN_A_HURRY if tiny else None)
+    samplers: dict[Case, Callable[[], float]] = {}
+    hosts: dict[Case, list[float]] = {case: [] for case in made}
+    for case, compiled in made.items():
+        sample = functools.partial(compiled.sample, hosts[case])
         try:
-            samplers[case], host[case] = steps_on.sampler(step, 0 if tiny else 0.12)
+            calls = timing.calls_for(0 if tiny else 0.12, sample)
         except jax.errors.JaxRuntimeError as error:
             report(f"{name}, {' in '.join(case)}: does not run, {first_line(error)}")
+            continue
+        hosts[case].clear()  # of warming up
+        samplers[case] = functools.partial(sample, calls)
     times = timing.interleaved(samplers, 2 if tiny else 5)
     for case in samplers:
-        step, seconds = made[case]
+        traced, took = made[case].seconds
+        memory = made[case].step.memory_analysis()
         yield {
             "network": name,
             **case._asdict(),
             "ms": timing.spread(1e3 * np.array(times[case])),
             f"of {FLOOR}": _ratio(times[case], times.get(Case(FLOOR, case.dtype))),
             "TF32 over it": _ratio(times.get(Case("float32", "bfloat16")), times[case]),
-            "peak MiB": step.peak / MIB,
-            **seconds,
-            "host ms": 1e3 * float(np.median(host[case])),
+            "peak MiB": measure.peak(made[case].step) / MIB,
+            "temporary MiB": memory.temp_size_in_bytes / MIB,
+            "trace and lower s": traced,
+            "compile s": took,
+            "host ms": 1e3 * float(np.median(hosts[case])),
         }
 
 
 def compile_steps(
     cases: Sequence[Case], network: Any, report: Any, options: Any
-) -> dict[Case, Any]:
-    """Returns compiled steps, with the seconds that tracing and compiling took.
+) -> dict[Case, Compiled]:
+    """Returns compiled steps.
 
     XLA times candidates for every product and convolution, and remembers the best. The
     first step of a dtype does that alone, and those like it wait and take what it has
     found: that is quicker, and all of them are then made of the same kernels.
     """
     batch = jax.device_put(network.batch())
-    start = steps_on.variables(network, options)
+    key = jax.random.key(0)
+    init = jax.jit(network.model.init).lower(key, batch[0][:1]).compile(options)
+    start = init(key, batch[0][:1])
     waiting: dict[Case, tuple[Future, Future, float]] = {}
     firsts: dict[Any, Future] = {}
     with ThreadPoolExecutor(2 * len(cases)) as pool:  # most of them wait
         for case in cases:
+            highest = case.form == "highest"
+            form = "float32" if highest else case.form
+            began = time.monotonic()
             try:
-                made = contestant(case, network)
+                made = steps.contestant(form, network, dtype=case.dtype)
             except steps.Unavailable as reason:
                 report(f"{case.form} in {case.dtype} is left out: {reason}")
                 continue
-            precision = "highest" if case.form == "highest" else None
-            began = time.monotonic()
-            with checkpointed(case.form in (CHECKPOINT, BOTH)):
-                init, step = steps_on.lower(made, start, batch, precision)
-            seconds = time.monotonic() - began
-            kind = (case.dtype, case.form in ("float32", "highest"), precision)
+            with jax.default_matmul_precision("highest" if highest else None):
+                init, step = lowered(made, start, batch)
+            traced = time.monotonic() - began
+            kind = (case.dtype, form == "float32", highest)
             future = pool.submit(_compile_after, firsts.get(kind), step, options)
             firsts.setdefault(kind, future)
-            init = pool.submit(init.compile, options)
-            waiting[case] = init, future, seconds
+            waiting[case] = pool.submit(init.compile, options), future, traced
     done = {}
     for case, (init, step, traced) in waiting.items():
         try:
-            program, seconds = step.result()
+            program, took = step.result()
             init = functools.partial(init.result(), start)
         except jax.errors.JaxRuntimeError as error:
             report(f"{' in '.join(case)} does not compile: {first_line(error)}")
             continue
-        step = steps_on.Compiled(init, program, batch, steps_on.peak(program))
-        temporary = program.memory_analysis().temp_size_in_bytes / MIB
-        took = {"trace and lower s": traced, "compile s": seconds}
-        done[case] = step, {"temporary MiB": temporary} | took
+        done[case] = Compiled(init, program, batch, (traced, took))
     return done
 
 
-def contestant(case: Case, network: Any) -> steps.Contestant:
-    """Returns the training step of a case."""
-    dtype = jnp.dtype(case.dtype)
-    if case.form in RESIDUALS:
-        stored = RESIDUALS[case.form]
-        made = steps.jaxmp_autocast(network, dtype, 1, residuals=stored)
-        return steps.made(case.form, network, made)
-    if case.form in STATES:
-        return narrow(case.form, network, STATES[case.form])
-    form = "float32" if case.form == "highest" else case.form
-    return steps.contestant(form, network, dtype=dtype)
+def lowered(made: steps.Contestant, start: Any, batch: Any) -> tuple[Any, Any]:
+    """Returns a function that makes the leaves of a state, and a step of them."""
+    leaves, structure = jax.tree.flatten(jax.eval_shape(made.init, start))
+    step = steps.on_leaves(made.step, structure)
 
+    def init(start):  # a copy, because the step donates it
+        return jax.tree.leaves(made.init(jax.tree.map(jnp.copy, start)))
 
-def narrow(form: str, network: Any, state_dtype: str) -> steps.Contestant:
-    """Returns a step that trains bfloat16 parameters, rounded stochastically."""
-    adam = optax.adam(steps.LEARNING_RATE)
-    tx = jaxmp.stochastic_rounding(adam, state_dtype=state_dtype)
-    loss_fn = steps.loss_of(network.model.apply)
-    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    grad_fn = jaxmp.autocast(grad_fn, "mixed_bfloat16")
-
-    def init(variables):
-        params = jaxmp.cast_tree(variables["params"], jnp.bfloat16)
-        return steps.State(params, variables.get("batch_stats", {}), tx.init(params))
-
-    def step(state, batch):
-        (loss, stats), grads = grad_fn(state.params, state.batch_stats, *batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return steps.State(params, stats, opt_state), loss
-
-    return steps.Contestant(form, init, jax.jit(step, donate_argnums=0))
+    step = jax.jit(step, donate_argnums=0).lower(leaves, batch)
+    return jax.jit(init).lower(start), step
 
 
 def ceilings(copied: int) -> Iterator[dict[str, Any]]:
@@ -282,17 +268,16 @@ def ceilings(copied: int) -> Iterator[dict[str, Any]]:
         yield {"ceiling": f"matmul in {name}", "rate": rates, "unit": "TFLOP/s"}
 
 
-def in_torch(options: Options, report: Any) -> list[dict[str, Any]]:
-    """Times the same networks in PyTorch, in a process that has a third of the time."""
+def in_torch(seconds: float, tiny: bool, report: Any) -> list[dict[str, Any]]:
+    """Times the GPT in PyTorch, in a process that has a third of the time."""
     if importlib.util.find_spec("torch") is None:
         report("PyTorch is left out: it is not installed")
         return []
     command = [sys.executable, "-m", "benchmarks.networks.in_torch"]
-    command += [*options.networks, *["--tiny"] * options.tiny]
+    command += ["--tiny"] * tiny
+    pipe = subprocess.PIPE
     try:
-        seconds = options.seconds / 3
-        pipe = subprocess.PIPE
-        done = subprocess.run(command, cwd=ROOT, stdout=pipe, timeout=seconds)
+        done = subprocess.run(command, cwd=ROOT, stdout=pipe, timeout=seconds / 3)
         lines = done.stdout
         if done.returncode:
             report(f"PyTorch ended with {done.returncode}")
@@ -302,28 +287,10 @@ def in_torch(options: Options, report: Any) -> list[dict[str, Any]]:
     return [json.loads(x) for x in lines.decode().splitlines() if x.endswith("}")]
 
 
-def gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns a row for each network: autocast in bfloat16 beside TF32 and by hand."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row["dtype"] == "bfloat16":
-            found.setdefault(row["network"], {})[row["form"]] = row
-    shown = []
-    for name, forms in found.items():
-        if not {"float32", AUTOCAST, FLOOR} <= set(forms):
-            continue
-        tf32, ours = forms["float32"], forms[AUTOCAST]
-        shown.append(
-            {
-                "network": NAMES.get(name, name),
-                "TF32": f"{tf32['ms']['median']:.1f} ms",
-                "autocast": f"{ours['ms']['median']:.1f} ms",
-                "times as fast": f"{ours['TF32 over it']:.2f}",
-                "memory": f"{ours['peak MiB'] / tf32['peak MiB']:.2f}",
-                "by hand": f"{forms[FLOOR]['ms']['median']:.1f} ms",
-            }
-        )
-    return shown
+def first_line(error: Exception) -> str:
+    """Returns what an error says, in short."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:160]}"
 
 
 def _compile_after(first, lowered, options):
@@ -342,3 +309,123 @@ def _seconds(function, *args):
     call = functools.partial(jax.jit(function), *args)
     wait_for = jax.block_until_ready
     return float(np.median(timing.of_calls(call, wait_for, seconds=0.1, rounds=5)))
+
+
+TIMES = """\
+## Times on a GPU
+
+Training steps with Adam, each in float32 as JAX does by default (TF32), in true float32
+(*highest*), and in 16 bits. Medians of five rounds in turns. The temporary memory is
+that of the compiled step. *Trace* includes lowering; the compile time of the first step
+of each dtype includes the choice of kernels, which the others reuse.
+"""
+
+CEILINGS = """\
+The highest rates that this GPU reached:
+"""
+
+PYTORCH = """\
+The same GPT in PyTorch, `torch.amp` under `torch.compile` in bfloat16. The peak is what
+was allocated:
+"""
+
+PREDICTED = """\
+### How well counting predicts times
+
+What had been counted in code compiled for an H200, before any time was measured, and
+then the measured time. The first two columns are bytes, the third is an estimated time.
+"""
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields what was timed on each GPU, and what had been predicted."""
+    yield Table(TIMES, ())
+    timed = {title: x for title, x in found.items() if title != "counted before"}
+    for title, result in timed.items():
+        rows, source, heading = result["rows"], [result], f"### {title}\n"
+        if gained := gains(rows["steps"]):
+            yield Table(heading, gained, source)
+            heading = ""
+        yield Table(heading, [*map(_row, rows["steps"])], source)
+        if "ceilings" in rows:
+            ceilings = rows["ceilings"]
+            reached = [
+                {"": x["ceiling"], "rate": f"{x['rate']:.0f} {x['unit']}"}
+                for x in ceilings
+            ]
+            yield Table(CEILINGS, reached, source)
+        if "torch" in rows:
+            of_torch = [
+                {
+                    "attention": "fused" if x["fused"] else "written out",
+                    "ms": f"{x['ms']['median']:.1f}",
+                    "peak MiB": f"{x['peak MiB'] or 0:.0f}",
+                }
+                for x in rows["torch"]
+            ]
+            yield Table(PYTORCH, of_torch, source)
+    if counted := found.get("counted before"):
+        first, *_ = timed.values()  # after which autocast has changed
+        predicted = [_predicted(x, by_case(first)) for x in counted["rows"]]
+        yield Table(PREDICTED, predicted, [counted])
+
+
+def by_case(result: Mapping[str, Any]) -> dict[tuple[str, str, str], Any]:
+    """Returns the rows of what was timed by network, form and dtype."""
+    rows = result["rows"]["steps"]
+    return {(x["network"], x["form"], x["dtype"]): x for x in rows}
+
+
+def gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Returns a row for each network: autocast in bfloat16 beside TF32 and by hand."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if row["dtype"] == "bfloat16":
+            found.setdefault(row["network"], {})[row["form"]] = row
+    return [
+        {
+            "network": NAMES.get(name, name),
+            "TF32": f"{forms['float32']['ms']['median']:.1f} ms",
+            "autocast": f"{forms[AUTOCAST]['ms']['median']:.1f} ms",
+            "times as fast": f"{forms[AUTOCAST]['TF32 over it']:.2f}",
+            "memory": results.ratio(
+                forms[AUTOCAST]["peak MiB"], forms["float32"]["peak MiB"]
+            ),
+            "by hand": f"{forms[FLOOR]['ms']['median']:.1f} ms",
+        }
+        for name, forms in found.items()
+        if {"float32", AUTOCAST, FLOOR} <= set(forms)
+    ]
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    traced, kinds = row["trace and lower s"], {"float32": "TF32", "highest": "float32"}
+    return {
+        "": NAMES[row["network"]],
+        "step": row["form"],
+        "dtype": kinds.get(row["form"], row["dtype"]),
+        "ms": f"{row['ms']['median']:.2f}",
+        "relative to by hand": results.ratio(row[f"of {FLOOR}"], 1),
+        "times as fast as TF32": results.ratio(row["TF32 over it"], 1),
+        "temporary MiB": f"{row['temporary MiB']:.0f}",
+        "trace s": "" if traced is None else f"{traced:.1f}",
+        "compile s": f"{row['compile s']:.0f}",
+    }
+
+
+def _predicted(counted: Mapping[str, Any], timed: Mapping[Any, Any]) -> dict[str, str]:
+    name, dtype = counted["network"], counted["dtype"]
+    ours, small = timed[name, AUTOCAST, dtype], timed.get((name, INT8, dtype))
+    estimate, int8 = counted.get("seconds of int8, of autocast"), ""
+    if estimate and small:
+        took = small["ms"]["median"] / ours["ms"]["median"]
+        int8 = f"{estimate:.2f}, measured {took:.2f}"
+    hand, tf32 = (
+        counted[f"bytes of {x}"] for x in ("autocast, of by hand", "TF32, of autocast")
+    )
+    return {
+        "": f"{NAMES[name]}, {dtype}",
+        "autocast over by hand": f"{hand:.2f}, measured {ours['of by hand']:.2f}",
+        "TF32 over autocast": f"{tf32:.2f}, measured {ours['TF32 over it']:.2f}",
+        '`residuals="int8"` over autocast': int8,
+    }

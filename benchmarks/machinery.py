@@ -4,61 +4,60 @@ Needs no GPU: it compiles (extra ``aot``) and counts in the compiled program. By
 kernels are those beyond hand-written 16-bit training, which neither scales nor checks.
 """
 
-import dataclasses
-import pathlib
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
-import tyro
 
-from .counting import h200, hlo, results
-from .counting.compiled import peak
-from .counting.steps import CONTESTANTS, FLOOR, Contestant, contestants
-from .counting.tables import show
+from .counting import h200, hlo, measure, results
+from .counting.results import Table, ratio
+from .counting.steps import FLOOR, LIBRARIES, Contestant, contestants
 from .networks.basic import NETWORKS, Network
 
+# What tables call the networks, in their order.
+NAMES = {
+    "mlp": "MLP, 27M",
+    "gpt-12m": "GPT, 12M",
+    "gpt-160m": "GPT, 163M",
+    "resnet-18": "ResNet-18",
+    "resnet-50": "ResNet-50",
+}
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, and where to save the counts."""
+STEP = """\
+## The memory traffic of a training step
 
-    networks: tuple[str, ...] = tuple(NETWORKS)
-    contestants: tuple[str, ...] = tuple(CONTESTANTS)
-    accum_steps: tuple[int, ...] = (1, 4)
-    dtype: Literal["float16", "bfloat16"] = "float16"
-    output: pathlib.Path | None = None
+The memory traffic of one step, relative to the step by hand.
+"""
 
 
-def main(arguments: list[str]) -> None:
-    """Prints a table for each network and number of micro-batches, and saves them."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks machinery")
+def main(
+    *,
+    networks: tuple[str, ...] = tuple(NAMES),
+    contestants: tuple[str, ...] = LIBRARIES,
+    accum_steps: tuple[int, ...] = (1, 4),
+) -> None:
+    """Counts the steps of each library in float16.
+
+    Args:
+        networks: Which.
+        contestants: What casts, scales and skips in them.
+        accum_steps: Micro-batches.
+    """
     h200.require("machinery")
-    for name in options.networks:
-        rows = []
-        for accum_steps in options.accum_steps:
-            found = [
-                {"network": name, "contestant": contestant.name, "dtype": options.dtype}
-                | {"accum_steps": accum_steps}
-                | count(contestant, NETWORKS[name])
-                for contestant in contestants(
-                    NETWORKS[name],
-                    options.contestants,
-                    dtype=options.dtype,
-                    accum_steps=accum_steps,
-                )
-            ]
-            if found:
-                show(*table(found))
-            rows += found
-        key = name if options.dtype == "float16" else f"{name} {options.dtype}"
-        command = ["machinery", *arguments]
-        results.save(
-            options.output or results.target("machinery"),
-            key,
-            h200.HARDWARE,
-            command,
-            rows,
-        )
+    for name in networks:
+        new = counts(NETWORKS[name], contestants, accum_steps)
+        by = "contestant", "accum_steps"
+        results.update("machinery", name, h200.HARDWARE, new, *by)
+
+
+def counts(
+    network: Network, names: tuple[str, ...], accum_steps: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    """Yields what was counted in the steps of a network."""
+    for n in accum_steps:
+        for made in contestants(network, names, accum_steps=n):
+            which = {"contestant": made.name, "accum_steps": n}
+            yield which | count(made, network)
 
 
 def count(contestant: Contestant, network: Network) -> dict[str, Any]:
@@ -89,39 +88,30 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
         ),
         "temp": memory.temp_size_in_bytes,
         "workspace": work.workspace,
-        "peak": peak(compiled),
+        "peak": measure.peak(compiled),
         "state": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)),
         "aliased": memory.alias_size_in_bytes,
         "products": dict(sorted(work.products.items())),
     }
 
 
-def table(rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-    """Returns contestants on one network, measured from the floor, with a title."""
-    floor = next((r for r in rows if r["contestant"] == FLOOR), rows[0])
-    n = floor["parameters"]
-    title = (
-        f"{floor['network']}, {n / 1e6:.1f}M parameters, {floor['dtype']}, "
-        f"{floor['accum_steps']} micro-batches; {floor['contestant']}: "
-        f"{floor['bytes'] / n:.1f}N bytes, {floor['kernels']} kernels"
-    )
-
-    def more(row, what):
-        return row[what] - floor[what]
-
-    def of_floor(row, what):
-        return f"{row[what] / 2**20:.0f} ({row[what] / floor[what]:.3f})"
-
-    return title, [
-        {
-            "contestant": row["contestant"],
-            "bytes": f"{more(row, 'bytes') / n:+.2f}N",
-            "kernels": f"{more(row, 'kernels'):+d}",
-            "copies of a parameter": f"{more(row, 'parameter_copies'):+d}",
-            "temp MiB (of floor)": of_floor(row, "temp"),
-            "peak MiB (of floor)": of_floor(row, "peak"),
-            "donated": f"{row['aliased'] / row['state']:.0%}",
-            "products": "\n".join(f"{n} {kind}" for kind, n in row["products"].items()),
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields the bytes of each library, as shares of the step by hand."""
+    yield Table(STEP, ())
+    counted = {name: found[name] for name in NAMES if name in found}
+    for n, heading in ((1, "One micro-batch"), (4, "Four micro-batches")):
+        moved = {
+            (row["contestant"], name): row["bytes"]
+            for name, result in counted.items()
+            for row in result["rows"]
+            if row["accum_steps"] == n
         }
-        for row in rows
-    ]
+        rows = [
+            {"": form}
+            | {
+                NAMES[x]: ratio(moved.get((form, x)), moved.get((FLOOR, x)))
+                for x in counted
+            }
+            for form in dict.fromkeys(form for form, _ in moved)
+        ]
+        yield Table(f"### {heading}\n", rows, [*counted.values()])

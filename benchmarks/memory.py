@@ -4,21 +4,19 @@ The bytes that Adam stores and moves for a parameter, whose gradients have 16 bi
 Needs no GPU (extra ``aot``); nothing runs.
 """
 
-import dataclasses
-import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jax.typing import DTypeLike
 
 import jaxmp
 
-from .counting import h200, hlo, results, tables
+from .counting import h200, hlo, results
+from .counting.results import Table
 from .networks.basic import NETWORKS, Network
 
 ADAM = optax.adam(1e-3)
@@ -44,71 +42,53 @@ def skipping(adam: Any, **options: Any) -> optax.GradientTransformation:
     return jaxmp.loss_scaling(jaxmp.stochastic_rounding(adam, **options), "bfloat16")
 
 
-def stochastic(state_dtype: Any = None) -> Any:
-    """Returns what makes an update that rounds at random."""
-    return partial(jaxmp.stochastic_rounding, state_dtype=state_dtype)
-
-
-def kahan(state_dtype: Any = None, **options: Any) -> Any:
-    """Returns what makes an update with compensation."""
-    return partial(jaxmp.kahan_summation, state_dtype=state_dtype, **options)
-
-
-def stored_in(state_dtype: Any) -> Any:
-    """Returns what makes an update of float32 parameters."""
-    return partial(jaxmp.with_state_dtype, state_dtype=state_dtype)
-
-
+STOCHASTIC, KAHAN = jaxmp.stochastic_rounding, jaxmp.kahan_summation
+BF16, INT8 = {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}
 VARIANTS = {
     "float32 masters": Variant(with_masters, 12, 28, params=jnp.float32),
     "bfloat16, optax alone": Variant(lambda adam: adam, 6, 14),
-    "stochastic": Variant(stochastic(), 10, 22),
-    "stochastic, bfloat16 state": Variant(stochastic("bfloat16"), 6, 14),
-    "stochastic, int8 state": Variant(stochastic("int8"), 4.02, 14.2),
-    "Kahan": Variant(kahan(), 12, 26),
-    "Kahan, bfloat16 state": Variant(kahan("bfloat16"), 8, 18),
-    "Kahan, int8 state": Variant(kahan("int8"), 6.02, 18.2),
+    "stochastic": Variant(STOCHASTIC, 10, 22),
+    "stochastic, bfloat16 state": Variant(partial(STOCHASTIC, **BF16), 6, 14),
+    "stochastic, int8 state": Variant(partial(STOCHASTIC, **INT8), 4.02, 14.2),
+    "Kahan": Variant(KAHAN, 12, 26),
+    "Kahan, bfloat16 state": Variant(partial(KAHAN, **BF16), 8, 18),
+    "Kahan, int8 state": Variant(partial(KAHAN, **INT8), 6.02, 18.2),
     "Kahan in int8, int8 state": Variant(
-        kahan("int8", compensation="int8"), 5.02, 16.2
+        partial(KAHAN, compensation="int8", **INT8), 5.02, 16.2
     ),
-    "Kahan, float16": Variant(kahan(), 12, 26, jnp.float16, jnp.float16),
-    "stochastic, bfloat16 state, skipping": Variant(
-        partial(skipping, state_dtype="bfloat16"), 6, 16
-    ),
-    "stochastic, int8 state, skipping": Variant(
-        partial(skipping, state_dtype="int8"), 4.02, 16.3
-    ),
+    "Kahan, float16": Variant(KAHAN, 12, 26, jnp.float16, jnp.float16),
+    "stochastic, bfloat16 state, skipping": Variant(partial(skipping, **BF16), 6, 16),
+    "stochastic, int8 state, skipping": Variant(partial(skipping, **INT8), 4.02, 16.3),
     "float32 parameters, bfloat16 state": Variant(
-        stored_in("bfloat16"), 8, 18, jnp.float32
+        partial(jaxmp.with_state_dtype, **BF16), 8, 18, jnp.float32
     ),
     "float32 parameters, int8 state": Variant(
-        stored_in("int8"), 6.02, 18.2, jnp.float32
+        partial(jaxmp.with_state_dtype, **INT8), 6.02, 18.2, jnp.float32
     ),
 }
 
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, and where to save the bytes."""
+def main(
+    *, network: str = "gpt-12m", variants: tuple[str, ...] = tuple(VARIANTS)
+) -> None:
+    """Counts the bytes of each parameter.
 
-    network: str = "gpt-12m"
-    """Whose parameters an optimizer updates."""
-    variants: tuple[str, ...] = tuple(VARIANTS)
-    output: pathlib.Path | None = None
-
-
-def main(arguments: list[str]) -> None:
-    """Prints the tables and saves them."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks memory")
+    Args:
+        network: Whose parameters an optimizer updates.
+        variants: How they are stored.
+    """
     h200.require("memory")
-    rows = [
-        {"update": name} | count(VARIANTS[name], NETWORKS[options.network])
-        for name in options.variants
-    ]
-    title = f"{options.network}, bytes of each parameter"
-    tables.show(title, rows)
-    path = options.output or results.target("memory")
-    results.save(path, title, h200.HARDWARE, ["memory", *arguments], rows)
+    title = f"{network}, bytes of each parameter"
+    new = (
+        {"update": name} | count(VARIANTS[name], NETWORKS[network]) for name in variants
+    )
+    results.update("memory", title, h200.HARDWARE, new, "update")
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields what was counted of each network."""
+    for title, result in found.items():
+        yield Table(f"## {title}\n", result["rows"], [result])
 
 
 def limits(variant: Variant) -> dict[str, float]:

@@ -6,79 +6,94 @@ time. And beside it, computed on this machine on small networks of the same fami
 how far loss and gradients are from float32.
 """
 
-import dataclasses
-import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 import jaxmp
 
 from .counting import h200, results, worth
-from .counting.steps import CONTESTANTS, FLOOR, contestants, errors_of, loss_of
-from .counting.tables import show
+from .counting.results import Table, ratio
+from .counting.steps import (
+    AUTOCAST,
+    CONTESTANTS,
+    FLOOR,
+    contestants,
+    errors_of,
+    loss_of,
+)
 from .machinery import count
 from .networks.families import FAMILIES, NAMES, SMALL
 
-FORMS = (
-    FLOOR,
-    "jaxmp modules",
-    "jaxmp autocast",
-    "jaxmp autocast, rounded",
-    "jaxmp autocast, inside",
-)
+ROUNDED, INSIDE = f"{AUTOCAST}, rounded", f"{AUTOCAST}, inside"
+FORMS = FLOOR, "jaxmp modules", AUTOCAST, ROUNDED, INSIDE
 
 # Of autocast: the dtype of both passes, or that of the forward and of the backward one.
 PASSES = ("float16", "bfloat16", "float16_bfloat16")
 PASSES_TITLE = "errors by the dtypes of both passes"
 
+PRICE = """\
+## What autocast costs
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, and where to save what is found."""
+The memory traffic and the temporary memory of a training step, relative to the same
+model cast by hand. *Less 6N* leaves out the bytes of float32 weight gradients, which
+autocast returns on purpose. *Rounded* is autocast with
+`DEFAULT_OPS.with_rounded_products()`. *Inside* is
+`value_and_grad(autocast(loss, policy))`.
+"""
 
-    networks: tuple[str, ...] = NAMES
-    forms: tuple[str, ...] = ()
-    """All of :data:`FORMS`, if none is named."""
-    dtypes: tuple[str, ...] = ("float16", "bfloat16")
-    accum_steps: tuple[int, ...] = (1, 4)
-    seeds: int = 3
-    """Of the errors."""
-    passes: bool = False
-    """Compute nothing but the errors of :data:`PASSES`."""
-    output: pathlib.Path | None = None
+ERROR = """\
+## How far gradients are from float32
+
+The norm of the error over the norm of the gradient, as the mean over seeds. It was
+computed on a CPU, for small networks of the same families. A star marks a network for
+which Flax's own 16 bits are nearer to float32 than autocast.
+"""
+
+BY_PASSES = """\
+### A dtype for each pass
+
+The same of `mixed_float16`, `mixed_bfloat16` and `mixed_float16_bfloat16`, whose
+backward pass alone is in bfloat16; of the loss, too.
+"""
 
 
-def main(arguments: list[str]) -> None:
-    """Prints a table of prices and one of errors for each dtype, and saves them."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks price")
-    command = ["price", *arguments]
-    worth.check("network", options.networks, FAMILIES)
-    worth.check("form", options.forms, CONTESTANTS)
-    path = options.output or results.target("price")
-    if options.passes:
-        new = errors_of_passes(options.networks, options.seeds)
-        hardware = results.hardware()
-        rows = results.update(path, PASSES_TITLE, hardware, command, new, "network")
-        show(f"{PASSES_TITLE} (mean of {options.seeds} seeds)", rows)
+def main(
+    *,
+    networks: tuple[str, ...] = NAMES,
+    forms: tuple[str, ...] = FORMS,
+    dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+    accum_steps: tuple[int, ...] = (1, 4),
+    seeds: int = 3,
+    passes: bool = False,
+) -> None:
+    """Counts prices and computes errors for each dtype.
+
+    Args:
+        networks: Which.
+        forms: How autocast, or another library, is used.
+        dtypes: Of 16 bits.
+        accum_steps: Micro-batches.
+        seeds: Of the errors.
+        passes: Compute nothing but the errors of autocast with a dtype for each pass.
+    """
+    worth.check("network", networks, FAMILIES)
+    worth.check("form", forms, CONTESTANTS)
+    if passes:
+        new = errors_of_passes(networks, seeds)
+        results.update("price", PASSES_TITLE, results.hardware(), new, "network")
         return
     h200.require("price")
-    forms = options.forms or FORMS
-    for dtype in options.dtypes:
-        for accum_steps in options.accum_steps:
-            new = prices(options.networks, forms, dtype, accum_steps)
-            title = f"{dtype}, {accum_steps} micro-batches"
-            by = "network", "form"
-            rows = results.update(path, title, h200.HARDWARE, command, new, *by)
-            show(f"{title}: relative to the model cast by hand", table(rows))
-        new = errors(options.networks, dtype, options.seeds)
-        title = f"{dtype}, errors"
+    for dtype in dtypes:
+        for steps in accum_steps:
+            new = prices(networks, forms, dtype, steps)
+            title = f"{dtype}, {steps} micro-batches"
+            results.update("price", title, h200.HARDWARE, new, "network", "form")
+        new = errors(networks, dtype, seeds)
         hardware = results.hardware()
-        rows = results.update(path, title, hardware, command, new, "network")
-        show(f"{title} (mean of {options.seeds} seeds)", rows)
+        results.update("price", f"{dtype}, errors", hardware, new, "network")
 
 
 def prices(
@@ -89,33 +104,6 @@ def prices(
         network = FAMILIES[name]
         for form in contestants(network, forms, dtype=dtype, accum_steps=accum_steps):
             yield {"network": name, "form": form.name} | count(form, network)
-
-
-def table(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the rows as shares of those of the model cast whole.
-
-    The bytes of autocast are shown a second time without those by which it differs on
-    purpose: weight gradients are float32, written once, and read by the check and by
-    the optimizer, with 2 bytes more each time.
-    """
-    floors = {row["network"]: row for row in rows if row["form"] == FLOOR}
-    shown = []
-    for row in rows:
-        floor = floors.get(row["network"], row)
-        wide = 6 * row["parameters"] if row["form"] == "jaxmp autocast" else 0
-        shown.append(
-            {
-                "network": row["network"],
-                "form": row["form"],
-                "GB": f"{row['bytes'] / 1e9:.3f}",
-                "bytes": f"{row['bytes'] / floor['bytes']:.3f}",
-                "less 6N": f"{(row['bytes'] - wide) / floor['bytes']:.3f}",
-                "temporary": f"{row['temp'] / floor['temp']:.3f}",
-                "kernels": row["kernels"],
-                "time (estimate)": f"{row['seconds'] / floor['seconds']:.3f}",
-            }
-        )
-    return shown
 
 
 def errors(
@@ -154,4 +142,69 @@ def _both(found: dict[str, tuple[float, float]]) -> dict[str, float]:
         f"{what}, {form}": both[i]
         for i, what in enumerate(("loss", "gradient"))
         for form, both in found.items()
+    }
+
+
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields the prices and the errors of each dtype."""
+    yield Table(PRICE, ())
+    for dtype in ("bfloat16", "float16"):
+        for steps, spelled in ((1, "one micro-batch"), (4, "four micro-batches")):
+            if result := found.get(f"{dtype}, {steps} micro-batches"):
+                rows = [*_costs(result["rows"])]
+                yield Table(f"### {dtype}, {spelled}\n", rows, [result])
+    yield Table(ERROR, ())
+    for dtype in ("bfloat16", "float16"):
+        if result := found.get(f"{dtype}, errors"):
+            rows = [*map(_away, result["rows"])]
+            yield Table(f"### {dtype}\n", rows, [result])
+    if result := found.get(PASSES_TITLE):
+        rows = [
+            {"": row["network"]}
+            | {f"{x}, {y}": f"{row[f'{x}, {y}']:.2e}" for x, y in _OF_PASSES}
+            for row in result["rows"]
+        ]
+        yield Table(BY_PASSES, rows, [result])
+
+
+_OF_PASSES = [(x, y) for x in ("loss", "gradient") for y in PASSES]
+
+
+def _costs(rows: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
+    """Yields the bytes and the memory of each network as shares of the floor's.
+
+    The bytes of autocast are shown a second time without those by which it differs on
+    purpose: weight gradients are float32, written once, and read by the check and by
+    the optimizer, with 2 bytes more each time.
+    """
+    networks: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        networks.setdefault(row["network"], {})[row["form"]] = row
+    for name, forms in networks.items():
+        floor, ours = forms.get(FLOOR, {}), forms.get(AUTOCAST)
+        cells = {"": name}
+        for form, prefix in (
+            (AUTOCAST, ""),
+            (ROUNDED, "rounded: "),
+            (INSIDE, "inside: "),
+        ):
+            row = forms.get(form, {})
+            cells[f"{prefix}bytes"] = ratio(row.get("bytes"), floor.get("bytes"))
+            if form == AUTOCAST:
+                less = ours and ours["bytes"] - 6 * ours["parameters"]
+                cells["less 6N"] = ratio(less, floor.get("bytes"))
+            cells[f"{prefix}memory"] = ratio(row.get("temp"), floor.get("temp"))
+        yield cells
+
+
+def _away(row: dict[str, Any]) -> dict[str, str]:
+    flax, ours, rounded, inside = (
+        row[f"gradient, {form}"] for form in ("dtype=", "autocast", "rounded", "inside")
+    )
+    return {
+        "": row["network"] + " *" * (ours > flax),
+        "Flax's `dtype=`": f"{flax:.2%}",
+        "autocast": f"{ours:.2%}",
+        "rounded": f"{rounded:.2%}",
+        "inside": f"{inside:.2%}",
     }

@@ -12,25 +12,24 @@ References:
     table 2, https://arxiv.org/abs/2302.13971.
 """
 
-import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from .counting import h200, results, tables
+from .counting import h200, results
 from .counting.collectives import sent_bytes
+from .counting.results import Table
 
 BF16 = jaxmp.get_policy("mixed_bfloat16")
 SUMS_BF16 = jaxmp.get_policy("p=f32,c=bf16,o=f32,r=bf16")
@@ -45,78 +44,74 @@ FORMS = {
 }
 
 
-@dataclasses.dataclass
-class Options:
-    """What to compile, for how many devices, and where to save the counts."""
+class Llama(NamedTuple):
+    """The sizes of a model."""
 
-    forms: tuple[str, ...] = tuple(FORMS)
-    devices: tuple[int, ...] = (8, 64, 256)
-    accum_steps: tuple[int, ...] = (1, 4)
-    """Micro-batches of a step, each of one sequence per device."""
     width: int = 4096
     layers: int = 32
     heads: int = 32
     hidden: int = 11008
     vocabulary: int = 32000
-    tokens: int = 2048
-    """Of a sequence."""
-    output: pathlib.Path | None = None
+    tokens: int = 2048  # of a sequence
 
 
-def main(arguments: list[str]) -> None:
-    """Prints peak memory and bytes sent, and saves them after each row."""
-    options = tyro.cli(Options, args=arguments, prog="python -m benchmarks sharded")
+def main(
+    *,
+    forms: tuple[str, ...] = tuple(FORMS),
+    devices: tuple[int, ...] = (8, 64, 256),
+    accum_steps: tuple[int, ...] = (1, 4),
+) -> None:
+    """Counts peak memory and bytes sent.
+
+    Args:
+        forms: How the model is sharded.
+        devices: How many there are.
+        accum_steps: Micro-batches of a step, each of one sequence per device.
+    """
     h200.require("sharded")
-    count = sum(x.size for x in jax.tree.leaves(shapes(options))) / 1e9
-    for devices in options.devices:
-        title = f"{devices} devices, {count:.2f} billion parameters, by form"
-        rows = []
-        for row in measured(options, devices):
-            print(row, flush=True)
-            rows.append(row)
-            command = ["sharded", *arguments]
-            results.save(
-                options.output or results.target("sharded"),
-                title,
-                h200.HARDWARE,
-                command,
-                rows,
-            )
-        tables.show(title, rows)
+    for number in devices:
+        title = f"{number} devices, 6.74 billion parameters, by form"
+        new = (measured(form, number, steps) for steps in accum_steps for form in forms)
+        by = "form", "micro-batches"
+        results.update("sharded", title, h200.HARDWARE, new, *by)
 
 
-def measured(options: Options, devices: int) -> Iterator[dict[str, Any]]:
-    """Yields the peak and the bytes of each form."""
-    for accum_steps in options.accum_steps:
-        for form in options.forms:
-            compiled = compile_step(options, form, devices, accum_steps)
-            sent = sent_bytes(compiled.as_text())
-            most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
-            memory = compiled.memory_analysis()
-            yield {
-                "form": form,
-                "micro-batches": accum_steps,
-                "peak GiB": round(memory.peak_memory_in_bytes / 2**30, 1),
-                "GB sent": round(sum(sent.values()) / 1e9, 1),
-                "of which": ", ".join(most),
-            }
+def tables(found: Mapping[str, Any]) -> Iterator[Table]:
+    """Yields what was counted for each number of devices."""
+    for title, result in found.items():
+        yield Table(f"## {title}\n", result["rows"], [result])
 
 
-def compile_step(options: Options, form: str, devices: int, accum_steps: int) -> Any:
+def measured(form: str, devices: int, accum_steps: int) -> dict[str, Any]:
+    """Returns the peak and the bytes of a form."""
+    compiled = compile_step(Llama(), form, devices, accum_steps)
+    sent = sent_bytes(compiled.as_text())
+    most = [f"{k} {v / 1e9:.1f}" for k, v in sent.items() if v > 5e7]
+    memory = compiled.memory_analysis()
+    return {
+        "form": form,
+        "micro-batches": accum_steps,
+        "peak GiB": round(memory.peak_memory_in_bytes / 2**30, 1),
+        "GB sent": round(sum(sent.values()) / 1e9, 1),
+        "of which": ", ".join(most),
+    }
+
+
+def compile_step(sizes: Llama, form: str, devices: int, accum_steps: int) -> Any:
     """Compiles a training step for a number of H200s."""
     how, policy = FORMS[form]
     mesh = Mesh(np.array(topology(devices)), ("data",))
-    where = jax.tree.map(lambda x: sharding(x, mesh), shapes(options))
-    params = jax.tree.map(placed, shapes(options), where)
+    where = jax.tree.map(lambda x: sharding(x, mesh), shapes(sizes))
+    params = jax.tree.map(placed, shapes(sizes), where)
     tx = optax.adamw(1e-4)
     state_where = jaxmp.init_shardings(tx, params)
     state = jax.tree.map(placed, jax.eval_shape(tx.init, params), state_where)
-    rows = jax.ShapeDtypeStruct((devices * accum_steps, options.tokens + 1), jnp.int32)
+    rows = jax.ShapeDtypeStruct((devices * accum_steps, sizes.tokens + 1), jnp.int32)
     rows = placed(rows, NamedSharding(mesh, P("data")))
     gathered = how == "layers"
     specs = jax.tree.map(lambda s: s.spec, where)
     pin = NamedSharding(mesh, P("data")) if how == "pinned" else None
-    loss = functools.partial(loss_fn, options, specs if gathered else None, policy, pin)
+    loss = functools.partial(loss_fn, sizes, specs if gathered else None, policy, pin)
     extra: dict[str, Any] = {}
     if how in ("whole", "layers"):
         extra = {"mesh": mesh, "shardings": where, "gather": not gathered}
@@ -158,9 +153,9 @@ def topology(devices: int) -> list[Any]:
 # The model
 
 
-def shapes(options: Options) -> dict[str, Any]:
+def shapes(sizes: Llama) -> dict[str, Any]:
     """Describes the parameters; those of the layers are stacked."""
-    d, hidden, n = options.width, options.hidden, options.layers
+    d, hidden, n = sizes.width, sizes.hidden, sizes.layers
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -174,8 +169,8 @@ def shapes(options: Options) -> dict[str, Any]:
         "up": array(n, d, hidden),
         "down": array(n, hidden, d),
     }
-    embedding = array(options.vocabulary, d)
-    head = array(d, options.vocabulary)
+    embedding = array(sizes.vocabulary, d)
+    head = array(d, sizes.vocabulary)
     return {"embedding": embedding, "layers": layers, "norm": array(d), "head": head}
 
 
@@ -187,12 +182,12 @@ def sharding(x: Any, mesh: Mesh) -> NamedSharding:
 
 
 def loss_fn(
-    options: Options, specs: Any, policy: Any, pin: Any, params: Any, rows: Any
+    sizes: Llama, specs: Any, policy: Any, pin: Any, params: Any, rows: Any
 ) -> jax.Array:
     """Returns the cross-entropy of the next tokens.
 
     Args:
-        options: Of the model.
+        sizes: Of the model.
         specs: Of the parameters, to gather each where its layer begins; None where
             they are whole.
         policy: To gather under.
@@ -212,7 +207,7 @@ def loss_fn(
 
     def block(x, layer):
         layer = whole("layers", layer)
-        x = pinned(x + attention(options, normed(x, layer["attention_norm"]), layer))
+        x = pinned(x + attention(sizes, normed(x, layer["attention_norm"]), layer))
         h = normed(x, layer["norm"])
         h = jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])
         return pinned(x + h @ layer["down"]), None
@@ -236,9 +231,9 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
     return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
 
 
-def attention(options: Options, x: jax.Array, layer: Any) -> jax.Array:
+def attention(sizes: Llama, x: jax.Array, layer: Any) -> jax.Array:
     """Attends to the tokens before, with rotated queries and keys."""
-    heads = (*x.shape[:-1], 3, options.heads, options.width // options.heads)
+    heads = (*x.shape[:-1], 3, sizes.heads, sizes.width // sizes.heads)
     q, k, v = jnp.moveaxis((x @ layer["qkv"]).reshape(heads), -3, 0)
     mixed = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
     return mixed.reshape(x.shape) @ layer["out"]

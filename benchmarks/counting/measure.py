@@ -78,6 +78,17 @@ def relative_error(tree, reference):
     return distance / np.linalg.norm(flat(reference))
 
 
+def peak(compiled):
+    """Returns the bytes that a compiled program needs, by its own account."""
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
 def run(fun, *args):
     """Returns ``fun(*args)`` and its jaxpr, compiled in a hurry."""
     trace = jax.jit(fun).trace(*args)

@@ -1,4 +1,8 @@
-"""How benchmarks keep what they measured."""
+"""How benchmarks keep what they measured, and show it.
+
+A benchmark saves rows, with all that is needed to make them again. What it shows are
+tables of what is saved: on the terminal, and on ``benchmarks/tables.md``.
+"""
 
 import datetime
 import importlib.metadata
@@ -8,18 +12,17 @@ import pathlib
 import platform
 import shlex
 import tempfile
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+from rich import console, table
 
 import jaxmp
 
 # Those that the documentation quotes. Without `--save`, a run leaves them as they are.
 FOLDER = pathlib.Path(__file__).parents[1] / "results"
 SCRATCH = pathlib.Path(tempfile.gettempdir()) / "jaxmp_benchmarks"
-
-_folder = SCRATCH
 LIBRARIES = (
     "jax",
     "jaxlib",
@@ -31,11 +34,14 @@ LIBRARIES = (
     "torch",
 )
 
+_command, _folder = "", SCRATCH
 
-def write_to(folder: pathlib.Path) -> None:
-    """Chooses the folder of the results that are written from now on."""
-    global _folder
-    _folder = folder
+
+def begin(arguments: Sequence[str], *, saves: bool = False) -> None:
+    """Says which command measures from now on, and whether its results are kept."""
+    global _command, _folder
+    _command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    _folder = FOLDER if saves else SCRATCH
 
 
 def is_saving() -> bool:
@@ -48,66 +54,61 @@ def target(name: str) -> pathlib.Path:
     return _folder / f"{name}.json"
 
 
-def save(
-    path: pathlib.Path, name: str, hardware: str, arguments: list[str], rows: Any
-) -> None:
+def read(name: str, *, kept: bool = False) -> dict[str, Any]:
+    """Returns the results of a benchmark by their titles: the last, or those kept."""
+    path = FOLDER / f"{name}.json" if kept else target(name)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def save(name: str, title: str, hardware: str, rows: Any) -> None:
     """Puts results into a JSON file, with all that is needed to make them again.
 
     Args:
-        path: The file. What it holds under other names stays.
-        name: The name of the results in it.
+        name: The file. What it holds under other titles stays.
+        title: That of the results in it.
         hardware: What was measured on.
-        arguments: The command line after ``python -m benchmarks``.
         rows: The results.
     """
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[name] = {
-        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware,
-        "versions": {"python": platform.python_version()} | _versions(),
-        "rows": rows,
+    found = read(name) | {
+        title: {
+            "command": _command,
+            "date": datetime.date.today().isoformat(),
+            "hardware": hardware,
+            "versions": {"python": platform.python_version()} | _versions(),
+            "rows": rows,
+        }
     }
+    path = target(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Put in place as a whole, because a program may be killed while it writes.
     new = path.with_name(f"{path.name}.new")
-    new.write_text(json.dumps(results, indent=1) + "\n")
+    new.write_text(json.dumps(found, indent=1) + "\n")
     new.replace(path)
 
 
 def update(
-    path: pathlib.Path,
-    name: str,
-    hardware: str,
-    arguments: list[str],
-    new: Iterable[dict[str, Any]],
-    *by: str,
-) -> list[dict[str, Any]]:
+    name: str, title: str, hardware: str, new: Iterable[dict[str, Any]], *by: str
+) -> None:
     """Saves rows one at a time, each in the place of the one that it counts anew.
 
     So a run that is broken off goes on with what it had not come to.
 
     Args:
-        path: As for :func:`save`.
-        name: The same.
+        name: As for :func:`save`.
+        title: The same.
         hardware: The same.
-        arguments: The same.
         new: The rows, which may be counted while they are asked for.
         *by: The fields by which rows are told apart.
-
-    Returns:
-        All rows, those that were there before too.
     """
 
     def key(row):
         return tuple(row[field] for field in by)
 
-    results = json.loads(path.read_text()) if path.exists() else {}
-    rows = {key(row): row for row in results.get(name, {"rows": []})["rows"]}
+    rows = {key(row): row for row in read(name).get(title, {"rows": []})["rows"]}
     for row in new:
         rows[key(row)] = row
-        save(path, name, hardware, arguments, [*rows.values()])
-    return [*rows.values()]
+        save(name, title, hardware, [*rows.values()])
+        print(f"{title}: {', '.join(map(str, key(row)))}", flush=True)
 
 
 def hardware() -> str:
@@ -130,3 +131,71 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+class Table(NamedTuple):
+    """Rows that have the same columns, and what they were made of."""
+
+    heading: str  # as Markdown, with what is said before the table; may be empty
+    rows: Sequence[Mapping[str, Any]]
+    source: Sequence[Mapping[str, Any]] = ()  # results, of which the rows were made
+
+    def markdown(self) -> str:
+        """Returns the table as Markdown, under its heading."""
+        if not self.rows:
+            return self.heading
+        cells = [[*map(spelled, row.values())] for row in self.rows]
+        lines = [[*self.rows[0]], ["---"] * len(cells[0]), *cells]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"{self.heading}\n{table}\n".removeprefix("\n")
+
+    def show(self) -> None:
+        """Prints the table."""
+        title = self.heading.strip("# \n").partition("\n")[0]
+        shown = table.Table(title=title, title_justify="left")
+        for i, name in enumerate(self.rows[0] if self.rows else ()):
+            shown.add_column(name, justify="right" if i else "left")
+        for row in self.rows:
+            shown.add_row(*map(spelled, row.values()))
+        console.Console(width=132).print(shown)
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Prints the tables of what the command has measured."""
+    for one in tables:
+        if one.rows and any(x["command"] == _command for x in one.source):
+            one.show()
+
+
+def page(tables: Iterable[Table]) -> Iterator[str]:
+    """Yields tables as Markdown, and the commands behind those that they have made."""
+    tables = [*tables]
+    for one, after in zip(tables, [*tables[1:], None], strict=True):
+        yield one.markdown()
+        if one.source and not (after and after.source == one.source):
+            yield _told(one.source)
+
+
+def spelled(cell: Any) -> str:
+    """Spells a cell: numbers in short, and the quartiles behind their median."""
+    if isinstance(cell, Mapping):
+        return f"{cell['median']:.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return "" if cell is None else str(cell)
+
+
+def ratio(x: float | None, of: float | None) -> str:
+    """Spells a ratio, if both numbers are there."""
+    return "" if x is None or of is None else f"{x / of:.2f}"
+
+
+def _told(found: Sequence[Mapping[str, Any]]) -> str:
+    """Says which commands made a table, when, on what and with which versions."""
+    commands = dict.fromkeys(x["command"] for x in found)
+    dates = sorted({x["date"] for x in found})
+    versions = found[0]["versions"]
+    names = [f"{x} {versions[x]}" for x in ("jax", "flax", "optax") if x in versions]
+    made = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    lines = "\n".join(f"    {x}" for x in commands)
+    return f"{lines}\n\n({found[0]['hardware']}; {', '.join(names)}; {made}.)\n"

@@ -1,11 +1,11 @@
 """Training steps: the same network and Adam, in the words of each library.
 
-Every contestant keeps float32 masters and computes in ``dtype``. The hand-written one
-casts once and does nothing else: it is the floor that the others are measured from.
-What differs is how a library casts, scales, checks and skips.
+Every contestant keeps float32 masters, unless its name says otherwise, and computes in
+``dtype``. The hand-written one casts once and does nothing else: it is the floor that
+the others are measured from. What differs is how a library casts, scales, checks and
+skips.
 """
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -22,16 +22,21 @@ import jaxmp
 from ..networks.basic import Network
 from .measure import IN_A_HURRY, relative_error
 
-LEARNING_RATE = 1e-3
+ADAM = optax.adam(1e-3)
 FLOOR = "by hand"  # the contestant that the others are measured from
+AUTOCAST, INT8 = "jaxmp autocast", "autocast int8"
 # What it says of a step in float16; one in bfloat16 has one dtype.
 BACKWARD = "jaxmp autocast, float16 forward, bfloat16 backward"
+# With `nn.remat` around each layer, which is what users do instead of 8 bits.
+CHECKPOINT, BOTH = "checkpoint", "checkpoint and int8"
+# Of bfloat16 parameters, rounded stochastically: the dtype of the moments.
+STATES = {"bfloat16 state": "bfloat16", "int8 state": "int8"}
 
 
 class State(NamedTuple):
     """What a step changes, and donates."""
 
-    params: Any  # float32
+    params: Any
     batch_stats: Any  # float32; empty without batch normalisation
     opt_state: Any
     loss_scale: Any = None  # of the libraries that keep one beside the optimizer
@@ -51,22 +56,22 @@ class Unavailable(Exception):
 
 def contestants(
     network: Network,
-    names: Iterable[str] | None = None,
+    names: Iterable[str],
     *,
     dtype: DTypeLike = jnp.float16,
     accum_steps: int = 1,
     report: Callable[[str], Any] = print,
 ) -> Iterator[Contestant]:
-    """Yields the contestants, and reports those that cannot take part in one line.
+    """Yields contestants, and reports those that cannot take part in one line.
 
     Args:
         network: What to train.
-        names: Keys of :data:`CONTESTANTS`; all if None.
+        names: Keys of :data:`CONTESTANTS`.
         dtype: float16 or bfloat16. The float32 contestant has no use for it.
         accum_steps: The number of micro-batches.
         report: Called with a line for each contestant that is left out.
     """
-    for name in names or CONTESTANTS:
+    for name in names:
         try:
             yield contestant(name, network, dtype=dtype, accum_steps=accum_steps)
         except Unavailable as reason:
@@ -80,37 +85,21 @@ def contestant(
     dtype: DTypeLike = jnp.float16,
     accum_steps: int = 1,
 ) -> Contestant:
-    """Returns one contestant.
-
-    Args:
-        name: A key of :data:`CONTESTANTS`.
-        network: What to train.
-        dtype: float16 or bfloat16. The float32 contestant has no use for it.
-        accum_steps: The number of micro-batches.
+    """Returns one contestant, of arguments as in :func:`contestants`.
 
     Raises:
         Unavailable: If its library is not installed, or has no such step.
     """
-    return made(
-        name, network, CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
-    )
-
-
-def made(name: str, network: Network, parts: Any) -> Contestant:
-    """Returns the contestant that has an optimizer, a first loss scale and a step.
-
-    Args:
-        name: The name of the contestant.
-        network: What to train.
-        parts: The three.
-    """
-    tx, loss_scale, step = parts
+    made = CONTESTANTS[name](network, jnp.dtype(dtype), accum_steps)
+    tx, loss_scale, step = made
     x, _ = network.batch(1)
 
     def init(variables=None):
         if variables is None:
             variables = network.model.init(jax.random.key(0), x)
         params = variables["params"]
+        if name in STATES:
+            params = jaxmp.cast_tree(params, jnp.bfloat16)
         stats = variables.get("batch_stats", {})
         return State(params, stats, tx.init(params), loss_scale())
 
@@ -180,9 +169,8 @@ def errors_of(
     }
 
 
-def by_hand(network, dtype, accum_steps, tx=None, skips=False):
+def by_hand(network, dtype, accum_steps, tx: Any = ADAM, skips=False):
     """Casts once, and neither scales nor checks: the least that can be done."""
-    tx = tx or optax.adam(LEARNING_RATE)
     grad_fn = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
 
     def step(state, batch):
@@ -201,11 +189,6 @@ def by_hand(network, dtype, accum_steps, tx=None, skips=False):
         return new, loss
 
     return tx, _nothing, step
-
-
-def by_hand_skipping(network, dtype, accum_steps):
-    """The hand-written step that also checks the gradients and skips, unscaled."""
-    return by_hand(network, dtype, accum_steps, skips=True)
 
 
 def accumulated(grad_fn, steps):
@@ -230,17 +213,6 @@ def accumulated(grad_fn, steps):
     return summed
 
 
-def float32(network, dtype, accum_steps):
-    """The hand-written step without any casts."""
-    return by_hand(network, jnp.dtype(jnp.float32), accum_steps)
-
-
-def apply_if_finite(network, dtype, accum_steps):
-    """The hand-written step around ``optax.apply_if_finite``, which skips by a cond."""
-    tx = optax.apply_if_finite(optax.adam(LEARNING_RATE), max_consecutive_errors=5)
-    return by_hand(network, dtype, accum_steps, tx)
-
-
 def jaxmp_cast(network, dtype, accum_steps):
     """Casts the parameters and the model's inputs, by a policy."""
     policy = jaxmp.get_policy(f"mixed_{dtype}")
@@ -259,35 +231,16 @@ def jaxmp_modules(network, dtype, accum_steps):
     return _jaxmp_step(grad_fn, policy, accum_steps)
 
 
-def jaxmp_autocast_rounded(network, dtype, accum_steps):
-    """Autocast around the gradient, with products that return 16 bits."""
-    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
-    return jaxmp_autocast(network, dtype, accum_steps, ops)
-
-
-def jaxmp_autocast(
-    network,
-    dtype,
-    accum_steps,
-    ops=jaxmp.DEFAULT_OPS,
-    residuals=None,
-    backward_dtype=None,
-):
+def jaxmp_autocast(network, dtype, accum_steps, policy=None, again=False, **options):
     """Autocast around the gradient of the float32 loss."""
-    policy = jaxmp.get_policy(f"mixed_{dtype}")
-    policy = dataclasses.replace(policy, backward_dtype=backward_dtype)
-    loss_fn = loss_of(network.model.apply)
+    policy = jaxmp.get_policy(policy or f"mixed_{dtype}")
+    loss_fn = loss_of(network.model.clone(again=again).apply)
 
-    def grad_fn(**options):
-        grad = jaxmp.value_and_grad(loss_fn, **options)
-        return jaxmp.autocast(grad, policy, ops=ops, residuals=residuals)
+    def grad_fn(**how):
+        grad = jaxmp.value_and_grad(loss_fn, **how)
+        return jaxmp.autocast(grad, policy, **options)
 
     return _jaxmp_step(grad_fn, policy, accum_steps)
-
-
-def jaxmp_autocast_backward(network, dtype, accum_steps):
-    """The same with the backward pass in bfloat16, and a scale of 1."""
-    return jaxmp_autocast(network, dtype, accum_steps, backward_dtype=jnp.bfloat16)
 
 
 def jaxmp_autocast_inside(network, dtype, accum_steps):
@@ -299,7 +252,7 @@ def jaxmp_autocast_inside(network, dtype, accum_steps):
 
 
 def _jaxmp_step(value_and_grad, policy, accum_steps):
-    tx = jaxmp.loss_scaling(optax.adam(LEARNING_RATE), policy)
+    tx = jaxmp.loss_scaling(ADAM, policy)
 
     def step(state, batch):
         grad_fn = value_and_grad(
@@ -320,10 +273,26 @@ def _jaxmp_step(value_and_grad, policy, accum_steps):
     return tx, _nothing, step
 
 
+def narrow(network, dtype, accum_steps, state_dtype):
+    """Autocast around the gradient of parameters without float32 masters."""
+    tx = jaxmp.stochastic_rounding(ADAM, state_dtype=state_dtype)
+    grad_fn = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
+    grad_fn = jaxmp.autocast(grad_fn, f"mixed_{dtype}")
+    if accum_steps > 1:
+        raise Unavailable("it is timed in one batch")
+
+    def step(state, batch):
+        (loss, stats), grads = grad_fn(state.params, state.batch_stats, *batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, stats, opt_state), loss
+
+    return tx, _nothing, step
+
+
 def jmp_recipe(network, dtype, accum_steps):
     """The recipe of jmp's README: cast, scale, unscale, check, adjust, select."""
     jmp = _library("jmp")
-    tx = optax.adam(LEARNING_RATE)
     policy = jmp.get_policy(f"params=float32,compute={dtype},output=float32")
 
     def apply(variables, x, **options):
@@ -345,7 +314,7 @@ def jmp_recipe(network, dtype, accum_steps):
         loss, grads = loss_scale.unscale((loss, grads))
         finite = jmp.all_finite(grads)
         loss_scale = loss_scale.adjust(finite)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), stats, opt_state
         params, stats, opt_state = jmp.select_tree(finite, new, state[:3])
         return State(params, stats, opt_state, loss_scale), loss
@@ -355,13 +324,12 @@ def jmp_recipe(network, dtype, accum_steps):
             return jmp.DynamicLossScale(jnp.float32(2**15))
         return jmp.NoOpLossScale()
 
-    return tx, loss_scale, step
+    return ADAM, loss_scale, step
 
 
 def flax_dynamic_scale(network, dtype, accum_steps):
     """Flax's ``DynamicScale`` as in its ImageNet example, on modules with a dtype."""
     flax = _library("flax.training.dynamic_scale")
-    tx = optax.adam(LEARNING_RATE)
     loss_fn = loss_of(network.with_dtype(dtype).apply)
 
     def step(state, batch):
@@ -396,7 +364,7 @@ def flax_dynamic_scale(network, dtype, accum_steps):
                 add, start, _micro_batches(batch, accum_steps)
             )
             loss, grads = jax.tree.map(lambda g: g / accum_steps, (loss, grads))
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
         new = optax.apply_updates(state.params, updates), opt_state
         old = state.params, state.opt_state
         params, opt_state = jax.tree.map(partial(jnp.where, finite), new, old)
@@ -408,13 +376,12 @@ def flax_dynamic_scale(network, dtype, accum_steps):
 
     if dtype != jnp.float16:
         raise Unavailable("its example scales float16 alone")
-    return tx, loss_scale, step
+    return ADAM, loss_scale, step
 
 
 def mpx(network, dtype, accum_steps):
     """The recipe of mpx's README (mixed-precision-for-JAX)."""
     library = _library("mpx")
-    tx = optax.adam(LEARNING_RATE)
     loss_fn = loss_of(network.model.apply)
     if accum_steps > 1:
         raise Unavailable("its README has no accumulation")
@@ -430,7 +397,7 @@ def mpx(network, dtype, accum_steps):
         )
         (loss, stats), loss_scale, finite, grads = grad_fn(state.params, *batch)
         params, opt_state = library.optimizer_update(
-            state.params, tx, state.opt_state, grads, finite
+            state.params, ADAM, state.opt_state, grads, finite
         )
         return State(params, stats, opt_state, loss_scale), loss
 
@@ -441,26 +408,37 @@ def mpx(network, dtype, accum_steps):
             period=2000,
         )
 
-    return tx, loss_scale, step
+    return ADAM, loss_scale, step
 
 
 # From a network, a dtype and a number of micro-batches to an optimizer, the first loss
 # scale, and a step.
-CONTESTANTS = {
+CONTESTANTS: dict[str, Callable[[Network, Any, int], Any]] = {
     FLOOR: by_hand,
-    "by hand, skipping": by_hand_skipping,
+    "by hand, skipping": partial(by_hand, skips=True),
     "jaxmp cast": jaxmp_cast,
     "jaxmp modules": jaxmp_modules,
-    "jaxmp autocast": jaxmp_autocast,
-    "jaxmp autocast, rounded": jaxmp_autocast_rounded,
+    AUTOCAST: jaxmp_autocast,
+    "jaxmp autocast, rounded": partial(
+        jaxmp_autocast, ops=jaxmp.DEFAULT_OPS.with_rounded_products()
+    ),
     "jaxmp autocast, inside": jaxmp_autocast_inside,
-    BACKWARD: jaxmp_autocast_backward,
     "jmp": jmp_recipe,
     "flax DynamicScale": flax_dynamic_scale,
-    "optax apply_if_finite": apply_if_finite,
+    "optax apply_if_finite": partial(
+        by_hand, tx=optax.apply_if_finite(ADAM, max_consecutive_errors=5)
+    ),
     "mpx": mpx,
-    "float32": float32,
+    "float32": lambda network, _, steps: by_hand(network, jnp.dtype("float32"), steps),
 }
+LIBRARIES = tuple(CONTESTANTS)
+CONTESTANTS |= {
+    BACKWARD: partial(jaxmp_autocast, policy="mixed_float16_bfloat16"),
+    INT8: partial(jaxmp_autocast, residuals="int8"),
+    CHECKPOINT: partial(jaxmp_autocast, again=True),
+    BOTH: partial(jaxmp_autocast, residuals="int8", again=True),
+}
+CONTESTANTS |= {x: partial(narrow, state_dtype=y) for x, y in STATES.items()}
 
 
 def _nothing():

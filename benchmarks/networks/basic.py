@@ -17,9 +17,12 @@ class Model(nn.Module, kw_only=True):
     """What the models have in common: layers of their own ``dtype``, in short."""
 
     dtype: Any = None
+    again: bool = False  # whether layers are computed again for the gradients
 
     def layer(self, fun: Callable[..., Any], x: Any, *rest: Any) -> Any:
-        """Returns ``fun(self, x, *rest)``, which one could put into ``nn.remat``."""
+        """Returns ``fun(self, x, *rest)``."""
+        if self.again:
+            return nn.remat(lambda self, x: fun(self, x, *rest))(self, x)
         return fun(self, x, *rest)
 
     def dense(self, features: int, x: Any, **options: Any) -> Any:

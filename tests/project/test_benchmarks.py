@@ -1,6 +1,5 @@
 """The programs that measure the host and the GPU run from end to end, in small."""
 
-import json
 import math
 import os
 import pathlib
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__, gpu, host, sharded
-from benchmarks.counting import collectives, h200, results, timing
+from benchmarks.counting import collectives, h200, results, steps, timing
 from benchmarks.networks.families import FAMILIES, SMALL, in_chunks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -29,9 +28,15 @@ def numbers(rows):
                     yield x
 
 
-def saved(path, command):
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where a benchmark that a test runs leaves its results."""
+    monkeypatch.setattr(results, "SCRATCH", tmp_path)
+
+
+def saved(name, command):
     """Returns what a benchmark has saved, whose rows are positive numbers."""
-    (found,) = json.loads(path.read_text()).values()
+    (found,) = results.read(name).values()
     assert found["command"].startswith(f"python -m benchmarks {command}")
     assert found["date"][:2] == "20"
     assert found["hardware"]
@@ -60,15 +65,13 @@ def test_what_compiles_for_a_gpu_asks_for_no_device_when_it_is_imported():
     assert found.returncode == 0, found.stderr.decode()
 
 
-def test_gpu_times_every_form_of_a_network_and_saves_its_rows(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(gpu, "FORMS", ("float32", "by hand", gpu.AUTOCAST))
+@pytest.mark.usefixtures("scratch")
+def test_gpu_times_every_form_of_a_network_and_saves_its_rows(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "FORMS", ("float32", "by hand", steps.AUTOCAST))
     monkeypatch.setattr(gpu, "FLOAT16", ("by hand", "flax DynamicScale"))
     monkeypatch.setattr(gpu, "ALL_FORMS", ("mlp",))
-    path = tmp_path / "gpu.json"
-    gpu.main(["--tiny", "--networks", "mlp", "--no-torch", f"--output={path}"])
-    sections, left_out = saved(path, "gpu --tiny")
+    __main__.main(["gpu", "--tiny", "--networks", "mlp", "--no-torch"])
+    sections, left_out = saved("gpu", "gpu --tiny")
     assert len(sections["ceilings"]) == 5
     assert left_out == []
     rows = sections["steps"]
@@ -76,20 +79,20 @@ def test_gpu_times_every_form_of_a_network_and_saves_its_rows(
         ("float32", "bfloat16"),
         ("highest", "bfloat16"),
         ("by hand", "bfloat16"),
-        (gpu.AUTOCAST, "bfloat16"),
+        (steps.AUTOCAST, "bfloat16"),
         ("by hand", "float16"),
         ("flax DynamicScale", "float16"),
     ]
     (gained,) = gpu.gains(rows)
     assert {"TF32", "autocast", "times as fast", "memory", "by hand"} < gained.keys()
-    assert "what autocast gains" in capsys.readouterr().out
+    assert "times as fast" in capsys.readouterr().out
 
 
 @pytest.mark.evidence
-def test_gpu_runs_from_end_to_end_in_small(tmp_path):
-    path = tmp_path / "gpu.json"
-    gpu.main(["--tiny", f"--output={path}"])
-    sections, left_out = saved(path, "gpu --tiny")
+@pytest.mark.usefixtures("scratch")
+def test_gpu_runs_from_end_to_end_in_small():
+    __main__.main(["gpu", "--tiny"])
+    sections, left_out = saved("gpu", "gpu --tiny")
     measured = {(x["network"], x["form"], x["dtype"]) for x in sections["steps"]}
     assert {name for name, _, _ in measured} == {*gpu.NAMES}
     for name in gpu.NAMES:
@@ -99,37 +102,37 @@ def test_gpu_runs_from_end_to_end_in_small(tmp_path):
 
 
 @pytest.mark.evidence
-def test_gpu_times_the_forms_that_are_named(tmp_path):
-    path = tmp_path / "gpu.json"
-    forms = [gpu.AUTOCAST, gpu.BOTH, "int8 state"]
-    arguments = ["--networks", "gpt, fused", "--forms", *forms]
-    gpu.main(["--tiny", "--no-torch", f"--output={path}", *arguments])
-    sections, left_out = saved(path, "gpu --tiny")
+@pytest.mark.usefixtures("scratch")
+def test_gpu_times_the_forms_that_are_named():
+    forms = [steps.AUTOCAST, steps.BOTH, "int8 state"]
+    arguments = ["--networks", "gpt-160m, fused", "--forms", *forms]
+    __main__.main(["gpu", "--tiny", "--no-torch", *arguments])
+    sections, left_out = saved("gpu", "gpu --tiny")
     assert left_out == []
     assert [row["form"] for row in sections["steps"]] == forms
     memory = {row["form"]: row["temporary MiB"] for row in sections["steps"]}
-    assert memory[gpu.BOTH] < memory[gpu.AUTOCAST]
+    assert memory[steps.BOTH] < memory[steps.AUTOCAST]
 
 
-def test_gpu_leaves_out_what_no_time_is_left_for(tmp_path):
-    path = tmp_path / "gpu.json"
-    gpu.main(["--tiny", "--no-torch", "--seconds=0", f"--output={path}"])
-    (found,) = json.loads(path.read_text()).values()
+@pytest.mark.usefixtures("scratch")
+def test_gpu_leaves_out_what_no_time_is_left_for():
+    __main__.main(["gpu", "--tiny", "--no-torch", "--seconds=0"])
+    (found,) = results.read("gpu").values()
     assert found["rows"]["steps"] == []
     assert len(found["rows"]["left out"]) == len(gpu.NAMES)
 
 
 def test_gpu_says_where_there_is_no_gpu():
     with pytest.raises(SystemExit, match="needs an NVIDIA GPU"):
-        gpu.main(["--no-torch"])
-    with pytest.raises(SystemExit, match="no network 'gtp'"):
-        gpu.main(["--networks", "gtp"])
+        __main__.main(["gpu", "--no-torch"])
+    with pytest.raises(SystemExit, match="no network `gtp`"):
+        __main__.main(["gpu", "--networks", "gtp"])
 
 
 @pytest.mark.parametrize("ends", [0, -6, None])  # None: killed when the time is over
 def test_what_pytorch_has_measured_is_kept_however_it_ends(monkeypatch, ends):
     def process(command, timeout, **options):
-        assert command[-3:] == ["gpt-160m", "mlp", "--tiny"]
+        assert command[-2:] == ["benchmarks.networks.in_torch", "--tiny"]
         assert timeout == 20
         printed = b'{"network": "gpt-160m", "ms": 1}\n{"netw'
         if ends is None:
@@ -139,20 +142,17 @@ def test_what_pytorch_has_measured_is_kept_however_it_ends(monkeypatch, ends):
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(gpu.subprocess, "run", process)
     lines: list[str] = []
-    options = gpu.Options(networks=("gpt-160m", "mlp"), seconds=60, tiny=True)
-    rows = gpu.in_torch(options, lines.append)
+    rows = gpu.in_torch(60, True, lines.append)
     assert rows == [{"network": "gpt-160m", "ms": 1}]
     assert len(lines) == (ends != 0)
     monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None)
-    assert gpu.in_torch(options, lines.append) == []
+    assert gpu.in_torch(60, True, lines.append) == []
     assert lines[-1] == "PyTorch is left out: it is not installed"
 
 
-def test_host_counts_the_arrays_that_a_call_hands_on(tmp_path):
-    path = tmp_path / "host.json"
-    host.main(f"--output {path} --rounds 1 --calls 2 --parts dispatch".split())
-    (section,) = json.loads(path.read_text()).values()
-    arrays = {row["step"]: row["arrays"] for row in section["rows"]}
+def test_host_counts_the_arrays_that_a_call_hands_on():
+    rows = host.dispatch(rounds=1, calls=2)
+    arrays = {row["step"]: row["arrays"] for row in rows}
     assert arrays["by hand"] == 3 * 77 + 1
 
 
@@ -178,32 +178,32 @@ all-gather-start(%p, %q), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}
 
 
 def test_the_large_model_has_six_point_seven_billion_parameters():
-    parameters = jax.tree.leaves(sharded.shapes(sharded.Options()))
+    parameters = jax.tree.leaves(sharded.shapes(sharded.Llama()))
     assert sum(x.size for x in parameters) == 6_738_415_616  # of LLaMA's table 2
 
 
 @pytest.mark.evidence
 @needs_compiler
 @pytest.mark.parametrize(
-    ("form", "steps", "gathers", "sums"),
+    ("form", "accum_steps", "gathers", "sums"),
     [
         ("ZeRO-2, r=bf16", 2, {"layers": 1, "head": 1, "embedding": 1}, "bf16"),
         ("ZeRO-3", 2, {"layers": 4, "head": 4, "embedding": 2}, "f32"),
     ],
 )
-def test_a_gpu_sends_what_a_form_of_sharding_says(form, steps, gathers, sums):
-    options = sharded.Options(
+def test_a_gpu_sends_what_a_form_of_sharding_says(form, accum_steps, gathers, sums):
+    sizes = sharded.Llama(
         width=512, layers=4, heads=4, hidden=1024, vocabulary=4096, tokens=256
     )
-    text = sharded.compile_step(options, form, 8, steps).as_text()
+    text = sharded.compile_step(sizes, form, 8, accum_steps).as_text()
     sent = collectives.sent_bytes(text)
-    shapes = sharded.shapes(options)
+    shapes = sharded.shapes(sizes)
     size = {
         name: sum(x.size for x in jax.tree.leaves(shapes[name])) for name in gathers
     }
     gathered = sum(times * size[name] for name, times in gathers.items())
     assert sent["all-gather bf16"] == pytest.approx(2 * gathered * 7 / 8, rel=1e-3)
-    times = 1 if "ZeRO-2" in form else steps
+    times = 1 if "ZeRO-2" in form else accum_steps
     wide = {"bf16": 2, "f32": 4}[sums]
     total = wide * times * sum(size.values()) * 7 / 8
     assert sent[f"reduce-scatter {sums}"] == pytest.approx(total, rel=1e-3)
@@ -254,21 +254,19 @@ def test_results_that_the_documentation_quotes_are_replaced_by_save_alone(
 ):
     monkeypatch.setattr(results, "FOLDER", tmp_path / "quoted")
     monkeypatch.setattr(results, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(results, "_folder", tmp_path / "scratch")
 
-    def measured(arguments):
-        results.save(results.target("host"), "a table", "here", arguments, [])
+    def measured(*, rounds: int = 9):
+        results.save("host", "a table", "here", [])
 
     monkeypatch.setattr(host, "main", measured)
-    options = ["host", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["benchmarks", *options, *["--save"] * saves])
-    __main__.main()
+    __main__.main(["host", "--rounds", "1", *["--save"] * saves])
     written = "quoted" if saves else "scratch"
     assert [x.parent.name for x in tmp_path.rglob("host.json")] == [written]
 
 
-def test_a_run_that_is_broken_off_leaves_what_it_has_counted(tmp_path):
-    path = tmp_path / "price.json"
+@pytest.mark.usefixtures("scratch")
+def test_a_run_that_is_broken_off_leaves_what_it_has_counted():
+    results.begin(["price"])
 
     def run(counts):
         def counted():
@@ -277,10 +275,10 @@ def test_a_run_that_is_broken_off_leaves_what_it_has_counted(tmp_path):
                     raise KeyboardInterrupt
                 yield {"network": name, "bytes": count}
 
-        return results.update(path, "a table", "here", ["price"], counted(), "network")
+        results.update("price", "a table", "here", counted(), "network")
+        return results.read("price")["a table"]["rows"]
 
     with pytest.raises(KeyboardInterrupt):
         run({"mlp": 1, "gpt": 2, "vit": None})
     rows = run({"gpt": 3, "vit": 4})
     assert {x["network"]: x["bytes"] for x in rows} == {"mlp": 1, "gpt": 3, "vit": 4}
-    assert json.loads(path.read_text())["a table"]["rows"] == rows

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import evidence, gpu, price
+from benchmarks.counting import steps
 from benchmarks.networks.families import FAMILIES, Rematerialised
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +48,9 @@ def test_the_evidence_page_is_what_its_command_writes():
     assert (ROOT / "benchmarks/tables.md").read_text() == evidence.page(), cure
 
 
-def test_the_command_writes_where_it_is_told(tmp_path, capsys):
-    evidence.main(["--output", str(tmp_path / "page.md")])
+def test_the_command_writes_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evidence, "PAGE", tmp_path / "page.md")
+    evidence.main()
     assert (tmp_path / "page.md").read_text() == evidence.page()
     assert "page.md" in capsys.readouterr().out
 
@@ -219,18 +221,21 @@ def test_the_tracing_on_the_performance_page_was_measured():
 
 def test_the_memory_on_the_page_of_residuals_was_counted():
     found, page = results("residuals"), words(ROOT / "docs/residuals.md")
-    names = [x for x in found if f"{x}, errors" in found]
-    rows = [{row["form"]: row for row in found[x]["rows"]} for x in names]
-    errors = [found[f"{x}, errors"]["rows"][0] for x in names]
+    networks: dict[str, dict] = {}
+    for row in found["counted"]["rows"]:
+        networks.setdefault(row["network"], {})[row["form"]] = row
+    names, rows = [*networks], [*networks.values()]
+    plain, int8, checkpoint = steps.AUTOCAST, steps.INT8, steps.CHECKPOINT
+    errors = found["errors"]["rows"]
 
     def span(numbers):
         return f"{min(numbers):.2f} to {max(numbers):.2f}"
 
     memory, moved = (
-        [row["int8"][part] / row["bfloat16"][part] for row in rows]
+        [row[int8][part] / row[plain][part] for row in rows]
         for part in ("temp", "bytes")
     )
-    away = [row["int8"] / row["bfloat16"] for row in errors]
+    away = [row[int8] / row[plain] for row in errors]
     assert f"In {len(names)} networks" in page
     assert f"takes {span(memory)} of the temporary memory" in page
     assert f"half of them at most {np.median(memory):.2f}." in page
@@ -240,22 +245,22 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
     again = {
         name: row
         for name, row in zip(names, rows, strict=True)
-        if "checkpoint" in row and not isinstance(FAMILIES[name].model, Rematerialised)
+        if not isinstance(FAMILIES[name].model, Rematerialised)
     }
     memory, moved = (
-        [row["checkpoint"][part] / row["bfloat16"][part] for row in again.values()]
+        [row[checkpoint][part] / row[plain][part] for row in again.values()]
         for part in ("temp", "bytes")
     )
     assert f"Of these, {len(again)} do not compute layers again" in page
     assert f"they take {span(memory)} of the memory, half" in page
     assert f"at most {np.median(memory):.2f}, and move {span(moved)} times" in page
-    pairs = [(row["int8"], row["checkpoint"]) for row in again.values()]
+    pairs = [(row[int8], row[checkpoint]) for row in again.values()]
     more = sum(x["bytes"] < y["bytes"] for x, y in pairs)
     less = sum(x["temp"] < y["temp"] for x, y in pairs)
     assert f'more than with `"int8"` in {more}. `"int8"` takes less' in page
     assert f"less memory in {less}, mostly" in page
-    trained = [y["rows"][0] for x, y in found.items() if x.endswith(", trained")]
-    assert len(trained) == 4
+    trained = found["trained"]["rows"]
+    assert len(trained) == 3
     for row in trained:
         (usual, deviation), (ours, _) = (
             map(float, row[x].split(" ± ")) for x in ("bfloat16", "int8")
@@ -277,7 +282,7 @@ def test_what_to_take_instead_of_residuals_in_eight_bits_was_timed():
         memory = one["temporary MiB"] / plain["temporary MiB"]
         return f"{memory:.2f} and {one['ms']['median'] / plain['ms']['median']:.2f}"
 
-    names = (gpu.CHECKPOINT, gpu.INT8, gpu.BOTH)
+    names = (steps.CHECKPOINT, steps.INT8, steps.BOTH)
     again, ours, both = (shares("gpt-160m, fused", x) for x in names)
     assert f'each layer first | {again}; `"int8"` {ours} |' in page
     assert f'`"int8"` on top of it | {both} |' in page
@@ -296,9 +301,9 @@ def test_what_a_backward_pass_in_bfloat16_costs_was_timed():
     rows = results("gpu")[f"{H100}, a backward pass in bfloat16"]["rows"]["steps"]
     by = {(x["network"], x["form"], x["dtype"]): x for x in rows}
     pairs = [
-        (x, by[network, gpu.AUTOCAST, "float16"])
+        (x, by[network, steps.AUTOCAST, "float16"])
         for (network, form, _), x in by.items()
-        if form == gpu.BACKWARD
+        if form == steps.BACKWARD
     ]
     assert len(pairs) == 4
     times = [x["ms"]["median"] / y["ms"]["median"] for x, y in pairs]
@@ -323,7 +328,7 @@ def test_what_attention_by_cudnn_saves_was_timed():
     said = []
     for name in ("gpt-160m", "llama", "vit"):
         written, fused = (
-            timed()[x, gpu.AUTOCAST, "bfloat16"]["ms"]["median"]
+            timed()[x, steps.AUTOCAST, "bfloat16"]["ms"]["median"]
             for x in (name, f"{name}, fused")
         )
         said.append(f"{fused / written:.2f}")

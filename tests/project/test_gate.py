@@ -1,14 +1,12 @@
 """jaxmp's machinery, compiled for an H200, costs what skipping costs."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from benchmarks import attention, fp8, gate, machinery, memory, price
-from benchmarks.counting import h200, hlo
+from benchmarks import __main__, attention, fp8, gate, machinery, memory, price
+from benchmarks.counting import h200, hlo, results
 from benchmarks.counting.steps import contestants
 from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
@@ -49,7 +47,7 @@ def test_a_cond_in_the_skip_does_not_pass(monkeypatch, capsys):
     assert failed == {"more bytes, in N", "more copies of a parameter"}
     monkeypatch.setattr(gate, "gate", lambda: checks)
     with pytest.raises(SystemExit, match="True"):
-        gate.main([])
+        gate.main()
     assert capsys.readouterr().out.count("too much") == len(failed)
 
 
@@ -147,20 +145,27 @@ def test_checking_a_deep_model_takes_tens_of_kernels():
     assert work.bytes < 2.01 * size
 
 
-def test_the_same_program_gives_the_same_numbers_and_a_table(
-    tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """Where a benchmark that a test runs leaves its results."""
+    monkeypatch.setattr(results, "SCRATCH", tmp_path)
+
+
+@pytest.mark.usefixtures("scratch")
+def test_the_same_program_gives_the_same_numbers_and_a_table(monkeypatch, capsys):
     monkeypatch.setattr(machinery, "NETWORKS", TINY)
     options = ["--networks", "mlp", "--accum-steps", "1", "--contestants", "by hand"]
-    for name, more in {"a": ["jmp"], "b": []}.items():
-        machinery.main([*options, *more, "--output", str(tmp_path / name)])
-    a, b = (json.loads((tmp_path / name).read_text())["mlp"] for name in "ab")
-    assert a["rows"][:1] == b["rows"]
+    found = []
+    for more in (["jmp"], []):
+        __main__.main(["machinery", *options, *more])
+        found.append(results.read("machinery")["mlp"])
+    a, b = found
+    assert a["rows"] == b["rows"]
     assert [row["contestant"] for row in a["rows"]] == ["by hand", "jmp"]
     assert a["versions"]["jax"] == jax.__version__
     assert "H200" in a["hardware"]
     assert a["command"].startswith("python -m benchmarks machinery --networks mlp")
-    assert "mlp, 0.0M parameters" in capsys.readouterr().out
+    assert "One micro-batch" in capsys.readouterr().out
 
 
 def test_a_contestant_that_cannot_take_part_is_named():
@@ -174,17 +179,17 @@ def test_a_contestant_that_cannot_take_part_is_named():
 @pytest.mark.parametrize("option", ["networks", "forms"])
 def test_what_there_is_not_is_a_sentence(option):
     with pytest.raises(SystemExit, match=r"there is no .* `nothing`; there are"):
-        price.main([f"--{option}", "nothing"])
+        __main__.main(["price", f"--{option}", "nothing"])
 
 
-def test_the_price_of_autocast_is_counted_beside_its_errors(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("scratch")
+def test_the_price_of_autocast_is_counted_beside_its_errors(monkeypatch):
     monkeypatch.setattr(price, "FAMILIES", TINY)
     monkeypatch.setattr(price, "SMALL", TINY)
-    path = tmp_path / "price.json"
     which = "--networks mlp --dtypes bfloat16 --accum-steps 1 --seeds 1 --forms"
     forms = ["by hand", "jaxmp autocast, rounded"]
-    price.main([*which.split(), *forms, "--output", str(path)])
-    found = {name: x["rows"] for name, x in json.loads(path.read_text()).items()}
+    __main__.main(["price", *which.split(), *forms])
+    found = {name: x["rows"] for name, x in results.read("price").items()}
     counted, errors = found["bfloat16, 1 micro-batches"], found["bfloat16, errors"]
     assert [row["form"] for row in counted] == forms
     for row in counted:
