@@ -42,7 +42,6 @@ _TRACING = tuple(
     os.path.join(_OWN, *path.split("/")) + ".py"
     for path in (
         "_diagnosis/audit/audit",
-        "_diagnosis/audit/residuals",
         "_diagnosis/explain/explain",
         "_diagnosis/overflow/overflow",
         "_diagnosis/sensitivity/sensitivity",

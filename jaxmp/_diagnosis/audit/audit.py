@@ -2,7 +2,7 @@
 
 The function is traced, never run. What :mod:`~.leaks` follows through its jaxpr are the
 causes of float32, :mod:`~.hazards` what is made of products, :mod:`~.attention` parts
-of an attention; :mod:`~.residuals` has what is stored for backward passes.
+of an attention; :mod:`~jaxmp._diagnosis.flow` has what is saved for backward passes.
 """
 
 import functools
@@ -21,12 +21,12 @@ from ..._jaxprs.flatten import flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
+from ..flow import Flow
 from ..numbers import Numbers
 from .attention import Attentions
 from .hazards import of_numbers, of_products
 from .leaks import Leaks
 from .report import DtypeReport, Hazards, wide_name
-from .residuals import residual_bytes
 
 P = ParamSpec("P")
 
@@ -104,7 +104,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             inputs = map(leaks.argument, flat.names, _jaxpr.in_avals(jaxpr))
             around = Place(user=caller())
             leaks.walk.through(jaxpr, [*inputs], (), around)
-            residuals = residual_bytes(jaxpr)
+            residuals = Flow(jaxpr, around, steps).residual_bytes()
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = of_products(jaxpr, around, default) + of_numbers(numbers)

@@ -1,7 +1,7 @@
 """What each line of a program computes, in which dtype, and by which sentence.
 
 The function is traced, never run. Autocast functions in it record their plans, and the
-program that comes of it (:mod:`~.flow`) tells who reads what.
+program that comes of it (:mod:`~jaxmp._diagnosis.flow`) tells who reads what.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import collections
 import functools
 import linecache
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec
 
 import jax
@@ -21,10 +21,11 @@ from ..._autocast.graph import joined
 from ..._autocast.plan import Step
 from ..._base.checks import check_function, clipped, explains, uncalled
 from ..._base.text import short_line
+from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import flatten
-from ..._jaxprs.places import Place, caller
+from ..._jaxprs.places import Frame, Place, caller
 from ..._ops.precision import own_precisions
-from .flow import Flow, Operation
+from ..flow import Flow, Operation
 from .report import NO_SOURCE, ExplainedLine, Explanation
 
 P = ParamSpec("P")
@@ -75,9 +76,9 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
             flat = flatten(fun, args, kwargs)
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         around = caller()
-        found = Flow(steps).follow(jaxpr, Place(user=around))
-        inside = [x for x in found if x.frame != around]
-        return Explanation(tuple(_lines(inside or found)))
+        return Explanation(
+            tuple(_lines(Flow(jaxpr, Place(user=around), steps), around))
+        )
 
     return uncalled("explain", fun, explained)
 
@@ -85,63 +86,31 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 # From operations to lines
 
 
-def _lines(operations: Sequence[Operation]) -> Iterator[ExplainedLine]:
-    """Yields the lines: files and functions as the program comes to them."""
+def _lines(flow: Flow, around: Frame | None) -> Iterator[ExplainedLine]:
+    """Yields the lines: files and functions as the program comes to them.
+
+    The line ``around``, which asks, is one of them where it alone is the user's.
+    """
+    inside = [x for x in flow.operations if x.frame != around] or flow.operations
     by_line: dict[tuple[str, str, int], list[Operation]] = {}
-    for operation in operations:
-        if _counts(operation):
-            by_line.setdefault(operation.line, []).append(operation)
-    saved = _saved(operations)
+    for x in inside:
+        makes_up = all(isinstance(y, _jaxpr.Literal) for y in x.eqn.invars)
+        if x.frame and x.dtype and x.is_forward and not makes_up:
+            by_line.setdefault(x.line, []).append(x)
+    saved = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
+    for size, dtype, x in flow.saved.values():
+        # Other integers are no numbers that a line computes, as are labels.
+        if x and x.frame and ("int" not in dtype or dtype == "int8"):
+            saved[x.line][dtype] += size
     order = {line[:2]: i for i, line in reversed([*enumerate(by_line)])}
     for line in sorted(by_line, key=lambda x: (order[x[:2]], x[2])):
-        yield _explained(line, by_line[line], saved.get(line, {}))
-
-
-def _saved(operations: Sequence[Operation]) -> Mapping[Any, Mapping[str, int]]:
-    """Returns the bytes that are saved for the backward pass, by line and dtype."""
-    values = collections.defaultdict[Operation, dict[str, int]](dict)
-    for operation in operations:
-        found = values[_behind_moves(operation)]
-        for form in operation.results():
-            for dtype, size in form.saved.items():
-                # Other integers are no numbers that a line computes, as are labels. A
-                # value that is moved as well is one value.
-                if "int" not in dtype or dtype == "int8":
-                    found[dtype] = max(found.get(dtype, 0), size)
-    saved = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
-    for computed, sizes in values.items():
-        if computed.frame is not None:
-            saved[computed.line].update(sizes)
-    return saved
-
-
-def _behind_moves(
-    operation: Operation, among: Callable[[Operation], bool] = lambda _: True
-) -> Operation:
-    """Returns the operation whose result another only moves, itself if there is none.
-
-    Args:
-        operation: The operation.
-        among: Which operations it may be.
-    """
-    while operation.moves:
-        before = [x.operation for x in operation.ins if x.operation is not None]
-        found = next(filter(among, before), operation)
-        if found is operation:
-            break
-        operation = found
-    return operation
-
-
-def _counts(operation: Operation) -> bool:
-    """Whether an operation computes numbers of the forward pass, and makes none up."""
-    known = operation.frame is not None and bool(operation.dtype)
-    computes = bool(operation.ins) or operation.carries
-    return known and operation.is_forward and computes
+        yield _explained(line, by_line[line], saved[line])
 
 
 def _explained(
-    line: tuple[str, str, int], operations: list[Operation], saved: Mapping[str, int]
+    line: tuple[str, str, int],
+    operations: list[Operation],
+    saved: collections.Counter[str],
 ) -> ExplainedLine:
     """Returns what there is to say of a line."""
     results = _results(operations)
@@ -181,126 +150,103 @@ def _times(last: Operation, operations: Sequence[Operation]) -> int:
     return min(others) if last.for_leaves and others else counts[last.call]
 
 
-def _rule(operation: Operation) -> rules.Rule | None:
-    """Returns what decided how something is computed, None outside of autocast."""
-    return operation.step.by if operation.step else None
-
-
-def _is_half(operation: Operation) -> bool:
-    """Whether an operation returns 16 bits under autocast."""
-    return operation.step is not None and operation.step.how in ("half", "rounded")
-
-
-def _moved(operation: Operation) -> Operation:
-    """Returns the operation of the same line whose result another moves."""
-    return _behind_moves(
-        operation, lambda x: bool(x.frame and x.line == operation.line and x.dtype)
-    )
-
-
 def _results(operations: list[Operation]) -> list[Operation]:
     """Returns what computes the last numbers of a line, once for each time it runs."""
     read = [x for x in operations if _is_read_elsewhere(x)]
-    last = [_moved(x) for x in read or operations]
+    last = [*map(_moved, read or operations)]
     return [x for x in last if x.call == last[-1].call]
 
 
-def _is_read_elsewhere(operation: Operation) -> bool:
+def _is_read_elsewhere(x: Operation) -> bool:
     """Whether another line reads what an operation returns, or it is a result."""
-    readers = (x for x in _readers(operation) if x.is_forward and x.frame)
-    elsewhere = any(x.line != operation.line for x in readers)
-    return elsewhere or operation.carries or _is_returned(operation)
+    readers = [reader for reader in x.readers if reader.is_forward and reader.frame]
+    elsewhere = any(reader.line != x.line for reader in readers)
+    return elsewhere or bool(x.carried) or x.is_returned
 
 
-def _readers(operation: Operation) -> list[Operation]:
-    return [reader for form in operation.results() for reader in form.readers]
+def _moved(x: Operation) -> Operation:
+    """Returns the operation of the same line whose result another moves."""
+    while x.moved and x.moved.frame and x.moved.line == x.line and x.moved.dtype:
+        x = x.moved
+    return x
 
 
-def _is_returned(operation: Operation) -> bool:
-    return any(form.is_returned for form in operation.results())
+def _rule(x: Operation) -> rules.Rule | None:
+    """Returns what decided how something is computed, None outside of autocast."""
+    return x.step.by if x.step else None
 
 
 # Reasons
 
 
-def _reason(operation: Operation, *, is_library: bool) -> str:
+def _reason(x: Operation, *, is_library: bool) -> str:
     """Names the consumer for which autocast decided, or another reason.
 
     Args:
-        operation: The last operation of a line.
+        x: The last operation of a line.
         is_library: Whether a library computes all of the line, and takes no product.
     """
-    step = operation.step
-    if operation.carries:
+    step = x.step
+    if x.carried:
         return "carried from iteration to iteration"
     if step is None:
         return ""
-    match _rule(operation):
+    match step.by:
         case str(safeguard):
             return f"safeguard: {safeguard}"
         case rules.AS_WRITTEN:
             return step.why or "as it was written"
         case rules.LOOPS if step.is_summed:
             return "summed over the iterations"
-        case rules.FLOAT32 if step.is_read_exactly and _is_returned(operation):
+        case rules.FLOAT32 if step.is_read_exactly and x.is_returned:
             return "returned"
-        case rules.FLOAT32 if not (step.is_read_exactly or operation.is_stored):
+        case rules.FLOAT32 if not (step.is_read_exactly or x.is_stored):
             if step.kind in ("keep", "call") or (is_library and step.kind == "smooth"):
-                return f"computed by {_named(operation)}"
+                return f"computed by {clipped(x.name, 20)}"
             if step.kind == "exact":
                 return "moves float32 values"
             if step.kind == "smooth" and needs.is_half(step.need):
                 return "its inputs are float32"
-    return _of_readers(operation, step)
+    return _of_readers(x, step)
 
 
-def _of_readers(operation: Operation, step: Step) -> str:
+def _of_readers(x: Operation, step: Step) -> str:
     """Names the consumer that decided."""
-    seen: set[Operation] = set()
-    readers = [x for x in _through_moves(operation, seen) if x is not operation]
-    readers.sort(key=lambda x: (not x.is_forward, not _multiplies(x)))
-    wanted = needs.for_product if operation.is_stored else None
+    readers = [reader for reader in x.readers if not reader.moves]
+    # Another line says more than the next iteration of this one.
+    readers.sort(
+        key=lambda y: (not y.is_forward, not _multiplies(y), y.frame == x.frame)
+    )
+    wanted = needs.for_product if x.is_stored else None
     if step.is_read_exactly:
         wanted = needs.has_digits
     elif step.rule == rules.LOOPS:
         wanted = needs.has_gate
     if wanted is not None:
         chosen = [x for x in readers if x.step and wanted(joined(x.step.asks))]
-    elif _is_half(operation):
+    elif _is_half(x):
         chosen = [x for x in readers if _multiplies(x) or _is_half(x)]
     else:
         chosen = readers
-    chosen = chosen or readers
-    if not chosen:
-        return "returned" if _is_returned(operation) or step.is_read_exactly else ""
-    reader = chosen[0]
-    consumer = "a matmul" if _multiplies(reader) else _named(reader)
-    return f"feeds {consumer}{_where(reader, operation)}"
+    for reader in chosen or readers:
+        consumer = "a matmul" if _multiplies(reader) else clipped(reader.name, 20)
+        return f"feeds {consumer}{_where(reader, x)}"
+    return "returned" if x.is_returned or step.is_read_exactly else ""
 
 
-def _multiplies(operation: Operation) -> bool:
+def _multiplies(x: Operation) -> bool:
     """Whether an operation is a matrix product or a convolution in 16 bits."""
-    return operation.step is not None and operation.step.kind == "product"
+    return x.step is not None and x.step.kind == "product"
 
 
-def _named(operation: Operation) -> str:
-    return clipped(operation.name, 20)
+def _is_half(x: Operation) -> bool:
+    """Whether an operation returns 16 bits under autocast."""
+    return x.step is not None and x.step.how in ("half", "rounded")
 
 
-def _through_moves(operation: Operation, seen: set[Operation]) -> Iterator[Operation]:
-    """Yields what reads the results of an operation, moved or not."""
-    for reader in _readers(operation):
-        if reader not in seen:
-            seen.add(reader)
-            if reader.moves:
-                yield from _through_moves(reader, seen)
-            else:
-                yield reader
-
-
-def _where(reader: Operation, operation: Operation) -> str:
+def _where(reader: Operation, x: Operation) -> str:
     """Returns the line of a reader as it is said beside another line."""
-    if reader.frame is None or operation.frame is None:
+    if reader.frame is None or x.frame is None:
         return ""
-    (file, _, number), here = reader.line, operation.line[0]
+    (file, _, number), here = reader.line, x.line[0]
     return f" ({number if file == here else short_line(f'{file}:{number}')})"
