@@ -12,58 +12,58 @@ from .generated_layers import SIZE, TOKENS, layers_of, norm
 def rnn(s, x, _):
     u, w = s.weight(SIZE, SIZE), s.weight(SIZE, SIZE)
 
-    def trip(h, x):
+    def body(h, x):
         h = jnp.tanh(s.mm(x, u) + s.mm(h, w))
         return h, h
 
-    return lax.scan(trip, jnp.zeros(SIZE), x)[1]
+    return lax.scan(body, jnp.zeros(SIZE), x)[1]
 
 
 def lstm(s, x, _):
     u, w, b = s.weight(SIZE, 32), s.weight(SIZE, 32), s.weight(32, scale=0.1)
 
-    def trip(carry, x):
+    def body(carry, x):
         c, h = carry
         i, f, g, o = jnp.split(s.mm(x, u) + s.mm(h, w) + b, 4)
         c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         h = jax.nn.sigmoid(o) * jnp.tanh(c)
         return (c, h), h
 
-    return lax.scan(trip, (jnp.zeros(SIZE), jnp.zeros(SIZE)), x)[1]
+    return lax.scan(body, (jnp.zeros(SIZE), jnp.zeros(SIZE)), x)[1]
 
 
 def gru(s, x, _):
     u, w, v, r = (s.weight(SIZE, n) for n in (16, 16, SIZE, SIZE))
 
-    def trip(h, x):
+    def body(h, x):
         gates = jax.nn.sigmoid(s.mm(x, u) + s.mm(h, w))
         z, a = jnp.split(gates, 2)
         new = jnp.tanh(s.mm(x, v) + a * s.mm(h, r))
         h = (1 - z) * new + z * h
         return h, h
 
-    return lax.scan(trip, jnp.zeros(SIZE), x)[1]
+    return lax.scan(body, jnp.zeros(SIZE), x)[1]
 
 
 def minimal_gru(s, x, _):
     z, new = jax.nn.sigmoid(s.dense(x)), jnp.tanh(s.dense(x))
 
-    def trip(h, z_new):
+    def body(h, z_new):
         z, new = z_new
         h = h + z * (new - h)
         return h, h
 
-    return lax.scan(trip, jnp.zeros(SIZE), (z, new), reverse=True)[1]
+    return lax.scan(body, jnp.zeros(SIZE), (z, new), reverse=True)[1]
 
 
 def state_space(s, x, _):
     a, b = jnp.exp(-jax.nn.softplus(s.dense(x) - 2)), s.dense(x)
 
-    def trip(h, ab):
+    def body(h, ab):
         h = ab[0] * h + ab[1]
         return h, h
 
-    return s.dense(norm(lax.scan(trip, jnp.zeros(SIZE), (a, b))[1]))
+    return s.dense(norm(lax.scan(body, jnp.zeros(SIZE), (a, b))[1]))
 
 
 def selective_state(s, x, _):
@@ -72,12 +72,12 @@ def selective_state(s, x, _):
     decay = jnp.exp(step[..., None] * rate)
     add = (step * x)[..., None] * b[:, None]
 
-    def trip(h, now):
+    def body(h, now):
         decay, add, c = now
         h = decay * h + add
         return h, s.dot("ij,j->i", h, c)
 
-    return x + s.dense(lax.scan(trip, jnp.zeros((SIZE, 4)), (decay, add, c))[1])
+    return x + s.dense(lax.scan(body, jnp.zeros((SIZE, 4)), (decay, add, c))[1])
 
 
 def delta_rule(s, x, _):
@@ -85,12 +85,12 @@ def delta_rule(s, x, _):
     k = k / jnp.sqrt((k * k).sum(-1, keepdims=True) + 1e-6)
     rate = jax.nn.sigmoid(s.dense(x, 1))
 
-    def trip(memory, now):
+    def body(memory, now):
         q, k, v, rate = now
         memory += rate * jnp.outer(k, v - s.mm(k, memory))
         return memory, s.mm(q, memory)
 
-    return x + s.dense(lax.scan(trip, jnp.zeros((SIZE, SIZE)), (q, k, v, rate))[1])
+    return x + s.dense(lax.scan(body, jnp.zeros((SIZE, SIZE)), (q, k, v, rate))[1])
 
 
 def combined(one, two):
@@ -128,50 +128,50 @@ def running_sum(s, x, _):
 
 
 def moving_average(s, x, _):
-    def trip(mean, x):
+    def body(mean, x):
         mean = 0.9 * mean + 0.1 * x
         return mean, x - mean
 
-    return s.dense(lax.scan(trip, jnp.zeros(SIZE), s.dense(x))[1])
+    return s.dense(lax.scan(body, jnp.zeros(SIZE), s.dense(x))[1])
 
 
 def stacked_layers(s, x, _):
     weights = s.weight(3, SIZE, 16), s.weight(3, 16, SIZE)
 
-    def trip(x, weights):
+    def body(x, weights):
         h = jax.nn.gelu(s.mm(norm(x), weights[0]))
         return x + s.mm(h, weights[1]), None
 
-    return lax.scan(trip, x, weights)[0] / 2
+    return lax.scan(body, x, weights)[0] / 2
 
 
 def stacked_and_checkpointed(s, x, y):
-    def trip(x, w):
+    def body(x, w):
         return x + jnp.tanh(s.mm(norm(x), w)) * y, None
 
-    return lax.scan(jax.checkpoint(trip), x, s.weight(4, SIZE, SIZE))[0] / 2
+    return lax.scan(jax.checkpoint(body), x, s.weight(4, SIZE, SIZE))[0] / 2
 
 
 def growing_layers(s, x, _):
-    def trip(x, w):
+    def body(x, w):
         return 1.5 * x + s.mm(norm(x), w), None
 
-    return lax.scan(trip, x, s.weight(4, SIZE, SIZE))[0] / 8
+    return lax.scan(body, x, s.weight(4, SIZE, SIZE))[0] / 8
 
 
 def shared_layers(s, x, _):
     w = s.weight(SIZE, SIZE)
-    trip = lambda _, h: jnp.tanh(s.mm(h, w)) + h / 2  # noqa: E731
-    return lax.fori_loop(0, 3, trip, x)
+    body = lambda _, h: jnp.tanh(s.mm(h, w)) + h / 2  # noqa: E731
+    return lax.fori_loop(0, 3, body, x)
 
 
 def fixed_point(s, x, _):
     w = s.weight(SIZE, SIZE) / 4
 
-    def trip(z, _):
+    def body(z, _):
         return jnp.tanh(s.mm(z, w) + x), None
 
-    return lax.scan(trip, jnp.zeros_like(x), None, length=8)[0]
+    return lax.scan(body, jnp.zeros_like(x), None, length=8)[0]
 
 
 def flow(s, x, _):
@@ -180,35 +180,35 @@ def flow(s, x, _):
     def slope(x):
         return s.dot("tj,ji->ti", jnp.tanh(s.mm(x, w)), v)
 
-    def trip(x, _):
+    def body(x, _):
         a = slope(x)
         b = slope(x + dt / 2 * a)
         return x + dt * b, None
 
-    return lax.scan(trip, x, None, length=8)[0]
+    return lax.scan(body, x, None, length=8)[0]
 
 
 def leapfrog(s, x, y):
     w = s.weight(SIZE, SIZE)
     force = jax.grad(lambda q: -jnp.sum(jnp.tanh(s.mm(q, w)) ** 2) / 2)
 
-    def trip(state, _):
+    def body(state, _):
         q, p = state
         p = p + 0.1 * force(q)
         return (q + 0.1 * p, p), None
 
-    return lax.scan(trip, (x, y / 2), None, length=6)[0][0]
+    return lax.scan(body, (x, y / 2), None, length=6)[0][0]
 
 
 def diffusion_chain(s, x, y):
     w, times = s.weight(SIZE, SIZE), jnp.linspace(0.05, 0.3, 6)
 
-    def trip(x, beta):
+    def body(x, beta):
         noise = jnp.tanh(s.mm(x, w))
         x = (x - beta / jnp.sqrt(1 - beta) * noise) / jnp.sqrt(1 - beta / 2)
         return x + jnp.sqrt(beta) * y / 4, None
 
-    return lax.scan(trip, x, times)[0] / 2
+    return lax.scan(body, x, times)[0] / 2
 
 
 def learned_descent(s, x, _):
@@ -217,10 +217,10 @@ def learned_descent(s, x, _):
     def energy(z):
         return ((s.dot("td,d->t", a, z) - x[:, 0]) ** 2).mean() + 0.1 * (z * z).sum()
 
-    def trip(z, _):
+    def body(z, _):
         return z - 0.2 * jax.grad(energy)(z), None
 
-    z = lax.scan(trip, jnp.zeros(SIZE), None, length=6)[0]
+    z = lax.scan(body, jnp.zeros(SIZE), None, length=6)[0]
     return x + s.dense(z)
 
 
@@ -228,14 +228,14 @@ def power_iteration(s, x, _):
     """A power iteration on weights, which nobody differentiates."""
     w = s.weight(SIZE, SIZE)
 
-    def trip(state):
+    def body(state):
         i, v, _ = state
         new = s.dot("ij,j->i", w, s.dot("ij,i->j", w, v))
         new = new / jnp.linalg.norm(new)
         return i + 1, new, jnp.abs(new - v).max()
 
     start = 0, jnp.ones(SIZE) / SIZE**0.5, jnp.float32(1)
-    _, v, _ = lax.while_loop(lambda s: (s[2] > 0.02) & (s[0] < 20), trip, start)
+    _, v, _ = lax.while_loop(lambda s: (s[2] > 0.02) & (s[0] < 20), body, start)
     size = jnp.linalg.norm(s.dot("ij,i->j", w, lax.stop_gradient(v)))
     return s.mm(x, w / size)
 

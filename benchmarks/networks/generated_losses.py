@@ -76,11 +76,11 @@ def hot(logits, labels):
 def forward_algorithm(s, x, _):
     steps, start = s.weight(SIZE, SIZE, scale=1.0), s.dense(norm(x))
 
-    def trip(logs, now):
+    def body(logs, now):
         logs = jax.nn.logsumexp(logs[:, None] + steps, 0) + now
         return logs, None
 
-    logs, _ = lax.scan(trip, start[0], start[1:])
+    logs, _ = lax.scan(body, start[0], start[1:])
     path = jnp.take_along_axis(start, s.batch.labels[:, None], 1).sum()
     path += steps[s.batch.labels[:-1], s.batch.labels[1:]].sum()
     return (jax.nn.logsumexp(logs) - path) / TOKENS

@@ -43,50 +43,50 @@ def _shift(differ, out, rows):
 
 
 def _two_lags(differ, out, rows):
-    def trip(carry, row):
+    def body(carry, row):
         one, two = carry
         return (row, one), out(differ(row, one) + differ(one, two))
 
-    return lax.scan(trip, (rows[0], rows[0]), rows)[1]
+    return lax.scan(body, (rows[0], rows[0]), rows)[1]
 
 
 def _backward(differ, out, rows):
-    def trip(c, row):
+    def body(c, row):
         return row, out(differ(row, c))
 
-    return lax.scan(trip, rows[-1], rows, reverse=True)[1]
+    return lax.scan(body, rows[-1], rows, reverse=True)[1]
 
 
 def _of_checkpoints(differ, out, rows):
     @jax.checkpoint
-    def trip(c, row):
+    def body(c, row):
         return row, out(differ(row, c))
 
-    return lax.scan(trip, rows[0], rows, unroll=2)[1]
+    return lax.scan(body, rows[0], rows, unroll=2)[1]
 
 
 def _queue(differ, out, rows):
-    def trip(queue, row):
+    def body(queue, row):
         return jnp.concatenate([queue[1:], row[None]]), out(differ(row, queue[0]))
 
-    return lax.scan(trip, jnp.stack([rows[0]] * 3), rows)[1]
+    return lax.scan(body, jnp.stack([rows[0]] * 3), rows)[1]
 
 
 def _counted(differ, out, rows):
-    def trip(i, state):
+    def body(i, state):
         before, outs = state
         row = lax.dynamic_index_in_dim(rows, i, 0, False)
         new = out(differ(row, before))
         return row, lax.dynamic_update_index_in_dim(outs, new, i, 0)
 
-    return lax.fori_loop(0, TOKENS, trip, (rows[0], jnp.zeros((TOKENS, SIZE))))[1]
+    return lax.fori_loop(0, TOKENS, body, (rows[0], jnp.zeros((TOKENS, SIZE))))[1]
 
 
 def _largest(differ, out, rows):
-    def trip(most, row):
+    def body(most, row):
         return jnp.maximum(most, row), out(differ(row, most))
 
-    return lax.scan(trip, rows[0], rows)[1]
+    return lax.scan(body, rows[0], rows)[1]
 
 
 def _last_of_all(differ, out, rows):
@@ -124,8 +124,8 @@ def carries(rows_of, differ, carried_by):
     return layer
 
 
-# Loops that compare what was computed before them with what they compute. They take the
-# trips that they take in float32, so that what they are compared with is float32, too.
+# Loops that compare what was computed before them with what they compute. They do
+# so in float32, so that what they are compared with is float32, too.
 
 
 def _energy(s, x):
@@ -161,7 +161,7 @@ def _short_steps(s, x, loop):
     z = 0.3 * jnp.ones(SIZE)
     start, g = energy(z), gradient(z)
 
-    def trip(state):
+    def body(state):
         i, z, best, count = state
         new = z - 2e-3 * g
         value = energy(new)
@@ -170,7 +170,7 @@ def _short_steps(s, x, loop):
         return i + 1, z, best, jnp.where(took, count + 0.05, count)
 
     start = 0, z, start, jnp.float32(0)
-    return lax.stop_gradient(loop(lambda s: s[0] < 20, trip, start, 20)[3]) * g
+    return lax.stop_gradient(loop(lambda s: s[0] < 20, body, start, 20)[3]) * g
 
 
 def _fixed_point(s, x, loop):
@@ -180,13 +180,13 @@ def _fixed_point(s, x, loop):
     def f(z):
         return jnp.tanh(jnp.einsum("i,ij->j", z, w) + b)
 
-    def trip(state):
+    def body(state):
         _, z = state
         new = f(z)
         return jnp.abs(new - z).max(), new
 
     start = jnp.float32(1), f(b)
-    return f(lax.stop_gradient(loop(lambda s: s[0] > 1e-4, trip, start, 40)[1]))
+    return f(lax.stop_gradient(loop(lambda s: s[0] > 1e-4, body, start, 40)[1]))
 
 
 def _adaptive(s, x, loop):
@@ -196,7 +196,7 @@ def _adaptive(s, x, loop):
     def slope(z):
         return jnp.tanh(jnp.einsum("i,ij->j", z, w))
 
-    def trip(state):
+    def body(state):
         t, z, h = state
         h = jnp.minimum(h, 1.0 - t)
         a = slope(z)
@@ -207,7 +207,7 @@ def _adaptive(s, x, loop):
         return t, z, h * jnp.clip(0.9 * lax.stop_gradient(error) ** -0.5, 0.2, 5.0)
 
     state = jnp.float32(0), start, jnp.float32(0.1)
-    return loop(lambda s: s[0] < 1.0 - 1e-6, trip, state, 40)[1]
+    return loop(lambda s: s[0] < 1.0 - 1e-6, body, state, 40)[1]
 
 
 def _newton(s, x, loop):
@@ -218,13 +218,13 @@ def _newton(s, x, loop):
     def value(z):
         return jnp.einsum("i,ij->j", h, u).mean() + z + z**3 / 3
 
-    def trip(state):
+    def body(state):
         z, v = state
         z = z - v / (1 + z * z)
         return z, value(z)
 
     z = jnp.float32(1)
-    z, v = loop(lambda s: jnp.abs(s[1]) > 1e-5, trip, (z, value(z)), 12)
+    z, v = loop(lambda s: jnp.abs(s[1]) > 1e-5, body, (z, value(z)), 12)
     z, v = lax.stop_gradient(z), value(lax.stop_gradient(z))
     return (z - v / (1 + z * z)) * h
 
@@ -238,36 +238,36 @@ SEARCHES = {
 }
 
 
-def _while(test, trip, state, most):
+def _while(test, body, state, most):
     """A while loop, which nobody differentiates."""
     state = jax.tree.map(lax.stop_gradient, state)
     loop = lax.while_loop(
         lambda s: test(s[1]) & (s[0] < most),
-        lambda s: (s[0] + 1, lax.stop_gradient(trip(s[1]))),
+        lambda s: (s[0] + 1, lax.stop_gradient(body(s[1]))),
         (0, state),
     )
     return loop[1]
 
 
-def _bounded(test, trip, state, most):
-    """A scan, of which the rest of the trips change nothing."""
+def _bounded(test, body, state, most):
+    """A scan, of which the rest of the iterations change nothing."""
 
     def guarded(state, _):
-        go, new = test(state), trip(state)
+        go, new = test(state), body(state)
         return jax.tree.map(lambda a, b: jnp.where(go, a, b), new, state), None
 
     return lax.scan(guarded, state, None, length=most)[0]
 
 
-def _of_conds(test, trip, state, most):
+def _of_conds(test, body, state, most):
     def guarded(state, _):
-        return lax.cond(test(state), trip, lambda s: s, state), None
+        return lax.cond(test(state), body, lambda s: s, state), None
 
     return lax.scan(guarded, state, None, length=most)[0]
 
 
-def _bounded_checkpoints(test, trip, state, most):
-    return _bounded(test, jax.checkpoint(trip), state, most)
+def _bounded_checkpoints(test, body, state, most):
+    return _bounded(test, jax.checkpoint(body), state, most)
 
 
 ENDED_BY = {

@@ -1,4 +1,4 @@
-"""What the readers of each value need of it, from the end of a jaxpr to its beginning.
+"""What the consumers of each value need, from the end of a jaxpr to its beginning.
 
 The analysis is pure: it sees equations and no arrays, and is remembered for each jaxpr,
 so that layers that share one are analysed once.
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     around: Scopes  # with its own
     read: Demand  # what is needed of what it returns
     need: Need  # what is needed of any of that
-    asks: Sequence[Need]  # what it needs of each input
+    input_needs: Sequence[Need]  # what it needs of each input
 
 
 class Consumers(NamedTuple):
@@ -82,7 +82,7 @@ class Analysis:
         paths: Mapping[str, str] = NO_PATHS,
         *,
         apart: bool = False,
-        tells_scopes: bool = False,
+        says_scopes: bool = False,
     ):
         """Starts with nothing analysed.
 
@@ -91,10 +91,10 @@ class Analysis:
             ops: The lists.
             paths: Scopes that stay float32, each with the precision of its products.
             apart: Whether the two passes have a dtype each.
-            tells_scopes: Whether the plan depends on the scopes in any case.
+            says_scopes: Whether the plan depends on the scopes in any case.
         """
         self.dtype, self.ops, self.apart = dtype, ops, apart
-        self._tells_scopes = tells_scopes or bool(paths)
+        self._says_scopes = says_scopes or bool(paths)
         self.paths = {path: tuple(path.split("/")) for path in paths}
         self._precisions = paths
         self._denied = classes.denied_by_user(ops)
@@ -156,13 +156,13 @@ class Analysis:
         if safeguard := named_in(scopes, SAFEGUARD):
             return safeguard
         is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
-        return rules.AS_WRITTEN if is_kept or classes.is_told(eqn) else None
+        return rules.AS_WRITTEN if is_kept or classes.has_own_precision(eqn) else None
 
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of ``scopes`` on which the analysis and the plan depend."""
         if self.is_kept(scopes):
             return (FLOAT32, *marks(scopes))
-        return scopes if self._tells_scopes else marks(scopes)
+        return scopes if self._says_scopes else marks(scopes)
 
     def matters(self, jaxpr: Any) -> bool:
         """Whether there is something in ``jaxpr`` that 16 bits, or a reason, come from.
@@ -249,9 +249,9 @@ class Analysis:
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
             if kind == "call":
                 within = inside(eqn, here)
-                asks = self.asked(eqn, self.inside(eqn, read, within), within)
+                found = self.needs_in(eqn, self.inside(eqn, read, within), within)
             else:
-                asks = needs_of_inputs(
+                found = needs_of_inputs(
                     eqn,
                     kind,
                     out,
@@ -261,11 +261,11 @@ class Analysis:
                     spotted=spotted,
                 )
                 if needs.is_compared(out):
-                    asks = needs.all_compared(asks)
-            rows.append(Row(eqn, kind, back, here, read, out, asks))
+                    found = needs.all_compared(found)
+            rows.append(Row(eqn, kind, back, here, read, out, found))
             if not back:
                 forward.update(_jaxpr.variables(eqn.invars))
-            for var, one in zip(eqn.invars, asks, strict=True):
+            for var, one in zip(eqn.invars, found, strict=True):
                 if one and not isinstance(var, Literal):
                     need[var] |= one
         rows.reverse()
@@ -297,7 +297,7 @@ class Analysis:
 
     # What equations hold.
 
-    def asked(self, eqn: Equation, demand: Demand, scopes: Scopes) -> Sequence[Need]:
+    def needs_in(self, eqn: Equation, demand: Demand, scopes: Scopes) -> Sequence[Need]:
         """Returns what the jaxprs in ``eqn`` need of each of its inputs.
 
         Args:

@@ -42,7 +42,7 @@ def classify(
         is_product = products.is_matrix_product(eqn, back=back)
         if is_product and products.has_default_precision(eqn):
             return "product"
-    follows = name in ops.infer and not _jaxpr.is_told_dtype(eqn)
+    follows = name in ops.infer and not _jaxpr.has_out_dtype(eqn)
     if follows and not table.multiplies_itself(eqn) and not table.scales_far(eqn):
         return "exact" if table.is_exact(eqn) else "smooth"
     if table.retypes(eqn) or table.is_saved(eqn):
@@ -81,7 +81,7 @@ def may_matter(eqn: Equation, ops: OpLists) -> bool:
     return _jaxpr.call_kind(eqn) == "custom_vjp"
 
 
-def is_told(eqn: Equation) -> bool:
+def has_own_precision(eqn: Equation) -> bool:
     """Whether an equation is a product with a precision of its own."""
     return table.is_product_of_any_kind(eqn) and not products.has_default_precision(eqn)
 

@@ -118,11 +118,11 @@ RULES = {"custom_jvp": custom_jvp, "custom_vjp": custom_vjp}
 def scan(
     eqn: Equation, arrays: Sequence[Any], wide: Mapping[int, Any], body: Any
 ) -> list[Any]:
-    """Applies a scan whose weights were rounded before its first trip.
+    """Applies a scan whose weights were rounded before its first iteration.
 
-    JAX adds up what the trips send back to a constant in the dtype of that constant,
-    and a sum in bfloat16 stalls after some hundreds of them. So where the scan is
-    differentiated, it is given the float32 weights, and rounds them in each trip.
+    JAX adds up the cotangents of a constant, one of each iteration, in its
+    dtype, and a sum in bfloat16 stalls after some hundreds of them. So where the scan
+    is differentiated, it is given the float32 weights, and each iteration rounds them.
 
     Args:
         eqn: The scan.
@@ -132,19 +132,19 @@ def scan(
     """
     places = sorted(wide)  # and no tracer: the rule lives as long as its jaxpr
 
-    def trip(*args):
+    def iteration(*args):
         in_16_bits = [
             lax.convert_element_type(args[i], _jaxpr.in_avals(body)[i].dtype)
             for i in places
         ]
         return _jaxpr.jaxpr_as_fun(body)(*replaced(args, places, in_16_bits))
 
-    def rounding_in_each_trip(*args):
+    def rounding_in_the_body(*args):
         avals = [
             aval.update(dtype=FLOAT32) if i in places else aval
             for i, aval in enumerate(_jaxpr.in_avals(body))
         ]
-        return _jaxpr.bind_bodies(eqn, args, [_jaxpr.trace(trip, avals)])
+        return _jaxpr.bind_bodies(eqn, args, [_jaxpr.trace(iteration, avals)])
 
     @jax.custom_jvp
     def scanned(arrays, wide):
@@ -156,7 +156,7 @@ def scan(
 
         def differentiated(*xs):
             outs, tangents = jax.jvp(
-                lambda *xs: rounding_in_each_trip(*replaced(args, moving, xs)),
+                lambda *xs: rounding_in_the_body(*replaced(args, moving, xs)),
                 xs[: len(moving)],
                 xs[len(moving) :],
             )

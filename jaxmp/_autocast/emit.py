@@ -54,7 +54,7 @@ class Value:
 
     array: Any  # array, tracer or literal, in the dtype that the facts say
     facts: Facts
-    exact: "Value | None" = None  # what the trips add up, where others read it rounded
+    exact: "Value | None" = None  # a sum over iterations that others read rounded
     _wide: Any = None
     _half: Any = None
 
@@ -216,7 +216,7 @@ class Emitter:
         return value.narrow(dtype)
 
     def _arrived(self, plan: Plan, i: int, array: Any) -> Value:
-        """Returns an input; of a sum over trips, as its readers see it."""
+        """Returns an input; of a sum over iterations, as its consumers see it."""
         known = plan.ins[i]
         if known.exact is None:
             return self.value(array, known)
@@ -242,7 +242,7 @@ class Emitter:
             self.value(array, known)
             for array, known in zip(self._applied(step, ins), step.outs, strict=True)
         ]
-        if step.exact is not None:  # and once more for what the trips add up
+        if step.exact is not None:  # and once more for what the iterations add up
             way = joined(starts for starts, _ in step.read.summed)
             sums = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
             arrays = self._applied(step.exact, sums)
@@ -385,7 +385,7 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
 
 
 def _operand(value: Value, dtype: np.dtype, shape: tuple[int, ...] | None) -> Any:
-    """Returns an operand in 16 bits, stretched to ``shape`` where that is told.
+    """Returns an operand in 16 bits, stretched to ``shape`` where one is given.
 
     The gradient of stretching is a sum, which is to run in float32.
     """

@@ -39,15 +39,15 @@ class Facts(NamedTuple):
         return self.dtype is not None
 
     def in_body(self, *, is_cast: bool = False) -> "Facts":
-        """Returns what is told to a jaxpr that is planned for such values.
+        """Returns what a jaxpr is planned with that is given such values.
 
         A layer that is called with its number is the same layer for each number.
 
         Args:
             is_cast: Whether an integer is made a float there, as a zero in a `where`.
         """
-        told = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
-        return self if told else self._replace(scalar=None)
+        keeps = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
+        return self if keeps else self._replace(scalar=None)
 
     def rounded(self, dtype: np.dtype) -> "Facts":
         """Returns what is known of the value in 16 bits."""

@@ -1,7 +1,7 @@
 """Questions about a graph: who computes a value, and what a loop adds up.
 
-A loop adds up on ways that a product ends: what it returns is off in each trip anyway,
-and there errors even out. Without one, they add up from trip to trip.
+A loop adds up on ways that a product ends: what that returns is off in each iteration
+anyway, and there errors even out. Without one, they add up from iteration to iteration.
 """
 
 import functools
@@ -33,7 +33,7 @@ Ways = tuple[tuple[int, int], ...]
 class Demand(NamedTuple):
     """What outputs of a jaxpr, or an equation, are needed for.
 
-    And the ways through it by which the trips of a loop add up.
+    And the ways through it by which the iterations of a loop add up.
     """
 
     wanted: tuple[Need, ...]
@@ -79,21 +79,21 @@ def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
 
 
 def accumulated(body: Any, carried: Sequence[tuple[int, int]], scopes: Scopes) -> Ways:
-    """Returns what the trips of a loop hand on without a product.
+    """Returns what the iterations of a loop hand on without a product.
 
     Args:
-        body: The jaxpr of a trip, open or closed.
+        body: The jaxpr of an iteration, open or closed.
         carried: Places of what is carried, among its inputs and among its outputs.
         scopes: Named scopes around it.
 
     Returns:
         A way for each of ``carried`` from which one without a product leads back to
-        itself, over one trip or several.
+        itself, over one iteration or several.
     """
     inputs = _jaxpr.in_vars(body)
     carried = [(place, out) for place, out in carried if is_float32(inputs[place])]
     made = _MADE.through(body, [1 << i for i in range(len(inputs))], scopes)
-    for place, out in carried:  # each trip takes what another returns
+    for place, out in carried:  # each iteration takes what another returns
         made = [x | made[out] if x >> place & 1 else x for x in made]
     return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
 

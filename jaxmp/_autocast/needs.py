@@ -1,8 +1,8 @@
-"""What the readers of a value need of it: a set of kinds of reader.
+"""What the consumers of a value need of it: a set of kinds of consumer.
 
 This is the whole lattice: sets, which join by union. Others put them together with
-``|`` and hand them on. What they mean is asked for by the predicates below, and nowhere
-else, so that no rule can depend on a reader that the others do not see.
+``|`` and hand them on. What they mean is said by the predicates below, and nowhere
+else, so that no rule can depend on a consumer that the others do not see.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ _EXACT = DIGITS | GATE | COMPARED
 EVERYTHING: Need = DIGITS | GATE | REGION
 
 
-def reader(half: bool, back: bool) -> Need:
-    """Returns what kind of reader an operation is.
+def consumer(half: bool, back: bool) -> Need:
+    """Returns what kind of consumer an operation is.
 
     Args:
         half: Whether it runs in 16 bits.
@@ -65,7 +65,7 @@ def is_stacked(stack: Need, entry: Need) -> bool:
 
     Args:
         stack: Needs of what it stacks.
-        entry: Needs of the value of a trip, which others may read in that trip.
+        entry: Needs of the value of one iteration, which others may read in it.
     """
     return bool(stack & _BACK) and not (stack & ~_BACK or entry & EVERYTHING)
 
@@ -80,14 +80,14 @@ def is_rounded_for_products(need: Need) -> bool:
     return need == PRODUCT
 
 
-def is_carried(last: Need, trip: Need) -> bool:
+def is_carried(last: Need, each: Need) -> bool:
     """Whether a loop carries 16 bits.
 
     Args:
-        last: Needs of the value after the last trip.
-        trip: Needs of the value after any trip.
+        last: Needs of the value after the last iteration.
+        each: Needs of the value after any iteration.
     """
-    return is_half(trip) and (is_half(last) or not last)
+    return is_half(each) and (is_half(last) or not last)
 
 
 def is_for_backward(need: Need) -> bool:
@@ -144,7 +144,7 @@ def is_exact(need: Need) -> bool:
 
 
 def has_several(need: Need) -> bool:
-    """Whether readers of several kinds read a value."""
+    """Whether consumers of several kinds read a value."""
     need &= ~(LATER | MANY)
     return bool(need & (need - 1))
 
@@ -166,7 +166,7 @@ def is_squashed_for_products(need: Need, *, behind: bool) -> bool:
     it, one less the value, and needs full precision.
 
     Args:
-        need: What its readers need.
+        need: What its consumers need.
         behind: Whether it is made of a matmul entry by entry. If not, no float32 work
             may read what comes of it.
     """
@@ -177,7 +177,7 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
     """Returns what of ``need`` is needed of that from which a value is computed.
 
     Args:
-        need: What its readers need.
+        need: What its consumers need.
         squashed: Whether it comes close to one only where it hardly changes, such as a
             sigmoid, so that a gate is no steeper than what it is computed from.
     """
@@ -190,7 +190,7 @@ def scaled(need: Need, usual: Need) -> Need:
     A product that takes the result takes it: it may be rounded before or after.
 
     Args:
-        need: What the readers of the result need.
+        need: What the consumers of the result need.
         usual: What is needed of it otherwise.
     """
     half = HALF | HALF_BACK

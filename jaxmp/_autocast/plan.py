@@ -64,21 +64,21 @@ class Inside(NamedTuple):
     bodies: tuple[tuple[Any, "Plan"], ...]  # each jaxpr with its plan
     demand: Demand  # what is needed of what they return
     scopes: Scopes  # around them
-    # Inputs of a scan that are rounded before its first trip; where it is
-    # differentiated, in each trip.
+    # Inputs of a scan that are rounded before its first iteration; where it is
+    # differentiated, in each iteration.
     weights: tuple[int, ...] = ()
 
 
 class Step(NamedTuple):
     """An equation, and what becomes of it."""
 
-    eqn: Equation  # from here to `asks` as in a `Row`
+    eqn: Equation  # from here to `input_needs` as in a `Row`
     kind: Class
     back: bool
     around: Scopes
     read: Demand
     need: Need
-    asks: Sequence[Need]
+    input_needs: Sequence[Need]
     how: How
     by: Rule  # the sentence or the safeguard by which it is computed so
     dtype: np.dtype  # the 16 bits, where it has them
@@ -88,7 +88,7 @@ class Step(NamedTuple):
     float8: bool = False  # whether it takes its operands in float8
     tangent: bool = False  # whether an input is a tangent of a rule
     inside: Inside | None = None
-    exact: "Step | None" = None  # the same for what the trips of a loop add up
+    exact: "Step | None" = None  # the same for what the iterations add up
 
     @property
     def rule(self) -> Rule:
@@ -102,7 +102,7 @@ class Step(NamedTuple):
 
     @property
     def is_summed(self) -> bool:
-        """Whether the trips of a loop add up what it returns."""
+        """Whether the iterations of a loop add up what it returns."""
         return bool(self.read.summed)
 
 
@@ -165,7 +165,7 @@ class Planner:
         self.backward_dtype = dtype if backward_dtype is None else backward_dtype
         two = self.backward_dtype != dtype
         by_path = float8 and bool(bfloat16_paths)
-        self.analysis = Analysis(dtype, ops, paths, apart=two, tells_scopes=by_path)
+        self.analysis = Analysis(dtype, ops, paths, apart=two, says_scopes=by_path)
         self.bfloat16_paths = {x: tuple(x.split("/")) for x in bfloat16_paths}
         self._start()
 
@@ -308,7 +308,7 @@ class Planner:
     def _with_exact(
         self, step: Step, row: Row, ins: Sequence[Facts], consumers: Consumers
     ) -> Step:
-        """Returns a step with that of what trips add up and others read rounded."""
+        """Returns a step with that of what a loop adds up and others read rounded."""
         way = joined(starts for starts, _ in row.read.summed)
         sums = [x.exact if way >> i & 1 else None for i, x in enumerate(ins)]
         if not any(sums):
@@ -498,8 +498,8 @@ class Planner:
         numbers = any([x.scalar is not None for x in known])
         casts = _jaxpr.cast_to_float32(jaxpr) if numbers else ()
         pairs = zip(known, _jaxpr.in_vars(jaxpr), strict=True)
-        told = [x.in_body(is_cast=var in casts) for x, var in pairs]
-        return jaxpr, self.plan(jaxpr, told, demand, ends, scopes)
+        given = [x.in_body(is_cast=var in casts) for x, var in pairs]
+        return jaxpr, self.plan(jaxpr, given, demand, ends, scopes)
 
     def _rounded_before(
         self,
@@ -522,7 +522,7 @@ class Planner:
                 for i, x in zip(body.operands, inner.invars, strict=True):
                     if x in back:
                         dtypes[i] = None if x in ahead else self.backward_dtype
-        need = self.analysis.asked(eqn, demand, scopes)
+        need = self.analysis.needs_in(eqn, demand, scopes)
         return {
             i: dtype
             for i in places
@@ -543,7 +543,7 @@ class Planner:
         scopes: Scopes,
         consumers: Consumers,
     ) -> tuple[Inside, tuple[Facts, ...]]:
-        """Plans a loop: what it carries is 16 bits where all of its trips agree."""
+        """Plans a loop: it carries 16 bits where all iterations agree."""
         eqn, dtype = row.eqn, self.dtype_in(row.back)
         layout, kind = _jaxpr.call_layout(eqn), _jaxpr.call_kind(eqn)
         start, stop = layout.fixed_in.start, layout.fixed_in.stop
@@ -554,7 +554,7 @@ class Planner:
         written = written or _jaxpr.holds_backward(eqn)
         given = list(ins)
         if kind == "while" or (written and not again):
-            # A slice of an argument is rounded in its trip, as that needs no memory.
+            # A slice of an argument is rounded in the body, as that needs no memory.
             stacked = range(stop, len(ins)) if kind == "scan" else ()
             made = [i for i in stacked if consumers.definition(eqn.invars[i])]
             places = [*range(start), *made]
@@ -562,7 +562,7 @@ class Planner:
             for i, one in before.items():
                 given[i], passed[i] = ins[i].rounded(one), one
             weights = tuple(i for i in range(start) if given[i].half)
-        else:  # what each trip sends back to it adds up in float32
+        else:  # what each iteration sends back to it adds up in float32
             given[:start] = [
                 x.widened()._replace(constant=x.half or x.constant) for x in ins[:start]
             ]
@@ -585,25 +585,25 @@ class Planner:
                 given[start + i] = Facts(dtype, exact=carried[i])
             ends = _ends(eqn, body, demand, carried, within, stores)
             ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
-            trips = self._body(body, given, demand, ends, scopes)
-            before = carried  # a trip that returns float32, or has computed, decides
+            inner = self._body(body, given, demand, ends, scopes)
+            before = carried  # a body that returns float32, or has computed, decides
             carried = [
                 x._replace(
                     dtype=x.dtype if x.dtype == out.dtype else None,
                     given=x.given and out.given,
                 )
-                for x, out in zip(before, trips[1].outs, strict=False)
+                for x, out in zip(before, inner[1].outs, strict=False)
             ]
             if carried == before:
                 break
         passed[start:stop] = [x.dtype or "wide" for x in carried]
-        bodies = [trips]
+        bodies = [inner]
         for body in tests:
             test = self.analysis.test_of(body)
             fixed: tuple[End, ...] = ("wide",) * len(test.wanted)
             bodies.insert(0, self._body(body, given, test, fixed, scopes))
         outs = []
-        for i, (var, out) in enumerate(zip(eqn.outvars, trips[1].outs, strict=True)):
+        for i, (var, out) in enumerate(zip(eqn.outvars, inner[1].outs, strict=True)):
             half = out.half and is_float32(var)
             stacks = kind == "scan" and i not in layout.fixed_out and half
             is_stored = stacks and needs.has_backward(demand.wanted[i])
@@ -644,12 +644,12 @@ def _ends(
     within: Consumers,
     stores: bool,
 ) -> tuple[End, ...]:
-    """Returns the dtypes of what each trip of a loop returns.
+    """Returns the dtypes of what each iteration of a loop returns.
 
     Args:
         loop: The loop.
         body: Its body.
-        demand: What is needed of what a trip returns.
+        demand: What is needed of what an iteration returns.
         carried: What is known of what it carries.
         within: Who reads the values of the body.
         stores: Whether what it stacks for the backward pass may be stored in 16 bits.
@@ -711,12 +711,12 @@ def _streams(
 
 
 def _needs_digits(consumers: Consumers, var: Any) -> bool:
-    """Whether an equation needs the last digits of ``var``, beside the sum of trips."""
+    """Whether an equation needs the last digits of ``var``, beside the loop's sum."""
     return any(
         x is var and needs.is_exact(need) and not way >> i & 1
         for row in consumers.rows
         for way in [joined(starts for starts, _ in row.read.summed)]
-        for i, (x, need) in enumerate(zip(row.eqn.invars, row.asks, strict=True))
+        for i, (x, need) in enumerate(zip(row.eqn.invars, row.input_needs, strict=True))
     )
 
 
@@ -850,7 +850,7 @@ def is_broadcast(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
 
 
 def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:
-    """Returns by what something is float32, if its readers decide that."""
+    """Returns by what something is float32, if its consumers decide that."""
     need = row.need
     if needs.has_region(need):
         return usual  # what the user keeps, or nobody knows, reads it as it is

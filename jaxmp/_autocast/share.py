@@ -38,8 +38,8 @@ def _flops(plan: Plan) -> tuple[float, float]:
             half += _number(flops(step.eqn, back=back))
         elif step.inside:
             found = [_flops(inner) for _, inner in step.inside.bodies]
-            half += _trips(step.eqn) * sum(x for x, _ in found)
-            kept += _trips(step.eqn) * sum(x for _, x in found)
+            half += _iterations(step.eqn) * sum(x for x, _ in found)
+            kept += _iterations(step.eqn) * sum(x for _, x in found)
         elif step.rule == rules.COMPARING:
             kept += _held([step.eqn], back=back)
     return half, kept
@@ -58,16 +58,16 @@ def _held(eqns: Sequence[Equation], *, back: bool) -> float:
         in_back = back or _jaxpr.is_transposed(eqn)
         for body in _jaxpr.sub_jaxprs(eqn):
             held = _held(_jaxpr.open_jaxpr(body).eqns, back=in_back)
-            total += _trips(eqn) * held
+            total += _iterations(eqn) * held
     return total
 
 
-def _trips(eqn: Equation) -> float:
+def _iterations(eqn: Equation) -> float:
     """Returns how often an equation runs what it holds, as far as that is known."""
     is_scan = _jaxpr.call_kind(eqn) == "scan"
     return _number(eqn.params["length"]) if is_scan else 1.0
 
 
 def _number(count: Any) -> float:
-    """Returns a count of FLOPs or trips, and 1 where it has symbolic sizes."""
+    """Returns a count of FLOPs or iterations, and 1 where it has symbolic sizes."""
     return float(count) if isinstance(count, (int, float)) else 1.0

@@ -57,8 +57,8 @@ def _with_digits_of_bfloat16(wide: Any) -> Any:
 def gathered(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
     """Gathers a weight in 16 bits, for products to take.
 
-    It is widened behind, and rounded by each reader to the same number, so that the
-    gradients of all readers, and of all devices, add up in float32.
+    It is widened behind, and rounded by each consumer to the same number, so that the
+    gradients of all consumers, and of all devices, add up in float32.
     """
 
     @jax.custom_jvp

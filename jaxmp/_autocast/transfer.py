@@ -41,14 +41,14 @@ def needs_of_inputs(
         out: What its outputs are needed for.
         back: Whether it belongs to the backward pass.
         kept: Whether the user keeps it in float32.
-        summed: The ways by which the trips of a loop add up, and which go through it.
+        summed: The ways by which a loop adds up that go through it.
         spotted: What the equations around it say.
     """
     count = len(eqn.invars)
     # What only the backward pass reads, such as a slope, is part of it.
     in_back = back or needs.is_for_backward(out)
     if kind == "product":
-        wide = needs.reader(False, in_back) | needs.DIGITS
+        wide = needs.consumer(False, in_back) | needs.DIGITS
         return [needs.PRODUCT if x else wide for x in classes.rounds(eqn)]
     if kind == "exact":
         return _of_move(eqn, out, in_back)
@@ -62,7 +62,7 @@ def needs_of_inputs(
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if summed:
-        found = _of_sum_over_trips(eqn, summed, back)
+        found = _of_sum_over_iterations(eqn, summed, back)
     if eqn in spotted.powers:
         found = [x | needs.GATE | needs.MANY for x in found]
     if (i := table.divisor(eqn)) is not None:
@@ -134,7 +134,7 @@ def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
         return [out] * count
     if table.tests_equal(eqn) and not back:
         # Once they are rounded, others are equal.
-        return [needs.reader(False, back) | needs.DIGITS] * count
+        return [needs.consumer(False, back) | needs.DIGITS] * count
     # To compare with a number in the code is no computing: a relu. Nor is a test of the
     # backward pass, which asks what a maximum has chosen.
     has_number = isinstance(eqn.invars[-1], Literal)
@@ -142,14 +142,14 @@ def _of_move(eqn: Equation, out: Need, back: bool) -> Sequence[Need]:
         return [needs.NOTHING] * count
     # What is sorted or rounded to whole numbers has the digits of what it is made of.
     kept = needs.handed_on(out) if is_float32(eqn.outvars[0]) else needs.NOTHING
-    return [needs.reader(False, back) | kept] * count
+    return [needs.consumer(False, back) | kept] * count
 
 
 def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> Need:
     """Returns what elementwise work, and what sees float32, needs of any input."""
     if kept:
-        return needs.reader(False, back) | needs.EVERYTHING
-    found = needs.reader(kind == "smooth" and needs.is_half(out), back)
+        return needs.consumer(False, back) | needs.EVERYTHING
+    found = needs.consumer(kind == "smooth" and needs.is_half(out), back)
     # The slope of a GELU is an exponential of what was rounded anyway.
     if table.is_steep(eqn) and not (back and table.is_exponential(eqn)):
         found |= needs.DIGITS
@@ -158,8 +158,8 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     return found
 
 
-def _of_sum_over_trips(eqn: Equation, summed: Ways, back: bool) -> list[Need]:
-    """What a trip adds to a sum is one term of many. What multiplies it counts."""
+def _of_sum_over_iterations(eqn: Equation, summed: Ways, back: bool) -> list[Need]:
+    """What an iteration adds to a sum is one of many terms. Its factors count."""
     multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=back)
     term = needs.GATE if multiplies else needs.FULL
     way = joined(starts for starts, _ in summed)

@@ -397,7 +397,7 @@ def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_box(x: Any) -> bool:
-    """Tells whether ``x`` is what Flax puts around a parameter to annotate it."""
+    """Returns whether ``x`` is what Flax puts around a parameter to annotate it."""
     # Who has a box has imported its module; jaxmp need not.
     boxes = (("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable"))
     kinds = (getattr(sys.modules.get(module), name, ()) for module, name in boxes)

@@ -84,7 +84,7 @@ def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
 
 
 def fits_a_screen(rows: Sequence[tuple[str, str, Any]], shown: int) -> bool:
-    """Tells whether a table has one line for each row."""
+    """Returns whether a table has one line for each row."""
     widths = _widths(_cells(rows[:shown]))
     return sum(widths) + 2 * len(widths) <= WIDTH
 

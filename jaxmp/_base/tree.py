@@ -62,7 +62,7 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
 
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
-    """Tells whether a pytree holds no Inf and no NaN.
+    """Returns whether a pytree holds no Inf and no NaN.
 
     Under ``jit`` with sharded arrays the answer is global by itself. Inside
     ``shard_map`` or ``pmap`` it is the answer for this device, unless ``axis_name``
@@ -210,7 +210,7 @@ def widen(tree: T) -> T:
 
 
 def is_strong(x: Any) -> bool:
-    """Tells whether ``x`` is an array of JAX whose dtype does not give way."""
+    """Returns whether ``x`` is an array of JAX whose dtype does not give way."""
     return isinstance(x, jax.Array) and not x.weak_type
 
 
@@ -235,17 +235,17 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def is_array(x: Any) -> bool:
-    """Tells whether ``x`` is an array, as opposed to a Python number or an object."""
+    """Returns whether ``x`` is an array, as opposed to a Python number or an object."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
 def is_number(x: Any) -> bool:
-    """Tells whether ``x`` is an array or a Python number."""
+    """Returns whether ``x`` is an array or a Python number."""
     return is_array(x) or isinstance(x, (bool, int, float, complex))
 
 
 def is_inexact(x: Any) -> bool:
-    """Tells whether ``x`` is a floating or complex array or Python number."""
+    """Returns whether ``x`` is a floating or complex array or Python number."""
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, (float, complex))
@@ -253,12 +253,12 @@ def is_inexact(x: Any) -> bool:
 
 
 def is_floating_array(x: Any) -> bool:
-    """Tells whether ``x`` is a floating array or NumPy scalar."""
+    """Returns whether ``x`` is a floating array or NumPy scalar."""
     return is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def is_floating(x: Any) -> bool:
-    """Tells whether ``x`` is a floating array, NumPy scalar or abstract array."""
+    """Returns whether ``x`` is a floating array, NumPy scalar or abstract array."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jnp.issubdtype(x.dtype, jnp.floating)
     return is_floating_array(x)

@@ -59,7 +59,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 
 def is_scalar_key(x: Any) -> bool:
-    """Tells whether ``x`` is one PRNG key, made with ``jax.random.key``."""
+    """Returns whether ``x`` is one PRNG key, made with ``jax.random.key``."""
     return is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -35,7 +35,7 @@ class Operation:
     here: Around
     carried: str = ""  # of a loop, which computes nothing itself: a dtype
     ins: dict[Operation, None] = dataclasses.field(default_factory=dict)
-    readers: dict[Operation, None] = dataclasses.field(default_factory=dict)
+    consumers: dict[Operation, None] = dataclasses.field(default_factory=dict)
     moved: Operation | None = None  # what has computed or moved what this one moves
     times: int = 0  # how often it runs, 0 if nobody knows
     is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
@@ -130,7 +130,7 @@ class Around(NamedTuple):
     """What is known of an equation by its place, and by what holds it."""
 
     place: Place
-    trips: int = 1  # how often it runs, 0 where nobody knows
+    times: int = 1  # how often it runs, 0 where nobody knows
     path: tuple[Equation, ...] = ()  # the equations that hold it
     function: str = ""  # the function of JAX that it is in
 
@@ -148,7 +148,7 @@ class Around(NamedTuple):
             name = _jaxpr.function_of(jaxpr)[0].strip("_")
             function = library_function(eqn) or name
         times = {"scan": eqn.params.get("length", 1), "while": 0}.get(kind, 1)
-        return Around(place, self.trips * times, (*self.path, eqn), function)
+        return Around(place, self.times * times, (*self.path, eqn), function)
 
 
 class Flow:
@@ -224,7 +224,7 @@ class Flow:
         if key not in self._made:
             self._made[key] = Operation(eqn, step, here, carried)
         operation = self._made[key]
-        operation.times = max(operation.times, here.trips)
+        operation.times = max(operation.times, here.times)
         return operation
 
     def _reads(self, operation: Operation, x: Array) -> None:
@@ -234,7 +234,7 @@ class Flow:
             operation.moved = operation.moved or next(reversed(before), None)
             return
         for one in before:
-            one.readers[operation] = None
+            one.consumers[operation] = None
 
     def _backward(self, eqn: Equation, ins: list[Array]) -> Sequence[Array]:
         """Notes what the backward pass reads, which is saved for it."""
@@ -271,7 +271,7 @@ class Flow:
         left = [
             x
             for x in self.operations
-            if x.is_returned or x.takes or not (x.readers or x.is_saved or x.carried)
+            if x.is_returned or x.takes or not (x.consumers or x.is_saved or x.carried)
         ]
         while left:
             operation = left.pop()

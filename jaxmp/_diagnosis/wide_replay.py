@@ -28,7 +28,7 @@ class Value(NamedTuple):
     """An array, float32 where it was written for 16 bits."""
 
     array: Any
-    waits: bool = False  # for its readers to round it
+    waits: bool = False  # for its consumers to round it
 
 
 class WideReplay(Replay):

@@ -61,7 +61,7 @@ def end_look() -> None:
 
 
 def is_staged() -> bool:
-    """Tells whether JAX keeps what it traces here, to run it another time.
+    """Returns whether JAX keeps what it traces here, to run it another time.
 
     As ``jax.jit`` and ``lax.scan`` do. What we trace ourselves (autocast, an audit)
     runs at once, or never.

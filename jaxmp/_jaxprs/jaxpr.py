@@ -218,7 +218,7 @@ def stage() -> Any:
 
 
 def is_being_differentiated(x: Any) -> bool:
-    """Tells whether the innermost ``grad`` or ``jvp`` around differentiates ``x``."""
+    """Returns whether the innermost ``grad`` or ``jvp`` around differentiates ``x``."""
     while type(x).__name__ == "BatchTracer":
         x = x.val
     return type(x).__name__ in ("JVPTracer", "LinearizeTracer")
@@ -287,7 +287,7 @@ def _repeats(eqn: Equation, args: Sequence[Any]) -> Any:
     What ``eqn`` returned when it was traced is then what it returns now.
     """
     trace = get_opaque_trace_state()._trace_ref()
-    # A cast does more than to write an equation only where it is told a sharding.
+    # A cast does more than to write an equation only where it is given a sharding.
     casts = is_cast(eqn) and eqn.params["sharding"] is None
     if eqn.effects or not (casts or _is_simple(eqn.primitive)):
         return None
@@ -355,12 +355,12 @@ def scan_with(
     consts = scan_counts(eqn)[0] if consts is None else consts
 
     def scan(xs):  # of numbers, because each version counts in its own way
-        def trip(carry, slices):
+        def step(carry, slices):
             total = sum([*xs[:consts], *slices])
             ys = [total + i for i in range(len(outvars) - carries)]
             return [x + total for x in carry], ys
 
-        return lax.scan(trip, xs[consts:][:carries], xs[consts + carries :], length=1)
+        return lax.scan(step, xs[consts:][:carries], xs[consts + carries :], length=1)
 
     shapes = [(1,) * (i >= consts + carries) for i in range(len(invars))]
     like = [np.zeros(shape, np.float32) for shape in shapes]
@@ -559,7 +559,7 @@ def cast_to_float32(jaxpr: Any) -> set[Any]:
     }
 
 
-def is_told_dtype(eqn: JaxprEqn) -> bool:
+def has_out_dtype(eqn: JaxprEqn) -> bool:
     """Whether an elementwise ``eqn`` has a parameter for the dtype of its result."""
     return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on
 
@@ -792,7 +792,7 @@ def fingerprint(jaxpr: Any) -> Any:
     """Returns what a jaxpr computes, and which lines wrote it, as one thing to hash.
 
     JAX traces a function with a derivative rule anew for each call of it. None if that
-    cannot be told.
+    is not known.
     """
     body = open_jaxpr(jaxpr)
     numbers: dict[Any, Any] = {}

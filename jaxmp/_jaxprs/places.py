@@ -59,9 +59,9 @@ class Place(NamedTuple):
     author: Frame | None = None  # the same outside of JAX only
     shared: bool = False  # inside a function with the lines of another caller
     backward: bool = False
-    trips: int = 1  # how often this runs, 0 where nothing is counted
+    times: int = 1  # how often this runs, 0 where nothing is counted
     opaque: str = ""  # the primitive around it that nothing is known of
-    rematerialised: bool = False  # what it computes again is told from the rest
+    rematerialised: bool = False  # what it computes again counts apart
     again: bool = False  # in what a backward pass computes again
     step: int | None = None  # of a plan, where these are recorded
 
@@ -158,10 +158,10 @@ class Place(NamedTuple):
         sharing = {"jit": (_JAX, _OWN), "custom_jvp": (_JAX,)}.get(kind, ())
         file = _jaxpr.function_of(jaxpr)[1].rpartition(":")[0]
         is_shared = file.startswith(sharing) and file not in _REPLAYS
-        trips = trip_count(eqn)
+        times = iteration_count(eqn)
         return self._replace(
             shared=self.shared or _jaxpr.chooses_platform(eqn) or is_shared,
-            trips=self.trips * (1 if trips is None else trips),
+            times=self.times * (1 if times is None else times),
             opaque=self.opaque or ("" if kind else eqn.primitive.name),
             rematerialised=self.rematerialised or _jaxpr.is_remat(eqn),
         )
@@ -184,7 +184,7 @@ def equations(
 def placed(
     apply: Callable[[_jaxpr.Equation, list[Any], Place], Any], around: Place
 ) -> Callable[[_jaxpr.Equation, list[Any]], Any]:
-    """Returns ``apply`` as ``interpret`` calls it, told where each equation is."""
+    """Returns ``apply`` as ``interpret`` calls it, given where each equation is."""
     place = around
 
     def applied(eqn, ins):
@@ -259,7 +259,7 @@ def _is_somebodys(file: str) -> bool:
     return not (in_stdlib or file.startswith(_JAX) or file in _TRACING)
 
 
-def trip_count(eqn: _jaxpr.Equation) -> int | None:
+def iteration_count(eqn: _jaxpr.Equation) -> int | None:
     """Returns how often the body of an equation runs, None if nobody knows."""
     kind = _jaxpr.call_kind(eqn)
     if kind == "scan":

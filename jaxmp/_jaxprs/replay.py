@@ -86,7 +86,7 @@ class Replay:
         return [self.value(x) for x in arrays]
 
     def first(self, seen: Any, length: int | None) -> Any:
-        """Returns what a loop carries along of what trips see, of which the types are.
+        """Returns what a loop carries along of what iterations see, by its types.
 
         ``length`` is None for a while loop, which stacks nothing.
         """
@@ -94,7 +94,7 @@ class Replay:
         return ()
 
     def after(self, state: Any, seen: Any) -> tuple[Any, Any]:
-        """Returns what a loop carries along after a trip, and what is stacked of it."""
+        """Returns what a loop carries along after an iteration, and what it stacks."""
         return state, seen
 
     def nothing(self, seen: Any) -> Any:
@@ -159,15 +159,15 @@ class Replay:
             x if x.dtype == y.dtype else x.update(dtype=y.dtype) for x, y in pairs
         ]
         outside = [*ins[:n_consts], *[None] * n_carry, *ins[first:]]
-        trip = body.traced([*consts, *carry, *slices], outside, slices=len(xs))
+        run = body.traced([*consts, *carry, *slices], outside, slices=len(xs))
 
         def step(carried, xs):
             carry, state = carried
-            outs, seen = trip([*consts, *carry, *xs])
+            outs, seen = run([*consts, *carry, *xs])
             state, seen = self.after(state, seen)
             return (outs[:n_carry], state), (outs[n_carry:], seen)
 
-        state = self.first(trip.types, eqn.params["length"])
+        state = self.first(run.types, eqn.params["length"])
         (carry, state), (ys, seen) = scan(eqn, step, (carry, state), xs)
         body.seen = state, seen
         return [*carry, *ys]
@@ -193,10 +193,10 @@ class Replay:
         # Under `vmap` the test is an array, which `lax.while_loop` does not take.
         is_batch = bool(_jaxpr.out_avals(test.jaxpr)[0].shape)
         options = {"goes_on": goes_on} if is_batch else {}
-        trip, fun = traced(body, layout.bodies[1].operands, **options)
+        run, fun = traced(body, layout.bodies[1].operands, **options)
 
         def step(carried):
-            outs, seen = trip(carried[0])
+            outs, seen = run(carried[0])
             return outs, self.after(carried[1], seen)[0]
 
         # The primitive would take bodies that close over nothing.
@@ -332,10 +332,10 @@ def is_call(eqn: Equation) -> bool:
     return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
 
 
-def scan(eqn: Equation, trip: Callable, carry: Any, xs: Any) -> Any:
+def scan(eqn: Equation, body: Callable, carry: Any, xs: Any) -> Any:
     """Applies a ``scan`` equation with another function of pytrees as its body."""
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    return lax.scan(trip, carry, xs, **options)
+    return lax.scan(body, carry, xs, **options)
 
 
 def where_written(

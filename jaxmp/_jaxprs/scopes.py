@@ -44,7 +44,7 @@ _MARKS = frozenset({DIFFERENTIATED, BACKWARD})
 
 # Names of the scopes around something, the outermost first.
 Scopes = tuple[str, ...]
-# Tells whether an equation, in its scopes, is a product in 16 bits.
+# Says whether an equation, in its scopes, is a product in 16 bits.
 IsProduct = Callable[[_jaxpr.Equation, Scopes], bool]
 
 

@@ -1,7 +1,7 @@
 """What is known of values, followed through a jaxpr: forward, or backward.
 
 Both enter calls, join branches, and go around loops until the iterations find no more.
-Where no places are told, what is found of a jaxpr with the same facts is found once. An
+Where no place is given, what is found of a jaxpr with the same facts is found once. An
 analysis says what one equation does that holds no jaxprs (its *transfer function*),
 and how facts of a value that may come from, or go to, several places are joined.
 """
@@ -33,7 +33,7 @@ class Forward:
             it is; returns what is known of each of its outputs.
         join: Returns what is known of a value that is one of several.
         known: What is known of a number in the code, which is a ``Literal``, or of an
-            array that a jaxpr carries; it is told where that is read.
+            array that a jaxpr carries; it is given where that is read.
         enter: What to do with an equation that holds jaxprs: it takes what ``transfer``
             takes, and may call :meth:`around` or :meth:`once`.
     """
@@ -53,9 +53,9 @@ class Forward:
             jaxpr: The jaxpr.
             ins: What is known of its inputs.
             scopes: Named scopes around it.
-            place: Where it is, if ``transfer`` is to be told places. It then goes as
+            place: Where it is, if ``transfer`` is to be given places. It then goes as
                 reports do: of a ``lax.platform_dependent`` into the branch for a GPU
-                alone, and ``trips`` are 0 until what a loop carries has settled.
+                alone, and ``times`` is 0 until what a loop carries has settled.
         """
         memo = {} if place else self.memo.setdefault(jaxpr, {})
         key = () if place else (tuple(ins), scopes)  # facts may have no hash there
@@ -92,7 +92,7 @@ class Forward:
     def around(self, eqn: Equation, ins: Sequence[Any], at: At) -> list[Any]:
         """Goes through the jaxprs that an equation holds, as often as a loop needs."""
         layout, ins, outs = _jaxpr.call_layout(eqn), list(ins), []
-        settling = at._replace(place=at.place and at.place._replace(trips=0))
+        settling = at._replace(place=at.place and at.place._replace(times=0))
         while layout.fixed_in:
             outs, before = self.once(eqn, ins, settling), list(ins)
             for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):

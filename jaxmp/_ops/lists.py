@@ -116,7 +116,7 @@ class OpLists:
     def with_rounded_products(self) -> "OpLists":
         """Returns lists with which every matmul returns 16 bits, as in torch.amp.
 
-        By default a matmul returns its float32 sums if the reader computes in float32:
+        By default a matmul returns its float32 sums if a consumer is float32:
         attention scores and logits for a softmax, weight gradients for the user.
         Rounded, they take half of the memory traffic, and have the accuracy of a model
         that is cast as a whole. Float32 regions and ``float32_paths`` still get the

@@ -82,7 +82,7 @@ def _summed_by_platform(product: Product, avals: tuple) -> Any:
     def multiplied(*args):
         assert vector is not None
         matrix, numbers = args[1 - vector], dict(product.params)["dimension_numbers"]
-        if product.backward:  # or XLA would store it in float32 too, for this reader
+        if product.backward:  # or XLA would store it in float32 too, for this consumer
             matrix = firmly_rounded(matrix)
         return times_vector(matrix, args[vector], vector, *numbers)
 

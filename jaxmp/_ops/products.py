@@ -247,15 +247,15 @@ def vector_of(eqn: Equation) -> int | None:
     return None
 
 
-def sums_over_trips(eqn: Equation) -> bool:
-    """Whether the sum of a product over the trips of a loop is a product too."""
+def sums_over_iterations(eqn: Equation) -> bool:
+    """Whether the sum of a product over iterations is a product too."""
     return eqn.primitive.name == "dot_general"
 
 
-def over_trips(eqn: Equation) -> dict[str, Any]:
-    """Returns the parameters of the product that sums ``eqn`` over the trips of a loop.
+def over_iterations(eqn: Equation) -> dict[str, Any]:
+    """Returns the parameters of the product that sums ``eqn`` over all iterations.
 
-    Its operands are those of all trips, along a new first axis.
+    Its operands are those of all iterations, along a new first axis.
     """
     contracted, batch = _dimension_numbers(eqn)
     contracted = tuple((0, *(axis + 1 for axis in axes)) for axes in contracted)

@@ -39,7 +39,7 @@ CLASSES = {
     # Takes 16 bits and adds up in float32. [guide], [torch]
     "matmul": "allow",
     # Moves, sends or chooses: these return numbers that they were given, and what their
-    # readers need of the result, they need of the inputs. [grappler]'s clear list
+    # consumers need of the result, they need of the inputs. [grappler]'s clear list
     "move": "infer",
     "send": "infer",
     "choice": "infer",
@@ -87,7 +87,7 @@ ROUNDINGS = ROUNDED, ROUNDED_PRODUCT = "rounded_value", "rounded_product"
 #     where that is large: near 1, too, it is no further off than what it is made of
 # bounded: returns no more than 1, whatever it is given
 # whole: returns all magnitudes that it was given, in another shape, order or place
-# cuts: returns parts of an array, each of which has readers of its own
+# cuts: returns parts of an array, each of which has consumers of its own
 # copies: its transpose adds up what it has copied
 # placed: says what `jax.checkpoint` does with a value
 # inverts: solves or factorises, which amplifies the errors of a matrix

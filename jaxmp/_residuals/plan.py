@@ -20,7 +20,7 @@ IsLeft = Callable[[Scopes], bool]
 
 
 def leaves_out(paths: Iterable[str]) -> IsLeft:
-    """Returns what tells whether the user keeps the residuals of a scope.
+    """Returns what says whether the user keeps the residuals of a scope.
 
     Args:
         paths: Named scopes to leave out, beside those that stay float32.

@@ -88,7 +88,7 @@ class Stack:
         ]
         makers = self.residuals.forward.makers
 
-        def trip(carry, xs):
+        def iteration(carry, xs):
             saved = OrderedDict[Any, Stored]()  # JAX would sort the keys of a dict
 
             def save(variables, values):
@@ -108,7 +108,7 @@ class Stack:
 
         first = self.consts + self.carries
         carry, (ys, self.stored) = scan(
-            self.eqn, trip, list(ins[self.consts : first]), list(ins[first:])
+            self.eqn, iteration, list(ins[self.consts : first]), list(ins[first:])
         )
         outs: list[Any] = [*carry, *[None] * (len(self.eqn.outvars) - self.carries)]
         for i, y in zip(whole, ys, strict=True):
@@ -164,7 +164,7 @@ def read_by_scan(
     shared = [stack.consts_given(lookup) for stack in used]
     taken = [stack.slices(lookup) for stack in used]
 
-    def trip(carry, slices):
+    def iteration(carry, slices):
         rest, parts = slices
         again = {
             stack: Again(stack.residuals, stored, {**known, **given}.get)
@@ -178,5 +178,5 @@ def read_by_scan(
         return outs[:carries], outs[carries:]
 
     xs = [ins[i] for i in others], taken
-    carry, ys = scan(eqn, trip, list(ins[consts:first]), xs)
+    carry, ys = scan(eqn, iteration, list(ins[consts:first]), xs)
     return [*carry, *ys]

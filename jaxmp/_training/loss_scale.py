@@ -420,7 +420,7 @@ def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _is_selectable(x: Any) -> bool:
-    """Tells whether ``x`` is an array or a number that JAX can select from."""
+    """Returns whether ``x`` is an array or a number that JAX can select from."""
     if isinstance(x, (np.ndarray, np.generic)):  # not of strings
         return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
     if _is_float0(x):  # the gradient of an integer

@@ -122,7 +122,7 @@ def get_loss_scale(opt_state: Any) -> jax.Array:
 
 
 def last_step_finite(opt_state: Any) -> jax.Array:
-    """Tells whether the last step was finite, and so was not skipped.
+    """Returns whether the last step was finite, and so was not skipped.
 
     Args:
         opt_state: As in :func:`get_loss_scale`.
@@ -357,7 +357,7 @@ def _spelled(x: Any) -> str:
 # `jax.transfer_guard` forbids.
 @functools.partial(jax.jit, static_argnums=2)
 def looks_unused(scale: jax.Array, skipped: jax.Array, max_scale: float) -> jax.Array:
-    """Tells whether a scale has grown as far as it may, and no step was skipped."""
+    """Returns whether a scale has grown as far as it may, and no step was skipped."""
     return (scale >= max_scale) & (skipped == 0)
 
 
@@ -464,12 +464,12 @@ def scale_in(loss_scale: Any) -> Any:
 
 
 def holds_scale(x: Any) -> bool:
-    """Tells whether there is a loss scale in ``x``, as in an optimizer state."""
+    """Returns whether there is a loss scale in ``x``, as in an optimizer state."""
     return any(True for _ in _loss_scale_states(x))
 
 
 def _are_scales(x: Any) -> bool:
-    """Tells whether ``x`` are states of several optimizers, and not the one of a chain.
+    """Returns whether ``x`` are states of several optimizers, and not one of a chain.
 
     In the state of a chain one part holds the scale.
     """
@@ -482,14 +482,14 @@ def _divided(x: jax.Array, factor: jax.Array, divisor: jax.Array) -> jax.Array:
 
 
 def _is_number(x: Any) -> bool:
-    """Tells whether ``x`` is an array or a number, also in a variable of NNX."""
+    """Returns whether ``x`` is an array or a number, also in a variable of NNX."""
     # Layers have a `dtype`, too.
     is_array = hasattr(x, "dtype") and hasattr(x, "shape")
     return is_array or isinstance(x, numbers.Number)
 
 
 def _is_scale(x: Any) -> bool:
-    """Tells whether ``x`` looks like a loss scale: a scalar, or a state with one."""
+    """Returns whether ``x`` looks like a loss scale: a scalar, or a state with one."""
     if _is_number(x):
         return getattr(x, "shape", ()) == ()
     return holds_scale(x)

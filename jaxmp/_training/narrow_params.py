@@ -420,7 +420,7 @@ def _change(param: jax.Array, stored: jax.Array) -> jax.Array:
 
 
 def _is_16_bit(x: Any) -> bool:
-    """Tells whether a parameter may have a compensation."""
+    """Returns whether a parameter may have a compensation."""
     return is_floating(x) and x.dtype in (_BFLOAT16, _FLOAT16)
 
 

@@ -341,7 +341,7 @@ def _is_array_of(x: Any, dtype: np.dtype) -> bool:
 
 
 def _holds(state: Any, kind: type) -> bool:
-    """Tells whether there is an object of a kind in a state, but not in one of ours."""
+    """Returns whether a state holds an object of a kind, but not in one of ours."""
     return any(isinstance(x, kind) for x in found_in(state, (kind, StateDtypeState)))
 
 

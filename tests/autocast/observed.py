@@ -50,17 +50,17 @@ def _link(values: Sequence[Value]) -> None:
     for value in values:
         for i, x in enumerate(value.of):
             if isinstance(x, Value):
-                x.readers.append((value, i))
-    left = [x for x in values if not x.readers and not x.returned]
+                x.consumers.append((value, i))
+    left = [x for x in values if not x.consumers and not x.returned]
     while left:
         unread = left.pop()
         for x in unread.of:
-            if isinstance(x, Value) and x.readers:
-                x.readers = [found for found in x.readers if found[0] is not unread]
-                if not x.readers and not x.returned:
+            if isinstance(x, Value) and x.consumers:
+                x.consumers = [found for found in x.consumers if found[0] is not unread]
+                if not x.consumers and not x.returned:
                     left.append(x)
     for value in values:
-        for x, _ in value.readers:
+        for x, _ in value.consumers:
             if x.safeguard in _REGIONS and not value.half:
                 value.safeguard = value.safeguard or x.safeguard
 
@@ -328,7 +328,7 @@ def compared(values: Sequence[Value], allowed: Callable) -> Comparison:
     narrow = seen_in_16_bits(values)
     found = Comparison([], [], [], [])
     for x in values:
-        is_read = bool(x.readers) or x.returned
+        is_read = bool(x.consumers) or x.returned
         if x.op in ("argument", "constant") or x.dtype != np.float32:
             continue
         if x.half is None or not is_read:
@@ -350,8 +350,8 @@ def seen_in_16_bits(values: Sequence[Value]) -> set[Value]:
     for x in reversed(values):
         takes = (
             (r.role == "matmul" and place < 2) or (r.role == "move" and r in found)
-            for r, place in x.readers
+            for r, place in x.consumers
         )
-        if x.half or (x.readers and not x.returned and all(takes)):
+        if x.half or (x.consumers and not x.returned and all(takes)):
             found.add(x)
     return found

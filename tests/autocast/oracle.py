@@ -155,24 +155,24 @@ class _Program:
 
     def last_feeds(self, v: Value) -> bool:
         """Whether the last value of what a loop carries feeds a matmul, if read."""
-        last = [w for w in self.loops[_loop(v)] if w.op == "last" and w.readers]
+        last = [w for w in self.loops[_loop(v)] if w.op == "last" and w.consumers]
         return all(w in self.feeding for w in last)
 
     def sentence_5(self, v: Value) -> bool:
         """Allows what is stored."""
         if v.op == "stack of scan" and v not in self.back:
             no_input = not any(x in self.inputs | self.exact for x in v.of)
-            readers = [r for r, _ in self.leaves(v)]
-            none = all(r in self.back and not self.is_matmul(r) for r in readers)
+            consumers = [r for r, _ in self.leaves(v)]
+            none = all(r in self.back and not self.is_matmul(r) for r in consumers)
             if no_input and none and not v.returned:
                 return True
         if v.op == "carry":
             return self.is_recomputed_from(v)
         if (v.op != "stack of scan" and self.is_move(v)) or v in self.inputs:
             return False
-        readers = self.scaled_leaves(v)
-        matmuls = [r for r, i in readers if self.reads_as_matmul(r, i)]
-        alone = all(r in self.back or self.reads_as_matmul(r, i) for r, i in readers)
+        consumers = self.scaled_leaves(v)
+        matmuls = [r for r, i in consumers if self.reads_as_matmul(r, i)]
+        alone = all(r in self.back or self.reads_as_matmul(r, i) for r, i in consumers)
         if v not in self.exact and matmuls and alone:
             return True
         gradient = v.op in SUMS and v in self.back and v not in self.exact
@@ -275,12 +275,12 @@ class _Program:
         self.back = set(self.values)  # and what passes to none but the backward pass
 
         def belongs(v: Value) -> bool:
-            readers = [r for r, _ in v.readers]
-            none = all(r in self.back and not self.is_matmul(r) for r in readers)
+            consumers = [r for r, _ in v.consumers]
+            none = all(r in self.back and not self.is_matmul(r) for r in consumers)
             alone = none and not v.returned and v.op not in {"argument", "constant"}
             if v.back or not alone or self.is_matmul(v, back=False):
                 return v.back
-            return bool(readers) or self.is_move(v)
+            return bool(consumers) or self.is_move(v)
 
         while gone := {v for v in self.back if not belongs(v)}:
             self.back -= gone
@@ -295,7 +295,7 @@ class _Program:
         """
         seen, todo = {v}, [v]
         while todo:
-            for r, i in todo.pop().readers:
+            for r, i in todo.pop().consumers:
                 passes = self.is_move(r) or (r.op == "into custom" and not r.kept)
                 if r.op == "carry" and i == 1 and r not in self.half:
                     passes = self.last_feeds(r)
@@ -373,17 +373,17 @@ class _Program:
         feeding: set[Value] = set()
 
         def feeds(v: Value) -> bool:
-            readers = self.leaves(v)
-            if any(self.reads_as_matmul(r, i) for r, i in readers):
+            consumers = self.leaves(v)
+            if any(self.reads_as_matmul(r, i) for r, i in consumers):
                 return True
-            forward = [(r, i) for r, i in readers if r not in self.back]
+            forward = [(r, i) for r, i in consumers if r not in self.back]
             if any(
                 self.reads_float32(r, i)
                 or (self.is_arithmetic(r) and r not in self.half)
                 for r, i in forward
             ):
-                readers = forward
-            return any(self.is_arithmetic(r) and r in feeding for r, _ in readers)
+                consumers = forward
+            return any(self.is_arithmetic(r) and r in feeding for r, _ in consumers)
 
         while True:
             before = len(feeding)
@@ -395,11 +395,11 @@ class _Program:
 
     def only_matmuls_read(self, v: Value) -> bool:
         """Whether only matmuls read a value."""
-        readers = self.leaves(v)
+        consumers = self.leaves(v)
         if v.op == "carry":
-            readers = [r for w in self.loops[_loop(v)] for r in self.leaves(w)]
-        matmuls = all(self.reads_as_matmul(r, i) for r, i in readers)
-        return matmuls and bool(readers) and v not in self.exact
+            consumers = [r for w in self.loops[_loop(v)] for r in self.leaves(w)]
+        matmuls = all(self.reads_as_matmul(r, i) for r, i in consumers)
+        return matmuls and bool(consumers) and v not in self.exact
 
     def _made_of_matmuls(self) -> set[Value]:
         """Finds what arithmetic and moves make of nothing but results of matmuls."""
@@ -466,10 +466,10 @@ class _Program:
 
     def is_recomputed_from(self, v: Value) -> bool:
         """Whether a scan stacks it, and a checkpoint in the backward pass reads it."""
-        stacks = [r for r, _ in v.readers if r.op == "stack of scan"]
-        slices = [r for s in stacks for r, _ in s.readers if r.op == "slice of scan"]
+        stacks = [r for r, _ in v.consumers if r.op == "stack of scan"]
+        slices = [r for s in stacks for r, _ in s.consumers if r.op == "slice of scan"]
         return any(
-            r.op == "into checkpoint" for s in slices if s.back for r, _ in s.readers
+            r.op == "into checkpoint" for s in slices if s.back for r, _ in s.consumers
         )
 
     def _gradients(self) -> set[Value]:
@@ -499,10 +499,10 @@ class _Program:
 
     def is_summed_gradient(self, v: Value) -> bool:
         """Whether a gradient is read by arithmetic that feeds a matmul, and summed."""
-        readers = self.leaves(v)
-        others = [r for r, i in readers if not self.reads_as_matmul(r, i)]
+        consumers = self.leaves(v)
+        others = [r for r, i in consumers if not self.reads_as_matmul(r, i)]
         feeds = [self.is_arithmetic(r) and r in self.feeding for r in others]
-        alone = all(r in self.back for r, _ in readers) and not v.returned
+        alone = all(r in self.back for r, _ in consumers) and not v.returned
         of = self.arguments(v)
         bad = any(x in self.inputs or self.is_softmax(x) for x in of)
         gradient = any(x in self.gradients for x in of)

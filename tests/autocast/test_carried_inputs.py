@@ -17,31 +17,31 @@ from conftest import at_once, normal, rest_is_evidence
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
-TRIPS, SIZE = 6, 8
+ITERATIONS, SIZE = 6, 8
 # Rows that differ by about one. Near 1000 the steps of bfloat16 are four, those of
 # float16 a half.
-ROWS = np.float32(1000) + normal(0, TRIPS, SIZE)
+ROWS = np.float32(1000) + normal(0, ITERATIONS, SIZE)
 WEIGHTS = {"w": normal(1, SIZE, 4) / 3, "v": normal(2, 4, SIZE) / 2}
 WEIGHTS["scale"] = np.float32(1) + normal(3, SIZE) / 9
 
 
-def unrolled(trip, carry, rows):
+def unrolled(step, carry, rows):
     outs = []
     for row in rows:
-        carry, out = trip(carry, row)
+        carry, out = step(carry, row)
         outs.append(out)
     return carry, jax.tree.map(lambda *x: jnp.stack(x), *outs)
 
 
 def by_index(loop):
-    """Goes through the rows by their number, and writes what each trip returns."""
+    """Goes through the rows by their number, and writes what each iteration returns."""
 
-    def scan(trip, carry, rows):
-        shape = jax.eval_shape(trip, carry, rows[0])[1].shape
+    def scan(step, carry, rows):
+        shape = jax.eval_shape(step, carry, rows[0])[1].shape
 
         def body(i, state):
             carry, outs = state
-            carry, out = trip(carry, rows[i])
+            carry, out = step(carry, rows[i])
             return carry, outs.at[i].set(out)
 
         return loop(body, (carry, jnp.zeros((len(rows), *shape))))
@@ -53,16 +53,18 @@ def counted(body, state):
     def again(state):
         return state[0] + 1, body(*state)
 
-    return lax.while_loop(lambda state: state[0] < TRIPS, again, (0, state))[1]
+    return lax.while_loop(lambda state: state[0] < ITERATIONS, again, (0, state))[1]
 
 
 LOOPS = {
     "scan": lax.scan,
-    "fori_loop": by_index(lambda body, state: lax.fori_loop(0, TRIPS, body, state)),
+    "fori_loop": by_index(
+        lambda body, state: lax.fori_loop(0, ITERATIONS, body, state)
+    ),
     "while_loop": by_index(counted),
-    "checkpointed": lambda trip, *args: lax.scan(jax.checkpoint(trip), *args),
-    "jitted": lambda trip, *args: lax.scan(jax.jit(trip), *args),
-    "in twos": lambda trip, *args: lax.scan(trip, *args, unroll=2),
+    "checkpointed": lambda step, *args: lax.scan(jax.checkpoint(step), *args),
+    "jitted": lambda step, *args: lax.scan(jax.jit(step), *args),
+    "in twos": lambda step, *args: lax.scan(step, *args, unroll=2),
 }
 
 
@@ -71,34 +73,34 @@ def token_shift(scan, p, x):
 
 
 def two_lags(scan, p, x):
-    def trip(lags, r):
+    def step(lags, r):
         one, two = lags
         return (r, one), (r - 2 * one + two) @ p["w"]
 
-    return scan(trip, (x[0], x[0]), x)[1]
+    return scan(step, (x[0], x[0]), x)[1]
 
 
 def lags_in_an_array(scan, p, x):
-    def trip(lags, r):
+    def step(lags, r):
         lags = jnp.concatenate([r[None], lags[:-1]])
         return lags, (lags - lags.mean(0)) @ p["w"]
 
-    return scan(trip, jnp.broadcast_to(x[0], (3, SIZE)), x)[1]
+    return scan(step, jnp.broadcast_to(x[0], (3, SIZE)), x)[1]
 
 
 def largest_so_far(scan, p, x):
-    def trip(most, r):
+    def step(most, r):
         most = jnp.maximum(most, r)
         return most, (most - r) @ p["w"]
 
-    return scan(trip, x[0], x)[1]
+    return scan(step, x[0], x)[1]
 
 
 def from_a_given_start(scan, p, x):
-    def trip(h, r):
+    def step(h, r):
         return jnp.tanh((h - r) @ p["w"]) @ p["v"], h - r
 
-    return scan(trip, x[1], x)[1][0] @ p["w"]
+    return scan(step, x[1], x)[1][0] @ p["w"]
 
 
 PROGRAMS = {

@@ -46,8 +46,8 @@ X = normal(4, 6, 8)
 
 def scanned(layer):
     def loss(params, x):
-        trip = lambda h, weights: (layer(h, weights), None)  # noqa: E731
-        h, _ = lax.scan(trip, x @ params["in"], params["layers"])
+        iteration = lambda h, weights: (layer(h, weights), None)  # noqa: E731
+        h, _ = lax.scan(iteration, x @ params["in"], params["layers"])
         return jnp.mean((h @ params["out"]) ** 2)
 
     return loss
@@ -102,8 +102,8 @@ def test_scanned_layers_are_as_near_as_layers_written_out(layer, dtype):
 
 def test_a_plain_recurrent_layer_carries_16_bits():
     def loss(p, xs):
-        trip = lambda h, x: (jnp.tanh(x @ p["u"] + h @ p["w"]), None)  # noqa: E731
-        h, _ = lax.scan(trip, jnp.zeros((6, WIDTH)), xs)
+        iteration = lambda h, x: (jnp.tanh(x @ p["u"] + h @ p["w"]), None)  # noqa: E731
+        h, _ = lax.scan(iteration, jnp.zeros((6, WIDTH)), xs)
         return jnp.mean((h @ p["o"]) ** 2)
 
     p = {"u": normal(0, 8, WIDTH), "w": normal(1, WIDTH, WIDTH) / 4}
@@ -126,8 +126,8 @@ def with_same_weights(p, x):
 
 
 def decaying(p, x):
-    trip = lambda h, w: (0.99 * h + h @ w, None)  # noqa: E731
-    return lax.scan(trip, x @ p["in"], p["layers"]["w"])
+    iteration = lambda h, w: (0.99 * h + h @ w, None)  # noqa: E731
+    return lax.scan(iteration, x @ p["in"], p["layers"]["w"])
 
 
 def counted(p, x):
@@ -136,10 +136,10 @@ def counted(p, x):
 
 
 def swapped(p, x):
-    def trip(pair, w):
+    def iteration(pair, w):
         return (pair[1], pair[0] + pair[1] @ w), None
 
-    return lax.scan(trip, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
+    return lax.scan(iteration, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
 
 
 def in_float32(p, x):
@@ -206,8 +206,8 @@ def test_what_tokens_send_back_to_a_state_adds_up_in_float32(dtype):
 @both_dtypes
 def test_what_a_loss_reads_after_the_last_layer_is_not_rounded(dtype):
     def loss(p, x):
-        trip = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
-        h, _ = lax.scan(trip, x @ p["in"], p["layers"]["w"])
+        iteration = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
+        h, _ = lax.scan(iteration, x @ p["in"], p["layers"]["w"])
         return -jax.nn.log_softmax(h)[:, 0].mean()
 
     assert carried(jaxmp.autocast(loss, dtype), params(), X) == [{"float32"}]
@@ -218,10 +218,10 @@ def test_what_the_first_layer_is_given_keeps_its_digits(dtype):
     offset = np.float32(1000) + normal(5, 6, WIDTH)
 
     def fun(p, x):
-        def trip(h, w):
+        def iteration(h, w):
             return h + (h - h.mean(-1, keepdims=True)) @ w, None
 
-        return lax.scan(trip, x, p["layers"]["w"])[0] @ p["out"]
+        return lax.scan(iteration, x, p["layers"]["w"])[0] @ p["out"]
 
     assert carried(jaxmp.autocast(fun, dtype), params(), offset) == [{"float32"}]
 
@@ -230,16 +230,16 @@ def test_what_the_first_layer_is_given_keeps_its_digits(dtype):
 def test_what_a_loop_starts_from_has_its_digits_if_there_is_no_iteration(dtype):
     def fun(p, x, loop):
         h = jax.nn.softmax(x @ p["in"])
-        trip = lambda i, h: jnp.tanh(h @ p["layers"]["w"][i])  # noqa: E731
-        h = loop(trip, h)
+        iteration = lambda i, h: jnp.tanh(h @ p["layers"]["w"][i])  # noqa: E731
+        h = loop(iteration, h)
         return jnp.sum(h * h), jnp.sum(jnp.tanh(h) @ p["out"])
 
     def squares(loop):
         wrapped = jaxmp.autocast(lambda n, p, x: fun(p, x, partial(loop, n)), dtype)
         return wrapped(0, params(), X)[0]
 
-    looped = squares(lambda n, trip, h: lax.fori_loop(0, n, trip, h))
-    np.testing.assert_allclose(looped, squares(lambda n, trip, h: h), rtol=1e-6)
+    looped = squares(lambda n, iteration, h: lax.fori_loop(0, n, iteration, h))
+    np.testing.assert_allclose(looped, squares(lambda n, iteration, h: h), rtol=1e-6)
 
 
 @both_dtypes

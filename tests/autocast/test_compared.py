@@ -61,25 +61,25 @@ def armijo(p):
         slope = sum(jnp.vdot(x, x) for x in jax.tree.leaves(g))
 
         def goes_on(state):
-            t, trips = state
+            t, iterations = state
             rises = loss_fn(moved(p, t, g)) > loss - 1e-4 * t * slope
-            return rises & (trips < 60)
+            return rises & (iterations < 60)
 
         start = jnp.float32(1e6), 0
         return lax.while_loop(goes_on, lambda s: (s[0] / 2, s[1] + 1), start)
 
-    trips = []
+    iterations = []
     for _ in range(3):
         t, count = search(p, *jax.value_and_grad(loss_fn)(p))
         p = moved(p, t, jax.grad(loss_fn)(p))
-        trips.append(count)
-    return jnp.stack(trips)
+        iterations.append(count)
+    return jnp.stack(iterations)
 
 
 def trust_region(p):
     """Accepts a step that gains a tenth of what was promised, in a loop of a count."""
 
-    def trip(_, state):
+    def body(_, state):
         p, loss, radius, taken = state
         g = jax.grad(loss_fn)(p)
         norm = optax.tree.norm(g)
@@ -91,7 +91,7 @@ def trust_region(p):
         radius = jnp.where(gain > 0.5, 2.0, jnp.where(gain < 0.25, 0.5, 1.0)) * radius
         return p, loss, radius, taken + (gain > 0.1)
 
-    return lax.fori_loop(0, 20, trip, (p, loss_fn(p), jnp.float32(0.5), 0))[3]
+    return lax.fori_loop(0, 20, body, (p, loss_fn(p), jnp.float32(0.5), 0))[3]
 
 
 def sampled(p):
@@ -100,7 +100,7 @@ def sampled(p):
     def density(z):
         return -20 * jnp.sum((jnp.tanh(z @ p["a"]) @ p["b"]) ** 2) - z @ z / 2
 
-    def trip(state, key):
+    def body(state, key):
         z, before = state
         draw, accept = jax.random.split(key)
         new = z + 0.3 * jax.random.normal(draw, z.shape)
@@ -110,7 +110,7 @@ def sampled(p):
 
     def chain(z):
         keys = jax.random.split(jax.random.key(0), 40)
-        return lax.scan(trip, (z, density(z)), keys)[1].sum()
+        return lax.scan(body, (z, density(z)), keys)[1].sum()
 
     return jax.vmap(chain)(X[:2])
 
@@ -134,10 +134,10 @@ def test_as_many_steps_are_taken_as_in_float32(run, dtype):
 W, Z = normal(4, 4, 4, scale=0.5), normal(5, 4)
 
 
-def solved(w, z, each=lambda trip: trip):
-    """Heun's steps, each as large as its error allows; always as many trips."""
+def solved(w, z, each=lambda body: body):
+    """Heun's steps, each as large as its error allows; always as many iterations."""
 
-    def trip(state, _):
+    def body(state, _):
         t, z, h = state
         h = jnp.minimum(h, 2.0 - t)
         a = jnp.tanh(w @ z)
@@ -148,7 +148,7 @@ def solved(w, z, each=lambda trip: trip):
         return (t, z, h * jnp.clip(0.9 * (error + 1e-10) ** -0.5, 0.2, 5.0)), None
 
     start = jnp.float32(0), z, jnp.float32(0.1)
-    return lax.scan(each(trip), start, length=80)[0][1]
+    return lax.scan(each(body), start, length=80)[0][1]
 
 
 def checkpointed(w, z):
@@ -163,7 +163,7 @@ def by_equinox(w, z):
     """Whose loops compute again, for the backward pass, what they do not keep."""
     eqxi = pytest.importorskip("equinox.internal", reason="Equinox is not installed")
 
-    def trip(state):
+    def body(state):
         t, z, h = state
         h = jnp.minimum(h, 2.0 - t)
         a = jnp.tanh(w @ z)
@@ -175,7 +175,7 @@ def by_equinox(w, z):
 
     start = jnp.float32(0), z, jnp.float32(0.1)
     options = {"max_steps": 256, "kind": "checkpointed"}
-    return eqxi.while_loop(lambda s: s[0] < 2.0 - 1e-6, trip, start, **options)[1]
+    return eqxi.while_loop(lambda s: s[0] < 2.0 - 1e-6, body, start, **options)[1]
 
 
 @both_dtypes
@@ -270,10 +270,10 @@ def test_what_a_norm_is_made_of_may_be_rounded_before_the_loop():
         def goes_on(state):
             return jnp.linalg.norm(state[0] - state[1]) > 1e-5
 
-        def trip(state):
+        def body(state):
             return jnp.tanh(0.3 * state[0] @ w + x), state[0]
 
-        return lax.while_loop(goes_on, trip, (x, x + 1))[0] @ w
+        return lax.while_loop(goes_on, body, (x, x + 1))[0] @ w
 
     found = product_dtypes(jaxmp.autocast(fun, "bfloat16"), V, H)
     assert found == [{"bfloat16"}, {"float32"}, {"bfloat16"}]

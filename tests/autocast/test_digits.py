@@ -74,7 +74,7 @@ def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):
         assert relative_error(got, want) <= 2 * eps
 
 
-READERS = {
+CONSUMERS = {
     "difference": lambda rows, y: rows - y,
     "difference from a vector": lambda rows, y: y - rows[0],
     "ratio": lambda rows, y: y / rows,
@@ -87,16 +87,16 @@ READERS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
-def test_a_lookup_that_meets_16_bit_values_keeps_its_digits_for_others(reader, dtype):
+@pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS.keys())
+def test_a_lookup_that_meets_16_bit_values_keeps_its_digits_for_others(consumer, dtype):
     def fun(table, w):
         rows = table[I]
-        met = reader(rows, X @ w)
+        met = consumer(rows, X @ w)
         return met, met @ w[: met.shape[-1]]  # a product takes it in 16 bits
 
     def at_the_product(table, w):
         x, w = (lax.reduce_precision(a, *bits(dtype)) for a in (X, w))
-        return reader(table[I], x @ w)  # what is returned keeps its digits back to it
+        return consumer(table[I], x @ w)  # what is returned keeps its digits back to it
 
     got, _ = autocast(fun, dtype)(TABLE, W)
     np.testing.assert_allclose(got, at_the_product(TABLE, W), rtol=1e-5, atol=1e-6)
@@ -180,20 +180,20 @@ programs = hypothesis.given(st.lists(steps, min_size=1, max_size=8))
 
 @hypothesis.settings(max_examples=12)
 @programs
-def test_every_reader_sees_what_a_cast_at_the_product_gives(instructions):
-    every_reader_sees_it(instructions)
+def test_every_consumer_sees_what_a_cast_at_the_product_gives(instructions):
+    every_consumer_sees_it(instructions)
 
 
 @pytest.mark.evidence
 @hypothesis.settings(max_examples=40)
 @programs
-def test_every_reader_of_any_program_sees_what_a_cast_at_the_product_gives(
+def test_every_consumer_of_any_program_sees_what_a_cast_at_the_product_gives(
     instructions,
 ):
-    every_reader_sees_it(instructions)
+    every_consumer_sees_it(instructions)
 
 
-def every_reader_sees_it(instructions):
+def every_consumer_sees_it(instructions):
     run, kinds = program(instructions)
     expected = run()
     same = jaxmp.autocast(run, "float32")()
@@ -212,7 +212,7 @@ def every_reader_sees_it(instructions):
                 assert jnp.abs(value - want).max() <= 32 * eps * largest
 
 
-# Values that are computed from products, and have readers of two kinds.
+# Values that are computed from products, and have consumers of two kinds.
 
 
 ROWS = normal(3, 8, 16)

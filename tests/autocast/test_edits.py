@@ -347,12 +347,12 @@ AROUND_STEPS = {
 def loop(step, start, weights, xs):
     """Returns what a scan carries. Matmuls take the terms as well, and the carry."""
 
-    def trip(c, x):
+    def iteration(c, x):
         h, k = jnp.tanh(x @ weights["w0"]), x @ weights["w1"]
         h, k, c = map(checkpoint_name, (h, k, c), "hkc")
         return step(c, h, k), (h @ weights["w2"]) * (k @ weights["w2"])
 
-    c, ys = lax.scan(trip, start, xs)
+    c, ys = lax.scan(iteration, start, xs)
     return (c @ weights["w2"]).mean() + ys.mean()
 
 

@@ -1,4 +1,4 @@
-"""Loops that end where a number says so run as many trips as in float32."""
+"""Loops that end where a number says so run as many iterations as in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,24 @@ def step(z, w, x):
 
 def fixed_point(w, x):
     def goes_on(state):
-        z, before, trips = state
-        return (jnp.abs(z - before).max() > 1e-5) & (trips < MANY)
+        z, before, iterations = state
+        return (jnp.abs(z - before).max() > 1e-5) & (iterations < MANY)
 
-    def trip(state):
-        z, _, trips = state
-        return step(z, w, x), z, trips + 1
+    def body(state):
+        z, _, iterations = state
+        return step(z, w, x), z, iterations + 1
 
-    return lax.while_loop(goes_on, trip, (step(x, w, x), x, 1))[2]
+    return lax.while_loop(goes_on, body, (step(x, w, x), x, 1))[2]
 
 
 def fixed_point_that_says_so(w, x):
-    def trip(state):
-        z, _, trips = state
+    def body(state):
+        z, _, iterations = state
         new = jax.jit(step)(z, w, x)
-        return new, jnp.linalg.norm(new - z) < 1e-5, trips + 1
+        return new, jnp.linalg.norm(new - z) < 1e-5, iterations + 1
 
     return lax.while_loop(
-        lambda s: ~s[1] & (s[2] < MANY), trip, (x, jnp.array(False), 0)
+        lambda s: ~s[1] & (s[2] < MANY), body, (x, jnp.array(False), 0)
     )[2]
 
 
@@ -49,26 +49,26 @@ def residual(w, x):
     def goes_on(state):
         return (jnp.linalg.norm(state[0] @ a - x) > 1e-4) & (state[1] < MANY)
 
-    def trip(state):
+    def body(state):
         return state[0] - 0.4 * (state[0] @ a - x), state[1] + 1
 
-    return lax.while_loop(goes_on, trip, (x, 0))[1]
+    return lax.while_loop(goes_on, body, (x, 0))[1]
 
 
 def adaptive_steps(w, x):
     """Euler's steps, as large as half a step allows."""
 
-    def trip(state):
-        t, h, z, trips = state
+    def body(state):
+        t, h, z, iterations = state
         whole = z + h * step(z, w, 0)
         half = z + 0.5 * h * step(z, w, 0)
         error = jnp.abs(half + 0.5 * h * step(half, w, 0) - whole).max()
         factor = jnp.clip(0.9 * jnp.sqrt(1e-5 / (error + 1e-9)), 0.3, 3)
         t, z = lax.cond(error < 1e-5, lambda: (t + h, whole), lambda: (t, z))
-        return t, h * factor, z, trips + 1
+        return t, h * factor, z, iterations + 1
 
     state = jnp.float32(0), jnp.float32(0.1), x, 0
-    return lax.while_loop(lambda s: (s[0] < 1) & (s[3] < MANY), trip, state)[3]
+    return lax.while_loop(lambda s: (s[0] < 1) & (s[3] < MANY), body, state)[3]
 
 
 def until(goes_on, w, x):
@@ -88,13 +88,13 @@ def until_equal(w, x):
 
 
 def in_a_branch(w, x):
-    def trip(state):
-        z, trips = state
+    def body(state):
+        z, iterations = state
         new = step(z, w, x)
         ended = jnp.abs(new - z).max() < 1e-5
-        return new, lax.cond(ended, lambda i: i + 1000, lambda i: i + 1, trips)
+        return new, lax.cond(ended, lambda i: i + 1000, lambda i: i + 1, iterations)
 
-    return lax.while_loop(lambda s: s[1] < MANY, trip, (x, 0))[1] % 1000
+    return lax.while_loop(lambda s: s[1] < MANY, body, (x, 0))[1] % 1000
 
 
 def descended(w, x):
@@ -102,13 +102,13 @@ def descended(w, x):
     a, b = w @ w.T + jnp.eye(16), x[0]
     slope = jax.grad(lambda z: 0.5 * z @ a @ z - b @ z)
 
-    def trip(state):
-        z, _, trips = state
+    def body(state):
+        z, _, iterations = state
         d = slope(z)
-        return z - 0.3 * d, jnp.linalg.norm(d), trips + 1
+        return z - 0.3 * d, jnp.linalg.norm(d), iterations + 1
 
     state = b, jnp.float32(1), 0
-    return lax.while_loop(lambda s: (s[1] > 1e-5) & (s[2] < MANY), trip, state)[2]
+    return lax.while_loop(lambda s: (s[1] > 1e-5) & (s[2] < MANY), body, state)[2]
 
 
 def until_digits_are_equal(w, x):
@@ -123,11 +123,11 @@ def until_digits_are_equal(w, x):
 def in_an_inner_loop(w, x):
     """The outer loop ends where the inner one has ended often enough."""
 
-    def trip(state):
-        x, trips = state
-        return x + 0.1, trips + fixed_point(w, x)
+    def body(state):
+        x, iterations = state
+        return x + 0.1, iterations + fixed_point(w, x)
 
-    return lax.while_loop(lambda s: s[1] < MANY - 50, trip, (x, 0))[1]
+    return lax.while_loop(lambda s: s[1] < MANY - 50, body, (x, 0))[1]
 
 
 def of_each(w, x):
@@ -136,7 +136,7 @@ def of_each(w, x):
 
 @usually_bfloat16
 @pytest.mark.parametrize(
-    "trips",
+    "iterations",
     [
         fixed_point,
         fixed_point_that_says_so,
@@ -150,9 +150,9 @@ def of_each(w, x):
         in_an_inner_loop,
     ],
 )
-def test_loops_end_after_as_many_trips(trips, dtype):
-    cast = jaxmp.autocast(trips, dtype)
-    expected, found = at_once(trips, cast)(W, X)
+def test_loops_end_after_as_many_iterations(iterations, dtype):
+    cast = jaxmp.autocast(iterations, dtype)
+    expected, found = at_once(iterations, cast)(W, X)
     assert np.max(expected) < MANY
     np.testing.assert_allclose(found, expected, atol=1)
 
@@ -175,27 +175,27 @@ def timed(w, x):
 def decoded(w, x):
     """Greedy decoding, until all sequences have ended."""
 
-    def trip(state):
+    def body(state):
         z, ended, tokens = state
         z = step(z, w, x)
         tokens = jnp.argmax(z, -1)
         return z, ended | (tokens == 3), tokens
 
     state = x, jnp.zeros(4, bool), jnp.zeros(4, jnp.int32)
-    return lax.while_loop(lambda s: ~s[1].all(), trip, state)[2]
+    return lax.while_loop(lambda s: ~s[1].all(), body, state)[2]
 
 
 def searched(w, x):
     """Beam search ends where no live score can exceed the worst that is finished."""
 
-    def trip(state):
+    def body(state):
         z, live, finished = state
         z = step(z, w, x)
         score = live + z.max(-1)
         return z, score, jnp.maximum(finished, 0.9 * score)
 
     state = x, jnp.zeros(4), jnp.full(4, -1e7)
-    return lax.while_loop(lambda s: s[1].max() > s[2].min() + 9, trip, state)[1]
+    return lax.while_loop(lambda s: s[1].max() > s[2].min() + 9, body, state)[1]
 
 
 def confident(w, x):

@@ -19,7 +19,7 @@ BF16 = np.dtype(jnp.bfloat16)
 
 
 def forgets(p, h, x):
-    """A state of which a gate forgets 0.25% in each trip."""
+    """A state of which a gate forgets 0.25% in each iteration."""
     h = jax.nn.sigmoid(6 + x @ p["w"]) * h + 0.01 * jnp.tanh(x @ p["u"])
     return h, h @ p["v"]
 
@@ -44,7 +44,7 @@ def slow_lstm(p, state, x):
 
 
 def gates_outside(p, xs):
-    """A recurrence whose gates are computed for all trips at once."""
+    """A recurrence whose gates are computed for all iterations at once."""
 
     def step(c, gate_and_entry):
         gate, entry = gate_and_entry

@@ -1,4 +1,4 @@
-"""Weight gradients of recurrent layers: one product after the loop, not one a trip."""
+"""Weight gradients of recurrent layers: one product after the loop, not one each."""
 
 import functools
 
@@ -35,7 +35,7 @@ def simple(w, u, xs, **options):
 
 
 def reset(w, u, xs):
-    """A gated unit, of whose weights two gates are made in each trip."""
+    """A gated unit, of whose weights two gates are made in each iteration."""
 
     def step(h, x):
         both = jnp.concatenate([w, w.T], axis=1)
@@ -105,8 +105,8 @@ def sums(fun, *args):
     return found
 
 
-def products_of_all_trips(fun, *args):
-    """Returns the dtypes of each product that contracts over trips and batches."""
+def products_of_all_iterations(fun, *args):
+    """Returns the dtypes of each product that contracts over iterations and batches."""
     return [
         (*(v.aval.dtype for v in eqn.invars), eqn.outvars[0].aval.dtype)
         for eqn in traced(fun, *args)
@@ -120,7 +120,7 @@ def products_of_all_trips(fun, *args):
 def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
     cast = jaxmp.autocast(gradient_of(name), dtype)
     assert sums(cast, (W, U), XS) == 0
-    found = products_of_all_trips(cast, (W, U), XS)
+    found = products_of_all_iterations(cast, (W, U), XS)
     assert set(found) == {(dtype, dtype, SINGLE)}
     assert len(found) == 3 if name == "reset" else 2
 
@@ -129,26 +129,26 @@ def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
     "name",
     rest_is_evidence({x: x for x in LAYERS}, "parts", "reset", "stacked", "unrolled"),
 )
-def test_products_of_all_trips_are_the_gradients_of_float32(name):
+def test_products_of_all_iterations_are_the_gradients_of_float32(name):
     grad = gradient_of(name)
     found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
     assert relative_error(found, jax.jit(grad)((W, U), XS)) < 2e-3
 
 
 def test_a_sum_that_has_begun_goes_on():
-    def loss(w, xs):  # a layer in each trip of another loop, which adds up too
+    def loss(w, xs):  # a layer in each iteration of another loop, which adds up too
         def outer(total, xs):
             return total + (simple(w, U, xs) ** 2).mean(), None
 
         return lax.scan(outer, 0.0, jnp.stack([xs, -xs, xs]))[0]
 
     cast = jaxmp.autocast(jax.grad(loss), F16)
-    assert products_of_all_trips(cast, W, XS)
+    assert products_of_all_iterations(cast, W, XS)
     found = jax.jit(cast)(W, XS)
     assert relative_error(found, jax.jit(jax.grad(loss))(W, XS)) < 2e-3
 
 
-# What stays in the trips.
+# What stays in the iterations.
 
 
 def accumulated(weights, xs):
@@ -227,7 +227,7 @@ def added_too(weights, xs):
     return jax.grad(loss)(weights[0])
 
 
-def no_trips(weights, xs):
+def no_iterations(weights, xs):
     return gradient_of("simple")(weights, xs[:0])
 
 
@@ -256,8 +256,8 @@ def forward(weights, xs):
     return lax.scan(lambda sum, x: (sum + x.T @ x, None), zeros, xs)[0]
 
 
-def read_in_the_trip(weights, xs):
-    """The sum of products is read by each trip, backward."""
+def read_in_the_iteration(weights, xs):
+    """The sum of products is read by each iteration, backward."""
 
     def step(state, x):
         h, fast = state
@@ -282,26 +282,28 @@ STAY = {
         counted,
         blocks,
         added_too,
-        no_trips,
+        no_iterations,
         large_batch,
         in_full,
         in_a_region,
         in_a_path,
         forward,
-        read_in_the_trip,
+        read_in_the_iteration,
         inside,
     )
 }
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_trips(name):
+def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_iterations(
+    name,
+):
     fun, paths = STAY[name], ("head",) if name == "in_a_path" else ()
     cast = jaxmp.autocast(fun, F16, float32_paths=paths)
-    assert not products_of_all_trips(cast, (W, U), XS)
+    assert not products_of_all_iterations(cast, (W, U), XS)
     for found, expected in zip(
         *map(jax.tree.leaves, at_once(cast, fun)((W, U), XS)), strict=True
-    ):  # zeros, if there are no trips
+    ):  # zeros, if there are no iterations
         assert jnp.linalg.norm(found - expected) <= 0.03 * jnp.linalg.norm(expected)
 
 
@@ -320,7 +322,7 @@ def cell():
     return jax.jit(CELL.init)(jax.random.key(0), xs), xs
 
 
-def test_a_product_of_all_trips_has_the_scopes_of_its_layer(cell):
+def test_a_product_of_all_iterations_has_the_scopes_of_its_layer(cell):
     ops = jaxmp.DEFAULT_OPS.with_rounded_products()
     cast = jaxmp.autocast(jax.grad(rnn), F16, ops=ops)
     places = [
@@ -334,11 +336,11 @@ def test_a_product_of_all_trips_has_the_scopes_of_its_layer(cell):
     assert jaxmp.audit(cast)(*cell).fraction_16bit == 1
 
 
-def test_what_a_path_keeps_in_float32_adds_up_in_the_trips(cell):
+def test_what_a_path_keeps_in_float32_adds_up_in_the_iterations(cell):
     path = "layer/cell.scan_fn/cell/hn"
     cast = jaxmp.autocast(jax.grad(rnn), BF16, float32_paths=path)
     assert sums(cast, *cell) == 1
-    assert len(products_of_all_trips(cast, *cell)) == 5
+    assert len(products_of_all_iterations(cast, *cell)) == 5
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -363,10 +365,10 @@ def test_the_gradient_of_a_layer_may_be_that_of_shards(check_vma):
     expected = [jax.jit(gradient_of("simple"))((W, U), x) for x in halves]
     expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
     assert relative_error(found, expected) < 2e-3
-    assert products_of_all_trips(sharded, (W, U), XS)
+    assert products_of_all_iterations(sharded, (W, U), XS)
 
 
-def test_products_of_all_trips_may_be_float8():
+def test_products_of_all_iterations_may_be_float8():
     ops = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)
     grad = gradient_of("simple")
     cast = jaxmp.autocast(grad, "mixed_fp8", ops=ops)
@@ -377,7 +379,7 @@ def test_products_of_all_trips_may_be_float8():
     assert relative_error(found, jax.jit(grad)((W, U), xs)) < 0.1
 
 
-def test_a_gradient_of_products_of_all_trips_is_that_of_float32():
+def test_a_gradient_of_products_of_all_iterations_is_that_of_float32():
     grad = gradient_of("reversed")
 
     def twice(grad):

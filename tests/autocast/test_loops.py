@@ -167,7 +167,7 @@ def reversed_residuals(w, x, xs):
 
 
 def read_from(w, x, xs):
-    """What a product has computed, in each trip."""
+    """What a product has computed, in each iteration."""
     keys = x @ w
     return lax.scan(lambda c, x: (c + jnp.tanh(x @ keys.T).mean(), None), 0.0, xs)[0]
 
@@ -198,7 +198,7 @@ def inner_gradients(w, x, xs):
         inner_gradients,
     ],
 )
-def test_what_every_trip_sends_back_adds_up_in_float32(fun):
+def test_what_every_iteration_sends_back_adds_up_in_float32(fun):
     # In bfloat16 a sum stalls at 256 times what is added to it.
     xs = 1 + jax.random.uniform(jax.random.key(1), (1024, 2, 8))
 
@@ -354,7 +354,7 @@ def test_a_rounded_product_of_a_backward_scan_overflows(remat):
     assert not jnp.isfinite(grad(x, 3e4)[1]).all()
 
 
-# What a scan stacks, trip by trip.
+# What a scan stacks, iteration by iteration.
 
 
 def lstm(w, u, xs):
@@ -373,7 +373,7 @@ def lstm(w, u, xs):
 
 
 def decayed(w, u, xs):
-    """A state of which 1% is forgotten in each trip, and what the state takes up."""
+    """A state of which each iteration forgets 1%, and what the state takes up."""
 
     def step(h, x):
         decay = jnp.exp(-jnp.exp(x @ w - 5))
@@ -453,14 +453,14 @@ def test_what_only_products_read_of_a_scan_is_stacked_in_16_bits(order):
     [lambda f: f, pytest.param(jax.checkpoint, marks=pytest.mark.evidence)],
     ids=["", "remat"],
 )
-def test_what_multiplies_the_carried_gradient_in_each_trip_keeps_its_digits(wrap):
+def test_what_multiplies_the_carried_gradient_in_each_iteration_keeps_its_digits(wrap):
     xs = jnp.concatenate([jax.random.normal(jax.random.key(4), (32, 4, 8))] * 8)
     grad = jax.grad(loss_of(wrap(decayed)))
     both = at_once(jaxmp.autocast(grad, BF16), grad)((W, U), xs)
     assert relative_error(*both) < 0.006
 
 
-def test_a_decay_of_a_loop_written_out_in_a_trip_has_all_its_digits():
+def test_a_decay_of_a_loop_written_out_in_an_iteration_has_all_its_digits():
     def loss(weights, xs):
         w, u = weights
 

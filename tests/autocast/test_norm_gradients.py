@@ -99,7 +99,7 @@ def test_gradients_are_no_further_than_those_of_a_model_in_16_bits(layer, dtype)
     assert relative_error(found, exact) <= relative_error(own, exact)
 
 
-def test_so_they_are_in_each_trip_of_a_scan():
+def test_so_they_are_in_each_iteration_of_a_scan():
     def loss(parameters, x, w):
         biases, b = parameters
 

@@ -41,10 +41,10 @@ def test_scores_are_computed_in_the_order_in_which_they_are_read():
     assert relative_error(found, attention(q, k)) < 1e-2
 
 
-def test_no_trip_adds_up_the_gradient_of_a_weight():
+def test_no_iteration_adds_up_the_gradient_of_a_weight():
     def loss(w, u, xs):
-        trip = lambda h, x: (jnp.tanh(x @ w + h @ u),) * 2  # noqa: E731
-        return jnp.square(lax.scan(trip, 0 * xs[0], xs)[1]).mean()
+        body = lambda h, x: (jnp.tanh(x @ w + h @ u),) * 2  # noqa: E731
+        return jnp.square(lax.scan(body, 0 * xs[0], xs)[1]).mean()
 
     w, u = normal(2, 16, 16, scale=1 / 6), normal(3, 16, 16, scale=1 / 6)
     xs, grad = normal(4, 6, 4, 16), jax.grad(loss, (0, 1))
@@ -101,21 +101,21 @@ def of_a_matrix(w, state, x):
 
 
 @pytest.mark.parametrize(
-    ("trip", "start"),
+    ("body", "start"),
     [
         (leaks, (jnp.zeros((4, 8)), jnp.zeros((4, 8)))),
         (interpolates, jnp.zeros((4, 8))),
         (of_a_matrix, jnp.zeros((4, 8, 8))),
     ],
 )
-def test_a_chain_of_gates_is_as_near_as_the_loop_that_it_could_be(trip, start):
+def test_a_chain_of_gates_is_as_near_as_the_loop_that_it_could_be(body, start):
     w, xs = normal(3, 3, 8, 8, scale=0.3), normal(4, 24, 4, 8)
 
     def scanned(w):
-        return lax.scan(lambda state, x: (trip(w, state, x), None), start, xs)[0]
+        return lax.scan(lambda state, x: (body(w, state, x), None), start, xs)[0]
 
     def chained(w):
-        return functools.reduce(functools.partial(trip, w), xs, start)
+        return functools.reduce(functools.partial(body, w), xs, start)
 
     def errors(fun):
         def loss(w):
@@ -161,14 +161,14 @@ def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
     matrix = X.T @ X / 8 + jnp.eye(8)
 
     def solve(b):
-        def trip(state):
+        def body(state):
             x, n, _ = state
             change = 0.3 * (matrix @ x - b)
             return x - change, n + 1, abs(change).max()
 
         return lax.while_loop(
             lambda state: (state[2] > 1e-5) & (state[1] < 999),
-            trip,
+            body,
             (b, 0, jnp.float32(1)),
         )[1]
 
@@ -186,19 +186,19 @@ def test_a_search_that_compares_with_what_was_computed_before_moves():
         before, slope = loss(w), jax.grad(loss)(w)
 
         def goes_on(state):
-            step, trips = state
-            return (loss(w - step * slope) > before) & (trips < 60)
+            step, iterations = state
+            return (loss(w - step * slope) > before) & (iterations < 60)
 
         return lax.while_loop(goes_on, lambda s: (s[0] / 2, s[1] + 1), (1e-3, 0))
 
-    def trips(many):
+    def iterations(many):
         return lax.map(lambda w: searched(w)[1], many)
 
     # Each step gains less than rounding, and all are in vain if `before` is below.
     many = [W]
     for _ in range(8):
         many.append(many[-1] - 0.5 * jax.grad(loss)(many[-1]))
-    expected, found = at_once(trips, autocast(trips))(jnp.stack(many))
+    expected, found = at_once(iterations, autocast(iterations))(jnp.stack(many))
     np.testing.assert_array_equal(found, expected)
 
 

@@ -55,8 +55,8 @@ LAYERS = {fun.__name__: fun for fun in (layer, leaking, without_norm, with_a_jit
 
 def loss(layer, wrap=lambda fun: fun, unroll=1):
     def fun(p, x):
-        trip = wrap(lambda x, p: (layer(x, p), None))
-        return jnp.mean(lax.scan(trip, x, p, unroll=unroll)[0] ** 2)
+        body = wrap(lambda x, p: (layer(x, p), None))
+        return jnp.mean(lax.scan(body, x, p, unroll=unroll)[0] ** 2)
 
     return jax.value_and_grad(fun, (0, 1))
 
@@ -91,10 +91,10 @@ def test_the_stream_itself_adds_up_in_float32(unroll):
     p = jax.tree.map(lambda x: jnp.tile(x, (8, 1, 1)[: x.ndim]), PARAMS)
 
     def change(wrap):
-        trip = wrap(lambda x, p: (small(x, p), None))
+        body = wrap(lambda x, p: (small(x, p), None))
 
         def fun(p, x):
-            return jnp.sum((lax.scan(trip, x, p, unroll=unroll)[0] - x) * x)
+            return jnp.sum((lax.scan(body, x, p, unroll=unroll)[0] - x) * x)
 
         return jax.value_and_grad(fun)
 
@@ -118,10 +118,10 @@ def test_a_layer_reads_the_same_rounded_stream_in_both_passes():
 
 def test_what_the_forward_pass_reads_too_is_stacked_as_it_is():
     def fun(p, x):
-        def trip(x, p):
+        def body(x, p):
             return layer(x, p), x
 
-        last, all_of_them = lax.scan(again(trip), x, p)
+        last, all_of_them = lax.scan(again(body), x, p)
         return jnp.mean(last**2) + jnp.mean((all_of_them - x) ** 2)
 
     grad_fn = jax.value_and_grad(fun)

@@ -188,10 +188,10 @@ def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
 
 
 def gated(w, x):
-    def trip(c, x):
+    def body(c, x):
         return jnp.tanh(x @ w) * c + jax.nn.relu(x @ w), None
 
-    return lax.scan(trip, x, jnp.stack([x, x]))[0]
+    return lax.scan(body, x, jnp.stack([x, x]))[0]
 
 
 KEPT_BY = {

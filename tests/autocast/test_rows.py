@@ -133,8 +133,8 @@ def test_the_gradient_of_logits_is_stored_as_the_products_take_it(dtype):
     assert X.shape not in scattered(grad, w, x)
     sums = [eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "add_any"]
     (total,) = (var for var in sums if var.aval.shape == X.shape)
-    readers = [eqn for eqn in eqns if total in eqn.invars]
-    assert [eqn.primitive.name for eqn in readers] == ["convert_element_type"]
+    consumers = [eqn for eqn in eqns if total in eqn.invars]
+    assert [eqn.primitive.name for eqn in consumers] == ["convert_element_type"]
 
 
 TABLE, W = normal(4, 6, 8), normal(5, 8, 8, scale=1 / 3)

@@ -1,4 +1,4 @@
-"""Gradients that several readers take in 16 bits, and activations stored once."""
+"""Gradients that several consumers take in 16 bits, and activations stored once."""
 
 import jax
 import jax.numpy as jnp

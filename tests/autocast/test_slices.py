@@ -47,7 +47,7 @@ def sliced_twice(y):
 
 CUTS = [split, sliced, sliced_by_a_number, reshaped, moved, in_a_jit, sliced_twice]
 # What the narrow part goes to, for which all of the result would be float32.
-READERS = {
+CONSUMERS = {
     "softplus": lambda dt: jax.nn.softplus(dt + 1),
     "softmax": lambda dt: NARROW * jax.nn.softmax(dt),
     "exponential": lambda dt: jnp.exp(-jnp.abs(dt)),
@@ -61,7 +61,7 @@ BETWEEN = {
 }
 
 
-def loss(cut, reader, between):
+def loss(cut, consumer, between):
     """A projection that is cut in two, or is two if ``cut`` is None."""
 
     def fun(p, x):
@@ -73,7 +73,7 @@ def loss(cut, reader, between):
                 )
             else:
                 a, dt = cut(between(x @ p["w"], p["b"]))
-            x = (jax.nn.silu(a) * jnp.repeat(reader(dt), 3, -1)) @ p["o"]
+            x = (jax.nn.silu(a) * jnp.repeat(consumer(dt), 3, -1)) @ p["o"]
         return jnp.mean(x**2)
 
     return jax.value_and_grad(fun)
@@ -86,15 +86,15 @@ PARAMS = {
 }
 X = normal(3, 32, 16)
 CASES = {f"{fun.__name__}, softplus": (fun, "softplus", "at once") for fun in CUTS}
-CASES |= {f"split, {name}": (split, name, "at once") for name in READERS}
+CASES |= {f"split, {name}": (split, name, "at once") for name in CONSUMERS}
 CASES |= {f"sliced, {name}": (sliced, "softplus", name) for name in BETWEEN}
 
 
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(CASES, "split, softplus"))
 def test_a_fused_projection_keeps_what_two_matmuls_keep(case, dtype):
-    cut, reader, between = case
+    cut, consumer, between = case
     fused, apart = (
-        jaxmp.autocast(loss(x, READERS[reader], BETWEEN[between]), dtype)
+        jaxmp.autocast(loss(x, CONSUMERS[consumer], BETWEEN[between]), dtype)
         for x in (cut, None)
     )
     in_float32 = [
@@ -102,7 +102,7 @@ def test_a_fused_projection_keeps_what_two_matmuls_keep(case, dtype):
         for fun in (fused, apart)
     ]
     assert in_float32[0] <= 1.3 * in_float32[1]
-    written = loss(cut, READERS[reader], BETWEEN[between])
+    written = loss(cut, CONSUMERS[consumer], BETWEEN[between])
     exact, found, other = at_once(written, fused, apart)(PARAMS, X)
     assert relative_error(found, exact) <= 1.25 * relative_error(other, exact) + 1e-4
 

@@ -370,14 +370,14 @@ def scanned(layer, ws, bs, x):
     return (x @ ws[0]).sum()
 
 
-def with_reader(reader):
-    """A stream of which the cotangent in the middle has one more reader."""
+def with_consumer(consumer):
+    """A stream of which the cotangent in the middle has one more consumer."""
 
     @jax.custom_vjp
     def look(x):
         return x
 
-    look.defvjp(lambda x: (x, x), lambda x, ct: (ct + 0.1 * reader(ct, x),))
+    look.defvjp(lambda x: (x, x), lambda x, ct: (ct + 0.1 * consumer(ct, x),))
 
     def loss(ws, bs, x):
         x = block(x, ws[0], bs[0])
@@ -391,7 +391,7 @@ def with_reader(reader):
 STREAMS = {
     "layers": residual,
     "scan of remat": functools.partial(scanned, recomputed),
-    "a norm of a cotangent": with_reader(
+    "a norm of a cotangent": with_consumer(
         lambda ct, x: ct * lax.rsqrt((ct * ct).sum() + 1)
     ),
 }
@@ -684,13 +684,13 @@ MEANS = {
 }
 
 
-def beside(reader):
-    """Returns what ``reader`` makes of activations, of which a gate takes means."""
+def beside(consumer):
+    """Returns what ``consumer`` makes of activations, of which a gate takes means."""
 
     def fun(w, x):
         h = jax.nn.relu(layer_norm(x @ w) * 0.02 + 0.9)  # all near 0.9
         mean = h.mean(0)
-        return jnp.tanh(h @ w) * (mean @ w), reader(h, mean)
+        return jnp.tanh(h @ w) * (mean @ w), consumer(h, mean)
 
     return fun
 
@@ -705,7 +705,7 @@ def returned_by_jit(w, x):
     return jnp.tanh(h @ w) * (mean @ w), h - mean
 
 
-# Readers who make much of the last digits, or may, out of sight.
+# Consumers who make much of the last digits, or may, out of sight.
 NEED_DIGITS = {
     "returned": beside(lambda h, mean: h),
     "returned by jit": returned_by_jit,
@@ -722,7 +722,7 @@ NEED_DIGITS = {
 
 
 @pytest.mark.parametrize("fun", NEED_DIGITS.values(), ids=NEED_DIGITS.keys())
-def test_what_a_product_takes_keeps_its_digits_for_other_readers(fun):
+def test_what_a_product_takes_keeps_its_digits_for_other_consumers(fun):
     """Rounded, it would be off by a fifth of what it differs by."""
     both = at_once(jaxmp.autocast(fun, HALF), fun)(W, X)
     (_, found), (_, expected) = both
@@ -776,7 +776,7 @@ def test_what_is_made_of_a_mean_is_off_by_a_few_last_digits(fun, dtype):
 
 
 @pytest.mark.parametrize("fun", FAR_OR_EXACT.values(), ids=FAR_OR_EXACT.keys())
-def test_means_of_windows_keep_range_and_digits_for_other_readers(fun):
+def test_means_of_windows_keep_range_and_digits_for_other_consumers(fun):
     both = at_once(jaxmp.autocast(fun, jnp.float16), fun)(W, X)
     for found, expected in zip(*map(jax.tree.leaves, both), strict=True):
         assert relative_error(found, expected) < 1e-2

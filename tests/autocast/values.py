@@ -42,7 +42,7 @@ class Value:
     kept: bool  # whether the user keeps it in float32
     place: int = 0  # among what its primitive returns
     returned: bool = False  # by the program; or a loop or a branch is decided by it
-    readers: list[tuple["Value", int]] = dataclasses.field(default_factory=list)
+    consumers: list[tuple["Value", int]] = dataclasses.field(default_factory=list)
     # What autocast does, for whoever compares, and no business of the oracle: whether
     # the value has 16 bits, None where autocast has written other operations; what
     # the plan says of it: a sentence's number or a safeguard's name; the safeguard that

@@ -277,7 +277,7 @@ def test_autocast_sums_the_gradients_of_any_gather_in_float32():
     assert re.search(r"f32\[2,2\] = reduce_scatter", text)
 
 
-def test_a_loop_that_reads_a_gathered_weight_in_every_trip_sums_in_float32():
+def test_a_loop_that_reads_a_gathered_weight_in_every_iteration_sums_in_float32():
     # In bfloat16 a sum of ones ends at 256.
     def loss(w, xs):
         w = jax.lax.all_gather(w, "data", tiled=True)

@@ -264,7 +264,7 @@ def test_a_loop_is_told_once_with_its_count():
 
 
 def recurrent(w, xs):
-    def trip(state, x):
+    def iteration(state, x):
         c, h = state
         z = jnp.tanh(x @ w + h @ w)
         i = jax.nn.sigmoid(x @ w)
@@ -272,7 +272,7 @@ def recurrent(w, xs):
         return (c, jnp.tanh(c)), jnp.tanh(c)
 
     zeros = jnp.zeros((4, 8))
-    return jnp.mean((lax.scan(trip, (zeros, zeros), xs)[1] @ w) ** 2)
+    return jnp.mean((lax.scan(iteration, (zeros, zeros), xs)[1] @ w) ** 2)
 
 
 def test_what_a_scan_stacks_in_16_bits_has_sentence_5():

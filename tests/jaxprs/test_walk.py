@@ -70,13 +70,13 @@ def test_the_test_of_a_while_reads_too():
     assert walk.through(jaxpr, [0]) == [8]
 
 
-def trips_of(fun, *args):
+def iterations_of(fun, *args):
     """Returns for each sine of a program how often it runs, as the walk is told."""
     found = []
 
     def transfer(eqn, ins, at):
-        if eqn.primitive.name == "sin" and at.place.trips:
-            found.append((at.place.trips, at.place.module, *ins))
+        if eqn.primitive.name == "sin" and at.place.times:
+            found.append((at.place.times, at.place.module, *ins))
         return [either(ins)] * len(eqn.outvars)
 
     jaxpr = jax.make_jaxpr(fun)(*args)
@@ -93,7 +93,7 @@ def test_a_walk_with_places_counts_once_and_with_all_that_is_known():
         with jax.named_scope("layer"):
             return lax.scan(inner, c, length=3)[0], None
 
-    found = trips_of(lambda x, y: lax.scan(outer, (x, y), length=5)[0], 1.0, 2.0)
+    found = iterations_of(lambda x, y: lax.scan(outer, (x, y), length=5)[0], 1.0, 2.0)
     assert found == [(15, "layer", 3)]
 
 
@@ -101,7 +101,7 @@ def test_a_walk_with_places_enters_the_branch_for_a_gpu():
     def fun(x):
         return lax.platform_dependent(x, cuda=jnp.sin, default=lambda x: jnp.sin(x + x))
 
-    assert len(trips_of(fun, 1.0)) == 1
+    assert len(iterations_of(fun, 1.0)) == 1
 
 
 def test_a_while_loop_may_return_what_it_is_given():

@@ -58,20 +58,20 @@ def wide(w, x):
 
 
 def in_scan(w, x):
-    def trip(x, b):
+    def body(x, b):
         return by_default(jnp.matmul)(x @ w, w) + b, x.sum()
 
-    return jnp.mean(lax.scan(trip, x, jnp.ones((3, 16)))[0] ** 2)
+    return jnp.mean(lax.scan(body, x, jnp.ones((3, 16)))[0] ** 2)
 
 
 def in_scan_over_16_bits(w, x):
     h = jnp.tanh(x @ w)
 
-    def trip(carry, _):
+    def body(carry, _):
         i, x = carry
         return (i + 1, by_default(jnp.matmul)(x @ h.T @ h, w)), i
 
-    (_, x), _ = lax.scan(trip, (0, x), length=3)
+    (_, x), _ = lax.scan(body, (0, x), length=3)
     return jnp.mean(x**2)
 
 

@@ -16,7 +16,7 @@ from jaxmp._jaxprs.flatten import flatten
 from jaxmp._jaxprs.places import Place
 
 ROWS, WIDTH = 64, 64
-NAMES = ("table", "reader", "plain", "head")
+NAMES = ("table", "consumer", "plain", "head")
 # One column of a table is 10,000 times as large as the others, which int8 makes zero.
 LARGE = jnp.where(jnp.arange(WIDTH) == 0, 1e4, 1.0)
 
@@ -24,8 +24,8 @@ LARGE = jnp.where(jnp.arange(WIDTH) == 0, 1e4, 1.0)
 def loss_fn(params, x):
     with jax.named_scope("table"):
         y = x @ (params["table"] * LARGE)
-    with jax.named_scope("reader"):
-        y = y @ (params["reader"] / LARGE[:, None])
+    with jax.named_scope("consumer"):
+        y = y @ (params["consumer"] / LARGE[:, None])
     with jax.named_scope("plain"):
         y = y + jnp.tanh(y @ params["plain"])
     with jax.named_scope("head"):
@@ -64,13 +64,13 @@ def test_the_module_that_stores_what_int8_loses_is_left_out():
     found = report()
     assert found.residuals == "int8"
     assert found.gradients > 0.3
-    assert {row.path for row in found.modules[:2]} == {"table", "reader"}
+    assert {row.path for row in found.modules[:2]} == {"table", "consumer"}
     rows = {row.path: row for row in found.modules}
     for name in NAMES:
-        helps = name in ("table", "reader")
+        helps = name in ("table", "consumer")
         assert (rows[name].gradients_without < 0.01) == helps, name
-    # The table alone is less to store in 16 bits than all that its reader reads.
-    assert rows["table"].stored < rows["reader"].stored
+    # The table alone is less to store in 16 bits than all that its consumer reads.
+    assert rows["table"].stored < rows["consumer"].stored
     assert found.line == 'bfloat16_paths=("table",)'
     assert found.meets_tolerance
 

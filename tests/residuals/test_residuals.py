@@ -174,7 +174,7 @@ def test_a_recurrent_loop_stacks_eight_bits_alone():
     assert by_found["bfloat16"] == 1 < by_usual["bfloat16"]
 
 
-def test_what_several_readers_share_is_stored_once():
+def test_what_several_consumers_share_is_stored_once():
     # `gelu` and its slope, and the product behind it, read what the first one returns.
     args = layers(1), batch()
     sizes = kept(grad_of(residual_mlp, "int8"), *args)

@@ -1,7 +1,7 @@
 """Passes over a program before it is analysed: one table of all of them.
 
 A *rewrite* is a function ``(equations, jaxpr, scopes, is_product) -> equations`` of one
-jaxpr, the named scopes around it, and a function that tells whether an equation, in its
+jaxpr, the named scopes around it, and a function that says whether an equation, in its
 scopes, is a product in 16 bits. A *marker* is a function ``(jaxpr, scopes)`` of a whole
 program, which yields jaxprs, variables of theirs, and what these are needed for. They
 run in this order.
@@ -39,7 +39,7 @@ REWRITES = {
     ),
     "hoisting": Pass(
         hoisting,
-        "test_no_trip_adds_up_the_gradient_of_a_weight",
+        "test_no_iteration_adds_up_the_gradient_of_a_weight",
     ),
 }
 MARKERS = {

@@ -3,7 +3,7 @@
 Fixed points, iterative solvers, searches along a line and steps of adaptive size go on
 until an error is small. In 16 bits it may never be: these loops stay float32. Solvers
 and samplers also keep what they carry, or take a step, by such a comparison; where JAX
-computes the steps again for the backward pass, that is all that tells them. A loop that
+computes the steps again for the backward pass, that is all that names them. A loop that
 ends at a count, or at a token that an argmax has chosen, is like any other code.
 
 What such a loop compares with was computed before it: in float32 too. A search compares
@@ -104,7 +104,7 @@ def _decisions(loop: Equation, at: At, is_product: IsProduct) -> Decisions | Non
     Args:
         loop: An equation, which may be no loop.
         at: Where it is.
-        is_product: Tells what is a product in 16 bits.
+        is_product: Says what is a product in 16 bits.
     """
     kind = _jaxpr.call_kind(loop)
     is_loop = kind in ("while", "scan")

@@ -54,7 +54,7 @@ class _Loop:
 
         Args:
             loop: The scan.
-            is_product: Tells whether an equation of its body is a product in 16 bits.
+            is_product: Says whether an equation of its body is a product in 16 bits.
         """
         layout = _jaxpr.call_layout(loop)
         self.loop, self.is_product = loop, is_product
@@ -72,10 +72,10 @@ class _Loop:
             for var, stack in zip(few, all_of_them, strict=True)
             if _is_var(var) and type(stack) is Var  # and no `DropVar`
         }
-        self.readers: dict[Any, list[Equation | None]] = collections.defaultdict(list)
+        self.consumers: dict[Any, list[Equation | None]] = collections.defaultdict(list)
         for eqn in [*body.eqns, None]:
             for var in filter(_is_var, body.outvars if eqn is None else eqn.invars):
-                self.readers[var].append(eqn)
+                self.consumers[var].append(eqn)
         self.same = twins(body.eqns)  # to stack a view once that two products take
         self.recurrent = self._recurrent()
 
@@ -117,16 +117,16 @@ class _Loop:
         if not is_float32(var) or var is out:
             return False
         while var is not out:
-            eqn, *others = self.readers[var] or [None]
+            eqn, *others = self.consumers[var] or [None]
             if others or eqn is None or not table.sums_entries(eqn):
                 return False
             (var,) = eqn.outvars
-        return len(self.readers[var]) == 1
+        return len(self.consumers[var]) == 1
 
     def _later(self, chosen: set[int]) -> tuple[list[Equation], set[int]]:
         """Returns what makes some of the carried sums, and which of them cannot wait.
 
-        All readers of what waits must wait as well.
+        All consumers of what waits must wait as well.
         """
         needed: dict[Any, set[int]] = collections.defaultdict(set)
         seen: collections.Counter[Any] = collections.Counter()
@@ -140,7 +140,7 @@ class _Loop:
                 continue
             later.append(eqn)
             made.update(eqn.outvars)
-            alone = all(seen[var] == len(self.readers[var]) for var in eqn.outvars)
+            alone = all(seen[var] == len(self.consumers[var]) for var in eqn.outvars)
             if alone and _is_linear(eqn):
                 for var in filter(_is_var, eqn.invars):
                     needed[var] |= sums
@@ -157,7 +157,7 @@ class _Loop:
         An iteration reads and writes its sum in float32. What is stacked instead is
         written and read in 16 bits.
         """
-        if not (products.sums_over_trips(eqn) and self.is_product(eqn)):
+        if not (products.sums_over_iterations(eqn) and self.is_product(eqn)):
             return False
         new = [var for var in eqn.invars if var not in self.stacks]
         few = all(size_of(x.aval) < 2 * size_of(eqn.outvars[0].aval) for x in new)
@@ -168,7 +168,7 @@ class _Loop:
         loop, body, start, stop = self.loop, self.body, self.start, self.stop
         kept = [i for i in range(stop - start) if i not in chosen]
         length, moved = loop.params["length"], set(later)
-        summed = [eqn for eqn in later if products.sums_over_trips(eqn)]
+        summed = [eqn for eqn in later if products.sums_over_iterations(eqn)]
         taken = [x for eqn in summed for x in eqn.invars if x not in self.stacks]
         new = {
             self.same.get(x, x): Var(_jaxpr.unmapped_aval(length, 0, x.aval))
@@ -181,13 +181,13 @@ class _Loop:
         def outputs(made, more):
             return [*(made[i] for i in kept), *made[stop - start :], *more]
 
-        trip = body.replace(
+        left = body.replace(
             invars=inputs(body.invars),
             outvars=outputs(body.outvars, new),
             eqns=[eqn for eqn in body.eqns if eqn not in moved],
         )
         ins, outs = inputs(loop.invars), outputs(loop.outvars, new.values())
-        yield _jaxpr.scan_with(loop, trip, len(kept), ins, outs)
+        yield _jaxpr.scan_with(loop, left, len(kept), ins, outs)
         # The first term of a sum is what the loop was given for it.
         env: dict[Any, Any] = {self.carried[i]: loop.invars[start + i] for i in chosen}
         ends = {self.summed[i]: loop.outvars[i] for i in chosen}
@@ -196,7 +196,7 @@ class _Loop:
                 whole = [
                     self.stacks.get(x) or new[self.same.get(x, x)] for x in eqn.invars
                 ]
-                ins, changed = whole, products.over_trips(eqn)
+                ins, changed = whole, products.over_iterations(eqn)
             else:  # a literal, which may have no hash, is its own
                 ins, changed = [env[x] if _is_var(x) else x for x in eqn.invars], {}
             outs = [ends.get(var) or Var(var.aval) for var in eqn.outvars]

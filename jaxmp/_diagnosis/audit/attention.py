@@ -62,7 +62,7 @@ class Attentions:
         return [None] * len(eqn.outvars)
 
     def _note(self, place: Place, why: str, size: int) -> None:
-        if not place.trips:  # what is known of a loop has not settled
+        if not place.times:  # what is known of a loop has not settled
             return
         key = place.where, why
         row = self._rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
@@ -78,7 +78,7 @@ class Attentions:
             return [_Part("scores", eqn)]
         if named_in(place.scopes, ATTENTION) is None:
             size = as_number(math.prod(weights[0].shape)) * weights[0].dtype.itemsize
-            self._note(place, "", int(size) * place.trips)
+            self._note(place, "", int(size) * place.times)
         return [None]
 
 

@@ -22,7 +22,7 @@ from ..._autocast.plan import Step
 from ..._base.dtypes import bits_of, is_narrow, is_wide
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
-from ..._jaxprs.places import Place, trip_count
+from ..._jaxprs.places import Place, iteration_count
 from ..._jaxprs.walk import At, Forward
 from ..._ops.products import flops as flops_of
 from ..._ops.products import is_float32_at_default
@@ -220,7 +220,7 @@ class Leaks:
 
     def enter(self, eqn: _jaxpr.Equation, ins: list[Origin], at: At) -> list[Origin]:
         """Goes into the jaxprs of an equation."""
-        if trip_count(eqn) is None:
+        if iteration_count(eqn) is None:
             self.note("a while loop, counted as one iteration", at.place)
         return self.walk.around(eqn, ins, at)
 
@@ -263,8 +263,8 @@ class Leaks:
             causes = self.causes_of(eqn, operands, place)
         # Finding the scale of a product in float8 is no choice.
         scales = _scopes.FLOAT8_PRODUCT in place.scopes
-        if place.trips:
-            flops = flops_of(eqn, back=place.backward) * place.trips
+        if place.times:
+            flops = flops_of(eqn, back=place.backward) * place.times
             if flops:
                 self.product(eqn, causes, flops, place)
             elif wide_out and _scopes.AUTOCAST in place.scopes and not scales:
@@ -398,9 +398,9 @@ def _count(
     size = sum(x.size * x.dtype.itemsize for x in arrays)
     rows[key] = dataclasses.replace(
         row,
-        count=row.count + place.trips,
+        count=row.count + place.times,
         flops=row.flops + flops,
-        size=row.size + size * place.trips,
+        size=row.size + size * place.times,
     )
 
 

@@ -49,8 +49,8 @@ def why_kept(
 
 def why_16bit(eqn: _jaxpr.Equation, step: Step | None) -> str:
     """Returns why autocast did not take the operands of a product in float8."""
-    told = step.why if step else ""
-    return told or _written_in({str(atom.aval.dtype) for atom in eqn.invars[:2]})
+    reason = step.why if step else ""
+    return reason or _written_in({str(atom.aval.dtype) for atom in eqn.invars[:2]})
 
 
 def is_float64_leak(eqn: _jaxpr.Equation, place: Place, step: Step | None) -> bool:

@@ -89,7 +89,7 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
 def _lines(flow: Flow, around: Frame | None) -> Iterator[ExplainedLine]:
     """Yields the lines: files and functions as the program comes to them.
 
-    The line ``around``, which asks, is one of them where it alone is the user's.
+    The line ``around``, the call, is one of them where it alone is the user's.
     """
     inside = [x for x in flow.operations if x.frame != around] or flow.operations
     by_line: dict[tuple[str, str, int], list[Operation]] = {}
@@ -159,8 +159,8 @@ def _results(operations: list[Operation]) -> list[Operation]:
 
 def _is_read_elsewhere(x: Operation) -> bool:
     """Whether another line reads what an operation returns, or it is a result."""
-    readers = [reader for reader in x.readers if reader.is_forward and reader.frame]
-    elsewhere = any(reader.line != x.line for reader in readers)
+    consumers = [y for y in x.consumers if y.is_forward and y.frame]
+    elsewhere = any(y.line != x.line for y in consumers)
     return elsewhere or bool(x.carried) or x.is_returned
 
 
@@ -207,14 +207,14 @@ def _reason(x: Operation, *, is_library: bool) -> str:
                 return "moves float32 values"
             if step.kind == "smooth" and needs.is_half(step.need):
                 return "its inputs are float32"
-    return _of_readers(x, step)
+    return _of_consumers(x, step)
 
 
-def _of_readers(x: Operation, step: Step) -> str:
+def _of_consumers(x: Operation, step: Step) -> str:
     """Names the consumer that decided."""
-    readers = [reader for reader in x.readers if not reader.moves]
+    consumers = [y for y in x.consumers if not y.moves]
     # Another line says more than the next iteration of this one.
-    readers.sort(
+    consumers.sort(
         key=lambda y: (not y.is_forward, not _multiplies(y), y.frame == x.frame)
     )
     wanted = needs.for_product if x.is_stored else None
@@ -223,14 +223,14 @@ def _of_readers(x: Operation, step: Step) -> str:
     elif step.rule == rules.LOOPS:
         wanted = needs.has_gate
     if wanted is not None:
-        chosen = [x for x in readers if x.step and wanted(joined(x.step.asks))]
+        chosen = [x for x in consumers if x.step and wanted(joined(x.step.input_needs))]
     elif _is_half(x):
-        chosen = [x for x in readers if _multiplies(x) or _is_half(x)]
+        chosen = [x for x in consumers if _multiplies(x) or _is_half(x)]
     else:
-        chosen = readers
-    for reader in chosen or readers:
-        consumer = "a matmul" if _multiplies(reader) else clipped(reader.name, 20)
-        return f"feeds {consumer}{_where(reader, x)}"
+        chosen = consumers
+    for consumer in chosen or consumers:
+        name = "a matmul" if _multiplies(consumer) else clipped(consumer.name, 20)
+        return f"feeds {name}{_where(consumer, x)}"
     return "returned" if x.is_returned or step.is_read_exactly else ""
 
 
@@ -244,9 +244,9 @@ def _is_half(x: Operation) -> bool:
     return x.step is not None and x.step.how in ("half", "rounded")
 
 
-def _where(reader: Operation, x: Operation) -> str:
-    """Returns the line of a reader as it is said beside another line."""
-    if reader.frame is None or x.frame is None:
+def _where(consumer: Operation, x: Operation) -> str:
+    """Returns the line of a consumer as it is said beside another line."""
+    if consumer.frame is None or x.frame is None:
         return ""
-    (file, _, number), here = reader.line, x.line[0]
+    (file, _, number), here = consumer.line, x.line[0]
     return f" ({number if file == here else short_line(f'{file}:{number}')})"

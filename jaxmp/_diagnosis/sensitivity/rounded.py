@@ -118,7 +118,7 @@ class RoundingEmitter(Emitter):
         return with_default_precision(emitted, arrays)
 
     def _parts(self, jaxpr: Any) -> Iterator[tuple[str, IsKept]]:
-        """Yields the parts of a program, each with what tells whether scopes are it."""
+        """Yields the parts of a program, each with what says whether scopes are it."""
         for part in dict.fromkeys(map(self.part_of, all_scopes(jaxpr))):
             yield part, lambda scopes, part=part: self.part_of(scopes) == part
 

@@ -102,7 +102,7 @@ class Program:
                 continue
             part = self.part_of(place)
             seen.setdefault(part)
-            if found := flops(eqn, back=place.backward) * place.trips:
+            if found := flops(eqn, back=place.backward) * place.times:
                 self.flops[part] += found
             self.has_backward |= place.backward or place.again
             by, dtype, form = (part,), self._narrow(eqn, place), "plain"
@@ -114,7 +114,7 @@ class Program:
             rounds.update(by)
             if form in DTYPES:
                 self.residuals = form
-                self.stored[by] += eqn.outvars[0].aval.size * place.trips
+                self.stored[by] += eqn.outvars[0].aval.size * place.times
             if form not in IN_16_BITS:
                 eight.update(by)
             if dtype is not None:
@@ -187,7 +187,7 @@ class _Frame(WideReplay):
         return self._on[key]
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
-        """Returns a number as it was written, which the reader rounds again."""
+        """Returns a number as it was written, which the consumer rounds again."""
         if lost.written is None:
             return None
         return Value(np.float32(lost.written), waits=True)
