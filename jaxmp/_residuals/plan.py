@@ -35,19 +35,25 @@ def leaves_out(paths: Iterable[str]) -> IsLeft:
     return is_left
 
 
-class Forward:
-    """What a forward pass computes, and what of it can be computed again."""
+class Residuals:
+    """What a forward pass computes, and what of it is stored for its backward pass.
+
+    Attributes:
+        makers: The equation that computes a variable.
+        given: Variables that the backward pass can read anyway.
+        how: How a variable is stored that is stored.
+    """
 
     def __init__(self, eqns: Sequence[Equation], given: Iterable[Any], is_left: IsLeft):
-        """Looks at the equations.
+        """Looks at the equations, and stores nothing yet.
 
         Args:
             eqns: Those of the forward pass, in order.
             given: Variables that the backward pass can read anyway.
             is_left: See :func:`leaves_out`.
         """
-        self.makers: dict[Any, Equation] = {}
-        self.given = set(given)
+        self.makers, self.how = dict[Any, Equation](), dict[Any, How]()
+        self.given, self._exact = set(given), set[Any]()
         self._sums: set[Any] = set()
         self._left: set[Any] = set()
         for eqn in eqns:
@@ -62,6 +68,84 @@ class Forward:
             if moved or left or table.is_placed(eqn):
                 self._left.update(eqn.outvars)
 
+    def decide(
+        self, needed: Sequence[Any], exact: set[Any], roots: Iterable[Any] = ()
+    ) -> None:
+        """Decides what is stored.
+
+        Args:
+            needed: What the backward pass reads, in the order of the program.
+            exact: That of it whose digits somebody needs.
+            roots: That of it which is to be stored itself.
+        """
+        self._exact = exact
+        for var in (*roots, *filter(self._is_whole, needed)):
+            self._store(var)
+        for var in needed:
+            read = self.read_for(var)
+            if not all(self._is_free(x) or x in self.how for x in read):
+                self._store(self._source(var))
+        for var in reversed(needed):
+            for x in self.read_for(var):
+                self._store(x)
+
+    def read_for(self, var: Any) -> Iterator[Any]:
+        """Yields what must be stored to have a value, or is stored already."""
+        seen, rest = set(), [var]
+        while rest:
+            var = rest.pop()
+            if var in seen or var in self.given:
+                continue
+            seen.add(var)
+            is_end = var in self.how or self._is_whole(var)
+            eqn = None if is_end else self._maker(var)
+            if eqn is None:
+                yield var
+            else:
+                rest += _jaxpr.variables(eqn.invars)
+
+    def reader(
+        self, stored: Mapping[Any, Stored], known: Callable[[Any], Any]
+    ) -> Callable[[Any], Any]:
+        """Returns what reads values of the forward pass, as the backward pass does.
+
+        Args:
+            stored: What was stored, by its variables. The rest is computed again.
+            known: Returns a value that is there anyway, None for all others.
+        """
+        found: dict[Any, Any] = {}
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, _jaxpr.Literal):
+                return atom.val
+            if atom not in found:
+                if atom in stored:
+                    found[atom] = stored[atom].restored()
+                elif (value := known(atom)) is not None:
+                    return value
+                else:
+                    eqn = self.makers[atom]
+                    ins = [read(x) for x in eqn.invars]
+                    outs = ins if table.holds_back(eqn) else _jaxpr.bind(eqn, ins)
+                    found.update(zip(eqn.outvars, outs, strict=True))
+            return found[atom]
+
+        return read
+
+    def _store(self, var: Any) -> None:
+        if var in self.given or var in self.how:
+            return
+        if not self._is_whole(var):
+            self.how[var] = "eight"
+        elif eight_bits.packs(var.aval):
+            self.how[var] = "bits"
+        else:
+            # What a compiler may compute for each consumer, and not store.
+            eqn = self.makers.get(var)
+            fuses = eqn is not None and table.is_repeatable(eqn)
+            is_firm = fuses and not eight_bits.is_small(var.aval)
+            self.how[var] = "firm" if is_firm else "whole"
+
     def _is_of_sums(self, eqn: Equation, ins: Sequence[Any]) -> bool:
         """Whether an equation computes statistics from statistics."""
         if not ins or not table.is_elementwise(eqn):
@@ -70,153 +154,35 @@ class Forward:
             return False
         return eqn.outvars[0].aval.size <= max(x.aval.size for x in ins)
 
-    def is_free(self, atom: Any) -> bool:
+    def _is_free(self, atom: Any) -> bool:
         """Whether it costs nothing, or hardly anything, to keep a value as it is."""
         if isinstance(atom, _jaxpr.Literal) or atom in self.given:
             return True
         return atom in self._sums or eight_bits.is_small(atom.aval)
 
-    def is_whole(self, var: Any, exact: set[Any]) -> bool:
+    def _is_whole(self, var: Any) -> bool:
         """Whether a value is stored as it is, if at all."""
-        if var in exact or var in self._left or self.is_free(var):
+        if var in self._exact or var in self._left or self._is_free(var):
             return True
         return not eight_bits.fits(var.aval)
 
-    def is_fused(self, var: Any) -> bool:
-        """Whether a compiler may compute a value for each consumer, and store none."""
-        eqn = self.makers.get(var)
-        fuses = eqn is not None and table.is_repeatable(eqn)
-        return fuses and not eight_bits.is_small(var.aval)
-
-    def source(self, var: Any, exact: set[Any]) -> Any:
+    def _source(self, var: Any) -> Any:
         """Returns what to store for a value: that of which it is made elementwise."""
-        while (eqn := self.maker(var)) is not None:
-            large = {x for x in eqn.invars if not self.is_free(x)}
-            if len(large) != 1 or self.is_whole(x := large.pop(), exact):
+        while (eqn := self._maker(var)) is not None:
+            large = {x for x in eqn.invars if not self._is_free(x)}
+            if len(large) != 1 or self._is_whole(x := large.pop()):
                 break
             var = x
         return var
 
-    def maker(self, var: Any) -> Equation | None:
+    def _maker(self, var: Any) -> Equation | None:
         """Returns the equation by which a value can be computed again, if one can."""
         eqn = self.makers.get(var)
         if eqn is None or not table.is_computed_again(eqn):
             return None
         # What is divided by may have become zero.
         place = table.divisor(eqn)
-        return eqn if place is None or self.is_free(eqn.invars[place]) else None
-
-
-class Residuals:
-    """What is stored of a forward pass for its backward pass."""
-
-    def __init__(
-        self,
-        forward: Forward,
-        needed: Iterable[Any],
-        exact: set[Any],
-        roots: Iterable[Any] = (),
-    ):
-        """Decides.
-
-        Args:
-            forward: The forward pass.
-            needed: What the backward pass reads, in the order of the program.
-            exact: That of it whose digits somebody needs.
-            roots: That of it which is to be stored itself.
-        """
-        self.forward, self.how = forward, dict[Any, How]()
-        self._exact = exact
-        needed = list(needed)
-        for var in (*roots, *(x for x in needed if forward.is_whole(x, exact))):
-            self._store(var)
-        for var in needed:
-            if not forward.is_whole(var, exact) and not self._is_there(var, {}):
-                self._store(forward.source(var, exact))
-        for var in self._leaves(needed):
-            self._store(var)
-
-    def _store(self, var: Any) -> None:
-        if var in self.forward.given or var in self.how:
-            return
-        if not self.forward.is_whole(var, self._exact):
-            self.how[var] = "eight"
-        elif eight_bits.packs(var.aval):
-            self.how[var] = "bits"
-        else:
-            self.how[var] = "firm" if self.forward.is_fused(var) else "whole"
-
-    def sources(self, var: Any) -> Iterator[Any]:
-        """Yields the stored values that the backward pass reads for one."""
-        rest = [var]
-        while rest:
-            var = rest.pop()
-            if var in self.how:
-                yield var
-            elif var not in self.forward.given and var in self.forward.makers:
-                rest += _jaxpr.variables(self.forward.makers[var].invars)
-
-    def _is_there(self, atom: Any, seen: dict[Any, bool]) -> bool:
-        """Whether a value can be had from what is stored so far."""
-        if self.forward.is_free(atom) or atom in self.how:
-            return True
-        if atom not in seen:
-            seen[atom] = False
-            eqn = self.forward.maker(atom)
-            if eqn and not self.forward.is_whole(atom, self._exact):
-                seen[atom] = all(self._is_there(x, seen) for x in eqn.invars)
-        return seen[atom]
-
-    def _leaves(self, needed: Sequence[Any]) -> Iterator[Any]:
-        """Yields what is to be stored so that all that is needed can be had."""
-        seen, rest = set(), list(needed)
-        while rest:
-            var = rest.pop()
-            if var in seen or var in self.forward.given:
-                continue
-            seen.add(var)
-            whole = self.forward.is_whole(var, self._exact)
-            eqn = None if whole or var in self.how else self.forward.maker(var)
-            if eqn is None:
-                yield var
-            else:
-                rest += _jaxpr.variables(eqn.invars)
-
-
-class Again:
-    """Reads what was stored, and computes again what was not."""
-
-    def __init__(
-        self,
-        residuals: Residuals,
-        stored: Mapping[Any, Stored],
-        known: Callable[[Any], Any],
-    ):
-        """Starts with nothing read.
-
-        Args:
-            residuals: What is stored.
-            stored: That, by its variables.
-            known: Returns a value that is there anyway, None for all others.
-        """
-        self._residuals, self._stored, self._known = residuals, stored, known
-        self._read: dict[Any, Any] = {}
-
-    def read(self, atom: Any) -> Any:
-        """Returns a value of the forward pass, as the backward pass reads it."""
-        if isinstance(atom, _jaxpr.Literal):
-            return atom.val
-        if atom not in self._read:
-            if atom in self._stored:
-                self._read[atom] = self._stored[atom].restored()
-            elif (value := self._known(atom)) is not None:
-                return value
-            else:
-                eqn = self._residuals.forward.makers[atom]
-                ins = [self.read(x) for x in eqn.invars]
-                outs = ins if table.holds_back(eqn) else _jaxpr.bind(eqn, ins)
-                self._read.update(zip(eqn.outvars, outs, strict=True))
-        return self._read[atom]
+        return eqn if place is None or self._is_free(eqn.invars[place]) else None
 
 
 def exact_of(eqns: Sequence[Equation], is_left: IsLeft) -> set[Any]:

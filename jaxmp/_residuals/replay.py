@@ -1,5 +1,6 @@
 """Replaying a program so that it stores in eight bits what its backward pass reads."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
 from .eight_bits import Stored, stored
-from .plan import Again, Forward, IsLeft, Residuals, exact_of, leaves_out
+from .plan import IsLeft, Residuals, exact_of, leaves_out
 from .scans import Stack, Store, read_by_scan
 
 # Returns what stores a value. It is given what tells which values are stored in eight
@@ -77,44 +78,42 @@ class Replay:
         back = [eqn for eqn in self.eqns if _jaxpr.is_transposed(eqn)]
         # A second forward pass may read what a first backward pass has computed.
         given += [var for eqn in back for var in eqn.outvars]
-        self.forward = Forward(ahead, given, is_left)
+        self.residuals = Residuals(ahead, given, is_left)
         exact = exact_of(back, is_left)
-        self.stacks = dict(self._stacks(back, exact))
+        self.stacks = dict(self._stacks(ahead, back, exact))
         read = {x for eqn in back for x in _jaxpr.variables(eqn.invars)}
-        needed = [x for x in self.forward.makers if x in read - self.stacks.keys()]
-        self.residuals = Residuals(self.forward, needed, exact)
+        needed = [x for x in self.residuals.makers if x in read - self.stacks.keys()]
+        self.residuals.decide(needed, exact)
         self.due = self._due()
         self.stored: dict[Any, Stored] = {}
-        self.again = Again(self.residuals, self.stored, self._known)
+        self.again = self.residuals.reader(self.stored, self._known)
         self.sums: dict[Any, Any] = {}  # products that wait for the next stage
         self.wanted = {x for eqn in ahead for x in _jaxpr.variables(eqn.invars)}
         self.wanted.update(_jaxpr.variables(body.outvars))
 
     def _stacks(
-        self, back: Sequence[Equation], exact: set[Any]
+        self, ahead: Sequence[Equation], back: Sequence[Equation], exact: set[Any]
     ) -> Iterator[tuple[Any, Stack]]:
         """Yields the scan behind each stacked value that a scan reads, by the value."""
-        read: dict[int, dict[Any, bool]] = {}
-        makers = self.forward.makers
-        by_scan = {x for eqn in back for x in _slices_of(eqn)}
-        others = {
-            x
-            for eqn in back
-            for i, x in enumerate(eqn.invars)
-            if not isinstance(x, _jaxpr.Literal) and i not in _places_of(eqn)
-        }
-        for x in self.forward.makers:
-            eqn = makers[x]
-            if x in by_scan and _jaxpr.call_kind(eqn) == "scan":
-                place = eqn.outvars.index(x)
-                inner = _jaxpr.open_jaxpr(eqn.params["jaxpr"]).outvars[place]
-                stacked = place >= _jaxpr.scan_counts(eqn)[1]
-                if stacked and not isinstance(inner, _jaxpr.Literal):
-                    read.setdefault(id(eqn), {})[x] = x in others
-        made = {id(eqn): eqn for eqn in makers.values()}
-        for key, found in read.items():
-            stack = Stack(made[key], found, self.forward, exact, self.is_left)
-            yield from ((x, stack) for x in found)
+        by_scan, others = set[Any](), set[Any]()
+        for eqn in back:
+            for i, x in enumerate(eqn.invars):
+                if not isinstance(x, _jaxpr.Literal):
+                    (by_scan if i in _places_of(eqn) else others).add(x)
+        for eqn in ahead:
+            if _jaxpr.call_kind(eqn) != "scan":
+                continue
+            inner = _jaxpr.open_jaxpr(eqn.params["jaxpr"]).outvars
+            pairs = zip(eqn.outvars, inner, strict=True)
+            stacked = itertools.islice(pairs, _jaxpr.scan_counts(eqn)[1], None)
+            read = {
+                x: x in others
+                for x, y in stacked
+                if x in by_scan and not isinstance(y, _jaxpr.Literal)
+            }
+            if read:
+                stack = Stack(eqn, read, self.residuals.given, exact, self.is_left)
+                yield from ((x, stack) for x in read)
 
     def _due(self) -> dict[int, list[Any]]:
         """Returns what is first read behind each product that begins a stage."""
@@ -127,9 +126,10 @@ class Replay:
             for x in _jaxpr.variables(eqn.invars):
                 if x in self.stacks:
                     continue
-                new = [y for y in self.residuals.sources(x) if y not in seen]
+                new = [y for y in self.residuals.read_for(x) if y not in seen]
                 seen.update(new)
-                stage += [y for y in new if self.residuals.how[y] in ("eight", "bits")]
+                how = self.residuals.how
+                stage += [y for y in new if how.get(y) in ("eight", "bits")]
             if self._begins_stage(eqn):
                 due[id(eqn)] = stage = []
         return due
@@ -142,9 +142,9 @@ class Replay:
 
     def _crosses(self, atom: Any) -> bool:
         """Whether a value crosses from the forward pass to the backward pass."""
-        if isinstance(atom, _jaxpr.Literal) or atom in self.forward.given:
+        if isinstance(atom, _jaxpr.Literal) or atom in self.residuals.given:
             return False
-        return atom in self.forward.makers
+        return atom in self.residuals.makers
 
     def in_eight_bits(self) -> Iterator[Any]:
         """Yields what is stored in eight bits, by its variable."""
@@ -221,7 +221,7 @@ class Replay:
     def read(self, atom: Any) -> Any:
         """Returns a value as the backward pass reads it."""
         stack = None if isinstance(atom, _jaxpr.Literal) else self.stacks.get(atom)
-        return stack.read(atom, self.value) if stack else self.again.read(atom)
+        return stack.read(atom, self.value) if stack else self.again(atom)
 
     def _known(self, var: Any) -> Any:
         """Returns what is there anyway."""
@@ -282,7 +282,3 @@ def _places_of(eqn: Equation) -> range:
     if _jaxpr.call_kind(eqn) != "scan":
         return range(0)
     return range(sum(_jaxpr.scan_counts(eqn)), len(eqn.invars))
-
-
-def _slices_of(eqn: Equation) -> Iterator[Any]:
-    return _jaxpr.variables(eqn.invars[i] for i in _places_of(eqn))

@@ -4,7 +4,7 @@ Each iteration stores its own values, so that nothing is stacked in more bits.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import scan, where_written
 from .eight_bits import How, Stored
-from .plan import Again, Forward, IsLeft, Residuals
+from .plan import IsLeft, Residuals
 
 # Stores a value: its variable, it, in how many bits, and the equation that has computed
 # it, if one has.
@@ -27,7 +27,7 @@ class Stack:
         self,
         eqn: Equation,
         read: Mapping[Any, bool],
-        forward: Forward,
+        given: Collection[Any],
         exact: set[Any],
         is_left: IsLeft,
     ):
@@ -37,7 +37,7 @@ class Stack:
             eqn: The scan.
             read: Which of its outputs the backward pass reads, and whether others than
                 its scan do.
-            forward: The forward pass.
+            given: Variables that the backward pass can read anyway.
             exact: What the backward pass reads in full precision.
             is_left: See :func:`~.plan.leaves_out`.
         """
@@ -45,21 +45,19 @@ class Stack:
         body = _jaxpr.open_jaxpr(self.jaxpr)
         self.consts, self.carries = _jaxpr.scan_counts(eqn)
         first = self.consts + self.carries
-        given = [
+        known = [
             inner
             for i, inner in enumerate(body.invars)
             if not self.consts <= i < first
-            and (isinstance(x := eqn.invars[i], _jaxpr.Literal) or x in forward.given)
+            and (isinstance(x := eqn.invars[i], _jaxpr.Literal) or x in given)
         ]
         # By the variable outside.
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         self.inner = {out: x for out, x in pairs if out in read}
-        known = [*given, *body.constvars]
-        inside = Forward(_jaxpr.live(body), known, is_left)
-        wanted = set(self.inner.values())
-        self.residuals = Residuals(
-            inside,
-            [x for x in (*body.invars, *inside.makers) if x in wanted],
+        eqns, wanted = _jaxpr.live(body), set(self.inner.values())
+        self.residuals = Residuals(eqns, [*known, *body.constvars], is_left)
+        self.residuals.decide(
+            [x for x in (*body.invars, *self.residuals.makers) if x in wanted],
             {x for out, x in self.inner.items() if out in exact},
             [self.inner[out] for out, others in read.items() if others],
         )
@@ -67,7 +65,7 @@ class Stack:
         how = self.residuals.how
         self._read = {x for x in read if read[x] and self.inner[x] not in how}
         self.stored: Mapping[Any, Stored] = {}
-        self._given = {x: eqn.invars[body.invars.index(x)] for x in given}
+        self._given = {x: eqn.invars[body.invars.index(x)] for x in known}
 
     def run(self, ins: Sequence[Any], wanted: set[Any], store: Store) -> list[Any]:
         """Applies the scan, and keeps what its iterations store.
@@ -86,7 +84,7 @@ class Stack:
             if i >= self.carries
             and (out not in self.inner or out in wanted or out in self._read)
         ]
-        makers = self.residuals.forward.makers
+        makers = self.residuals.makers
 
         def iteration(carry, xs):
             saved = OrderedDict[Any, Stored]()  # JAX would sort the keys of a dict
@@ -167,12 +165,12 @@ def read_by_scan(
     def iteration(carry, slices):
         rest, parts = slices
         again = {
-            stack: Again(stack.residuals, stored, {**known, **given}.get)
+            stack: stack.residuals.reader(stored, {**known, **given}.get)
             for stack, (stored, given), known in zip(used, parts, shared, strict=True)
         }
         values = dict(zip(others, rest, strict=True))
         for i, stack in stacks.items():
-            values[i] = again[stack].read(stack.inner[eqn.invars[i]])
+            values[i] = again[stack](stack.inner[eqn.invars[i]])
         args = [*ins[:consts], *carry, *(values[i] for i in range(first, len(ins)))]
         outs = _jaxpr.interpret(jaxpr, args, where_written(_jaxpr.bind))
         return outs[:carries], outs[carries:]

@@ -181,6 +181,22 @@ def test_what_several_consumers_share_is_stored_once():
     assert sizes["int8"] == ROWS * WIDTH + ROWS * 2 * WIDTH  # the result, and `x @ up`
 
 
+def equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in _jaxpr.sub_jaxprs(eqn):
+            yield from equations(_jaxpr.open_jaxpr(inner))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backward_pass_waits_once_for_what_is_stored(kind):
+    args = args_of("layers")
+    jaxpr = jax.make_jaxpr(grad_of(residual_mlp, kind))(*args)
+    waits = [x for x in equations(jaxpr) if x.primitive.name == "optimization_barrier"]
+    assert max(len(x.invars) for x in waits) > 2
+    assert all(len(x.invars) == len({*map(id, x.invars)}) for x in waits)
+
+
 def test_a_slope_is_zero_where_it_was():
     # Numbers that eight bits round to zero beside the largest of their row.
     x, w = batch(), jnp.eye(WIDTH).at[0, 0].set(1e4)
