@@ -1,4 +1,4 @@
-"""``python -m jaxmp audit file.py:step``: an audit on the command line, for CI."""
+"""``python -m jaxmp audit file.py:step``: a report on the command line, and for CI."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jaxmp
+
 from ._base.checks import short
 
-_ABOUT = "Mixed precision for JAX. `audit` traces a function and runs nothing of it."
-_AUDIT = "Reports the dtypes of the matmuls of a function, and why they are not 16-bit."
+_COMMANDS = {  # both trace the function, and run nothing of it
+    "audit": "Reports the dtypes of the matmuls of a function, and why not 16-bit.",
+    "explain": "Reports the dtype of each line of a function, and why it is that.",
+}
 _FUNCTION = "`file.py:name`, `file.py:object.name` or `package.module:name`"
 _ARGS = (
     "its arguments: a function without arguments that returns them, or a constant. A "
@@ -26,7 +30,7 @@ _AT_LEAST = (
     "exit with status 1 if less than this share of the FLOPs of matmuls and "
     "convolutions is in 16 bits"
 )
-_EXAMPLE = "python -m jaxmp audit train.py:step --args train.py:example --at-least 95"
+_EXAMPLE = "python -m jaxmp %s train.py:step --args train.py:example"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,34 +43,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if less than ``--at-least`` is in 16 bits. A command that cannot be
         understood ends with 2, as ``argparse`` has it.
     """
-    parser = argparse.ArgumentParser("python -m jaxmp", description=_ABOUT)
-    commands = parser.add_subparsers(required=True, metavar="audit")
-    audit = commands.add_parser("audit", description=_AUDIT, epilog=_EXAMPLE)
-    audit.add_argument("function", help=_FUNCTION)
-    audit.add_argument("--args", metavar="FILE:NAME", help=_ARGS)
+    parser = argparse.ArgumentParser("python -m jaxmp")
+    commands = parser.add_subparsers(required=True, dest="command")
+    for name, about in _COMMANDS.items():
+        said: Any = {"help": about, "description": f"{about} Nothing of it runs."}
+        command = commands.add_parser(name, **said, epilog=_EXAMPLE % name)
+        command.add_argument("function", help=_FUNCTION)
+        command.add_argument("--args", metavar="FILE:NAME", help=_ARGS)
+    audit = commands.choices["audit"]
     audit.add_argument("--at-least", metavar="PERCENT", type=_percent, help=_AT_LEAST)
-    given = parser.parse_args(argv)
+    given = parser.parse_args(argv, argparse.Namespace(at_least=None))
     try:
         fun, args, kwargs = _call(given.function, given.args)
     except _WrongError as error:
-        audit.error(str(error))
-    from ._diagnosis.audit.audit import audit as audited
-
-    report = audited(fun)(*args, **kwargs)
+        commands.choices[given.command].error(str(error))
+    report = getattr(jaxmp, given.command)(fun)(*args, **kwargs)
     print(report)
     if given.at_least is None:
         return 0
     percent = 100 * report.fraction_16bit
+    if report.flops and percent >= given.at_least:
+        return 0
+    problem = (
+        f"{percent:.2f}% of the FLOPs are in 16 bits, and at least "
+        f"{given.at_least:g}% were asked for."
+    )
     if not report.flops:
-        print(f"\n`{given.function}` has no matmul, and nothing to count.")
-        return 1
-    if percent < given.at_least:
-        print(
-            f"\n{percent:.2f}% of the FLOPs are in 16 bits, and at least "
-            f"{given.at_least:g}% were asked for."
-        )
-        return 1
-    return 0
+        problem = f"`{given.function}` has no matmul, and nothing to count."
+    print(f"\n{problem}")
+    return 1
 
 
 class _WrongError(Exception):
@@ -97,7 +102,10 @@ def _call(function: str, arguments: str | None) -> tuple[Callable[..., Any], Any
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        cure = f"`{arguments}` gives {_counted(args, kwargs)}."
+        given = f"{len(args)} argument{'s' * (len(args) != 1)}"
+        if kwargs:
+            given = f"the keyword arguments {', '.join(map(str, kwargs))}"
+        cure = f"`{arguments}` gives {given}."
         if arguments is None:
             cure = (
                 "Name a function that returns its arguments: "
@@ -109,12 +117,6 @@ def _call(function: str, arguments: str | None) -> tuple[Callable[..., Any], Any
     except ValueError:  # has no signature, and will say itself what is wrong
         pass
     return fun, args, kwargs
-
-
-def _counted(args: Any, kwargs: Any) -> str:
-    if kwargs:
-        return f"the keyword arguments {', '.join(map(str, kwargs))}"
-    return f"{len(args)} argument{'s' * (len(args) != 1)}"
 
 
 def _named(text: str) -> Any:
@@ -129,11 +131,8 @@ def _named(text: str) -> Any:
         if not hasattr(thing, part):
             there = [other for other in dir(thing) if not other.startswith("_")]
             near = difflib.get_close_matches(part, there, 3) or sorted(there)[:9]
-            raise _WrongError(
-                f"`{place}` has no `{name}`. Did you mean {', '.join(near)}?"
-                if near
-                else f"`{place}` has no `{name}`."
-            )
+            meant = f" Did you mean {', '.join(near)}?" if near else ""
+            raise _WrongError(f"`{place}` has no `{name}`.{meant}")
         thing = getattr(thing, part)
     return thing
 

@@ -1,4 +1,4 @@
-"""``python -m jaxmp audit``: what it prints, how it ends, and what it says of slips."""
+"""``python -m jaxmp``: what it prints, how it ends, and what it says of slips."""
 
 import operator
 import runpy
@@ -99,6 +99,14 @@ def test_a_command_prints_the_report_of_audit_and_ends_with_0(
     assert report.fraction_16bit == (1 if name == "trainer.step" else 0.5)
 
 
+def test_a_command_prints_what_explain_says(folder, capsys):
+    assert main(["explain", *REPORTS["report"][0].split()]) == 0
+    program = runpy.run_path("train.py")
+    report = jaxmp.explain(program["step"])(*program["example"]())
+    assert capsys.readouterr().out == f"{report}\n"
+    assert [x.function for x in report.lines] == ["Trainer.step"] * 2
+
+
 # The words of a command whose answer is no, and what it prints last.
 REFUSALS = {
     "too little": (
@@ -128,6 +136,8 @@ SLIPS = {
     "audit train.py:stepp": "`train.py` has no `stepp`. Did you mean step?",
     "audit train.py:trainer.stepp": "has no `trainer.stepp`. Did you mean step?",
     "audit train.py:WEIGHT": "`train.py:WEIGHT` must be a function, but is ",
+    "explain train.py:stepp": "`train.py` has no `stepp`. Did you mean step?",
+    "explain train.py:step --at-least 95": "unrecognized arguments: --at-least 95",
     "audit train.py:step": "`--args train.py:example`",
     "audit train.py:step --args train.py:WEIGHT": "`train.py:WEIGHT` gives 1 argument.",
     "audit train.py:identity --args train.py:by_name": "keyword arguments params, x.",
