@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._base.dtypes import is_narrow
@@ -53,28 +54,19 @@ class Numbers:
         theirs = {} if in_float32 is None else _by_place(in_float32, around)
         for key, group in ours.items():
             others = [x for _, _, x, _ in theirs.get(key, [])]
-            if len(others) != len(group) and len({_value(x) for x in others}) == 1:
-                others = others[:1] * len(group)  # one number, written or read again
             if len(others) != len(group):
-                others = [None] * len(group)
-            for (eqn, i, literal, place), other in zip(group, others, strict=True):
-                self._note(eqn, i, literal, other, place)
-
-    def _note(
-        self, eqn: Equation, i: int, literal: Any, other: Any, place: Place
-    ) -> None:
-        if not _is_left(literal):
-            return
-        left = _value(literal)
-        written = None
-        if other is not None and not is_narrow(other.aval):
-            written = _value(other)
-            if written == left:
-                return  # it was written so
-        elif left == 0 and not guards(eqn):
-            return  # most zeros are meant
-        name, dtype = eqn.primitive.name, literal.aval.dtype
-        self._found[id(eqn), i] = LostNumber(left, written, dtype, name, place)
+                # One number, written or read again?
+                is_one = len({x.val for x in others}) == 1
+                others = (others[:1] if is_one else [None]) * len(group)
+            for (eqn, i, x, place), other in zip(group, others, strict=True):
+                known = None if other is None or is_narrow(other.aval) else other.val
+                # Most zeros are meant, and so is what was written so.
+                is_meant = x.val == 0 and not guards(eqn)
+                if not _is_left(x) or (is_meant if known is None else known == x.val):
+                    continue
+                left, written = float(x.val), None if known is None else float(known)
+                name, dtype = eqn.primitive.name, x.aval.dtype
+                self._found[id(eqn), i] = LostNumber(left, written, dtype, name, place)
 
     def read_by(self, eqn: Equation, operand: int) -> LostNumber | None:
         """Returns the number that an equation reads, if 16 bits have lost it."""
@@ -94,21 +86,14 @@ def _by_place(jaxpr: Any, around: Place) -> dict[Any, list[Any]]:
     groups: dict[Any, list[Any]] = {}
     for eqn, place in equations(jaxpr, around):
         for i, x in enumerate(eqn.invars):
-            if isinstance(x, _jaxpr.Literal) and _jaxpr.is_inexact(x) and _is_real(x):
+            number = _jaxpr.number_of(x)
+            if number is not None and jnp.issubdtype(x.aval.dtype, jnp.floating):
                 key = eqn.primitive.name, i, place.user, place.author, place.module
                 groups.setdefault((*key, place.backward), []).append((eqn, i, x, place))
     return groups
 
 
-def _is_real(literal: Any) -> bool:
-    return np.ndim(literal.val) == 0 and not np.iscomplexobj(literal.val)
-
-
-def _value(literal: Any) -> float:
-    return float(literal.val)
-
-
 def _is_left(literal: Any) -> bool:
     """Whether a number may be what is left of another."""
-    value = _value(literal)
-    return is_narrow(literal.aval) and (value == 0 or np.isinf(value))
+    value = literal.val
+    return is_narrow(literal.aval) and bool(value == 0 or np.isinf(value))

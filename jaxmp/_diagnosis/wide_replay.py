@@ -95,7 +95,11 @@ def bodies_of(eqn: Equation, platform: str) -> list[Any]:
 
 def jitted(fun: Callable, platform: str) -> Any:
     """Jits a function for a platform, with every rounding that is in its jaxpr."""
-    options: Any = {"xla_allow_excess_precision": False}
+    options: Any = {
+        "xla_allow_excess_precision": False,
+        # It would look at constants number by number, for minutes in a whole program.
+        "xla_disable_hlo_passes": "constant_folding",
+    }
     if platform == "cpu":  # where compiling takes longer than running
         options["xla_backend_optimization_level"] = 0
     return jax.jit(fun, compiler_options=options)

@@ -133,7 +133,20 @@ class Replay:
 
     def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
         """Replays an equation that calls, repeats or chooses between jaxprs."""
-        kind, jaxprs = _jaxpr.call_kind(eqn), self.bodies(eqn)
+        jaxprs, replayed = self.bodies(eqn), self.apart(eqn)
+        if replayed is None:
+            ins = ins[len(ins) - len(_jaxpr.in_vars(jaxprs[0])) :]  # no platform
+            return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
+        bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
+        arrays = [jnp.asarray(x.array) for x in ins]
+        outs = replayed(eqn, ins, arrays, *bodies)
+        return self.results(eqn, ins, outs, bodies)
+
+    def apart(self, eqn: Equation) -> Callable[..., Any] | None:
+        """Returns what replays a call whose bodies are traced on their own.
+
+        None if its equations are written out.
+        """
         apart = {
             "scan": self.scan,
             "while": self.while_loop,
@@ -141,14 +154,7 @@ class Replay:
             "remat": self.remat if self.keeps_remat and _jaxpr.is_remat(eqn) else None,
             "shard_map": self.shard_map,
         }
-        replayed: Callable[..., Any] | None = apart.get(kind)
-        if replayed is None:  # its equations are written out
-            ins = ins[1:] if kind == "cond" else ins  # without the platform
-            return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
-        bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
-        arrays = [jnp.asarray(x.array) for x in ins]
-        outs = replayed(eqn, ins, arrays, *bodies)
-        return self.results(eqn, ins, outs, bodies)
+        return apart.get(_jaxpr.call_kind(eqn))
 
     def scan(self, eqn, ins, arrays, body):
         n_consts, n_carry = _jaxpr.scan_counts(eqn)

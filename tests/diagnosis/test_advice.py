@@ -251,7 +251,7 @@ UNITS = Advised(
 )
 UNITS_OF_PRODUCT = Advised(
     autocast(lambda x: jnp.tanh((x @ x[0]) * 1e16)),
-    "`x`, which is cast at",
+    "of the values of `x`, which ",
     autocast(lambda x: jnp.tanh(jaxmp.float32_region(jnp.matmul)(x, x[0]) * 1e16)),
     lambda x: jnp.tanh((x @ x[0]) * 1e16),
     (X * 1e-8,),

@@ -478,20 +478,34 @@ def test_parts_of_the_gradient_in_complex_and_integer_steps_are_exact():
     assert report.first.inputs == (("float32", (2,), 70000.0),)
 
 
-@pytest.mark.parametrize(
-    ("fun", "is_made"),
-    [
-        (lambda x: x + jnp.ones(8), True),
-        (lambda x: x + jnp.arange(8.0), True),
-        (lambda x: x + np.arange(8, dtype=np.float32), True),
-        (lambda x: x * 2, False),
-    ],
-)
-def test_what_is_seen_of_constants_is_not_found_while_compiling(fun, is_made):
-    # XLA would do that number by number, which takes minutes for a whole program.
-    program = Program(jax.make_jaxpr(fun)(jnp.ones(8)), ["x"], Place())
-    text = jax.jit(program.replay).lower(jnp.ones(8)).as_text()
-    assert ("optimization_barrier" in text) == is_made
+def test_constants_are_looked_at_when_the_program_runs(monkeypatch):
+    # XLA would do that while it compiles, which takes minutes for a whole program.
+    monkeypatch.setattr(watch, "_TOGETHER", 0)
+    made = np.arange(8, dtype=np.float32)
+    program = Program(jax.make_jaxpr(lambda x: x + made)(jnp.ones(8)), ["x"], Place())
+    compiled = watch.jitted(program.replay, "cpu").lower(jnp.ones(8)).compile()
+    assert compiled.as_text().count(" reduce(") == 4
+
+
+def test_what_does_not_run_in_some_iterations_is_gone_past():
+    def inner(y):
+        return jax.lax.fori_loop(0, 2, lambda i, y: jnp.sqrt(y), y)
+
+    def body(x, t):
+        y = jax.lax.fori_loop(
+            0, t, lambda i, y: inner(y) + jax.checkpoint(jnp.cos)(y) ** 2, x
+        )
+        y = jax.lax.cond(t > 1, lambda y: 1 + inner(y), jnp.cos, y)
+        return 30 * x, y * x * x  # here
+
+    def fun(x):
+        return jax.lax.scan(body, x, jnp.array([0, 1, 2]))[1]
+
+    assert find(fun, jnp.full((), 0.1, HALF)).first is None
+    first = find(fun, jnp.ones((), HALF)).first
+    assert (first.operation, first.where) == ("mul", line_of(body, "# here"))
+    assert (first.trips, first.code) == ((2,), "y * x * x")
+    assert first.inputs[1] == ("float16", (), 900.0)
 
 
 # What is wrong with a program in 16 bits is told apart.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..._base.text import short_line
+from ..._jaxprs.places import Place
+from ..._jaxprs.scopes import AUTOCAST
+from .origins import INF_WRITTEN
 from .report import Fault
 
 # What it is. `_facts` has what the sentences speak of.
@@ -21,18 +24,17 @@ _VERDICTS = {
     "hidden": "But {what} at {line} gave Inf where float32 would not, and a later "
     "operation turned it into a finite number, as 1 / Inf is 0: the results may be "
     "wrong. {cure}",
-    "near": "But {near.operation} at {near_line} reached {near.max:.4g}, at least half "
-    "of the largest number of {near.dtype}.",
     # Of an Inf or NaN.
-    "zeros given": "`{zeros}` is float16 and all zeros, as all numbers below 6e-8 are "
-    "in float16, and that is the cause. Unless it should be zero, pass it in float32, "
-    "or in units in which it is near 1.",
+    "zeros given": "`{search.zeros}` is float16 and all zeros, as all numbers below "
+    "6e-8 are in float16, and that is the cause. Unless it should be zero, pass it in "
+    "float32, or in units in which it is near 1.",
     "model": "It is not finite in float32 either: the cause is the model or its data "
     "at {line}, not the precision, and no loss scale helps.{stable}",
-    "model, elsewhere": "Float32 has a fault at another line: {other}. The cause of "
-    "that is the model or its data.{other_stable} Mend that first, and search again.",
-    "and elsewhere": "But float32 has a fault at another line: {other}. The cause of "
-    "that is the model or its data.{other_stable} Mend both.",
+    "model, elsewhere": "Float32 has a fault at another line: {search.elsewhere}. The "
+    "cause of that is the model or its data.{stable_elsewhere} Mend that first, and "
+    "search again.",
+    "and elsewhere": "But float32 has a fault at another line: {search.elsewhere}. The "
+    "cause of that is the model or its data.{stable_elsewhere} Mend both.",
     "number": "{number} in the code at {line} exceeds {fault.largest:.4g}, the largest "
     "number of {fault.dtype}, and became Inf. For a mask, type "
     "`jnp.finfo(x.dtype).min`, with the dtype of the scores. Otherwise: {cure}",
@@ -81,7 +83,7 @@ _CURES = {
     "module": "Give the module `{fault.module}` `dtype=jnp.float32`.",
     "code": "Compute {line} in float32: `x.astype(jnp.float32)`.",
     "code, under a policy": "Compute {line} in float32: `x.astype(jnp.float32)`, or "
-    '`policy.with_overrides(("{override}", "float32"))`.',
+    '`policy.with_overrides(("{module}", "float32"))`.',
 }
 _MASTERS = (
     'Keep the parameters and the optimizer state in float32, as `"mixed_float16"` '
@@ -110,91 +112,114 @@ def _verdicts(search: Any) -> list[str]:
     found = ["given"] if search.given else []
     if search.first is not None and not search.leading:
         found += _of_fault(search, search.first)
-    if search.is_written:
+    if any(x.time[0] == INF_WRITTEN for x in search.run.origins):
         found.append("written")
     if found:
         return found
-    found = ["not all seen" if search.found.program.notes else "sound"]
+    found = ["not all seen" if search.run.program.notes else "sound"]
     if not search.dtypes:
-        return [*found, "nothing"]
-    near = search.nearest
-    if search.hidden is not None:
+        found.append("nothing")
+    elif search.hidden is not None:
         found.append("hidden")
-    elif near is not None and near.headroom < 1 and not near.backward:
-        found.append("near")
     return found
 
 
 def _of_fault(search: Any, fault: Fault) -> list[str]:
     if fault.kind == "zeros":
-        if search.in_optimizer:
+        if _is_optimizers(search):
             return ["lost, optimizer"]
         is_scales = fault.backward and search.number is None
         return ["lost, backward" if is_scales else "lost"]
-    is_models, elsewhere = search.finite_in_float32 is False, []
-    if is_models and search.zeros:
-        return ["zeros given"]
-    if is_models and search.fault_in_float32 is None:
-        return ["model"]
-    if is_models and not search.overflows:
-        return ["model, elsewhere"]
-    if is_models:
+    elsewhere = []
+    if search.finite_in_float32 is False:  # it is the model's
+        if not search.leading and search.zeros:
+            return ["zeros given"]
+        if search.elsewhere is None:
+            return ["model"]
+        if not search.site.look.over:
+            return ["model, elsewhere"]
         elsewhere = ["and elsewhere"]
     if search.number is not None:
         return ["number", *elsewhere]
-    if search.in_optimizer:
+    if _is_optimizers(search):
         return ["optimizer", *elsewhere]
     if fault.backward:
         is_half = fault.dtype == "float16"
         return ["backward, float16" if is_half else "backward", *elsewhere]
-    return ["argument" if search.argument else "forward", *elsewhere]
+    return ["argument" if search.site.argument else "forward", *elsewhere]
 
 
 def _facts(search: Any) -> dict[str, Any]:
     """Returns what the sentences speak of."""
-    fault, lost, near = search.first or search.hidden, search.number, search.nearest
-    facts: dict[str, Any] = {
-        "leaves": _leaves(search.given),
-        "near": near,
-        "near_line": _line(near.where) if near else "",
-    }
+    facts: dict[str, Any] = {"search": search, "leaves": _leaves(search.given)}
+    fault, site = search.first or search.hidden, search.site
     if fault is None:
         return facts
-    written = None if lost is None else lost.written
-    number = None if written is None else f"number {written:.4g}"
-    other, argument = search.fault_in_float32, search.argument
+    number, argument = search.number, site.argument if site else ""
+    written = number and number.written
+    named = None if written is None else f"number {written:.4g}"
+    other = search.elsewhere
     may_be = "may be finite in float32; jaxmp cannot tell"
+    is_finite = "is finite in float32"
+    share = site.look.lost / max(site.runs * site.type.size, 1) if site else 0.0
     facts |= {
         "fault": fault,
-        "line": _line(fault.where),
+        "line": short_line(fault.where) or "this operation",
         "written": written,
-        "number": f"The {number}" if number else "A number",
-        "what": f"the {number} in the code" if number else fault.operation,
+        "number": f"The {named}" if named else "A number",
+        "what": f"the {named} in the code" if named else fault.operation,
         "argument": argument,
-        "zeros": search.zeros,
         "largest": fault.inputs[0][2] if fault.inputs else 0.0,
-        "finite": may_be
-        if search.finite_in_float32 is None
-        else "is finite in float32",
+        "finite": may_be if search.finite_in_float32 is None else is_finite,
         "stable": _STABLE.get(fault.operation, ""),
-        "other": other,
-        "other_stable": _STABLE.get(other.operation, "") if other else "",
+        "stable_elsewhere": _STABLE.get(other.operation, "") if other else "",
         "masters": _MASTERS,
-        "override": search.override,
         "leaf": "/".join(argument.split("/")[-2:]),
-        "part": f"{search.lost:.0%} of" if search.lost >= 0.005 else "Some of",
+        "module": _overridable(search),
+        "part": f"{share:.0%} of" if share >= 0.005 else "Some of",
     }
-    kind = "argument" if argument else "operation"
-    if lost is not None:
-        kind = "some number" if written is None else "number"
-    cure = {
-        "autocast": ", in a module" if "/" in fault.module else "",
-        "with_policy": ", a leaf" if "/" in argument else "",
-        "code": ", under a policy" if search.override else "",
-    }.get(search.cast_by, "")
-    facts["lost"] = _LOST[kind].format_map(facts)
-    facts["cure"] = _CURES[search.cast_by + cure].format_map(facts)
+    lost = "argument" if argument else "operation"
+    if number is not None:
+        lost = "number" if named else "some number"
+    facts["lost"] = _LOST[lost].format_map(facts)
+    facts["cure"] = _CURES[_cure(search, fault)].format_map(facts)
     return facts
+
+
+def _cure(search: Any, fault: Fault) -> str:
+    """Returns what has brought a fault into 16 bits, as a key of `_CURES`."""
+    place, argument = _place(search), search.site.argument if search.site else ""
+    if AUTOCAST in place.scopes:
+        return "autocast, in a module" if "/" in fault.module else "autocast"
+    if argument and place.library == "jaxmp":
+        return "with_policy, a leaf" if "/" in argument else "with_policy"
+    if place.library == "flax" and not search.has_policy:
+        return "module"
+    return "code, under a policy" if _overridable(search) else "code"
+
+
+def _place(search: Any) -> Place:
+    """Returns the place of the faulty operation."""
+    if search.limit is not None:
+        return search.limit.place
+    return search.site.place if search.site else Place()
+
+
+def _overridable(search: Any) -> str:
+    """Returns the module of the fault as overrides name it, if it has parameters."""
+    module = search.site.place.module if search.site else ""
+    inner = f"{module.partition('/')[2]}/"
+    has = inner != "/" and any(inner in x for x in search.flat.names)
+    return inner if has and search.has_policy else ""
+
+
+def _is_optimizers(search: Any) -> bool:
+    """Whether the faulty operation is the optimizer's."""
+    place, site = _place(search), search.site
+    if place.library == "optax" and AUTOCAST not in place.scopes:
+        return True
+    is_back = [x.place.backward or x.place.again for x in search.run.sites]
+    return bool(site) and any(is_back) and not any(is_back[site.number :])
 
 
 def _leaves(given: dict[str, tuple[int, int]]) -> str:
@@ -204,7 +229,3 @@ def _leaves(given: dict[str, tuple[int, int]]) -> str:
         leaves.append(f"`{name}` contains {' and '.join(counts)}")
     more = f", and {len(given) - 6} more do" if len(given) > 6 else ""
     return ", ".join(leaves) + more
-
-
-def _line(where: str) -> str:
-    return short_line(where) or "this operation"

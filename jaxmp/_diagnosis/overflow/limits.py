@@ -31,8 +31,8 @@ from ..wide_replay import (
     WideReplay,
     bind_wide,
     compared,
-    compiled,
     given,
+    jitted,
     platform_of,
 )
 from .report import Line, line_of
@@ -65,7 +65,7 @@ class Limits:
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
         # The operations: when they come, where, and the numbers that they read.
         self._found: dict[tuple[Line, int], tuple[int, Place, LostNumber | None]] = {}
-        self._compiled = compiled(self._replay, *_settings(0), *self._arrays)
+        self._compiled = jitted(self._replay, self.platform)
 
     def first_bad(self) -> Limit | None:
         """Returns the first operation whose limits make Inf or NaN of a result."""
@@ -143,50 +143,48 @@ class Limits:
         return Limit(line, eqn, place, number, tuple(map(int, found)))
 
     def _run(self, count: int, *, exact: bool = False, small: float = 0.0) -> Any:
-        return self._compiled(*_settings(count, exact, small), *self._arrays)
+        settings = jnp.int32(count), jnp.bool_(exact), jnp.float32(small)
+        return self._compiled(settings, *self._arrays)
 
-    def _replay(self, count: Any, exact: Any, small: Any, *arrays: Any) -> list[Any]:
-        return _Replay(self, (count, exact, small)).outputs(arrays)
+    def _replay(self, settings: Any, *arrays: Any) -> list[Any]:
+        return _Replay(self, settings).outputs(arrays)
 
 
 class _Replay(WideReplay):
-    """The replay, with the settings as they are here."""
+    """The replay. The scalars are how many operations have limits, and two more.
 
-    def __init__(self, limits: Limits, settings: Any, axes: tuple[Any, ...] = ()):
-        super().__init__(limits, settings, axes)
-        self.count, self.exact, self.small = settings
+    These are whether nothing is rounded at all, and what numbers may have been that
+    are zero in the code.
+    """
 
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made, whose zeros may have been more."""
         value = given(array)
         if not is_narrow(array):
             return value
-        return Value(jnp.where(value.array == 0, self.small, value.array))
+        _, _, small = self.scalars
+        return Value(jnp.where(value.array == 0, small, value.array))
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value:
         """Returns what 16 bits have left of a number if ``eqn`` has their limits."""
+        count, _, small = self.scalars
         written = lost.written
         if written is None:
             large = np.copysign(_LARGE, lost.left)
-            written = self.small if lost.left == 0 else large
-        on = self.program.is_on(self.count, eqn, lost.dtype, lost.place, lost)
+            written = small if lost.left == 0 else large
+        on = self.program.is_on(count, eqn, lost.dtype, lost.place, lost)
         return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
         outs = bind_wide(eqn, [x.array for x in ins])
         if is_exact(eqn) or FLOAT8_SCALED in place.scopes:
             return [Value(x) for x in outs]
-        values = []
-        for x, var in zip(outs, eqn.outvars, strict=True):
+        count, exact, _ = self.scalars
+        for i, var in enumerate(eqn.outvars):
             if is_narrow(var.aval) and var.aval.dtype.itemsize == 2:
-                on = self.program.is_on(self.count, eqn, var.aval.dtype, place)
-                x = _rounded(jnp.asarray(x), on, self.exact, var.aval.dtype)
-            values.append(Value(x))
-        return values
-
-
-def _settings(count: int, exact: bool = False, small: float = 0.0) -> tuple[Any, ...]:
-    return jnp.int32(count), jnp.bool_(exact), jnp.float32(small)
+                on = self.program.is_on(count, eqn, var.aval.dtype, place)
+                outs[i] = _rounded(jnp.asarray(outs[i]), on, exact, var.aval.dtype)
+        return [*map(Value, outs)]
 
 
 @functools.partial(jax.jit, static_argnums=3)  # traced once for all arrays of one type

@@ -1,14 +1,15 @@
-"""Where the first Inf or NaN of each array began, followed on the host.
+"""Where the first Inf or NaN of each value began, followed on the host.
 
-The steps of a program are gone through in the order in which they ran, with the
-statistics that it has returned (:mod:`~.watch`).
+When a program has run, its jaxpr is gone through once more, each iteration of a loop
+for itself, with what was seen of its arrays (:mod:`~.watch`) instead of the arrays.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,63 +18,118 @@ import numpy as np
 from ..._base.tree import is_inexact
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
-from ..._training.exponents import real_parts
-from .watch import (
-    BAD,
-    FINITE,
-    GIVEN,
-    INFINITE,
-    LOST,
-    LOW,
-    NAN_WRITTEN,
-    OVER,
-    PEAK,
-    RUNS,
-    TOP,
-    Call,
-    Frame,
-    Known,
-    Origin,
-    Program,
-    Site,
-    magnitude_of,
-    merged,
-)
+from ..._jaxprs.places import Place
+from ..._jaxprs.replay import is_call
+from ..._ops.table import is_exact, reduces_tests, tests_finite
+from ..wide_replay import widened
+from .report import Fault, Line, line_of
+from .watch import BAD, LOW, RUNS, TOP, Looks, Program, Watch, merged
 
+_LARGEST = float(jnp.finfo(jnp.float16).max)
+_LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below
 _SHOWN = 3  # operands of an operation whose magnitudes are remembered
 
 
-@dataclasses.dataclass
-class Seen:
-    """What was seen at an operation, in all iterations together.
+class Origin(NamedTuple):
+    """Where an Inf or NaN began. What began first is less, as tuples compare."""
+
+    # The number of the operation, in a loop preceded by the number of the loop's first
+    # operation and the count of iterations.
+    time: tuple[int, ...]
+    trips: tuple[int, ...] = ()  # the indices of the iterations around
+
+
+# Times that are no operation's: of what was given, of an Inf in the code, of a NaN in
+# the code, and of what is finite.
+GIVEN, INF_WRITTEN, NAN_WRITTEN, NEVER = 2**30, 2**31 - 3, 2**31 - 2, 2**31 - 1
+NOWHERE = Origin((NEVER,))
+
+
+class Known(NamedTuple):
+    """What is known of a value."""
+
+    origin: Origin = NOWHERE  # of its first Inf or NaN
+    nan: bool = False  # whether a NaN is in it
+    top: float = 0.0  # its largest finite magnitude
+    # What it may hold as it stands: names of arguments, and numbers in the code that
+    # float16 does not have.
+    holds: frozenset[str | float] = frozenset()
+
+
+class Look(NamedTuple):
+    """What was seen of an array, see :data:`~.watch.TOP`."""
+
+    top: float = 0.0
+    low: float = 0.0
+    bad: int = 0
+    nan: int = 0
+    lost: int = 0
+    over: int = 0
+
+
+UNSEEN = Look()
+
+
+@dataclasses.dataclass(eq=False)
+class Site:
+    """A floating result of an operation, and what was seen of it.
 
     Attributes:
-        site: The operation.
+        eqn: The operation.
+        place: Where it is.
+        type: Of the result.
+        holds: What it may move or cast, see :class:`Known`.
         number: Its place in the order of the program.
+        look: What was seen of it in all iterations together.
         runs: How often it ran.
-        top: The largest finite magnitude.
-        low: The smallest that is not zero, 0 if there is none.
-        bad: How many values are Inf or NaN.
-        lost: How many are zero or subnormal, and would not be in float32.
-        over: How many are not finite, and would be in float32.
-        origins: How often Inf or NaN began here.
+        births: How often Inf or NaN began here.
         kind: Of the first result that is not finite, ``"Inf"`` or ``"NaN"``.
         origin: Where that began.
         inputs: The largest magnitudes of operands then; if all is finite, at the last.
     """
 
-    site: Site
+    eqn: Equation
+    place: Place
+    type: Any
+    holds: frozenset[Any]
     number: int
-    runs: int
-    top: float
-    low: float
-    bad: int
-    lost: int
-    over: int
-    origins: int = 0
+    look: Look = UNSEEN
+    runs: int = 0
+    births: int = 0
     kind: str = ""
-    origin: Origin = FINITE.origin
+    origin: Origin = NOWHERE
     inputs: tuple[float, ...] = ()
+
+    @functools.cached_property
+    def line(self) -> Line:
+        return line_of(self.eqn.primitive.name, self.type.dtype, self.place)
+
+    @property
+    def operands(self) -> list[Any]:
+        """The types of its floating inputs."""
+        return [x.aval for x in self.eqn.invars if is_inexact(x.aval)]
+
+    @property
+    def argument(self) -> str:
+        """The name of the argument that this casts, empty if it casts none."""
+        names = [x for x in self.holds if isinstance(x, str)]
+        return names[0] if _jaxpr.is_cast(self.eqn) and len(names) == 1 else ""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does more than move or choose between values."""
+        return bool(self.operands) and not is_exact(self.eqn)
+
+    def fault(self, trips: tuple[int, ...] = ()) -> Fault:
+        """Returns what happened here."""
+        shown = zip(self.operands, self.inputs, strict=False)
+        return Fault(
+            **self.line._asdict(),
+            kind=self.kind or "Inf",
+            trips=trips,
+            inputs=tuple((str(x.dtype), x.shape, top) for x, top in shown),
+            largest=float(jnp.finfo(self.type.dtype).max),
+        )
 
 
 class Run:
@@ -81,185 +137,282 @@ class Run:
 
     Attributes:
         program: The program.
-        given: What it was given with Inf or NaN: how many NaNs and Infs, by the number.
-        seen: What was seen at each operation, in the order of the program.
+        given: How many NaNs and Infs are in what it was given, by the name.
+        sites: What it computes, in the order of the program.
         outs: The origin of the first Inf or NaN of each result.
         failed: The origin of what made an ``isfinite`` check fail.
     """
 
     def __init__(self, program: Program, arrays: Sequence[Any]):
-        self.program = program
-        stats = program.run(arrays)
-        self.seen: list[Seen] = []
-        self._of: dict[Site, Seen] = {}
-        self._firsts: dict[int, int] = {}  # of the operations of a frame, by its `id`
-        self._collect(program.frame, stats)
-        self.failed: Origin = FINITE.origin
-        arrays = [*arrays, *_jaxpr.closed_consts(program.jaxpr)]
-        ins = [Known(Origin((GIVEN + i,))) for i in range(len(program.names))]
-        outs = self._follow(program.frame, ins, stats, Origin(()))
+        self.program, self.failed = program, NOWHERE
+        self.given: dict[str, tuple[int, int]] = {}
+        self.sites: list[Site] = []
+        self.next = 0  # the number of the next of them
+        self.replay = Watch(program)  # which knows what is replayed and how
+        self._written: dict[int, Known] = {}
+        body = _Body(self, program.run(arrays), Origin(()))
+        ins = []
+        for i, x in enumerate((*arrays, *program.consts)):
+            name = program.names[i]
+            ins.append(
+                body.part(x, Known(Origin((GIVEN + i,)), holds=frozenset([name])))
+            )
+            if ins[-1].origin != NOWHERE and is_inexact(x):
+                self.given[name] = body.look.nan, body.look.bad - body.look.nan
+        count = len(arrays)
+        outs = body.through(program.jaxpr, ins[:count], program.around, ins[count:])
         types = _jaxpr.out_avals(program.jaxpr)
         self.outs = [
-            x.origin if is_inexact(aval) else FINITE.origin
+            x.origin if is_inexact(aval) else NOWHERE
             for x, aval in zip(outs, types, strict=True)
         ]
-        floating = [i for i, x in enumerate(arrays) if is_inexact(x)]
-        # These are looked at first, behind the row that counts.
-        bad = [i for row, i in enumerate(floating, 1) if stats[0][row, BAD]]
-        self.given = {i: _counted(arrays[i]) for i in bad}
 
     @property
     def origins(self) -> list[Origin]:
         """Those of what is in results, or made checks fail."""
-        return [x for x in [*self.outs, self.failed] if x != FINITE.origin]
+        return [x for x in [*self.outs, self.failed] if x != NOWHERE]
 
     @property
     def first(self) -> Origin | None:
         """The first of them that is an operation."""
         return min((x for x in self.origins if x.time[0] < GIVEN), default=None)
 
-    def at(self, origin: Origin) -> Seen:
-        """Returns what was seen at an origin."""
-        return self.seen[origin.time[-1]]
+    def at(self, origin: Origin) -> Site:
+        return self.sites[origin.time[-1]]
 
-    def _collect(self, frame: Frame, stats: Any) -> None:
-        """Puts together what was seen at each operation in all iterations."""
-        rows, inner = stats
-        self._firsts[id(frame)] = len(self.seen)
-        rows, inner = merged(rows.reshape(-1, *rows.shape[-2:])), iter(inner)
-        for step in frame.steps:
-            if isinstance(step, Call):
-                for body, seen in zip(step.frames, next(inner), strict=True):
-                    is_kept = isinstance(seen, dict)
-                    self._collect(body, seen["rows"] if is_kept else seen)
-            elif step.site is not None:
-                row = rows[step.row]
-                low = int(row[LOW]) + 1
-                is_there = low < INFINITE
-                seen = Seen(
-                    site=step.site,
-                    number=len(self.seen),
-                    runs=int(rows[0, RUNS]),
-                    top=magnitude_of(row[TOP]),
-                    low=magnitude_of(low) if is_there else 0.0,
-                    bad=int(row[BAD]),
-                    lost=int(row[LOST]),
-                    over=int(row[OVER]),
-                )
-                self.seen.append(seen)
-                self._of[step.site] = seen
+    def written(self, numbers: Any) -> Known:
+        """Returns what is known of numbers that stand in the code."""
+        known = self._written.get(id(numbers))
+        if known is None:
+            known = self._written[id(numbers)] = _known(numbers)
+        return known
 
-    def _follow(
-        self, frame: Frame, ins: Sequence[Known], stats: Any, around: Origin
+
+class _Body:
+    """A body of which one iteration is gone through.
+
+    Inf or NaN begins where all that comes in is finite; where it is NaN and what comes
+    in is an Inf from outside, such as a mask; and where float32 would have held it.
+    """
+
+    look = UNSEEN  # of the last array
+
+    def __init__(self, run: Run, looks: Looks, around: Origin):
+        """Begins with what was seen; ``around`` is what origins in here begin with."""
+        self.run, self.around = run, around
+        self.runs = int(looks.rows[0, RUNS])
+        self.calls, self._looks = iter(looks.calls), _looks(looks.rows[1:])
+
+    def through(
+        self,
+        jaxpr: Any,
+        ins: Sequence[Known],
+        place: Place | None,
+        consts: Sequence[Known] = (),
     ) -> list[Known]:
-        """Follows what is known of values through a body, to its results.
+        """Returns what is known of the results of a jaxpr.
 
-        Inf or NaN begins where all that comes in is finite; where it is NaN and what
-        comes in is an Inf from outside, such as a mask; and where float32 would have
-        held it. ``around`` is what the origins in the body begin with.
+        ``place`` is where it is; None if its operations are known already.
         """
-        rows, inner = stats
-        known: list[Any] = list(frame.known)
-        inner = iter(inner)
-        for number, x in zip(frame.ins, ins, strict=True):
-            known[number] = x
-        for step in frame.steps:
-            came = [known[i] for i in step.ins]
-            if isinstance(step, Call):
-                outs = self._call(step, came, next(inner), around)
-                for number, x in zip(step.outs, outs, strict=True):
-                    known[number] = x
-                continue
-            source = min((x.origin for x in came), default=FINITE.origin)
-            if step.row is None:
-                known[step.out] = Known(source)
-                self.failed = min(self.failed, source if step.is_test else self.failed)
-                continue
-            row = rows[step.row]
-            nan, bad = bool(row[PEAK] > INFINITE), row[BAD] > 0
-            origin = source if bad else FINITE.origin
-            if step.site is not None:
-                seen = self._of[step.site]
-                exceeds = row[OVER] > 0 or (nan and not any(x.nan for x in came))
-                outside = source.time[0] >= GIVEN and exceeds
-                if bad and (outside or source.time[0] >= NAN_WRITTEN):
-                    origin = around._replace(time=(*around.time, seen.number))
-                    seen.origins += 1
-                if not seen.kind:
-                    seen.inputs = tuple(x.top for x in came[:_SHOWN])
-                if bad and not seen.kind:
-                    seen.kind, seen.origin = "NaN" if nan else "Inf", origin
-            known[step.out] = Known(origin, nan, magnitude_of(row[TOP]))
-        return [known[i] for i in frame.outs]
+        before, given = place, iter(consts)
 
-    def _call(
-        self, step: Call, ins: list[Known], stats: Any, around: Origin
+        def apply(eqn: Equation, ins: list[Known]) -> list[Known]:
+            nonlocal before
+            before = place and place.of(eqn, before or place)
+            return (self.call if is_call(eqn) else self.operation)(eqn, ins, before)
+
+        return _jaxpr.interpret(
+            jaxpr,
+            ins,
+            apply,
+            const=lambda x: next(given, None) or self.run.written(x),
+            literal=lambda x: self.run.written(x.val),
+        )
+
+    def part(self, type: Any, *values: Known) -> Known:
+        """Returns what is known of an array that is made of others, and looked at."""
+        if not is_inexact(type):
+            return values[-1]
+        self.look = look = next(self._looks)
+        origin = min((x.origin for x in values), default=NOWHERE)
+        origin = origin if look.bad else NOWHERE
+        return Known(origin, look.nan > 0, look.top, _held(values))
+
+    def operation(
+        self, eqn: Equation, ins: list[Known], place: Place | None
     ) -> list[Known]:
+        looked = self.run.program.looked[id(eqn)]
+        pairs = [*zip(ins, eqn.invars, strict=True)]
+        if not any(is_inexact(x.aval) for x in eqn.outvars):
+            # Truth values, which tell of what they have tested.
+            tests = tests_finite(eqn)
+            tested = [x.origin for x, var in pairs if tests or not is_inexact(var.aval)]
+            origin = min(tested, default=NOWHERE)
+            if reduces_tests(eqn):
+                self.run.failed = min(self.run.failed, origin)
+            return [Known(origin)] * len(eqn.outvars)
+        if not looked:  # each has the magnitudes of the input in its place
+            return ins[: len(eqn.outvars)]
+        read = [x for x, var in pairs if is_inexact(var.aval)]
+        outs = []
+        for i, var in enumerate(eqn.outvars):
+            if i not in looked:
+                outs.append(Known())
+                continue
+            site = self._site(eqn, var.aval, ins, place)
+            look, origin = next(self._looks), NOWHERE
+            nan = look.nan > 0
+            if look.bad:
+                origin = min((x.origin for x in read), default=NOWHERE)
+                exceeds = look.over or (nan and not any(x.nan for x in read))
+                if origin.time[0] >= (GIVEN if exceeds else NAN_WRITTEN):
+                    site.births += 1
+                    time = (*self.around.time, site.number)
+                    origin = self.around._replace(time=time)
+            if not site.kind:
+                site.inputs = tuple(x.top for x in read[:_SHOWN])
+                if look.bad:
+                    site.kind, site.origin = "NaN" if nan else "Inf", origin
+            site.look, site.runs = added(site.look, look), site.runs + self.runs
+            outs.append(Known(origin, nan, look.top, site.holds))
+        return outs
+
+    def _site(
+        self, eqn: Equation, type: Any, ins: list[Known], place: Place | None
+    ) -> Site:
+        """Returns the next site. Each iteration comes to the same ones."""
+        run, number = self.run, self.run.next
+        run.next += 1
+        if number == len(run.sites):
+            assert place is not None, "a later iteration comes to nothing new"
+            moves = is_exact(eqn) or _jaxpr.is_cast(eqn)
+            type = widened(type) if run.program.wide else type
+            site = Site(eqn, place, type, _held(ins if moves else ()), number)
+            run.sites.append(site)
+        return run.sites[number]
+
+    def call(self, eqn: Equation, ins: list[Known], place: Place | None) -> list[Known]:
         """Follows what is known through an equation with bodies."""
-        eqn, kind = step.eqn, _jaxpr.call_kind(step.eqn)
-        if kind in ("remat", "shard_map"):
-            return self._follow(step.frames[0], ins, stats[0], around)
-        if kind == "cond":
-            ran = [
-                self._follow(frame, ins[1:], branch, around)
-                for frame, branch in zip(step.frames, stats, strict=True)
-                if branch[0][0, RUNS]
-            ]
-            return [_together(*x) for x in zip(*ran, strict=True)]
-        if kind == "scan":
-            consts, carries = _jaxpr.scan_counts(eqn)
-        else:
-            consts, carries = eqn.params["body_nconsts"], len(step.outs)
-            ins = ins[eqn.params["cond_nconsts"] :]
-        carry, xs = ins[consts:][:carries], ins[consts + carries :]
-        stacked = [FINITE] * (len(step.outs) - carries)
-        ((frame,), (seen,)) = step.frames, stats
-        first = self._firsts[id(frame)]
-        for trip, index, one in _iterations(eqn, seen):
-            inside = Origin((*around.time, first, trip), (*around.trips, index))
-            outs = self._follow(frame, [*ins[:consts], *carry, *xs], one, inside)
-            carry = outs[:carries]
-            pairs = zip(stacked, outs[carries:], strict=True)
-            stacked = [_together(*pair) for pair in pairs]
+        replay, kind = self.run.replay, _jaxpr.call_kind(eqn)
+        if not replay.apart(eqn):
+            (jaxpr, *_) = replay.bodies(eqn)
+            ins = ins[len(ins) - len(_jaxpr.in_vars(jaxpr)) :]  # no platform
+            return self.through(jaxpr, ins, place and place.inside(eqn, jaxpr))
+        seen, ran = next(self.calls), []
+        bodies = _jaxpr.call_layout(eqn).bodies[-len(seen) :]  # without a loop's test
+        for body, looks in zip(bodies, seen, strict=True):
+            given = [ins[i] for i in body.operands]
+            inside = place and place.inside(eqn, body.jaxpr)
+            if kind in ("scan", "while"):
+                return self._loop(eqn, body, given, inside, looks)
+            one = _Body(self.run, looks, self.around)
+            outs = one.through(body.jaxpr, given, inside)
+            ran += [outs] * (one.runs > 0)  # of several branches one
+        if not ran:
+            return [Known()] * len(eqn.outvars)
+        return [_together(*x) for x in zip(*ran, strict=True)]
+
+    def _loop(
+        self,
+        eqn: Equation,
+        body: _jaxpr.Body,
+        ins: list[Known],
+        place: Place | None,
+        looks: Looks,
+    ) -> list[Known]:
+        """Follows what is known through the iterations of a loop."""
+        layout, first = _jaxpr.call_layout(eqn), self.run.next
+        start, count = len(ins) - len(eqn.invars), len(layout.fixed_in)
+        start += layout.fixed_in.start
+        consts, carry, xs = ins[:start], ins[start:][:count], ins[start + count :]
+        carry = [*map(_anew, carry)]
+        types = _jaxpr.in_avals(body.jaxpr)[start:]
+        is_while = _jaxpr.call_kind(eqn) == "while"
+        is_batch = is_while and _jaxpr.out_avals(layout.bodies[0].jaxpr)[0].shape
+        stacked = [Known()] * (len(eqn.outvars) - count)
+        for trip, index, seen in _iterations(eqn, looks):
+            self.run.next = first
+            time, trips = (*self.around.time, first, trip), (*self.around.trips, index)
+            one = _Body(self.run, seen, Origin(time, trips))
+            slices = [*map(one.part, types[count:], xs)]
+            outs = one.through(body.jaxpr, [*consts, *carry, *slices], place)
+            place = None
+            if is_batch:  # those that have ended wait for the others
+                outs = [*map(one.part, types, carry, outs)]
+            if one.runs:
+                carry = [*map(_anew, outs[:count])]
+                stacked = [*map(_together, stacked, outs[count:])]
         return [*carry, *stacked]
 
 
-def _iterations(eqn: Equation, stats: Any) -> Iterator[tuple[int, int, Any]]:
+def _iterations(eqn: Equation, looks: Looks) -> Iterator[tuple[int, int, Looks]]:
     """Yields the iterations of a loop in their order.
 
     Of each the count, the index in what a scan takes slices of, and what was seen.
     Those without an Inf or NaN are one, as all they tell is how large numbers were; but
     the last of them, which tells what the next iteration was given.
     """
-    length, reverse = eqn.params.get("length"), eqn.params.get("reverse")
-    counts = order = [*range(length or 0)]
-    if isinstance(stats, dict):  # of what a loop has kept
-        first, stats = int(stats["first"][LOW]), stats["rows"]
-        order = [int(i) for i in np.flatnonzero(stats[0][:, 0, RUNS])]
-        counts = [first + i - 1 if i else 0 for i in order]
-    elif reverse:
-        order = order[::-1]
-    bad = [
-        any((x[i, ..., BAD] > 0).any() for x in jax.tree.leaves(stats)) for i in order
-    ]
+    counts = ~looks.rows[:, 0, LOW].astype(np.uint32)
+    ran = np.flatnonzero(looks.rows[:, 0, RUNS])
+    order = ran[np.argsort(counts[ran])].tolist()
+    if not order and len(counts):
+        order = [0]  # to come to what it would do
+    leaves = jax.tree.leaves(looks)
+    bad = np.any([(x[..., BAD] > 0).reshape(len(x), -1).any(1) for x in leaves], axis=0)
     quiet: list[int] = []
-    for count, i, *are_bad in zip(counts, order, bad, [*bad[1:], True], strict=True):
-        if not any(are_bad):
+    for i, after in zip(order, [*order[1:], None], strict=True):
+        if not bad[i] and after is not None and not bad[after]:
             quiet.append(i)
             continue
-        index = length - 1 - count if reverse else count
+        trip = int(counts[i])
+        index = eqn.params["length"] - 1 - trip if eqn.params.get("reverse") else trip
         for several in filter(None, (quiet, [i])):
-            yield count, index, jax.tree.map(lambda x, i=several: merged(x[i]), stats)
+            yield trip, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
         quiet = []
+
+
+def _looks(rows: np.ndarray) -> Iterator[Look]:
+    """Yields what was seen of each array."""
+    top, low = (
+        x.astype(np.uint32).view(np.float32) for x in (rows[:, TOP], -rows[:, LOW])
+    )
+    low = np.where(np.isfinite(low), low, 0)
+    return map(Look, top.tolist(), low.tolist(), *rows[:, BAD:].T.tolist())
+
+
+def added(x: Look, y: Look) -> Look:
+    """Returns what was seen in several iterations together."""
+    low = min(x.low or y.low, y.low or x.low)
+    bad, nan, lost, over = (sum(pair) for pair in zip(x[BAD:], y[BAD:], strict=True))
+    return Look(max(x.top, y.top), low, int(bad), int(nan), int(lost), int(over))
+
+
+def _held(values: Sequence[Known]) -> frozenset[Any]:
+    """Returns what a value may hold that is one of several."""
+    return frozenset().union(*(x.holds for x in values))
+
+
+def _anew(known: Known) -> Known:
+    """Returns what is known of a value that other iterations begin with as well."""
+    return Known(*known[:3])
 
 
 def _together(*known: Known) -> Known:
     """Returns what is known of a value that is one of several, or all of them."""
-    origins, nans, tops = zip(*known, strict=True)
+    origins, nans, tops, *_ = zip(*known, strict=True)
     return Known(min(origins), any(nans), max(tops))
 
 
-def _counted(x: Any) -> tuple[int, int]:
-    """Returns how many NaNs and Infs are in an array."""
-    x = real_parts(jnp.asarray(x))
-    return int(jnp.isnan(x).sum()), int(jnp.isinf(x).sum())
+def _known(numbers: Any) -> Known:
+    """Returns what is known of numbers."""
+    if not is_inexact(numbers):
+        return Known()
+    with np.errstate(over="ignore"):
+        sizes = np.abs(np.asarray(numbers)).astype(np.float32)
+    nan, finite = bool(np.isnan(sizes).any()), sizes[np.isfinite(sizes)]
+    time = NAN_WRITTEN if nan else INF_WRITTEN
+    origin = NOWHERE if finite.size == sizes.size else Origin((time,))
+    known = Known(origin, nan, float(finite.max(initial=0)))
+    if sizes.ndim or sizes == 0 or _LOST < sizes <= _LARGEST:
+        return known
+    return known._replace(holds=frozenset([float(np.float32(np.real(numbers)))]))
