@@ -61,13 +61,16 @@ def more(rows: Sequence[Any], shown: int, name: str) -> list[str]:
     return [f"  and {left} more in `report.{name}`"] if left > 0 else []
 
 
-def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
+def table(
+    rows: Sequence[tuple[str, str, Any]], shown: int, name: str = ""
+) -> Iterator[str]:
     """Aligns columns; where they find no room, the last two have lines of their own.
 
     Args:
         rows: A number, a text, and something with a module and a line of code, which
             make two more columns.
         shown: How many of them to show.
+        name: The field of the report that has the others.
     """
     cells = _cells(rows[:shown])
     widths = _widths(cells)
@@ -81,6 +84,7 @@ def table(rows: Sequence[tuple[str, str, Any]], shown: int) -> Iterator[str]:
         indent = " " * (widths[0] + 4)
         yield from wrapped(row[1], f"  {first}  ", indent)
         yield from wrapped("  ".join(filter(None, row[2:])), indent, indent)
+    yield from more(rows, shown, name) if name else ()
 
 
 def fits_a_screen(rows: Sequence[tuple[str, str, Any]], shown: int) -> bool:

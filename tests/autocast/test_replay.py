@@ -187,33 +187,6 @@ def test_a_product_that_is_written_in_bfloat16_returns_what_it_was_written_to():
         assert in_8 == [dtype, jnp.float32]
 
 
-def gated(w, x):
-    def body(c, x):
-        return jnp.tanh(x @ w) * c + jax.nn.relu(x @ w), None
-
-    return lax.scan(body, x, jnp.stack([x, x]))[0]
-
-
-KEPT_BY = {
-    "float32 input, or feeds no matmul (3)": (
-        "max",
-        lambda w, x: jax.nn.relu(x @ w).sum(),
-    ),
-    "read exactly (3)": (
-        "logistic",
-        lambda w, x: -jnp.log(jax.nn.sigmoid(jnp.tanh(x @ w) @ w)).mean(),
-    ),
-    "loop carry, or a factor of one (4)": ("tanh", gated),
-}
-
-
-@pytest.mark.parametrize("reason", KEPT_BY)
-def test_the_audit_names_the_sentence_that_has_decided(reason):
-    operation, fun = KEPT_BY[reason]
-    report = jaxmp.audit(autocast(fun))(W, X)
-    assert reason in {k.reason for k in report.kept if k.operation == operation}, report
-
-
 @both_dtypes
 def test_of_what_returns_several_values_the_first_may_be_stored(dtype):
     def fun(w, x):

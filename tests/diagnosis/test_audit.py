@@ -406,7 +406,7 @@ def test_what_autocast_keeps_in_a_loop_has_its_own_line():
 
     cast = jaxmp.autocast(jax.grad(loss), float32_paths=["head"])
     report = jaxmp.audit(cast)(full(8, 8), full(2, 8, 8))
-    where = {kept.where for kept in report.kept if kept.flops}
+    where = {kept.where for kept in report.kept}
     assert where == {line("kept in the loop")}
 
 
@@ -503,7 +503,7 @@ def test_what_autocast_keeps_is_explained_and_no_leak():
         return x @ w
 
     def loss(w, x):
-        h = jnp.exp(x @ w)  # denied
+        h = jnp.exp(x @ w)
         h = jnp.matmul(h, w, precision="highest")
         h = jaxmp.float32_region(jnp.matmul)(h, w)
         return jnp.mean(head(h, w) @ w)
@@ -512,18 +512,12 @@ def test_what_autocast_keeps_is_explained_and_no_leak():
     report = jaxmp.audit(fun)(full(8, 8), full(8, 8))
     assert report.flops == {"bfloat16": 2 * MATMUL, "float32": 3 * MATMUL}
     assert not report.leaks
-    reasons = {k.reason: k for k in report.kept if k.flops}
+    reasons = {k.reason: k for k in report.kept}
     assert reasons.keys() == {"its `precision`", "float32 region", "`float32_paths`"}
     assert reasons["`float32_paths`"].module == "head"
-    float32 = {
-        k.operation for k in report.kept if k.reason == "a float32 operation (3)"
-    }
-    assert {"exp", "reduce_sum"} <= float32
-    (exp,) = [k for k in report.kept if k.operation == "exp"]
-    assert (exp.count, exp.size, exp.where) == (1, 4 * 8 * 8, line("denied"))
     words = " ".join(str(report).split())
-    assert "operations other than matmuls write" in words
-    assert "256 B exp, a float32 operation (3)" in words
+    assert "kept in float32 by autocast" in words
+    assert "20.0% dot_general, float32 region test_audit.py" in words
 
 
 SCALED = {
@@ -608,8 +602,8 @@ def test_the_reason_why_a_product_was_kept_is_the_true_one(reason, wrap):
     report = jaxmp.audit(jaxmp.autocast(net, ops=ops, float32_paths=paths))(
         full(8, 8), full(8, 8)
     )
-    assert {k.reason for k in report.kept if k.flops} == {reason}
-    assert {k.module for k in report.kept if k.flops} <= {"head", "body", "head/head"}
+    assert {k.reason for k in report.kept} == {reason}
+    assert {k.module for k in report.kept} <= {"head", "body", "head/head"}
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -622,18 +616,7 @@ def test_derivatives_of_small_products_are_no_matmuls_wherever_they_are_taken(si
     for step in (jaxmp.autocast(jax.grad(loss)), jax.grad(jaxmp.autocast(loss))):
         report = jaxmp.audit(step)(*args)
         assert report.fraction_16bit == 1
-        assert not [k for k in report.kept if k.flops]
-
-
-def test_squares_and_what_the_user_denies_are_named_as_such():
-    def fun(x):
-        y = x @ x
-        return jnp.tanh(y * y) @ x
-
-    ops = jaxmp.DEFAULT_OPS.with_deny("tanh")
-    report = jaxmp.audit(jaxmp.autocast(fun, ops=ops))(full(8, 8))
-    reasons = {k.operation: k.reason for k in report.kept}
-    assert reasons == {"mul": "a float32 operation (3)", "tanh": "the lists in `ops`"}
+        assert not report.kept
 
 
 @pytest.mark.parametrize("order", ["inside", "outside"])
@@ -1158,7 +1141,7 @@ def test_a_leak_to_float64_is_named_and_nothing_that_it_promotes(named, share, f
         assert np.isclose(report.leaks[0].share, share)
         assert "x.astype(jnp.float32)" in str(report)
         assert "not 16-bit because of" in str(report)
-        assert not any(row.flops for row in report.kept)
+        assert not report.kept
         (leak,) = (x for x in plain.leaks if x.dtype == "float64")
         assert leak.source == report.leaks[0].source
 
@@ -1191,7 +1174,7 @@ def test_complex_matmuls_are_told_once_to_be_multiplied_in_parts():
         code = " ".join(str(report).partition("imaginary parts")[2].split())
         assert "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @" in code
     assert not report.leaks
-    assert {row.dtype for row in report.kept if row.flops} == {"complex64"}
+    assert {row.dtype for row in report.kept} == {"complex64"}
     cured = jaxmp.audit(jaxmp.autocast(jax.grad(parts)))(*args)
     assert cured.fraction_16bit == 1
     assert "imaginary" not in str(cured)

@@ -333,6 +333,19 @@ def ends(w, x):
     return lax.while_loop(goes_on, once_more, (x, 1.0))[0]
 
 
+def gated(w, x):
+    def trip(c, x):
+        g = jnp.tanh(x @ w)
+        return g * c + jax.nn.relu(x @ w), None
+
+    return lax.scan(trip, x, jnp.stack([x, x]))[0]
+
+
+def entropy(w, x):
+    p = jax.nn.sigmoid(jnp.tanh(x @ w) @ w)
+    return -jnp.log(p).mean()
+
+
 def precise(w, x):
     y = jnp.matmul(x, w, precision="highest")
     return y.astype(jnp.float16) * 2
@@ -342,6 +355,8 @@ def precise(w, x):
     ("fun", "args", "source", "rule"),
     [
         (ends, (W, X), "y = jnp.tanh(state[0] @ w)", rules.COMPARING),
+        (gated, (W, X), "g = jnp.tanh(x @ w)", rules.LOOPS),
+        (entropy, (W, X), "p = jax.nn.sigmoid", rules.FLOAT32),
         (precise, (W, X), "precision=", rules.AS_WRITTEN),
         (precise, (W, X), "y.astype", rules.AS_WRITTEN),
         (lambda w, x: x[:2] @ w, (W, X), "x[:2] @ w", rules.FLOAT32),

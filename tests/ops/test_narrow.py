@@ -112,7 +112,7 @@ def test_an_outer_product_in_the_forward_pass_keeps_its_digits():
 def test_a_product_by_a_vector_is_one_for_the_audit():
     report = jaxmp.audit(jaxmp.autocast(jax.grad(lambda v: jnp.exp(X @ v).sum())))(V)
     assert report.flops == {"bfloat16": 2.0 * 2 * X.size}
-    assert not [kept for kept in report.kept if kept.flops]
+    assert not report.kept
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0)])

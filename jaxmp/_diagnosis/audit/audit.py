@@ -57,9 +57,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       float64 values that reach it, inside :func:`jaxmp.autocast` too.
     * **Residuals**: the values that a forward pass in ``fun`` stores for its backward
       pass, where ``fun`` computes gradients.
-    * **Autocast**: operations inside :func:`jaxmp.autocast` that stayed float32 are
-      not leaks; ``report.kept`` says why they stayed. Under a policy with float8,
-      ``report.kept_16bit`` says why matmuls stayed in 16 bits.
+    * **Autocast**: matmuls inside :func:`jaxmp.autocast` that stayed float32 are not
+      leaks; ``report.kept`` says why they stayed, and :func:`jaxmp.explain` why other
+      operations did. Under a policy with float8, ``report.kept_16bit`` says why matmuls
+      stayed in 16 bits.
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of how they are used: as a phase, in a
       small difference, in an inverse; and numbers that are 0 or Inf there.
@@ -104,12 +105,15 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             inputs = map(leaks.argument, flat.names, _jaxpr.in_avals(jaxpr))
             around = Place(user=caller())
             leaks.walk.through(jaxpr, [*inputs], (), around)
-            residuals = Flow(jaxpr, around, steps).residual_bytes()
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards = of_products(jaxpr, around, default) + of_numbers(numbers)
-            attention = Attentions().found(jaxpr, around)
-            return leaks.report(residuals, Hazards(dict.fromkeys(hazards)), attention)
+            return DtypeReport(
+                residual_bytes=Flow(jaxpr, around, steps).residual_bytes(),
+                hazards=Hazards(dict.fromkeys(hazards)),
+                attention=Attentions().found(jaxpr, around),
+                **leaks.found(),
+            )
 
     return uncalled("audit", fun, audited)
 

@@ -27,14 +27,11 @@ _WRONG_ON_DEVICES = (
     f"{_WRONG} and in float32 at default precision: TF32 on A100 and later (rounded by "
     "0.05%), bfloat16 on a TPU (0.2%)"
 )
-_KEPT = "kept in float32 by autocast"
-_AS_WRITTEN = "not float32, so autocast left it as you wrote it"
 _PARTS = (
     "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
     "a.imag @ b.real)"
 )
-_ROWS = 10  # of leaks, and of products that autocast kept
-_LINES = 5  # of those that compute other things in float32
+_ROWS = 10  # of each table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,18 +86,17 @@ class Leak:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """An operation that :func:`jaxmp.autocast` left in float32, or in 16 bits, and why.
+    """A matmul that :func:`jaxmp.autocast` left in float32, or in 16 bits, and why.
 
     Attributes:
         operation: Name of the JAX primitive.
         reason: Why it was left.
         count: The number of times that it runs.
-        flops: FLOPs, if it is a matmul.
+        flops: FLOPs.
         module: Named scopes.
         where: ``file:line``.
         dtype: The widest dtype that it reads or returns: float32, or one that autocast
             leaves as it was written, such as complex64.
-        size: The bytes of its results, over all the times that it runs.
 
     Examples:
         >>> kept_in_float32 = jaxmp.float32_region(jnp.matmul)
@@ -118,7 +114,6 @@ class Kept:
     module: str
     where: str
     dtype: str = "float32"
-    size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +197,8 @@ class DtypeReport:
         flops: FLOPs of matmuls and convolutions by the dtype of their inputs, the wider
             one if they differ.
         leaks: Causes of float32 and float64 matmuls, worst first, each once.
-        kept: The operations that autocast left in float32, or in another dtype that is
-            no 16 bits, matmuls first.
+        kept: The matmuls that autocast left in float32, or in another dtype that is no
+            16 bits, the largest first.
         kept_16bit: The matmuls that autocast left in 16 bits under a policy that asks
             for float8.
         residual_bytes: Bytes by dtype that the forward pass stores for the backward
@@ -281,7 +276,6 @@ def _lines(report: DtypeReport) -> Iterator[str]:
     return paragraphs(
         _dtype_lines(report),
         _leak_lines(report),
-        _kept_16bit_lines(report),
         _kept_lines(report),
         _complex_lines(report),
         _hazard_lines(report.hazards),
@@ -314,8 +308,7 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
         return
     yield f"{wide_name(report)} because of"
     rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
-    yield from table(rows, _ROWS)
-    yield from more(rows, _ROWS, "leaks")
+    yield from table(rows, _ROWS, "leaks")
     for kind in dict.fromkeys(leak.kind for leak in report.leaks if leak.meets_16bit):
         if kind in _CURES:
             yield from wrapped(_CURES[kind], "  ", "    ")
@@ -338,39 +331,20 @@ def wide_name(report: DtypeReport) -> str:
 
 
 def _kept_lines(report: DtypeReport) -> Iterator[str]:
-    """Yields a line for each product, and the largest lines of all the rest."""
-    for heading, in_float32 in ((_KEPT, True), (_AS_WRITTEN, False)):
-        rows = [x for x in report.kept if (x.dtype == "float32") == in_float32]
-        if rows:
-            yield heading
-            yield from _rows_kept(report, rows)
-
-
-def _rows_kept(report: DtypeReport, rows: Sequence[Kept]) -> Iterator[str]:
-    products = [kept for kept in rows if kept.flops]
-    yield from _product_lines(report, products, "kept")
-    lines: dict[tuple[str, str], list[Kept]] = {}
-    for kept in rows:
-        if not kept.flops:
-            lines.setdefault((kept.module, kept.where), []).append(kept)
-    if not lines:
-        return
-    sizes = {key: sum(x.size for x in line) for key, line in lines.items()}
-    count = sum(x.count for line in lines.values() for x in line)
-    written = f"{unit(sum(sizes.values()), 1024)}B"
-    text = f"{count} operations other than matmuls write {written}, most in these lines"
-    yield from wrapped(f"{text}:", "  ", "  ")
-    worst = []
-    for key in sorted(lines, key=lambda key: -sizes[key])[:_LINES]:
-        largest = max(lines[key], key=lambda x: x.size)
-        name = f"{largest.operation}, {largest.reason}"
-        worst.append((f"{unit(sizes[key], 1024)}B", name, largest))
-    yield from table(worst, _LINES)
-    text = (
-        "They cost memory traffic only. `report.kept` has all of them, and "
-        "`jaxmp.explain` the reason for each line."
-    )
-    yield from wrapped(text, "  ", "  ")
+    total = sum(report.flops.values())
+    in_float32 = [row for row in report.kept if row.dtype == "float32"]
+    others = [row for row in report.kept if row.dtype != "float32"]
+    for heading, field, kept in (
+        ("kept in 16 bits by autocast", "kept_16bit", report.kept_16bit),
+        ("kept in float32 by autocast", "kept", in_float32),
+        ("not float32, so autocast left it as you wrote it", "kept", others),
+    ):
+        rows = [
+            (f"{row.flops / total:.1%}", f"{row.operation}, {row.reason}", row)
+            for row in kept
+        ]
+        yield from [heading] * bool(rows)
+        yield from table(rows, _ROWS, field)
 
 
 def _complex_lines(report: DtypeReport) -> Iterator[str]:
@@ -380,65 +354,40 @@ def _complex_lines(report: DtypeReport) -> Iterator[str]:
         yield from wrapped(_PARTS, "    ", "        ", is_code=True)
 
 
-def _kept_16bit_lines(report: DtypeReport) -> Iterator[str]:
-    if report.kept_16bit:
-        yield "kept in 16 bits by autocast"
-        yield from _product_lines(report, report.kept_16bit, "kept_16bit")
-
-
-def _product_lines(
-    report: DtypeReport, products: Sequence[Kept], field: str
-) -> Iterator[str]:
-    total = sum(report.flops.values())
-    rows = [
-        (f"{kept.flops / total:.1%}", f"{kept.operation}, {kept.reason}", kept)
-        for kept in products
-    ]
-    yield from table(rows, _ROWS)
-    yield from more(rows, _ROWS, field)
-
-
 def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
     """Yields two lines or more for each hazard: what it is, and what to type."""
-    shown = hazards[:_ROWS]
     for heading, on_devices in ((_WRONG, False), (_WRONG_ON_DEVICES, True)):
-        rows = [row for row in shown if row.at_default_precision == on_devices]
-        if rows:
-            yield from wrapped(heading, "", "  ")
+        rows = [x for x in hazards[:_ROWS] if x.at_default_precision == on_devices]
+        yield from wrapped(heading * bool(rows), "", "  ")
         for row in rows:
-            yield from _lines_of_hazard(row)
+            subject = "a number" if row.kind == "number" else "the matmul"
+            yield from wrapped(f"{subject} {_at(row)}", "  ", "    ")
+            yield from wrapped(row.cure, "    ", "        ", is_code=True)
     yield from more(hazards, _ROWS, "hazards")
 
 
-def _lines_of_hazard(row: Hazard) -> Iterator[str]:
+def _at(row: Hazard | UnfusedAttention) -> str:
     module = f" in {row.module}" if row.module else ""
-    subject = "a number" if row.kind == "number" else "the matmul"
-    line = short_line(row.where)
-    yield from wrapped(f"{subject} at {line}{module}: {row.why}", "  ", "    ")
-    yield from wrapped(row.cure, "    ", "        ", is_code=True)
+    return f"at {short_line(row.where)}{module}: {row.why}"
 
 
 def _attention_lines(report: DtypeReport) -> Iterator[str]:
-    """Yields a line for each attention that is written out, and two for all others."""
     written = [row for row in report.attention if not row.why]
     if written:
         text = "attention without a fused kernel: `jaxmp.dot_product_attention` saves"
         yield from wrapped(text, "", "  ")
     rows = [(f"{unit(x.bytes, 1024)}B", "of attention weights", x) for x in written]
-    yield from table(rows, _ROWS)
+    yield from table(rows, _ROWS, "attention")
     others = [row for row in report.attention if row.why]
     if others:
         yield "attention that is not cuDNN's kernel on an NVIDIA GPU"
     for row in others[:_ROWS]:
-        module = f" in {row.module}" if row.module else ""
-        text = f"at {short_line(row.where)}{module}: {row.why}"
-        yield from wrapped(text, "  ", "    ")
+        yield from wrapped(_at(row), "  ", "    ")
     yield from more(others, _ROWS, "attention")
 
 
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
-    if not report.residual_bytes:
-        return
-    yield "saved residuals (for the backward pass)"
-    for dtype, size in report.residual_bytes.items():
+    if report.residual_bytes:
+        yield "saved residuals (for the backward pass)"
+    for dtype, size in (report.residual_bytes or {}).items():
         yield f"  {dtype:<10}{unit(size, 1024):>10}B"
