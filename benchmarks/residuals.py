@@ -88,11 +88,10 @@ def main(
         new = without_maxima()
         results.update("residuals", BOUND, h200.HARDWARE, new, "form")
         return
-    for name in networks:
-        new, by = counts(name), ("network", "form")
-        results.update("residuals", "counted", h200.HARDWARE, new, *by)
-        away = [{"network": name} | errors(name)]
-        results.update("residuals", "errors", results.hardware(), away, "network")
+    away = ({"network": name} | errors(name) for name in networks)
+    results.update("residuals", "errors", results.hardware(), away, "network")
+    new, by = (row for name in networks for row in counts(name)), ("network", "form")
+    results.update("residuals", "counted", h200.HARDWARE, new, *by)
 
 
 def counts(name: str) -> Iterator[dict[str, Any]]:

@@ -237,7 +237,8 @@ def mlp(batch_size: int, features: int, **sizes: Any) -> Network:
     return Network(model, batch_size, example)
 
 
-def _label(random, image, classes):
+def one_label(random, image, classes):
+    """Returns a label for an image."""
     return random.integers(classes, dtype=np.int32)
 
 
@@ -259,7 +260,10 @@ def sequence_model(model: nn.Module, batch_size: int) -> Network:
 
 
 def image_classifier(
-    model: nn.Module, batch_size: int, image: int, labels: Callable[..., Any] = _label
+    model: nn.Module,
+    batch_size: int,
+    image: int,
+    labels: Callable[..., Any] = one_label,
 ) -> Network:
     """Returns a model of square images, on random ones.
 

@@ -23,6 +23,7 @@ from .basic import (
     causal_attention,
     image_classifier,
     mlp,
+    one_label,
     resnet,
     rotated,
     sequence_model,
@@ -796,24 +797,43 @@ class Both(NamedTuple):
     small: Network
 
 
+# What a small model has of each, if it has that at all and nothing else is said.
+FEW = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "vocabulary": 64,
+    "length": 16,
+    "patch": 4,
+    "classes": 10,
+}
+
+
+def in_small(make: Callable[..., Any], sizes: dict[str, Any]) -> Any:
+    """Returns a model with a few of everything."""
+    few = {name: size for name, size in FEW.items() if hasattr(make(), name)}
+    return make(**few | sizes)
+
+
 def tokens(make: Callable[..., Any], batch_size: int, **small: Any) -> Both:
-    """Returns a model of tokens, which in small has a few of everything."""
-    usual = sequence_model(make(), batch_size)
-    few = {"layers": 2, "width": 32, "vocabulary": 64, "length": 16}
-    return Both(usual, sequence_model(make(**few | small), 8))
+    """Returns a model of tokens."""
+    return Both(
+        sequence_model(make(), batch_size), sequence_model(in_small(make, small), 8)
+    )
 
 
 def images(
     make: Callable[..., Any],
     sizes: tuple[int, int],
-    small_sizes: tuple[int, int],
-    labels: Callable[..., Any] | None = None,
+    small_sizes: tuple[int, int] = (8, 16),
+    labels: Callable[..., Any] = one_label,
     **small: Any,
 ) -> Both:
     """Returns a model of images; sizes are those of a batch and of an image."""
-    more = [labels] if labels else []
-    usual = image_classifier(make(), *sizes, *more)
-    return Both(usual, image_classifier(make(**small), *small_sizes, *more))
+    return Both(
+        image_classifier(make(), *sizes, labels),
+        image_classifier(in_small(make, small), *small_sizes, labels),
+    )
 
 
 def numbers(
@@ -841,7 +861,7 @@ def numbers(
 
         return Network(model, batch_size, example)
 
-    return Both(network(make(), *shape), network(make(**small), *small_shape))
+    return Both(network(make(), *shape), network(in_small(make, small), *small_shape))
 
 
 def _pixels(random, image, classes):
@@ -850,59 +870,39 @@ def _pixels(random, image, classes):
 
 _GPT = partial(GPT, layers=4, width=512, heads=8, vocabulary=8192, length=512)
 _SCANNED = partial(Rematerialised, True)
+_WRITTEN = partial(_SCANNED, length=512, attention=causal_attention)
+_STAGES = (1, 8, 1, 1), (4, 12, 2, 2)
 _BOTH: dict[str, Both] = {
-    "llama": tokens(Llama, 16, heads=2),
-    "gpt": tokens(_GPT, 16, heads=2),
-    "gpt, scanned": tokens(
-        partial(_SCANNED, length=512, attention=causal_attention), 16, heads=2
-    ),
-    "mixture of experts": tokens(MixtureOfExperts, 16, heads=2, experts=4),
-    "vit": images(
-        ViT, (64, 224), (8, 16), layers=2, width=32, heads=2, patch=4, classes=10
-    ),
-    "convnext": images(
-        ConvNeXt, (64, 128), (8, 16), layers=(1, 1), width=16, classes=10
-    ),
+    "llama": tokens(Llama, 16),
+    "gpt": tokens(_GPT, 16),
+    "gpt, scanned": tokens(_WRITTEN, 16),
+    "mixture of experts": tokens(MixtureOfExperts, 16, experts=4),
+    "vit": images(ViT, (64, 224)),
+    "convnext": images(ConvNeXt, (64, 128), layers=(1, 1), width=16),
     "resnet": Both(
         resnet(64, image=128, stages=(2, 2, 2), bottleneck=True),
         resnet(8, image=16, stages=(1, 1), width=8, classes=10),
     ),
-    "u-net": images(UNet, (16, 128), (4, 16), _pixels, width=8, levels=2),
+    "u-net": images(
+        UNet, (16, 128), (4, 16), _pixels, width=8, levels=2, classes=UNet.classes
+    ),
     "lstm": tokens(Recurrent, 128),
     "state space": tokens(StateSpace, 16),
     "mlp": Both(
         mlp(512, features=1024, width=2048, layers=4),
         mlp(32, features=32, width=64, layers=2, classes=10),
     ),
-    "bert": tokens(BERT, 32, heads=2),
-    "mixer": images(Mixer, (64, 224), (8, 16), layers=2, width=32, patch=4, classes=10),
-    "efficientnet": images(
-        EfficientNet,
-        (64, 128),
-        (8, 16),
-        stages=((1, 8, 1, 1), (4, 12, 2, 2)),
-        stem=8,
-        head=32,
-        classes=10,
-    ),
-    "densenet": images(
-        DenseNet, (64, 128), (8, 32), blocks=(2, 2), growth=8, classes=10
-    ),
+    "bert": tokens(BERT, 32),
+    "mixer": images(Mixer, (64, 224)),
+    "efficientnet": images(EfficientNet, (64, 128), stages=_STAGES, stem=8, head=32),
+    "densenet": images(DenseNet, (64, 128), (8, 32), blocks=(2, 2), growth=8),
     "graph network": numbers(
-        GraphNetwork,
-        (8, 1024, 16),
-        (4, 16, 16),
-        axes=1,
-        nodes=16,
-        degree=4,
-        width=32,
-        steps=2,
-        classes=10,
+        GraphNetwork, (8, 1024, 16), (4, 16, 16), 1, nodes=16, degree=4, steps=2
     ),
     "gemma": tokens(Gemma, 16, heads=4),
     "gru": tokens(partial(Recurrent, nn.GRUCell), 128),
-    "transformer, rematerialised": tokens(Rematerialised, 32, heads=2),
-    "transformer, scanned and rematerialised": tokens(_SCANNED, 32, heads=2),
+    "transformer, rematerialised": tokens(Rematerialised, 32),
+    "transformer, scanned and rematerialised": tokens(_SCANNED, 32),
     "mamba 2": tokens(Mamba2, 16, head_size=16, states=8, chunk=8, length=32),
     "convolutional lstm": numbers(
         ConvolutionalLSTM,
@@ -911,28 +911,19 @@ _BOTH: dict[str, Both] = {
         axes=3,
         width=8,
         size=3,
+        classes=ConvolutionalLSTM.classes,
     ),
-    "highway network": numbers(Highway, (4096, 784), (32, 32), width=64),
+    "highway network": numbers(
+        Highway, (4096, 784), (32, 32), width=64, layers=Highway.layers
+    ),
     "fourier operator": numbers(
-        FourierOperator,
-        (16, 128, 128, 3),
-        (4, 16, 16, 3),
-        axes=2,
-        layers=2,
-        width=16,
-        modes=4,
-        classes=10,
+        FourierOperator, (16, 128, 128, 3), (4, 16, 16, 3), 2, width=16, modes=4
     ),
     "deep set with a maximum": numbers(
-        DeepSet, (64, 1000, 3), (8, 32, 3), width=32, classes=10
+        DeepSet, (64, 1000, 3), (8, 32, 3), layers=DeepSet.layers
     ),
     "convnext v2": images(
-        partial(ConvNeXt, second=True),
-        (64, 128),
-        (8, 16),
-        layers=(1, 1),
-        width=16,
-        classes=10,
+        partial(ConvNeXt, second=True), (64, 128), layers=(1, 1), width=16
     ),
 }
 NAMES = tuple(_BOTH)  # and two that differ from one of these by their attention alone
@@ -940,9 +931,7 @@ _BOTH |= {
     "llama, grouped queries": tokens(
         partial(Llama, key_heads=4), 16, heads=4, key_heads=2
     ),
-    "bert, no attention dropout": tokens(
-        partial(BERT, attention_dropout=0.0), 32, heads=2
-    ),
+    "bert, no attention dropout": tokens(partial(BERT, attention_dropout=0.0), 32),
 }
 FAMILIES: dict[str, Network] = {name: both.usual for name, both in _BOTH.items()}
 FAMILIES |= fused(FAMILIES)

@@ -162,33 +162,6 @@ class Program:
         fun = self.step(gradient=self.asks_gradient)
         return jaxmp.find_overflow(fun)(*self.args())
 
-    def text(self) -> str:
-        """Returns the program as a file that runs by itself."""
-        args = repr(
-            jax.tree.map(lambda x: np.asarray(x).tolist(), (self.params, self.x))
-        )
-        fun = "loss"
-        if self.asks_gradient:
-            fun = f"jaxmp.value_and_grad(loss, loss_scale={self.scale})"
-        if self.cast == "autocast":
-            fun = f'jaxmp.autocast({fun}, "float16")'
-        cast = ', "float16"' if self.cast == "arguments" else ', "float32"'
-        policy = 'jaxmp.get_policy("mixed_float16")'
-        return "\n".join(
-            [
-                *self.lines,
-                "",
-                f"DTYPE = {'float16' if self.cast == 'dtype=' else None!r}",
-                f"POLICY = {policy if self.cast == 'with_policy' else None}",
-                "inf, nan = jnp.inf, jnp.nan",
-                f"p, x = {args}",
-                "as_arrays = {k: jnp.array(v) for k, v in p.items()}, jnp.array(x)",
-                f"args = jaxmp.cast_tree(as_arrays{cast})",
-                f"print(jaxmp.find_overflow({fun})(*args))",
-                "",
-            ]
-        )
-
 
 def program(kind: str, seed: int) -> Program:
     """Returns a random program with a fault of a kind.

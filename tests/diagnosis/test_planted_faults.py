@@ -18,7 +18,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 def check(program):
     report = program.search()
-    told = f"{planted.verdict(report)} {report.advice}\n\n{program.text()}"
+    told = f"{planted.verdict(report)} {report.advice}\n\n{program}"
     assert planted.names_it(program, report), told
     if program.kind != planted.NOTHING:
         assert planted.is_cured(program, report), told
