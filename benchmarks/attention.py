@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .counting import h200, results
-from .counting.results import Table
+from .counting.results import Table, ratio
 from .counting.steps import AUTOCAST, contestant
 from .machinery import count
 from .networks.basic import NETWORKS, Network
@@ -61,14 +61,19 @@ def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any
             yield {"network": name, "form": form} | kept
 
 
-def shares(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Returns which share of bytes and of temporary memory is left, by network."""
+def by_form(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Returns the rows of each network, written out and fused."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.setdefault(row["network"], {})[row["form"]] = row
+    return {name: (both["written"], both["fused"]) for name, both in found.items()}
+
+
+def shares(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Returns which share of bytes and of temporary memory is left, by network."""
     return {
-        name: tuple(x["fused"][key] / x["written"][key] for key in ("bytes", "temp"))
-        for name, x in found.items()
+        name: tuple(fused[key] / written[key] for key in ("bytes", "temp"))
+        for name, (written, fused) in by_form(rows).items()
     }
 
 
@@ -76,19 +81,16 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
     """Yields what is left in each dtype."""
     yield Table(SAVED, ())
     for dtype, result in found.items():
-        left, by_form = shares(result["rows"]), {"written": {}, "fused": {}}
-        for row in result["rows"]:
-            by_form[row["form"]][row["network"]] = row
         rows = [
             {
                 "": name,
-                "GB": f"{by_form['written'][name]['bytes'] / 1e9:.1f}",
-                "GB with cuDNN": f"{by_form['fused'][name]['bytes'] / 1e9:.1f}",
-                "share of GB": f"{of_bytes:.2f}",
-                "temporary MiB": f"{by_form['written'][name]['temp'] / 2**20:.0f}",
-                "MiB with cuDNN": f"{by_form['fused'][name]['temp'] / 2**20:.0f}",
-                "share of MiB": f"{of_memory:.2f}",
+                "GB": f"{old['bytes'] / 1e9:.1f}",
+                "GB with cuDNN": f"{new['bytes'] / 1e9:.1f}",
+                "share of GB": ratio(new["bytes"], old["bytes"]),
+                "temporary MiB": f"{old['temp'] / 2**20:.0f}",
+                "MiB with cuDNN": f"{new['temp'] / 2**20:.0f}",
+                "share of MiB": ratio(new["temp"], old["temp"]),
             }
-            for name, (of_bytes, of_memory) in left.items()
+            for name, (old, new) in by_form(result["rows"]).items()
         ]
         yield Table(f"### {dtype}\n", rows, [result])

@@ -125,7 +125,7 @@ def errors(
             "rounded": jaxmp.autocast(grad, dtype, ops=rounded),
             "inside": jax.value_and_grad(jaxmp.autocast(exact, dtype), has_aux=True),
         }
-        yield {"network": name} | _both(errors_of(network, grad, forms, seeds))
+        yield {"network": name} | errors_of(network, grad, forms, seeds)
 
 
 def errors_of_passes(networks: tuple[str, ...], seeds: int) -> Iterator[dict[str, Any]]:
@@ -134,15 +134,7 @@ def errors_of_passes(networks: tuple[str, ...], seeds: int) -> Iterator[dict[str
         network = SMALL[name]
         grad = jax.value_and_grad(loss_of(network.model.apply), has_aux=True)
         forms = {dtypes: jaxmp.autocast(grad, f"mixed_{dtypes}") for dtypes in PASSES}
-        yield {"network": name} | _both(errors_of(network, grad, forms, seeds))
-
-
-def _both(found: dict[str, tuple[float, float]]) -> dict[str, float]:
-    return {
-        f"{what}, {form}": both[i]
-        for i, what in enumerate(("loss", "gradient"))
-        for form, both in found.items()
-    }
+        yield {"network": name} | errors_of(network, grad, forms, seeds)
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:

@@ -136,7 +136,7 @@ def loss_of(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def errors_of(
     network: Network, grad: Callable, forms: dict[str, Callable], seeds: int
-) -> dict[str, tuple[float, float]]:
+) -> dict[str, float]:
     """Returns how far loss and gradients of each form are from those of float32.
 
     Args:
@@ -145,8 +145,7 @@ def errors_of(
         forms: The same function in other forms, by name.
         seeds: For how many batches and parameters to take the mean.
     """
-    found: dict[str, list[tuple[float, float]]] = {form: [] for form in forms}
-    compiled: dict[str, Any] = {}
+    rows, compiled = [], dict[str, Any]()
     for seed in range(seeds):
         x, y = network.batch(seed=seed)
         variables = jax.jit(network.model.init)(jax.random.key(seed), x)
@@ -156,17 +155,13 @@ def errors_of(
             for form, fun in {"float32": grad, **forms}.items()
         }
         (loss, _), grads = compiled["float32"](*args)
-        for form, rows in found.items():
+        row = {}
+        for form in forms:
             (got, _), got_grads = compiled[form](*args)
-            away = float(abs(got - loss) / abs(loss))
-            rows.append((away, float(relative_error(got_grads, grads))))
-    return {
-        form: (
-            float(np.mean([x for x, _ in rows])),
-            float(np.mean([y for _, y in rows])),
-        )
-        for form, rows in found.items()
-    }
+            row[f"loss, {form}"] = float(abs(got - loss) / abs(loss))
+            row[f"gradient, {form}"] = float(relative_error(got_grads, grads))
+        rows.append(row)
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
 
 
 def by_hand(network, dtype, accum_steps, tx: Any = ADAM, skips=False):

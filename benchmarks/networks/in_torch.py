@@ -9,10 +9,12 @@ memory; "written" attention does the same arithmetic as the JAX model.
 prints a row of JSON for each. ``python -m benchmarks gpu`` starts it.
 """
 
+import gc
 import json
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
@@ -104,32 +106,32 @@ def training_step(attention: Callable, tiny: bool) -> Callable[[], None]:
     return step
 
 
-def main(tiny: bool) -> None:
-    """Times a training step with each attention, and prints its row."""
-    effort = {"seconds": 0.0, "rounds": 2} if tiny else {"seconds": 0.2, "rounds": 7}
+def measure(attention: Callable, tiny: bool) -> dict[str, Any]:
+    """Times a training step."""
+    torch.compiler.reset()
+    gc.collect()  # the model before
+    step = training_step(attention, tiny)
 
-    def wait(_=None):
+    def wait(_):
         if CUDA:
             torch.cuda.synchronize()
 
-    for attention in (fused_attention, written_attention):
-        torch.compiler.reset()
-        step = training_step(attention, tiny)
-        for _ in range(1 if tiny else 3):
-            step()
-        if CUDA:  # without what it has tried out
-            torch.cuda.reset_peak_memory_stats()
-        times = 1e3 * timing.of_calls(step, wait, **effort)
-        row = {
-            "network": "gpt-160m",
-            "fused": attention is fused_attention,
-            "ms": timing.spread(times),
-            "peak MiB": torch.cuda.max_memory_allocated() / 2**20 if CUDA else None,
-        }
-        print(json.dumps(row), flush=True)
+    for _ in range(1 if tiny else 3):
+        step()
+    if CUDA:  # without what it has tried out
+        torch.cuda.reset_peak_memory_stats()
+    effort = {"seconds": 0.0, "rounds": 2} if tiny else {"seconds": 0.2, "rounds": 7}
+    times = 1e3 * timing.of_calls(step, wait, **effort)
+    return {
+        "network": "gpt-160m",
+        "fused": attention is fused_attention,
+        "ms": timing.spread(times),
+        "peak MiB": torch.cuda.max_memory_allocated() / 2**20 if CUDA else None,
+    }
 
 
 if __name__ == "__main__":
     if not (CUDA or "--tiny" in sys.argv):
         raise SystemExit("PyTorch finds no NVIDIA GPU.")
-    main("--tiny" in sys.argv)
+    for attention in (fused_attention, written_attention):
+        print(json.dumps(measure(attention, "--tiny" in sys.argv)), flush=True)
