@@ -1,6 +1,7 @@
 """What is known of a value while the plan is made, and no array is there."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -96,6 +97,21 @@ def of_literal(atom: Any) -> Facts:
     if number is None:
         return GIVEN
     return Facts(given=True, scalar=np.asarray(number, atom.aval.dtype)[()])
+
+
+def one_of(several: Sequence[Facts]) -> Facts:
+    """Returns what is known of a value that is moved from one of several."""
+    first, *others = several
+    if not others:
+        return first
+    dtype = first.dtype if all([x.dtype == first.dtype for x in others]) else None
+    is_stored = dtype is not None and any([x.stored is not None for x in several])
+    return Facts(
+        dtype,
+        all([x.given for x in several]),
+        tangent=any([x.tangent for x in several]),
+        stored=() if is_stored else None,
+    )
 
 
 def stacks(stored: tuple[int, ...] | None) -> tuple[int, ...]:

@@ -87,15 +87,24 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]], scopes: Scopes) -
         scopes: Named scopes around it.
 
     Returns:
-        A way for each of ``carried`` from which one without a product leads back to
-        itself, over one iteration or several.
+        A way for each group of ``carried`` that lead to one another without one, over
+        one iteration or several, and so each back to itself.
     """
     inputs = _jaxpr.in_vars(body)
     carried = [(place, out) for place, out in carried if is_float32(inputs[place])]
     made = _MADE.through(body, [1 << i for i in range(len(inputs))], scopes)
     for place, out in carried:  # each iteration takes what another returns
         made = [x | made[out] if x >> place & 1 else x for x in made]
-    return tuple((1 << i, 1 << out) for i, out in carried if made[out] >> i & 1)
+    groups = [
+        [(i, end) for i, end in carried if made[out] >> i & made[end] >> place & 1]
+        for place, out in carried
+    ]
+    ways = [
+        (joined(1 << i for i, _ in group), joined(1 << end for _, end in group))
+        for group in groups
+        if group
+    ]
+    return tuple(dict.fromkeys(ways))
 
 
 def _given(eqn: Equation, ins: list[bool], at: At) -> list[bool]:

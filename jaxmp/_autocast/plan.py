@@ -294,7 +294,8 @@ class Planner:
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
         how, by = decide(row, ins, dtype, kept=kept)
         if kind == "call":
-            outs = (Facts(given=_all_given(ins), tangent=tangent),) * len(eqn.outvars)
+            given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], At())
+            outs = tuple([Facts(given=one, tangent=tangent) for one in given])
             return Step(*row, how, by, dtype, outs, tangent=tangent)
         why, precision = self._why_16bit(row, ins), "default"
         float8 = why is None
@@ -472,17 +473,18 @@ class Planner:
             bodies = tuple(
                 [self._body(body, ins, demand, ends, scopes) for body in layout.bodies]
             )
-            first, *others = [plan.outs for _, plan in bodies]
-            dtypes = [{x.dtype for x in xs} for xs in zip(first, *others, strict=True)]
-            if all(len(found) == 1 for found in dtypes):
+            found = [*zip(*[plan.outs for _, plan in bodies], strict=True)]
+            dtypes = [{x.dtype for x in several} for several in found]
+            if all(len(several) == 1 for several in dtypes):
                 break
             # Branches must agree, so one that returns float32 decides.
             ends = tuple(
-                "wide" if len(found) > 1 else end
-                for found, end in zip(dtypes, ends, strict=True)
+                "wide" if len(several) > 1 else end
+                for several, end in zip(dtypes, ends, strict=True)
             )
-        is_known = not others and kind not in ("custom_vjp", "shard_map")
-        outs = first if is_known else tuple([Facts(x.dtype) for x in first])
+        outs = tuple([facts.one_of(several) for several in found])
+        if kind in ("custom_vjp", "shard_map"):
+            outs = (facts.NOTHING,) * len(outs)
         return Inside(tuple(passed), bodies, demand, scopes), outs
 
     def _body(
@@ -587,13 +589,8 @@ class Planner:
             ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
-            carried = [
-                x._replace(
-                    dtype=x.dtype if x.dtype == out.dtype else None,
-                    given=x.given and out.given,
-                )
-                for x, out in zip(before, inner[1].outs, strict=False)
-            ]
+            pairs = zip(before, inner[1].outs, strict=False)
+            carried = [facts.one_of(pair) for pair in pairs]
             if carried == before:
                 break
         passed[start:stop] = [x.dtype or "wide" for x in carried]
@@ -605,15 +602,15 @@ class Planner:
         outs = []
         for i, (var, out) in enumerate(zip(eqn.outvars, inner[1].outs, strict=True)):
             half = out.half and is_float32(var)
-            stacks = kind == "scan" and i not in layout.fixed_out and half
-            is_stored = stacks and needs.has_backward(demand.wanted[i])
-            outs.append(
-                Facts(
-                    out.dtype if half else None,
-                    tangent=again,
-                    stored=facts.stacks(out.stored) if is_stored else None,
-                )
-            )
+            stored = out.stored
+            if i in layout.fixed_out:
+                stored = carried[i].stored
+            elif stored is not None or needs.has_backward(demand.wanted[i]):
+                stored = facts.stacks(stored)
+            known = Facts(given=out.given, tangent=again)
+            if half:
+                known = known._replace(dtype=out.dtype, stored=stored)
+            outs.append(known)
         planned = Inside(tuple(passed), tuple(bodies), demand, scopes, weights)
         return planned, tuple(outs)
 
@@ -630,8 +627,12 @@ class Planner:
             half = start.half or is_number or needs.is_rounded_for_products(need)
             half = half and is_float32(eqn.outvars[out]) and not start.tangent
             half = half and needs.is_carried(row.read.wanted[out], need)
-            is_given = start.given and given[out]
-            return Facts(dtype if half else None, is_given, tangent=start.tangent)
+            return Facts(
+                dtype if half else None,
+                start.given and given[out],
+                tangent=start.tangent,
+                stored=() if half and start.stored is not None else None,
+            )
 
         return [known(*pair) for pair in zip(layout.fixed_out, starts, strict=True)]
 

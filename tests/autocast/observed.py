@@ -254,7 +254,7 @@ class _Program:
         for i, var in enumerate(eqn.outvars):
             if i in carried:
                 of = [ins[start + i], outs[i]]
-                results.append(new("last", of, var, facts.get(var)))
+                results.append(new("last", of, var, facts.get(var), params=eqn.params))
             else:
                 results.append(new("stack of scan", [outs[i]], var, facts.get(var)))
         for test in tests:

@@ -258,9 +258,8 @@ class _Program:
 
     def _inputs(self) -> set[Value]:
         """Finds arguments, constants, and what is made of them without a matmul."""
-        none = {"last", "stack of scan", "branches", "out of custom"}
-        inputs = {v for v in self.values if v.op not in none and not self.is_matmul(v)}
-        inputs -= self.numbers
+        inputs = {v for v in self.values if v.op != "out of custom"} - self.numbers
+        inputs = {v for v in inputs if not self.is_matmul(v)}
         while True:
             gone = {
                 v for v in inputs if any(x not in inputs for x in self.arguments(v))
@@ -297,14 +296,11 @@ class _Program:
         while todo:
             for r, i in todo.pop().consumers:
                 passes = self.is_move(r) or (r.op == "into custom" and not r.kept)
-                if r.op == "carry" and i == 1 and r not in self.half:
-                    passes = self.last_feeds(r)
-                    yield r, i
                 if passes or (scaled and self.scales(r)):
                     if r not in seen:
                         seen.add(r)
                         todo.append(r)
-                elif r.op != "carry" and not self.reads_nothing(r):
+                elif not self.reads_nothing(r):
                     yield r, i
 
     # Read exactly.
@@ -532,7 +528,9 @@ def _cycles(values: list[Value], stops: Any) -> set[Value]:
                     continue
                 index[v] = low[v] = len(index)
                 stack.append(v)
-                of = [x for x in v.of if isinstance(x, Value) and not stops(x)]
+                # A scan has an iteration, and what that returns is the last value.
+                of = v.of[1:] if v.op == "last" and "length" in v.params else v.of
+                of = [x for x in of if isinstance(x, Value) and not stops(x)]
                 todo.append((v, of))
                 todo += [(x, None) for x in of if x not in index]
                 continue

@@ -14,6 +14,7 @@ from conftest import at_once, both_dtypes, normal, rest_is_evidence, usually_bfl
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 WIDTH, DEPTH = 16, 5
+F32 = np.float32
 
 
 def dense(h, layer):
@@ -142,6 +143,14 @@ def swapped(p, x):
     return lax.scan(iteration, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
 
 
+def second_order(p, x):
+    def trip(pair, w):
+        last, before = pair
+        return (0.5 * last + 0.4 * before + x @ p["in"] @ w, last), None
+
+    return lax.scan(trip, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
+
+
 def in_float32(p, x):
     norm = jaxmp.float32_region(lambda h: h / jnp.linalg.norm(h))
     return lax.scan(lambda h, w: (norm(h) @ w, None), x @ p["in"], p["layers"]["w"])
@@ -161,6 +170,7 @@ def with_computed_weights(p, x):
         decaying,
         counted,
         swapped,
+        second_order,
         in_float32,
         with_computed_weights,
     ],
@@ -172,6 +182,47 @@ def test_what_grows_or_is_kept_stays_float32(fun, dtype):
 
     found = carried(jaxmp.autocast(read_by_a_product, dtype), params(), X)
     assert found == [{"float32"}]
+
+
+@both_dtypes
+def test_the_gate_of_the_last_value_but_one_has_its_digits(dtype):
+    """Of a filter of second order, whose gates a product reads too."""
+
+    def filtered(p, xs, dot):
+        def trip(pair, x):
+            last, before = pair
+            gate = jax.nn.sigmoid(dot(x, p["gate"]) + 5)
+            now = 0.01 * last + gate * before + dot(x, p["in"])
+            return (now, last), dot(gate, p["out"])
+
+        return lax.scan(trip, (jnp.zeros((4, WIDTH)),) * 2, xs)[0]
+
+    def by_hand(x, w):
+        return jnp.matmul(*jaxmp.cast_tree((x, w), dtype), preferred_element_type=F32)
+
+    p = {x: normal(i, WIDTH, WIDTH) / 8 for i, x in enumerate(["gate", "in", "out"])}
+    exact, found, own = at_once(
+        lambda *args: filtered(*args, jnp.matmul),
+        jaxmp.autocast(lambda *args: filtered(*args, jnp.matmul), dtype),
+        lambda *args: filtered(*args, by_hand),
+    )(p, normal(3, 400, 4, WIDTH))
+    assert 0 < relative_error(found, exact) < 1.5 * relative_error(own, exact)
+
+
+@both_dtypes
+def test_a_recurrent_layer_carries_16_bits_in_chunks_too(dtype):
+    def loss(p, xs):
+        def layer(h, xs):
+            trip = lambda h, x: (jnp.tanh(x @ p["u"] + h @ p["w"]), None)  # noqa: E731
+            return lax.scan(trip, h, xs)
+
+        h, _ = lax.scan(layer, jnp.zeros((6, WIDTH)), xs)
+        return jnp.mean((h @ p["o"]) ** 2)
+
+    p = {"u": normal(0, 8, WIDTH), "w": normal(1, WIDTH, WIDTH) / 4}
+    p["o"] = normal(2, WIDTH, 4)
+    grad_fn = jaxmp.autocast(jax.grad(loss), dtype)
+    assert carried(grad_fn, p, normal(3, 3, 3, 6, 8))[:2] == [{dtype}] * 2
 
 
 def test_complex_numbers_may_be_carried():
