@@ -159,7 +159,7 @@ class _Program:
         around = scopes + _jaxpr.scope_names(eqn)
         back = is_backward(eqn, scopes)
         kept, params = is_decided(around), eqn.params
-        if classes.is_told(eqn) and eqn.params.get("precision") is None:
+        if classes.has_own_precision(eqn) and eqn.params.get("precision") is None:
             params = {**params, "precision": "of a factorisation"}
         role = "move" if table.picks(eqn) or table.retypes(eqn) else ""
         role = "matmul" if step and step.kind == "product" else role
