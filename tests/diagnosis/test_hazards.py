@@ -408,13 +408,6 @@ def test_a_bias_is_no_hazard_in_a_loss_or_a_softmax(loss, policy):
             assert not jaxmp.audit(fun)(params, x).hazards
 
 
-def test_hazards_print_as_in_the_report():
-    report = jaxmp.audit(distances)(X, Y)
-    assert str(report.hazards) in str(report)
-    assert "- 2xy is a small difference" in str(report.hazards)
-    assert str(jaxmp.audit(jnp.exp)(X).hazards) == "no hazards"
-
-
 RIGHT = [
     biased,
     decorrelated,

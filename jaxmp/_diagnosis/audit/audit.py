@@ -26,7 +26,7 @@ from ..numbers import Numbers
 from .attention import Attentions
 from .hazards import of_numbers, of_products
 from .leaks import Leaks
-from .report import DtypeReport, Hazards, wide_name
+from .report import DtypeReport, wide_name
 
 P = ParamSpec("P")
 
@@ -110,7 +110,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             hazards = of_products(jaxpr, around, default) + of_numbers(numbers)
             return DtypeReport(
                 residual_bytes=Flow(jaxpr, around, steps).residual_bytes(),
-                hazards=Hazards(dict.fromkeys(hazards)),
+                hazards=tuple(dict.fromkeys(hazards)),
                 attention=Attentions().found(jaxpr, around),
                 **leaks.found(),
             )

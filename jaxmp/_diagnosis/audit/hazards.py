@@ -9,7 +9,7 @@ operands of a float32 product at default precision too, to TF32 or bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -53,27 +53,32 @@ _FORMULAS = {
 }
 
 
-Products = frozenset[int]  # the numbers of some of them
-NONE: Products = frozenset()
-
-
-# What a value is: twice something, a square, a sum with sums of squares in it, the root
-# of one, a sum over an axis, one sum times another, or numbers that add up to zero.
-Traits = frozenset[str]
+# What is known of a value, in pairs of a word and of what that is said.
+#
+# With the number of a product that is followed:
+# sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
+# entry: each entry is made of the same entry of the product
+# shifted: an input was added to the product, and the sum rounded
+# taken: then something that was given was taken away from it
+#
+# With a number: that stands in the code, and is some of the entries.
+#
+# With nothing: squared; squares: a sum with sums of squares in it; norm: the root of
+# one; total: a sum over an axis; totals: one total times another; doubled; balanced:
+# numbers that add up to 0.
+Marks = frozenset[tuple[str, Any]]
 
 
 class Made(NamedTuple):
     """What a value is made of."""
 
-    products: Products = NONE  # it is a sum of these, scaled
-    twice: Products = NONE  # those that are in it twice, as 2xy is
-    entries: Products = NONE  # each entry is made of the same entry of these
-    shifted: Products = NONE  # an input was added to these, and the sum rounded
-    taken: Products = NONE  # then something that was given was taken away from these
-    numbers: frozenset[float] = frozenset()  # in the code, that are some of the entries
-    traits: Traits = frozenset()
+    marks: Marks = frozenset()
     given: bool = False  # from arguments and numbers alone
     number: Any = None  # what every entry is, if it is a number in the code
+
+    def of(self, *words: str) -> set[Any]:
+        """Returns of what any of some words is said."""
+        return {x for word, x in self.marks if word in words}
 
 
 class Product(NamedTuple):
@@ -129,24 +134,12 @@ class _Search:
         if multiplies_matrices(eqn):
             return self._product(eqn, ins, place)
         self._look(eqn, ins)
-        made = _made(eqn, ins)
-        if table.totals(eqn):
-            return made._replace(products=ins[0].products)
-        if table.is_linear(eqn):
-            return made._replace(
-                products=_union(x.products for x in ins),
-                twice=_union(x.twice for x in ins),
-                shifted=made.shifted | _shifted(eqn, ins),
-                taken=made.taken | _taken_away(eqn, ins),
-            )
-        if table.multiplies(eqn) and not table.is_square(eqn):
-            return _scaled(eqn, ins, made)
-        return made
+        return Made(frozenset(_marks(eqn, ins)), all(x.given for x in ins))
 
     def _product(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
         if place.backward or place.again:
             return Made()
-        self._note("offset", _union(x.taken for x in ins))
+        self._note("offset", ins, "taken")
         is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
         is_default = has_default_precision(eqn)
         at_default = is_default and is_float32_at_default(eqn, self._default_precision)
@@ -157,30 +150,29 @@ class _Search:
         if not (is_narrow_one or at_default or would_be):
             return Made()
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
-        one = frozenset({len(self._followed)})
+        marks = {("sum", len(self._followed))}
         self._followed.append(Product(place, is_cast, at_default))
-        if is_convolution(eqn) and "adds up to 0" in ins[1].traits:
-            self._note("kernel", one)
-        return Made(
-            products=one, twice=one if any("twice" in x.traits for x in ins) else NONE
-        )
+        if any(x.of("doubled") for x in ins):
+            marks |= {("twice", number) for _, number in marks}
+        made = Made(frozenset(marks))
+        if is_convolution(eqn) and ins[1].of("balanced"):
+            self._note("kernel", [made], "sum")
+        return made
 
     def _look(self, eqn: Equation, ins: list[Made]) -> None:
         """Notes what ``eqn`` makes of products, if that is a hazard."""
         made = eqn.outvars[0].aval
         is_turn = table.is_exponential(eqn) and made.dtype.kind == "c"
         if table.is_phase(eqn) or is_turn:
-            self._note("phase", ins[0].products)
+            self._note("phase", ins[:1], "sum")
         elif table.inverts(eqn):
-            of_entries = ins[0].entries if table.inverts_symmetric(eqn) else NONE
-            self._note("inverse", ins[0].products | of_entries)
+            of_entries = ["entry"] * table.inverts_symmetric(eqn)
+            self._note("inverse", ins[:1], "sum", *of_entries)
         elif table.adds_terms(eqn) and math.prod(made.shape) > 1:
-            others = [x for x in ins if "squares" not in x.traits]
-            if any("squares" in x.traits and not x.twice for x in ins):
-                self._note("distance", _union(x.twice for x in others))
-            of_totals = any("product of totals" in x.traits for x in ins)
-            if table.subtracts(eqn) and of_totals:
-                self._note("covariance", _union(x.products for x in ins))
+            if any(x.of("squares") and not x.of("twice") for x in ins):
+                self._note("distance", [x for x in ins if not x.of("squares")], "twice")
+            if table.subtracts(eqn) and any(x.of("totals") for x in ins):
+                self._note("covariance", ins, "sum")
 
     def _look_at_cast(self, eqn: Equation, x: Made, place: Place) -> None:
         """Notes the numbers of which a cast to 16 bits leaves 0 or Inf.
@@ -193,15 +185,16 @@ class _Search:
             return
         if place.backward or place.again:
             return
-        for number in sorted(x.numbers):
+        for number in sorted(x.of("number")):
             with np.errstate(over="ignore"):
                 left = float(np.asarray(number).astype(dtype))
             if number and (left == 0 or np.isinf(left)):
                 row = _of_number(number, left, dtype, place)
                 self.found.setdefault((row.why, row.module, row.where), row)
 
-    def _note(self, pattern: str, products: Products) -> None:
-        for number in sorted(products):
+    def _note(self, pattern: str, values: Sequence[Made], *words: str) -> None:
+        """Notes the products of which one of some words is said."""
+        for number in sorted(set[int]().union(*(x.of(*words) for x in values))):
             product = self._followed[number]
             row = Hazard(
                 kind="difference" if pattern in ("kernel", "offset") else pattern,
@@ -237,75 +230,62 @@ def _of_number(written: float, left: float, dtype: Any, place: Place) -> Hazard:
     )
 
 
-def _made(eqn: Equation, ins: Sequence[Made]) -> Made:
-    """Returns what an operation says of its result, whatever it is made of."""
-    holds = table.holds(eqn)
-    return Made(
-        traits=frozenset(_traits(eqn, [x.traits for x in ins])),
-        given=all(x.given for x in ins),
-        numbers=_union(x.numbers for x in ins if table.selects(eqn)),
-        entries=_union(x.products | x.entries for x in ins if table.is_arithmetic(eqn)),
-        shifted=_union(x.shifted for x in ins if holds),
-        taken=_union(x.taken for x in ins if holds or table.is_arithmetic(eqn)),
-    )
-
-
-def _traits(eqn: Equation, ins: Sequence[Traits]) -> Iterator[str]:
-    """Yields what is said of the result of an operation, whatever it is made of."""
-    first = ins[0] if ins else frozenset()
-    if table.is_square(eqn):
-        yield "a square"
-    if table.is_square(eqn) and "norm" in first:
-        yield "squares"
-    if table.is_product_of_any_kind(eqn) and eqn.invars[0] is eqn.invars[1]:
-        yield "squares"
+def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
+    """Yields what is said of the result of an operation."""
+    words = set[str]()
+    if table.is_linear(eqn):
+        words |= {"sum", "twice", "shifted", "squares"}
     if table.totals(eqn):
-        yield "total"
-        if first & {"a square", "squares"}:
-            yield "squares"
-    if table.is_linear(eqn) and any("squares" in x for x in ins):
-        yield "squares"
-    if table.is_root(eqn) and "squares" in first:
-        yield "norm"
+        words.add("sum")
+    if table.selects(eqn):
+        words.add("number")
+    if table.holds(eqn):
+        words |= {"shifted", "taken"}
+    if table.is_arithmetic(eqn):
+        words.add("taken")
+        yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
+    yield from (mark for x in ins for mark in x.marks if mark[0] in words)
+
+    # What was given is added to a sum in 16 bits, and taken away again.
+    if any(x.given and x.number is None for x in ins):
+        if table.adds_terms(eqn) and is_narrow(eqn.outvars[0].aval):
+            yield from (("shifted", n) for x in ins for n in x.of("sum"))
+        if table.subtracts(eqn):
+            yield from (("taken", n) for x in ins for n in x.of("shifted"))
+
     multiplies = table.multiplies_entries(eqn) or table.is_product_of_any_kind(eqn)
-    if multiplies and all("total" in x for x in ins[:2]):
-        yield "product of totals"
+    if multiplies and all(x.of("total") for x in ins[:2]):
+        yield "totals", None
+    if table.is_square(eqn):
+        yield "squared", None
+    if table.is_square(eqn) and ins[0].of("norm"):
+        yield "squares", None
+    if table.is_product_of_any_kind(eqn) and eqn.invars[0] is eqn.invars[1]:
+        yield "squares", None
+    if table.totals(eqn):
+        yield "total", None
+        if ins[0].of("squared", "squares"):
+            yield "squares", None
+    if table.is_root(eqn) and ins[0].of("squares"):
+        yield "norm", None
+    if table.multiplies(eqn) and not table.is_square(eqn):
+        yield from _scaled(eqn, *ins)
 
 
-def _shifted(eqn: Equation, ins: Sequence[Made]) -> Products:
-    """Returns the products to which a sum in 16 bits adds what was given."""
-    if not table.adds_terms(eqn) or not is_narrow(eqn.outvars[0].aval):
-        return NONE
-    return _union(x.products for x in ins) if _has_given(ins) else NONE
-
-
-def _taken_away(eqn: Equation, ins: Sequence[Made]) -> Products:
-    """Returns the products of which a difference takes away what was given."""
-    takes = table.subtracts(eqn) and _has_given(ins)
-    return _union(x.shifted for x in ins) if takes else NONE
-
-
-def _has_given(ins: Sequence[Made]) -> bool:
-    return any(x.given and x.number is None for x in ins)
-
-
-def _scaled(eqn: Equation, ins: Sequence[Made], made: Made) -> Made:
-    """Returns what is made by a product of numbers, or a quotient."""
-    x, factor = ins
+def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
+    """Yields what is said of a value times a number or an array that was given."""
     divides = table.divisor(eqn) is not None
     if not divides and (x.number is not None or not factor.given):
         x, factor = factor, x
     if not factor.given:
-        return made
+        return
     is_two = factor.number is not None and abs(factor.number) == 2
-    traits = made.traits | (x.traits - {"norm", "product of totals", "twice"})
-    traits |= {"twice"} if is_two else set()
-    return made._replace(
-        products=x.products,
-        twice=x.products if is_two else x.twice,
-        traits=traits,
-        shifted=x.shifted,
-    )
+    kept = {"sum", "shifted", "squared", "squares", "total", "balanced"}
+    kept |= set() if is_two else {"twice"}
+    yield from (mark for mark in x.marks if mark[0] in kept)
+    if is_two:
+        yield "doubled", None
+        yield from (("twice", n) for n in x.of("sum"))
 
 
 def _known(x: Any, at: At) -> Made:
@@ -315,40 +295,36 @@ def _known(x: Any, at: At) -> Made:
     number = _real(_jaxpr.number_of(x))
     if number is None or not np.isfinite(number):
         return Made(given=True, number=number)
-    return Made(given=True, number=number, numbers=frozenset({float(number)}))
+    return Made(frozenset({("number", float(number))}), True, number)
 
 
 def _constant(array: Any) -> Made:
     """Returns what is known of an array that a jaxpr carries."""
-    number, traits, ends = None, frozenset[str](), frozenset[float]()
+    number, marks = None, set[Any]()
     is_known = not isinstance(array, _jaxpr.Tracer) and 0 < np.size(array) <= _LARGEST
     if is_known and isinstance(array.dtype, np.dtype):  # and no key
         numbers = np.asarray(array)
         if (numbers == numbers.flat[0]).all():
             number = _real(numbers.flat[0].item())
         elif numbers.astype(complex).sum() == 0:
-            traits = frozenset({"adds up to 0"})
+            marks.add(("balanced", None))
         if jnp.issubdtype(numbers.dtype, np.floating):  # as a mask has that NumPy made
-            ends = frozenset(float(x) for x in (numbers.min(), numbers.max()))
-    # Not those near 0, where small ones may be meant.
-    large = frozenset(x for x in ends if 1 < abs(x) < np.inf)
-    return Made(given=True, number=number, traits=traits, numbers=large)
+            ends = float(numbers.min()), float(numbers.max())
+            # Not those near 0, where small ones may be meant.
+            marks |= {("number", x) for x in ends if 1 < abs(x) < np.inf}
+    return Made(frozenset(marks), True, number)
 
 
 def _real(number: Any) -> Any:
     return None if np.iscomplexobj(number) else number
 
 
-def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
-    return frozenset[Any]().union(*sets)
-
-
 def _either(values: Sequence[Made]) -> Made:
     """Returns what is known of a value that is one of these."""
     if all(x == values[0] for x in values):
         return values[0]
-    *sets, _, _ = zip(*values, strict=True)
-    return Made(*map(_union, sets), given=all(x.given for x in values))
+    marks = frozenset[Any]().union(*(x.marks for x in values))
+    return Made(marks, all(x.given for x in values))
 
 
 def _cure(product: Product) -> str:

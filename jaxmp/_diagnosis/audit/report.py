@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -153,15 +153,6 @@ class Hazard:
     at_default_precision: bool = False
 
 
-class Hazards(tuple[Hazard, ...]):
-    """Hazards, a tuple that prints as in the report."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(_hazard_lines(self)) or "no hazards"
-
-
 @dataclasses.dataclass(frozen=True)
 class UnfusedAttention:
     """An attention that is not cuDNN's fused kernel on an NVIDIA GPU.
@@ -219,25 +210,24 @@ class DtypeReport:
     residual_bytes: dict[str, int] | None
     notes: tuple[str, ...]
     kept_16bit: tuple[Kept, ...] = ()
-    hazards: tuple[Hazard, ...] = Hazards()
+    hazards: tuple[Hazard, ...] = ()
     default_precision_flops: float = 0.0
     attention: tuple[UnfusedAttention, ...] = ()
 
     @property
     def fraction_16bit(self) -> float:
         """Share of the FLOPs in at most 16 bits, 1 if there are no products."""
-        total = sum(self.flops.values())
-        wide = sum(n for name, n in self.flops.items() if is_wide(jnp.dtype(name)))
-        return 1 - wide / total if total else 1.0
+        return self._fraction(lambda dtype: not is_wide(dtype))
 
     @property
     def fraction_8bit(self) -> float:
         """Share of the FLOPs in 8 bits, 1 if there are no products."""
+        return self._fraction(lambda dtype: dtype.itemsize == 1)
+
+    def _fraction(self, counts: Callable[[Any], bool]) -> float:
         total = sum(self.flops.values())
-        narrow = sum(
-            n for name, n in self.flops.items() if jnp.dtype(name).itemsize == 1
-        )
-        return narrow / total if total else 1.0
+        some = sum(n for name, n in self.flops.items() if counts(jnp.dtype(name)))
+        return some / total if total else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ..._autocast import rules
@@ -129,63 +129,33 @@ class Explanation:
 
 
 def _text(report: Explanation) -> Iterator[str]:
-    """Yields the lines of the table, an empty one between its parts."""
-    if not report.lines:
+    """Yields the lines of the table, an empty one behind each of its parts."""
+    lines = report.lines
+    if not lines:
         yield "No line computes a floating-point number."
         return
-    widths = _widths(report.lines)
-    for heading, lines, times in _groups(report.lines):
-        yield clipped(heading, WIDTH)
-        for line in lines:
-            yield from _row(line, widths, times)
-        yield ""
-    yield _HINT if report.sentences else "Autocast is not used."
-
-
-def _widths(lines: Sequence[ExplainedLine]) -> tuple[int, int, int, int]:
-    """Returns the widths of the number, the code, the dtype and the sentence."""
+    number = max(len(str(line.number)) for line in lines)
     dtype = max(8, *(len(line.dtype) for line in lines))
-    return (
-        max(len(str(line.number)) for line in lines),
-        min(_LONGEST + 8 - dtype, max(len(line.source) for line in lines)),
-        dtype,
-        max(len(_number(line)) for line in lines),
-    )
-
-
-def _row(line: ExplainedLine, widths: tuple[int, ...], times: int) -> Iterator[str]:
-    number, code, dtype, rule = widths
-    cells = [
-        f"{line.number:>{number}}",
-        f"{clipped(line.source, code):<{code}}",
-        f"{line.dtype:<{dtype}}",
-        *([_number(line).rjust(rule)] if rule else []),
-    ]
-    first = f"  {'  '.join(cells)}  "
-    if not line.said(times):
-        yield first.rstrip()
-    for text in line.said(times):
-        yield from wrapped(text, first, " " * (len(first) + 2))
-        first = " " * len(first)
-
-
-def _number(line: ExplainedLine) -> str:
-    """Returns the number of the sentence of a line; safeguards are among the words."""
-    return str(line.rule) if isinstance(line.rule, int) else ""
-
-
-def _groups(
-    lines: Sequence[ExplainedLine],
-) -> Iterator[tuple[str, list[ExplainedLine], int]]:
-    """Yields a heading, the lines below it, and how often most of them run."""
-    named = _names({line.file for line in lines})
+    code = min(_LONGEST + 8 - dtype, max(len(line.source) for line in lines))
+    names = _names({line.file for line in lines})
     for (file, function), group in itertools.groupby(
         lines, key=lambda line: (line.file, line.function)
     ):
-        rows = list(group)
-        times = statistics.mode(line.times for line in rows)
-        parts = (named[file], function, _often(times))
-        yield ", ".join(filter(None, parts)), rows, times
+        rows = [*group]
+        usual = statistics.mode(row.times for row in rows)
+        heading = names[file], function, _often(usual)
+        yield clipped(", ".join(filter(None, heading)), WIDTH)
+        for row in rows:
+            source = f"{clipped(row.source, code):<{code}}"
+            first = f"  {row.number:>{number}}  {source}  {row.dtype:<{dtype}}  "
+            if report.sentences:  # safeguards are among the words
+                first += f"{row.rule if isinstance(row.rule, int) else '':1}  "
+            for text in row.said(usual) or [""]:
+                indent = " " * (len(first) + 2)
+                yield from wrapped(text, first, indent) or [first.rstrip()]
+                first = " " * len(first)
+        yield ""
+    yield _HINT if report.sentences else "Autocast is not used."
 
 
 def _often(times: int) -> str:
