@@ -246,7 +246,9 @@ class Flow:
             computes = [one for one in x.by if not one.moves] or x.by[:1]
             size = int(atom.aval.size) * x.stored.itemsize
             one = size, str(x.stored), next(reversed(computes), None)
-            self.saved[x.value] = max(self.saved.get(x.value, one), one, key=_size)
+            self.saved[x.value] = max(
+                self.saved.get(x.value, one), one, key=lambda x: x[0]
+            )
             for operation in x.by:
                 operation.is_saved = True
         return [_given(var.aval) for var in eqn.outvars]
@@ -277,10 +279,6 @@ class Flow:
             operation = left.pop()
             operation.is_forward = True
             left += [x for x in operation.ins if not x.is_forward]
-
-
-def _size(saved: tuple[int, str, Any]) -> int:
-    return saved[0]
 
 
 def _given(x: Any, at: Any = None) -> Array:

@@ -159,9 +159,18 @@ class Leaks:
         # What JAX's own functions compute with is nobody's mistake either.
         is_bare = at.place.shared or getattr(aval, "weak_type", False)
         turn = Turn.BARE_NUMBER if is_bare else Turn.NUMBER
-        cause = self._cause(_line(at.place), turn, "constant", _number(x.val), aval)
+        at_line, name = (at.place.module, at.place.where), _number(x.val)
+        cause = self._cause(at_line, turn, "constant", name, aval)
         cause.written_at = at.place
         return Origin(frozenset({cause}))
+
+    def _made(
+        self, place: Place, turn: Turn, kind: str, name: str, aval: Any, meets: int = 64
+    ) -> Cause:
+        """Returns a cause that an equation is, which meets something there."""
+        cause = self._cause((place.module, place.where), turn, kind, name, aval)
+        cause.meet(place, meets)
+        return cause
 
     def _given(self, at: Any, turn: Turn, kind: str, name: str, aval: Any) -> Origin:
         """Returns what is known of a value that is a cause if it is wide."""
@@ -204,8 +213,7 @@ class Leaks:
         if value.causes:
             return value
         name = f"{aval.dtype} of unknown origin at {place.line or eqn.primitive.name}"
-        cause = self._cause(_line(place), Turn.MADE_ARRAY, "unknown", name, aval)
-        cause.meet(place, cause.bits)
+        cause = self._made(place, Turn.MADE_ARRAY, "unknown", name, aval)
         return value._replace(causes=frozenset({cause}))
 
     def _computed(self, eqn: Equation, ins: list[Origin], place: Place) -> Origin:
@@ -264,18 +272,14 @@ class Leaks:
         operation, out, wide = eqn.primitive.name, eqn.outvars[0].aval, _wide(floats)
         if _widens(eqn) or (floats and not wide):
             name = "cast" if _jaxpr.is_cast(eqn) else operation
-            cause = self._cause(_line(place), Turn.CAST, "cast", name, out)
-            cause.meet(place, 32 if wide else 16)
-            return cause
+            return self._made(place, Turn.CAST, "cast", name, out, 32 if wide else 16)
         name = f"{out.dtype}{[*out.shape]} made at {place.line or operation}"
         if wide:
             name += f" of {', '.join(_number(atom.val) for atom, _ in wide)}"
         turn = Turn.MADE_ARRAY if out.size > 1 else Turn.NUMBER
         if wide and place.shared:  # spread by one of JAX's own functions
             turn = Turn.BARE_NUMBER
-        cause = self._cause(_line(place), turn, "constant", name, out)
-        cause.meet(place, cause.bits)
-        return cause
+        return self._made(place, turn, "constant", name, out)
 
     def _product(
         self, eqn: Equation, causes: Causes, flops: float, place: Place
@@ -376,10 +380,6 @@ def _sorted(rows: dict[Any, Kept]) -> tuple[Kept, ...]:
 
 
 # Causes and operands
-
-
-def _line(place: Place) -> tuple[str, str]:
-    return place.module, place.where
 
 
 def _wide(floats: list[Operand]) -> list[Operand]:
