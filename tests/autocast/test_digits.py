@@ -1,7 +1,5 @@
 """What is given or looked up keeps its digits until 16-bit work reads it."""
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,94 +123,7 @@ def test_what_a_loop_carries_is_not_known_by_its_first_value(kind):
     assert dtypes == {jnp.dtype("float32")}
 
 
-# Random programs. Each value comes with what it was made of: "outside" of lookups and
-# arguments alone, "product" of one product of those, "mixed" of anything.
-
-
-def after(*kinds):
-    """Returns the kind of what an elementwise operation makes."""
-    return "outside" if set(kinds) == {"outside"} else "mixed"
-
-
-STEPS = {
-    "look up": lambda p, i, j: (TABLE[(I + i) % 6], "outside"),
-    "weigh": lambda p, i, j: (p[j][0] * SCHEDULE[I * 9 + i][:, None], after(p[j][1])),
-    "subtract": lambda p, i, j: (p[i][0] - p[j][0], after(p[i][1], p[j][1])),
-    "add": lambda p, i, j: (0.5 * (p[i][0] + p[j][0]), after(p[i][1], p[j][1])),
-    "divide": lambda p, i, j: (
-        p[i][0] / (2 + jnp.abs(p[j][0])),
-        after(p[i][1], p[j][1]),
-    ),
-    "normalise": lambda p, i, j: (
-        p[i][0] * lax.rsqrt((p[i][0] ** 2).mean(-1, keepdims=True) + 1e-3),
-        after(p[i][1]),
-    ),
-    "join": lambda p, i, j: (
-        jnp.concatenate([p[i][0], p[j][0]], 1)[:, 4:12],
-        after(p[i][1], p[j][1]),
-    ),
-    "squash": lambda p, i, j: (jnp.tanh(p[i][0]), after(p[i][1])),
-    "multiply": lambda p, i, j: (
-        p[i][0] @ W,
-        "product" if p[i][1] == "outside" else "mixed",
-    ),
-}  # fmt: skip
-
-steps = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9), st.integers(0, 9))
-
-
-def program(instructions):
-    """Returns a function of nothing that returns all its values, and their kinds."""
-    kinds = []
-
-    def run():
-        pool = [(X, "outside"), (TABLE[I], "outside"), (X @ W, "product")]
-        for name, i, j in instructions:
-            pool.append(STEPS[name](pool, i % len(pool), j % len(pool)))
-        kinds[:] = [kind for _, kind in pool]
-        return [value for value, _ in pool]
-
-    return run, kinds
-
-
-programs = hypothesis.given(st.lists(steps, min_size=1, max_size=8))
-
-
-@hypothesis.settings(max_examples=12)
-@programs
-def test_every_consumer_sees_what_a_cast_at_the_product_gives(instructions):
-    every_consumer_sees_it(instructions)
-
-
-@pytest.mark.evidence
-@hypothesis.settings(max_examples=40)
-@programs
-def test_every_consumer_of_any_program_sees_what_a_cast_at_the_product_gives(
-    instructions,
-):
-    every_consumer_sees_it(instructions)
-
-
-def every_consumer_sees_it(instructions):
-    run, kinds = program(instructions)
-    expected = run()
-    same = jaxmp.autocast(run, "float32")()
-    jax.tree.map(np.testing.assert_array_equal, same, expected)
-    for dtype in HALVES:
-        eps = float(jnp.finfo(dtype).eps)
-        values = jaxmp.autocast(run, dtype)()
-        largest = max(1.0, *(float(jnp.abs(x).max()) for x in expected))
-        for value, want, kind in zip(values, expected, kinds, strict=True):
-            assert value.dtype == want.dtype
-            if kind == "outside":
-                np.testing.assert_array_equal(value, want)
-            elif kind == "product":
-                assert jnp.abs(value - want).max() <= 4 * eps * largest
-            else:
-                assert jnp.abs(value - want).max() <= 32 * eps * largest
-
-
-# Values that are computed from products, and have consumers of two kinds.
+# Values that are computed from products, and have readers of two kinds.
 
 
 ROWS = normal(3, 8, 16)
