@@ -160,6 +160,12 @@ def at_once(*funs):
     return jax.jit(lambda *args: [fun(*args) for fun in funs])
 
 
+def in_both_orders(loss, dtype, argnums=0, grad=jax.value_and_grad):
+    """Returns a gradient in float32, and by autocast around it and inside of it."""
+    inside = grad(jaxmp.autocast(loss, dtype), argnums)
+    return grad(loss, argnums), jaxmp.autocast(grad(loss, argnums), dtype), inside
+
+
 @pytest.fixture(autouse=True)
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""

@@ -9,7 +9,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error
-from conftest import at_once, both_dtypes, normal
+from conftest import at_once, both_dtypes, in_both_orders, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 
@@ -186,9 +186,7 @@ def test_the_gradient_belongs_to_the_steps_of_the_forward_pass(solve, dtype):
     def loss(w, z):
         return jnp.sum((solve(w, z) - 1) ** 2)
 
-    grad = jax.grad(loss)
-    inside = jax.grad(jaxmp.autocast(loss, dtype))
-    exact, *found = at_once(grad, jaxmp.autocast(grad, dtype), inside)(W, Z)
+    exact, *found = at_once(*in_both_orders(loss, dtype, grad=jax.grad))(W, Z)
     for cast in found:
         assert relative_error(cast, exact) < 4 * float(jnp.finfo(dtype).eps)
 

@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import normal, rest_is_evidence
+from conftest import at_once, in_both_orders, normal, rest_is_evidence
 from jaxmp import autocast
 
 HALVES = (jnp.float16, jnp.bfloat16)
@@ -226,13 +226,6 @@ OUT_OF_RANGE = {
 }
 
 
-def of_float32_and_in_both_orders(loss, dtype):
-    """Returns values and gradients in float32, and by autocast around and inside."""
-    grad = jax.value_and_grad(loss)
-    inside = jax.value_and_grad(jaxmp.autocast(loss, dtype))
-    return jax.jit(grad)(V), jaxmp.autocast(grad, dtype)(V), inside(V)
-
-
 @pytest.mark.parametrize(
     ("loss", "dtype"),
     rest_is_evidence(
@@ -245,7 +238,7 @@ def of_float32_and_in_both_orders(loss, dtype):
     ),
 )
 def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
-    (value, grad), *found = of_float32_and_in_both_orders(loss, dtype)
+    (value, grad), *found = at_once(*in_both_orders(loss, dtype))(V)
     eps = float(jnp.finfo(dtype).eps)
     for got, got_grad in found:
         assert relative_error(got, value) <= 2 * eps
@@ -261,7 +254,7 @@ def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
     ),
 )
 def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, dtype):
-    (value, grad), *found = of_float32_and_in_both_orders(loss, dtype)
+    (value, grad), *found = at_once(*in_both_orders(loss, dtype))(V)
     eps = float(jnp.finfo(dtype).eps)
     for got, got_grad in found:
         assert relative_error(got, value) <= 4 * eps

@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once
+from conftest import at_once, in_both_orders
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -110,9 +110,7 @@ def test_what_multiplies_the_carried_state_keeps_its_digits(fun):
     def loss(p, xs):
         return (fun(p, xs) ** 2).mean().astype(jnp.float32)
 
-    grad = jax.value_and_grad(loss)
-    inside = jax.value_and_grad(jaxmp.autocast(loss, BF16))
-    forms = grad, jaxmp.autocast(grad, BF16), inside
+    forms = in_both_orders(loss, BF16)
     (value, grads), *found = at_once(*forms)(*parameters_and_inputs())
     for one in found:
         assert relative_error(one[0], value) < 0.01
@@ -164,8 +162,6 @@ def test_a_product_of_parts_is_in_range_where_that_of_float32_is(wrap, dtype):
     w = signs * (1 + jax.random.uniform(jax.random.key(0), (8, 8)) / 8) / 8
     p = {"w": w, "v": jax.random.normal(jax.random.key(1), (8, 4))}
     x = 0.9 + jax.random.uniform(jax.random.key(2), (4, 8)) / 8
-    grad = jax.value_and_grad(loss)
-    inside = jax.value_and_grad(jaxmp.autocast(loss, dtype))
-    exact, *found = at_once(grad, jaxmp.autocast(grad, dtype), inside)(p, x)
+    exact, *found = at_once(*in_both_orders(loss, dtype))(p, x)
     for one in found:
         assert relative_error(one, exact) < 4 * float(jnp.finfo(dtype).eps)

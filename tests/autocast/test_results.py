@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, both_dtypes, in_both_dtypes, normal
+from conftest import at_once, both_dtypes, in_both_dtypes, in_both_orders, normal
 from jaxmp import autocast
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 8)
@@ -67,9 +67,7 @@ LOSSES = {
     ("loss", "dtype"), in_both_dtypes(LOSSES, "squares", "a norm", "scan")
 )
 def test_what_is_added_for_a_loss_keeps_its_digits(loss, dtype):
-    grad, inside = jax.value_and_grad(loss), jaxmp.autocast(loss, dtype)
-    forms = grad, jaxmp.autocast(grad, dtype), jax.value_and_grad(inside)
-    exact, *found = at_once(*forms)(W)
+    exact, *found = at_once(*in_both_orders(loss, dtype))(W)
     for one in found:
         assert relative_error(one, exact) < 4 * float(jnp.finfo(dtype).eps)
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, usually_bfloat16
+from conftest import at_once, in_both_orders, normal, usually_bfloat16
 
 # Both are exact in float16, and so is their product.
 X = jnp.asarray(np.float16(normal(0, 3, 5, 8)), jnp.float32)
@@ -240,10 +240,7 @@ def test_gradients_of_rows_are_off_by_a_few_last_digits(fun, dtype):
     def loss(x, w):
         return (fun(x, w) ** 2).mean()
 
-    grad = jax.value_and_grad(loss, (0, 1))
-    inside = jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1))
-    forms = grad, jaxmp.autocast(grad, dtype), inside
-    expected, *found = at_once(*forms)(TABLE, W)
+    expected, *found = at_once(*in_both_orders(loss, dtype, (0, 1)))(TABLE, W)
     for one in found:
         assert relative_error(one, expected) < 4 * float(jnp.finfo(dtype).eps)
 

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error, traced
-from conftest import at_once, normal
+from conftest import at_once, in_both_orders, normal
 
 DTYPES = "bfloat16", "float16"
 POINTS = normal(0, 64, 3)
@@ -51,10 +51,8 @@ FITS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FITS)
 def test_the_gradient_of_a_pose_is_that_of_float32(name, dtype):
-    fit = FITS[name]
-    exact = jax.grad(fit)
-    inside = jax.grad(jaxmp.autocast(fit, dtype))
-    first, *found = at_once(exact, jaxmp.autocast(exact, dtype), inside)(TURN)
+    forms = in_both_orders(FITS[name], dtype, grad=jax.grad)
+    first, *found = at_once(*forms)(TURN)
     for one in found:
         assert relative_error(one, first) < 1e-5
 

@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error
-from conftest import in_both_dtypes, normal
+from conftest import at_once, in_both_dtypes, in_both_orders, normal
 
 X = 5 + 0.3 * normal(0, 2, 12, 12, 1)
 K = normal(1, 3, 3, 1, 1, scale=0.02)
@@ -131,13 +131,7 @@ def test_moments_and_what_they_send_back_are_near_those_of_float32(moment, dtype
     def loss(k, x):
         return moment(x + convolved(x - 5, k, "SAME")).mean()
 
-    @jax.jit
-    def computed(k, x):
-        grad = jax.value_and_grad(loss)
-        inside = jax.value_and_grad(jaxmp.autocast(loss, dtype))
-        return grad(k, x), jaxmp.autocast(grad, dtype)(k, x), inside(k, x)
-
-    exact, *found = computed(K, X)
+    exact, *found = at_once(*in_both_orders(loss, dtype))(K, X)
     for cast in found:
         for x, y in zip(cast, exact, strict=True):
             assert relative_error(x, y) < 8 * float(jnp.finfo(dtype).eps)

@@ -116,9 +116,28 @@ placed = pytest.mark.parametrize(
 )
 
 
+def differentiated(policy):
+    def wrap(fun):
+        def loss_fn(w, *args, **kwargs):
+            return w * fun(*args, **kwargs).sum()
+
+        grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=8.0)
+        return lambda *args, **kwargs: grad_fn(1.0, *args, **kwargs)[0]
+
+    return wrap
+
+
+WRAPS = {
+    "autocast": lambda f: jaxmp.nnx.autocast(f, "float16"),
+    "autocast, jit": lambda f: nnx.jit(jaxmp.nnx.autocast(f, "float16")),
+    "value_and_grad": differentiated(None),
+    "value_and_grad, 16 bits": differentiated("mixed_float16"),
+}
+
+
 @placed
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-def test_autocast_brings_back_every_change(make, change, place, find, jit):
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_every_change_is_brought_back(make, change, place, find, wrap):
     def fun(*args, **kwargs):
         change(find(args, kwargs))
         return X @ X.T
@@ -126,24 +145,7 @@ def test_autocast_brings_back_every_change(make, change, place, find, jit):
     expected, changed = make(), make()
     change(expected)
     args, kwargs = place(changed)
-    out = jit(jaxmp.nnx.autocast(fun, "float16"))(*args, **kwargs)
-    assert out.dtype == FULL
-    chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
-
-
-@placed
-@pytest.mark.parametrize("policy", [None, "mixed_float16"])
-def test_value_and_grad_brings_back_every_change(make, change, place, find, policy):
-    def loss_fn(w, *args, **kwargs):
-        change(find(args, kwargs))
-        return w.sum()
-
-    expected, changed = make(), make()
-    change(expected)
-    args, kwargs = place(changed)
-    grad_fn = jaxmp.nnx.value_and_grad(loss_fn, policy=policy, loss_scale=8.0)
-    loss, grad = grad_fn(jnp.ones(2), *args, **kwargs)
-    assert (loss, grad.tolist()) == (2, [1, 1])
+    assert wrap(fun)(*args, **kwargs).dtype == FULL
     chex.assert_trees_all_equal(snapshot(changed), snapshot(expected))
 
 
@@ -733,13 +735,16 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("step", "arguments"), rest_is_evidence(GIVEN, "arguments", "a module")
-)
-def test_statistics_of_a_skipped_step_are_what_they_were(policy, step, arguments, jit):
+# Each policy, each way to give the objects, and a step that is not compiled.
+SKIPPED = {policy: (policy, "arguments", True) for policy in POLICIES}
+SKIPPED |= {name: ("mixed_float16", name, True) for name in GIVEN}
+SKIPPED["no jit"] = "mixed_bfloat16", "a module", False
+
+
+@pytest.mark.parametrize(("policy", "given", "jit"), SKIPPED.values(), ids=SKIPPED)
+def test_statistics_of_a_skipped_step_are_what_they_were(policy, given, jit):
     model, optimizer = skipping(policy)
+    step, arguments = GIVEN[given]
     args = arguments(model, optimizer)
     step = jaxmp.nnx.autocast(step, policy)
     step = nnx.jit(step) if jit else step
@@ -863,10 +868,22 @@ PLAIN = {
 plain = pytest.mark.parametrize(("wrap", "cure"), PLAIN.values(), ids=PLAIN.keys())
 
 
+# Each function with one object, and one of them with each object in each place.
+CHANGED = {
+    f"{name}-{kind}-{place}": (*PLAIN[name], *KINDS[kind], *POSITIONS[place])
+    for name, kind, place in (
+        *((name, "statistics", "dict") for name in PLAIN),
+        *(("autocast", kind, "first") for kind in KINDS),
+        *(("value_and_grad", "rngs", place) for place in POSITIONS),
+    )
+}
+
+
 # Flax writes a float32 sum into what `with_policy` has cast.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
-@placed
-@plain
+@pytest.mark.parametrize(
+    ("wrap", "cure", "make", "change", "place", "find"), CHANGED.values(), ids=CHANGED
+)
 def test_an_object_that_is_changed_in_a_copy_is_refused(
     wrap, cure, make, change, place, find
 ):
