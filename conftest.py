@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import platform
 import re
@@ -109,6 +110,37 @@ def rest_is_evidence(cases, *usual):
         )
         for name, case in cases.items()
     ]
+
+
+def crossed(names, *tables):
+    """Parametrises over all cases of some tables, most of them as evidence.
+
+    Of two tables, each value is in a usual case, those of the shorter table in turn. Of
+    more, each two values are together in one.
+    """
+    named = [
+        x if isinstance(x, dict) else {getattr(y, "__name__", str(y)): y for y in x}
+        for x in tables
+    ]
+    keys, usual = [*itertools.product(*named)], []
+    if len(named) == 2:
+        longest = range(max(map(len, named)))
+        usual = [tuple([*x][i % len(x)] for x in named) for i in longest]
+    else:
+        left = set().union(*map(_pairs, keys))
+        while left:
+            usual.append(max(keys, key=lambda key: len(_pairs(key) & left)))
+            left -= _pairs(usual[-1])
+    cases = {
+        "-".join(key): tuple(x[k] for x, k in zip(named, key, strict=True))
+        for key in keys
+    }
+    marked = rest_is_evidence(cases, *map("-".join, usual))
+    return pytest.mark.parametrize(names.split(), marked)
+
+
+def _pairs(key):
+    return {*itertools.combinations(enumerate(key), 2)}
 
 
 both_dtypes = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import normal
+from conftest import crossed, normal
 from jaxmp._attention import by_cudnn, by_xla
 from jaxmp._attention.form import Form
 
@@ -102,9 +102,7 @@ def on_the_kernel(monkeypatch):
     monkeypatch.setattr(by_cudnn, "cudnn_attention_gradient", backward)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("length", [8, 9])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@crossed("case length dtype", CASES, [8, 9], HALVES)
 def test_rows_that_see_no_key_have_the_gradients_of_xla(case, length, dtype):
     options = case(length)
     causal = options.pop("is_causal", False)

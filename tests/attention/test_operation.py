@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxmp
-from conftest import normal
+from conftest import crossed, normal
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 12, 12, 4, 2, 8
 HALVES = [jnp.bfloat16, jnp.float16]
@@ -115,8 +115,7 @@ def test_in_float32_its_second_derivatives_are_those_of_jax(name):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 
 
-@each_option
-@pytest.mark.parametrize("dtype", HALVES)
+@crossed("options dtype", OPTIONS, HALVES)
 def test_in_16_bits_it_is_near_float32_of_the_same_numbers(options, dtype):
     args = moving(options, arrays(dtype))
     wide = tuple(x.astype(jnp.float32) for x in args)

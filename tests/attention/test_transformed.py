@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
+from conftest import crossed
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE, LAYERS = 4, 48, 4, 2, 16, 2
 WIDTH = HEADS * SIZE
@@ -86,10 +87,7 @@ def check_near(found, exact, dtype, factor=12):
         assert relative_error(x, y) < factor * EPS[dtype]
 
 
-@pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize("remat", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@crossed("scanned remat inside dtype", *[[True, False]] * 3, DTYPES)
 def test_layers_that_are_scanned_or_computed_again(scanned, remat, inside, dtype):
     fun = functools.partial(loss, scanned=scanned, remat=remat)
     policy = f"mixed_{dtype}"

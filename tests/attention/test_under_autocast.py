@@ -10,6 +10,7 @@ from attending import attentions
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
+from conftest import crossed
 
 BATCH, LENGTH, HEADS, SIZE, WIDTH = 2, 32, 4, 8, 32
 DTYPES = ["bfloat16", "float16"]
@@ -73,7 +74,6 @@ OPTIONS = {
     "bias": {"bias": normal(9, 1, HEADS, LENGTH, LENGTH)},
     "lengths": {"key_value_seq_lengths": jnp.array([9, 32])},
 }
-each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 ORDERS = {
     "around": lambda fun, dtype: jaxmp.autocast(jax.grad(fun), f"mixed_{dtype}"),
     "inside": lambda fun, dtype: jax.grad(jaxmp.autocast(fun, f"mixed_{dtype}")),
@@ -94,10 +94,7 @@ def numbers(options):
     return {k: x if isinstance(x, bool) else np.asarray(x) for k, x in options.items()}
 
 
-@each_option
-@pytest.mark.parametrize("groups", [HEADS, 2])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@crossed("options groups order dtype", OPTIONS, [HEADS, 2], [*ORDERS], DTYPES)
 def test_gradients_of_projections_are_as_near_as_those_written_out(
     options, groups, order, dtype
 ):

@@ -19,7 +19,7 @@ from benchmarks.counting.measure import (
     run,
     traced,
 )
-from conftest import normal, rest_is_evidence
+from conftest import crossed, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
@@ -485,8 +485,11 @@ def test_autocast_inside_of_a_haiku_transform_is_refused_where_it_would_leak():
     assert product_dtypes(jaxmp.autocast(net.apply), params, X) == [{"bfloat16"}]
 
 
-@pytest.mark.parametrize("order", ["forward", "outside", "inside"])
-@pytest.mark.parametrize("name", ["tanh", "scan", "custom_jvp", "remat"])
+@crossed(
+    "name order",
+    ["tanh", "scan", "custom_jvp", "remat"],
+    ["forward", "outside", "inside"],
+)
 def test_nothing_holds_a_tracer_when_its_trace_is_over(name, order):
     programs = {
         "tanh": lambda w, x: jnp.tanh(x @ w).mean(),

@@ -210,8 +210,12 @@ def inside(loss, policy, **options):
 
 def run(args, *funs):
     """Runs functions of the same arguments in one program that rounds where it says."""
+    return compiled(args, *funs)(args)
+
+
+def compiled(args, *funs):
     lowered = jax.jit(lambda args: [fun(*args) for fun in funs]).lower(args)
-    return lowered.compile(compiler_options=AS_WRITTEN)(args)
+    return lowered.compile(compiler_options=AS_WRITTEN)
 
 
 def scaled(loss, scale):
@@ -237,19 +241,18 @@ def check(
 
         return run
 
-    (expected, exact), (_, bf16), (half, _), *found = run(
-        args,
-        grad(loss),
-        usual("mixed_bfloat16"),
-        usual("mixed_float16"),
-        *(
-            order(scaled(loss, s), POLICY, **options)
-            for order in orders
-            for s in SCALES
-        ),
-    )
+    def ours(order):
+        def run(*args_and_scale):
+            *args, scale = args_and_scale
+            return order(scaled(loss, scale), POLICY, **options)(*args)
+
+        return run
+
+    plain = grad(loss), usual("mixed_bfloat16"), usual("mixed_float16")
+    (expected, exact), (_, bf16), (half, _) = run(args, *plain)
+    program = compiled((*args, 1.0), *map(ours, orders))
     allowed = max(1.25 * relative_error(bf16, exact), allowed)
-    for (got, gradient), scale in zip(found, SCALES * len(orders), strict=True):
+    for scale, (got, gradient) in ((s, x) for s in SCALES for x in program((*args, s))):
         gradient = jax.tree.map(lambda x, s=scale: x / s, gradient)
         assert relative_error(gradient, exact) <= allowed, scale
         digits = 2**-14 if exact_loss else EPS

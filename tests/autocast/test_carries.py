@@ -10,7 +10,15 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, both_dtypes, normal, rest_is_evidence, usually_bfloat16
+from conftest import (
+    at_once,
+    both_dtypes,
+    crossed,
+    in_both_orders,
+    normal,
+    rest_is_evidence,
+    usually_bfloat16,
+)
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 WIDTH, DEPTH = 16, 5
@@ -74,13 +82,10 @@ def carried(fun, *args):
     return found
 
 
-@both_dtypes
-@pytest.mark.parametrize("layer", [dense, jax.checkpoint(dense)], ids=["", "again"])
-def test_layers_with_a_product_between_hand_on_16_bits(layer, dtype):
-    grad_fn = jaxmp.autocast(jax.value_and_grad(scanned(layer)), dtype)
-    assert carried(grad_fn, params(), X) == [{dtype}] * 2
-    inside = jax.value_and_grad(jaxmp.autocast(scanned(layer), dtype))
-    assert carried(inside, params(), X) == [{dtype}] * 2
+def recurrent(p, x):
+    trip = lambda h, x: (jnp.tanh(x + h @ p["layers"]["w"][0]), None)  # noqa: E731
+    xs = jnp.stack([x @ p["in"]] * 9)
+    return jnp.mean((lax.scan(trip, jnp.zeros_like(xs[0]), xs)[0] @ p["out"]) ** 2)
 
 
 @usually_bfloat16
@@ -101,87 +106,88 @@ def test_scanned_layers_are_as_near_as_layers_written_out(layer, dtype):
     assert away < 1.25 * relative_error(own, exact)  # of one draw
 
 
-def test_a_plain_recurrent_layer_carries_16_bits():
-    def loss(p, xs):
-        iteration = lambda h, x: (jnp.tanh(x @ p["u"] + h @ p["w"]), None)  # noqa: E731
-        h, _ = lax.scan(iteration, jnp.zeros((6, WIDTH)), xs)
-        return jnp.mean((h @ p["o"]) ** 2)
-
-    p = {"u": normal(0, 8, WIDTH), "w": normal(1, WIDTH, WIDTH) / 4}
-    p["o"] = normal(2, WIDTH, 4)
-    grad_fn = jaxmp.autocast(jax.grad(loss), "bfloat16")
-    assert carried(grad_fn, p, normal(3, 9, 6, 8))[0] == {"bfloat16"}
+LOOPS_16 = {
+    "dense": (scanned(dense), 2),
+    "dense, again": (scanned(jax.checkpoint(dense)), 2),
+    "recurrent": (recurrent, 1),
+}
 
 
-def running_sum(p, x):
-    return lax.scan(
-        lambda s, w: (s + x @ p["in"] @ w, None), x @ p["in"], p["layers"]["w"]
-    )
+@both_dtypes
+@pytest.mark.parametrize(("loss", "count"), LOOPS_16.values(), ids=LOOPS_16)
+def test_layers_with_a_product_between_hand_on_16_bits(loss, count, dtype):
+    for grad_fn in in_both_orders(loss, dtype)[1:]:
+        found = carried(grad_fn, params(), X)
+        assert found[:count] == [{dtype}] * count
+        assert len(found) == 2
 
 
-def with_same_weights(p, x):
-    w = p["layers"]["w"][0]
-    return lax.scan(
-        lambda h, _: (h + 1e-3 * (h @ w), None), x @ p["in"], None, length=9
-    )
+def scan(trip, p, x):
+    return lax.scan(lambda h, w: (trip(h, w), None), x @ p["in"], p["layers"]["w"])[0]
 
 
-def decaying(p, x):
-    iteration = lambda h, w: (0.99 * h + h @ w, None)  # noqa: E731
-    return lax.scan(iteration, x @ p["in"], p["layers"]["w"])
-
-
-def counted(p, x):
-    body = lambda i, h: h + 1e-3 * (h @ p["layers"]["w"][0])  # noqa: E731
-    return lax.fori_loop(0, 9, body, x @ p["in"]), None
+def of_first(p):
+    return p["layers"]["w"][0]
 
 
 def swapped(p, x):
     def iteration(pair, w):
         return (pair[1], pair[0] + pair[1] @ w), None
 
-    return lax.scan(iteration, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
+    return lax.scan(iteration, (x @ p["in"], x @ p["in"]), p["layers"]["w"])[0][0]
 
 
 def second_order(p, x):
-    def trip(pair, w):
+    def iteration(pair, w):
         last, before = pair
         return (0.5 * last + 0.4 * before + x @ p["in"] @ w, last), None
 
-    return lax.scan(trip, (x @ p["in"], x @ p["in"]), p["layers"]["w"])
-
-
-def in_float32(p, x):
-    norm = jaxmp.float32_region(lambda h: h / jnp.linalg.norm(h))
-    return lax.scan(lambda h, w: (norm(h) @ w, None), x @ p["in"], p["layers"]["w"])
+    return lax.scan(iteration, (x @ p["in"], x @ p["in"]), p["layers"]["w"])[0][0]
 
 
 def with_computed_weights(p, x):
-    weights = jnp.tanh(p["layers"]["w"] @ p["layers"]["w"][0])
-    return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x @ p["in"], weights)
+    weights = jnp.tanh(p["layers"]["w"] @ of_first(p))
+    trip = lambda h, w: (h + jnp.tanh(h @ w), None)  # noqa: E731
+    return lax.scan(trip, x @ p["in"], weights)[0]
+
+
+unit = jaxmp.float32_region(lambda h: h / jnp.linalg.norm(h))
+OFFSET = np.float32(1000) + normal(5, 6, WIDTH)
+STAY = {
+    "a running sum": lambda p, x: scan(lambda s, w: s + x @ p["in"] @ w, p, x),
+    "the same weights": lambda p, x: scan(
+        lambda h, _: h + 1e-3 * (h @ of_first(p)), p, x
+    ),
+    "decaying": lambda p, x: scan(lambda h, w: 0.99 * h + h @ w, p, x),
+    "counted": lambda p, x: lax.fori_loop(
+        0, 9, lambda i, h: h + 1e-3 * (h @ of_first(p)), x @ p["in"]
+    ),
+    "swapped": swapped,
+    "second order": second_order,
+    "a float32 region": lambda p, x: scan(lambda h, w: unit(h) @ w, p, x),
+    "computed weights": with_computed_weights,
+    # What was given keeps its digits, in which the first layer takes a difference.
+    "given": lambda p, x: lax.scan(
+        lambda h, w: (h + (h - h.mean(-1, keepdims=True)) @ w, None),
+        OFFSET,
+        p["layers"]["w"],
+    )[0],
+}
+
+
+@crossed("fun dtype", STAY, ["bfloat16", "float16"])
+def test_what_grows_or_is_kept_stays_float32(fun, dtype):
+    cast = jaxmp.autocast(lambda p, x: fun(p, x) @ p["out"], dtype)
+    assert carried(cast, params(), X) == [{"float32"}]
 
 
 @both_dtypes
-@pytest.mark.parametrize(
-    "fun",
-    [
-        running_sum,
-        with_same_weights,
-        decaying,
-        counted,
-        swapped,
-        second_order,
-        in_float32,
-        with_computed_weights,
-    ],
-)
-def test_what_grows_or_is_kept_stays_float32(fun, dtype):
-    def read_by_a_product(p, x):
-        last = jax.tree.leaves(fun(p, x)[0])[0]
-        return last @ p["out"]
+def test_what_a_loss_reads_after_the_last_layer_is_not_rounded(dtype):
+    def loss(p, x):
+        h = scan(lambda h, w: jnp.tanh(h @ w), p, x)
+        return -jax.nn.log_softmax(h)[:, 0].mean()
 
-    found = carried(jaxmp.autocast(read_by_a_product, dtype), params(), X)
-    assert found == [{"float32"}]
+    assert carried(jaxmp.autocast(loss, dtype), params(), X) == [{"float32"}]
 
 
 @both_dtypes
@@ -252,29 +258,6 @@ def test_what_tokens_send_back_to_a_state_adds_up_in_float32(dtype):
         v.aval.dtype for e in loops for v in e.outvars if v.aval.shape == p["w"].shape
     ]
     assert states == [np.float32] * 2
-
-
-@both_dtypes
-def test_what_a_loss_reads_after_the_last_layer_is_not_rounded(dtype):
-    def loss(p, x):
-        iteration = lambda h, w: (jnp.tanh(h @ w), None)  # noqa: E731
-        h, _ = lax.scan(iteration, x @ p["in"], p["layers"]["w"])
-        return -jax.nn.log_softmax(h)[:, 0].mean()
-
-    assert carried(jaxmp.autocast(loss, dtype), params(), X) == [{"float32"}]
-
-
-@both_dtypes
-def test_what_the_first_layer_is_given_keeps_its_digits(dtype):
-    offset = np.float32(1000) + normal(5, 6, WIDTH)
-
-    def fun(p, x):
-        def iteration(h, w):
-            return h + (h - h.mean(-1, keepdims=True)) @ w, None
-
-        return lax.scan(iteration, x, p["layers"]["w"])[0] @ p["out"]
-
-    assert carried(jaxmp.autocast(fun, dtype), params(), offset) == [{"float32"}]
 
 
 @both_dtypes

@@ -9,10 +9,11 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error
-from conftest import at_once, both_dtypes, in_both_orders, normal
+from conftest import at_once, crossed, in_both_orders, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
 
+DTYPES = "bfloat16", "float16"
 X = normal(0, 16, 8)
 Y = jnp.tanh(X @ normal(1, 8, 4))
 PARAMS = {"a": normal(2, 8, 8, scale=0.3), "b": normal(3, 8, 4, scale=0.2)}
@@ -115,8 +116,7 @@ def sampled(p):
     return jax.vmap(chain)(X[:2])
 
 
-@both_dtypes
-@pytest.mark.parametrize("run", SEARCHES.values(), ids=SEARCHES.keys())
+@crossed("run dtype", SEARCHES, DTYPES)
 def test_searches_of_optax_move_as_in_float32(run, dtype):
     expected, found = at_once(run, jaxmp.autocast(run, dtype))(PARAMS)
     expected, found = loss_fn(expected), loss_fn(found)
@@ -124,8 +124,7 @@ def test_searches_of_optax_move_as_in_float32(run, dtype):
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
-@both_dtypes
-@pytest.mark.parametrize("run", [armijo, trust_region, sampled])
+@crossed("run dtype", [armijo, trust_region, sampled], DTYPES)
 def test_as_many_steps_are_taken_as_in_float32(run, dtype):
     expected, found = at_once(run, jaxmp.autocast(run, dtype))(PARAMS)
     np.testing.assert_array_equal(found, expected)
@@ -178,9 +177,8 @@ def by_equinox(w, z):
     return eqxi.while_loop(lambda s: s[0] < 2.0 - 1e-6, body, start, **options)[1]
 
 
-@both_dtypes
-@pytest.mark.parametrize(
-    "solve", [solved, checkpointed, checkpointed_as_a_whole, by_equinox]
+@crossed(
+    "solve dtype", [solved, checkpointed, checkpointed_as_a_whole, by_equinox], DTYPES
 )
 def test_the_gradient_belongs_to_the_steps_of_the_forward_pass(solve, dtype):
     def loss(w, z):

@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error
-from conftest import normal, rest_is_evidence
+from conftest import crossed, normal, rest_is_evidence
 
 W = normal(0, 8, 8, scale=0.3)
 X = normal(4, 8, 8)
@@ -285,8 +285,7 @@ def _(primals, tangents):
 WITH_INTEGERS = {"vjp": quantised, "jvp": levelled, "frexp": jnp.frexp}
 
 
-@pytest.mark.parametrize("rule", WITH_INTEGERS.values(), ids=WITH_INTEGERS.keys())
-@around
+@crossed("wrap rule", AROUND, WITH_INTEGERS)
 def test_a_rule_may_return_integers(wrap, rule):
     def loss(x, w):
         return jnp.square(wrap(lambda x, w: rule(x @ w)[0] @ w)(x, w)).mean()

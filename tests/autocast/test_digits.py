@@ -8,11 +8,10 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, in_both_orders, normal, rest_is_evidence
+from conftest import at_once, crossed, in_both_orders, normal, rest_is_evidence
 from jaxmp import autocast
 
 HALVES = (jnp.float16, jnp.bfloat16)
-both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 W = normal(0, 8, 8, scale=8**-0.5)
 # Rows that lie close together: in 16 bits their differences are noise.
 TABLE = 1 + normal(1, 6, 8, scale=1e-3)
@@ -84,8 +83,7 @@ CONSUMERS = {
 }
 
 
-@both_dtypes
-@pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS.keys())
+@crossed("consumer dtype", CONSUMERS, HALVES)
 def test_a_lookup_that_meets_16_bit_values_keeps_its_digits_for_others(consumer, dtype):
     def fun(table, w):
         rows = table[I]
@@ -123,7 +121,7 @@ def test_what_a_loop_carries_is_not_known_by_its_first_value(kind):
     assert dtypes == {jnp.dtype("float32")}
 
 
-# Values that are computed from products, and have readers of two kinds.
+# Values that are computed from products, and have consumers of two kinds.
 
 
 ROWS = normal(3, 8, 16)

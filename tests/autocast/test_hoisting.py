@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, crossed, normal, rest_is_evidence
 from jaxmp._devices.varying import vary
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
@@ -115,8 +115,7 @@ def products_of_all_iterations(fun, *args):
     ]
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@crossed("name dtype", [*LAYERS], [F16, BF16])
 def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
     cast = jaxmp.autocast(gradient_of(name), dtype)
     assert sums(cast, (W, U), XS) == 0

@@ -8,7 +8,7 @@ from jax import lax
 import jaxmp
 from benchmarks.counting import h200
 from benchmarks.counting.measure import traced
-from conftest import normal
+from conftest import crossed, normal
 
 HIGHEST = (lax.Precision.HIGHEST,) * 2
 DEFAULT = (lax.Precision.DEFAULT,) * 2
@@ -85,8 +85,7 @@ def inside(loss, options):
     return jax.grad(jaxmp.autocast(loss, "bfloat16", **options), (0, 1))
 
 
-@pytest.mark.parametrize("place", [around, inside])
-@pytest.mark.parametrize("name", KEPT)
+@crossed("name place", [*KEPT], [around, inside])
 def test_what_the_user_keeps_in_float32_has_all_digits(name, place):
     fun, options = KEPT[name]
 

@@ -14,7 +14,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, in_both_orders, normal, usually_bfloat16
+from conftest import at_once, crossed, in_both_orders, normal, usually_bfloat16
 
 # Both are exact in float16, and so is their product.
 X = jnp.asarray(np.float16(normal(0, 3, 5, 8)), jnp.float32)
@@ -157,8 +157,7 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("lookup", TABLES.values(), ids=TABLES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@crossed("lookup dtype", TABLES, ["float16", "bfloat16"])
 def test_the_gradient_of_a_table_is_off_by_a_few_last_digits(lookup, dtype):
     def loss(table, w):
         return (lookup(table, w) ** 2).sum()
@@ -258,8 +257,9 @@ def test_what_is_sent_back_to_16_bit_rows_adds_up_in_float32(inside):
     assert relative_error(jax.jit(grad)(TABLE, W), jax.grad(loss)(TABLE, W)) < 0.02
 
 
-@pytest.mark.parametrize("derivative", [jax.jvp, lambda f, x, t: jax.linearize(f, *x)])
-@pytest.mark.parametrize("fill", [None, 1.0])
+@crossed(
+    "derivative fill", [jax.jvp, lambda f, x, t: jax.linearize(f, *x)], [None, 1.0]
+)
 def test_a_row_out_of_bounds_has_no_tangent(derivative, fill):
     places = jnp.array([0, 7])
 

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, usually_bfloat16
+from conftest import at_once, crossed, normal, usually_bfloat16
 
 B, T, K, G, S, D = 2, 6, 2, 3, 9, 8
 Q, KEYS, V = normal(0, B, T, K, G, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
@@ -42,8 +42,7 @@ def scored(fun, *args):
     ]
 
 
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+@crossed("name wrap", [*FORMS], [lambda f: f, jax.jit, jax.checkpoint])
 def test_scores_end_with_the_axis_that_is_read_last(name, wrap):
     fun = wrap(attention(*FORMS[name]))
     cast = jaxmp.autocast(fun, "bfloat16")
@@ -53,8 +52,7 @@ def test_scores_end_with_the_axis_that_is_read_last(name, wrap):
 
 
 @usually_bfloat16
-@pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("order", ["outside", "inside", "vmap"])
+@crossed("name order", [*FORMS], ["outside", "inside", "vmap"])
 def test_gradients_of_what_was_swapped_are_those_of_float32(name, dtype, order):
     def loss(*args):
         return (attention(*FORMS[name])(*args) ** 2).sum()

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error, traced
-from conftest import at_once, in_both_orders, normal
+from conftest import at_once, crossed, in_both_orders, normal
 
 DTYPES = "bfloat16", "float16"
 POINTS = normal(0, 64, 3)
@@ -48,8 +48,7 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FITS)
+@crossed("name dtype", [*FITS], DTYPES)
 def test_the_gradient_of_a_pose_is_that_of_float32(name, dtype):
     forms = in_both_orders(FITS[name], dtype, grad=jax.grad)
     first, *found = at_once(*forms)(TURN)
@@ -67,8 +66,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", ["plain", "checkpoint", "vmap", "map", "in a loop"])
+@crossed("name order", ["plain", "checkpoint", "vmap", "map", "in a loop"], [*ORDERS])
 def test_the_second_derivative_of_a_pose_is_that_of_float32(name, order):
     def exact(turn):
         return ORDERS[order](FITS[name], turn, TURN.T)

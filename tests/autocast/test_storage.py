@@ -14,7 +14,14 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, in_both_dtypes, normal, rest_is_evidence, usually_bfloat16
+from conftest import (
+    at_once,
+    crossed,
+    in_both_dtypes,
+    normal,
+    rest_is_evidence,
+    usually_bfloat16,
+)
 from jaxmp._ops.narrow import firmly_rounded
 
 W = normal(0, 8, 8, scale=1 / 3)
@@ -251,8 +258,7 @@ DROPOUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, HALF])
-@pytest.mark.parametrize("drop", DROPOUTS.values(), ids=DROPOUTS.keys())
+@crossed("drop dtype", DROPOUTS, DTYPES)
 def test_what_dropout_divides_is_divided_in_float32(drop, dtype):
     loss = attention(lambda s: drop(jax.nn.softmax(s)))
     cast = jaxmp.autocast(loss, dtype)
@@ -768,8 +774,7 @@ def taken_away(w, x):
 MEANS["windows"] = joined(lambda h: window_sums(h, 2))
 
 
-@pytest.mark.parametrize("fun", MEANS.values(), ids=MEANS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@crossed("fun dtype", MEANS, DTYPES)
 def test_what_is_made_of_a_mean_is_off_by_a_few_last_digits(fun, dtype):
     found, expected = at_once(jaxmp.autocast(fun, dtype), fun)(W, X)
     assert relative_error(found, expected) < 4 * float(jnp.finfo(dtype).eps)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jaxmp
 import jaxmp.nnx
-from conftest import rest_is_evidence
+from conftest import crossed, rest_is_evidence
 
 FULL, HALF = jnp.float32, jnp.float16
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
@@ -105,7 +105,6 @@ POSITIONS = {
     "tuple": (lambda o: ((X, (1, o)), {}), lambda a, k: a[1][1]),
     "dict": (lambda o: ((X, {"a": [o]}), {}), lambda a, k: a[1]["a"][0]),
 }
-kinds = pytest.mark.parametrize(("make", "change"), KINDS.values(), ids=KINDS.keys())
 # Every kind as the first argument, and one of them in every other place.
 placed = pytest.mark.parametrize(
     ("make", "change", "place", "find"),
@@ -910,9 +909,9 @@ def test_the_message_names_the_variable(wrap, cure):
         wrap(lambda x, model: model["m"].dropout(x).sum())(X, {"m": net()})
 
 
-@kinds
-@plain
-def test_an_object_that_is_only_read_passes(wrap, cure, make, change):
+@crossed("wraps kind", PLAIN, KINDS)
+def test_an_object_that_is_only_read_passes(wraps, kind):
+    (wrap, _), (make, _) = wraps, kind
     thing = make()
     wrap(lambda thing, x: (jax.tree.leaves(thing), x.sum())[1])(thing, X)
 
@@ -954,10 +953,9 @@ WRITING_BACK = {
 ways = pytest.mark.parametrize("run", WRITING_BACK.values(), ids=WRITING_BACK)
 
 
-@ways
-@plain
-def test_a_variable_that_is_written_back_as_it_was_passes(wrap, cure, run):
-    wrap(lambda model, x: run(model, x).astype(FULL).mean())(Layers(), X)
+@crossed("wraps run", PLAIN, WRITING_BACK)
+def test_a_variable_that_is_written_back_as_it_was_passes(wraps, run):
+    wraps[0](lambda model, x: run(model, x).astype(FULL).mean())(Layers(), X)
 
 
 @ways
@@ -970,8 +968,7 @@ def test_a_variable_that_a_transformation_changes_is_refused(run):
         jaxmp.autocast(counted)(Layers(), X)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-@ways
+@crossed("run steps", WRITING_BACK, [1, 2])
 def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
     def loss_fn(model, x, run):
         call = jaxmp.with_policy(lambda x: run(model, x), "mixed_bfloat16")

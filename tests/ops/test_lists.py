@@ -13,6 +13,7 @@ from jax.interpreters import ad
 
 import jaxmp
 from benchmarks.counting.measure import traced
+from conftest import crossed
 from jaxmp._jaxprs.jaxpr import CALL_KINDS
 from jaxmp._ops import products, table
 from jaxmp._ops.lists import DEFAULT_OPS, OpLists
@@ -176,8 +177,7 @@ REDUCE = {
 }
 
 
-@pytest.mark.parametrize("name", REDUCE)
-@pytest.mark.parametrize("move", [OpLists.with_infer, OpLists.with_allow])
+@crossed("name move", [*REDUCE], [OpLists.with_infer, OpLists.with_allow])
 def test_reductions_scatters_and_powers_run_in_16_bits_where_the_user_wants_it(
     name, move
 ):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmp
-from conftest import bits
+from conftest import bits, crossed
 
 MAX = float(jnp.finfo(jnp.float32).max)
 TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -158,9 +158,12 @@ def targets():
 
 
 # A finite step and a skipped one, of each kind of wrapper.
-@pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("grad", [1.0, jnp.inf, jnp.nan])
-@pytest.mark.parametrize("where", ["state", "chain", "train state", "donated"])
+@crossed(
+    "where policy grad",
+    ["state", "chain", "train state", "donated"],
+    ["float16", "bfloat16", "float32"],
+    [1.0, jnp.inf, jnp.nan],
+)
 def test_what_is_kept_is_the_new_or_the_old_bit_for_bit(policy, grad, where):
     tx = jaxmp.loss_scaling(optax.adam(0.1), policy)
     new, old = targets()
