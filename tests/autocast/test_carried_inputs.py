@@ -113,15 +113,19 @@ PROGRAMS = {
         from_a_given_start,
     )
 }
+DTYPES = "bfloat16", "float16"
 CASES = {
     f"{program}, {loop}, {dtype}": (PROGRAMS[program], LOOPS[loop], dtype)
     for program in PROGRAMS
     for loop in LOOPS
-    for dtype in ("bfloat16", "float16")
+    for dtype in DTYPES
 }
-USUAL = [f"token shift, {loop}, bfloat16" for loop in LOOPS]
-USUAL += [f"{program}, scan, float16" for program in PROGRAMS]
-USUAL += ["two lags, while_loop, bfloat16", "largest so far, checkpointed, bfloat16"]
+# Each of all of them, and a scan of each program.
+EACH = [
+    *zip([*PROGRAMS, "token shift"], LOOPS, DTYPES * 3, strict=True),
+    *((program, "scan", "float16") for program in PROGRAMS),
+]
+USUAL = map(", ".join, EACH)
 
 
 def losses(fun):

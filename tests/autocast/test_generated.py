@@ -32,7 +32,7 @@ def of_family(name, seed):
     return Program(((name, "plain", 0),), "squares", DTYPES[seed % 2], seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 3])  # in both dtypes and forms
 def test_a_step_is_no_further_from_float32_than_by_hand(seed):
     hold(drawn(seed, most=1), FORMS[seed // 2 % 2 :][:1])
 

@@ -57,6 +57,8 @@ def test_a_product_in_float32_does_not_pass():
     assert "products of float32 operands" in {c.what for c in checks if not c.holds}
 
 
+# Of a small decoder, tests/attention/test_kernel.py says it.
+@pytest.mark.evidence
 def test_attention_is_cudnns(monkeypatch):
     rows = list(attention.compared({"gpt": gate.NETWORKS["gpt"]}, "bfloat16"))
     monkeypatch.setattr(attention, "compared", lambda *args: rows)

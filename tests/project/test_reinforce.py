@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import jaxmp
+from conftest import crossed
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -44,13 +45,11 @@ def test_float16_is_nearer_than_bfloat16_and_learns():
     assert "20 steps without a loss scale" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), {"float16": 0.0025, "bfloat16": 0.02}.items()
-)
-@pytest.mark.parametrize("head", ["", ", float32 head"])
-def test_sampler_and_trainer_are_near_and_agree_with_a_head_in_float32(
-    name, most, head
-):
+MOST = {"float16": 0.0025, "bfloat16": 0.02}
+
+
+@crossed("name head", [*MOST], ["", ", float32 head"])
+def test_sampler_and_trainer_are_near_and_agree_with_a_head_in_float32(name, head):
     policy, paths = reinforce.PRECISIONS[name + head]
     narrow = partial(jaxmp.autocast, policy=policy, float32_paths=paths)
     model = reinforce.LM(32)
@@ -59,4 +58,4 @@ def test_sampler_and_trainer_are_near_and_agree_with_a_head_in_float32(
     tokens, old = jax.jit(draw)(params, jax.random.key(1))
     trainer = narrow(partial(reinforce.log_probs, model))
     found = reinforce.agreement(trainer, lambda *_: old, params, tokens)
-    assert found.rms < (1e-5 if head else most)
+    assert found.rms < (1e-5 if head else MOST[name])
