@@ -16,6 +16,7 @@ import jaxmp
 from benchmarks.counting import h200
 from benchmarks.networks.basic import gpt
 from benchmarks.networks.fused import fused
+from conftest import crossed
 
 UNAVAILABLE = h200.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
@@ -94,8 +95,7 @@ def test_a_mask_is_one_array(length, axes):
     assert not any(axes == f"{BATCH},{HEADS}" for _, axes in found), found
 
 
-@pytest.mark.parametrize("length", [128, 197])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@crossed("length dtype", [128, 197], [jnp.float32, jnp.bfloat16])
 def test_a_bias_that_is_trained_has_its_own_dtype(length, dtype):
     given = {"bias": shape(1, HEADS, length, length, dtype=dtype)}
     text = program(length, jnp.bfloat16, given, (0, 1, 2))
@@ -119,8 +119,7 @@ def test_float32_and_tangents_are_those_of_xla():
         h200.lowered(lambda *args: jax.jvp(asks, args, args)[1], *args)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("inside", [False, True])
+@crossed("dtype inside", ["bfloat16", "float16"], [False, True])
 def test_a_decoder_under_autocast_is_cudnns_in_every_layer(dtype, inside):
     layers, length = 2, 128
     network = gpt(2, layers=layers, width=192, heads=2, vocabulary=256, length=length)
@@ -153,8 +152,7 @@ def mesh():
     return Mesh(np.array(topology.devices).reshape(4, 2), ("data", "model"))
 
 
-@pytest.mark.parametrize("spec", [P("data"), P("data", None, "model")])
-@pytest.mark.parametrize("by", ["jit", "shard_map"])
+@crossed("spec by", [P("data"), P("data", None, "model")], ["shard_map", "jit"])
 def test_examples_and_heads_on_many_devices(spec, by):
     def total(*args):
         # The gradient of a sum is one number, which JAX would not shard.
