@@ -6,14 +6,13 @@ missing, or anything else is done to the scores or to the weights, it is none.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..._attention.operation import why_not_kernel
 from ..._base.sizes import as_number, size_of
-from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import ATTENTION, named_in
-from ..._jaxprs.walk import At, Forward, the_one
 from ..._ops import table
 from ..._ops.products import is_attention, is_batched, is_matrix_product
 from .report import UnfusedAttention
@@ -29,7 +28,7 @@ _WRITTEN = {
 }
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """How much of an attention a value is."""
 
     stage: str
@@ -38,51 +37,40 @@ class _Part(NamedTuple):
 
 
 class Attentions:
-    """Goes through a program and notes each attention in it."""
+    """The attentions of a program that are not cuDNN's kernel, by line and reason."""
 
     def __init__(self):
-        self._rows: dict[Any, UnfusedAttention] = {}
-        self._walk = Forward(self._operation, the_one, lambda x, at: None)
+        self.rows: dict[Any, UnfusedAttention] = {}
 
-    def found(self, jaxpr: Any, around: Place) -> tuple[UnfusedAttention, ...]:
-        """Returns the attentions of a program, by the line of the user."""
-        inputs = [None] * len(_jaxpr.in_avals(jaxpr))
-        self._walk.through(jaxpr, inputs, (), around)
-        return tuple(self._rows.values())
-
-    def _operation(self, eqn: Any, ins: list[Any], at: At) -> list[Any]:
-        place = at.place
+    def look(self, eqn: Any, place: Place) -> None:
+        """Notes an operation that says why it is not the kernel."""
         if asked := named_in(place.scopes, ATTENTION):  # written out for a reason
             self._note(place, _WRITTEN[asked], 0)
-        if is_attention(eqn):
-            if reason := why_not_kernel(eqn):
-                self._note(place, reason, 0)
-        elif not place.backward and not place.again:
-            return self._part(eqn, ins, place)
-        return [None] * len(eqn.outvars)
+        if is_attention(eqn) and (reason := why_not_kernel(eqn)):
+            self._note(place, reason, 0)
 
-    def _note(self, place: Place, why: str, size: int) -> None:
-        if not place.times:  # what is known of a loop has not settled
-            return
-        key = place.where, why
-        row = self._rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
-        self._rows[key] = UnfusedAttention(why, row.bytes + size, row.module, row.where)
-
-    def _part(self, eqn: Any, ins: list[Any], place: Place) -> list[Any]:
-        """Returns how much of an attention the results of an equation are."""
+    def multiplied(
+        self, eqn: Any, ins: Sequence[Part | None], place: Place
+    ) -> Part | None:
+        """Returns what a matmul makes, and notes an attention that it completes."""
         if not (is_matrix_product(eqn) and is_batched(eqn)):
-            return [_next(eqn, ins)] * len(eqn.outvars)
+            return None
         parts = zip(eqn.invars, ins, strict=True)
         weights = [atom.aval for atom, x in parts if x and x.stage == "weights"]
         if not weights:
-            return [_Part("scores", eqn)]
+            return Part("scores", eqn)
         if named_in(place.scopes, ATTENTION) is None:
             size = as_number(math.prod(weights[0].shape)) * weights[0].dtype.itemsize
             self._note(place, "", int(size) * place.times)
-        return [None]
+        return None
+
+    def _note(self, place: Place, why: str, size: int) -> None:
+        key = place.where, why
+        row = self.rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
+        self.rows[key] = UnfusedAttention(why, row.bytes + size, row.module, row.where)
 
 
-def _next(eqn: Any, ins: list[_Part | None]) -> _Part | None:
+def made_of(eqn: Any, ins: Sequence[Part | None]) -> Part | None:
     """Returns what an equation makes of parts of an attention, None if no part."""
     parts = [x for x in ins if x is not None]
     if not parts:
@@ -91,8 +79,6 @@ def _next(eqn: Any, ins: list[_Part | None]) -> _Part | None:
     first, *others = parts
     if others:
         return _joined(eqn, *parts[:2]) if len(ins) == len(parts) == 2 else None
-    if (table.is_view(eqn) or table.is_rounding(eqn)) and len(ins) == 1:
-        return first
     match first.stage:
         case "scores" if table.multiplies(eqn) and by_number:
             return first
@@ -113,7 +99,7 @@ def _next(eqn: Any, ins: list[_Part | None]) -> _Part | None:
     return None
 
 
-def _joined(eqn: Any, x: _Part, y: _Part) -> _Part | None:
+def _joined(eqn: Any, x: Part, y: Part) -> Part | None:
     """Returns what two parts of one attention make, None if they are no two such."""
     if x.scores is not y.scores:
         return None

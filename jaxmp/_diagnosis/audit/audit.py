@@ -1,8 +1,8 @@
 """Which products of a function run in which dtype, and what made them float32.
 
 The function is traced, never run. What :mod:`~.leaks` follows through its jaxpr are the
-causes of float32, :mod:`~.hazards` what is made of products, :mod:`~.attention` parts
-of an attention; :mod:`~jaxmp._diagnosis.flow` has what is saved for backward passes.
+causes of float32, :mod:`~.hazards` what is made of products, an attention for one;
+:mod:`~jaxmp._diagnosis.flow` has what is saved for backward passes.
 """
 
 import functools
@@ -23,7 +23,6 @@ from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
-from .attention import Attentions
 from .hazards import of_numbers, of_products
 from .leaks import Leaks
 from .report import DtypeReport, wide_name
@@ -107,11 +106,11 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             leaks.walk.through(jaxpr, [*inputs], (), around)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
-            hazards = of_products(jaxpr, around, default) + of_numbers(numbers)
+            hazards, attention = of_products(jaxpr, around, default)
             return DtypeReport(
                 residual_bytes=Flow(jaxpr, around, steps).residual_bytes(),
-                hazards=tuple(dict.fromkeys(hazards)),
-                attention=Attentions().found(jaxpr, around),
+                hazards=tuple(dict.fromkeys(hazards + of_numbers(numbers))),
+                attention=attention,
                 **leaks.found(),
             )
 

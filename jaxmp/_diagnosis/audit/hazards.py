@@ -20,7 +20,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
-from ..._jaxprs.walk import At, Forward
+from ..._jaxprs.walk import At, Forward, the_one
 from ..._ops import table
 from ..._ops.products import (
     has_default_precision,
@@ -30,7 +30,8 @@ from ..._ops.products import (
     multiplies_matrices,
 )
 from ..numbers import Numbers
-from .report import Hazard
+from .attention import Attentions, Part, made_of
+from .report import Hazard, UnfusedAttention
 
 _REGION = 'with jax.named_scope("jaxmp.float32"):'
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
@@ -75,6 +76,7 @@ class Made(NamedTuple):
     marks: Marks = frozenset()
     given: bool = False  # from arguments and numbers alone
     number: Any = None  # what every entry is, if it is a number in the code
+    part: Part | None = None  # of an attention that is written out
 
     def of(self, *words: str) -> set[Any]:
         """Returns of what any of some words is said."""
@@ -91,8 +93,8 @@ class Product(NamedTuple):
 
 def of_products(
     jaxpr: Any, around: Place, default_precision: Any = None
-) -> tuple[Hazard, ...]:
-    """Returns the hazards in a jaxpr, in the order of the program.
+) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...]]:
+    """Returns the hazards in a jaxpr and its attentions, in the order of the program.
 
     Args:
         jaxpr: Of the program.
@@ -102,7 +104,7 @@ def of_products(
     search = _Search(default_precision)
     inputs = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
     search.walk.through(jaxpr, inputs, (), around)
-    return tuple(search.found.values())
+    return tuple(search.found.values()), tuple(search.attentions.rows.values())
 
 
 class _Search:
@@ -112,6 +114,7 @@ class _Search:
         self._default_precision = default_precision
         self._followed: list[Product] = []
         self.found: dict[Any, Hazard] = {}
+        self.attentions = Attentions()
         self.walk = Forward(self._operation, _either, _known, enter=self._enter)
 
     def _enter(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
@@ -121,6 +124,7 @@ class _Search:
         return self.walk.once(eqn, ins, at)
 
     def _operation(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:
+        self.attentions.look(eqn, at.place)
         return [self._made(eqn, ins, at.place)] * len(eqn.outvars)
 
     def _made(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
@@ -134,11 +138,14 @@ class _Search:
         if multiplies_matrices(eqn):
             return self._product(eqn, ins, place)
         self._look(eqn, ins)
-        return Made(frozenset(_marks(eqn, ins)), all(x.given for x in ins))
+        part = made_of(eqn, [x.part for x in ins])
+        marks, given = frozenset(_marks(eqn, ins)), all(x.given for x in ins)
+        return Made(marks, given, part=part)
 
     def _product(self, eqn: Equation, ins: list[Made], place: Place) -> Made:
         if place.backward or place.again:
             return Made()
+        part = self.attentions.multiplied(eqn, [x.part for x in ins], place)
         self._note("offset", ins, "taken")
         is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
         is_default = has_default_precision(eqn)
@@ -148,13 +155,13 @@ class _Search:
         would_be = is_undecided and _jaxpr.is_float32(eqn.invars[0])
         would_be &= is_matrix_product(eqn)
         if not (is_narrow_one or at_default or would_be):
-            return Made()
+            return Made(part=part)
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
         marks = {("sum", len(self._followed))}
         self._followed.append(Product(place, is_cast, at_default))
         if any(x.of("doubled") for x in ins):
             marks |= {("twice", number) for _, number in marks}
-        made = Made(frozenset(marks))
+        made = Made(frozenset(marks), part=part)
         if is_convolution(eqn) and ins[1].of("balanced"):
             self._note("kernel", [made], "sum")
         return made
@@ -324,7 +331,8 @@ def _either(values: Sequence[Made]) -> Made:
     if all(x == values[0] for x in values):
         return values[0]
     marks = frozenset[Any]().union(*(x.marks for x in values))
-    return Made(marks, all(x.given for x in values))
+    given, part = all(x.given for x in values), the_one([x.part for x in values])
+    return Made(marks, given, part=part)
 
 
 def _cure(product: Product) -> str:
