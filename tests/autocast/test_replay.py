@@ -53,38 +53,6 @@ def test_a_region_may_call_what_has_several_results(dtype):
 # Each sentence, in a program that needs it.
 
 
-@pytest.mark.parametrize("name", ["tanh", "logistic", "erf"])
-@pytest.mark.parametrize("dtype", HALVES)
-def test_sentence_2_what_has_a_bound_is_rounded_on_its_way_to_a_product(name, dtype):
-    bounded = {"tanh": jnp.tanh, "logistic": jax.nn.sigmoid, "erf": lax.erf}[name]
-
-    def gated(w, x):
-        h = x @ w
-        return (h * (1 + bounded(h + h**3))) @ w
-
-    def not_for_a_product(w, x):
-        h = x @ w
-        return (h * (1 + bounded(h + h**3))).mean()
-
-    def for_a_logarithm(w, x):
-        y = bounded(jax.nn.standardize(x @ w))
-        return jnp.log(2 - y).sum() + (y * (x @ w)) @ w
-
-    def for_a_mean_too(w, x):
-        y = bounded(jax.nn.standardize(x @ w))
-        return (y * (x @ w)) @ w + y.mean()
-
-    def hows(fun):
-        return [how for x, how, _ in decisions(fun, W, X, dtype=dtype) if x == name]
-
-    assert hows(for_a_mean_too) == ["float32"]
-    assert hows(gated) == ["half" if dtype == jnp.bfloat16 else "rounded"]
-    assert hows(not_for_a_product) == ["float32"]
-    assert hows(for_a_logarithm) == ["float32"]
-    products = [x for x in decisions(gated, W, X, dtype=dtype) if x[0] == "mul"]
-    assert products[-1][1:] == ("half", rules.BETWEEN)
-
-
 REARRANGED = {
     "sorted": jnp.sort,
     "the largest few": lambda h: lax.top_k(h, 3)[0],

@@ -99,6 +99,26 @@ PROGRAMS = [
     ),
     ("x @ w", "y @ w - (x @ w) ** 2", "16 2"),
 ]
+# What has a bound is rounded on its way to a product, and for nobody else.
+BOUNDED = "jnp.tanh", "jax.nn.sigmoid", "lax.erf"
+PROGRAMS += [
+    row
+    for f in BOUNDED
+    for row in (
+        (f"{f}(x @ w + (x @ w) ** 3)", "((x @ w) * (1 + y)) @ w", "16 2"),
+        (f"{f}(x @ w + (x @ w) ** 3)", "((x @ w) * (1 + y)).mean()", "32 3"),
+        (f"{f}(jax.nn.standardize(x @ w))", "y.mean() + (y * (x @ w)) @ w", "32 3"),
+        (f"{f}(jax.nn.standardize(x @ w))", "jnp.log(2 - y) + (y * b) @ w", "32 3"),
+    )
+]
+# A number that 16 bits cannot hold forces float32.
+PROGRAMS += [
+    ("jnp.where(x > 0, x @ w, -1e9)", "y @ w", "16 2", "32 3"),
+    ("jnp.where(x > 0, x @ w, 1e-6)", "y @ w", "16 2", "32 3"),
+    ("jnp.where(x > 0, x @ w, float(jnp.finfo(x.dtype).min))", "y @ w", "32 3"),
+    ("jnp.where(x > 0, x @ w, -1e4)", "y @ w", "16 2"),
+    ("jnp.where(x > 0, x @ w, -jnp.inf)", "y @ w", "16 2"),
+]
 
 
 @pytest.mark.parametrize(

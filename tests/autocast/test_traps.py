@@ -151,30 +151,6 @@ def test_an_argument_beyond_float16_saturates_where_it_is_added():
     np.testing.assert_array_equal(infinite, -jnp.inf)
 
 
-def test_a_literal_that_16_bits_cannot_hold_forces_float32():
-    lowest = float(jnp.finfo(jnp.float32).min)
-
-    def fun(x, keep, value):
-        return jnp.where(keep, x @ x, value) @ x
-
-    keep = jnp.ones((8, 8), bool)
-    for value, dtype in [(-1e9, F16), (1e-6, F16), (lowest, jnp.bfloat16)]:
-        eqns = traced(jaxmp.autocast(lambda x: fun(x, keep, value), dtype), EYE)  # noqa: B023
-        assert select(eqns) == jnp.float32
-    for value, dtype in [
-        (-1e4, F16),
-        (0.0, F16),
-        (-jnp.inf, F16),
-        (-1e9, jnp.bfloat16),
-    ]:
-        eqns = traced(jaxmp.autocast(lambda x: fun(x, keep, value), dtype), EYE)  # noqa: B023
-        assert select(eqns) == dtype
-
-
-def select(eqns):
-    return next(e.outvars[0].aval.dtype for e in eqns if e.primitive.name == "select_n")
-
-
 @both_orders
 def test_dot_product_attention_runs_in_float16_on_this_backend(order):
     def loss(x):
