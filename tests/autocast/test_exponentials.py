@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import normal, rest_is_evidence
+from conftest import crossed, normal, rest_is_evidence
 
 W = normal(0, 64, 64, scale=1 / 8)
 X = normal(1, 32, 64)
@@ -81,8 +81,7 @@ def test_it_runs_without_jit():
     assert relative_error(found, jax.jit(grad)(W, X)) < EPS
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
+@crossed("act axis_type", ACTIVATIONS, ["Auto", "Explicit"])
 def test_shards_have_their_gradients(act, axis_type):
     kind = getattr(jax.sharding.AxisType, axis_type)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(kind,))

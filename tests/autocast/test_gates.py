@@ -13,7 +13,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, in_both_orders
+from conftest import at_once, crossed, in_both_orders
 
 BF16 = np.dtype(jnp.bfloat16)
 
@@ -141,16 +141,16 @@ def test_a_while_multiplies_what_it_carries_by_all_digits_of_a_gate():
     assert relative_error(found, jax.jit(fun)(w, x)) < 0.006
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda factors: jnp.cumprod(factors, axis=-1),
-        lambda factors: jnp.tile(jnp.prod(factors, -1, keepdims=True), 8),
-        lambda factors: jnp.stack([functools.reduce(jnp.multiply, factors.T)] * 8, 1),
-    ],
-    ids=["cumprod", "prod", "written out"],
-)
+PRODUCTS = {
+    "cumprod": lambda factors: jnp.cumprod(factors, axis=-1),
+    "prod": lambda factors: jnp.tile(jnp.prod(factors, -1, keepdims=True), 8),
+    "written out": lambda factors: jnp.stack(
+        [functools.reduce(jnp.multiply, factors.T)] * 8, 1
+    ),
+}
+
+
+@crossed("wrap dtype", PRODUCTS, ["float16", "bfloat16"])
 def test_a_product_of_parts_is_in_range_where_that_of_float32_is(wrap, dtype):
     """Half of the factors are small and half large: 2^26 is out of float16's range."""
 

@@ -128,8 +128,7 @@ def test_gradients_of_small_batches_and_of_few_outputs_follow_their_matmul(
     assert report.flops == {"bfloat16": 3 * 2.0 * batch * columns * 64}
 
 
-@pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("wrap", [jax.checkpoint, jax.jit, lambda layer: layer])
+@crossed("size wrap", [4, 16], [jax.checkpoint, jax.jit, lambda layer: layer])
 def test_an_audit_counts_the_gradients_of_a_loop_as_those_of_a_row(size, wrap):
     """Batches of 4 and weights of 4 rows, of which only a loop's equation tells."""
 

@@ -14,7 +14,7 @@ from benchmarks.counting.measure import (
     relative_error,
     traced,
 )
-from conftest import at_once, normal
+from conftest import at_once, crossed, normal
 
 F16 = jnp.float16
 EYE = jnp.asarray(np.eye(8, dtype=np.float32))
@@ -121,8 +121,10 @@ def test_unscaled_attention_logits_do_not_overflow(order):
     assert jnp.isfinite(order(loss)(q, q)).all()
 
 
-@pytest.mark.parametrize("lowest", [-1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf])
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+LOWEST = -1e9, float(jnp.finfo(jnp.float32).min), -jnp.inf
+
+
+@crossed("lowest dtype", LOWEST, [jnp.float16, jnp.bfloat16])
 def test_a_mask_given_as_an_argument_never_makes_nan(lowest, dtype):
     def attend(x, mask):
         logits = x @ x.T
@@ -262,8 +264,7 @@ def test_gradients_of_factors_stay_float32(factors):
     np.testing.assert_array_equal(found, expected)
 
 
-@both_orders
-@pytest.mark.parametrize("number", [2j, -2j, 1 - 1j])
+@crossed("order number", ORDERS, [2j, -2j, 1 - 1j])
 def test_a_complex_number_times_integers_has_no_sign(order, number):
     def loss(w):
         turns = number * jnp.arange(8)  # JAX keeps this number as Python's own

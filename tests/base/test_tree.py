@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from conftest import bits
+from conftest import bits, crossed
 
 FLOATS = [jnp.float16, jnp.bfloat16, jnp.float32]
 KEY = jax.random.key(0)
@@ -215,10 +215,10 @@ def test_two_trees_that_differ_are_named(other, message):
 # unscale
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "scale", [2**15, 2.0**15, np.float32(2**15), jnp.asarray(2.0**15)], ids=repr
-)
+SCALES = {repr(x): x for x in (2**15, 2.0**15, np.float32(2**15), jnp.float32(2**15))}
+
+
+@crossed("dtype scale", FLOATS, SCALES)
 def test_gradients_are_divided_in_float32(dtype, scale):
     # Also by a weakly typed scale: float16 alone would give 0 for the second.
     grads = jaxmp.unscale(jnp.array([2.0**-10, 2.0**-14], dtype), scale)
@@ -226,8 +226,7 @@ def test_gradients_are_divided_in_float32(dtype, scale):
     np.testing.assert_array_equal(grads, [2.0**-25, 2.0**-29])
 
 
-@pytest.mark.parametrize("constant", [True, False])
-@pytest.mark.parametrize("exponent", [-126, 24, 64, 65, 127])
+@crossed("exponent constant", [-126, 24, 64, 65, 127], [True, False])
 def test_no_scale_is_too_large_to_divide_by(exponent, constant):
     # XLA multiplies by the reciprocal, and that of 2^127 is subnormal: 0.
     scale = np.float32(2.0**exponent)
@@ -259,8 +258,7 @@ def test_an_overflow_stays_visible(poison, scale):
     assert not jaxmp.all_finite(grads)
 
 
-@pytest.mark.parametrize("leaf", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("scale", [1, 2.0**15])
+@crossed("leaf scale", OTHERS, [1, 2.0**15])
 def test_unscaling_passes_other_leaves_through(leaf, scale):
     assert same_objects(jaxmp.unscale([leaf], scale), [leaf])
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.counting.collectives import collectives, partitioned
 from benchmarks.counting.hlo import bits
-from conftest import normal
+from conftest import crossed, normal
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
@@ -88,8 +88,7 @@ def over_four(step, how, specs):
 HOWS = ["shard_map", "unchecked shard_map", "pmap", "vmap"]
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("poison", [1.0, jnp.inf])
+@crossed("how poison", HOWS, [jnp.inf, 1.0])
 def test_averaged_gradients_need_no_axis_for_their_loss_scale(how, poison):
     x = jnp.ones((8, 4)).at[3, 1].multiply(poison)
     x = x if "shard_map" in how else x.reshape(4, 2, 4)

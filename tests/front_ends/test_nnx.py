@@ -106,13 +106,8 @@ POSITIONS = {
     "dict": (lambda o: ((X, {"a": [o]}), {}), lambda a, k: a[1]["a"][0]),
 }
 # Every kind as the first argument, and one of them in every other place.
-placed = pytest.mark.parametrize(
-    ("make", "change", "place", "find"),
-    [
-        *((*kind, *POSITIONS["first"]) for kind in KINDS.values()),
-        *((*KINDS["rngs"], *place) for place in POSITIONS.values()),
-    ],
-)
+PLACED = {kind: (*KINDS[kind], *POSITIONS["first"]) for kind in KINDS}
+PLACED |= {place: (*KINDS["rngs"], *POSITIONS[place]) for place in POSITIONS}
 
 
 def differentiated(policy):
@@ -134,9 +129,10 @@ WRAPS = {
 }
 
 
-@placed
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-def test_every_change_is_brought_back(make, change, place, find, wrap):
+@crossed("placed wrap", PLACED, WRAPS)
+def test_every_change_is_brought_back(placed, wrap):
+    make, change, place, find = placed
+
     def fun(*args, **kwargs):
         change(find(args, kwargs))
         return X @ X.T
@@ -994,9 +990,9 @@ def test_a_policy_reaches_what_a_transformation_writes_back(run, steps):
 
 # Flax writes a float32 sum into what `with_policy` has cast.
 @pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")
-@pytest.mark.parametrize("make", [net, lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
-@plain
-def test_what_is_made_of_a_state_is_the_functions_own(wrap, cure, make):
+@crossed("wraps make", PLAIN, [net, lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0))])
+def test_what_is_made_of_a_state_is_the_functions_own(wraps, make):
+    wrap, _ = wraps
     graph, state = nnx.split(make())
     before = snapshot(state)
     wrap(lambda state, x: nnx.merge(graph, state)(x).astype(FULL).mean())(state, X)

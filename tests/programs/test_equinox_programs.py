@@ -23,7 +23,7 @@ from laws import (
 
 import jaxmp
 from benchmarks.counting.measure import run
-from conftest import rest_is_evidence
+from conftest import crossed, rest_is_evidence
 
 eqx = pytest.importorskip("equinox", reason="Equinox is in the extra `programs`")
 eqxi = pytest.importorskip("equinox.internal")
@@ -254,8 +254,7 @@ def whole_model():
     return loss, Dropping(KEY), normal(1, 8, 4)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0**10])
-@pytest.mark.parametrize("jit", [False, True])
+@crossed("scale jit", [1.0, 2.0**10], [False, True])
 def test_a_whole_model_is_differentiated_as_equinox_does(scale, jit):
     loss, model, x = whole_model()
     expected = eqx.filter_value_and_grad(loss)(model, x)
