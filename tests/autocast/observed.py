@@ -46,19 +46,11 @@ def values_of(
 
 
 def _link(values: Sequence[Value]) -> None:
-    """Tells each value who reads it. What nobody asks for reads nothing."""
+    """Tells each value who reads it."""
     for value in values:
         for i, x in enumerate(value.of):
             if isinstance(x, Value):
                 x.consumers.append((value, i))
-    left = [x for x in values if not x.consumers and not x.returned]
-    while left:
-        unread = left.pop()
-        for x in unread.of:
-            if isinstance(x, Value) and x.consumers:
-                x.consumers = [found for found in x.consumers if found[0] is not unread]
-                if not x.consumers and not x.returned:
-                    left.append(x)
     for value in values:
         for x, _ in value.consumers:
             if x.safeguard in _REGIONS and not value.half:
@@ -254,13 +246,17 @@ class _Program:
         for i, var in enumerate(eqn.outvars):
             if i in carried:
                 of = [ins[start + i], outs[i]]
-                results.append(new("last", of, var, facts.get(var), params=eqn.params))
+                results.append(
+                    new("last", of, var, facts.get(var), params=eqn.params, place=i)
+                )
             else:
                 results.append(new("stack of scan", [outs[i]], var, facts.get(var)))
         for test in tests:
             variables = _jaxpr.in_vars(test.jaxpr)
             seen = [
-                new("test", [ins[j], outs[j - start]], var, known=False)
+                new(
+                    "test", [ins[j], outs[j - start]], var, known=False, place=j - start
+                )
                 if j >= start
                 else new("constant of loop", [ins[j]], var, known=False)
                 for j, var in zip(test.operands, variables, strict=True)
@@ -285,7 +281,10 @@ class _Program:
             op = "carry" if start <= j < stop else "constant of loop"
             op = "slice of scan" if j >= stop else op
             known = not bodies or var in told
-            given.append(new(op, [ins[j]], var, told.get(var), known=known))
+            place = max(j - start, 0)
+            given.append(
+                new(op, [ins[j]], var, told.get(var), known=known, place=place)
+            )
         return given
 
 

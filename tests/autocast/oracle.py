@@ -507,7 +507,7 @@ class _Program:
 
 def _loop(v: Value) -> tuple[Any, ...]:
     """Tells which of what loops carry a value belongs to."""
-    return tuple(id(x) if isinstance(x, Value) else x for x in v.of)
+    return (v.place, *(id(x) if isinstance(x, Value) else x for x in v.of))
 
 
 def _cycles(values: list[Value], stops: Any) -> set[Value]:

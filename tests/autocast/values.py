@@ -14,7 +14,7 @@ import numpy as np
 # Operations that no primitive is, each of which moves what it takes.
 PASSES = {
     # Made of the first value, and of what an iteration returns, in this order. A value
-    # that is computed later may be the second.
+    # that is computed later may be the second. Their place is among what is carried.
     "carry": "what an iteration is given of what a loop carries",
     "last": "what a loop returns of what it carries: made of the same two",
     "test": "what the test of a `while` is given: made of the same two",
