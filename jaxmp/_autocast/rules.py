@@ -46,6 +46,6 @@ SAFEGUARDS = {
 # Beside the sentences, which give the dtypes of values, and not what a product does
 # inside.
 FLOAT8 = (
-    "Under `mixed_fp8` a product of two large matrices rounds the bfloat16 that it "
-    "takes further, to float8, with a scale for each of the two."
+    "Under `mixed_fp8` a product of two large matrices rounds its bfloat16 operands "
+    "further, to float8, with a scale for each of the two."
 )
