@@ -154,15 +154,13 @@ class Around(NamedTuple):
 class Flow:
     """Follows the values of a program, and builds the graph of its operations."""
 
-    def __init__(self, jaxpr: Any, place: Place, steps: Sequence[Step]):
+    def __init__(self, jaxpr: Any, place: Place):
         """Follows a whole program.
 
         Args:
             jaxpr: The program.
-            place: What is around its operations.
-            steps: What autocast has planned, by their numbers in the program.
+            place: What is around its operations, with the steps that are recorded.
         """
-        self.steps = steps
         self._made: dict[Any, Operation] = {}
         # Of each value that a backward pass reads the bytes and the dtype of the widest
         # form, and what computes it.
@@ -188,7 +186,7 @@ class Flow:
         names, here = _jaxpr.names_of(eqn), at.place
         if names.transposed or names.computed_again:
             return self._backward(eqn, ins)
-        step = here.place.step_among(self.steps)
+        step = here.place.planned
         # What JAX holds in an equation that is not gone into has no steps of its own.
         whole = None if step and _jaxpr.call_kind(step.eqn) else step
         if _scopes.EIGHT_BITS in names.scopes:
@@ -255,10 +253,13 @@ class Flow:
 
     def _call(self, eqn: Equation, ins: list[Array], at: At) -> Sequence[Array]:
         """Follows the jaxprs that an equation holds."""
-        carried = _jaxpr.call_layout(eqn).fixed_in
-        for i in carried:  # one value, whatever it starts from
+        carried, results = _jaxpr.call_layout(eqn)[1:]
+        # A value of its own, whatever it starts from, and so is the last one.
+        for i in carried:
             ins[i] = ins[i]._replace(value=(at.place.path, eqn, i))
-        outs = self._walk.around(eqn, ins, at)
+        outs = [*self._walk.around(eqn, ins, at)]
+        for i in results:
+            outs[i] = outs[i]._replace(value=(at.place.path, eqn.outvars[i]))
         for i in carried:
             if _jaxpr.is_inexact(var := eqn.invars[i]):
                 loop = self._operation(eqn, None, at, str(var.aval.dtype))

@@ -64,6 +64,7 @@ class Place(NamedTuple):
     rematerialised: bool = False  # what it computes again counts apart
     again: bool = False  # in what a backward pass computes again
     step: int | None = None  # of a plan, where these are recorded
+    steps: Sequence[Any] = ()  # that are recorded
 
     @property
     def module(self) -> str:
@@ -101,9 +102,10 @@ class Place(NamedTuple):
         is_loss = f"{os.sep}losses{os.sep}" in file
         return (found.group(2) or "") if found and not is_loss else ""
 
-    def step_among(self, steps: Sequence[Any]) -> Any:
-        """Returns that of recorded steps which it comes of, None if of none."""
-        return None if self.step is None else steps[self.step]
+    @property
+    def planned(self) -> Any:
+        """The recorded step that it comes of, None if of none."""
+        return None if self.step is None else self.steps[self.step]
 
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
@@ -128,9 +130,13 @@ class Place(NamedTuple):
         scopes = self.scopes + own
         if number is not None:
             scopes = tuple(x for x in scopes if not x.startswith(_scopes.STEP))
+        step = self.step if number is None else int(number)
         user, author = self.user, self.author
         if not self.shared:
-            found = _frames_of(eqn)
+            planned = None if step is None else self.steps[step].eqn
+            # What comes of a step may have been traced for another line, and kept.
+            is_whole = planned is not None and not _jaxpr.call_kind(planned)
+            found = _frames_of(planned if is_whole else eqn)
             user, author = found if found[0] else (user, found[1] or author)
             if found == (None, None):
                 user, author = before.user, before.author
@@ -143,7 +149,7 @@ class Place(NamedTuple):
             author=author,
             backward=(self.backward or names.transposed > 0) and not again,
             again=again,
-            step=self.step if number is None else int(number),
+            step=step,
         )
 
     def inside(self, eqn: _jaxpr.Equation, jaxpr: Any) -> Place:

@@ -543,6 +543,28 @@ def test_two_lines_that_share_what_jax_has_traced_are_told_apart():
     assert b.reason == f"feeds a matmul ({c.number})"
 
 
+def test_a_line_is_its_own_where_another_function_was_traced_before():
+    def first(w, x):
+        return lax.scan(lambda c, _: (c + jnp.tanh(c @ w), None), x, length=3)[0].sum()
+
+    def phase(x, w):
+        y = jnp.tanh(x @ w)
+        return jnp.sin(y @ w), None
+
+    def second(ws, x):
+        x, _ = lax.scan(jax.checkpoint(phase), x, ws)
+        return x.sum()
+
+    for fun, w in ((first, W), (second, shape(3, 8, 8))):
+        step = jax.grad(jaxmp.autocast(fun))
+        report, found = explained(step, w, X), jaxmp.audit(step)(w, X)
+    assert {line.function for line in report.lines} == {"phase", "second"}
+    line = at(report, "return jnp.sin(y @ w), None")
+    assert line.products == ("bfloat16",)
+    (hazard,) = found.hazards
+    assert hazard.where == f"{__file__}:{line.number}"
+
+
 def test_recursion_decorators_and_lambdas_have_their_lines():
     def power(w, x, n):
         h = jnp.tanh(x @ w)

@@ -98,17 +98,17 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             flat = flatten(fun, args, kwargs)
             leaves = [*map(_with_sizes, flat.leaves)]
             jaxpr = jax.make_jaxpr(flat.fun)(*leaves)
-            leaks = Leaks(default, steps)
+            leaks = Leaks(default)
             if any(x is not y for x, y in zip(leaves, flat.leaves, strict=True)):
                 leaks.notes[f"symbolic sizes count as {_OPEN}"] = None
             inputs = map(leaks.argument, flat.names, _jaxpr.in_avals(jaxpr))
-            around = Place(user=caller())
+            around = Place(user=caller(), steps=steps)
             leaks.walk.through(jaxpr, [*inputs], (), around)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
             hazards, attention = of_products(jaxpr, around, default)
             return DtypeReport(
-                residual_bytes=Flow(jaxpr, around, steps).residual_bytes(),
+                residual_bytes=Flow(jaxpr, around).residual_bytes(),
                 hazards=tuple(dict.fromkeys(hazards + of_numbers(numbers))),
                 attention=attention,
                 **leaks.found(),

@@ -111,15 +111,10 @@ Operand = tuple[Any, Origin]
 class Leaks:
     """Follows float32 values through a jaxpr and adds up its products."""
 
-    def __init__(self, default_precision: Any, steps: Sequence[Step]):
-        """Starts with nothing found.
-
-        Args:
-            default_precision: What JAX is told of all products.
-            steps: What autocast has planned, by their numbers in the program.
-        """
+    def __init__(self, default_precision: Any):
+        """Starts with nothing found; the argument is JAX's default for products."""
         self.walk = Forward(self._operation, _either, self._known, enter=self._enter)
-        self.default_precision, self.steps = default_precision, steps
+        self.default_precision = default_precision
         self.flops: dict[str, float] = {}
         self.default_precision_flops = 0.0
         self.kept: dict[Any, Kept] = {}
@@ -293,7 +288,7 @@ class Leaks:
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
         if is_float32_at_default(eqn, self.default_precision):
             self.default_precision_flops += flops
-        step = place.step_among(self.steps)
+        step = place.planned
         key = (_scopes.without_repeats(place.scopes), place.user, eqn.primitive.name)
         if not any(map(is_wide, dtypes)):
             if is_wide(eqn.outvars[0].aval) and not place.backward:

@@ -76,9 +76,8 @@ def explain(fun: Callable[P, Any]) -> Callable[P, Explanation]:
             flat = flatten(fun, args, kwargs)
             jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
         around = caller()
-        return Explanation(
-            tuple(_lines(Flow(jaxpr, Place(user=around), steps), around))
-        )
+        flow = Flow(jaxpr, Place(user=around, steps=steps))
+        return Explanation(tuple(_lines(flow, around)))
 
     return uncalled("explain", fun, explained)
 
