@@ -86,7 +86,7 @@ def autocast(
 
     Raises:
         ValueError: If the policy has overrides, or a path matches no named scope, or
-            ``bfloat16_paths`` come with float16, or ``residuals`` without gradients.
+            ``bfloat16_paths`` come with float16.
         TypeError: If a Flax module or a Haiku transform would lose its state.
 
     Examples:
@@ -130,9 +130,10 @@ def autocast(
         bfloat16_paths=bfloat16_paths,
     )
 
-    def narrowed(run: Callable, **options: Any) -> Callable:
-        return with_narrow_residuals(run, residuals, bfloat16_paths, **options)
-
+    narrowed: Callable | None = None
+    if residuals is not None:
+        options = {"kind": residuals, "paths": bfloat16_paths}
+        narrowed = functools.partial(with_narrow_residuals, **options)
     emitter = Emitter(make_planner(), narrowed)
     scope = f"{_scopes.AUTOCAST}/{_scopes.FLOAT8}" if float8 else _scopes.AUTOCAST
     calls = itertools.count()
@@ -141,6 +142,8 @@ def autocast(
         own = "Products in float8"
     elif backward_dtype != dtype:
         own = "Functions whose backward pass has a dtype of its own"
+    elif residuals is not None:
+        own = "Functions that store residuals in eight bits"
 
     @functools.wraps(fun, updated=())
     def autocast_fun(*args, **kwargs):
@@ -323,7 +326,8 @@ def _explained(fun: Callable, own: str) -> Iterator[None]:
                 f"{own} have gradients (`jax.grad`, `jax.vjp`) and no "
                 "derivatives in forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`). "
                 "Put `autocast` around the differentiated function, "
-                "`autocast(jax.hessian(loss), policy)`, or use `mixed_bfloat16`."
+                "`autocast(jax.hessian(loss), policy)`, or use `mixed_bfloat16` "
+                "without `residuals`."
             )
         if type(error).__name__ == "TraceContextError":  # of flax.nnx
             error.add_note(

@@ -1,9 +1,10 @@
-"""The derivative of an autocast function whose backward pass has a dtype of its own.
+"""The derivative of an autocast function that has a say in its backward pass.
 
-In JAX the gradient of a float16 value is float16. So where such a function is
-differentiated from outside, it brings its gradient itself: the program of both passes
-in mixed precision, cut in two between them. It is the program that autocast around the
-gradient runs.
+In JAX the gradient of a float16 value is float16, and what is saved for it is as it was
+computed. So a function whose backward pass has another dtype, or reads eight bits,
+brings its gradient itself where it is differentiated from outside: the program of both
+passes in mixed precision, cut in two between them. It is the program that autocast
+around the gradient runs.
 """
 
 from collections.abc import Callable, Collection, Sequence

@@ -91,25 +91,28 @@ class Value:
 class Emitter:
     """Plans functions with one :class:`Planner`, and emits what it says."""
 
-    value = Value
-    # Whether one plan is made of a function and its gradient, and none of a rule.
-    brings_gradient = False
+    value, rules = Value, customs.RULES
 
     def __init__(
         self,
         planner: Planner,
-        narrowed: Callable[[Callable], Callable] = lambda run: run,
+        narrowed: Callable[[Callable], Callable] | None = None,
         record: list[Step] | None = None,
     ):
         """Starts with nothing emitted.
 
         Args:
             planner: What decides.
-            narrowed: Changes how a program stores what its backward pass reads.
+            narrowed: Changes how a program stores what its backward pass reads, None
+                if nothing does.
             record: Is given each step, in the order of the program. What comes of it
                 is emitted in a scope with its place in the list.
         """
         self.planner, self.narrowed, self.record = planner, narrowed, record
+        # Whether one plan is made of a function and its gradient, and none of a rule.
+        self.brings_gradient = (
+            narrowed is not None or planner.backward_dtype != planner.dtype
+        )
         self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:
@@ -131,16 +134,18 @@ class Emitter:
                 check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
             if scopes is not None:
                 return rebuilt(self.run(jaxpr, arrays, scopes))
-            if self.brings_gradient or planner.backward_dtype != planner.dtype:
+            if self.brings_gradient:
                 return rebuilt(differentiable(self._as_stored, jaxpr, arrays))
-            return rebuilt(self.narrowed(functools.partial(self.run, jaxpr))(arrays))
+            return rebuilt(self.run(jaxpr, arrays))
 
         return wrapped
 
     def _as_stored(self, jaxpr: Any, arrays: Sequence[Any]) -> list[jax.Array]:
         """Runs a program that may have a backward pass, and stores what that reads."""
         run = functools.partial(self.run, jaxpr)
-        return (self.narrowed(run) if _jaxpr.has_backward(jaxpr) else run)(arrays)
+        if self.narrowed is not None and _jaxpr.has_backward(jaxpr):
+            run = self.narrowed(run)
+        return run(arrays)
 
     def run(
         self, jaxpr: Any, arrays: Sequence[Any], scopes: Scopes | None = None
@@ -321,16 +326,14 @@ class Emitter:
             else self.narrow(x, how, step, "passed", i)
             for i, (x, how) in enumerate(zip(ins, within.passed, strict=True))
         ]
-        kind, is_final = _jaxpr.call_kind(eqn), self.brings_gradient
-        if kind in customs.RULES and not is_final:
-            return customs.RULES[kind](self, step, arrays)
-        if kind in customs.RULES or kind == "shard_map":
+        kind = _jaxpr.call_kind(eqn)
+        if kind in self.rules:
+            return self.rules[kind](self, step, arrays)
+        if kind == "shard_map":
             emitted = functools.partial(self.as_written, *within.bodies[0])
-            if kind == "shard_map":
-                return _jaxpr.bind_shard_map(eqn, arrays, emitted)
-            return emitted(*arrays)
+            return _jaxpr.bind_shard_map(eqn, arrays, emitted)
         bodies = [self.body(*body) for body in within.bodies]
-        if within.weights and kind == "scan" and not is_final:
+        if within.weights and kind == "scan" and not self.brings_gradient:
             wide = {i: ins[i].wide() for i in within.weights}
             return customs.scan(eqn, arrays, wide, *bodies)
         return _jaxpr.bind_bodies(eqn, arrays, bodies)

@@ -1,7 +1,6 @@
 """Arrays in eight bits with a scale for each row, and truth values in one bit."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, get_args
 
@@ -89,7 +88,6 @@ def packs(aval: Any) -> bool:
     return aval.dtype == bool and not is_small(aval) and _axis(aval.shape) is not None
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Returns ``x`` in eight bits, and the scale of each row.
 
@@ -104,16 +102,6 @@ def narrowed(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
         rows = lax.round(rows, lax.RoundingMethod.TO_NEAREST_EVEN)
     # XLA would see what the bits were made of, and keep that.
     return lax.optimization_barrier((rows.astype(DTYPES[kind]), scale))
-
-
-@narrowed.defjvp
-def _refuse(kind: str, primals: Any, tangents: Any) -> Any:
-    # The derivative of rounding to integers is zero, and would be so without a word.
-    raise TypeError(
-        "Eight bits have no derivative, but a second derivative needs that of what "
-        f'`autocast(..., residuals="{kind}")` stores. Put `autocast` around the '
-        "outermost gradient, or call it without `residuals`."
-    )
 
 
 def widened(rows: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -7,7 +7,6 @@ from typing import Any
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.flatten import traced
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import where_written
 from .._ops.products import holds_product, is_matrix_product
@@ -21,33 +20,24 @@ StoreOf = Callable[[Callable[[IsLeft], set[Any]], Any, str], Store]
 
 
 def with_narrow_residuals(
-    fun: Callable[..., Any],
-    kind: str | None,
+    run: Callable[[Sequence[Any]], list[Any]],
+    kind: str,
     paths: Sequence[str],
     store_of: StoreOf | None = None,
-) -> Callable[..., Any]:
+) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that stores in eight bits what its backward pass reads.
 
     Args:
-        fun: Function of pytrees that computes gradients.
-        kind: Which eight bits, None for none.
+        run: Function of a list of arrays that computes gradients.
+        kind: Which eight bits.
         paths: Named scopes to leave out.
         store_of: Returns what stores a value; None stores it in eight bits.
     """
-    if kind is None:
-        return fun
     is_left = leaves_out(paths)
 
-    def wrapped(*args, **kwargs):
-        jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
-        jaxpr = _jaxpr.trace(lambda *arrays: _inlined(jaxpr, arrays), arrays)
-        if not _jaxpr.has_backward(jaxpr):
-            raise ValueError(
-                f'`residuals="{kind}"` is for what a backward pass reads, but `fun` '
-                "computes no gradient. Put `autocast` around the differentiated "
-                "function: `autocast(jax.value_and_grad(loss_fn), policy, "
-                f'residuals="{kind}")`.'
-            )
+    def narrowed(arrays):
+        jaxpr = _jaxpr.trace(lambda *xs: run(xs), arrays)
+        jaxpr = _jaxpr.trace(lambda *xs: _inlined(jaxpr, xs), arrays)
 
         def decided(others: IsLeft) -> set[Any]:
             both: IsLeft = lambda x: is_left(x) or others(x)  # noqa: E731
@@ -56,9 +46,9 @@ def with_narrow_residuals(
         store: Store = lambda _, x, how, *maker: stored(x, how, kind)  # noqa: E731
         if store_of is not None:
             store = store_of(decided, jaxpr, kind)
-        return rebuilt(Replay(jaxpr, arrays, is_left, store).run())
+        return Replay(jaxpr, arrays, is_left, store).run()
 
-    return wrapped
+    return narrowed
 
 
 class Replay:
@@ -244,24 +234,12 @@ class Replay:
         return _jaxpr.bind_bodies(eqn, ins, bodies)
 
 
-def _is_rule_of_loop(eqn: Equation) -> bool:
-    """Whether an equation gives a scan a rule for its derivative, as autocast does."""
-    if _jaxpr.call_kind(eqn) != "custom_jvp":
-        return False
-    (body,) = _jaxpr.call_layout(eqn).bodies
-    return any(
-        _jaxpr.call_kind(x) == "scan" for x in _jaxpr.open_jaxpr(body.jaxpr).eqns
-    )
-
-
 def _inlined(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
     """Replays a jaxpr, with the calls of ``jit`` in it written out."""
 
     def apply(eqn, ins):
         if _jaxpr.is_inlined(eqn):
             return _inlined(eqn.params["jaxpr"], ins)
-        if _is_rule_of_loop(eqn):
-            return _inlined(eqn.params["call_jaxpr"], ins)
         return _jaxpr.bind(eqn, ins)
 
     return _jaxpr.interpret(jaxpr, arrays, where_written(apply))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._autocast import classes, emit, needs
+from ..._autocast import classes, customs, emit, needs
 from ..._autocast.analysis import Analysis
 from ..._autocast.emit import Emitter
 from ..._autocast.facts import GIVEN
@@ -76,12 +76,20 @@ class Value(emit.Value):
         return self.array
 
 
+def _written_out(emitter: Emitter, step: Step, arrays: Sequence[Any]) -> list[Any]:
+    """Applies a function with a derivative of its own, which nobody asks for."""
+    assert step.inside is not None
+    return emitter.as_written(*step.inside.bodies[0], *arrays)
+
+
 class RoundingEmitter(Emitter):
     """Emits plans in float32, with an operation wherever they round."""
 
-    value, brings_gradient = Value, True
+    value, rules = Value, dict.fromkeys(customs.RULES, _written_out)
 
-    def __init__(self, planner: Planner, narrowed: Callable, depth: int | None = None):
+    def __init__(
+        self, planner: Planner, narrowed: Callable | None, depth: int | None = None
+    ):
         """Starts with nothing emitted; ``depth`` is how much of a path names a part."""
         around = _jaxpr.current_scopes()
 
@@ -89,7 +97,10 @@ class RoundingEmitter(Emitter):
         def named(scopes: Scopes) -> str:
             return part_of(around + scopes, depth)
 
-        super().__init__(planner, functools.partial(narrowed, store_of=self._store_of))
+        if narrowed is not None:
+            narrowed = functools.partial(narrowed, store_of=self._store_of)
+        super().__init__(planner, narrowed)
+        self.brings_gradient = True
         self.part_of = named
         self.parts: dict[Site, Parts] = {}  # of the program that is emitted
         self.rounded: dict[int, tuple[Any, Any, Parts]] = {}  # what, to which dtype
