@@ -25,8 +25,7 @@ class LostNumber(NamedTuple):
     left: float  # what is left of it
     written: float | None  # what it was, None if nobody knows
     dtype: np.dtype
-    operation: str  # that reads it
-    place: Place
+    place: Place  # of what reads it
 
 
 class Numbers:
@@ -59,14 +58,16 @@ class Numbers:
                 is_one = len({x.val for x in others}) == 1
                 others = (others[:1] if is_one else [None]) * len(group)
             for (eqn, i, x, place), other in zip(group, others, strict=True):
-                known = None if other is None or is_narrow(other.aval) else other.val
+                left, written = float(x.val), None
+                if other is not None and not is_narrow(other.aval):
+                    written = float(other.val)
                 # Most zeros are meant, and so is what was written so.
-                is_meant = x.val == 0 and not guards(eqn)
-                if not _is_left(x) or (is_meant if known is None else known == x.val):
-                    continue
-                left, written = float(x.val), None if known is None else float(known)
-                name, dtype = eqn.primitive.name, x.aval.dtype
-                self._found[id(eqn), i] = LostNumber(left, written, dtype, name, place)
+                is_meant = left == 0 and not guards(eqn)
+                if written is not None:
+                    is_meant = left == written
+                if _is_left(x) and not is_meant:
+                    lost = LostNumber(left, written, x.aval.dtype, place)
+                    self._found[id(eqn), i] = lost
 
     def read_by(self, eqn: Equation, operand: int) -> LostNumber | None:
         """Returns the number that an equation reads, if 16 bits have lost it."""

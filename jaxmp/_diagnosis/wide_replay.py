@@ -68,9 +68,6 @@ class WideReplay(Replay):
             for x, number in zip(ins, lost, strict=True)
         ]
 
-    def bodies(self, eqn: Equation) -> list[Any]:
-        return bodies_of(eqn, self.platform)
-
 
 def given(array: Any) -> Value:
     """Returns what comes from outside. A 16-bit array stays what it is."""

@@ -622,17 +622,10 @@ def chooses_platform(eqn: JaxprEqn) -> bool:
 
 
 def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
-    """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes.
-
-    ``lax.platform_dependent`` holds a branch for each platform, of which one runs. Our
-    own way to multiply by a vector counts as the product that others run.
-    """
+    """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes."""
     if not chooses_platform(eqn):
         return bodies
-    i = _number_of_branch(eqn, "cuda")
-    inside = open_jaxpr(eqn.params["branches"][i]).eqns
-    ours = [inner.primitive.name for inner in inside] == ["custom_vmap_call"]
-    return [bodies[-1 if ours else i]]
+    return [bodies[_number_of_branch(eqn, "cuda")]]
 
 
 def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
@@ -642,10 +635,16 @@ def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
 
 
 def _number_of_branch(eqn: JaxprEqn, *platforms: str) -> int:
-    """Returns which branch one of some platforms takes, the last if none is for it."""
+    """Returns which branch one of some platforms takes, the last if none is for it.
+
+    Our own way to multiply by a vector counts as the product that others run.
+    """
     choices = enumerate(eqn.params["branches_platforms"])
     found = (i for i, names in choices if names and set(names) & set(platforms))
-    return next(found, -1)
+    i = next(found, -1)
+    inside = open_jaxpr(eqn.params["branches"][i]).eqns
+    ours = [inner.primitive.name for inner in inside] == ["custom_vmap_call"]
+    return -1 if ours else i
 
 
 def bind_bodies(

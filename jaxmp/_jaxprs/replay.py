@@ -108,27 +108,17 @@ class Replay:
 
     # The replay itself.
 
-    def run(
-        self,
-        jaxpr: Any,
-        values: Sequence[Any],
-        around: Place,
-        consts: Sequence[Any] | None = None,
-    ) -> list[Any]:
-        """Replays a jaxpr, open or closed, whose constants may be values too."""
-        given = iter(consts or ())
+    def run(self, jaxpr: Any, values: Sequence[Any], around: Place) -> list[Any]:
+        """Replays a jaxpr, open or closed."""
 
         def apply(eqn, ins, place):
             replay = self.call if is_call(eqn) else self.operation
             with _jaxpr.context_of(eqn):
                 return replay(eqn, self.read(eqn, ins), place)
 
-        def constant(array):
-            return self.constant(array) if consts is None else next(given)
-
         at_places = placed(apply, around)
         return _jaxpr.interpret(
-            jaxpr, values, at_places, const=constant, literal=self.literal
+            jaxpr, values, at_places, const=self.constant, literal=self.literal
         )
 
     def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:

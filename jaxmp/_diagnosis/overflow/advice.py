@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..._base.text import short_line
-from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import AUTOCAST
 from .origins import INF_WRITTEN
 from .report import Fault
@@ -155,13 +154,13 @@ def _facts(search: Any) -> dict[str, Any]:
     fault, site = search.first or search.hidden, search.site
     if fault is None:
         return facts
-    number, argument = search.number, site.argument if site else ""
+    number, argument = search.number, site.argument
     written = number and number.written
     named = None if written is None else f"number {written:.4g}"
     other = search.elsewhere
     may_be = "may be finite in float32; jaxmp cannot tell"
     is_finite = "is finite in float32"
-    share = site.look.lost / max(site.runs * site.type.size, 1) if site else 0.0
+    share = site.look.lost / max(site.runs * (site.size or 0), 1)
     facts |= {
         "fault": fault,
         "line": short_line(fault.where) or "this operation",
@@ -188,7 +187,7 @@ def _facts(search: Any) -> dict[str, Any]:
 
 def _cure(search: Any, fault: Fault) -> str:
     """Returns what has brought a fault into 16 bits, as a key of `_CURES`."""
-    place, argument = _place(search), search.site.argument if search.site else ""
+    place, argument = search.site.place, search.site.argument
     if AUTOCAST in place.scopes:
         return "autocast, in a module" if "/" in fault.module else "autocast"
     if argument and place.library == "jaxmp":
@@ -198,16 +197,9 @@ def _cure(search: Any, fault: Fault) -> str:
     return "code, under a policy" if _overridable(search) else "code"
 
 
-def _place(search: Any) -> Place:
-    """Returns the place of the faulty operation."""
-    if search.limit is not None:
-        return search.limit.place
-    return search.site.place if search.site else Place()
-
-
 def _overridable(search: Any) -> str:
     """Returns the module of the fault as overrides name it, if it has parameters."""
-    module = search.site.place.module if search.site else ""
+    module = search.site.place.module
     inner = f"{module.partition('/')[2]}/"
     has = inner != "/" and any(inner in x for x in search.flat.names)
     return inner if has and search.has_policy else ""
@@ -215,11 +207,11 @@ def _overridable(search: Any) -> str:
 
 def _is_optimizers(search: Any) -> bool:
     """Whether the faulty operation is the optimizer's."""
-    place, site = _place(search), search.site
+    place = search.site.place
     if place.library == "optax" and AUTOCAST not in place.scopes:
         return True
-    is_back = [x.place.backward or x.place.again for x in search.run.sites]
-    return bool(site) and any(is_back) and not any(is_back[site.number :])
+    back = [x.number for x in search.run.sites if x.place.backward or x.place.again]
+    return bool(back) and search.site.number > back[-1]
 
 
 def _leaves(given: dict[str, tuple[int, int]]) -> str:

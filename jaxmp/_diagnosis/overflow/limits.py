@@ -35,7 +35,7 @@ from ..wide_replay import (
     jitted,
     platform_of,
 )
-from .report import Line, line_of
+from .origins import Run, Site
 
 # A result is wrong that is off by more than this, and by more than twice of what
 # rounding does. A gradient that has lost half of itself may train as well.
@@ -49,9 +49,7 @@ _SMALL, _LARGE = 1e-8, 2.0**100
 class Limit(NamedTuple):
     """An operation whose limits make a result wrong."""
 
-    line: Line
-    eqn: int  # the equation's `id`
-    place: Place
+    site: Site
     number: LostNumber | None  # that it reads
     wrong: tuple[int, ...]  # the results
 
@@ -59,12 +57,15 @@ class Limit(NamedTuple):
 class Limits:
     """A program in which the limits of 16 bits hold for its first operations alone."""
 
-    def __init__(self, flat: Flat, jaxpr: Any, numbers: Numbers, around: Place):
-        self.jaxpr, self.numbers, self.around = jaxpr, numbers, around
+    def __init__(self, flat: Flat, run: Run, numbers: Numbers):
+        """Prepares to replay a program that has run."""
+        self.jaxpr, self.around = run.program.closed, run.program.around
+        self.numbers, self.sites = numbers, run.sites
         self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
-        # The operations: when they come, where, and the numbers that they read.
-        self._found: dict[tuple[Line, int], tuple[int, Place, LostNumber | None]] = {}
+        self.next = 0  # the number of the next operation, while it is replayed
+        # Those that have limits, and the numbers that they read.
+        self._found: dict[int, LostNumber | None] = {}
         self._compiled = jitted(self._replay, self.platform)
 
     def first_bad(self) -> Limit | None:
@@ -90,7 +91,7 @@ class Limits:
             return self._first(lambda x: self._errors(self._run(x), free) > allowed)
 
         limit = first(_TOLERANCE)
-        if limit is not None and limit.line.backward:
+        if limit is not None and limit.site.place.backward:
             return first(_OF_GRADIENTS)
         return limit
 
@@ -99,19 +100,11 @@ class Limits:
         outs = self._run(0, small=_SMALL)
         return all(np.isfinite(x).all() for x in jax.device_get(outs) if is_inexact(x))
 
-    def is_on(
-        self,
-        count: Any,
-        eqn: Equation,
-        dtype: Any,
-        place: Place,
-        number: LostNumber | None = None,
-    ) -> Any:
-        """Whether an operation is among the first ``count``; it is remembered."""
-        key = line_of(eqn.primitive.name, dtype, place), id(eqn)
-        time, _, known = self._found.get(key, (len(self._found), place, None))
-        self._found[key] = time, place, known or number
-        return jnp.int32(time) < count
+    def is_on(self, count: Any, number: LostNumber | None = None) -> Any:
+        """Whether the operation is among the first ``count``; it is remembered."""
+        site = self.next - 1
+        self._found[site] = self._found.get(site) or number
+        return jnp.int32(site) < count
 
     def _errors(self, outs: Any, reference: Any) -> np.ndarray:
         """Returns the relative error of each result; Inf where one is not finite.
@@ -132,22 +125,27 @@ class Limits:
 
         ``wrong`` tells which results are, from the number of operations with limits.
         """
-        good, bad = 0, len(self._found)
-        found = np.flatnonzero(wrong(bad))
+        sites = sorted(self._found)
+        good, bad = -1, len(sites) - 1
+        found = np.flatnonzero(wrong(sites[bad] + 1)) if sites else np.zeros(0)
         if not found.size:
             return None
         while bad - good > 1:
             middle = (good + bad) // 2
-            good, bad = (good, middle) if np.any(wrong(middle)) else (middle, bad)
-        (line, eqn), (_, place, number) = [*self._found.items()][bad - 1]
-        return Limit(line, eqn, place, number, tuple(map(int, found)))
+            is_wrong = np.any(wrong(sites[middle] + 1))
+            good, bad = (good, middle) if is_wrong else (middle, bad)
+        site = sites[bad]
+        return Limit(self.sites[site], self._found[site], tuple(map(int, found)))
 
     def _run(self, count: int, *, exact: bool = False, small: float = 0.0) -> Any:
         settings = jnp.int32(count), jnp.bool_(exact), jnp.float32(small)
         return self._compiled(settings, *self._arrays)
 
     def _replay(self, settings: Any, *arrays: Any) -> list[Any]:
-        return _Replay(self, settings).outputs(arrays)
+        self.next = 0
+        outs = _Replay(self, settings).outputs(arrays)
+        assert self.next == len(self.sites), "both go through the same operations"
+        return outs
 
 
 class _Replay(WideReplay):
@@ -156,6 +154,10 @@ class _Replay(WideReplay):
     These are whether nothing is rounded at all, and what numbers may have been that
     are zero in the code.
     """
+
+    def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
+        self.program.next += 1
+        return super().read(eqn, ins)
 
     def constant(self, array: Any) -> Value:
         """Returns an array that the code has made, whose zeros may have been more."""
@@ -172,7 +174,7 @@ class _Replay(WideReplay):
         if written is None:
             large = np.copysign(_LARGE, lost.left)
             written = small if lost.left == 0 else large
-        on = self.program.is_on(count, eqn, lost.dtype, lost.place, lost)
+        on = self.program.is_on(count, lost)
         return Value(jnp.where(on, np.float32(lost.left), jnp.float32(written)))
 
     def operation(self, eqn: Equation, ins: list[Value], place: Place) -> list[Value]:
@@ -182,7 +184,7 @@ class _Replay(WideReplay):
         count, exact, _ = self.scalars
         for i, var in enumerate(eqn.outvars):
             if is_narrow(var.aval) and var.aval.dtype.itemsize == 2:
-                on = self.program.is_on(count, eqn, var.aval.dtype, place)
+                on = self.program.is_on(count)
                 outs[i] = _rounded(jnp.asarray(outs[i]), on, exact, var.aval.dtype)
         return [*map(Value, outs)]
 

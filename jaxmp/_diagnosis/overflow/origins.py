@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -72,15 +73,16 @@ UNSEEN = Look()
 
 @dataclasses.dataclass(eq=False)
 class Site:
-    """A floating result of an operation, and what was seen of it.
+    """An operation, and what was seen of its floating results.
 
     Attributes:
         eqn: The operation.
         place: Where it is.
-        type: Of the result.
+        number: When it comes in the program.
+        type: Of its first floating result, else of an input.
+        size: Of the results that are looked at; None if none is.
         holds: What it may move or cast, see :class:`Known`.
-        number: Its place in the order of the program.
-        look: What was seen of it in all iterations together.
+        look: What was seen in all iterations together.
         runs: How often it ran.
         births: How often Inf or NaN began here.
         kind: Of the first result that is not finite, ``"Inf"`` or ``"NaN"``.
@@ -90,9 +92,10 @@ class Site:
 
     eqn: Equation
     place: Place
-    type: Any
-    holds: frozenset[Any]
     number: int
+    type: Any
+    size: int | None
+    holds: frozenset[Any]
     look: Look = UNSEEN
     runs: int = 0
     births: int = 0
@@ -118,7 +121,8 @@ class Site:
     @property
     def computes(self) -> bool:
         """Whether it does more than move or choose between values."""
-        return bool(self.operands) and not is_exact(self.eqn)
+        computed = self.size is not None and not is_exact(self.eqn)
+        return computed and bool(self.operands)
 
     def fault(self, trips: tuple[int, ...] = ()) -> Fault:
         """Returns what happened here."""
@@ -138,7 +142,7 @@ class Run:
     Attributes:
         program: The program.
         given: How many NaNs and Infs are in what it was given, by the name.
-        sites: What it computes, in the order of the program.
+        sites: Its operations, in the order of the program.
         outs: The origin of the first Inf or NaN of each result.
         failed: The origin of what made an ``isfinite`` check fail.
     """
@@ -152,15 +156,13 @@ class Run:
         self._written: dict[int, Known] = {}
         body = _Body(self, program.run(arrays), Origin(()))
         ins = []
-        for i, x in enumerate((*arrays, *program.consts)):
-            name = program.names[i]
-            ins.append(
-                body.part(x, Known(Origin((GIVEN + i,)), holds=frozenset([name])))
-            )
-            if ins[-1].origin != NOWHERE and is_inexact(x):
+        names = program.names
+        for i, x in enumerate(program.given(arrays), -len(program.closed.consts)):
+            origin, name = Origin((GIVEN + i % len(names),)), names[i]
+            ins.append(body.part(x, Known(origin, holds=frozenset([name]))))
+            if is_inexact(x) and ins[-1].origin != NOWHERE:
                 self.given[name] = body.look.nan, body.look.bad - body.look.nan
-        count = len(arrays)
-        outs = body.through(program.jaxpr, ins[:count], program.around, ins[count:])
+        outs = body.through(program.jaxpr, ins, program.around)
         types = _jaxpr.out_avals(program.jaxpr)
         self.outs = [
             x.origin if is_inexact(aval) else NOWHERE
@@ -187,6 +189,22 @@ class Run:
             known = self._written[id(numbers)] = _known(numbers)
         return known
 
+    def site(
+        self, eqn: Equation, ins: list[Known], around: Place, before: Place
+    ) -> Site:
+        """Returns the next operation. Each iteration comes to the same ones."""
+        number, self.next = self.next, self.next + 1
+        if number == len(self.sites):
+            place = around.of(eqn, before)
+            looked = [eqn.outvars[i].aval for i in self.program.looked.get(id(eqn), ())]
+            atoms = (x.aval for x in (*eqn.outvars, *eqn.invars))
+            type = next(filter(is_inexact, (*looked, *atoms)), None)
+            type = widened(type) if self.program.wide else type
+            moved = ins if is_exact(eqn) or _jaxpr.is_cast(eqn) else ()
+            size = sum(x.size for x in looked) if looked else None
+            self.sites.append(Site(eqn, place, number, type, size, _held(moved)))
+        return self.sites[number]
+
 
 class _Body:
     """A body of which one iteration is gone through.
@@ -197,35 +215,33 @@ class _Body:
 
     look = UNSEEN  # of the last array
 
-    def __init__(self, run: Run, looks: Looks, around: Origin):
-        """Begins with what was seen; ``around`` is what origins in here begin with."""
-        self.run, self.around = run, around
-        self.runs = int(looks.rows[0, RUNS])
-        self.calls, self._looks = iter(looks.calls), _looks(looks.rows[1:])
+    def __init__(self, run: Run, looks: Looks | None, around: Origin):
+        """Begins with what was seen; ``around`` is what origins in here begin with.
 
-    def through(
-        self,
-        jaxpr: Any,
-        ins: Sequence[Known],
-        place: Place | None,
-        consts: Sequence[Known] = (),
-    ) -> list[Known]:
-        """Returns what is known of the results of a jaxpr.
-
-        ``place`` is where it is; None if its operations are known already.
+        What does not run, and the test of a while loop, is gone through without looks.
         """
-        before, given = place, iter(consts)
+        self.run, self.around, self.runs = run, around, 0
+        self.calls: Iterator[Any] = itertools.repeat(None)
+        self._looks: Iterator[Look] = itertools.repeat(UNSEEN)
+        if looks is not None:
+            self.runs = int(looks.rows[0, RUNS])
+            self.calls, self._looks = iter(looks.calls), _looks(looks.rows[1:])
 
-        def apply(eqn: Equation, ins: list[Known]) -> list[Known]:
+    def through(self, jaxpr: Any, ins: Sequence[Known], place: Place) -> list[Known]:
+        """Returns what is known of the results of a jaxpr."""
+        before = place
+
+        def apply(eqn: Equation, ins: list[Known]) -> Sequence[Known]:
             nonlocal before
-            before = place and place.of(eqn, before or place)
-            return (self.call if is_call(eqn) else self.operation)(eqn, ins, before)
+            site = self.run.site(eqn, ins, place, before)
+            before = site.place
+            return (self.call if is_call(eqn) else self.operation)(site, ins)
 
         return _jaxpr.interpret(
             jaxpr,
             ins,
             apply,
-            const=lambda x: next(given, None) or self.run.written(x),
+            const=self.run.written,
             literal=lambda x: self.run.written(x.val),
         )
 
@@ -234,15 +250,16 @@ class _Body:
         if not is_inexact(type):
             return values[-1]
         self.look = look = next(self._looks)
-        origin = min((x.origin for x in values), default=NOWHERE)
-        origin = origin if look.bad else NOWHERE
+        origin = min(x.origin for x in values) if look.bad else NOWHERE
         return Known(origin, look.nan > 0, look.top, _held(values))
 
-    def operation(
-        self, eqn: Equation, ins: list[Known], place: Place | None
-    ) -> list[Known]:
-        looked = self.run.program.looked[id(eqn)]
+    def operation(self, site: Site, ins: list[Known]) -> Sequence[Known]:
+        eqn, looked = site.eqn, self.run.program.looked[id(site.eqn)]
+        site.runs += self.runs
         pairs = [*zip(ins, eqn.invars, strict=True)]
+        read = [x for x, var in pairs if is_inexact(var.aval)]
+        if not site.kind:
+            site.inputs = tuple(x.top for x in read[:_SHOWN])
         if not any(is_inexact(x.aval) for x in eqn.outvars):
             # Truth values, which tell of what they have tested.
             tests = tests_finite(eqn)
@@ -253,13 +270,8 @@ class _Body:
             return [Known(origin)] * len(eqn.outvars)
         if not looked:  # each has the magnitudes of the input in its place
             return ins[: len(eqn.outvars)]
-        read = [x for x, var in pairs if is_inexact(var.aval)]
-        outs = []
-        for i, var in enumerate(eqn.outvars):
-            if i not in looked:
-                outs.append(Known())
-                continue
-            site = self._site(eqn, var.aval, ins, place)
+        outs = [Known()] * len(eqn.outvars)
+        for i in looked:
             look, origin = next(self._looks), NOWHERE
             nan = look.nan > 0
             if look.bad:
@@ -269,44 +281,29 @@ class _Body:
                     site.births += 1
                     time = (*self.around.time, site.number)
                     origin = self.around._replace(time=time)
-            if not site.kind:
-                site.inputs = tuple(x.top for x in read[:_SHOWN])
-                if look.bad:
+                if not site.kind:
                     site.kind, site.origin = "NaN" if nan else "Inf", origin
-            site.look, site.runs = added(site.look, look), site.runs + self.runs
-            outs.append(Known(origin, nan, look.top, site.holds))
+            site.look = added(site.look, look)
+            outs[i] = Known(origin, nan, look.top, site.holds)
         return outs
 
-    def _site(
-        self, eqn: Equation, type: Any, ins: list[Known], place: Place | None
-    ) -> Site:
-        """Returns the next site. Each iteration comes to the same ones."""
-        run, number = self.run, self.run.next
-        run.next += 1
-        if number == len(run.sites):
-            assert place is not None, "a later iteration comes to nothing new"
-            moves = is_exact(eqn) or _jaxpr.is_cast(eqn)
-            type = widened(type) if run.program.wide else type
-            site = Site(eqn, place, type, _held(ins if moves else ()), number)
-            run.sites.append(site)
-        return run.sites[number]
-
-    def call(self, eqn: Equation, ins: list[Known], place: Place | None) -> list[Known]:
+    def call(self, site: Site, ins: list[Known]) -> Sequence[Known]:
         """Follows what is known through an equation with bodies."""
-        replay, kind = self.run.replay, _jaxpr.call_kind(eqn)
+        eqn, replay = site.eqn, self.run.replay
         if not replay.apart(eqn):
             (jaxpr, *_) = replay.bodies(eqn)
             ins = ins[len(ins) - len(_jaxpr.in_vars(jaxpr)) :]  # no platform
-            return self.through(jaxpr, ins, place and place.inside(eqn, jaxpr))
-        seen, ran = next(self.calls), []
-        bodies = _jaxpr.call_layout(eqn).bodies[-len(seen) :]  # without a loop's test
-        for body, looks in zip(bodies, seen, strict=True):
+            return self.through(jaxpr, ins, site.place.inside(eqn, jaxpr))
+        bodies, ran = _jaxpr.call_layout(eqn).bodies, []
+        for body, looks in zip(
+            bodies, next(self.calls) or [None] * len(bodies), strict=True
+        ):
+            place = site.place.inside(eqn, body.jaxpr)
             given = [ins[i] for i in body.operands]
-            inside = place and place.inside(eqn, body.jaxpr)
-            if kind in ("scan", "while"):
-                return self._loop(eqn, body, given, inside, looks)
+            if body.param == "body_jaxpr" or _jaxpr.call_kind(eqn) == "scan":
+                return self._loop(eqn, body, given, place, looks)
             one = _Body(self.run, looks, self.around)
-            outs = one.through(body.jaxpr, given, inside)
+            outs = one.through(body.jaxpr, given, place)
             ran += [outs] * (one.runs > 0)  # of several branches one
         if not ran:
             return [Known()] * len(eqn.outvars)
@@ -317,8 +314,8 @@ class _Body:
         eqn: Equation,
         body: _jaxpr.Body,
         ins: list[Known],
-        place: Place | None,
-        looks: Looks,
+        place: Place,
+        looks: Looks | None,
     ) -> list[Known]:
         """Follows what is known through the iterations of a loop."""
         layout, first = _jaxpr.call_layout(eqn), self.run.next
@@ -327,8 +324,8 @@ class _Body:
         consts, carry, xs = ins[:start], ins[start:][:count], ins[start + count :]
         carry = [*map(_anew, carry)]
         types = _jaxpr.in_avals(body.jaxpr)[start:]
-        is_while = _jaxpr.call_kind(eqn) == "while"
-        is_batch = is_while and _jaxpr.out_avals(layout.bodies[0].jaxpr)[0].shape
+        test = layout.bodies[0].jaxpr
+        is_batch = test is not body.jaxpr and _jaxpr.out_avals(test)[0].shape
         stacked = [Known()] * (len(eqn.outvars) - count)
         for trip, index, seen in _iterations(eqn, looks):
             self.run.next = first
@@ -336,7 +333,6 @@ class _Body:
             one = _Body(self.run, seen, Origin(time, trips))
             slices = [*map(one.part, types[count:], xs)]
             outs = one.through(body.jaxpr, [*consts, *carry, *slices], place)
-            place = None
             if is_batch:  # those that have ended wait for the others
                 outs = [*map(one.part, types, carry, outs)]
             if one.runs:
@@ -345,18 +341,21 @@ class _Body:
         return [*carry, *stacked]
 
 
-def _iterations(eqn: Equation, looks: Looks) -> Iterator[tuple[int, int, Looks]]:
-    """Yields the iterations of a loop in their order.
+def _iterations(
+    eqn: Equation, looks: Looks | None
+) -> Iterator[tuple[int, int, Looks | None]]:
+    """Yields the iterations of a loop in their order, or one if it does not run.
 
     Of each the count, the index in what a scan takes slices of, and what was seen.
     Those without an Inf or NaN are one, as all they tell is how large numbers were; but
     the last of them, which tells what the next iteration was given.
     """
+    if looks is None or not looks.rows[:, 0, RUNS].any():
+        yield 0, 0, None
+        return
     counts = ~looks.rows[:, 0, LOW].astype(np.uint32)
     ran = np.flatnonzero(looks.rows[:, 0, RUNS])
     order = ran[np.argsort(counts[ran])].tolist()
-    if not order and len(counts):
-        order = [0]  # to come to what it would do
     leaves = jax.tree.leaves(looks)
     bad = np.any([(x[..., BAD] > 0).reshape(len(x), -1).any(1) for x in leaves], axis=0)
     quiet: list[int] = []

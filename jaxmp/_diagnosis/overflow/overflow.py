@@ -135,7 +135,7 @@ class Search:
         ):
             self.limit = self.limits.first_wrong()
             if self.limit is not None:
-                self.site, fault = self._made_by(self.limit)
+                self.site, fault = self.limit.site, _fault_of(self.limit)
                 is_zero = fault.kind == "zeros"
                 self.first, self.hidden = (fault, None) if is_zero else (None, fault)
 
@@ -160,39 +160,10 @@ class Search:
             limit = self.limits.first_bad()
         elif any(x.look.lost for x in self.run.sites[: site.number]):  # perhaps that
             limit = self.limits.first_wrong()
-        if limit is None:
-            return
-        made_by, fault = self._made_by(limit)
+        fault = limit and _fault_of(limit)
         # An Inf that stands in the code, as a mask, may become NaN far from its line.
-        if limit.number is not None or fault.kind == "zeros":
-            self.limit, self.site, self.first = limit, made_by, fault
-
-    def _made_by(self, limit: Limit) -> tuple[Site | None, Fault]:
-        """Returns what happened at an operation that its limits have made wrong."""
-        same = [x for x in self.run.sites if x.line == limit.line]
-        same = [x for x in same if id(x.eqn) == limit.eqn] or same
-        same = sorted(same, key=lambda x: not x.runs)  # one branch of several runs
-        number = limit.number
-        if number is not None:
-            is_zero = number.left == 0
-        else:
-            is_zero = not any(x.look.over or x.births for x in same)
-        guilty = [x for x in same if (x.look.lost if is_zero else x.look.bad)]
-        site = next(iter([*guilty, *same]), None)
-        if site is not None:
-            fault = site.fault()
-        else:  # a number in the code that is only moved
-            written = None if number is None else number.written
-            inputs = () if written is None else (("float32", (), abs(written)),)
-            largest = float(jnp.finfo(limit.line.dtype).max)
-            fault = Fault(
-                **limit.line._asdict(),
-                kind="Inf",
-                trips=(),
-                inputs=inputs,
-                largest=largest,
-            )
-        return site, dataclasses.replace(fault, kind="zeros") if is_zero else fault
+        if limit and fault and (limit.number is not None or fault.kind == "zeros"):
+            self.limit, self.site, self.first = limit, limit.site, fault
 
     @functools.cached_property
     def dtypes(self) -> set[str]:
@@ -217,7 +188,7 @@ class Search:
     @functools.cached_property
     def limits(self) -> Limits:
         """The program with the limits of float16 put back one after the other."""
-        return Limits(self.flat, self.jaxpr, self.numbers, self.around)
+        return Limits(self.flat, self.run, self.numbers)
 
     # What the advice asks.
 
@@ -230,11 +201,10 @@ class Search:
         if fault is None or site is None or not is_cast(site.eqn):
             return None
         left = 0.0 if fault.kind == "zeros" else math.inf
-        for x in site.holds:
-            if isinstance(x, float) and abs(x) == fault.inputs[0][2]:
-                dtype = site.type.dtype
-                return LostNumber(left, x, dtype, fault.operation, site.place)
-        return None
+        numbers = [x for x in site.holds if isinstance(x, float)]
+        found = [x for x in numbers if abs(x) == fault.inputs[0][2]]
+        lost = (LostNumber(left, x, site.type.dtype, site.place) for x in found)
+        return next(lost, None)
 
     @functools.cached_property
     def has_policy(self) -> bool:
@@ -331,6 +301,18 @@ class Search:
                     yield x.fault(x.origin.trips if is_own else ())
 
 
+def _fault_of(limit: Limit) -> Fault:
+    """Returns what happened at an operation that its limits have made wrong."""
+    site, number = limit.site, limit.number
+    fault, is_zero = site.fault(), not (site.look.over or site.births)
+    if number is not None:
+        is_zero = number.left == 0
+        if site.size is None and number.written is not None:  # it is only moved
+            inputs = (("float32", (), abs(number.written)),)
+            fault = dataclasses.replace(fault, inputs=inputs)
+    return dataclasses.replace(fault, kind="zeros") if is_zero else fault
+
+
 def _ranges(run: Run) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Line, list[Site]] = {}
@@ -338,7 +320,7 @@ def _ranges(run: Run) -> Iterator[OperationRange]:
         if x.computes and x.runs and not _is_scaled(x):
             rows.setdefault(x.line, []).append(x)
     for line, sites in rows.items():
-        size = sum(x.type.size * x.runs for x in sites)
+        size = sum((x.size or 0) * x.runs for x in sites)
         look = functools.reduce(added, (x.look for x in sites))
         largest = float(jnp.finfo(line.dtype).max)
         yield OperationRange(

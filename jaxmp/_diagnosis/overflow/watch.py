@@ -54,7 +54,7 @@ class Looks(NamedTuple):
     """What was seen in a body. Loops put an axis for their iterations in front."""
 
     rows: Any  # uint32[rows, 6], of which the first has no array
-    calls: Any  # for each call in it a list of `Looks`, one for each body
+    calls: Any  # for each call in it a list of `Looks` or None, one for each body
 
 
 class Value(NamedTuple):
@@ -67,7 +67,8 @@ class Program:
     """A jaxpr that is replayed, and compiled once.
 
     Attributes:
-        names: Of what it is given: its inputs and its constants.
+        jaxpr: The jaxpr. Its constants are its first inputs.
+        names: Of its inputs, the constants at the end.
         looked: Which results of an equation are looked at, by its `id`.
         notes: Where nothing could be seen, an ordered set.
     """
@@ -76,9 +77,9 @@ class Program:
         self, jaxpr: Any, names: Sequence[str], around: Place, *, wide: bool = False
     ):
         """Prepares to replay a jaxpr with named inputs; ``wide`` is in float32."""
-        self.jaxpr, self.around, self.wide = jaxpr, around, wide
-        self.consts = _jaxpr.closed_consts(jaxpr)
-        types = map(jax.typeof, self.consts)
+        self.closed, self.around, self.wide = jaxpr, around, wide
+        self.jaxpr = _jaxpr.without_constants(jaxpr)
+        types = map(jax.typeof, jaxpr.consts)
         self.names = [*names, *(f"closed-over {x.dtype}{[*x.shape]}" for x in types)]
         self.platform = "cpu"
         self.looked: dict[int, list[int]] = {}
@@ -91,14 +92,16 @@ class Program:
             self.platform = platform_of(arrays)
             self._compiled = jitted(self.replay, self.platform)
         with np.errstate(over="ignore"):  # of numbers in the code, said once already
-            return jax.device_get(self._compiled(*arrays))
+            return jax.device_get(self._compiled(*self.given(arrays)))
 
-    def replay(self, *arrays: Any) -> Looks:
+    def given(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns what the jaxpr takes: its constants, and what it is given."""
+        return [*self.closed.consts, *arrays]
+
+    def replay(self, *given: Any) -> Looks:
         watch = Watch(self)
-        given = [*map(watch.constant, (*arrays, *self.consts))]
-        values = [watch.part(x.array, x) for x in given]
-        count = len(arrays)
-        watch.run(self.jaxpr, values[:count], self.around, values[count:])
+        values = [watch.part(watch.constant(x).array) for x in given]
+        watch.run(self.jaxpr, values, self.around)
         return watch.seen(())
 
 
@@ -182,15 +185,16 @@ class Watch(Replay):
         self, eqn: Equation, ins: list[Value], arrays: list[Any], bodies: list[Body]
     ) -> list[Value]:
         """Keeps what was seen in bodies. The test of a while loop is not looked at."""
-        if _jaxpr.call_kind(eqn) == "while":
-            test, *bodies = bodies
-            eqns = _jaxpr.open_jaxpr(test.jaxpr).eqns
+        found, kind = [x.seen for x in bodies], _jaxpr.call_kind(eqn)
+        if kind in ("scan", "while"):
+            state, stacked = found[-1]
+            found[-1] = stacked or state["kept"]
+        if kind == "while":
+            found[0] = None
+            eqns = _jaxpr.open_jaxpr(bodies[0].jaxpr).eqns
             if any(_jaxpr.is_inexact(var) for eqn in eqns for var in eqn.outvars):
-                self.note("the condition of a while loop is not searched", test.place)
-        found = [x.seen for x in bodies]
-        if _jaxpr.call_kind(eqn) in ("scan", "while"):
-            ((state, stacked),) = found
-            found = [stacked or state["kept"]]
+                place = bodies[0].place
+                self.note("the condition of a while loop is not searched", place)
         self._calls.append(found)
         return super().results(eqn, ins, arrays, bodies)
 

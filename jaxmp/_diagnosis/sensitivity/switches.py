@@ -186,6 +186,9 @@ class _Frame(WideReplay):
             self._on[key] = jnp.all(self.scalars[np.flatnonzero(ours)])
         return self._on[key]
 
+    def bodies(self, eqn: Equation) -> list[Any]:
+        return bodies_of(eqn, self.platform)
+
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number as it was written, which the consumer rounds again."""
         if lost.written is None:
