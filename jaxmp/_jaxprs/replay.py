@@ -60,29 +60,20 @@ class Replay:
         """Returns the replay of a body that is traced on its own."""
         raise NotImplementedError
 
-    def entered(self, arrays: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
-        """Returns the values of the inputs of a body, of which this is the replay.
-
-        ``outside`` are their values around it, None for what a loop carries.
-        """
-        pairs = zip(arrays, outside, strict=True)
-        return [self.value(x) if y is None else y._replace(array=x) for x, y in pairs]
-
     def part(self, array: Any, *values: Any) -> Any:
         """Returns the value of a slice of a value, or of a mixture of two."""
         is_slice = len(values) == 1
         return values[0]._replace(array=array) if is_slice else self.value(array)
 
-    def seen(self, outs: Sequence[Any]) -> Any:
+    def seen(self) -> Any:
         """Returns what was seen in a body, of which this is the replay, at its end."""
-        del outs
         return ()
 
     def results(
-        self, eqn: Equation, ins: list[Any], arrays: list[Any], bodies: list[Body]
+        self, eqn: Equation, arrays: list[Any], bodies: list[Body]
     ) -> list[Any]:
         """Returns the values of what an equation with bodies has returned."""
-        del eqn, ins, bodies
+        del eqn, bodies
         return [self.value(x) for x in arrays]
 
     def first(self, seen: Any, length: int | None) -> Any:
@@ -130,7 +121,7 @@ class Replay:
         bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
         arrays = [jnp.asarray(x.array) for x in ins]
         outs = replayed(eqn, ins, arrays, *bodies)
-        return self.results(eqn, ins, outs, bodies)
+        return self.results(eqn, outs, bodies)
 
     def apart(self, eqn: Equation) -> Callable[..., Any] | None:
         """Returns what replays a call whose bodies are traced on their own.
@@ -269,13 +260,16 @@ class Body:
 
         Args:
             arrays: Its inputs.
-            outside: Their values outside, see :meth:`Replay.entered`.
+            outside: Their values outside, None for what a loop carries.
             slices: How many of them, at the end, are slices of what is outside.
             goes_on: Which examples of a batch go on, of what a loop carries. The loop
                 goes on while any does, and those that have ended wait for the others.
         """
         replay = self.replay
-        values = replay.entered(arrays, outside)
+        values = [
+            replay.value(x) if y is None else y._replace(array=x)
+            for x, y in zip(arrays, outside, strict=True)
+        ]
         whole = len(values) - slices
         values[whole:] = [replay.part(x.array, x) for x in values[whole:]]
         outs = replay.run(self.jaxpr, values, self.place)
@@ -294,7 +288,7 @@ class Body:
                 )
                 for x, y in zip(old, outs, strict=True)
             ]
-        return [x.array for x in outs], replay.seen(outs)
+        return [x.array for x in outs], replay.seen()
 
     def traced(
         self, arrays: Sequence[Any], outside: Sequence[Any], **options

@@ -102,7 +102,7 @@ class Program:
         watch = Watch(self)
         values = [watch.part(watch.constant(x).array) for x in given]
         watch.run(self.jaxpr, values, self.around)
-        return watch.seen(())
+        return watch.seen()
 
 
 class Watch(Replay):
@@ -173,8 +173,7 @@ class Watch(Replay):
         """Remembers where nothing could be seen."""
         self.program.notes[f"{place.line or 'somewhere'}: {text}"] = None
 
-    def seen(self, outs: Sequence[Value]) -> Looks:
-        del outs
+    def seen(self) -> Looks:
         for key in [*self._waiting]:
             self._look_at_all(key)
         ran = jnp.zeros((1, 6), jnp.uint32).at[0, RUNS].set(1)
@@ -182,7 +181,7 @@ class Watch(Replay):
         return Looks(rows[np.argsort([0, *self._rows])], tuple(self._calls))
 
     def results(
-        self, eqn: Equation, ins: list[Value], arrays: list[Any], bodies: list[Body]
+        self, eqn: Equation, arrays: list[Any], bodies: list[Body]
     ) -> list[Value]:
         """Keeps what was seen in bodies. The test of a while loop is not looked at."""
         found, kind = [x.seen for x in bodies], _jaxpr.call_kind(eqn)
@@ -196,7 +195,7 @@ class Watch(Replay):
                 place = bodies[0].place
                 self.note("the condition of a while loop is not searched", place)
         self._calls.append(found)
-        return super().results(eqn, ins, arrays, bodies)
+        return super().results(eqn, arrays, bodies)
 
     # Looks in loops and shards.
 
