@@ -86,9 +86,9 @@ class Operation:
         return is_view(self.eqn)
 
     @property
-    def is_stored(self) -> bool:
-        """Whether it is computed in float32, and stored in 16 bits."""
-        return self.step is not None and self.step.how == "stored"
+    def how(self) -> str:
+        """How autocast runs it, empty outside of autocast."""
+        return self.step.how if self.step else ""
 
     @functools.cached_property
     def dtype(self) -> str:

@@ -119,7 +119,7 @@ def _explained(
     dtypes = dict.fromkeys(x.dtype for x in operations if not x.moves)
     products = dict.fromkeys(x.takes for x in operations if x.takes)
     file, function, number = line
-    stored = any(x.is_stored or x.is_stacked for x in operations)
+    stored = any(x.how == "stored" or x.is_stacked for x in operations)
     return ExplainedLine(
         file=file,
         function=function,
@@ -177,6 +177,8 @@ def _rule(x: Operation) -> rules.Rule | None:
 
 # Reasons
 
+_HALF = "half", "rounded"  # how an operation runs that returns 16 bits
+
 
 def _reason(x: Operation, *, is_library: bool) -> str:
     """Names the consumer for which autocast decided, or another reason.
@@ -199,7 +201,7 @@ def _reason(x: Operation, *, is_library: bool) -> str:
             return "summed over the iterations"
         case rules.FLOAT32 if step.is_read_exactly and x.is_returned:
             return "returned"
-        case rules.FLOAT32 if not (step.is_read_exactly or x.is_stored):
+        case rules.FLOAT32 if not (step.is_read_exactly or x.how == "stored"):
             if step.kind in ("keep", "call") or (is_library and step.kind == "smooth"):
                 return f"computed by {clipped(x.name, 20)}"
             if step.kind == "exact":
@@ -216,15 +218,17 @@ def _of_consumers(x: Operation, step: Step) -> str:
     consumers.sort(
         key=lambda y: (not y.is_forward, not _multiplies(y), y.frame == x.frame)
     )
-    wanted = needs.for_product if x.is_stored else None
+    wanted = needs.for_product if x.how == "stored" else None
     if step.is_read_exactly:
         wanted = needs.has_digits
     elif step.rule == rules.LOOPS:
         wanted = needs.has_gate
     if wanted is not None:
         chosen = [x for x in consumers if x.step and wanted(joined(x.step.input_needs))]
-    elif _is_half(x):
-        chosen = [x for x in consumers if _multiplies(x) or _is_half(x)]
+    elif x.how in ("half", "rounded"):
+        chosen = [
+            y for y in consumers if _multiplies(y) or y.how in ("half", "rounded")
+        ]
     else:
         chosen = consumers
     for consumer in chosen or consumers:
@@ -236,11 +240,6 @@ def _of_consumers(x: Operation, step: Step) -> str:
 def _multiplies(x: Operation) -> bool:
     """Whether an operation is a matrix product or a convolution in 16 bits."""
     return x.step is not None and x.step.kind == "product"
-
-
-def _is_half(x: Operation) -> bool:
-    """Whether an operation returns 16 bits under autocast."""
-    return x.step is not None and x.step.how in ("half", "rounded")
 
 
 def _where(consumer: Operation, x: Operation) -> str:
