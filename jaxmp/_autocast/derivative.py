@@ -1,10 +1,11 @@
 """The derivative of an autocast function that has a say in its backward pass.
 
-In JAX the gradient of a float16 value is float16, and what is saved for it is as it was
-computed. So a function whose backward pass has another dtype, or reads eight bits,
-brings its gradient itself where it is differentiated from outside: the program of both
-passes in mixed precision, cut in two between them. It is the program that autocast
-around the gradient runs.
+In JAX the gradient of a float16 value is float16, what is saved for it is as it was
+computed, and the gradient of a cast to float8 has no scale. So a function whose
+backward pass has another dtype, or that works with eight bits, brings its gradient
+itself where it is differentiated from outside: the program of both passes in mixed
+precision, cut in two between them. It is the program that autocast around the gradient
+runs.
 """
 
 from collections.abc import Callable, Collection, Sequence

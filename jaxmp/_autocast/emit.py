@@ -110,9 +110,8 @@ class Emitter:
         """
         self.planner, self.narrowed, self.record = planner, narrowed, record
         # Whether one plan is made of a function and its gradient, and none of a rule.
-        self.brings_gradient = (
-            narrowed is not None or planner.backward_dtype != planner.dtype
-        )
+        two = planner.backward_dtype != planner.dtype
+        self.brings_gradient = two or planner.has_float8 or narrowed is not None
         self._bodies: Any = weakref.WeakKeyDictionary()  # by plan
 
     def wrap(self, fun: Callable, scopes: Scopes | None = None) -> Callable:

@@ -417,8 +417,6 @@ class Planner:
         paths = self.bfloat16_paths.values()
         if reason is None and any(is_under(path, around) for path in paths):
             reason = _BY_BFLOAT16_PATHS
-        elif reason is None and any(x.tangent for x in ins):
-            reason = "in the rule of a custom derivative"
         self.reasons.add(reason)
         return reason
 

@@ -22,7 +22,6 @@ import numpy as np
 from jax import lax
 
 from .._base.dtypes import FLOAT8
-from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs import scopes as _scopes
 from .._jaxprs.jaxpr import Equation, Primitive, is_inexact
 from .products import is_batched, multiplies_matrices, sizes
@@ -60,8 +59,7 @@ def multiplied(
 ) -> jax.Array:
     """Applies a matrix product to two bfloat16 operands, each rounded to float8.
 
-    Where one of them has an Inf or a NaN, all of the result is NaN. Its derivatives in
-    reverse mode are products of the same kind, with bfloat16 results.
+    Where one of them has an Inf or a NaN, all of the result is NaN.
     """
     product = _product(eqn.primitive, _params(eqn, dtype, backward))
     with jax.named_scope(_scopes.FLOAT8_PRODUCT):
@@ -81,7 +79,7 @@ def _product(primitive: Primitive, params: tuple) -> Any:
     options: Any = dict(params)
     dtype = options["preferred_element_type"]
 
-    @jax.custom_vjp
+    @jax.jit
     def float8_product(lhs, rhs):
         with jax.named_scope(_scopes.FLOAT8_SCALED):
             (lhs, lhs_unit), (rhs, rhs_unit) = scaled(lhs), scaled(rhs)
@@ -90,43 +88,7 @@ def _product(primitive: Primitive, params: tuple) -> Any:
         # of two, and so is what they are multiplied to.
         return out * (lhs_unit * rhs_unit).astype(dtype)
 
-    def forward(lhs, rhs):
-        return float8_product(lhs, rhs), (lhs, rhs)
-
-    def backward(operands, cotangent):
-        # Of both, since what is kept must not depend on what is differentiated: a
-        # scan under remat asks for it twice, and JAX remembers one answer.
-        cotangent = cotangent.astype(_BFLOAT16)
-        return tuple(
-            _transposed(primitive, options, operands, i, cotangent) for i in (0, 1)
-        )
-
-    float8_product.defvjp(forward, backward)
-    return jax.jit(float8_product)
-
-
-def _transposed(
-    primitive: Primitive, options: Any, operands: Sequence[Any], i: int, cotangent: Any
-) -> jax.Array:
-    """Returns the cotangent of operand ``i`` of a product, from that of its result."""
-    options = {**options, "preferred_element_type": _BFLOAT16}
-
-    def transposed(other, cotangent):
-        def product(x):
-            args = (x, other) if i == 0 else (other, x)
-            return primitive.bind(*args, **options)
-
-        return jax.linear_transpose(product, operands[i])(cotangent)
-
-    args = [operands[1 - i], cotangent]
-    jaxpr = _jaxpr.trace(transposed, args)
-
-    def apply(eqn, args):
-        if not multiplies_matrices(eqn):
-            return _jaxpr.bind(eqn, args)
-        return [_product(eqn.primitive, _params(eqn, _BFLOAT16, True))(*args)]
-
-    return _jaxpr.interpret(jaxpr, args, apply)[0]
+    return float8_product
 
 
 def scaled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
