@@ -205,6 +205,13 @@ def names_of_the_docstrings(doctest_namespace):
 
 
 @pytest.fixture
+def keys_that_compile_fast():
+    """Draws random numbers by a short program."""
+    with jax.default_prng_impl("rbg"):
+        yield
+
+
+@pytest.fixture
 def optimized():
     """Compiles with all optimizations, for programs that run for long."""
     jax.config.update("jax_disable_most_optimizations", False)

@@ -21,17 +21,6 @@ HALVES = (jnp.float16, jnp.bfloat16)
 both_dtypes = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 
 
-def decisions(fun, *args, dtype=jnp.bfloat16):
-    """Returns name, how and sentence of each equation, in the order of the program."""
-    planner, steps = Planner(np.dtype(dtype), jaxmp.DEFAULT_OPS), []
-    jax.make_jaxpr(Emitter(planner, record=steps).wrap(fun))(*args)
-    return [(x.eqn.primitive.name, x.how, x.rule) for x in steps]
-
-
-def of(name, fun, *args):
-    return [found[1:] for found in decisions(fun, *args) if found[0] == name]
-
-
 @jaxmp.float32_region
 @jax.jit
 def several(x):
@@ -88,7 +77,8 @@ def test_every_decision_has_a_sentence_or_a_safeguard_that_fits_its_dtype():
         c = lax.scan(lambda c, y: (0.9 * c + y @ w, c @ w), h, jnp.stack([x, x]))
         return jnp.square(plain(w, c[0]) + c[1].mean(0)).mean()
 
-    found = decisions(jax.grad(loss), W, X)
+    planner, found = Planner(np.dtype(jnp.bfloat16), jaxmp.DEFAULT_OPS), []
+    jax.make_jaxpr(Emitter(planner, record=found).wrap(jax.grad(loss)))(W, X)
     allowed = {
         "half": {rules.AS_WRITTEN, rules.BETWEEN, rules.STORED},
         "rounded": {rules.BETWEEN},
@@ -96,8 +86,8 @@ def test_every_decision_has_a_sentence_or_a_safeguard_that_fits_its_dtype():
         "float32": {rules.AS_WRITTEN, rules.FLOAT32, rules.LOOPS, *rules.SAFEGUARDS},
         "inside": {rules.FLOAT32},
     }
-    assert all(rule in allowed[how] for _, how, rule in found)
-    assert {rule for *_, rule in found} >= set(rules.SENTENCES) - {rules.AS_WRITTEN}
+    assert all(x.rule in allowed[x.how] for x in found)
+    assert {x.rule for x in found} >= set(rules.SENTENCES) - {rules.AS_WRITTEN}
 
 
 FLOAT8 = jaxmp.DEFAULT_OPS.with_fp8(min_size=16)

@@ -31,10 +31,7 @@ import digits_nnx  # noqa: E402
 FULL_RESNET, FULL_LOSS_SCALING = digits.ResNet, jaxmp.loss_scaling
 
 
-@pytest.fixture(autouse=True)
-def keys_that_compile_fast():
-    with jax.default_prng_impl("rbg"):
-        yield
+pytestmark = pytest.mark.usefixtures("keys_that_compile_fast")
 
 
 @pytest.fixture

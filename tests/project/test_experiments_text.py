@@ -27,10 +27,7 @@ import narrow  # noqa: E402
 _text.read = functools.cache(_text.read)  # which parses the standard library
 
 
-@pytest.fixture(autouse=True)
-def keys_that_compile_fast():
-    with jax.default_prng_impl("rbg"):
-        yield
+pytestmark = pytest.mark.usefixtures("keys_that_compile_fast")
 
 
 def terminal():

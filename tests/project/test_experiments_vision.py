@@ -22,11 +22,7 @@ import _two_stage
 import cnn_zoo
 import detector
 
-
-@pytest.fixture(autouse=True)
-def keys_that_compile_fast():
-    with jax.default_prng_impl("rbg"):
-        yield
+pytestmark = pytest.mark.usefixtures("keys_that_compile_fast")
 
 
 def run(main, config):

@@ -40,10 +40,7 @@ class Net(nn.Module):
         return nn.Dense(4, **types)(x.mean((1, 2)))
 
 
-@pytest.fixture(autouse=True)
-def keys_that_compile_fast():
-    with jax.default_prng_impl("rbg"):
-        yield
+pytestmark = pytest.mark.usefixtures("keys_that_compile_fast")
 
 
 class State(TrainState):
