@@ -113,19 +113,15 @@ PROGRAMS = {
         from_a_given_start,
     )
 }
-DTYPES = "bfloat16", "float16"
 CASES = {
     f"{program}, {loop}, {dtype}": (PROGRAMS[program], LOOPS[loop], dtype)
     for program in PROGRAMS
     for loop in LOOPS
-    for dtype in DTYPES
+    for dtype in ("bfloat16", "float16")
 }
-# Each of all of them, and a scan of each program.
-EACH = [
-    *zip([*PROGRAMS, "token shift"], LOOPS, DTYPES * 3, strict=True),
-    *((program, "scan", "float16") for program in PROGRAMS),
-]
-USUAL = map(", ".join, EACH)
+# Each loop, each program and each dtype.
+EACH = zip(LOOPS, [*PROGRAMS, "token shift"], ["float16", "bfloat16"] * 3, strict=True)
+USUAL = [f"{program}, {loop}, {dtype}" for loop, program, dtype in EACH]
 
 
 def losses(fun):
