@@ -32,6 +32,8 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _REPLAYS = tuple(
     os.path.join(_OWN, "_autocast", name) for name in ("customs.py", "emit.py")
 )
+# By these JAX comes to what it differentiates otherwise than to what it does not.
+_TRACERS = re.compile(r"[/\\]_src[/\\](interpreters|core|pjit|api|custom_\w+)\b")
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _LIBRARIES = re.compile(
     r"[/\\](site|dist)-packages[/\\](flax|optax|haiku|equinox|chex|einops|jaxtyping|jaxlib)[/\\]"
@@ -109,15 +111,11 @@ class Place(NamedTuple):
 
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
-        if other is None:
-            return False
-        return self.scopes == other.scopes and self.user == other.user
+        return other is not None and self[:2] == other[:2]  # scopes and user
 
     def is_in_call_of(self, other: Place | None) -> bool:
         """Whether one call of a function of JAX stands behind both."""
-        if other is None:
-            return False
-        return self.is_in_line_of(other) and self.author == other.author
+        return other is not None and self[:3] == other[:3]  # and author
 
     def of(self, eqn: _jaxpr.Equation, before: Place) -> Place:
         """Returns the place of ``eqn`` in these surroundings.
@@ -247,7 +245,7 @@ def library_function(eqn: _jaxpr.Equation) -> str:
 
 def frames_below_users(eqn: _jaxpr.Equation) -> tuple[Frame, ...]:
     """Returns the frames of libraries, from an operation to the user's line."""
-    frames = _jaxpr.frames(eqn)
+    frames = _jaxpr.frames(eqn, is_wanted=lambda file: not _TRACERS.search(file))
     return tuple(itertools.takewhile(lambda frame: not is_users(frame[0]), frames))
 
 

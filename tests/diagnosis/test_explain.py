@@ -263,6 +263,21 @@ def test_a_loop_is_told_once_with_its_count():
     assert [x.times for x in twice.lines] == [2, 2]
 
 
+def adapted(adapters, base, x):
+    for w, adapter in zip(base, adapters, strict=True):
+        h = x - x.mean(-1, keepdims=True)
+        x = x + h @ (w + adapter)
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("changed", [adapted, jax.grad(adapted)])
+def test_a_line_before_the_first_gradient_counts_like_those_behind_it(changed):
+    # Of the first layer nothing before the adapter is differentiated.
+    report = explained(jaxmp.autocast(changed), [W] * 3, [W] * 3, X)
+    lines = [at(report, "h = x - x.mean"), at(report, "x = x + h @")]
+    assert [x.times for x in lines] == [3, 3]
+
+
 def recurrent(w, xs):
     def iteration(state, x):
         c, h = state
