@@ -278,6 +278,14 @@ def test_a_line_before_the_first_gradient_counts_like_those_behind_it(changed):
     assert [x.times for x in lines] == [3, 3]
 
 
+def test_a_line_that_works_on_each_leaf_of_a_tree_runs_once():
+    def averaged(average, params):
+        return optax.incremental_update(params, average, step_size=0.1)
+
+    (line,) = explained(averaged, [W, W, X], [W, W, X]).lines
+    assert line.times == 1
+
+
 def recurrent(w, xs):
     def iteration(state, x):
         c, h = state

@@ -140,13 +140,13 @@ def _explained(
 def _times(last: Operation, operations: Sequence[Operation]) -> int:
     """Returns how often a line runs, whose last numbers ``last`` computes.
 
-    Operations on each leaf of a tree do not count if the line has others.
+    Of a line that computes something for each leaf of a tree, what it does once counts.
     """
     counts = collections.Counter[Any]()
     for x in operations:
         counts[x.call] += x.times
-    others = [counts[x.call] for x in operations if not x.for_leaves and x.times]
-    return min(others) if last.for_leaves and others else counts[last.call]
+    once = [counts[x.call] for x in operations if not x.for_leaves and x.times]
+    return min(once, default=last.times) if last.for_leaves else counts[last.call]
 
 
 def _results(operations: list[Operation]) -> list[Operation]:
