@@ -21,6 +21,7 @@ def as_lists(x: Any) -> Any:
     """Returns data of dicts and tuples with lists for the tuples, as JSON has them."""
     if isinstance(x, dict):
         return {key: as_lists(value) for key, value in x.items()}
+    x = "inf" if x == float("inf") else x  # which JSON does not know
     return [*map(as_lists, x)] if isinstance(x, (tuple, list)) else x
 
 

@@ -508,6 +508,15 @@ def test_what_does_not_run_in_some_iterations_is_gone_past():
     assert first.inputs[1] == ("float16", (), 900.0)
 
 
+def test_an_input_that_a_mask_has_made_infinite_is_shown_so():
+    def masked(x):
+        return jax.nn.softmax(jnp.where(x > 0, -jnp.inf, 3 * x))
+
+    report = find(masked, jnp.ones((2, 4), HALF))
+    assert "float16[2, 4] up to ±Inf" in str(report)
+    assert report.as_dict()["first"]["inputs"][0][2] == "inf"
+
+
 # What is wrong with a program in 16 bits is told apart.
 
 

@@ -51,7 +51,7 @@ class Known(NamedTuple):
 
     origin: Origin = NOWHERE  # of its first Inf or NaN
     nan: bool = False  # whether a NaN is in it
-    top: float = 0.0  # its largest finite magnitude
+    top: float = 0.0  # its largest magnitude
     # What it may hold as it stands: names of arguments, and numbers in the code that
     # float16 does not have.
     holds: frozenset[str | float] = frozenset()
@@ -66,6 +66,10 @@ class Look(NamedTuple):
     nan: int = 0
     lost: int = 0
     over: int = 0
+
+    @property
+    def largest(self) -> float:
+        return float("inf") if self.bad > self.nan else self.top
 
 
 UNSEEN = Look()
@@ -251,7 +255,7 @@ class _Body:
             return values[-1]
         self.look = look = next(self._looks)
         origin = min(x.origin for x in values) if look.bad else NOWHERE
-        return Known(origin, look.nan > 0, look.top, _held(values))
+        return Known(origin, look.nan > 0, look.largest, _held(values))
 
     def operation(self, site: Site, ins: list[Known]) -> Sequence[Known]:
         eqn, looked = site.eqn, self.run.program.looked[id(site.eqn)]
@@ -284,7 +288,7 @@ class _Body:
                 if not site.kind:
                     site.kind, site.origin = "NaN" if nan else "Inf", origin
             site.look = added(site.look, look)
-            outs[i] = Known(origin, nan, look.top, site.holds)
+            outs[i] = Known(origin, nan, look.largest, site.holds)
         return outs
 
     def call(self, site: Site, ins: list[Known]) -> Sequence[Known]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -67,7 +66,7 @@ class Fault:
         backward: Whether it is in the backward pass. Recomputation in a
             ``jax.checkpoint`` is not.
         trips: For each loop around it, the outermost first, the index of the iteration.
-        inputs: Dtype, shape and largest finite magnitude of its first three floating
+        inputs: Dtype, shape and largest magnitude, or Inf, of its first three floating
             inputs, at the first result that was not finite (for zeros: at the last).
         largest: The largest number of ``dtype``.
         code: The expression of the line that it is of, or that it is a derivative of.
@@ -179,11 +178,7 @@ class OverflowReport:
             >>> report.as_dict()["first"]["operation"]
             'exp'
         """
-        fields = as_lists(dataclasses.asdict(self))
-        for row in fields["operations"]:
-            if math.isinf(row["headroom"]):  # which JSON does not know
-                row["headroom"] = "inf"
-        return fields
+        return as_lists(dataclasses.asdict(self))
 
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
@@ -214,7 +209,7 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
         what = "the derivative of " if fault.backward else ""
         yield from wrapped(f"in {what}`{_clipped(fault.code, 60)}`", "  ", "    ")
     for dtype, shape, largest in fault.inputs:
-        yield f"  input {dtype}{[*shape]} up to {largest:.4g}"
+        yield f"  input {dtype}{[*shape]} up to {largest:.4g}".replace(" inf", " ±Inf")
     if fault.kind == "zeros":
         tiny = float(jnp.finfo(fault.dtype).tiny)
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
