@@ -71,7 +71,7 @@ class Operation:
     def for_leaves(self) -> bool:
         """Whether a library computes it for each leaf of a tree."""
         return any(
-            function == "tree_map"
+            function.startswith("tree_map")
             for eqn in (*self.here.path, self.eqn)
             for *_, function in frames_below_users(eqn)
         )

@@ -282,8 +282,14 @@ def test_a_line_that_works_on_each_leaf_of_a_tree_runs_once():
     def averaged(average, params):
         return optax.incremental_update(params, average, step_size=0.1)
 
-    (line,) = explained(averaged, [W, W, X], [W, W, X]).lines
-    assert line.times == 1
+    opt_state = jaxmp.loss_scaling(optax.sgd(0.1), "float16").init([])
+
+    def kept(average, params):
+        return jaxmp.keep_if_skipped(opt_state, params, average)
+
+    for fun in averaged, kept:
+        report = explained(fun, [W, W, X], [W, W, X])
+        assert [line.times for line in report.lines] == [1]
 
 
 def recurrent(w, xs):
