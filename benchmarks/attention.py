@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .counting import h200, results
-from .counting.results import Table, ratio
+from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, contestant
 from .machinery import count
 from .networks.basic import NETWORKS, Network
@@ -61,19 +61,11 @@ def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any
             yield {"network": name, "form": form} | kept
 
 
-def by_form(rows: list[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
-    """Returns the rows of each network, written out and fused."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        found.setdefault(row["network"], {})[row["form"]] = row
-    return {name: (both["written"], both["fused"]) for name, both in found.items()}
-
-
 def shares(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Returns which share of bytes and of temporary memory is left, by network."""
     return {
-        name: tuple(fused[key] / written[key] for key in ("bytes", "temp"))
-        for name, (written, fused) in by_form(rows).items()
+        name: tuple(x["fused"][key] / x["written"][key] for key in ("bytes", "temp"))
+        for name, x in by_form(rows).items()
     }
 
 
@@ -91,6 +83,7 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
                 "MiB with cuDNN": f"{new['temp'] / 2**20:.0f}",
                 "share of MiB": ratio(new["temp"], old["temp"]),
             }
-            for name, (old, new) in by_form(result["rows"]).items()
+            for name, both in by_form(result["rows"]).items()
+            for old, new in [(both["written"], both["fused"])]
         ]
         yield Table(f"### {dtype}\n", rows, [result])

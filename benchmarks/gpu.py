@@ -378,10 +378,7 @@ def by_case(result: Mapping[str, Any]) -> dict[tuple[str, str, str], Any]:
 
 def gains(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Returns a row for each network: autocast in bfloat16 beside TF32 and by hand."""
-    found: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        if row["dtype"] == "bfloat16":
-            found.setdefault(row["network"], {})[row["form"]] = row
+    found = results.by_form(x for x in rows if x["dtype"] == "bfloat16")
     return [
         {
             "network": NAMES.get(name, name),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import jaxmp
 
 from .counting import h200, results, worth
-from .counting.results import Table, ratio
+from .counting.results import Table, by_form, ratio
 from .counting.steps import (
     AUTOCAST,
     CONTESTANTS,
@@ -28,7 +28,7 @@ from .machinery import count
 from .networks.families import FAMILIES, NAMES, SMALL
 
 ROUNDED, INSIDE = f"{AUTOCAST}, rounded", f"{AUTOCAST}, inside"
-FORMS = FLOOR, "jaxmp modules", AUTOCAST, ROUNDED, INSIDE
+FORMS = FLOOR, AUTOCAST, ROUNDED, INSIDE
 
 # Of autocast: the dtype of both passes, or that of the forward and of the backward one.
 PASSES = ("float16", "bfloat16", "float16_bfloat16")
@@ -169,10 +169,7 @@ def _costs(rows: list[dict[str, Any]]) -> Iterator[dict[str, str]]:
     purpose: weight gradients are float32, written once, and read by the check and by
     the optimizer, with 2 bytes more each time.
     """
-    networks: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        networks.setdefault(row["network"], {})[row["form"]] = row
-    for name, forms in networks.items():
+    for name, forms in by_form(rows).items():
         floor, ours = forms.get(FLOOR, {}), forms.get(AUTOCAST)
         cells = {"": name}
         for form, prefix in (

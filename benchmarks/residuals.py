@@ -21,7 +21,7 @@ import jaxmp
 from jaxmp._residuals import eight_bits
 
 from .counting import h200, results, steps, worth
-from .counting.results import Table, ratio
+from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, BOTH, CHECKPOINT, INT8, contestant
 from .machinery import count
 from .networks import basic, learning
@@ -197,11 +197,8 @@ def saved(
     counted: list[dict[str, Any]], away: list[dict[str, Any]]
 ) -> Iterator[dict[str, str]]:
     """Yields memory, bytes and errors of each network as shares of autocast's."""
-    networks: dict[str, dict[str, Any]] = {}
-    for row in counted:
-        networks.setdefault(row["network"], {})[row["form"]] = row
     errors = {row["network"]: row for row in away}
-    for name, forms in networks.items():
+    for name, forms in by_form(counted).items():
         plain = forms[AUTOCAST]
         cells = {"": name}
         for part, word in (("temp", "memory"), ("bytes", "traffic")):

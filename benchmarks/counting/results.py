@@ -176,6 +176,14 @@ def page(tables: Iterable[Table]) -> Iterator[str]:
             yield _told(one.source)
 
 
+def by_form(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the rows of each network by their form."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        found.setdefault(row["network"], {})[row["form"]] = row
+    return found
+
+
 def spelled(cell: Any) -> str:
     """Spells a cell: numbers in short, and the quartiles behind their median."""
     if isinstance(cell, Mapping):

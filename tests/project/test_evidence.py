@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import evidence, gpu, price
 from benchmarks.counting import steps
+from benchmarks.counting.results import by_form
 from benchmarks.networks.families import FAMILIES, Rematerialised
 
 ROOT = Path(__file__).parents[2]
@@ -221,9 +222,7 @@ def test_the_tracing_on_the_performance_page_was_measured():
 
 def test_the_memory_on_the_page_of_residuals_was_counted():
     found, page = results("residuals"), words(ROOT / "docs/residuals.md")
-    networks: dict[str, dict] = {}
-    for row in found["counted"]["rows"]:
-        networks.setdefault(row["network"], {})[row["form"]] = row
+    networks = by_form(found["counted"]["rows"])
     names, rows = [*networks], [*networks.values()]
     plain, int8, checkpoint = steps.AUTOCAST, steps.INT8, steps.CHECKPOINT
     errors = found["errors"]["rows"]
@@ -251,14 +250,23 @@ def test_the_memory_on_the_page_of_residuals_was_counted():
         [row[checkpoint][part] / row[plain][part] for row in again.values()]
         for part in ("temp", "bytes")
     )
-    assert f"Of these, {len(again)} do not compute layers again" in page
+    assert f"Of these, {len(again)} recompute no layer by themselves" in page
     assert f"they take {span(memory)} of the memory, half" in page
-    assert f"at most {np.median(memory):.2f}, and move {span(moved)} times" in page
+    assert (
+        f"at most {np.median(memory):.2f}. Their memory traffic is {span(moved)} times"
+        in page
+    )
     pairs = [(row[int8], row[checkpoint]) for row in again.values()]
     more = sum(x["bytes"] < y["bytes"] for x, y in pairs)
     less = sum(x["temp"] < y["temp"] for x, y in pairs)
-    assert f'more than with `"int8"` in {more}. `"int8"` takes less' in page
-    assert f"less memory in {less}, mostly" in page
+    assert f'higher than with `"int8"` in {more}. `"int8"` takes less' in page
+    assert f"less memory than `nn.remat` in {less}, mostly" in page
+    exact = {row["network"]: row for row in errors}
+    alone, both = (
+        [exact[name][form] / exact[name][plain] for name in again]
+        for form in (checkpoint, steps.BOTH)
+    )
+    assert f"{span(alone)} times as far from float32, and {span(both)} times" in page
     trained = found["trained"]["rows"]
     assert len(trained) == 3
     for row in trained:
@@ -293,8 +301,8 @@ def test_what_to_take_instead_of_residuals_in_eight_bits_was_timed():
     assert f'`nn.remat` takes {again}, `"int8"` {ours}, and both {both}.' in page
     found = results("residuals")["one layer of a GPT, without a maximum"]["rows"]
     plain, ours, bound = (x["bytes"] for x in found)
-    assert f"layer of a GPT moves {ours / plain:.2f} times the bytes" in page
-    assert f"would move {bound / plain:.2f} times if no largest" in page
+    assert f"one layer of a GPT it is {ours / plain:.2f} times as high" in page
+    assert f"would be {bound / plain:.2f} times if no largest" in page
 
 
 def test_what_a_backward_pass_in_bfloat16_costs_was_timed():
@@ -309,7 +317,7 @@ def test_what_a_backward_pass_in_bfloat16_costs_was_timed():
     times = [x["ms"]["median"] / y["ms"]["median"] for x, y in pairs]
     memory = [x["peak MiB"] / y["peak MiB"] for x, y in pairs]
     page = words(ROOT / "docs/loss_scaling.md")
-    assert f"takes {min(times):.2f} to {max(times):.2f} of the time of" in page
+    assert f"takes {min(times):.2f} to {max(times):.2f} times as long as" in page
     assert f"in {min(memory):.2f} to {max(memory):.2f} of the memory" in page
 
 
