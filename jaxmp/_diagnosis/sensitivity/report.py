@@ -172,8 +172,7 @@ class SensitivityReport:
     def as_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, strings and numbers, for JSON.
 
-        An error of a result that is not finite is ``inf``, which Python's ``json``
-        writes as ``Infinity``.
+        An error of a result that is not finite is ``"inf"``: JSON has no such number.
         """
         return {
             **as_lists(dataclasses.asdict(self)),
