@@ -395,7 +395,8 @@ def test_inside_a_gradient_there_are_the_same_products():
     # Differentiated through its casts, an unscaled gradient would vanish.
     found = gradients()
     assert relative_error(found["inside"], found["float32"]) < 0.08
-    chex.assert_trees_all_equal(found["inside"], found["fp8"])
+    # Bit for bit on some versions of JAX: others round the slope of tanh in between.
+    assert relative_error(found["inside"], found["fp8"]) < 0.02
     inside = products(jax.grad(fp8(loss)), PARAMS, X)
     assert inside == products(fp8(GRAD), PARAMS, X)
 

@@ -509,8 +509,11 @@ def test_a_line_has_the_bytes_that_it_saves_for_the_backward_pass():
 
 def test_a_line_in_a_scan_has_the_bytes_of_all_iterations():
     report = explained(jaxmp.autocast(jax.grad(scanned_loss)), shape(5, 8, 8), X)
-    # What comes from the iteration before, the result, and one minus it.
-    assert at(report, "jnp.tanh").saved == (("bfloat16", 3 * 2 * 5 * X.size),)
+    ((dtype, size),) = at(report, "jnp.tanh").saved
+    # What comes from the iteration before and the result; older JAX also saves one
+    # minus it.
+    stack = 2 * 5 * X.size
+    assert (dtype, size) in [("bfloat16", 2 * stack), ("bfloat16", 3 * stack)]
 
 
 def test_a_value_that_is_saved_in_another_shape_is_saved_once():
