@@ -171,9 +171,7 @@ def _in_float32(jaxpr: Any) -> Any:
     """Returns a jaxpr, of the scalars of a reduction for one, in float32."""
 
     def wide(*arrays):
-        return _jaxpr.interpret(
-            jaxpr, arrays, bind_wide, literal=lambda x: wide_literal(x)
-        )
+        return _jaxpr.interpret(jaxpr, arrays, bind_wide, literal=wide_literal)
 
     closed = _jaxpr.trace(wide, [*map(widened, _jaxpr.in_avals(jaxpr))])
     return closed if isinstance(jaxpr, _jaxpr.ClosedJaxpr) else closed.jaxpr

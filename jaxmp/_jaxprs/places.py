@@ -111,11 +111,13 @@ class Place(NamedTuple):
 
     def is_in_line_of(self, other: Place | None) -> bool:
         """Whether one instruction of the user's stands behind both."""
-        return other is not None and self[:2] == other[:2]  # scopes and user
+        ours = self.scopes, self.user
+        return other is not None and ours == (other.scopes, other.user)
 
     def is_in_call_of(self, other: Place | None) -> bool:
         """Whether one call of a function of JAX stands behind both."""
-        return other is not None and self[:3] == other[:3]  # and author
+        ours = self.scopes, self.user, self.author
+        return other is not None and ours == (other.scopes, other.user, other.author)
 
     def of(self, eqn: _jaxpr.Equation, before: Place) -> Place:
         """Returns the place of ``eqn`` in these surroundings.
