@@ -35,8 +35,8 @@ SAFEGUARDS = {
     COMPARING: "A loop that ends, or takes a step, by comparing results of matmuls is "
     "one float32 operation, and so is the computation of the numbers that it is given "
     "to compare with.",
-    MOMENTS: "Matmuls that average a number and its square by the same weights are "
-    "float32.",
+    MOMENTS: "Matmuls that average a number and its square, where the square of one "
+    "mean is subtracted from the other mean, are float32.",
     CONSTANTS: "If a scan is not differentiated inside autocast, its iterations read "
     "in float32 the values that are the same for all of them.",
     RANGE: "In float16 a sum of a 16-bit value and a float32 value that is not an "

@@ -148,9 +148,14 @@ def test_the_audit_says_why():
 
 
 SQUARES = {
+    "the weights square what they multiply": lambda x, w: (jnp.exp(x @ w) + x * x) @ w,
+    "both are added": lambda x, w: (x * x) @ w + (x @ w) ** 2,
+    "one after the other": lambda x, w: jnp.tanh(x @ w) @ w + (x * x) @ w,
+    "an odd polynomial": lambda x, w: (x * x) @ w - (x @ w),
+    "a kernel of squares": lambda x, w: jax.nn.softmax((x @ w) @ ((x**2) @ w).T) @ x,
+    "squares of others": lambda x, w: (x * x) @ w - (w @ w) ** 2,
     "by other weights": lambda x, w, v: (x * x) @ w - (x @ v) ** 2,
     "a factorisation machine": lambda x, w, v: (x @ w) ** 2 - (x * x) @ (w * w),
-    "squares of others": lambda x, w, v: (x * x) @ w - (v @ w) ** 2,
     "a squared relu": lambda x, w, v: jax.nn.relu(x @ w) ** 2 @ v,
     "a gated layer": lambda x, w, v: jnp.tanh((x @ w) * (x @ v)) @ w,
     "squares after it": lambda x, w, v: jnp.tanh((x @ w) ** 2) @ w,
@@ -158,8 +163,8 @@ SQUARES = {
 
 
 @pytest.mark.parametrize("fun", SQUARES.values(), ids=SQUARES.keys())
-def test_a_square_alone_is_no_variance(fun):
-    args = [normal(i, 8, 8) for i in range(3)]
+def test_without_a_difference_a_square_is_no_variance(fun):
+    args = [normal(i, 8, 8) for i in range(fun.__code__.co_argcount)]
     cast = jaxmp.autocast(jax.grad(lambda *args: fun(*args).sum()), "bfloat16")
     found = product_dtypes(cast, *args)
     assert found

@@ -7,13 +7,13 @@ with a window, comes out negative. So do the moments of a local norm, or of a po
 by weights.
 
 Where a number and its square are multiplied by the same window, or by the same weights,
-these are such means. All products with that window stay float32, and so do their
-cotangents.
+and the square of one result is taken away from the other, these are such means. All
+products with that window stay float32, and so do their cotangents.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
@@ -42,9 +42,8 @@ def variance(
         if not is_backward(eqn, scopes + _jaxpr.scope_names(eqn))
     }
     averaged = {x for found in forward.values() for x, _ in found}
-    # Of what each variable is a sum: of such squares, by their factors.
-    squares: dict[Any, set[tuple[Any, ...]]] = {
-        eqn.outvars[0]: {factors}
+    squares = {
+        eqn.outvars[0]: factors
         for eqn in eqns
         if (factors := _factors(eqn, definition)) and averaged.issuperset(factors)
     }
@@ -52,24 +51,7 @@ def variance(
         return eqns
     # A window may be written anew for each mean.
     same = twins(eqns)
-    mean_of = {
-        (x, same.get(window, window)): eqn.outvars[0]
-        for eqn, found in forward.items()
-        for x, window in found
-    }
-    windows = set[Any]()
-    for eqn in eqns:
-        made = {x for var in _addends(eqn) for x in squares.get(var, ())}
-        for var, window in forward.get(eqn, ()):
-            window = same.get(window, window)
-            for factors in squares.get(var, ()):
-                # What is averaged by columns, after rows, is a square as well.
-                found = tuple(mean_of.get((x, window)) for x in factors)
-                if all(found):
-                    made.add(found)
-                    windows.add(window)
-        for var in eqn.outvars if made else ():
-            squares[var] = squares.get(var, set()) | made
+    windows = _windows(eqns, forward, squares, same)
     return [
         in_region(eqn, rules.MOMENTS)
         if any(same.get(window, window) in windows for _, window in means.get(eqn, ()))
@@ -78,11 +60,93 @@ def variance(
     ]
 
 
-def _addends(eqn: Equation) -> Iterator[Any]:
-    """Yields the variables that an equation adds up, moves, or scales by a number."""
-    scales = table.multiplies(eqn) and products.has_number(eqn)
-    if scales or table.is_linear(eqn):
-        yield from _jaxpr.variables(eqn.invars)
+def _windows(
+    eqns: Sequence[Equation],
+    means: dict[Equation, list[Mean]],
+    squares: dict[Any, tuple[Any, ...]],
+    same: dict[Any, Any],
+) -> set[Any]:
+    """Returns the windows by which means of a number and of its square are taken."""
+    mean_of = {
+        (x, same.get(window, window)): eqn.outvars[0]
+        for eqn, found in means.items()
+        for x, window in found
+    }
+    # Of what each variable is a sum: squares, by their factors; means of squares, by
+    # the means of the factors and the window; and squares of means. Each with its sign.
+    terms: dict[Any, set[_Term]] = {}
+    definition, windows = definitions_of(eqns), set[Any]()
+    for eqn in eqns:
+        made = set[_Term]()
+        if factors := _factors(eqn, definition):
+            if eqn.outvars[0] in squares:
+                made.add(_Term("squared", squares[eqn.outvars[0]], frozenset(), 1))
+            factors = tuple(_unscaled(x, definition) for x in factors)
+            made.add(_Term("of means", factors, frozenset(), 1))
+        for x, sign in _addends(eqn):
+            made |= {x._replace(sign=sign * x.sign) for x in terms.get(x, ())}
+        for x, window in means.get(eqn, ()):
+            window = same.get(window, window)
+            for term in terms.get(x, ()):
+                # What is averaged by columns, after rows, is a square as well.
+                found = tuple(mean_of.get((f, window)) for f in term.factors)
+                if term.kind != "of means" and all(found):
+                    by = term.windows | {window}
+                    made.add(_Term("mean", found, by, term.sign))
+        if made:
+            terms.update(dict.fromkeys(eqn.outvars, made))
+        windows.update(_cancelled(made))
+    return windows
+
+
+class _Term(NamedTuple):
+    """What a variable is a sum of."""
+
+    kind: str  # "squared", "mean" of what is squared, or "of means": a squared mean
+    factors: tuple[Any, ...]  # two, or one twice
+    windows: frozenset[Any]  # by which a mean was taken
+    sign: int
+
+
+def _cancelled(terms: Collection[_Term]) -> Iterator[Any]:
+    """Yields the windows of means of squares of which squares of means are taken."""
+    taken = {(frozenset(x.factors), -x.sign) for x in terms if x.kind == "of means"}
+    for term in terms:
+        if term.kind == "mean" and (frozenset(term.factors), term.sign) in taken:
+            yield from term.windows
+
+
+def _addends(eqn: Equation) -> Iterator[tuple[Any, int]]:
+    """Yields what an equation adds up, moves or scales, each with its sign."""
+    scaled = _scaled(eqn)
+    for x in (scaled,) if scaled is not None else eqn.invars:
+        if not isinstance(x, Literal) and (scaled or table.is_linear(eqn)):
+            taken = table.subtracts(eqn) and x is eqn.invars[1]
+            yield x, -1 if taken or table.negates(eqn) else 1
+
+
+def _scaled(eqn: Equation) -> Any:
+    """Returns what an equation divides, or multiplies by one number; None if nothing.
+
+    A mean is a sum that is divided, before it is squared or after.
+    """
+    if not table.multiplies(eqn):
+        return None
+    if table.divisor(eqn) is not None:
+        return None if isinstance(eqn.invars[0], Literal) else eqn.invars[0]
+    arrays = [x for x in eqn.invars if x.aval.size != 1]
+    return arrays[0] if len(arrays) == 1 else None
+
+
+def _unscaled(atom: Any, definition: Definition) -> Any:
+    """Returns the variable that was moved, cast or scaled to ``atom``."""
+    while True:
+        atom = _whole(atom, definition)
+        eqn = None if isinstance(atom, str) else definition(atom)
+        scaled = None if eqn is None else _scaled(eqn)
+        if scaled is None:
+            return atom
+        atom = scaled
 
 
 def _multiplies(eqn: Equation) -> bool:
