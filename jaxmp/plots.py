@@ -6,9 +6,10 @@ A picture that is given no axes is pyplot's current figure: ``plt.show()`` shows
 
 from __future__ import annotations
 
-import itertools
+import collections
 import math
-from collections.abc import Iterable, Sequence, Sized
+import posixpath
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,15 +34,7 @@ except ModuleNotFoundError as error:
 __all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 
 _ROWS = 10  # of a picture of modules
-_RED = "#c03020"
-# Told apart without colour: filled bars, hatched bars, a dashed outline.
-_VALUES: dict[str, Any] = {"color": "#4878a8"}
-_HATCHED: dict[str, Any] = {"fill": False, "edgecolor": "black", "hatch": "////"}
-_HOLLOW: dict[str, Any] = {"fillstyle": "none", "color": "black"}
-_NONFINITE: dict[str, Any] = {"fill": False, "edgecolor": _RED, "hatch": "xxxx"}
-_DASHED: dict[str, Any] = {"color": "black", "linewidth": 1.4, "linestyle": "--"}
-_NORMAL: dict[str, Any] = {"color": "0.92"}
-_SUBNORMAL: dict[str, Any] = {"fill": False, "edgecolor": "0.8", "hatch": "...."}
+_DASHED: dict[str, Any] = {"color": "black", "linestyle": "--"}
 
 
 def exponents(
@@ -53,15 +46,16 @@ def exponents(
 ) -> Axes:
     """Draws the share of the values at each binary exponent, and the format's range.
 
-    The axis of the shares is logarithmic. Zeros, and Inf and NaN if there are any, have
-    a bar of their own at an end. The shaded ranges are those that a cast to ``dtype``
-    makes subnormal and normal. Values to the left of both become zero, and values to
-    the right become Inf. A dashed outline shows where the loss scale moves the values.
+    Zeros, and Inf and NaN if there are any, have a bar of their own at an end. The
+    shaded ranges are those that a cast to ``dtype`` makes subnormal and normal. Values
+    to the left of both become zero, and values to the right become Inf. A dashed
+    outline shows where the loss scale moves the values.
 
     Args:
         ranges: A pytree of floating arrays, or a :class:`jaxmp.RecordRangesState`,
-            in true units. A state with leading axes, as ``vmap`` stacks it, is
-            summed; of the states after each step, draw the last.
+            in true units. Its first and its last bar hold all that lies beyond. A state
+            with leading axes, as ``vmap`` stacks it, is summed; of the states after
+            each step, draw the last.
         dtype: The format: float16, bfloat16, or a wider one.
         loss_scale: The positive scale of the outline, as a number or scalar array, or
             an optimizer state that holds one; 1 draws none. None takes
@@ -101,43 +95,35 @@ def exponents(
         loss_scale = suggest_loss_scale(ranges, dtype) if is_half else 1.0
     loss_scale = float(as_scale(scale_in(loss_scale)))
     check_positive("loss_scale", loss_scale)
-    shift = math.log2(loss_scale)
-    used = np.flatnonzero(counts) if counts.any() else np.array([-low])
-    edges = low + np.arange(used[0], used[-1] + 2)
-    shares = 100 * counts[used[0] : used[-1] + 1] / size
-
-    info = jnp.finfo(dtype)
+    shift, info = math.log2(loss_scale), jnp.finfo(dtype)
+    shares, edges = 100 * counts / size, low + np.arange(len(counts) + 1)
     # Half of the smallest subnormal number and less rounds to zero.
     first = info.minexp - info.nmant - 1
-    left, right = min(edges[0], edges[0] + shift), max(edges[-1], edges[-1] + shift)
-    if dtype == jnp.float16:  # the others are far wider than what is to be seen
-        left, right = min(left, first), max(right, info.maxexp)
+    used = edges[:-1][counts > 0]
+    seen = np.r_[used, used + shift]
+    if dtype == jnp.float16 or not used.size:  # the others are wider than what is seen
+        seen = np.r_[seen, first, info.maxexp - 1]
+    left, right = seen.min(), seen.max() + 1
     gap = max(4, (right - left) / 20)  # to the bars of zeros, and of Inf and NaN
 
-    (axes,) = _axes(ax, 1)
-    spans = ("subnormal", first, info.minexp), ("normal", info.minexp, info.maxexp)
-    for (name, start, end), style in zip(spans, (_SUBNORMAL, _NORMAL), strict=True):
-        start, end = max(start, left - 1), min(end, right + 1)
-        if start < end:
-            style = {"label": f"{dtype.name} {name}", "linewidth": 0, **style}
-            axes.axvspan(start, end, zorder=0, **style)
-    ends = [f"first bar: all below 2^{low + 1}"] * bool(counts[0])
-    ends += [f"last bar: all from 2^{low + len(counts) - 1}"] * bool(counts[-1])
-    label = f"values ({', '.join(ends)})" if ends else "values"
-    axes.bar(edges[:-1], shares, 0.9, align="edge", label=label, **_VALUES)
-    axes.bar(left - gap, 100 * zeros / size, gap / 2, label="zeros", **_HATCHED)
+    axes = _subplots(1, (7, 4)) if ax is None else ax
+    axes.axvspan(first, info.minexp, color="0.96", label=f"{dtype.name} subnormal")
+    axes.axvspan(info.minexp, info.maxexp, color="0.9", label=f"{dtype.name} normal")
+    axes.stairs(shares, edges, fill=True, label="values")
+    style: dict[str, Any] = {"width": gap / 2, "fill": False, "hatch": "////"}
+    axes.bar(left - gap, 100 * zeros / size, label="zeros", **style)
     if nonfinite:
-        style = {"label": "Inf or NaN", **_NONFINITE}
-        axes.bar(right + gap, 100 * nonfinite / size, gap / 2, **style)
+        style |= {"edgecolor": "red", "label": "Inf or NaN"}
+        axes.bar(right + gap, 100 * nonfinite / size, **style)
     if loss_scale != 1:
         spelled = f"2^{shift:.0f}" if shift.is_integer() else f"{loss_scale:g}"
         label = f"times the {which}, {spelled}"
-        axes.stairs(shares, edges + shift, **_DASHED, label=label)
-    axes.set_yscale("log")
-    axes.set_ylim(min([100.0, *shares[shares > 0]]) / 2, 150)
-    axes.set_xlabel("log2 of the magnitude")
-    axes.set_ylabel("% of the values")
-    return _finished(axes, f"{size:,.0f} values in the range of {dtype.name}", ax)
+        axes.stairs(shares, edges + shift, label=label, **_DASHED)
+    axes.set(xlabel="log2 of the magnitude", xlim=(left - 2 * gap, right + 2 * gap))
+    smallest = min([100.0, *shares[shares > 0]])
+    axes.set(ylabel="% of the values", yscale="log", ylim=(smallest / 2, 150))
+    axes.set_title(f"{size:,.0f} values in the range of {dtype.name}")
+    return _with_legend(axes, ax)
 
 
 def loss_scale(
@@ -153,9 +139,7 @@ def loss_scale(
             holds it, in a list; or one ``LossScaleState`` with a leading axis over the
             steps, as ``lax.scan`` stacks it. Keep copies where the training step
             donates its state: ``jax.device_get(state._replace(inner_state=None))``.
-            Without the first state the line begins with the state after the first
-            step, if that changed the scale: at step 1 if it was skipped, and at step 0
-            if the scale grew, as this looks like the state that ``tx.init`` made.
+            Step 0 is the first state in it.
         ax: Where to draw; None makes a new figure.
 
     Returns:
@@ -178,56 +162,44 @@ def loss_scale(
     """
     if isinstance(history, LossScaleState):
         history = [history]
-    if not isinstance(history, Iterable):
-        raise TypeError(
-            "`plots.loss_scale` draws a history of states, but got "
-            f"{describe(history)}. Type `history.append(jaxmp.get_loss_scale_state("
-            "opt_state))` after each step, and `jaxmp.plots.loss_scale(history)`."
-        )
     states = [get_loss_scale_state(opt_state) for opt_state in history]
     if not states or not np.size(states[0].loss_scale):
         raise ValueError(
             "`loss_scale` needs the state of one step at least, but the history is "
             "empty. Append `jaxmp.get_loss_scale_state(opt_state)` after each step."
         )
-    scales, finite, good = (
+    scales, finite = (
         np.concatenate([np.ravel(getattr(state, name)) for state in states])
-        for name in ("loss_scale", "last_finite", "good_steps")
+        for name in ("loss_scale", "last_finite")
     )
-    if finite[0] and good[0]:  # its step did not change the scale
-        scales, finite = np.r_[scales[0], scales], np.r_[True, finite]
-    steps = np.arange(len(scales)) + (not finite[0])
-    # A state holds the scale for the next step.
-    used = np.r_[scales[0], scales[:-1]]
-
-    (axes,) = _axes(ax, 1)
+    (skipped,) = np.nonzero(~finite)
+    axes = _subplots(1, (7, 4)) if ax is None else ax
     # Of a line with one point there is nothing to see.
-    style = {"color": "black", "marker": "." if len(steps) == 1 else None}
-    axes.step(steps, scales, where="post", label="loss scale", **style)
-    if not finite.all():
-        label = f"skipped ({np.count_nonzero(~finite)})"
-        axes.plot(steps[~finite], used[~finite], "x", color=_RED, label=label)
+    marker = "." if len(scales) == 1 else ""
+    axes.step(range(len(scales)), scales, marker, where="post", label="loss scale")
+    if len(skipped):
+        # A state holds the scale for the next step.
+        used = scales[np.maximum(skipped - 1, 0)]
+        axes.plot(skipped, used, "rx", label=f"skipped ({len(skipped)})")
+    title = f"The loss scale over {len(scales) - 1:,} steps"
+    axes.set(title=title, xlabel="step", ylabel="loss scale")
     axes.set_yscale("log", base=2)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss scale")
-    return _finished(axes, f"The loss scale over {steps[-1]:,} steps", ax)
+    return _with_legend(axes, ax)
 
 
-def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axes:
+def overflow(report: OverflowReport) -> Axes:
     """Draws how close a program came to overflow and underflow, module by module.
 
     The left plot has the headroom of each module, forward and backward: the powers of
-    two from the largest value of its operations to the largest number of the format. A
-    cross in place of a bar marks a module with an operation that was not finite. The
-    right plot has the largest share of an operation's values that became zero or
-    subnormal. The modules are in the order of the program; of more than ten, those of
-    faults and those with the least headroom are drawn. The module of the first fault is
-    in bold, and an arrow points at it: in the left plot for Inf or NaN, in the right
-    one for zeros.
+    two from the largest value of its operations to the largest number of the format.
+    "Inf or NaN" stands in place of a bar where an operation was not finite. The right
+    plot has the largest share of an operation's values that became zero or subnormal.
+    The modules are in the order of the program; of more than ten, those with the least
+    headroom are drawn. That of the first fault, if it computes in 16 bits, is in bold
+    and always there.
 
     Args:
         report: What :func:`jaxmp.find_overflow` returned.
-        ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
         The left axes.
@@ -249,49 +221,31 @@ def overflow(report: OverflowReport, *, ax: Sequence[Axes] | None = None) -> Axe
             "`overflow` draws what computes in 16 bits, but nothing in the report "
             "does. Pass the report of a function in float16 or bfloat16."
         )
-    first, near = report.first, dict[str, float]()  # the least headroom of a module
+    # Of each module, forward and backward.
+    room = collections.defaultdict(lambda: [math.inf, math.inf])
+    lost = collections.defaultdict(lambda: [0.0, 0.0])
     for x in rows:
-        near[x.module] = min(near.get(x.module, math.inf), x.headroom)
-    if first is not None:
-        near.setdefault(first.module, math.inf)
-    guilty = [x.module for x in (first, *report.others) if x and x.module in near]
-    chosen = [*dict.fromkeys([*guilty, *sorted(near, key=near.__getitem__)])][:_ROWS]
-    modules = [module for module in near if module in chosen]
-    left, right = _rows(ax, modules, [first.module] if first else ())
-    crosses = []
-    for backward, style, shift in ((False, _VALUES, -0.2), (True, _HATCHED, 0.2)):
-        parts = [
-            [x for x in rows if (x.module, x.backward) == (module, backward)]
-            for module in modules
-        ]
-        places = np.arange(len(modules)) + shift
-        is_bad = np.array([any(x.nonfinite for x in part) for part in parts])
-        room = [min([math.inf, *(x.headroom for x in part)]) for part in parts]
-        room = np.where(is_bad | np.isinf(room), math.nan, room)
-        lost = [100 * max([0.0, *(x.lost for x in part)]) for part in parts]
-        label = "backward" if backward else "forward"
-        left.barh(places, room, 0.38, label=label, **style)
-        right.barh(places, lost, 0.38, **style)
-        crosses += [*places[is_bad]]
-    if crosses:
-        style = {"color": _RED, "clip_on": False, "zorder": 3, "label": "Inf or NaN"}
-        left.plot(np.zeros(len(crosses)), crosses, "x", **style)
-    left.set_xlabel("least headroom (powers of two)")
-    right.set_xlabel("% lost to zero")
-    for axes in (left, right):
-        axes.set_xlim(0, max(1.0, axes.get_xlim()[1]))
-    if first is not None:
-        place = modules.index(first.module) + (0.2 if first.backward else -0.2)
-        axes = right if first.kind == "zeros" else left
-        end, arrow = axes.get_xlim()[1], {"arrowstyle": "-|>", "color": _RED}
-        style = {"color": _RED, "ha": "center", "va": "center", "arrowprops": arrow}
-        style["bbox"] = {"color": "white", "pad": 0.5}  # where it lies on a bar
-        axes.annotate("first fault", (0.04 * end, place), (0.6 * end, place), **style)
-    title = f"Distance to overflow by module{_part(modules, near)}"
-    return _finished(left, title, ax)
+        least, most = room[x.module], lost[x.module]
+        headroom = -math.inf if x.nonfinite else x.headroom
+        least[x.backward] = min(least[x.backward], headroom)
+        most[x.backward] = max(most[x.backward], 100 * x.lost)
+    first = report.first.module if report.first else None
+    near = sorted(room, key=lambda x: (x != first, min(room[x])))[:_ROWS]
+    modules = [module for module in room if module in near]
+    left, right = _rows("Distance to overflow by module", modules, len(room), [first])
+    for i, label in enumerate(("forward", "backward")):
+        place, found = np.arange(len(modules)) + 0.4 * i, [room[x][i] for x in modules]
+        style = {"height": 0.4, "fill": i == 0, "hatch": "////" * i, "label": label}
+        bars = left.barh(place, np.where(np.isfinite(found), found, 0), **style)
+        bad = ["Inf or NaN" if x == -math.inf else "" for x in found]
+        left.bar_label(bars, bad, color="red", fontsize="small", padding=2)
+        right.barh(place, [lost[x][i] for x in modules], **style)
+    left.set(xlabel="least headroom (powers of two)", xlim=(0, None))
+    right.set(xlabel="% lost to zero", xlim=(0, None))
+    return _with_legend(left)
 
 
-def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) -> Axes:
+def sensitivity(report: SensitivityReport) -> Axes:
     """Draws the error of each module in 16 bits, and the cost of float32 for it.
 
     The left plot has the larger of the relative errors of loss and gradients, with only
@@ -304,7 +258,6 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.
-        ax: Two axes to draw on, the left and the right; None makes a new figure.
 
     Returns:
         The left axes.
@@ -321,56 +274,56 @@ def sensitivity(report: SensitivityReport, *, ax: Sequence[Axes] | None = None) 
     """
     _check_report(report, SensitivityReport, "sensitivity", "sensitivity(loss)(*args)")
     named = report.float32_paths + report.bfloat16_paths
-    rest = [x for x in report.modules[_ROWS:] if x.path in named]
-    rows = [*report.modules[:_ROWS], *rest]
+    rows = [x for i, x in enumerate(report.modules) if i < _ROWS or x.path in named]
     bold = [x.name for x in rows if x.path in named]
-    left, right = _rows(ax, [x.name for x in rows], bold)
-    places, narrow = np.arange(len(rows)), report.narrow
-    only, others = np.transpose([(row.alone, row.without) for row in rows])
-    seen = [x for x in (*only, *others, report.tolerance) if 0 < x < math.inf]
-    only, others = (np.clip(x, min(seen) / 10, max(seen) * 10) for x in (only, others))
-    left.hlines(places, only, others, color="0.8", linewidth=1.0, zorder=0)
-    left.plot(only, places, "o", label=f"only this in {narrow}", **_VALUES)
-    left.plot(others, places, "D", label=f"all but this in {narrow}", **_HOLLOW)
-    label = f"tolerance ({report.tolerance:g})"
-    left.axvline(report.tolerance, zorder=0.5, label=label, **_DASHED)
+    narrow, names = report.narrow, [x.name for x in rows]
+    title = f"Error of each module in {narrow}"
+    left, right = _rows(title, names, len(report.modules), bold)
+    errors, place = np.array([(x.alone, x.without) for x in rows]), range(len(rows))
+    seen = [x for x in (*errors.flat, report.tolerance) if 0 < x < math.inf]
     # Whole decades have labels enough, and between them there is no room for more.
-    ends = np.log10([min(*only, *others, *seen), max(*only, *others, *seen)])
-    left.set_xscale("log")
-    left.set_xlim(0.7 * 10 ** np.floor(ends[0]), 1.4 * 10 ** np.ceil(ends[1]))
+    low, high = np.floor(np.log10(min(seen))), np.ceil(np.log10(max(seen)))
+    low, high = 10**low / 2, 10**high * 2
+    only, others = np.clip(errors, low, high).T
+    left.hlines(place, only, others, color="0.8")
+    style = {"linestyle": "", "color": "black", "clip_on": False}
+    left.plot(only, place, marker="o", label=f"only this in {narrow}", **style)
+    style["fillstyle"] = "none"
+    left.plot(others, place, marker="D", label=f"all but this in {narrow}", **style)
+    left.axvline(report.tolerance, label=f"tolerance ({report.tolerance:g})", **_DASHED)
+    left.set(xscale="log", xlim=(low, high))
     left.xaxis.set_minor_formatter("")
     left.set_xlabel("relative error of loss or gradients, the larger")
-    costs = [100 * (row.stored if report.residuals else row.share) for row in rows]
-    right.barh(places, costs, 0.6, **_VALUES)
+    right.barh(place, [100 * (x.stored if report.residuals else x.share) for x in rows])
     right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
-    title = f"Error of each module in {narrow}{_part(rows, report.modules)}"
-    return _finished(left, title, ax)
+    return _with_legend(left)
 
 
-def _part(shown: Sized, every: Sized) -> str:
-    """Says how many rows are shown, if not all."""
-    return f", {len(shown)} of {len(every)}" if len(every) > len(shown) else ""
-
-
-def _rows(ax: Any, modules: Sequence[str], bold: Sequence[str]) -> tuple[Axes, Axes]:
-    """Returns two axes with a row for each module, the first at the top.
+def _rows(
+    title: str, modules: Sequence[str], of: int, bold: Sequence[str | None]
+) -> tuple[Axes, Axes]:
+    """Returns two axes of a new figure, with a row for each module from the top.
 
     They are named without the path that all have in common.
     """
-    left, right = _axes(ax, 2, rows=len(modules))
-    levels = zip(*(x.split("/")[:-1] for x in modules if x), strict=False)
-    alike = itertools.takewhile(lambda names: len({*names}) == 1, levels)
-    shared = "".join(f"{name}/" for name, *_ in alike)
-    names = [module.removeprefix(shared) or "(no module)" for module in modules]
-    names = [x if len(x) <= 48 else f"…{x[-47:]}" for x in names]
-    left.set_yticks(range(len(names)), names)
+    left, right = _subplots(2, (9, 1.8 + 0.34 * len(modules)), width_ratios=(3, 1))
+    shared = posixpath.commonpath([posixpath.dirname(x) for x in modules if x] or [""])
+    names = [x.removeprefix(shared).lstrip("/") or "(no module)" for x in modules]
+    left.set_yticks(range(len(modules)), names)
     for module, text in zip(modules, left.get_yticklabels(), strict=True):
         text.set_fontweight("bold" if module in bold else "normal")
-    left.set_ylabel(f"modules of {shared[:-1]}" if shared else "modules")
-    right.tick_params(labelleft=False)
-    for axes in (left, right):
-        axes.set_ylim(len(modules) - 0.4, -0.6)
+    left.invert_yaxis()
+    left.set_ylabel(f"modules of {shared}" if shared else "modules")
+    left.set_title(f"{title}, {len(modules)} of {of}" if len(modules) < of else title)
     return left, right
+
+
+def _subplots(columns: int, size: tuple[float, float], **options: Any) -> Any:
+    """Returns the axes of a new figure of pyplot."""
+    from matplotlib import pyplot  # late, because it looks for a screen
+
+    options |= {"sharey": True, "figsize": size, "layout": "constrained"}
+    return pyplot.subplots(1, columns, **options)[1]
 
 
 def _histogram(ranges: Any) -> tuple[int, np.ndarray, float, float]:
@@ -394,37 +347,12 @@ def _check_report(report: Any, kind: type, name: str, call: str) -> None:
         )
 
 
-def _axes(ax: Any, count: int, rows: int = 0) -> list[Axes]:
-    """Returns the axes that were given; for None new ones, side by side."""
+def _with_legend(axes: Axes, ax: Axes | None = None) -> Axes:
+    """Adds a legend: below a figure of ours, and inside of axes that were given."""
     if ax is None:
-        from matplotlib import pyplot  # late, because it looks for a screen
-
-        size = (9, 1.8 + 0.34 * rows) if count == 2 else (7, 4)
-        figure = pyplot.figure(figsize=size, layout="constrained")
-        options = {"sharey": True, "width_ratios": [3, 1][:count]}
-        ax = np.ravel(figure.subplots(1, count, **options))
-    found = list(ax) if isinstance(ax, (Sequence, np.ndarray)) else [ax]
-    if len(found) != count or not all(isinstance(x, Axes) for x in found):
-        what, cure = (
-            ("axes", "one of `figure.subplots()`"),
-            ("two axes", "both of `figure.subplots(2)`"),
-        )[count - 1]
-        raise TypeError(
-            f"`ax` must be {what} of matplotlib, but is {describe(ax)}. Leave it out "
-            f"for a new figure, or pass {cure}."
-        )
-    return found
-
-
-def _finished(axes: Axes, title: str, ax: Any) -> Axes:
-    """Adds a title, where there is none, and a legend: below a figure of ours."""
-    if not any(axes.get_title(loc) for loc in ("left", "center", "right")):
-        axes.set_title(title, fontsize="medium")
-    if ax is None:
-        figure: Any = axes.figure
         handles, _ = axes.get_legend_handles_labels()
-        options = {"loc": "outside lower center", "ncols": 3, "frameon": False}
-        figure.legend(handles=handles, **options)
+        figure: Any = axes.figure
+        figure.legend(handles=handles, loc="outside lower center", ncols=3)
     else:
-        axes.legend(fontsize="small", labelspacing=0.2, handlelength=1.5)
+        axes.legend(fontsize="small")
     return axes

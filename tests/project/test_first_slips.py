@@ -50,9 +50,6 @@ def loss_fn(params, x, y):
     return jnp.mean((x @ params["w"] - y) ** 2)
 
 
-OVERFLOWS = jaxmp.find_overflow(loss_fn)(*jaxmp.cast_tree((PARAMS, X, Y), "float16"))
-
-
 def vag(**options):
     return jaxmp.value_and_grad(loss_fn, **options)
 
@@ -147,8 +144,6 @@ jaxmp.plots.overflow(jaxmp.find_overflow(loss_fn))
     got the function `loss_fn`. Type `jaxmp.plots.overflow\(jaxmp.find_overflow
 jaxmp.plots.sensitivity(jaxmp.audit(loss_fn)(PARAMS, X, Y))
     got an object of type DtypeReport. Type `jaxmp.plots.sensitivity\(jaxmp.se
-jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots())
-    two axes of matplotlib.*`figure.subplots\(2\)`
 jaxmp.plots.loss_scale([TX])
     is the optimizer. Pass what `tx.init
 jaxmp.plots.exponents(jaxmp.range_report(PARAMS))
@@ -289,7 +284,6 @@ def test_what_the_answers_say_to_type_works():
     assert jaxmp.find_overflow(loss_fn)(*half).first is None
     report = jaxmp.sensitivity(loss_fn, "mixed_float16")(PARAMS, X, Y)
     jaxmp.plots.sensitivity(report)
-    jaxmp.plots.overflow(OVERFLOWS, ax=Figure().subplots(2))
     jaxmp.plots.exponents(PARAMS, ax=Figure().subplots())
     decorated = partial(jaxmp.autocast, policy="mixed_float16")(loss_fn)
     np.testing.assert_allclose(decorated(*half), loss_fn(PARAMS, X, Y), rtol=1e-2)
