@@ -73,33 +73,36 @@ def table(
         shown: How many of them to show.
         name: The field of the report that has the others.
     """
-    cells = _cells(rows[:shown])
-    widths = _widths(cells)
-    fits = fits_a_screen(rows, shown)
-    for row in cells:
-        first, *rest = map(str.ljust, row, widths)
-        first = first.strip().rjust(widths[0])
-        if fits:
-            yield f"  {'  '.join([first, *filter(str.strip, rest)])}".rstrip()
-            continue
+    cells = [(n, text, x.module, short_line(x.where)) for n, text, x in rows[:shown]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if sum(widths) + 2 * len(widths) <= WIDTH:
+        widths[:1] = [-width for width in widths[:1]]
+        yield from map(str.rstrip, aligned(cells, widths, first="  "))
+        cells = []
+    for number, text, *place in cells:
         indent = " " * (widths[0] + 4)
-        yield from wrapped(row[1], f"  {first}  ", indent)
-        yield from wrapped("  ".join(filter(None, row[2:])), indent, indent)
+        yield from wrapped(text, f"  {number:>{widths[0]}}  ", indent)
+        yield from wrapped("  ".join(filter(None, place)), indent, indent)
     yield from more(rows, shown, name) if name else ()
 
 
-def fits_a_screen(rows: Sequence[tuple[str, str, Any]], shown: int) -> bool:
-    """Returns whether a table has one line for each row."""
-    widths = _widths(_cells(rows[:shown]))
-    return sum(widths) + 2 * len(widths) <= WIDTH
+def aligned(
+    rows: Iterable[Sequence[str]],
+    widths: Sequence[int],
+    gap: str = "  ",
+    first: str = "",
+) -> Iterator[str]:
+    """Yields rows in columns, behind ``first``; a column of no width is left out.
 
-
-def _cells(rows: Sequence[tuple[str, str, Any]]) -> list[tuple[str, ...]]:
-    return [(n, text, row.module, short_line(row.where)) for n, text, row in rows]
-
-
-def _widths(cells: Sequence[tuple[str, ...]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*cells, strict=True)]
+    A negative width aligns to the right. A name at the beginning of a row that is
+    longer than its column has lines of its own: it is not cut.
+    """
+    for name, *rest in rows:
+        if len(name) > abs(widths[0]):
+            yield from wrapped(name, first, first)
+            name = ""
+        cells = zip((name, *rest), widths, strict=True)
+        yield first + gap.join(f"{x:{'<>'[n < 0]}{abs(n)}}" for x, n in cells if n)
 
 
 def wrapped(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from .._base.checks import known_number, short
 from .._base.dtypes import as_dtype
-from .._base.text import WIDTH, as_html, wrapped
+from .._base.text import WIDTH, aligned, as_html
 from .._base.tree import numbered
 from .._training.exponents import RecordRangesState, floating_leaves
 
@@ -113,14 +113,8 @@ class RangeReport:
             rows.append((path, *shares, f"{stats.min:.1e}", f"{stats.max:.1e}", size))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         room = min(widths[0], WIDTH - sum(widths[1:]) - len(widths[1:]))
-        lines = [f"{self.total.size:,} values as {self.dtype}"]
-        for path, *cells in rows:
-            if len(path) > room:  # what an override is to match is not cut
-                lines += wrapped(path)
-                path = ""
-            cells = map(str.rjust, cells, widths[1:])
-            lines.append(" ".join([path.ljust(room), *cells]).rstrip())
-        return "\n".join(lines)
+        lines = aligned(rows, [room, *(-width for width in widths[1:])], " ")
+        return "\n".join([f"{self.total.size:,} values as {self.dtype}", *lines])
 
     _repr_html_ = as_html
 

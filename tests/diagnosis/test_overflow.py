@@ -48,7 +48,7 @@ def test_the_first_operation_is_named_with_its_line_and_its_inputs():
     first = report.first
     assert (first.operation, first.dtype, first.kind) == ("mul", "float16", "Inf")
     assert first.where == line_of(loss, "# here")
-    assert (first.module, first.backward, first.trips) == ("square", False, ())
+    assert (first.module, first.backward, first.iterations) == ("square", False, ())
     assert first.inputs == (("float16", (3,), 300.0), ("float16", (3,), 300.0))
     assert first.largest == 65504
     assert report.reached == ("result",)
@@ -154,9 +154,9 @@ def test_it_is_found_inside_of_loops_branches_rules_and_shards(kinds):
     assert report.first.module == kinds[0]
     assert report.reached == (kinds[0],)
     for kind in kinds:
-        fault, (_, trips) = faults[kind], KINDS[kind]
+        fault, (_, iterations) = faults[kind], KINDS[kind]
         assert (fault.operation, fault.kind, fault.dtype) == ("mul", "Inf", "float16")
-        assert fault.trips == trips, kind
+        assert fault.iterations == iterations, kind
         assert fault.inputs[0][2] == 300, kind
     assert not report.notes
 
@@ -167,9 +167,9 @@ def test_what_an_ended_loop_of_a_batch_throws_away_reaches_nothing():
         return jax.lax.while_loop(lambda s: s[0] < n, step, (0, x))[1]
 
     # While the second goes on, the first is squared once more: 200⁴ is beyond float16.
-    x, trips = jnp.array([200, 1], HALF), jnp.array([1, 6])
-    assert find(jax.vmap(squared), x, trips).first is None
-    assert find(jax.vmap(squared), x, trips + 1).first.trips == (1,)
+    x, iterations = jnp.array([200, 1], HALF), jnp.array([1, 6])
+    assert find(jax.vmap(squared), x, iterations).first is None
+    assert find(jax.vmap(squared), x, iterations + 1).first.iterations == (1,)
 
 
 def grown(x, length, reverse=False):
@@ -206,9 +206,9 @@ def test_the_iteration_is_told_in_loops_that_are_too_long_to_keep(
     name, most_rows, monkeypatch
 ):
     monkeypatch.setattr(watch, "_MOST_ROWS", most_rows)
-    fun, trips = LONG[name]
+    fun, iterations = LONG[name]
     report = find(fun, jnp.ones((), HALF))
-    assert (report.first.operation, report.first.trips) == ("mul", trips)
+    assert (report.first.operation, report.first.iterations) == ("mul", iterations)
     largest = max(top for *_, top in report.first.inputs)
     assert 65504 / 1.5 < largest <= 65504  # that of the iteration before
     assert report.reached == ("result",)
@@ -504,7 +504,7 @@ def test_what_does_not_run_in_some_iterations_is_gone_past():
     assert find(fun, jnp.full((), 0.1, HALF)).first is None
     first = find(fun, jnp.ones((), HALF)).first
     assert (first.operation, first.where) == ("mul", line_of(body, "# here"))
-    assert (first.trips, first.code) == ((2,), "y * x * x")
+    assert (first.iterations, first.code) == ((2,), "y * x * x")
     assert first.inputs[1] == ("float16", (), 900.0)
 
 
@@ -705,6 +705,28 @@ def test_what_divides_by_zero_is_told_an_epsilon_and_a_row_of_inf_a_mask(
     assert "not the precision" in report.advice
     assert words in report.advice
     assert find(cured, x).first is None
+
+
+@pytest.mark.parametrize("dtype", [HALF, jnp.float32])
+def test_an_operation_that_no_dtype_defines_says_what_its_input_is(dtype):
+    x = jnp.array([2, 0], dtype)
+    zero = "  the divisor is 0 in an entry, or nearly 0\n"
+    outside = "  the input is 0 or negative in an entry\n"
+    for fun, what in [
+        (lambda x: 1 / x, zero),
+        (lambda x: x / x, zero),
+        (jnp.log, outside),
+        (jax.lax.rsqrt, outside),
+        (lambda x: jnp.sqrt(x - 1), outside),
+    ]:
+        report = find(fun, x)
+        assert what in str(report)
+        assert not report.first.finite_in_float32
+        assert "the largest number" not in str(report)
+    # A divisor that is too small for float16 alone, and an Inf that came in.
+    assert "the largest number" in str(find(lambda x: x / 1e-5, X))
+    masked = find(lambda x: jnp.log(x) / jnp.log(x), jnp.array([2, 0], dtype))
+    assert zero not in str(masked)
 
 
 def test_a_result_is_named_by_its_place_in_a_tuple():

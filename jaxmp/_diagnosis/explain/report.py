@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._autocast import rules
 from ..._base.checks import clipped
-from ..._base.text import WIDTH, as_html, as_lists, cell_of, unit, wrapped
+from ..._base.text import WIDTH, aligned, as_html, as_lists, cell_of, unit, wrapped
 
 NO_SOURCE = "(no source)"
 _HINT = "`report.sentences` explains the numbers and the safeguards."
@@ -137,6 +137,7 @@ def _text(report: Explanation) -> Iterator[str]:
     number = max(len(str(line.number)) for line in lines)
     dtype = max(8, *(len(line.dtype) for line in lines))
     code = min(_LONGEST + 8 - dtype, max(len(line.source) for line in lines))
+    widths = -number, code, dtype, min(1, len(report.sentences))
     names = _names({line.file for line in lines})
     for (file, function), group in itertools.groupby(
         lines, key=lambda line: (line.file, line.function)
@@ -146,10 +147,10 @@ def _text(report: Explanation) -> Iterator[str]:
         heading = names[file], function, _often(usual)
         yield clipped(", ".join(filter(None, heading)), WIDTH)
         for row in rows:
-            source = f"{clipped(row.source, code):<{code}}"
-            first = f"  {row.number:>{number}}  {source}  {row.dtype:<{dtype}}  "
-            if report.sentences:  # safeguards are among the words
-                first += f"{row.rule if isinstance(row.rule, int) else '':1}  "
+            # Safeguards are among the words.
+            rule = f"{row.rule}" if isinstance(row.rule, int) else ""
+            cells = f"{row.number}", clipped(row.source, code), row.dtype, rule
+            first = f"{next(aligned([cells], widths, first='  '))}  "
             for text in row.said(usual) or [""]:
                 indent = " " * (len(first) + 2)
                 yield from wrapped(text, first, indent) or [first.rstrip()]

@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     # The number of the operation, in a loop preceded by the number of the loop's first
     # operation and the count of iterations.
     time: tuple[int, ...]
-    trips: tuple[int, ...] = ()  # the indices of the iterations around
+    iterations: tuple[int, ...] = ()  # the indices of the iterations around
 
 
 # Times that are no operation's: of what was given, of an Inf in the code, of a NaN in
@@ -128,15 +128,16 @@ class Site:
         computed = self.size is not None and not is_exact(self.eqn)
         return computed and bool(self.operands)
 
-    def fault(self, trips: tuple[int, ...] = ()) -> Fault:
+    def fault(self, iterations: tuple[int, ...] = ()) -> Fault:
         """Returns what happened here."""
         shown = zip(self.operands, self.inputs, strict=False)
         return Fault(
             **self.line._asdict(),
             kind=self.kind or "Inf",
-            trips=trips,
+            iterations=iterations,
             inputs=tuple((str(x.dtype), x.shape, top) for x, top in shown),
             largest=float(jnp.finfo(self.type.dtype).max),
+            finite_in_float32=self.look.over > 0,
         )
 
 
@@ -331,10 +332,11 @@ class _Body:
         test = layout.bodies[0].jaxpr
         is_batch = test is not body.jaxpr and _jaxpr.out_avals(test)[0].shape
         stacked = [Known()] * (len(eqn.outvars) - count)
-        for trip, index, seen in _iterations(eqn, looks):
+        for number, index, seen in _iterations(eqn, looks):
             self.run.next = first
-            time, trips = (*self.around.time, first, trip), (*self.around.trips, index)
-            one = _Body(self.run, seen, Origin(time, trips))
+            time = (*self.around.time, first, number)
+            around = Origin(time, (*self.around.iterations, index))
+            one = _Body(self.run, seen, around)
             slices = [*map(one.part, types[count:], xs)]
             outs = one.through(body.jaxpr, [*consts, *carry, *slices], place)
             if is_batch:  # those that have ended wait for the others
@@ -367,10 +369,11 @@ def _iterations(
         if not bad[i] and after is not None and not bad[after]:
             quiet.append(i)
             continue
-        trip = int(counts[i])
-        index = eqn.params["length"] - 1 - trip if eqn.params.get("reverse") else trip
+        index = number = int(counts[i])
+        if eqn.params.get("reverse"):
+            index = eqn.params["length"] - 1 - number
         for several in filter(None, (quiet, [i])):
-            yield trip, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
+            yield number, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
         quiet = []
 
 

@@ -126,7 +126,7 @@ class Search:
         self.hidden: Fault | None = None
         if self.origin is not None:
             self.site = self.run.at(self.origin)
-            self.first = self.site.fault(self.origin.trips)
+            self.first = self.site.fault(self.origin.iterations)
             self.finite_in_float32 = bool(self.dtypes) and self._is_finite_in_float32()
             if "float16" in self.dtypes and self.finite_in_float32 is not False:
                 self._ask_what_was_before(self.site)
@@ -148,7 +148,7 @@ class Search:
         is_unknown = "float16" in self.dtypes and not self.numbers.are_known
         if is_unknown and self.limits.may_be_finite():
             return None
-        fault = wide.at(wide.first).fault(wide.first.trips)
+        fault = wide.at(wide.first).fault(wide.first.iterations)
         if self.first is not None and fault.where != self.first.where:
             self.elsewhere = fault
         return False
@@ -298,7 +298,7 @@ class Search:
                 line = x.line._replace(dtype="", code="")
                 if line not in lines:
                     lines.add(line)
-                    yield x.fault(x.origin.trips if is_own else ())
+                    yield x.fault(x.origin.iterations if is_own else ())
 
 
 def _fault_of(limit: Limit) -> Fault:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from ..._base.checks import clipped
 from ..._base.text import (
     as_html,
     as_lists,
-    fits_a_screen,
     more,
     notes,
     paragraphs,
@@ -26,6 +26,10 @@ _OTHERS = "other operations that made Inf or NaN from finite inputs"
 _LEAST = "least headroom, in powers of two (Inf, NaN: exceeded)"
 _LOST = "underflow: share of values that are zero or subnormal, but not in float32"
 _ROWS = 6  # of each table
+# Why an operation of finite numbers is Inf or NaN in every precision.
+_UNDEFINED = {"div": "the divisor is 0 in an entry, or nearly 0"} | dict.fromkeys(
+    ("log", "rsqrt", "sqrt"), "the input is 0 or negative in an entry"
+)
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
 
@@ -65,11 +69,13 @@ class Fault:
         module: Named scopes: a Linen module's path, or those of ``jax.named_scope``.
         backward: Whether it is in the backward pass. Recomputation in a
             ``jax.checkpoint`` is not.
-        trips: For each loop around it, the outermost first, the index of the iteration.
+        iterations: The index of the iteration of each loop around it, the outermost
+            first.
         inputs: Dtype, shape and largest magnitude, or Inf, of its first three floating
             inputs, at the first result that was not finite (for zeros: at the last).
         largest: The largest number of ``dtype``.
         code: The expression of the line that it is of, or that it is a derivative of.
+        finite_in_float32: Whether float32 holds what it gives.
 
     Examples:
         >>> x = jnp.array([2.0, 300.0], jnp.float16)
@@ -84,10 +90,11 @@ class Fault:
     where: str
     module: str
     backward: bool
-    trips: tuple[int, ...]
+    iterations: tuple[int, ...]
     inputs: tuple[tuple[str, tuple[int, ...], float], ...]
     largest: float
     code: str = ""
+    finite_in_float32: bool = False
 
     def __str__(self) -> str:
         """Says what happened, in one line."""
@@ -96,7 +103,7 @@ class Fault:
         words += [f"at {line}"] if line else []
         words += [f"in {self.module}"] if self.module else []
         words += ["in the backward pass"] if self.backward else []
-        loops = ", ".join(map(str, self.trips))
+        loops = ", ".join(map(str, self.iterations))
         words += [f"in iteration {loops}"] if loops else []
         return " ".join(words)
 
@@ -207,12 +214,14 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
     yield from wrapped(f"first: {fault}", "", "  ")
     if fault.code and _needs_code(report, fault):
         what = "the derivative of " if fault.backward else ""
-        yield from wrapped(f"in {what}`{_clipped(fault.code, 60)}`", "  ", "    ")
+        yield from wrapped(f"in {what}`{clipped(fault.code, 60)}`", "  ", "    ")
     for dtype, shape, largest in fault.inputs:
         yield f"  input {dtype}{[*shape]} up to {largest:.4g}".replace(" inf", " ±Inf")
     if fault.kind == "zeros":
         tiny = float(jnp.finfo(fault.dtype).tiny)
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
+    elif _is_undefined(fault):
+        yield f"  {_UNDEFINED[fault.operation]}"
     else:
         yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
     what = "wrong" if fault.kind == "zeros" else "not finite"
@@ -223,6 +232,11 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
             more = f" and {len(names) - _ROWS} more" if len(names) > _ROWS else ""
             text = f"{title} {', '.join(names[:_ROWS])}{more}"
             yield from wrapped(text, "  ", "    ")
+
+
+def _is_undefined(fault: Fault) -> bool:
+    is_finite = all(np.isfinite(largest) for *_, largest in fault.inputs)
+    return fault.operation in _UNDEFINED and is_finite and not fault.finite_in_float32
 
 
 def _reached(name: str) -> str:
@@ -237,15 +251,10 @@ def _reached(name: str) -> str:
 def _table(
     report: OverflowReport, title: str, rows: list[tuple[str, Any]]
 ) -> Iterator[str]:
-    """Writes rows, if any, the code in them as short as it takes for a line each."""
-    cells: list[tuple[str, str, Any]] = []
-    for length in (28, 20, 14, 28):
-        cells = [(number, _said(report, x, length), x) for number, x in rows]
-        if fits_a_screen(cells, _ROWS):
-            break
+    """Writes rows, if any."""
     if rows:
         yield title
-        yield from table(cells, _ROWS)
+        yield from table([(n, _said(report, x), x) for n, x in rows], _ROWS)
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
@@ -268,10 +277,10 @@ def _worst(report: OverflowReport) -> list[tuple[str, Any]]:
     return [(f"{x.lost:.1%}", x) for x in losing if x.lost >= _SEEN]
 
 
-def _said(report: OverflowReport, row: Fault | OperationRange, length: int) -> str:
+def _said(report: OverflowReport, row: Fault | OperationRange) -> str:
     text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
     if row.code and _needs_code(report, row):
-        text += f" of `{_clipped(row.code, length)}`"
+        text += f" of `{clipped(row.code, 20)}`"
     return text
 
 
@@ -288,7 +297,3 @@ def _needs_code(report: OverflowReport, row: Fault | OperationRange) -> bool:
         if not x.backward
     }
     return row.backward or len(same) > 1
-
-
-def _clipped(code: str, length: int) -> str:
-    return code if len(code) <= length else f"{code[: length - 1].rstrip()}…"

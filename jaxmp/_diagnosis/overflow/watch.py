@@ -45,7 +45,7 @@ RUNS = OVER
 
 # A loop stacks no more rows than these, and a while loop keeps so many iterations, from
 # the first with an Inf or NaN on. Those before are one, and those after.
-_MOST_ROWS, _MOST_TRIPS = 2**22, 64
+_MOST_ROWS, _MOST_ITERATIONS = 2**22, 64
 _MOST = np.uint32(2**32 - 1)
 _TOGETHER = 2**20  # numbers that wait to be looked at together
 
@@ -202,18 +202,18 @@ class Watch(Replay):
     def first(self, seen: Any, length: int | None) -> Any:
         """Returns what a loop begins with: a count, and rows if it is to keep few."""
         count = sum(x.size // 6 for x in jax.tree.leaves(seen))
-        state: dict[str, Any] = {"trip": jnp.uint32(0)}
+        state: dict[str, Any] = {"iteration": jnp.uint32(0)}
         if length is None or length * count > _MOST_ROWS:
-            most = min(max(_MOST_ROWS // count, 2), _MOST_TRIPS) + 1
+            most = min(max(_MOST_ROWS // count, 2), _MOST_ITERATIONS) + 1
             kept = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), seen)
             state |= {"row": jnp.uint32(0), "kept": kept}
         return vary(state, self.axes)
 
     def after(self, state: Any, seen: Looks) -> tuple[Any, Any]:
         """Counts an iteration, and stacks what it saw or adds it to what is kept."""
-        trip = state["trip"]
-        seen = seen._replace(rows=seen.rows.at[0, LOW].set(~trip))
-        state = state | {"trip": trip + 1}
+        count = state["iteration"]
+        seen = seen._replace(rows=seen.rows.at[0, LOW].set(~count))
+        state = state | {"iteration": count + 1}
         if "kept" not in state:
             return state, seen
         row, kept = state["row"], state["kept"]

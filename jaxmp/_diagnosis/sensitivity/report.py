@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..._base.text import WIDTH, as_html, as_lists, more, notes, paragraphs, wrapped
+from ..._base.text import (
+    WIDTH,
+    aligned,
+    as_html,
+    as_lists,
+    more,
+    notes,
+    paragraphs,
+    wrapped,
+)
 
 _ROWS = 10
 _NO_MODULE = "(in no module)"
@@ -239,14 +248,9 @@ def _table(
     first, second = (max(19, len(heading)) for heading in headings)
     longest = max(12, *(len(name) for name, *_ in cells))
     width = min(longest, WIDTH - 14 - first - second)
-    yield f"  {'':<{width}}  {headings[0]:>{first}}  {headings[1]:>{second}}"
-    sizes = first - 11, 9, second - 11, 9, 6
-    for name, *numbers in cells:
-        if len(name) > width:  # what `float32_paths` takes is not cut
-            yield from wrapped(name, "  ", "  ")
-            name = ""
-        columns = (f"{x:>{n}}" for x, n in zip(numbers, sizes, strict=True))
-        yield f"  {name:<{width}}  {'  '.join(columns)}"
+    yield from aligned([("", *headings)], (width, -first, -second), first="  ")
+    widths = width, 11 - first, -9, 11 - second, -9, -6
+    yield from aligned(cells, widths, first="  ")
 
 
 def _conclusion(report: SensitivityReport) -> str:
