@@ -58,13 +58,13 @@ def autocast(
 
     ``fun`` is any function that JAX can trace: a model's ``apply``, a loss, or a whole
     ``value_and_grad``. Put autocast around the gradient function if you can. In
-    ``autocast(value_and_grad(loss))`` the backward pass adds in float32, and gradients
+    ``autocast(value_and_grad(loss))`` the backward pass sums in float32, and gradients
     are returned in float32 without rounding.
 
-    A matmul or a convolution rounds its arguments to 16 bits and adds in float32. It
-    returns 16 bits if the result feeds another one through elementwise operations, and
-    float32 if not. Reductions, exponentials, norms, losses and operations that autocast
-    does not know are float32. ``docs/rules.md`` has the five sentences. Under
+    A matmul or a convolution rounds its arguments to 16 bits and accumulates in
+    float32. It returns 16 bits if its result feeds another one through elementwise
+    operations, and float32 if not. Reductions, exponentials, norms, losses and unknown
+    operations are float32. ``docs/rules.md`` has the five sentences. Under
     ``"mixed_fp8"`` large matmuls round their operands further, to scaled float8.
 
     Args:
@@ -75,7 +75,8 @@ def autocast(
         ops: Which primitives run in 16 bits, in float32, or in the dtype of inputs.
         float32_paths: Named scopes to keep in float32, forward and backward.
             ``"head"``, ``"Net/head"`` or ``"blocks/0"`` is a module with all inside it.
-            Its matmuls have full float32 precision; ``{"head": "default"}`` names a
+            What it reads is float32 too, back to the last matmul or reduction. Its
+            matmuls have full float32 precision; ``{"head": "default"}`` names a
             cheaper one, see :func:`float32_region`.
         bfloat16_paths: Named scopes to keep out of eight bits.
         residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass

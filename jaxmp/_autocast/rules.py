@@ -14,9 +14,9 @@ Rule = int | str  # the number of a sentence, or the name of a safeguard
 SENTENCES = {
     AS_WRITTEN: "Values that are not float32 in your code, or that you keep in float32 "
     "by a region, a path, a denied operation or a `precision`, stay as you wrote them.",
-    BETWEEN: "A matmul takes 16 bits and adds in float32; its result may be 16 bits if "
-    "it feeds another matmul, and so may the results of arithmetic, activations and "
-    "moves on 16-bit values.",
+    BETWEEN: "A matmul takes 16 bits and accumulates in float32; its result may be 16 "
+    "bits if it feeds another matmul, and so may the results of arithmetic, "
+    "activations and moves on 16-bit values.",
     FLOAT32: "Everything else is float32: exponentials, logarithms, powers, "
     "reductions, norms, losses, and each value that is returned, is a divisor or is "
     "read exactly, back to the last matmul or reduction.",

@@ -338,6 +338,14 @@ def saved_by_user(w, x):
     return last @ w
 
 
+def stream(w, x):
+    x = x @ w
+    for _ in range(2):
+        x = x + jnp.tanh(x @ w) @ w
+    with jax.named_scope("head"):
+        return x @ w  # the head
+
+
 def test_what_the_user_keeps_has_sentence_1():
     report = explained(jaxmp.autocast(saved_by_user, float32_paths="head"), W, X)
     assert dtype_and_rule(report, "first = ") == ("float32", 1)
@@ -345,6 +353,13 @@ def test_what_the_user_keeps_has_sentence_1():
     assert dtype_and_rule(report, "middle = ") == ("float32", 3)
     assert dtype_and_rule(report, "last = ") == ("float32", 1)
     assert at(report, "last = ").reason == "float32 region"
+    # Arithmetic alone stands between this line and the head, however far it is.
+    report = explained(jaxmp.autocast(stream, float32_paths="head"), W, X)
+    assert dtype_and_rule(report, "x = x + ") == ("float32", 3)
+    line = next(x for x in report.lines if "@ w  # the head" in x.source)
+    assert at(report, "x = x + ").reason == f"feeds `float32_paths` ({line.number})"
+    report = explained(jaxmp.autocast(stream), W, X)
+    assert dtype_and_rule(report, "x = x + ") == ("bfloat16", 2)
     lists = jaxmp.DEFAULT_OPS.with_deny("tanh")
     report = explained(jaxmp.autocast(saved_by_user, ops=lists), W, X)
     assert at(report, "first = ").reason == "the lists in `ops`"

@@ -213,6 +213,9 @@ def _reason(x: Operation, *, is_library: bool) -> str:
 
 def _of_consumers(x: Operation, step: Step) -> str:
     """Names the consumer that decided."""
+    if needs.has_region(step.need) and (kept := _kept(x)):
+        why = kept.step.why if kept.step else ""
+        return f"feeds {why or clipped(kept.name, 20)}{_where(kept, x)}"
     consumers = [y for y in x.consumers if not y.moves]
     # Another line says more than the next iteration of this one.
     consumers.sort(
@@ -235,6 +238,19 @@ def _of_consumers(x: Operation, step: Step) -> str:
         name = "a matmul" if _multiplies(consumer) else clipped(consumer.name, 20)
         return f"feeds {name}{_where(consumer, x)}"
     return "returned" if x.is_returned or step.is_read_exactly else ""
+
+
+def _kept(x: Operation) -> Operation | None:
+    """Returns what the user keeps in float32 and reads ``x``, or what is made of it."""
+    left, seen = [x], {x}
+    while left:
+        for y in left.pop().consumers:
+            if y.step and y.step.by == rules.AS_WRITTEN:
+                return y
+            if y not in seen and y.step and needs.has_region(y.step.need):
+                left.append(y)
+                seen.add(y)
+    return None
 
 
 def _multiplies(x: Operation) -> bool:
