@@ -41,7 +41,7 @@ if not TYPE_CHECKING:
         raise missing(__name__, name)
 
 
-def dot_product_attention(
+def dot_product_attention(  # noqa: D417
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -72,6 +72,8 @@ def dot_product_attention(
     are sown, products of one's own or with a ``precision``, and steps of decoding with
     a cache. The softmax is float32 in any case.
 
+    The arguments that are not below are those of Flax's own attention.
+
     Args:
         query: ``[batch..., length, heads, size]``.
         key: ``[batch..., keys, heads, size]``.
@@ -79,24 +81,13 @@ def dot_product_attention(
         bias: Added to the scores.
         mask: True where a query sees a key. An array of ``length`` times ``keys`` is
             read as often as the scores: prefer the arguments below.
-        broadcast_dropout: As Flax has it, and so are those up to
-            ``attn_weights_value_einsum``.
-        dropout_rng: See there.
-        dropout_rate: See there.
-        deterministic: See there.
         dtype: The dtype of query, key and value; None is their own.
-        precision: See there.
-        module: See there.
-        force_fp32_for_softmax: See there.
-        einsum_dot_general: See there.
-        qk_attn_weights_einsum: See there.
-        attn_weights_value_einsum: See there.
         is_causal: Whether a query sees no key behind it. Say it with
             ``functools.partial``, in the place of a causal mask.
         key_value_seq_lengths: ``int32[batch]``, how many keys are not padding, in the
             place of a mask of padding.
         local_window_size: See :func:`jaxmp.dot_product_attention`.
-        implementation: See there.
+        implementation: See :func:`jaxmp.dot_product_attention`.
 
     Returns:
         An array ``[batch..., length, heads, size]``.

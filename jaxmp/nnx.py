@@ -48,7 +48,7 @@ if not TYPE_CHECKING:
         raise missing(__name__, name)
 
 
-def dot_product_attention(
+def dot_product_attention(  # noqa: D417
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -75,6 +75,8 @@ def dot_product_attention(
     dropout that is active, weights that are sown, products with a ``precision``, and
     steps of decoding with a cache.
 
+    The arguments that are not below are those of Flax's own attention.
+
     Args:
         query: ``[batch..., length, heads, size]``.
         key: ``[batch..., keys, key heads, size]``.
@@ -82,20 +84,13 @@ def dot_product_attention(
         bias: Added to the scores.
         mask: True where a query sees a key. An array of ``length`` times ``keys`` is
             read as often as the scores: prefer the arguments below.
-        broadcast_dropout: As Flax has it, and so are those up to ``promote_dtype``.
-        dropout_rng: See there.
-        dropout_rate: See there.
-        deterministic: See there.
         dtype: The dtype of query, key and value; None is their own.
-        precision: See there.
-        module: See there.
-        promote_dtype: See there.
         is_causal: Whether a query sees no key behind it. Since Flax 0.12.8 the layer
             passes what it is called with: ``layer(x, is_causal=True)``.
         key_value_seq_lengths: ``int32[batch]``, how many keys are not padding, in the
             place of a mask of padding.
         local_window_size: See :func:`jaxmp.dot_product_attention`.
-        implementation: See there.
+        implementation: See :func:`jaxmp.dot_product_attention`.
 
     Returns:
         An array ``[batch..., length, heads, size]``.
@@ -136,7 +131,7 @@ def dot_product_attention(
 
 
 @explains("jaxmp.nnx.value_and_grad(loss_fn, loss_scale=optimizer)(*args)")
-def value_and_grad(
+def value_and_grad(  # noqa: D417
     fun: Callable[P, Any],
     *positional: Never,
     policy: PolicyLike | None = None,
@@ -175,7 +170,8 @@ def value_and_grad(
     the last one is returned. With ``mesh`` or ``axis_name`` each device has random
     streams of its own; floating state, such as running statistics, comes back as the
     mean over the devices, and what is not floating, such as counts, must be the same on
-    all and comes back from the first.
+    all and comes back from the first. The options that are not below are those of
+    :func:`jaxmp.value_and_grad`.
 
     Args:
         fun: Function that returns the loss, a real floating scalar, or with
@@ -190,15 +186,10 @@ def value_and_grad(
             are in no NNX object are differentiated as by ``jax.value_and_grad``.
         wrt: NNX filter of the variables to differentiate, where ``argnums`` has none.
         has_aux: Whether ``fun`` returns a pair.
-        allow_int: As for :func:`jaxmp.value_and_grad`.
         accum_steps: The number of micro-batches.
         batch_argnums: The positional arguments to split. NNX objects are not split.
-        reduction: As for :func:`jaxmp.value_and_grad`.
-        axis_name: As for :func:`jaxmp.value_and_grad`.
-        mesh: As for :func:`jaxmp.value_and_grad`.
         shardings: As for :func:`jaxmp.value_and_grad`, in the structure of the
             gradients or a prefix of it.
-        gather: As for :func:`jaxmp.value_and_grad`.
 
     Returns:
         A function with the signature of ``fun`` that returns ``(loss, gradients)`` or

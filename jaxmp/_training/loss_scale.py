@@ -218,7 +218,7 @@ def static_loss_scale(
     'jaxmp.loss_scaling(optax.adam(1e-3), "mixed_float16")',
     "For a fixed scale there is `jaxmp.static_loss_scale`.",
 )
-def loss_scaling(
+def loss_scaling(  # noqa: D417
     inner: optax.GradientTransformation,
     policy: PolicyLike,
     *,
@@ -245,15 +245,6 @@ def loss_scaling(
     Args:
         inner: The optimizer of the float32 parameters.
         policy: A policy, its string, or a dtype.
-        init_scale: As in :func:`dynamic_loss_scale`.
-        growth_factor: As in :func:`dynamic_loss_scale`.
-        backoff_factor: As in :func:`dynamic_loss_scale`.
-        growth_interval: As in :func:`dynamic_loss_scale`.
-        min_scale: As in :func:`dynamic_loss_scale`.
-        max_scale: As in :func:`dynamic_loss_scale`.
-        hysteresis: As in :func:`dynamic_loss_scale`.
-        check_updates: As in :func:`dynamic_loss_scale`.
-        axis_name: As in :func:`dynamic_loss_scale`.
 
     Returns:
         A :class:`optax.GradientTransformationExtraArgs` whose state is a
