@@ -40,7 +40,7 @@ PRICE = """\
 The memory traffic and the temporary memory of a training step, relative to the same
 model cast by hand. *Less 6N* leaves out the bytes of float32 weight gradients, which
 autocast returns on purpose. *Rounded* is autocast with
-`DEFAULT_OPS.with_rounded_products()`. *Inside* is
+`DEFAULT_OPS.with_rounded_matmuls()`. *Inside* is
 `value_and_grad(autocast(loss, policy))`.
 """
 
@@ -113,7 +113,7 @@ def errors(
 
     Each number is the mean over the seeds of parameters and batches.
     """
-    rounded = jaxmp.DEFAULT_OPS.with_rounded_products()
+    rounded = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
     for name in networks:
         network = SMALL[name]
         exact = loss_of(network.model.apply)

@@ -415,7 +415,7 @@ CONTESTANTS: dict[str, Callable[[Network, Any, int], Any]] = {
     "jaxmp modules": jaxmp_modules,
     AUTOCAST: jaxmp_autocast,
     "jaxmp autocast, rounded": partial(
-        jaxmp_autocast, ops=jaxmp.DEFAULT_OPS.with_rounded_products()
+        jaxmp_autocast, ops=jaxmp.DEFAULT_OPS.with_rounded_matmuls()
     ),
     "jaxmp autocast, inside": jaxmp_autocast_inside,
     "jmp": jmp_recipe,

@@ -376,7 +376,7 @@ class Planner:
     def _narrow_outs(self, step: Step, ins: Sequence[Facts]) -> Sequence[bool]:
         """Returns which outputs of a product have 16 bits."""
         eqn, wanted = step.eqn, step.read.wanted
-        firmly = self.ops.rounds_products and not needs.has_region(step.need)
+        firmly = self.ops.rounds_matmuls and not needs.has_region(step.need)
         half = step.how == "half" or firmly
         if step.float8:
             return [step.kind == "product" and half]

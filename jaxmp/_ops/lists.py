@@ -52,8 +52,8 @@ class OpLists:
         deny: Run in the dtypes that the function was written in.
         infer: Run in 16 bits if their inputs are 16-bit and the rules of autocast allow
             it.
-        rounds_products: Whether every matmul returns 16 bits, see
-            :meth:`with_rounded_products`.
+        rounds_matmuls: Whether every matmul returns 16 bits, see
+            :meth:`with_rounded_matmuls`.
         min_size: The smallest size of a matmul that runs in float8, see
             :meth:`with_fp8`.
 
@@ -66,7 +66,7 @@ class OpLists:
     allow: frozenset[str]
     deny: frozenset[str]
     infer: frozenset[str]
-    rounds_products: bool = dataclasses.field(default=False, kw_only=True)
+    rounds_matmuls: bool = dataclasses.field(default=False, kw_only=True)
     min_size: int = dataclasses.field(default=1024, kw_only=True)
 
     def __post_init__(self):
@@ -113,7 +113,7 @@ class OpLists:
         """Returns lists in which ``primitives`` follow their inputs."""
         return self._moved("infer", primitives)
 
-    def with_rounded_products(self) -> "OpLists":
+    def with_rounded_matmuls(self) -> "OpLists":
         """Returns lists with which every matmul returns 16 bits, as in torch.amp.
 
         By default a matmul returns its float32 sums if a consumer is float32:
@@ -125,7 +125,7 @@ class OpLists:
         skipped.
 
         Examples:
-            >>> ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+            >>> ops = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
             >>> def scores(q, k):
             ...     return jax.nn.softmax(q @ k.T)
             >>> q = jnp.ones((2, 4))
@@ -135,7 +135,7 @@ class OpLists:
         References:
             PyTorch, "Autocast Op Reference", https://pytorch.org/docs/stable/amp.html
         """
-        return dataclasses.replace(self, rounds_products=True)
+        return dataclasses.replace(self, rounds_matmuls=True)
 
     def with_fp8(self, *, min_size: int) -> "OpLists":
         """Returns lists with another limit for matmuls in float8.
@@ -175,7 +175,7 @@ class OpLists:
         default = {name: getattr(DEFAULT_OPS, name) for name in names}
         if frozenset().union(*default.values()) - frozenset().union(*names.values()):
             lists = [f"{name}={sorted(ops)}" for name, ops in names.items()]
-            lists += ["rounds_products=True"] * self.rounds_products
+            lists += ["rounds_matmuls=True"] * self.rounds_matmuls
             if self.min_size != DEFAULT_OPS.min_size:
                 lists.append(f"min_size={self.min_size}")
             return f"OpLists({', '.join(lists)})"
@@ -183,7 +183,7 @@ class OpLists:
         for name, ops in names.items():
             if moved := sorted(ops - default[name]):
                 text += f".with_{name}({', '.join(map(repr, moved))})"
-        text += ".with_rounded_products()" * self.rounds_products
+        text += ".with_rounded_matmuls()" * self.rounds_matmuls
         if self.min_size != DEFAULT_OPS.min_size:
             text += f".with_fp8(min_size={self.min_size})"
         return text
@@ -199,7 +199,7 @@ class OpLists:
             )
             for field in _LISTS
         ]
-        paragraphs += ["Every matmul returns 16 bits."] * self.rounds_products
+        paragraphs += ["Every matmul returns 16 bits."] * self.rounds_matmuls
         if self.min_size != DEFAULT_OPS.min_size:
             paragraphs.append(f"In float8: matmuls of sizes from {self.min_size} on.")
         return "\n".join(paragraphs)

@@ -295,7 +295,7 @@ def test_explain_names_its_dtype_and_what_is_kept():
     report = jaxmp.explain(jaxmp.autocast(jax.grad(total)))(w, x)
     (line,) = (x for x in report.lines if "# attention" in x.source)
     assert line.dtype == "bfloat16"
-    assert line.products == ("bfloat16",)
+    assert line.matmuls == ("bfloat16",)
 
 
 def test_sensitivity_measures_it():

@@ -195,7 +195,7 @@ OPTIONS = {
     "plain": {},
     "float32_paths": {"float32_paths": ("head",)},
     "denied": {"ops": jaxmp.DEFAULT_OPS.with_deny("tanh")},
-    "rounded": {"ops": jaxmp.DEFAULT_OPS.with_rounded_products()},
+    "rounded": {"ops": jaxmp.DEFAULT_OPS.with_rounded_matmuls()},
 }
 SCALES = (1.0, 2.0**-40, 2.0**24)
 

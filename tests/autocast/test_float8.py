@@ -326,7 +326,7 @@ def test_what_is_written_or_stored_in_16_bits_is_taken_too():
     model = nn.Dense(64, dtype=BF16, param_dtype=BF16)
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     assert products(fp8(model.apply), variables, x) == [(F8, F8)]
-    ops = OPS.with_rounded_products()
+    ops = OPS.with_rounded_matmuls()
     cast = jaxmp.autocast(lambda x, w: x @ w, "mixed_fp8", ops=ops)
     assert products(cast, X, W) == [(F8, F8)]
     assert cast(X, W).dtype == jnp.float32

@@ -322,7 +322,7 @@ def cell():
 
 
 def test_a_product_of_all_iterations_has_the_scopes_of_its_layer(cell):
-    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+    ops = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
     cast = jaxmp.autocast(jax.grad(rnn), F16, ops=ops)
     places = [
         _jaxpr.scope_names(eqn)

@@ -345,7 +345,7 @@ def test_a_rounded_product_of_a_backward_scan_overflows(remat):
         step = jax.checkpoint(step) if remat else step
         return lax.scan(step, x, length=2)[0].sum() * scale
 
-    ops = jaxmp.DEFAULT_OPS.with_rounded_products()
+    ops = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
     grad = jax.jit(jaxmp.autocast(jax.value_and_grad(loss), F16, ops=ops))
     x = jnp.full((4, 8), 2e3)  # forward it is cut to the largest number
     value, found = grad(x, 1.0)

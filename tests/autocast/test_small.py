@@ -186,9 +186,9 @@ def test_explain_calls_it_a_product_in_float32():
     first, second, third = jaxmp.explain(jaxmp.autocast(fun))(*shapes).lines
     assert (first.dtype, first.rule) == ("float32", 3)
     assert first.reason.startswith("feeds a product")
-    assert (second.dtype, second.rule, second.products) == ("float32", 3, ())
+    assert (second.dtype, second.rule, second.matmuls) == ("float32", 3, ())
     assert second.reason == "computed by a product"
-    assert (third.dtype, third.products) == ("float32", ())
+    assert (third.dtype, third.matmuls) == ("float32", ())
 
 
 def test_what_a_cast_rounds_in_a_small_product_is_still_a_hazard():

@@ -860,7 +860,7 @@ def test_a_rule_is_given_cotangents_that_cancel_in_float32(dtype):
 
 # Rounded products.
 
-ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
+ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
 
 
 def test_every_product_can_return_16_bits():

@@ -215,7 +215,7 @@ def test_attention_is_told_line_by_line():
     assert split.reason == f"feeds a matmul ({scores.number})"
     assert (scores.dtype, scores.rule) == ("float32", 3)
     assert scores.reason == f"feeds softmax ({softmax.number})"
-    assert scores.products == ("bfloat16",)
+    assert scores.matmuls == ("bfloat16",)
     assert (softmax.dtype, softmax.rule) == ("float32", 3)
     assert ([*dict(softmax.saved)], softmax.saved_by) == (["bfloat16"], 5)
     assert softmax.reason == f"feeds a matmul ({mixed.number})"
@@ -363,7 +363,7 @@ def test_what_the_user_keeps_has_sentence_1():
     lists = jaxmp.DEFAULT_OPS.with_deny("tanh")
     report = explained(jaxmp.autocast(saved_by_user, ops=lists), W, X)
     assert at(report, "first = ").reason == "the lists in `ops`"
-    assert at(report, "first = ").products == ("bfloat16",)
+    assert at(report, "first = ").matmuls == ("bfloat16",)
 
 
 def ends(w, x):
@@ -432,7 +432,7 @@ def test_what_takes_float32_says_so_and_a_safeguard_has_its_name():
 def test_float8_is_what_matmuls_take():
     fun, large = jaxmp.autocast(plain, "mixed_fp8"), shape(1024, 1024)
     report = explained(fun, large, large)
-    assert at(report, "h = jnp.tanh").products == ("float8_e4m3fn",)
+    assert at(report, "h = jnp.tanh").matmuls == ("float8_e4m3fn",)
     assert at(report, "h = jnp.tanh").dtype == "bfloat16"
 
 
@@ -473,7 +473,7 @@ def test_autocast_may_be_anywhere_inside():
         assert dtype_and_rule(report, "return jnp.tanh") == ("float32", None)
     both = explained(jaxmp.autocast(with_autocast_inside), W, X)
     assert dtype_and_rule(both, "h = jnp.tanh") == ("float16", 2)
-    assert at(both, "return jnp.tanh").products == ("bfloat16",)
+    assert at(both, "return jnp.tanh").matmuls == ("bfloat16",)
 
 
 def test_what_is_explained_leaves_no_trace():
@@ -569,7 +569,7 @@ def test_a_matmul_of_a_gradient_inside_the_loss_has_its_line():
 
     for step in loss, jax.value_and_grad(loss):
         report = explained(jaxmp.autocast(step), shape(8, 8), X)
-        assert at(report, "h = x @ w").products == ("bfloat16",)
+        assert at(report, "h = x @ w").matmuls == ("bfloat16",)
 
 
 # Lines
@@ -607,7 +607,7 @@ def test_a_line_is_its_own_where_another_function_was_traced_before():
         report, found = explained(step, w, X), jaxmp.audit(step)(w, X)
     assert {line.function for line in report.lines} == {"phase", "second"}
     line = at(report, "return jnp.sin(y @ w), None")
-    assert line.products == ("bfloat16",)
+    assert line.matmuls == ("bfloat16",)
     (hazard,) = found.hazards
     assert hazard.where == f"{__file__}:{line.number}"
 

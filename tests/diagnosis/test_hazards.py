@@ -284,7 +284,7 @@ def test_the_advice_takes_the_error_of_a_device_away(fun, kind, device):
 
 def on_device(fun, kind, *args):
     """Returns the relative error that a device makes of the products of ``fun``."""
-    program = Program(jax.make_jaxpr(fun)(*args), Place(), args, float32_products=kind)
+    program = Program(jax.make_jaxpr(fun)(*args), Place(), args, float32_matmuls=kind)
     off = np.zeros(len(program.parts), bool)
     rounded, exact = (jax.jit(program.run)(x, *args)[0] for x in (~off, off))
     return jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact)

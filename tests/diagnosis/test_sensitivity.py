@@ -533,7 +533,7 @@ def beyond_in_product(w, b):
     return jnp.mean(jnp.tanh((HALF_X * 2**9) @ (w * 2**14) / b) ** 2)
 
 
-ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_products()
+ROUNDED = jaxmp.DEFAULT_OPS.with_rounded_matmuls()
 CLIPPED = {
     "a sum": (beyond_in_sum, jaxmp.autocast(beyond_in_sum, "float16")),
     "a product": (

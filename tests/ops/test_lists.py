@@ -131,7 +131,7 @@ def test_the_smallest_size_is_a_value_of_the_lists():
     assert small != ops
     assert small.with_fp8(min_size=1024) == ops
     assert hash(small.with_fp8(min_size=1024)) == hash(ops)
-    both = small.with_deny("tanh").with_rounded_products()
+    both = small.with_deny("tanh").with_rounded_matmuls()
     assert both.min_size == 16
     names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
     few = jaxmp.OpLists("dot_general", (), "add", min_size=16)
@@ -147,16 +147,16 @@ def test_the_smallest_size_is_a_value_of_the_lists():
 
 def test_rounded_products_are_a_value_of_the_lists():
     ops = jaxmp.DEFAULT_OPS
-    rounded = ops.with_rounded_products()
+    rounded = ops.with_rounded_matmuls()
     assert rounded != ops
-    assert rounded == ops.with_rounded_products().with_rounded_products()
-    assert hash(rounded) == hash(ops.with_rounded_products())
-    both = ops.with_deny("tanh").with_rounded_products()
+    assert rounded == ops.with_rounded_matmuls().with_rounded_matmuls()
+    assert hash(rounded) == hash(ops.with_rounded_matmuls())
+    both = ops.with_deny("tanh").with_rounded_matmuls()
     assert both == rounded.with_deny("tanh")
-    assert repr(both) == "DEFAULT_OPS.with_deny('tanh').with_rounded_products()"
+    assert repr(both) == "DEFAULT_OPS.with_deny('tanh').with_rounded_matmuls()"
     assert "16 bits" in str(rounded)
     assert "16 bits" not in str(ops)
-    few = jaxmp.OpLists("dot_general", (), "add", rounds_products=True)
+    few = jaxmp.OpLists("dot_general", (), "add", rounds_matmuls=True)
     names = {"DEFAULT_OPS": ops, "OpLists": jaxmp.OpLists}
     assert eval(repr(few), names) == few
 

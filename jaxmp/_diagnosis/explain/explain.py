@@ -117,7 +117,7 @@ def _explained(
     last = next(x for x in results if (x.dtype, _rule(x)) == usual)
     own = dict.fromkeys(x.dtype for x in results)
     dtypes = dict.fromkeys(x.dtype for x in operations if not x.moves)
-    products = dict.fromkeys(x.takes for x in operations if x.takes)
+    matmuls = dict.fromkeys(x.takes for x in operations if x.takes)
     file, function, number = line
     stored = any(x.how == "stored" or x.is_stacked for x in operations)
     return ExplainedLine(
@@ -126,10 +126,10 @@ def _explained(
         number=number,
         source=linecache.getline(file, number).strip() or NO_SOURCE,
         dtype=", ".join(own),
-        also=tuple(x for x in dtypes if x not in own and x not in products),
+        also=tuple(x for x in dtypes if x not in own and x not in matmuls),
         rule=_rule(last),
-        reason=_reason(last, is_library=bool(last.library) and not products),
-        products=tuple(products),
+        reason=_reason(last, is_library=bool(last.library) and not matmuls),
+        matmuls=tuple(matmuls),
         rounded=last.rounded,
         saved=tuple(sorted(saved.items(), key=lambda x: x[0] != "float32")),
         saved_by=rules.STORED if saved and stored else None,

@@ -31,7 +31,7 @@ class ExplainedLine:
         dtype: Dtype of the last number that the line computes; ``"bfloat16, float32"``
             if it is not the same each time the line runs.
         also: Dtypes of intermediate results of the line.
-        products: Dtypes to which the matmuls of the line round their inputs.
+        matmuls: Dtypes to which the matmuls of the line round their inputs.
         rounded: Dtype to which the numbers were rounded that the line returns in
             ``dtype``, as a convolution does; empty if they were not.
         rule: Number of the sentence that decided, or the name of a safeguard; None
@@ -58,7 +58,7 @@ class ExplainedLine:
     source: str
     dtype: str
     also: tuple[str, ...] = ()
-    products: tuple[str, ...] = ()
+    matmuls: tuple[str, ...] = ()
     rule: rules.Rule | None = None
     reason: str = ""
     saved: tuple[tuple[str, int], ...] = ()
@@ -73,7 +73,7 @@ class ExplainedLine:
             usual: How often the other lines of the function run.
         """
         words = [self.reason]
-        if taken := [x for x in self.products if x not in self.dtype]:
+        if taken := [x for x in self.matmuls if x not in self.dtype]:
             words.append(f"matmuls in {', '.join(taken)}")
         if self.rounded:
             words.append(f"rounded to {self.rounded}")

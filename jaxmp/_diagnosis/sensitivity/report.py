@@ -21,7 +21,7 @@ from ..._base.text import (
 _ROWS = 10
 _NO_MODULE = "(in no module)"
 _HIGHEST = 'with jax.default_matmul_precision("highest"):'
-# Of `float32_products`.
+# Of `float32_matmuls`.
 _NAMES = {"tf32": "TF32", "bfloat16": "bfloat16"}
 
 
@@ -111,7 +111,7 @@ class SensitivityReport:
             to keep modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
-        float32_products: The argument of :func:`jaxmp.sensitivity`. The errors include
+        float32_matmuls: The argument of :func:`jaxmp.sensitivity`. The errors include
             those of float32 matmuls on such a device.
         in_float32: Whether it measured a program in float32 on such a device.
         residuals: The eight bits that the program stores for its backward pass; None if
@@ -131,7 +131,7 @@ class SensitivityReport:
     is_cast: bool
     loss_scale: float
     notes: tuple[str, ...]
-    float32_products: str | None = None
+    float32_matmuls: str | None = None
     in_float32: bool = False
     residuals: str | None = None
 
@@ -142,7 +142,7 @@ class SensitivityReport:
             return "8 bits"
         if "float8" in self.dtype:
             return "8/16 bits"  # large matmuls in float8, the others in bfloat16
-        return _NAMES[str(self.float32_products)] if self.in_float32 else "16 bits"
+        return _NAMES[str(self.float32_matmuls)] if self.in_float32 else "16 bits"
 
     @property
     def meets_tolerance(self) -> bool:
@@ -226,8 +226,8 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
 def _everything(report: SensitivityReport) -> str:
     """Says what is rounded."""
     narrow = [f"everything in {report.dtype}"] * bool(report.dtype)
-    if report.float32_products:
-        products = _NAMES[report.float32_products]
+    if report.float32_matmuls:
+        products = _NAMES[report.float32_matmuls]
         narrow.append(f"float32 matmuls at default precision in {products}")
     return " and ".join(narrow)
 
@@ -280,7 +280,7 @@ def _conclusion(report: SensitivityReport) -> str:
         return (
             f"In float32, these modules should bring both errors to {at_most}: "
             f"{errors}. Run again with the policy below to see."
-            f"{device * bool(report.float32_products)}"
+            f"{device * bool(report.float32_matmuls)}"
         )
     where = ["In float32"] * bool(report.float32_paths)
     where += ["out of 8 bits" if where else "Out of 8 bits"] * bool(

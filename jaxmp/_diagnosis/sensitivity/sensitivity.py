@@ -54,7 +54,7 @@ def sensitivity(
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
-    float32_products: Float32Products | None = None,
+    float32_matmuls: Float32Products | None = None,
     residuals: Format | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
@@ -94,7 +94,7 @@ def sensitivity(
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
         progress: Whether to show a progress bar. None shows one if there is a terminal
             and rich is installed.
-        float32_products: The dtype to which a device rounds the operands of float32
+        float32_matmuls: The dtype to which a device rounds the operands of float32
             matmuls without a precision: ``"tf32"`` for NVIDIA GPUs from A100 on,
             ``"bfloat16"`` for a TPU. The errors then include this rounding on any
             machine. None leaves it to the device that this runs on; a CPU does not
@@ -130,7 +130,7 @@ def sensitivity(
         "sensitivity(fun, policy)",
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
-    _check_options(tolerance, depth, float32_products)
+    _check_options(tolerance, depth, float32_matmuls)
     check_format(residuals)
     policy = None if policy is None else get_policy(policy)
     is_float32 = policy is not None and policy.compute_dtype == jnp.float32
@@ -156,14 +156,14 @@ def sensitivity(
                 jaxpr = jax.make_jaxpr(fun)(*arrays)
             twin = functools.partial(traced_in_float32, fun, arrays)
             numbers = Numbers(jaxpr, twin, around)
-            options = depth, numbers, float32_products
+            options = depth, numbers, float32_matmuls
             return Program(jaxpr, around, flat.leaves, *options)
 
         program = program_of(in_16bit)
         if not program.parts:
-            raise ValueError(_nothing_found(float32_products))
+            raise ValueError(_nothing_found(float32_matmuls))
         _check_residuals(program, residuals, own.multiplies)
-        in_float32 = is_float32 and not own.multiplies and float32_products is not None
+        in_float32 = is_float32 and not own.multiplies and float32_matmuls is not None
         scales = _scales(loss_scale, program) if is_loss else ()
         with progress_bar(progress) as tell:
             search = Search(program, flat.leaves, scales, tell)
@@ -173,7 +173,7 @@ def sensitivity(
             if not (own.multiplies or in_float32):
                 tell("running autocast itself", 1)
                 kept = cast(float32_paths=paths, bfloat16_paths=milder)
-                if float32_products is not None:
+                if float32_matmuls is not None:
                     kept = program_of(kept).all_on
                 loss, gradients = errors_of(kept, step, search.arrays)
                 again = loss, gradients
@@ -192,7 +192,7 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
-            float32_products=float32_products,
+            float32_matmuls=float32_matmuls,
             in_float32=in_float32,
             residuals=program.residuals,
         )
@@ -209,7 +209,7 @@ def _check_options(tolerance: float, depth: int | None, products: Any) -> None:
     if products is not None and not (is_name and products in FLOAT32_PRODUCTS):
         got = repr(clipped(products)) if is_name else f"a {type(products).__name__}"
         raise ValueError(
-            f"`float32_products` must be None or one of {FLOAT32_PRODUCTS}, but is "
+            f"`float32_matmuls` must be None or one of {FLOAT32_PRODUCTS}, but is "
             f'{got}. Pass `"tf32"` for NVIDIA GPUs from A100 on, and `"bfloat16"` for '
             "a TPU."
         )
@@ -272,7 +272,7 @@ def _nothing_found(products: str | None) -> str:
             "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
             "or `fun` has no matmul, or float64 arguments. Pass for example "
             '`policy="mixed_bfloat16"`, or for a float32 program on a GPU '
-            '`sensitivity(fun, "float32", float32_products="tf32")`.'
+            '`sensitivity(fun, "float32", float32_matmuls="tf32")`.'
         )
     return (
         "`sensitivity` found nothing to round: the policy computes in float32, and "

@@ -72,7 +72,7 @@ class Program:
         arrays: Sequence[Any],
         depth: int | None = None,
         numbers: Numbers | None = None,
-        float32_products: Float32Products | None = None,
+        float32_matmuls: Float32Products | None = None,
     ):
         """Looks for the parts in a closed jaxpr and its arguments.
 
@@ -82,13 +82,13 @@ class Program:
             arrays: Its arguments.
             depth: How many names of a module path tell one part from another.
             numbers: Those in the code that 16 bits have lost.
-            float32_products: What a device makes of float32 products without a
+            float32_matmuls: What a device makes of float32 products without a
                 precision. The switch of their module is for that, too.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
-        self.float32_products = float32_products
+        self.float32_matmuls = float32_matmuls
         self.flops: dict[str, float] = collections.defaultdict(float)
         self.stored: dict[Parts, float] = collections.defaultdict(float)
         self.residuals: str | None = None
@@ -164,7 +164,7 @@ class Program:
 
     def rounds_operands(self, eqn: Equation) -> bool:
         """Whether the device rounds the operands of a product in float32."""
-        return self.float32_products is not None and is_rounded_by_device(eqn)
+        return self.float32_matmuls is not None and is_rounded_by_device(eqn)
 
     def part_of(self, place: Place) -> str:
         return part_of(place.scopes, self.depth)
@@ -203,7 +203,7 @@ class _Frame(WideReplay):
             on = self.on(by, eight=form not in IN_16_BITS)
             return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
         if self.program.rounds_operands(eqn):
-            kind: Any = self.program.float32_products
+            kind: Any = self.program.float32_matmuls
             operands = [jnp.asarray(x) for x in arrays[:2]]
             arrays[:2] = [
                 jnp.where(self.on([part]), rounded_by_device(x, kind), x)

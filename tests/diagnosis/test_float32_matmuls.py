@@ -81,7 +81,7 @@ def errors_by_hand(kind, exact=()):
 
 @pytest.mark.parametrize("kind", FRACTIONS)
 def test_the_errors_are_those_of_operands_rounded_by_hand(kind):
-    report = measure(waves, W, X, float32_products=kind, tolerance=0.02)
+    report = measure(waves, W, X, float32_matmuls=kind, tolerance=0.02)
     close = functools.partial(pytest.approx, rel=0.02)
     assert (report.loss, report.gradients) == close(errors_by_hand(kind))
     assert report.gradients > 0.02
@@ -98,7 +98,7 @@ def test_the_errors_are_those_of_operands_rounded_by_hand(kind):
 
 @pytest.mark.parametrize("kind", FRACTIONS)
 def test_what_is_pasted_takes_the_error_away(kind):
-    options = {"float32_products": kind, "tolerance": 0.02}
+    options = {"float32_matmuls": kind, "tolerance": 0.02}
     before = measure(waves, W, X, **options)
     assert before.line == 'with jax.default_matmul_precision("highest"):'
     assert before.line in str(before)
@@ -116,19 +116,17 @@ def test_what_is_pasted_takes_the_error_away(kind):
 
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_float16"])
 def test_under_a_16_bit_policy_the_paths_have_all_digits(policy):
-    report = measure(
-        waves, W, X, policy=policy, float32_products="tf32", tolerance=0.02
-    )
+    report = measure(waves, W, X, policy=policy, float32_matmuls="tf32", tolerance=0.02)
     assert report.line == 'float32_paths=("phases",)'
     assert report.meets_tolerance
     # What autocast leaves to the device is measured, too.
     kept = jaxmp.float32_region(jnp.matmul, precision="default")
     left = functools.partial(waves, phases=kept)
     of_cpu = measure(left, W, X, policy=policy)
-    of_device = measure(left, W, X, policy=policy, float32_products="bfloat16")
+    of_device = measure(left, W, X, policy=policy, float32_matmuls="bfloat16")
     assert of_cpu.gradients < 0.05 < of_device.gradients
     assert of_device.gradients == pytest.approx(errors_by_hand("bfloat16")[1], rel=0.1)
-    assert of_device.as_dict()["float32_products"] == "bfloat16"
+    assert of_device.as_dict()["float32_matmuls"] == "bfloat16"
     assert "float32 matmuls at default precision in bfloat16" in " ".join(
         str(of_device).split()
     )
@@ -157,7 +155,7 @@ def test_a_gram_matrix_that_is_inverted_is_named():
         return np.mean(fit**2)
 
     w = jnp.ones(4)
-    report = measure(loss, w, x, y, float32_products="tf32", tolerance=1e-4)
+    report = measure(loss, w, x, y, float32_matmuls="tf32", tolerance=1e-4)
     exact = by_hand(False, False)
     expected = abs(by_hand(True, True) - exact) / exact
     assert report.loss == pytest.approx(expected, rel=0.05)
@@ -167,7 +165,7 @@ def test_a_gram_matrix_that_is_inverted_is_named():
     assert row.loss_alone == pytest.approx(alone, rel=0.05)
     assert "gram" in report.float32_paths
     cured = functools.partial(loss, gram=exactly(lambda f: f.T @ f))
-    after = measure(cured, w, x, y, float32_products="tf32", tolerance=1e-4)
+    after = measure(cured, w, x, y, float32_matmuls="tf32", tolerance=1e-4)
     assert after.loss == pytest.approx(row.loss_without, rel=1e-2)
 
 
@@ -177,7 +175,7 @@ def test_a_gram_matrix_that_is_inverted_is_named():
 def test_products_are_rounded_wherever_they_are(fun):
     args = [jnp.asarray(RANDOM.standard_normal((8, 8), np.float32)) for _ in range(2)]
     jaxpr = jax.make_jaxpr(fun)(*args)
-    program = Program(jaxpr, Place(), args, float32_products="bfloat16")
+    program = Program(jaxpr, Place(), args, float32_matmuls="bfloat16")
     assert "in" in program.parts
     assert min(program.flops.values()) > 0
     off = np.zeros(len(program.parts), bool)
@@ -187,7 +185,7 @@ def test_products_are_rounded_wherever_they_are(fun):
     assert max(map(float, _errors(run(~off, *args), exact))) > 3e-5
     # What names a precision is left alone.
     named = jax.make_jaxpr(exactly(fun))(*args)
-    assert not Program(named, Place(), args, float32_products="bfloat16").parts
+    assert not Program(named, Place(), args, float32_matmuls="bfloat16").parts
 
 
 @pytest.mark.parametrize("kind", FRACTIONS)
@@ -201,7 +199,7 @@ def test_complex_operands_are_rounded_as_pairs(kind):
     lhs, rhs = rounded(X, kind) + 1j * rounded(2 * X, kind), rounded(w, kind) - 1j
     expected = np.sum(np.abs(lhs.astype(complex) @ rhs.astype(complex)) ** 2)
     exact = np.sum(np.abs((X + 2j * X).astype(complex) @ (w - 1j)) ** 2)
-    report = measure(loss, w, X, float32_products=kind, tolerance=1e-6)
+    report = measure(loss, w, X, float32_matmuls=kind, tolerance=1e-6)
     assert report.loss == pytest.approx(abs(expected - exact) / exact, rel=0.05)
     assert report.float32_paths == ("waves",)
 
@@ -221,7 +219,7 @@ def test_a_convolution_and_what_casts_by_itself_are_told():
             )
         return jnp.mean(y.astype(jnp.bfloat16).astype(jnp.float32) ** 2)
 
-    report = measure(loss, kernel, images, float32_products="bfloat16", tolerance=1e-5)
+    report = measure(loss, kernel, images, float32_matmuls="bfloat16", tolerance=1e-5)
     (row,) = (row for row in report.modules if row.path == "net/conv")
     assert row.share == 1
     assert row.gradients_alone > 1e-3
@@ -232,7 +230,7 @@ def test_a_convolution_and_what_casts_by_itself_are_told():
         half = x.astype(jnp.bfloat16) @ w["phases"].astype(jnp.bfloat16)
         return waves(w, half.astype(jnp.float32))
 
-    report = measure(half, W, X, policy=None, float32_products="tf32", tolerance=0.5)
+    report = measure(half, W, X, policy=None, float32_matmuls="tf32", tolerance=0.5)
     assert report.is_cast
     assert not report.in_float32
     if report.line and report.meets_tolerance:
@@ -243,12 +241,12 @@ def test_a_convolution_and_what_casts_by_itself_are_told():
 def test_a_region_with_all_digits_has_them_on_any_device(products):
     region = jaxmp.float32_region(jnp.matmul, precision="highest")
     kept = functools.partial(waves, phases=region)
-    report = measure(kept, W, X, policy=None, float32_products=products)
+    report = measure(kept, W, X, policy=None, float32_matmuls=products)
     (row,) = (row for row in report.modules if row.path == "head")
     assert (row.loss_alone, row.gradients_alone) == (report.loss, report.gradients)
     assert not report.line
 
 
 def test_another_name_is_refused():
-    with pytest.raises(ValueError, match="`float32_products` must be None or one of"):
-        measure(waves, W, X, float32_products="TF32")
+    with pytest.raises(ValueError, match="`float32_matmuls` must be None or one of"):
+        measure(waves, W, X, float32_matmuls="TF32")
