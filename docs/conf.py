@@ -72,7 +72,7 @@ html_title = f"jaxmp {release}"
 html_logo = html_favicon = "_static/logo.svg"
 html_static_path = ["_static"]
 html_css_files = ["jaxmp.css"]
-html_js_files = ["sidebar.js", "tables.js"]
+html_js_files = ["sidebar.js", "breaks.js"]
 html_theme_options = {
     "light_css_variables": {
         "color-brand-primary": "#2f5d8c",
@@ -115,7 +115,15 @@ def link_files(app, docname, source):
     source[0] = re.sub(outside, r"](path:\1)", source[0])
 
 
+def describe_default(app, what, name, obj, options, lines):
+    """Says what `DEFAULT_OPS` is, where autodoc says again what its class is."""
+    if name == "jaxmp.DEFAULT_OPS":
+        text = "The :class:`jaxmp.OpLists` that autocast has without ``ops=``."
+        lines[:] = [text, "", "``print(jaxmp.DEFAULT_OPS)`` shows them.", ""]
+
+
 def setup(app):
     """Connects them: public classes say that their module is `jaxmp`."""
     app.connect("viewcode-follow-imported", where_defined)
     app.connect("source-read", link_files)
+    app.connect("autodoc-process-docstring", describe_default, priority=900)
