@@ -21,7 +21,7 @@ from jax import lax
 
 import jaxmp
 
-from .counting.measure import IN_A_HURRY
+from .counting.measure import AS_WRITTEN
 from .networks.generated_laws import FAMILIES as LAWS
 from .networks.generated_layers import LAYERS, Asked, Batch, Scope, batch_of
 from .networks.generated_loops import LOOPS
@@ -40,8 +40,6 @@ FEW, MANY = 8, 128
 # The loss is multiplied by the first that keeps the step cast by hand in range. A large
 # one keeps gradients above the smallest number of float16.
 LOSS_SCALES = 256.0, 1.0, 2.0**-8, 2.0**-16
-# Rounds where the program says, and nowhere else.
-AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 
 ALL_LAYERS = LAYERS | LOOPS
 FAMILIES = LAWS | TRAPS

@@ -1,4 +1,4 @@
-"""What jaxmp costs outside compiled code: calls, tracing, compiling and importing.
+"""What jaxmp costs outside compiled code: tracing and compiling.
 
 All of it is time of the CPU, in the thread that does the work, because that hardly
 depends on what else the machine does; of compiling, which is done by many threads, time
@@ -9,8 +9,6 @@ time, with their quartiles. Steps are compiled for an H200 (extra ``aot``).
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,13 +21,10 @@ import numpy as np
 from .counting import h200, results, steps
 from .counting.results import Table
 from .counting.steps import AUTOCAST, FLOOR
-from .counting.timing import interleaved, ratio, spread
+from .counting.timing import interleaved, ratio
 from .networks import basic
 from .networks.families import FAMILIES
 
-PEERS = (
-    FLOOR, "jaxmp cast", "jmp", "flax DynamicScale", "optax apply_if_finite", "mpx",
-)  # fmt: skip
 NETWORKS = "gpt-160m", "resnet-50", "llama", "vit", "bert", "u-net"
 FORMS = "float32", FLOOR, AUTOCAST
 
@@ -43,11 +38,11 @@ are in brackets.
 
 def main(
     *,
-    parts: tuple[str, ...] = ("dispatch", "tracing", "compiling", "importing"),
+    parts: tuple[str, ...] = ("tracing", "compiling"),
     networks: tuple[str, ...] = NETWORKS,
     rounds: int = 9,
 ) -> None:
-    """Measures calls, tracing, compiling and importing.
+    """Measures tracing and compiling.
 
     Args:
         parts: Which of these.
@@ -56,10 +51,8 @@ def main(
     """
     known = FAMILIES | basic.NETWORKS
     measure = {
-        "dispatch": partial(dispatch, rounds),
         "tracing": partial(tracing, {x: known[x] for x in networks}, rounds),
         "compiling": partial(compiling, {x: known[x] for x in networks}),
-        "importing": partial(importing, rounds),
     }
     for part in parts:
         rows = list(measure[part]())
@@ -72,33 +65,6 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
     yield Table(HOST, ())
     for part, result in found.items():
         yield Table(f"### {part.capitalize()}\n", result["rows"], [result])
-
-
-def dispatch(rounds: int, calls: int = 50) -> Iterator[dict[str, Any]]:
-    """Yields what a call costs, of a step that hands its state on and computes nothing.
-
-    The state is that of a GPT with 77 arrays of parameters, donated. What it is
-    compared with are as many arrays in the containers of a hand-written step.
-    """
-    network = basic.gpt(1, layers=6, width=4, heads=1, vocabulary=4, length=4)
-    batch = jax.device_put(network.batch())
-    states, samplers = {}, {}
-    for contestant in steps.contestants(network, PEERS):
-        shapes = jax.eval_shape(contestant.init)
-        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        states[contestant.name] = state
-        plain = _in_plain_containers(state, states[FLOOR])
-        samplers[contestant.name] = _caller(state, batch, calls)
-        samplers[contestant.name, "plain"] = _caller(plain, batch, calls)
-    times = interleaved(samplers, 3 * rounds)
-    for name, state in states.items():
-        yield {
-            "step": name,
-            "arrays": len(jax.tree.leaves(state)),
-            "call (µs)": 1e6 * float(np.median(times[name])),
-            "of plain containers": ratio(times[name], times[name, "plain"]),
-            f"of {FLOOR}": ratio(times[name], times[FLOOR]),
-        }
 
 
 def tracing(networks: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]]:
@@ -147,39 +113,6 @@ def compiling(networks: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             }
 
 
-def importing(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yields what ``import jaxmp`` takes in a new process, after other imports."""
-    before = ("jax, optax", "jax, optax, flax")
-    samplers = {loaded: _importer(loaded) for loaded in before}
-    samplers[before[0]]()  # writes bytecode, and warms the file cache
-    for loaded, times in interleaved(samplers, rounds).items():
-        yield {"after": loaded, "import jaxmp (ms)": spread(times)}
-
-
-def _in_plain_containers(state, floor):
-    """Returns a hand-written state with as many arrays as ``state``."""
-    more = len(jax.tree.leaves(state)) - len(jax.tree.leaves(floor))
-    return floor._replace(loss_scale=tuple(jnp.zeros(()) for _ in range(more)))
-
-
-def _caller(state, batch, calls):
-    """Returns a sampler of the seconds that one call takes."""
-    step = jax.jit(lambda state, batch: (state, jnp.float32(0)), donate_argnums=0)
-    # A copy, because two callers cannot donate one array.
-    held = [step(jax.tree.map(jnp.copy, state), batch)[0]]
-
-    def sample():
-        state = held.pop()
-        start = time.thread_time()
-        for _ in range(calls):
-            state, _ = step(state, batch)
-        seconds = time.thread_time() - start
-        held.append(jax.block_until_ready(state))
-        return seconds / calls
-
-    return sample
-
-
 def _tracer(name, network, lowering):
     """Returns a sampler of seconds of tracing; appends those of lowering to a list."""
     state = jax.eval_shape(steps.contestant(name, network).init)
@@ -210,23 +143,3 @@ _FRAMES_OF_A_CHUNK = 120
 def _below(frames, fun):
     """Calls ``fun`` below a number of other calls."""
     return _below(frames - 1, fun) if frames else fun()
-
-
-def _importer(loaded):
-    """Returns a sampler of the milliseconds that a new process imports jaxmp for."""
-    code = f"import time, {loaded}; start = time.thread_time(); import jaxmp; " + (
-        "print(1e3 * (time.thread_time() - start))"
-    )
-    # As after `pip install`, which compiles what it installs.
-    environment = {
-        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
-    }
-
-    def sample():
-        command = [sys.executable, "-c", code]
-        output = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True
-        )
-        return float(output.stdout)
-
-    return sample

@@ -7,7 +7,6 @@ them, computed on this machine on small networks of the same families, how far g
 are from float32. With ``--train`` small models that learn instead, three seeds each.
 """
 
-import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,14 +23,13 @@ from .counting import h200, results, steps, worth
 from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, BOTH, CHECKPOINT, INT8, contestant
 from .machinery import count
-from .networks import basic, learning
+from .networks import learning
 from .networks.families import FAMILIES, NAMES, SMALL
 
 COUNTED = "float32", AUTOCAST, INT8, CHECKPOINT, BOTH
 STORED = {"bfloat16": None, "int8": "int8", "fp8": "fp8"}
 SEEDS = 3
 LAST = 50  # updates whose loss is taken
-BOUND = "one layer of a GPT, without a maximum"
 
 
 class Trained(NamedTuple):
@@ -62,21 +60,12 @@ The loss of small models with three seeds, over the last 50 updates:
 """
 
 
-ONE_LAYER = """\
-One layer of a GPT, also with a scale of each row that is known without reading it:
-"""
-
-
-def main(
-    *, networks: tuple[str, ...] = NAMES, train: bool = False, bound: bool = False
-) -> None:
+def main(*, networks: tuple[str, ...] = NAMES, train: bool = False) -> None:
     """Counts what residuals in eight bits save.
 
     Args:
         networks: Which.
         train: Train the small models instead.
-        bound: Count what eight bits would cost if no maximum of a row had to be found,
-            in one layer of a GPT, instead.
     """
     worth.check("network", networks, FAMILIES)
     if train:
@@ -84,10 +73,6 @@ def main(
         results.update("residuals", "trained", hardware, losses(), "model")
         return
     h200.require("residuals")
-    if bound:
-        new = without_maxima()
-        results.update("residuals", BOUND, h200.HARDWARE, new, "form")
-        return
     away = ({"network": name} | errors(name) for name in networks)
     results.update("residuals", "errors", results.hardware(), away, "network")
     new, by = (row for name in networks for row in counts(name)), ("network", "form")
@@ -99,28 +84,6 @@ def counts(name: str) -> Iterator[dict[str, Any]]:
     for form in COUNTED:
         made = contestant(form, FAMILIES[name], dtype=jnp.bfloat16)
         yield {"network": name, "form": form} | count(made, FAMILIES[name])
-
-
-def without_maxima() -> Iterator[dict[str, Any]]:
-    """Yields the counts of one layer, also with a scale that no maximum is read for."""
-
-    def narrowed(x, kind):
-        rows = jax.lax.round(x * 127, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-        scale = jnp.full((1,) * x.ndim, 1 / 127, jnp.float32)
-        return jax.lax.optimization_barrier((rows.astype(jnp.int8), scale))
-
-    network = basic.gpt(16, layers=1, width=512, heads=8, vocabulary=512, length=512)
-    without = mock.patch.object(eight_bits, "narrowed", narrowed)
-    for form, patch in (
-        (AUTOCAST, contextlib.nullcontext()),
-        (INT8, contextlib.nullcontext()),
-        (f"{INT8}, without a maximum", without),
-    ):
-        made = contestant(form.split(",")[0], network, dtype=jnp.bfloat16)
-        with patch:
-            counted = count(made, network)
-        parts = ("bytes", "kernels", "seconds", "temp")
-        yield {"form": form} | {part: counted[part] for part in parts}
 
 
 def errors(name: str) -> dict[str, float]:
@@ -184,13 +147,6 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
             [{"": x["model"]} | {y: x[y] for y in STORED} for x in trained["rows"]],
             [trained],
         )
-    if bound := found.get(BOUND):
-        plain, *_ = bound["rows"]
-        rows = [
-            {"": x["form"], "traffic": ratio(x["bytes"], plain["bytes"])}
-            for x in bound["rows"]
-        ]
-        yield Table(ONE_LAYER, rows, [bound])
 
 
 def saved(

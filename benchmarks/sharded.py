@@ -13,7 +13,6 @@ References:
 """
 
 import functools
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -100,7 +98,7 @@ def measured(form: str, devices: int, accum_steps: int) -> dict[str, Any]:
 def compile_step(sizes: Llama, form: str, devices: int, accum_steps: int) -> Any:
     """Compiles a training step for a number of H200s."""
     how, policy = FORMS[form]
-    mesh = Mesh(np.array(topology(devices)), ("data",))
+    mesh = Mesh(np.array(h200.devices(devices)), ("data",))
     where = jax.tree.map(lambda x: sharding(x, mesh), shapes(sizes))
     params = jax.tree.map(placed, shapes(sizes), where)
     tx = optax.adamw(1e-4)
@@ -137,17 +135,6 @@ def compile_step(sizes: Llama, form: str, devices: int, accum_steps: int) -> Any
 def placed(x: Any, sharding: Any) -> Any:
     """Describes an array that lies somewhere."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def topology(devices: int) -> list[Any]:
-    """Returns H200s, eight of which are in a machine."""
-    target = (pathlib.Path(h200.__file__).with_name("h200.txtpb")).read_text()
-    machines = max(1, devices // 8)
-    return topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target,
-        topology=f"1x{machines}x{devices // machines}",
-    ).devices
 
 
 # The model

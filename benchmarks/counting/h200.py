@@ -83,7 +83,7 @@ def lowered(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
     Returns:
         The ``jax.stages.Lowered``, which is to be compiled with :data:`OPTIONS`.
     """
-    sharding = SingleDeviceSharding(_topology().devices[0])
+    sharding = SingleDeviceSharding(devices()[0])
     leaves, structure = jax.tree.flatten(args)
 
     def flat(donated, others):
@@ -97,8 +97,11 @@ def lowered(fun: Callable[..., Any], *args: Any, donated: int = 0) -> Any:
 
 
 @functools.cache
-def _topology():
-    target = pathlib.Path(__file__).with_name("h200.txtpb").read_text()
+def devices(count: int = 1) -> list[Any]:
+    """Describes H200s, eight of which are in a machine."""
+    machines = max(1, count // 8)
     return topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology="1x1x1"
-    )
+        platform="cuda",
+        target_config=pathlib.Path(__file__).with_name("h200.txtpb").read_text(),
+        topology=f"1x{machines}x{count // machines}",
+    ).devices

@@ -12,6 +12,8 @@ from jaxmp._ops import products as _products
 
 # For programs whose speed does not matter: they are read, or run once.
 IN_A_HURRY: dict[str, Any] = {"xla_backend_optimization_level": 0}
+# Rounds where the program says, and nowhere else.
+AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 
 
 def equations(jaxpr):
@@ -50,11 +52,6 @@ def product_dtypes_of(jaxpr):
         if eqn.primitive.name in _products.PRODUCTS
         and eqn.params.get("dimension_numbers") != (((), ()), ((), ()))
     ]
-
-
-def denied_in(dtype, fun, *args):
-    """Returns the denied operations of a function that read ``dtype``."""
-    return denied_of(dtype, jax.make_jaxpr(fun)(*args))
 
 
 def denied_of(dtype, jaxpr):

@@ -17,6 +17,8 @@ import numpy as np
 
 import jaxmp
 
+from ..counting.measure import AS_WRITTEN
+
 NOTHING = "nothing"  # a sound program, of which no fault may be named
 # What is planted: the ways to write the faulty line, and what follows it.
 KINDS = {
@@ -149,11 +151,7 @@ class Program:
     def run(self, cast: str | None = None) -> Result:
         """Runs the program, with every rounding in it."""
         args = self.args(cast)
-        options: Any = {
-            "xla_allow_excess_precision": False,
-            "xla_backend_optimization_level": 0,
-        }
-        fun = jax.jit(self.step(cast), compiler_options=options)
+        fun = jax.jit(self.step(cast), compiler_options=AS_WRITTEN)
         loss, grads = jax.device_get(fun(*args))
         flat = [np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(grads)]
         return Result(float(loss), np.concatenate(flat))

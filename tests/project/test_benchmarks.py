@@ -150,12 +150,6 @@ def test_what_pytorch_has_measured_is_kept_however_it_ends(monkeypatch, ends):
     assert lines[-1] == "PyTorch is left out: it is not installed"
 
 
-def test_host_counts_the_arrays_that_a_call_hands_on():
-    rows = host.dispatch(rounds=1, calls=2)
-    arrays = {row["step"]: row["arrays"] for row in rows}
-    assert arrays["by hand"] == 3 * 77 + 1
-
-
 def test_what_a_gpu_starts_and_waits_for_is_counted_once():
     program = """
 HloModule jit_step, num_partitions=8
