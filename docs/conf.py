@@ -101,10 +101,10 @@ copybutton_prompt_is_regexp = True
 def where_defined(app, module, name):
     """Returns the file of jaxmp that a public class is defined in, for its link."""
     name = name.partition(".")[0]
-    for room, module in list(sys.modules.items()):
-        ours = room.startswith("jaxmp._") and isinstance(vars(module).get(name), type)
+    for path, module in list(sys.modules.items()):
+        ours = path.startswith("jaxmp._") and isinstance(vars(module).get(name), type)
         if ours and f"\nclass {name}" in inspect.getsource(module):
-            return room
+            return path
     return None
 
 

@@ -99,7 +99,7 @@ def units_from(extents: Extents) -> jax.Array:
 def encode(
     x: jax.Array, units: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
 ) -> jax.Array:
-    """Returns the int8 codes of a float32 array, each rounded up or down at random.
+    """Returns the int8 codes of a float32 array, rounded stochastically.
 
     Of the two codes next to a number the nearer one is the likelier, so that the mean
     is the number. What a code stands for keeps it. The noise is that of

@@ -1,4 +1,4 @@
-"""Float32 numbers in 16 bits: rounded at random, or beside what rounding takes away."""
+"""Float32 numbers in 16 bits: rounded stochastically, or with what rounding loses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def split_stochastically(
 ) -> tuple[jax.Array, jax.Array]:
     """Splits a float32 array into 16-bit numbers and an int8 array, as :func:`split`.
 
-    What the two have no digits for is rounded up or down at random, see :func:`draws`.
+    What the two have no digits for is rounded stochastically, see :func:`draws`.
     """
     if dtype == jnp.bfloat16:
         x = _rounded_up_or_down(x, seeds, number, ~_LOWEST_BYTE)
@@ -85,7 +85,7 @@ def draws(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
 def round_stochastically(
     x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
 ) -> jax.Array:
-    """Rounds a float32 array to bfloat16 numbers, up or down at random.
+    """Rounds a float32 array to bfloat16 numbers, stochastically.
 
     Of the two neighbours of a number the nearer one is the likelier, so that the mean
     is the number. Bfloat16 numbers, Inf and NaN stay what they are, and nothing finite
@@ -97,7 +97,7 @@ def round_stochastically(
 
 @functools.partial(jax.jit, static_argnums=3)
 def _rounded_up_or_down(x: jax.Array, seeds: Any, number: Any, kept: Any) -> jax.Array:
-    """Rounds at random to float32 numbers of which only the ``kept`` bits are set."""
+    """Rounds stochastically to numbers of which only the ``kept`` bits are set."""
     bits, noise = _bits(x), _noise(x.shape, seeds, number) & ~kept
     down, up = bits & kept, (bits + noise) & kept
     up = jnp.where(jnp.isfinite(_float(up)), up, down)
@@ -106,7 +106,7 @@ def _rounded_up_or_down(x: jax.Array, seeds: Any, number: Any, kept: Any) -> jax
 
 @jax.jit
 def _to_18_digits(x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any):
-    """Rounds at random to multiples of 2^-7 of the spacing of float16 numbers."""
+    """Rounds stochastically to multiples of 2^-7 of the spacing of float16 numbers."""
     spacing = _float16_spacing(x)
     nearest = jnp.round(x / spacing) * spacing  # 2^k below which x may lie
     grid = _float16_spacing(nearest) / _PARTS[np.dtype(jnp.int8)]

@@ -37,8 +37,8 @@ def activation_gradients(
     every module, and the model stays as it is.
 
     The gradients are those that the backward pass works with: of the loss times
-    ``loss_scale``, in the dtype of the activation. What a float16 model flushes to
-    zero is zero here, and what overflows is Inf.
+    ``loss_scale``, in the dtype of the activation. Values that underflow in
+    a float16 model are zero here, and those that overflow are Inf.
 
     What is named inside ``jit``, ``jax.checkpoint`` and ``vmap`` is seen. What is
     named inside a loop, a branch, ``shard_map`` or a function with its own derivative

@@ -73,13 +73,13 @@ class LossScaleState(NamedTuple):
 
     def __repr__(self) -> str:
         """Spells the state in one line, the inner state by its kind."""
-        fields = (f"{name}={_told(x)}" for name, x in self._asdict().items())
+        fields = (f"{name}={_in_words(x)}" for name, x in self._asdict().items())
         return f"LossScaleState({', '.join(fields)})"
 
     _repr_html_ = as_html
 
 
-def _told(x: Any) -> str:
+def _in_words(x: Any) -> str:
     """Returns the number in a scalar array, and of all else what it is."""
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         return short(x)

@@ -341,7 +341,7 @@ def _without_masters(
 ) -> optax.GradientTransformationExtraArgs:
     """Shows ``inner`` float32 parameters, and stores what it makes of them.
 
-    What rounding loses is stored in ``rest_dtype``. With None it rounds at random.
+    What rounding loses is stored in ``rest_dtype``. With None it rounds stochastically.
     """
     state_type, name = StochasticRoundingState, "stochastic_rounding"
     if rest_dtype is not None:

@@ -171,22 +171,22 @@ def test_the_price_on_the_performance_page_was_counted():
         f" memory (geometric mean of {len(networks)} networks in bfloat16" in page
     )
     casting = words(ROOT / "docs/policies.md")
-    said = f"[{mean(moved):.2f} of the memory traffic of a cast model, the mean over "
-    assert f"{said}{len(networks)} networks]" in casting
+    said = f"[{mean(moved) - 1:.0%} more memory traffic than a cast model, the mean "
+    assert f"{said}over {len(networks)} networks]" in casting
     assert sum(round(x, 2) <= 1.05 for x in moved) == 14
-    assert "Fourteen of these" in page
+    assert "Fourteen of these networks need at most 5% more traffic" in page
     dearest = sorted(zip(moved, networks, strict=True), reverse=True)[:2]
     names = [name for _, name in dearest]
     assert names == ["deep set with a maximum", "highway network"]
     _, moved, memory = zip(*prices(accum_steps=4), strict=True)
-    costs = f"{mean(moved):.2f} of the traffic and {mean(memory):.2f} of the memory"
-    assert f"With four micro-batches autocast costs {costs}" in page
+    costs = f"{mean(moved) - 1:.0%} more traffic and {mean(memory) - 1:.0%} more memory"
+    assert f"With four micro-batches autocast needs {costs}" in page
     networks, moved, memory = zip(*prices("float16"), strict=True)
     assert len(networks) == 8
     assert "the eight networks that were counted" in page
-    assert f"cost at most {max(moved):.2f} of the traffic" in page
+    assert f"need at most {max(moved) - 1:.0%} more traffic" in page
     lstm = memory[networks.index("lstm")]
-    assert f"An LSTM takes {lstm:.2f} of the memory" in page
+    assert f"An LSTM needs {lstm - 1:.0%} more memory" in page
 
 
 def test_the_networks_that_pay_more_cost_what_was_counted():

@@ -289,11 +289,11 @@ class Search:
 
     def _others(self) -> Iterator[Fault]:
         """Yields the other operations that have made Inf or NaN, each line once."""
-        told = [self.site, self.origin and self.run.at(self.origin)]
-        told = told if self.first else []
+        known = [self.site, self.origin and self.run.at(self.origin)]
+        known = known if self.first else []
         lines = set[Line]()
         for x in self.run.sites:
-            if x.births and x not in told and not _is_scaled(x):
+            if x.births and x not in known and not _is_scaled(x):
                 is_own = x.origin.time[-1] == x.number
                 line = x.line._replace(dtype="", code="")
                 if line not in lines:

@@ -239,8 +239,8 @@ def _check_finite(reference: Sequence[Any], program: Program) -> None:
 def progress_bar(show: bool | None) -> Iterator[Callable[..., None]]:
     """Shows a progress bar, where there is rich and somebody to look at it.
 
-    Yields what is told what comes next and how many steps that takes, and is called
-    after each step.
+    Yields a function that takes what comes next and how many steps that has, and is
+    called after each step.
     """
     rich: Any = None
     if show is not False:
