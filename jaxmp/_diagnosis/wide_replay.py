@@ -74,22 +74,6 @@ def given(array: Any) -> Value:
     return Value(widened(array))
 
 
-def bodies_of(eqn: Equation, platform: str) -> list[Any]:
-    """Returns the jaxprs in an equation that run on a platform."""
-    bodies = [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
-    if not _jaxpr.chooses_platform(eqn):
-        return bodies
-    # A product of 16-bit operands is widened first on a CPU, which gives the same
-    # numbers. The other branch says what is rounded.
-    for body in bodies:
-        first, *rest = _jaxpr.open_jaxpr(body).eqns or [None]
-        if first is None or rest or not table.is_product_of_any_kind(first):
-            continue
-        if any(is_narrow(x.aval) for x in first.invars):
-            return [body]
-    return [_jaxpr.chosen_branch(eqn, platform)]
-
-
 def jitted(fun: Callable, platform: str) -> Any:
     """Jits a function for a platform, with every rounding that is in its jaxpr."""
     options: Any = {

@@ -114,14 +114,19 @@ class Replay:
 
     def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
         """Replays an equation that calls, repeats or chooses between jaxprs."""
-        jaxprs, replayed = self.bodies(eqn), self.apart(eqn)
+        replayed = self.apart(eqn)
         if replayed is None:
-            ins = ins[len(ins) - len(_jaxpr.in_vars(jaxprs[0])) :]  # no platform
-            return self.run(jaxprs[0], ins, place.inside(eqn, jaxprs[0]))
-        bodies = [Body(self, x, place.inside(eqn, x)) for x in jaxprs]
+            jaxpr, ins = self.written_out(eqn, ins)
+            return self.run(jaxpr, ins, place.inside(eqn, jaxpr))
+        bodies = [Body(self, x, place.inside(eqn, x)) for x in self.bodies(eqn)]
         arrays = [jnp.asarray(x.array) for x in ins]
         outs = replayed(eqn, ins, arrays, *bodies)
         return self.results(eqn, outs, bodies)
+
+    def written_out(self, eqn: Equation, ins: list[Any]) -> tuple[Any, list[Any]]:
+        """Returns the jaxpr of a call that is written out, and what goes into it."""
+        jaxpr = self.bodies(eqn)[0]
+        return jaxpr, ins[len(ins) - len(_jaxpr.in_vars(jaxpr)) :]  # no platform
 
     def apart(self, eqn: Equation) -> Callable[..., Any] | None:
         """Returns what replays a call whose bodies are traced on their own.

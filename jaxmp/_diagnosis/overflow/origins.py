@@ -296,8 +296,7 @@ class _Body:
         """Follows what is known through an equation with bodies."""
         eqn, replay = site.eqn, self.run.replay
         if not replay.apart(eqn):
-            (jaxpr, *_) = replay.bodies(eqn)
-            ins = ins[len(ins) - len(_jaxpr.in_vars(jaxpr)) :]  # no platform
+            jaxpr, ins = replay.written_out(eqn, ins)
             return self.through(jaxpr, ins, site.place.inside(eqn, jaxpr))
         bodies, ran = _jaxpr.call_layout(eqn).bodies, []
         for body, looks in zip(

@@ -29,10 +29,10 @@ from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
-from ..._ops.table import is_as_written, is_exact
+from ..._ops.table import is_as_written, is_exact, is_product_of_any_kind
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
-from ..wide_replay import Value, WideReplay, bind_wide, bodies_of, platform_of
+from ..wide_replay import Value, WideReplay, bind_wide, platform_of
 from .rounded import (
     IN_16_BITS,
     Parts,
@@ -97,7 +97,10 @@ class Program:
         self.multiplies = self.has_autocast = self.has_backward = self.scales = False
         seen: dict[str, None] = {}
         rounds, eight = set[str](), set[str]()
-        for eqn, place in equations(jaxpr, around, self._bodies):
+        frame = _Frame(self, ())
+        for eqn, place in equations(
+            jaxpr, around, lambda eqn: frame.bodies(eqn) if is_call(eqn) else []
+        ):
             if is_call(eqn):
                 continue
             part = self.part_of(place)
@@ -128,9 +131,6 @@ class Program:
     @property
     def count(self) -> int:
         return len(self.parts) + len(self.eight_bit_parts)
-
-    def _bodies(self, eqn: Equation) -> list[Any]:
-        return bodies_of(eqn, self.platform) if is_call(eqn) else []
 
     def _narrow(self, eqn: Equation, place: Place) -> np.dtype | None:
         """Returns the 16-bit dtype that the program itself computes in, if it does."""
@@ -187,7 +187,15 @@ class _Frame(WideReplay):
         return self._on[key]
 
     def bodies(self, eqn: Equation) -> list[Any]:
-        return bodies_of(eqn, self.platform)
+        # A product of 16-bit operands is widened first on a CPU, which gives the same
+        # numbers. The other branch says what is rounded.
+        for body in _jaxpr.sub_jaxprs(eqn) if _jaxpr.chooses_platform(eqn) else ():
+            match _jaxpr.open_jaxpr(body).eqns:
+                case [only] if is_product_of_any_kind(only) and any(
+                    is_narrow(x.aval) for x in only.invars
+                ):
+                    return [body]
+        return super().bodies(eqn)
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number as it was written, which the consumer rounds again."""
