@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import flax.linen as nn
@@ -226,17 +226,13 @@ def _is_kept(module: nn.Module, compute_dtype: np.dtype) -> bool:
 
 
 def gather(
-    module: type[Module],
-    specs: Any = None,
-    policy: PolicyLike | None = None,
-    *,
-    methods: Sequence[str] = ("__call__",),
+    module: type[Module], specs: Any = None, policy: PolicyLike | None = None
 ) -> type[Module]:
     """Returns a class of modules that gather their parameters when they are called.
 
-    This is :func:`jaxmp.gather` at the beginning of each method, for a class of layers,
-    without a change in its code. The parameters of the model keep their names and
-    shapes, and ``init`` does not gather. To apply the model to whole parameters,
+    This is :func:`jaxmp.gather` at the beginning of ``__call__``, for a class of
+    layers, without a change in its code. The parameters of the model keep their names
+    and shapes, and ``init`` does not gather. To apply the model to whole parameters,
     outside of the mesh, build it of ``module``.
 
     Put remat and scan around it:
@@ -247,14 +243,12 @@ def gather(
         specs: As for :func:`jaxmp.gather`, of the collection ``params`` of the layer.
             None reads them off parameters that are boxed (``nn.with_partitioning``).
         policy: As for :func:`jaxmp.gather`.
-        methods: The methods that read parameters.
 
     Returns:
         A subclass with the same name.
 
     Raises:
         TypeError: If ``module`` is not a class of Linen modules.
-        AttributeError: If it has no such method.
         ValueError: As :func:`jaxmp.gather`, when it is called.
 
     Examples:
@@ -281,13 +275,6 @@ def gather(
             "`jaxmp.linen.gather` needs a class of Linen modules, but got "
             f"{short(module)}. {cure}"
         )
-    methods = (methods,) if isinstance(methods, str) else tuple(methods)
-    for name in methods:
-        if not callable(getattr(module, name, None) if isinstance(name, str) else None):
-            raise TypeError(
-                f"`methods` must name methods of `{module.__name__}`, but "
-                f'{short(name)} is not one. Pass for example `methods=("__call__",)`.'
-            )
 
     def whole(variables):
         def gathered(params):
@@ -304,20 +291,16 @@ def gather(
         # Flax's own way pins the array to its sharding, which it no longer has.
         return jax.tree.leaves(x)[0] if is_box(x) else x
 
-    def gathering(method):
-        mapped = nn.map_variables(method, "params", trans_in_fn=whole)
+    method = module.__call__
+    mapped = nn.map_variables(method, "params", trans_in_fn=whole)
 
-        @functools.wraps(method)
-        def call(self, *args, **kwargs):
-            run = method if self.is_initializing() else mapped
-            return run(self, *args, **kwargs)
-
-        return call
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        return (method if self.is_initializing() else mapped)(self, *args, **kwargs)
 
     # The name is that of the parameters of a module that is given none.
-    members = {name: gathering(getattr(module, name)) for name in methods}
-    doc = {"__doc__": module.__doc__}
-    return type(module.__name__, (module,), doc | members)  # pyright: ignore
+    members = {"__doc__": module.__doc__, "__call__": call}
+    return type(module.__name__, (module,), members)  # pyright: ignore
 
 
 def activation_gradients(
