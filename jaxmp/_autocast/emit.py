@@ -373,8 +373,7 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     """Applies elementwise work, a choice or a move in 16 bits."""
     eqn, dtype = step.eqn, step.dtype
     # The transpose of copying is a sum, which is to run in float32.
-    sums = table.copies(eqn) and not _jaxpr.is_differentiated(eqn)
-    if sums or table.is_of_several(eqn):
+    if table.copies(eqn) and not _jaxpr.is_differentiated(eqn):
         return [cast(x, dtype) for x in _jaxpr.bind(eqn, [x.wide() for x in ins])]
     shape = eqn.outvars[0].aval.shape if table.stretches(eqn) else None
     operands = [

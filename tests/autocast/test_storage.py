@@ -904,3 +904,18 @@ def test_an_activation_that_a_norm_reads_too_is_stored_in_16_bits(dtype):
     kept = jaxmp.audit(grad)(normal(0, 32, 32), normal(1, 64, 32)).residual_bytes
     assert kept["float32"] < 2 * 4 * 64 * 32  # the weights, a root, no activation twice
     assert kept[dtype] >= 3 * 2 * 64 * 32
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu])
+def test_the_slope_of_an_activation_between_products_is_in_16_bits(activation, order):
+    """Newer JAX has a primitive of its own for that of a tanh."""
+
+    def loss(w):
+        return jnp.sum((activation(X @ w) @ W) ** 2)
+
+    names = {"tanh", "sub", "one_minus_square"}
+    eqns = traced(ORDERS[order](loss, "bfloat16"), W)
+    found = [x.outvars[0].aval for x in eqns if x.primitive.name in names]
+    assert len(found) >= 2
+    assert {x.dtype for x in found} == {HALF}
