@@ -6,15 +6,17 @@ scanned, rematerialised or not, in one batch or in micro-batches. Needs no GPU (
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxmp
 
-from .counting import h200, hlo, results
+from .counting import h200, hlo, results, timing
 from .counting.results import Table
 from .networks.basic import causal_attention
 
@@ -114,22 +116,62 @@ def _normed(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def main(*, forms: tuple[str, ...] = tuple(FORMS)) -> None:
-    """Counts the gradients of decoders of three widths.
+def main(*, forms: tuple[str, ...] = tuple(FORMS), timed: bool = False) -> None:
+    """Counts the gradients of decoders of three widths, or times them.
 
     Args:
         forms: How they are written.
+        timed: Time them on your NVIDIA GPU.
     """
-    h200.require("fp8")
+    if not timed:
+        h200.require("fp8")
+    device = jax.devices()[0].device_kind if timed else h200.HARDWARE
     for width in (1024, 2048, 4096):
-        new = (
-            {"form": form, "policy": policy}
-            | count(Decoder(width), FORMS[form], policy)
-            for form in forms
-            for policy in POLICIES
-        )
-        by = "form", "policy"
-        results.update("fp8", f"width {width}", h200.HARDWARE, new, *by)
+        measured = times if timed else counts
+        title = f"{device}, width {width}" if timed else f"width {width}"
+        new = measured(Decoder(width), forms)
+        results.update("fp8", title, device, new, "form", "policy")
+
+
+def counts(decoder: Decoder, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields what was counted in each form, under each policy."""
+    for form in forms:
+        for policy in POLICIES:
+            row = {"form": form, "policy": policy}
+            yield row | count(decoder, FORMS[form], policy)
+
+
+def times(decoder: Decoder, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yields the milliseconds of each form, under each policy, timed in turns."""
+    shapes, tokens = decoder.params(), decoder.batch()[0]
+    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes)) + 1))
+    params = jax.tree.map(
+        lambda x: jax.random.normal(next(keys), x.shape) * x.shape[-2] ** -0.5, shapes
+    )
+    batch = jax.random.randint(next(keys), (2, *tokens.shape), 0, decoder.vocabulary)
+    compiled, samplers = {}, {}
+    for form in forms:
+        for policy in POLICIES:
+            cast = jaxmp.autocast(decoder.gradient(FORMS[form]), policy)
+            compiled[form, policy] = jax.jit(cast).lower(params, *batch).compile()
+
+    def sample(program, calls):
+        result, start = None, time.perf_counter()
+        for _ in range(calls):
+            result = program(params, *batch)
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
+
+    for case, program in compiled.items():
+        one = functools.partial(sample, program)
+        samplers[case] = functools.partial(one, timing.calls_for(0.12, one))
+    for (form, policy), seconds in timing.interleaved(samplers, 5).items():
+        yield {
+            "form": form,
+            "policy": policy,
+            "ms": timing.spread(1e3 * np.array(seconds)),
+            "temp": compiled[form, policy].memory_analysis().temp_size_in_bytes,
+        }
 
 
 def count(
@@ -161,19 +203,23 @@ def is_float8(kind: str) -> bool:
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
-    """Yields what was counted for each width."""
+    """Yields what was counted or timed for each width."""
     for title, result in found.items():
-        rows = [
-            {
-                "form": row["form"],
-                "policy": row["policy"],
-                "products in float8": row["float8"],
-                "others": row["others"],
-                "GB": f"{row['bytes'] / 1e9:.1f}",
-                "kernels": row["kernels"],
-                "temporary MiB": f"{row['temp'] / 2**20:.0f}",
-                "roofline ms": f"{1e3 * row['seconds']:.1f}",
-            }
-            for row in result["rows"]
-        ]
+        rows = [_row(row) for row in result["rows"]]
         yield Table(f"## 4 layers, 8 x 1024 tokens, {title}\n", rows, [result])
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"form": row["form"], "policy": row["policy"]}
+    temporary = {"temporary MiB": f"{row['temp'] / 2**20:.0f}"}
+    if "ms" in row:
+        return named | temporary | {"ms": row["ms"]}
+    return {
+        **named,
+        "products in float8": row["float8"],
+        "others": row["others"],
+        "GB": f"{row['bytes'] / 1e9:.1f}",
+        "kernels": row["kernels"],
+        **temporary,
+        "roofline ms": f"{1e3 * row['seconds']:.1f}",
+    }

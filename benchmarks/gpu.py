@@ -34,11 +34,8 @@ from .networks.fused import fused
 
 ROOT = pathlib.Path(__file__).parent.parent
 MIB = 2**20
-FORMS = ("float32", FLOOR, "jaxmp modules", AUTOCAST, "jaxmp autocast, rounded", INT8)
-BOTH_PASSES = (AUTOCAST, BACKWARD)
-FLOAT16 = (FLOOR, "jaxmp cast", *BOTH_PASSES, "jmp", "flax DynamicScale", "mpx")
-ALL_FORMS = ("gpt-160m", "resnet-50")  # also in true float32, and in float16
-IN_FLOAT16 = ("llama", "vit", "bert")  # also under autocast in float16
+FORMS = ("float32", FLOOR, AUTOCAST)
+ONE_DTYPE = ("float32", "highest", BACKWARD)  # whatever dtype is asked for
 # In the order of their importance, with what tables call them.
 NAMES = {
     "gpt-160m": "GPT, 163M parameters",
@@ -55,6 +52,7 @@ NAMES = {
     "gemma": "Gemma",
     "state space": "State space",
 }
+FIRST = "the first times"  # before which bytes had been counted
 FULL = families.FAMILIES | basic.NETWORKS | fused(basic.NETWORKS)
 TINY = families.SMALL | {
     "gpt-160m": basic.TINY["gpt"],
@@ -102,7 +100,9 @@ class Compiled(NamedTuple):
 def main(
     *,
     networks: tuple[str, ...] = tuple(NAMES),
-    forms: tuple[str, ...] = (),
+    forms: tuple[str, ...] = FORMS,
+    dtypes: tuple[str, ...] = ("bfloat16",),
+    title: str = "",
     seconds: float = 540.0,
     tiny: bool = False,
     torch: bool = True,
@@ -111,14 +111,16 @@ def main(
 
     Args:
         networks: Which.
-        forms: Of a step in bfloat16, if not all that are usual. That with two dtypes
-            comes with autocast in float16.
+        forms: Of a step: `highest`, or a name in `benchmarks/counting/steps.py`.
+        dtypes: Of 16 bits. A form that has a dtype of its own is timed in the first.
+        title: Of the results. They replace those of an earlier run with that title.
         seconds: No network begins later; what has begun is finished.
         tiny: Try it out with tiny networks, on a CPU too.
         torch: Time PyTorch, where it is installed.
     """
     known = TINY if tiny else FULL
     worth.check("network", networks, known)
+    worth.check("form", forms, ("highest", *steps.CONTESTANTS))
     until = time.monotonic() + seconds
     rows: dict[str, list[Any]] = {"ceilings": [], "steps": [], "left out": []}
 
@@ -135,29 +137,23 @@ def main(
             "`jax[cuda12]` or `jax[cuda13]`, or try the program out with `--tiny`."
         )
     device = jax.devices()[0].device_kind
+    title = f"{device}, {title}" if title else device
+    cases = [
+        Case(form, dtype)
+        for dtype in dtypes
+        for form in forms
+        if dtype == dtypes[0] or form not in ONE_DTYPE
+    ]
     rows["ceilings"] += ceilings(2**16 if tiny else 2**28)
     for name in networks:
         if time.monotonic() > until:
             report(f"{name}: left out, the time is over")
             continue
         start = time.monotonic()
-        rows["steps"] += measured(
-            name, known[name], cases_of(name, forms), tiny, report
-        )
-        results.save("gpu", device, device, rows)
+        rows["steps"] += measured(name, known[name], cases, tiny, report)
+        results.save("gpu", title, device, rows)
         print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
-    results.save("gpu", device, device, rows)
-
-
-def cases_of(name: str, forms: tuple[str, ...]) -> list[Case]:
-    """Returns the steps of a network that are timed: those named, or the usual."""
-    cases = [Case(form, "bfloat16") for form in forms or FORMS if form != BACKWARD]
-    if name in ALL_FORMS and not forms:
-        cases.insert(1, Case("highest", "bfloat16"))
-        cases += [Case(form, "float16") for form in FLOAT16]
-    elif BACKWARD in forms or (name in IN_FLOAT16 and not forms):
-        cases += [Case(form, "float16") for form in BOTH_PASSES]
-    return cases
+    results.save("gpu", title, device, rows)
 
 
 def measured(
@@ -314,10 +310,10 @@ def _seconds(function, *args):
 TIMES = """\
 ## Times on a GPU
 
-Training steps with Adam, each in float32 as JAX does by default (TF32), in true float32
-(*highest*), and in 16 bits. Medians of five rounds in turns. The temporary memory is
-that of the compiled step. *Trace* includes lowering; the compile time of the first step
-of each dtype includes the choice of kernels, which the others reuse.
+Training steps with Adam, each in float32 as JAX does by default (TF32), some in true
+float32 (*highest*), and in 16 bits. Medians of five rounds in turns. The temporary
+memory is that of the compiled step. *Trace* includes lowering; the compile time of the
+first step of each dtype includes the choice of kernels, which the others reuse.
 """
 
 CEILINGS = """\
@@ -333,7 +329,8 @@ PREDICTED = """\
 ### How well counting predicts times
 
 What had been counted in code compiled for an H200, before any time was measured, and
-then the measured time. The first two columns are bytes, the third is an estimated time.
+then the first measured times. The first two columns are bytes, the third is an
+estimated time.
 """
 
 
@@ -365,7 +362,8 @@ def tables(found: Mapping[str, Any]) -> Iterator[Table]:
             ]
             yield Table(PYTORCH, of_torch, source)
     if counted := found.get("counted before"):
-        first, *_ = timed.values()  # after which autocast has changed
+        # Autocast has changed since, and so has what is counted.
+        first = next(x for title, x in timed.items() if title.endswith(FIRST))
         predicted = [_predicted(x, by_case(first)) for x in counted["rows"]]
         yield Table(PREDICTED, predicted, [counted])
 
