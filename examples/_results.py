@@ -82,7 +82,9 @@ def results_table(results: list[Result], epochs: int) -> Table:
         "  in compute dtype": [f"{r.compute_bytes / 1e3:.0f} kB" for r in results],
         "Residuals of a batch": [f"{r.residual_bytes / 1e3:.0f} kB" for r in results],
     }
-    logged = [jaxmp.scalars(r.state.opt_state, prefix="") for r in results]
+    logged = [
+        jaxmp.scalars(r.state.opt_state, r.state.step, prefix="") for r in results
+    ]
     rows["Loss scale at the end"] = [power(x["loss_scale"]) for x in logged]
     rows["Skipped steps"] = [
         f"{x['skipped']} ({x['skipped_share']:.0%})" for x in logged

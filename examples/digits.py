@@ -134,7 +134,7 @@ def train_step(state, images, labels, accum_steps):
     metrics = {
         "loss": loss,
         "accuracy": accuracy.mean(),
-        **jaxmp.scalars(new_state.opt_state),
+        **jaxmp.scalars(new_state.opt_state, new_state.step),
     }
     return new_state.replace(batch_stats=batch_stats), metrics
 

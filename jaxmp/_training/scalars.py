@@ -10,25 +10,7 @@ import jax.numpy as jnp
 from .._base.checks import check_positive, plain_array, short
 from .._base.tree import found_in
 from .exponents import RecordRangesState
-from .loss_scale_state import (
-    WITHHOLDING,
-    get_loss_scale_state,
-    looks_unused,
-)
-
-# States of optax that count the steps that were taken, and those that gather the
-# gradients of several, so that the ones inside them count fewer.
-_COUNTING = {
-    "ScaleByAdamState",
-    "ScaleByAmsgradState",
-    "ScaleByBeliefState",
-    "ScaleByLionState",
-    "ScaleByNovogradState",
-    "ScaleByScheduleState",
-    "InjectStatefulHyperparamsState",
-    "FactoredState",
-}
-_GATHERING = {"ApplyEvery", *WITHHOLDING}
+from .loss_scale_state import get_loss_scale_state, looks_unused
 
 
 def scalars(
@@ -49,8 +31,7 @@ def scalars(
         opt_state: A state with one :class:`LossScaleState` in it, as
             :func:`jaxmp.get_loss_scale` takes it. Those of
             :func:`jaxmp.record_ranges` in it are reported too.
-        step: The number of steps so far, for ``skipped_share``. With None it comes from
-            an optimizer that counts the steps that were not skipped, as Adam does.
+        step: The number of steps so far, for ``skipped_share``.
         prefix: What each name begins with: a section of TensorBoard or W&B.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
 
@@ -58,11 +39,10 @@ def scalars(
         ``loss_scale``, ``good_steps`` and ``bad_steps`` in a row, ``skipped`` steps in
         all, ``last_finite`` as 0 or 1; ``looks_unused``, which is 1 where the scale has
         grown to ``max_scale`` without a skipped step, most likely because no gradient
-        is computed with it; the share of the skipped steps,
-        ``skipped_share``, where the number of steps is known; of recorded ranges
-        ``max``, and
-        ``zero_share`` and ``nonfinite_share`` of the counted values. Where several are
-        recorded, of one tree of parameters each, that is the worst of them.
+        is computed with it; the share of the skipped steps, ``skipped_share``, where
+        ``step`` is given; of recorded ranges ``max``, and ``zero_share`` and
+        ``nonfinite_share`` of the counted values. Where several are recorded, of one
+        tree of parameters each, that is the worst of them.
 
     Raises:
         ValueError: As :func:`jaxmp.get_loss_scale`, or if ``max_scale`` is not a
@@ -86,12 +66,10 @@ def scalars(
         "last_finite": jnp.asarray(state.last_finite, jnp.float32),
         "looks_unused": unused.astype(jnp.float32),
     }
-    if step is None and (taken := _steps_taken(state.inner_state)) is not None:
-        step = taken + state.skipped
     if isinstance(step, int) and not 0 <= step < 2**31:
         raise ValueError(
             f"`step` must be the number of steps taken, but is {short(step)}. Leave it "
-            "out where the optimizer counts them, as Adam does."
+            "out where you do not count them."
         )
     if step is not None:
         found["skipped_share"] = _share(state.skipped, step)
@@ -105,18 +83,6 @@ def scalars(
 @jax.jit  # or `jax.transfer_guard` would forbid the number in it
 def _share(count: jax.Array, total: jax.Array) -> jax.Array:
     return count / jnp.maximum(total, 1)
-
-
-def _steps_taken(state: Any) -> jax.Array | None:
-    """Returns how many steps an optimizer has counted, None if it counts none."""
-
-    def is_part(x):
-        return type(x).__name__ in _COUNTING | _GATHERING
-
-    parts = [*filter(is_part, jax.tree.leaves(state, is_leaf=is_part))]
-    if not parts or any(type(x).__name__ in _GATHERING for x in parts):
-        return None
-    return plain_array(parts[0].count)
 
 
 def _of_ranges(state: RecordRangesState) -> dict[str, jax.Array]:
