@@ -795,6 +795,19 @@ def test_a_float32_value_of_which_nothing_is_known_still_has_a_line():
     assert str(leak) in str(report)
 
 
+def test_an_unknown_operation_may_hold_a_jaxpr_that_lacks_its_constants():
+    holder = Primitive("holder")  # as the solvers of lineax do
+    holder.def_abstract_eval(lambda x, jaxpr: x)
+
+    def fun(x, w):
+        body = jax.make_jaxpr(lambda x: x + jnp.asarray(np.arange(8.0, dtype="f4")))(x)
+        assert body.consts
+        return holder.bind(x @ w, jaxpr=body.jaxpr) @ w
+
+    assert jaxmp.audit(fun)(full(8, 8), full(8, 8)).fraction_16bit == 0
+    assert jaxmp.audit(jaxmp.autocast(fun))(full(8, 8), full(8, 8)).fraction_16bit == 1
+
+
 def test_a_product_that_narrows_its_result_is_charged_as_well():
     def fun(x, w):
         wide = jnp.broadcast_to(np.float32(2), (8, 8))

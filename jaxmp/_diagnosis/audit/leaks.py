@@ -195,9 +195,9 @@ class Leaks:
         else:  # of which nothing else is known
             value = _either(ins)
             for jaxpr in bodies:
-                inputs = [value] * len(_jaxpr.in_avals(jaxpr))
-                inside = place.inside(eqn, jaxpr)
-                outs = self.walk.through(jaxpr, inputs, (), inside)
+                body, known = _jaxpr.open_jaxpr(jaxpr), _jaxpr.closed_consts(jaxpr)
+                inputs = [value] * len([*body.constvars[len(known) :], *body.invars])
+                outs = self.walk.through(jaxpr, inputs, (), place.inside(eqn, jaxpr))
                 value = _either([value, *outs])
         return [self._output(eqn, var.aval, value, place) for var in eqn.outvars]
 
