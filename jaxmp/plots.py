@@ -106,7 +106,7 @@ def exponents(
     left, right = seen.min(), seen.max() + 1
     gap = max(4, (right - left) / 20)  # to the bars of zeros, and of Inf and NaN
 
-    axes = _subplots(1, (7, 4)) if ax is None else ax
+    axes = _subplots(1, (7, 4), ax)
     axes.axvspan(first, info.minexp, color="0.96", label=f"{dtype.name} subnormal")
     axes.axvspan(info.minexp, info.maxexp, color="0.9", label=f"{dtype.name} normal")
     axes.stairs(shares, edges, fill=True, label="values")
@@ -173,7 +173,7 @@ def loss_scale(
         for name in ("loss_scale", "last_finite")
     )
     (skipped,) = np.nonzero(~finite)
-    axes = _subplots(1, (7, 4)) if ax is None else ax
+    axes = _subplots(1, (7, 4), ax)
     # Of a line with one point there is nothing to see.
     marker = "." if len(scales) == 1 else ""
     axes.step(range(len(scales)), scales, marker, where="post", label="loss scale")
@@ -318,8 +318,12 @@ def _rows(
     return left, right
 
 
-def _subplots(columns: int, size: tuple[float, float], **options: Any) -> Any:
-    """Returns the axes of a new figure of pyplot."""
+def _subplots(columns: int, size: Any, ax: Any = None, **options: Any) -> Any:
+    """Returns ``ax``, or for None the axes of a new figure of pyplot."""
+    if ax is not None:
+        if not hasattr(ax, "axvspan"):
+            raise TypeError(f"`ax` must be matplotlib's axes, but is {describe(ax)}.")
+        return ax
     from matplotlib import pyplot  # late, because it looks for a screen
 
     options |= {"sharey": True, "figsize": size, "layout": "constrained"}

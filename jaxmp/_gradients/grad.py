@@ -289,12 +289,7 @@ def grad(
 ) -> Callable[P, Any]:
     """Differentiates like :func:`value_and_grad`, and returns the gradients alone.
 
-    Args:
-        fun: As in :func:`value_and_grad`.
-        *positional: Nothing, as in :func:`value_and_grad`.
-        policy: As in :func:`value_and_grad`.
-        has_aux: Whether ``fun`` returns a pair.
-        **options: The other options of :func:`value_and_grad`.
+    It takes the arguments of :func:`value_and_grad`.
 
     Returns:
         A function that returns ``gradients`` or ``(gradients, aux)``.
