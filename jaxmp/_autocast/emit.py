@@ -375,9 +375,8 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     # The transpose of copying is a sum, which is to run in float32.
     if table.copies(eqn) and not _jaxpr.is_differentiated(eqn):
         return [cast(x, dtype) for x in _jaxpr.bind(eqn, [x.wide() for x in ins])]
-    shape = eqn.outvars[0].aval.shape if table.stretches(eqn) else None
     operands = [
-        _operand(x, dtype, shape) if is_float32(var) else x.array
+        _operand(x, eqn, dtype) if is_float32(var) else x.array
         for x, var in zip(ins, eqn.invars, strict=True)
     ]
     if table.sorts(eqn):
@@ -385,17 +384,18 @@ def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     return bind_narrow(eqn, operands, dtype)
 
 
-def _operand(value: Value, dtype: np.dtype, shape: tuple[int, ...] | None) -> Any:
-    """Returns an operand in 16 bits, stretched to ``shape`` where one is given.
+def _operand(value: Value, eqn: Equation, dtype: np.dtype) -> Any:
+    """Returns an operand in 16 bits, stretched where ``eqn`` would stretch it.
 
     The gradient of stretching is a sum, which is to run in float32.
     """
     if value.facts.scalar is not None:
         return value.narrow(dtype)
     array, wide = value.array, not value.facts.half
-    if wide and dtype == np.float16:
+    if wide and dtype == np.float16 and table.joins(eqn):
         array = _saturated(array, dtype)  # a mask of -1e9 must not become -inf
-    if shape is not None and array.shape != shape:
+    shape = eqn.outvars[0].aval.shape
+    if table.stretches(eqn) and array.shape != shape:
         array = array if wide else value.wide()
         axes = range(len(shape) - array.ndim, len(shape))
         return cast(lax.broadcast_in_dim(array, shape, axes), dtype)

@@ -154,6 +154,17 @@ def test_an_argument_beyond_float16_saturates_where_it_is_added():
 
 
 @both_orders
+def test_a_kernel_beyond_float16_shows_in_the_gradient_as_in_the_loss(order):
+    # A finite gradient of a loss that is Inf would not have the step skipped.
+    def loss(x, kernel):
+        x = jax.nn.relu(x) * jnp.ones((1, 8, 1))
+        return jax.lax.conv(x, kernel, (1,), "SAME").mean()
+
+    grad = order(loss)(jnp.ones((1, 8, 8)), jnp.full((8, 8, 3), 7e4))
+    assert not jnp.isfinite(grad).any()
+
+
+@both_orders
 def test_dot_product_attention_runs_in_float16_on_this_backend(order):
     def loss(x):
         return jnp.square(jax.nn.dot_product_attention(x, x, x, is_causal=True)).sum()

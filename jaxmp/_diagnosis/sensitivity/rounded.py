@@ -29,7 +29,7 @@ from ..._jaxprs.scopes import Scopes, all_scopes, module_of
 from ..._ops.fp8 import scaled
 from ..._ops.precision import at_precision, with_default_precision
 from ..._ops.products import is_convolution, with_precision
-from ..._ops.table import ROUNDINGS, one_of
+from ..._ops.table import ROUNDINGS, joins, one_of
 from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
 
 # These return what they are given. Their parameters say how `Program` rounds it.
@@ -185,7 +185,7 @@ class RoundingEmitter(Emitter):
         operands = id(step), "operands"
         if _rounds_operands(step):
             takes = classes.rounds(eqn) if is_product else [True] * len(ins)
-            clips = step.kind != "product" and dtype == np.float16
+            clips = joins(eqn) and dtype == np.float16
             for i, (x, var) in enumerate(zip(ins, eqn.invars, strict=True)):
                 rounds = is_inexact(var) if is_product else is_float32(var)
                 if takes[i] and rounds:
