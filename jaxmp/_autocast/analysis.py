@@ -5,6 +5,7 @@ so that layers that share one are analysed once.
 """
 
 import collections
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -69,6 +70,8 @@ class Consumers(NamedTuple):
         return [row.eqn for row in self.rows]
 
 
+# Few differ. One for each equation is what the garbage collector would go through.
+_demand = functools.lru_cache(maxsize=4096)(Demand)
 NO_PATHS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -240,10 +243,10 @@ class Analysis:
                 need[var] |= one
         forward, rows = set(_jaxpr.variables(body.outvars)), []
         for eqn in reversed(eqns):
-            read = Demand(tuple([need[var] for var in eqn.outvars]), through(eqn, ways))
+            wanted = tuple([need[var] for var in eqn.outvars])
+            read, out = _demand(wanted, through(eqn, ways)), joined(wanted)
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
-            out = joined(read.wanted)
             if needs.is_compared(out) and kind != "call":
                 eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
@@ -256,18 +259,19 @@ class Analysis:
                     kind,
                     out,
                     back=back,
-                    kept=self.is_kept(here),
+                    kept=kind == "keep" and self.is_kept(here),
                     summed=read.summed,
                     spotted=spotted,
                 )
                 if needs.is_compared(out):
                     found = needs.all_compared(found)
-            rows.append(Row(eqn, kind, back, here, read, out, found))
-            if not back:
-                forward.update(_jaxpr.variables(eqn.invars))
+            rows.append(Row(eqn, kind, back, here, read, out, tuple(found)))
             for var, one in zip(eqn.invars, found, strict=True):
-                if one and not isinstance(var, Literal):
-                    need[var] |= one
+                if not isinstance(var, Literal):
+                    if not back:
+                        forward.add(var)
+                    if one:
+                        need[var] |= one
         rows.reverse()
         definition = definitions_of([row.eqn for row in rows])
         return Consumers(rows, need, forward, definition)

@@ -16,7 +16,7 @@ from .._jaxprs.jaxpr import FLOAT32, Equation, is_inexact
 from .._ops.precision import own_precisions, with_default_precision
 from .facts import Facts
 from .graph import Demand
-from .plan import Step
+from .plan import Step, replaced
 
 if TYPE_CHECKING:
     from .emit import Emitter
@@ -199,12 +199,6 @@ def noted_as_rule() -> Iterator[None]:
             "`autocast(jax.value_and_grad(loss))`."
         )
         raise
-
-
-def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
-    """Returns ``items`` with those at ``places`` replaced."""
-    changed = dict(zip(places, new, strict=True))
-    return [changed.get(i, item) for i, item in enumerate(items)]
 
 
 def places_of_moving(eqn: Equation, tangents: Iterable[Any]) -> list[int]:

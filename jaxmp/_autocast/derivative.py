@@ -18,8 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, is_inexact
 from .._ops.precision import own_precisions
-from .customs import replaced
 from .graph import reached
+from .plan import replaced
 
 # Runs a jaxpr on arrays, in mixed precision.
 Run = Callable[[Any, Sequence[Any]], list[Any]]

@@ -186,27 +186,25 @@ class Emitter:
     def emit(self, jaxpr: Any, plan: Plan, arrays: Sequence[Any]) -> list[Any]:
         """Emits a jaxpr under the ambient trace, and returns its outputs as planned."""
         steps, scopes = iter(plan.steps), dict[tuple[int, int], Any]()
-        eqns = [step.eqn for step in plan.steps]
-        # Most jaxprs have one context, to be entered once.
-        shared = _jaxpr.shared_context(eqns)
 
         def apply(eqn: Equation, ins: list[Value]) -> list[Value]:
-            with _jaxpr.located_at(eqn, scopes):
-                if shared:
-                    return self._step(next(steps), ins)
-                with _jaxpr.context_of(eqn):
-                    return self._step(next(steps), ins)
+            step = next(steps)
+            if step.repeats and self.record is None:  # as most are
+                arrays = _jaxpr.repeated(eqn, [x.array for x in ins], scopes)
+                if arrays is not None:
+                    return list(map(self.value, arrays, step.outs))
+            with _jaxpr.located_at(eqn, scopes), _jaxpr.context_of(eqn):
+                return self._step(step, ins)
 
-        with shared or contextlib.nullcontext():
-            outs = _jaxpr.interpret(
-                jaxpr,
-                [self._arrived(plan, i, array) for i, array in enumerate(arrays)],
-                apply,
-                eqns=eqns,
-                const=lambda array: self.value(array, GIVEN),
-                literal=lambda atom: self.value(atom.val, facts.of_literal(atom)),
-            )
-            return [self._returned(plan, i, out) for i, out in enumerate(outs)]
+        outs = _jaxpr.interpret(
+            jaxpr,
+            [self._arrived(plan, i, array) for i, array in enumerate(arrays)],
+            apply,
+            eqns=[step.eqn for step in plan.steps],
+            const=lambda array: self.value(array, GIVEN),
+            literal=lambda atom: self.value(atom.val, facts.of_literal(atom)),
+        )
+        return [self._returned(plan, i, out) for i, out in enumerate(outs)]
 
     def narrow(self, value: Value, dtype: np.dtype, *site: Any) -> Any:
         """Returns a value in 16 bits.

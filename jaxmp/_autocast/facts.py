@@ -1,5 +1,6 @@
 """What is known of a value while the plan is made, and no array is there."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -87,6 +88,9 @@ class Facts(NamedTuple):
         return number is None or number == np.asarray(number, dtype)
 
 
+# Few differ that know no number, and one for each equation would be what the garbage
+# collector goes through. Numbers are not shared: 0 is -0.
+shared = functools.lru_cache(maxsize=4096)(Facts)
 NOTHING = Facts()
 GIVEN = Facts(given=True)
 

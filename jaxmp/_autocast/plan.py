@@ -6,9 +6,9 @@ arrays, and decides. The sentences are in :mod:`jaxmp._autocast.rules`. What obe
 :mod:`jaxmp._autocast.emit`.
 """
 
-import copy
 import dataclasses
 import math
+import operator
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -87,6 +87,8 @@ class Step(NamedTuple):
     precision: str = "default"  # of float32 products
     float8: bool = False  # whether it takes its operands in float8
     tangent: bool = False  # whether an input is a tangent of a rule
+    # Whether it is written once more, of values none of which has 16 bits.
+    repeats: bool = False
     inside: Inside | None = None
     exact: "Step | None" = None  # the same for what the iterations add up
 
@@ -98,7 +100,8 @@ class Step(NamedTuple):
     @property
     def is_read_exactly(self) -> bool:
         """Whether it is float32 because somebody reads what it returns exactly."""
-        return self.rule == rules.FLOAT32 and _is_read_exactly(self.need)
+        exactly = needs.has_digits(self.need) and not needs.has_region(self.need)
+        return self.rule == rules.FLOAT32 and exactly
 
     @property
     def is_summed(self) -> bool:
@@ -167,21 +170,11 @@ class Planner:
         by_path = float8 and bool(bfloat16_paths)
         self.analysis = Analysis(dtype, ops, paths, apart=two, says_scopes=by_path)
         self.bfloat16_paths = {x: tuple(x.split("/")) for x in bfloat16_paths}
-        self._start()
-
-    def _start(self) -> None:
         # Why products are not in float8, None with it if some are.
         self.reasons: set[str | None] = set()
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
         self._first_by: Any = weakref.WeakValueDictionary()  # by fingerprint
-
-    def with_analysis(self, analysis: Analysis) -> "Planner":
-        """Returns one with another analysis, which has planned nothing."""
-        other = copy.copy(self)
-        other.analysis = analysis
-        other._start()
-        return other
 
     def dtype_in(self, back: bool) -> np.dtype:
         """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
@@ -302,9 +295,12 @@ class Planner:
         if kind == "keep" and not float8:
             precision = analysis.precision(eqn, around)
             why = analysis.reason(eqn, around) or why
-        options = why or "", precision, float8, tangent
-        step = Step(*row, how, by, dtype, (), *options)
-        return step._replace(outs=self._outs(step, ins, consumers.definition))
+        outs = self._outs(row, how, float8, ins, tangent, consumers.definition)
+        repeats = how == "float32" and kind != "product" and not (float8 or why)
+        repeats = repeats and precision == "default" and not table.adds_at(eqn)
+        repeats = repeats and not any([x.half for x in ins])
+        options = why or "", precision, float8, tangent, repeats
+        return Step(*row, how, by, dtype, outs, *options)
 
     def _with_exact(
         self, step: Step, row: Row, ins: Sequence[Facts], consumers: Consumers
@@ -318,28 +314,39 @@ class Planner:
         exact = self._step(row, [one or x for x, one in pairs], consumers)
         pairs = zip(step.outs, exact.outs, strict=True)
         outs = tuple([out._replace(exact=one) for out, one in pairs])
-        return step._replace(outs=outs, exact=exact)
+        return step._replace(outs=outs, exact=exact, repeats=False)
 
     def _outs(
-        self, step: Step, ins: Sequence[Facts], definition: Definition
+        self,
+        row: Row,
+        how: How,
+        float8: bool,
+        ins: Sequence[Facts],
+        tangent: bool,
+        definition: Definition,
     ) -> tuple[Facts, ...]:
         """Returns what is known of the outputs of an equation that is not gone into."""
-        eqn, kind, back, dtype = step.eqn, step.kind, step.back, step.dtype
+        eqn, kind, back, dtype = row.eqn, row.kind, row.back, self.dtype_in(row.back)
         if ins and ins[0].half and (table.retypes(eqn) or table.is_saved(eqn)):
             return (ins[0]._replace(exact=None),)
         floats = [is_float32(var) for var in eqn.outvars]
-        wanted, stored = step.read.wanted, None
-        if kind == "product" or step.float8:
-            half = self._narrow_outs(step, ins)
-        elif step.how == "half":
+        wanted, stored = row.read.wanted, None
+        firmly = self.ops.rounds_matmuls and not needs.has_region(row.need)
+        by_name = eqn.primitive.name in DEFAULT_OPS.infer
+        if float8 or (kind == "product" and "preferred_element_type" in eqn.params):
+            is_half = kind == "product" and (how == "half" or firmly)
+            half = [is_half] * len(floats)
+        elif kind == "product" or (how == "half" and not by_name):
+            half = [x == dtype for x in self._bound(eqn, dtype)]
+            if products.is_attention(eqn):
+                half = list(map(operator.and_, half, map(needs.is_half, wanted)))
+        elif how == "half":
             half = floats
-            if eqn.primitive.name not in DEFAULT_OPS.infer:
-                half = [x == dtype for x in self._bound(eqn, dtype)]
-        elif step.how == "rounded":
+        elif how == "rounded":
             half = [needs.is_half(need) for need in wanted]
-        elif step.how == "stored" and kind != "exact":
+        elif how == "stored" and kind != "exact":
             half = floats
-            if not needs.is_rounded_for_products(step.need):
+            if not needs.is_rounded_for_products(row.need):
                 stored = _stored_axes(eqn.outvars[0], definition, eqn)
         else:
             half = [False] * len(floats)
@@ -357,36 +364,22 @@ class Planner:
                 scalar = table.folded(eqn, numbers)
             if kind == "exact" and any([x.stored is not None for x in ins]):
                 stored = ()
+        known = facts.shared if scalar is None else Facts
         return tuple(
             [
-                Facts(
+                known(
                     dtype if is_half and is_float else None,
                     given,
                     cotangent,
                     0 if is_half or not is_float else product,
                     broadcast,
-                    step.tangent,
+                    tangent,
                     scalar,
                     stored if is_half and is_float else None,
                 )
                 for is_half, is_float in zip(half, floats, strict=True)
             ]
         )
-
-    def _narrow_outs(self, step: Step, ins: Sequence[Facts]) -> Sequence[bool]:
-        """Returns which outputs of a product have 16 bits."""
-        eqn, wanted = step.eqn, step.read.wanted
-        firmly = self.ops.rounds_matmuls and not needs.has_region(step.need)
-        half = step.how == "half" or firmly
-        if step.float8:
-            return [step.kind == "product" and half]
-        if products.is_attention(eqn):
-            found = self._bound(eqn, step.dtype)
-            pairs = zip(found, wanted, strict=True)
-            return [x == step.dtype and needs.is_half(need) for x, need in pairs]
-        if "preferred_element_type" not in eqn.params:
-            return [x == step.dtype for x in self._bound(eqn, step.dtype)]
-        return [half] * len(eqn.outvars)
 
     def _bound(self, eqn: Equation, dtype: np.dtype) -> list[np.dtype]:
         """Returns the dtypes of what ``eqn`` makes of operands in 16 bits.
@@ -465,8 +458,9 @@ class Planner:
                 layout = layout._replace(bodies=[body._replace(jaxpr=first)])
         if _jaxpr.is_remat(eqn):
             places = self._rounded_before(eqn, ins, demand, scopes, range(len(ins)))
-            ins = _with(ins, {i: ins[i].rounded(places[i]) for i in places})
-            passed = _with(passed, places)
+            rounded = [ins[i].rounded(one) for i, one in places.items()]
+            ins = replaced(ins, places, rounded)
+            passed = replaced(passed, places, places.values())
         while True:
             bodies = tuple(
                 [self._body(body, ins, demand, ends, scopes) for body in layout.bodies]
@@ -584,7 +578,7 @@ class Planner:
             for i in streams.values():
                 given[start + i] = Facts(dtype, exact=carried[i])
             ends = _ends(eqn, body, demand, carried, within, stores)
-            ends = tuple(_with(ends, dict.fromkeys(streams, "half")))
+            ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
             pairs = zip(before, inner[1].outs, strict=False)
@@ -736,8 +730,9 @@ def _stored_axes(
     return axes if few else ()
 
 
-def _with(items: Sequence[Any], changed: Mapping[int, Any]) -> list[Any]:
-    """Returns ``items`` with some of them changed."""
+def replaced(items: Sequence[Any], places: Iterable[int], new: Iterable[Any]) -> list:
+    """Returns ``items`` with those at ``places`` replaced."""
+    changed = dict(zip(places, new, strict=True))
     return [changed.get(i, item) for i, item in enumerate(items)]
 
 
@@ -860,11 +855,6 @@ def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:
     if needs.has_gate(need):
         return rules.LOOPS
     return rules.FLOAT32 if needs.has_digits(need) else usual
-
-
-def _is_read_exactly(need: Need) -> bool:
-    """Whether somebody reads a value exactly, and no float32 region reads it."""
-    return needs.has_digits(need) and not needs.has_region(need)
 
 
 def _follows(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import core as _core
 from jax._src import dispatch
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.lax import linalg as _linalg
@@ -32,11 +33,6 @@ from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import unmapped_aval as unmapped_aval
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import DynamicJaxprTracer
-
-try:
-    from jax.extend.core import get_opaque_trace_state
-except ImportError:  # up to 0.9
-    from jax.core import get_opaque_trace_state  # pyright: ignore
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
@@ -211,7 +207,7 @@ def stage() -> Any:
 
     None where there is none: under ``vmap`` and ``grad`` alone, operations run at once.
     """
-    trace = get_opaque_trace_state()._trace_ref()
+    trace = _core.trace_ctx.trace
     while trace is not None and type(trace).__name__ != "DynamicJaxprTrace":
         trace = getattr(trace, "parent_trace", None)
     return trace
@@ -235,15 +231,19 @@ def located_at(
             Most of them share their scopes, and one object for each equation is what
             the garbage collector would go through.
     """
+    return source_info_util.user_context(
+        eqn.source_info.traceback, name_stack=_names_at(eqn, joined)
+    )
+
+
+def _names_at(eqn: JaxprEqn, joined: dict[tuple[int, int], Any]) -> Any:
     around, scopes = source_info_util.current_name_stack(), eqn.source_info.name_stack
     # By identity, because a scope and a transformation of the same name are equal; and
     # kept, because a new object may have the identity of one that is gone.
     key = id(around), id(scopes)
     if key not in joined:
         joined[key] = around + scopes, around, scopes
-    return source_info_util.user_context(
-        eqn.source_info.traceback, name_stack=joined[key][0]
-    )
+    return joined[key][0]
 
 
 def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
@@ -251,23 +251,10 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager:
     return eqn.ctx.manager  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def shared_context(
-    eqns: Sequence[JaxprEqn],
-) -> contextlib.AbstractContextManager | None:
-    """Returns the context of all equations, see :func:`context_of`, None if of none."""
-    contexts = {id(eqn.ctx) for eqn in eqns}
-    return context_of(eqns[0]) if len(contexts) == 1 else None
-
-
 def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Applies the primitive of ``eqn`` to ``args``, with some parameters changed."""
-    if not changed and (trace := _repeats(eqn, args)):
-        # As JAX writes the equations of a function that is inlined: asking the
-        # primitive for the types of its results once more takes twice as long.
-        source = source_info_util.current()
-        ins = [trace.to_jaxpr_tracer(x, source) for x in args]
-        outs = [var.aval for var in eqn.outvars]
-        return trace.emit_eqn(ins, outs, eqn.primitive, eqn.params, eqn.effects, source)
+    if not changed and (outs := repeated(eqn, args)) is not None:
+        return outs
     primitive, params = eqn.primitive, {**eqn.params, **changed}
     bound = primitive.get_bind_params(params)  # pyright: ignore
     # Up to 0.9 the functions of a call primitive came apart from its parameters.
@@ -281,27 +268,40 @@ def bind(eqn: JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     ]
 
 
-def _repeats(eqn: Equation, args: Sequence[Any]) -> Any:
-    """Returns the trace that writes a program, if ``args`` are such as ``eqn`` had.
+def repeated(
+    eqn: Equation, args: Sequence[Any], joined: dict[tuple[int, int], Any] | None = None
+) -> list[Any] | None:
+    """Writes ``eqn`` again, as JAX writes the equations of a function that it inlines.
 
-    What ``eqn`` returned when it was traced is then what it returns now.
+    Where ``args`` are such as it had, so that it returns now what it returned when it
+    was traced. To ask the primitive for that once more takes twice as long. None where
+    that is not so. With ``joined`` it is located as by :func:`located_at`.
     """
-    trace = get_opaque_trace_state()._trace_ref()
+    trace = _core.trace_ctx.trace
     # A cast does more than to write an equation only where it is given a sharding.
     casts = is_cast(eqn) and eqn.params["sharding"] is None
     if eqn.effects or not (casts or _is_simple(eqn.primitive)):
         return None
     if not hasattr(trace, "emit_eqn"):
         return None
-    for x, atom in zip(args, eqn.invars, strict=True):
+    ins, source, ctx = list(args), eqn.source_info, eqn.ctx
+    if joined is None:
+        source, ctx = source_info_util.current(), None
+    else:
+        source = source.replace(name_stack=_names_at(eqn, joined))
+    for i, (x, atom) in enumerate(zip(args, eqn.invars, strict=True)):
         if isinstance(atom, Literal):
             same = x is atom.val
+            ins[i] = DynamicJaxprTracer(trace, atom.aval, atom, source)
         else:  # of another trace in an inner function, or where it is transformed
             same = type(x) is DynamicJaxprTracer and x._trace is trace
             same = same and x.aval is atom.aval
         if not same:
             return None
-    return trace
+    outs = [var.aval for var in eqn.outvars]
+    return trace.emit_eqn(
+        ins, outs, eqn.primitive, eqn.params, eqn.effects, source, ctx
+    )
 
 
 @functools.cache
