@@ -83,7 +83,8 @@ LONGEST = (
     "test_readme",
     "test_processes",
     "test_benchmarks",
-    "test_ex",
+    "test_example",
+    "test_experiments",
 )
 
 

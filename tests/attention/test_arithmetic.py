@@ -4,12 +4,14 @@ The kernel keeps one float32 number for each row, the logarithm of its sum, and 
 the weights again from that. Where there is a GPU, ``test_operation`` is run on it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import crossed, normal
+from conftest import at_once, crossed, normal
 from jaxmp._attention import by_cudnn, by_xla
 from jaxmp._attention.form import Form
 
@@ -110,7 +112,8 @@ def test_rows_that_see_no_key_have_the_gradients_of_xla(case, length, dtype):
     args = [normal(i, BATCH, length, HEADS, SIZE).astype(dtype) for i in range(3)]
     args += options.values()
     near = 4 * float(jnp.finfo(dtype).eps)
-    found, expected = (gradients_of(run, form, args) for run in (by_cudnn, by_xla))
+    both = (functools.partial(gradients_of, run, form) for run in (by_cudnn, by_xla))
+    found, expected = at_once(*both)(args)
     for x, y in zip(found, expected, strict=True):
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         assert jnp.linalg.norm(x - y) <= near * jnp.linalg.norm(y)
@@ -120,8 +123,9 @@ def test_rows_that_see_no_key_have_the_gradients_of_xla(case, length, dtype):
 def test_however_large_a_bias_is_that_hides_its_keys_hide_alike(dtype):
     form = Form(SIZE**-0.5, False, None, ("bias",), None)
     args = [normal(i, BATCH, 8, HEADS, SIZE).astype(dtype) for i in range(3)]
+    gradients = jax.jit(functools.partial(gradients_of, by_cudnn, form))
     results = [
-        gradients_of(by_cudnn, form, [*args, hidden(number, keys=8)])
+        gradients([*args, hidden(number, keys=8)])
         for number in (-2e5, -1e6, -1e9, -1e30)
     ]
     for one in results[1:]:

@@ -14,10 +14,11 @@ from flax import nnx
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+from conftest import at_once, normal
 
 # Layers and ways to sow that Flax will drop one day.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-X = jax.random.normal(jax.random.key(0), (2, 12, 32))
+X = normal(0, 2, 12, 32)
 LINEN = jaxmp.linen.dot_product_attention
 NNX = jaxmp.nnx.dot_product_attention
 
@@ -26,7 +27,8 @@ def linen(attention, *, kind=nn.MultiHeadDotProductAttention, call=None, **optio
     """Returns a function of the parameters of a layer of Linen, and those."""
     layer = kind(num_heads=4, attention_fn=attention, **options)
     call = call or {}
-    variables = layer.init({"params": jax.random.key(1)}, X, **INIT)
+    init = jax.jit(functools.partial(layer.init, **INIT))
+    variables = init({"params": jax.random.key(1)}, X)
 
     def apply(variables, x=X):
         rngs = {"dropout": jax.random.key(2)}
@@ -42,13 +44,13 @@ def same(attention, theirs=nn.dot_product_attention, **options):
     """Checks that two attentions are the same, values and gradients."""
     ours, variables = linen(attention, **options)
     others, _ = linen(theirs, **options)
-    for fun in (
-        lambda apply: apply(variables),
-        lambda apply: jax.grad(lambda v: jnp.sum(apply(v) ** 2))(variables),
-    ):
-        found, expected = fun(ours), fun(others)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
+
+    def both(apply):
+        return apply, jax.grad(lambda v: jnp.sum(apply(v) ** 2))
+
+    found, expected = (at_once(*both(x))(variables) for x in (ours, others))
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4, rtol=1e-4)
     return len(attentions(ours, variables))
 
 
@@ -71,13 +73,15 @@ def test_layers_of_linen(kind, mask):
 
 def test_several_axes_of_a_batch_and_none():
     for shape in ((12, 32), (2, 3, 12, 32), (1, 2, 1, 12, 32)):
-        x = jax.random.normal(jax.random.key(3), shape)
+        x = normal(3, *shape)
         masks = [None, nn.make_causal_mask(x[..., 0]), CAUSAL[0]]
         for mask in masks:
             q = x.reshape(*shape[:-1], 4, 8)
-            found = LINEN(q, q, q, mask=mask)
-            expected = nn.dot_product_attention(q, q, q, mask=mask)
-            np.testing.assert_allclose(found, expected, atol=1e-5)
+            both = (
+                functools.partial(f, mask=mask)
+                for f in (LINEN, nn.dot_product_attention)
+            )
+            np.testing.assert_allclose(*at_once(*both)(q, q, q), atol=1e-5)
 
 
 def test_dropout_that_is_off_is_fused_and_dropout_that_is_on_is_flaxs():
@@ -153,10 +157,10 @@ def test_a_layer_with_a_dtype_attends_in_it(dtype):
 def test_under_autocast_layers_of_linen_attend_in_16_bits():
     apply, variables = linen(functools.partial(LINEN, is_causal=True))
     grad = jaxmp.autocast(jax.grad(lambda v: jnp.mean(apply(v) ** 2)))
-    exact = jax.grad(lambda v: jnp.mean(apply(v) ** 2))(variables)
+    exact = jax.grad(lambda v: jnp.mean(apply(v) ** 2))
     assert len(attentions(grad, variables)) == 2
     assert "bf16[2,12,4,8]" in str(jax.make_jaxpr(grad)(variables))
-    found, exact = (jax.tree.leaves(x) for x in (grad(variables), exact))
+    found, exact = map(jax.tree.leaves, at_once(grad, exact)(variables))
     largest = max(jnp.linalg.norm(x) for x in exact)
     for x, y in zip(found, exact, strict=True):
         assert jnp.linalg.norm(x - y) < 0.02 * largest
@@ -201,8 +205,7 @@ def test_layers_of_nnx_drop_and_sow_as_flax_does():
 
 
 def test_groups_of_queries():
-    q = jax.random.normal(jax.random.key(1), (2, 12, 4, 8))
-    k = jax.random.normal(jax.random.key(2), (2, 12, 2, 8))
+    q, k = normal(1, 2, 12, 4, 8), normal(2, 2, 12, 2, 8)
     found = NNX(q, k, k, is_causal=True)
     expected = nnx.dot_product_attention(q, k, k, is_causal=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)

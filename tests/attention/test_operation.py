@@ -1,12 +1,14 @@
 """``jaxmp.dot_product_attention`` is that of ``jax.nn``, in float32 and in 16 bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxmp
-from conftest import crossed, normal
+from conftest import at_once, crossed, normal
 
 BATCH, QUERIES, KEYS, HEADS, GROUPS, SIZE = 2, 12, 12, 4, 2, 8
 HALVES = [jnp.bfloat16, jnp.float16]
@@ -82,11 +84,14 @@ def test_in_float32_its_derivatives_are_those_of_jax(options):
     jaxs = weighted(jax.nn.dot_product_attention, **options)
 
     def tangent(fun):
-        return jax.jvp(fun, (args,), (jax.tree.map(jnp.cos, args),))[1]
+        return lambda args: jax.jvp(fun, (args,), (jax.tree.map(jnp.cos, args),))[1]
 
-    for x, y in zip(jax.grad(ours)(args), jax.grad(jaxs)(args), strict=True):
+    found, expected, *tangents = at_once(
+        jax.grad(ours), jax.grad(jaxs), tangent(ours), tangent(jaxs)
+    )(args)
+    for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=1e-6)
-    np.testing.assert_allclose(tangent(ours), tangent(jaxs), rtol=1e-5)
+    np.testing.assert_allclose(*tangents, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["plain", "bias and mask", "lengths"])
@@ -94,7 +99,8 @@ def test_in_float32_its_second_derivatives_are_those_of_jax(name):
     options = OPTIONS[name]
     args = moving(options, arrays())
 
-    def derivatives(fun):
+    @functools.partial(jax.jit, static_argnums=1)
+    def derivatives(args, fun):
         def squashed(args):
             return jnp.sum(jnp.sin(weighted(fun, **options)(args)))
 
@@ -109,8 +115,8 @@ def test_in_float32_its_second_derivatives_are_those_of_jax(name):
         hessian = jax.jacfwd(lambda x: forward(args[0].at[row].set(x)))(args[0][row])
         return jax.grad(first)(args), hessian
 
-    found = derivatives(jaxmp.dot_product_attention)
-    expected = derivatives(jax.nn.dot_product_attention)
+    found = derivatives(args, jaxmp.dot_product_attention)
+    expected = derivatives(args, jax.nn.dot_product_attention)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 
@@ -119,13 +125,16 @@ def test_in_float32_its_second_derivatives_are_those_of_jax(name):
 def test_in_16_bits_it_is_near_float32_of_the_same_numbers(options, dtype):
     args = moving(options, arrays(dtype))
     wide = tuple(x.astype(jnp.float32) for x in args)
-    ours = jax.jit(jax.grad(weighted(jaxmp.dot_product_attention, **options)))
-    jaxs = jax.grad(weighted(jax.nn.dot_product_attention, **options))
-    out = jaxmp.dot_product_attention(*args[:3], **options)
-    exact = jax.nn.dot_product_attention(*wide[:3], **options)
+    ours, jaxs = jaxmp.dot_product_attention, jax.nn.dot_product_attention
+
+    def derived(fun):
+        out = functools.partial(fun, **options)
+        return at_once(lambda x: out(*x[:3]), jax.grad(weighted(fun, **options)))
+
+    (out, grads), (exact, wide_grads) = derived(ours)(args), derived(jaxs)(wide)
     assert out.dtype == dtype
     near = 2 * float(jnp.finfo(dtype).eps)
-    for x, y in [(out, exact), *zip(ours(args), jaxs(wide), strict=True)]:
+    for x, y in [(out, exact), *zip(grads, wide_grads, strict=True)]:
         x = x.astype(jnp.float32)
         assert jnp.linalg.norm(x - y) <= near * jnp.linalg.norm(y)
 
@@ -168,9 +177,9 @@ def test_a_scale_that_is_traced_is_differentiated():
     def total(fun):
         return lambda scale: jnp.sum(fun(*arrays(), scale=scale) ** 2)
 
-    found = jax.grad(total(jaxmp.dot_product_attention))(0.3)
-    expected = jax.grad(total(jax.nn.dot_product_attention))(0.3)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    both = jaxmp.dot_product_attention, jax.nn.dot_product_attention
+    grads = at_once(*[jax.grad(total(fun)) for fun in both])(0.3)
+    np.testing.assert_allclose(*grads, rtol=1e-5)
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -225,7 +234,7 @@ def test_vmap_over_any_arguments_and_axes(choice, dtype):
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 
         grad = jax.grad(total, has_aux=True)
-        return jax.vmap(lambda *x: grad(x[:4], x[4]), axes)
+        return jax.jit(jax.vmap(lambda *x: grad(x[:4], x[4]), axes))
 
     found = derived(jaxmp.dot_product_attention)(*args)
     wide = [x.astype(jnp.float32) if x.dtype == dtype else x for x in args]
@@ -246,14 +255,14 @@ def test_vmap_over_lengths_and_over_tangents():
         attend(jaxmp.dot_product_attention),
         attend(jax.nn.dot_product_attention),
     )
-    found, expected = jax.vmap(ours)(lengths), jax.vmap(jaxs)(lengths)
+    found, expected = at_once(jax.vmap(ours), jax.vmap(jaxs))(lengths)
     np.testing.assert_allclose(found, expected, atol=1e-6)
     query, key, value = arrays()
     jacobians = [
-        jax.jacfwd(lambda x, f=f: f(query, key * x, value).sum((0, 1)))(jnp.ones(SIZE))
+        jax.jacfwd(lambda x, f=f: f(query, key * x, value).sum((0, 1)))
         for f in (jaxmp.dot_product_attention, jax.nn.dot_product_attention)
     ]
-    np.testing.assert_allclose(*jacobians, atol=1e-5)
+    np.testing.assert_allclose(*at_once(*jacobians)(jnp.ones(SIZE)), atol=1e-5)
 
 
 def test_a_bias_that_all_examples_share_has_one_gradient_of_each():
@@ -264,7 +273,7 @@ def test_a_bias_that_all_examples_share_has_one_gradient_of_each():
         def total(bias, query):
             return jnp.sum(fun(query, *args[1:], bias) ** 2)
 
-        return jax.vmap(jax.grad(total), (None, 0))(bias, stacked)
+        return jax.vmap(jax.grad(total), (None, 0))
 
-    found = grads(jaxmp.dot_product_attention)
-    np.testing.assert_allclose(found, grads(jax.nn.dot_product_attention), atol=1e-5)
+    both = map(grads, (jaxmp.dot_product_attention, jax.nn.dot_product_attention))
+    np.testing.assert_allclose(*at_once(*both)(bias, stacked), atol=1e-5)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import crossed
+from conftest import at_once, crossed, normal
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE, LAYERS = 4, 48, 4, 2, 16, 2
 WIDTH = HEADS * SIZE
@@ -24,10 +24,6 @@ DTYPES = ["bfloat16", "float16"]
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ATTEND = functools.partial(jaxmp.dot_product_attention, is_causal=True)
 WRITTEN = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def layer(attend, x, p):
@@ -118,13 +114,12 @@ def test_float16_with_a_loss_scale():
 def test_a_batch_of_models():
     many = jax.tree.map(lambda x: jnp.stack([x, 1.1 * x]), PARAMS)
     grad = jax.vmap(jax.grad(loss), (0, None))
-    exact = grad(many, X)
-    for cast in (
-        jaxmp.autocast(grad),
-        jax.vmap(jax.grad(jaxmp.autocast(loss)), (0, None)),
-    ):
+    inside = jax.vmap(jax.grad(jaxmp.autocast(loss)), (0, None))
+    casts = jaxmp.autocast(grad), inside
+    exact, *found = at_once(grad, *casts)(many, X)
+    for cast, grads in zip(casts, found, strict=True):
         assert are_in("bfloat16", cast, many, X) == 2
-        check_near(cast(many, X), exact, "bfloat16")
+        check_near(grads, exact, "bfloat16")
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -138,10 +133,10 @@ def test_tangents_and_second_derivatives(inside):
             along(params),
         )
 
-    exact = products(functools.partial(loss, attend=WRITTEN))(PARAMS)
+    exact = products(functools.partial(loss, attend=WRITTEN))
     cast = products(jaxmp.autocast(loss))
     cast = cast if inside else jaxmp.autocast(products(loss))
-    (value, tangent), along = cast(PARAMS)
+    exact, ((value, tangent), along) = at_once(exact, cast)(PARAMS)
     assert abs(value - exact[0][0]) < 1e-2 * abs(exact[0][0])
     assert abs(tangent - exact[0][1]) < 5e-2 * abs(exact[0][1])
     check_near(along, exact[1], "bfloat16", factor=30)
@@ -164,8 +159,8 @@ def test_what_it_keeps_is_not_stored_in_eight_bits(residuals):
         return jnp.sum(ATTEND(*(jnp.sin(x) for x in arrays)) ** 2)
 
     grad = jax.grad(total)
-    found = jaxmp.autocast(grad, residuals=residuals)(arrays)
-    for x, y in zip(found, jaxmp.autocast(grad)(arrays), strict=True):
+    casts = jaxmp.autocast(grad, residuals=residuals), jaxmp.autocast(grad)
+    for x, y in zip(*at_once(*casts)(arrays), strict=True):
         np.testing.assert_array_equal(x, y)
     # And all else is, which autocast stores.
     grad = jaxmp.autocast(jax.grad(loss), residuals=residuals)
@@ -175,7 +170,7 @@ def test_what_it_keeps_is_not_stored_in_eight_bits(residuals):
     )
     assert stored
     assert not any(x.endswith(f"{LENGTH},{LENGTH}") for x in stored)
-    check_near(grad(PARAMS, X), exact(), "bfloat16", factor=50)
+    check_near(jax.jit(grad)(PARAMS, X), exact(), "bfloat16", factor=50)
 
 
 def on_mesh(kind=AxisType.Auto):
@@ -244,9 +239,8 @@ def test_a_bias_that_all_shards_share():
         in_specs=(P(), *[P("data")] * 3),
         out_specs=P(),
     )
-    np.testing.assert_allclose(
-        grad(bias, *arrays), jax.grad(total)(bias, *arrays), atol=1e-4
-    )
+    both = at_once(grad, jax.grad(total))(bias, *arrays)
+    np.testing.assert_allclose(*both, atol=1e-4)
 
 
 def test_types_that_name_how_arrays_are_sharded():

@@ -10,15 +10,11 @@ from attending import attentions
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import crossed
+from conftest import at_once, crossed, normal
 
 BATCH, LENGTH, HEADS, SIZE, WIDTH = 2, 32, 4, 8, 32
 DTYPES = ["bfloat16", "float16"]
 EPS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def params_of(groups=HEADS):
@@ -103,7 +99,7 @@ def test_gradients_of_projections_are_as_near_as_those_written_out(
     make = ORDERS[order]
     ours = make(functools.partial(loss, jaxmp.dot_product_attention, **options), dtype)
     theirs = make(functools.partial(loss, written, **options), dtype)
-    ours, theirs = (jax.jit(fun)(params, X) for fun in (ours, theirs))
+    ours, theirs = at_once(ours, theirs)(params, X)
     for name, at in exact.items():
         limit = max(1.3 * relative_error(theirs[name], at), EPS[dtype] / 2)
         assert relative_error(ours[name], at) <= limit, name
@@ -127,8 +123,7 @@ def test_a_bias_that_is_trained_has_float32_gradients():
 
     args = OPTIONS["bias"]["bias"], params_of()
     grads = [jax.grad(functools.partial(total, attend)) for attend in ATTENTIONS]
-    found, theirs = (jaxmp.autocast(grad)(*args) for grad in grads)
-    exact = grads[1](*args)
+    found, theirs, exact = at_once(*map(jaxmp.autocast, grads), grads[1])(*args)
     assert found.dtype == jnp.float32
     assert relative_error(found, exact) <= 1.3 * relative_error(theirs, exact)
 

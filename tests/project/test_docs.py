@@ -56,6 +56,7 @@ def imported(code):
             yield node.module.split(".")[0]
 
 
+@pytest.mark.usefixtures("keys_that_compile_fast")
 @pytest.mark.parametrize("name", WITH_CODE)
 def test_the_programs_of_a_page_run_in_their_order(name, capsys):
     for module in OPTIONAL & {m for code in WITH_CODE[name] for m in imported(code)}:
