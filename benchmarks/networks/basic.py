@@ -25,6 +25,20 @@ class Model(nn.Module, kw_only=True):
             return nn.remat(lambda self, x: fun(self, x, *rest))(self, x)
         return fun(self, x, *rest)
 
+    @nn.nowrap  # no scope of its own
+    def stacked(self, fun: Callable[..., Any], x: Any) -> Any:
+        """Returns ``x`` after as many of such layers as the model has."""
+        sizes: Any = self
+        for _ in range(sizes.layers):
+            x = self.layer(fun, x)
+        return x
+
+    @nn.nowrap
+    def gated(self, activation: Callable[..., Any], features: int, x: Any) -> Any:
+        """Returns ``x`` after a gated linear unit."""
+        y = activation(self.unbiased(features, x)) * self.unbiased(features, x)
+        return self.unbiased(x.shape[-1], y)
+
     def dense(self, features: int, x: Any, **options: Any) -> Any:
         """Returns a dense layer of ``x``."""
         return nn.Dense(features, dtype=self.dtype, **options)(x)
@@ -70,8 +84,7 @@ class MLP(Model):
         def layer(self, x):
             return nn.relu(self.dense(self.width, x))
 
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -137,8 +150,7 @@ class GPT(Model):
         """Maps ``[batch, length]`` tokens to logits."""
         x = self.embed(self.width, self.vocabulary, tokens)
         x = x + self.embed(self.width, self.length, jnp.arange(tokens.shape[1]))
-        for _ in range(self.layers):
-            x = self.layer(transformed, x)
+        x = self.stacked(transformed, x)
         return self.unbiased(self.vocabulary, self.layer_norm(x))
 
 
@@ -226,20 +238,29 @@ class Network(NamedTuple):
         )
 
 
-def mlp(batch_size: int, features: int, **sizes: Any) -> Network:
-    """Returns an MLP on vectors."""
-    model = MLP(**sizes)
+def of_numbers(
+    model: nn.Module, batch_size: int, *shape: int, axes: int = 0
+) -> Network:
+    """Returns a model of random numbers, with a label for each place of some axes.
+
+    Args:
+        model: With a number of ``classes``.
+        batch_size: Examples in a batch.
+        *shape: That of an example.
+        axes: Those with labels, the first ones.
+    """
+    sizes: Any = model
 
     def example(random):
-        x = random.standard_normal(features, np.float32)
-        return x, random.integers(model.classes, dtype=np.int32)
+        x = random.standard_normal(shape, np.float32)
+        return x, random.integers(sizes.classes, size=shape[:axes], dtype=np.int32)
 
     return Network(model, batch_size, example)
 
 
-def one_label(random, image, classes):
-    """Returns a label for an image."""
-    return random.integers(classes, dtype=np.int32)
+def mlp(batch_size: int, features: int, **sizes: Any) -> Network:
+    """Returns an MLP on vectors."""
+    return of_numbers(MLP(**sizes), batch_size, features)
 
 
 def sequence_model(model: nn.Module, batch_size: int) -> Network:
@@ -259,30 +280,6 @@ def sequence_model(model: nn.Module, batch_size: int) -> Network:
     return Network(model, batch_size, example)
 
 
-def image_classifier(
-    model: nn.Module,
-    batch_size: int,
-    image: int,
-    labels: Callable[..., Any] = one_label,
-) -> Network:
-    """Returns a model of square images, on random ones.
-
-    Args:
-        model: With a number of ``classes``.
-        batch_size: Images in a batch.
-        image: Height and width of one.
-        labels: Makes the labels of an image from a generator, its size and the number
-            of classes; one label if not given.
-    """
-    sizes: Any = model
-
-    def example(random):
-        x = random.standard_normal((image, image, 3), np.float32)
-        return x, labels(random, image, sizes.classes)
-
-    return Network(model, batch_size, example)
-
-
 def gpt(batch_size: int, **sizes: Any) -> Network:
     """Returns a GPT on random tokens."""
     return sequence_model(GPT(**sizes), batch_size)
@@ -290,7 +287,7 @@ def gpt(batch_size: int, **sizes: Any) -> Network:
 
 def resnet(batch_size: int, image: int, **sizes: Any) -> Network:
     """Returns a ResNet on square images."""
-    return image_classifier(ResNet(**sizes), batch_size, image)
+    return of_numbers(ResNet(**sizes), batch_size, image, image, 3)
 
 
 NETWORKS = {

@@ -21,9 +21,8 @@ from .basic import (
     Model,
     Network,
     causal_attention,
-    image_classifier,
     mlp,
-    one_label,
+    of_numbers,
     resnet,
     rotated,
     sequence_model,
@@ -76,15 +75,10 @@ class Llama(Model):
             q, k, v = (projected(n, y) for n in (self.heads, key_heads, key_heads))
             y = self.attention(rotated(q), rotated(k), v).reshape(x.shape)
             x = x + self.unbiased(self.width, y)
-            y = self.rms_norm(x)
-            y = nn.silu(self.unbiased(3 * self.width, y)) * self.unbiased(
-                3 * self.width, y
-            )
-            return x + self.unbiased(self.width, y)
+            return x + self.gated(nn.silu, 3 * self.width, self.rms_norm(x))
 
         x = self.embed(self.width, self.vocabulary, tokens)
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.unbiased(self.vocabulary, self.rms_norm(x))
 
 
@@ -146,8 +140,7 @@ class MixtureOfExperts(Model):
             return x + self.routed(self.layer_norm(x))
 
         x = self.embed(self.width, self.vocabulary, tokens)
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.unbiased(self.vocabulary, x)
 
     def routed(self, x):
@@ -213,8 +206,7 @@ class BERT(Model):
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         places = nn.Embed(self.length, self.width, dtype=self.dtype)
         x = self.layer_norm(embed(tokens) + places(jnp.arange(tokens.shape[1])))
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return embed.attend(self.layer_norm(gelu(self.dense(self.width, x))))
 
 
@@ -259,16 +251,12 @@ class Gemma(Model):
             weights = nn.softmax(jnp.where(mask, capped(50.0, scores), lowest))
             y = jnp.einsum("BTKGS,BSKH->BTKGH", weights, v).reshape(x.shape)
             x = x + self.rms_norm(self.unbiased(self.width, y))
-            y = self.rms_norm(x)
-            y = nn.gelu(self.unbiased(3 * self.width, y)) * self.unbiased(
-                3 * self.width, y
-            )
-            return x + self.rms_norm(self.unbiased(self.width, y))
+            y = self.gated(nn.gelu, 3 * self.width, self.rms_norm(x))
+            return x + self.rms_norm(y)
 
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         x = embed(tokens) * self.width**0.5
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return capped(30.0, embed.attend(self.rms_norm(x)))
 
 
@@ -302,8 +290,7 @@ class Recurrent(Model):
         def layer(self, x):
             return nn.RNN(self.cell(self.width, **options))(x)
 
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.vocabulary, x)
 
 
@@ -451,8 +438,7 @@ class ViT(Model):
         x = x.reshape(x.shape[0], -1, self.width)
         places = nn.initializers.normal(0.02)
         x = x + self.param("places", places, (1, *x.shape[1:])).astype(x.dtype)
-        for _ in range(self.layers):
-            x = self.layer(transformed, x)
+        x = self.stacked(transformed, x)
         return self.dense(self.classes, self.layer_norm(x).mean(1))
 
 
@@ -478,8 +464,7 @@ class Mixer(Model):
 
         x = self.conv(self.width, self.patch, x, self.patch)
         x = x.reshape(x.shape[0], -1, self.width)
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.classes, self.layer_norm(x).mean(1))
 
 
@@ -658,8 +643,7 @@ class ConvolutionalLSTM(Model):
             cell = nn.ConvLSTMCell(self.width, (self.size,) * 2, **options)
             return nn.RNN(cell)(x)
 
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -726,8 +710,7 @@ class Highway(Model):
             return gate * y + (1 - gate) * x
 
         x = nn.relu(self.dense(self.width, x))
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.classes, x)
 
 
@@ -749,8 +732,7 @@ class DeepSet(Model):
             x = x - x.max(1, keepdims=True)
             return nn.elu(self.dense(self.width, x))
 
-        for _ in range(self.layers):
-            x = self.layer(layer, x)
+        x = self.stacked(layer, x)
         return self.dense(self.classes, nn.elu(self.dense(self.width, x.max(1))))
 
 
@@ -822,20 +804,6 @@ def tokens(make: Callable[..., Any], batch_size: int, **small: Any) -> Both:
     )
 
 
-def images(
-    make: Callable[..., Any],
-    sizes: tuple[int, int],
-    small_sizes: tuple[int, int] = (8, 16),
-    labels: Callable[..., Any] = one_label,
-    **small: Any,
-) -> Both:
-    """Returns a model of images; sizes are those of a batch and of an image."""
-    return Both(
-        image_classifier(make(), *sizes, labels),
-        image_classifier(in_small(make, small), *small_sizes, labels),
-    )
-
-
 def numbers(
     make: Callable[..., Any],
     shape: tuple[int, ...],
@@ -852,20 +820,21 @@ def numbers(
         axes: Those of an example, the first ones.
         **small: What the small model has.
     """
-
-    def network(model, batch_size, *shape):
-        def example(random):
-            x = random.standard_normal(shape, np.float32)
-            size = shape[:axes]
-            return x, random.integers(model.classes, size=size, dtype=np.int32)
-
-        return Network(model, batch_size, example)
-
-    return Both(network(make(), *shape), network(in_small(make, small), *small_shape))
+    return Both(
+        of_numbers(make(), *shape, axes=axes),
+        of_numbers(in_small(make, small), *small_shape, axes=axes),
+    )
 
 
-def _pixels(random, image, classes):
-    return random.integers(classes, size=(image, image), dtype="int32")
+def images(
+    make: Callable[..., Any],
+    sizes: tuple[int, int],
+    small_sizes: tuple[int, int] = (8, 16),
+    **options: Any,
+) -> Both:
+    """Returns a model of images; sizes are those of a batch and of an image."""
+    usual, small = ((n, side, side, 3) for n, side in (sizes, small_sizes))
+    return numbers(make, usual, small, **options)
 
 
 _GPT = partial(GPT, layers=4, width=512, heads=8, vocabulary=8192, length=512)
@@ -884,7 +853,7 @@ _BOTH: dict[str, Both] = {
         resnet(8, image=16, stages=(1, 1), width=8, classes=10),
     ),
     "u-net": images(
-        UNet, (16, 128), (4, 16), _pixels, width=8, levels=2, classes=UNet.classes
+        UNet, (16, 128), (4, 16), axes=2, width=8, levels=2, classes=UNet.classes
     ),
     "lstm": tokens(Recurrent, 128),
     "state space": tokens(StateSpace, 16),
