@@ -1,5 +1,6 @@
 """Eight CPU devices, the same examples on every run, and the docstrings' names."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -191,6 +192,16 @@ def bits(tree):
 def at_once(*funs):
     """Compiles functions of the same arguments as one program."""
     return jax.jit(lambda *args: [fun(*args) for fun in funs])
+
+
+@contextlib.contextmanager
+def checking_leaks():
+    """Looks for tracers that outlive their trace, among what is made from here on."""
+    # JAX looks through all objects for each trace, those of earlier tests too.
+    gc.collect()
+    gc.freeze()
+    with jax.checking_leaks():
+        yield
 
 
 def in_both_orders(loss, dtype, argnums=0, grad=jax.value_and_grad):

@@ -1,5 +1,4 @@
 import functools
-import gc
 
 import chex
 import jax
@@ -19,7 +18,7 @@ from benchmarks.counting.measure import (
     run,
     traced,
 )
-from conftest import crossed, normal, rest_is_evidence
+from conftest import checking_leaks, crossed, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
@@ -503,12 +502,8 @@ def test_nothing_holds_a_tracer_when_its_trace_is_over(name, order):
         "outside": jaxmp.autocast(jax.grad(loss)),
         "inside": jax.grad(jaxmp.autocast(loss)),
     }[order]
-    gc.freeze()  # or JAX would search all that other tests have left, again and again
-    try:
-        with jax.checking_leaks():
-            jax.jit(fun).trace(W, X)
-    finally:
-        gc.unfreeze()
+    with checking_leaks():
+        jax.jit(fun).trace(W, X)
 
 
 # Opting out.

@@ -1,9 +1,12 @@
 """How autocast runs each operation of many programs is what the file says."""
 
+import re
+
 import jax
 import pytest
 
 from benchmarks import golden
+from conftest import rest_is_evidence
 
 pytestmark = pytest.mark.skipif(
     jax.__version__ != golden.JAXLIB,
@@ -22,7 +25,11 @@ def test_the_file_has_all_programs(programs):
     assert [*programs] == [*BEFORE], f"type `{golden.COMMAND}`"
 
 
-@pytest.mark.parametrize("name", BEFORE)
+# Of the generated programs every second one, and all networks and programs.
+USUAL = [x for x in BEFORE if not re.fullmatch(r"generated \d*[13579]", x)]
+
+
+@pytest.mark.parametrize("name", rest_is_evidence({x: x for x in BEFORE}, *USUAL))
 def test_autocast_decides_as_the_file_says(programs, name):
     now = golden.rows(programs[name]) if name in programs else []
     if changed := golden.changes(BEFORE[name], now):

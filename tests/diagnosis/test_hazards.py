@@ -14,7 +14,7 @@ from jax import ShapeDtypeStruct as Shape
 import jaxmp
 from benchmarks.networks.basic import TINY
 from benchmarks.networks.families import SMALL
-from conftest import rest_is_evidence
+from conftest import crossed, rest_is_evidence
 from jaxmp._diagnosis.audit.hazards import of_products
 from jaxmp._diagnosis.sensitivity.switches import Program
 from jaxmp._jaxprs.places import Place
@@ -388,8 +388,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@crossed("loss policy", LOSSES, ["mixed_float16", "mixed_bfloat16"])
 def test_a_bias_is_no_hazard_in_a_loss_or_a_softmax(loss, policy):
     class Net(nn.Module):
         @nn.compact

@@ -8,6 +8,7 @@ import pytest
 
 import jaxmp
 import jaxmp.linen
+from conftest import checking_leaks
 
 F16, F32 = np.dtype(jnp.float16), np.dtype(jnp.float32)
 TOKENS = jnp.arange(6).reshape(2, 3)
@@ -219,7 +220,7 @@ def test_no_tracer_outlives_its_trace():
     model = HandsOn()
     variables = model.init(jax.random.key(0), TOKENS)
     apply = jax.jit(jaxmp.linen.with_policy(nn.remat(HandsOn)(), "O2"))
-    with jax.checking_leaks():
+    with checking_leaks():
         assert apply(variables, TOKENS)["logits"].dtype == F32
 
 

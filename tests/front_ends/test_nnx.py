@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jaxmp
 import jaxmp.nnx
-from conftest import crossed, rest_is_evidence
+from conftest import checking_leaks, crossed, rest_is_evidence
 
 FULL, HALF = jnp.float32, jnp.float16
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
@@ -893,7 +893,7 @@ def test_an_object_that_is_changed_in_a_copy_is_refused(
     with pytest.raises(TypeError, match=f"`{name}`.*lost.*{cure}"):
         wrap(fun)(*args, **kwargs)
     chex.assert_trees_all_equal(snapshot(thing), before)
-    with jax.checking_leaks():
+    with checking_leaks():
         jax.jit(lambda: 0)()
 
 
