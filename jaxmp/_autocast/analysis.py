@@ -7,7 +7,7 @@ so that layers that share one are analysed once.
 import collections
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from .._jaxprs.scopes import (
     marks,
     named_in,
 )
-from .._ops import table
 from .._ops.lists import OpLists
 from .._ops.table import Definition
 from . import classes, needs, rules
@@ -69,6 +68,10 @@ class Consumers(NamedTuple):
         """The equations, as rewritten."""
         return [row.eqn for row in self.rows]
 
+    def of(self, atom: Any) -> Need:
+        """Returns what is needed of a value, nothing of a number."""
+        return needs.NOTHING if isinstance(atom, Literal) else self.needs.get(atom, 0)
+
 
 # Few differ. One for each equation is what the garbage collector would go through.
 _demand = functools.lru_cache(maxsize=4096)(Demand)
@@ -103,8 +106,6 @@ class Analysis:
         self._denied = classes.denied_by_user(ops)
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._consumers: Any = weakref.WeakKeyDictionary()
-        self._matters: Any = weakref.WeakKeyDictionary()
-        self._rounds: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
         self._marks: Any = weakref.WeakKeyDictionary()
 
@@ -166,26 +167,6 @@ class Analysis:
         if self.is_kept(scopes):
             return (FLOAT32, *marks(scopes))
         return scopes if self._says_scopes else marks(scopes)
-
-    def matters(self, jaxpr: Any) -> bool:
-        """Whether there is something in ``jaxpr`` that 16 bits, or a reason, come from.
-
-        If not, and if it is given no 16 bits, there is no need to go inside.
-        """
-
-        def matters(eqn: Equation) -> bool:
-            is_denied = classes.is_denied(eqn, self._denied)
-            return is_denied or classes.may_matter(eqn, self.ops)
-
-        return _has(jaxpr, matters, self._matters)
-
-    def rounds(self, jaxpr: Any) -> bool:
-        """Whether an equation in ``jaxpr`` may round what it is given in float32."""
-
-        def rounds(eqn: Equation) -> bool:
-            return table.cuts(eqn) or table.squashes(eqn)
-
-        return _has(jaxpr, rounds, self._rounds)
 
     # Plans.
 
@@ -361,13 +342,3 @@ class Analysis:
                     wanted[out] = needs.in_float32(wanted[out])
             if wanted == before:
                 return demand
-
-
-def _has(jaxpr: Any, test: Callable[[Equation], bool], memo: Any) -> bool:
-    """Whether some equation of a jaxpr, or of what it holds, is of a kind."""
-    if jaxpr not in memo:
-        memo[jaxpr] = any(
-            test(eqn) or any(_has(x, test, memo) for x in _jaxpr.sub_jaxprs(eqn))
-            for eqn in _jaxpr.open_jaxpr(jaxpr).eqns
-        )
-    return memo[jaxpr]

@@ -74,13 +74,6 @@ def is_denied(eqn: Equation, denied: frozenset[str]) -> bool:
     return eqn.primitive.name in denied
 
 
-def may_matter(eqn: Equation, ops: OpLists) -> bool:
-    """Whether 16 bits may come from an equation, jaxprs in it left aside."""
-    if eqn.primitive.name in ops.allow or table.starts(eqn):
-        return True
-    return _jaxpr.call_kind(eqn) == "custom_vjp"
-
-
 def has_own_precision(eqn: Equation) -> bool:
     """Whether an equation is a product with a precision of its own."""
     return table.is_product_of_any_kind(eqn) and not products.has_default_precision(eqn)

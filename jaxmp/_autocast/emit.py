@@ -268,8 +268,6 @@ class Emitter:
 
     def apply(self, step: Step, ins: list[Value]) -> Sequence[Any]:
         """Applies an equation that is not gone into to these, as planned."""
-        if step.kind == "call":  # in which there is nothing to do
-            return _jaxpr.bind(step.eqn, [x.array for x in ins])
         if step.kind == "product" or step.float8:
             return self._product(step, ins)
         if table.retypes(step.eqn) and ins[0].facts.half:
@@ -418,7 +416,7 @@ def in_float32(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     for x, out, one in zip(outs, step.outs, step.read.wanted, strict=True):
         if out.half:
             x = cast(x, dtype)
-            if step.how == "stored" and not needs.is_rounded_for_products(need):
+            if step.how == "stored" and not needs.is_for_products(need):
                 x = storage.stored(x, step.back)
             # Where somebody widens it again, for whom XLA would store float32. Of a
             # sigmoid it stores nothing, and computes it again.

@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     # The iterations of a loop add it up, in float32: what is known of that sum. All
     # others read it in 16 bits, as the backward pass does.
     exact: "Facts | None" = None
+    digits: bool = False  # read exactly where it was computed, in a call or a loop
 
     @property
     def half(self) -> bool:
@@ -49,11 +50,11 @@ class Facts(NamedTuple):
             is_cast: Whether an integer is made a float there, as a zero in a `where`.
         """
         keeps = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
-        return self if keeps else self._replace(scalar=None)
+        return self._replace(scalar=self.scalar if keeps else None, digits=False)
 
     def rounded(self, dtype: np.dtype) -> "Facts":
         """Returns what is known of the value in 16 bits."""
-        return Facts(dtype, tangent=self.tangent)
+        return Facts(dtype, self.given, tangent=self.tangent)
 
     def widened(self) -> "Facts":
         """Returns what is known of the value in its own dtype."""
@@ -115,6 +116,7 @@ def one_of(several: Sequence[Facts]) -> Facts:
         all([x.given for x in several]),
         tangent=any([x.tangent for x in several]),
         stored=() if is_stored else None,
+        digits=any([x.digits for x in several]),
     )
 
 

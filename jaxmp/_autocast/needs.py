@@ -22,6 +22,9 @@ COMPARED: Need = 256  # a loop compares it, or what comes of it, with its own nu
 LATER: Need = 512  # float32 work reads what 16-bit work of the forward pass makes of it
 # Beside GATE or DIGITS: many factors multiply one another, and that is the reason.
 MANY: Need = 1024
+# Beside PRODUCT: a number or a mask multiplies it before, which 16 bits in its place
+# would round once more.
+SCALED: Need = 2048
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
@@ -57,27 +60,27 @@ def is_stored(need: Need) -> bool:
 
     A product takes it, and nobody else reads it but the backward pass.
     """
-    return bool(need & PRODUCT) and not need & ~(PRODUCT | _BACK)
+    return bool(need & PRODUCT) and not need & ~(PRODUCT | SCALED | _BACK)
 
 
-def is_stacked(stack: Need, entry: Need) -> bool:
-    """Whether a scan stores in 16 bits what the backward pass alone reads of it.
-
-    Args:
-        stack: Needs of what it stacks.
-        entry: Needs of the value of one iteration, which others may read in it.
-    """
-    return bool(stack & _BACK) and not (stack & ~_BACK or entry & EVERYTHING)
+def is_for_backward_alone(need: Need) -> bool:
+    """Whether work of the backward pass reads a value, and nobody else."""
+    return bool(need & _BACK) and not need & ~_BACK
 
 
 def is_summed_and_handed_on(need: Need) -> bool:
     """Whether the backward pass sums a value up, and takes it in 16 bits as well."""
-    return need | PRODUCT == _BACK | PRODUCT
+    return need | PRODUCT | SCALED == _BACK | PRODUCT | SCALED
 
 
 def is_rounded_for_products(need: Need) -> bool:
     """Whether products take a value, and nobody else reads it at all."""
     return need == PRODUCT
+
+
+def is_for_products(need: Need) -> bool:
+    """Whether products take a value, perhaps scaled, and nobody else reads it."""
+    return need | SCALED == PRODUCT | SCALED
 
 
 def is_carried(last: Need, each: Need) -> bool:
@@ -145,7 +148,7 @@ def is_exact(need: Need) -> bool:
 
 def has_several(need: Need) -> bool:
     """Whether consumers of several kinds read a value."""
-    need &= ~(LATER | MANY)
+    need &= ~(LATER | MANY | SCALED)
     return bool(need & (need - 1))
 
 
@@ -194,7 +197,7 @@ def scaled(need: Need, usual: Need) -> Need:
         usual: What is needed of it otherwise.
     """
     half = HALF | HALF_BACK
-    return usual & ~half | PRODUCT | need & half
+    return usual & ~half | PRODUCT | SCALED | need & half
 
 
 def in_float32(need: Need) -> Need:

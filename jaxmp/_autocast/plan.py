@@ -256,14 +256,15 @@ class Planner:
         for x, var, end in zip(found, atoms, ends, strict=True):
             if end in ("wide", "free"):
                 x = x.exact or x
-            x = x._replace(exact=None)
+            read = consumers.of(var)
+            x = x._replace(exact=None, digits=x.digits or needs.is_exact(read))
             if end == "wide":
                 x = x.widened()
             elif x.half:
                 if x.dtype != dtype:  # of the other pass
                     x, end = x._replace(dtype=dtype), "half"
                 end = "free" if end == "free" else "half"
-            elif not is_float32(var) or (end == "stacked" and x.given):
+            elif not is_float32(var) or (end == "stacked" and (x.given or x.digits)):
                 end = "free"
             elif end == "stacked":
                 axes = _stored_axes(var, consumers.definition)
@@ -279,17 +280,13 @@ class Planner:
     def _step(self, row: Row, ins: Sequence[Facts], consumers: Consumers) -> Step:
         eqn, kind, around = row.eqn, row.kind, row.around
         dtype, tangent = self.dtype_in(row.back), any([x.tangent for x in ins])
-        if kind == "call" and self._enters(row, ins):
+        if kind == "call":
             within, outs = self._inside(row, ins, consumers)
             step = Step(*row, "inside", rules.FLOAT32, dtype, outs, tangent=tangent)
             return step._replace(inside=within)
         analysis = self.analysis
         kept = analysis.keeps(eqn, around) if kind == "keep" else None
         how, by = decide(row, ins, dtype, kept=kept)
-        if kind == "call":
-            given = GIVEN_WITHOUT_PRODUCT.around(eqn, [x.given for x in ins], At())
-            outs = tuple([Facts(given=one, tangent=tangent) for one in given])
-            return Step(*row, how, by, dtype, outs, tangent=tangent)
         why, precision = self._why_16bit(row, ins), "default"
         float8 = why is None
         if kind == "keep" and not float8:
@@ -346,7 +343,7 @@ class Planner:
             half = [needs.is_half(need) for need in wanted]
         elif how == "stored" and kind != "exact":
             half = floats
-            if not needs.is_rounded_for_products(row.need):
+            if not needs.is_for_products(row.need):
                 stored = _stored_axes(eqn.outvars[0], definition, eqn)
         else:
             half = [False] * len(floats)
@@ -420,19 +417,6 @@ class Planner:
         return bool(self.reasons) and asked.isdisjoint(self.reasons)
 
     # Equations that hold jaxprs.
-
-    def _enters(self, row: Row, ins: Sequence[Facts]) -> bool:
-        """Whether something is to be decided in the jaxprs that an equation holds."""
-        bodies = [*_jaxpr.sub_jaxprs(row.eqn)]
-        outs = row.read.wanted
-        return (
-            any([x.half for x in ins])
-            or any(map(self.analysis.matters, bodies))
-            or any(map(needs.is_stored, outs))
-            or (
-                any(map(needs.is_half, outs)) and any(map(self.analysis.rounds, bodies))
-            )
-        )
 
     def _inside(
         self, row: Row, ins: Sequence[Facts], consumers: Consumers
@@ -577,7 +561,7 @@ class Planner:
                 streams = _streams(eqn, ahead, body, demand, carried, within)
             for i in streams.values():
                 given[start + i] = Facts(dtype, exact=carried[i])
-            ends = _ends(eqn, body, demand, carried, within, stores)
+            ends = _ends(eqn, demand, carried, stores)
             ends = tuple(replaced(ends, streams, ["half"] * len(streams)))
             inner = self._body(body, given, demand, ends, scopes)
             before = carried  # a body that returns float32, or has computed, decides
@@ -599,7 +583,7 @@ class Planner:
                 stored = carried[i].stored
             elif stored is not None or needs.has_backward(demand.wanted[i]):
                 stored = facts.stacks(stored)
-            known = Facts(given=out.given, tangent=again)
+            known = Facts(given=out.given, tangent=again, digits=out.digits)
             if half:
                 known = known._replace(dtype=out.dtype, stored=stored)
             outs.append(known)
@@ -630,40 +614,29 @@ class Planner:
 
 
 def _ends(
-    loop: Equation,
-    body: _jaxpr.Body,
-    demand: Demand,
-    carried: Sequence[Facts],
-    within: Consumers,
-    stores: bool,
+    loop: Equation, demand: Demand, carried: Sequence[Facts], stores: bool
 ) -> tuple[End, ...]:
     """Returns the dtypes of what each iteration of a loop returns.
 
     Args:
         loop: The loop.
-        body: Its body.
         demand: What is needed of what an iteration returns.
         carried: What is known of what it carries.
-        within: Who reads the values of the body.
         stores: Whether what it stacks for the backward pass may be stored in 16 bits.
     """
     carries = _jaxpr.call_layout(loop).fixed_out
 
-    def end(i: int, var: Any) -> End:
-        need = demand.wanted[i]
+    def end(i: int, need: Need) -> End:
         if i in carries:
             if not carried[i].half:
                 return "wide"
             return "half" if needs.is_rounded_for_products(need) else "free"
-        if needs.is_stored(need):
+        if needs.is_rounded_for_products(need):
             return "half"
-        if not stores or isinstance(var, _jaxpr.Literal):
-            return "free"
-        entry = within.needs.get(var, needs.NOTHING)
-        return "stacked" if needs.is_stacked(need, entry) else "free"
+        stacks = needs.is_stored(need) or (stores and needs.is_for_backward_alone(need))
+        return "stacked" if stacks else "free"
 
-    outs = enumerate(_jaxpr.open_jaxpr(body.jaxpr).outvars)
-    return tuple([end(i, var) for i, var in outs])
+    return tuple([end(i, need) for i, need in enumerate(demand.wanted)])
 
 
 def _streams(
@@ -677,8 +650,9 @@ def _streams(
     """Returns what a scan stacks of its sums for the backward pass alone.
 
     As where it is to compute a layer again. The layer then reads the sum as it is
-    stacked, in 16 bits, in both passes. The arguments are those of :func:`_ends`, and
-    ``ahead``, what the forward pass reads behind the loop.
+    stacked, in 16 bits, in both passes. The arguments are those of :func:`_ends`, the
+    body and who reads its values, and ``ahead``, what the forward pass reads behind the
+    loop.
 
     Returns:
         For the place of each such stack the place of what is carried.
@@ -767,6 +741,8 @@ def decide(
         return "half" if holds else "rounded", rule
     cuts = kind == "exact" and table.cuts(eqn) and ins[0].product == 2
     if cuts and any(map(needs.is_half, row.read.wanted)):
+        if row.back and dtype == np.float16:  # a sum that was kept in its range
+            return "float32", rules.RANGE
         return "rounded", rules.BETWEEN  # as if a product returned it alone
     usual = rules.FLOAT32
     if half and kind in ("exact", "smooth") and any([x.constant for x in ins]):
@@ -838,8 +814,6 @@ def is_broadcast(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
     if kind == "product":
         return any(x.broadcast or x.scalar is not None for x in ins)
     computed = [x for x in ins if x.scalar is None]
-    if table.multiplies(eqn):
-        computed = [x for x in computed if x.cotangent or x.broadcast] or computed
     return bool(computed) and all(x.broadcast for x in computed)
 
 

@@ -304,8 +304,6 @@ is_barrier = one_of("optimization_barrier")  # says when what it takes is comput
 reduces = one_of("reduce_sum reduce_max reduce_min reduce_prod")  # to a statistic
 # Makes one truth value of many.
 reduces_tests = one_of("reduce_and reduce_or reduce_min reduce_max reduce")
-# Besides products, what makes it worth going inside of what holds jaxprs.
-starts = one_of("gather scatter-add all_gather all_gather_invariant")
 
 # Adds up, chooses, moves or casts: what is made of a product stays a sum of products.
 is_linear = one_of(named("move", "adds") | {"select_n", "neg", "convert_element_type"})

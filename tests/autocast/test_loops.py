@@ -12,7 +12,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, both_dtypes, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)
@@ -481,3 +481,23 @@ def test_what_may_leave_the_range_of_float16_is_stacked_in_float32():
     grad = jax.grad(loss_of(grows))
     both = at_once(jaxmp.autocast(grad, F16), grad)((W, U), XS)
     assert relative_error(*both) < 4e-3
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "scaled",
+    [lambda w: w / 0.9, lambda w: jnp.where(jnp.tri(9) > 0, w, 0) * 1.7],
+    ids=["a number", "a mask"],
+)
+def test_a_weight_that_a_while_loop_scales_is_rounded_once(scaled, dtype):
+    def powers(made, w, x):
+        def step(counted):
+            count, x = counted
+            return count + 1, jnp.tanh(x @ made(w))
+
+        return lax.while_loop(lambda counted: counted[0] < 3, step, (0, x))[1]
+
+    inside = jaxmp.autocast(lambda w, x: powers(scaled, w, x), dtype)
+    before = jaxmp.autocast(lambda w, x: powers(lambda w: w, scaled(w), x), dtype)
+    x, w = normal(0, 9, 9), normal(1, 9, 9)
+    assert jnp.array_equal(inside(w, x), before(w, x))

@@ -165,9 +165,40 @@ def branched(w, carry, row):
     return (gate(w, row) * a + row @ w["in"], b), gate(w, row)
 
 
+def softplus(x: jax.Array) -> jax.Array:
+    """Reads its exponential exactly, and returns it to the backward pass."""
+    return jnp.log1p(jnp.exp(x))
+
+
+def helped(w, carry, row):
+    (h,) = carry
+    return (jnp.tanh(jax.jit(softplus)(h @ w["to itself"]) @ w["in"] + row),), h
+
+
+def helped_in_a_loop(w, carry, row):
+    (h,) = carry
+    for_two = lax.fori_loop(0, 2, lambda _, x: softplus(x), h @ w["to itself"])
+    return (jnp.tanh(for_two @ w["in"] + row),), h
+
+
+def helped_in_a_branch(w, carry, row):
+    (h,) = carry
+    h = h @ w["to itself"]
+    h = lax.cond(row[0, 0] > 0, lambda: softplus(h), lambda: h)
+    return (jnp.tanh(h @ w["in"] + row),), h
+
+
+def of_inputs(w, carry, row):
+    """Reads a function of the row, an input, in a matmul and by arithmetic."""
+    (h,) = carry
+    row = softplus(row)
+    return (jnp.tanh(row * (row @ w["in"]) + h @ w["to itself"]),), h
+
+
 STEPS = {
     elman: 1, lstm: 2, swapped: 2, second_order: 2, rotation: 2, leapfrog: 2,
-    momentum: 2, adam: 3, kalman: 2, branched: 2,
+    momentum: 2, adam: 3, kalman: 2, branched: 2, helped: 1, helped_in_a_loop: 1,
+    helped_in_a_branch: 1, of_inputs: 1,
 }  # fmt: skip
 
 

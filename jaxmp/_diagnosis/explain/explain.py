@@ -202,7 +202,7 @@ def _reason(x: Operation, *, is_library: bool) -> str:
         case rules.FLOAT32 if step.is_read_exactly and x.is_returned:
             return "returned"
         case rules.FLOAT32 if not (step.is_read_exactly or x.how == "stored"):
-            if step.kind in ("keep", "call") or (is_library and step.kind == "smooth"):
+            if step.kind == "keep" or (is_library and step.kind == "smooth"):
                 return f"computed by {clipped(x.name, 20)}"
             if step.kind == "exact":
                 return "moves float32 values"

@@ -178,8 +178,6 @@ class RoundingEmitter(Emitter):
 
     def apply(self, step: Step, ins: list[emit.Value]) -> Sequence[Any]:
         eqn, dtype = step.eqn, step.dtype
-        if step.kind == "call":
-            return _jaxpr.bind(eqn, [x.array for x in ins])
         is_product = step.kind == "product" or step.float8
         arrays = [x.array if step.how == "half" else x.wide() for x in ins]
         operands = id(step), "operands"
