@@ -172,7 +172,7 @@ random_bits random_seed random_split random_fold_in random_clone | discrete | |
 random_wrap random_unwrap rng_bit_generator | discrete | |
 threefry2x32 threefry4x32 philox2x32 philox4x32 | discrete | |
 
-pallas_call ffi_call | opaque | digits, multiplies |
+pallas_call ffi_call call_exported | opaque | digits, multiplies |
 dot_product_attention_fwd dot_product_attention_bwd | opaque | digits, multiplies |
 dot_product_attention_fwd_wrapper | opaque | digits, multiplies |
 dot_product_attention_bwd_wrapper | opaque | digits, multiplies |
@@ -181,7 +181,7 @@ dot_product_attention_fp8_bwd | opaque | digits, multiplies |
 dot_product_attention_fp8_fwd_wrapper | opaque | digits, multiplies |
 dot_product_attention_fp8_bwd_wrapper | opaque | digits, multiplies |
 scaled_dot scaled_matmul scaled_matmul_wrapper cudnn_fusion | opaque | digits |
-call_exported pure_callback io_callback | opaque | digits |
+pure_callback io_callback | opaque | digits |
 debug_callback debug_print check inspect_sharding | opaque | |
 custom_vmap_call custom_partitioning custom_transpose_call | opaque | digits |
 composite linear_call call_hi_primitive call_hi_primitive_linearized | opaque | digits |

@@ -541,13 +541,16 @@ def test_products_with_a_scale_for_each_block_are_counted(name):
     assert not report.hazards
 
 
-def test_what_is_not_counted_is_said():
+@pytest.mark.parametrize("name", ["ffi_call", "call_exported"])
+def test_what_is_not_counted_is_said(name):
     def call(x):
+        if name == "call_exported":
+            return jax.export.export(jax.jit(lambda x: x @ x))(x).call(x)
         return jax.ffi.ffi_call("somewhere", jax.typeof(x))(x)
 
     report = jaxmp.audit(call)(full(8, 8))
     (note,) = report.notes
-    assert "`ffi_call`, its products not counted" in note
+    assert f"`{name}`, its products not counted" in note
     assert "no matmul and convolution FLOPs" in str(report)
     assert "100.0%" not in str(report)
 

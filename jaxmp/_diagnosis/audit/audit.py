@@ -45,7 +45,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       cond with all its branches, and a while loop once, with a note. Of a
       ``lax.platform_dependent``, the branch for an NVIDIA GPU counts. A product of two
       vectors, or over an axis of size 1, is not a matmul. Kernels (of Pallas or cuDNN,
-      or a ``jax.ffi`` call) have a note, and are not counted.
+      or a ``jax.ffi`` call) and exported functions have a note, and are not counted.
     * **Leaks**: the causes of a float32 matmul are the float32 arguments and array
       constants that reach it through float32 values. If there are none, the causes are
       casts from 16 bits, then arrays made in float32, and last of all numbers. A number
