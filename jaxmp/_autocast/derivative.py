@@ -119,7 +119,6 @@ class _Passes:
         self.mixed, self.inputs = mixed, len(_jaxpr.in_vars(jaxpr))
         self.outs, self.found = mixed.jaxpr.outvars[:outs], mixed.jaxpr.outvars[outs:]
         self.cotangents = mixed.jaxpr.invars[self.inputs :]
-        # What is computed from cotangents.
         self.linear = reached(mixed.eqns, self.cotangents)
         self.back, self.residuals = self._back()
 
@@ -134,18 +133,22 @@ class _Passes:
         back: list[Equation] = []
         for eqn in reversed(body.eqns):
             made = [x for x in eqn.outvars if x in needed]
-            if made and (_is_repeated(eqn, given) or not self.linear.isdisjoint(made)):
+            acts = made or eqn.effects  # a print of a gradient makes nothing
+            if (acts and self._is_linear(eqn)) or (made and _is_repeated(eqn, given)):
                 needed.update(_jaxpr.variables(eqn.invars))
                 needed.difference_update(made)
                 back.append(eqn)
         return back[::-1], [x for x in needed if x not in given]
 
+    def _is_linear(self, eqn: Equation) -> bool:
+        """Whether an equation reads what is computed from cotangents."""
+        return not self.linear.isdisjoint(_jaxpr.variables(eqn.invars))
+
     def forward(self, _, arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the results of the program, and what the backward pass reads."""
         body, wanted = self.mixed.jaxpr, [*self.outs, *self.residuals]
-        eqns = [x for x in body.eqns if self.linear.isdisjoint(x.outvars)]
-        given = body.invars[: self.inputs]
-        part = _jaxpr.part(self.mixed, eqns, given, wanted)
+        eqns = [x for x in body.eqns if not self._is_linear(x)]
+        part = _jaxpr.part(self.mixed, eqns, body.invars[: self.inputs], wanted)
         results = _jaxpr.jaxpr_as_fun(part)(*arrays)
         return results[: len(self.outs)], results[len(self.outs) :]
 

@@ -151,7 +151,7 @@ def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
     """Returns ``start``, and the variables that are computed from it."""
     found = set(start)
     for eqn in eqns:
-        if not found.isdisjoint(filter(_is_var, eqn.invars)):
+        if not found.isdisjoint(_jaxpr.variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
@@ -183,13 +183,9 @@ def _places(atoms: Sequence[Any], variables: Collection[Any]) -> int:
 
 
 def _chosen(atoms: Sequence[Any], places: int) -> Iterator[Any]:
-    return (x for i, x in enumerate(atoms) if places >> i & 1 and _is_var(x))
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, Literal)
+    return _jaxpr.variables(x for i, x in enumerate(atoms) if places >> i & 1)
 
 
 def is_in(atom: Any, variables: Collection[Any]) -> bool:
     """Whether an atom is one of some variables."""
-    return _is_var(atom) and atom in variables
+    return not isinstance(atom, Literal) and atom in variables

@@ -107,6 +107,65 @@ def own_rule(w, x):
     return of_logits(scaled_product(scaled_product(x, w["w0"]), w["w1"]) @ w["w2"])
 
 
+def in_a_branch(fun, w, x):
+    return lax.cond(jnp.sum(x) > 0, fun, lambda w, x: x, w, x)
+
+
+def in_a_scan(fun, w, x):
+    return lax.scan(lambda h, _: (fun(w, h), None), x, length=3)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"policy": POLICY}, {"policy": "bfloat16", "residuals": "int8"}],
+    ids=["two dtypes", "eight bits"],
+)
+@pytest.mark.parametrize(
+    "around", [lambda fun, w, x: fun(w, x), in_a_branch, in_a_scan]
+)
+def test_a_rule_may_print_the_gradient_that_it_returns(around, options):
+    seen = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(kept, cotangent):
+        def record(*xs):
+            seen.append(xs)
+
+        jax.debug.callback(record, cotangent, kept, ordered=True)
+        return (cotangent,)
+
+    watched.defvjp(lambda x: (x, x), backward)
+
+    def loss(w, x):
+        return jnp.mean(around(lambda w, x: watched(jnp.tanh(x @ w)), w, x) ** 2)
+
+    args = W["w1"], jnp.abs(X)
+    exact = jax.grad(loss)(*args)
+    jax.effects_barrier()
+    expected, seen[:] = seen[:], []
+    gradient = jax.jit(jax.grad(jaxmp.autocast(loss, **options)))(*args)
+    jax.effects_barrier()
+    assert relative_error(gradient, exact) < 0.03
+    assert relative_error(seen, expected) < 0.03
+
+
+def test_a_reference_may_be_written_in_both_passes():
+    def loss(w, x):
+        total = jax.new_ref(jnp.zeros_like(x))
+        total[...] = jnp.tanh(x @ w)
+        total[0, :] += 1.0
+        return jnp.mean((total[...] @ w) ** 2)
+
+    args = W["w1"], X
+    exact, gradient = (
+        jax.jit(jax.grad(x))(*args) for x in (loss, jaxmp.autocast(loss, POLICY))
+    )
+    assert relative_error(gradient, exact) < 0.03
+
+
 @jax.custom_jvp
 def squashed(x):
     return x / (1 + jnp.abs(x))
