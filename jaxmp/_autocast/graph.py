@@ -14,7 +14,7 @@ from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
 from .._jaxprs.scopes import BACKWARD, Scopes
 from .._jaxprs.walk import At, Forward
 from .._ops import table
-from .._ops.products import is_matrix_product
+from .._ops.products import has_default_precision, is_matrix_product
 from .._ops.table import Definition
 from .needs import Need
 
@@ -108,7 +108,7 @@ def accumulated(body: Any, carried: Sequence[tuple[int, int]], scopes: Scopes) -
 
 
 def _given(eqn: Equation, ins: list[bool], at: At) -> list[bool]:
-    return [all(ins) and not table.is_product_of_any_kind(eqn)] * len(eqn.outvars)
+    return [x > 0 for x in _made(eqn, [all(ins)], at)]
 
 
 # Which values are computed from inputs without a product.
@@ -157,8 +157,8 @@ def reached(eqns: Sequence[Equation], start: Iterable[Any]) -> set[Any]:
 
 
 def _made(eqn: Equation, ins: list[int], at: At) -> list[int]:
-    ends = is_matrix_product(eqn, back=BACKWARD in at.scopes)
-    return [0 if ends else joined(ins)] * len(eqn.outvars)
+    end = is_matrix_product(eqn, back=BACKWARD in at.scopes)
+    return [0 if end and has_default_precision(eqn) else joined(ins)] * len(eqn.outvars)
 
 
 def _made_in(eqn: Equation, ins: list[int], at: At) -> list[int]:

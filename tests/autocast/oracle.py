@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
+from jax import lax
 from values import PASSES, Value
 
 
@@ -18,6 +19,7 @@ def named(text: str) -> set[str]:
     return set(text.split())
 
 
+DEFAULTS = None, lax.Precision.DEFAULT, (lax.Precision.DEFAULT,) * 2  # precisions
 ACTIVATIONS = named("tanh logistic erf erfc")
 ARITHMETIC = named(
     """add add_any sub mul div rem atan2 sqrt sin cos one_minus_square
@@ -77,9 +79,10 @@ def size_of(x: Any) -> float | None:
 
 def is_product(v: Value) -> bool:
     """Says if an operation is a matmul, wherever it is."""
-    if v.op not in PRODUCTS or v.params.get("precision") is not None:
-        others = "conv_general_dilated", "dot_product_attention"
-        return v.op in others and v.params.get("precision") is None
+    if v.params.get("precision") not in DEFAULTS:
+        return False
+    if v.op not in PRODUCTS:
+        return v.op in ("conv_general_dilated", "dot_product_attention")
     ragged = v.op == "ragged_dot_general"
     dims = v.params["ragged_dot_dimension_numbers" if ragged else "dimension_numbers"]
     dims = dims.dot_dimension_numbers if ragged else dims

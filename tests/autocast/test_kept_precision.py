@@ -156,6 +156,29 @@ def test_a_line_keeps_the_precision_that_it_names():
     assert found == [("float32", (lax.Precision.HIGH,) * 2)]
 
 
+def squares(w):
+    def step(c, _):
+        return jnp.matmul(c, c, precision="highest"), None
+
+    return jnp.sum(lax.scan(step, w, None, 4)[0])
+
+
+def squares_of_sines(w):
+    def step(c, _):
+        s = jnp.sin(c)
+        return jnp.matmul(s, s, precision="highest"), s.sum()
+
+    return jnp.sum(lax.scan(step, w, None, 4)[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fun", [squares, squares_of_sines])
+def test_a_loop_without_a_matmul_in_16_bits_stacks_float32(fun, dtype):
+    w, grad = normal(0, 16, 16, scale=0.25), jax.value_and_grad(fun)
+    for found, expected in zip(jaxmp.autocast(grad, dtype)(w), grad(w), strict=True):
+        assert jnp.array_equal(found, expected)
+
+
 @pytest.mark.parametrize("policy", ["float32", "bfloat16"])
 def test_what_nobody_keeps_has_no_precision(policy):
     def loss(w, x):
