@@ -14,7 +14,7 @@ from flax import nnx
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
-from conftest import at_once, normal
+from conftest import at_once, crossed, normal
 
 # Layers and ways to sow that Flax will drop one day.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -63,9 +63,10 @@ _TAKEN = inspect.signature(nnx.MultiHeadAttention.__call__).parameters
 CAUSAL_NNX = {"is_causal": True} if "is_causal" in _TAKEN else {"mask": CAUSAL}
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, MASK])
-@pytest.mark.parametrize(
-    "kind", [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention]
+@crossed(
+    "kind mask",
+    [nn.MultiHeadDotProductAttention, nn.MultiHeadAttention, nn.SelfAttention],
+    {"all": None, "causal": CAUSAL, "masked": MASK},
 )
 def test_layers_of_linen(kind, mask):
     assert same(LINEN, kind=kind, call={"mask": mask}) == 1

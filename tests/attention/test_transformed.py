@@ -203,8 +203,7 @@ def test_heads_and_examples_on_many_devices(inside):
     assert "all-to-all" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("inside", [True, False])
+@crossed("check_vma inside", *[[True, False]] * 2)
 def test_in_shard_map(check_vma, inside):
     mesh = on_mesh()
 

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from conftest import crossed
 
 HALF, FULL = jnp.bfloat16, jnp.float32
 
@@ -679,8 +680,7 @@ USES = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
-@pytest.mark.parametrize("differentiate", [False, True])
+@crossed("operation differentiate", OPERATIONS, [False, True])
 def test_a_number_that_widens_is_named_and_a_python_number_is_not(
     operation, differentiate
 ):

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from conftest import rest_is_evidence
+from conftest import crossed, rest_is_evidence
 from jaxmp._diagnosis.overflow import watch
 from jaxmp._diagnosis.overflow.watch import Program
 from jaxmp._jaxprs.places import Place
@@ -200,8 +200,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("most_rows", [watch._MOST_ROWS, 8])
-@pytest.mark.parametrize("name", LONG)
+@crossed("name most_rows", [*LONG], [watch._MOST_ROWS, 8])
 def test_the_iteration_is_told_in_loops_that_are_too_long_to_keep(
     name, most_rows, monkeypatch
 ):
