@@ -158,7 +158,8 @@ class Sentences:
             return "exactly"
         if v in self.matmuls and (place < 2 or v.op not in PRODUCTS):
             return "in 16 bits"
-        if v.op in ORDERS and self.is_a_number(v.of[-1]):
+        found_again = v.op in ("eq", "ne") and v in self.back
+        if found_again or (v.op in ORDERS and self.is_a_number(v.of[-1])):
             return ""
         divides = (v.op == "div" and place == 1) or v.params.get("y", 0) < 0
         if v not in self.back and (divides or v.op not in ROUNDED):

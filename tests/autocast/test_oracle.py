@@ -195,10 +195,16 @@ def of_inputs(w, carry, row):
     return (jnp.tanh(row * (row @ w["in"]) + h @ w["to itself"]),), h
 
 
+def clipped(w, carry, row):
+    """Compares a weight, for the slope of a maximum, that only matmuls read else."""
+    (h,) = carry
+    return (jnp.tanh(h @ jnp.maximum(row.T @ row, w["to itself"])),), h
+
+
 STEPS = {
     elman: 1, lstm: 2, swapped: 2, second_order: 2, rotation: 2, leapfrog: 2,
     momentum: 2, adam: 3, kalman: 2, branched: 2, helped: 1, helped_in_a_loop: 1,
-    helped_in_a_branch: 1, of_inputs: 1,
+    helped_in_a_branch: 1, of_inputs: 1, clipped: 1,
 }  # fmt: skip
 
 
