@@ -113,7 +113,7 @@ class RangeReport:
             rows.append((path, *shares, f"{stats.min:.1e}", f"{stats.max:.1e}", size))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         room = min(widths[0], WIDTH - sum(widths[1:]) - len(widths[1:]))
-        lines = aligned(rows, [room, *(-width for width in widths[1:])], " ")
+        lines = map(str.rstrip, aligned(rows, [room, *(-x for x in widths[1:])], " "))
         return "\n".join([f"{self.total.size:,} values as {self.dtype}", *lines])
 
     _repr_html_ = as_html
