@@ -73,11 +73,10 @@ def autocast(
         policy: A policy, its string, or a dtype. Its compute dtype and its dot dtype
             are used; None is bfloat16. Under a float32 policy nothing changes.
         ops: Which primitives run in 16 bits, in float32, or in the dtype of inputs.
-        float32_paths: Named scopes to keep in float32, forward and backward.
-            ``"head"``, ``"Net/head"`` or ``"blocks/0"`` is a module with all inside it.
-            What it reads is float32 too, back to the last matmul or reduction. Its
-            matmuls have full float32 precision; ``{"head": "default"}`` names a
-            cheaper one, see :func:`float32_region`.
+        float32_paths: Named scopes to keep in float32 in both passes: ``"head"`` or
+            ``"Net/head"`` is a module with all inside it. What it reads is float32
+            too, back to the last matmul or reduction. Its matmuls have full float32
+            precision; ``{"head": "default"}`` names less, see :func:`float32_region`.
         bfloat16_paths: Named scopes to keep out of eight bits.
         residuals: ``"int8"`` or ``"fp8"`` stores in eight bits what the forward pass
             keeps for the backward pass; None stores it in its own dtype.

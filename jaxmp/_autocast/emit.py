@@ -368,6 +368,10 @@ def other_emitter() -> Callable[..., Emitter] | None:
 def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
     """Applies elementwise work, a choice or a move in 16 bits."""
     eqn, dtype = step.eqn, step.dtype
+    if table.is_of_several(eqn):
+        # Behind a barrier, or XLA would store float32 of it for the backward pass.
+        x = lax.optimization_barrier(ins[0].narrow(dtype))
+        return [cast(y, dtype) for y in _jaxpr.bind(eqn, [cast(x, np.float32)])]
     # The transpose of copying is a sum, which is to run in float32.
     if table.copies(eqn) and not _jaxpr.is_differentiated(eqn):
         return [cast(x, dtype) for x in _jaxpr.bind(eqn, [x.wide() for x in ins])]

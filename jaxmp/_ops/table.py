@@ -292,6 +292,7 @@ is_exponential = one_of("exp exp2 expm1")
 is_phase = one_of("sin cos tan rem")  # of which the fraction of a turn matters
 is_root = one_of("sqrt")
 is_power = one_of("integer_pow")
+is_of_several = one_of("one_minus_square")  # of which 16 bits would round each part
 totals = one_of("reduce_sum")
 is_maximum = one_of("reduce_max")
 transposes = one_of("transpose")
