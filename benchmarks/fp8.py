@@ -1,12 +1,11 @@
-"""Matmuls in float8 and in bfloat16, counted in code compiled for an H200.
+"""Matmuls in float8 and in bfloat16, counted in code compiled for an H200, or timed.
 
 The gradient of a decoder's loss, forward and backward, with its layers written out or
 scanned, rematerialised or not, in one batch or in micro-batches. Needs no GPU (extra
-``aot``); nothing runs.
+``aot``); nothing runs but with ``--timed``, on your own GPU.
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -125,12 +124,16 @@ def main(*, forms: tuple[str, ...] = tuple(FORMS), timed: bool = False) -> None:
     """
     if not timed:
         h200.require("fp8")
-    device = jax.devices()[0].device_kind if timed else h200.HARDWARE
+        device, title, measured = h200.HARDWARE, "width", counts
+    elif jax.default_backend() == "gpu":
+        device = jax.devices()[0].device_kind
+        title, measured = f"{device}, width", times
+    else:
+        found = f"but JAX finds only {jax.devices()}"
+        raise SystemExit(f"fp8 --timed needs an NVIDIA GPU, {found}")
     for width in (1024, 2048, 4096):
-        measured = times if timed else counts
-        title = f"{device}, width {width}" if timed else f"width {width}"
         new = measured(Decoder(width), forms)
-        results.update("fp8", title, device, new, "form", "policy")
+        results.update("fp8", f"{title} {width}", device, new, "form", "policy")
 
 
 def counts(decoder: Decoder, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -153,18 +156,12 @@ def times(decoder: Decoder, forms: Sequence[str]) -> Iterator[dict[str, Any]]:
     for form in forms:
         for policy in POLICIES:
             cast = jaxmp.autocast(decoder.gradient(FORMS[form]), policy)
-            compiled[form, policy] = jax.jit(cast).lower(params, *batch).compile()
-
-    def sample(program, calls):
-        result, start = None, time.perf_counter()
-        for _ in range(calls):
-            result = program(params, *batch)
-        jax.block_until_ready(result)
-        return (time.perf_counter() - start) / calls
-
-    for case, program in compiled.items():
-        one = functools.partial(sample, program)
-        samplers[case] = functools.partial(one, timing.calls_for(0.12, one))
+            program = jax.jit(cast).lower(params, *batch).compile()
+            call = functools.partial(program, params, *batch)
+            compiled[form, policy] = program
+            samplers[form, policy] = timing.sampler(
+                call, jax.block_until_ready, seconds=0.12
+            )
     for (form, policy), seconds in timing.interleaved(samplers, 5).items():
         yield {
             "form": form,

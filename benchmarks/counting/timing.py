@@ -1,5 +1,6 @@
 """Times that can be compared: taken in turns, as medians of paired ratios."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -45,13 +46,20 @@ def of_calls(
     seconds: float,
     rounds: int,
 ) -> np.ndarray:
-    """Returns samples of the seconds that one call takes.
+    """Returns samples of the seconds that one call takes, as :func:`sampler` takes."""
+    sample = sampler(call, wait, seconds=seconds)
+    return np.array([sample() for _ in range(rounds)])
+
+
+def sampler(
+    call: Callable[[], Any], wait: Callable[[Any], Any], *, seconds: float
+) -> Callable[[], float]:
+    """Returns a function that returns the seconds that one call takes.
 
     Args:
         call: Starts some work.
         wait: Waits for what the last call of a sample has returned.
         seconds: About how long a sample takes: as many calls as that needs.
-        rounds: The number of samples.
     """
 
     def sample(calls):
@@ -62,8 +70,7 @@ def of_calls(
         wait(result)
         return (time.perf_counter() - start) / calls
 
-    calls = calls_for(seconds, sample)
-    return np.array([sample(calls) for _ in range(rounds)])
+    return functools.partial(sample, calls_for(seconds, sample))
 
 
 def calls_for(seconds: float, sample: Callable[[int], float]) -> int:

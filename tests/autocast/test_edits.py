@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from benchmarks.counting.measure import IN_A_HURRY, dtypes, relative_error
+from benchmarks.counting.measure import AS_WRITTEN, dtypes, relative_error
 from conftest import normal
 from jaxmp import autocast
 from jaxmp._jaxprs import jaxpr as _jaxpr
@@ -29,7 +29,6 @@ WEIGHTS = {f"w{i}": normal(i + 1, SIZE, SIZE, scale=SIZE**-0.5) for i in range(6
     "g": 1 + normal(10, SIZE, scale=0.1),
 }
 STACK = normal(11, 3, SIZE, SIZE, scale=SIZE**-0.5)
-AS_WRITTEN = IN_A_HURRY | {"xla_allow_excess_precision": False}
 
 
 def norm(x):
