@@ -194,6 +194,21 @@ def at_once(*funs):
     return jax.jit(lambda *args: [fun(*args) for fun in funs])
 
 
+def assert_near(found, exact, dtype, digits):
+    """Checks that each leaf is off by less than so many last digits of a dtype."""
+    limit = digits * float(jnp.finfo(dtype).eps)
+    for x, y in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        x, y = np.ravel(x).astype(float), np.ravel(y).astype(float)
+        assert np.linalg.norm(x - y) <= limit * np.linalg.norm(y)
+
+
+def assert_gradients_near(loss, dtype, digits, *args, argnums=0):
+    """Checks a loss and its gradients, by autocast around them and inside."""
+    exact, *found = at_once(*in_both_orders(loss, dtype, argnums))(*args)
+    for one in found:
+        assert_near(one, exact, dtype, digits)
+
+
 @contextlib.contextmanager
 def checking_leaks():
     """Looks for tracers that outlive their trace, among what is made from here on."""
@@ -214,6 +229,14 @@ def in_both_orders(loss, dtype, argnums=0, grad=jax.value_and_grad):
 def names_of_the_docstrings(doctest_namespace):
     """Lets every docstring use the same four names."""
     doctest_namespace.update(jax=jax, jnp=jnp, optax=optax, jaxmp=jaxmp)
+
+
+@pytest.fixture
+def few_objects():
+    """Hides what other tests have made, all of which is searched for primitives."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

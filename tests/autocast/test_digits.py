@@ -7,11 +7,17 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, crossed, in_both_orders, normal, rest_is_evidence
+from benchmarks.counting.measure import traced
+from conftest import (
+    assert_gradients_near,
+    assert_near,
+    crossed,
+    in_both_dtypes,
+    normal,
+)
 from jaxmp import autocast
 
-HALVES = (jnp.float16, jnp.bfloat16)
+HALVES = "float16", "bfloat16"
 W = normal(0, 8, 8, scale=8**-0.5)
 # Rows that lie close together: in 16 bits their differences are noise.
 TABLE = 1 + normal(1, 6, 8, scale=1e-3)
@@ -54,21 +60,11 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fun", "dtype"),
-    rest_is_evidence(
-        {f"{n}-{d.__name__}": (f, d) for n, f in OUTSIDE.items() for d in HALVES},
-        *(f"{name}-float16" for name in OUTSIDE),
-        "schedule-bfloat16",
-    ),
-)
+@crossed("fun dtype", OUTSIDE, HALVES)
 def test_what_is_computed_from_lookups_alone_is_not_rounded(fun, dtype):
     kept, products = jaxmp.autocast(with_product(fun), dtype)()
     jax.tree.map(np.testing.assert_array_equal, kept, fun())
-    exact = jax.tree.map(lambda x: x @ W, fun())
-    eps = float(jnp.finfo(dtype).eps)
-    for got, want in zip(*map(jax.tree.leaves, (products, exact)), strict=True):
-        assert relative_error(got, want) <= 2 * eps
+    assert_near(products, jax.tree.map(lambda x: x @ W, fun()), dtype, 2)
 
 
 CONSUMERS = {
@@ -224,39 +220,14 @@ OUT_OF_RANGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype"),
-    rest_is_evidence(
-        {
-            f"{loss.__name__}-{dtype.__name__}": (loss, dtype)
-            for loss in STEEP
-            for dtype in HALVES
-        },
-        *(f"{loss.__name__}-float16" for loss in STEEP),
-    ),
-)
+@crossed("loss dtype", STEEP, HALVES)
 def test_a_steep_function_and_a_product_may_read_the_same_value(loss, dtype):
-    (value, grad), *found = at_once(*in_both_orders(loss, dtype))(V)
-    eps = float(jnp.finfo(dtype).eps)
-    for got, got_grad in found:
-        assert relative_error(got, value) <= 2 * eps
-        assert relative_error(got_grad, grad) <= 2 * eps
+    assert_gradients_near(loss, dtype, 2, V)
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype"),
-    rest_is_evidence(
-        {f"{n}-{d.__name__}": (f, d) for n, f in OUT_OF_RANGE.items() for d in HALVES},
-        *(f"{name}-float16" for name in OUT_OF_RANGE),
-        "cube-bfloat16",
-    ),
-)
+@pytest.mark.parametrize(("loss", "dtype"), in_both_dtypes(OUT_OF_RANGE, *OUT_OF_RANGE))
 def test_what_leaves_the_range_of_16_bits_is_not_cut_before_it_comes_back(loss, dtype):
-    (value, grad), *found = at_once(*in_both_orders(loss, dtype))(V)
-    eps = float(jnp.finfo(dtype).eps)
-    for got, got_grad in found:
-        assert relative_error(got, value) <= 4 * eps
-        assert relative_error(got_grad, grad) <= 4 * eps
+    assert_gradients_near(loss, dtype, 4, V)
 
 
 CALLED = {

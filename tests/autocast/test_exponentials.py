@@ -120,24 +120,3 @@ def test_layers_in_a_scan_have_their_gradients(act):
 
     found = jax.jit(jaxmp.autocast(jax.grad(loss), HALF))(X)
     assert relative_error(found, jax.jit(jax.grad(loss))(X)) < 2 * EPS
-
-
-# Derivatives.
-
-
-@pytest.mark.parametrize("act", [jax.nn.softplus])
-def test_an_activation_may_be_differentiated_again(act):
-
-    def twice(cast):
-        grad = cast(jax.grad(lambda x: loss_of(act)(W, x)))
-        return jax.jit(jax.grad(lambda x: (grad(x) ** 2).sum()))(X)
-
-    def all_of_it(x):
-        grad = jax.grad(lambda x: loss_of(act)(W, x))
-        return (grad(x) ** 2).sum()
-
-    exact = twice(lambda grad: grad)
-    found = twice(lambda grad: jaxmp.autocast(grad, HALF))
-    assert relative_error(found, exact) < 4 * EPS
-    around = jax.jit(jaxmp.autocast(jax.grad(all_of_it), HALF))(X)
-    assert relative_error(around, exact) < 4 * EPS

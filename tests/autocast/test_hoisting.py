@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, crossed, normal, rest_is_evidence
+from conftest import assert_near, at_once, crossed, normal
 from jaxmp._devices.varying import vary
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
@@ -117,21 +117,13 @@ def products_of_all_iterations(fun, *args):
 
 @crossed("name dtype", [*LAYERS], [F16, BF16])
 def test_a_backward_scan_carries_no_weight_gradients(name, dtype):
-    cast = jaxmp.autocast(gradient_of(name), dtype)
+    grad = gradient_of(name)
+    cast = jaxmp.autocast(grad, dtype)
     assert sums(cast, (W, U), XS) == 0
     found = products_of_all_iterations(cast, (W, U), XS)
     assert set(found) == {(dtype, dtype, SINGLE)}
     assert len(found) == 3 if name == "reset" else 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    rest_is_evidence({x: x for x in LAYERS}, "parts", "reset", "stacked", "unrolled"),
-)
-def test_products_of_all_iterations_are_the_gradients_of_float32(name):
-    grad = gradient_of(name)
-    found = jax.jit(jaxmp.autocast(grad, F16))((W, U), XS)
-    assert relative_error(found, jax.jit(grad)((W, U), XS)) < 2e-3
+    assert_near(*at_once(cast, grad)((W, U), XS), dtype, 2)
 
 
 def test_a_sum_that_has_begun_goes_on():
@@ -239,11 +231,6 @@ def in_full(weights, xs):
         return gradient_of("simple")(weights, xs)
 
 
-def in_a_region(weights, xs):
-    with jax.named_scope("jaxmp.float32"):
-        return gradient_of("simple")(weights, xs)
-
-
 def in_a_path(weights, xs):
     with jax.named_scope("head"):
         return gradient_of("simple")(weights, xs)
@@ -273,31 +260,13 @@ def inside(weights, xs):
     return simple(*weights, xs)
 
 
-STAY = {
-    fun.__name__: fun
-    for fun in (
-        accumulated,
-        independent,
-        counted,
-        blocks,
-        added_too,
-        no_iterations,
-        large_batch,
-        in_full,
-        in_a_region,
-        in_a_path,
-        forward,
-        read_in_the_iteration,
-        inside,
-    )
-}
+STAY = [accumulated, independent, counted, blocks, added_too, no_iterations]
+STAY += [large_batch, in_full, in_a_path, forward, read_in_the_iteration, inside]
 
 
-@pytest.mark.parametrize("name", STAY)
-def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_iterations(
-    name,
-):
-    fun, paths = STAY[name], ("head",) if name == "in_a_path" else ()
+@pytest.mark.parametrize("fun", STAY)
+def test_what_is_no_recurrent_layer_or_stays_float32_is_added_up_in_its_iterations(fun):
+    paths = ("head",) if fun is in_a_path else ()
     cast = jaxmp.autocast(fun, F16, float32_paths=paths)
     assert not products_of_all_iterations(cast, (W, U), XS)
     for found, expected in zip(
@@ -376,14 +345,3 @@ def test_products_of_all_iterations_may_be_float8():
     assert sums(cast, (W, U), xs) == 0
     found = jax.jit(cast)((W, U), xs)
     assert relative_error(found, jax.jit(grad)((W, U), xs)) < 0.1
-
-
-def test_a_gradient_of_products_of_all_iterations_is_that_of_float32():
-    grad = gradient_of("reversed")
-
-    def twice(grad):
-        return jax.jit(jax.grad(lambda ws: sum((g**2).sum() for g in grad(ws, XS))))(
-            (W, U)
-        )
-
-    assert relative_error(twice(jaxmp.autocast(grad, F16)), twice(grad)) < 4e-3

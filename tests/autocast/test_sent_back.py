@@ -8,9 +8,9 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, both_dtypes, normal, usually_bfloat16
+from conftest import assert_near, at_once, both_dtypes, normal, usually_bfloat16
 
-X, W, V = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3), normal(2, 4, 8)
+X, W = normal(0, 16, 8), normal(1, 4, 8, 8, scale=0.3)
 
 
 def normed(h):
@@ -65,10 +65,7 @@ def embedded(table, w):
 @both_dtypes
 def test_what_products_send_back_through_a_norm_to_a_lookup_is_near(dtype):
     grad = jax.grad(lambda *args: jnp.square(embedded(*args)).mean(), (0, 1))
-    for found, exact in zip(
-        *at_once(jaxmp.autocast(grad, dtype), grad)(X, W), strict=True
-    ):
-        assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
+    assert_near(*at_once(jaxmp.autocast(grad, dtype), grad)(X, W), dtype, 4)
 
 
 @both_dtypes
@@ -87,9 +84,7 @@ def test_a_gradient_whose_digits_are_needed_is_not_rounded(dtype):
         return jnp.square(g @ ws[2]).sum() + jnp.log(1 + jnp.square(g).sum())
 
     for fun in (returned, logarithm):
-        exact = jax.jit(fun)(W)
-        found = jax.jit(jaxmp.autocast(fun, dtype))(W)
-        assert relative_error(found, exact) < 4 * float(jnp.finfo(dtype).eps)
+        assert_near(*at_once(jaxmp.autocast(fun, dtype), fun)(W), dtype, 4)
 
 
 def kept(fun, *args):
@@ -109,7 +104,3 @@ def test_the_backward_pass_of_a_tanh_reads_what_was_stored():
     assert kept(cast, [*W]) <= kept(loss, [*W]) + 1  # X is rounded, too
     exact, found = jax.grad(loss)([*W]), jax.grad(cast)([*W])
     assert relative_error(found, exact) < 0.02
-    moved = ([*V[:, None] * W],)
-    _, expected = jax.jvp(jax.grad(loss), ([*W],), moved)
-    _, second = jax.jvp(jax.grad(cast), ([*W],), moved)
-    assert relative_error(second, expected) < 0.05

@@ -19,7 +19,7 @@ from jaxmp._ops import products, table
 from jaxmp._ops.lists import DEFAULT_OPS, OpLists
 from jaxmp._ops.table import CLASSES, FOLDS, TABLE, named
 
-FLOAT32 = Primitive("a_primitive_of_these_tests")
+pytestmark = pytest.mark.usefixtures("few_objects")
 
 
 def test_every_primitive_of_this_jax_is_listed():
@@ -75,8 +75,9 @@ def test_lists_are_values():
 
 
 def test_a_primitive_of_the_users_own_can_be_moved():
-    assert FLOAT32.name in DEFAULT_OPS.with_allow(FLOAT32).allow
-    assert FLOAT32.name in DEFAULT_OPS.with_infer(FLOAT32.name).infer
+    own = Primitive("a_primitive_of_these_tests")
+    assert own.name in DEFAULT_OPS.with_allow(own).allow
+    assert own.name in DEFAULT_OPS.with_infer(own.name).infer
 
 
 def test_a_name_that_nothing_has_suggests_the_nearest():

@@ -209,6 +209,7 @@ returning([1.0, X], has_aux=True)
 """
 
 
+@pytest.mark.usefixtures("few_objects")
 @answered(SLIPS)
 def test_a_slip_is_answered_with_a_sentence(typed, answer):
     with pytest.raises((TypeError, ValueError), match=answer) as error:

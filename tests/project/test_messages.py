@@ -1,7 +1,6 @@
 """Whatever is put wherever, an answer is short, and prints no array."""
 
 import functools
-import gc
 import html
 import inspect
 import re
@@ -182,14 +181,6 @@ def check_answer(call, *, others_may_answer=False):
         assert 0 < len(message) <= LONGEST, f"{len(message)}: {message[:300]}"
         # Arrays and numbers in rows, as NumPy and JAX print them.
         assert not re.search(r"[Aa]rray\(|\d\.[\de+-]*,?\s+-?\d+\.\d", message), message
-
-
-@pytest.fixture
-def few_objects():
-    """Hides what other tests have made, all of which is searched for primitives."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("few_objects")
