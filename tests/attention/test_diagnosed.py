@@ -61,11 +61,7 @@ WHYS = {
         (shape(2, 16, 4, 12, dtype=jnp.bfloat16),) * 3,
         "heads have size 12; the kernel takes multiples of 8",
     ),
-    "large": (
-        attend,
-        (shape(2, 16, 4, 264, dtype=jnp.bfloat16),) * 3,
-        "up to 256",
-    ),
+    "large": (attend, (shape(2, 16, 4, 264, dtype=jnp.bfloat16),) * 3, "up to 256"),
     "trained bias": (
         jax.grad(lambda b, *x: jnp.sum(attend(*x, b).astype(jnp.float32))),
         (BIAS, *[NARROW] * 3),
@@ -174,10 +170,7 @@ def test_an_attention_that_is_written_out_has_a_line(fun):
     for program in (total, jax.grad(total), jax.value_and_grad(total)):
         (row,) = jaxmp.audit(program)(X, X, X).attention
         assert (row.why, row.bytes) == ("", 4 * WEIGHTS)
-    for program in (
-        jaxmp.autocast(jax.grad(total)),
-        jax.grad(jaxmp.autocast(total)),
-    ):
+    for program in (jaxmp.autocast(jax.grad(total)), jax.grad(jaxmp.autocast(total))):
         report = jaxmp.audit(program)(X, X, X)
         (row,) = report.attention
         assert (row.why, row.bytes) == ("", 2 * WEIGHTS)
@@ -229,13 +222,7 @@ def never_read(query, key, value):
     return jax.nn.softmax(scores)
 
 
-OTHERS = [
-    with_a_cap,
-    with_dropout,
-    by_sigmoids,
-    of_sums_of_others,
-    never_read,
-]
+OTHERS = [with_a_cap, with_dropout, by_sigmoids, of_sums_of_others, never_read]
 
 
 @pytest.mark.parametrize("fun", OTHERS)

@@ -45,10 +45,7 @@ OPTIONS = {
         "query_seq_lengths": jnp.array([5, 12]),
         "key_value_seq_lengths": jnp.array([7, 0]),
     },
-    "causal lengths": {
-        "key_value_seq_lengths": jnp.array([7, 0]),
-        "is_causal": True,
-    },
+    "causal lengths": {"key_value_seq_lengths": jnp.array([7, 0]), "is_causal": True},
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 

@@ -233,10 +233,7 @@ def test_a_bias_that_all_shards_share():
         return jnp.sum(jaxmp.dot_product_attention(*arrays, bias) ** 2)
 
     grad = jax.shard_map(
-        jax.grad(total),
-        mesh=on_mesh(),
-        in_specs=(P(), *[P("data")] * 3),
-        out_specs=P(),
+        jax.grad(total), mesh=on_mesh(), in_specs=(P(), *[P("data")] * 3), out_specs=P()
     )
     both = at_once(grad, jax.grad(total))(bias, *arrays)
     np.testing.assert_allclose(*both, atol=1e-4)

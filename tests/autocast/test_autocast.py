@@ -12,12 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.counting.measure import (
-    product_dtypes,
-    relative_error,
-    run,
-    traced,
-)
+from benchmarks.counting.measure import product_dtypes, relative_error, run, traced
 from conftest import checking_leaks, crossed, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 

@@ -379,8 +379,7 @@ TRAINERS = {
     "of", ["mlp", pytest.param("scan of remat", marks=pytest.mark.evidence)]
 )
 @pytest.mark.parametrize(
-    "name",
-    rest_is_evidence({x: x for x in TRAINERS}, "jit", "mesh"),
+    "name", rest_is_evidence({x: x for x in TRAINERS}, "jit", "mesh")
 )
 def test_a_trainer_that_somebody_else_owns_needs_no_scale(name, of):
     def inside(loss, policy):

@@ -8,13 +8,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import traced
-from conftest import (
-    assert_gradients_near,
-    assert_near,
-    crossed,
-    in_both_dtypes,
-    normal,
-)
+from conftest import assert_gradients_near, assert_near, crossed, in_both_dtypes, normal
 from jaxmp import autocast
 
 HALVES = "float16", "bfloat16"

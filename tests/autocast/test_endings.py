@@ -201,9 +201,7 @@ def searched(w, x):
 def confident(w, x):
     """Ends where a softmax is sure."""
     return lax.while_loop(
-        lambda s: jax.nn.softmax(s)[0].max() < 0.9,
-        lambda s: 2 * step(s, w, x),
-        x,
+        lambda s: jax.nn.softmax(s)[0].max() < 0.9, lambda s: 2 * step(s, w, x), x
     )
 
 

@@ -18,11 +18,7 @@ W = normal(0, 64, 64, scale=1 / 8)
 X = normal(1, 32, 64)
 HALF, SINGLE = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 EPS = float(jnp.finfo(HALF).eps)
-ACTIVATIONS = {
-    "elu": jax.nn.elu,
-    "softplus": jax.nn.softplus,
-    "mish": jax.nn.mish,
-}
+ACTIVATIONS = {"elu": jax.nn.elu, "softplus": jax.nn.softplus, "mish": jax.nn.mish}
 ORDERS = {
     "around": lambda loss, dtype: jaxmp.autocast(jax.grad(loss), dtype),
     "inside": lambda loss, dtype: jax.grad(jaxmp.autocast(loss, dtype)),

@@ -164,11 +164,7 @@ ORDERS = {
     "outside": lambda fun, dtype: jaxmp.autocast(gradients(fun), dtype),
     "inside": lambda fun, dtype: jax.value_and_grad(jaxmp.autocast(loss(fun), dtype)),
 }
-USUAL = [
-    "mlp forward bfloat16",
-    "attention inside float16",
-    "rnn outside float16",
-]
+USUAL = ["mlp forward bfloat16", "attention inside float16", "rnn outside float16"]
 
 
 def symbolic(shapes):

@@ -45,8 +45,5 @@ def test_autocast_decides_as_the_file_says(programs, name):
 def test_a_difference_is_named():
     before = ["add 16 (2) x 2", "mul 16 (2) x 1"]
     now = ["add 32 (3) x 2", "mul 16 (2) x 1"]
-    assert golden.changes(before, now) == [
-        "- add 16 (2) x 2",
-        "+ add 32 (3) x 2",
-    ]
+    assert golden.changes(before, now) == ["- add 16 (2) x 2", "+ add 32 (3) x 2"]
     assert golden.changes(now, now) == []

@@ -12,13 +12,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import (
-    assert_gradients_near,
-    assert_near,
-    at_once,
-    both_dtypes,
-    normal,
-)
+from conftest import assert_gradients_near, assert_near, at_once, both_dtypes, normal
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 F16, BF16 = np.dtype(jnp.float16), np.dtype(jnp.bfloat16)

@@ -14,13 +14,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import (
-    assert_gradients_near,
-    at_once,
-    both_dtypes,
-    in_both_dtypes,
-    normal,
-)
+from conftest import assert_gradients_near, at_once, both_dtypes, in_both_dtypes, normal
 from jaxmp import autocast
 
 X, Y = 1000 + normal(0, 32, 12), 1000 + normal(1, 32, 8)

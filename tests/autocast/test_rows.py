@@ -148,10 +148,7 @@ def both_ends(table, w):
     return jax.nn.gelu(jnp.concatenate(ends, axis=-1) @ jnp.concatenate([w, w.T]))
 
 
-TABLES = {
-    "a layer": looked_up,
-    "a graph": both_ends,
-}
+TABLES = {"a layer": looked_up, "a graph": both_ends}
 
 
 @crossed("lookup dtype", TABLES, ["float16", "bfloat16"])

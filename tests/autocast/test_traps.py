@@ -9,11 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.counting.measure import (
-    product_dtypes,
-    relative_error,
-    traced,
-)
+from benchmarks.counting.measure import product_dtypes, relative_error, traced
 from conftest import at_once, crossed, normal
 
 F16 = jnp.float16

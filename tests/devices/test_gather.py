@@ -178,12 +178,7 @@ def test_what_is_no_float_is_gathered_without_a_gradient():
         return (params["w"] * params["n"] * x.sum() * params["one"]).sum() / 8
 
     grad_fn = jaxmp.grad(
-        loss,
-        mesh=DATA,
-        shardings=specs,
-        gather=False,
-        allow_int=True,
-        batch_argnums=1,
+        loss, mesh=DATA, shardings=specs, gather=False, allow_int=True, batch_argnums=1
     )
 
     @jax.jit

@@ -73,11 +73,7 @@ def over_four(step, how, specs):
         own = lambda *args: jax.tree.map(lambda x: x[None], step(*args))  # noqa: E731
         return jax.jit(
             jax.shard_map(
-                own,
-                mesh=mesh,
-                in_specs=specs,
-                out_specs=stacked,
-                check_vma=is_checked,
+                own, mesh=mesh, in_specs=specs, out_specs=stacked, check_vma=is_checked
             )
         )
     axes = tuple(0 if spec else None for spec in specs)
@@ -176,8 +172,7 @@ def on_one_device(name):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "name", "steps"),
-    [(DATA, "mixed_float16", 4), (GRID, "float32", 4)],
+    ("mesh", "name", "steps"), [(DATA, "mixed_float16", 4), (GRID, "float32", 4)]
 )
 def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     policy = jaxmp.get_policy(name)
@@ -470,8 +465,7 @@ def test_the_state_lies_where_the_parameters_lie_and_stays_there(inner):
 
 
 @pytest.mark.parametrize(
-    ("axes", "name"),
-    [((), "mixed_float16"), (("data", "model"), "mixed_bfloat16")],
+    ("axes", "name"), [((), "mixed_float16"), (("data", "model"), "mixed_bfloat16")]
 )
 def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
     policy = jaxmp.get_policy(name)
@@ -662,10 +656,7 @@ def boxed(params, x):
     return (x @ nn.meta.unbox(box)).mean()
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [constrained_on_its_mesh, constrained_by_flax, boxed],
-)
+@pytest.mark.parametrize("loss", [constrained_on_its_mesh, constrained_by_flax, boxed])
 def test_a_constraint_on_an_axis_of_the_mesh_is_named_with_its_cure(loss):
     step = jaxmp.value_and_grad(loss, batch_argnums=1, mesh=DATA)
     if loss is not constrained_on_its_mesh:  # which JAX refuses when `jit` has traced

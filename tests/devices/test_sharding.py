@@ -76,10 +76,7 @@ def by_row(x):
 STATIC = jaxmp.static_loss_scale(INNER, 8)
 
 
-@pytest.mark.parametrize(
-    ("tx", "spec_of"),
-    [(TX, by_row), (STATIC, replicated)],
-)
+@pytest.mark.parametrize(("tx", "spec_of"), [(TX, by_row), (STATIC, replicated)])
 def test_jit_with_shardings_is_the_run_of_one_device(tx, spec_of):
     params = put(PARAMS, spec_of)
     state = put(tx.init(PARAMS), spec_of)
@@ -137,11 +134,7 @@ def same_on_all(check_vma):
 def shard_map(fun, in_specs, out_specs, check_vma):
     return jax.jit(
         jax.shard_map(
-            fun,
-            mesh=MESH,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=check_vma,
+            fun, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
         )
     )
 

@@ -91,8 +91,7 @@ PARAMETER = Advised(
     policy(NET.apply),
     '`policy.with_overrides(("head/kernel", "float32"))`',
     jaxmp.with_policy(
-        NET.apply,
-        jaxmp.get_policy(POLICY).with_overrides(("head/kernel", "float32")),
+        NET.apply, jaxmp.get_policy(POLICY).with_overrides(("head/kernel", "float32"))
     ),
     NET.apply,
     (BEYOND, X),

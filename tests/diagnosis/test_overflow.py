@@ -134,10 +134,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kinds",
-    [
-        ("reversed", "cond"),
-        pytest.param(tuple(KINDS), marks=pytest.mark.evidence),
-    ],
+    [("reversed", "cond"), pytest.param(tuple(KINDS), marks=pytest.mark.evidence)],
     ids=["some", "all"],
 )
 def test_it_is_found_inside_of_loops_branches_rules_and_shards(kinds):
@@ -1042,10 +1039,11 @@ def test_a_derivative_says_what_part_of_the_line_it_belongs_to():
 
 
 def test_an_expression_over_several_lines_is_cut_and_one_that_is_gone_is_left_out():
+    # fmt: off
     def loss(x):
         return jnp.sum(
-            x * x,
-        )
+            x * x)
+    # fmt: on
 
     report = jaxmp.find_overflow(jax.grad(loss))(jnp.full(3, 200.0, jnp.float16))
     codes = {x.operation: x.code for x in report.operations}

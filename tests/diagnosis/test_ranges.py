@@ -137,8 +137,7 @@ def test_more_than_an_int32_counts_is_refused():
 
 
 @pytest.mark.parametrize(
-    "function",
-    [jaxmp.exponent_histogram, jaxmp.range_report, jaxmp.suggest_loss_scale],
+    "function", [jaxmp.exponent_histogram, jaxmp.range_report, jaxmp.suggest_loss_scale]
 )
 @pytest.mark.parametrize("leaf", [jnp.arange(3), jnp.array(True), 3, "text"])
 def test_what_is_not_floating_is_refused(function, leaf):

@@ -92,10 +92,7 @@ KINDS = {
         lambda model: assign(model.kernel, model.kernel[...] * 0.5),
     ),
     "pytree": (Counter, lambda c: assign(c.count, c.count[...] + 1)),
-    "variable": (
-        lambda: nnx.Variable(jnp.ones(2)),
-        lambda v: assign(v, v[...] * 2),
-    ),
+    "variable": (lambda: nnx.Variable(jnp.ones(2)), lambda v: assign(v, v[...] * 2)),
 }
 # How an object may be passed beside `x`, and how the function finds it again.
 POSITIONS = {
@@ -372,11 +369,7 @@ LIKE_FLAX = {
         lambda: (nnx.BatchStat(jnp.ones(4)), X),
         {},
     ),
-    "pytree": (
-        lambda p, x: (p["w"] * x).sum(),
-        lambda: ({"w": jnp.ones(4)}, X),
-        {},
-    ),
+    "pytree": (lambda p, x: (p["w"] * x).sum(), lambda: ({"w": jnp.ones(4)}, X), {}),
     "shared": (
         lambda a, b, x: (a(x) + b(x)).mean(),
         lambda: (lambda m: (m, m, X))(net()),

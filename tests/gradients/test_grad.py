@@ -173,10 +173,7 @@ def test_loss_and_gradients_are_at_least_float32():
 # Accumulation
 
 
-@pytest.mark.parametrize(
-    ("scale", "steps"),
-    [(1.0, 1), (1.0, 3), (2.0**15, 12)],
-)
+@pytest.mark.parametrize(("scale", "steps"), [(1.0, 1), (1.0, 3), (2.0**15, 12)])
 def test_accumulation_is_the_full_batch(steps, scale):
     expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
     accumulate = jaxmp.value_and_grad(

@@ -207,11 +207,7 @@ def test_no_gradient_is_no_gradient_without_a_scale():
 )
 def test_a_policy_under_which_nothing_runs_in_16_bits_names_the_line(policy, steps):
     grad_fn = jaxmp.value_and_grad(
-        loss,
-        policy=policy,
-        loss_scale=8.0,
-        accum_steps=steps,
-        batch_argnums=(1, 2),
+        loss, policy=policy, loss_scale=8.0, accum_steps=steps, batch_argnums=(1, 2)
     )
     (found,) = said(jax.jit(grad_fn), PARAMS, X, Y)
     assert "No matmul runs in 16 bits" in str(found.message)

@@ -151,10 +151,7 @@ def test_a_model_in_the_functional_style_has_its_paths():
         jaxmp.value_and_grad(loss), float32_paths=("body/first", "head")
     )
     report = jaxmp.audit(grad_fn)(params, rest, X)
-    assert {row.module for row in report.kept} == {
-        "Net/body/first",
-        "Net/head",
-    }
+    assert {row.module for row in report.kept} == {"Net/body/first", "Net/head"}
 
 
 def test_a_part_that_is_called_alone_has_the_path_in_its_model():

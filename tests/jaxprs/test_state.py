@@ -98,10 +98,6 @@ def test_shards_may_lie_elsewhere_afterwards():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
     spec = jax.sharding.PartitionSpec
     moved = jax.shard_map(
-        lambda a: a,
-        mesh=mesh,
-        in_specs=spec("x"),
-        out_specs=spec("y"),
-        check_vma=False,
+        lambda a: a, mesh=mesh, in_specs=spec("x"), out_specs=spec("y"), check_vma=False
     )
     assert sources(lambda a: [moved(a)], [jnp.arange(4.0)]) == [None]

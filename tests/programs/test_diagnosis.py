@@ -15,15 +15,7 @@ from jaxmp._jaxprs.places import Place
 
 # The programs that have hazards, and which.
 WRONG = {}
-LIBRARIES = (
-    "diffrax",
-    "equinox",
-    "graphs",
-    "haiku",
-    "jax",
-    "linen",
-    "probabilistic",
-)
+LIBRARIES = ("diffrax", "equinox", "graphs", "haiku", "jax", "linen", "probabilistic")
 
 
 def programs_of(library):

@@ -266,13 +266,6 @@ def seq2seq():
     return Program(loss, (params, question, answer, labels, lengths))
 
 
-@programs(
-    transformer,
-    image_classifier,
-    ppo,
-    vae,
-    gan,
-    seq2seq,
-)
+@programs(transformer, image_classifier, ppo, vae, gan, seq2seq)
 def test_linen_programs_are_what_they_were(program, policy, order):
     hold(program, policy, order)

@@ -293,8 +293,7 @@ def test_what_the_answers_say_to_type_works():
 
 
 @pytest.mark.parametrize(
-    "report",
-    [jaxmp.audit, jaxmp.explain, jaxmp.find_overflow, jaxmp.sensitivity],
+    "report", [jaxmp.audit, jaxmp.explain, jaxmp.find_overflow, jaxmp.sensitivity]
 )
 def test_a_report_that_is_not_called_says_so_when_it_is_printed(report):
     expected = f"<function jaxmp.{report.__name__}(loss_fn), to be called with the"

@@ -306,8 +306,7 @@ def update_all(grads, state, params, **extra_args):
 
 
 TOGETHER = optax.GradientTransformationExtraArgs(
-    lambda params: {name: tx.init(params[name]) for name, tx in TXS.items()},
-    update_all,
+    lambda params: {name: tx.init(params[name]) for name, tx in TXS.items()}, update_all
 )
 ALL_GRADS = jax.tree.map(lambda p: jnp.sin(37.0 * p.astype(jnp.float32)), ALL)
 
