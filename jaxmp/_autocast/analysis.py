@@ -182,7 +182,7 @@ class Analysis:
         """
         marked = False
         for marker in MARKERS.values():
-            for owner, var, need in marker.run(jaxpr, scopes):
+            for owner, var, need in marker(jaxpr, scopes):
                 found = self._marks.setdefault(owner, {})
                 found[var] = found.get(var, needs.NOTHING) | need
                 marked = True
@@ -266,7 +266,7 @@ class Analysis:
             eqns: Sequence[Equation] = _jaxpr.open_jaxpr(jaxpr).eqns
             if not self.is_kept(scopes):
                 for rewrite in REWRITES.values():
-                    eqns = rewrite.run(eqns, jaxpr, scopes, self.is_product)
+                    eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
                 if self.apart:
                     eqns = [self._apart(eqn, scopes) for eqn in eqns]
             memo[key] = eqns, spotted_in(eqns)

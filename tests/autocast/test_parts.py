@@ -4,8 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+import test_compared
+import test_endings
+import test_hoisting
+import test_scores
+import test_variance
 from jax import lax
 
 import jaxmp
@@ -15,60 +19,6 @@ from jaxmp import autocast
 from jaxmp._autocast.passes import MARKERS, REWRITES
 
 W, X = normal(0, 8, 8, scale=0.3), normal(1, 4, 8)
-
-
-def test_scores_are_computed_in_the_order_in_which_they_are_read():
-    def attention(q, k):
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, k)
-        return jnp.einsum("bkgts,bskd->btkgd", jax.nn.softmax(scores), k)
-
-    q, k = normal(2, 2, 6, 2, 3, 8), normal(3, 2, 9, 2, 8)
-    eqns = traced(autocast(attention), q, k)
-    shapes = [
-        e.outvars[0].aval.shape for e in eqns if e.primitive.name == "dot_general"
-    ]
-    assert shapes[0][-1] == 9
-    found = jax.jit(autocast(attention))(q, k)
-    assert relative_error(found, attention(q, k)) < 1e-2
-
-
-def test_no_iteration_adds_up_the_gradient_of_a_weight():
-    def loss(w, u, xs):
-        body = lambda h, x: (jnp.tanh(x @ w + h @ u),) * 2  # noqa: E731
-        return jnp.square(lax.scan(body, 0 * xs[0], xs)[1]).mean()
-
-    w, u = normal(2, 16, 16, scale=1 / 6), normal(3, 16, 16, scale=1 / 6)
-    xs, grad = normal(4, 6, 4, 16), jax.grad(loss, (0, 1))
-    eqns = traced(autocast(grad), w, u, xs)
-    loops = [e for e in eqns if e.primitive.name == "scan"]
-    assert len(loops) == 2
-    assert (16, 16) not in [x.aval.shape for e in loops for x in e.outvars]
-    found = jax.jit(autocast(grad))(w, u, xs)
-    assert relative_error(found, grad(w, u, xs)) < 3e-2
-
-
-def test_a_variance_by_a_window_is_near_that_of_float32():
-    window = jnp.ones((1, 1, 3, 3)) / 9
-
-    def variance(x):
-        mean = lambda x: lax.conv(x, window, (1, 1), "VALID")  # noqa: E731
-        return mean(x * x) - mean(x) ** 2
-
-    x = 30 + normal(7, 1, 1, 9, 9)
-    found, exact = jax.jit(autocast(variance))(x), variance(x)
-    assert relative_error(found, exact) < 1e-4
-
-
-def test_gates_of_which_many_multiply_one_another_have_all_digits():
-    def kept(w):
-        gates = jax.nn.sigmoid(7 + X @ w)
-        h = X
-        for _ in range(64):
-            h = (gates * h) + 0 * h
-        return jnp.tanh(h) @ w
-
-    eqns = [e for e in traced(autocast(kept), W) if e.primitive.name == "logistic"]
-    assert [eqn.outvars[0].aval.dtype for eqn in eqns] == ["float32"]
 
 
 def leaks(w, state, x):
@@ -147,61 +97,33 @@ def test_micro_batches_read_weights_that_were_rounded_once():
     assert dtypes == ["bfloat16", "float32"]  # the weight, and the sum of its gradients
 
 
-@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
-def test_a_loop_that_ends_when_an_error_is_small_ends_as_in_float32():
-    matrix = X.T @ X / 8 + jnp.eye(8)
-
-    def solve(b):
-        def body(state):
-            x, n, _ = state
-            change = 0.3 * (matrix @ x - b)
-            return x - change, n + 1, abs(change).max()
-
-        return lax.while_loop(
-            lambda state: (state[2] > 1e-5) & (state[1] < 999),
-            body,
-            (b, 0, jnp.float32(1)),
-        )[1]
-
-    expected = jax.jit(solve)(W[0])
-    assert expected < 999
-    assert jax.jit(autocast(solve))(W[0]) <= expected + 1
-
-
-@pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
-def test_a_search_that_compares_with_what_was_computed_before_moves():
-    def loss(w):
-        return jnp.square(jnp.tanh(X @ w) @ W).mean()
-
-    def searched(w):
-        before, slope = loss(w), jax.grad(loss)(w)
-
-        def goes_on(state):
-            step, iterations = state
-            return (loss(w - step * slope) > before) & (iterations < 60)
-
-        return lax.while_loop(goes_on, lambda s: (s[0] / 2, s[1] + 1), (1e-3, 0))
-
-    def iterations(many):
-        return lax.map(lambda w: searched(w)[1], many)
-
-    # Each step gains less than rounding, and all are in vain if `before` is below.
-    many = [W]
-    for _ in range(8):
-        many.append(many[-1] - 0.5 * jax.grad(loss)(many[-1]))
-    expected, found = at_once(iterations, autocast(iterations))(jnp.stack(many))
-    np.testing.assert_array_equal(found, expected)
-
-
-# Each pass in the tables has its test here, and the test needs the pass.
+# A law of each pass that fails without it.
+LAWS = {
+    "scores": lambda: test_scores.test_scores_end_with_the_axis_that_is_read_last(
+        "keys last", jax.jit
+    ),
+    "variance": lambda: test_variance.test_moments_are_near_those_of_float32(
+        test_variance.MOMENTS["a window"], "bfloat16"
+    ),
+    "loops": lambda: test_endings.test_loops_end_after_as_many_iterations(
+        test_endings.fixed_point, "bfloat16"
+    ),
+    "hoisting": lambda: test_hoisting.test_a_backward_scan_carries_no_weight_gradients(
+        "simple", test_hoisting.BF16
+    ),
+    "compared": lambda: test_compared.test_as_many_steps_are_taken_as_in_float32(
+        test_compared.armijo, "bfloat16"
+    ),
+    "gates": lambda: test_a_chain_of_gates_is_as_near_as_the_loop_that_it_could_be(
+        interpolates, jnp.zeros((4, 8))
+    ),
+}
 
 
 @pytest.mark.parametrize("name", [*REWRITES, *MARKERS])
 @pytest.mark.filterwarnings("ignore:Of the FLOPs:UserWarning")
-def test_a_test_fails_without_each_pass(name, monkeypatch):
-    table = REWRITES if name in REWRITES else MARKERS
-    test = globals()[table[name].test]
-    test()
-    monkeypatch.delitem(table, name)
+def test_a_law_fails_without_each_pass(name, monkeypatch):
+    LAWS[name]()
+    monkeypatch.delitem(REWRITES if name in REWRITES else MARKERS, name)
     with pytest.raises(AssertionError):
-        test()
+        LAWS[name]()

@@ -127,7 +127,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("moment", "dtype"), in_both_dtypes(MOMENTS, "similarity", "weights", "scan")
 )
-def test_moments_and_what_they_send_back_are_near_those_of_float32(moment, dtype):
+def test_moments_are_near_those_of_float32(moment, dtype):
     def loss(k, x):
         return moment(x + convolved(x - 5, k, "SAME")).mean()
 
