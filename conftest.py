@@ -194,6 +194,12 @@ def at_once(*funs):
     return jax.jit(lambda *args: [fun(*args) for fun in funs])
 
 
+def mapped(fun, mesh, in_specs, out_specs, check_vma=True):
+    """Maps a function over the shards of its arguments."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(fun, mesh=mesh, **specs, check_vma=check_vma)
+
+
 def assert_near(found, exact, dtype, digits):
     """Checks that each leaf is off by less than so many last digits of a dtype."""
     limit = digits * float(jnp.finfo(dtype).eps)

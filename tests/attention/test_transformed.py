@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import relative_error
-from conftest import at_once, crossed, normal
+from conftest import at_once, crossed, mapped, normal
 
 BATCH, LENGTH, HEADS, GROUPS, SIZE, LAYERS = 4, 48, 4, 2, 16, 2
 WIDTH = HEADS * SIZE
@@ -214,13 +214,7 @@ def test_in_shard_map(check_vma, inside):
             return jax.tree.map(lambda g: g / 4, grads)
         return jax.lax.pmean(grads, "data")
 
-    grad = jax.shard_map(
-        on_shards,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        check_vma=check_vma,
-    )
+    grad = mapped(on_shards, mesh, (P(), P("data")), P(), check_vma=check_vma)
     grad = grad if inside else jaxmp.autocast(grad)
     check_near(jax.jit(grad)(PARAMS, X), exact(), "bfloat16")
 

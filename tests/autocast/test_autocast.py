@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error, run, traced
-from conftest import checking_leaks, crossed, normal, rest_is_evidence
+from conftest import checking_leaks, crossed, mapped, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
@@ -86,11 +86,11 @@ COMPOSED = {
     "vmap": lambda w, x: jax.vmap(lambda row: jnp.tanh(row @ w) @ w)(x),
     "jvp": lambda w, x: jax.jvp(lambda x: jnp.tanh(x @ w) @ w, (x,), (x,)),
     "vjp": lambda w, x: jax.vjp(lambda x: jnp.tanh(x @ w), x)[1](x)[0] @ w,
-    "shard_map": lambda w, x: jax.shard_map(
+    "shard_map": lambda w, x: mapped(
         lambda w, x: lax.psum(jnp.tanh(x @ w + w[0]) @ w, "i"),
-        mesh=mesh(2),
-        in_specs=(P(), P("i")),
-        out_specs=P(),
+        mesh(2),
+        (P(), P("i")),
+        P(),
     )(w, x),
     "take": lambda w, x: jnp.take(w, jnp.array([1, 2]), axis=0) @ w,
     "normalisation": lambda w, x: jax.nn.standardize(x @ w) * w[0] @ w,

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
-from conftest import at_once, in_both_dtypes, normal
+from conftest import at_once, in_both_dtypes, mapped, normal
 
 # 128 rows of 16 features, and 8 outputs.
 X, W, B = normal(0, 128, 16), normal(1, 16, 8, scale=1 / 4), normal(2, 8)
@@ -141,12 +141,7 @@ def test_weights_are_gathered_in_16_bits():
 
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     axis, whole = PartitionSpec("data"), PartitionSpec()
-    grad = jax.shard_map(
-        jax.grad(loss, (0, 1)),
-        mesh=mesh,
-        in_specs=(axis, whole, axis),
-        out_specs=(axis, whole),
-    )
+    grad = mapped(jax.grad(loss, (0, 1)), mesh, (axis, whole, axis), (axis, whole))
     cast = jaxmp.autocast(grad)
     gathers = [e for e in traced(cast, W, B, X) if "all_gather" in e.primitive.name]
     assert [var.aval.dtype for e in gathers for var in e.invars] == [jnp.bfloat16]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.counting.collectives import collectives, partitioned
 from benchmarks.counting.hlo import bits
-from conftest import crossed, normal
+from conftest import crossed, mapped, normal
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
@@ -150,14 +150,14 @@ def over_devices(loss_fn, form, batched, **options):
         return (loss, grads), jax.tree.map(lambda x: x[None], aux)
 
     def step(*args):
-        (loss, grads), aux = jax.shard_map(
+        (loss, grads), aux = mapped(
             on_device,
-            mesh=DATA,
-            in_specs=tuple(
+            DATA,
+            tuple(
                 P("data") if i in batched and x.ndim else P()
                 for i, x in enumerate(args)
             ),
-            out_specs=(P(), P("data")),
+            (P(), P("data")),
             check_vma=form == "shard_map",
         )(*args)
         return ((loss, aux) if options.get("has_aux") else loss), grads

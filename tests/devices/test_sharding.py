@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.collectives import collectives
-from conftest import normal
+from conftest import mapped, normal
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
 # Small integers and powers of two: every sum is exact, in any order.
@@ -142,11 +142,11 @@ def shard_map(fun, in_specs, out_specs, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_over_several_axes(check_vma):
     mesh = Mesh(MESH.devices.reshape(4, 2), ("data", "model"))
-    finite = jax.shard_map(
+    finite = mapped(
         partial(jaxmp.all_finite, axis_name=("data", "model")),
-        mesh=mesh,
-        in_specs=P("data", "model"),
-        out_specs=P(),
+        mesh,
+        P("data", "model"),
+        P(),
         check_vma=check_vma,
     )
     x = jnp.ones((4, 2))
@@ -236,12 +236,8 @@ def over_mesh(name, check_vma, wrap=lambda f: f, **options):
     axes = {"data": "data", "model": "model" if mesh is GRID else None}
     options = {"axis_name": mesh.axis_names, "batch_argnums": 1} | options
     grad_fn = jaxmp.value_and_grad(partial(loss, **axes), **options)
-    return jax.shard_map(
-        wrap(grad_fn),
-        mesh=mesh,
-        in_specs=(specs, P("data")),
-        out_specs=(P(), specs),
-        check_vma=check_vma,
+    return mapped(
+        wrap(grad_fn), mesh, (specs, P("data")), (P(), specs), check_vma=check_vma
     )
 
 

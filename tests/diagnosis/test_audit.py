@@ -623,22 +623,6 @@ def test_derivatives_of_small_products_are_no_matmuls_wherever_they_are_taken(si
         assert not report.kept
 
 
-@pytest.mark.parametrize("order", ["inside", "outside"])
-def test_autocast_cures_a_function_that_was_never_cast(order):
-    def loss(w, x):
-        return jnp.mean(jnp.tanh(x @ w) @ w)
-
-    grad = {
-        "inside": jax.grad(jaxmp.autocast(loss)),
-        "outside": jaxmp.autocast(jax.grad(loss)),
-    }[order]
-    args = full(8, 8), full(8, 8)
-    assert jaxmp.audit(jax.grad(loss))(*args).fraction_16bit == 0
-    report = jaxmp.audit(grad)(*args)
-    assert report.fraction_16bit == 1
-    assert not report.leaks
-
-
 # Numbers
 
 

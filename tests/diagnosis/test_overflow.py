@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from conftest import crossed, rest_is_evidence
+from conftest import crossed, mapped, rest_is_evidence
 from jaxmp._diagnosis.overflow import watch
 from jaxmp._diagnosis.overflow.watch import Program
 from jaxmp._jaxprs.places import Place
@@ -108,12 +108,7 @@ with_vjp.defvjp(lambda x: (with_vjp(x), None), lambda _, t: (t,))
 def sharded(x, *, check_vma=True):
     mesh = Mesh(jax.devices()[:2], "d")
     y = jnp.stack([0 * x, x])
-    return jax.shard_map(
-        lambda y: jax.lax.psum((y * y)[0], "d"),
-        mesh=mesh,
-        in_specs=P("d"),
-        out_specs=P(),
-    )(y)
+    return mapped(lambda y: jax.lax.psum((y * y)[0], "d"), mesh, P("d"), P())(y)
 
 
 KINDS = {
@@ -535,12 +530,8 @@ AROUND_EPSILON = {
     "vmap": lambda x: jax.vmap(epsilon)(x[:, None]),
     "while": lambda x: jax.lax.fori_loop(0, 2, lambda i, x: epsilon(x), x),
     "full": lambda x: x / (x + jnp.full_like(x, 1e-8)),
-    "shard_map": lambda x: jax.shard_map(
-        epsilon,
-        mesh=Mesh(jax.devices()[:2], "d"),
-        in_specs=P("d"),
-        out_specs=P("d"),
-        check_vma=False,
+    "shard_map": lambda x: mapped(
+        epsilon, Mesh(jax.devices()[:2], "d"), P("d"), P("d"), check_vma=False
     )(x),
 }
 CHEAP = {"argument", "grad", "clip", "with_policy", "branches"}

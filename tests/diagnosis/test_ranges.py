@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxmp
+from conftest import mapped
 
 DTYPES = ["float32", "float16", "bfloat16"]
 
@@ -522,11 +523,11 @@ def test_axis_name_adds_over_devices(check_vma):
     tx = jaxmp.record_ranges(axis_name="data")
 
     @jax.jit
-    @lambda f: jax.shard_map(
+    @lambda f: mapped(
         f,
-        mesh=mesh(),
-        in_specs=(PartitionSpec("data"), PartitionSpec()),
-        out_specs=PartitionSpec(),
+        mesh(),
+        (PartitionSpec("data"), PartitionSpec()),
+        PartitionSpec(),
         check_vma=check_vma,
     )
     def record(x, state):
@@ -539,11 +540,11 @@ def test_axis_name_adds_over_devices(check_vma):
 
 def test_updates_that_are_the_same_on_all_devices_count_once():
     tx = jaxmp.record_ranges(axis_name="data")
-    record = jax.shard_map(
+    record = mapped(
         lambda x: tx.update({"same": jax.lax.psum(x, "data"), "own": x}, tx.init(x))[1],
-        mesh=mesh(),
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec(),
+        mesh(),
+        PartitionSpec("data"),
+        PartitionSpec(),
     )
     state = jax.jit(record)(jnp.ones((8, 3)))
     assert state.exponents[40] == 8 * 3  # 1
@@ -552,11 +553,11 @@ def test_updates_that_are_the_same_on_all_devices_count_once():
 
 def test_devices_that_differ_or_do_not_exist_are_named():
     def record(tx):
-        return jax.shard_map(
+        return mapped(
             lambda x: tx.update(x, tx.init(x))[1],
-            mesh=mesh(),
-            in_specs=PartitionSpec("data"),
-            out_specs=PartitionSpec(),
+            mesh(),
+            PartitionSpec("data"),
+            PartitionSpec(),
         )
 
     with pytest.raises(ValueError, match=r"differ over the mesh axes \['data'\]"):

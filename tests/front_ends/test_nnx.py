@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jaxmp
 import jaxmp.nnx
-from conftest import checking_leaks, crossed, rest_is_evidence
+from conftest import checking_leaks, crossed, mapped, rest_is_evidence
 
 FULL, HALF = jnp.float32, jnp.float16
 POLICIES = ["float32", "mixed_float16", "mixed_bfloat16"]
@@ -621,11 +621,11 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how):
             return nnx.state((model, rngs, metric)), grads
 
         state, grads = jax.jit(
-            jax.shard_map(
+            mapped(
                 on_device,
-                mesh=mesh,
-                in_specs=(spec(), spec("data")),
-                out_specs=spec(),
+                mesh,
+                (spec(), spec("data")),
+                spec(),
                 check_vma="unchecked" not in how,
             )
         )(state, x)
