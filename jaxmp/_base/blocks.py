@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .rounding import draws
-
 # Of a row that is no multiple of it, the blocks are shorter. Updates read the numbers
 # twice, to find the units and to use them, and with so many in a block the units are
 # next to nothing of it. torchao and bitsandbytes have 256, too.
@@ -55,36 +53,28 @@ def decode(blocks: Int8Blocks) -> jax.Array:
     return unit * jnp.where(unit < 0, -squares * squares, codes * jnp.abs(codes))
 
 
-class Extents(NamedTuple):
-    """What the units of an array are made of."""
-
-    sizes: jax.Array  # uint32, the bits of the largest size of each block
-    signs: jax.Array  # uint32, 1 where a number of the block is negative
-
-
 @jax.jit
-def extents(x: jax.Array) -> Extents:
-    """Returns how far the blocks of a float32 array reach."""
+def extents(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns how far the blocks of a float32 array reach.
+
+    That is the bits of the largest size of each block, and 1 where a number of the
+    block is negative, both uint32.
+    """
     sizes = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
     # Two maxima, for a GPU has instructions for them and the libraries of many devices
     # know no other reduction; of bits, because they order NaN above Inf.
-    return Extents(_most(sizes), _most((~(x >= 0)).astype(jnp.uint32)))
-
-
-def units_of(x: jax.Array) -> jax.Array:
-    """Returns the units with which the codes of a float32 array reach its largest."""
-    return units_from(extents(x))
+    return _most(sizes), _most((~(x >= 0)).astype(jnp.uint32))
 
 
 @jax.jit
-def units_from(extents: Extents) -> jax.Array:
-    """Returns the bfloat16 units with which codes reach the largest size of a block.
+def units_from(sizes: jax.Array, signs: jax.Array) -> jax.Array:
+    """Returns the bfloat16 units with which codes reach the :func:`extents` of blocks.
 
     They are rounded up. That of a block with an Inf or NaN in it is NaN, so that none
     is hidden, and that of zeros is zero.
     """
-    largest = jax.lax.bitcast_convert_type(extents.sizes, jnp.float32)
-    is_positive = extents.signs == 0
+    largest = jax.lax.bitcast_convert_type(sizes, jnp.float32)
+    is_positive = signs == 0
     unit = largest / jnp.where(is_positive, float(_TOP_OF_POSITIVE) ** 4, _TOP**2)
     unit = jnp.where(largest > 0, jnp.maximum(unit, _TINY), unit)
     # The bits of bfloat16 are the upper half of those of float32.
@@ -96,27 +86,12 @@ def units_from(extents: Extents) -> jax.Array:
 
 
 @jax.jit
-def encode(
-    x: jax.Array, units: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
-) -> jax.Array:
-    """Returns the int8 codes of a float32 array, rounded stochastically.
+def encode(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
+    """Returns the int8 codes of a float32 array, and keeps what a code stands for.
 
-    Of the two codes next to a number the nearer one is the likelier, so that the mean
-    is the number. What a code stands for keeps it. The noise is that of
-    :func:`jaxmp._base.rounding.draws`.
+    Rounds up where the number has come further than ``draw`` of the way to the next
+    code. With random :func:`~jaxmp._base.rounding.draws` the mean is the number.
     """
-    return _codes(x, units, draws(x.shape, seeds, number))
-
-
-@jax.jit
-def nearest(x: jax.Array) -> Int8Blocks:
-    """Stores a float32 array in 8 bits, with the codes that are nearest to it."""
-    units = units_of(x)
-    return Int8Blocks(_codes(x, units, 0.5), units)
-
-
-def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
-    """Rounds up where the number has come further than ``draw`` of the way."""
     unit = _of_each(units.astype(jnp.float32), x.shape)
     is_positive = unit < 0
 
@@ -134,6 +109,13 @@ def _codes(x: jax.Array, units: jax.Array, draw: Any) -> jax.Array:
     code = jnp.where(x < 0, -code, code)
     positive = jnp.maximum(code, jnp.where(x > 0, _LEAST, 0)) - 128
     return jnp.where(is_positive, positive, code).astype(jnp.int8)
+
+
+@jax.jit
+def nearest(x: jax.Array) -> Int8Blocks:
+    """Stores a float32 array in 8 bits, with the codes that are nearest to it."""
+    units = units_from(*extents(x))
+    return Int8Blocks(encode(x, units, 0.5), units)
 
 
 def _most(x: jax.Array) -> jax.Array:

@@ -32,6 +32,7 @@ def noise_seeds(seed: Any, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.optimization_barrier((first, second))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def split(
     x: jax.Array, dtype: Any, rest_dtype: Any = jnp.int16
 ) -> tuple[jax.Array, jax.Array]:
@@ -43,10 +44,25 @@ def split(
     numbers. With int8 it makes the nearest number that has so many digits, which is
     off by 2^-16 of ``x`` at the most.
     """
-    split_it = _split_bfloat16 if dtype == jnp.bfloat16 else _split_float16
-    return split_it(x, np.dtype(rest_dtype))
+    is_short = rest_dtype == jnp.int8
+    if dtype == jnp.bfloat16:
+        bits = _bits(x)
+        if is_short:
+            bits = (bits + np.uint32(0x80)) & ~_LOWEST_BYTE
+        nearest = (bits + np.uint32(0x8000)) & _UPPER
+        stored = jnp.where(jnp.isfinite(x), _float(nearest), x)
+        rest = jax.lax.bitcast_convert_type(bits - nearest, jnp.int32)
+        rest = jnp.where(jnp.isfinite(stored), rest >> 8 if is_short else rest, 0)
+    else:
+        spacing = _float16_spacing(x)
+        stored = jnp.round(x / spacing) * spacing
+        rest = (x - stored) / _float16_spacing(stored) * _PARTS[np.dtype(rest_dtype)]
+        in_range = jnp.abs(stored) <= np.float32(np.finfo(np.float16).max)
+        rest = jnp.where(in_range, jnp.round(rest), 0)
+    return _derived(x, stored), rest.astype(rest_dtype)
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def split_stochastically(
     x: jax.Array, dtype: Any, seeds: tuple[jax.Array, jax.Array], number: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -55,35 +71,55 @@ def split_stochastically(
     What the two have no digits for is rounded stochastically, see :func:`draws`.
     """
     if dtype == jnp.bfloat16:
-        x = _rounded_up_or_down(x, seeds, number, ~_LOWEST_BYTE)
-    else:
-        x = _to_18_digits(x, seeds, number)
+        x = round_stochastically(x, seeds, number, ~_LOWEST_BYTE)
+    else:  # to multiples of 2^-7 of the spacing of float16 numbers
+        spacing = _float16_spacing(x)
+        nearest = jnp.round(x / spacing) * spacing  # 2^k below which x may lie
+        grid = _float16_spacing(nearest) / _PARTS[np.dtype(jnp.int8)]
+        parts = x / grid
+        down = jnp.floor(parts)
+        up = down + (parts - down > draws(x.shape, seeds, number))
+        x = _derived(x, jnp.where(jnp.isfinite(x), up * grid, x))
     return split(x, dtype, jnp.int8)
 
 
+@jax.jit
 def join(stored: jax.Array, rest: jax.Array) -> jax.Array:
     """Returns the float32 array that :func:`split` took apart.
 
     Where the 16-bit number has been changed since, the result is nearer to it than to
     any other number of its dtype, or half way.
     """
-    is_bfloat16 = stored.dtype == jnp.bfloat16
-    return (_join_bfloat16 if is_bfloat16 else _join_float16)(stored, rest)
+    is_bfloat16, stored = stored.dtype == jnp.bfloat16, stored.astype(jnp.float32)
+    if not is_bfloat16:
+        parts = rest.astype(jnp.float32) / _PARTS[rest.dtype]
+        return stored + parts * _float16_spacing(stored)
+    # Next to zero on one side, and to Inf on the other, there is NaN. No number has
+    # such a rest, but a parameter may have been set to zero or Inf since. The bits tell
+    # zero from subnormal numbers on every machine.
+    is_zero, is_short = (_bits(stored) << 1) == 0, rest.dtype == jnp.int8
+    rest = jnp.where(is_zero, jnp.maximum(rest, 0), rest).astype(jnp.int32)
+    rest = rest << 8 if is_short else rest
+    joined = _bits(stored) + jax.lax.bitcast_convert_type(rest, jnp.uint32)
+    return _derived(stored, jnp.where(jnp.isfinite(stored), _float(joined), stored))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def draws(shape: tuple[int, ...], seeds: Any, number: Any) -> jax.Array:
     """Returns random float32 numbers between 0 and 1, of which they are neither.
 
-    Args:
-        shape: Of the array.
-        seeds: What :func:`noise_seeds` returns.
-        number: uint32[], another one for each array of a step.
+    The seeds are those of :func:`noise_seeds`; ``number`` is a uint32, another one for
+    each array of a step.
     """
     return (_noise(shape, seeds, number).astype(jnp.float32) + 0.5) / 2.0**16
 
 
+@functools.partial(jax.jit, static_argnums=3)
 def round_stochastically(
-    x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any
+    x: jax.Array,
+    seeds: tuple[jax.Array, jax.Array],
+    number: Any,
+    kept: np.uint32 = _UPPER,
 ) -> jax.Array:
     """Rounds a float32 array to bfloat16 numbers, stochastically.
 
@@ -91,71 +127,13 @@ def round_stochastically(
     is the number. Bfloat16 numbers, Inf and NaN stay what they are, and nothing finite
     becomes Inf: what lies beyond the largest bfloat16 number becomes that one. A cast
     to bfloat16 does not change the result any more. The noise is that of :func:`draws`.
+    With other ``kept`` bits than the upper half, it is to numbers of which only those
+    are set.
     """
-    return _rounded_up_or_down(x, seeds, number, _UPPER)
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _rounded_up_or_down(x: jax.Array, seeds: Any, number: Any, kept: Any) -> jax.Array:
-    """Rounds stochastically to numbers of which only the ``kept`` bits are set."""
     bits, noise = _bits(x), _noise(x.shape, seeds, number) & ~kept
     down, up = bits & kept, (bits + noise) & kept
     up = jnp.where(jnp.isfinite(_float(up)), up, down)
     return _derived(x, jnp.where(jnp.isfinite(x), _float(up), x))
-
-
-@jax.jit
-def _to_18_digits(x: jax.Array, seeds: tuple[jax.Array, jax.Array], number: Any):
-    """Rounds stochastically to multiples of 2^-7 of the spacing of float16 numbers."""
-    spacing = _float16_spacing(x)
-    nearest = jnp.round(x / spacing) * spacing  # 2^k below which x may lie
-    grid = _float16_spacing(nearest) / _PARTS[np.dtype(jnp.int8)]
-    parts = x / grid
-    down = jnp.floor(parts)
-    up = down + (parts - down > draws(x.shape, seeds, number))
-    return _derived(x, jnp.where(jnp.isfinite(x), up * grid, x))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _split_bfloat16(x: jax.Array, rest_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    bits, is_short = _bits(x), rest_dtype == jnp.int8
-    if is_short:
-        bits = (bits + np.uint32(0x80)) & ~_LOWEST_BYTE
-    nearest = (bits + np.uint32(0x8000)) & _UPPER
-    stored = jnp.where(jnp.isfinite(x), _float(nearest), x)
-    rest = jax.lax.bitcast_convert_type(bits - nearest, jnp.int32)
-    rest = jnp.where(jnp.isfinite(stored), rest >> 8 if is_short else rest, 0)
-    return _derived(x, stored), rest.astype(rest_dtype)
-
-
-@jax.jit
-def _join_bfloat16(stored: jax.Array, rest: jax.Array) -> jax.Array:
-    stored, is_short = stored.astype(jnp.float32), rest.dtype == jnp.int8
-    # Next to zero on one side, and to Inf on the other, there is NaN. No number has
-    # such a rest, but a parameter may have been set to zero or Inf since. The bits tell
-    # zero from subnormal numbers on every machine.
-    is_zero = (_bits(stored) << 1) == 0
-    rest = jnp.where(is_zero, jnp.maximum(rest, 0), rest).astype(jnp.int32)
-    rest = rest << 8 if is_short else rest
-    joined = _bits(stored) + jax.lax.bitcast_convert_type(rest, jnp.uint32)
-    return _derived(stored, jnp.where(jnp.isfinite(stored), _float(joined), stored))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _split_float16(x: jax.Array, rest_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    spacing = _float16_spacing(x)
-    stored = jnp.round(x / spacing) * spacing
-    rest = (x - stored) / _float16_spacing(stored) * _PARTS[rest_dtype]
-    in_range = jnp.abs(stored) <= np.float32(np.finfo(np.float16).max)
-    rest = jnp.where(in_range, jnp.round(rest), 0)
-    return _derived(x, stored), rest.astype(rest_dtype)
-
-
-@jax.jit
-def _join_float16(stored: jax.Array, rest: jax.Array) -> jax.Array:
-    stored = stored.astype(jnp.float32)
-    parts = rest.astype(jnp.float32) / _PARTS[rest.dtype]
-    return stored + parts * _float16_spacing(stored)
 
 
 @jax.custom_jvp
@@ -167,9 +145,7 @@ def _derived(x: jax.Array, rounded: jax.Array) -> jax.Array:
     return rounded
 
 
-@_derived.defjvp
-def _derivative(primals: Any, tangents: Any) -> Any:
-    return _derived(*primals), tangents[0]
+_derived.defjvp(lambda primals, tangents: (_derived(*primals), tangents[0]))
 
 
 def _float16_spacing(x: jax.Array) -> jax.Array:

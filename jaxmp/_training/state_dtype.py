@@ -21,7 +21,7 @@ from .._base.blocks import (
 )
 from .._base.checks import check_optimizer, check_state, short
 from .._base.dtypes import as_dtype
-from .._base.rounding import noise_seeds, round_stochastically
+from .._base.rounding import draws, noise_seeds, round_stochastically
 from .._base.tree import found_in, is_floating, path_name, widen
 
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
@@ -219,20 +219,23 @@ def narrow_update(
 ) -> tuple[Any, optax.OptState]:
     """Updates with a state that is stored in ``narrow``, None where as it is.
 
-    Args:
-        inner: The optimizer.
-        args: Of its update: gradients, the stored state, parameters and others.
-        narrow: What the state is stored in.
-        seeds: Of the random numbers of this step.
-        number: That of the first array of the state for :func:`round_stochastically`.
+    ``args`` are those of the update: gradients, the stored state, parameters, others.
+    Each array of the state has noise of its own, made of the ``seeds`` of the step and
+    of its number, from ``number`` on.
     """
     grads, state, params, extra_args = args
     stored, structure = jax.tree.flatten(state, is_leaf=is_blocks)
     _check_stored(inner, params, state, narrow)
 
+    def wide(x):
+        if is_blocks(x) and narrow == _INT8:
+            return decode(x)
+        is_narrow = narrow == _BFLOAT16 and _is_array_of(x, _BFLOAT16)
+        return x.astype(jnp.float32) if is_narrow else x
+
     def update(stored):
-        wide = structure.unflatten([_widened(x, narrow) for x in stored])
-        updates, state = inner.update(grads, wide, params, **extra_args)
+        state = structure.unflatten(map(wide, stored))
+        updates, state = inner.update(grads, state, params, **extra_args)
         return updates, *jax.tree.flatten(state)
 
     units = {}
@@ -243,51 +246,45 @@ def narrow_update(
         # them, the second one from codes of which XLA is not to know that they are the
         # same, and which are there no sooner than all units.
         zero = jax.lax.optimization_barrier(np.zeros(2, np.uint32))[0]
-        codes, old = _copied_units(blocks, zero)
-        _, wide, now = update(_with_blocks(stored, codes, old))
+        blocks = _with_copied_units(blocks, zero)
+        _, new, now = update([blocks.get(i, x) for i, x in enumerate(stored)])
         if now != structure:
             raise ValueError(
                 "An update changes the structure of the inner optimizer's state, which "
                 '`state_dtype="int8"` cannot store. Make its `init` return the '
                 "structure that its `update` returns, or leave `state_dtype` out."
             )
-        reach = {i: extents(wide[i].astype(jnp.float32)) for i in blocks}
-        units = {
-            i: units_from(x._replace(sizes=x.sizes | zero)) for i, x in reach.items()
-        }
-        codes, old, units = jax.lax.optimization_barrier((codes, old, units))
-        stored = _with_blocks(stored, codes, old)
-    updates, new, structure = update(stored)
+        reach = {i: extents(new[i].astype(jnp.float32)) for i in blocks}
+        units = {i: units_from(sizes | zero, x) for i, (sizes, x) in reach.items()}
+        blocks, units = jax.lax.optimization_barrier((blocks, units))
+    updates, new, structure = update([blocks.get(i, x) for i, x in enumerate(stored)])
     for i, x in enumerate(new):
         this = np.uint32(number + i)
         if i in units:
-            codes = encode(x.astype(jnp.float32), units[i], seeds, this)
+            noise = draws(x.shape, seeds, this)
+            codes = encode(x.astype(jnp.float32), units[i], noise)
             new[i] = Int8Blocks(codes, units[i])
         elif narrow == _BFLOAT16 and _is_array_of(x, _FLOAT32):
             new[i] = round_stochastically(x, seeds, this).astype(narrow)
     return updates, structure.unflatten(new)
 
 
-def _copied_units(blocks: dict[int, Int8Blocks], zero: jax.Array) -> Any:
-    """Returns the codes of blocks, and copies of their units.
+def _with_copied_units(
+    blocks: dict[int, Int8Blocks], zero: jax.Array
+) -> dict[int, Int8Blocks]:
+    """Returns blocks with copies of their units.
 
     The new units take the place of the old ones in memory before all that reads these
     has run. XLA would copy each of them by itself. But it merges kernels that read one
     array, and all of these read the one with ``zero``, which it does not know to be 0.
     """
-    old = {}
+    copies = {}
     for i, x in blocks.items():
         bits = jax.lax.bitcast_convert_type(x.units, jnp.uint16)
         bits = bits | zero.astype(jnp.uint16)
-        old[i] = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
-    return {i: x.codes for i, x in blocks.items()}, jax.lax.optimization_barrier(old)
-
-
-def _with_blocks(stored: list[Any], codes: Any, units: Any) -> list[Any]:
-    return [
-        Int8Blocks(codes[i], units[i]) if i in codes else x
-        for i, x in enumerate(stored)
-    ]
+        copies[i] = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    copies = jax.lax.optimization_barrier(copies)
+    return {i: x._replace(units=copies[i]) for i, x in blocks.items()}
 
 
 def check_seed(seed: Any) -> None:
@@ -326,14 +323,6 @@ def _moments(inner: Any, params: Any, leaves: list[Any]) -> list[int]:
             of_values.update(map(id, eqn.outvars))
     made = zip(found, jaxpr.outvars, strict=True)
     return [i for i, x in made if id(x) not in of_values]
-
-
-def _widened(x: Any, narrow: np.dtype | None) -> Any:
-    """Returns a stored array as the optimizer works with it."""
-    if is_blocks(x) and narrow == _INT8:
-        return decode(x)
-    is_narrow = narrow == _BFLOAT16 and _is_array_of(x, _BFLOAT16)
-    return x.astype(jnp.float32) if is_narrow else x
 
 
 def _is_array_of(x: Any, dtype: np.dtype) -> bool:

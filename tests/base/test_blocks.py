@@ -15,8 +15,10 @@ ANY = (RNG.normal(size=(64, 512)) * 2.0 ** RNG.uniform(-20, 0, (64, 512))).astyp
 
 @jax.jit
 def at_random(x):
-    units = _blocks.units_of(jnp.asarray(x))
-    codes = _blocks.encode(jnp.asarray(x), units, SEEDS, np.uint32(0))
+    units = _blocks.units_from(*_blocks.extents(jnp.asarray(x)))
+    codes = _blocks.encode(
+        jnp.asarray(x), units, _rounding.draws(x.shape, SEEDS, np.uint32(0))
+    )
     return _blocks.Int8Blocks(codes, units)
 
 
@@ -40,7 +42,9 @@ def test_what_a_code_stands_for_stays():
     codes[units[:, 0] > 0, 0] = 0  # no code of those
     codes[units[:, 0] < 0, 1] = 0  # nor what is less than the least
     x = _blocks.decode(_blocks.Int8Blocks(jnp.asarray(codes), jnp.asarray(units)))
-    found = _blocks.encode(x, jnp.asarray(units), SEEDS, np.uint32(0))
+    found = _blocks.encode(
+        x, jnp.asarray(units), _rounding.draws(x.shape, SEEDS, np.uint32(0))
+    )
     np.testing.assert_array_equal(found, codes)
 
 
@@ -103,7 +107,9 @@ def test_a_unit_is_made_of_the_largest_size_and_of_whether_there_is_a_negative()
     rows[3, 5] = -7
     rows[4, 9] = -np.inf
     rows[5, 9] = np.nan
-    units = np.asarray(_blocks.units_of(jnp.asarray(rows)), np.float32)[:, 0]
+    units = np.asarray(
+        _blocks.units_from(*_blocks.extents(jnp.asarray(rows))), np.float32
+    )[:, 0]
     top, top_of_positive = 127**2, 255.0**4
     exact = np.array([3 / top, -3 / top_of_positive, 0, 7 / top])
     assert np.all(np.abs(units[:4]) >= np.abs(exact))
