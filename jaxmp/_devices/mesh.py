@@ -75,9 +75,14 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
     state = jax.eval_shape(tx.init, params)
 
     def beside(x, param, sharding):
-        if is_blocks(x):
-            return Int8Blocks(sharding, _as_far_as_it_fits(sharding, x.units.shape))
-        return sharding if x.shape == param.shape else everywhere
+        if not is_blocks(x):
+            return sharding if x.shape == param.shape else everywhere
+        spec, shape = sharding.spec, x.units.shape
+        axes = as_axes(spec[-1]) if len(spec) == len(shape) else ()
+        if not shape[-1] % math.prod(sharding.mesh.shape[axis] for axis in axes):
+            return Int8Blocks(sharding, sharding)
+        # The units of a row that are too few for its devices are on each.
+        return Int8Blocks(sharding, sharding.update(spec=P(*spec[:-1])))
 
     return optax.tree_map_params(
         tx,
@@ -88,18 +93,6 @@ def init_shardings(tx: optax.GradientTransformation, params: Any) -> Any:
         transform_non_params=lambda _: everywhere,
         is_leaf=is_blocks,
     )
-
-
-def _as_far_as_it_fits(sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
-    """Returns a sharding of an array with shorter rows than the one it was made for.
-
-    A row with too few elements for its devices is replicated.
-    """
-    spec = sharding.spec
-    axes = as_axes(spec[-1]) if len(spec) == len(shape) else ()
-    if shape[-1] % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0:
-        return sharding
-    return sharding.update(spec=P(*spec[:-1]))
 
 
 def over_mesh(
@@ -118,6 +111,8 @@ def over_mesh(
     axis. The parameters, ``params_of(args)``, and their gradients lie as
     ``param_specs`` says, of which ``fun`` sees shards over ``axes``.
     """
+    explicit = AxisType.Explicit in mesh.axis_types
+    put = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
     param_specs = jax.tree.leaves(param_specs)
     devices = math.prod(mesh.shape[axis] for axis in axes)
     over = f"{devices} devices"
@@ -140,8 +135,8 @@ def over_mesh(
                 check_leading_axis(path[1:], x, devices * steps, over)
                 spec = P(axes)
             specs[number], arrays[number] = _manual_spec(spec, axes), x
-            if AxisType.Explicit in mesh.axis_types:
-                arrays[number] = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+            if explicit:
+                arrays[number] = put(x, NamedSharding(mesh, spec))
         # Of what is not floating there are no gradients.
         grad_specs = [spec for n, spec in params.items() if is_inexact(entries[n][1])]
         structure_of_grads: Any = None
@@ -175,7 +170,7 @@ def over_mesh(
             raise
         for i, spec in enumerate(grad_specs):
             if spec != _manual_spec(spec, axes):  # the rest is the compiler's
-                grads[i] = _put(grads[i], NamedSharding(mesh, spec))
+                grads[i] = put(grads[i], NamedSharding(mesh, spec))
         return loss, structure_of_grads.unflatten(grads), put_back(aux), changes
 
     return split
@@ -189,12 +184,6 @@ def _manual_spec(spec: P, axes: tuple[Any, ...]) -> P:
 def named_axes(spec: P, axes: Any) -> list[tuple[Any, ...]]:
     """Returns, of each entry of a spec, those of its mesh axes that are in ``axes``."""
     return [tuple(axis for axis in as_axes(entry) if axis in axes) for entry in spec]
-
-
-def _put(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    put = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
-    return put(x, sharding)
 
 
 def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
@@ -280,8 +269,26 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
                 "`shard_map(check_vma=True)`, which knows."
             )
         return jax.tree.map(known_axes, params)
+    around = jax.sharding.get_abstract_mesh().axis_names
     for axis in frozenset().union(*jax.tree.leaves(shardings)) - set(axes):
-        _check_axis(axis, axes)
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            if axis in around:  # but is not manual: JAX does what is needed
+                continue
+            known = f" of {around}" if around else ""
+            raise ValueError(
+                f"`shardings` names the mesh axis {short(axis)}, but there is none "
+                f"around the call. Pass PartitionSpecs with the axes{known} that the "
+                "parameters are sharded over."
+            ) from None
+        if not tracked_axes((axis,)):
+            raise ValueError(
+                f"`shardings` says that parameters are sharded over {short(axis)}, "
+                f"which `axis_name={axes}` does not name. Without `check_vma=True` JAX "
+                "adds up the losses of all devices along it. Pass "
+                f"`axis_name={(*axes, axis)}`."
+            )
     said = spread_shardings(
         shardings, params, "shardings", "the differentiated arguments"
     )
@@ -305,10 +312,11 @@ def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:
 def axes_of_shardings(shardings: Any) -> Any:
     """Returns, for each sharding in a pytree, a frozenset of the axes that it names."""
 
-    def axes_of(sharding):
-        return frozenset(axis for entry in as_spec(sharding) for axis in as_axes(entry))
-
-    return jax.tree.map(axes_of, shardings, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda own: frozenset(a for entry in as_spec(own) for a in as_axes(entry)),
+        shardings,
+        is_leaf=lambda x: isinstance(x, P),
+    )
 
 
 def as_spec(sharding: Any, option: str = "shardings") -> P:
@@ -354,28 +362,6 @@ def spread_shardings(prefix: Any, tree: Any, option: str, whose: str) -> Any:
             f"PartitionSpec serves a whole tree{several * (option == 'shardings')}. "
             f"JAX says: {clipped(reason, 400)}"
         ) from error
-
-
-def _check_axis(axis: Any, axes: tuple[Any, ...]) -> None:
-    """Raises where ``shardings`` names an axis that is not around, or not reduced."""
-    try:
-        jax.lax.axis_size(axis)
-    except NameError:
-        around = jax.sharding.get_abstract_mesh().axis_names
-        if axis in around:  # but is not manual: JAX does what is needed
-            return
-        known = f" of {around}" if around else ""
-        raise ValueError(
-            f"`shardings` names the mesh axis {short(axis)}, but there is none around "
-            f"the call. Pass PartitionSpecs with the axes{known} that the parameters "
-            "are sharded over."
-        ) from None
-    if not tracked_axes((axis,)):
-        raise ValueError(
-            f"`shardings` says that parameters are sharded over {short(axis)}, which "
-            f"`axis_name={axes}` does not name. Without `check_vma=True` JAX adds up "
-            f"the losses of all devices along it. Pass `axis_name={(*axes, axis)}`."
-        )
 
 
 def _check_devices(path: Any, x: Any, mesh: Mesh) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._base.tree import is_array, is_inexact, wide_dtype
-
-# What `jax.grad` differentiates. A Python number is marked as well as an array.
-_NUMBERS = (jax.Array, np.ndarray, np.generic, float, complex)
 
 
 def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
@@ -27,8 +23,6 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     tracked = tracked_axes(axis_names)
 
     def mark(x):
-        if not isinstance(x, _NUMBERS):
-            return x
         same = tracked - varying_axes(x)
         names = tuple(name for name in axis_names if name in same)
         return jax.lax.pcast(x, names, to="varying") if names else x
@@ -60,28 +54,29 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
 def is_scalar_key(x: Any) -> bool:
     """Returns whether ``x`` is one PRNG key, made with ``jax.random.key``."""
-    return is_array(x) and x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return is_array(x) and x.ndim == 0 and is_key(x)
 
 
-def own_keys(tree: Any, axes: tuple[Any, ...]) -> Any:
-    """Gives each device its own scalar PRNG keys."""
-    device = jax.lax.axis_index(axes)
-    return jax.tree.map(
-        lambda x: jax.random.fold_in(x, device) if is_scalar_key(x) else x, tree
-    )
+def is_key(x: Any) -> bool:
+    """Returns whether an array holds PRNG keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def own_streams(state: dict[str, Any], axes: tuple[Any, ...]) -> dict[str, Any]:
-    """Gives each device its own PRNG keys, of whatever shape, in place of those."""
+def own_keys(
+    tree: Any, axes: tuple[Any, ...], is_own: Callable[[Any], bool] = is_scalar_key
+) -> Any:
+    """Gives each device keys of its own, in the place of some of a tree."""
     device = jax.lax.axis_index(axes)
 
     def own(x):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not is_own(x):
             return x
-        keys = jax.vmap(jax.random.fold_in, (0, None))(x.ravel(), device)
-        return keys.reshape(x.shape)
+        fold = jax.random.fold_in
+        for _ in x.shape:
+            fold = jax.vmap(fold, (0, None))
+        return fold(x, device)
 
-    return {name: own(x) for name, x in state.items()}
+    return jax.tree.map(own, tree)
 
 
 def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
@@ -92,7 +87,7 @@ def agreed(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
     """
     if not axes:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = agreed(jax.random.key_data(x), axes)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if is_inexact(x):

@@ -24,6 +24,7 @@ from .._training.loss_scale_state import scale_in
 from .differentiate import loss_and_aux
 
 P = ParamSpec("P")
+_CALLS = ("jit", "remat")  # what runs once as it stands
 
 
 @explains("jaxmp.activation_gradients(loss_fn)(*args)")
@@ -93,14 +94,7 @@ def activation_gradients(
 
         jaxpr = jax.make_jaxpr(loss)()
         named = list(_named_values(jaxpr))
-        # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
-        addends = [
-            -jnp.zeros(aval.shape, aval.dtype)
-            if jnp.issubdtype(aval.dtype, jnp.floating)
-            else None
-            for _, aval in named
-        ]
-        if not jax.tree.leaves(addends):
+        if not named:
             raise ValueError(
                 "`activation_gradients` found no floating value with a name. Name one "
                 'with `jax.ad_checkpoint.checkpoint_name(x, "hidden")`, or use '
@@ -113,40 +107,38 @@ def activation_gradients(
             loss = widen(loss)
             return loss * scale.astype(loss.dtype)
 
-        grads = jax.grad(scaled_fun)(addends)
-        names = numbered(
-            name
-            for (name, _), addend in zip(named, addends, strict=True)
-            if addend is not None
-        )
-        return dict(zip(names, jax.tree.leaves(grads), strict=True))
+        # Negative, because -0.0 + 0.0 is 0.0: the forward pass stays what it is.
+        addends = [-jnp.zeros(aval.shape, aval.dtype) for _, aval in named]
+        names = numbered(name for name, _ in named)
+        return dict(zip(names, jax.grad(scaled_fun)(addends), strict=True))
 
     return wrapped
 
 
 def _named_values(jaxpr: Any) -> Iterator[tuple[str, Any]]:
-    """Yields name and type of what ``checkpoint_name`` has named, in order."""
+    """Yields name and type of the floating values that have one, in order."""
     for eqn in open_jaxpr(jaxpr).eqns:
-        if (name := given_name(eqn)) is not None:
-            yield name, eqn.outvars[0].aval
-        elif inner := _called_once(eqn):
-            yield from _named_values(inner)
+        if _is_named(eqn):
+            yield str(given_name(eqn)), eqn.outvars[0].aval
+        elif call_kind(eqn) in _CALLS:
+            yield from _named_values(eqn.params["jaxpr"])
 
 
 def _add_to_named(jaxpr: Any, args: Sequence[Any], addends: Iterator[Any]) -> list[Any]:
-    """Evaluates a jaxpr with the next addend, or None, added to each named value."""
+    """Evaluates a jaxpr with the next addend added to each value that has a name."""
 
     def apply(eqn, values):
-        if inner := _called_once(eqn):
-            return _add_to_named(inner, values, addends)
+        if call_kind(eqn) in _CALLS:
+            return _add_to_named(eqn.params["jaxpr"], values, addends)
         values = bind(eqn, values)
-        if given_name(eqn) is not None and (addend := next(addends)) is not None:
-            return [values[0] + addend]
-        return values
+        return [values[0] + next(addends)] if _is_named(eqn) else values
 
     return interpret(jaxpr, args, where_written(apply))
 
 
-def _called_once(eqn: JaxprEqn) -> Any:
-    """Returns the jaxpr of a ``jit`` or ``checkpoint``, None for anything else."""
-    return eqn.params["jaxpr"] if call_kind(eqn) in ("jit", "remat") else None
+def _is_named(eqn: JaxprEqn) -> bool:
+    """Whether ``checkpoint_name`` gives a floating value a name here."""
+    if given_name(eqn) is None:
+        return False
+    aval: Any = eqn.outvars[0].aval
+    return jnp.issubdtype(aval.dtype, jnp.floating)

@@ -50,8 +50,8 @@ from .._devices.mesh import (
 )
 from .._devices.varying import (
     agreed,
+    is_key,
     own_keys,
-    own_streams,
     tracked_axes,
     vary,
     varying_axes,
@@ -150,6 +150,17 @@ class Options:
         """The dtype in which gradients are summed over devices, None for their own."""
         return None if self.policy is None else self.policy.reduce_dtype
 
+    def positions(self, args: Sequence[Any], name: str = "argnums") -> tuple[int, ...]:
+        """Returns the positions of an option as indices from 0, each once."""
+        given = getattr(self, name)
+        for number in as_tuple(given):
+            if not -len(args) <= number < len(args):
+                raise TypeError(
+                    f"`{name}={short(given)}` needs more positional arguments than the "
+                    f"{len(args)} given. Pass them by position, not by keyword."
+                )
+        return tuple(dict.fromkeys(number % len(args) for number in as_tuple(given)))
+
     def params(self, args: Sequence[Any]) -> Any:
         """Returns the differentiated arguments, as ``jax.grad`` returns gradients."""
         if isinstance(self.argnums, int):
@@ -163,8 +174,8 @@ class Options:
 
     def sharded(self, params: Any) -> list[frozenset[Any]]:
         """Returns the axes over which the function sees a part of each parameter."""
-        specs = jax.tree.leaves(self.specs(params))
-        return [frozenset(_names(dims_of(spec, self.axes))) for spec in specs]
+        named = jax.tree.leaves(axes_of_shardings(self.specs(params)))
+        return [own.intersection(self.axes) for own in named]
 
     def with_params(self, args: Sequence[Any], params: Any) -> list[Any]:
         """Returns the arguments with others in the place of the differentiated."""
@@ -222,40 +233,38 @@ def differentiate(
 
             assert options.policy is not None
             fun = warns_if_promoted(options.policy, fun, user)
-    differentiated = _indices(options.argnums, args, "argnums")
-    batched = _indices(options.batch_argnums, args, "batch_argnums")
+    differentiated = options.positions(args)
+    batched = options.positions(args, "batch_argnums")
     _check_apart(options.argnums, differentiated, batched)
     models = options.params(args)
     if (arrays := arrays_of_models(models)) is not models:
-        args = options.with_params(args, arrays)
-        fun = _with_models(options, fun, models)
-    _check_kinds(options.params(args))
+        args, of_models = options.with_params(args, arrays), fun
+
+        def of_arrays(state, *args, **kwargs):
+            params = with_rest(options.params(args), models)
+            return of_models(state, *options.with_params(args, params), **kwargs)
+
+        fun = of_arrays
+    stored = options.params(args)
+    _check_kinds(stored)
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
-    specs: Any = None if mesh is None else options.specs(options.params(args))
     if cast is not None:
-        stored = options.params(args)
         for i in differentiated:
             args[i] = cast(args[i])
-        if not options.gather:  # `jaxmp.gather` casts the shards
-            args = options.with_params(
-                args,
-                jax.tree.map(
-                    lambda old, new, spec: old if dims_of(spec, options.axes) else new,
-                    stored,
-                    options.params(args),
-                    specs,
-                ),
-            )
     if not options.gather:
         from .function_checks import refuses_ungathered
 
-        axes = options.sharded(options.params(args))
+        leaves, structure = jax.tree.flatten(options.params(args))
+        axes = options.sharded(stored)
+        for i, shard in enumerate(jax.tree.leaves(stored)):
+            if axes[i]:  # `jaxmp.gather` casts it
+                leaves[i] = shard
+        args = options.with_params(args, structure.unflatten(leaves))
         fun = refuses_ungathered(options, fun, axes)
-    run = _over_batch(options, _scaled(options, fun), batched)
-    if options.axes:
-        run = _over_devices(options, run, differentiated, batched, specs)
+    specs: Any = None if mesh is None else options.specs(stored)
+    run = _on_device(options, fun, batched, specs)
     if mesh is not None:
         steps = options.accum_steps
         params_of = options.params
@@ -360,31 +369,28 @@ def _scaled(options: Options, fun: Callable[..., Any]) -> GradFun:
     return scaled
 
 
-def _with_models(
-    options: Options, fun: Callable[..., Any], models: Any
-) -> Callable[..., Any]:
-    """Returns ``fun`` of the arrays of Equinox models."""
+def _on_device(
+    options: Options,
+    fun: Callable[..., Any],
+    batched: Sequence[int],
+    specs: Any,
+) -> GradFun:
+    """Adds up the loss and the gradients of micro-batches, and of all devices.
 
-    def with_models(state, *args, **kwargs):
-        params = with_rest(options.params(args), models)
-        return fun(state, *options.with_params(args, params), **kwargs)
-
-    return with_models
-
-
-def _names(dims: Any) -> list[Any]:
-    return [axis for _, axes in dims for axis in axes]
-
-
-def _over_batch(options: Options, run: GradFun, batched: Sequence[int]) -> GradFun:
-    """Adds up what one device has of the sum or the mean over the whole batch."""
+    Parameters that a mesh has sharded, as ``specs`` say, are gathered before, and
+    their gradients sharded by their sum.
+    """
+    axes, dtype = options.axes, options.reduce_dtype
+    on_mesh = options.mesh is not None
+    of_batch = _scaled(options, fun)
     if options.accum_steps > 1:
-        run = over_micro_batches(run, options.params, batched, options.accum_steps)
+        steps = options.accum_steps
+        of_batch = over_micro_batches(of_batch, options.params, batched, steps)
 
-    def over_batch(args, kwargs, state):
-        loss, grads, aux, changes = run(args, kwargs, state)
+    def of_device(args, kwargs, state):
+        loss, grads, aux, changes = of_batch(args, kwargs, state)
         _check_sum_is_ours(loss, options.params(args), options.axis_name)
-        parts = options.accum_steps * math.prod(map(jax.lax.axis_size, options.axes))
+        parts = options.accum_steps * math.prod(map(jax.lax.axis_size, axes))
         if options.reduction == "mean" and parts > 1:
             # Before the sum, which then does not overflow where the mean does not;
             # and a product, because a division by the count would merge with that by
@@ -392,25 +398,7 @@ def _over_batch(options: Options, run: GradFun, batched: Sequence[int]) -> GradF
             loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
         return loss, grads, aux, changes
 
-    return over_batch
-
-
-def _over_devices(
-    options: Options,
-    run: GradFun,
-    differentiated: Sequence[int],
-    batched: Sequence[int],
-    specs: Any,
-) -> GradFun:
-    """Sums over the mesh axes what each device has of the loss and the gradients.
-
-    Parameters that a mesh has sharded, as ``specs`` say, are gathered before, and
-    their gradients sharded by their sum.
-    """
-    axes, dtype = options.axes, options.reduce_dtype
-    on_mesh = options.mesh is not None
-
-    def over_devices(args, kwargs, state):
+    def of_all(args, kwargs, state):
         check_axes_are_bound(axes)
         # What differs by device before the call, such as a sharded buffer or the
         # moving average of a sharded parameter, differs after it.
@@ -430,15 +418,13 @@ def _over_devices(
         if not (on_mesh and options.gather):
             sharded = jax.tree.map(lambda _: PartitionSpec(), own)
         whole = jax.tree.map(
-            lambda x, spec: all_gather(x, dims) if (dims := dims_of(spec, axes)) else x,
+            lambda x, spec: vary(all_gather(x, dims_of(spec, axes)), axes),
             options.params(args),
             sharded,
         )
         args = options.with_params(args, whole)
-        for i in differentiated:
-            args[i] = vary(args[i], axes)
-        state = vary(own_streams(state, axes), axes)
-        loss, grads, aux, changes = run(args, kwargs, state)
+        state = vary(own_keys(state, axes, is_key), axes)
+        loss, grads, aux, changes = of_device(args, kwargs, state)
         if not on_mesh:  # where all state is the same on every device
             _check_state_is_known(own, changes, state)
         loss = jax.lax.psum(loss, axes)
@@ -454,7 +440,7 @@ def _over_devices(
         }
         return loss, grads, aux, changes
 
-    return over_devices
+    return of_all if axes else of_device
 
 
 def _without(axes: tuple[Any, ...], some: frozenset[Any]) -> tuple[Any, ...]:
@@ -467,23 +453,11 @@ def _sum_over(
     """Sums a gradient over devices in the dtype of the policy, onto the shards."""
     if grad is None or not axes:
         return grad
-    dims = dims_of(spec, axes)
-    part = sum_scatter(grad.astype(grad.dtype if dtype is None else dtype), dims)
-    if rest := _without(axes, frozenset(_names(dims))):
+    part = grad.astype(grad.dtype if dtype is None else dtype)
+    part = sum_scatter(part, dims_of(spec, axes))
+    if rest := _without(axes, axes_of_shardings(spec)):
         part = jax.lax.psum(part, rest)
     return part.astype(grad.dtype)
-
-
-def _indices(argnums: Any, args: Sequence[Any], name: str) -> tuple[int, ...]:
-    """Returns argument positions as indices from 0, refusing what is not there."""
-    numbers = as_tuple(argnums)
-    for number in numbers:
-        if not -len(args) <= number < len(args):
-            raise TypeError(
-                f"`{name}={short(argnums)}` needs more positional arguments than the "
-                f"{len(args)} given. Pass them by position, not by keyword."
-            )
-    return tuple(dict.fromkeys(number % len(args) for number in numbers))
 
 
 def _check_apart(

@@ -29,31 +29,6 @@ from .._jaxprs.walk import At, Forward
 from .._ops.products import flops
 
 
-def warns_if_promoted(
-    policy: Policy, fun: Callable[..., Any], user: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns ``fun``, looking at its first call whether anything runs in 16 bits.
-
-    The parameters among its arguments have been cast by the policy. Their names are
-    those of ``user``, the function that the user gave.
-    """
-    seen = False
-
-    def looked_at(state, *args, **kwargs):
-        nonlocal seen
-        if not seen:
-            seen = True
-
-            @functools.wraps(user, updated=())
-            def loss(*args, **kwargs):
-                return fun(state, *args, **kwargs)[0]
-
-            _warn_if_promoted(policy, loss, args, kwargs)
-        return fun(state, *args, **kwargs)
-
-    return looked_at
-
-
 @dataclasses.dataclass(frozen=True)
 class _Held:
     """A leaf that has a value, which the function may ask for."""
@@ -61,42 +36,54 @@ class _Held:
     value: Any
 
 
-def _warn_if_promoted(
-    policy: Policy, fun: Callable[..., Any], args: Any, kwargs: Any
-) -> None:
-    """Warns where not one product of ``fun`` runs in 16 bits under a policy.
+def warns_if_promoted(
+    policy: Policy, fun: Callable[..., Any], user: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns ``fun``, whose first call warns if no product of it runs in 16 bits.
 
-    Tracing takes time, and ends where ``with_policy`` or ``autocast`` is met, which see
-    to their inputs.
+    The parameters among its arguments have been cast by the policy. Their names are
+    those of ``user``, the function that the user gave. Tracing takes time, and ends
+    where ``with_policy`` or ``autocast`` is met, which see to their inputs.
     """
+    seen = False
 
-    @functools.wraps(fun)
-    def of_held(*args, **kwargs):
+    def look(state, args, kwargs):
+        @functools.wraps(user, updated=())
+        def loss(*args, **kwargs):
+            args, kwargs = jax.tree.map(
+                lambda x: x.value if isinstance(x, _Held) else x, (args, kwargs)
+            )
+            return fun(state, *args, **kwargs)[0]
+
         args, kwargs = jax.tree.map(
-            lambda x: x.value if isinstance(x, _Held) else x, (args, kwargs)
+            lambda x: x if isinstance(x, jax.core.Tracer) else _Held(x), (args, kwargs)
         )
-        return fun(*args, **kwargs)
+        flat = flatten(loss, args, kwargs)
+        try:
+            with inside(looking=True, unscaled=False):
+                jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
+        except CastsItself:
+            return
+        products = _products(jaxpr, flat.names)
+        if not products or any(x is None for x in products):
+            return
+        why = next(filter(None, products), "")
+        warn(
+            "No matmul runs in 16 bits. `policy=` casts only the differentiated "
+            "arguments, and other float32 arrays promote every matmul to float32."
+            f"{why} To run them in {policy.compute_dtype}, leave `policy=` out and put "
+            "autocast around the gradient function, `autocast(grad_fn, policy)`; or "
+            "cast the inputs in the loss too, `jaxmp.with_policy(model.apply, policy)`."
+        )
 
-    args, kwargs = jax.tree.map(
-        lambda x: x if isinstance(x, jax.core.Tracer) else _Held(x), (args, kwargs)
-    )
-    flat = flatten(of_held, args, kwargs)
-    try:
-        with inside(looking=True, unscaled=False):
-            jaxpr = jax.make_jaxpr(flat.fun)(*flat.leaves)
-    except CastsItself:
-        return
-    products = _products(jaxpr, flat.names)
-    if not products or any(x is None for x in products):
-        return
-    why = next(filter(None, products), "")
-    warn(
-        "No matmul runs in 16 bits. `policy=` casts only the differentiated arguments, "
-        f"and other float32 arrays promote every matmul to float32.{why} To run them "
-        f"in {policy.compute_dtype}, leave `policy=` out and put autocast around the "
-        "gradient function, `autocast(grad_fn, policy)`; or cast the inputs in the "
-        "loss too, `jaxmp.with_policy(model.apply, policy)`."
-    )
+    def looked_at(state, *args, **kwargs):
+        nonlocal seen
+        if not seen:
+            seen = True
+            look(state, args, kwargs)
+        return fun(state, *args, **kwargs)
+
+    return looked_at
 
 
 # What makes a product wide: its rank among others, its name, and its dtype.
@@ -122,27 +109,24 @@ def _products(jaxpr: Any, names: Sequence[str]) -> list[str | None]:
         made = frozenset[Cause]().union(*ins)
         if flops(eqn, back=BACKWARD in at.scopes):
             is_half = not any(is_wide(x.aval) for x in eqn.invars[:2])
-            found.append(None if is_half else _why(eqn, made))
+            found.append(None if is_half else why(eqn, made))
         return [made if is_wide(x.aval) else frozenset() for x in eqn.outvars]
+
+    def why(eqn: _jaxpr.Equation, made: frozenset[Cause]) -> str:
+        _, name, dtype = min(made, default=(0, "", ""))
+        if not name:
+            return ""
+        lines = (f"{x[0]}:{x[1]}" for x in _jaxpr.frames(eqn) if is_users(x[0]))
+        where = f" at {short_line(line)}" if (line := next(lines, "")) else ""
+        cure = " Cast it to float32 first, `x.astype(jnp.float32)`."
+        text = f" The matmul{where} is {dtype} because {name} is."
+        return text + cure * (dtype == "float64")
 
     pairs = zip(names, _jaxpr.in_avals(jaxpr), strict=True)
     given = [causes(i, f"`{name}`", aval) for i, (name, aval) in enumerate(pairs)]
     walk = Forward(reached, lambda xs: frozenset().union(*xs), known)
     walk.through(jaxpr, given)
     return found
-
-
-def _why(eqn: _jaxpr.Equation, causes: frozenset[Cause]) -> str:
-    """Says that the first of some causes reaches a product."""
-    if not causes:
-        return ""
-    _, name, dtype = min(causes)
-    lines = (f"{x[0]}:{x[1]}" for x in _jaxpr.frames(eqn) if is_users(x[0]))
-    where = f" at {short_line(line)}" if (line := next(lines, "")) else ""
-    why = f" The matmul{where} is {dtype} because {name} is."
-    if dtype == "float64":
-        why += " Cast it to float32 first, `x.astype(jnp.float32)`."
-    return why
 
 
 def note_cast(
@@ -200,10 +184,10 @@ _CURE = (
     "with the PartitionSpecs of what is there. Or leave `gather=False` out: the "
     "function then sees whole parameters."
 )
-_SHARDS = (
-    "Under `gather=False` of `jaxmp.value_and_grad` the function sees shards, such as "
-    f"those of {{some}}. {_CURE}"
-)
+# Of a value: the shards that it was computed from and has not met the other parts of,
+# each as its number and a mesh axis.
+Alone = frozenset[tuple[int, Any]]
+_NOTHING: Alone = frozenset()
 
 
 def refuses_ungathered(
@@ -216,29 +200,40 @@ def refuses_ungathered(
         fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
         axes: For each parameter, the mesh axes that it is sharded over.
     """
+    every = sorted(_NOTHING.union(*axes), key=str)
+
+    def followed(eqn: _jaxpr.Equation, ins: list[Alone], at: At) -> list[Alone]:
+        met = _jaxpr.collective_axes(eqn, every)
+        alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
+        return [alone] * len(eqn.outvars)
 
     def checked(state, *args, **kwargs):
         entries, structure = jax.tree.flatten_with_path(options.params(args))
-        inexact = (i for i, (_, x) in enumerate(entries) if is_inexact(x))
-        own = {i: axes[i] for i in inexact if axes[i]}
+        leaves = [x for _, x in entries]
+        own = [i for i, x in enumerate(leaves) if is_inexact(x) and axes[i]]
+        names = {i: path_name(entries[i][0]) or "the parameter" for i in own}
 
         def loss(*shards):
-            leaves = [x for _, x in entries]
+            given = leaves.copy()
             for i, shard in zip(own, shards, strict=True):
-                leaves[i] = shard
-            whole = options.with_params(args, structure.unflatten(leaves))
-            return fun(state, *whole, **kwargs)[0]
+                given[i] = shard
+            whole = options.with_params(args, structure.unflatten(given))
+            return [fun(state, *whole, **kwargs)[0]]
 
-        names = [path_name(entries[i][0]) or "the parameter" for i in own]
-        shards = [entries[i][1] for i in own]
         try:
-            alone = never_gathered(loss, shards, list(own.values()))
+            jaxpr = _jaxpr.trace(loss, [leaves[i] for i in own])
         except (TypeError, ValueError) as error:
-            some = ", ".join(f"`{name}`" for name in names[:3])
-            error.add_note(_SHARDS.format(some=some))
+            some = ", ".join(f"`{name}`" for name in [*names.values()][:3])
+            error.add_note(
+                "Under `gather=False` of `jaxmp.value_and_grad` the function sees "
+                f"shards, such as those of {some}. {_CURE}"
+            )
             raise
+        given = [frozenset((i, axis) for axis in axes[i]) for i in own]
+        walk = Forward(followed, lambda xs: _NOTHING.union(*xs), lambda *_: _NOTHING)
+        (alone,) = walk.through(jaxpr, given)
         if alone:
-            number, axis = alone[0]
+            number, axis = min(alone, key=str)
             raise ValueError(
                 f"`{names[number]}` is sharded over {axis!r}, and the loss reads the "
                 f"shard of each device as if it were all of it. {_CURE}"
@@ -246,33 +241,3 @@ def refuses_ungathered(
         return fun(state, *args, **kwargs)
 
     return checked
-
-
-# Of a value: the shards that it was computed from and has not met the other parts of,
-# each as its number and a mesh axis.
-Alone = frozenset[tuple[int, Any]]
-_NOTHING: Alone = frozenset()
-
-
-def never_gathered(
-    loss: Callable[..., Any], shards: Sequence[Any], axes: Sequence[frozenset[Any]]
-) -> list[tuple[int, Any]]:
-    """Returns the shards that reach a loss through no collective over their axis.
-
-    They are returned by number, each with such an axis out of the ``axes`` that it is
-    sharded over.
-    """
-    jaxpr = _jaxpr.trace(lambda *shards: [loss(*shards)], shards)
-    given = [
-        frozenset((number, axis) for axis in own) for number, own in enumerate(axes)
-    ]
-    every = frozenset().union(*axes)
-
-    def followed(eqn: _jaxpr.Equation, ins: list[Alone], at: At) -> list[Alone]:
-        met = _jaxpr.collective_axes(eqn, sorted(every, key=str))
-        alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
-        return [alone] * len(eqn.outvars)
-
-    walk = Forward(followed, lambda found: _NOTHING.union(*found), lambda *_: _NOTHING)
-    (alone,) = walk.through(jaxpr, given)
-    return sorted(alone, key=str)

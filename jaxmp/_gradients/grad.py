@@ -9,7 +9,7 @@ from typing import Any, Never, ParamSpec, TypeVar
 
 import jax
 
-from .._base.checks import as_tuple, check_function, explains
+from .._base.checks import check_function, explains
 from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
 from .._jaxprs.around import end_look, warn_if_unscaled
@@ -254,11 +254,9 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        there = range(-len(args), len(args))
-        positions = {i % len(args) for i in as_tuple(options.argnums) if i in there}
+        positions = options.positions(args)
         if not allow_int:
-            differentiated = [x for i, x in enumerate(args) if i in positions]
-            refuse_integers(*name_and_cure(checked), differentiated)
+            refuse_integers(*name_and_cure(checked), [args[i] for i in positions])
         try:
             loss, aux, grads, _ = differentiate(
                 options, stateless, {}, args, kwargs, user=user, cast=cast

@@ -590,6 +590,7 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how):
 
     def loss_fn(model, x, rngs, metric):
         noise = jax.random.uniform(rngs(), (2,))
+        rngs.seeded.key[...] = rngs.seeded()
         metric.update(values=x)
         model.norm(x)
         return (model(x).mean(), noise) if how == "mesh" else model(x).mean()
@@ -602,8 +603,8 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how):
         def __call__(self, x):
             return self.linear(x)
 
-    model, rngs, metric = Plain(), nnx.Rngs(3), nnx.metrics.Average()
-    key = rngs.default.key[...]
+    model, rngs, metric = Plain(), nnx.Rngs(3, seeded=4), nnx.metrics.Average()
+    key, seed = rngs.default.key[...], rngs.seeded.key[...]
     x = jnp.arange(64.0).reshape(16, 4) ** 2 / 64
     options = {"accum_steps": steps, "batch_argnums": 1, "axis_name": "data"}
     if how == "mesh":
@@ -642,7 +643,9 @@ def test_devices_have_their_own_streams_and_agree_on_the_state(how):
     assert metric.count[...] == 64 // devices
     expected = nnx.grad(lambda m: m(x).mean())(model)
     chex.assert_trees_all_close(grads, expected, rtol=1e-5)
-    for leaf in jax.tree.leaves(nnx.state((model, metric))):
+    assert rngs.seeded.key[...] != seed
+    seed = jax.random.key_data(rngs.seeded.key[...])
+    for leaf in jax.tree.leaves((seed, nnx.state((model, metric)))):
         values = [np.array(shard.data) for shard in leaf.addressable_shards]
         chex.assert_trees_all_equal(*values, values[0])
 
