@@ -138,7 +138,7 @@ def test_a_function_under_autocast_says_by_itself_what_it_stores():
 
 
 WRONG = {
-    "the policy computes in float32": {"policy": "float32", "float32_matmuls": "tf32"},
+    "the policy computes in float32": {"policy": "float32"},
     'Pass "mixed_bfloat16"': {"policy": "float16"},
     "must be one of 'int8', 'fp8' or None": {"residuals": "int4"},
 }

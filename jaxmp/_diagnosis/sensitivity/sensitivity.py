@@ -22,7 +22,6 @@ from ..._base.checks import (
     as_scale,
     check_function,
     check_positive,
-    clipped,
     explains,
     uncalled,
 )
@@ -32,7 +31,6 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.lists import DEFAULT_OPS, OpLists
-from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
 from ..._residuals.eight_bits import FEW, Format, check_format
 from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
@@ -54,7 +52,6 @@ def sensitivity(
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
-    float32_matmuls: Float32Products | None = None,
     residuals: Format | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
@@ -94,11 +91,6 @@ def sensitivity(
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
         progress: Whether to show a progress bar. None shows one if there is a terminal
             and rich is installed.
-        float32_matmuls: The dtype to which a device rounds the operands of float32
-            matmuls without a precision: ``"tf32"`` for NVIDIA GPUs from A100 on,
-            ``"bfloat16"`` for a TPU. The errors then include this rounding on any
-            machine. None leaves it to the device that this runs on; a CPU does not
-            round. Use it with the policy ``"float32"`` to measure a float32 program.
         residuals: As :func:`jaxmp.autocast` takes it.
 
     Returns:
@@ -130,10 +122,9 @@ def sensitivity(
         "sensitivity(fun, policy)",
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
-    _check_options(tolerance, depth, float32_matmuls)
+    _check_options(tolerance, depth)
     check_format(residuals)
     policy = None if policy is None else get_policy(policy)
-    is_float32 = policy is not None and policy.compute_dtype == jnp.float32
 
     @functools.wraps(fun, updated=())
     def measured(*args: P.args, **kwargs: P.kwargs) -> SensitivityReport:
@@ -156,25 +147,25 @@ def sensitivity(
                 jaxpr = jax.make_jaxpr(fun)(*arrays)
             twin = functools.partial(traced_in_float32, fun, arrays)
             numbers = Numbers(jaxpr, twin, around)
-            options = depth, numbers, float32_matmuls
-            return Program(jaxpr, around, flat.leaves, *options)
+            return Program(jaxpr, around, flat.leaves, depth, numbers)
 
         program = program_of(in_16bit)
         if not program.parts:
-            raise ValueError(_nothing_found(float32_matmuls))
+            raise ValueError(
+                "`sensitivity` found nothing in 16 bits: the policy computes in "
+                "float32, or `fun` has no matmul, or float64 arguments. Pass for "
+                'example `policy="mixed_bfloat16"`.'
+            )
         _check_residuals(program, residuals, own.multiplies)
-        in_float32 = is_float32 and not own.multiplies and float32_matmuls is not None
         scales = _scales(loss_scale, program) if is_loss else ()
         with progress_bar(progress) as tell:
             search = Search(program, flat.leaves, scales, tell)
             rows = search.rows()
             paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
-            if not (own.multiplies or in_float32):
+            if not own.multiplies:
                 tell("running autocast itself", 1)
                 kept = cast(float32_paths=paths, bfloat16_paths=milder)
-                if float32_matmuls is not None:
-                    kept = program_of(kept).all_on
                 loss, gradients = errors_of(kept, step, search.arrays)
                 again = loss, gradients
                 tell()
@@ -192,8 +183,6 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
-            float32_matmuls=float32_matmuls,
-            in_float32=in_float32,
             residuals=program.residuals,
         )
         return _with_notes(report, [*args, *kwargs.values()])
@@ -204,15 +193,7 @@ def sensitivity(
 # What is measured
 
 
-def _check_options(tolerance: float, depth: int | None, products: Any) -> None:
-    is_name = isinstance(products, str)
-    if products is not None and not (is_name and products in FLOAT32_PRODUCTS):
-        got = repr(clipped(products)) if is_name else f"a {type(products).__name__}"
-        raise ValueError(
-            f"`float32_matmuls` must be None or one of {FLOAT32_PRODUCTS}, but is "
-            f'{got}. Pass `"tf32"` for NVIDIA GPUs from A100 on, and `"bfloat16"` for '
-            "a TPU."
-        )
+def _check_options(tolerance: float, depth: int | None) -> None:
     if not 0 < tolerance < math.inf:
         raise ValueError(
             f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
@@ -265,21 +246,6 @@ def _check_residuals(program: Program, residuals: Any, is_cast: bool) -> None:
         )
 
 
-def _nothing_found(products: str | None) -> str:
-    """Returns what to say of a program in which nothing is rounded."""
-    if products is None:
-        return (
-            "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
-            "or `fun` has no matmul, or float64 arguments. Pass for example "
-            '`policy="mixed_bfloat16"`, or for a float32 program on a GPU '
-            '`sensitivity(fun, "float32", float32_matmuls="tf32")`.'
-        )
-    return (
-        "`sensitivity` found nothing to round: the policy computes in float32, and "
-        "`fun` has no matmul without a precision. No device rounds it."
-    )
-
-
 def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityReport:
     """Returns a report that says what its line does not reach, too."""
     found = [*report.notes]
@@ -293,11 +259,6 @@ def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityRe
             for path, (pattern, _) in pairs
             if not any(re.search(pattern, name) for name in names)
         ]
-    if report.in_float32 and report.dtype:
-        found.append(
-            f"the program casts to {report.dtype} by itself: its errors are among "
-            "those above, and no precision removes them"
-        )
     return dataclasses.replace(report, notes=tuple(found))
 
 

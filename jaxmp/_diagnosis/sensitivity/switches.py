@@ -27,8 +27,7 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
-from ..._ops.precision import Float32Products, rounded_by_device
-from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
+from ..._ops.products import PRODUCTS, flops
 from ..._ops.table import is_as_written, is_exact, is_product_of_any_kind
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
@@ -72,7 +71,6 @@ class Program:
         arrays: Sequence[Any],
         depth: int | None = None,
         numbers: Numbers | None = None,
-        float32_matmuls: Float32Products | None = None,
     ):
         """Looks for the parts in a closed jaxpr and its arguments.
 
@@ -82,13 +80,10 @@ class Program:
             arrays: Its arguments.
             depth: How many names of a module path tell one part from another.
             numbers: Those in the code that 16 bits have lost.
-            float32_matmuls: What a device makes of float32 products without a
-                precision. The switch of their module is for that, too.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
-        self.float32_matmuls = float32_matmuls
         self.flops: dict[str, float] = collections.defaultdict(float)
         self.stored: dict[Parts, float] = collections.defaultdict(float)
         self.residuals: str | None = None
@@ -112,7 +107,7 @@ class Program:
             if is_marked(eqn):
                 self.has_autocast = True
                 by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            elif dtype is None and not self.rounds_operands(eqn):
+            elif dtype is None:
                 continue
             rounds.update(by)
             if form in DTYPES:
@@ -120,9 +115,8 @@ class Program:
                 self.stored[by] += eqn.outvars[0].aval.size * place.times
             if form not in IN_16_BITS:
                 eight.update(by)
-            if dtype is not None:
-                self.dtypes.add(dtype.name)
-                self.scales |= place.backward and dtype == np.float16
+            self.dtypes.add(dtype.name)
+            self.scales |= place.backward and dtype == np.float16
         self.multiplies |= self.has_autocast
         ordered = dict.fromkeys((*seen, *sorted(rounds)))
         self.parts = tuple(x for x in ordered if x in rounds)
@@ -157,14 +151,6 @@ class Program:
             Its results, float32 where they were 16-bit.
         """
         return _Frame(self, jnp.asarray(switches)).outputs(arrays)
-
-    def all_on(self, *arrays: Any) -> list[Any]:
-        """Replays it with all of its switches on."""
-        return self.run(np.ones(self.count, bool), *arrays)
-
-    def rounds_operands(self, eqn: Equation) -> bool:
-        """Whether the device rounds the operands of a product in float32."""
-        return self.float32_matmuls is not None and is_rounded_by_device(eqn)
 
     def part_of(self, place: Place) -> str:
         return part_of(place.scopes, self.depth)
@@ -210,13 +196,6 @@ class _Frame(WideReplay):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
             on = self.on(by, eight=form not in IN_16_BITS)
             return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
-        if self.program.rounds_operands(eqn):
-            kind: Any = self.program.float32_matmuls
-            operands = [jnp.asarray(x) for x in arrays[:2]]
-            arrays[:2] = [
-                jnp.where(self.on([part]), rounded_by_device(x, kind), x)
-                for x in operands
-            ]
         narrow = [is_narrow(var.aval) for var in eqn.invars]
         if not any(narrow) and not any(is_narrow(var.aval) for var in eqn.outvars):
             return [*map(Value, bind_wide(eqn, arrays))]
