@@ -166,7 +166,7 @@ def record_ranges(
         del params, extra_args
         check_axes_are_bound(axes)
         length = state.exponents.shape[-1]
-        maxima = [_float32_bits(state.max)]
+        maxima = [float32_bits(state.max)]
         entries = []
         for path, x in jax.tree.leaves_with_path(updates):
             x = real_parts(x)
@@ -286,18 +286,18 @@ def _check_agreement(
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
     """Returns the largest finite magnitude as the bits of a float32."""
-    # Magnitudes are ordered as their bits are.
-    bits = jnp.max(jnp.where(jnp.isfinite(x), magnitude_bits(x), 0), initial=0)
-    bits = bits.astype(f"uint{jnp.finfo(x.dtype).bits}")
-    largest = jax.lax.bitcast_convert_type(bits, x.dtype)
+    return jnp.max(jnp.where(jnp.isfinite(x), float32_bits(x), 0), initial=0)
+
+
+def float32_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of all magnitudes in float32, which are ordered as these are.
+
+    A CPU takes subnormal numbers for zeros. What is beyond float32 is its largest.
+    """
     if x.dtype == jnp.float64:
-        largest = jnp.minimum(largest, jnp.finfo(jnp.float32).max)
-    return _float32_bits(largest)
-
-
-def _float32_bits(x: jax.Array) -> jax.Array:
-    # Integers, because the CPU's maximum of floats takes subnormals for zeros.
-    return jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        limit = float(jnp.finfo(jnp.float32).max)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
+    return magnitude_bits(x.astype(jnp.float32))
 
 
 def magnitude_bits(x: jax.Array) -> jax.Array:

@@ -184,6 +184,7 @@ FACTOR = Advised(
     (X,),
 )
 
+MASTERS = "The optimizer, or something else after the backward pass, computes in 16"
 ADAM = optax.adam(1e-3)
 
 
@@ -202,6 +203,15 @@ OPTIMIZER = Advised(
     adam_step_in_float32,
     adam_step_in_float32,
     (jnp.ones(4, HALF), jnp.zeros(4, HALF)),
+)
+
+# Their squares are beyond float16.
+SQUARES = OPTIMIZER._replace(
+    words=f"It happens only in float16. {MASTERS}",
+    args=(jnp.ones(4, HALF), jnp.full(4, 1e4, HALF)),
+)
+LOST_SQUARES = OPTIMIZER._replace(
+    words=MASTERS, args=(jnp.ones(4, HALF), jnp.full(4, 1e-4, HALF))
 )
 
 

@@ -206,6 +206,23 @@ def test_the_iteration_is_told_in_loops_that_are_too_long_to_keep(
     assert any(x.nonfinite for x in report.operations)
 
 
+@pytest.mark.parametrize("loop", [jax.lax.scan, None], ids=["scan", "while"])
+def test_the_inputs_of_a_fault_in_a_loop_are_those_of_its_iteration(loop):
+    factors = jnp.array([2.0**-12, 1, 2, 40000, 1], HALF)
+
+    def product(x):
+        if loop:
+            return loop(lambda c, t: (c * t, None), x, factors)[0]
+        more = lambda s: s[0] < 5  # noqa: E731
+        step = lambda s: (s[0] + 1, s[1] * factors[s[0]])  # noqa: E731
+        return jax.lax.while_loop(more, step, (0, x))[1]
+
+    # Before, the first input was as large as 8192.
+    first = find(product, jnp.full((), 8192, HALF)).first
+    assert first.iterations == (3,)
+    assert [top for *_, top in first.inputs] == [4, 40000]
+
+
 def test_what_checkpoint_computes_again_is_forward():
     @jax.checkpoint
     def block(w, x):
@@ -473,7 +490,7 @@ def test_constants_are_looked_at_when_the_program_runs(monkeypatch):
     # XLA would do that while it compiles, which takes minutes for a whole program.
     monkeypatch.setattr(watch, "_TOGETHER", 0)
     jaxpr = jax.make_jaxpr(lambda x: x + 3 * jnp.ones(8, HALF))(X[0])
-    program = Program(jaxpr, ["x"], Place())
+    program = Program(jaxpr, ["x"], Place(), "cpu")
     compiled = watch.jitted(program.replay, "cpu").lower(X[0]).compile()
     assert compiled.as_text().count(" reduce(") == 3  # of `x`, the product, the sum
 
@@ -606,6 +623,23 @@ def test_the_precision_is_cleared_only_where_that_is_known(name):
     report = find(fun, jnp.zeros(4))
     assert report.finite_in_float32 is finite_in_float32
     assert ("not the precision" in report.advice) == (finite_in_float32 is False)
+
+
+def test_a_zero_that_float32_does_not_reach_waits_for_the_fault_that_it_has():
+    def loss(x):
+        logs = jnp.log(x * 1e-5)  # of 0 in float16
+        return logs, jnp.sqrt(logs)
+
+    report = find(loss, jnp.full(4, 2e-3, HALF))
+    assert report.first.operation == "log"
+    assert "sqrt gives NaN in float32 at test_overflow.py:" in report.advice
+    assert "Mend that too, and search again." in report.advice
+    assert "No loss scale helps" not in report.advice
+
+
+def test_an_inf_of_the_code_in_a_result_is_told_of():
+    report = find(lambda x: jnp.where(x > 1, x, jnp.inf), jnp.ones(4))
+    assert "it may be there on purpose" in report.advice
 
 
 def squared_logits(x, w):

@@ -29,16 +29,13 @@ _VERDICTS = {
     "float32, or in units in which it is near 1.",
     "model": "It is not finite in float32 either: the cause is the model or its data "
     "at {line}, not the precision, and no loss scale helps.{stable}",
-    "model, elsewhere": "Float32 has a fault at another line: {search.elsewhere}. The "
-    "cause of that is the model or its data.{stable_elsewhere} Mend that first, and "
-    "search again.",
-    "and elsewhere": "But float32 has a fault at another line: {search.elsewhere}. The "
-    "cause of that is the model or its data.{stable_elsewhere} Mend both.",
+    "elsewhere": "Float32 has a fault at another line: {search.elsewhere}. The cause "
+    "of that is the model or its data.{stable_elsewhere} Mend that too, and search "
+    "again.",
     "number": "{number} in the code at {line} exceeds {fault.largest:.4g}, the largest "
     "number of {fault.dtype}, and became Inf. For a mask, type "
     "`jnp.finfo(x.dtype).min`, with the dtype of the scores. Otherwise: {cure}",
-    "optimizer": "It happens only in {fault.dtype}: the optimizer, or something else "
-    "after the backward pass, computes in 16 bits. {masters}",
+    "optimizer": "It happens only in {fault.dtype}. {cure}",
     "backward": "Only the backward pass overflows {fault.dtype}, which has the range "
     "of float32: no loss scale helps. {cure}",
     "backward, float16": "Only the backward pass overflows: the loss scale is too "
@@ -54,7 +51,6 @@ _VERDICTS = {
     "lost": "{lost} No loss scale helps. {cure}",
     "lost, backward": "{lost} If it learns worse than in float32, the loss scale is "
     "too small: `jaxmp.loss_scaling` finds one that fits.",
-    "lost, optimizer": "{lost} The optimizer computes in 16 bits. {masters}",
 }
 # `suggest_loss_scale(grads)` is no cure for certain: what comes before the gradients of
 # the parameters may be much larger than these.
@@ -73,6 +69,10 @@ _LOST = {
 
 # What to type, by what has brought an operation into 16 bits.
 _CURES = {
+    "optimizer": "The optimizer, or something else after the backward pass, computes "
+    "in 16 bits. Keep the parameters and the optimizer state in float32, as "
+    '`"mixed_float16"` does: `jaxmp.cast_tree((params, grads), "float32")` before '
+    "`tx.init` and `tx.update`.",
     "autocast": "Put `jaxmp.float32_region` around the function of {line}.",
     "autocast, in a module": 'Type `float32_paths=("{fault.module}",)` in `autocast`, '
     "or put `jaxmp.float32_region` around the function of {line}.",
@@ -84,11 +84,6 @@ _CURES = {
     "code, under a policy": "Compute {line} in float32: `x.astype(jnp.float32)`, or "
     '`policy.with_overrides(("{module}", "float32"))`.',
 }
-_MASTERS = (
-    'Keep the parameters and the optimizer state in float32, as `"mixed_float16"` '
-    'does: `jaxmp.cast_tree((params, grads), "float32")` before `tx.init` and '
-    "`tx.update`."
-)
 # What to write instead of an operation that is not finite in float32 either.
 _STABLE = {
     "exp": " Use `jax.nn.softmax` or `jax.nn.logsumexp`: they subtract the maximum.",
@@ -125,8 +120,6 @@ def _verdicts(search: Any) -> list[str]:
 
 def _of_fault(search: Any, fault: Fault) -> list[str]:
     if fault.kind == "zeros":
-        if _is_optimizers(search):
-            return ["lost, optimizer"]
         is_scales = fault.backward and search.number is None
         return ["lost, backward" if is_scales else "lost"]
     elsewhere = []
@@ -135,9 +128,9 @@ def _of_fault(search: Any, fault: Fault) -> list[str]:
             return ["zeros given"]
         if search.elsewhere is None:
             return ["model"]
+        elsewhere = ["elsewhere"]
         if not search.site.look.over:
-            return ["model, elsewhere"]
-        elsewhere = ["and elsewhere"]
+            return elsewhere
     if search.number is not None:
         return ["number", *elsewhere]
     if _is_optimizers(search):
@@ -160,7 +153,7 @@ def _facts(search: Any) -> dict[str, Any]:
     other = search.elsewhere
     may_be = "may be finite in float32; jaxmp cannot tell"
     is_finite = "is finite in float32"
-    share = site.look.lost / max(site.runs * (site.size or 0), 1)
+    share = site.look.lost / max(site.runs * site.size, 1)
     facts |= {
         "fault": fault,
         "line": short_line(fault.where) or "this operation",
@@ -172,7 +165,6 @@ def _facts(search: Any) -> dict[str, Any]:
         "finite": may_be if search.finite_in_float32 is None else is_finite,
         "stable": _STABLE.get(fault.operation, ""),
         "stable_elsewhere": _STABLE.get(other.operation, "") if other else "",
-        "masters": _MASTERS,
         "leaf": "/".join(argument.split("/")[-2:]),
         "module": _overridable(search),
         "part": f"{share:.0%} of" if share >= 0.005 else "Some of",
@@ -188,6 +180,8 @@ def _facts(search: Any) -> dict[str, Any]:
 def _cure(search: Any, fault: Fault) -> str:
     """Returns what has brought a fault into 16 bits, as a key of `_CURES`."""
     place, argument = search.site.place, search.site.argument
+    if _is_optimizers(search):
+        return "optimizer"
     if AUTOCAST in place.scopes:
         return "autocast, in a module" if "/" in fault.module else "autocast"
     if argument and place.library == "jaxmp":

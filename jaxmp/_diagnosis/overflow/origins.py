@@ -23,8 +23,8 @@ from ..._jaxprs.places import Place
 from ..._jaxprs.replay import is_call
 from ..._ops.table import is_exact, reduces_tests, tests_finite
 from ..wide_replay import widened
-from .report import Fault, Line, line_of
-from .watch import BAD, LOW, RUNS, TOP, Looks, Program, Watch, merged
+from .report import Fault, Line
+from .watch import BAD, LOW, RUNS, TOP, Looks, Program, Watch, looked_at
 
 _LARGEST = float(jnp.finfo(jnp.float16).max)
 _LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below
@@ -84,7 +84,7 @@ class Site:
         place: Where it is.
         number: When it comes in the program.
         type: Of its first floating result, else of an input.
-        size: Of the results that are looked at; None if none is.
+        looked: The results that are looked at.
         holds: What it may move or cast, see :class:`Known`.
         look: What was seen in all iterations together.
         runs: How often it ran.
@@ -98,7 +98,7 @@ class Site:
     place: Place
     number: int
     type: Any
-    size: int | None
+    looked: list[int]
     holds: frozenset[Any]
     look: Look = UNSEEN
     runs: int = 0
@@ -109,7 +109,14 @@ class Site:
 
     @functools.cached_property
     def line(self) -> Line:
-        return line_of(self.eqn.primitive.name, self.type.dtype, self.place)
+        place, dtype = self.place, str(np.dtype(self.type.dtype))
+        where = place.where, place.module, place.backward, place.code
+        return Line(self.eqn.primitive.name, dtype, *where)
+
+    @property
+    def size(self) -> int:
+        """How many numbers are looked at."""
+        return sum(self.eqn.outvars[i].aval.size for i in self.looked)
 
     @property
     def operands(self) -> list[Any]:
@@ -125,8 +132,7 @@ class Site:
     @property
     def computes(self) -> bool:
         """Whether it does more than move or choose between values."""
-        computed = self.size is not None and not is_exact(self.eqn)
-        return computed and bool(self.operands)
+        return bool(self.looked and self.operands) and not is_exact(self.eqn)
 
     def fault(self, iterations: tuple[int, ...] = ()) -> Fault:
         """Returns what happened here."""
@@ -146,7 +152,7 @@ class Run:
 
     Attributes:
         program: The program.
-        given: How many NaNs and Infs are in what it was given, by the name.
+        given: How many NaNs and Infs are in what it was given, by its number.
         sites: Its operations, in the order of the program.
         outs: The origin of the first Inf or NaN of each result.
         failed: The origin of what made an ``isfinite`` check fail.
@@ -154,19 +160,19 @@ class Run:
 
     def __init__(self, program: Program, arrays: Sequence[Any]):
         self.program, self.failed = program, NOWHERE
-        self.given: dict[str, tuple[int, int]] = {}
+        self.given: dict[int, tuple[int, int]] = {}
         self.sites: list[Site] = []
         self.next = 0  # the number of the next of them
         self.replay = Watch(program)  # which knows what is replayed and how
         self._written: dict[int, Known] = {}
         body = _Body(self, program.run(arrays), Origin(()))
-        ins = []
-        names = program.names
+        ins, names = [], program.names
         for i, x in enumerate(program.given(arrays), -len(program.closed.consts)):
-            origin, name = Origin((GIVEN + i % len(names),)), names[i]
-            ins.append(body.part(x, Known(origin, holds=frozenset([name]))))
+            i %= len(names)  # the constants are at the end of the names
+            known = Known(Origin((GIVEN + i,)), holds=frozenset([names[i]]))
+            ins.append(body.part(x, known))
             if is_inexact(x) and ins[-1].origin != NOWHERE:
-                self.given[name] = body.look.nan, body.look.bad - body.look.nan
+                self.given[i] = body.look.nan, body.look.bad - body.look.nan
         outs = body.through(program.jaxpr, ins, program.around)
         types = _jaxpr.out_avals(program.jaxpr)
         self.outs = [
@@ -201,13 +207,12 @@ class Run:
         number, self.next = self.next, self.next + 1
         if number == len(self.sites):
             place = around.of(eqn, before)
-            looked = [eqn.outvars[i].aval for i in self.program.looked.get(id(eqn), ())]
+            looked = [] if is_call(eqn) else looked_at(eqn)
             atoms = (x.aval for x in (*eqn.outvars, *eqn.invars))
-            type = next(filter(is_inexact, (*looked, *atoms)), None)
+            type = next(filter(is_inexact, atoms), None)
             type = widened(type) if self.program.wide else type
             moved = ins if is_exact(eqn) or _jaxpr.is_cast(eqn) else ()
-            size = sum(x.size for x in looked) if looked else None
-            self.sites.append(Site(eqn, place, number, type, size, _held(moved)))
+            self.sites.append(Site(eqn, place, number, type, looked, _held(moved)))
         return self.sites[number]
 
 
@@ -259,7 +264,7 @@ class _Body:
         return Known(origin, look.nan > 0, look.largest, _held(values))
 
     def operation(self, site: Site, ins: list[Known]) -> Sequence[Known]:
-        eqn, looked = site.eqn, self.run.program.looked[id(site.eqn)]
+        eqn = site.eqn
         site.runs += self.runs
         pairs = [*zip(ins, eqn.invars, strict=True)]
         read = [x for x, var in pairs if is_inexact(var.aval)]
@@ -273,10 +278,10 @@ class _Body:
             if reduces_tests(eqn):
                 self.run.failed = min(self.run.failed, origin)
             return [Known(origin)] * len(eqn.outvars)
-        if not looked:  # each has the magnitudes of the input in its place
+        if not site.looked:  # each has the magnitudes of the input in its place
             return ins[: len(eqn.outvars)]
         outs = [Known()] * len(eqn.outvars)
-        for i in looked:
+        for i in site.looked:
             look, origin = next(self._looks), NOWHERE
             nan = look.nan > 0
             if look.bad:
@@ -326,7 +331,7 @@ class _Body:
         start, count = len(ins) - len(eqn.invars), len(layout.fixed_in)
         start += layout.fixed_in.start
         consts, carry, xs = ins[:start], ins[start:][:count], ins[start + count :]
-        carry = [*map(_anew, carry)]
+        carry = [Known(*x[:3]) for x in carry]  # of other iterations as well
         types = _jaxpr.in_avals(body.jaxpr)[start:]
         test = layout.bodies[0].jaxpr
         is_batch = test is not body.jaxpr and _jaxpr.out_avals(test)[0].shape
@@ -341,7 +346,7 @@ class _Body:
             if is_batch:  # those that have ended wait for the others
                 outs = [*map(one.part, types, carry, outs)]
             if one.runs:
-                carry = [*map(_anew, outs[:count])]
+                carry = [Known(*x[:3]) for x in outs[:count]]
                 stacked = [*map(_together, stacked, outs[count:])]
         return [*carry, *stacked]
 
@@ -352,35 +357,21 @@ def _iterations(
     """Yields the iterations of a loop in their order, or one if it does not run.
 
     Of each the count, the index in what a scan takes slices of, and what was seen.
-    Those without an Inf or NaN are one, as all they tell is how large numbers were; but
-    the last of them, which tells what the next iteration was given.
     """
-    if looks is None or not looks.rows[:, 0, RUNS].any():
-        yield 0, 0, None
-        return
-    counts = ~looks.rows[:, 0, LOW].astype(np.uint32)
-    ran = np.flatnonzero(looks.rows[:, 0, RUNS])
-    order = ran[np.argsort(counts[ran])].tolist()
-    leaves = jax.tree.leaves(looks)
-    bad = np.any([(x[..., BAD] > 0).reshape(len(x), -1).any(1) for x in leaves], axis=0)
-    quiet: list[int] = []
-    for i, after in zip(order, [*order[1:], None], strict=True):
-        if not bad[i] and after is not None and not bad[after]:
-            quiet.append(i)
-            continue
-        index = number = int(counts[i])
+    ran = () if looks is None else np.flatnonzero(looks.rows[:, 0, RUNS])
+    for i in ran:
+        seen = jax.tree.map(lambda x, i=i: x[i], looks)
+        index = number = int(~seen.rows[0, LOW])
         if eqn.params.get("reverse"):
             index = eqn.params["length"] - 1 - number
-        for several in filter(None, (quiet, [i])):
-            yield number, index, jax.tree.map(lambda x, i=several: merged(x[i]), looks)
-        quiet = []
+        yield number, index, seen
+    if not len(ran):
+        yield 0, 0, None
 
 
 def _looks(rows: np.ndarray) -> Iterator[Look]:
     """Yields what was seen of each array."""
-    top, low = (
-        x.astype(np.uint32).view(np.float32) for x in (rows[:, TOP], -rows[:, LOW])
-    )
+    top, low = (x.view(np.float32) for x in (rows[:, TOP], -rows[:, LOW]))
     low = np.where(np.isfinite(low), low, 0)
     return map(Look, top.tolist(), low.tolist(), *rows[:, BAD:].T.tolist())
 
@@ -395,11 +386,6 @@ def added(x: Look, y: Look) -> Look:
 def _held(values: Sequence[Known]) -> frozenset[Any]:
     """Returns what a value may hold that is one of several."""
     return frozenset().union(*(x.holds for x in values))
-
-
-def _anew(known: Known) -> Known:
-    """Returns what is known of a value that other iterations begin with as well."""
-    return Known(*known[:3])
 
 
 def _together(*known: Known) -> Known:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec
 
 import jax
@@ -26,6 +26,7 @@ from ..._jaxprs.jaxpr import is_cast
 from ..._jaxprs.places import Place, caller, equations
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..numbers import LostNumber, Numbers
+from ..wide_replay import platform_of
 from .advice import advice
 from .limits import Limit, Limits
 from .origins import GIVEN, Run, Site, added
@@ -116,7 +117,8 @@ class Search:
     def __init__(self, flat: Flat, jaxpr: Any, around: Place):
         """Runs the program, and asks what was wrong first."""
         self.flat, self.jaxpr, self.around = flat, jaxpr, around
-        self.run = Run(Program(jaxpr, flat.names, around), flat.leaves)
+        platform = platform_of(flat.leaves)
+        self.run = Run(Program(jaxpr, flat.names, around, platform), flat.leaves)
         self.origin = self.run.first
         self.first: Fault | None = None
         self.site: Site | None = None
@@ -140,8 +142,9 @@ class Search:
                 self.first, self.hidden = (fault, None) if is_zero else (None, fault)
 
     def _is_finite_in_float32(self) -> bool | None:
-        jaxpr = self.jaxpr if self.twin is None else self.twin
-        program = Program(jaxpr, self.flat.names, self.around, wide=True)
+        jaxpr, names = self.twin or self.jaxpr, self.flat.names
+        platform = self.run.program.platform
+        program = Program(jaxpr, names, self.around, platform, wide=True)
         wide = Run(program, self.flat.leaves)
         if wide.first is None:
             return True
@@ -213,21 +216,18 @@ class Search:
         return any(x.place.library == "jaxmp" for x in casts)
 
     @functools.cached_property
-    def leading(self) -> dict[str, tuple[int, int]]:
+    def leading(self) -> set[int]:
         """The arguments with NaNs and Infs that led to the first fault."""
-        given = self.run.given
-        names = enumerate(self.flat.names)
-        return {x: given[x] for i, x in names if x in given and self._leads(i)}
+        return {*filter(self._leads, self.run.given)}
 
     @property
     def given(self) -> dict[str, tuple[int, int]]:
-        """Those of them that reached a result, or led to the fault."""
-        reached = {x.time[0] - GIVEN for x in self.run.origins}
-        names = enumerate(self.run.program.names)
-        given = self.run.given
-        return {x: given[x] for i, x in names if x in given and i in reached} | (
-            self.leading
-        )
+        """Those of them, or of what is closed over, that reached a result too."""
+        reached = self.leading | {x.time[0] - GIVEN for x in self.run.origins}
+        return self._named(sorted(reached & self.run.given.keys()))
+
+    def _named(self, given: Iterable[int]) -> dict[str, tuple[int, int]]:
+        return {self.run.program.names[i]: self.run.given[i] for i in given}
 
     @functools.cached_property
     def zeros(self) -> str:
@@ -246,9 +246,9 @@ class Search:
 
         Wrong are Inf and NaN, and the zeros of an array of zeros.
         """
-        if self.origin is None or self.finite_in_float32 is True:
-            return False
         leaves = list(self.flat.leaves)
+        if self.origin is None or self.finite_in_float32 is True or i >= len(leaves):
+            return False
         x = jnp.asarray(leaves[i])
         leaves[i] = jnp.where(jnp.isfinite(x) & (x != 0), x, jnp.ones((), x.dtype))
         return Run(self.run.program, leaves).first != self.origin
@@ -257,12 +257,14 @@ class Search:
 
     def report(self) -> OverflowReport:
         run = self.run
+        reached = (x for x in run.sites if x.kind and x.origin == self.origin)
+        modules = (x.place.module for x in reached)
         return OverflowReport(
             first=self.first,
             advice=advice(self),
             reached=self._reached(),
-            reached_modules=tuple(self._reached_modules()),
-            given=run.given,
+            reached_modules=tuple(dict.fromkeys(filter(None, modules))),
+            given=self._named(run.given),
             others=tuple(self._others()),
             finite_in_float32=self.finite_in_float32,
             operations=tuple(_ranges(run)),
@@ -282,18 +284,13 @@ class Search:
         reached = [name for name, origin in names if origin in behind]
         return (*reached, *[CHECKED] * (failed in behind))
 
-    def _reached_modules(self) -> dict[str, None]:
-        """Returns the modules that the fault reached, an ordered set."""
-        reached = [x for x in self.run.sites if x.origin == self.origin and x.kind]
-        return dict.fromkeys(filter(None, (x.place.module for x in reached)))
-
     def _others(self) -> Iterator[Fault]:
         """Yields the other operations that have made Inf or NaN, each line once."""
         known = [self.site, self.origin and self.run.at(self.origin)]
         known = known if self.first else []
         lines = set[Line]()
         for x in self.run.sites:
-            if x.births and x not in known and not _is_scaled(x):
+            if x.births and x not in known and FLOAT8_SCALED not in x.place.scopes:
                 is_own = x.origin.time[-1] == x.number
                 line = x.line._replace(dtype="", code="")
                 if line not in lines:
@@ -307,7 +304,7 @@ def _fault_of(limit: Limit) -> Fault:
     fault, is_zero = site.fault(), not (site.look.over or site.births)
     if number is not None:
         is_zero = number.left == 0
-        if site.size is None and number.written is not None:  # it is only moved
+        if not site.looked and number.written is not None:  # it is only moved
             inputs = (("float32", (), abs(number.written)),)
             fault = dataclasses.replace(fault, inputs=inputs)
     return dataclasses.replace(fault, kind="zeros") if is_zero else fault
@@ -317,10 +314,10 @@ def _ranges(run: Run) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Line, list[Site]] = {}
     for x in run.sites:
-        if x.computes and x.runs and not _is_scaled(x):
+        if x.computes and x.runs and FLOAT8_SCALED not in x.place.scopes:
             rows.setdefault(x.line, []).append(x)
     for line, sites in rows.items():
-        size = sum((x.size or 0) * x.runs for x in sites)
+        size = sum(x.size * x.runs for x in sites)
         look = functools.reduce(added, (x.look for x in sites))
         largest = float(jnp.finfo(line.dtype).max)
         yield OperationRange(
@@ -332,8 +329,3 @@ def _ranges(run: Run) -> Iterator[OperationRange]:
             lost=look.lost / max(size, 1),
             nonfinite=look.bad / max(size, 1),
         )
-
-
-def _is_scaled(site: Site) -> bool:
-    """Whether a site makes numbers that are scaled to fill float8."""
-    return FLOAT8_SCALED in site.place.scopes

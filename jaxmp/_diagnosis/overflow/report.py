@@ -13,7 +13,6 @@ from ..._base.checks import clipped
 from ..._base.text import (
     as_html,
     as_lists,
-    more,
     notes,
     paragraphs,
     short_line,
@@ -42,18 +41,6 @@ class Line(NamedTuple):
     module: str
     backward: bool
     code: str
-
-
-def line_of(operation: str, dtype: Any, place: Any) -> Line:
-    """Returns the line that an operation belongs to, given its `Place`."""
-    return Line(
-        operation,
-        str(np.dtype(dtype)),
-        place.where,
-        place.module,
-        place.backward,
-        place.code,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,21 +176,19 @@ class OverflowReport:
 
     def __str__(self) -> str:
         """Renders a table of at most 80 columns."""
-        return "\n".join(_lines(self))
+        worst = sorted(self.operations, key=lambda x: -x.lost)
+        losing = [(f"{x.lost:.1%}", x) for x in worst if x.lost >= _SEEN]
+        lines = paragraphs(
+            _fault_lines(self),
+            wrapped(self.advice, is_code=True),
+            _table(self, _OTHERS, [(x.kind, x) for x in self.others], "others"),
+            _table(self, _LEAST, _nearest(self)),
+            _table(self, _LOST, losing),
+            notes(self),
+        )
+        return "\n".join(lines)
 
     _repr_html_ = as_html
-
-
-def _lines(report: OverflowReport) -> Iterator[str]:
-    others = [(x.kind, x) for x in report.others]
-    return paragraphs(
-        _fault_lines(report),
-        wrapped(report.advice, is_code=True),
-        [*_table(report, _OTHERS, others), *more(others, _ROWS, "others")],
-        _table(report, _LEAST, _nearest(report)),
-        _table(report, _LOST, _worst(report)),
-        notes(report),
-    )
 
 
 def _fault_lines(report: OverflowReport) -> Iterator[str]:
@@ -220,7 +205,11 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
     if fault.kind == "zeros":
         tiny = float(jnp.finfo(fault.dtype).tiny)
         yield f"  the smallest normal number of {fault.dtype} is {tiny:.4g}"
-    elif _is_undefined(fault):
+    elif (
+        fault.operation in _UNDEFINED
+        and not fault.finite_in_float32
+        and all(np.isfinite(largest) for *_, largest in fault.inputs)
+    ):
         yield f"  {_UNDEFINED[fault.operation]}"
     else:
         yield f"  the largest number of {fault.dtype} is {fault.largest:.4g}"
@@ -234,11 +223,6 @@ def _fault_lines(report: OverflowReport) -> Iterator[str]:
             yield from wrapped(text, "  ", "    ")
 
 
-def _is_undefined(fault: Fault) -> bool:
-    is_finite = all(np.isfinite(largest) for *_, largest in fault.inputs)
-    return fault.operation in _UNDEFINED and is_finite and not fault.finite_in_float32
-
-
 def _reached(name: str) -> str:
     """Returns a result, or the check, as the table names it."""
     if name == CHECKED:
@@ -249,12 +233,12 @@ def _reached(name: str) -> str:
 
 
 def _table(
-    report: OverflowReport, title: str, rows: list[tuple[str, Any]]
+    report: OverflowReport, title: str, rows: list[tuple[str, Any]], name: str = ""
 ) -> Iterator[str]:
-    """Writes rows, if any."""
+    """Writes rows, if any; the field of the report with a name has all of them."""
     if rows:
         yield title
-        yield from table([(n, _said(report, x), x) for n, x in rows], _ROWS)
+        yield from table([(n, _said(report, x), x) for n, x in rows], _ROWS, name)
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
@@ -270,11 +254,6 @@ def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
 
 def _key(row: Fault | OperationRange) -> tuple[Any, ...]:
     return row.operation, row.dtype, row.where, row.module, row.backward, row.code
-
-
-def _worst(report: OverflowReport) -> list[tuple[str, Any]]:
-    losing = sorted(report.operations, key=lambda x: -x.lost)
-    return [(f"{x.lost:.1%}", x) for x in losing if x.lost >= _SEEN]
 
 
 def _said(report: OverflowReport, row: Fault | OperationRange) -> str:

@@ -22,12 +22,12 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
 from ..._jaxprs.replay import Body, Replay
 from ..._ops.table import is_exact, is_sum, keeps_magnitudes
-from ..._training.exponents import magnitude_bits, real_parts
+from ..._training.exponents import float32_bits, real_parts
 from ..wide_replay import (
+    Value,
     before_rounding,
     bind_wide,
     jitted,
-    platform_of,
     wide_literal,
     widened,
 )
@@ -43,8 +43,9 @@ INFINITE = np.float32(np.inf).view(np.uint32)
 # `LOW` is the number of the iteration, inverted.
 RUNS = OVER
 
-# A loop stacks no more rows than these, and a while loop keeps so many iterations, from
-# the first with an Inf or NaN on. Those before are one, and those after.
+# A loop keeps no more rows than these, and a while loop so many iterations, from the
+# first with an Inf or NaN on, and the one before it. All others before are one, and all
+# after.
 _MOST_ROWS, _MOST_ITERATIONS = 2**22, 64
 _MOST = np.uint32(2**32 - 1)
 _TOGETHER = 2**20  # numbers that wait to be looked at together
@@ -57,40 +58,34 @@ class Looks(NamedTuple):
     calls: Any  # for each call in it a list of `Looks` or None, one for each body
 
 
-class Value(NamedTuple):
-    """An array; what is known of it is found on the host."""
-
-    array: Any
-
-
 class Program:
     """A jaxpr that is replayed, and compiled once.
 
     Attributes:
         jaxpr: The jaxpr. Its constants are its first inputs.
         names: Of its inputs, the constants at the end.
-        looked: Which results of an equation are looked at, by its `id`.
         notes: Where nothing could be seen, an ordered set.
     """
 
     def __init__(
-        self, jaxpr: Any, names: Sequence[str], around: Place, *, wide: bool = False
+        self,
+        jaxpr: Any,
+        names: Sequence[str],
+        around: Place,
+        platform: str,
+        *,
+        wide: bool = False,
     ):
         """Prepares to replay a jaxpr with named inputs; ``wide`` is in float32."""
         self.closed, self.around, self.wide = jaxpr, around, wide
         self.jaxpr = _jaxpr.without_constants(jaxpr)
         types = map(jax.typeof, jaxpr.consts)
         self.names = [*names, *(f"closed-over {x.dtype}{[*x.shape]}" for x in types)]
-        self.platform = "cpu"
-        self.looked: dict[int, list[int]] = {}
         self.notes: dict[str, None] = {}
-        self._compiled: Any = None
+        self.platform, self._compiled = platform, jitted(self.replay, platform)
 
     def run(self, arrays: Sequence[Any]) -> Looks:
         """Returns what was seen, on the host."""
-        if self._compiled is None:
-            self.platform = platform_of(arrays)
-            self._compiled = jitted(self.replay, self.platform)
         with np.errstate(over="ignore"):  # of numbers in the code, said once already
             return jax.device_get(self._compiled(*self.given(arrays)))
 
@@ -141,10 +136,7 @@ class Watch(Replay):
             self.note(f"the search does not see inside `{eqn.primitive.name}`", place)
         arrays, wide = [x.array for x in ins], self.program.wide
         outs = bind_wide(eqn, arrays) if wide else _jaxpr.bind(eqn, arrays)
-        looked = [i for i, x in enumerate(outs) if is_inexact(x)]
-        if _keeps_magnitudes(eqn):
-            looked = []
-        self.program.looked[id(eqn)] = looked
+        looked = looked_at(eqn)
         rounds = looked and not wide and not is_exact(eqn)
         in_float32 = before_rounding(eqn, arrays) if rounds else None
         for i in looked:
@@ -186,8 +178,7 @@ class Watch(Replay):
         """Keeps what was seen in bodies. The test of a while loop is not looked at."""
         found, kind = [x.seen for x in bodies], _jaxpr.call_kind(eqn)
         if kind in ("scan", "while"):
-            state, stacked = found[-1]
-            found[-1] = stacked or state["kept"]
+            found[-1] = found[-1][0]["kept"]
         if kind == "while":
             found[0] = None
             eqns = _jaxpr.open_jaxpr(bodies[0].jaxpr).eqns
@@ -200,28 +191,29 @@ class Watch(Replay):
     # Looks in loops and shards.
 
     def first(self, seen: Any, length: int | None) -> Any:
-        """Returns what a loop begins with: a count, and rows if it is to keep few."""
+        """Returns what a loop begins with: counts, and room for what it keeps."""
         count = sum(x.size // 6 for x in jax.tree.leaves(seen))
-        state: dict[str, Any] = {"iteration": jnp.uint32(0)}
-        if length is None or length * count > _MOST_ROWS:
-            most = min(max(_MOST_ROWS // count, 2), _MOST_ITERATIONS) + 1
-            kept = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), seen)
-            state |= {"row": jnp.uint32(0), "kept": kept}
+        most = max(min(length or _MOST_ITERATIONS, _MOST_ROWS // count), 1) + 2
+        kept = jax.tree.map(lambda x: jnp.zeros((most, *x.shape), x.dtype), seen)
+        state = {"iteration": jnp.uint32(0), "at": jnp.uint32(1), "kept": kept}
         return vary(state, self.axes)
 
     def after(self, state: Any, seen: Looks) -> tuple[Any, Any]:
-        """Counts an iteration, and stacks what it saw or adds it to what is kept."""
-        count = state["iteration"]
+        """Counts an iteration, and keeps what it saw."""
+        count, at, kept = state["iteration"], state["at"], state["kept"]
         seen = seen._replace(rows=seen.rows.at[0, LOW].set(~count))
-        state = state | {"iteration": count + 1}
-        if "kept" not in state:
-            return state, seen
-        row, kept = state["row"], state["kept"]
         bad = jnp.stack([jnp.any(x[..., BAD] > 0) for x in jax.tree.leaves(seen)])
         last = len(kept.rows) - 1
-        row = jnp.where((row > 0) | jnp.any(bad), jnp.minimum(row + 1, last), row)
-        kept = jax.tree.map(lambda x, y: x.at[row].set(_merged(x[row], y)), kept, seen)
-        return state | {"row": row, "kept": kept}, ()
+        at = jnp.where((at > 1) | jnp.any(bad), jnp.minimum(at + 1, last), at)
+
+        def keep(x, y):
+            # Until the first Inf or NaN, the iteration before this one makes room.
+            quiet = at == 1
+            x = x.at[0].set(_merged(x[0], jnp.where(quiet, x[1], 0)))
+            return x.at[at].set(_merged(jnp.where(quiet, 0, x[at]), y))
+
+        kept = jax.tree.map(keep, kept, seen)
+        return {"iteration": count + 1, "at": at, "kept": kept}, ()
 
     def nothing(self, seen: Any) -> Any:
         return vary(super().nothing(seen), self.axes)
@@ -237,12 +229,6 @@ class Watch(Replay):
         return jax.tree.map(of_all, seen)
 
 
-def merged(rows: np.ndarray) -> np.ndarray:
-    """Returns what was seen in several iterations together, on the host."""
-    counts = rows[..., BAD:].sum(axis=0, dtype=np.int64)
-    return np.concatenate([rows[..., :BAD].max(axis=0), counts], axis=-1)
-
-
 def _merged(x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns what was seen earlier and later together."""
     counts = x[..., BAD:] + y[..., BAD:]
@@ -250,17 +236,19 @@ def _merged(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.maximum(x[..., :BAD], y[..., :BAD]), counts], axis=-1)
 
 
-def _keeps_magnitudes(eqn: Equation) -> bool:
-    """Whether each result has the magnitudes of the input in its place."""
+def looked_at(eqn: Equation) -> list[int]:
+    """Returns which results are looked at: floating ones with magnitudes of their own.
+
+    The others have those of the input in their place.
+    """
     pairs = [*zip(eqn.invars, eqn.outvars, strict=False)]
-    if len(pairs) < len(eqn.outvars):
-        return False
     same = all(x.aval.dtype == y.aval.dtype for x, y in pairs)
-    if keeps_magnitudes(eqn):
-        return same
-    return _jaxpr.is_cast(eqn) and (
-        same or (is_narrow(pairs[0][0].aval) and _jaxpr.is_float32(pairs[0][1]))
-    )
+    is_kept = keeps_magnitudes(eqn) and same and len(pairs) == len(eqn.outvars)
+    if _jaxpr.is_cast(eqn):
+        ((x, y),) = pairs
+        is_kept = same or (is_narrow(x.aval) and _jaxpr.is_float32(y))
+    outs = enumerate(eqn.outvars)
+    return [] if is_kept else [i for i, x in outs if is_inexact(x.aval)]
 
 
 @jax.jit  # traced once for each type
@@ -269,11 +257,11 @@ def looks(xs: jax.Array, in_float32: jax.Array | None = None) -> jax.Array:
 
     ``in_float32`` are the same before they were rounded, if they were.
     """
-    bits = _bits(xs)
+    bits = float32_bits(xs)
     nan, bad = bits > INFINITE, bits >= INFINITE
     columns = [jnp.where(bad, 0, bits), -bits, bad, nan]
     if in_float32 is not None:
-        wide, first = _bits(in_float32), jnp.finfo(xs.dtype).tiny
+        wide, first = float32_bits(in_float32), jnp.finfo(xs.dtype).tiny
         first_normal = np.asarray(first, np.float32).view(np.uint32)
         columns += [(bits < first_normal) & (wide > 0), bad & (wide < INFINITE)]
     columns = [x.astype(jnp.uint32) for x in columns]
@@ -285,12 +273,3 @@ def looks(xs: jax.Array, in_float32: jax.Array | None = None) -> jax.Array:
     starts = [np.uint32(0)] * len(columns)
     found = lax.reduce(columns, starts, both, tuple(range(1, bits.ndim)))
     return jnp.stack([*found, *[jnp.zeros_like(found[0])] * (6 - len(found))], axis=1)
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    """Returns the bits of all magnitudes, as float32 has them."""
-    if x.dtype == jnp.float64:
-        # What is beyond float32 is as good as its largest number here.
-        limit = float(jnp.finfo(jnp.float32).max)
-        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
-    return magnitude_bits(x.astype(jnp.float32)).astype(jnp.uint32)
