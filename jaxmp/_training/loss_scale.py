@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -30,20 +30,11 @@ from .narrow_params import check_nothing_follows, note_kahan
 
 if TYPE_CHECKING:
 
-    class _Update(Protocol):
-        def __call__(
-            self,
-            updates: optax.Updates,
-            state: Any,
-            params: optax.Params | None = None,
-            **extra_args: Any,
-        ) -> tuple[optax.Updates, LossScaleState]: ...
-
     class LossScaling(optax.GradientTransformationExtraArgs):
         """What type checkers know of our transformations: the type of their state."""
 
         init: Callable[[optax.Params], LossScaleState]  # pyright: ignore
-        update: _Update  # pyright: ignore
+        update: Callable[..., tuple[Any, LossScaleState]]  # pyright: ignore
 else:
     LossScaling = optax.GradientTransformationExtraArgs
 
@@ -147,16 +138,13 @@ def dynamic_loss_scale(
             f"`backoff_factor` must lie between 0 and 1 in float32, but is "
             f"{short(backoff)}. The usual one is 0.5."
         )
+    counts = [("growth_interval", growth_interval), ("hysteresis", hysteresis)]
     interval, patience = (
         jnp.asarray(count, jnp.int32)
         if isinstance(count, jax.core.Tracer)
         else as_count(name, count)
-        for name, count in (
-            ("growth_interval", growth_interval),
-            ("hysteresis", hysteresis),
-        )
+        for name, count in counts
     )
-
     factor_up, top, factor_down, bottom = map(
         _as_float32, (growth_factor, max_scale, backoff_factor, min_scale)
     )
@@ -205,7 +193,6 @@ def static_loss_scale(
         >>> jaxmp.get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
-    check_optimizer(inner, _CALL)
     check_positive("scale", scale)
 
     def adapt(state: LossScaleState) -> LossScaleState:
@@ -398,25 +385,23 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
 
 def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
     """Returns one of two things that no array operation can select from."""
-    if isinstance(finite, jax.core.Tracer):
-        kinds = [str(jax.tree.map(describe, x)) for x in (old, new)]
-        raise TypeError(
-            "An update changes the state of the inner optimizer in a way that a "
-            "skipped step could not undo inside `jax.jit`, from\n"
-            f"  {clipped(kinds[0], 300)}\nto\n  {clipped(kinds[1], 300)}\n"
-            "Make its `init` return the structure and the shapes that its `update` "
-            "returns, or call `tx.update` outside `jax.jit`."
-        )
-    return new if finite else old
+    if not isinstance(finite, jax.core.Tracer):
+        return new if finite else old
+    kinds = [clipped(jax.tree.map(describe, x), 300) for x in (old, new)]
+    raise TypeError(
+        "An update changes the state of the inner optimizer in a way that a "
+        "skipped step could not undo inside `jax.jit`, from\n"
+        f"  {kinds[0]}\nto\n  {kinds[1]}\n"
+        "Make its `init` return the structure and the shapes that its `update` "
+        "returns, or call `tx.update` outside `jax.jit`."
+    )
 
 
 def _is_selectable(x: Any) -> bool:
     """Returns whether ``x`` is an array or a number that JAX can select from."""
-    if isinstance(x, (np.ndarray, np.generic)):  # not of strings
+    if isinstance(x, (np.ndarray, np.generic)):  # not of strings, nor of float0
         return x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)
-    if _is_float0(x):  # the gradient of an integer
-        return False
-    return isinstance(x, (jax.Array, int, float, complex))
+    return isinstance(x, (jax.Array, int, float, complex)) and not _is_float0(x)
 
 
 def _is_float0(x: Any) -> bool:

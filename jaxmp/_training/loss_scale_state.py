@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import numbers
 import weakref
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -17,28 +17,22 @@ import numpy as np
 import optax
 
 from .._base.checks import as_count, as_scale, check_positive, plain_array, short, warn
-from .._base.text import as_html
-from .._base.tree import all_finite, choose, is_inexact, path_name, widen
+from .._base.tree import all_finite, choose, found_in, is_inexact, path_name, widen
 
 T = TypeVar("T")
 
-# What withholds gradients from the transformation inside it, by the name of its state.
-WITHHOLDING = {
-    "ApplyIfFiniteState": "optax.apply_if_finite",
-    "ConditionallyMaskState": "optax.conditionally_mask",
-    "ConditionallyTransformState": "optax.conditionally_transform",
-    "MaybeUpdateState": "optax.maybe_update",
-    "MultiStepsState": "optax.MultiSteps",
-    "SAMState": "optax.contrib.sam",
-}
-# What makes zeros of gradients, and so hides them from what comes after it in a chain.
-_ZEROING = {
+# What hides gradients from a loss scale inside it, by the name of its state.
+_HIDING = {
     "ApplyEvery": "optax.apply_every",
     "ApplyIfFiniteState": "optax.apply_if_finite",
     "ConditionallyMaskState": "optax.conditionally_mask",
+    "ConditionallyTransformState": "optax.conditionally_transform",
     "MultiStepsState": "optax.MultiSteps",
+    "SAMState": "optax.contrib.sam",
     "ZeroNansState": "optax.zero_nans",
 }
+# What also makes zeros of them, for what comes after it in a chain.
+_ZEROING = _HIDING.keys() - {"ConditionallyTransformState", "SAMState"}
 
 
 class _Unscaled(float):
@@ -75,8 +69,6 @@ class LossScaleState(NamedTuple):
         """Spells the state in one line, the inner state by its kind."""
         fields = (f"{name}={_in_words(x)}" for name, x in self._asdict().items())
         return f"LossScaleState({', '.join(fields)})"
-
-    _repr_html_ = as_html
 
 
 def _in_words(x: Any) -> str:
@@ -178,7 +170,7 @@ def keep_if_skipped(opt_state: Any, new: T, old: T) -> T:
 
 def skipped_in(tree: Any) -> jax.Array | None:
     """Counts the skipped steps of all loss scales in ``tree``; None if it has none."""
-    counts = [plain_array(state.skipped) for state, _ in _loss_scale_states(tree)]
+    counts = [plain_array(state.skipped) for state in _loss_scale_states(tree)]
     return functools.reduce(jnp.add, map(jnp.sum, counts)) if counts else None
 
 
@@ -200,7 +192,7 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
         >>> jaxmp.get_loss_scale_state(tx.init(jnp.ones(2))).skipped.item()
         0
     """
-    found = list(_loss_scale_states(opt_state))
+    found = _loss_scale_states(opt_state)
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError(
             "`opt_state` must be the state of an optimizer, but is the optimizer. Pass "
@@ -221,20 +213,16 @@ def get_loss_scale_state(opt_state: Any) -> LossScaleState:
             "optimizers go one at a time; only `value_and_grad` and `check_loss_scale` "
             "take them together, `(a_state, b_state)`."
         )
-    state, hidden_by = found[0]
-    if hidden_by is not None:
+    if hiding := _hiding(opt_state):
+        name, inside = hiding
         raise ValueError(
-            f"The loss scale in `opt_state` does not see every step: `{hidden_by.name}`"
-            " hides gradients from it, so that an overflow can pass unseen and the "
-            "scale stay too large for ever. Put it inside: "
-            f"`jaxmp.loss_scaling({hidden_by.inside}, policy)`."
+            f"The loss scale in `opt_state` does not see every step: `{name}` hides "
+            "gradients from it, so that an overflow can pass unseen and the scale stay "
+            "too large for ever. Put it inside: "
+            f"`jaxmp.loss_scaling({inside}, policy)`."
         )
-    arrays = {
-        name: plain_array(field)
-        for name, field in state._asdict().items()
-        if name != "inner_state"
-    }
-    return state._replace(**arrays)
+    *arrays, inner_state = found[0]
+    return LossScaleState._make([*map(plain_array, arrays), inner_state])
 
 
 _CAUSES = """\
@@ -305,8 +293,8 @@ def check_loss_scale(
         if (bad_steps := np.max(state.bad_steps)) >= limit:
             raise FloatingPointError(
                 f"The last {bad_steps} steps met an Inf or NaN and were skipped "
-                f"(loss_scale {_spelled(state.loss_scale)}, {_spelled(state.skipped)} "
-                f"skipped since init). {_nonfinite(grads)}To find the operation, type"
+                f"(loss_scale {state.loss_scale}, {state.skipped} skipped "
+                f"since init). {_nonfinite(grads)}To find the operation, type"
                 f"\n\n    print(jaxmp.find_overflow(train_step)(*args))\n\n{_CAUSES}"
             )
     if loss is not None:
@@ -346,11 +334,6 @@ def _check_loss(loss: Any, finite: Any) -> None:
             "and leave the row out of the mean); a sum or a mean over nothing; or an "
             "infinite metric that was added to the loss."
         )
-
-
-def _spelled(x: Any) -> str:
-    """Spells a number, or those of the replicas of a vmapped step."""
-    return str(x) if np.size(x) < 9 else f"{np.min(x)} to {np.max(x)}"
 
 
 # Jitted, because a number in eager code is sent to the device where it is used, which
@@ -448,14 +431,11 @@ def scale_in(loss_scale: Any) -> Any:
         return loss_scale
     if _are_scales(loss_scale):
         return functools.reduce(jnp.minimum, map(get_loss_scale, loss_scale))
-    cure = ""
-    if isinstance(loss_scale, (str, jmp.Policy)):
-        cure = "A policy is another argument, `policy=`."
-    elif isinstance(loss_scale, optax.GradientTransformation):
-        cure = "That is the optimizer; its state is what `tx.init(params)` returns."
-    elif loss_scale is None or callable(loss_scale):
+    is_policy = isinstance(loss_scale, (str, jmp.Policy))
+    if is_policy or loss_scale is None or callable(loss_scale):
         cure = "Leave it out where there is no scale."
-    if cure:
+        if is_policy:
+            cure = "A policy is another argument, `policy=`."
         raise TypeError(
             "`loss_scale` must be a positive scalar, or an optimizer state that holds "
             f"one, but is {short(loss_scale)}. Pass `loss_scale=opt_state`. {cure}"
@@ -465,7 +445,7 @@ def scale_in(loss_scale: Any) -> Any:
 
 def holds_scale(x: Any) -> bool:
     """Returns whether there is a loss scale in ``x``, as in an optimizer state."""
-    return any(True for _ in _loss_scale_states(x))
+    return bool(found_in(x, LossScaleState))
 
 
 def _are_scales(x: Any) -> bool:
@@ -495,51 +475,33 @@ def _is_scale(x: Any) -> bool:
     return holds_scale(x)
 
 
-class _Hiding(NamedTuple):
-    """A transformation of optax that hides overflows from a loss scale."""
-
-    name: str
-    inside: str  # how it is spelled as the optimizer to wrap
-
-
-def _loss_scale_states(
-    tree: Any, hidden_by: _Hiding | None = None
-) -> Iterator[tuple[LossScaleState, _Hiding | None]]:
-    """Finds the loss-scale states in a pytree, also one inside another.
-
-    Each comes with what hides overflows from it, or None.
-    """
-    if isinstance(tree, LossScaleState):
-        yield tree, hidden_by
-        yield from _loss_scale_states(tree.inner_state)
-        return
-    # An opaque `sam`, which has no cache, withholds nothing.
-    name = WITHHOLDING.get(type(tree).__name__)
-    if name is not None and getattr(tree, "cache", ...) is not None:
-        hidden_by = hidden_by or _Hiding(name, f"{name}(...)")
-
-    def is_part(x: Any) -> bool:
-        kind = type(x).__name__
-        return x is not tree and (
-            isinstance(x, LossScaleState)
-            or type(x) is tuple  # the state of a chain
-            or kind in WITHHOLDING
-            or kind in _ZEROING
-        )
-
-    for part in jax.tree.leaves(tree, is_leaf=is_part):
-        if is_part(part):
-            yield from _loss_scale_states(part, hidden_by)
-            if type(tree) is tuple and (zeroing := _zeroing_in(part)):
-                chain = f"optax.chain({zeroing}(...), optimizer)"
-                hidden_by = hidden_by or _Hiding(zeroing, chain)
+def _loss_scale_states(tree: Any) -> list[LossScaleState]:
+    """Returns the loss-scale states in a pytree, also one inside another."""
+    found = found_in(tree, LossScaleState)
+    inside = (_loss_scale_states(state.inner_state) for state in found)
+    return [*found, *itertools.chain.from_iterable(inside)]
 
 
-def _zeroing_in(tree: Any) -> str | None:
-    """Returns the name of what makes zeros of gradients in a part of a chain."""
+def _hiding(tree: Any) -> tuple[str, str] | None:
+    """Returns what hides gradients from a loss scale, and how to wrap it, if any."""
+    found = []
 
     def is_zeroing(x: Any) -> bool:
-        return isinstance(x, LossScaleState) or type(x).__name__ in _ZEROING
+        return type(x).__name__ in _ZEROING
 
-    parts = jax.tree.leaves(tree, is_leaf=is_zeroing)
-    return next(filter(None, (_ZEROING.get(type(x).__name__) for x in parts)), None)
+    def look(x: Any) -> bool:
+        if isinstance(x, LossScaleState) or not holds_scale(x):
+            return True
+        name = _HIDING.get(type(x).__name__)
+        # An opaque `sam`, which has no cache, hides nothing.
+        if name and getattr(x, "cache", ...) is not None:
+            found.append((name, f"{name}(...)"))
+        if type(x) is tuple:  # the state of a chain
+            before = list(itertools.takewhile(lambda part: not holds_scale(part), x))
+            for part in filter(is_zeroing, jax.tree.leaves(before, is_leaf=is_zeroing)):
+                name = _HIDING[type(part).__name__]
+                found.append((name, f"optax.chain({name}(...), optimizer)"))
+        return False
+
+    jax.tree.leaves(tree, is_leaf=look)
+    return found[0] if found else None

@@ -210,21 +210,17 @@ def masters(params: T, opt_state: Any) -> T:
     """
     leaves, structure = jax.tree.flatten_with_path(params)
     rests = _compensations(opt_state, leaves)
-    bare = [
-        path_name(path)
-        for (path, x), rest in zip(leaves, rests, strict=True)
-        if _is_16_bit(x) and rest is None
-    ]
+    wide, bare = [], []
+    for (path, x), rest in zip(leaves, rests, strict=True):
+        wide.append(widen(x) if rest is None else join(x, rest))
+        if _is_16_bit(x) and rest is None:
+            bare.append(path_name(path))
     if bare:
         warn(
             f"`jaxmp.masters` returns {len(bare)} of {len(leaves)} parameters as they "
             f"are, in float32: `opt_state` has no compensation of `{bare[0]}`. With "
             "`jaxmp.kahan_summation` around the optimizer it has."
         )
-    wide = [
-        widen(x) if rest is None else join(x, rest)
-        for (_, x), rest in zip(leaves, rests, strict=True)
-    ]
     return structure.unflatten(wide)
 
 
@@ -272,47 +268,43 @@ def set_masters(masters: Any, params: T, opt_state: Any) -> tuple[T, Any]:
             wide, new[path_name(path)] = split(wide, x.dtype, rest.dtype)
         made.append(jnp.asarray(wide).astype(x.dtype))
 
-    def is_kahan(x):
-        return isinstance(x, KahanSummationState)
-
     def replaced(state):
-        if not is_kahan(state):
+        if not isinstance(state, KahanSummationState):
             return state
         compensation = jax.tree.map_with_path(
             lambda path, rest: new.get(path_name(path), rest), state.compensation
         )
         return state._replace(compensation=compensation)
 
-    opt_state = jax.tree.map(replaced, opt_state, is_leaf=is_kahan)
+    opt_state = jax.tree.map(
+        replaced, opt_state, is_leaf=lambda x: isinstance(x, KahanSummationState)
+    )
     return structure.unflatten(made), opt_state
 
 
 def check_nothing_follows(state: Any) -> None:
     """Raises where something changes the updates of one of the two wrappers."""
-    if not _has_wrapper(state):
-        return
     rule = (
         "The updates of `jaxmp.stochastic_rounding` and `jaxmp.kahan_summation` must "
         "reach `optax.apply_updates` as they are, but "
     )
-    if (name := _CHANGING.get(type(state).__name__)) is not None:
-        raise ValueError(
-            f"{rule}`{name}` is around one of them. Put it inside: "
-            f"`jaxmp.kahan_summation({name}(...))`."
-        )
-    if type(state) is tuple and any(map(_has_wrapper, state[:-1])):
-        raise ValueError(
-            f"{rule}something comes after one of them in an `optax.chain`. Put the "
-            "whole chain inside: `jaxmp.kahan_summation(optax.chain(...))`."
-        )
 
-    def is_part(x: Any) -> bool:
-        kind = type(x)
-        return x is not state and (kind is tuple or kind.__name__ in _CHANGING)
+    def look(x: Any) -> bool:
+        if not _has_wrapper(x):
+            return True
+        if (name := _CHANGING.get(type(x).__name__)) is not None:
+            raise ValueError(
+                f"{rule}`{name}` is around one of them. Put it inside: "
+                f"`jaxmp.kahan_summation({name}(...))`."
+            )
+        if type(x) is tuple and any(map(_has_wrapper, x[:-1])):
+            raise ValueError(
+                f"{rule}something comes after one of them in an `optax.chain`. Put the "
+                "whole chain inside: `jaxmp.kahan_summation(optax.chain(...))`."
+            )
+        return False
 
-    for part in jax.tree.leaves(state, is_leaf=is_part):
-        if is_part(part):
-            check_nothing_follows(part)
+    jax.tree.leaves(state, is_leaf=look)
 
 
 @contextlib.contextmanager
@@ -410,11 +402,9 @@ def _without_masters(
 
 @jax.jit  # JAX traces it once for all leaves of one shape
 def _change(param: jax.Array, stored: jax.Array) -> jax.Array:
-    """Returns what must be added to a 16-bit parameter to make another of it.
-
-    The sum is exact: both are numbers of 8 or 11 digits, and where they are of very
-    different size, the smaller one lies on the grid of the update that led there.
-    """
+    """Returns what must be added to a 16-bit parameter to make another of it."""
+    # The sum is exact: both are numbers of 8 or 11 digits, and where they are of very
+    # different size, the smaller one lies on the grid of the update that led there.
     param = param.astype(jnp.float32)
     return jnp.where(stored == param, 0, stored - param)  # Inf - Inf is NaN
 
@@ -472,17 +462,19 @@ def _check_params(name: str, params: Any) -> None:
             f"`jaxmp.{name}` rounds parameters and needs them: "
             "`tx.update(grads, opt_state, params)`."
         )
+    served, kinds = (_BFLOAT16,), "bfloat16"
+    if name == "kahan_summation":
+        served, kinds = (_BFLOAT16, _FLOAT16), "16-bit"
     for path, x in jax.tree.leaves_with_path(params):
-        if not is_floating(x) or x.dtype.itemsize > 2 or x.dtype == _BFLOAT16:
-            continue
-        if x.dtype == _FLOAT16 and name == "kahan_summation":
-            continue
-        cure = "Use `jaxmp.kahan_summation`." if x.dtype == _FLOAT16 else ""
-        kinds = "16-bit" if name == "kahan_summation" else "bfloat16"
-        raise TypeError(
-            f"`jaxmp.{name}` serves {kinds} and float32 parameters, but "
-            f"`{path_name(path)}` is {x.dtype.name}. {cure or 'Cast it to bfloat16.'}"
-        )
+        if is_floating(x) and x.dtype.itemsize <= 2 and x.dtype not in served:
+            is_float16 = x.dtype == _FLOAT16
+            cure = (
+                "Use `jaxmp.kahan_summation`" if is_float16 else "Cast it to bfloat16"
+            )
+            raise TypeError(
+                f"`jaxmp.{name}` serves {kinds} and float32 parameters, but "
+                f"`{path_name(path)}` is {x.dtype.name}. {cure}."
+            )
 
 
 def _check_compensation(

@@ -167,7 +167,7 @@ vag(loss_scale=True)
 vag(loss_scale=PARAMS)
     no `LossScaleState` in
 jaxmp.activation_gradients(loss_fn, loss_scale=TX)
-    That is the optimizer
+    is the optimizer. Pass what
 jaxmp.unscale(2.0**15, PARAMS)
     `unscale\(grads, loss_scale\)` takes the gradients first.*Swap
 vag(mesh="data", **BATCH)
