@@ -15,9 +15,7 @@ from .._jaxprs.replay import scan, where_written
 from .eight_bits import How, Stored
 from .plan import IsLeft, Residuals
 
-# Stores a value: its variable, it, in how many bits, and the equation that has computed
-# it, if one has.
-Store = Callable[[Any, Any, How, Equation | None], Stored]
+Store = Callable[[Any, How], Stored]
 
 
 class Stack:
@@ -84,7 +82,6 @@ class Stack:
             if i >= self.carries
             and (out not in self.inner or out in wanted or out in self._read)
         ]
-        makers = self.residuals.makers
 
         def iteration(carry, xs):
             saved = OrderedDict[Any, Stored]()  # JAX would sort the keys of a dict
@@ -92,7 +89,7 @@ class Stack:
             def save(variables, values):
                 for var, x in zip(variables, values, strict=True):
                     if (how := self.residuals.how.get(var)) is not None:
-                        saved[var] = store(var, x, how, makers.get(var))
+                        saved[var] = store(x, how)
 
             def apply(eqn, ins):
                 outs = _jaxpr.bind(eqn, ins)

@@ -26,9 +26,6 @@ _NO_MODULE = "(in no module)"
 class ModuleSensitivity:
     """The error that one module, with everything inside it, makes in 16 bits.
 
-    Or in eight, in a report on residuals. Then "alone in 16 bits" below means that only
-    this module stores eight bits, and everything is in 16 bits otherwise.
-
     Errors are relative. A loss of 2.02 instead of 2 has an error of 0.01. The error of
     the gradients is the norm of their difference over their norm. An error is ``inf``
     if a result is not finite.
@@ -44,8 +41,6 @@ class ModuleSensitivity:
         has_path: Whether ``float32_paths`` can name it alone. Lines outside all
             modules, and lines of the outermost module itself, have no path of their
             own.
-        stored: Share of what is stored in eight bits for the backward pass that the
-            module computes or reads.
 
     Examples:
         >>> def loss(w, x):
@@ -66,7 +61,6 @@ class ModuleSensitivity:
     flops: float
     share: float
     has_path: bool
-    stored: float = 0.0
 
     @property
     def name(self) -> str:
@@ -107,8 +101,6 @@ class SensitivityReport:
             to keep modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
-        residuals: The eight bits that the program stores for its backward pass; None if
-            none. The rows are about these then.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -124,13 +116,10 @@ class SensitivityReport:
     is_cast: bool
     loss_scale: float
     notes: tuple[str, ...]
-    residuals: str | None = None
 
     @property
     def narrow(self) -> str:
         """The width that the rows are about, as the table names it."""
-        if self.residuals:
-            return "8 bits"
         if "float8" in self.dtype:
             return "8/16 bits"  # large matmuls in float8, the others in bfloat16
         return "16 bits"
@@ -211,13 +200,11 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
 def _table(
     report: SensitivityReport, rows: Sequence[ModuleSensitivity]
 ) -> Iterator[str]:
-    share = "stored" if report.residuals else "FLOPs"
-    cells = [("module", *["loss", "gradients"] * 2, share)]
+    cells = [("module", *["loss", "gradients"] * 2, "FLOPs")]
     for row in rows:
         alone = row.loss_alone, row.gradients_alone
         errors = map(_error, (*alone, row.loss_without, row.gradients_without))
-        share = row.stored if report.residuals else row.share
-        cells.append((row.name, *errors, f"{share:.1%}"))
+        cells.append((row.name, *errors, f"{row.share:.1%}"))
     headings = [
         f"{which} in {report.narrow}" for which in ("only this", "all but this")
     ]
@@ -242,8 +229,7 @@ def _conclusion(report: SensitivityReport) -> str:
         left = _left(report)
         return f"No choice of modules brings both errors to {at_most}: {errors}.{left}"
     if not report.line:
-        need = "more than 8 bits" if report.residuals else "float32"
-        return f"Nothing needs {need}: both errors are {at_most}."
+        return f"Nothing needs float32: both errors are {at_most}."
     if report.is_cast:
         return (
             f"In float32, these modules should bring both errors to {at_most}: "

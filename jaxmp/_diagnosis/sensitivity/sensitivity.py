@@ -31,7 +31,6 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.lists import DEFAULT_OPS, OpLists
-from ..._residuals.eight_bits import FEW, Format, check_format
 from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
 from .report import SensitivityReport
@@ -52,7 +51,6 @@ def sensitivity(
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
-    residuals: Format | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
@@ -64,10 +62,6 @@ def sensitivity(
     these are the modules for which bfloat16 is not enough, and ``bfloat16_paths`` those
     to keep out of float8.
 
-    With ``residuals="int8"`` it measures what each module adds to the error because it
-    stores eight bits for the backward pass. ``bfloat16_paths`` are then the modules
-    that must not.
-
     One compiled program measures all of these choices, because each rounding to 16 bits
     can be switched off in it. At the end autocast itself runs with the paths found.
 
@@ -77,7 +71,7 @@ def sensitivity(
             its own, as ``jax.value_and_grad(loss)`` does, all compared. If it
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands; an autocast inside of a
-            gradient is measured as if it were around it.
+            gradient is measured as if it were around it, and without ``residuals``.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
         tolerance: The largest relative error that is accepted, for the loss and the
             gradients.
@@ -91,7 +85,6 @@ def sensitivity(
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
         progress: Whether to show a progress bar. None shows one if there is a terminal
             and rich is installed.
-        residuals: As :func:`jaxmp.autocast` takes it.
 
     Returns:
         A function of the arguments of ``fun`` that returns a
@@ -101,8 +94,7 @@ def sensitivity(
         TypeError: If ``fun`` is not callable, returns no scalar, or more without
             gradients and ``has_aux``, or if an argument has no values.
         ValueError: If an option is out of range, nothing in ``fun`` is in 16 bits, or
-            in eight with ``residuals``, or an argument was donated to a step that has
-            run.
+            an argument was donated to a step that has run.
         FloatingPointError: If the loss or its gradients are not finite in float32.
 
     Examples:
@@ -123,7 +115,6 @@ def sensitivity(
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
     _check_options(tolerance, depth)
-    check_format(residuals)
     policy = None if policy is None else get_policy(policy)
 
     @functools.wraps(fun, updated=())
@@ -139,7 +130,7 @@ def sensitivity(
         if is_loss:
             count = len(flatten(lambda *args: None, args[:1], {}).leaves)
             step, arrays = _gradient(flat, count), [jnp.float32(1), *flat.leaves]
-        cast = functools.partial(autocast, step, policy, ops=ops, residuals=residuals)
+        cast = functools.partial(autocast, step, policy, ops=ops)
         in_16bit = step if own.multiplies else cast()
 
         def program_of(fun: Callable) -> Program:
@@ -156,7 +147,6 @@ def sensitivity(
                 "float32, or `fun` has no matmul, or float64 arguments. Pass for "
                 'example `policy="mixed_bfloat16"`.'
             )
-        _check_residuals(program, residuals, own.multiplies)
         scales = _scales(loss_scale, program) if is_loss else ()
         with progress_bar(progress) as tell:
             search = Search(program, flat.leaves, scales, tell)
@@ -183,7 +173,6 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
-            residuals=program.residuals,
         )
         return _with_notes(report, [*args, *kwargs.values()])
 
@@ -220,29 +209,6 @@ def _check_gradients(own: Program, is_loss: bool, loss_scale: Any) -> None:
             "returns more: its own gradients. Give the scale to what computes "
             "them, `jaxmp.value_and_grad(loss, loss_scale=...)`, and none to "
             "`sensitivity`."
-        )
-
-
-def _check_residuals(program: Program, residuals: Any, is_cast: bool) -> None:
-    """Refuses what leaves nothing to say of residuals in eight bits."""
-    if residuals is not None and is_cast:
-        raise ValueError(
-            "`residuals` is for the autocast that `sensitivity` puts around `fun`, but "
-            "this one casts by itself. Pass `residuals` to its own `autocast`, around "
-            "the gradient, and none to `sensitivity`."
-        )
-    if residuals is not None and program.residuals is None:
-        raise ValueError(
-            f'`sensitivity(..., residuals="{residuals}")` found nothing that is stored '
-            "in eight bits: the policy computes in float32, or no array that the "
-            f"backward pass reads has {FEW} numbers. Pass a policy such as "
-            '"mixed_bfloat16", and a larger batch.'
-        )
-    if program.residuals is not None and "float16" in program.dtypes:
-        raise ValueError(
-            "`sensitivity` finds the `bfloat16_paths` that store no eight bits, but a "
-            'float16 policy takes none. Pass "mixed_bfloat16", or no `residuals`. In '
-            "float16, `float32_paths` leave a module out."
         )
 
 

@@ -29,12 +29,10 @@ from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
 from ..._ops.products import PRODUCTS, flops
 from ..._ops.table import is_as_written, is_exact, is_product_of_any_kind
-from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, platform_of
 from .rounded import (
     IN_16_BITS,
-    Parts,
     RoundingEmitter,
     is_marked,
     part_of,
@@ -54,10 +52,8 @@ class Program:
         parts: The module paths, in the order of the program; empty for what is in no
             module.
         eight_bit_parts: Those of them with a second switch, behind all others, for
-            products in float8, or what they store or read in eight bits.
+            products in float8.
         flops: FLOPs of the matrix products and convolutions of each part.
-        stored: How many numbers are stored in eight bits, by the parts that share them.
-        residuals: In which eight bits; None if there are none.
         dtypes: Names of the 16-bit dtypes, and of those of eight bits.
         multiplies: Whether it multiplies matrices in 16 bits, by itself or by autocast.
         scales: Whether its backward pass, if it has one, is in float16.
@@ -85,8 +81,6 @@ class Program:
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
         self.flops: dict[str, float] = collections.defaultdict(float)
-        self.stored: dict[Parts, float] = collections.defaultdict(float)
-        self.residuals: str | None = None
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = self.scales = False
@@ -110,9 +104,6 @@ class Program:
             elif dtype is None:
                 continue
             rounds.update(by)
-            if form in DTYPES:
-                self.residuals = form
-                self.stored[by] += eqn.outvars[0].aval.size * place.times
             if form not in IN_16_BITS:
                 eight.update(by)
             self.dtypes.add(dtype.name)
