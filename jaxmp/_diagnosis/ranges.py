@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -197,37 +198,32 @@ def suggest_loss_scale(
             "for example 8, for gradients that may become eight times as large."
         )
     dtype = as_dtype(dtype, "`dtype`")
-    summaries = (RangeReport, RecordRangesState)
-    maxima = [0.0]
 
-    def take_summary(x):
-        if not isinstance(x, summaries):
-            return x
-        largest = x.total.max if isinstance(x, RangeReport) else np.max(x.max)
-        maxima.append(float(largest))
-        return None
+    def largest_of(x):
+        """Returns the largest magnitude of a summary, and all else as it is."""
+        if isinstance(x, RangeReport):
+            return x.total.max
+        return float(np.max(x.max)) if isinstance(x, RecordRangesState) else x
 
-    arrays = jax.tree.map(
-        take_summary, tree, is_leaf=lambda x: isinstance(x, summaries)
+    tree = jax.tree.map(
+        largest_of, tree, is_leaf=lambda x: isinstance(x, RecordRangesState)
     )
     hint = (
         "Pass gradients, what `jaxmp.range_report` returned, or what "
         '`jaxmp.record_ranges` keeps: `optax.tree.get(opt_state, "RecordRangesState")`.'
     )
-    named = floating_leaves("suggest_loss_scale", arrays, hint, on_host=True)
-    maxima += [_classify(x, dtype).max for _, x in named]
-    if max(maxima) == 0:
+    named = floating_leaves("suggest_loss_scale", tree, hint, on_host=True)
+    largest = max((_classify(x, dtype).max for _, x in named), default=0)
+    if largest == 0:
         raise ValueError(
             "`suggest_loss_scale` needs a finite nonzero value, but there is none. "
             "Pass the gradients of a step that did not overflow."
         )
-    # By mantissas and exponents, because the product may be too large for a float.
-    largest, factor = math.frexp(max(maxima)), math.frexp(headroom)
-    limit = math.frexp(float(jnp.finfo(dtype).max))
-    mantissa, carry = math.frexp(largest[0] * factor[0])
-    # The quotient of two mantissas in [1/2, 1) is in (1/2, 2), so that the difference
-    # of the exponents is right or one too large.
-    exponent = limit[1] - (largest[1] + factor[1] + carry) - (mantissa > limit[0])
+    # A fraction of integers, because the product may be too large for a float.
+    limit = Fraction(float(jnp.finfo(dtype).max))
+    room = limit / (Fraction(largest) * Fraction(headroom))
+    exponent = room.numerator.bit_length() - room.denominator.bit_length()
+    exponent -= room < Fraction(2) ** exponent  # right, or one too large
     return 2.0 ** min(max(exponent, -126), 127)
 
 

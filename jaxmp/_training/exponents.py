@@ -171,7 +171,13 @@ def record_ranges(
         for path, x in jax.tree.leaves_with_path(updates):
             x = real_parts(x)
             if is_floating_array(x):
-                _check_agreement(x, state, axes)
+                apart = varying_axes(x) - varying_axes(state.exponents) - set(axes)
+                if apart:
+                    raise ValueError(
+                        "The updates differ over the mesh axes "
+                        f"{sorted(map(str, apart))}, but the counts of `record_ranges` "
+                        "are one for all. Pass these axes as `axis_name`."
+                    )
                 maxima.append(_largest(x))
                 # What a cond reads has to be in memory. That is one byte for each
                 # value here; the updates might exist only within a fusion.
@@ -253,34 +259,18 @@ def _add_counts(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Adds the counts of all devices to those of exponents, zeros, and Inf or NaN."""
     counts = collections.defaultdict(lambda: jnp.zeros(length + 2, jnp.float32))
+    is_tracked = axes and varying_axes(jax.lax.axis_index(axes))  # what differs where
     for group in groups:
         buckets = jnp.stack(group)
         # Each lane is exact; their sum may be more than an int32 holds.
         lanes = _count(buckets, length).astype(jnp.float32)
-        counts[_axes_to_add(buckets, axes)] += lanes.sum(0)
+        apart = varying_axes(buckets) if is_tracked else axes
+        counts[tuple(x for x in axes if x in apart)] += lanes.sum(0)
     total = jnp.zeros(length + 2, jnp.float32)
     for apart, part in counts.items():
         total += jax.lax.psum(part, apart) if apart else part
     exponents, zeros, nonfinite = old
     return exponents + total[:-2], zeros + total[-2], nonfinite + total[-1]
-
-
-def _axes_to_add(x: jax.Array, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the axes over which ``x`` differs, or all where JAX does not track it."""
-    if not axes or not varying_axes(jax.lax.axis_index(axes)):
-        return axes
-    return tuple(axis for axis in axes if axis in varying_axes(x))
-
-
-def _check_agreement(
-    x: jax.Array, state: RecordRangesState, axes: tuple[Any, ...]
-) -> None:
-    """Refuses updates that differ over devices where the counts are one for all."""
-    if apart := varying_axes(x) - varying_axes(state.exponents) - set(axes):
-        raise ValueError(
-            f"The updates differ over the mesh axes {sorted(map(str, apart))}, but the "
-            "counts of `record_ranges` are one for all. Pass these axes as `axis_name`."
-        )
 
 
 @jax.jit

@@ -36,7 +36,7 @@ WINGS = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 24_340
+MOST_LINES = 24_319
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 

@@ -109,9 +109,15 @@ class Site:
 
     @functools.cached_property
     def line(self) -> Line:
-        place, dtype = self.place, str(np.dtype(self.type.dtype))
-        where = place.where, place.module, place.backward, place.code
-        return Line(self.eqn.primitive.name, dtype, *where)
+        place = self.place
+        return Line(
+            operation=self.eqn.primitive.name,
+            dtype=str(np.dtype(self.type.dtype)),
+            where=place.where,
+            module=place.module,
+            backward=place.backward,
+            code=place.code,
+        )
 
     @property
     def size(self) -> int:
@@ -138,7 +144,7 @@ class Site:
         """Returns what happened here."""
         shown = zip(self.operands, self.inputs, strict=False)
         return Fault(
-            **self.line._asdict(),
+            **vars(self.line),
             kind=self.kind or "Inf",
             iterations=iterations,
             inputs=tuple((str(x.dtype), x.shape, top) for x, top in shown),

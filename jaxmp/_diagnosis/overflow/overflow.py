@@ -292,7 +292,7 @@ class Search:
         for x in self.run.sites:
             if x.births and x not in known and FLOAT8_SCALED not in x.place.scopes:
                 is_own = x.origin.time[-1] == x.number
-                line = x.line._replace(dtype="", code="")
+                line = dataclasses.replace(x.line, dtype="", code="")
                 if line not in lines:
                     lines.add(line)
                     yield x.fault(x.origin.iterations if is_own else ())
@@ -321,7 +321,7 @@ def _ranges(run: Run) -> Iterator[OperationRange]:
         look = functools.reduce(added, (x.look for x in sites))
         largest = float(jnp.finfo(line.dtype).max)
         yield OperationRange(
-            **line._asdict(),
+            **vars(line),
             size=size,
             max=look.top,
             min=look.low,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +30,12 @@ _ROWS = 6  # of each table
 _UNDEFINED = {"div": "the divisor is 0 in an entry, or nearly 0"} | dict.fromkeys(
     ("log", "rsqrt", "sqrt"), "the input is 0 or negative in an entry"
 )
+_key = operator.attrgetter("operation", "dtype", "where", "module", "backward", "code")
 _SEEN = 0.0005  # of a fraction in percent, with one decimal
 
 
-class Line(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
     """What a line of the user computes in a module, by operation."""
 
     operation: str
@@ -40,11 +43,11 @@ class Line(NamedTuple):
     where: str
     module: str
     backward: bool
-    code: str
+    code: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault(Line):
     """An operation that made an Inf or a NaN, or zeros that make a result wrong.
 
     Attributes:
@@ -71,16 +74,10 @@ class Fault:
         ('mul', 'Inf', False, ('float16', (2,), 300.0))
     """
 
-    operation: str
-    dtype: str
     kind: str
-    where: str
-    module: str
-    backward: bool
     iterations: tuple[int, ...]
     inputs: tuple[tuple[str, tuple[int, ...], float], ...]
     largest: float
-    code: str = ""
     finite_in_float32: bool = False
 
     def __str__(self) -> str:
@@ -95,8 +92,8 @@ class Fault:
         return " ".join(words)
 
 
-@dataclasses.dataclass(frozen=True)
-class OperationRange:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OperationRange(Line):
     """The range of an operation's results, over all calls of its line in its module.
 
     Attributes:
@@ -116,18 +113,12 @@ class OperationRange:
         code: The expression of the line that it is of, or that it is a derivative of.
     """
 
-    operation: str
-    dtype: str
-    where: str
-    module: str
-    backward: bool
     size: int
     max: float
     min: float
     headroom: float
     lost: float
     nonfinite: float
-    code: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,18 +243,14 @@ def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
     return [*known.values()]
 
 
-def _key(row: Fault | OperationRange) -> tuple[Any, ...]:
-    return row.operation, row.dtype, row.where, row.module, row.backward, row.code
-
-
-def _said(report: OverflowReport, row: Fault | OperationRange) -> str:
+def _said(report: OverflowReport, row: Line) -> str:
     text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
     if row.code and _needs_code(report, row):
         text += f" of `{clipped(row.code, 20)}`"
     return text
 
 
-def _needs_code(report: OverflowReport, row: Fault | OperationRange) -> bool:
+def _needs_code(report: OverflowReport, row: Line) -> bool:
     """Whether the line alone does not tell which part of it an operation is of.
 
     Derivatives, and what differentiation computes beside an operation for them, are
