@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from benchmarks.counting.collectives import collectives, partitioned
 from benchmarks.counting.hlo import bits
-from conftest import crossed, mapped, normal
+from conftest import assert_near, crossed, mapped, normal
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))
 GRID = Mesh(CPUS.reshape(4, 2), ("data", "model"))
-EPS = {d: float(jnp.finfo(d).eps) for d in ("float32", "bfloat16", "float16")}
 
 
 class MLP(nn.Module):
@@ -50,12 +49,6 @@ def loss_of(apply):
     return loss_fn
 
 
-def assert_close(a, b, eps):
-    """Compares relative to the largest entry of all."""
-    largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(b))
-    chex.assert_trees_all_close(a, b, rtol=0, atol=16 * eps * largest)
-
-
 def exchanged(fun, *args):
     """Returns the collectives of a function."""
     return collectives(partitioned(jax.jit(fun), *args))
@@ -67,15 +60,10 @@ def exchanged(fun, *args):
 def over_four(step, how, specs):
     """Runs a step on four devices, or for four parts, and returns its states."""
     if how in ("shard_map", "unchecked shard_map"):
-        mesh = Mesh(jax.devices()[:4], ("data",))
+        mesh, stacked = Mesh(jax.devices()[:4], ("data",)), P("data")
         is_checked = how == "shard_map"
-        stacked = P("data")
         own = lambda *args: jax.tree.map(lambda x: x[None], step(*args))  # noqa: E731
-        return jax.jit(
-            jax.shard_map(
-                own, mesh=mesh, in_specs=specs, out_specs=stacked, check_vma=is_checked
-            )
-        )
+        return jax.jit(mapped(own, mesh, specs, stacked, is_checked))
     axes = tuple(0 if spec else None for spec in specs)
     transform = {"pmap": jax.pmap, "vmap": jax.vmap}[how]
     return transform(step, axis_name="data", in_axes=axes)
@@ -189,7 +177,7 @@ def test_a_mesh_gives_the_gradients_of_one_device(mesh, name, steps):
     )
     result = jax.jit(step)(PARAMS, X, Y)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
-    assert_close(result, expected, EPS[policy.compute_dtype.name])
+    assert_near(result, expected, policy.compute_dtype, 16)
 
 
 @pytest.mark.usefixtures("compiled_anew")
@@ -228,7 +216,7 @@ def test_a_float16_sum_does_not_overflow_where_the_mean_does_not(form, reduce):
     x = jnp.full(16, 2e4, jnp.float16)  # the sum of eight is Inf
     for loss, grad in jax.jit(lambda *args: list(run(*args)))(jnp.float32(1), x):
         assert loss == 2e4
-        np.testing.assert_allclose(grad, 2e4, rtol=2 * EPS["float16"])
+        np.testing.assert_allclose(grad, 2e4, rtol=2e-3)
 
 
 def test_sum_serves_unequal_counts_of_tokens():
@@ -253,7 +241,7 @@ def test_sum_serves_unequal_counts_of_tokens():
     ]
     expected = jax.jit(jax.value_and_grad(masked))(*args)
     for result in jax.jit(lambda *args: [step(*args) for step in steps])(*args):
-        assert_close(result, expected, EPS["float32"])
+        assert_near(result, expected, "float32", 16)
 
 
 def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
@@ -271,8 +259,7 @@ def test_keys_differ_by_device_and_micro_batch_and_aux_is_kept_of_each():
     assert aux["noise"].shape == (8, 2)
     assert len(np.unique(aux["noise"])) == 16
     np.testing.assert_array_equal(aux["x"], x.reshape(8, 2, 2).swapaxes(1, 2))
-    np.testing.assert_allclose(grad, aux["noise"].mean(), rtol=4 * EPS["float32"])
-    np.testing.assert_allclose(value, 2 * grad, rtol=4 * EPS["float32"])
+    assert_near((grad, value), (aux["noise"].mean(), 2 * grad), "float32", 4)
     for other in others:
         chex.assert_trees_all_equal(other, first)
 
@@ -284,7 +271,7 @@ def test_both_kinds_of_mesh_axes_work(kind):
     loss_fn = loss_of(MODEL.apply)
     step = jaxmp.value_and_grad(loss_fn, batch_argnums=(1, 2), mesh=mesh)
     expected = on_one_device("float32")
-    assert_close(jax.jit(step)(PARAMS, X, Y), expected, EPS["float32"])
+    assert_near(jax.jit(step)(PARAMS, X, Y), expected, "float32", 16)
 
 
 def test_the_mesh_form_works_without_jit():
@@ -341,7 +328,7 @@ def test_layers_give_over_devices_what_they_give_on_one(layer):
 
     expected, results = jax.jit(run)(params, X)
     for result in results:
-        assert_close(result, expected, EPS["float32"])
+        assert_near(result, expected, "float32", 16)
 
 
 class Normed(nn.Module):
@@ -375,10 +362,10 @@ def test_batch_norm_synchronises_over_the_axis():
     args = variables["params"], variables["batch_stats"], X
     ((loss, stats), grads), results = jax.jit(run)(*args)
     for (synchronised, new), new_grads in results:
-        assert_close((synchronised, new_grads), (loss, grads), 4 * EPS["float32"])
+        assert_near((synchronised, new_grads), (loss, grads), "float32", 64)
         for device in range(8):
             one = jax.tree.map(lambda x: x[device], new)  # noqa: B023
-            assert_close(one, stats, EPS["float32"])
+            assert_near(one, stats, "float32", 16)
 
 
 # Skips and states
@@ -481,8 +468,7 @@ def test_jit_with_shardings_gives_the_gradients_of_one_device(axes, name):
 
         return jaxmp.value_and_grad(loss_fn, loss_scale=8.0)(params, x, y)
 
-    eps = EPS[policy.compute_dtype.name]
-    assert_close(step(params, x, y), on_one_device(name), eps)
+    assert_near(step(params, x, y), on_one_device(name), policy.compute_dtype, 16)
 
 
 # Gathers

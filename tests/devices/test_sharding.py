@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.collectives import collectives
-from conftest import mapped, normal
+from conftest import assert_near, mapped, normal
 
 MESH = Mesh(np.array(jax.devices("cpu")[:8]), ("data",))
 # Small integers and powers of two: every sum is exact, in any order.
@@ -132,11 +132,7 @@ def same_on_all(check_vma):
 
 
 def shard_map(fun, in_specs, out_specs, check_vma):
-    return jax.jit(
-        jax.shard_map(
-            fun, mesh=MESH, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-        )
-    )
+    return jax.jit(mapped(fun, MESH, in_specs, out_specs, check_vma))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -221,13 +217,8 @@ def gradients_on_one_device(name):
     return grad_fn(sharded_params(name), ROWS)
 
 
-EPS = float(jnp.finfo(jnp.float32).eps)
-
-
-def assert_close(result, expected, eps=EPS):
-    """Compares relative to the largest entry of each leaf."""
-    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=16 * eps * jnp.abs(b).max())
+def assert_close(result, expected):
+    assert_near(result, expected, "float32", 16)
 
 
 def over_mesh(name, check_vma, wrap=lambda f: f, **options):
@@ -284,10 +275,9 @@ def test_without_the_check_an_axis_of_the_shardings_may_not_be_left_out():
 def test_sharded_parameters_under_autocast_and_an_inner_jit():
     params = sharded_params("fsdp")
     expected = gradients_on_one_device("fsdp")
-    eps = float(jnp.finfo(jnp.bfloat16).eps)
     for wrap in (jaxmp.autocast, jax.jit):
         result = jax.jit(over_mesh("fsdp", True, wrap))(params, ROWS)
-        assert_close(result, expected, eps)
+        assert_near(result, expected, "bfloat16", 16)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
