@@ -79,21 +79,7 @@ RULES = {"vjp": watched_vjp, "jvp": watched_jvp}
 ARGNUMS = {"x": 0, "w": 1, "both": (0, 1)}
 
 
-# Each rule in each place, and alone with each choice of arguments.
-@pytest.mark.parametrize(
-    ("rule", "argnums", "wrap"),
-    rest_is_evidence(
-        {
-            f"{rule}-{which}-{place}": (RULES[rule], ARGNUMS[which], AROUND[place])
-            for rule in RULES
-            for which in ARGNUMS
-            for place in AROUND
-        },
-        *(f"vjp-x-{place}" for place in AROUND),
-        *(f"jvp-w-{place}" for place in AROUND),
-        *(f"{rule}-{which}-plain" for rule in RULES for which in ARGNUMS),
-    ),
-)
+@crossed("rule argnums wrap", RULES, ARGNUMS, AROUND)
 def test_rules_are_told_the_same_zeros_as_by_jax(rule, argnums, wrap):
     told, grads = {}, {}
     for name, order in ORDERS.items():

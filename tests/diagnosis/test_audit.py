@@ -385,6 +385,17 @@ def test_causes_travel_through_a_carry_from_step_to_step():
     assert leak.source == "scale"
 
 
+def test_a_while_may_return_what_it_was_given():
+    def fun(x, scale, w):
+        def body(c):
+            return c[0] - 1, jnp.zeros((8, 8))
+
+        return lax.while_loop(lambda c: c[0] > 0, body, (len(w), x * scale))[1] @ w
+
+    report = jaxmp.audit(fun)(half(8, 8), full(8), half(8, 8))
+    assert any(leak.source.startswith("scale") for leak in report.leaks)
+
+
 def test_a_function_of_jax_shared_by_two_lines_has_the_line_of_its_call():
     def fun(x, mask, w):
         a = jnp.where(mask, x, jnp.ones((8, 8)))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from conftest import crossed, mapped, rest_is_evidence
+from conftest import crossed, mapped
 from jaxmp._diagnosis.overflow import watch
 from jaxmp._diagnosis.overflow.watch import Program
 from jaxmp._jaxprs.places import Place
@@ -240,17 +240,7 @@ def test_what_checkpoint_computes_again_is_forward():
     assert "forward" in report.advice
 
 
-CALLS = {"checkpoint": jax.checkpoint, "jit": jax.jit}
-
-
-@pytest.mark.parametrize(
-    ("inner", "by"),
-    rest_is_evidence(
-        {f"{by}-{n}": (f, by) for n, f in CALLS.items() for by in CAST_BY},
-        "autocast-checkpoint",
-        "arguments-jit",
-    ),
-)
+@crossed("inner by", [jax.checkpoint, jax.jit], CAST_BY)
 def test_what_is_backward_in_a_call_is_backward_and_on_its_own_line(inner, by):
     # Of a linear function nothing is computed again.
     @inner

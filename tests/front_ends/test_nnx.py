@@ -364,16 +364,10 @@ LIKE_FLAX = {
 }
 
 
-# What differs most, without `has_aux`; with it several arguments.
-@pytest.mark.parametrize(
-    ("has_aux", "fun", "make", "options"),
-    rest_is_evidence(
-        {f"{a}-{k}": (a, *LIKE_FLAX[k]) for a in (False, True) for k in LIKE_FLAX},
-        *(f"False-{k}" for k in LIKE_FLAX if k != "two"),
-        "True-two",
-    ),
-)
-def test_gradients_and_state_are_those_of_flax(fun, make, options, has_aux):
+@crossed("like has_aux", LIKE_FLAX, [False, True])
+def test_gradients_and_state_are_those_of_flax(like, has_aux):
+    fun, make, options = like
+
     def loss_fn(*args):
         return (fun(*args), {"x": args[1]}) if has_aux else fun(*args)
 

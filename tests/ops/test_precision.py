@@ -11,7 +11,7 @@ from jax import lax
 
 import jaxmp
 from benchmarks.counting.measure import traced
-from conftest import rest_is_evidence
+from conftest import crossed, rest_is_evidence
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 X = jax.random.normal(jax.random.key(1), (8, 16))
@@ -127,14 +127,7 @@ POLICIES = "mixed_bfloat16", "mixed_float16", "mixed_fp8"
 
 
 @pytest.mark.filterwarnings("ignore:No matmul runs in float8")
-@pytest.mark.parametrize(
-    ("policy", "default"),
-    rest_is_evidence(
-        {f"{p}-{d}": (p, d) for p in POLICIES for d in NAMES},
-        *(f"mixed_bfloat16-{name}" for name in ("high", "BF16_BF16_F32_X3")),
-        *(f"{policy}-highest" for policy in POLICIES),
-    ),
-)
+@crossed("policy default", POLICIES, NAMES)
 def test_autocast_runs_whatever_the_default_precision(policy, default):
     def loss(w, x, kernel):
         images = lax.conv(IMAGE, kernel, (1, 1), "SAME")
@@ -151,15 +144,7 @@ def test_autocast_runs_whatever_the_default_precision(policy, default):
 
 
 # A gradient has the forward pass in it, unless a rule of the function's is for it.
-@pytest.mark.parametrize(
-    ("fun", "order"),
-    rest_is_evidence(
-        {f"{f}-{o}": (WIDE[f], ORDERS[o]) for f in WIDE for o in ORDERS},
-        *(f"{f}-called" for f in ("scan", "custom_jvp in jit", "custom_vjp")),
-        *(f"{f}-autocast of grad" for f in WIDE if f not in ("jit", "custom_jvp")),
-        *(f"{f}-grad of autocast" for f in WIDE if f not in ("flat", "remat")),
-    ),
-)
+@crossed("fun order", WIDE, ORDERS)
 def test_products_left_in_float32_have_the_default_precision(fun, order):
     cast = order(fun)
     dtypes = [dtype for dtype, _ in products(cast, W, X)]
@@ -245,14 +230,7 @@ def test_the_audit_sees_the_hazards_of_a_plain_function_at_any_default(default):
     assert places(got) == places(want)
 
 
-@pytest.mark.parametrize(
-    ("order", "default"),
-    rest_is_evidence(
-        {f"{o}-{d}": (ORDERS[o], d) for o in ORDERS for d in ("default", "bfloat16")},
-        *(f"{order}-bfloat16" for order in ORDERS),
-        "grad of autocast-default",
-    ),
-)
+@crossed("order default", ORDERS, ["default", "bfloat16"])
 def test_a_default_of_the_lowest_precision_changes_no_bit(order, default):
     cast = order(in_scan)
     want = cast(W, X)
