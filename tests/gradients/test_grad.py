@@ -16,9 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from benchmarks.counting.measure import equations, traced
-from conftest import normal
-
-EPS = {d: float(jnp.finfo(d).eps) for d in (jnp.float32, jnp.float16, jnp.bfloat16)}
+from conftest import assert_near, normal
 
 
 class MLP(nn.Module):
@@ -44,17 +42,6 @@ def loss_fn(params, x, y, apply=MODEL.apply):
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
-def allclose(a, b, tolerance):
-    """Compares relative to the largest entry of each leaf."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max())
-        ),
-        a,
-        b,
-    )
-
-
 # True units
 
 
@@ -74,15 +61,6 @@ def test_a_power_of_two_never_rounds(scale):
     expected = jax.value_and_grad(loss_fn)(PARAMS, X, Y)
     scaled = jaxmp.value_and_grad(loss_fn, loss_scale=scale)(PARAMS, X, Y)
     chex.assert_trees_all_equal(scaled, expected)
-
-
-@pytest.mark.parametrize("poison", [jnp.inf, jnp.nan])
-def test_an_overflow_stays_visible(poison):
-    loss, grads = jaxmp.value_and_grad(
-        lambda w, x: (w * x).mean(), policy="mixed_float16", loss_scale=2.0**15
-    )(jnp.ones(12), X[:, 0].at[3].set(poison))
-    assert not jnp.isfinite(loss)
-    assert not jaxmp.all_finite(grads)
 
 
 def test_a_float16_loss_survives_the_first_step():
@@ -181,7 +159,7 @@ def test_accumulation_is_the_full_batch(steps, scale):
     )
     result = accumulate(PARAMS, X, Y)
     chex.assert_trees_all_equal_shapes_and_dtypes(result, expected)
-    allclose(result, expected, 8 * EPS[jnp.float32])
+    assert_near(result, expected, "float32", 8)
 
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
@@ -234,8 +212,7 @@ def test_each_micro_batch_has_its_own_key_and_its_own_aux():
     np.testing.assert_array_equal(aux["noise"], noise)
     np.testing.assert_array_equal(aux["x"], [[0, 3], [1, 4], [2, 5]])
     assert len(set(noise.tolist())) == 3
-    np.testing.assert_allclose(grads, noise.mean(), rtol=2 * EPS[jnp.float32])
-    np.testing.assert_allclose(value, 2 * noise.mean(), rtol=2 * EPS[jnp.float32])
+    assert_near((grads, value), (noise.mean(), 2 * noise.mean()), "float32", 2)
 
 
 def test_one_micro_batch_of_activations_is_held_at_a_time():
@@ -456,11 +433,6 @@ def test_empty_trees_and_none_leaves_pass():
         ({"accum_steps": 2.0}, TypeError, "`accum_steps` must be an integer"),
         ({"accum_steps": True}, TypeError, "must be an integer, but is True"),
         ({"accum_steps": 2}, ValueError, "needs `batch_argnums`"),
-        ({"loss_scale": 0}, ValueError, "`loss_scale` must be finite and positive"),
-        ({"loss_scale": -1.0}, ValueError, "finite and positive"),
-        ({"loss_scale": float("inf")}, ValueError, "finite and positive"),
-        ({"loss_scale": 1e39}, ValueError, "finite and positive"),
-        ({"loss_scale": jnp.ones(2)}, ValueError, r"must be a scalar.*\[2\]"),
         ({"policy": "float17"}, ValueError, "Did you mean `float1"),
         ({"policy": jnp.float16(1)}, TypeError, "needs a string or a policy"),
     ],
@@ -529,16 +501,22 @@ REFUSED = {
 }
 
 
+def note_of(fun, *args):
+    """Returns the note of an error that what was cast has made."""
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
+        fun(*args)
+    (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
+    assert "test_grad.py:" in note
+    return note
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_where_jax_refuses_what_was_cast_a_note_says_what_to_do(name):
     model = REFUSED[name]
     args = jnp.eye(8) * 2, jnp.ones((4, 8))
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
-        jaxmp.with_policy(model, "mixed_bfloat16")(*args)
-    note = [x for x in caught.value.__notes__ if "`with_policy` has cast" in x]
-    assert len(note) == 1
-    assert "test_grad.py:" in note[0]
-    assert 'jaxmp.autocast(fun, "bfloat16")' in note[0]
+    note = note_of(jaxmp.with_policy(model, "mixed_bfloat16"), *args)
+    assert "`with_policy` has cast" in note
+    assert 'jaxmp.autocast(fun, "bfloat16")' in note
     jax.jit(jaxmp.autocast(model, "bfloat16"))(*args)  # as the note says
 
 
@@ -548,11 +526,7 @@ def test_so_it_does_for_a_policy_of_value_and_grad(name):
         return jnp.mean(REFUSED[name](w, x.astype(w.dtype)).astype(jnp.float32))
 
     fun = jaxmp.value_and_grad(loss, policy="mixed_bfloat16")
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as caught:
-        fun(jnp.eye(8) * 2, jnp.ones((4, 8)))
-    (note,) = [x for x in caught.value.__notes__ if "has cast" in x]
-    assert "test_grad.py:" in note
-    assert "`value_and_grad`" in note
+    assert "`value_and_grad`" in note_of(fun, jnp.eye(8) * 2, jnp.ones((4, 8)))
 
 
 @pytest.mark.parametrize(

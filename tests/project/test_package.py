@@ -1,4 +1,4 @@
-"""The house: who may import whom, and what importing jaxmp loads."""
+"""Which packages import which, and what importing jaxmp loads."""
 
 import ast
 import functools
@@ -22,8 +22,8 @@ import jaxmp
 
 PACKAGE = Path(jaxmp.__file__).parent
 
-# Each wing may import those before it.
-WINGS = (
+# Each package may import those before it.
+PACKAGES = (
     "_base",
     "_jaxprs",
     "_ops",
@@ -41,7 +41,7 @@ FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
 @functools.cache
-def rooms():
+def sources():
     """Returns the file of each module of jaxmp by its dotted name."""
     files = {}
     for path in PACKAGE.rglob("*.py"):
@@ -50,8 +50,8 @@ def rooms():
     return files
 
 
-def imported(room, path):
-    """Yields each module of jaxmp that a room imports, and what it takes from it."""
+def imported(source, path):
+    """Yields each module of jaxmp that a module imports, and what it takes from it."""
     around = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -59,7 +59,7 @@ def imported(room, path):
             module = ".".join((*parts, *filter(None, [node.module])))
             for alias in node.names:
                 whole = f"{module}.{alias.name}".lstrip(".")
-                yield (whole, None) if whole in rooms() else (module, alias.name)
+                yield (whole, None) if whole in sources() else (module, alias.name)
 
 
 def imports(path):
@@ -74,41 +74,43 @@ def imports(path):
 
 
 def test_the_package_does_not_grow():
-    assert sum(len(x.read_text().splitlines()) for x in rooms().values()) <= MOST_LINES
+    assert (
+        sum(len(x.read_text().splitlines()) for x in sources().values()) <= MOST_LINES
+    )
 
 
-def test_each_room_is_in_a_wing():
+def test_each_module_is_in_a_package():
     others = {*FRONT_ENDS, "_version", "__init__", "__main__"}
-    assert {room.split(".")[0] for room in rooms()} == {*WINGS} | others
+    assert {source.split(".")[0] for source in sources()} == {*PACKAGES} | others
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_a_wing_imports_those_below_it(wing):
-    allowed = {*itertools.takewhile(lambda other: other != wing, WINGS)}
-    allowed |= {wing, "_version"}
-    for room, path in rooms().items():
-        if room.split(".")[0] == wing:
-            wings = {module.split(".")[0] for module, _ in imported(room, path)}
-            assert wings <= allowed, room
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_those_below_it(package):
+    allowed = {*itertools.takewhile(lambda other: other != package, PACKAGES)}
+    allowed |= {package, "_version"}
+    for source, path in sources().items():
+        if source.split(".")[0] == package:
+            packages = {module.split(".")[0] for module, _ in imported(source, path)}
+            assert packages <= allowed, source
 
 
-def test_nobody_reaches_past_a_door():
-    for room, path in rooms().items():
-        for module, name in imported(room, path):
+def test_no_private_name_is_imported():
+    for source, path in sources().items():
+        for module, name in imported(source, path):
             is_private = (name or "").startswith("_") and not name.startswith("__")
-            assert not is_private, (room, module, name)
+            assert not is_private, (source, module, name)
 
 
-@pytest.mark.parametrize("wing", WINGS)
-def test_a_door_says_what_a_wing_is_for(wing):
-    path = rooms()[wing]
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_says_what_it_is_for(package):
+    path = sources()[package]
     assert 3 <= len(path.read_text().splitlines()) <= 10
     assert not list(imports(path))
 
 
 def test_the_page_on_how_jaxmp_is_built_names_what_there_is():
     page = (PACKAGE.parent / "docs" / "internals.md").read_text()
-    assert re.findall(r"^\| `(_\w+)` \|", page, re.M) == [*WINGS]
+    assert re.findall(r"^\| `(_\w+)` \|", page, re.M) == [*PACKAGES]
     named = set(re.findall(r"`(_[a-z]+/[a-z_0-9/]+)`", page))
     assert len(named) > 10
     for place in named:
@@ -117,7 +119,7 @@ def test_the_page_on_how_jaxmp_is_built_names_what_there_is():
     listed = page.split("## The modules of autocast")[1].split("## What each")[0]
     rows = re.findall(r"^\| (`.*?) \|", listed, re.M)
     modules = set(re.findall(r"`(\w+)`", " ".join(rows)))
-    inside = (room.split(".") for room in rooms())
+    inside = (source.split(".") for source in sources())
     assert modules == {x[1] for x in inside if x[0] == "_autocast" and x[1:]}
 
 
@@ -137,8 +139,8 @@ def test_names_of_primitives_stay_in_the_table_of_them():
     lists = {"jaxpr", "table", "products"}
     readers = {
         path
-        for room, path in rooms().items()
-        if "_jaxprs.jaxpr" in {module for module, _ in imported(room, path)}
+        for source, path in sources().items()
+        if "_jaxprs.jaxpr" in {module for module, _ in imported(source, path)}
     }
     assert {"leaks", "classes", "replay"} <= {p.stem for p in readers}
     for path in readers:
@@ -259,8 +261,8 @@ def test_help_is_a_page_with_a_program_and_every_public_name():
     text = pydoc.plain(pydoc.render_doc(jaxmp))
     page, listed = text.partition("\nFILE")[0].split("PACKAGE CONTENTS")
     assert len(page.splitlines()) < 45
-    # What follows is one line for each wing and each file beside them.
-    assert len(listed.splitlines()) < len([*WINGS, *PACKAGE.glob("*.py")]) + 15
+    # What follows is one line for each package and each file beside them.
+    assert len(listed.splitlines()) < len([*PACKAGES, *PACKAGE.glob("*.py")]) + 15
     assert max(map(len, page.splitlines())) <= 88
     words = re.findall(r"[\w.]+", page)
     assert set(jaxmp.__all__) <= set(words)

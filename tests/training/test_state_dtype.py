@@ -26,7 +26,7 @@ PARAMS = {
 GRADS = jax.tree.map(jnp.sin, jax.tree.map(lambda p: 37 * p, PARAMS))
 MOMENTUM = optax.sgd(1e-3, momentum=0.75)
 INT8 = partial(jaxmp.with_state_dtype, state_dtype="int8")
-DOORS = {
+FORMS = {
     "float32": (INT8, jnp.float32),
     "stochastic": (
         partial(jaxmp.stochastic_rounding, state_dtype="int8"),
@@ -37,7 +37,7 @@ DOORS = {
         jnp.bfloat16,
     ),
 }
-each_door = pytest.mark.parametrize(("wrap", "dtype"), DOORS.values(), ids=DOORS)
+each_form = pytest.mark.parametrize(("wrap", "dtype"), FORMS.values(), ids=FORMS)
 
 
 def stored(state):
@@ -143,7 +143,7 @@ def test_units_of_rows_that_are_too_short_for_their_devices_are_whole():
     assert trace.codes.sharding.is_equivalent_to(params.sharding, 2)
 
 
-@each_door
+@each_form
 def test_a_skipped_step_leaves_every_bit(wrap, dtype):
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
     tx = jaxmp.loss_scaling(wrap(inner), "bfloat16")
@@ -186,7 +186,7 @@ def test_derivatives_are_finite():
 
 
 @pytest.mark.evidence
-@pytest.mark.parametrize("wrap", [INT8, DOORS["stochastic"][0]])
+@pytest.mark.parametrize("wrap", [INT8, FORMS["stochastic"][0]])
 @pytest.mark.parametrize(
     "inner",
     [
