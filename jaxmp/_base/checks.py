@@ -45,29 +45,27 @@ def known_number(name: str, value: Any) -> Any:
     """
     if isinstance(value, numbers.Real) and not isinstance(value, (np.generic, bool)):
         return value
-    if not hasattr(value, "dtype"):
+    array = plain_array(value) if hasattr(value, "dtype") else None
+    if (
+        array is None
+        or isinstance(array, jax.ShapeDtypeStruct)
+        or not any(jnp.issubdtype(array.dtype, x) for x in (jnp.floating, jnp.integer))
+    ):
+        of = "" if array is None else f" of dtype {array.dtype}"
         raise TypeError(
-            f"`{name}` must be a number, but is {short(value)}. Pass a Python float."
+            f"`{name}` must be a number, but is {short(value)}{of}. Pass a Python "
+            "float."
         )
-    value = plain_array(value)
-    if jnp.shape(value) != ():
+    if jnp.shape(array) != ():
         raise ValueError(
-            f"`{name}` must be a scalar, but has the shape {list(jnp.shape(value))}. "
+            f"`{name}` must be a scalar, but has the shape {list(jnp.shape(array))}. "
             "Pass `jaxmp.get_loss_scale(opt_state)`, or a Python float."
         )
-    is_number = any(
-        jnp.issubdtype(value.dtype, kind) for kind in (jnp.floating, jnp.integer)
-    )
-    if not is_number or isinstance(value, jax.ShapeDtypeStruct):
-        raise TypeError(
-            f"`{name}` must be a number, but is {short(value)} of dtype {value.dtype}. "
-            "Pass a Python float."
-        )
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(array, jax.core.Tracer):
         return None
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
         return None
-    return jax.device_get(value).item()
+    return jax.device_get(array).item()
 
 
 def plain_array(x: Any) -> Any:
@@ -134,20 +132,17 @@ def as_axes(axis_name: Any) -> tuple[Any, ...]:
     if axis_name is None:
         return ()
     axes = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    if not all(map(_may_name_axis, axes)):
+    try:
+        hash(axes)
+        are_names = not any(isinstance(axis, numbers.Number) for axis in axes)
+    except Exception:  # Flax has an error of its own
+        are_names = False
+    if not are_names:
         raise TypeError(
             f"`axis_name` must be the name of a mesh axis or several, but is "
             f'{short(axis_name)}. Pass for example `axis_name="data"`.'
         )
     return axes
-
-
-def _may_name_axis(x: Any) -> bool:
-    try:
-        hash(x)
-    except Exception:  # Flax has an error of its own
-        return False
-    return not isinstance(x, numbers.Number)
 
 
 def check_axes_are_bound(axes: tuple[Any, ...]) -> None:
@@ -179,6 +174,19 @@ def check_mesh(mesh: Any) -> None:
     )
 
 
+# Ours, and what may call us for a user.
+_BETWEEN = (
+    "jaxmp",
+    "jax",
+    "flax",
+    "optax",
+    "equinox",
+    "haiku",
+    "contextlib",
+    "functools",
+)
+
+
 def warn(message: str) -> None:
     """Warns at the user's line that called jaxmp, however deep inside of it this is.
 
@@ -191,19 +199,6 @@ def warn(message: str) -> None:
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-# Ours, and what may call us for a user.
-_BETWEEN = {
-    "jaxmp",
-    "jax",
-    "flax",
-    "optax",
-    "equinox",
-    "haiku",
-    "contextlib",
-    "functools",
-}
 
 
 def check_optimizer(inner: Any, call: str) -> None:
@@ -239,12 +234,8 @@ def check_function(
 ) -> None:
     """Raises where a model, a policy or a result stands in the place of a function.
 
-    Args:
-        name: The name of our function.
-        fun: What it was given.
-        call: How our function is called.
-        for_model: What to type for a model that is no function.
-        hint: What else those want who begin with the policy.
+    ``call`` is how our function ``name`` is called, ``for_model`` what to type for a
+    model, and ``hint`` what else those want who begin with the policy.
     """
     linen = sys.modules.get("flax.linen")  # who has a module has imported it
     got = type(fun).__name__

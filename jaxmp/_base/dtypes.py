@@ -70,10 +70,16 @@ def parse_dtype(
     )
 
 
+def is_called(x: Any, dtype: np.dtype, names: Iterable[str]) -> bool:
+    """Whether ``x`` is a dtype, or one of the names of it."""
+    if isinstance(x, str):
+        return x.strip() in names
+    return isinstance(x, (type, np.dtype)) and x == dtype
+
+
 def as_dot_dtype(dtype: Any, where: str) -> np.dtype:
     """Normalises the dtype of the operands of products, refusing all but one."""
-    is_name = isinstance(dtype, str) and dtype.strip() in _FLOAT8_NAMES
-    if is_name or (isinstance(dtype, (type, np.dtype)) and dtype == FLOAT8):
+    if is_called(dtype, FLOAT8, _FLOAT8_NAMES):
         return FLOAT8
     raise ValueError(
         f"{where} has {short(dtype)} for the operands of matmuls. Type `d=fp8` for "
@@ -171,9 +177,3 @@ def without_casts() -> contextlib.AbstractContextManager:
 def casts_do_nothing() -> bool:
     """Whether the casts of jaxmp are to leave float32 as it is."""
     return bool(_CASTS_DO_NOTHING.value)
-
-
-def dtype_of_cast(dtype: np.dtype) -> np.dtype:
-    """Returns the dtype that a cast of jaxmp to ``dtype`` gives here."""
-    is_off = casts_do_nothing() and is_narrow(dtype)
-    return np.dtype(np.float32) if is_off else dtype

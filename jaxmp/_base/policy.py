@@ -227,17 +227,17 @@ class Policy(jmp.Policy):
         """Spells the policy so that :func:`get_policy` reads it back."""
         if self == get_policy("O2"):
             return "O2"
-        parts: list[tuple[str, np.dtype | None]] = [
-            ("p", self.param_dtype),
-            ("c", self.compute_dtype),
-            ("o", self.output_dtype),
-        ]
+        parts: list[tuple[str, np.dtype | None]] = []
         for pattern, dtype in self.overrides:
             key = '"' + pattern.replace('"', '""') + '"'
             if pattern == _NORMALIZATION:
                 key = _NORMALIZATION_KEY
             parts.append((key, dtype))
-        parts += [
+        parts = [
+            ("p", self.param_dtype),
+            ("c", self.compute_dtype),
+            ("o", self.output_dtype),
+            *parts,
             ("r", self.reduce_dtype),
             ("d", self.dot_dtype),
             ("b", self.backward_dtype),
@@ -371,25 +371,22 @@ def _cast_by_path(tree: T, dtype_at: Callable[[str], np.dtype]) -> T:
     )
 
 
-def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+def _named_leaves(tree: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yields the leaves with their paths, in which boxes do not appear.
 
     Flax's boxes (``nn.Partitioned``, an NNX variable) add a last part to the path of
     the parameter that they hold, mostly ``value``. Overrides name the parameter.
     """
 
-    def walk(tree, prefix):
-        def is_box_inside(x):
-            return x is not tree and _is_box(x)
+    def is_box_inside(x):
+        return x is not tree and _is_box(x)
 
-        for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_box_inside):
-            path = (*prefix, *(path[1:] if _is_box(tree) else path))
-            if is_box_inside(x):
-                yield from walk(x, path)
-            else:
-                yield path_name(path), x
-
-    return walk(tree, ())
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=is_box_inside):
+        path = (*prefix, *(path[1:] if _is_box(tree) else path))
+        if is_box_inside(x):
+            yield from _named_leaves(x, path)
+        else:
+            yield path_name(path), x
 
 
 def _is_box(x: Any) -> bool:
@@ -417,12 +414,11 @@ def _parse_parts(text: str) -> Policy:
         assert part is not None, "every group of the pattern may be empty"
         pattern, rest, comma = part.groups()
         position = part.end()
+        key, equals, value = rest.partition("=")
+        if pattern is None and equals and key.strip() == _NORMALIZATION_KEY:
+            pattern, rest = _NORMALIZATION, value
         if pattern is not None:
             overrides.append((pattern.replace('""', '"'), parse_dtype(rest, where)))
-            continue
-        key, equals, value = rest.partition("=")
-        if equals and key.strip() == _NORMALIZATION_KEY:
-            overrides.append((_NORMALIZATION, parse_dtype(value, where)))
             continue
         field = _KEYS.get(key.strip())
         if not equals or field is None:
@@ -439,18 +435,10 @@ def _parse_parts(text: str) -> Policy:
             )
         parse = as_dot_dtype if field == "dot_dtype" else parse_dtype
         dtypes[field] = parse(value, where)
-    param = dtypes.get("param_dtype", np.dtype(np.float32))
-    compute = dtypes.get("compute_dtype", param)
-    output = dtypes.get("output_dtype", compute)
-    return Policy(
-        param,
-        compute,
-        output,
-        tuple(overrides),
-        reduce_dtype=dtypes.get("reduce_dtype"),
-        dot_dtype=dtypes.get("dot_dtype"),
-        backward_dtype=dtypes.get("backward_dtype"),
-    )
+    param = dtypes.pop("param_dtype", np.dtype(np.float32))
+    compute = dtypes.pop("compute_dtype", param)
+    output = dtypes.pop("output_dtype", compute)
+    return Policy(param, compute, output, overrides, **dtypes)
 
 
 def _as_override(pair: Any) -> tuple[str, np.dtype]:

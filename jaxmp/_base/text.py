@@ -67,11 +67,8 @@ def table(
 ) -> Iterator[str]:
     """Aligns columns; where they find no room, the last two have lines of their own.
 
-    Args:
-        rows: A number, a text, and something with a module and a line of code, which
-            make two more columns.
-        shown: How many of them to show.
-        name: The field of the report that has the others.
+    A row is a number, a text, and something with a module and a line of code, two more
+    columns. Of rows that are not ``shown`` it says the field ``name`` of the report.
     """
     cells = [(n, text, x.module, short_line(x.where)) for n, text, x in rows[:shown]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from .checks import as_axes, check_axes_are_bound, clipped, short
-from .dtypes import as_dtype, dtype_of_cast
+from .dtypes import as_dtype, casts_do_nothing, is_narrow
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -49,7 +49,9 @@ def cast_tree(tree: T, dtype: DTypeLike) -> T:
             "`cast_tree(tree, dtype)` takes the tree first and a dtype second, but the "
             f"second is {short(dtype)}. Pass for example `jnp.bfloat16` there."
         )
-    dtype = dtype_of_cast(as_dtype(dtype, "`dtype`", narrower=True))
+    dtype = as_dtype(dtype, "`dtype`", narrower=True)
+    if casts_do_nothing() and is_narrow(dtype):
+        dtype = np.dtype(np.float32)
 
     def cast(x):
         if not is_floating(x) or x.dtype == dtype:
@@ -83,14 +85,19 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> jaxmp.all_finite({"w": jnp.array([1.0, jnp.inf])}).item()
         False
     """
-    # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves.
-    leaves = jax.tree.leaves_with_path(tree)
-    flags = [
-        flag
-        for group in alike((p, _is_finite(x)) for p, x in leaves if is_inexact(x))
-        for start in range(0, len(group), _AT_ONCE)
-        for flag in _all_of_each(group[start : start + _AT_ONCE])
+    finite = [
+        # Without the checks of `jnp.isfinite`, which take longer than this.
+        (path, (jnp.isfinite if jnp.iscomplexobj(x) else jax.lax.is_finite)(x))
+        for path, x in jax.tree.leaves_with_path(tree)
+        if is_inexact(x)
     ]
+    flags = []
+    # A reduction is a GPU kernel or two, and a deep model has hundreds of leaves.
+    for group in alike(finite):
+        for start in range(0, len(group), _AT_ONCE):
+            arrays = group[start : start + _AT_ONCE]
+            true = [jnp.array(True)] * len(arrays)
+            flags += jax.lax.reduce(arrays, true, _both, tuple(range(arrays[0].ndim)))
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
     axes = as_axes(axis_name)
     if not axes:
@@ -180,17 +187,6 @@ def alike(entries: Iterable[tuple[Any, jax.Array]]) -> list[list[jax.Array]]:
         name = re.sub(r"\d+", "", path_name(path))
         groups[name, jax.typeof(x)].append(x)
     return list(groups.values())
-
-
-def _is_finite(x: Any) -> jax.Array:
-    # Without the checks of `jnp.isfinite`, which take longer than this.
-    return jnp.isfinite(x) if jnp.iscomplexobj(x) else jax.lax.is_finite(x)
-
-
-def _all_of_each(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Reduces bool arrays of one shape to bool scalars, all in one reduction."""
-    true = [jnp.array(True)] * len(arrays)
-    return jax.lax.reduce(arrays, true, _both, tuple(range(arrays[0].ndim)))
 
 
 # One function, so that JAX traces it once for all reductions of as many arrays.

@@ -297,10 +297,13 @@ def _skipping(
         check_state(state, LossScaleState, MIGRATE)
         finite = all_finite(updates, axis_name=axis_name)
         _check_agreement(finite, state.loss_scale, axis_name)
-        with note_kahan(params):
+        try:
             updates, inner_state = inner.update(
                 updates, state.inner_state, params, **extra_args
             )
+        except TypeError as error:
+            note_kahan(error, params)
+            raise
         # A function may be differentiated inside, where the gradients are not seen.
         if check_updates or any(map(callable, extra_args.values())):
             finite &= all_finite(updates, axis_name=axis_name)

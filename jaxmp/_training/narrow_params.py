@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,6 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from .._base.checks import check_optimizer, check_state, plain_array, short, warn
+from .._base.dtypes import is_called
 from .._base.rounding import (
     join,
     noise_seeds,
@@ -307,22 +306,17 @@ def check_nothing_follows(state: Any) -> None:
     jax.tree.leaves(state, is_leaf=look)
 
 
-@contextlib.contextmanager
-def note_kahan(params: Any) -> Iterator[None]:
+def note_kahan(error: TypeError, params: Any) -> None:
     """Adds to what an optimizer of 16-bit parameters raises that it needs a wrapper."""
-    try:
-        yield
-    except TypeError as error:
-        if any(map(_is_16_bit, jax.tree.leaves(params))) and not isinstance(
-            error, jax.errors.JAXTypeError
-        ):
-            error.add_note(
-                "There are 16-bit parameters, and `jaxmp.value_and_grad` returns "
-                "float32 gradients. Where optax needs both in one dtype (in a "
-                "`lax.cond`), wrap its optimizer: `jaxmp.loss_scaling("
-                "jaxmp.kahan_summation(optimizer), policy)`, which gives it float32."
-            )
-        raise
+    if isinstance(error, jax.errors.JAXTypeError):
+        return
+    if any(map(_is_16_bit, jax.tree.leaves(params))):
+        error.add_note(
+            "There are 16-bit parameters, and `jaxmp.value_and_grad` returns "
+            "float32 gradients. Where optax needs both in one dtype (in a "
+            "`lax.cond`), wrap its optimizer: `jaxmp.loss_scaling("
+            "jaxmp.kahan_summation(optimizer), policy)`, which gives it float32."
+        )
 
 
 def _without_masters(
@@ -446,8 +440,7 @@ def _compensations(opt_state: Any, params: list[tuple[Any, Any]]) -> list[Any]:
 
 def _as_rest_dtype(compensation: Any) -> np.dtype:
     for dtype in (np.dtype(jnp.int16), np.dtype(jnp.int8)):
-        is_dtype = isinstance(compensation, (str, type, np.dtype))
-        if is_dtype and compensation in (dtype.name, dtype, dtype.type):
+        if is_called(compensation, dtype, [dtype.name]):
             return dtype
     raise ValueError(
         f"`compensation` must be int16 or int8, but is {short(compensation)}. Leave it "

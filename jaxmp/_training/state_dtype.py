@@ -20,7 +20,7 @@ from .._base.blocks import (
     units_from,
 )
 from .._base.checks import check_optimizer, check_state, short
-from .._base.dtypes import as_dtype
+from .._base.dtypes import as_dtype, is_called
 from .._base.rounding import draws, noise_seeds, round_stochastically
 from .._base.tree import found_in, is_floating, path_name, widen
 
@@ -171,9 +171,7 @@ def as_state_dtype(state_dtype: DTypeLike | None) -> np.dtype | None:
     """Returns the dtype in which the inner state is stored, None where as it is."""
     if state_dtype is None:
         return None
-    is_name = isinstance(state_dtype, str) and state_dtype.strip() == _INT8.name
-    is_dtype = isinstance(state_dtype, (type, np.dtype)) and state_dtype == _INT8
-    if is_name or is_dtype:
+    if is_called(state_dtype, _INT8, ["int8"]):
         return _INT8
     dtype = as_dtype(state_dtype, "`state_dtype`")
     if dtype != _BFLOAT16:
