@@ -288,8 +288,6 @@ def test_gradients_of_the_users_own_are_compared_as_they_are():
     own = jax.value_and_grad(loss_of(NET.apply))
     report = measure(own, PARAMS, X, Y)
     assert report.modules == fourier().modules
-    with pytest.raises(ValueError, match="its own gradients"):
-        measure(own, PARAMS, X, Y, loss_scale=8.0)
 
 
 def test_a_sound_model_needs_nothing():
@@ -352,9 +350,6 @@ def test_the_loss_scale_is_one_that_training_would_find():
     assert report.float32_paths == ()
     assert 1 < report.loss_scale < 2**15
     assert report.gradients < 0.01
-    # With none, or too large a one, half of the gradients are gone.
-    assert measure(loss, w / 2**30, X, policy="float16", loss_scale=1).gradients > 0.1
-    assert measure(loss, w, X, policy="float16", loss_scale=2.0**15).gradients == np.inf
     # Gradients in bfloat16 need none.
     tiny = lambda w, x: loss(w, x) * 2.0**-40  # noqa: E731
     report = measure(tiny, w, X, policy="c=f16,b=bf16")

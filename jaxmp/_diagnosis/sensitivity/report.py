@@ -137,7 +137,9 @@ class SensitivityReport:
         They match the parameters of a Linen model, or of any model whose parameters
         have the names of its modules in their paths.
         """
-        return tuple((_pattern(path), "float32") for path in self.float32_paths)
+        # Parameters have no path of the outermost module in front.
+        inner = [path.partition("/")[2] or path for path in self.float32_paths]
+        return tuple((rf"^(params/)?{re.escape(x)}/", "float32") for x in inner)
 
     @property
     def line(self) -> str:
@@ -174,12 +176,6 @@ class SensitivityReport:
 def _spelled(paths: tuple[str, ...]) -> str:
     names = ", ".join(f'"{path}"' for path in paths)
     return f"({names}{',' * (len(paths) == 1)})"
-
-
-def _pattern(path: str) -> str:
-    """Returns a regular expression for the parameters of a module."""
-    _, slash, inner = path.partition("/")
-    return rf"^(params/)?{re.escape(inner if slash else path)}/"
 
 
 def _lines(report: SensitivityReport) -> Iterator[str]:

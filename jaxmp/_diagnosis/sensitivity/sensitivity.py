@@ -19,9 +19,7 @@ import jax.numpy as jnp
 
 from ..._autocast.autocast import autocast
 from ..._base.checks import (
-    as_scale,
     check_function,
-    check_positive,
     explains,
     uncalled,
 )
@@ -31,7 +29,6 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.lists import DEFAULT_OPS, OpLists
-from ..._training.loss_scale_state import scale_in
 from ..numbers import Numbers
 from .report import SensitivityReport
 from .search import Search, errors_of, progress_bar
@@ -47,7 +44,6 @@ def sensitivity(
     *,
     tolerance: float = 0.05,
     has_aux: bool = False,
-    loss_scale: Any = None,
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
@@ -64,6 +60,8 @@ def sensitivity(
 
     One compiled program measures all of these choices, because each rounding to 16 bits
     can be switched off in it. At the end autocast itself runs with the paths found.
+    Gradients in float16 are those of the loss times the largest power of two up to 2^15
+    with which they are finite.
 
     Args:
         fun: Function that returns a scalar, differentiated with respect to the floating
@@ -77,9 +75,6 @@ def sensitivity(
             gradients.
         has_aux: Whether ``fun`` returns a pair of the loss and something else, which is
             ignored.
-        loss_scale: The factor on the loss for its gradients: a number, or an
-            optimizer state that holds one. None is 1, and for gradients in float16 the
-            largest power of two up to 2^15 with which they are finite.
         ops: As :func:`jaxmp.autocast` takes it.
         depth: The number of names of a path that are used, for fewer rows. 2 gives the
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
@@ -114,7 +109,16 @@ def sensitivity(
         "sensitivity(fun, policy)",
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
-    _check_options(tolerance, depth)
+    if not 0 < tolerance < math.inf:
+        raise ValueError(
+            f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
+            "for example `tolerance=0.05`."
+        )
+    if depth is not None and depth < 1:
+        raise ValueError(
+            f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
+            "Linen model, and None for all modules."
+        )
     policy = None if policy is None else get_policy(policy)
 
     @functools.wraps(fun, updated=())
@@ -125,7 +129,12 @@ def sensitivity(
         with with_roundings(depth):
             own = Program(jax.make_jaxpr(flat.fun)(*flat.leaves), around, flat.leaves)
         is_loss = _returns_scalar(own.jaxpr) or has_aux
-        _check_gradients(own, is_loss, loss_scale)
+        if not is_loss and not own.has_backward:
+            raise TypeError(
+                "`sensitivity` expects a loss, but `fun` returns more than a scalar, "
+                "and computes no gradients. Type `sensitivity(fun, has_aux=True)`, "
+                "which differentiates the first result."
+            )
         step, arrays = flat.fun, flat.leaves
         if is_loss:
             count = len(flatten(lambda *args: None, args[:1], {}).leaves)
@@ -147,9 +156,9 @@ def sensitivity(
                 "float32, or `fun` has no matmul, or float64 arguments. Pass for "
                 'example `policy="mixed_bfloat16"`.'
             )
-        scales = _scales(loss_scale, program) if is_loss else ()
+        scales = [2.0**i for i in range(15 if program.scales else 0, -1, -1)]
         with progress_bar(progress) as tell:
-            search = Search(program, flat.leaves, scales, tell)
+            search = Search(program, flat.leaves, scales if is_loss else (), tell)
             rows = search.rows()
             paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
@@ -180,36 +189,6 @@ def sensitivity(
 
 
 # What is measured
-
-
-def _check_options(tolerance: float, depth: int | None) -> None:
-    if not 0 < tolerance < math.inf:
-        raise ValueError(
-            f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
-            "for example `tolerance=0.05`."
-        )
-    if depth is not None and depth < 1:
-        raise ValueError(
-            f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
-            "Linen model, and None for all modules."
-        )
-
-
-def _check_gradients(own: Program, is_loss: bool, loss_scale: Any) -> None:
-    """Refuses a function that returns no loss alone, and none of its gradients."""
-    if not is_loss and not own.has_backward:
-        raise TypeError(
-            "`sensitivity` expects a loss, but `fun` returns more than a scalar, "
-            "and computes no gradients. Type `sensitivity(fun, has_aux=True)`, "
-            "which differentiates the first result."
-        )
-    if not is_loss and loss_scale is not None:
-        raise ValueError(
-            "`loss_scale` is for a `fun` that returns a loss alone, but this one "
-            "returns more: its own gradients. Give the scale to what computes "
-            "them, `jaxmp.value_and_grad(loss, loss_scale=...)`, and none to "
-            "`sensitivity`."
-        )
 
 
 def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityReport:
@@ -264,12 +243,3 @@ def _gradient(flat: Flat, count: int) -> Callable[..., list[jax.Array]]:
         return [loss / scale, *(widen(grad) / scale for grad in grads)]
 
     return step
-
-
-def _scales(loss_scale: Any, program: Program) -> list[float]:
-    """Returns the loss scales to try, one after the other."""
-    if loss_scale is not None:
-        scale = scale_in(loss_scale)
-        check_positive("loss_scale", scale)
-        return [float(as_scale(scale))]
-    return [2.0**i for i in range(15, -1, -1)] if program.scales else [1.0]

@@ -28,7 +28,7 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
 from ..._ops.products import PRODUCTS, flops
-from ..._ops.table import is_as_written, is_exact, is_product_of_any_kind
+from ..._ops.table import is_as_written, is_exact
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, platform_of
 from .rounded import (
@@ -162,17 +162,6 @@ class _Frame(WideReplay):
             ours += [eight and x in key[0] for x in self.program.eight_bit_parts]
             self._on[key] = jnp.all(self.scalars[np.flatnonzero(ours)])
         return self._on[key]
-
-    def bodies(self, eqn: Equation) -> list[Any]:
-        # A product of 16-bit operands is widened first on a CPU, which gives the same
-        # numbers. The other branch says what is rounded.
-        for body in _jaxpr.sub_jaxprs(eqn) if _jaxpr.chooses_platform(eqn) else ():
-            match _jaxpr.open_jaxpr(body).eqns:
-                case [only] if is_product_of_any_kind(only) and any(
-                    is_narrow(x.aval) for x in only.invars
-                ):
-                    return [body]
-        return super().bodies(eqn)
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number as it was written, which the consumer rounds again."""
