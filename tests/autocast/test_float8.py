@@ -14,13 +14,13 @@ import optax
 import pytest
 from flax import nnx
 from jax import export, lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting import collectives
 from benchmarks.counting.measure import relative_error, traced
-from conftest import normal
+from conftest import mapped, normal
 from jaxmp._autocast import rules
 from jaxmp._ops import fp8 as _fp8
 
@@ -490,19 +490,14 @@ def test_forward_mode_over_a_rule_of_the_users_gets_no_word_on_float8():
 
 
 def test_shards_agree_with_one_device():
-    mesh = jax.make_mesh(
-        (2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)
-    )
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, **specs)
-    def mapped(params, x):
+    def mean(params, x):
         return lax.pmean(fp8(loss)(params, x), "data")
 
+    mesh = Mesh(jax.devices()[:2], "data")
+    on_shards = jax.jit(mapped(mean, mesh, (P(), P("data")), P()))
     expected = gradients()["float32"]
-    assert relative_error(jax.jit(jax.grad(mapped))(PARAMS, X), expected) < 0.08
-    assert relative_error(jax.jit(fp8(jax.grad(mapped)))(PARAMS, X), expected) < 0.08
+    assert relative_error(jax.jit(jax.grad(on_shards))(PARAMS, X), expected) < 0.08
+    assert relative_error(jax.jit(fp8(jax.grad(on_shards)))(PARAMS, X), expected) < 0.08
 
 
 def test_explicit_shardings_are_kept():

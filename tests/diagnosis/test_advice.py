@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxmp
+from conftest import rest_is_evidence
 
 HALF = jnp.float16
 POLICY = "mixed_float16"
@@ -289,15 +290,8 @@ SOME = {"OVERFLOW", "REGION", "MASK", "EPSILON", "OPTIMIZER", "SOFTMAX", "UNITS"
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in SOME else pytest.param(name, marks=pytest.mark.evidence)
-        for name in ALL
-    ],
-)
-def test_an_advice_that_is_followed_cures(name):
-    case = ALL[name]
+@pytest.mark.parametrize("case", rest_is_evidence(ALL, *SOME))
+def test_an_advice_that_is_followed_cures(case):
     report = jaxmp.find_overflow(case.faulty)(*case.args)
     assert case.words in report.advice
     assert "not the precision" not in report.advice

@@ -442,32 +442,6 @@ def test_clean_networks_have_none(network):
         assert not hazards(fun, variables, x)
 
 
-def test_a_linen_model_is_told_the_path_to_keep():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            phases = nn.Dense(8, name="phases")(x)
-            return nn.Dense(1, name="head")(jnp.sin(phases))
-
-    net = Net()
-    params = jax.eval_shape(net.init, jax.random.key(0), X)
-    (hazard,) = hazards(jaxmp.autocast(net.apply), params, X)
-    assert hazard.module == "Net/phases"
-    assert hazard.cure == 'float32_paths=("Net/phases",)'
-
-
-def test_hazards_are_wrong_by_what_the_reasons_say():
-    # Not a law of ours, but of the numbers: each of them is far off in bfloat16.
-    random = np.random.default_rng(0)
-    x, y = (jnp.asarray(random.normal(9, 1, (8, 8)), jnp.float32) for _ in range(2))
-    allowed = functools.partial(jaxmp.autocast, policy="bfloat16")
-    phases = jnp.abs(allowed(fourier_features)(x, y) - fourier_features(x, y))
-    assert phases.max() > 0.6
-    apart = jnp.sum((x[:, None] - y) ** 2, -1)
-    off = jnp.abs(allowed(distances)(x, y) ** 2 - apart)
-    assert (off > apart / 2).any()
-
-
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_numbers_that_16_bits_lose_are_hazards():
     def model(x):

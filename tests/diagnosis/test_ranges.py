@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from conftest import mapped
@@ -483,7 +484,7 @@ def mesh(shape=(8,), names=("data",)):
 )
 def test_sharded_arrays_give_the_numbers_of_unsharded_ones(spec):
     x = np.resize(ADVERSARIAL, (16, 24))
-    sharding = NamedSharding(mesh((4, 2), ("x", "y")), PartitionSpec(*spec))
+    sharding = NamedSharding(mesh((4, 2), ("x", "y")), P(*spec))
     sharded = {"w": jax.device_put(x, sharding)}
     histogram = jax.jit(jaxmp.exponent_histogram)
     np.testing.assert_array_equal(histogram(sharded), expected_histogram(x, -40, 16))
@@ -506,7 +507,7 @@ def test_explicitly_sharded_arrays_are_counted(is_current):
     explicit = jax.make_mesh(
         (4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
     )
-    sharding = NamedSharding(explicit, PartitionSpec("x", "y"))
+    sharding = NamedSharding(explicit, P("x", "y"))
     sharded = {"0": jax.device_put(x, sharding), "1": jax.device_put(x, sharding)}
     tx = jaxmp.record_ranges()
     with jax.set_mesh(explicit) if is_current else contextlib.nullcontext():
@@ -523,13 +524,7 @@ def test_axis_name_adds_over_devices(check_vma):
     tx = jaxmp.record_ranges(axis_name="data")
 
     @jax.jit
-    @lambda f: mapped(
-        f,
-        mesh(),
-        (PartitionSpec("data"), PartitionSpec()),
-        PartitionSpec(),
-        check_vma=check_vma,
-    )
+    @lambda f: mapped(f, mesh(), (P("data"), P()), P(), check_vma=check_vma)
     def record(x, state):
         return tx.update(x, state)[1]
 
@@ -543,8 +538,8 @@ def test_updates_that_are_the_same_on_all_devices_count_once():
     record = mapped(
         lambda x: tx.update({"same": jax.lax.psum(x, "data"), "own": x}, tx.init(x))[1],
         mesh(),
-        PartitionSpec("data"),
-        PartitionSpec(),
+        P("data"),
+        P(),
     )
     state = jax.jit(record)(jnp.ones((8, 3)))
     assert state.exponents[40] == 8 * 3  # 1
@@ -553,12 +548,7 @@ def test_updates_that_are_the_same_on_all_devices_count_once():
 
 def test_devices_that_differ_or_do_not_exist_are_named():
     def record(tx):
-        return mapped(
-            lambda x: tx.update(x, tx.init(x))[1],
-            mesh(),
-            PartitionSpec("data"),
-            PartitionSpec(),
-        )
+        return mapped(lambda x: tx.update(x, tx.init(x))[1], mesh(), P("data"), P())
 
     with pytest.raises(ValueError, match=r"differ over the mesh axes \['data'\]"):
         jax.eval_shape(record(jaxmp.record_ranges()), jnp.ones(8))

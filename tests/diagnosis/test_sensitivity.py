@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.networks.families import SMALL
-from conftest import rest_is_evidence
+from conftest import mapped, rest_is_evidence
 from jaxmp._diagnosis.sensitivity.search import relative_errors as _errors
-from jaxmp._diagnosis.sensitivity.sensitivity import _gradient
 from jaxmp._diagnosis.sensitivity.switches import Program, with_roundings
 from jaxmp._diagnosis.wide_replay import compiled
 from jaxmp._jaxprs.flatten import flatten
@@ -108,21 +107,6 @@ def test_what_is_pasted_gives_autocast_the_errors_that_were_told():
     assert report.measured == pytest.approx(errors, abs=2**-8)
     told = (report.loss_with_paths, report.gradients_with_paths)
     assert told == pytest.approx(report.measured, abs=2**-8)
-
-
-def test_switches_stand_for_the_float32_paths_of_autocast():
-    flat = flatten(loss_of(NET.apply), (PARAMS, X, Y), {})
-    step = _gradient(flat, len(flat.leaves) - 2)
-    arrays = [jnp.float32(1), *flat.leaves]
-    program = program_of(jaxmp.autocast(step), *arrays)
-    n = len(program.parts)
-    run = compiled(program.run, np.zeros(n, bool), *arrays)
-    for paths in [(), ("Fourier/phases",), ("Fourier/a", "Fourier/head")]:
-        kept = jaxmp.autocast(step, float32_paths=paths)
-        real = compiled(kept, *arrays)(*arrays)
-        got = run(np.array([x not in paths for x in program.parts]), *arrays)
-        apart = [float(x) for x in _errors(got, real)]
-        assert max(apart) < (2**-8 if paths else 1e-6), (paths, apart)
 
 
 class Residual(nn.Module):
@@ -244,22 +228,6 @@ def test_the_fewest_paths_of_both_kinds_are_found(phases, sharp, expected):
             cast = jaxmp.autocast(jax.value_and_grad(waves), **FLOAT8, **fewer)
             leaves = map(jax.tree.leaves, (compiled(cast, *args)(*args), exact))
             assert max(map(float, _errors(*leaves))) > 0.9 * 0.1, fewer
-
-
-def test_switches_stand_for_products_in_float8():
-    args = waves_of(1, 1)
-    program, flat = programs_of(
-        jax.value_and_grad(waves), *args, dtype="mixed_fp8", ops=FLOAT8["ops"]
-    )
-    run = compiled(program.run, np.zeros(8, bool), *flat.leaves)
-    for paths in ((), ("sharp", "head"), program.parts):
-        options = {"bfloat16_paths": paths, "ops": FLOAT8["ops"]}
-        cast = jaxmp.autocast(flat.fun, "mixed_fp8", **options)
-        real = compiled(cast, *flat.leaves)(*flat.leaves)
-        switches = np.ones(8, bool)
-        switches[4:] = [x not in paths for x in program.eight_bit_parts]
-        got = run(switches, *flat.leaves)
-        assert max(map(float, _errors(got, real))) < 1e-6
 
 
 def test_an_override_that_matches_no_parameter_is_named():
@@ -461,8 +429,7 @@ def in_shards(w, x):
     def shard(x, w):
         return jax.lax.psum(product(x, w).sum(), "d")
 
-    specs = {"in_specs": (spec, P()), "out_specs": P()}
-    return jax.shard_map(shard, mesh=mesh, **specs)(x, w)
+    return mapped(shard, mesh, (spec, P()), P())(x, w)
 
 
 BODIES = {
