@@ -250,11 +250,10 @@ def sensitivity(report: SensitivityReport) -> Axes:
 
     The left plot has the larger of the relative errors of loss and gradients, with only
     the module in 16 bits and with all but the module. A dashed line is the tolerance.
-    The right plot has the module's share of the FLOPs. In a report on residuals the
-    errors are those of eight bits, and the share is that of what is stored. Errors of 0
-    and Inf lie at the edges. The modules are in the order of the report, the worst at
-    the top; of more than ten, the ten worst are drawn and those that need another
-    dtype. Those in ``report.float32_paths`` or ``bfloat16_paths`` are in bold.
+    The right plot has the module's share of the FLOPs. Errors of 0 and Inf lie at the
+    edges. The modules are in the order of the report, the worst at the top; of more
+    than ten, the ten worst are drawn and those that need another dtype. Those in
+    ``report.float32_paths`` or ``bfloat16_paths`` are in bold.
 
     Args:
         report: What :func:`jaxmp.sensitivity` returned.

@@ -71,7 +71,7 @@ class Numbers:
 
     def read_by(self, eqn: Equation, operand: int) -> LostNumber | None:
         """Returns the number that an equation reads, if 16 bits have lost it."""
-        return self._found.get((id(eqn), operand)) if self._found else None
+        return self._found.get((id(eqn), operand))
 
     def __iter__(self) -> Iterator[LostNumber]:
         return iter(self._found.values())

@@ -146,19 +146,15 @@ def bind_wide(eqn: Equation, arrays: Sequence[Any]) -> list[Any]:
     for key, param in eqn.params.items():
         if isinstance(param, (np.dtype, type)) and is_narrow(np.dtype(param)):
             changed[key] = _FLOAT32
-        elif _jaxpr.is_jaxpr(param):
-            changed[key] = _in_float32(param)
+        elif _jaxpr.is_jaxpr(param):  # of the scalars of a reduction
+
+            def wide(*arrays, of=param):
+                return _jaxpr.interpret(of, arrays, bind_wide, literal=wide_literal)
+
+            closed = _jaxpr.trace(wide, [*map(widened, _jaxpr.in_avals(param))])
+            is_closed = isinstance(param, _jaxpr.ClosedJaxpr)
+            changed[key] = closed if is_closed else closed.jaxpr
     return _jaxpr.bind(eqn, arrays, **changed)
-
-
-def _in_float32(jaxpr: Any) -> Any:
-    """Returns a jaxpr, of the scalars of a reduction for one, in float32."""
-
-    def wide(*arrays):
-        return _jaxpr.interpret(jaxpr, arrays, bind_wide, literal=wide_literal)
-
-    closed = _jaxpr.trace(wide, [*map(widened, _jaxpr.in_avals(jaxpr))])
-    return closed if isinstance(jaxpr, _jaxpr.ClosedJaxpr) else closed.jaxpr
 
 
 def wide_literal(literal: Any) -> Any:
@@ -187,23 +183,18 @@ def compared(outs: Sequence[Any], reference: Sequence[Any]) -> tuple[Any, Any, A
     Bad are those that are not finite where the others are, or the other way round, and
     truth values that differ.
     """
-    if not outs:
-        return jnp.zeros(0, bool), jnp.zeros(0), jnp.zeros(0)
-    pairs = zip(widen(list(outs)), widen(list(reference)), strict=True)
-    columns = zip(*(_difference(x, y) for x, y in pairs), strict=True)
-    bad, away, size = map(jnp.stack, columns)
-    return bad, away, size
-
-
-def _difference(x: jax.Array, y: jax.Array) -> tuple[Any, Any, Any]:
-    nothing = jnp.float32(0)
-    if not is_inexact(x):
-        differs = jnp.any(x != y) if x.dtype == bool else jnp.bool_(False)
-        return differs, nothing, nothing
-    finite = jnp.isfinite(x) & jnp.isfinite(y)
-    bad = jnp.any(jnp.isfinite(x) != jnp.isfinite(y))
-    x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)
-    return bad, _norm(x - y), _norm(y)
+    bad, away, size = [], [], []
+    for x, y in zip(widen(list(outs)), widen(list(reference)), strict=True):
+        if not is_inexact(x):
+            bad.append(x.dtype == bool and jnp.any(x != y))
+            x = y = jnp.zeros(0)
+        else:
+            bad.append(jnp.any(jnp.isfinite(x) != jnp.isfinite(y)))
+            finite = jnp.isfinite(x) & jnp.isfinite(y)
+            x, y = jnp.where(finite, x, 0), jnp.where(finite, y, 0)
+        away.append(_norm(x - y))
+        size.append(_norm(y))
+    return jnp.array(bad, bool), jnp.array(away), jnp.array(size)
 
 
 def _norm(x: jax.Array) -> jax.Array:

@@ -854,6 +854,18 @@ def test_zeros_are_the_fault_and_not_the_logarithm_of_them(steps, p):
     assert not report.first.backward
 
 
+def test_zeros_before_a_scattered_sum_are_found_and_no_result_has_none():
+    def scattered(x):
+        sums = jnp.zeros(2, x.dtype).at[jnp.array([0, 1, 1])].add(x * x)
+        return jnp.log(sums)
+
+    report = find(scattered, jnp.full(3, 1e-4, HALF))
+    assert (report.first.operation, report.first.kind) == ("mul", "zeros")
+    assert report.finite_in_float32
+    report = find(lambda x: (scattered(x), None)[1], jnp.full(3, 1e-4, HALF))
+    assert report.advice == "All results are finite."
+
+
 def test_where_float16_has_no_zeros_or_bfloat16_has_none_there_is_no_fault():
     x = jnp.full((8, 8), 0.01)
     assert find(jaxmp.autocast(markov, HALF), x[:2]).first is None

@@ -33,7 +33,6 @@ from ..wide_replay import (
     compared,
     given,
     jitted,
-    platform_of,
 )
 from .origins import Run, Site
 
@@ -59,9 +58,10 @@ class Limits:
 
     def __init__(self, flat: Flat, run: Run, numbers: Numbers):
         """Prepares to replay a program that has run."""
-        self.jaxpr, self.around = run.program.closed, run.program.around
+        program = run.program
+        self.jaxpr, self.around = program.closed, program.around
+        self.platform, self._arrays = program.platform, flat.leaves
         self.numbers, self.sites = numbers, run.sites
-        self.platform, self._arrays = platform_of(flat.leaves), flat.leaves
         self._groups = [_tree_of(name, flat.names) for name in flat.out_names]
         self.next = 0  # the number of the next operation, while it is replayed
         # Those that have limits, and the numbers that they read.
@@ -117,7 +117,7 @@ class Limits:
         least = [_FRACTION * size[groups == group].max() for group in groups]
         with np.errstate(divide="ignore", invalid="ignore"):
             errors = np.nan_to_num(away / np.maximum(size, least), posinf=np.inf)
-        is_float = np.array([*map(is_inexact, outs)])
+        is_float = np.array([*map(is_inexact, outs)], bool)
         return np.where(bad & is_float, np.inf, errors)
 
     def _first(self, wrong: Callable[[int], Any]) -> Limit | None:

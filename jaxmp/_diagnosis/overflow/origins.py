@@ -171,9 +171,12 @@ class Run:
         self.next = 0  # the number of the next of them
         self.replay = Watch(program)  # which knows what is replayed and how
         self._written: dict[int, Known] = {}
-        body = _Body(self, program.run(arrays), Origin(()))
+        given = [*program.closed.consts, *arrays]
+        with np.errstate(over="ignore"):  # of numbers in the code, said once already
+            looks = jax.device_get(program.compiled(*given))
+        body = _Body(self, looks, Origin(()))
         ins, names = [], program.names
-        for i, x in enumerate(program.given(arrays), -len(program.closed.consts)):
+        for i, x in enumerate(given, len(arrays) - len(given)):
             i %= len(names)  # the constants are at the end of the names
             known = Known(Origin((GIVEN + i,)), holds=frozenset([names[i]]))
             ins.append(body.part(x, known))

@@ -82,18 +82,10 @@ class Program:
         types = map(jax.typeof, jaxpr.consts)
         self.names = [*names, *(f"closed-over {x.dtype}{[*x.shape]}" for x in types)]
         self.notes: dict[str, None] = {}
-        self.platform, self._compiled = platform, jitted(self.replay, platform)
-
-    def run(self, arrays: Sequence[Any]) -> Looks:
-        """Returns what was seen, on the host."""
-        with np.errstate(over="ignore"):  # of numbers in the code, said once already
-            return jax.device_get(self._compiled(*self.given(arrays)))
-
-    def given(self, arrays: Sequence[Any]) -> list[Any]:
-        """Returns what the jaxpr takes: its constants, and what it is given."""
-        return [*self.closed.consts, *arrays]
+        self.platform, self.compiled = platform, jitted(self.replay, platform)
 
     def replay(self, *given: Any) -> Looks:
+        """Returns what was seen; :attr:`compiled` does the same."""
         watch = Watch(self)
         values = [watch.part(watch.constant(x).array) for x in given]
         watch.run(self.jaxpr, values, self.around)
