@@ -8,7 +8,17 @@ import numpy as np
 from jax import lax
 
 from .._jaxprs.jaxpr import Cudnn, cudnn_attention, cudnn_attention_gradient
-from .form import BIAS, KEYS, MASK, QUERIES, Form, Operands, row_is_real, seen
+from .form import (
+    BIAS,
+    KEYS,
+    MASK,
+    QUERIES,
+    Form,
+    Operands,
+    row_is_real,
+    seen,
+    summed_like,
+)
 
 # What hides a key: so large that the score beside it is lost, and all keys count alike
 # where all are hidden. cuDNN subtracts such numbers, and the lowest float32 overflows.
@@ -19,8 +29,11 @@ _HIDES = np.float32(-(2.0**17))
 _LARGEST, _MULTIPLE = 256, 8  # sizes of heads
 
 
-def why_not_shapes(form: Form, operands: Sequence[Any]) -> str | None:
-    """Returns why the kernel cannot compute attention of such shapes, and the cure."""
+def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str | None:
+    """Returns why the kernel cannot compute an attention, and what to change.
+
+    None if it can. Gradients are computed of the operands that are ``moving``.
+    """
     if form.implementation == "xla":
         return '`implementation="xla"` selects XLA; leave it out'
     size = operands[0].shape[-1]
@@ -29,16 +42,6 @@ def why_not_shapes(form: Form, operands: Sequence[Any]) -> str | None:
             f"heads have size {size}; the kernel takes multiples of {_MULTIPLE} up to "
             f"{_LARGEST}"
         )
-    return None
-
-
-def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str | None:
-    """Returns why the kernel cannot compute an attention, and what to change.
-
-    None if it can. Gradients are computed of the operands that are ``moving``.
-    """
-    if (reason := why_not_shapes(form, operands)) is not None:
-        return reason
     dtype = operands[0].dtype
     if dtype not in (jnp.float16, jnp.bfloat16):
         return (
@@ -73,7 +76,7 @@ def _hides_by_array(form: Form, queries: int, keys: int) -> bool:
     return not is_before or has_lengths or queries > keys + before
 
 
-def attended(form: Form, args: Sequence[Any], *, residual: bool) -> list[Any]:
+def forward(form: Form, args: Sequence[Any], residual: bool) -> list[Any]:
     """Returns the result, and the logarithm of the sum of each row if asked for it.
 
     The latter is ``float32[B, N, T]``.
@@ -84,18 +87,14 @@ def attended(form: Form, args: Sequence[Any], *, residual: bool) -> list[Any]:
     return [given.result(out), *(x[:, :, :queries] for x in sums)]
 
 
-def gradient(
-    form: Form,
-    args: Sequence[Any],
-    moving: Sequence[int],
-    residuals: Sequence[Any],
-) -> list[Any]:
+def gradient(form: Form, args: Sequence[Any], moving: Sequence[int]) -> list[Any]:
     """Returns the cotangents of the operands that move.
 
-    The residuals are what the forward pass returned, and the cotangent of the first.
+    Behind the operands come what the forward pass returned, and the cotangent of the
+    first of that.
     """
-    given, place = _Given(form, form.operands(args)), form.place(BIAS)
-    out, sums, cotangent = residuals
+    operands, (out, sums, cotangent) = args[: form.arity], args[form.arity :]
+    given, place = _Given(form, form.operands(operands)), form.place(BIAS)
     query, *others = given.arrays
     if given.sees_any is not None:  # a row that is masked whole has a gradient of zero
         query = jnp.where(given.padded(given.sees_any, 1), query, 0)
@@ -107,7 +106,8 @@ def gradient(
     )
     gradients = given.gradients(found[:3], cotangent)
     if place is not None and place in moving:
-        gradients[place] = given.gradient_of_bias(found[3])
+        of_bias = found[3][..., : sums.shape[2], : args[1].shape[1]]
+        gradients[place] = summed_like(args[place], of_bias)
     return [gradients[i] for i in moving]
 
 
@@ -215,14 +215,6 @@ class _Given:
             sent = jnp.sum(sent.reshape(batch, groups, -1, size), 2)[:, None]
             value = jnp.where(self.empty, sent.astype(value.dtype), value)
         return {0: query, 1: key, 2: value}
-
-    def gradient_of_bias(self, found: Any) -> Any:
-        """Returns the cotangent of the bias for that of the kernel."""
-        queries, keys = self.ops.lengths
-        found, like = found[..., :queries, :keys], self.ops.bias
-        axes = [i for i in range(4) if like.shape[i] != found.shape[i]]
-        summed = jnp.sum(found, axes, dtype=jnp.float32, keepdims=True)
-        return summed.astype(like.dtype)
 
 
 def _of_rows(x: Any) -> Any:

@@ -7,7 +7,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .form import BIAS, Form, Operands, row_is_real, seen
+from .form import BIAS, Form, Operands, row_is_real, seen, summed_like
+
+
+def forward(
+    form: Form, precision: Any, args: Sequence[Any], residual: bool
+) -> list[Any]:
+    """Returns the result, and what stands for the sums of the rows if asked for."""
+    out = attended(form, precision, args)
+    return [out, sums(out)][: 1 + residual]
+
+
+def sums(out: jax.Array) -> jax.Array:
+    """Returns a float32 number for each row, ``[B, N, T]``.
+
+    The gradient of XLA's form computes the weights again, and reads none.
+    """
+    return jnp.swapaxes(out[..., 0], 1, 2).astype(jnp.float32) * 0
 
 
 def attended(form: Form, precision: Any, args: Sequence[Any]) -> Any:
@@ -39,39 +55,40 @@ def of_jax(form: Form, args: Sequence[Any]) -> Any:
 
 
 def tangent(
-    form: Form,
-    precision: Any,
-    args: Sequence[Any],
-    moving: Sequence[int],
-    tangents: Sequence[Any],
-) -> Any:
-    """Returns the tangent of the result, for tangents of the operands that move."""
-    fun = _of_moving(form, precision, args, moving)
-    return jax.jvp(fun, [args[i] for i in moving], list(tangents))[1]
+    form: Form, precision: Any, args: Sequence[Any], moving: Sequence[int]
+) -> list[Any]:
+    """Returns the tangent of the result, for tangents of the operands that move.
+
+    These come last, behind the operands, the result and the sums of the rows.
+    """
+    fun, moved = _of_moving(form, precision, args, moving)
+    return [jax.jvp(fun, moved, list(args[form.arity + 2 :]))[1]]
 
 
 def gradient(
-    form: Form,
-    precision: Any,
-    args: Sequence[Any],
-    moving: Sequence[int],
-    cotangent: Any,
+    form: Form, precision: Any, args: Sequence[Any], moving: Sequence[int]
 ) -> list[Any]:
-    """Returns the cotangents of the operands that move."""
+    """Returns the cotangents of the operands that move.
+
+    The cotangent of the result comes last.
+    """
     if args[0].dtype.itemsize == 2:
-        found = _InGroups(form, form.operands(args)).gradient(cotangent)
+        operands = form.operands(args[: form.arity])
+        found = _InGroups(form, operands).gradient(args[-1])
         return [found[i] for i in moving]
-    fun = _of_moving(form, precision, args, moving)
-    return list(jax.vjp(fun, *(args[i] for i in moving))[1](cotangent))
+    fun, moved = _of_moving(form, precision, args, moving)
+    return list(jax.vjp(fun, *moved)[1](args[-1]))
 
 
 def _of_moving(form: Form, precision: Any, args: Sequence[Any], moving: Sequence[int]):
+    """Returns the attention as a function of what moves, and that."""
+
     def fun(*moved):
         changed = dict(zip(moving, moved, strict=True))
-        args_ = [changed.get(i, x) for i, x in enumerate(args)]
+        args_ = [changed.get(i, x) for i, x in enumerate(args[: form.arity])]
         return attended(form, precision, args_)
 
-    return fun
+    return fun, [args[i] for i in moving]
 
 
 class _InGroups:
@@ -137,15 +154,9 @@ class _InGroups:
         ]
         gradients = {i: x.astype(scaled.dtype) for i, x in enumerate(found)}
         if (place := self.form.place(BIAS)) is not None:
-            gradients[place] = self.of_bias(scores)
+            scores = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
+            gradients[place] = summed_like(ops.bias, scores)
         return gradients
-
-    def of_bias(self, scores: Any) -> Any:
-        """Returns the cotangent of the bias for that of the scores."""
-        batch, _, _, queries, keys = scores.shape
-        scores, bias = scores.reshape(batch, -1, queries, keys), self.ops.bias
-        axes = [i for i in range(4) if bias.shape[i] != scores.shape[i]]
-        return jnp.sum(scores, axes, keepdims=True).astype(bias.dtype)
 
 
 def _product(spec: str, *operands: Any) -> Any:

@@ -51,26 +51,14 @@ def attend_as_flax(
         reason = "sizes"
     elif query.shape[-3] == 1 != key.shape[-3]:
         reason = "decoding"
-    if reason is None:
-        return _in_one_batch(arrays, bias, mask, ours)
-    with jax.named_scope(f"{ATTENTION}{reason}"):
-        return written(*arrays, bias, _with_options(arrays, mask, ours), **theirs)
-
-
-def _in_one_batch(
-    arrays: Sequence[Any], bias: Any, mask: Any, options: dict[str, Any]
-) -> jax.Array:
-    """Attends to all examples, in one batch of them."""
-    shape = arrays[0].shape
-    batch = shape[:-3]
+    if reason is not None:
+        with jax.named_scope(f"{ATTENTION}{reason}"):
+            return written(*arrays, bias, _with_options(arrays, mask, ours), **theirs)
+    batch = query.shape[:-3]
+    given = {"bias": bias, "mask": None if mask is None else jnp.asarray(mask, bool)}
+    given = {name: _like_batch(x, batch) for name, x in given.items() if x is not None}
     args = [x.reshape(-1, *x.shape[-3:]) for x in arrays]
-    given = {}
-    if bias is not None:
-        given["bias"] = _like_batch(bias, batch)
-    if mask is not None:
-        given["mask"] = _like_batch(mask, batch).astype(bool)
-    out = dot_product_attention(*args, **given, **options)
-    return out.reshape(shape)
+    return dot_product_attention(*args, **given, **ours).reshape(query.shape)
 
 
 def _like_batch(x: Any, batch: tuple[int, ...]) -> Any:

@@ -1,5 +1,7 @@
 """The options of an attention operation, and what it masks."""
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,9 +76,7 @@ def seen(form: Form, ops: Operands) -> Any:
         found.append(ops.mask)
     if not found:
         return None
-    together = found[0]
-    for one in found[1:]:
-        together = together & one
+    together = functools.reduce(operator.and_, found)
     together = together.reshape((1,) * (4 - together.ndim) + together.shape)
     return jnp.broadcast_to(together, (*together.shape[:2], *ops.lengths))
 
@@ -87,3 +87,10 @@ def row_is_real(ops: Operands) -> Any:
         return None
     rows = jnp.arange(ops.query.shape[1])[:, None, None]
     return rows < ops.query_seq_lengths[:, None, None, None]
+
+
+def summed_like(bias: Any, cotangent: Any) -> Any:
+    """Returns the cotangent of a bias, for that of all scores ``[B, N, T, S]``."""
+    axes = [i for i in range(4) if bias.shape[i] != cotangent.shape[i]]
+    summed = jnp.sum(cotangent, axes, dtype=jnp.float32, keepdims=True)
+    return summed.astype(bias.dtype)

@@ -13,7 +13,6 @@ from .._base.tree import is_array
 from .._devices.varying import vary, varying_axes
 from .._jaxprs.scopes import ATTENTION
 from .._ops.products import default_precision
-from .by_cudnn import why_not_shapes
 from .form import OPTIONAL, Form
 from .operation import attended
 
@@ -115,10 +114,6 @@ def dot_product_attention(
         has=tuple(given),
         implementation=implementation,
     )
-    if implementation == "cudnn" and (reason := why_not_shapes(form, args)):
-        raise NotImplementedError(
-            f'`implementation="cudnn"` was asked for, but {reason}.'
-        )
     # Inside `shard_map`, an operation takes what differs over the same devices.
     axes = frozenset().union(*map(varying_axes, args))
     args = vary(args, tuple(axes)) if axes else args

@@ -11,15 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, Rules, operation
 from .._ops.products import ATTENTION
 from . import by_cudnn, by_xla
 from .form import BIAS, MASK, Form
-
-_NO_TANGENT = "a tangent is computed (`jvp`), of which the kernel has none"
 
 
 def attended(form: Form, precision: Any, args: Sequence[Any]) -> Any:
@@ -32,10 +29,12 @@ def why_not_kernel(eqn: Equation) -> str | None:
 
     None if it is, on an NVIDIA GPU.
     """
-    form, operands = eqn.params["form"], [x.aval for x in eqn.invars]
-    if eqn.primitive is TANGENT:
-        return _NO_TANGENT
-    moving = eqn.params.get("moving", ())
+    return _why_not(eqn.primitive, [x.aval for x in eqn.invars], **eqn.params)
+
+
+def _why_not(primitive, operands, *, form, moving=(), **_) -> str | None:
+    if primitive is TANGENT:
+        return "a tangent is computed (`jvp`), of which the kernel has none"
     return by_cudnn.why_not(form, operands[: form.arity], moving)
 
 
@@ -51,100 +50,15 @@ def takes_16_bits(eqn: Equation) -> Sequence[bool]:
     return [i not in wide for i in range(len(eqn.invars))]
 
 
-# Types of results.
-
-
 @functools.lru_cache(maxsize=4096)
 def _types(form: Form, avals: tuple) -> list[Any]:
     """Returns the types of the result and of the sums, which JAX finds by tracing."""
 
     def attend(*args):
         out = by_xla.of_jax(form, args)
-        return [out, _sums(out)]
+        return [out, by_xla.sums(out)]
 
     return _jaxpr.out_avals(_jaxpr.trace(attend, avals))
-
-
-def _sums(out: jax.Array) -> jax.Array:
-    """Returns a float32 number for each row, ``[B, N, T]``.
-
-    The gradient of XLA's form computes the weights again, and reads none.
-    """
-    return jnp.swapaxes(out[..., 0], 1, 2).astype(np.float32) * 0
-
-
-def _types_of_forward(*avals, form, precision, residual):
-    return _types(form, avals)[: 1 + residual]
-
-
-def _types_of_tangent(*avals, form, precision, moving):
-    return [avals[form.arity].update(weak_type=False)]
-
-
-def _types_of_gradient(*avals, form, precision, moving):
-    return [avals[i].update(weak_type=False) for i in moving]
-
-
-# What is computed.
-
-
-def _forward_by_xla(*args, form, precision, residual):
-    _refuse(form, by_cudnn.why_not(form, args, ()))
-    out = by_xla.attended(form, precision, args)
-    return [out, _sums(out)][: 1 + residual]
-
-
-def _forward_on_cuda(*args, form, precision, residual):
-    if by_cudnn.why_not(form, args, ()) is not None:
-        return _forward_by_xla(*args, form=form, precision=precision, residual=residual)
-    return by_cudnn.attended(form, args, residual=residual)
-
-
-def _tangent_by_xla(*args, form, precision, moving):
-    _refuse(form, _NO_TANGENT)
-    primals, tangents = args[: form.arity], args[form.arity + 2 :]
-    return [by_xla.tangent(form, precision, primals, moving, tangents)]
-
-
-def _gradient_by_xla(*args, form, precision, moving):
-    _refuse(form, by_cudnn.why_not(form, args, moving))
-    return by_xla.gradient(form, precision, args[: form.arity], moving, args[-1])
-
-
-def _gradient_on_cuda(*args, form, precision, moving):
-    operands, residuals = args[: form.arity], args[form.arity :]
-    if by_cudnn.why_not(form, operands, moving) is not None:
-        return _gradient_by_xla(*args, form=form, precision=precision, moving=moving)
-    return by_cudnn.gradient(form, operands, moving, residuals)
-
-
-def _refuse(form: Form, reason: str | None) -> None:
-    """Raises where the kernel is asked for and not used."""
-    if form.implementation == "cudnn":
-        raise NotImplementedError(
-            '`implementation="cudnn"` was asked for, but '
-            f"{reason or 'the program is not for an NVIDIA GPU'}. "
-            "Leave `implementation` out to have XLA's attention there."
-        )
-
-
-_compiled = functools.lru_cache(maxsize=4096)(
-    lambda primitive, params: jax.jit(
-        lambda *args: primitive.bind(*args, **dict(params))
-    )
-)
-
-
-def _run(make, *args, **params):
-    """Runs an operation outside ``jit``, as one that is compiled."""
-    return _compiled(make(), tuple(params.items()))(*args)
-
-
-def _run_forward(*args, form, **params):
-    # In float32 one operation of JAX after the other, so that it has the same bits.
-    if args[0].dtype.itemsize > 2:
-        return _forward_by_xla(*args, form=form, **params)
-    return _run(lambda: FORWARD, *args, form=form, **params)
 
 
 # Derivatives.
@@ -161,7 +75,7 @@ def _derived_forward(primals, tangents, *, form, precision, residual):
     return outs[: 1 + residual], [tangent, _jaxpr.no_tangent(outs[1])][: 1 + residual]
 
 
-def _derived_by_xla(run, primals, tangents, *, form, precision, moving):
+def _derived_by_xla(run, primals, tangents, *, form, precision, **params):
     """Differentiates a tangent or a gradient, which needs the operands alone."""
     ignored = form.arity, form.arity + 1  # the result, and the sums
     places = [
@@ -174,11 +88,8 @@ def _derived_by_xla(run, primals, tangents, *, form, precision, moving):
     def fun(*moved):
         changed = dict(zip(places, moved, strict=True))
         args = [changed.get(i, x) for i, x in enumerate(primals)]
-        return run(*args, form=form, precision=precision, moving=moving)
+        return run(form, precision, args, **params)
 
-    if not places:
-        outs = fun()
-        return outs, [_jaxpr.no_tangent(x) for x in outs]
     return jax.jvp(fun, [primals[i] for i in places], [tangents[i] for i in places])
 
 
@@ -242,19 +153,50 @@ def _batched(primitive, args, axes, *, form, **params):
     return outs, [0] * len(outs)
 
 
-def _made(run, types, by_xla, on_cuda, derived, transposed=None):
-    """Returns one of the operations."""
+@functools.lru_cache(maxsize=4096)
+def _compiled(primitive, params):
+    return jax.jit(lambda *args: primitive.bind(*args, **dict(params)))
 
-    def itself():
-        return made
+
+def _made(types, by_xla, kernel=None, derived=None, transposed=None):
+    """Returns one of the operations.
+
+    Args:
+        types: Returns the types of its results, from those of its operands.
+        by_xla: Computes it of a form, a precision, and the operands.
+        kernel: Computes it of a form and the operands, where cuDNN can.
+        derived: Its rule for tangents, by default that of ``by_xla``.
+        transposed: Its rule for cotangents, if it is linear.
+    """
+
+    def run(*args, **params):
+        # In float32 one operation of JAX after the other, so that it has the same bits.
+        if args[0].dtype.itemsize > 2:
+            return lowered(*args, **params)
+        return _compiled(made, tuple(params.items()))(*args)
+
+    def lowered(*args, form, precision, **params):
+        if form.implementation == "cudnn":
+            reason = _why_not(made, args, form=form, **params)
+            raise NotImplementedError(
+                '`implementation="cudnn"` was asked for, but '
+                f"{reason or 'the program is not for an NVIDIA GPU'}. "
+                "Leave `implementation` out to have XLA's attention there."
+            )
+        return by_xla(form, precision, args, **params)
+
+    def on_cuda(*args, form, precision, **params):
+        if kernel is None or _why_not(made, args, form=form, **params) is not None:
+            return lowered(*args, form=form, precision=precision, **params)
+        return kernel(form, args, **params)
 
     rules = Rules(
-        run=run or functools.partial(_run, itself),
+        run=run,
         types=types,
-        lowered=by_xla,
+        lowered=lowered,
         on_cuda=on_cuda,
         batched=lambda *args, **params: _batched(made, *args, **params),
-        derived=derived,
+        derived=derived or functools.partial(_derived_by_xla, by_xla),
         transposed=transposed,
     )
     made = operation(ATTENTION, rules)
@@ -262,20 +204,18 @@ def _made(run, types, by_xla, on_cuda, derived, transposed=None):
 
 
 FORWARD = _made(
-    _run_forward, _types_of_forward, _forward_by_xla, _forward_on_cuda, _derived_forward
+    lambda *avals, form, precision, residual: _types(form, avals)[: 1 + residual],
+    by_xla.forward,
+    by_cudnn.forward,
+    _derived_forward,
 )
 TANGENT = _made(
-    None,
-    _types_of_tangent,
-    _tangent_by_xla,
-    _tangent_by_xla,
-    functools.partial(_derived_by_xla, _tangent_by_xla),
-    _transposed_tangent,
+    lambda *avals, form, **_: [avals[form.arity].update(weak_type=False)],
+    by_xla.tangent,
+    transposed=_transposed_tangent,
 )
 GRADIENT = _made(
-    None,
-    _types_of_gradient,
-    _gradient_by_xla,
-    _gradient_on_cuda,
-    functools.partial(_derived_by_xla, _gradient_by_xla),
+    lambda *avals, moving, **_: [avals[i].update(weak_type=False) for i in moving],
+    by_xla.gradient,
+    by_cudnn.gradient,
 )

@@ -91,11 +91,11 @@ def gradients_of(run, form, args):
     """Returns the result and the gradients, of the kernel or of XLA."""
     cotangent = normal(9, *args[0].shape).astype(args[0].dtype)
     if run is by_xla:
-        found = by_xla.gradient(form, None, args, (0, 1, 2), cotangent)
-        return [by_xla.attended(form, None, args), *found]
-    out, sums = by_cudnn.attended(form, args, residual=True)
-    found = by_cudnn.gradient(form, args, (0, 1, 2), [out, sums, cotangent])
-    return [out, *found]
+        out, sums = by_xla.forward(form, None, args, residual=True)
+        found = by_xla.gradient(form, None, [*args, out, sums, cotangent], (0, 1, 2))
+        return [out, *found]
+    out, sums = by_cudnn.forward(form, args, residual=True)
+    return [out, *by_cudnn.gradient(form, [*args, out, sums, cotangent], (0, 1, 2))]
 
 
 @pytest.fixture(autouse=True)
