@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
 
@@ -193,7 +192,12 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
 
         def bring_back(next_fun, args, kwargs, context):
             module = context.module
-            precision = "highest" if _is_kept(module, compute_dtype) else default
+            held = {} if module.scope is None else module.scope.variables()
+            own = held.get("params", {}).values()  # a mapping is a submodule's
+            own = jax.tree.leaves([x for x in own if not isinstance(x, Mapping)])
+            kept = any(getattr(x, "dtype", None) == jnp.float32 for x in own)
+            kept = kept and compute_dtype != jnp.float32
+            precision = "highest" if kept else default
             with jax.default_matmul_precision(precision):
                 result = next_fun(*args, **kwargs)
             # `nn.share_scope` gives a submodule the path of the module around it.
@@ -214,15 +218,6 @@ def with_policy(model: nn.Module, policy: PolicyLike) -> Callable[..., Any]:
             return model.apply(*args, **kwargs)
 
     return _cast_around("jaxmp.linen.with_policy", apply, policy, model.apply)
-
-
-def _is_kept(module: nn.Module, compute_dtype: np.dtype) -> bool:
-    """Whether a policy keeps a parameter of a module itself in float32."""
-    if compute_dtype == jnp.float32 or module.scope is None:
-        return False
-    own = module.scope.variables().get("params", {}).values()
-    arrays = jax.tree.leaves([x for x in own if not isinstance(x, Mapping)])
-    return any(getattr(x, "dtype", None) == jnp.float32 for x in arrays)
 
 
 def gather(
@@ -276,20 +271,20 @@ def gather(
             f"{short(module)}. {cure}"
         )
 
-    def whole(variables):
-        def gathered(params):
-            own = nn.get_partition_spec(params) if specs is None else specs
-            params = _gather(params, own, policy)
-            return jax.tree.map(content, params, is_leaf=is_box)
-
-        return {name: gathered(params) for name, params in variables.items()}
-
     def is_box(x):
         return isinstance(x, nn.meta.AxisMetadata)
 
-    def content(x):
-        # Flax's own way pins the array to its sharding, which it no longer has.
-        return jax.tree.leaves(x)[0] if is_box(x) else x
+    def whole(variables):
+        def gathered(params):
+            own = nn.get_partition_spec(params) if specs is None else specs
+            return jax.tree.map(
+                # Flax's own way pins the array to its sharding, which it has no longer.
+                lambda x: jax.tree.leaves(x)[0] if is_box(x) else x,
+                _gather(params, own, policy),
+                is_leaf=is_box,
+            )
+
+        return {name: gathered(params) for name, params in variables.items()}
 
     method = module.__call__
     mapped = nn.map_variables(method, "params", trans_in_fn=whole)

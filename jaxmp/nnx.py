@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Never, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Never, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -245,9 +245,7 @@ def value_and_grad(  # noqa: D417
             given = [x for i, x in enumerate(args) if i in wanted]
             refuse_integers("nnx.value_and_grad", None, given)
         with nnx.update_context(_TAG):
-            arguments = _Arguments(args, kwargs, filters)
-            if not options.gather:
-                arguments.leave_shards(options)
+            arguments = _Arguments(args, kwargs, filters, options)
             written = frozenset()
             while True:
                 call = _PureCall(fun, has_aux, arguments, policy, written, fixed)
@@ -263,7 +261,8 @@ def value_and_grad(  # noqa: D417
                 if not call.written:
                     break
                 written |= call.written
-            outputs = call.objects_after(changes), aux
+            leaves = [changes.get(key, x) for key, x in call.after]
+            outputs = call.structure.unflatten(leaves), aux
             _, aux = nnx.from_tree(outputs, ctxtag=_TAG, is_inner=False)
         return ((loss, aux) if has_aux else loss), grads
 
@@ -372,14 +371,30 @@ def autocast(
         (dtype('float32'), True)
     """
     _autocast(fun, policy, **options)  # refuses bad options now, not in the first call
-    to_restore = _filter(restore)
+    try:
+        is_restored = nnx.filterlib.to_predicate(restore)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`restore` must be an NNX filter, but is {short(restore)}. Pass types of "
+            "variables, such as `restore=(nnx.BatchStat, Average)`, or None."
+        ) from None
     if policy is not None:  # of which a `reduce_dtype` has been warned about now
         policy = dataclasses.replace(get_policy(policy), reduce_dtype=None)
     call: Callable[..., Any] = fun  # of objects that stand for the caller's
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        before = _Before((args, kwargs), to_restore)
+        found = [
+            entry for node in _nodes((args, kwargs)) for entry in nnx.iter_graph(node)
+        ]
+        optimizers = [x for _, x in found if isinstance(x, nnx.Optimizer)]
+        skipped = skipped_in(optimizers)
+        copies = [
+            ("/".join(map(str, path)), x, jax.tree.map(lambda array: array, x))
+            for path, x in found
+            if isinstance(x, nnx.Variable) and is_restored(path, x)
+            if not isinstance(x, nnx.OptState)  # with the loss scale, which must shrink
+        ]
         with nnx.update_context(_TAG):
             inputs = nnx.to_tree((args, kwargs), ctxtag=_TAG)
             leaves, structure = jax.tree.flatten(inputs)
@@ -394,53 +409,24 @@ def autocast(
 
             result = _autocast(pure, policy, **options)(leaves)
             _, result = nnx.from_tree(result, ctxtag=_TAG, is_inner=False)
-        before.restore_if_skipped()
+        if skipped is None:
+            return result
+        finite = skipped_in(optimizers) == skipped
+        for name, x, old in copies:
+            pairs = zip(jax.tree.leaves(x), jax.tree.leaves(old), strict=False)
+            if any(new is not before for new, before in pairs):
+                x.update_from_state(choose(finite, {name: x}, {name: old}, _CALL)[name])
         return result
 
     return wrapped
 
 
-def _filter(restore: Any) -> Callable[[Any, Any], bool]:
-    try:
-        return nnx.filterlib.to_predicate(restore)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"`restore` must be an NNX filter, but is {short(restore)}. Pass types of "
-            "variables, such as `restore=(nnx.BatchStat, Average)`, or None."
-        ) from None
-
-
-class _Before:
-    """The variables of the caller that a skipped step is to leave as they are."""
-
-    def __init__(self, tree: Any, restore: Callable[[Any, Any], bool]):
-        nodes = filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object))
-        found = [entry for node in nodes for entry in nnx.iter_graph(node)]
-        self.optimizers = [x for _, x in found if isinstance(x, nnx.Optimizer)]
-        self.skipped = skipped_in(self.optimizers)
-        self.copies = [
-            ("/".join(map(str, path)), x, jax.tree.map(lambda array: array, x))
-            for path, x in found
-            if isinstance(x, nnx.Variable) and restore(path, x)
-            if not isinstance(x, nnx.OptState)  # with the loss scale, which must shrink
-        ]
-
-    def restore_if_skipped(self) -> None:
-        if self.skipped is None:
-            return
-        finite = skipped_in(self.optimizers) == self.skipped
-        for name, x, copy in self.copies:
-            pairs = zip(jax.tree.leaves(x), jax.tree.leaves(copy), strict=False)
-            if any(new is not old for new, old in pairs):
-                x.update_from_state(
-                    choose(finite, {name: x}, {name: copy}, _CALL)[name]
-                )
-
-
 class _Arguments:
     """The arguments of one call as numbered leaves, and what each of them is."""
 
-    def __init__(self, args: Any, kwargs: Any, filters: dict[int, Any]):
+    def __init__(
+        self, args: Any, kwargs: Any, filters: dict[int, Any], options: Options
+    ):
         self.filters = {i % len(args): f for i, f in filters.items() if args}
         _check_shared(args, kwargs, self.filters)
         tree = nnx.to_tree((args, kwargs), ctxtag=_TAG)
@@ -453,20 +439,25 @@ class _Arguments:
         differentiated = [arg for i, arg in enumerate(args) if i in self.filters]
         self.to_cast: set[int] = set(jax.tree.leaves(differentiated))
         self.paths: dict[int, Any] = {}
-        for path, x in _variables(self.structure.unflatten(numbers)):
+        states = jax.tree.map(
+            lambda x: x.state if _is_node(x) else x,
+            self.structure.unflatten(numbers),
+            is_leaf=_is_node,
+        )
+        for path, x in jax.tree.leaves_with_path(
+            states, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        ):
             self.paths.update(dict.fromkeys(jax.tree.leaves(x), path))
             if isinstance(x, nnx.Param):
                 self.to_cast.update(jax.tree.leaves(x))
             elif isinstance(x, nnx.BatchStat):  # float32, also where differentiated
                 self.to_cast.difference_update(jax.tree.leaves(x))
-
-    def leave_shards(self, options: Options) -> None:
-        """Casts no parameter of which each device has a part: its gather does."""
-        given, _ = self.without_state(self.leaves)
-        numbers, _ = self.without_state(range(len(self.leaves)))
-        sharded = options.sharded(options.params(given))
-        pairs = zip(jax.tree.leaves(options.params(numbers)), sharded, strict=True)
-        self.to_cast.difference_update(number for number, own in pairs if own)
+        if not options.gather:  # of what is in shards its own gather casts them
+            given, _ = self.without_state(self.leaves)
+            sharded = options.sharded(options.params(given))
+            params = jax.tree.leaves(options.params(args))
+            pairs = zip(params, sharded, strict=True)
+            self.to_cast.difference_update(number for number, own in pairs if own)
 
     def without_state(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
         """Returns the arguments with no more of NNX objects than is differentiated."""
@@ -517,7 +508,8 @@ class _PureCall:
         # What a trace of `fun` finds out:
         self.written: set[int] = set()  # what it writes and `known` does not have
         self.structure: Any = None  # of the NNX objects afterwards
-        self.sources: list[Any] = []  # of their leaves: a number, a key or a constant
+        # Of their leaves: under which key of the changes it is, or what it is.
+        self.after: list[tuple[str, Any]] = []
 
     def __call__(self, state, *args, **kwargs):
         leaves = [state.get(self.keys.get(n), x) for n, x in enumerate(self.leaves)]
@@ -568,12 +560,11 @@ class _PureCall:
         entries, self.structure = jax.tree.flatten_with_path(objects)
         number_of = {id(x): number for number, x in enumerate(leaves)}
         handed_back = self.handed_back(objects, leaves)
-        self.sources, changes = [], {}
+        self.after, changes = [], {}
         for path, x in entries:
             number = self.arguments.numbers.get(path)
-            is_same = number is not None and x is leaves[number]
-            if is_same or number in handed_back:
-                self.sources.append(number)
+            if number is not None and (x is leaves[number] or number in handed_back):
+                self.after.append(("", self.arguments.leaves[number]))
                 continue
             if number is None and self.fixed:
                 raise ValueError(
@@ -587,10 +578,10 @@ class _PureCall:
                 if n is not None and self.leaves[n] is not self.arguments.leaves[n]:
                     self.written.add(n)
             if not isinstance(x, jax.Array) and not self.fixed:
-                self.sources.append(_Constant(x))
+                self.after.append(("", x))
                 continue
             if number is None:
-                key = f"new #{len(self.sources)}"
+                key = f"new #{len(self.after)}"
             elif number in self.keys:
                 key = self.keys[number]
                 x = self.as_before(number, x)
@@ -598,7 +589,7 @@ class _PureCall:
                 self.written.add(number)
                 continue
             changes[key] = x
-            self.sources.append(key)
+            self.after.append((key, None))
         return {} if self.written else changes
 
     def as_before(self, number: int, x: Any) -> jax.Array:
@@ -614,21 +605,6 @@ class _PureCall:
             )
         return x
 
-    def objects_after(self, changes: dict[str, jax.Array]) -> Any:
-        """Returns the NNX objects as ``fun`` has left them."""
-
-        def leaf(source):
-            if isinstance(source, _Constant):
-                return source.value
-            is_key = isinstance(source, str)
-            return changes[source] if is_key else self.arguments.leaves[source]
-
-        return self.structure.unflatten(map(leaf, self.sources))
-
-
-class _Constant(NamedTuple):
-    value: Any  # that is no array
-
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, nnx.extract.NodeStates)
@@ -636,6 +612,11 @@ def _is_node(x: Any) -> bool:
 
 def _is_object(x: Any) -> bool:
     return isinstance(x, nnx.Variable) or nnx.graph.is_graph_node(x)
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """Returns the NNX objects of a pytree."""
+    return list(filter(_is_object, jax.tree.leaves(tree, is_leaf=_is_object)))
 
 
 def _objects(tree: Any) -> Any:
@@ -656,13 +637,6 @@ def _part(tree: Any, wrt: Any) -> Any:
         return nnx.filter_state(x.state, wrt)
 
     return jax.tree.map(part, tree, is_leaf=_is_node)
-
-
-def _variables(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the variables and the other leaves of a split pytree with their paths."""
-    tree = jax.tree.map(lambda x: x.state if _is_node(x) else x, tree, is_leaf=_is_node)
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    yield from jax.tree.leaves_with_path(tree, is_leaf=is_variable)
 
 
 def _differentiated(
@@ -701,7 +675,7 @@ def _by_position(
 
 def _held(arg: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Yields the objects of an argument with the variables in each and their paths."""
-    for node in filter(_is_object, jax.tree.leaves(arg, is_leaf=_is_object)):
+    for node in _nodes(arg):
         for path, x in nnx.iter_graph(node):
             if isinstance(x, nnx.Variable):
                 yield node, path, x
