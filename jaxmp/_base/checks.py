@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable)
 
 # A class of JAX, and so a function to Python.
 _DTYPES = jnp.float16, jnp.bfloat16, jnp.float32
+_FLOAT32 = np.finfo(np.float32)
 _CALL_IT = "The arguments of the function go to what is returned."
 
 
@@ -78,12 +79,18 @@ def plain_array(x: Any) -> Any:
 
 def check_positive(name: str, value: Any) -> None:
     """Raises unless a number is a positive normal float32, as far as it is known."""
+    must, cure = "be finite and positive", "Pass a power of two such as 2.0**15."
+    check_limits(name, value, (float(_FLOAT32.tiny), float(_FLOAT32.max)), must, cure)
+
+
+def check_limits(
+    name: str, value: Any, limits: tuple[float, float], must: str, cure: str
+) -> None:
+    """Raises where a number is known and does not lie within limits."""
     value = known_number(name, value)
-    limits = np.finfo(np.float32)
-    if value is not None and not float(limits.tiny) <= value <= float(limits.max):
+    if value is not None and not limits[0] <= value <= limits[1]:
         raise ValueError(
-            f"`{name}` must be finite and positive in float32, but is {short(value)}. "
-            "Pass a power of two such as 2.0**15."
+            f"`{name}` must {must} in float32, but is {short(value)}. {cure}"
         )
 
 

@@ -42,10 +42,8 @@ def as_dtype(dtype: Any, where: str, *, narrower: bool = False) -> np.dtype:
     # NumPy reads None, Python's float and the abstract kinds as float64, which nobody
     # means here, and an array as its dtype.
     is_dtype = isinstance(dtype, (type, np.dtype))
-    if not is_dtype or any(dtype is kind for kind in _NOT_DTYPES):
-        normal = np.dtype(object)
-    else:
-        normal = np.dtype(dtype)
+    is_dtype = is_dtype and not any(dtype is kind for kind in _NOT_DTYPES)
+    normal = np.dtype(dtype if is_dtype else object)
     is_narrower = normal.itemsize < 2 and jnp.issubdtype(normal, jnp.floating)
     if not (normal in NAMES or (narrower and is_narrower)):
         raise ValueError(

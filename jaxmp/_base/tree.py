@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from .checks import as_axes, check_axes_are_bound, clipped, short
+from .checks import as_axes, check_axes_are_bound, clipped, describe, short
 from .dtypes import as_dtype, casts_do_nothing, is_narrow
 
 T = TypeVar("T")
@@ -128,12 +128,9 @@ def select_tree(pred: ArrayLike, on_true: T, on_false: T) -> T:
         {'mean': Array(0.5, dtype=float32, weak_type=True)}
     """
     if not is_number(pred) or jnp.shape(pred) or jnp.result_type(pred) != jnp.bool_:
-        got = type(pred).__name__
-        if is_number(pred):
-            got = f"{jnp.result_type(pred)}{list(jnp.shape(pred))}"
         raise TypeError(
             f"`select_tree(pred, on_true, on_false)` needs a bool scalar as `pred`, "
-            f"but got {got}. Pass `jaxmp.last_step_finite(opt_state)` or "
+            f"but got {describe(pred)}. Pass `jaxmp.last_step_finite(opt_state)` or "
             "`jaxmp.all_finite(grads)` first."
         )
     return choose(pred, on_true, on_false, ("select_tree", "on_true", "on_false"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import optax
 
 from .._base.checks import (
     as_count,
+    check_limits,
     check_optimizer,
     check_positive,
     check_state,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 else:
     LossScaling = optax.GradientTransformationExtraArgs
 
+_FLOAT32 = np.finfo(np.float32)
 _CALL = 'loss_scaling(optax.adam(1e-3), "mixed_float16")'
 
 
@@ -125,19 +128,12 @@ def dynamic_loss_scale(
             f"`init_scale` must lie in [min_scale, max_scale], but {short(first)} is "
             f"not in [{short(low)}, {short(high)}]. Move the scale or the bounds."
         )
-    growth = known_number("growth_factor", growth_factor)
-    backoff = known_number("backoff_factor", backoff_factor)
-    limits = np.finfo(np.float32)
-    if growth is not None and not 1 + float(limits.eps) <= growth <= float(limits.max):
-        raise ValueError(
-            f"`growth_factor` must be above 1 and finite in float32, but is "
-            f"{short(growth)}. The usual one is 2.0."
-        )
-    if backoff is not None and not 0 < backoff <= 1 - float(limits.epsneg):
-        raise ValueError(
-            f"`backoff_factor` must lie between 0 and 1 in float32, but is "
-            f"{short(backoff)}. The usual one is 0.5."
-        )
+    above_one = 1 + float(_FLOAT32.eps), float(_FLOAT32.max)
+    must, cure = "be above 1 and finite", "The usual one is 2.0."
+    check_limits("growth_factor", growth_factor, above_one, must, cure)
+    below_one = math.ulp(0.0), 1 - float(_FLOAT32.epsneg)
+    must, cure = "lie between 0 and 1", "The usual one is 0.5."
+    check_limits("backoff_factor", backoff_factor, below_one, must, cure)
     counts = [("growth_interval", growth_interval), ("hysteresis", hysteresis)]
     interval, patience = (
         jnp.asarray(count, jnp.int32)
@@ -328,8 +324,7 @@ def _as_float32(x: Any) -> Any:
     """Returns a checked option as a constant, or kept in float32's range if traced."""
     if not isinstance(x, jax.core.Tracer):
         return np.float32(x)
-    limits = jnp.finfo(jnp.float32)
-    return jnp.clip(x.astype(jnp.float32), limits.tiny, limits.max)
+    return jnp.clip(x.astype(jnp.float32), _FLOAT32.tiny, _FLOAT32.max)
 
 
 def _check_agreement(

@@ -281,15 +281,13 @@ def check_loss_scale(
     check_positive("max_scale", max_scale)
     parts = opt_state if _are_scales(opt_state) else [opt_state]
     states = [get_loss_scale_state(part) for part in parts]
-    if any(
-        isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct))
-        for state in states
-    ):
-        raise TypeError(
-            "`check_loss_scale` needs concrete values, but was given a state that is "
-            "abstract, or traced by JAX. Call it outside `jax.jit`, between two steps."
-        )
     for state in states:
+        if isinstance(state.bad_steps, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+            raise TypeError(
+                "`check_loss_scale` needs concrete values, but was given a state that "
+                "is abstract, or traced by JAX. Call it outside `jax.jit`, between two "
+                "steps."
+            )
         if (bad_steps := np.max(state.bad_steps)) >= limit:
             raise FloatingPointError(
                 f"The last {bad_steps} steps met an Inf or NaN and were skipped "

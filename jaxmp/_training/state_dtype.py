@@ -22,7 +22,7 @@ from .._base.blocks import (
 from .._base.checks import check_optimizer, check_state, short
 from .._base.dtypes import as_dtype, is_called
 from .._base.rounding import draws, noise_seeds, round_stochastically
-from .._base.tree import found_in, is_floating, path_name, widen
+from .._base.tree import found_in, is_floating, is_number, path_name, widen
 
 _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(jnp.float32)
 _INT8 = np.dtype(jnp.int8)
@@ -286,10 +286,8 @@ def _with_copied_units(
 
 
 def check_seed(seed: Any) -> None:
-    dtype = getattr(seed, "dtype", None)
-    is_array = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
-    is_int = isinstance(seed, int) and not isinstance(seed, bool)
-    if not is_int and not (is_array and jnp.shape(seed) == ()):
+    is_integer = is_number(seed) and jnp.issubdtype(jnp.result_type(seed), jnp.integer)
+    if not is_integer or jnp.shape(seed):
         raise TypeError(
             f"`seed` must be an integer, but is {short(seed)}. Pass for example "
             "`seed=0`; it seeds the random numbers of each step."

@@ -192,7 +192,7 @@ def test_one_tree_is_selected_bit_for_bit(select, pred):
     "pred", [1, 1.0, jnp.ones(2, bool), np.ones((1,), bool), jnp.int32(0)], ids=repr
 )
 def test_a_predicate_that_is_no_bool_scalar_is_refused(pred):
-    with pytest.raises(TypeError, match=r"bool scalar as `pred`, but got \w+\[.*\]"):
+    with pytest.raises(TypeError, match=r"bool scalar as `pred`, but got (an array|1)"):
         jaxmp.select_tree(pred, TREE, OTHER_TREE)
 
 

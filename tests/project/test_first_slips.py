@@ -110,6 +110,8 @@ jaxmp.linen.with_policy(MODEL.apply, "O2")
     method `apply`. Pass the model itself: `jaxmp.linen.with_policy\(model
 jaxmp.linen.with_policy(MODEL.bind(VARIABLES), "O2")
     bound to variables: `model.unbind\(\)`
+jaxmp.autocast(HAIKU)
+    model\.apply
 jaxmp.linen.with_policy(HAIKU, "O2")
     there is `jaxmp.with_policy`
 # The arguments of the function in the same call
@@ -192,7 +194,7 @@ vag()(params=PARAMS, x=X, y=Y)
     by position
 # Trees
 jaxmp.select_tree(PARAMS, PARAMS, jnp.array(True))
-    `select_tree\(pred, on_true, on_false\)`.*got dict.*last_step_finite
+    `select_tree\(pred, on_true, on_false\)`.*got a dict.*last_step_finite
 jaxmp.select_tree(STATE, PARAMS, PARAMS)
     Pass `jaxmp.last_step_finite\(opt_state\)`
 jaxmp.cast_tree(jnp.float16, PARAMS)

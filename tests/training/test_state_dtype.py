@@ -25,6 +25,10 @@ PARAMS = {
 }
 GRADS = jax.tree.map(jnp.sin, jax.tree.map(lambda p: 37 * p, PARAMS))
 MOMENTUM = optax.sgd(1e-3, momentum=0.75)
+GROWING = optax.chain(
+    MOMENTUM,
+    optax.GradientTransformation(lambda p: (), lambda u, s, p=None: (u, (*s, 1.0))),
+)
 INT8 = partial(jaxmp.with_state_dtype, state_dtype="int8")
 FORMS = {
     "float32": (INT8, jnp.float32),
@@ -295,6 +299,8 @@ jaxmp.with_state_dtype(MOMENTUM, "float16")
     must be int8, bfloat16 or None
 jaxmp.with_state_dtype("int8", MOMENTUM)
     It comes first
+INT8(GROWING).update(GRADS, INT8(GROWING).init(PARAMS), PARAMS)
+    changes the structure of the inner optimizer's state
 jaxmp.cast_state(F32.init(PARAMS), MOMENTUM.init(PARAMS))
     two states of one optimizer
 jaxmp.cast_state(F32.init(PARAMS), F32.init(PARAMS | {"w": PARAMS["b"]}))
