@@ -37,7 +37,6 @@ class Operation:
     ins: dict[Operation, None] = dataclasses.field(default_factory=dict)
     consumers: dict[Operation, None] = dataclasses.field(default_factory=dict)
     moved: Operation | None = None  # what has computed or moved what this one moves
-    times: int = 0  # how often it runs, 0 if nobody knows
     is_stacked: bool = False  # whether a scan stacks its float32 results in 16 bits
     is_returned: bool = False
     is_saved: bool = False  # whether the backward pass reads a result
@@ -66,15 +65,6 @@ class Operation:
     def library(self) -> str:
         """The function of a library that the user has called, if any."""
         return self.here.function or library_function(self.eqn)
-
-    @functools.cached_property
-    def for_leaves(self) -> bool:
-        """Whether a library computes it for each leaf of a tree."""
-        return any(
-            function.startswith("tree_map")
-            for eqn in (*self.here.path, self.eqn)
-            for *_, function in frames_below_users(eqn)
-        )
 
     @property
     def name(self) -> str:
@@ -130,7 +120,7 @@ class Around(NamedTuple):
     """What is known of an equation by its place, and by what holds it."""
 
     place: Place
-    times: int = 1  # how often it runs, 0 where nobody knows
+    times: int = 1  # 0 until what a loop carries has settled: see `Forward`
     path: tuple[Equation, ...] = ()  # the equations that hold it
     function: str = ""  # the function of JAX that it is in
 
@@ -140,15 +130,14 @@ class Around(NamedTuple):
 
     def inside(self, eqn: Equation, jaxpr: Any) -> Around:
         """Returns the surroundings of what is inside ``eqn``, which is here."""
-        kind, before = _jaxpr.call_kind(eqn), self.place
+        before = self.place
         place, function = before.inside(eqn, jaxpr), self.function
-        if kind == "custom_jvp":  # which JAX traces anew for each call
+        if _jaxpr.call_kind(eqn) == "custom_jvp":  # which JAX traces anew for each call
             place = place._replace(shared=before.shared)
         if place.shared and not before.shared:
             name = _jaxpr.function_of(jaxpr)[0].strip("_")
             function = library_function(eqn) or name
-        times = {"scan": eqn.params.get("length", 1), "while": 0}.get(kind, 1)
-        return Around(place, self.times * times, (*self.path, eqn), function)
+        return Around(place, self.times, (*self.path, eqn), function)
 
 
 class Flow:
@@ -219,11 +208,7 @@ class Flow:
         """Returns the operation that an equation, as the user wrote it, stands for."""
         here = at.place
         key = here.path, here.place.step, eqn, carried
-        if key not in self._made:
-            self._made[key] = Operation(eqn, step, here, carried)
-        operation = self._made[key]
-        operation.times = max(operation.times, here.times)
-        return operation
+        return self._made.setdefault(key, Operation(eqn, step, here, carried))
 
     def _reads(self, operation: Operation, x: Array) -> None:
         before = [one for one in x.by if one is not operation]

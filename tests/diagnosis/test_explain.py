@@ -253,46 +253,13 @@ def scanned_loss(ws, x):
     return jnp.sum(jax.lax.scan(body, x, ws)[0] ** 2)
 
 
-def test_a_loop_is_told_once_with_its_count():
+def test_a_loop_is_told_once():
     report = explained(jaxmp.autocast(scanned), shape(5, 8, 8), X)
-    assert [x.times for x in report.lines if x.function == "layer"] == [5, 5]
+    assert len([x for x in report.lines if x.function == "layer"]) == 2
     assert dtype_and_rule(report, "return x + h, None") == ("float32", 4)
     assert at(report, "lax.scan(layer").reason == "carried from iteration to iteration"
-    assert "layer, 5 times" in str(report)
     twice = explained(jaxmp.autocast(lambda w, x: plain(w, plain(w, x))), W, X)
-    assert [x.times for x in twice.lines] == [2, 2]
-
-
-def adapted(adapters, base, x):
-    for w, adapter in zip(base, adapters, strict=True):
-        h = x - x.mean(-1, keepdims=True)
-        x = x + h @ (w + adapter)
-    return jnp.mean(x**2)
-
-
-@pytest.mark.parametrize("changed", [adapted, jax.grad(adapted)])
-def test_a_line_before_the_first_gradient_counts_like_those_behind_it(changed):
-    # Of the first layer nothing before the adapter is differentiated.
-    report = explained(jaxmp.autocast(changed), [W] * 3, [W] * 3, X)
-    lines = [at(report, "h = x - x.mean"), at(report, "x = x + h @")]
-    assert [x.times for x in lines] == [3, 3]
-
-
-def test_a_line_that_works_on_each_leaf_of_a_tree_runs_once():
-    def averaged(average, params):
-        return optax.incremental_update(params, average, step_size=0.1)
-
-    tx = jaxmp.loss_scaling(optax.adamw(0.1), "float16")
-
-    def kept(average, params):
-        return jaxmp.keep_if_skipped(tx.init([]), params, average)
-
-    def updated(grads, params):
-        return tx.update(grads, tx.init(params), params)[0]
-
-    for fun in averaged, kept, updated:
-        report = explained(fun, [W, W, X], [W, W, X])
-        assert [line.times for line in report.lines] == [1]
+    assert len(twice.lines) == 2
 
 
 def recurrent(w, xs):
@@ -316,8 +283,7 @@ def test_what_a_scan_stacks_in_16_bits_has_sentence_5():
 
 def test_a_while_loop_and_branches_are_told():
     report = explained(jaxmp.autocast(branches), W, X)
-    assert at(report, "x = jnp.tanh(x @ w)").times == 0
-    assert "in a `while` loop" in str(report)
+    assert at(report, "x = jnp.tanh(x @ w)")
     assert dtype_and_rule(report, "return x * 2.0") == ("float32", 3)
     assert at(report, "return jnp.tanh(x @ w) @ w").reason == "returned"
 
@@ -629,7 +595,7 @@ def test_recursion_decorators_and_lambdas_have_their_lines():
 
     fun = decorated(lambda w, x: power(w, x, 3) @ w)
     report = explained(jaxmp.autocast(fun), W, X)
-    assert at(report, "h = jnp.tanh").times == 3
+    assert at(report, "h = jnp.tanh")
     found = {x.function for x in report.lines}
     assert found == {"power", "inner", "<lambda>"}
 
@@ -645,7 +611,7 @@ def test_a_line_that_runs_in_two_dtypes_has_both():
 
     report = explained(jaxmp.autocast(net), W, X)
     line = at(report, "h = jnp.tanh(h)")
-    assert (line.dtype, line.also, line.times) == ("bfloat16, float32", (), 3)
+    assert (line.dtype, line.also) == ("bfloat16, float32", ())
     assert "bfloat16, float32" in str(report)
     assert len({*report.lines}) == len(report.lines)  # each has a hash
 

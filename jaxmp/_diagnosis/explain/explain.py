@@ -10,7 +10,7 @@ import collections
 import functools
 import linecache
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
 import jax
@@ -133,20 +133,7 @@ def _explained(
         rounded=last.rounded,
         saved=tuple(sorted(saved.items(), key=lambda x: x[0] != "float32")),
         saved_by=rules.STORED if saved and stored else None,
-        times=_times(last, operations),
     )
-
-
-def _times(last: Operation, operations: Sequence[Operation]) -> int:
-    """Returns how often a line runs, whose last numbers ``last`` computes.
-
-    Of a line that computes something for each leaf of a tree, what it does once counts.
-    """
-    counts = collections.Counter[Any]()
-    for x in operations:
-        counts[x.call] += x.times
-    once = [counts[x.call] for x in operations if not x.for_leaves and x.times]
-    return min(once, default=last.times) if last.for_leaves else counts[last.call]
 
 
 def _results(operations: list[Operation]) -> list[Operation]:

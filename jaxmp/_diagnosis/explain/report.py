@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +39,6 @@ class ExplainedLine:
         saved: Pairs of a dtype and the bytes of results of the line that are saved in
             it for the backward pass, for all the times it runs.
         saved_by: 5, the sentence that stores some of them in 16 bits, None if none are.
-        times: How often the line runs; 0 in a ``while`` loop, where it is not known.
 
     Examples:
         >>> def model(w, x):
@@ -63,15 +61,10 @@ class ExplainedLine:
     reason: str = ""
     saved: tuple[tuple[str, int], ...] = ()
     saved_by: int | None = None
-    times: int = 1
     rounded: str = ""
 
-    def said(self, usual: int = 1) -> list[str]:
-        """Returns the texts of the last column of the table.
-
-        Args:
-            usual: How often the other lines of the function run.
-        """
+    def said(self) -> list[str]:
+        """Returns the texts of the last column of the table."""
         words = [self.reason]
         if taken := [x for x in self.matmuls if x not in self.dtype]:
             words.append(f"matmuls in {', '.join(taken)}")
@@ -83,8 +76,6 @@ class ExplainedLine:
             rule = f" ({self.saved_by})" if self.saved_by else ""
             sizes = (f"{unit(size, 1024)}B in {x}" for x, size in self.saved)
             words.append(f"saves {', '.join(sizes)}{rule}")
-        if self.times != usual:
-            words.append(_often(self.times) or "once")
         return [*filter(None, words)]
 
 
@@ -142,27 +133,18 @@ def _text(report: Explanation) -> Iterator[str]:
     for (file, function), group in itertools.groupby(
         lines, key=lambda line: (line.file, line.function)
     ):
-        rows = [*group]
-        usual = statistics.mode(row.times for row in rows)
-        heading = names[file], function, _often(usual)
-        yield clipped(", ".join(filter(None, heading)), WIDTH)
-        for row in rows:
+        yield clipped(", ".join(filter(None, (names[file], function))), WIDTH)
+        for row in group:
             # Safeguards are among the words.
             rule = f"{row.rule}" if isinstance(row.rule, int) else ""
             cells = f"{row.number}", clipped(row.source, code), row.dtype, rule
             first = f"{next(aligned([cells], widths, first='  '))}  "
-            for text in row.said(usual) or [""]:
+            for text in row.said() or [""]:
                 indent = " " * (len(first) + 2)
                 yield from wrapped(text, first, indent) or [first.rstrip()]
                 first = " " * len(first)
         yield ""
     yield _HINT if report.sentences else "Autocast is not used."
-
-
-def _often(times: int) -> str:
-    if times == 0:
-        return "in a `while` loop"
-    return "" if times == 1 else f"{times} times"
 
 
 def _names(files: set[str]) -> dict[str, str]:
