@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.measure import product_dtypes, relative_error, run, traced
-from conftest import checking_leaks, crossed, mapped, normal, rest_is_evidence
+from conftest import (
+    at_once,
+    checking_leaks,
+    crossed,
+    in_both_orders,
+    mapped,
+    normal,
+    rest_is_evidence,
+)
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 W = normal(0, 8, 8, scale=0.3)
@@ -122,11 +130,6 @@ def test_values_keep_structure_and_dtypes_and_agree_with_float32(name):
     assert weak[: len(weak) // 2] == weak[len(weak) // 2 :]
 
 
-def run_all(funs, *args):
-    """Returns what each function gives, compiled as one program."""
-    return run(lambda *args: [fun(*args) for fun in funs], *args)[0]
-
-
 # Those with rules or bodies of their own; the values of all are compared above.
 DIFFERENTIATED = {"scan", "fori", "cond", "custom_jvp", "custom_vjp", "softmax"}
 DIFFERENTIATED |= {"remat with a policy", "vjp", "shard_map", "normalisation", "jit"}
@@ -138,11 +141,8 @@ DIFFERENTIATED |= {"convolution", "ragged_dot", "solve", "sort", "constants"}
 )
 def test_gradients_agree_with_float32_in_every_order(name):
     loss = loss_of(COMPOSED[name])
-    orders = [
-        jaxmp.autocast(jax.grad(loss), jnp.float16),
-        jax.grad(jax.jit(jaxmp.autocast(loss, jnp.float16))),
-    ]
-    expected, *grads = run_all([jax.grad(loss), *orders], W, X)
+    orders = in_both_orders(loss, "float16", grad=jax.grad)
+    expected, *grads = at_once(*orders)(W, X)
     for got in grads:
         assert got.dtype == jnp.float32
         assert relative_error(got, expected) < 0.01
@@ -165,11 +165,8 @@ def test_rules_of_custom_derivatives_run_in_16_bits(fun, argnums, count):
     def loss(w, x):
         return lax.scan(lambda c, x: (c + fun(w, x).sum(), None), 0.0, x[None])[0]
 
-    orders = [
-        jaxmp.autocast(jax.grad(loss, argnums), jnp.float16),
-        jax.grad(jaxmp.autocast(loss, jnp.float16), argnums),
-    ]
-    expected, *grads = run_all([jax.grad(loss, argnums), *orders], W, X)
+    plain, *orders = in_both_orders(loss, "float16", argnums, jax.grad)
+    expected, *grads = at_once(plain, *orders)(W, X)
     for grad, got in zip(orders, grads, strict=True):
         assert relative_error(got, expected) < 0.01
         found = product_dtypes(grad, W, X)
@@ -183,10 +180,9 @@ def test_it_works_inside_vmap_and_shard_map_and_under_a_named_axis():
 
     cast, split = jaxmp.autocast(fun), (P(), P("i"))
     wraps = [jax.vmap(f, (None, 0), axis_name="i") for f in (fun, cast)]
-    expected, out = run_all(wraps, W, X[:4])
+    expected, out = at_once(*wraps)(W, X[:4])
     np.testing.assert_allclose(out, expected, atol=0.1)
-    sharded = jax.shard_map(cast, mesh=mesh(4), in_specs=split, out_specs=P())
-    out = jax.jit(sharded)(W, X[:4])
+    out = jax.jit(mapped(cast, mesh(4), split, P()))(W, X[:4])
     np.testing.assert_allclose(out[0], expected[0], atol=0.1)
 
 
@@ -227,7 +223,7 @@ def test_second_derivatives_agree_with_float32(fun):
     cast = functools.partial(jaxmp.autocast, policy="float16")
     grads = cast(jax.grad(loss)), jax.grad(cast(loss))
     forms = [cast(again(jax.grad(loss))), *map(again, grads), *map(forward, grads)]
-    expected, *results = run_all([again(jax.grad(loss)), *forms], W)
+    expected, *results = at_once(again(jax.grad(loss)), *forms)(W)
     for got in results:
         assert relative_error(got, expected) < 0.01
 
@@ -389,11 +385,8 @@ def test_a_product_with_a_16_bit_weight_runs_in_the_dtype_of_the_policy(
     def loss(x, w):
         return jnp.square(product(x, w)).mean()
 
-    orders = [
-        jaxmp.autocast(jax.value_and_grad(loss, (0, 1)), dtype),
-        jax.value_and_grad(jaxmp.autocast(loss, dtype), (0, 1)),
-    ]
-    expected, *results = run_all([jax.value_and_grad(loss, (0, 1)), *orders], X, w)
+    plain, *orders = in_both_orders(loss, dtype, (0, 1))
+    expected, *results = at_once(plain, *orders)(X, w)
     for fun, (value, grads) in zip(orders, results, strict=True):
         assert all(d == {jnp.dtype(dtype).name} for d in product_dtypes(fun, X, w))
         chex.assert_trees_all_equal_dtypes(grads, expected[1])

@@ -19,7 +19,7 @@ import jaxmp
 from benchmarks.counting import h200, hlo
 from benchmarks.counting.measure import AS_WRITTEN, equations, relative_error
 from benchmarks.networks.planted import Result, program
-from conftest import at_once, normal, rest_is_evidence
+from conftest import at_once, mapped, normal, rest_is_evidence
 from jaxmp._jaxprs import jaxpr as _jaxpr
 
 POLICY = "mixed_float16_bfloat16"
@@ -200,10 +200,7 @@ def on_shards(w, x):
     def local(w, x):
         return jnp.tanh(jnp.tanh(x @ w["w0"]) @ w["w1"]) @ w["w2"]
 
-    mapped = jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
-    )
-    return of_logits(mapped(w, x))
+    return of_logits(mapped(local, mesh, (P(), P("data")), P("data"))(w, x))
 
 
 def searched(w, x):
@@ -375,9 +372,10 @@ TRAINERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "of", ["mlp", pytest.param("scan of remat", marks=pytest.mark.evidence)]
-)
+SIMPLE = rest_is_evidence({x: x for x in ("mlp", "scan of remat")}, "mlp")
+
+
+@pytest.mark.parametrize("of", SIMPLE)
 @pytest.mark.parametrize(
     "name", rest_is_evidence({x: x for x in TRAINERS}, "jit", "mesh")
 )
@@ -410,9 +408,7 @@ def of_norm(loss):
     return jax.value_and_grad(penalty)
 
 
-@pytest.mark.parametrize(
-    "of", ["mlp", pytest.param("scan of remat", marks=pytest.mark.evidence)]
-)
+@pytest.mark.parametrize("of", SIMPLE)
 def test_second_derivatives_are_bfloat16(of):
     loss, *args = PROGRAMS[of]
     check(

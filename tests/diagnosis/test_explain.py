@@ -21,6 +21,7 @@ from jax import lax
 
 import jaxmp
 import jaxmp.nnx
+from benchmarks.counting.measure import traced as equations_of
 from jaxmp._autocast import rules
 from jaxmp._autocast.emit import recording
 from jaxmp._jaxprs import jaxpr as _jaxpr
@@ -151,24 +152,15 @@ PROGRAMS = {
 }
 
 
-def equations(jaxpr):
-    """Yields all equations of a program."""
-    for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for body in _jaxpr.sub_jaxprs(eqn):
-            yield from equations(body)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_program_that_is_explained_is_the_one_that_runs(name, dtype):
     fun, *args = PROGRAMS[name]
 
     def traced():
-        jaxpr = jax.make_jaxpr(jaxmp.autocast(fun, dtype))(*args)
         return [
             (eqn.primitive.name, [str(x.aval) for x in (*eqn.invars, *eqn.outvars)])
-            for eqn in equations(jaxpr)
+            for eqn in equations_of(jaxmp.autocast(fun, dtype), *args)
         ]
 
     runs = traced()
@@ -448,8 +440,7 @@ def test_autocast_may_be_anywhere_inside():
 def test_what_is_explained_leaves_no_trace():
     fun = jaxmp.autocast(jax.jit(plain))
     jaxmp.explain(fun)(W, X)
-    jaxpr = jax.make_jaxpr(fun)(W, X)
-    names = {x for e in equations(jaxpr) for x in _jaxpr.scope_names(e)}
+    names = {x for e in equations_of(fun, W, X) for x in _jaxpr.scope_names(e)}
     assert not any(x.startswith(STEP) for x in names)
 
 

@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from benchmarks.counting import h200
+from benchmarks.counting.measure import traced
 from conftest import at_once
-from jaxmp._jaxprs import jaxpr as _jaxpr
 
 KINDS = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 ROWS, WIDTH = 64, 128
@@ -152,24 +152,17 @@ def test_a_recurrent_loop_stacks_eight_bits_alone():
 
         return jnp.mean(jax.lax.scan(step, rows[0], rows)[1] ** 2)
 
-    def stacked(jaxpr):
+    def stacked(grad):
         """The dtypes of what loops stack, wherever they are."""
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "scan":
-                outs = [x.aval for x in eqn.outvars]
-                large = [x for x in outs if x.shape == (steps, ROWS, WIDTH)]
-                yield from (str(x.dtype) for x in large)
-            for inner in _jaxpr.sub_jaxprs(eqn):
-                yield from stacked(inner)
+        loops = [eqn for eqn in traced(grad, w, rows) if eqn.primitive.name == "scan"]
+        outs = [x.aval for eqn in loops for x in eqn.outvars]
+        return [str(x.dtype) for x in outs if x.shape == (steps, ROWS, WIDTH)]
 
     steps = 3
     w, rows = layers(1)[0][0][:, :WIDTH] / 4, jnp.stack([batch()] * steps)
     usual, found = grad_of(loss), grad_of(loss, "int8")
     assert 0 < distance(found(w, rows)[1], usual(w, rows)[1]) < 0.02
-    by_usual, by_found = (
-        collections.Counter(stacked(jax.make_jaxpr(grad)(w, rows).jaxpr))
-        for grad in (usual, found)
-    )
+    by_usual, by_found = (collections.Counter(stacked(x)) for x in (usual, found))
     assert by_found["int8"] == 2  # `h`, and what the sigmoid returns
     # What the backward loop hands to the matmul of the weights stays.
     assert by_found["bfloat16"] == 1 < by_usual["bfloat16"]
@@ -182,18 +175,10 @@ def test_what_several_consumers_share_is_stored_once():
     assert sizes["int8"] == ROWS * WIDTH + ROWS * 2 * WIDTH  # the result, and `x @ up`
 
 
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _jaxpr.sub_jaxprs(eqn):
-            yield from equations(_jaxpr.open_jaxpr(inner))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_backward_pass_waits_once_for_what_is_stored(kind):
-    args = args_of("layers")
-    jaxpr = jax.make_jaxpr(grad_of(residual_mlp, kind))(*args)
-    waits = [x for x in equations(jaxpr) if x.primitive.name == "optimization_barrier"]
+    eqns = traced(grad_of(residual_mlp, kind), *args_of("layers"))
+    waits = [x for x in eqns if x.primitive.name == "optimization_barrier"]
     assert max(len(x.invars) for x in waits) > 2
     assert all(len(x.invars) == len({*map(id, x.invars)}) for x in waits)
 
