@@ -293,8 +293,8 @@ def sensitivity(report: SensitivityReport) -> Axes:
     left.set(xscale="log", xlim=(low, high))
     left.xaxis.set_minor_formatter("")
     left.set_xlabel("relative error of loss or gradients, the larger")
-    right.barh(place, [100 * x.share for x in rows])
-    right.set_xlabel("% of the FLOPs")
+    right.barh(place, [100 * (x.stored if report.residuals else x.share) for x in rows])
+    right.set_xlabel("% of what is stored" if report.residuals else "% of the FLOPs")
     return _with_legend(left)
 
 

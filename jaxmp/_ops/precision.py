@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from .._jaxprs import jaxpr as _jaxpr
@@ -33,6 +34,12 @@ _jaxpr.make_qr_precise(lambda: _APART.value is not None)
 # What a user may name: full float32 precision, or the default of the device.
 Precision = Literal["highest", "default"]
 PRECISIONS = get_args(Precision)
+
+# What a device may make of the operands of a product that names none, with the bits of
+# the fraction that it leaves.
+Float32Products = Literal["tf32", "bfloat16"]
+FLOAT32_PRODUCTS = get_args(Float32Products)
+_FRACTIONS = {"tf32": 10, "bfloat16": 7}
 
 # By jaxpr, so that what JAX shares between calls and layers stays shared.
 _changed: Any = weakref.WeakKeyDictionary()
@@ -83,3 +90,12 @@ def _throughout(jaxpr: Any, change: Callable, precision: Any) -> Any:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
         memo[key] = _jaxpr.with_eqns(jaxpr, [change(eqn, precision) for eqn in eqns])
     return memo[key]
+
+
+def rounded_by_device(x: jax.Array, kind: Float32Products) -> jax.Array:
+    """Returns a float32 operand of a product as a device takes it, to nearest."""
+    if jnp.iscomplexobj(x):
+        return lax.complex(
+            *(rounded_by_device(part, kind) for part in (x.real, x.imag))
+        )
+    return lax.reduce_precision(x, 8, _FRACTIONS[kind])

@@ -144,6 +144,11 @@ def is_of_float32(eqn: Equation) -> bool:
     return all(atom.aval.dtype in _32BIT for atom in eqn.invars[:2])
 
 
+def is_rounded_by_device(eqn: Equation) -> bool:
+    """Whether a device may round the float32 operands of a matrix product."""
+    return is_float32_product(eqn) and multiplies_matrices(eqn)
+
+
 def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
     """Whether ``eqn`` is a product of float32 operands that a device may round.
 

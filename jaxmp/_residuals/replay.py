@@ -1,6 +1,5 @@
 """Replaying a program so that it stores in eight bits what its backward pass reads."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,9 +14,16 @@ from .eight_bits import Stored, stored
 from .plan import IsLeft, Residuals, exact_of, leaves_out
 from .scans import Stack, Store, read_by_scan
 
+# Returns what stores a value. It is given what tells which values are stored in eight
+# bits if some scopes more are left out; a program, and which eight bits.
+StoreOf = Callable[[Callable[[IsLeft], set[Any]], Any, str], Store]
+
 
 def with_narrow_residuals(
-    run: Callable[[Sequence[Any]], list[Any]], kind: str, paths: Sequence[str]
+    run: Callable[[Sequence[Any]], list[Any]],
+    kind: str,
+    paths: Sequence[str],
+    store_of: StoreOf | None = None,
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that stores in eight bits what its backward pass reads.
 
@@ -25,13 +31,21 @@ def with_narrow_residuals(
         run: Function of a list of arrays that computes gradients.
         kind: Which eight bits.
         paths: Named scopes to leave out.
+        store_of: Returns what stores a value; None stores it in eight bits.
     """
     is_left = leaves_out(paths)
 
     def narrowed(arrays):
         jaxpr = _jaxpr.trace(lambda *xs: run(xs), arrays)
         jaxpr = _jaxpr.trace(lambda *xs: _inlined(jaxpr, xs), arrays)
-        store = functools.partial(stored, kind=kind)
+
+        def decided(others: IsLeft) -> set[Any]:
+            both: IsLeft = lambda x: is_left(x) or others(x)  # noqa: E731
+            return {*Replay(jaxpr, arrays, both, store).in_eight_bits()}
+
+        store: Store = lambda _, x, how, *maker: stored(x, how, kind)  # noqa: E731
+        if store_of is not None:
+            store = store_of(decided, jaxpr, kind)
         return Replay(jaxpr, arrays, is_left, store).run()
 
     return narrowed
@@ -122,6 +136,17 @@ class Replay:
             return False
         return atom in self.residuals.makers
 
+    def in_eight_bits(self) -> Iterator[Any]:
+        """Yields what is stored in eight bits, by its variable."""
+        for one in (self, *self.stacks.values()):
+            how = one.residuals.how
+            yield from (x for x in how if how[x] == "eight")
+        for eqn in filter(_jaxpr.holds_backward, self.eqns):
+            for body in _jaxpr.call_layout(eqn).bodies:
+                avals = _jaxpr.in_avals(body.jaxpr)
+                inner = Replay(body.jaxpr, avals, self.is_left, self.store)
+                yield from inner.in_eight_bits()
+
     def run(self) -> list[Any]:
         stacks: dict[tuple[int, int], Any] = {}
         for eqn in self.eqns:
@@ -147,7 +172,7 @@ class Replay:
         for var, x in zip(eqn.outvars, outs, strict=True):
             self.env[var] = x
             if (how := self.residuals.how.get(var)) is not None:
-                self.stored[var] = self.store(x, how)
+                self.stored[var] = self.store(var, x, how, eqn)
 
     def back(self, eqn: Equation) -> None:
         """Applies an equation of the backward pass to what was stored."""

@@ -15,7 +15,9 @@ from .._jaxprs.replay import scan, where_written
 from .eight_bits import How, Stored
 from .plan import IsLeft, Residuals
 
-Store = Callable[[Any, How], Stored]
+# Stores a value: its variable, it, in how many bits, and the equation that has computed
+# it, if one has.
+Store = Callable[[Any, Any, How, Equation | None], Stored]
 
 
 class Stack:
@@ -82,6 +84,7 @@ class Stack:
             if i >= self.carries
             and (out not in self.inner or out in wanted or out in self._read)
         ]
+        makers = self.residuals.makers
 
         def iteration(carry, xs):
             saved = OrderedDict[Any, Stored]()  # JAX would sort the keys of a dict
@@ -89,7 +92,7 @@ class Stack:
             def save(variables, values):
                 for var, x in zip(variables, values, strict=True):
                     if (how := self.residuals.how.get(var)) is not None:
-                        saved[var] = store(x, how)
+                        saved[var] = store(var, x, how, makers.get(var))
 
             def apply(eqn, ins):
                 outs = _jaxpr.bind(eqn, ins)

@@ -20,11 +20,17 @@ from ..._base.text import (
 
 _ROWS = 10
 _NO_MODULE = "(in no module)"
+_HIGHEST = 'with jax.default_matmul_precision("highest"):'
+# Of `float32_matmuls`.
+_NAMES = {"tf32": "TF32", "bfloat16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleSensitivity:
     """The error that one module, with everything inside it, makes in 16 bits.
+
+    Or in eight, in a report on residuals. Then "alone in 16 bits" below means that only
+    this module stores eight bits, and everything is in 16 bits otherwise.
 
     Errors are relative. A loss of 2.02 instead of 2 has an error of 0.01. The error of
     the gradients is the norm of their difference over their norm. An error is ``inf``
@@ -41,6 +47,8 @@ class ModuleSensitivity:
         has_path: Whether ``float32_paths`` can name it alone. Lines outside all
             modules, and lines of the outermost module itself, have no path of their
             own.
+        stored: Share of what is stored in eight bits for the backward pass that the
+            module computes or reads.
 
     Examples:
         >>> def loss(w, x):
@@ -61,6 +69,7 @@ class ModuleSensitivity:
     flops: float
     share: float
     has_path: bool
+    stored: float = 0.0
 
     @property
     def name(self) -> str:
@@ -86,7 +95,7 @@ class SensitivityReport:
 
     Attributes:
         modules: A row for each module path that touches 16 bits, the worst first.
-        dtype: The dtypes of 16 bits and of eight.
+        dtype: The dtypes of 16 bits and of eight; empty if there are none.
         loss: Error of the loss with everything in 16 bits.
         gradients: Error of the gradients with everything in 16 bits.
         tolerance: The largest error that is accepted for either.
@@ -96,11 +105,17 @@ class SensitivityReport:
         loss_with_paths: Error of the loss with these paths.
         gradients_with_paths: Error of the gradients with these paths.
         measured: Both errors again, of :func:`jaxmp.autocast` itself with these paths
-            against the function as it stands. None for a function that casts by itself.
+            against the function as it stands. None for a function that casts by itself,
+            and for one in float32.
         is_cast: Whether the function casts by itself. Then use overrides of its policy
             to keep modules in float32.
         loss_scale: The factor on the loss from which the gradients were computed.
         notes: What could not be switched to float32.
+        float32_matmuls: The argument of :func:`jaxmp.sensitivity`. The errors include
+            those of float32 matmuls on such a device.
+        in_float32: Whether it measured a program in float32 on such a device.
+        residuals: The eight bits that the program stores for its backward pass; None if
+            none. The rows are about these then.
     """
 
     modules: tuple[ModuleSensitivity, ...]
@@ -116,13 +131,18 @@ class SensitivityReport:
     is_cast: bool
     loss_scale: float
     notes: tuple[str, ...]
+    float32_matmuls: str | None = None
+    in_float32: bool = False
+    residuals: str | None = None
 
     @property
     def narrow(self) -> str:
         """The width that the rows are about, as the table names it."""
+        if self.residuals:
+            return "8 bits"
         if "float8" in self.dtype:
             return "8/16 bits"  # large matmuls in float8, the others in bfloat16
-        return "16 bits"
+        return _NAMES[str(self.float32_matmuls)] if self.in_float32 else "16 bits"
 
     @property
     def meets_tolerance(self) -> bool:
@@ -143,7 +163,13 @@ class SensitivityReport:
 
     @property
     def line(self) -> str:
-        """What to paste, empty if no path is needed."""
+        """What to paste, empty if no path is needed.
+
+        For a program in float32 this is a ``with`` statement to put around the code of
+        each module.
+        """
+        if self.float32_paths and self.in_float32:
+            return _HIGHEST
         if self.is_cast and self.float32_paths:
             pairs = (f'(r"{pattern}", "{dtype}")' for pattern, dtype in self.overrides)
             return f"policy.with_overrides({', '.join(pairs)})"
@@ -187,20 +213,31 @@ def _lines(report: SensitivityReport) -> Iterator[str]:
     return paragraphs(
         wrapped(_conclusion(report)),
         wrapped(report.line, "    ", "        ", is_code=True),
-        wrapped(f"relative errors with everything in {report.dtype}{scale}: {errors}"),
+        wrapped(f"relative errors with {_everything(report)}{scale}: {errors}"),
         [*_table(report, shown), *more(rows, len(shown), "modules")],
         notes(report),
     )
 
 
+def _everything(report: SensitivityReport) -> str:
+    """Says what is rounded."""
+    narrow = [f"everything in {report.dtype}"] * bool(report.dtype)
+    if report.float32_matmuls:
+        products = _NAMES[report.float32_matmuls]
+        narrow.append(f"float32 matmuls at default precision in {products}")
+    return " and ".join(narrow)
+
+
 def _table(
     report: SensitivityReport, rows: Sequence[ModuleSensitivity]
 ) -> Iterator[str]:
-    cells = [("module", *["loss", "gradients"] * 2, "FLOPs")]
+    share = "stored" if report.residuals else "FLOPs"
+    cells = [("module", *["loss", "gradients"] * 2, share)]
     for row in rows:
         alone = row.loss_alone, row.gradients_alone
         errors = map(_error, (*alone, row.loss_without, row.gradients_without))
-        cells.append((row.name, *errors, f"{row.share:.1%}"))
+        share = row.stored if report.residuals else row.share
+        cells.append((row.name, *errors, f"{share:.1%}"))
     headings = [
         f"{which} in {report.narrow}" for which in ("only this", "all but this")
     ]
@@ -225,11 +262,21 @@ def _conclusion(report: SensitivityReport) -> str:
         left = _left(report)
         return f"No choice of modules brings both errors to {at_most}: {errors}.{left}"
     if not report.line:
-        return f"Nothing needs float32: both errors are {at_most}."
+        need = "full float32 precision" if report.in_float32 else "float32"
+        need = "more than 8 bits" if report.residuals else need
+        return f"Nothing needs {need}: both errors are {at_most}."
+    if report.in_float32:
+        paths = " and ".join(f"`{path}`" for path in report.float32_paths)
+        return (
+            f"With full float32 precision in {paths}, both errors are {at_most}: "
+            f"{errors}. Put this line around the code of each:"
+        )
     if report.is_cast:
+        device = f" For full precision on the device, put `{_HIGHEST}` around them."
         return (
             f"In float32, these modules should bring both errors to {at_most}: "
             f"{errors}. Run again with the policy below to see."
+            f"{device * bool(report.float32_matmuls)}"
         )
     where = ["In float32"] * bool(report.float32_paths)
     where += ["out of 8 bits" if where else "Out of 8 bits"] * bool(
@@ -247,9 +294,10 @@ def _left(report: SensitivityReport) -> str:
     worst = max(rest, key=lambda row: row.alone, default=None)
     if worst is None or worst.alone <= report.tolerance:
         return ""
+    cure = _HIGHEST if report.in_float32 else "jaxmp.float32_region"
     return (
         f" What is left is in {worst.name}: name its parts with `jax.named_scope`, or "
-        "put `jaxmp.float32_region` around them."
+        f"put `{cure}` around them."
     )
 
 

@@ -30,6 +30,7 @@ from ..._ops.fp8 import scaled
 from ..._ops.precision import at_precision, with_default_precision
 from ..._ops.products import is_convolution, with_precision
 from ..._ops.table import ROUNDINGS, joins, one_of
+from ..._residuals.eight_bits import DTYPES, How, Stored, narrowed, widened
 
 # These return what they are given. Their parameters say how `Program` rounds it.
 rounded_p, rounded_product_p = map(_jaxpr.mark, ROUNDINGS)
@@ -42,14 +43,17 @@ Site = tuple[Any, ...]
 Parts = tuple[str, ...]
 IsKept = Callable[[Scopes], bool]
 _HIGHEST = (lax.Precision.HIGHEST,) * 2
-# What is rounded to 16 bits, and what of that stays finite; and an operand of a product
-# in float8, which has a scale.
-Form = Literal["plain", "clipped", "scaled"]
+# What is rounded to 16 bits, and what of that stays finite; an operand of a product in
+# float8, which has a scale; and the two formats of what is stored in eight bits.
+Form = Literal["plain", "clipped", "scaled", "int8", "fp8"]
 IN_16_BITS = ("plain", "clipped")
 
 
 def rounded(x: Any, dtype: np.dtype, form: Form) -> jax.Array:
     """Returns a float32 array with the digits and the limits of a dtype."""
+    if form in DTYPES:
+        few, scale = narrowed(x, form)
+        return widened(few, scale, x.dtype)
     if form == "scaled":
         few, unit = scaled(lax.convert_element_type(x, jnp.bfloat16))
         return few.astype(x.dtype) * unit.astype(x.dtype)
@@ -83,18 +87,19 @@ class RoundingEmitter(Emitter):
 
     value, rules = Value, dict.fromkeys(customs.RULES, _written_out)
 
-    def __init__(self, planner: Planner, narrowed: Any, depth: int | None = None):
-        """Starts with nothing emitted; ``depth`` is how much of a path names a part.
-
-        What is saved for the backward pass is never narrowed.
-        """
+    def __init__(
+        self, planner: Planner, narrowed: Callable | None, depth: int | None = None
+    ):
+        """Starts with nothing emitted; ``depth`` is how much of a path names a part."""
         around = _jaxpr.current_scopes()
 
         @functools.cache
         def named(scopes: Scopes) -> str:
             return part_of(around + scopes, depth)
 
-        super().__init__(planner)
+        if narrowed is not None:
+            narrowed = functools.partial(narrowed, store_of=self._store_of)
+        super().__init__(planner, narrowed)
         self.brings_gradient = True
         self.part_of = named
         self.parts: dict[Site, Parts] = {}  # of the program that is emitted
@@ -114,10 +119,7 @@ class RoundingEmitter(Emitter):
             return _Trial(self.planner, is_kept).plan(jaxpr, ins, demand, ends, ())
 
         plan = planned(lambda scopes: False)
-        trials = {
-            part: dict(_sites(planned(lambda x, part=part: self.part_of(x) == part)))
-            for part in dict.fromkeys(map(self.part_of, all_scopes(jaxpr)))
-        }
+        trials = {x: dict(_sites(planned(is_in))) for x, is_in in self._parts(jaxpr)}
         self.parts = {
             site: tuple(x for x, left in trials.items() if path not in left)
             for path, site in _sites(plan)
@@ -125,6 +127,25 @@ class RoundingEmitter(Emitter):
         self.rounded.clear()
         emitted = functools.partial(self.as_written, jaxpr, plan)
         return with_default_precision(emitted, arrays)
+
+    def _parts(self, jaxpr: Any) -> Iterator[tuple[str, IsKept]]:
+        """Yields the parts of a program, each with what says whether scopes are it."""
+        for part in dict.fromkeys(map(self.part_of, all_scopes(jaxpr))):
+            yield part, lambda scopes, part=part: self.part_of(scopes) == part
+
+    def _store_of(self, decided: Callable, jaxpr: Any, kind: str) -> Callable:
+        """Returns what stores values whole, rounded where they are to be in 8 bits."""
+        eight = {part: decided(is_in) for part, is_in in self._parts(jaxpr)}
+
+        def store(var: Any, x: Any, how: How, maker: Equation | None) -> Stored:
+            if how == "eight":
+                by = tuple(part for part in eight if var not in eight[part])
+                x = rounded_p.bind(x, dtype=DTYPES[kind], by=by, form=kind)
+                if maker is not None and is_marked(maker):
+                    x = rounded_p.bind(x, **maker.params)  # it is read in 16 bits
+            return Stored("whole", jax.typeof(x), (x,))
+
+        return store
 
     def narrow(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
         return self.round(value.array, dtype, (id(site[0]), *site[1:]))

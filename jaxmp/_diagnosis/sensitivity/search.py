@@ -18,6 +18,7 @@ from .report import ModuleSensitivity
 from .switches import Program
 
 _TRIED = 4  # modules in each step of the search
+_FLOPS, _STORED = map(operator.attrgetter, ("share", "stored"))  # what a row costs
 _AIM = 0.9  # of the tolerance, as autocast itself differs a little from the switches
 
 
@@ -105,14 +106,20 @@ class Search:
         """Measures each module alone, and everything without it; the worst first."""
         self.tell("modules", 2 * len(self.program.parts))
         rows = [self.row(part) for part in self.program.parts]
+        if self.program.residuals:  # one module alone stores little: it shares the rest
+            return sorted(rows, key=lambda row: row.without)
         return sorted(rows, key=lambda row: -row.alone)
 
     def row(self, part: str) -> ModuleSensitivity:
-        """Measures one module."""
-        mask = self.masks[part]
-        alone, without = self.errors(mask | ~self.is_first), self.errors(~mask)
+        """Measures one module: its residuals, or what it rounds to 16 bits."""
+        mask, others = self.masks[part], ~self.is_first
+        if self.program.residuals:
+            mask, others = self.masks_of_eight[part], self.is_first
+        alone, without = self.errors(mask | others), self.errors(~mask)
         inside, by_part = self.inside[part], self.program.flops
         flops, total = sum(by_part[x] for x in inside), sum(by_part.values())
+        stored = self.program.stored
+        own = sum(stored[parts] for parts in stored if not inside.isdisjoint(parts))
         return ModuleSensitivity(
             part,
             *alone,
@@ -120,6 +127,7 @@ class Search:
             flops=flops,
             share=flops / total if total else 0.0,
             has_path=part in self.has_path,
+            stored=own / sum(stored.values()) if stored else 0.0,
         )
 
     def found(
@@ -131,12 +139,13 @@ class Search:
         rows, aim = [row for row in rows if row.has_path], _AIM * tolerance
         if self.all.worst <= aim or not rows:
             return (), (), self.all
-        paths, on = self.fewest(rows, self.masks, self.is_first, aim)
+        paths, on = self.fewest(rows, self.masks, self.is_first, aim, _FLOPS)
         on, milder = on | ~self.is_first, ()
         if not self.is_first.all():
             masks = self.masks_of_eight
             rows = [row for row in rows if masks[row.path].any()]
-            milder, on = self.fewest(rows, masks, on, aim)
+            cost = _STORED if self.program.residuals else _FLOPS
+            milder, on = self.fewest(rows, masks, on, aim, cost)
         return paths, milder, self.errors(on)
 
     def fewest(
@@ -145,6 +154,7 @@ class Search:
         masks: dict[str, np.ndarray],
         start: np.ndarray,
         aim: float,
+        cost: Callable[[ModuleSensitivity], float],
     ) -> tuple[tuple[str, ...], np.ndarray]:
         """Searches for the fewest modules whose switches, off, bring the error down.
 
@@ -162,9 +172,8 @@ class Search:
         def use(row: ModuleSensitivity) -> tuple[float, float]:
             before, after = worst(chosen), worst([*chosen, row])
             gain = before**2 - after**2 if after < math.inf else 0.0
-            return gain / (row.share + 0.01), row.alone
+            return gain / (cost(row) + 0.01), row.alone
 
-        cost = operator.attrgetter("share")
         chosen: list[ModuleSensitivity] = []
         if worst([]) <= aim or not rows:
             return (), start

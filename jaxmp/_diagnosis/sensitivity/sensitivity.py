@@ -20,6 +20,8 @@ import jax.numpy as jnp
 from ..._autocast.autocast import autocast
 from ..._base.checks import (
     check_function,
+    clipped,
+    describe,
     explains,
     uncalled,
 )
@@ -29,6 +31,8 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.places import Place, caller
 from ..._ops.lists import DEFAULT_OPS, OpLists
+from ..._ops.precision import FLOAT32_PRODUCTS, Float32Products
+from ..._residuals.eight_bits import FEW, Format, check_format
 from ..numbers import Numbers
 from .report import SensitivityReport
 from .search import Search, errors_of, progress_bar
@@ -47,6 +51,8 @@ def sensitivity(
     ops: OpLists = DEFAULT_OPS,
     depth: int | None = None,
     progress: bool | None = None,
+    float32_matmuls: Float32Products | None = None,
+    residuals: Format | None = None,
 ) -> Callable[P, SensitivityReport]:
     """Measures which modules of a model need float32, and names the fewest.
 
@@ -57,6 +63,10 @@ def sensitivity(
     ``float32_paths`` that meet a tolerance, as a line to paste. Under ``"mixed_fp8"``
     these are the modules for which bfloat16 is not enough, and ``bfloat16_paths`` those
     to keep out of float8.
+
+    With ``residuals="int8"`` it measures what each module adds to the error because it
+    stores eight bits for the backward pass. ``bfloat16_paths`` are then the modules
+    that must not.
 
     One compiled program measures all of these choices, because each rounding to 16 bits
     can be switched off in it. At the end autocast itself runs with the paths found.
@@ -69,7 +79,7 @@ def sensitivity(
             its own, as ``jax.value_and_grad(loss)`` does, all compared. If it
             multiplies matrices in 16 bits already (:func:`jaxmp.with_policy`,
             :func:`jaxmp.autocast`), it is taken as it stands; an autocast inside of a
-            gradient is measured as if it were around it, and without ``residuals``.
+            gradient is measured as if it were around it.
         policy: As :func:`jaxmp.autocast` takes it; None is bfloat16.
         tolerance: The largest relative error that is accepted, for the loss and the
             gradients.
@@ -80,6 +90,12 @@ def sensitivity(
             layers of a Linen model, 3 those in a list of NNX. None uses all names.
         progress: Whether to show a progress bar. None shows one if there is a terminal
             and rich is installed.
+        float32_matmuls: The dtype to which a device rounds the operands of float32
+            matmuls without a precision: ``"tf32"`` for NVIDIA GPUs from A100 on,
+            ``"bfloat16"`` for a TPU. The errors then include this rounding on any
+            machine. None leaves it to the device that this runs on; a CPU does not
+            round. Use it with the policy ``"float32"`` to measure a float32 program.
+        residuals: As :func:`jaxmp.autocast` takes it.
 
     Returns:
         A function of the arguments of ``fun`` that returns a
@@ -89,7 +105,8 @@ def sensitivity(
         TypeError: If ``fun`` is not callable, returns no scalar, or more without
             gradients and ``has_aux``, or if an argument has no values.
         ValueError: If an option is out of range, nothing in ``fun`` is in 16 bits, or
-            an argument was donated to a step that has run.
+            in eight with ``residuals``, or an argument was donated to a step that has
+            run.
         FloatingPointError: If the loss or its gradients are not finite in float32.
 
     Examples:
@@ -109,6 +126,16 @@ def sensitivity(
         "sensitivity(fun, policy)",
         "Pass the loss, a function that calls `model.apply(params, x)`.",
     )
+    is_name = isinstance(float32_matmuls, str)
+    if float32_matmuls is not None and not (
+        is_name and float32_matmuls in FLOAT32_PRODUCTS
+    ):
+        got = repr(clipped(float32_matmuls)) if is_name else describe(float32_matmuls)
+        raise ValueError(
+            f"`float32_matmuls` must be None or one of {FLOAT32_PRODUCTS}, but is "
+            f'{got}. Pass `"tf32"` for NVIDIA GPUs from A100 on, and `"bfloat16"` for '
+            "a TPU."
+        )
     if not 0 < tolerance < math.inf:
         raise ValueError(
             f"`tolerance` must be a positive relative error, but is {tolerance}. Pass "
@@ -119,7 +146,9 @@ def sensitivity(
             f"`depth` must be at least 1, but is {depth}. Pass 2 for the layers of a "
             "Linen model, and None for all modules."
         )
+    check_format(residuals)
     policy = None if policy is None else get_policy(policy)
+    is_float32 = policy is not None and policy.compute_dtype == jnp.float32
 
     @functools.wraps(fun, updated=())
     def measured(*args: P.args, **kwargs: P.kwargs) -> SensitivityReport:
@@ -139,7 +168,7 @@ def sensitivity(
         if is_loss:
             count = len(flatten(lambda *args: None, args[:1], {}).leaves)
             step, arrays = _gradient(flat, count), [jnp.float32(1), *flat.leaves]
-        cast = functools.partial(autocast, step, policy, ops=ops)
+        cast = functools.partial(autocast, step, policy, ops=ops, residuals=residuals)
         in_16bit = step if own.multiplies else cast()
 
         def program_of(fun: Callable) -> Program:
@@ -147,24 +176,25 @@ def sensitivity(
                 jaxpr = jax.make_jaxpr(fun)(*arrays)
             twin = functools.partial(traced_in_float32, fun, arrays)
             numbers = Numbers(jaxpr, twin, around)
-            return Program(jaxpr, around, flat.leaves, depth, numbers)
+            options = depth, numbers, float32_matmuls
+            return Program(jaxpr, around, flat.leaves, *options)
 
         program = program_of(in_16bit)
         if not program.parts:
-            raise ValueError(
-                "`sensitivity` found nothing in 16 bits: the policy computes in "
-                "float32, or `fun` has no matmul, or float64 arguments. Pass for "
-                'example `policy="mixed_bfloat16"`.'
-            )
+            raise ValueError(_nothing_found(float32_matmuls))
+        _check_residuals(program, residuals, own.multiplies)
+        in_float32 = is_float32 and not own.multiplies and float32_matmuls is not None
         scales = [2.0**i for i in range(15 if program.scales else 0, -1, -1)]
         with progress_bar(progress) as tell:
             search = Search(program, flat.leaves, scales if is_loss else (), tell)
             rows = search.rows()
             paths, milder, errors = search.found(rows, tolerance)
             again: tuple[float, float] | None = None
-            if not own.multiplies:
+            if not (own.multiplies or in_float32):
                 tell("running autocast itself", 1)
                 kept = cast(float32_paths=paths, bfloat16_paths=milder)
+                if float32_matmuls is not None:
+                    kept = program_of(kept).all_on
                 loss, gradients = errors_of(kept, step, search.arrays)
                 again = loss, gradients
                 tell()
@@ -182,6 +212,9 @@ def sensitivity(
             is_cast=own.multiplies and not own.has_autocast,
             loss_scale=search.scale,
             notes=tuple(program.notes),
+            float32_matmuls=float32_matmuls,
+            in_float32=in_float32,
+            residuals=program.residuals,
         )
         return _with_notes(report, [*args, *kwargs.values()])
 
@@ -189,6 +222,44 @@ def sensitivity(
 
 
 # What is measured
+
+
+def _check_residuals(program: Program, residuals: Any, is_cast: bool) -> None:
+    """Refuses what leaves nothing to say of residuals in eight bits."""
+    if residuals is not None and is_cast:
+        raise ValueError(
+            "`residuals` is for the autocast that `sensitivity` puts around `fun`, but "
+            "this one casts by itself. Pass `residuals` to its own `autocast`, around "
+            "the gradient, and none to `sensitivity`."
+        )
+    if residuals is not None and program.residuals is None:
+        raise ValueError(
+            f'`sensitivity(..., residuals="{residuals}")` found nothing that is stored '
+            "in eight bits: the policy computes in float32, or no array that the "
+            f"backward pass reads has {FEW} numbers. Pass a policy such as "
+            '"mixed_bfloat16", and a larger batch.'
+        )
+    if program.residuals is not None and "float16" in program.dtypes:
+        raise ValueError(
+            "`sensitivity` finds the `bfloat16_paths` that store no eight bits, but a "
+            'float16 policy takes none. Pass "mixed_bfloat16", or no `residuals`. In '
+            "float16, `float32_paths` leave a module out."
+        )
+
+
+def _nothing_found(products: str | None) -> str:
+    """Returns what to say of a program in which nothing is rounded."""
+    if products is None:
+        return (
+            "`sensitivity` found nothing in 16 bits: the policy computes in float32, "
+            "or `fun` has no matmul, or float64 arguments. Pass for example "
+            '`policy="mixed_bfloat16"`, or for a float32 program on a GPU '
+            '`sensitivity(fun, "float32", float32_matmuls="tf32")`.'
+        )
+    return (
+        "`sensitivity` found nothing to round: the policy computes in float32, and "
+        "`fun` has no matmul without a precision. No device rounds it."
+    )
 
 
 def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityReport:
@@ -204,6 +275,11 @@ def _with_notes(report: SensitivityReport, args: Sequence[Any]) -> SensitivityRe
             for path, (pattern, _) in pairs
             if not any(re.search(pattern, name) for name in names)
         ]
+    if report.in_float32 and report.dtype:
+        found.append(
+            f"the program casts to {report.dtype} by itself: its errors are among "
+            "those above, and no precision removes them"
+        )
     return dataclasses.replace(report, notes=tuple(found))
 
 

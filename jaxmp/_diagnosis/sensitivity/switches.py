@@ -27,12 +27,15 @@ from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, equations
 from ..._jaxprs.replay import is_call
-from ..._ops.products import PRODUCTS, flops
+from ..._ops.precision import Float32Products, rounded_by_device
+from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
 from ..._ops.table import is_as_written, is_exact
+from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import Value, WideReplay, bind_wide, platform_of
 from .rounded import (
     IN_16_BITS,
+    Parts,
     RoundingEmitter,
     is_marked,
     part_of,
@@ -52,8 +55,10 @@ class Program:
         parts: The module paths, in the order of the program; empty for what is in no
             module.
         eight_bit_parts: Those of them with a second switch, behind all others, for
-            products in float8.
+            products in float8, or what they store or read in eight bits.
         flops: FLOPs of the matrix products and convolutions of each part.
+        stored: How many numbers are stored in eight bits, by the parts that share them.
+        residuals: In which eight bits; None if there are none.
         dtypes: Names of the 16-bit dtypes, and of those of eight bits.
         multiplies: Whether it multiplies matrices in 16 bits, by itself or by autocast.
         scales: Whether its backward pass, if it has one, is in float16.
@@ -67,6 +72,7 @@ class Program:
         arrays: Sequence[Any],
         depth: int | None = None,
         numbers: Numbers | None = None,
+        float32_matmuls: Float32Products | None = None,
     ):
         """Looks for the parts in a closed jaxpr and its arguments.
 
@@ -76,11 +82,16 @@ class Program:
             arrays: Its arguments.
             depth: How many names of a module path tell one part from another.
             numbers: Those in the code that 16 bits have lost.
+            float32_matmuls: What a device makes of float32 products without a
+                precision. The switch of their module is for that, too.
         """
         self.jaxpr, self.around, self.depth = jaxpr, around, depth
         self.numbers = numbers or Numbers(jaxpr, lambda: None, around)
         self.platform = platform_of(arrays)
+        self.float32_matmuls = float32_matmuls
         self.flops: dict[str, float] = collections.defaultdict(float)
+        self.stored: dict[Parts, float] = collections.defaultdict(float)
+        self.residuals: str | None = None
         self.notes: dict[str, None] = {}  # an ordered set
         self.dtypes: set[str] = set()
         self.multiplies = self.has_autocast = self.has_backward = self.scales = False
@@ -101,13 +112,17 @@ class Program:
             if is_marked(eqn):
                 self.has_autocast = True
                 by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            elif dtype is None:
+            elif dtype is None and not self.rounds_operands(eqn):
                 continue
             rounds.update(by)
+            if form in DTYPES:
+                self.residuals = form
+                self.stored[by] += eqn.outvars[0].aval.size * place.times
             if form not in IN_16_BITS:
                 eight.update(by)
-            self.dtypes.add(dtype.name)
-            self.scales |= place.backward and dtype == np.float16
+            if dtype is not None:
+                self.dtypes.add(dtype.name)
+                self.scales |= place.backward and dtype == np.float16
         self.multiplies |= self.has_autocast
         ordered = dict.fromkeys((*seen, *sorted(rounds)))
         self.parts = tuple(x for x in ordered if x in rounds)
@@ -143,6 +158,14 @@ class Program:
         """
         return _Frame(self, jnp.asarray(switches)).outputs(arrays)
 
+    def all_on(self, *arrays: Any) -> list[Any]:
+        """Replays it with all of its switches on."""
+        return self.run(np.ones(self.count, bool), *arrays)
+
+    def rounds_operands(self, eqn: Equation) -> bool:
+        """Whether the device rounds the operands of a product in float32."""
+        return self.float32_matmuls is not None and is_rounded_by_device(eqn)
+
     def part_of(self, place: Place) -> str:
         return part_of(place.scopes, self.depth)
 
@@ -176,6 +199,13 @@ class _Frame(WideReplay):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
             on = self.on(by, eight=form not in IN_16_BITS)
             return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
+        if self.program.rounds_operands(eqn):
+            kind: Any = self.program.float32_matmuls
+            operands = [jnp.asarray(x) for x in arrays[:2]]
+            arrays[:2] = [
+                jnp.where(self.on([part]), rounded_by_device(x, kind), x)
+                for x in operands
+            ]
         narrow = [is_narrow(var.aval) for var in eqn.invars]
         if not any(narrow) and not any(is_narrow(var.aval) for var in eqn.outvars):
             return [*map(Value, bind_wide(eqn, arrays))]
