@@ -135,11 +135,6 @@ class Site:
         names = [x for x in self.holds if isinstance(x, str)]
         return names[0] if _jaxpr.is_cast(self.eqn) and len(names) == 1 else ""
 
-    @property
-    def computes(self) -> bool:
-        """Whether it does more than move or choose between values."""
-        return bool(self.looked and self.operands) and not is_exact(self.eqn)
-
     def fault(self, iterations: tuple[int, ...] = ()) -> Fault:
         """Returns what happened here."""
         shown = zip(self.operands, self.inputs, strict=False)

@@ -23,8 +23,9 @@ from ..._base.checks import check_function, explains, uncalled
 from ..._base.dtypes import is_narrow
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.jaxpr import is_cast
-from ..._jaxprs.places import Place, caller, equations
+from ..._jaxprs.places import Place, caller
 from ..._jaxprs.scopes import FLOAT8_SCALED
+from ..._ops.table import is_exact
 from ..numbers import LostNumber, Numbers
 from ..wide_replay import platform_of
 from .advice import advice
@@ -171,12 +172,9 @@ class Search:
     @functools.cached_property
     def dtypes(self) -> set[str]:
         """Names of the dtypes of at most 16 bits."""
-        atoms = (
-            atom
-            for eqn, _ in equations(self.jaxpr, self.around)
-            for atom in (*eqn.invars, *eqn.outvars)
-        )
-        return {str(atom.aval.dtype) for atom in atoms if is_narrow(atom.aval)}
+        eqns = (x.eqn for x in self.run.sites)
+        atoms = (x for eqn in eqns for x in (*eqn.invars, *eqn.outvars))
+        return {str(x.aval.dtype) for x in atoms if is_narrow(x.aval)}
 
     @functools.cached_property
     def twin(self) -> Any:
@@ -204,10 +202,10 @@ class Search:
         if fault is None or site is None or not is_cast(site.eqn):
             return None
         left = 0.0 if fault.kind == "zeros" else math.inf
-        numbers = [x for x in site.holds if isinstance(x, float)]
-        found = [x for x in numbers if abs(x) == fault.inputs[0][2]]
-        lost = (LostNumber(left, x, site.type.dtype, site.place) for x in found)
-        return next(lost, None)
+        for x in site.holds:
+            if isinstance(x, float) and abs(x) == fault.inputs[0][2]:
+                return LostNumber(left, x, site.type.dtype, site.place)
+        return None
 
     @functools.cached_property
     def has_policy(self) -> bool:
@@ -314,7 +312,8 @@ def _ranges(run: Run) -> Iterator[OperationRange]:
     """Yields what each line computed in each module, by operation."""
     rows: dict[Line, list[Site]] = {}
     for x in run.sites:
-        if x.computes and x.runs and FLOAT8_SCALED not in x.place.scopes:
+        computes = x.looked and x.operands and not is_exact(x.eqn)  # and does not move
+        if computes and x.runs and FLOAT8_SCALED not in x.place.scopes:
             rows.setdefault(x.line, []).append(x)
     for line, sites in rows.items():
         size = sum(x.size * x.runs for x in sites)

@@ -227,9 +227,15 @@ def _table(
     report: OverflowReport, title: str, rows: list[tuple[str, Any]], name: str = ""
 ) -> Iterator[str]:
     """Writes rows, if any; the field of the report with a name has all of them."""
-    if rows:
+    cells = []
+    for number, row in rows:
+        text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
+        if row.code and _needs_code(report, row):
+            text += f" of `{clipped(row.code, 20)}`"
+        cells.append((number, text, row))
+    if cells:
         yield title
-        yield from table([(n, _said(report, x), x) for n, x in rows], _ROWS, name)
+        yield from table(cells, _ROWS, name)
 
 
 def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
@@ -241,13 +247,6 @@ def _nearest(report: OverflowReport) -> list[tuple[str, Any]]:
     for x in sorted(near, key=lambda x: x.headroom):
         known.setdefault(_key(x), (f"{x.headroom:.1f}", x))
     return [*known.values()]
-
-
-def _said(report: OverflowReport, row: Line) -> str:
-    text = f"{row.operation} {row.dtype}{' backward' if row.backward else ''}"
-    if row.code and _needs_code(report, row):
-        text += f" of `{clipped(row.code, 20)}`"
-    return text
 
 
 def _needs_code(report: OverflowReport, row: Line) -> bool:
