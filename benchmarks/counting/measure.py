@@ -20,7 +20,7 @@ def equations(jaxpr):
     """Yields every equation, those of inner jaxprs too; what a GPU would run."""
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         yield eqn
-        for body in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
+        for body in _jaxpr.on_platform(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
             yield from equations(body)
 
 

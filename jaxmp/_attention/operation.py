@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, Rules, operation
+from .._jaxprs.jaxpr import Equation, operation
 from .._ops.products import ATTENTION
 from . import by_cudnn, by_xla
 from .form import BIAS, MASK, Form
@@ -68,7 +68,7 @@ def _derived_forward(primals, tangents, *, form, precision, residual):
     same = {"form": form, "precision": precision}
     outs = FORWARD.bind(*primals, **same, residual=True)
     moving = tuple(
-        i for i, tangent in enumerate(tangents) if not _jaxpr.is_no_tangent(tangent)
+        i for i, tangent in enumerate(tangents) if type(tangent) is not _jaxpr.Zero
     )
     moved = [tangents[i] for i in moving]
     tangent = TANGENT.bind(*primals, *outs, *moved, **same, moving=moving)[0]
@@ -81,7 +81,7 @@ def _derived_by_xla(run, primals, tangents, *, form, precision, **params):
     places = [
         i
         for i, tangent in enumerate(tangents)
-        if i not in ignored and not _jaxpr.is_no_tangent(tangent)
+        if i not in ignored and type(tangent) is not _jaxpr.Zero
     ]
     form = form._replace(implementation=None)
 
@@ -99,10 +99,10 @@ def _transposed_tangent(cotangents, *args, form, precision, moving):
     asked = [
         (i, place)
         for i, place in enumerate(moving, first)
-        if _jaxpr.is_transposed_for(args[i])
+        if _jaxpr.is_undefined_primal(args[i])
     ]
     found: list[Any] = [None] * len(args)
-    if _jaxpr.is_no_tangent(cotangent):
+    if type(cotangent) is _jaxpr.Zero:
         return found
     gradients = GRADIENT.bind(
         *args[:first],
@@ -190,7 +190,8 @@ def _made(types, by_xla, kernel=None, derived=None, transposed=None):
             return lowered(*args, form=form, precision=precision, **params)
         return kernel(form, args, **params)
 
-    rules = Rules(
+    made = operation(
+        ATTENTION,
         run=run,
         types=types,
         lowered=lowered,
@@ -199,7 +200,6 @@ def _made(types, by_xla, kernel=None, derived=None, transposed=None):
         derived=derived or functools.partial(_derived_by_xla, by_xla),
         transposed=transposed,
     )
-    made = operation(ATTENTION, rules)
     return made
 
 

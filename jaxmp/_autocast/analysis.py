@@ -152,7 +152,7 @@ class Analysis:
             return BY_PATHS
         if classes.is_denied(eqn, self._denied):
             return "the lists in `ops`"
-        refers = _jaxpr.call_kind(eqn) and _jaxpr.takes_reference(eqn)
+        refers = _jaxpr.call_kind(eqn) and not _jaxpr.is_call(eqn)
         return "in a call that takes references" if refers else ""
 
     def keeps(self, eqn: Equation, scopes: Scopes) -> rules.Rule | None:

@@ -20,11 +20,9 @@ from .._jaxprs import scopes as _scopes
 from .._jaxprs.around import (
     end_look,
     inside,
-    is_staged,
     traced_by_us,
     warn_if_unscaled,
 )
-from .._jaxprs.modules import with_module_scopes
 from .._jaxprs.objects import refuse_lost_updates
 from .._jaxprs.state import haiku_state_kept, linen_state_kept
 from .._ops.lists import DEFAULT_OPS, OpLists
@@ -152,7 +150,7 @@ def autocast(
         end_look()
         make = other_emitter()
         used = emitter if make is None else make(make_planner(), narrowed)
-        cast = used.wrap(traced_by_us(with_module_scopes(checked), is_staged()))
+        cast = used.wrap(traced_by_us(checked))
         with (
             jax.named_scope(scope),
             _explained(fun, own),

@@ -42,13 +42,13 @@ def classify(
         is_product = products.is_matrix_product(eqn, back=back)
         if is_product and products.has_default_precision(eqn):
             return "product"
-    follows = name in ops.infer and not _jaxpr.has_out_dtype(eqn)
+    # `mul` may have a dtype for its result, from JAX 0.10 on.
+    follows = name in ops.infer and eqn.params.get("out_dtype") is None
     if follows and not table.multiplies_itself(eqn) and not table.scales_far(eqn):
         return "exact" if table.is_exact(eqn) else "smooth"
     if table.retypes(eqn) or table.is_saved(eqn):
         return "exact"
-    is_call = _jaxpr.call_kind(eqn) and not _jaxpr.takes_reference(eqn)
-    return "call" if is_call and name not in ops.deny else "keep"
+    return "call" if _jaxpr.is_call(eqn) and name not in ops.deny else "keep"
 
 
 def rounds(eqn: Equation) -> Sequence[bool]:
@@ -60,7 +60,10 @@ def rounds(eqn: Equation) -> Sequence[bool]:
 
 def is_written_in(eqn: Equation, ops: OpLists, dtype: np.dtype) -> bool:
     """Whether an equation is a matrix product that the user wrote in ``dtype``."""
-    return eqn.primitive.name in ops.allow and products.is_written_in(dtype, eqn)
+    is_product = eqn.primitive.name in ops.allow and products.multiplies_matrices(eqn)
+    if not is_product or not products.has_default_precision(eqn):
+        return False
+    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
 def denied_by_user(ops: OpLists) -> frozenset[str]:

@@ -474,7 +474,12 @@ class Planner:
         """Returns a jaxpr that an equation with such inputs holds, and its plan."""
         jaxpr, known = body.jaxpr, [ins[i] for i in body.operands]
         numbers = any([x.scalar is not None for x in known])
-        casts = _jaxpr.cast_to_float32(jaxpr) if numbers else ()
+        casts = {
+            x
+            for eqn in (_jaxpr.open_jaxpr(jaxpr).eqns if numbers else ())
+            if _jaxpr.is_cast(eqn) and is_float32(eqn.outvars[0])
+            for x in _jaxpr.variables(eqn.invars)
+        }
         pairs = zip(known, _jaxpr.in_vars(jaxpr), strict=True)
         given = [x.in_body(is_cast=var in casts) for x, var in pairs]
         return jaxpr, self.plan(jaxpr, given, demand, ends, scopes)

@@ -19,7 +19,7 @@ from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import Replay
 from .._ops import table
-from .._ops.narrow import summed_by_platform
+from .._ops.narrow import product_of
 from .._ops.products import is_attention
 from .numbers import LostNumber
 
@@ -118,7 +118,7 @@ def before_rounding(eqn: Equation, arrays: Sequence[Any]) -> Any:
     is_sum = table.is_arithmetic(eqn) or is_attention(eqn)
     is_product = not is_sum and table.is_product_of_any_kind(eqn)
     if is_product and all(is_narrow(x) for x in arrays[:2]):
-        return summed_by_platform(eqn, arrays)
+        return product_of(eqn).summed(arrays)
     if is_sum:
         return bind_wide(eqn, [*map(widened, arrays)])[0]
     return None

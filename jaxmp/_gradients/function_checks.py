@@ -200,10 +200,10 @@ def refuses_ungathered(
         fun: Called as ``fun(state, *args, **kwargs)``, returns the loss and more.
         axes: For each parameter, the mesh axes that it is sharded over.
     """
-    every = sorted(_NOTHING.union(*axes), key=str)
 
     def followed(eqn: _jaxpr.Equation, ins: list[Alone], at: At) -> list[Alone]:
-        met = _jaxpr.collective_axes(eqn, every)
+        met = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        met = met if isinstance(met, (tuple, list)) else (met,)
         alone = frozenset(x for x in _NOTHING.union(*ins) if x[1] not in met)
         return [alone] * len(eqn.outvars)
 

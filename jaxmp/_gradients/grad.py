@@ -14,7 +14,7 @@ from .._base.policy import Policy, PolicyLike, casting_policy
 from .._base.tree import AxisName
 from .._jaxprs.around import end_look, warn_if_unscaled
 from .._jaxprs.modules import module_scopes
-from .._jaxprs.objects import name_and_cure, refuse_integers, refuse_lost_updates
+from .._jaxprs.objects import refuse_integers, refuse_lost_updates
 from .._training.loss_scale_state import UNSCALED
 from .differentiate import (
     Options,
@@ -256,7 +256,8 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         positions = options.positions(args)
         if not allow_int:
-            refuse_integers(*name_and_cure(checked), [args[i] for i in positions])
+            says = vars(checked)["refuses_lost_updates"]
+            refuse_integers(*says, [args[i] for i in positions])
         try:
             loss, aux, grads, _ = differentiate(
                 options, stateless, {}, args, kwargs, user=user, cast=cast

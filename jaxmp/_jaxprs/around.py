@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ import jax.core
 import numpy as np
 
 from .._base.checks import known_number, warn
+from .modules import module_scopes
 
 T = TypeVar("T")
 
@@ -72,13 +74,19 @@ def is_staged() -> bool:
     return around.staged if stage is around.own else stage is not None
 
 
-def traced_by_us(fun: Callable[..., T], staged: bool) -> Callable[..., T]:
-    """Returns a function that we trace ourselves, outside of which it ``is_staged``."""
+def traced_by_us(fun: Callable[..., T]) -> Callable[..., T]:
+    """Returns a function that we trace, with scopes for the modules that it is given.
+
+    In it, ``is_staged`` says what it says here.
+    """
     from . import jaxpr as _jaxpr
+
+    staged = is_staged()
 
     @functools.wraps(fun, updated=())
     def traced(*args, **kwargs):
-        with inside(own=_jaxpr.stage(), staged=staged):
+        own, given = _jaxpr.stage(), (inspect.unwrap(fun), args, kwargs)
+        with inside(own=own, staged=staged), module_scopes(given):
             return fun(*args, **kwargs)
 
     return traced

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 
 from .._base.dtypes import is_narrow, without_casts
 from .._base.tree import is_array, path_name, taken_out
-from .around import is_staged, traced_by_us
+from .around import traced_by_us
 from .jaxpr import FLOAT32, trace
-from .modules import with_module_scopes
 
 
 class Flat(NamedTuple):
@@ -35,7 +34,7 @@ def flatten(fun: Callable, args: tuple, kwargs: dict) -> Flat:
     leaves, with_arrays = taken_out((args, kwargs), is_traced)
     parameters = _parameters(fun, len(args))
     names, out_names = [], []
-    run = traced_by_us(with_module_scopes(fun), is_staged())
+    run = traced_by_us(fun)
     for (part, first, *rest), leaf in jax.tree.leaves_with_path((args, kwargs)):
         if is_traced(leaf):
             name = first.key if part.idx else parameters[first.idx]
@@ -121,29 +120,27 @@ def traced_in_float32(fun: Callable, leaves: Sequence[Any]) -> Any:
             return None
 
 
-class Traced(NamedTuple):
-    """A function of pytrees, traced on the JAX arrays among its arguments."""
+def traced(
+    fun: Callable, args: tuple, kwargs: dict
+) -> tuple[Any, list[jax.Array], Callable[[Sequence[Any]], Any]]:
+    """Traces ``fun``. Leaves that are no JAX arrays stay as they are, on both sides.
 
-    jaxpr: Any
-    arrays: list[jax.Array]
-    rebuilt: Callable[[Sequence[Any]], Any]  # what it returns, of the jaxpr's outputs
+    Returns:
+        A jaxpr, its inputs, and what makes of its outputs what ``fun`` returns.
+    """
 
+    def is_jax_array(x):
+        return isinstance(x, jax.Array)
 
-def traced(fun: Callable, args: tuple, kwargs: dict) -> Traced:
-    """Traces ``fun``. Leaves that are no JAX arrays stay as they are, on both sides."""
-    arrays, with_arrays = taken_out((args, kwargs), _is_jax_array)
+    arrays, with_arrays = taken_out((args, kwargs), is_jax_array)
     rebuilt: Any = None
 
     @functools.wraps(fun, updated=())
     def flat(*arrays):
         nonlocal rebuilt
         args, kwargs = with_arrays(arrays)
-        outs, rebuilt = taken_out(fun(*args, **kwargs), _is_jax_array)
+        outs, rebuilt = taken_out(fun(*args, **kwargs), is_jax_array)
         return outs
 
     jaxpr = trace(flat, arrays)
-    return Traced(jaxpr, arrays, rebuilt)
-
-
-def _is_jax_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
+    return jaxpr, arrays, rebuilt

@@ -32,6 +32,8 @@ from jax.extend.core import Var as Var
 from jax.extend.core import jaxpr_as_fun as jaxpr_as_fun
 from jax.extend.core import unmapped_aval as unmapped_aval
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters.ad import Zero as Zero
+from jax.interpreters.ad import is_undefined_primal as is_undefined_primal
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
@@ -104,12 +106,10 @@ def is_float32(atom: Any) -> bool:
 
 def is_inexact(atom: Any) -> bool:
     """Whether a variable or literal of a jaxpr is floating or complex."""
-    return _is_inexact_dtype(atom.aval.dtype)
+    return _issubdtype(atom.aval.dtype, jnp.inexact)
 
 
-@functools.cache
-def _is_inexact_dtype(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.inexact)
+_issubdtype = functools.cache(jnp.issubdtype)
 
 
 def is_jaxpr(x: Any) -> bool:
@@ -152,12 +152,8 @@ def without_constants(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(body, [])
 
 
-def with_eqns(jaxpr: Any, eqns: Sequence[JaxprEqn]) -> Any:
-    """Returns a jaxpr, open or closed, with other equations of the same variables."""
-    return _with_fields(jaxpr, eqns=eqns)
-
-
-def _with_fields(jaxpr: Any, **fields: Any) -> Any:
+def with_fields(jaxpr: Any, **fields: Any) -> Any:
+    """Returns a jaxpr, open or closed, with other equations for one."""
     body = open_jaxpr(jaxpr).replace(**fields)
     return jaxpr.replace(jaxpr=body) if isinstance(jaxpr, ClosedJaxpr) else body
 
@@ -199,7 +195,8 @@ def _with_shared(closed: ClosedJaxpr) -> ClosedJaxpr:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
     eqns = closed.jaxpr.eqns
-    return with_eqns(closed, [x.replace(invars=[*map(shared, x.invars)]) for x in eqns])
+    eqns = [x.replace(invars=[*map(shared, x.invars)]) for x in eqns]
+    return with_fields(closed, eqns=eqns)
 
 
 def stage() -> Any:
@@ -327,7 +324,7 @@ def _written_at(call: JaxprEqn, traceback: Any, ctx: Any) -> JaxprEqn:
         eqn.replace(ctx=ctx, source_info=eqn.source_info.replace(traceback=traceback))
         for eqn in body.eqns
     ]
-    closed = with_eqns(closed, eqns)
+    closed = with_fields(closed, eqns=eqns)
     return call.replace(params={**call.params, param: closed})
 
 
@@ -523,12 +520,7 @@ def number_of(atom: Any) -> Any:
     if not isinstance(atom, Literal):
         return None
     aval: Any = atom.aval
-    return None if aval.shape or not _has_numbers(aval.dtype) else atom.val
-
-
-@functools.cache
-def _has_numbers(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, np.number)
+    return None if aval.shape or not _issubdtype(aval.dtype, np.number) else atom.val
 
 
 def variables(atoms: Iterable[Any]) -> Iterator[Any]:
@@ -546,27 +538,6 @@ def live(jaxpr: Any) -> list[JaxprEqn]:
             eqns.append(eqn)
             needed.update(variables(eqn.invars))
     return eqns[::-1]
-
-
-def cast_to_float32(jaxpr: Any) -> set[Any]:
-    """Returns the variables of a jaxpr that it casts to float32."""
-    casts = [x for x in open_jaxpr(jaxpr).eqns if is_cast(x)]
-    return {
-        x
-        for eqn in casts
-        for x in eqn.invars
-        if is_float32(eqn.outvars[0]) and not isinstance(x, Literal)
-    }
-
-
-def has_out_dtype(eqn: JaxprEqn) -> bool:
-    """Whether an elementwise ``eqn`` has a parameter for the dtype of its result."""
-    return eqn.params.get("out_dtype") is not None  # of `mul`, from 0.10 on
-
-
-def is_kernel(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` is a Pallas kernel, whose jaxpr works on references."""
-    return eqn.primitive.name == "pallas_call"
 
 
 class Body(NamedTuple):
@@ -611,9 +582,11 @@ def call_layout(eqn: JaxprEqn) -> CallLayout:
             return CallLayout([Body(param, params[param], inputs)])
 
 
-def takes_reference(eqn: JaxprEqn) -> bool:
-    """Whether ``eqn`` reads or writes something else than values."""
-    return not all(isinstance(var.aval, ShapedArray) for var in eqn.invars)
+def is_call(eqn: JaxprEqn) -> bool:
+    """Whether ``eqn`` calls, repeats or chooses between jaxprs, and takes values."""
+    return call_kind(eqn) != "" and all(
+        isinstance(var.aval, ShapedArray) for var in eqn.invars
+    )
 
 
 def chooses_platform(eqn: JaxprEqn) -> bool:
@@ -621,30 +594,22 @@ def chooses_platform(eqn: JaxprEqn) -> bool:
     return "branches_platforms" in eqn.params
 
 
-def on_accelerator(eqn: JaxprEqn, bodies: Sequence[Any]) -> Sequence[Any]:
-    """Returns those of the bodies of ``eqn`` that count: all, or what a GPU takes."""
+def on_platform(
+    eqn: JaxprEqn, bodies: Sequence[Any], platform: str = "gpu"
+) -> Sequence[Any]:
+    """Returns those of the bodies of ``eqn`` that run on a platform.
+
+    All, or the branch of a ``lax.platform_dependent`` that is for it, the last if none
+    is. Our own way to multiply by a vector counts as the product that others run.
+    """
     if not chooses_platform(eqn):
         return bodies
-    return [bodies[_number_of_branch(eqn, "cuda")]]
-
-
-def chosen_branch(eqn: JaxprEqn, platform: str) -> Any:
-    """Returns the branch of a ``lax.platform_dependent`` that a platform takes."""
-    names = ("cuda", "rocm") if platform == "gpu" else (platform,)
-    return eqn.params["branches"][_number_of_branch(eqn, *names)]
-
-
-def _number_of_branch(eqn: JaxprEqn, *platforms: str) -> int:
-    """Returns which branch one of some platforms takes, the last if none is for it.
-
-    Our own way to multiply by a vector counts as the product that others run.
-    """
+    platforms = {"cuda", "rocm"} if platform == "gpu" else {platform}
     choices = enumerate(eqn.params["branches_platforms"])
-    found = (i for i, names in choices if names and set(names) & set(platforms))
-    i = next(found, -1)
+    i = next((i for i, names in choices if platforms.intersection(names or ())), -1)
     inside = open_jaxpr(eqn.params["branches"][i]).eqns
     ours = [inner.primitive.name for inner in inside] == ["custom_vmap_call"]
-    return -1 if ours else i
+    return [bodies[-1 if ours else i]]
 
 
 def bind_bodies(
@@ -697,25 +662,11 @@ def is_remat(eqn: JaxprEqn) -> bool:
 
 def bind_remat(eqn: JaxprEqn, args: Sequence[Any], body: ClosedJaxpr) -> list[Any]:
     """Applies such an equation with another body, and other inputs and outputs."""
-    consts = list(body.consts)
-
-    def without_consts(*args):  # for which an open jaxpr has no place
-        given = iter(args[: len(consts)])
-        inputs = args[len(consts) :]
-        return interpret(body, inputs, bind, const=lambda _: next(given))
-
-    jaxpr = trace(without_consts, [*consts, *args])
-    changed: dict[str, Any] = {"jaxpr": jaxpr.jaxpr}
-    if isinstance(eqn.params["prevent_cse"], tuple):  # a flag for each input
-        changed["prevent_cse"] = True
-    return list(eqn.primitive.bind(*consts, *args, **{**eqn.params, **changed}))
-
-
-def collective_axes(eqn: JaxprEqn, axes: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns over which of some mesh axes ``eqn`` combines values."""
-    named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = named if isinstance(named, (tuple, list)) else (named,)
-    return tuple(axis for axis in axes if axis in named)
+    # An open jaxpr has no place for constants.
+    params = {**eqn.params, "jaxpr": without_constants(body).jaxpr}
+    if isinstance(params["prevent_cse"], tuple):  # a flag for each input
+        params["prevent_cse"] = True
+    return list(eqn.primitive.bind(*body.consts, *args, **params))
 
 
 def manual_axes(eqn: JaxprEqn) -> Any:
@@ -784,7 +735,7 @@ def written_in(jaxpr: Any, like: Any) -> Any:
     """Returns a jaxpr that says of itself to be the function behind another."""
     behind = open_jaxpr(like).debug_info.func_src_info
     info = open_jaxpr(jaxpr).debug_info._replace(func_src_info=behind)
-    return _with_fields(jaxpr, debug_info=info)
+    return with_fields(jaxpr, debug_info=info)
 
 
 def fingerprint(jaxpr: Any) -> Any:
@@ -796,28 +747,28 @@ def fingerprint(jaxpr: Any) -> Any:
     body = open_jaxpr(jaxpr)
     numbers: dict[Any, Any] = {}
 
-    def named(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return str(atom.val), atom.aval
-        return numbers.setdefault(atom, (len(numbers), atom.aval))
+    def named(atoms: Sequence[Any]) -> tuple:
+        return tuple(
+            (str(x.val), x.aval)
+            if isinstance(x, Literal)
+            else numbers.setdefault(x, (len(numbers), x.aval))
+            for x in atoms
+        )
 
-    def named_all(atoms: Sequence[Any]) -> tuple:
-        return tuple(map(named, atoms))
-
-    ins = named_all(body.invars)
+    ins = named(body.invars)
     eqns = tuple(
         (
             eqn.primitive,
             tuple(sorted(eqn.params.items())),
-            named_all(eqn.invars),
-            named_all(eqn.outvars),
+            named(eqn.invars),
+            named(eqn.outvars),
             eqn.source_info.traceback,
             str(eqn.source_info.name_stack),
             eqn.ctx,
         )
         for eqn in body.eqns
     )
-    key = ins, eqns, named_all(body.outvars)
+    key = ins, eqns, named(body.outvars)
     try:
         hash(key)
     except TypeError:  # a parameter that cannot be compared
@@ -827,17 +778,13 @@ def fingerprint(jaxpr: Any) -> Any:
 
 def zero_cotangent(zero: Any) -> Any:
     """Returns what the functions of ``jax.vjp`` take for a ``SymbolicZero``."""
-    aval = zero.aval
-    if jax.__version_info__ >= (0, 10, 1):
-        return ad.Zero(aval)
-    # Until then they take numbers.
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, aval.dtype)
-    return jnp.zeros(aval.shape, aval.dtype)
+    # Up to 0.10.0 they take numbers.
+    is_taken = jax.__version_info__ >= (0, 10, 1)
+    return Zero(zero.aval) if is_taken else zeros(zero.aval)
 
 
 def zeros(aval: Any) -> Any:
-    return ad.instantiate_zeros(ad.Zero(aval))
+    return ad.instantiate_zeros(Zero(aval))
 
 
 def zero_tangent(aval: Any) -> SymbolicZero:
@@ -861,32 +808,30 @@ def with_type_of(array: Any, aval: Any) -> jax.Array:
     )
 
 
-class Rules(NamedTuple):
-    """How an operation of our own is registered with JAX."""
-
-    run: Callable  # of arrays, at once
-    types: Callable  # of the results, from those of the operands
-    lowered: Callable  # to operations of JAX, on every device
-    on_cuda: Callable  # the same on an NVIDIA GPU
-    batched: Callable  # a rule of `vmap`
-    derived: Callable  # a rule of `jvp`
-    transposed: Callable | None = None  # a rule of what is linear
-
-
-def operation(name: str, rules: Rules) -> Primitive:
+def operation(
+    name: str,
+    *,
+    run: Callable,  # of arrays, at once
+    types: Callable,  # of the results, from those of the operands
+    lowered: Callable,  # to operations of JAX, on every device
+    on_cuda: Callable,  # the same on an NVIDIA GPU
+    batched: Callable,  # a rule of `vmap`
+    derived: Callable,  # a rule of `jvp`
+    transposed: Callable | None = None,  # a rule of what is linear
+) -> Primitive:
     """Returns an operation that JAX shows as one equation, with several results."""
     made = Primitive(name)
     made.multiple_results = True
-    made.def_impl(rules.run)
-    made.def_abstract_eval(rules.types)
+    made.def_impl(run)
+    made.def_abstract_eval(types)
     # In a function of its own, which equal layers share.
-    mlir.register_lowering(made, mlir.lower_fun(rules.lowered), inline=False)
-    cuda = mlir.lower_fun(rules.on_cuda)
+    mlir.register_lowering(made, mlir.lower_fun(lowered), inline=False)
+    cuda = mlir.lower_fun(on_cuda)
     mlir.register_lowering(made, cuda, platform="cuda", inline=False)
-    batching.primitive_batchers[made] = rules.batched
-    ad.primitive_jvps[made] = rules.derived
-    if rules.transposed is not None:
-        ad.primitive_transposes[made] = rules.transposed
+    batching.primitive_batchers[made] = batched
+    ad.primitive_jvps[made] = derived
+    if transposed is not None:
+        ad.primitive_transposes[made] = transposed
     # JAX asks the kernel how it is sharded while it lowers it, and for that it has to
     # know the devices.
     dispatch.prim_requires_devices_during_lowering.add(made)
@@ -902,19 +847,9 @@ def mark(name: str) -> Primitive:
     return made
 
 
-def is_no_tangent(tangent: Any) -> bool:
-    """Whether the rule of an operation is given no tangent, because it is zero."""
-    return type(tangent) is ad.Zero
-
-
 def no_tangent(like: Any) -> Any:
     """Returns what the rule of an operation returns for a tangent of zeros."""
-    return ad.Zero(jax.typeof(like).to_tangent_aval())
-
-
-def is_transposed_for(operand: Any) -> bool:
-    """Whether a rule of a transpose is asked for the cotangent of an operand."""
-    return ad.is_undefined_primal(operand)
+    return Zero(jax.typeof(like).to_tangent_aval())
 
 
 class Cudnn(NamedTuple):

@@ -13,27 +13,14 @@ import collections
 import contextlib
 import contextvars
 import functools
-import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 
-T = TypeVar("T")
 Scopes = tuple[str, ...]
-
-
-def with_module_scopes(fun: Callable[..., T]) -> Callable[..., T]:
-    """Returns ``fun`` with the modules among its arguments in named scopes."""
-
-    @functools.wraps(fun, updated=())
-    def named(*args, **kwargs):
-        with module_scopes((inspect.unwrap(fun), args, kwargs)):
-            return fun(*args, **kwargs)
-
-    return named
 
 
 @contextlib.contextmanager
@@ -50,7 +37,7 @@ def module_scopes(tree: Any) -> Iterator[None]:
     callers = _callers.get()
     starts = (((type(x).__name__,), x) for _, x in _modules_in(tree, kinds))
     given = _Reach(starts, callers[-1].scopes if callers else ())
-    with _scoped_methods(_classes(given.modules)):
+    with _scoped_methods(x for _, x in given.found):
         token = _callers.set((*callers, given))
         try:
             yield
@@ -66,12 +53,8 @@ class _Reach:
         self.starts, self.scopes = list(starts), scopes
 
     @functools.cached_property
-    def modules(self) -> list[Any]:
-        """All modules; while they are held no id is used again."""
-        return [module for _, module in self._found]
-
-    @functools.cached_property
-    def _found(self) -> list[tuple[Scopes, Any]]:
+    def found(self) -> list[tuple[Scopes, Any]]:
+        """All modules with their paths; while they are held no id is used again."""
         found, kinds = list(self.starts), _module_types()
         seen = {id(module) for _, module in found}
         for path, module in found:  # which grows
@@ -83,23 +66,17 @@ class _Reach:
         return found
 
     @functools.cached_property
-    def _paths(self) -> dict[int, Scopes]:
+    def paths(self) -> dict[Any, Scopes]:
+        """By which attributes a module is reached, by its ``id`` or its table."""
         by_id: dict[int, Scopes] = {}
         by_table: dict[int, Scopes] = {}
-        tables = collections.Counter(map(_table, self.modules))
-        for path, module in self._found:
+        tables = collections.Counter(_table(module) for _, module in self.found)
+        for path, module in self.found:
             by_id[id(module)] = path
             table = _table(module)
             if table is not None and tables[table] == 1:  # clones have it in common
                 by_table[table] = path
         return by_table | by_id
-
-    def path_of(self, module: Any) -> Scopes | None:
-        """Returns by which attributes a module is reached, None if by none."""
-        for key in (id(module), _table(module)):
-            if key in self._paths:
-                return self._paths[key]
-        return None
 
     def starts_with(self, module: Any) -> bool:
         """Whether a module is the one that begins here, or what Flax made of it."""
@@ -148,23 +125,19 @@ _lock = threading.Lock()
 _replaced: dict[type, tuple[int, dict[str, Any]]] = {}  # for how many, and by what
 
 
-def _classes(modules: Iterable[Any]) -> set[type]:
-    """Returns the classes whose methods get scopes.
+@contextlib.contextmanager
+def _scoped_methods(modules: Iterable[Any]) -> Iterator[None]:
+    """Makes the methods of classes open scopes.
 
-    All of NNX, as a function may build a model itself; of Equinox, where much else is
-    a module, those of the given models.
+    Those of all of NNX, as a function may build a model itself; of Equinox, where much
+    else is a module, those of the given models.
     """
     kinds = _module_types()
     classes = {base for x in modules for base in type(x).__mro__}
     todo = [cls for cls in kinds if cls.__module__.startswith("flax")]
     for cls in todo:  # which grows
         todo.extend(cls.__subclasses__())
-    return {x for x in classes | {*todo} if issubclass(x, kinds) and x not in kinds}
-
-
-@contextlib.contextmanager
-def _scoped_methods(classes: set[type]) -> Iterator[None]:
-    """Makes the methods of some classes open scopes."""
+    classes = {x for x in classes | {*todo} if issubclass(x, kinds) and x not in kinds}
     with _lock:
         for cls in classes:
             count, methods = _replaced.get(cls, (0, {}))
@@ -213,7 +186,8 @@ def _scoped(method: Any) -> Any:
         # Reading jaxprs takes long to import.
         from .scopes import INSIDE, without_repeats
 
-        paths = (caller.path_of(self) for caller in reversed(callers))
+        keys = id(self), _table(self)
+        paths = (x.paths.get(key) for x in reversed(callers) for key in keys)
         path = next(filter(None, paths), (type(self).__name__,))
         scopes = (*callers[-1].scopes, *path)
         if without_repeats(scopes) != scopes:  # one of the same name around it

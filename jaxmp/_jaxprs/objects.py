@@ -57,13 +57,8 @@ def refuse_lost_updates(function: str, cure: str, fun: Callable) -> Callable:
                 )
         return result
 
-    vars(checked)["refuses_lost_updates"] = function, cure
+    vars(checked)["refuses_lost_updates"] = function, cure  # for others to say
     return checked
-
-
-def name_and_cure(checked: Callable) -> tuple[str, str]:
-    """Returns in whose name a function raises, and what it then says to type."""
-    return vars(checked)["refuses_lost_updates"]
 
 
 def refuse_integers(function: str, cure: str | None, params: Any) -> None:

@@ -187,20 +187,6 @@ def equations(
             yield from equations(body, place.inside(eqn, body), bodies)
 
 
-def placed(
-    apply: Callable[[_jaxpr.Equation, list[Any], Place], Any], around: Place
-) -> Callable[[_jaxpr.Equation, list[Any]], Any]:
-    """Returns ``apply`` as ``interpret`` calls it, given where each equation is."""
-    place = around
-
-    def applied(eqn, ins):
-        nonlocal place
-        place = around.of(eqn, before=place)
-        return apply(eqn, ins, place)
-
-    return applied
-
-
 def caller() -> Frame | None:
     """Returns the innermost running frame outside of all libraries."""
     frame = sys._getframe()

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from . import jaxpr as _jaxpr
-from .jaxpr import Equation
-from .places import Place, placed
+from .jaxpr import Equation, is_call
+from .places import Place
 
 
 class Replay:
@@ -52,9 +52,8 @@ class Replay:
 
     def bodies(self, eqn: Equation) -> list[Any]:
         """Returns the jaxprs in an equation that run on the platform."""
-        if _jaxpr.chooses_platform(eqn):
-            return [_jaxpr.chosen_branch(eqn, self.platform)]
-        return [body.jaxpr for body in _jaxpr.call_layout(eqn).bodies]
+        bodies = _jaxpr.call_layout(eqn).bodies
+        return [x.jaxpr for x in _jaxpr.on_platform(eqn, bodies, self.platform)]
 
     def inside(self, scalars: Any, axes: tuple[Any, ...]) -> Replay:
         """Returns the replay of a body that is traced on its own."""
@@ -102,14 +101,17 @@ class Replay:
     def run(self, jaxpr: Any, values: Sequence[Any], around: Place) -> list[Any]:
         """Replays a jaxpr, open or closed."""
 
-        def apply(eqn, ins, place):
+        place = around
+
+        def apply(eqn, ins):
+            nonlocal place
+            place = around.of(eqn, before=place)
             replay = self.call if is_call(eqn) else self.operation
             with _jaxpr.context_of(eqn):
                 return replay(eqn, self.read(eqn, ins), place)
 
-        at_places = placed(apply, around)
         return _jaxpr.interpret(
-            jaxpr, values, at_places, const=self.constant, literal=self.literal
+            jaxpr, values, apply, const=self.constant, literal=self.literal
         )
 
     def call(self, eqn: Equation, ins: list[Any], place: Place) -> list[Any]:
@@ -151,7 +153,7 @@ class Replay:
             x if x.dtype == y.dtype else x.update(dtype=y.dtype) for x, y in pairs
         ]
         outside = [*ins[:n_consts], *[None] * n_carry, *ins[first:]]
-        run = body.traced([*consts, *carry, *slices], outside, slices=len(xs))
+        run = Traced(body, [*consts, *carry, *slices], outside, slices=len(xs))
 
         def step(carried, xs):
             carry, state = carried
@@ -174,7 +176,7 @@ class Replay:
             fixed = [i for i in operands if i < first]
             outside = [*(ins[i] for i in fixed), *[None] * len(carry)]
             fixed = [arrays[i] for i in fixed]
-            fun = body.traced([*fixed, *carry], outside, **options)
+            fun = Traced(body, [*fixed, *carry], outside, **options)
             return lambda carry: fun([*fixed, *carry]), fun
 
         tested, _ = traced(test, layout.bodies[0].operands)
@@ -203,7 +205,7 @@ class Replay:
     def cond(self, eqn, ins, arrays, *bodies):
         del eqn
         index, *arrays = arrays
-        branches = [body.traced(arrays, ins[1:]) for body in bodies]
+        branches = [Traced(body, arrays, ins[1:]) for body in bodies]
 
         def alone(arrays, i):
             """Runs one branch; of all others nothing is seen."""
@@ -219,7 +221,7 @@ class Replay:
         return outs
 
     def remat(self, eqn, ins, arrays, body):
-        fun = body.traced(arrays, ins)
+        fun = Traced(body, arrays, ins)
         outs, body.seen = fun.rebuilt(_jaxpr.bind_remat(eqn, arrays, fun.jaxpr))
         return outs
 
@@ -295,22 +297,21 @@ class Body:
             ]
         return [x.array for x in outs], replay.seen()
 
-    def traced(
-        self, arrays: Sequence[Any], outside: Sequence[Any], **options
-    ) -> Traced:
-        """Traces :meth:`run`, once: JAX may trace the body of a loop again."""
-        return Traced(lambda *x: self.run(x, outside, **options), arrays)
-
 
 class Traced:
-    """A function of a list of arrays that was traced.
+    """The run of a body that was traced, once: JAX may trace that of a loop again.
 
     Attributes:
         jaxpr: What it was traced to.
         types: Of what is seen in it, its second result.
     """
 
-    def __init__(self, fun: Callable[..., Any], arrays: Sequence[Any]):
+    def __init__(
+        self, body: Body, arrays: Sequence[Any], outside: Sequence[Any], **options
+    ):
+        def fun(*arrays):
+            return body.run(arrays, outside, **options)
+
         self.jaxpr, shapes = jax.make_jaxpr(fun, return_shape=True)(*arrays)
         self.tree, self.types = jax.tree.structure(shapes), shapes[1]
 
@@ -320,11 +321,6 @@ class Traced:
     def rebuilt(self, outs: Sequence[Any]) -> Any:
         """Returns the results of the function from those of its jaxpr."""
         return self.tree.unflatten(outs)
-
-
-def is_call(eqn: Equation) -> bool:
-    """Whether an equation calls, repeats or chooses between jaxprs."""
-    return bool(_jaxpr.call_kind(eqn)) and not _jaxpr.takes_reference(eqn)
 
 
 def scan(eqn: Equation, body: Callable, carry: Any, xs: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -92,16 +93,11 @@ def _is_in_linen(linen: Any, fun: Callable) -> bool:
     stack = getattr(context, "module_stack", [fun])  # ends with None outside modules
     inner: Any = inspect.unwrap(fun)  # of `value_and_grad`, the loss
     cells = getattr(inner, "__closure__", None) or ()
-    known = [inner, getattr(inner, "__self__", None), *map(_contents, cells)]
+    # A cell to which nothing has been assigned yet is equal to an empty one.
+    held = (cell.cell_contents for cell in cells if cell != types.CellType())
+    known = [inner, getattr(inner, "__self__", None), *held]
     bound = any(isinstance(x, linen.Module) and x.scope is not None for x in known)
     return bound or stack[-1] is not None
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return None
 
 
 def sources(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[int | None]:
@@ -142,13 +138,11 @@ def _through(eqn: Any, ins: list[Any], at: At) -> list[Any]:
     if is_scan:
         for i, out in zip(carries, layout.fixed_out, strict=True):  # if it runs at all
             outs[out] = the_one((ins[i], outs[out]))
-        outs[len(carries) :] = [_whole(x, id(eqn)) for x in outs[len(carries) :]]
+        outs[len(carries) :] = [
+            x.of if isinstance(x, _Slice) and x.scan == id(eqn) else None
+            for x in outs[len(carries) :]
+        ]
     return outs
-
-
-def _whole(x: Any, scan: int) -> Any:
-    """Returns of what ``x`` is each slice in a scan, None if of nothing."""
-    return x.of if isinstance(x, _Slice) and x.scan == scan else None
 
 
 _SOURCES = Forward(

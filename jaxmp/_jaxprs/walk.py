@@ -110,7 +110,7 @@ class Forward:
         layout, within = _jaxpr.call_layout(eqn), inside(eqn, at.scopes)
         bodies, place = layout.bodies, at.place
         if place:
-            bodies = _jaxpr.on_accelerator(eqn, bodies)
+            bodies = _jaxpr.on_platform(eqn, bodies)
         found = [
             self.through(
                 body.jaxpr,

@@ -61,17 +61,14 @@ def multiplied(
 
     Where one of them has an Inf or a NaN, all of the result is NaN.
     """
-    product = _product(eqn.primitive, _params(eqn, dtype, backward))
-    with jax.named_scope(_scopes.FLOAT8_PRODUCT):
-        return product(*operands)
-
-
-def _params(eqn: Equation, dtype: Any, is_backward: bool) -> tuple:
     # The tensor cores of Hopper add up 14 bits unless they are told to be exact, which
     # is good enough forward. DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, 3.3.2.
-    precision = lax.Precision.HIGHEST if is_backward else lax.Precision.DEFAULT
+    precision = lax.Precision.HIGHEST if backward else lax.Precision.DEFAULT
     changed = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
-    return tuple(sorted({**eqn.params, **changed}.items()))
+    params = tuple(sorted({**eqn.params, **changed}.items()))
+    product = _product(eqn.primitive, params)
+    with jax.named_scope(_scopes.FLOAT8_PRODUCT):
+        return product(*operands)
 
 
 @functools.lru_cache(maxsize=4096)  # so that JAX traces it once for equal layers

@@ -90,11 +90,7 @@ class OpLists:
                 f"`{name}` holds a function, and autocast goes inside. It can only be "
                 f'denied: `ops.with_deny("{name}")` keeps all of it as it was written.'
             )
-        twice = (
-            (self.allow & self.deny)
-            | (self.allow & self.infer)
-            | (self.deny & self.infer)
-        )
+        twice = (self.allow & self.deny) | (self.infer & (self.allow | self.deny))
         if twice:
             raise ValueError(
                 f"`{min(twice)}` is in two lists of `OpLists`. `with_allow`, "

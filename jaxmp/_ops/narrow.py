@@ -44,7 +44,13 @@ class Product(NamedTuple):
         return self.primitive.bind(*args, **options)
 
     def summed(self, args: Sequence[Any]) -> jax.Array:
-        """Applies it to 16-bit ``args``, see :func:`summed_by_platform`."""
+        """Applies it to 16-bit ``args``, and returns its float32 sums.
+
+        XLA:CPU has no such product of bfloat16 in every layout. The same sums of
+        widened operands give the same numbers there. cuBLAS has none by a vector, for
+        which XLA would write the matrix once more in float32. Multiplied and summed up,
+        it is read once. The choice is made where the program is lowered.
+        """
         if self.vector is None and all(x.dtype != jnp.bfloat16 for x in args):
             return self.bind(args, FLOAT32)
         jaxpr = _summed_by_platform(self, tuple(map(jax.typeof, args)))
@@ -55,17 +61,6 @@ def product_of(eqn: Equation, *, backward: bool = False) -> Product:
     """Returns what ``eqn`` is without its operands."""
     params = tuple(sorted(eqn.params.items()))
     return Product(eqn.primitive, params, vector_of(eqn), backward)
-
-
-def summed_by_platform(eqn: Equation, args: Sequence[Any]) -> jax.Array:
-    """Applies a product to 16-bit operands and returns its float32 sums.
-
-    XLA:CPU has no such product of bfloat16 in every layout. The same sums of widened
-    operands give the same numbers there. cuBLAS has none by a vector, for which XLA
-    would write the matrix once more in float32. Multiplied and summed up, it is read
-    once. The choice is made where the program is lowered.
-    """
-    return product_of(eqn).summed(args)
 
 
 @functools.lru_cache(maxsize=4096)  # Tracing the branches takes long.
@@ -149,10 +144,8 @@ def firmly_rounded(array: Any) -> Any:
 
 def bind_narrow(eqn: Equation, arrays: Sequence[Any], dtype: np.dtype) -> list[Any]:
     """Applies ``eqn`` to arrays of ``dtype`` where it was written for float32."""
-    changed: dict[str, Any] = {}
-    for key, param in eqn.params.items():
-        if _jaxpr.is_jaxpr(param):
-            changed[key] = _narrowed(param, dtype)
+    inner = {name: x for name, x in eqn.params.items() if _jaxpr.is_jaxpr(x)}
+    changed = {name: _narrowed(x, dtype) for name, x in inner.items()}
     return _jaxpr.bind(eqn, arrays, **changed)
 
 
@@ -179,19 +172,12 @@ def _narrowed(jaxpr: Any, dtype: np.dtype) -> Any:
     return closed if isinstance(jaxpr, _jaxpr.ClosedJaxpr) else closed.jaxpr
 
 
-_CLIPS = lax.GatherScatterMode.CLIP
-# Whoever promises that all places are in bounds has no use for others.
-_DROPS = lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS
-
-
 def row_axis(eqn: Equation) -> int | None:
     """Returns along which axis ``eqn`` adds at most one number to each row.
 
     None if it does anything else.
     """
     if not adds_at(eqn):
-        return None
-    if eqn.params["mode"] not in (_CLIPS, *_DROPS):
         return None
     numbers = eqn.params["dimension_numbers"]
     operand, _, updates = (atom.aval for atom in eqn.invars)
@@ -212,7 +198,7 @@ def added_to_zeros(eqn: Equation, zeros: Any, indices: Any, updates: Any) -> Any
     if indices.dtype.itemsize < 4:  # it may end before the axis does
         indices = indices.astype(jnp.int32)
     places = lax.broadcasted_iota(indices.dtype, row, axis)
-    if eqn.params["mode"] == _CLIPS:
+    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         indices = jnp.clip(indices, 0, places.size - 1)
     indices, updates = jnp.reshape(indices, rows), jnp.reshape(updates, rows)
     # Of the zeros come the dtype and the sharding: what is added may be a number.

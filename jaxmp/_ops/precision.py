@@ -20,7 +20,7 @@ from jax import lax
 from .._jaxprs import jaxpr as _jaxpr
 from .products import (
     default_precision,
-    is_float32_product,
+    is_of_float32,
     with_precision,
 )
 
@@ -78,7 +78,7 @@ def at_precision(eqn: _jaxpr.Equation, precision: str) -> _jaxpr.Equation:
     """
     if precision == "default":
         return eqn
-    if is_float32_product(eqn):
+    if is_of_float32(eqn):
         return with_precision(eqn, (lax.Precision.HIGHEST,) * 2)
     return _jaxpr.with_jaxprs(eqn, lambda x: _throughout(x, at_precision, precision))
 
@@ -88,7 +88,9 @@ def _throughout(jaxpr: Any, change: Callable, precision: Any) -> Any:
     memo, key = _changed.setdefault(jaxpr, {}), (change, precision)
     if key not in memo:
         eqns = _jaxpr.open_jaxpr(jaxpr).eqns
-        memo[key] = _jaxpr.with_eqns(jaxpr, [change(eqn, precision) for eqn in eqns])
+        memo[key] = _jaxpr.with_fields(
+            jaxpr, eqns=[change(eqn, precision) for eqn in eqns]
+        )
     return memo[key]
 
 

@@ -100,14 +100,15 @@ def is_attention(eqn: Equation) -> bool:
     return eqn.primitive.name == ATTENTION
 
 
-def has_default_precision(eqn: Equation) -> bool:
-    """Whether nobody has asked for a ``precision`` of a product in particular."""
-    return all(p in (None, lax.Precision.DEFAULT) for p in _precisions(eqn))
+def has_default_precision(eqn: Equation, default: Any = None) -> bool:
+    """Whether nobody has asked for a ``precision`` of a product in particular.
 
-
-def _precisions(eqn: Equation) -> tuple[Any, ...]:
-    precision = eqn.params.get("precision")
-    return precision if isinstance(precision, tuple) else (precision,)
+    Products whose lines ask for none have that of ``default``.
+    """
+    asked = eqn.params.get("precision")
+    asked = default if asked is None else asked
+    asked = asked if isinstance(asked, tuple) else (asked,)
+    return all(p in (None, lax.Precision.DEFAULT) for p in asked)
 
 
 def default_precision() -> Any:
@@ -129,36 +130,15 @@ def with_precision(eqn: Equation, precision: Any = _LOWEST) -> Equation:
     return eqn.replace(params={**eqn.params, "precision": precision})
 
 
-def is_float32_product(eqn: Equation) -> bool:
-    """Whether ``eqn`` is a product of float32 operands that names no precision."""
-    return is_of_float32(eqn) and eqn.params["precision"] is None
-
-
 def is_of_float32(eqn: Equation) -> bool:
     """Whether ``eqn`` is a product of float32 operands, or of pairs of float32.
 
-    A device makes of complex64 operands what it makes of float32.
+    TF32 and bfloat16 are what a GPU and a TPU make of those without a precision, and of
+    complex64 operands too.
     """
     if eqn.primitive.name not in PRODUCTS:
         return False
     return all(atom.aval.dtype in _32BIT for atom in eqn.invars[:2])
-
-
-def is_rounded_by_device(eqn: Equation) -> bool:
-    """Whether a device may round the float32 operands of a matrix product."""
-    return is_float32_product(eqn) and multiplies_matrices(eqn)
-
-
-def is_float32_at_default(eqn: Equation, default: Any = None) -> bool:
-    """Whether ``eqn`` is a product of float32 operands that a device may round.
-
-    TF32 and bfloat16 are what a GPU and a TPU make of such operands. Products whose
-    lines ask for no precision have that of ``default``.
-    """
-    if not is_of_float32(eqn):
-        return False
-    precisions = [default if p is None else p for p in _precisions(eqn)]
-    return all(p in (None, lax.Precision.DEFAULT) for p in precisions)
 
 
 def sizes(eqn: Equation) -> tuple[Any, Any, Any] | None:
@@ -201,32 +181,24 @@ def flops(eqn: Equation, *, back: bool = False) -> float:
     The arguments are those of :func:`is_matrix_product`.
     """
     if eqn.primitive.name in SCALED_PRODUCTS:
-        return _scaled_flops(eqn)
+        numbers = eqn.params.get("dimension_numbers")
+        contracted = numbers[0][0] if numbers else (-1,)
+        lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        return 2.0 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
     if not is_matrix_product(eqn, back=back):
         return 0.0
     if is_convolution(eqn):
         return _convolution_flops(eqn)
-    if is_attention(eqn):
-        return _attention_flops(eqn)
     lhs, rhs = (atom.aval.shape for atom in eqn.invars[:2])
+    if is_attention(eqn):
+        batch, queries, heads, size = lhs
+        product = 2.0 * batch * heads * queries * rhs[1] * size
+        # Two products; a backward pass has twice as many, and a tangent too.
+        return product * (4 if "moving" in eqn.params else 2)
     (_, contracted), (_, batch) = _dimension_numbers(eqn)
     taken = {*contracted, *batch, *_group_dimensions(eqn)}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
     return 2.0 * math.prod(lhs) * rhs_free
-
-
-def _attention_flops(eqn: Equation) -> float:
-    """Counts two products; a backward pass has twice as many, and a tangent too."""
-    batch, queries, heads, size = eqn.invars[0].aval.shape
-    product = 2.0 * batch * heads * queries * eqn.invars[1].aval.shape[1] * size
-    return product * (4 if "moving" in eqn.params else 2)
-
-
-def _scaled_flops(eqn: Equation) -> float:
-    numbers = eqn.params.get("dimension_numbers")
-    contracted = numbers[0][0] if numbers else (-1,)
-    lhs, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    return 2.0 * math.prod(out) * math.prod(lhs[axis] for axis in contracted)
 
 
 def vector_of(eqn: Equation) -> int | None:
@@ -292,13 +264,6 @@ def _convolution_flops(eqn: Equation) -> float:
         inside = (at >= 0) & (at <= (lhs[numbers.lhs_spec[2 + i]] - 1) * dilation)
         products *= int(np.sum(inside & (at % dilation == 0)))
     return 2.0 * products
-
-
-def is_written_in(dtype: np.dtype, eqn: Equation) -> bool:
-    """Whether ``eqn`` is a product of operands of ``dtype``, at default precision."""
-    if not multiplies_matrices(eqn) or not has_default_precision(eqn):
-        return False
-    return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
 
 
 def has_float32(eqn: Equation, dtype: np.dtype) -> bool:

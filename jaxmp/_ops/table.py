@@ -82,10 +82,8 @@ ROUNDINGS = ROUNDED, ROUNDED_PRODUCT = "rounded_value", "rounded_product"
 #     1. So does a product of many numbers: what is off in all of them alike adds up
 # hands on: what is lost before is lost behind, too, as where it is elementwise
 # adds, scales: adds up or takes away, multiplies or divides entry by entry
-# stretches: stretches operands of size one along an axis
 # squashes: what it takes is rounded in proportion to its size, and it hardly changes
 #     where that is large: near 1, too, it is no further off than what it is made of
-# bounded: returns no more than 1, whatever it is given
 # whole: returns all magnitudes that it was given, in another shape, order or place
 # cuts: returns parts of an array, each of which has consumers of its own
 # copies: its transpose adds up what it has copied
@@ -106,10 +104,8 @@ gather | move | copies |
 concatenate stack pad dynamic_update_slice | move | |
 pmax pmin all_gather all_gather_invariant ppermute all_to_all | send | |
 select_n clamp scatter scatter-min scatter-max | choice | |
-max | choice | stretches | a maximum
-min | choice | stretches | a minimum
-reduce_max | choice | | a maximum
-reduce_min | choice | | a minimum
+max reduce_max | choice | | a maximum
+min reduce_min | choice | | a minimum
 cummax cummin reduce_window_max reduce_window_min | choice | |
 abs neg | choice | whole |
 eq ne lt le gt ge | comparison | | a comparison
@@ -117,17 +113,13 @@ is_finite sign | comparison | |
 argmax argmin sort top_k approx_top_k | sort | |
 floor ceil round | to whole | |
 
-add | arithmetic | hands on, adds, stretches | an addition
-add_any | arithmetic | hands on, adds | an addition
-sub | arithmetic | hands on, adds, stretches | a difference
-mul | arithmetic | hands on, scales, stretches | a multiplication
-div | arithmetic | hands on, scales, stretches | a division
-rem atan2 | arithmetic | hands on, stretches |
+add add_any | arithmetic | hands on, adds | an addition
+sub | arithmetic | hands on, adds | a difference
+mul | arithmetic | hands on, scales | a multiplication
+div | arithmetic | hands on, scales | a division
 sqrt | arithmetic | hands on, digits | a root
-one_minus_square | arithmetic | hands on |
-tanh logistic erf | arithmetic | hands on, squashes, bounded |
-erfc | arithmetic | hands on, squashes |
-sin cos | arithmetic | hands on, bounded |
+tanh logistic erf erfc | arithmetic | hands on, squashes |
+sin cos rem atan2 one_minus_square | arithmetic | hands on |
 select_and_scatter_add | pooling | |
 
 exp exp2 expm1 | steep | hands on, digits | an exponential
@@ -266,9 +258,7 @@ _copies = _has("copies")
 hands_on = _has("hands on")
 adds_terms = _has("adds")
 multiplies = _has("scales")
-stretches = _has("stretches")
 squashes = _has("squashes")
-is_bounded = _has("bounded")
 keeps_magnitudes = _has("whole")
 cuts = _has("cuts")
 is_placed = _has("placed")
@@ -283,9 +273,11 @@ multiplies_entries = one_of("mul")
 divides = one_of("div")
 is_extreme = one_of("max min")
 is_sigmoid = one_of("logistic")
+is_bounded = one_of("tanh logistic erf sin cos")  # returns no more than 1
+# May be given an operand of size one along an axis.
+stretches = one_of("add sub mul div rem atan2 max min")
 guards = one_of("add sub max clamp")  # where a small number keeps a divisor from zero
 selects = one_of("select_n")
-is_negation = one_of("neg")
 tests_equal = one_of("eq ne")
 tests = one_of("eq ne lt le gt ge")  # tells how two numbers compare
 is_exponential = one_of("exp exp2 expm1")
@@ -300,8 +292,6 @@ broadcasts = one_of("broadcast_in_dim")
 gathers = one_of("all_gather all_gather_invariant")  # the shards, to every device
 adds_at = one_of("scatter-add")  # the gradient of a lookup
 inverts_symmetric = one_of("cholesky eigh")
-is_iota = one_of("iota")  # makes an array that counts, from nothing
-is_barrier = one_of("optimization_barrier")  # says when what it takes is computed
 reduces = one_of("reduce_sum reduce_max reduce_min reduce_prod")  # to a statistic
 # Makes one truth value of many.
 reduces_tests = one_of("reduce_and reduce_or reduce_min reduce_max reduce")
@@ -387,10 +377,10 @@ def is_as_written(eqn: Equation) -> bool:
 
 def multiplies_itself(eqn: Equation) -> bool:
     """Whether ``eqn`` squares: beyond 256, a square is out of the range of float16."""
-    ins = eqn.invars
-    if not multiplies_entries(eqn) or isinstance(ins[0], Literal):
+    if not multiplies_entries(eqn):
         return False
-    return ins[0] is ins[1]
+    x, y = eqn.invars
+    return x is y and not isinstance(x, Literal)
 
 
 def is_square(eqn: Equation) -> bool:
@@ -432,7 +422,7 @@ def reads_digits(eqn: Equation, place: int) -> bool:
 
 def holds_back(eqn: Equation) -> bool:
     """Whether ``eqn`` does nothing but to keep one value from being fused."""
-    return is_barrier(eqn) and len(eqn.invars) == 1
+    return eqn.primitive.name == "optimization_barrier" and len(eqn.invars) == 1
 
 
 def in_words(eqn: Equation) -> str:
@@ -508,7 +498,7 @@ def negates(eqn: Equation) -> bool:
     if multiplies(eqn):
         numbers = (number_of(x) for x in eqn.invars)
         return any(x is not None and np.real(x) < 0 for x in numbers)
-    return is_negation(eqn)
+    return eqn.primitive.name == "neg"
 
 
 def folded(eqn: Equation, numbers: list[Any]) -> Any:

@@ -77,10 +77,7 @@ def is_small(aval: Any) -> bool:
 
 def fits(aval: Any) -> bool:
     """Whether an array can be stored in eight bits, and is worth it."""
-    if aval.dtype not in _STORED or is_small(aval):
-        return False
-    axes = _row(aval.shape)
-    return math.prod(aval.shape[axis] for axis in axes) >= _SHORT
+    return aval.dtype in _STORED and not is_small(aval)
 
 
 def packs(aval: Any) -> bool:

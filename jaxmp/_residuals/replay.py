@@ -76,7 +76,9 @@ class Replay:
         self.residuals.decide(needed, exact)
         self.due = self._due()
         self.stored: dict[Any, Stored] = {}
-        self.again = self.residuals.reader(self.stored, self._known)
+        self.again = self.residuals.reader(
+            self.stored, lambda x: None if self._crosses(x) else self.env[x]
+        )
         self.sums: dict[Any, Any] = {}  # products that wait for the next stage
         self.wanted = {x for eqn in ahead for x in _jaxpr.variables(eqn.invars)}
         self.wanted.update(_jaxpr.variables(body.outvars))
@@ -212,10 +214,6 @@ class Replay:
         """Returns a value as the backward pass reads it."""
         stack = None if isinstance(atom, _jaxpr.Literal) else self.stacks.get(atom)
         return stack.read(atom, self.value) if stack else self.again(atom)
-
-    def _known(self, var: Any) -> Any:
-        """Returns what is there anyway."""
-        return None if self._crosses(var) else self.env[var]
 
     def _entered(self, eqn: Equation, ins: Sequence[Any]) -> list[Any]:
         """Applies an equation, and goes inside if there is a backward pass in it."""

@@ -169,7 +169,7 @@ class _Program:
             value.role = "move" if op in PASSES and "custom" not in op else role
             return value
 
-        if not kind or safeguard in _REGIONS or _jaxpr.takes_reference(eqn):
+        if not kind or safeguard in _REGIONS or not _jaxpr.is_call(eqn):
             return [
                 new(
                     eqn.primitive.name,

@@ -248,7 +248,7 @@ def seen(jaxpr: Any):
             yield "product", tuple(d.name for d in dtypes(eqn)), out.dtype.name
         elif name == "name":
             yield eqn.params["name"], str(getattr(eqn.outvars[0].aval, "dtype", None))
-        for body in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
+        for body in _jaxpr.on_platform(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
             yield from seen(body)
 
 

@@ -26,7 +26,7 @@ def in_loops(jaxpr, inside=False):
     for eqn in _jaxpr.open_jaxpr(jaxpr).eqns:
         yield eqn, inside
         loops = inside or eqn.primitive.name in ("scan", "while")
-        for body in _jaxpr.on_accelerator(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
+        for body in _jaxpr.on_platform(eqn, [*_jaxpr.sub_jaxprs(eqn)]):
             yield from in_loops(body, loops)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import operator
 import os
 import re
 
@@ -462,6 +463,8 @@ def test_arrays_of_any_size_and_kind_pass():
 def test_values_are_needed():
     with pytest.raises(TypeError, match="`find_overflow` needs values, but `x` is abs"):
         find(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.raises(TypeError, match="`argument 0` is abstract"):  # no signature
+        find(operator.methodcaller("sum"), jax.ShapeDtypeStruct((2,), jnp.float32))
     with pytest.raises(TypeError, match="is traced"):
         jax.jit(lambda x: find(lambda y: y, x))(X)
     with pytest.raises(TypeError, match="`find_overflow` needs a function"):

@@ -14,7 +14,7 @@ import jaxmp
 from benchmarks.counting.measure import relative_error, traced
 from conftest import normal
 from jaxmp._jaxprs import jaxpr as _jaxpr
-from jaxmp._ops.narrow import summed_by_platform
+from jaxmp._ops.narrow import product_of
 from jaxmp._ops.products import is_matrix_product, vector_of
 
 W = normal(0, 64, 64, scale=1 / 8)
@@ -55,7 +55,7 @@ def test_what_is_summed_elementwise_is_the_product(spec, turned):
     vector = vector_of(eqn)
     assert vector is not None
     arrays = [np.asarray(x, np.float16) for x in arrays]
-    jaxpr = jax.make_jaxpr(lambda *xy: summed_by_platform(eqn, xy))(*arrays)
+    jaxpr = jax.make_jaxpr(lambda *xy: product_of(eqn).summed(xy))(*arrays)
     (cond,) = (e for e in jaxpr.eqns if _jaxpr.chooses_platform(e))
     wide = [x.astype(np.float32) for x in arrays]
     expected = lax.dot_general(*wide, eqn.params["dimension_numbers"])

@@ -183,11 +183,16 @@ def test_the_backward_pass_waits_once_for_what_is_stored(kind):
     assert all(len(x.invars) == len({*map(id, x.invars)}) for x in waits)
 
 
-def test_a_slope_is_zero_where_it_was():
+def of_pairs(x):
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2), (1, 2), "VALID")
+
+
+@pytest.mark.parametrize("fun", [jax.nn.relu, of_pairs])
+def test_a_slope_is_zero_where_it_was(fun):
     # Numbers that eight bits round to zero beside the largest of their row.
     x, w = batch(), jnp.eye(WIDTH).at[0, 0].set(1e4)
     x = x.at[:, 0].set(1.0)
-    inputs = jax.grad(lambda x, w: jnp.sum(jax.nn.relu(x @ w)))
+    inputs = jax.grad(lambda x, w: jnp.sum(fun(x @ w)))
     usual = jax.jit(jaxmp.autocast(inputs))(x, w)
     found = jax.jit(jaxmp.autocast(inputs, residuals="int8"))(x, w)
     assert 0 < (found == 0).sum() < found.size

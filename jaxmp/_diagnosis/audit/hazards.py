@@ -25,8 +25,8 @@ from ..._ops import table
 from ..._ops.products import (
     has_default_precision,
     is_convolution,
-    is_float32_at_default,
     is_matrix_product,
+    is_of_float32,
     multiplies_matrices,
 )
 from ..numbers import Numbers
@@ -149,7 +149,9 @@ class _Search:
         self._note("offset", ins, "taken")
         is_narrow_one = any(is_narrow(x.aval) for x in eqn.invars[:2])
         is_default = has_default_precision(eqn)
-        at_default = is_default and is_float32_at_default(eqn, self._default_precision)
+        at_default = is_of_float32(eqn) and has_default_precision(
+            eqn, self._default_precision
+        )
         # What nobody has decided would be in 16 bits in mixed precision.
         is_undecided = is_default and not _scopes.is_decided(place.scopes)
         would_be = is_undecided and _jaxpr.is_float32(eqn.invars[0])

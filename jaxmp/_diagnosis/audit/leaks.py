@@ -26,7 +26,7 @@ from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place, iteration_count
 from ..._jaxprs.walk import At, Forward
 from ..._ops.products import flops as flops_of
-from ..._ops.products import has_default_precision, is_float32_at_default
+from ..._ops.products import has_default_precision, is_of_float32
 from ..._ops.table import is_view, may_multiply
 from .report import Kept, Leak
 
@@ -190,7 +190,7 @@ class Leaks:
     def _operation(self, eqn: Equation, ins: list[Origin], at: At) -> list[Origin]:
         """Follows one equation, whose results undo causes or ask for one."""
         place, bodies = at.place, [*_jaxpr.sub_jaxprs(eqn)]
-        if not bodies or _jaxpr.is_kernel(eqn):
+        if not bodies or may_multiply(eqn):
             value = self._computed(eqn, ins, place)
         else:  # of which nothing else is known
             value = _either(ins)
@@ -286,7 +286,8 @@ class Leaks:
         dtypes = [atom.aval.dtype for atom in eqn.invars[:2]]
         dtype = str(max(dtypes, key=lambda d: d.itemsize))
         self.flops[dtype] = self.flops.get(dtype, 0.0) + flops
-        if is_float32_at_default(eqn, self.default_precision):
+        is_default = has_default_precision(eqn, self.default_precision)
+        if is_of_float32(eqn) and is_default:
             self.default_precision_flops += flops
         step = place.planned
         key = (_scopes.without_repeats(place.scopes), place.user, eqn.primitive.name)

@@ -18,9 +18,8 @@ import numpy as np
 
 from ..._base.tree import is_inexact
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.jaxpr import Equation, is_call
 from ..._jaxprs.places import Place
-from ..._jaxprs.replay import is_call
 from ..._ops.table import is_exact, reduces_tests, tests_finite
 from ..wide_replay import widened
 from .report import Fault, Line

@@ -24,11 +24,10 @@ from jax import lax
 from ..._autocast.emit import emitting
 from ..._base.dtypes import is_narrow
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.jaxpr import Equation, is_call
 from ..._jaxprs.places import Place, equations
-from ..._jaxprs.replay import is_call
 from ..._ops.precision import Float32Products, rounded_by_device
-from ..._ops.products import PRODUCTS, flops, is_rounded_by_device
+from ..._ops.products import PRODUCTS, flops, is_of_float32, multiplies_matrices
 from ..._ops.table import is_as_written, is_exact
 from ..._residuals.eight_bits import DTYPES
 from ..numbers import LostNumber, Numbers
@@ -164,7 +163,9 @@ class Program:
 
     def rounds_operands(self, eqn: Equation) -> bool:
         """Whether the device rounds the operands of a product in float32."""
-        return self.float32_matmuls is not None and is_rounded_by_device(eqn)
+        if self.float32_matmuls is None or not is_of_float32(eqn):
+            return False
+        return eqn.params["precision"] is None and multiplies_matrices(eqn)
 
     def part_of(self, place: Place) -> str:
         return part_of(place.scopes, self.depth)
