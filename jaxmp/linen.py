@@ -108,23 +108,21 @@ def dot_product_attention(  # noqa: D417
         bias,
         mask,
         {
-            "broadcast_dropout": broadcast_dropout,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": dropout_rate,
-            "deterministic": deterministic,
-            "precision": precision,
-            "module": module,
-            "force_fp32_for_softmax": force_fp32_for_softmax,
-            "einsum_dot_general": einsum_dot_general,
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-        },
-        {
             "is_causal": is_causal,
             "key_value_seq_lengths": key_value_seq_lengths,
             "local_window_size": local_window_size,
             "implementation": implementation,
         },
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
+        force_fp32_for_softmax=force_fp32_for_softmax,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
     )
 
 

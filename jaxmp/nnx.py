@@ -114,19 +114,17 @@ def dot_product_attention(  # noqa: D417
         bias,
         mask,
         {
-            "broadcast_dropout": broadcast_dropout,
-            "dropout_rng": dropout_rng,
-            "dropout_rate": dropout_rate,
-            "deterministic": deterministic,
-            "precision": precision,
-            "module": module,
-        },
-        {
             "is_causal": is_causal,
             "key_value_seq_lengths": key_value_seq_lengths,
             "local_window_size": local_window_size,
             "implementation": implementation,
         },
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        module=module,
     )
 
 
@@ -536,24 +534,24 @@ class _PureCall:
         An ``nnx.remat`` writes all variables of its module.
         """
 
-        def is_new(number):
-            is_state = self.leaves[number] is self.arguments.leaves[number]
-            new = isinstance(values[number], jax.Array)
-            new = new and values[number] is not leaves[number]
-            return new and not (is_state and number in self.keys)
+        def by_number(objects):
+            numbers, entries = (
+                self.arguments.numbers,
+                jax.tree.leaves_with_path(objects),
+            )
+            return {numbers[path]: x for path, x in entries if path in numbers}
 
         def again(replaced):
             *_, objects = self.run([replaced.get(n, x) for n, x in enumerate(leaves)])
-            return self.by_number(objects)
+            return by_number(objects)
 
-        values = self.by_number(objects)
-        return handed_back(again, {n: leaves[n] for n in values if is_new(n)})
-
-    def by_number(self, objects: Any) -> dict[int, Any]:
-        """Returns the leaves of objects that came with the arguments."""
-        numbers = self.arguments.numbers
-        entries = jax.tree.leaves_with_path(objects)
-        return {numbers[path]: x for path, x in entries if path in numbers}
+        state = {n for n in self.keys if self.leaves[n] is self.arguments.leaves[n]}
+        new = {
+            n: leaves[n]
+            for n, x in by_number(objects).items()
+            if isinstance(x, jax.Array) and x is not leaves[n] and n not in state
+        }
+        return handed_back(again, new)
 
     def changes(self, objects: Any, leaves: Sequence[Any]) -> dict[str, jax.Array]:
         """Returns what ``fun`` has changed; nothing if it must be traced again."""

@@ -129,7 +129,13 @@ class _Given:
         elif form.window is not None:
             causal, window = True, form.window[0] + 1
         elif QUERIES in form.has or KEYS in form.has:
-            lengths = self._lengths()
+            lengths = [
+                jnp.full(ops.query.shape[:1], n, jnp.int32) if given is None else given
+                for n, given in zip(ops.lengths, ops[5:], strict=True)
+            ]
+            if KEYS in form.has:  # the kernel wants one at least
+                self.empty = (lengths[1] == 0)[:, None, None, None]
+                lengths[1] = jnp.maximum(lengths[1], 1)
         if ops.bias is not None and self.sees_any is None:
             visible = seen(form, ops)
             if visible is not None:
@@ -138,18 +144,6 @@ class _Given:
         bias = None if bias is None else self._whole(bias)
         self.kernel = Cudnn(form.scale, causal, window, bias, lengths)
         self.arrays = [self.padded(x, 1) for x in ops[:3]]
-
-    def _lengths(self) -> list[Any]:
-        """Returns the lengths of queries and of keys, the latter at least one."""
-        batch = self.ops.query.shape[0]
-        both = [
-            jnp.full((batch,), n, jnp.int32) if given is None else given
-            for n, given in zip(self.ops.lengths, self.ops[5:], strict=True)
-        ]
-        if self.ops.key_value_seq_lengths is not None:
-            self.empty = (both[1] == 0)[:, None, None, None]
-            both[1] = jnp.maximum(both[1], 1)
-        return both
 
     def _whole(self, bias: Any) -> Any:
         """Returns a bias of all queries and keys, and of an even number of each.

@@ -25,8 +25,8 @@ def attend_as_flax(
     arrays: Sequence[Any],
     bias: Any,
     mask: Any,
-    theirs: dict[str, Any],
     ours: dict[str, Any],
+    **theirs: Any,
 ) -> Any:
     """Attends to arrays ``[batch..., length, heads, size]``.
 
@@ -36,8 +36,8 @@ def attend_as_flax(
         arrays: Query, key and value.
         bias: Broadcasts to ``[batch..., heads, length, keys]``.
         mask: The same, and true where a query sees a key.
-        theirs: The options of Flax's attention.
-        ours: What Flax's attention does not know.
+        ours: Options that Flax's attention does not know.
+        **theirs: Its own.
     """
     query, key, value = arrays
     reason = None

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base.blocks import Int8Blocks, is_blocks
 from .._base.checks import as_axes, clipped, short
-from .._base.tree import AxisName, is_array, is_inexact, path_name, taken_out
+from .._base.tree import is_array, is_inexact, path_name, taken_out
 from .batch import GradFun, check_leading_axis
 from .varying import is_scalar_key, tracked_axes, varying_axes
 
@@ -224,20 +224,6 @@ def parameter_specs(params: Any, shardings: Any, mesh: Mesh) -> Any:
     whose = "the differentiated arguments"
     shardings = spread_shardings(shardings, params, "shardings", whose)
     return jax.tree.map_with_path(fitting, params, shardings)
-
-
-def mesh_axes(axis_name: AxisName | None, mesh: Mesh | None) -> tuple[Any, ...]:
-    """Returns the axes to reduce over as a tuple, refusing what the mesh has not."""
-    if axis_name is None and mesh is not None:
-        return tuple(mesh.axis_names)
-    axes = as_axes(axis_name)
-    if mesh is not None and (unknown := set(axes) - set(mesh.axis_names)):
-        raise ValueError(
-            f"`axis_name` must name axes of the mesh, {mesh.axis_names}, but "
-            f"{short(unknown.pop())} is not one. Pass one of them, or several as "
-            "a tuple."
-        )
-    return axes
 
 
 def sharded_axes(params: Any, axes: tuple[Any, ...], shardings: Any) -> Any:

@@ -43,7 +43,6 @@ from .._devices.batch import GradFun, check_batch_is_whole, over_micro_batches
 from .._devices.gather import all_gather, dims_of, sum_scatter
 from .._devices.mesh import (
     axes_of_shardings,
-    mesh_axes,
     over_mesh,
     parameter_specs,
     sharded_axes,
@@ -111,7 +110,16 @@ class Options:
                     f"`{name}` needs `batch_argnums`, the positions of the arguments "
                     "to split. Pass `batch_argnums=(1, 2)` for `fun(params, x, y)`."
                 )
-        self.axes = mesh_axes(self.axis_name, mesh)
+        self.axes = as_axes(self.axis_name)
+        if mesh is not None:
+            if self.axis_name is None:
+                self.axes = tuple(mesh.axis_names)
+            if unknown := set(self.axes) - set(mesh.axis_names):
+                raise ValueError(
+                    f"`axis_name` must name axes of the mesh, {mesh.axis_names}, but "
+                    f"{short(unknown.pop())} is not one. Pass one of them, or several "
+                    "as a tuple."
+                )
         if shardings is not None and not self.axes:
             raise ValueError(
                 "`shardings` needs `mesh`, or `axis_name` inside `shard_map` or "
@@ -235,7 +243,18 @@ def differentiate(
             fun = warns_if_promoted(options.policy, fun, user)
     differentiated = options.positions(args)
     batched = options.positions(args, "batch_argnums")
-    _check_apart(options.argnums, differentiated, batched)
+    argnums = options.argnums
+    if not isinstance(argnums, int) and not 0 < len(argnums) == len(differentiated):
+        raise ValueError(
+            f"`argnums={short(argnums)}` must name one argument or more, each once. "
+            "Pass `argnums=0` for the first."
+        )
+    if both := set(batched) & set(differentiated):
+        raise ValueError(
+            f"Argument {min(both)} is in `argnums` and in `batch_argnums`. The "
+            "gradients add up over the batch, so the batch itself cannot be "
+            "differentiated. Take it out of one."
+        )
     models = options.params(args)
     if (arrays := arrays_of_models(models)) is not models:
         args, of_models = options.with_params(args, arrays), fun
@@ -246,7 +265,14 @@ def differentiate(
 
         fun = of_arrays
     stored = options.params(args)
-    _check_kinds(stored)
+    for path, x in jax.tree.leaves_with_path(stored):
+        if not isinstance(x, numbers.Number) and not hasattr(x, "dtype"):
+            name = clipped(path_name(path)) or "argument"
+            raise TypeError(
+                f"The differentiated `{name}` must be an array, but is {describe(x)}. "
+                "Pass the parameters, and let the function take all else from around "
+                "it, or from an argument that is not in `argnums`."
+            )
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
@@ -458,35 +484,6 @@ def _sum_over(
     if rest := _without(axes, axes_of_shardings(spec)):
         part = jax.lax.psum(part, rest)
     return part.astype(grad.dtype)
-
-
-def _check_apart(
-    argnums: Any, differentiated: Sequence[int], batched: Sequence[int]
-) -> None:
-    """Raises where an argument is named twice, or is differentiated and split."""
-    if not isinstance(argnums, int) and not 0 < len(argnums) == len(differentiated):
-        raise ValueError(
-            f"`argnums={short(argnums)}` must name one argument or more, each once. "
-            "Pass `argnums=0` for the first."
-        )
-    if both := set(batched) & set(differentiated):
-        raise ValueError(
-            f"Argument {min(both)} is in `argnums` and in `batch_argnums`. The "
-            "gradients add up over the batch, so the batch itself cannot be "
-            "differentiated. Take it out of one."
-        )
-
-
-def _check_kinds(params: Any) -> None:
-    """Raises where something among the differentiated is no array."""
-    for path, x in jax.tree.leaves_with_path(params):
-        if not isinstance(x, numbers.Number) and not hasattr(x, "dtype"):
-            name = clipped(path_name(path)) or "argument"
-            raise TypeError(
-                f"The differentiated `{name}` must be an array, but is {describe(x)}. "
-                "Pass the parameters, and let the function take all else from around "
-                "it, or from an argument that is not in `argnums`."
-            )
 
 
 def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:

@@ -210,3 +210,11 @@ def test_groups_of_queries():
     found = NNX(q, k, k, is_causal=True)
     expected = nnx.dot_product_attention(q, k, k, is_causal=True)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_a_bias_and_values_of_another_size_are_those_of_flax():
+    query, key, value = (normal(i, 2, 3, 12, 4, 8) for i in range(3))
+    bias = normal(3, 3, 4, 12, 12)
+    for given in ((query, key, value, bias), (query, key, value[..., :4], bias)):
+        expected = nn.dot_product_attention(*given)
+        np.testing.assert_allclose(LINEN(*given), expected, atol=1e-5)

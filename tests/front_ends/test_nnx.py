@@ -577,6 +577,12 @@ def test_variables_are_no_batch():
         )
 
 
+def test_an_argument_that_is_missing_is_said_to_be():
+    grad_fn = jaxmp.nnx.value_and_grad(lambda m, x: m(x).sum(), batch_argnums=1)
+    with pytest.raises(TypeError, match="needs more positional arguments than the 1"):
+        grad_fn(net())
+
+
 @pytest.mark.parametrize("how", ["mesh", "axis_name", "axis_name, unchecked"])
 def test_devices_have_their_own_streams_and_agree_on_the_state(how):
     devices, rate, steps = 4, 0.5, 2

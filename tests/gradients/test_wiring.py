@@ -240,6 +240,15 @@ def test_a_constant_that_keeps_all_in_float32_is_named():
     assert why in str(found.message)
 
 
+def test_a_product_of_what_the_function_makes_has_no_cause():
+    grad_fn = jaxmp.grad(
+        lambda params: jnp.mean((jax.lax.iota(jnp.float32, 8) @ params["w"]) ** 2),
+        policy="mixed_bfloat16",
+    )
+    (found,) = said(jax.jit(grad_fn), PARAMS)
+    assert "every matmul to float32. To run them" in str(found.message)
+
+
 def test_a_float64_batch_under_a_policy_is_told_to_be_cast():
     with jax.enable_x64(True):
         grad_fn = jax.jit(jaxmp.value_and_grad(loss, policy="mixed_bfloat16"))
