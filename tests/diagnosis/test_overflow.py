@@ -130,7 +130,10 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kinds",
-    [("reversed", "cond"), pytest.param(tuple(KINDS), marks=pytest.mark.evidence)],
+    [
+        ("reversed", "cond", "while", "shard_map"),
+        pytest.param(tuple(KINDS), marks=pytest.mark.evidence),
+    ],
     ids=["some", "all"],
 )
 def test_it_is_found_inside_of_loops_branches_rules_and_shards(kinds):
