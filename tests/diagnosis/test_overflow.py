@@ -116,7 +116,7 @@ KINDS = {
     "jit": (jax.jit(lambda x: x * x), ()),
     "vmap": (jax.vmap(lambda x: x * x), ()),
     "scan": (lambda x: scanned(jnp.full(3, x[1])), (1,)),
-    "reversed": (lambda x: scanned_from_the_end(jnp.full(3, x[1])), (1,)),
+    "reversed": (lambda x: scanned_from_the_end(jnp.array([1, x[1], x[1]])), (1,)),
     "two": (lambda x: jax.lax.map(lambda t: scanned(jnp.stack([t, t])), x), (1, 1)),
     "while": (lambda x: repeated(x[1]), (0,)),
     "batch": (jax.vmap(repeated), (0,)),
