@@ -6,7 +6,7 @@ import dataclasses
 import math
 import sys
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,13 +149,17 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
     """
     dtype = as_dtype(dtype, "`dtype`")
     named = floating_leaves("range_report", tree, on_host=True)
-    counts = [_classify(x, dtype) for _, x in named]
-    paths = numbered(path for path, _ in named)
-    return RangeReport(
-        dtype=dtype.name,
-        total=_stats(counts),
-        leaves={p: _stats([n]) for p, n in zip(paths, counts, strict=True)},
+    found = [_classify(x, dtype) for _, x in named]
+    size = sum(x.size for x in found)
+    counts = [sum(x.counts[name] for x in found) for name in _CLASSES]
+    total = RangeStats(
+        *(count / max(size, 1) for count in counts),
+        min=min((x.min for x in found if x.min), default=0.0),
+        max=max((x.max for x in found), default=0.0),
+        size=size,
     )
+    paths = numbered(path for path, _ in named)
+    return RangeReport(dtype.name, total, dict(zip(paths, found, strict=True)))
 
 
 def suggest_loss_scale(
@@ -227,31 +231,8 @@ def suggest_loss_scale(
     return 2.0 ** min(max(exponent, -126), 127)
 
 
-class _Counts(NamedTuple):
-    """What :class:`RangeStats` is made of, before the division."""
-
-    classes: list[int]
-    min: float  # Inf where there is none
-    max: float
-
-
-def _stats(parts: list[_Counts]) -> RangeStats:
-    """Adds exact counts and divides them by their sum."""
-    classes = [sum(counts) for counts in zip(*(p.classes for p in parts), strict=True)]
-    size = sum(classes)
-    if not size:
-        return RangeStats(*[0.0] * 8, size=0)
-    smallest = min(part.min for part in parts)
-    return RangeStats(
-        *(n / size for n in classes),
-        min=smallest if smallest < math.inf else 0.0,
-        max=max(part.max for part in parts),
-        size=size,
-    )
-
-
 @np.errstate(invalid="ignore")  # a signalling NaN is counted without a warning
-def _classify(x: Any, dtype: np.dtype) -> _Counts:
+def _classify(x: Any, dtype: np.dtype) -> RangeStats:
     """Counts the values of each class, and finds the extreme magnitudes."""
     info = jnp.finfo(dtype)
     half_step = float(info.smallest_subnormal) / 2
@@ -275,10 +256,12 @@ def _classify(x: Any, dtype: np.dtype) -> _Counts:
         ]
     )
     counted = (magnitude > 0) & (magnitude < np.inf)
-    return _Counts(
-        np.diff(up_to, prepend=0).tolist(),
-        float(np.min(magnitude, where=counted, initial=np.inf)),
-        float(np.max(magnitude, where=counted, initial=0)),
+    least = float(np.min(magnitude, where=counted, initial=np.inf))
+    return RangeStats(
+        *(np.diff(up_to, prepend=0) / max(magnitude.size, 1)).tolist(),
+        min=least if least < math.inf else 0.0,
+        max=float(np.max(magnitude, where=counted, initial=0)),
+        size=magnitude.size,
     )
 
 
