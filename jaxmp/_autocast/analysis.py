@@ -7,7 +7,7 @@ so that layers that share one are analysed once.
 import collections
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,9 @@ from .._jaxprs.scopes import (
     marks,
     named_in,
 )
-from .._ops.lists import OpLists
+from .._ops import table
+from .._ops.lists import DEFAULT_OPS, OpLists
+from .._ops.products import has_default_precision
 from .._ops.table import Definition
 from . import classes, needs, rules
 from .classes import Class
@@ -38,7 +40,7 @@ from .graph import Demand, accumulated, definitions_of, joined, on_ways, through
 from .needs import Need
 from .passes import MARKERS, REWRITES
 from .passes.apart import apart
-from .transfer import Spotted, needs_of_inputs, spotted_in
+from .transfer import Spotted, masks_in, needs_of_inputs, powers_in
 
 BY_PATHS = "`float32_paths`"
 
@@ -62,11 +64,6 @@ class Consumers(NamedTuple):
     needs: dict[Any, Need]  # of every variable that somebody reads
     forward: set[Any]  # variables that the forward pass reads, or the jaxpr returns
     definition: Definition
-
-    @property
-    def eqns(self) -> Sequence[Equation]:
-        """The equations, as rewritten."""
-        return [row.eqn for row in self.rows]
 
     def of(self, atom: Any) -> Need:
         """Returns what is needed of a value, nothing of a number."""
@@ -103,7 +100,10 @@ class Analysis:
         self._says_scopes = says_scopes or bool(paths)
         self.paths = {path: tuple(path.split("/")) for path in paths}
         self._precisions = paths
-        self._denied = classes.denied_by_user(ops)
+        # What would run in 16 bits by the default lists only.
+        usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
+        own = ops.deny - DEFAULT_OPS.deny
+        self._denied = (usual - ops.allow - ops.infer) | own
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._consumers: Any = weakref.WeakKeyDictionary()
         self._programs: Any = weakref.WeakKeyDictionary()
@@ -138,8 +138,8 @@ class Analysis:
         for path, names in self.paths.items():
             if is_under(names, scopes):
                 return self._precisions[path]
-        is_denied = classes.is_denied(eqn, self._denied)
         is_small = classes.is_small(eqn, back=BACKWARD in scopes)
+        is_denied = eqn.primitive.name in self._denied
         return "highest" if is_denied or is_small else "default"
 
     def reason(self, eqn: Equation, scopes: Scopes) -> str:
@@ -150,7 +150,7 @@ class Analysis:
             return "float32 region"
         if self.is_kept(scopes):
             return BY_PATHS
-        if classes.is_denied(eqn, self._denied):
+        if eqn.primitive.name in self._denied:
             return "the lists in `ops`"
         refers = _jaxpr.call_kind(eqn) and not _jaxpr.is_call(eqn)
         return "in a call that takes references" if refers else ""
@@ -159,8 +159,11 @@ class Analysis:
         """Returns by what ``scopes`` or the user keep ``eqn``, None if they do not."""
         if safeguard := named_in(scopes, SAFEGUARD):
             return safeguard
-        is_kept = self.is_kept(scopes) or classes.is_denied(eqn, self._denied)
-        return rules.AS_WRITTEN if is_kept or classes.has_own_precision(eqn) else None
+        if self.is_kept(scopes) or eqn.primitive.name in self._denied:
+            return rules.AS_WRITTEN
+        is_product = table.is_product_of_any_kind(eqn)
+        is_own = is_product and not has_default_precision(eqn)
+        return rules.AS_WRITTEN if is_own else None
 
     def relevant(self, scopes: Scopes) -> Scopes:
         """Returns that of ``scopes`` on which the analysis and the plan depend."""
@@ -228,7 +231,7 @@ class Analysis:
             read, out = _demand(wanted, through(eqn, ways)), joined(wanted)
             here, back = scopes + _jaxpr.scope_names(eqn), is_backward(eqn, scopes)
             kind = self.kind(eqn, here)
-            if needs.is_compared(out) and kind != "call":
+            if out & needs.COMPARED and kind != "call":
                 eqn, kind = in_region(eqn, rules.COMPARING), "keep"
                 here = scopes + _jaxpr.scope_names(eqn)  # as the region is in it
             if kind == "call":
@@ -244,8 +247,8 @@ class Analysis:
                     summed=read.summed,
                     spotted=spotted,
                 )
-                if needs.is_compared(out):
-                    found = needs.all_compared(found)
+                if out & needs.COMPARED:
+                    found = [x | needs.COMPARED for x in found]
             rows.append(Row(eqn, kind, back, here, read, out, tuple(found)))
             for var, one in zip(eqn.invars, found, strict=True):
                 if not isinstance(var, Literal):
@@ -269,7 +272,7 @@ class Analysis:
                     eqns = rewrite(eqns, jaxpr, scopes, self.is_product)
                 if self.apart:
                     eqns = [self._apart(eqn, scopes) for eqn in eqns]
-            memo[key] = eqns, spotted_in(eqns)
+            memo[key] = eqns, Spotted(masks_in(eqns), powers_in(eqns))
         return memo[key]
 
     def _apart(self, eqn: Equation, scopes: Scopes) -> Equation:
@@ -291,22 +294,16 @@ class Analysis:
             scopes: Named scopes around them.
         """
         found, layout = [needs.NOTHING] * len(eqn.invars), _jaxpr.call_layout(eqn)
-        for body, wanted in self.wanted(eqn, demand):
+        is_loop = _jaxpr.call_kind(eqn) == "while"
+        for i, body in enumerate(layout.bodies):
+            wanted = self.test_of(body) if is_loop and i == 0 else demand
             read = self.consumers(body.jaxpr, wanted, scopes).needs
             inner = _jaxpr.in_vars(body.jaxpr)
-            for i, var in zip(body.operands, inner, strict=True):
-                found[i] |= read.get(var, needs.NOTHING)
+            for place, var in zip(body.operands, inner, strict=True):
+                found[place] |= read.get(var, needs.NOTHING)
         for i, out in zip(layout.fixed_in, layout.fixed_out, strict=True):
             found[i] |= demand.wanted[out]  # what a loop starts from, it may return
         return found
-
-    def wanted(
-        self, eqn: Equation, demand: Demand
-    ) -> Iterator[tuple[_jaxpr.Body, Demand]]:
-        """Yields the bodies of ``eqn``, each with what is needed of what it returns."""
-        is_loop = _jaxpr.call_kind(eqn) == "while"
-        for i, body in enumerate(_jaxpr.call_layout(eqn).bodies):
-            yield body, self.test_of(body) if is_loop and i == 0 else demand
 
     @staticmethod
     def test_of(body: Any) -> Demand:

@@ -29,7 +29,7 @@ from .._ops.lists import DEFAULT_OPS, OpLists
 from .._ops.precision import PRECISIONS, Precision
 from .._residuals.eight_bits import Format, check_format
 from .._residuals.replay import with_narrow_residuals
-from .emit import Emitter, other_emitter
+from .emit import MADE_BY, Emitter
 from .plan import Planner
 
 P = ParamSpec("P")
@@ -115,14 +115,26 @@ def autocast(
     dtype, backward_dtype, float8 = _dtypes(policy)
     if dtype == jnp.float32:
         return float32_region(fun, precision="default")
-    bfloat16_paths = _as_bfloat16_paths(bfloat16_paths, dtype)
+    paths = _as_paths("float32_paths", float32_paths)
+    precisions = dict.fromkeys(paths, "highest")
+    if isinstance(float32_paths, Mapping):
+        precisions = float32_paths
+    for path, precision in precisions.items():
+        _check_precision(f"float32_paths[{short(path)}]", precision)
+    bfloat16_paths = _as_paths("bfloat16_paths", bfloat16_paths)
+    if bfloat16_paths and dtype == jnp.float16:
+        raise ValueError(
+            "`bfloat16_paths` keeps modules out of eight bits, but this policy "
+            'computes in float16. Pass the policy "mixed_bfloat16" or "mixed_fp8", or '
+            "leave `bfloat16_paths` out."
+        )
     cure = "Use `jaxmp.nnx.autocast`, which takes the same arguments."
     checked = refuse_lost_updates("autocast", cure, fun)
     make_planner = functools.partial(
         Planner,
         dtype,
         ops,
-        _as_precisions(float32_paths),
+        precisions,
         backward_dtype=backward_dtype,
         float8=float8,
         bfloat16_paths=bfloat16_paths,
@@ -148,8 +160,8 @@ def autocast(
         if casts_do_nothing():
             return fun(*args, **kwargs)
         end_look()
-        make = other_emitter()
-        used = emitter if make is None else make(make_planner(), narrowed)
+        make = MADE_BY.value  # what makes another emitter, None if nothing
+        used = make(make_planner(), narrowed) if make else emitter
         cast = used.wrap(traced_by_us(checked))
         with (
             jax.named_scope(scope),
@@ -159,7 +171,14 @@ def autocast(
             result = cast(*args, **kwargs)
         warn_if_unscaled(backward_dtype, result)
         if next(calls) == 0 and used.planner.float8_is_unused:
-            _warn_of_no_float8(ops.min_size)
+            warn(
+                "No matmul runs in float8. Autocast takes it for matmuls of two "
+                "matrices whose sizes are multiples of 16 and at least "
+                f"{ops.min_size}, and the dtype of the policy for all others: "
+                "`print(jaxmp.audit(fun)(*args))` says why for each. Use the policy "
+                '"mixed_bfloat16", or pass another limit, '
+                "`ops=jaxmp.DEFAULT_OPS.with_fp8(min_size=...)`."
+            )
         return result
 
     return autocast_fun
@@ -228,29 +247,6 @@ def _as_paths(name: str, paths: Iterable[str]) -> tuple[str, ...]:
     return several
 
 
-def _as_precisions(
-    paths: Iterable[str] | Mapping[str, Precision],
-) -> Mapping[str, str]:
-    """Returns the precision of the float32 products in each of the paths."""
-    names = _as_paths("float32_paths", paths)
-    found = paths if isinstance(paths, Mapping) else dict.fromkeys(names, "highest")
-    for path, precision in found.items():
-        _check_precision(f"float32_paths[{short(path)}]", precision)
-    return found
-
-
-def _as_bfloat16_paths(paths: Iterable[str], dtype: np.dtype) -> tuple[str, ...]:
-    """Returns the paths of modules to keep out of eight bits."""
-    paths = _as_paths("bfloat16_paths", paths)
-    if paths and dtype == jnp.float16:
-        raise ValueError(
-            "`bfloat16_paths` keeps modules out of eight bits, but this policy "
-            'computes in float16. Pass the policy "mixed_bfloat16" or "mixed_fp8", or '
-            "leave `bfloat16_paths` out."
-        )
-    return paths
-
-
 def _check_precision(name: str, precision: Any) -> None:
     if precision not in PRECISIONS:
         raise ValueError(
@@ -288,16 +284,6 @@ def _dtypes(policy: PolicyLike | None) -> tuple[np.dtype, np.dtype, bool]:
         )
     is_float8 = policy.dot_dtype is not None
     return policy.compute_dtype, dtype_of_gradients(policy), is_float8
-
-
-def _warn_of_no_float8(min_size: int) -> None:
-    warn(
-        "No matmul runs in float8. Autocast takes it for matmuls of two matrices whose "
-        f"sizes are multiples of 16 and at least {min_size}, and the dtype of the "
-        "policy for all others: `print(jaxmp.audit(fun)(*args))` says why for each. "
-        'Use the policy "mixed_bfloat16", or pass another limit, '
-        "`ops=jaxmp.DEFAULT_OPS.with_fp8(min_size=...)`."
-    )
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from .._attention.operation import takes_16_bits
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._ops import products, table
-from .._ops.lists import DEFAULT_OPS, OpLists
+from .._ops.lists import OpLists
 
 Class = Literal[
     "product",  # takes 16 bits and adds up in float32
@@ -64,22 +64,6 @@ def is_written_in(eqn: Equation, ops: OpLists, dtype: np.dtype) -> bool:
     if not is_product or not products.has_default_precision(eqn):
         return False
     return all(atom.aval.dtype == dtype for atom in eqn.invars[:2])
-
-
-def denied_by_user(ops: OpLists) -> frozenset[str]:
-    """Returns the operations that would run in 16 bits by the default lists only."""
-    usual = DEFAULT_OPS.allow | DEFAULT_OPS.infer
-    return (usual - ops.allow - ops.infer) | (ops.deny - DEFAULT_OPS.deny)
-
-
-def is_denied(eqn: Equation, denied: frozenset[str]) -> bool:
-    """Whether the user denies an equation."""
-    return eqn.primitive.name in denied
-
-
-def has_own_precision(eqn: Equation) -> bool:
-    """Whether an equation is a product with a precision of its own."""
-    return table.is_product_of_any_kind(eqn) and not products.has_default_precision(eqn)
 
 
 def is_small(eqn: Equation, *, back: bool = False) -> bool:

@@ -138,7 +138,7 @@ class _Passes:
                 needed.update(_jaxpr.variables(eqn.invars))
                 needed.difference_update(made)
                 back.append(eqn)
-        return back[::-1], [x for x in needed if x not in given]
+        return back[::-1], [x for eqn in body.eqns for x in eqn.outvars if x in needed]
 
     def _is_linear(self, eqn: Equation) -> bool:
         """Whether an equation reads what is computed from cotangents."""

@@ -123,28 +123,26 @@ class Emitter:
         """
         planner = self.planner
 
+        def run(jaxpr, arrays):
+            run = functools.partial(self.run, jaxpr)
+            if self.narrowed is not None and _jaxpr.has_backward(jaxpr):
+                run = self.narrowed(run)
+            return run(arrays)
+
         def wrapped(*args, **kwargs):
             # With a rule that reads the weights, which are stored in 16 bits, and not
             # the scores, which are not.
             with jax.softmax_custom_jvp(True), own_precisions():
                 jaxpr, arrays, rebuilt = traced(fun, args, kwargs)
-            if scopes is None:
-                check_paths("float32_paths", planner.analysis.paths, jaxpr)
-                check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
             if scopes is not None:
                 return rebuilt(self.run(jaxpr, arrays, scopes))
+            check_paths("float32_paths", planner.analysis.paths, jaxpr)
+            check_paths("bfloat16_paths", planner.bfloat16_paths, jaxpr)
             if self.brings_gradient:
-                return rebuilt(differentiable(self._as_stored, jaxpr, arrays))
+                return rebuilt(differentiable(run, jaxpr, arrays))
             return rebuilt(self.run(jaxpr, arrays))
 
         return wrapped
-
-    def _as_stored(self, jaxpr: Any, arrays: Sequence[Any]) -> list[jax.Array]:
-        """Runs a program that may have a backward pass, and stores what that reads."""
-        run = functools.partial(self.run, jaxpr)
-        if self.narrowed is not None and _jaxpr.has_backward(jaxpr):
-            run = self.narrowed(run)
-        return run(arrays)
 
     def run(
         self, jaxpr: Any, arrays: Sequence[Any], scopes: Scopes | None = None
@@ -273,7 +271,9 @@ class Emitter:
         if table.retypes(step.eqn) and ins[0].facts.half:
             return [ins[0].array]
         if table.is_saved(step.eqn) and ins[0].facts.half:
-            return [storage.saved(ins[0].array)]
+            array = ins[0].array
+            bits = jnp.finfo(array.dtype)  # the digits that all read of it
+            return [lax.reduce_precision(array, bits.nexp, bits.nmant)]
         if step.how == "half":
             return in_16_bits(step, ins)
         return in_float32(step, ins)
@@ -336,7 +336,7 @@ class Emitter:
 
 # JAX keeps what it has traced by its contexts, so that a program whose steps are
 # recorded, or that is emitted in another way, shares nothing with one that runs.
-_MADE_BY = jax.make_user_context(None)
+MADE_BY = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
@@ -345,7 +345,7 @@ def emitting(make: Callable[..., Emitter]) -> Iterator[None]:
 
     ``make`` takes a planner, and how a program stores what its backward pass reads.
     """
-    with _MADE_BY(make):
+    with MADE_BY(make):
         yield
 
 
@@ -358,11 +358,6 @@ def recording() -> Iterator[list[Step]]:
     steps: list[Step] = []
     with emitting(lambda planner, narrowed: Emitter(planner, narrowed, steps)):
         yield steps
-
-
-def other_emitter() -> Callable[..., Emitter] | None:
-    """Returns what makes the emitter, None for that of autocast itself."""
-    return _MADE_BY.value
 
 
 def in_16_bits(step: Step, ins: Sequence[Value]) -> Sequence[Any]:
@@ -393,7 +388,10 @@ def _operand(value: Value, eqn: Equation, dtype: np.dtype) -> Any:
         return value.narrow(dtype)
     array, wide = value.array, not value.facts.half
     if wide and dtype == np.float16 and table.joins(eqn):
-        array = _saturated(array, dtype)  # a mask of -1e9 must not become -inf
+        limit = np.float32(jnp.finfo(dtype).max)  # a mask of -1e9 is no -inf
+        with jax.named_scope(SATURATED):
+            clipped = lax.clamp(-limit, array, limit)
+            array = lax.select(lax.is_finite(array), clipped, array)
     shape = eqn.outvars[0].aval.shape
     if table.stretches(eqn) and array.shape != shape:
         array = array if wide else value.wide()
@@ -449,11 +447,3 @@ def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
 
     (eqn,) = _jaxpr.trace(cast, [aval]).eqns
     return eqn
-
-
-def _saturated(array: Any, dtype: np.dtype) -> Any:
-    """Clips what is finite to the range of ``dtype``: a mask of -1e9 is no -inf."""
-    limit = np.float32(jnp.finfo(dtype).max)
-    with jax.named_scope(SATURATED):
-        clipped = lax.clamp(-limit, array, limit)
-        return lax.select(lax.is_finite(array), clipped, array)

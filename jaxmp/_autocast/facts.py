@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import FLOAT32, is_float32
-from .._ops.table import is_far
 
 
 class Facts(NamedTuple):
@@ -41,17 +39,6 @@ class Facts(NamedTuple):
         """Whether the value has 16 bits, and was float32."""
         return self.dtype is not None
 
-    def in_body(self, *, is_cast: bool = False) -> "Facts":
-        """Returns what a jaxpr is planned with that is given such values.
-
-        A layer that is called with its number is the same layer for each number.
-
-        Args:
-            is_cast: Whether an integer is made a float there, as a zero in a `where`.
-        """
-        keeps = is_cast or getattr(self.scalar, "dtype", None) == FLOAT32
-        return self._replace(scalar=self.scalar if keeps else None, digits=False)
-
     def rounded(self, dtype: np.dtype) -> "Facts":
         """Returns what is known of the value in 16 bits."""
         return Facts(dtype, self.given, tangent=self.tangent)
@@ -62,17 +49,9 @@ class Facts(NamedTuple):
             return self
         return self._replace(dtype=None, stored=None, exact=None)
 
-    def is_float32(self, atom: Any) -> bool:
-        """Whether an atom, of which this is known, is a float32 array and no number."""
-        return self.dtype is None and self.scalar is None and is_float32(atom)
-
     def is_zero(self) -> bool:
         """Whether every entry is known to be zero."""
         return self.scalar is not None and self.scalar == 0
-
-    def is_far(self) -> bool:
-        """Whether the value is a number that brings others into range, or out of it."""
-        return is_far(self.scalar)
 
     def fits(self, dtype: np.dtype) -> bool:
         """Whether the value, if it is a number, is neither lost nor infinite."""
@@ -118,13 +97,3 @@ def one_of(several: Sequence[Facts]) -> Facts:
         stored=() if is_stored else None,
         digits=any([x.digits for x in several]),
     )
-
-
-def stacks(stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns ``stored`` of what a scan stacks, of each of which this is known."""
-    return tuple(axis + 1 for axis in stored or ())
-
-
-def slices(stored: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """Returns ``stored`` of the slices of what is stored, as a scan takes them."""
-    return stored and (() if 0 in stored else tuple(axis - 1 for axis in stored))

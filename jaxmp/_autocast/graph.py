@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, Literal, is_cast, is_float32
+from .._jaxprs.jaxpr import Equation, Literal, is_float32
 from .._jaxprs.scopes import BACKWARD, Scopes
 from .._jaxprs.walk import At, Forward
-from .._ops import table
 from .._ops.products import has_default_precision, is_matrix_product
 from .._ops.table import Definition
 from .needs import Need
@@ -49,15 +48,6 @@ def definitions_of(eqns: Iterable[Equation]) -> Definition:
     """Returns what tells which of the equations computes a variable, None if none."""
     made = {var: eqn for eqn in eqns for var in eqn.outvars}
     return lambda atom: None if isinstance(atom, Literal) else made.get(atom)
-
-
-def unmoved(atom: Any, definition: Definition) -> Any:
-    """Returns what ``atom`` is, before it was moved or cast."""
-    while (eqn := definition(atom)) is not None and len(eqn.invars) == 1:
-        if not table.is_view(eqn) and not is_cast(eqn):
-            break
-        (atom,) = eqn.invars
-    return atom
 
 
 def twins(eqns: Sequence[Equation]) -> dict[Any, Any]:
@@ -123,8 +113,10 @@ def on_ways(
     Each way for itself: what is on another one is a term here. ``scopes`` are those
     around the jaxpr.
     """
-    links = [(eqn, _links(eqn, scopes)) for eqn in eqns] if summed else []
-    ways = []
+    ways, links = [], []
+    for eqn in eqns if summed else ():
+        at = At(scopes=scopes + _jaxpr.scope_names(eqn))
+        links.append((eqn, _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], at)))
     for starts, ends in summed:
         made = set(_chosen(body.invars, starts))
         for eqn, of in links:
@@ -170,12 +162,6 @@ def _made_in(eqn: Equation, ins: list[int], at: At) -> list[int]:
 
 # Of which inputs each value is made without a product, as bits.
 _MADE = Forward(_made, joined, known=lambda x, at: 0, enter=_made_in)
-
-
-def _links(eqn: Equation, scopes: Scopes) -> Sequence[int]:
-    """Returns of which inputs of ``eqn`` each of its outputs is made."""
-    at = At(scopes=scopes + _jaxpr.scope_names(eqn))
-    return _MADE.of(eqn, [1 << i for i in range(len(eqn.invars))], at)
 
 
 def _places(atoms: Sequence[Any], variables: Collection[Any]) -> int:

@@ -1,11 +1,10 @@
 """What the consumers of a value need of it: a set of kinds of consumer.
 
 This is the whole lattice: sets, which join by union. Others put them together with
-``|`` and hand them on. What they mean is said by the predicates below, and nowhere
-else, so that no rule can depend on a consumer that the others do not see.
+``|`` and hand them on. What several of them mean together is said by the predicates
+below, and nowhere else, so that no rule can depend on a consumer that the others do not
+see.
 """
-
-from collections.abc import Sequence
 
 Need = int  # an ``enum.Flag`` takes ten times as long
 
@@ -28,7 +27,7 @@ SCALED: Need = 2048
 
 _FORWARD = PRODUCT | HALF  # what takes 16 bits in the forward pass
 _TAKES_HALF = _FORWARD | HALF_BACK
-_BACK = HALF_BACK | FULL_BACK
+BACK = HALF_BACK | FULL_BACK
 _EXACT = DIGITS | GATE | COMPARED
 # What a float32 region reads: all that is needed at all.
 EVERYTHING: Need = DIGITS | GATE | REGION
@@ -60,17 +59,17 @@ def is_stored(need: Need) -> bool:
 
     A product takes it, and nobody else reads it but the backward pass.
     """
-    return bool(need & PRODUCT) and not need & ~(PRODUCT | SCALED | _BACK)
+    return bool(need & PRODUCT) and not need & ~(PRODUCT | SCALED | BACK)
 
 
 def is_for_backward_alone(need: Need) -> bool:
     """Whether work of the backward pass reads a value, and nobody else."""
-    return bool(need & _BACK) and not need & ~_BACK
+    return bool(need & BACK) and not need & ~BACK
 
 
 def is_summed_and_handed_on(need: Need) -> bool:
     """Whether the backward pass sums a value up, and takes it in 16 bits as well."""
-    return need | PRODUCT | SCALED == _BACK | PRODUCT | SCALED
+    return need | PRODUCT | SCALED == BACK | PRODUCT | SCALED
 
 
 def is_rounded_for_products(need: Need) -> bool:
@@ -95,42 +94,7 @@ def is_carried(last: Need, each: Need) -> bool:
 
 def is_for_backward(need: Need) -> bool:
     """Whether the backward pass alone reads a value, such as a slope."""
-    return bool(need & _BACK) and not need & ~(_BACK | DIGITS | MANY)
-
-
-def has_backward(need: Need) -> bool:
-    """Whether the backward pass reads a value too."""
-    return bool(need & _BACK)
-
-
-def has_digits(need: Need) -> bool:
-    """Whether somebody needs the last digits of a value."""
-    return bool(need & DIGITS)
-
-
-def has_gate(need: Need) -> bool:
-    """Whether what a loop carries is multiplied by what is made of a value."""
-    return bool(need & GATE)
-
-
-def has_many(need: Need) -> bool:
-    """Whether a value is among many factors that multiply one another."""
-    return bool(need & MANY)
-
-
-def is_compared(need: Need) -> bool:
-    """Whether a loop compares a value with what it computes itself."""
-    return bool(need & COMPARED)
-
-
-def all_compared(found: Sequence[Need]) -> Sequence[Need]:
-    """Returns the needs of what a value is computed from that a loop compares."""
-    return [need | COMPARED for need in found]
-
-
-def has_region(need: Need) -> bool:
-    """Whether a float32 region of the user reads a value."""
-    return bool(need & REGION)
+    return bool(need & BACK) and not need & ~(BACK | DIGITS | MANY)
 
 
 def is_computed_with_again(need: Need) -> bool:
@@ -150,16 +114,6 @@ def has_several(need: Need) -> bool:
     """Whether consumers of several kinds read a value."""
     need &= ~(LATER | MANY | SCALED)
     return bool(need & (need - 1))
-
-
-def later(need: Need) -> Need:
-    """Returns what is needed of that of which 16-bit work makes a value."""
-    return LATER if need & (FULL | LATER) else NOTHING
-
-
-def for_product(need: Need) -> bool:
-    """Whether a product takes a value."""
-    return bool(need & PRODUCT)
 
 
 def is_squashed_for_products(need: Need, *, behind: bool) -> bool:

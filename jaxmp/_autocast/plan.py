@@ -17,7 +17,7 @@ import numpy as np
 
 from .._base.sizes import as_number
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation, is_float32
+from .._jaxprs.jaxpr import FLOAT32, Equation, is_float32, is_inexact
 from .._jaxprs.scopes import (
     BACKWARD,
     DIFFERENTIATED,
@@ -100,13 +100,8 @@ class Step(NamedTuple):
     @property
     def is_read_exactly(self) -> bool:
         """Whether it is float32 because somebody reads what it returns exactly."""
-        exactly = needs.has_digits(self.need) and not needs.has_region(self.need)
+        exactly = self.need & (needs.DIGITS | needs.REGION) == needs.DIGITS
         return self.rule == rules.FLOAT32 and exactly
-
-    @property
-    def is_summed(self) -> bool:
-        """Whether the iterations of a loop add up what it returns."""
-        return bool(self.read.summed)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -246,7 +241,7 @@ class Planner:
             jaxpr,
             ins,
             apply,
-            eqns=consumers.eqns,
+            eqns=[row.eqn for row in consumers.rows],
             const=lambda _: GIVEN,
             literal=facts.of_literal,
         )
@@ -328,13 +323,18 @@ class Planner:
             return (ins[0]._replace(exact=None),)
         floats = [is_float32(var) for var in eqn.outvars]
         wanted, stored = row.read.wanted, None
-        firmly = self.ops.rounds_matmuls and not needs.has_region(row.need)
+        firmly = self.ops.rounds_matmuls and not row.need & needs.REGION
         by_name = eqn.primitive.name in DEFAULT_OPS.infer
         if float8 or (kind == "product" and "preferred_element_type" in eqn.params):
             is_half = kind == "product" and (how == "half" or firmly)
             half = [is_half] * len(floats)
         elif kind == "product" or (how == "half" and not by_name):
-            half = [x == dtype for x in self._bound(eqn, dtype)]
+            avals = [
+                x.aval.update(dtype=dtype) if rounds and is_inexact(x) else x.aval
+                for x, rounds in zip(eqn.invars, classes.rounds(eqn), strict=True)
+            ]  # the name alone does not tell
+            made = _jaxpr.trace(lambda *xs: bind_narrow(eqn, xs, dtype), avals)
+            half = [x.dtype == dtype for x in _jaxpr.out_avals(made)]
             if products.is_attention(eqn):
                 half = list(map(operator.and_, half, map(needs.is_half, wanted)))
         elif how == "half":
@@ -344,12 +344,18 @@ class Planner:
         elif how == "stored" and kind != "exact":
             half = floats
             if not needs.is_for_products(row.need):
-                stored = _stored_axes(eqn.outvars[0], definition, eqn)
+                stored = _stored_axes(eqn.outvars[0], definition)
         else:
             half = [False] * len(floats)
         cotangent = broadcast = False
         if back:
-            broadcast = is_broadcast(eqn, kind, ins)
+            # Sent to many alike.
+            computed = [x for x in ins if x.scalar is None]
+            broadcast = table.copies(eqn) or (
+                any([x.broadcast or x.scalar is not None for x in ins])
+                if kind == "product"
+                else bool(computed) and all([x.broadcast for x in computed])
+            )
             cotangent = kind == "product" or is_of_cotangent(eqn, ins)
             cotangent |= kind == "exact" and any([x.cotangent for x in ins])
         product = _of_product(eqn, kind, ins)
@@ -378,20 +384,6 @@ class Planner:
             ]
         )
 
-    def _bound(self, eqn: Equation, dtype: np.dtype) -> list[np.dtype]:
-        """Returns the dtypes of what ``eqn`` makes of operands in 16 bits.
-
-        For operations whose name alone does not tell.
-        """
-        pairs = zip(eqn.invars, classes.rounds(eqn), strict=True)
-        narrow = [rounds and _jaxpr.is_inexact(var) for var, rounds in pairs]
-        avals = [
-            var.aval.update(dtype=dtype) if rounds else var.aval
-            for var, rounds in zip(eqn.invars, narrow, strict=True)
-        ]
-        made = _jaxpr.trace(lambda *xs: bind_narrow(eqn, xs, dtype), avals)
-        return [aval.dtype for aval in _jaxpr.out_avals(made)]
-
     def _why_16bit(self, row: Row, ins: Sequence[Facts]) -> str | None:
         """Returns why an equation rounds nothing to float8; None if it does.
 
@@ -400,8 +392,8 @@ class Planner:
         eqn, around = row.eqn, row.around
         if not self.has_float8 or self.analysis.is_kept(around):
             return ""
-        is_product = row.kind == "product"
-        if not is_product and not classes.is_written_in(eqn, self.ops, self.dtype):
+        written = classes.is_written_in(eqn, self.ops, self.dtype)
+        if row.kind != "product" and not written:
             return ""
         reason = why_16bit(eqn, self.ops.min_size)
         paths = self.bfloat16_paths.values()
@@ -480,8 +472,13 @@ class Planner:
             if _jaxpr.is_cast(eqn) and is_float32(eqn.outvars[0])
             for x in _jaxpr.variables(eqn.invars)
         }
-        pairs = zip(known, _jaxpr.in_vars(jaxpr), strict=True)
-        given = [x.in_body(is_cast=var in casts) for x, var in pairs]
+        given = []
+        for x, var in zip(known, _jaxpr.in_vars(jaxpr), strict=True):
+            # A layer that is called with its number is the same for each number. An
+            # integer may be made a float there, as a zero in a `where`.
+            keeps = var in casts or getattr(x.scalar, "dtype", None) == FLOAT32
+            scalar = x.scalar if keeps else None
+            given.append(x._replace(scalar=scalar, digits=False))
         return jaxpr, self.plan(jaxpr, given, demand, ends, scopes)
 
     def _rounded_before(
@@ -550,9 +547,9 @@ class Planner:
                 x.widened()._replace(constant=x.half or x.constant) for x in ins[:start]
             ]
             passed[:start] = ["wide"] * start
-        given[stop:] = [
-            x._replace(scalar=None, stored=facts.slices(x.stored)) for x in given[stop:]
-        ]
+        for i, x in enumerate(given[stop:], stop):  # a slice of each in an iteration
+            axes = x.stored and tuple([n - 1 for n in x.stored if 0 not in x.stored])
+            given[i] = x._replace(scalar=None, stored=axes)
         *tests, body = layout.bodies
         within = self.analysis.consumers(body.jaxpr, demand, scopes)
         carried = self._carried(row, ins, demand)
@@ -586,8 +583,8 @@ class Planner:
             stored = out.stored
             if i in layout.fixed_out:
                 stored = carried[i].stored
-            elif stored is not None or needs.has_backward(demand.wanted[i]):
-                stored = facts.stacks(stored)
+            elif stored is not None or demand.wanted[i] & needs.BACK:
+                stored = tuple([axis + 1 for axis in stored or ()])
             known = Facts(given=out.given, tangent=again, digits=out.digits)
             if half:
                 known = known._replace(dtype=out.dtype, stored=stored)
@@ -692,17 +689,9 @@ def _needs_digits(consumers: Consumers, var: Any) -> bool:
     )
 
 
-def _stored_axes(
-    var: Any, definition: Definition, eqn: Equation | None = None
-) -> tuple[int, ...]:
-    """Returns the axes over which what is stored in 16 bits sums to one.
-
-    Args:
-        var: It.
-        definition: Returns the equation that computes a variable, None for an input.
-        eqn: That which computes it, if that is known.
-    """
-    eqn = eqn or definition(var)
+def _stored_axes(var: Any, definition: Definition) -> tuple[int, ...]:
+    """Returns the axes over which what is stored in 16 bits sums to one."""
+    eqn = definition(var)
     axes = axes_of_softmax(eqn, definition) if eqn else ()
     # Of more than 2^14 weights the largest may round to zero, and so may the sum.
     few = as_number(math.prod(var.aval.shape[i] for i in axes)) <= 2**14
@@ -774,7 +763,9 @@ def decide(
         if (
             row.back
             and needs.is_rounded_for_products(need)
-            and ins[0].is_float32(eqn.invars[0])
+            and is_float32(eqn.invars[0])
+            and ins[0].dtype is None
+            and ins[0].scalar is None
         ):
             return "half", rules.STORED
         if table.gathers(eqn):  # devices send one another 16 bits
@@ -790,7 +781,7 @@ def is_of_cotangent(eqn: Equation, ins: Sequence[Facts]) -> bool:
     of range. And not copies: these were rounded alike, and their errors add up.
     """
     makes = table.multiplies(eqn) or table.adds_terms(eqn)
-    if not makes or any([x.is_far() for x in ins]):
+    if not makes or any([table.is_far(x.scalar) for x in ins]):
         return False
     if any(x.stored or (x.given and x.scalar is None) for x in ins):
         return False
@@ -812,28 +803,18 @@ def _of_product(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> int:
     return min([*made, 1 if table.is_power(eqn) else 2]) if made else 0
 
 
-def is_broadcast(eqn: Equation, kind: Class, ins: Sequence[Facts]) -> bool:
-    """Whether what ``eqn`` of a backward pass returns was sent to many alike."""
-    if table.copies(eqn):
-        return True
-    if kind == "product":
-        return any(x.broadcast or x.scalar is not None for x in ins)
-    computed = [x for x in ins if x.scalar is None]
-    return bool(computed) and all(x.broadcast for x in computed)
-
-
 def _of_float32(row: Row, usual: Rule = rules.FLOAT32) -> Rule:
     """Returns by what something is float32, if its consumers decide that."""
     need = row.need
-    if needs.has_region(need):
+    if need & needs.REGION:
         return usual  # what the user keeps, or nobody knows, reads it as it is
     if row.read.summed:
         return rules.LOOPS
-    if needs.has_many(need):
+    if need & needs.MANY:
         return rules.GATES
-    if needs.has_gate(need):
+    if need & needs.GATE:
         return rules.LOOPS
-    return rules.FLOAT32 if needs.has_digits(need) else usual
+    return rules.FLOAT32 if need & needs.DIGITS else usual
 
 
 def _follows(

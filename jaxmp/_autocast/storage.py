@@ -71,9 +71,3 @@ def gathered(eqn: Equation, array: Any, dtype: np.dtype) -> Any:
         return gather(*primals), _jaxpr.bind(eqn, tangents)[0]
 
     return gather(array)
-
-
-def saved(array: Any) -> Any:
-    """Returns what a ``jax.checkpoint`` saves, with the digits that all read of it."""
-    bits = jnp.finfo(array.dtype)
-    return lax.reduce_precision(array, bits.nexp, bits.nmant)

@@ -54,15 +54,20 @@ def needs_of_inputs(
         return _of_move(eqn, out, in_back)
     usual = _of_work(eqn, kind, out, kept, in_back)
     joins = kind == "smooth" and needs.is_half(out) and not in_back
-    found = [usual | needs.later(out) if joins else usual] * count
-    takes = kind == "smooth" and needs.for_product(out) and needs.is_half(out)
+    later = joins and out & (needs.FULL | needs.LATER)
+    found = [usual | needs.LATER if later else usual] * count
+    takes = kind == "smooth" and out & needs.PRODUCT and needs.is_half(out)
     # A sum may be out of range where its mean is not.
     masks = spotted.masks
     if takes and _only_scales(eqn, masks) and not table.scales_down(eqn):
         scaled = needs.scaled(out, usual)
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if summed:
-        found = _of_sum_over_iterations(eqn, summed, back)
+        # What an iteration adds to a sum is one of many terms. Its factors count.
+        multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=back)
+        term = needs.GATE if multiplies else needs.FULL
+        way = joined(starts for starts, _ in summed)
+        found = [needs.DIGITS if way >> i & 1 else term for i in range(count)]
     if eqn in spotted.powers:
         found = [x | needs.GATE | needs.MANY for x in found]
     if (i := table.divisor(eqn)) is not None:
@@ -70,24 +75,20 @@ def needs_of_inputs(
     return found
 
 
-def spotted_in(eqns: Sequence[Equation]) -> Spotted:
-    """Returns what the equations of a jaxpr say of its variables."""
-    return Spotted(_masks_in(eqns), _powers_in(eqns))
-
-
-def _masks_in(eqns: Sequence[Equation]) -> set[Any]:
+def masks_in(eqns: Sequence[Equation]) -> set[Any]:
     """Returns the masks of dropout: what was boolean, and at most scaled by numbers."""
     found: set[Any] = set()
     for eqn in eqns:
         made = [x for x in eqn.invars if not isinstance(x, Literal)]
         is_mask = _jaxpr.is_cast(eqn) and bool(made) and made[0].aval.dtype == bool
-        is_moved = bool(made) and found.issuperset(made) and _hands_mask_on(eqn, found)
-        if is_mask or is_moved:
+        if made and not is_mask and found.issuperset(made):
+            is_mask = table.is_view(eqn) or _only_scales(eqn, found)
+        if is_mask:
             found.update(eqn.outvars)
     return found
 
 
-def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
+def powers_in(eqns: Sequence[Equation]) -> set[Equation]:
     """Returns the multiplications of more than four parts of one value.
 
     JAX writes them where it differentiates `cumprod` and `prod`. A product of some
@@ -113,10 +114,6 @@ def _powers_in(eqns: Sequence[Equation]) -> set[Equation]:
             found.add(eqn)
         parts.update(dict.fromkeys(eqn.outvars, (made[0][0], count)))
     return found
-
-
-def _hands_mask_on(eqn: Equation, masks: set[Any]) -> bool:
-    return table.is_view(eqn) or _only_scales(eqn, masks)
 
 
 def _only_scales(eqn: Equation, masks: set[Any]) -> bool:
@@ -156,11 +153,3 @@ def _of_work(eqn: Equation, kind: Class, out: Need, kept: bool, back: bool) -> N
     if kind == "smooth" or table.hands_on(eqn):
         found |= needs.handed_on(out, squashed=table.squashes(eqn))
     return found
-
-
-def _of_sum_over_iterations(eqn: Equation, summed: Ways, back: bool) -> list[Need]:
-    """What an iteration adds to a sum is one of many terms. Its factors count."""
-    multiplies = table.multiplies(eqn) or classes.is_small(eqn, back=back)
-    term = needs.GATE if multiplies else needs.FULL
-    way = joined(starts for starts, _ in summed)
-    return [needs.DIGITS if way >> i & 1 else term for i in range(len(eqn.invars))]

@@ -9,7 +9,7 @@ import numpy as np
 from values import PASSES, Value
 
 import jaxmp
-from jaxmp._autocast import classes, needs, rules
+from jaxmp._autocast import needs, rules
 from jaxmp._autocast.plan import Plan, Planner
 from jaxmp._jaxprs import jaxpr as _jaxpr
 from jaxmp._jaxprs.scopes import Scopes, inside, is_backward, is_decided
@@ -151,8 +151,6 @@ class _Program:
         around = scopes + _jaxpr.scope_names(eqn)
         back = is_backward(eqn, scopes)
         kept, params = is_decided(around), eqn.params
-        if classes.has_own_precision(eqn) and eqn.params.get("precision") is None:
-            params = {**params, "precision": "of a factorisation"}
         role = "move" if table.picks(eqn) or table.retypes(eqn) else ""
         role = "matmul" if step and step.kind == "product" else role
         within = inside(eqn, around)

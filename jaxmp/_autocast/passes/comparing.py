@@ -68,7 +68,14 @@ def compared(jaxpr: Any, scopes: Scopes) -> Collection[tuple[Any, Any, Need]]:
                 for body in _jaxpr.sub_jaxprs(eqn):
                     look(body, inside(eqn, at.scopes))
                 continue
-            read = _back_from(chosen_by).around(eqn, [0] * len(eqn.outvars), at)
+            seeds = {x: dict.fromkeys(of, _DECIDES) for x, of in chosen_by.items()}
+            walk = Backward(
+                _read_by,
+                test=_DECIDES,
+                seeds=lambda owner, seeds=seeds: seeds.get(owner, {}),
+                choice=_DECIDES,
+            )
+            read = walk.around(eqn, [0] * len(eqn.outvars), at)
             found[owner] += [
                 (owner, x, needs.COMPARED)
                 for x, one in zip(eqn.invars, read, strict=True)
@@ -192,15 +199,6 @@ def _kept(known: int, var: Any, chosen: bool = False) -> int:
 # How a value is read: it is compared entry by entry; or it is a truth value, or a
 # count, that decides.
 _ENTRIES, _DECIDES = 1, 2
-
-
-def _back_from(chosen_by: Decisions) -> Backward:
-    """Returns what goes back from what decides to what a loop is given."""
-
-    def decides(owner: Any) -> dict[Any, int]:
-        return dict.fromkeys(chosen_by.get(owner, ()), _DECIDES)
-
-    return Backward(_read_by, test=_DECIDES, seeds=decides, choice=_DECIDES)
 
 
 def _read_by(eqn: Equation, outs: list[int], at: At) -> list[int]:

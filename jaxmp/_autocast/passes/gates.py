@@ -7,7 +7,7 @@ again.
 """
 
 import collections
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from ..._jaxprs import jaxpr as _jaxpr
@@ -25,15 +25,46 @@ from ..needs import Need
 _GATE, _SCALED, _NUMBER, _STATE = 1, 2, 4, 8
 
 
-def gates(jaxpr: Any, scopes: Scopes) -> Iterator[tuple[Any, Any, Need]]:
-    """Yields the gates of which many multiply one another's results.
+def gates(jaxpr: Any, scopes: Scopes) -> Collection[tuple[Any, Any, Need]]:
+    """Returns the gates of which many multiply one another's results.
 
-    And these results, where they are of the forward pass. A marker, see
-    :mod:`jaxmp._autocast.passes`.
+    And these results, where they are of the forward pass. A gate of a loop is one where
+    it is used often in one iteration. A marker, see :mod:`jaxmp._autocast.passes`.
     """
-    many = _followed_by_many(jaxpr)
-    if many:  # as in few programs
-        yield from _gates_among(many, jaxpr, scopes)
+    found: set[tuple[Any, Any, Need]] = set()
+    multiplications = _followed_by_many(jaxpr)
+    if not multiplications:  # as in most programs
+        return found
+
+    def made(eqn: Equation, ins: list[int], at: At) -> list[int]:
+        out = _made_by(eqn, ins)
+        if table.multiplies_entries(eqn):
+            many = _SCALED | _GATE if eqn in multiplications else 0
+            for var, kind, other in zip(eqn.invars, ins, ins[::-1], strict=True):
+                if kind & _GATE and other & (_STATE | many):
+                    found.add((at.owner, var, needs.GATE | needs.MANY))
+                    out |= _STATE
+                if kind & _STATE and not is_backward(eqn, at.scopes):
+                    found.add((at.owner, var, needs.DIGITS | needs.MANY))
+        return [out] * len(eqn.outvars)
+
+    def enter(eqn: Equation, ins: list[int], at: At) -> list[int]:
+        if not _is_loop(eqn):
+            return walk.around(eqn, ins, at)
+        body, given = _jaxpr.call_layout(eqn).bodies[-1], [0] * len(ins)
+        if is_backward(eqn, at.scopes):
+            again = _used_again(body.jaxpr, multiplications)
+            for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True):
+                given[i] = _GATE * (var in again)
+        walk.once(eqn, given, at)
+        return [0] * len(eqn.outvars)
+
+    def known(x: Any, at: At) -> int:
+        return _NUMBER if isinstance(x, Literal) else 0
+
+    walk = Forward(made, joined, known, enter=enter)
+    walk.through(jaxpr, [0] * len(_jaxpr.in_avals(jaxpr)), scopes)
+    return found
 
 
 def _followed_by_many(jaxpr: Any) -> set[Equation]:
@@ -68,47 +99,6 @@ def _followed_by_many(jaxpr: Any) -> set[Equation]:
     walk = Backward(count, enter=enter)
     walk.through(jaxpr, [0] * len(_jaxpr.out_avals(jaxpr)))
     return found
-
-
-def _gates_among(
-    multiplications: set[Equation], jaxpr: Any, scopes: Scopes
-) -> set[tuple[Any, Any, Need]]:
-    """Returns the gates among the factors of some multiplications, and their results.
-
-    A gate of a loop is one where it is used often in one iteration.
-    """
-    found: set[tuple[Any, Any, Need]] = set()
-
-    def made(eqn: Equation, ins: list[int], at: At) -> list[int]:
-        out = _made_by(eqn, ins)
-        if table.multiplies_entries(eqn):
-            many = _SCALED | _GATE if eqn in multiplications else 0
-            for var, kind, other in zip(eqn.invars, ins, ins[::-1], strict=True):
-                if kind & _GATE and other & (_STATE | many):
-                    found.add((at.owner, var, needs.GATE | needs.MANY))
-                    out |= _STATE
-                if kind & _STATE and not is_backward(eqn, at.scopes):
-                    found.add((at.owner, var, needs.DIGITS | needs.MANY))
-        return [out] * len(eqn.outvars)
-
-    def enter(eqn: Equation, ins: list[int], at: At) -> list[int]:
-        if not _is_loop(eqn):
-            return walk.around(eqn, ins, at)
-        body, given = _jaxpr.call_layout(eqn).bodies[-1], [0] * len(ins)
-        if is_backward(eqn, at.scopes):
-            again = _used_again(body.jaxpr, multiplications)
-            for i, var in zip(body.operands, _jaxpr.in_vars(body.jaxpr), strict=True):
-                given[i] = _GATE * (var in again)
-        walk.once(eqn, given, at)
-        return [0] * len(eqn.outvars)
-
-    walk = Forward(made, joined, lambda x, at: _number(x), enter=enter)
-    walk.through(jaxpr, [0] * len(_jaxpr.in_avals(jaxpr)), scopes)
-    return found
-
-
-def _number(x: Any) -> int:
-    return _NUMBER if isinstance(x, Literal) else 0
 
 
 def _used_again(jaxpr: Any, multiplications: set[Equation]) -> Collection[Any]:

@@ -32,7 +32,8 @@ def scores(
             product, around = found[-1], scopes + _jaxpr.scope_names(found[-1])
             if (
                 _is_turned(product, eqn)
-                and not _is_read_again(eqns, jaxpr, eqn)
+                and product.outvars[0] not in _jaxpr.open_jaxpr(jaxpr).outvars
+                and sum(product.outvars[0] in x.invars for x in eqns) == 1
                 and not is_backward(product, around)
                 and is_product(product, around)
             ):
@@ -58,14 +59,6 @@ def _is_turned(product: Equation, moved: Equation) -> bool:
     batch, first, _ = _axes(product)
     place = moved.params["permutation"][-1]
     return sizes[-1] > max(sizes[:-1]) and batch <= place < batch + first
-
-
-def _is_read_again(eqns: Sequence[Equation], jaxpr: Any, moved: Equation) -> bool:
-    """Whether somebody else reads what ``moved`` transposes."""
-    (var,) = moved.invars
-    others = (eqn for eqn in eqns if eqn is not moved)
-    returned = var in _jaxpr.open_jaxpr(jaxpr).outvars
-    return returned or any(var in eqn.invars for eqn in others)
 
 
 def _axes(product: Equation) -> tuple[int, int, int]:

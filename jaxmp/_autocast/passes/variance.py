@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.jaxpr import Equation, Literal, is_inexact
+from ..._jaxprs.jaxpr import Equation, Literal, is_cast, is_inexact
 from ..._jaxprs.scopes import IsProduct, Scopes, in_region, is_backward
 from ..._ops import products, table
 from ..._ops.table import Definition
 from .. import rules
-from ..graph import definitions_of, twins, unmoved
+from ..graph import definitions_of, twins
 
 # What is averaged, and the window or the weights that it is averaged by.
 Mean = tuple[Any, Any]
@@ -200,5 +200,8 @@ def _arrays(eqn: Equation) -> list[Any]:
 
 def _whole(atom: Any, definition: Definition) -> Any:
     """Returns the variable that was moved or cast to ``atom``, or a number's digits."""
-    atom = unmoved(atom, definition)
+    while (eqn := definition(atom)) is not None and len(eqn.invars) == 1:
+        if not table.is_view(eqn) and not is_cast(eqn):
+            break
+        (atom,) = eqn.invars
     return str(atom) if isinstance(atom, Literal) else atom

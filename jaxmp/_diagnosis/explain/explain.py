@@ -184,7 +184,7 @@ def _reason(x: Operation, *, is_library: bool) -> str:
             return f"safeguard: {safeguard}"
         case rules.AS_WRITTEN:
             return step.why or "as it was written"
-        case rules.LOOPS if step.is_summed:
+        case rules.LOOPS if step.read.summed:
             return "summed over the iterations"
         case rules.FLOAT32 if step.is_read_exactly and x.is_returned:
             return "returned"
@@ -200,7 +200,7 @@ def _reason(x: Operation, *, is_library: bool) -> str:
 
 def _of_consumers(x: Operation, step: Step) -> str:
     """Names the consumer that decided."""
-    if needs.has_region(step.need) and (kept := _kept(x)):
+    if step.need & needs.REGION and (kept := _kept(x)):
         why = kept.step.why if kept.step else ""
         return f"feeds {why or clipped(kept.name, 20)}{_where(kept, x)}"
     consumers = [y for y in x.consumers if not y.moves]
@@ -208,13 +208,15 @@ def _of_consumers(x: Operation, step: Step) -> str:
     consumers.sort(
         key=lambda y: (not y.is_forward, not _multiplies(y), y.frame == x.frame)
     )
-    wanted = needs.for_product if x.how == "stored" else None
+    wanted = needs.PRODUCT if x.how == "stored" else needs.NOTHING
     if step.is_read_exactly:
-        wanted = needs.has_digits
+        wanted = needs.DIGITS
     elif step.rule == rules.LOOPS:
-        wanted = needs.has_gate
-    if wanted is not None:
-        chosen = [x for x in consumers if x.step and wanted(joined(x.step.input_needs))]
+        wanted = needs.GATE
+    if wanted:
+        chosen = [
+            y for y in consumers if y.step and wanted & joined(y.step.input_needs)
+        ]
     elif x.how in ("half", "rounded"):
         chosen = [
             y for y in consumers if _multiplies(y) or y.how in ("half", "rounded")
@@ -234,7 +236,7 @@ def _kept(x: Operation) -> Operation | None:
         for y in left.pop().consumers:
             if y.step and y.step.by == rules.AS_WRITTEN:
                 return y
-            if y not in seen and y.step and needs.has_region(y.step.need):
+            if y not in seen and y.step and y.step.need & needs.REGION:
                 left.append(y)
                 seen.add(y)
     return None
