@@ -55,6 +55,9 @@ class Value:
     array: Any  # array, tracer or literal, in the dtype that the facts say
     facts: Facts
     exact: "Value | None" = None  # a sum over iterations that others read rounded
+    # Where `device_put` has put it, and what it was before. It is rounded before, as
+    # no kernel of a GPU computes in the memory of the host.
+    put: "tuple[Any, Value] | None" = None
     _wide: Any = None
     _half: Any = None
 
@@ -212,6 +215,13 @@ class Emitter:
             dtype: The 16 bits.
             *site: The plan or the step that says so, and by which of its fields.
         """
+        if value.put is None or value.facts.half:
+            return self.narrow_here(value, dtype, *site)
+        device, before = value.put
+        return jax.device_put(self.narrow(before, dtype, *site), device)
+
+    def narrow_here(self, value: Value, dtype: np.dtype, *site: Any) -> Any:
+        """Does it where the value is."""
         del site
         return value.narrow(dtype)
 
@@ -242,6 +252,10 @@ class Emitter:
             self.value(array, known)
             for array, known in zip(self._applied(step, ins), step.outs, strict=True)
         ]
+        if table.puts(step.eqn):
+            devices = step.eqn.params["devices"]
+            for device, before, after in zip(devices, ins, outs, strict=True):
+                after.put = device, before
         if step.exact is not None:  # and once more for what the iterations add up
             way = joined(starts for starts, _ in step.read.summed)
             sums = [x.exact or x if way >> i & 1 else x for i, x in enumerate(ins)]
@@ -435,7 +449,9 @@ def cast(array: Any, dtype: Any) -> Any:
     It is ``lax.convert_element_type`` without its checks, traced once for each type:
     there are hundreds in a step.
     """
-    return _jaxpr.bind(_cast_of(jax.typeof(array), np.dtype(dtype)), [array])[0]
+    eqn = _cast_of(jax.typeof(array), np.dtype(dtype))
+    with _jaxpr.context_of(eqn):  # of another mesh, maybe: see `auto_axes`
+        return _jaxpr.bind(eqn, [array])[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -445,5 +461,6 @@ def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
             x, new_dtype=dtype, weak_type=False, sharding=None
         )
 
-    (eqn,) = _jaxpr.trace(cast, [aval]).eqns
+    with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
+        (eqn,) = _jaxpr.trace(cast, [aval]).eqns
     return eqn

@@ -289,7 +289,8 @@ class Planner:
             why = analysis.reason(eqn, around) or why
         outs = self._outs(row, how, float8, ins, tangent, consumers.definition)
         repeats = how == "float32" and kind != "product" and not (float8 or why)
-        repeats = repeats and precision == "default" and not table.adds_at(eqn)
+        repeats = repeats and precision == "default"
+        repeats = repeats and not (table.adds_at(eqn) or table.puts(eqn))
         repeats = repeats and not any([x.half for x in ins])
         options = why or "", precision, float8, tangent, repeats
         return Step(*row, how, by, dtype, outs, *options)

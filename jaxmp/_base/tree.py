@@ -242,7 +242,12 @@ def is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None:
         return isinstance(x, (float, complex))
-    return jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.issubdtype(dtype, jnp.inexact) and not is_ref(x)
+
+
+def is_ref(x: Any) -> bool:
+    """Returns whether ``x`` is a reference to an array, or the type of one."""
+    return isinstance(x, (jax.ref.AbstractRef, jax.ref.Ref))
 
 
 def is_floating_array(x: Any) -> bool:

@@ -30,6 +30,17 @@ def vary(tree: Any, axis_names: tuple[Any, ...]) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def in_mesh_here(array: Any) -> Any:
+    """Returns an array, whole on each device, with the mesh axes that are known here.
+
+    ``jax.sharding.auto_axes`` and ``explicit_axes`` change their kind for some lines.
+    """
+    here = jax.sharding.get_abstract_mesh()
+    if here.empty or jax.typeof(array).sharding.mesh == here:
+        return array
+    return jax.sharding.reshard(array, jax.sharding.PartitionSpec())
+
+
 def tracked_axes(axis_names: Iterable[Any]) -> frozenset[Any]:
     """Returns those of the mesh axes for which JAX tracks what differs over them.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from .._base.dtypes import is_narrow
-from .._base.tree import is_inexact, widen
+from .._base.tree import is_inexact, is_ref, widen
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation
 from .._jaxprs.replay import Replay
@@ -98,7 +98,7 @@ _HUGE = np.finfo(np.float32).max
 
 def widened(x: Any) -> Any:
     """Returns a 16-bit array, or the type of one, in float32."""
-    if not is_narrow(x):
+    if not is_narrow(x) or is_ref(x):
         return x
     if isinstance(x, _jaxpr.ShapedArray):
         return x.update(dtype=_FLOAT32)
@@ -138,7 +138,9 @@ def bind_wide(eqn: Equation, arrays: Sequence[Any]) -> list[Any]:
         return [lax.convert_element_type(x, dtype)]
     if table.is_as_written(eqn):
         arrays = [
-            lax.convert_element_type(x, var.aval.dtype) if is_narrow(var.aval) else x
+            x
+            if is_ref(x) or not is_narrow(var.aval)
+            else lax.convert_element_type(x, var.aval.dtype)
             for x, var in zip(arrays, eqn.invars, strict=True)
         ]
         return [*map(widened, _jaxpr.bind(eqn, arrays))]

@@ -524,6 +524,11 @@ def is_saved(eqn: Equation) -> bool:
     return bits == (8, 23) and all(map(is_float32, eqn.invars))
 
 
+def puts(eqn: Equation) -> bool:
+    """Whether an equation puts arrays elsewhere, as into the memory of the host."""
+    return eqn.primitive.name == "device_put"
+
+
 def retypes(eqn: Equation) -> bool:
     """Whether an equation casts float32 to float32, of another weak type."""
     return is_cast(eqn) and all(map(is_float32, (*eqn.invars, *eqn.outvars)))

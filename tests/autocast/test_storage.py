@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
@@ -843,3 +844,91 @@ def test_the_slope_of_a_tanh_is_computed_of_16_bits_that_are_stored(activation, 
         stored = made_by[widened.invars[0]]
         assert stored.outvars[0].aval.dtype == HALF
         assert stored.primitive.name == "optimization_barrier"
+
+
+# Programs with values in the memory of the host, where no kernel of a GPU computes.
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def offloading(*names):
+    """Returns a policy of `jax.checkpoint` that puts these values there."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def offloaded_stream(w, x):
+    def layer(h, _):
+        h = checkpoint_name(h, "h")
+        return h + jnp.tanh(normalised(w, h)) @ w, None
+
+    layer = jax.checkpoint(layer, policy=offloading("h"))
+    return jnp.sum(lax.scan(layer, x, None, length=3)[0] ** 2)
+
+
+def offloaded_softmax(w, x):
+    def layer(h):
+        a = checkpoint_name(jax.nn.softmax(checkpoint_name(h @ w, "s")), "a")
+        return jnp.tanh(a @ w) + h
+
+    layer = jax.checkpoint(layer, policy=offloading("s", "a"))
+    return jnp.sum(layer(layer(x)) ** 2)
+
+
+def stacked_on_the_host(w, x):
+    def step(h, _):
+        a = lax.stop_gradient(normalised(w, h))
+        return jnp.tanh(h @ w) + h, jax.device_put((a, jnp.exp(a), h.shape[0]), HOST)
+
+    h, stacks = lax.scan(step, x, None, length=3)
+    a, b, _ = jax.device_put(stacks, DEVICE)
+    return jnp.sum((a @ w + b @ w) ** 2) + jnp.sum((h @ w) ** 2)
+
+
+def weights_of_the_host(w, x):
+    layers = jax.device_put(lax.stop_gradient(jnp.stack([w, w])), HOST)
+
+    def step(h, layer):
+        return jnp.tanh(h @ jax.device_put(layer, DEVICE)) + h, None
+
+    return jnp.sum((lax.scan(step, x, layers)[0] @ w) ** 2)
+
+
+ON_HOST = offloaded_stream, offloaded_softmax, stacked_on_the_host, weights_of_the_host
+
+
+MAY_BE_THERE = {"device_put", "stop_gradient"}  # and what holds equations
+HOLDS = {"scan", "remat2", "checkpoint", "jit", "custom_jvp_call"}
+
+
+@pytest.mark.parametrize("loss", ON_HOST)
+@crossed("policy order", [*DTYPES, "mixed_float16_bfloat16"], ORDERS)
+def test_nothing_is_rounded_in_the_memory_of_the_host(loss, policy, order):
+    found = on_the_host(order(loss, policy))
+    assert "device_put" in {e.primitive.name for e in found}
+    assert {e.primitive.name for e in found} <= MAY_BE_THERE | HOLDS
+
+
+@pytest.mark.parametrize("loss", ON_HOST)
+def test_a_loop_keeps_16_bits_on_the_host_and_gradients_are_near(loss):
+    grad_fn = jaxmp.autocast(jax.grad(loss), "bfloat16")
+    scans = [e for e in on_the_host(grad_fn) if e.primitive.name == "scan"]
+    assert not any(
+        x.aval.dtype == SINGLE and x.aval.memory_space == HOST
+        for e in scans
+        for x in e.outvars
+    )
+    error = relative_error(jax.jit(grad_fn)(W, X), jax.jit(jax.grad(loss))(W, X))
+    assert error < 4 * jnp.finfo(HALF).eps
+
+
+def on_the_host(fun):
+    """Returns the equations that read or write its memory."""
+    return [
+        e
+        for e in traced(fun, W, X)
+        if any(x.aval.memory_space == HOST for x in [*e.invars, *e.outvars])
+    ]

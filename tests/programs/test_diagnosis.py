@@ -1,5 +1,6 @@
 """What the audit and the sensitivity say of programs of other libraries."""
 
+import contextlib
 import importlib
 import inspect
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
 from laws import KEY, Program, normal
 
 import jaxmp
@@ -97,3 +100,65 @@ def test_nnx_modules_are_measured_by_their_attributes():
     assert report.meets_tolerance
     (hazard,) = jaxmp.audit(jaxmp.autocast(loss))(net, normal(1, 8, 8)).hazards
     assert (hazard.kind, hazard.module) == ("phase", "Net/features")
+
+
+# Where arrays are that not every operation takes, and what of them overflows float16.
+
+
+def in_a_reference(w, x):
+    total = jax.new_ref(jnp.zeros_like(x))
+    total[...] += jnp.tanh(x @ w)
+    half = jax.new_ref(jnp.zeros(x.shape, jnp.float16))
+    half[...] = (x @ w).astype(jnp.float16)
+    return jnp.mean((total[...] + half[...]) @ w)
+
+
+def in_the_memory_of_the_host(w, x):
+    names = {
+        "names_which_can_be_saved": [],
+        "names_which_can_be_offloaded": ["h"],
+        "offload_src": "device",
+        "offload_dst": "pinned_host",
+    }
+    policies = jax.checkpoint_policies
+    policy = policies.save_and_offload_only_these_names(**names)
+
+    def layer(h, _):
+        h = checkpoint_name(h, "h")
+        return h + jnp.tanh(h @ w) @ w, None
+
+    layers = jax.checkpoint(layer, policy=policy)
+    return jnp.mean(jax.lax.scan(layers, x, None, length=2)[0] ** 2)
+
+
+def in_a_mesh_of_other_axes(w, x):
+    @jax.sharding.auto_axes
+    def layer(w, x):
+        return jnp.tanh(x @ w)
+
+    def step(h, w):
+        return layer(w, h @ w, out_sharding=PartitionSpec("d", None)), None
+
+    return jnp.mean(jax.lax.scan(step, x, jnp.stack([w, w]))[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    "loss", [in_a_reference, in_the_memory_of_the_host, in_a_mesh_of_other_axes]
+)
+def test_reports_read_arrays_wherever_they_are(loss):
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    w, x = normal(0, 16, 16, scale=0.25), normal(1, 8, 16)
+    with contextlib.ExitStack() as within:
+        if loss is in_a_mesh_of_other_axes:
+            within.enter_context(jax.set_mesh(mesh))
+            x = jax.device_put(x, PartitionSpec("d", None))
+        grad_fn = jaxmp.autocast(jax.value_and_grad(loss), "float16")
+        assert jaxmp.audit(grad_fn)(w, x).fraction_16bit == 1
+        assert jaxmp.explain(grad_fn)(w, x).lines
+        assert jaxmp.find_overflow(grad_fn)(w, x).first is None
+        fault = jaxmp.find_overflow(grad_fn)(w * 1e5, x).first
+        assert fault is not None
+        assert "test_diagnosis.py" in fault.where
+        assert 0 < measure(loss, w, x).loss < 0.1
+        two = jaxmp.autocast(loss, "mixed_float16_bfloat16")
+        assert abs(jax.value_and_grad(two)(w, x)[0] - loss(w, x)) < 1e-2

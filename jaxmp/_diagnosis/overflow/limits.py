@@ -19,7 +19,8 @@ import numpy as np
 from jax import lax
 
 from ..._base.dtypes import is_narrow
-from ..._base.tree import is_inexact
+from ..._base.tree import is_inexact, is_ref
+from ..._devices.varying import in_mesh_here
 from ..._jaxprs.flatten import Flat
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
@@ -164,12 +165,12 @@ class _Replay(WideReplay):
         value = given(array)
         if not is_narrow(array):
             return value
-        _, _, small = self.scalars
+        _, _, small = map(in_mesh_here, self.scalars)
         return Value(jnp.where(value.array == 0, small, value.array))
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value:
         """Returns what 16 bits have left of a number if ``eqn`` has their limits."""
-        count, _, small = self.scalars
+        count, _, small = map(in_mesh_here, self.scalars)
         written = lost.written
         if written is None:
             large = np.copysign(_LARGE, lost.left)
@@ -181,9 +182,10 @@ class _Replay(WideReplay):
         outs = bind_wide(eqn, [x.array for x in ins])
         if is_exact(eqn) or FLOAT8_SCALED in place.scopes:
             return [Value(x) for x in outs]
-        count, exact, _ = self.scalars
+        count, exact, _ = map(in_mesh_here, self.scalars)
         for i, var in enumerate(eqn.outvars):
-            if is_narrow(var.aval) and var.aval.dtype.itemsize == 2:
+            rounds = is_narrow(var.aval) and var.aval.dtype.itemsize == 2
+            if rounds and not is_ref(outs[i]):
                 on = self.program.is_on(count)
                 outs[i] = _rounded(jnp.asarray(outs[i]), on, exact, var.aval.dtype)
         return [*map(Value, outs)]

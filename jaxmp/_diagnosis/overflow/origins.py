@@ -23,7 +23,17 @@ from ..._jaxprs.places import Place
 from ..._ops.table import is_exact, reduces_tests, tests_finite
 from ..wide_replay import widened
 from .report import Fault, Line
-from .watch import BAD, LOW, RUNS, TOP, Looks, Program, Watch, looked_at
+from .watch import (
+    BAD,
+    LOW,
+    RUNS,
+    TOP,
+    Looks,
+    Program,
+    Watch,
+    is_looked_at,
+    looked_at,
+)
 
 _LARGEST = float(jnp.finfo(jnp.float16).max)
 _LOST = float(jnp.finfo(jnp.float16).smallest_subnormal) / 2  # and below
@@ -260,7 +270,7 @@ class _Body:
 
     def part(self, type: Any, *values: Known) -> Known:
         """Returns what is known of an array that is made of others, and looked at."""
-        if not is_inexact(type):
+        if not is_looked_at(type):
             return values[-1]
         self.look = look = next(self._looks)
         origin = min(x.origin for x in values) if look.bad else NOWHERE

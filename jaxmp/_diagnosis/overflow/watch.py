@@ -16,7 +16,7 @@ from jax import lax
 
 from ..._base.dtypes import is_narrow
 from ..._base.tree import is_inexact
-from ..._devices.varying import vary
+from ..._devices.varying import in_mesh_here, vary
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation
 from ..._jaxprs.places import Place
@@ -119,7 +119,7 @@ class Watch(Replay):
     def part(self, array: Any, *values: Value) -> Value:
         """Looks at a slice or a mixture, in which no Inf or NaN begins."""
         del values
-        if is_inexact(array):
+        if is_looked_at(array):
             self._look(array)
         return Value(array)
 
@@ -149,9 +149,10 @@ class Watch(Replay):
 
     def _look_at_all(self, key: Any) -> None:
         rows, arrays, in_float32 = zip(*self._waiting.pop(key), strict=True)
-        wide = None if in_float32[0] is None else jnp.stack(in_float32)
         self._rows += rows
-        self._looks.append(looks(jnp.stack([*map(real_parts, arrays)]), wide))
+        with jax.sharding.use_abstract_mesh(key[0].sharding.mesh):  # as they were made
+            wide = None if in_float32[0] is None else jnp.stack(in_float32)
+            self._looks.append(looks(jnp.stack([*map(real_parts, arrays)]), wide))
 
     def note(self, text: str, place: Place) -> None:
         """Remembers where nothing could be seen."""
@@ -161,7 +162,8 @@ class Watch(Replay):
         for key in [*self._waiting]:
             self._look_at_all(key)
         ran = jnp.zeros((1, 6), jnp.uint32).at[0, RUNS].set(1)
-        rows = jnp.concatenate(vary([ran, *self._looks], self.axes))
+        looks = map(in_mesh_here, self._looks)
+        rows = jnp.concatenate(vary([ran, *looks], self.axes))
         return Looks(rows[np.argsort([0, *self._rows])], tuple(self._calls))
 
     def results(
@@ -240,7 +242,15 @@ def looked_at(eqn: Equation) -> list[int]:
         ((x, y),) = pairs
         is_kept = same or (is_narrow(x.aval) and _jaxpr.is_float32(y))
     outs = enumerate(eqn.outvars)
-    return [] if is_kept else [i for i, x in outs if is_inexact(x.aval)]
+    return [] if is_kept else [i for i, x in outs if is_looked_at(x.aval)]
+
+
+def is_looked_at(x: Any) -> bool:
+    """Whether an array, or the type of one, is floating and where kernels compute."""
+    if not is_inexact(x):
+        return False
+    type = x if isinstance(x, _jaxpr.ShapedArray) else jax.typeof(x)
+    return type.memory_space != jax.memory.Space.Host
 
 
 @jax.jit  # traced once for each type

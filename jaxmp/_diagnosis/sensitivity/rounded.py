@@ -147,7 +147,7 @@ class RoundingEmitter(Emitter):
 
         return store
 
-    def narrow(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
+    def narrow_here(self, value: emit.Value, dtype: np.dtype, *site: Any) -> Any:
         return self.round(value.array, dtype, (id(site[0]), *site[1:]))
 
     def round(

@@ -23,6 +23,8 @@ from jax import lax
 
 from ..._autocast.emit import emitting
 from ..._base.dtypes import is_narrow
+from ..._base.tree import is_ref
+from ..._devices.varying import in_mesh_here
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs.jaxpr import Equation, is_call
 from ..._jaxprs.places import Place, equations
@@ -184,8 +186,8 @@ class _Frame(WideReplay):
         if key not in self._on:
             ours = [x in key[0] for x in self.program.parts]
             ours += [eight and x in key[0] for x in self.program.eight_bit_parts]
-            self._on[key] = jnp.all(self.scalars[np.flatnonzero(ours)])
-        return self._on[key]
+            self._on[key] = jnp.all(in_mesh_here(self.scalars)[np.flatnonzero(ours)])
+        return in_mesh_here(self._on[key])
 
     def number(self, eqn: Equation, lost: LostNumber) -> Value | None:
         """Returns a number as it was written, which the consumer rounds again."""
@@ -198,8 +200,10 @@ class _Frame(WideReplay):
         arrays, part = [x.array for x in ins], self.program.part_of(place)
         if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            on = self.on(by, eight=form not in IN_16_BITS)
-            return [Value(_rounded_if(jnp.asarray(arrays[0]), on, dtype, form))]
+            x = jnp.asarray(arrays[0])
+            with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
+                on = self.on(by, eight=form not in IN_16_BITS)
+                return [Value(_rounded_if(x, on, dtype, form))]
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_matmuls
             operands = [jnp.asarray(x) for x in arrays[:2]]
@@ -224,11 +228,11 @@ class _Frame(WideReplay):
 
     def own(self, array: Any, var: Any, part: str) -> Any:
         """Returns what a part has in 16 bits by itself, rounded if it is to be."""
-        if not is_narrow(var.aval):
+        if not is_narrow(var.aval) or is_ref(array):
             return array
         return _rounded_if(jnp.asarray(array), self.on([part]), var.aval.dtype, "plain")
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # once for all arrays of one type
 def _rounded_if(x: jax.Array, on: jax.Array, dtype: np.dtype, form: Any) -> jax.Array:
-    return lax.select(jnp.broadcast_to(on, x.shape), rounded(x, dtype, form), x)
+    return lax.select(on, rounded(x, dtype, form), x)
