@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("function", help=_FUNCTION)
         command.add_argument("--args", metavar="FILE:NAME", help=_ARGS)
     audit = commands.choices["audit"]
-    audit.add_argument("--at-least", metavar="PERCENT", type=_percent, help=_AT_LEAST)
+    audit.add_argument("--at-least", metavar="PERCENT", type=float, help=_AT_LEAST)
     given = parser.parse_args(argv, argparse.Namespace(at_least=None))
     try:
         fun, args, kwargs = _call(given.function, given.args)
@@ -78,16 +78,6 @@ class _WrongError(Exception):
     """Something on the command line that is not there, or not what is asked for."""
 
 
-def _percent(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a percentage") from None
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 100")
-    return value
-
-
 def _call(function: str, arguments: str | None) -> tuple[Callable[..., Any], Any, Any]:
     """Returns a function, and the positional and keyword arguments to call it with."""
     fun = _named(function)
@@ -102,10 +92,7 @@ def _call(function: str, arguments: str | None) -> tuple[Callable[..., Any], Any
     try:
         inspect.signature(fun).bind(*args, **kwargs)
     except TypeError as error:
-        given = f"{len(args)} argument{'s' * (len(args) != 1)}"
-        if kwargs:
-            given = f"the keyword arguments {', '.join(map(str, kwargs))}"
-        cure = f"`{arguments}` gives {given}."
+        cure = f"`{arguments}` gives others."
         if arguments is None:
             cure = (
                 "Name a function that returns its arguments: "

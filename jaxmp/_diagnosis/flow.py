@@ -161,7 +161,17 @@ class Flow:
             for operation in out.by:
                 operation.is_returned = True
         self.operations = [*self._made.values()]
-        self._find_forward()
+        # What does not serve the backward pass alone is forward. Differentiation writes
+        # slopes into the forward pass, but no matmuls.
+        left = [
+            x
+            for x in self.operations
+            if x.is_returned or x.takes or not (x.consumers or x.is_saved or x.carried)
+        ]
+        while left:
+            operation = left.pop()
+            operation.is_forward = True
+            left += [x for x in operation.ins if not x.is_forward]
 
     def residual_bytes(self) -> dict[str, int] | None:
         """Returns the bytes that are saved by dtype, None without a backward pass."""
@@ -194,7 +204,13 @@ class Flow:
         arrays = zip(eqn.invars, ins, strict=True)
         read = [x for atom, x in arrays if not isinstance(atom, _jaxpr.Literal)]
         for x in read:
-            self._reads(operation, x)
+            before = [one for one in x.by if one is not operation]
+            operation.ins |= dict.fromkeys(before)
+            if operation.moves:
+                operation.moved = operation.moved or next(reversed(before), None)
+                continue
+            for one in before:
+                one.consumers[operation] = None
         by = (*_all_of(read), operation) if operation.moves else (operation,)
         outs = _results(eqn, here, tuple(dict.fromkeys(by)))
         if len(read) == len(outs) == 1 and _keeps(eqn):
@@ -209,15 +225,6 @@ class Flow:
         here = at.place
         key = here.path, here.place.step, eqn, carried
         return self._made.setdefault(key, Operation(eqn, step, here, carried))
-
-    def _reads(self, operation: Operation, x: Array) -> None:
-        before = [one for one in x.by if one is not operation]
-        operation.ins |= dict.fromkeys(before)
-        if operation.moves:
-            operation.moved = operation.moved or next(reversed(before), None)
-            return
-        for one in before:
-            one.consumers[operation] = None
 
     def _backward(self, eqn: Equation, ins: list[Array]) -> Sequence[Array]:
         """Notes what the backward pass reads, which is saved for it."""
@@ -250,21 +257,6 @@ class Flow:
                 loop = self._operation(eqn, None, at, str(var.aval.dtype))
                 loop.is_forward = True
         return outs
-
-    def _find_forward(self) -> None:
-        """Finds the operations that do not serve the backward pass alone.
-
-        Differentiation writes slopes into the forward pass, but no matmuls.
-        """
-        left = [
-            x
-            for x in self.operations
-            if x.is_returned or x.takes or not (x.consumers or x.is_saved or x.carried)
-        ]
-        while left:
-            operation = left.pop()
-            operation.is_forward = True
-            left += [x for x in operation.ins if not x.is_forward]
 
 
 def _given(x: Any, at: Any = None) -> Array:

@@ -23,7 +23,7 @@ from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
-from .hazards import of_numbers, of_products
+from .hazards import of_products
 from .leaks import Leaks
 from .report import DtypeReport, wide_name
 
@@ -106,10 +106,10 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             leaks.walk.through(jaxpr, [*inputs], (), around)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
-            hazards, attention = of_products(jaxpr, around, default)
+            hazards, attention = of_products(jaxpr, around, default, numbers)
             return DtypeReport(
                 residual_bytes=Flow(jaxpr, around).residual_bytes(),
-                hazards=tuple(dict.fromkeys(hazards + of_numbers(numbers))),
+                hazards=hazards,
                 attention=attention,
                 **leaks.found(),
             )

@@ -9,7 +9,7 @@ operands of a float32 product at default precision too, to TF32 or bfloat16.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from ..._ops.products import (
     is_of_float32,
     multiplies_matrices,
 )
-from ..numbers import Numbers
+from ..numbers import LostNumber
 from .attention import Attentions, Part, made_of
 from .report import Hazard, UnfusedAttention
 
@@ -58,7 +58,6 @@ _FORMULAS = {
 #
 # With the number of a product that is followed:
 # sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
-# entry: each entry is made of the same entry of the product
 # shifted: an input was added to the product, and the sum rounded
 # taken: then something that was given was taken away from it
 #
@@ -92,7 +91,10 @@ class Product(NamedTuple):
 
 
 def of_products(
-    jaxpr: Any, around: Place, default_precision: Any = None
+    jaxpr: Any,
+    around: Place,
+    default_precision: Any = None,
+    numbers: Iterable[LostNumber] = (),
 ) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...]]:
     """Returns the hazards in a jaxpr and its attentions, in the order of the program.
 
@@ -100,10 +102,14 @@ def of_products(
         jaxpr: Of the program.
         around: What is around its operations.
         default_precision: That of products whose lines ask for none.
+        numbers: Those in the code that 16 bits have lost.
     """
     search = _Search(default_precision)
     inputs = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
     search.walk.through(jaxpr, inputs, (), around)
+    for x in numbers:
+        if x.written is not None and not x.place.backward:
+            search.note_number(x.written, x.left, x.dtype, x.place)
     return tuple(search.found.values()), tuple(search.attentions.rows.values())
 
 
@@ -175,8 +181,7 @@ class _Search:
         if table.is_phase(eqn) or is_turn:
             self._note("phase", ins[:1], "sum")
         elif table.inverts(eqn):
-            of_entries = ["entry"] * table.inverts_symmetric(eqn)
-            self._note("inverse", ins[:1], "sum", *of_entries)
+            self._note("inverse", ins[:1], "sum")
         elif table.adds_terms(eqn) and math.prod(made.shape) > 1:
             if any(x.of("squares") and not x.of("twice") for x in ins):
                 self._note("distance", [x for x in ins if not x.of("squares")], "twice")
@@ -198,8 +203,21 @@ class _Search:
             with np.errstate(over="ignore"):
                 left = float(np.asarray(number).astype(dtype))
             if number and (left == 0 or np.isinf(left)):
-                row = _of_number(number, left, dtype, place)
-                self.found.setdefault((row.why, row.module, row.where), row)
+                self.note_number(number, left, dtype, place)
+
+    def note_number(
+        self, written: float, left: float, dtype: Any, place: Place
+    ) -> None:
+        """Notes a number of which 16 bits leave another, once in each line."""
+        limit = "finfo(x.dtype).min" if written < 0 else "finfo(x.dtype).max"
+        row = Hazard(
+            kind="number",
+            why=f"{written:.4g} is {'0' if left == 0 else 'Inf'} in {dtype}",
+            cure="x.astype(jnp.float32)" if left == 0 else f"jnp.{limit}",
+            module=place.module,
+            where=place.where,
+        )
+        self.found.setdefault((row.why, row.module, row.where), row)
 
     def _note(self, pattern: str, values: Sequence[Made], *words: str) -> None:
         """Notes the products of which one of some words is said."""
@@ -216,29 +234,6 @@ class _Search:
             self.found.setdefault((row.module, row.where), row)
 
 
-def of_numbers(numbers: Numbers) -> tuple[Hazard, ...]:
-    """Returns the numbers in the code that are 0 or Inf in 16 bits, each line once."""
-    found: dict[Any, Hazard] = {}
-    for x in numbers:
-        if x.written is None or x.place.backward:
-            continue
-        row = _of_number(x.written, x.left, x.dtype, x.place)
-        found.setdefault((row.why, row.module, row.where), row)
-    return tuple(found.values())
-
-
-def _of_number(written: float, left: float, dtype: Any, place: Place) -> Hazard:
-    """Returns the hazard of a number of which 16 bits leave another."""
-    limit = "finfo(x.dtype).min" if written < 0 else "finfo(x.dtype).max"
-    return Hazard(
-        kind="number",
-        why=f"{written:.4g} is {'0' if left == 0 else 'Inf'} in {dtype}",
-        cure="x.astype(jnp.float32)" if left == 0 else f"jnp.{limit}",
-        module=place.module,
-        where=place.where,
-    )
-
-
 def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
     """Yields what is said of the result of an operation."""
     words = set[str]()
@@ -252,7 +247,6 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         words |= {"shifted", "taken"}
     if table.is_arithmetic(eqn):
         words.add("taken")
-        yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
     yield from (mark for x in ins for mark in x.marks if mark[0] in words)
 
     # What was given is added to a sum in 16 bits, and taken away again.

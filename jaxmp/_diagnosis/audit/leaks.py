@@ -237,7 +237,11 @@ class Leaks:
         else has the causes of its float32 operands, except where one of them was
         widened in the same line because of what it meets here: that is the cause then.
         """
-        _note_meetings(floats, place)
+        for i, (_, x) in enumerate(floats):
+            # What comes with some operands and not with others meets those.
+            others = floats[:i] + floats[i + 1 :]
+            for cause in x.causes - _union(others) if others else ():
+                cause.meet(place, min(other.bits for _, other in others))
         wide, out = _wide(floats), eqn.outvars[0].aval
         hands_on = is_view(eqn) or _jaxpr.is_cast(eqn)  # a number
         if not _arrays(wide) and not (wide and hands_on and out.size == 1):
@@ -409,14 +413,6 @@ def _joint(operands: list[Operand]) -> Causes:
     last = max(min((cause.turn for cause in causes), default=0), Turn.MADE_ARRAY)
     found = frozenset(cause for cause in causes if cause.turn <= last)
     return causes if len(found) == len(causes) else found  # shared, as above
-
-
-def _note_meetings(floats: list[Operand], place: Place) -> None:
-    """Lets the causes that come with some operands and not with others meet those."""
-    for i, (_, x) in enumerate(floats):
-        others = floats[:i] + floats[i + 1 :]
-        for cause in x.causes - _union(others) if others else ():
-            cause.meet(place, min(other.bits for _, other in others))
 
 
 def _widened_at(

@@ -138,16 +138,15 @@ def _explained(
 
 def _results(operations: list[Operation]) -> list[Operation]:
     """Returns what computes the last numbers of a line, once for each time it runs."""
-    read = [x for x in operations if _is_read_elsewhere(x)]
+    read = [  # by other lines, or what is returned
+        x
+        for x in operations
+        if x.carried
+        or x.is_returned
+        or any(y.is_forward and y.frame and y.line != x.line for y in x.consumers)
+    ]
     last = [*map(_moved, read or operations)]
     return [x for x in last if x.call == last[-1].call]
-
-
-def _is_read_elsewhere(x: Operation) -> bool:
-    """Whether another line reads what an operation returns, or it is a result."""
-    consumers = [y for y in x.consumers if y.is_forward and y.frame]
-    elsewhere = any(y.line != x.line for y in consumers)
-    return elsewhere or bool(x.carried) or x.is_returned
 
 
 def _moved(x: Operation) -> Operation:
