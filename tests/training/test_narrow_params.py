@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from updates import skips_without_a_trace, step_of, train
 
 import jaxmp
-from conftest import answered, bits
+from conftest import answered, bits, mapped
 from jaxmp._base import rounding as _rounding
 
 WRAPPERS = {
@@ -311,13 +311,16 @@ TOGETHER = optax.GradientTransformationExtraArgs(
 ALL_GRADS = jax.tree.map(lambda p: jnp.sin(37.0 * p.astype(jnp.float32)), ALL)
 
 
+def three(step, params, state, grads=ALL_GRADS):
+    """Returns parameters and state after three steps."""
+    for _ in range(3):
+        params, state = step(params, state, grads)
+    return params, state
+
+
 @pytest.fixture(scope="module")
 def trained():
-    """Parameters and state after three steps."""
-    step, params, state = jax.jit(step_of(TOGETHER)), ALL, TOGETHER.init(ALL)
-    for _ in range(3):
-        params, state = step(params, state, ALL_GRADS)
-    return params, state
+    return three(jax.jit(step_of(TOGETHER)), ALL, TOGETHER.init(ALL))
 
 
 def test_steps_scan_and_both_arguments_are_donated(trained):
@@ -335,8 +338,7 @@ def test_steps_scan_and_both_arguments_are_donated(trained):
 def test_replicas_of_vmap_are_the_same_as_one(trained):
     stacked = jax.tree.map(lambda x: jnp.stack([x] * 3), (ALL, TOGETHER.init(ALL)))
     step = jax.jit(jax.vmap(step_of(TOGETHER), (0, 0, None)))
-    for _ in range(3):
-        stacked = step(*stacked, ALL_GRADS)
+    stacked = three(step, *stacked)
     first, *others = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(3))
     assert all(bits(other) == bits(first) for other in others)
     # Another program, with other fusions, by which codes of 8 bits may differ.
@@ -358,9 +360,7 @@ def test_sharding_changes_no_bit(trained):
             name: jaxmp.init_shardings(tx, params[name]) for name, tx in TXS.items()
         }
         state = jax.jit(TOGETHER.init, out_shardings=shardings)(params)
-        step = jax.jit(step_of(TOGETHER))
-        for _ in range(3):
-            params, state = step(params, state, grads)
+        params, state = three(jax.jit(step_of(TOGETHER)), params, state, grads)
     compensation = state["Kahan"].compensation
     for x in (params["Kahan"], compensation, optax.tree.get(state["Kahan"], "trace")):
         assert x["w"].sharding.is_equivalent_to(sharding(MATRIX), 2)
@@ -370,23 +370,18 @@ def test_sharding_changes_no_bit(trained):
 
 
 def test_replicas_of_shard_map_stay_the_same(trained):
-    mesh = Mesh(jax.devices()[:4], ("data",))
-
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
     def step(params, state, rows):
         grads = jax.tree.map(lambda g: g * rows.sum(), ALL_GRADS)
         return train(TOGETHER, params, jax.lax.pmean(grads, "data"), 3)
 
+    step = mapped(step, Mesh(jax.devices()[:4], "data"), (P(), P(), P("data")), P())
     found = jax.jit(step)(ALL, TOGETHER.init(ALL), jnp.ones(4))
     assert bits(found) == bits(trained)
 
 
 def test_an_autocast_around_the_whole_step_leaves_it_alone(trained):
     step = jax.jit(jaxmp.autocast(step_of(TOGETHER), "bfloat16"))
-    params, state = ALL, TOGETHER.init(ALL)
-    for _ in range(3):
-        params, state = step(params, state, ALL_GRADS)
-    assert bits((params, state)) == bits(trained)
+    assert bits(three(step, ALL, TOGETHER.init(ALL))) == bits(trained)
 
 
 @pytest.mark.parametrize("tx", [TX, KAHAN], ids=["stochastic", "Kahan"])
