@@ -501,9 +501,7 @@ def test_shards_agree_with_one_device():
 
 
 def test_explicit_shardings_are_kept():
-    mesh = jax.make_mesh(
-        (2,), ("data",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,)
-    )
+    mesh = Mesh(jax.devices()[:2], "data", axis_types=(AxisType.Explicit,))
 
     def fun(w, x):
         return jnp.mean(jnp.tanh(x @ w) ** 2)
