@@ -14,7 +14,6 @@ import numpy as np
 
 from .._base.dtypes import is_narrow
 from .._jaxprs import jaxpr as _jaxpr
-from .._jaxprs.jaxpr import Equation
 from .._jaxprs.places import Place, equations
 from .._ops.table import guards
 
@@ -40,7 +39,8 @@ class Numbers:
                 be. It is called where a number of the jaxpr is 0 or Inf.
             around: What is around their operations.
         """
-        self._found: dict[tuple[int, int], LostNumber] = {}
+        # By the `id` of the equation that reads it, and as which operand.
+        self.found: dict[tuple[int, int], LostNumber] = {}
         # Arrays that the code has made in 16 bits have lost their small numbers, too.
         consts = _jaxpr.closed_consts(jaxpr)
         self.has_zeros = any(
@@ -67,14 +67,10 @@ class Numbers:
                     is_meant = left == written
                 if _is_left(x) and not is_meant:
                     lost = LostNumber(left, written, x.aval.dtype, place)
-                    self._found[id(eqn), i] = lost
-
-    def read_by(self, eqn: Equation, operand: int) -> LostNumber | None:
-        """Returns the number that an equation reads, if 16 bits have lost it."""
-        return self._found.get((id(eqn), operand))
+                    self.found[id(eqn), i] = lost
 
     def __iter__(self) -> Iterator[LostNumber]:
-        return iter(self._found.values())
+        return iter(self.found.values())
 
     @property
     def are_known(self) -> bool:

@@ -62,7 +62,7 @@ class WideReplay(Replay):
 
     def read(self, eqn: Equation, ins: list[Value]) -> list[Value]:
         """Returns the inputs of an equation, and numbers as they were."""
-        lost = [self.numbers.read_by(eqn, i) for i in range(len(ins))]
+        lost = [self.numbers.found.get((id(eqn), i)) for i in range(len(ins))]
         return [
             x if number is None else self.number(eqn, number) or x
             for x, number in zip(ins, lost, strict=True)

@@ -124,7 +124,7 @@ def _of_fault(search: Any, fault: Fault) -> list[str]:
         return ["lost, backward" if is_scales else "lost"]
     elsewhere = []
     if search.finite_in_float32 is False:  # it is the model's
-        if not search.leading and search.zeros:
+        if search.zeros:
             return ["zeros given"]
         if search.elsewhere is None:
             return ["model"]
