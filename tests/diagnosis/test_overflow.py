@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import operator
 import os
 import re
 
@@ -467,7 +466,7 @@ def test_values_are_needed():
     with pytest.raises(TypeError, match="`find_overflow` needs values, but `x` is abs"):
         find(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32))
     with pytest.raises(TypeError, match="`argument 0` is abstract"):  # no signature
-        find(operator.methodcaller("sum"), jax.ShapeDtypeStruct((2,), jnp.float32))
+        find(max, jax.ShapeDtypeStruct((2,), jnp.float32))
     with pytest.raises(TypeError, match="is traced"):
         jax.jit(lambda x: find(lambda y: y, x))(X)
     with pytest.raises(TypeError, match="`find_overflow` needs a function"):
