@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -236,7 +237,13 @@ def value_and_grad(  # noqa: D417
 
     @functools.wraps(fun, updated=())
     def wrapped(*args, **kwargs):
-        args, kwargs = _by_position(fun, args, kwargs, (*filters, *batched))
+        if not all(-len(args) <= i < len(args) for i in (*filters, *batched)):
+            # An argument that is asked for is given by keyword; or there is none, or
+            # no signature, and that is said below. Elsewhere a keyword says that
+            # nothing is to be split.
+            with contextlib.suppress(TypeError, ValueError):
+                bound = inspect.signature(fun).bind(*args, **kwargs)
+                args, kwargs = bound.args, bound.kwargs
         _check_batch(args, batched)
         if not options.allow_int:
             wanted = {i % len(args) for i in filters if args}
@@ -653,22 +660,6 @@ def _differentiated(
             )
         filters[entry.argnum] = entry.filter
     return tuple(filters) if several else next(iter(filters)), filters
-
-
-def _by_position(
-    fun: Callable[..., Any], args: Any, kwargs: Any, needed: Sequence[int]
-) -> Any:
-    """Gives keyword arguments their positions, where one of those is asked for.
-
-    Otherwise they stay what they are: a keyword says that nothing is to be split.
-    """
-    if all(-len(args) <= i < len(args) for i in needed):
-        return args, kwargs
-    try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args, kwargs  # has no signature, or will say itself what is wrong
-    return bound.args, bound.kwargs
 
 
 def _held(arg: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -99,24 +99,17 @@ def check_batch_is_whole(
     for i, arg in enumerate(args):
         if i in (*batched, *differentiated):
             continue
-        if (found := _rows(arg)) and found <= rows:
+        # One level is looked at: a batch is an array or holds some, and what holds
+        # dictionaries of arrays is the state of a model.
+        parts = jax.tree.leaves(arg, is_leaf=lambda x, arg=arg: x is not arg)
+        shapes = [x.shape if is_array(x) else (None,) for x in parts if x is not None]
+        if (found := {shape[0] for shape in shapes if shape}) and found <= rows:
             raise ValueError(
                 f"Argument {i} has {found.pop()} examples, like the batch, but is not "
                 f"in `batch_argnums`, so it would not be split with it. Pass "
                 f"`batch_argnums={(*sorted(batched), i)}` if it belongs to the batch. "
                 "If it is the same for every example, pass it by keyword."
             )
-
-
-def _rows(arg: Any) -> set[Any]:
-    """Returns the lengths of leading axes, and None where there is more than arrays.
-
-    One level is looked at: a batch is an array or holds some, and what holds
-    dictionaries of arrays is the state of a model.
-    """
-    leaves = jax.tree.leaves(arg, is_leaf=lambda x: x is not arg)
-    shapes = [x.shape if is_array(x) else (None,) for x in leaves if x is not None]
-    return {shape[0] for shape in shapes if shape}
 
 
 def _split(x: Any, steps: int) -> jax.Array:

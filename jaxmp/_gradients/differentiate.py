@@ -424,6 +424,16 @@ def _on_device(
             loss, grads = jax.tree.map(lambda x: x * (1 / parts), (loss, grads))
         return loss, grads, aux, changes
 
+    def summed(own, spec, grad):  # in the dtype of the policy, onto the shards
+        apart = _without(axes, own)
+        if grad is None or not apart:
+            return grad
+        part = grad.astype(grad.dtype if dtype is None else dtype)
+        part = sum_scatter(part, dims_of(spec, apart))
+        if rest := _without(apart, axes_of_shardings(spec)):
+            part = jax.lax.psum(part, rest)
+        return part.astype(grad.dtype)
+
     def of_all(args, kwargs, state):
         check_axes_are_bound(axes)
         # What differs by device before the call, such as a sharded buffer or the
@@ -454,12 +464,7 @@ def _on_device(
         if not on_mesh:  # where all state is the same on every device
             _check_state_is_known(own, changes, state)
         loss = jax.lax.psum(loss, axes)
-        grads = jax.tree.map(
-            lambda own, spec, grad: _sum_over(grad, _without(axes, own), spec, dtype),
-            own,
-            sharded,
-            grads,
-        )
+        grads = jax.tree.map(summed, own, sharded, grads)
         changes = {
             name: agreed(x, _without(axes, apart[name])) if name in state else x
             for name, x in changes.items()
@@ -471,19 +476,6 @@ def _on_device(
 
 def _without(axes: tuple[Any, ...], some: frozenset[Any]) -> tuple[Any, ...]:
     return tuple(axis for axis in axes if axis not in some)
-
-
-def _sum_over(
-    grad: jax.Array | None, axes: tuple[Any, ...], spec: PartitionSpec, dtype: Any
-) -> Any:
-    """Sums a gradient over devices in the dtype of the policy, onto the shards."""
-    if grad is None or not axes:
-        return grad
-    part = grad.astype(grad.dtype if dtype is None else dtype)
-    part = sum_scatter(part, dims_of(spec, axes))
-    if rest := _without(axes, axes_of_shardings(spec)):
-        part = jax.lax.psum(part, rest)
-    return part.astype(grad.dtype)
 
 
 def _check_sum_is_ours(loss: jax.Array, params: Any, axis_name: Any) -> None:

@@ -256,8 +256,8 @@ def value_and_grad(
     def wrapped(*args, **kwargs):
         positions = options.positions(args)
         if not allow_int:
-            says = vars(checked)["refuses_lost_updates"]
-            refuse_integers(*says, [args[i] for i in positions])
+            name, advice = vars(checked)["refuses_lost_updates"]
+            refuse_integers(name, advice, [args[i] for i in positions])
         try:
             loss, aux, grads, _ = differentiate(
                 options, stateless, {}, args, kwargs, user=user, cast=cast
