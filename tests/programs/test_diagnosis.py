@@ -142,6 +142,18 @@ def in_a_mesh_of_other_axes(w, x):
     return jnp.mean(jax.lax.scan(step, x, jnp.stack([w, w]))[0] ** 2)
 
 
+def test_what_float32_does_is_unknown_where_a_reference_keeps_16_bits():
+    def loss(w, x):
+        half = jax.new_ref(jnp.zeros(x.shape, jnp.float16))
+        half[...] = (x @ w).astype(jnp.float16) * 1000
+        return jnp.mean(half[...].astype(jnp.float32))
+
+    w, x = normal(0, 16, 16, scale=100.0), normal(1, 8, 16)
+    report = jaxmp.find_overflow(loss)(w, x)
+    assert report.first is not None
+    assert report.finite_in_float32 is None
+
+
 @pytest.mark.parametrize(
     "loss", [in_a_reference, in_the_memory_of_the_host, in_a_mesh_of_other_axes]
 )

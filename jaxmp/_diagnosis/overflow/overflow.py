@@ -21,6 +21,7 @@ import numpy as np
 
 from ..._base.checks import check_function, explains, uncalled
 from ..._base.dtypes import is_narrow
+from ..._base.tree import is_ref
 from ..._jaxprs.flatten import Flat, check_values, flatten, traced_in_float32
 from ..._jaxprs.jaxpr import is_cast
 from ..._jaxprs.places import Place, caller
@@ -149,6 +150,9 @@ class Search:
         wide = Run(program, self.flat.leaves)
         if wide.first is None:
             return True
+        read = (x.aval for site in self.run.sites for x in site.eqn.invars)
+        if any(is_ref(x) and is_narrow(x) for x in read):  # which keeps its 16 bits
+            return None
         is_unknown = "float16" in self.dtypes and not self.numbers.are_known
         if is_unknown and self.limits.may_be_finite():
             return None
