@@ -193,15 +193,6 @@ class Analysis:
             self._consumers.clear()
         return marked
 
-    def is_marked(self, jaxpr: Any) -> bool:
-        """Whether some variable of a jaxpr, or of what it holds, is marked."""
-        if not self._marks:
-            return False
-        if _jaxpr.open_jaxpr(jaxpr) in self._marks:
-            return True
-        eqns = _jaxpr.open_jaxpr(jaxpr).eqns
-        return any(self.is_marked(x) for eqn in eqns for x in _jaxpr.sub_jaxprs(eqn))
-
     def consumers(self, jaxpr: Any, demand: Demand, scopes: Scopes = ()) -> Consumers:
         """Returns who reads the values of a jaxpr.
 

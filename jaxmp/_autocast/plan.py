@@ -169,7 +169,6 @@ class Planner:
         self.reasons: set[str | None] = set()
         # By jaxpr, so that what JAX shares between calls and layers stays shared.
         self._plans: Any = weakref.WeakKeyDictionary()
-        self._first_by: Any = weakref.WeakValueDictionary()  # by fingerprint
 
     def dtype_in(self, back: bool) -> np.dtype:
         """Returns the 16-bit dtype of the backward pass, or of the forward pass."""
@@ -426,13 +425,6 @@ class Planner:
         if kind in ("custom_vjp", "shard_map"):  # float32 at their boundary
             passed = ("wide",) * len(ins)
             ends, ins = ("wide",) * len(ends), [x.widened() for x in ins]
-        if kind == "custom_jvp":
-            body = layout.bodies[0]
-            is_marked = self.analysis.is_marked(body.jaxpr)
-            key = None if is_marked else _jaxpr.fingerprint(body.jaxpr)
-            if key is not None:
-                first = self._first_by.setdefault(key, body.jaxpr)
-                layout = layout._replace(bodies=[body._replace(jaxpr=first)])
         if _jaxpr.is_remat(eqn):
             places = self._rounded_before(eqn, ins, demand, scopes, range(len(ins)))
             rounded = [ins[i].rounded(one) for i, one in places.items()]

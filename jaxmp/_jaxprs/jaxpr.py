@@ -738,44 +738,6 @@ def written_in(jaxpr: Any, like: Any) -> Any:
     return with_fields(jaxpr, debug_info=info)
 
 
-def fingerprint(jaxpr: Any) -> Any:
-    """Returns what a jaxpr computes, and which lines wrote it, as one thing to hash.
-
-    JAX traces a function with a derivative rule anew for each call of it. None if that
-    is not known.
-    """
-    body = open_jaxpr(jaxpr)
-    numbers: dict[Any, Any] = {}
-
-    def named(atoms: Sequence[Any]) -> tuple:
-        return tuple(
-            (str(x.val), x.aval)
-            if isinstance(x, Literal)
-            else numbers.setdefault(x, (len(numbers), x.aval))
-            for x in atoms
-        )
-
-    ins = named(body.invars)
-    eqns = tuple(
-        (
-            eqn.primitive,
-            tuple(sorted(eqn.params.items())),
-            named(eqn.invars),
-            named(eqn.outvars),
-            eqn.source_info.traceback,
-            str(eqn.source_info.name_stack),
-            eqn.ctx,
-        )
-        for eqn in body.eqns
-    )
-    key = ins, eqns, named(body.outvars)
-    try:
-        hash(key)
-    except TypeError:  # a parameter that cannot be compared
-        return None
-    return None if body.constvars or body.effects else key
-
-
 def zero_cotangent(zero: Any) -> Any:
     """Returns what the functions of ``jax.vjp`` take for a ``SymbolicZero``."""
     # Up to 0.10.0 they take numbers.
