@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from .checks import clipped, short
 from .dtypes import DTYPES, as_dot_dtype, as_dtype, parse_dtype, spelled, suggest
+from .text import as_html
 from .tree import cast_tree, is_array, is_floating, path_name, wide_dtype
 
 T = TypeVar("T")
@@ -247,6 +248,9 @@ class Policy(jmp.Policy):
     def __repr__(self) -> str:
         """Spells the call that makes the policy."""
         return f"get_policy({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        return as_html(repr(self))
 
 
 def get_policy(policy: PolicyLike) -> Policy:

@@ -257,8 +257,9 @@ def is_floating_array(x: Any) -> bool:
 
 def is_floating(x: Any) -> bool:
     """Returns whether ``x`` is a floating array, NumPy scalar or abstract array."""
-    is_abstract = isinstance(x, jax.ShapeDtypeStruct)
-    return (is_abstract or is_array(x)) and jnp.issubdtype(x.dtype, jnp.floating)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.issubdtype(x.dtype, jnp.floating)
+    return is_floating_array(x)
 
 
 def found_in(tree: Any, kinds: type | tuple[type, ...]) -> list[Any]:

@@ -363,30 +363,35 @@ def _updates_or_zeros(finite: jax.Array, updates: Any) -> Any:
 
 
 def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
-    """Selects one of two states of ``inner``, which has the dtypes of the old one."""
+    """Selects one of two states of ``inner``, leaf by leaf where that is possible."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        return _choose(finite, new, old)
 
     def select(new, old):
         if new is old or _is_float0(new):
             return new
         is_array = _is_selectable(new) and _is_selectable(old)
         if not is_array or jnp.shape(new) != jnp.shape(old):
-            raise _unlike(new, old)
+            return _choose(finite, new, old)
         new, old = jnp.asarray(new), jnp.asarray(old)
-        if new.dtype != old.dtype:
+        if new.dtype != old.dtype:  # the state keeps that which it has
             new = new.astype(old.dtype)
         return jax.lax.select(finite, new, old)
 
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise _unlike(new, old)
     return jax.tree.map(select, new, old)
 
 
-def _unlike(new: Any, old: Any) -> TypeError:
+def _choose(finite: jax.Array, new: Any, old: Any) -> Any:
+    """Returns one of two things that no array operation can select from."""
+    if not isinstance(finite, jax.core.Tracer):
+        return new if finite else old
     kinds = [clipped(jax.tree.map(describe, x), 300) for x in (old, new)]
-    return TypeError(
-        "An update changes the state of the inner optimizer in a way that a skipped "
-        f"step could not undo, from\n  {kinds[0]}\nto\n  {kinds[1]}\nMake its `init` "
-        "return the structure and the shapes that its `update` returns."
+    raise TypeError(
+        "An update changes the state of the inner optimizer in a way that a "
+        "skipped step could not undo inside `jax.jit`, from\n"
+        f"  {kinds[0]}\nto\n  {kinds[1]}\n"
+        "Make its `init` return the structure and the shapes that its `update` "
+        "returns, or call `tx.update` outside `jax.jit`."
     )
 
 

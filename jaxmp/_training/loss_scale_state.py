@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from .._base.checks import as_count, as_scale, check_positive, plain_array, short, warn
+from .._base.text import as_html
 from .._base.tree import all_finite, choose, found_in, is_inexact, path_name, widen
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class LossScaleState(NamedTuple):
         """Spells the state in one line, the inner state by its kind."""
         fields = (f"{name}={_in_words(x)}" for name, x in self._asdict().items())
         return f"LossScaleState({', '.join(fields)})"
+
+    _repr_html_ = as_html
 
 
 def _in_words(x: Any) -> str:

@@ -279,11 +279,14 @@ def test_a_donated_state_can_still_be_printed():
         jaxmp.find_overflow(loss_fn)(SMALL, X),
         jaxmp.sensitivity(loss_fn, "bfloat16")(SMALL, X),
         jaxmp.range_report({"<b>&": X}),
+        STATE,
+        jaxmp.get_policy('c=f16,"<i>x</i>"=f32'),
     ],
     ids=lambda thing: type(thing).__name__,
 )
 def test_a_notebook_shows_the_text_of_a_report(thing):
     shown = thing._repr_html_()
+    text = repr(thing) if isinstance(thing, jaxmp.Policy) else str(thing)
     inside = re.fullmatch("<pre>(.*)</pre>", shown, re.S)[1]
     assert "<" not in inside
-    assert html.unescape(inside) == str(thing)
+    assert html.unescape(inside) == text
