@@ -87,7 +87,9 @@ def _libraries() -> Iterator[tuple[str, Callable[[], Call]]]:
         sys.path.insert(0, str(PROGRAMS))
     for path in sorted(PROGRAMS.glob("test_*_programs.py")):
         importlib.import_module(path.stem)
-    for build in importlib.import_module("laws").BUILDERS:
+    builders = importlib.import_module("laws").BUILDERS
+    # In the order of their files, whoever imported them before.
+    for build in sorted(builders, key=lambda build: build.__module__):
         library = build.__module__.removeprefix("test_").removesuffix("_programs")
         yield f"{library}, {build.__name__}", functools.partial(_program, build)
 

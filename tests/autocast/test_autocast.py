@@ -137,7 +137,9 @@ DIFFERENTIATED |= {"convolution", "ragged_dot", "solve", "sort", "constants"}
 
 
 @pytest.mark.parametrize(
-    "name", rest_is_evidence({name: name for name in COMPOSED}, *DIFFERENTIATED)
+    "name",
+    # JAX has no gradient of a while loop.
+    rest_is_evidence({x: x for x in COMPOSED if x != "while"}, *DIFFERENTIATED),
 )
 def test_gradients_agree_with_float32_in_every_order(name):
     loss = loss_of(COMPOSED[name])
