@@ -291,6 +291,7 @@ transposes = one_of("transpose")
 broadcasts = one_of("broadcast_in_dim")
 gathers = one_of("all_gather all_gather_invariant")  # the shards, to every device
 adds_at = one_of("scatter-add")  # the gradient of a lookup
+inverts_symmetric = one_of("cholesky eigh")
 reduces = one_of("reduce_sum reduce_max reduce_min reduce_prod")  # to a statistic
 # Makes one truth value of many.
 reduces_tests = one_of("reduce_and reduce_or reduce_min reduce_max reduce")

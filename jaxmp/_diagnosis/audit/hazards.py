@@ -58,6 +58,7 @@ _FORMULAS = {
 #
 # With the number of a product that is followed:
 # sum: it is a sum of products, scaled; twice: and this is in it twice, as 2xy is
+# entry: each entry is made of the same entry of the product
 # shifted: an input was added to the product, and the sum rounded
 # taken: then something that was given was taken away from it
 #
@@ -181,7 +182,8 @@ class _Search:
         if table.is_phase(eqn) or is_turn:
             self._note("phase", ins[:1], "sum")
         elif table.inverts(eqn):
-            self._note("inverse", ins[:1], "sum")
+            of_entries = ["entry"] * table.inverts_symmetric(eqn)
+            self._note("inverse", ins[:1], "sum", *of_entries)
         elif table.adds_terms(eqn) and math.prod(made.shape) > 1:
             if any(x.of("squares") and not x.of("twice") for x in ins):
                 self._note("distance", [x for x in ins if not x.of("squares")], "twice")
@@ -247,6 +249,7 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
         words |= {"shifted", "taken"}
     if table.is_arithmetic(eqn):
         words.add("taken")
+        yield from (("entry", n) for x in ins for n in x.of("sum", "entry"))
     yield from (mark for x in ins for mark in x.marks if mark[0] in words)
 
     # What was given is added to a sum in 16 bits, and taken away again.
