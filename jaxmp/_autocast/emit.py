@@ -449,9 +449,10 @@ def cast(array: Any, dtype: Any) -> Any:
     It is ``lax.convert_element_type`` without its checks, traced once for each type:
     there are hundreds in a step.
     """
-    eqn = _cast_of(jax.typeof(array), np.dtype(dtype))
-    with _jaxpr.context_of(eqn):  # of another mesh, maybe: see `auto_axes`
-        return _jaxpr.bind(eqn, [array])[0]
+    aval = jax.typeof(array)
+    # Of another mesh than here, maybe: see `auto_axes`.
+    with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
+        return _jaxpr.bind(_cast_of(aval, np.dtype(dtype)), [array])[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -461,6 +462,5 @@ def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
             x, new_dtype=dtype, weak_type=False, sharding=None
         )
 
-    with jax.sharding.use_abstract_mesh(aval.sharding.mesh):
-        (eqn,) = _jaxpr.trace(cast, [aval]).eqns
+    (eqn,) = _jaxpr.trace(cast, [aval]).eqns
     return eqn

@@ -4,6 +4,7 @@ Values and gradients stay within a few last digits of float32, whoever reads bes
 """
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxmp
 from benchmarks.counting.measure import relative_error, traced
@@ -932,3 +934,18 @@ def on_the_host(fun):
         for e in traced(fun, W, X)
         if any(x.aval.memory_space == HOST for x in [*e.invars, *e.outvars])
     ]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_cast_has_the_context_of_its_line_whatever_ran_before(first):
+    def marked(w, x):
+        with set_xla_metadata(marked="here"):
+            return jnp.tanh(x @ w)
+
+    w, x = np.ones((19, 23 + first), "f"), np.ones((17, 19), "f")  # cast nowhere else
+    programs = [lambda w, x: jnp.tanh(x @ w), marked]
+    for i in (first, 1 - first):
+        text = jax.jit(jaxmp.autocast(programs[i], HALF)).lower(w, x).as_text()
+        casts = re.findall(r"^    %.*convert (.*)", text, re.MULTILINE)
+        assert len(casts) == 2
+        assert all(("marked" in cast) == bool(i) for cast in casts)
