@@ -185,7 +185,7 @@ def averages_of_subnormals(w, x):
     return y.mean() * 1e9 + (y @ w).sum()
 
 
-SEEN = [steps, twice, averages_out_of_range, averages_of_subnormals]
+SEEN = [steps, twice, averages_of_subnormals, averages_out_of_range]
 
 
 @crossed("loss order", SEEN, [*ORDERS])

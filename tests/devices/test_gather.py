@@ -98,6 +98,8 @@ def test_gradients_are_those_of_one_device_and_stay_on_the_shards():
             assert grad.dtype == jnp.float32
             expected = NamedSharding(DATA, SPECS[leaf])
             assert grad.sharding.is_equivalent_to(expected, grad.ndim)
+    for _, grads in run(put(SPECS, DATA), X.at[63, 0].set(jnp.inf)):  # of one device
+        assert not any(map(jaxmp.all_finite, grads.values()))
 
 
 @pytest.mark.parametrize(

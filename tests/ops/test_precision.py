@@ -104,17 +104,18 @@ def pulled_backward(residuals, cotangent):
 
 pulled.defvjp(lambda w, x: (pulled(w, x), (w, x)), pulled_backward)
 
+# In an order in which rules, loops and branches are usually differentiated below.
 WIDE = {
     "flat": wide,
+    "custom_vjp": pulled,
+    "custom_jvp": ruled,
     "jit": jax.jit(wide),
     "scan": in_scan,
     "scan over 16 bits": in_scan_over_16_bits,
-    "cond": in_cond,
-    "remat": jax.checkpoint(wide),
     "remat of a scan": jax.checkpoint(in_scan),
-    "custom_jvp": ruled,
+    "remat": jax.checkpoint(wide),
+    "cond": in_cond,
     "custom_jvp in jit": jax.jit(lambda w, x: ruled(w, x)),
-    "custom_vjp": pulled,
 }
 ORDERS = {
     "called": lambda fun: jaxmp.autocast(fun),
