@@ -206,6 +206,7 @@ TWICE = {
     "capped": softly_capped,
     "softplus": lambda w: jax.nn.softplus(X @ w) @ w,
     "bias": lambda w: jax.nn.gelu(X @ w + w[0]) @ w,
+    "custom_jvp": lambda w: COMPOSED["custom_jvp"](w, X),
     "recurrent": recurrent,
     "reversed": functools.partial(recurrent, reverse=True),
 }

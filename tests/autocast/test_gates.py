@@ -89,7 +89,7 @@ def jitted_in_parallel(p, xs):
 
 def exponential(p, h, x):
     """What the state takes up is forgotten as well, and slower."""
-    h = jnp.exp(-jnp.exp(x @ p["w"] - 5)) * (h + 0.01 * x @ p["u"])
+    h = jnp.exp(-jnp.exp(x @ p["w"] - 7)) * (h + 0.01 * x @ p["u"])
     return h, h @ p["v"]
 
 
