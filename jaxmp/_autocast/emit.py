@@ -457,10 +457,6 @@ def cast(array: Any, dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _cast_of(aval: Any, dtype: np.dtype) -> Equation:
-    def cast(x):
-        return lax.convert_element_type_p.bind(
-            x, new_dtype=dtype, weak_type=False, sharding=None
-        )
-
-    (eqn,) = _jaxpr.trace(cast, [aval]).eqns
-    return eqn
+    options = {"new_dtype": dtype, "weak_type": False, "sharding": None}
+    cast = functools.partial(lax.convert_element_type_p.bind, **options)
+    return _jaxpr.trace(cast, [aval]).eqns[0]

@@ -745,6 +745,11 @@ def zero_cotangent(zero: Any) -> Any:
     return Zero(zero.aval) if is_taken else zeros(zero.aval)
 
 
+def as_array(x: Any) -> jax.Array:
+    """Returns a number as an array, and arrays as they are, of whichever mesh."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
 def zeros(aval: Any) -> Any:
     return ad.instantiate_zeros(Zero(aval))
 

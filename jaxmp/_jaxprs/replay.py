@@ -100,7 +100,6 @@ class Replay:
 
     def run(self, jaxpr: Any, values: Sequence[Any], around: Place) -> list[Any]:
         """Replays a jaxpr, open or closed."""
-
         place = around
 
         def apply(eqn, ins):
@@ -121,7 +120,7 @@ class Replay:
             jaxpr, ins = self.written_out(eqn, ins)
             return self.run(jaxpr, ins, place.inside(eqn, jaxpr))
         bodies = [Body(self, x, place.inside(eqn, x)) for x in self.bodies(eqn)]
-        arrays = [jnp.asarray(x.array) for x in ins]
+        arrays = [_jaxpr.as_array(x.array) for x in ins]
         outs = replayed(eqn, ins, arrays, *bodies)
         return self.results(eqn, outs, bodies)
 

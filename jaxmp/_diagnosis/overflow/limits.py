@@ -22,7 +22,7 @@ from ..._base.dtypes import is_narrow
 from ..._base.tree import is_inexact, is_ref
 from ..._devices.varying import in_mesh_here
 from ..._jaxprs.flatten import Flat
-from ..._jaxprs.jaxpr import Equation
+from ..._jaxprs.jaxpr import Equation, as_array
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import FLOAT8_SCALED
 from ..._ops.table import is_exact
@@ -187,7 +187,7 @@ class _Replay(WideReplay):
             rounds = is_narrow(var.aval) and var.aval.dtype.itemsize == 2
             if rounds and not is_ref(outs[i]):
                 on = self.program.is_on(count)
-                outs[i] = _rounded(jnp.asarray(outs[i]), on, exact, var.aval.dtype)
+                outs[i] = _rounded(as_array(outs[i]), on, exact, var.aval.dtype)
         return [*map(Value, outs)]
 
 

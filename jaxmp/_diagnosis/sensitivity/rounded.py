@@ -162,7 +162,7 @@ class RoundingEmitter(Emitter):
         is_number = np.ndim(x) == 0 and not isinstance(x, jax.Array)
         if is_number and x == np.asarray(x, dtype):
             return x  # a number that the dtype has
-        x, by = jnp.asarray(x), self.parts[site]
+        x, by = _jaxpr.as_array(x), self.parts[site]
         _, before, known = self.rounded.get(id(x), (x, None, by))
         if before == dtype and set(known) <= set(by) and form in IN_16_BITS:
             return x  # it has been, wherever this rounds

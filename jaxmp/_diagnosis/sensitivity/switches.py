@@ -26,7 +26,7 @@ from ..._base.dtypes import is_narrow
 from ..._base.tree import is_ref
 from ..._devices.varying import in_mesh_here
 from ..._jaxprs import jaxpr as _jaxpr
-from ..._jaxprs.jaxpr import Equation, is_call
+from ..._jaxprs.jaxpr import Equation, as_array, is_call
 from ..._jaxprs.places import Place, equations
 from ..._ops.precision import Float32Products, rounded_by_device
 from ..._ops.products import PRODUCTS, flops, is_of_float32, multiplies_matrices
@@ -200,13 +200,13 @@ class _Frame(WideReplay):
         arrays, part = [x.array for x in ins], self.program.part_of(place)
         if is_marked(eqn):
             by, dtype, form = (eqn.params[x] for x in ("by", "dtype", "form"))
-            x = jnp.asarray(arrays[0])
+            x = as_array(arrays[0])
             with jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh):
                 on = self.on(by, eight=form not in IN_16_BITS)
                 return [Value(_rounded_if(x, on, dtype, form))]
         if self.program.rounds_operands(eqn):
             kind: Any = self.program.float32_matmuls
-            operands = [jnp.asarray(x) for x in arrays[:2]]
+            operands = [as_array(x) for x in arrays[:2]]
             arrays[:2] = [
                 jnp.where(self.on([part]), rounded_by_device(x, kind), x)
                 for x in operands
@@ -230,7 +230,7 @@ class _Frame(WideReplay):
         """Returns what a part has in 16 bits by itself, rounded if it is to be."""
         if not is_narrow(var.aval) or is_ref(array):
             return array
-        return _rounded_if(jnp.asarray(array), self.on([part]), var.aval.dtype, "plain")
+        return _rounded_if(as_array(array), self.on([part]), var.aval.dtype, "plain")
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # once for all arrays of one type
