@@ -604,9 +604,10 @@ def on_platform(
     """
     if not chooses_platform(eqn):
         return bodies
-    platforms = {"cuda", "rocm"} if platform == "gpu" else {platform}
-    choices = enumerate(eqn.params["branches_platforms"])
-    i = next((i for i, names in choices if platforms.intersection(names or ())), -1)
+    branches = enumerate(eqn.params["branches_platforms"])
+    platforms = ("cuda", "rocm") if platform == "gpu" else (platform,)
+    number_of = {x: i for i, names in branches for x in names or ()}
+    i = next((number_of[x] for x in platforms if x in number_of), -1)
     inside = open_jaxpr(eqn.params["branches"][i]).eqns
     ours = [inner.primitive.name for inner in inside] == ["custom_vmap_call"]
     return [bodies[-1 if ours else i]]

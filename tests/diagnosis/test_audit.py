@@ -146,7 +146,7 @@ def test_of_a_branch_for_each_platform_what_a_gpu_runs_counts():
     once, twice = (lambda x, w: x @ w), (lambda x, w: x @ w @ w)
 
     def named(x, w):
-        return lax.platform_dependent(x, w, tpu=twice, cuda=once, default=twice)
+        return lax.platform_dependent(x, w, rocm=twice, cuda=once, default=twice)
 
     def other(x, w):
         return lax.platform_dependent(x, w, tpu=once, default=twice)
