@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
+import jax.ref
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
