@@ -189,6 +189,7 @@ def static_loss_scale(
         >>> jaxmp.get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
+    check_optimizer(inner, _CALL)
     check_positive("scale", scale)
 
     def adapt(state: LossScaleState) -> LossScaleState:

@@ -217,3 +217,55 @@ def test_under_o2_norms_compute_in_float32():
     assert {"sub", "mul"} <= float32_images(own)
     assert "select_n" in float32_images(jaxpr)
     assert "select_n" not in float32_images(own)
+
+
+# Numerics
+
+
+def tiny_problem():
+    """A loss normalised by so large a count that its float16 gradients underflow."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((64, 8)), jnp.float32)
+    y = x @ jnp.asarray(rng.standard_normal(8), jnp.float32)
+    return x, y, 2.0**30  # the loss per example is 2^24 times as large
+
+
+def regression(policy, steps, scaled):
+    """Trains a linear model; returns its loss per example and its first gradients."""
+    x, y, count = tiny_problem()
+    apply = jaxmp.with_policy(lambda w, x: x @ w, policy)
+
+    def loss_fn(w):
+        return ((apply(w, x) - y) ** 2).sum() / count
+
+    # Adam, so that the size of the gradients does not matter unless they are zero.
+    inner = optax.adam(0.0625, eps=1e-30)
+    tx = jaxmp.loss_scaling(inner, policy) if scaled else jaxmp.static_loss_scale(inner)
+
+    @jax.jit
+    def train(w):
+        def step(carry, _):
+            w, state = carry
+            scale = jaxmp.get_loss_scale(state)
+            grads = jaxmp.grad(loss_fn, loss_scale=scale)(w)
+            updates, state = tx.update(grads, state, w)
+            return (optax.apply_updates(w, updates), state), grads
+
+        (w, state), grads = jax.lax.scan(step, (w, tx.init(w)), length=steps)
+        return loss_fn(w) * count / len(x), grads[0], state
+
+    return train(jnp.zeros(8))
+
+
+def test_gradients_that_underflow_unscaled_train_as_in_float32_scaled():
+    loss, grads, _ = regression("float32", 100, scaled=False)
+    lost, zeros, _ = regression("mixed_float16", 100, scaled=False)
+    found, scaled, state = regression("mixed_float16", 100, scaled=True)
+    _, y, _ = tiny_problem()
+    start = float((y**2).mean())
+    assert not zeros.any()
+    assert lost == start  # it has not learnt a thing
+    np.testing.assert_allclose(scaled, grads, atol=2**-8 * float(jnp.abs(grads).max()))
+    assert loss < start / 100
+    assert found < start / 100
+    assert state.skipped == 0
