@@ -541,11 +541,10 @@ class _PureCall:
         An ``nnx.remat`` writes all variables of its module.
         """
 
+        numbers = self.arguments.numbers
+
         def by_number(objects):
-            numbers, entries = (
-                self.arguments.numbers,
-                jax.tree.leaves_with_path(objects),
-            )
+            entries = jax.tree.leaves_with_path(objects)
             return {numbers[path]: x for path, x in entries if path in numbers}
 
         def again(replaced):
