@@ -8,7 +8,7 @@ the bytes that a training step moves, its temporary memory, and its kernels.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .counting import h200, results
+from .counting import results, targets
 from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, contestant
 from .machinery import count
@@ -44,11 +44,11 @@ def main(
         networks: Which.
         dtypes: Of 16 bits.
     """
-    h200.require("attention")
+    targets.require("attention")
     written = {name: (NETWORKS | FAMILIES)[name] for name in networks}
     for dtype in dtypes:
         new = compared(written, dtype)
-        results.update("attention", dtype, h200.HARDWARE, new, "network", "form")
+        results.update("attention", dtype, targets.hardware(), new, "network", "form")
 
 
 def compared(networks: dict[str, Network], dtype: str) -> Iterator[dict[str, Any]]:

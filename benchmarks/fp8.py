@@ -15,7 +15,7 @@ import numpy as np
 
 import jaxmp
 
-from .counting import h200, hlo, results, timing
+from .counting import hlo, results, targets, timing
 from .counting.results import Table
 from .networks.basic import causal_attention
 
@@ -123,8 +123,8 @@ def main(*, forms: tuple[str, ...] = tuple(FORMS), timed: bool = False) -> None:
         timed: Time them on your NVIDIA GPU.
     """
     if not timed:
-        h200.require("fp8")
-        device, title, measured = h200.HARDWARE, "width", counts
+        targets.require("fp8")
+        device, title, measured = targets.hardware(), "width", counts
     elif jax.default_backend() == "gpu":
         device = jax.devices()[0].device_kind
         title, measured = f"{device}, width", times
@@ -179,7 +179,7 @@ def count(
 ) -> dict[str, Any]:
     """Compiles a gradient and returns what was counted in it."""
     cast = jaxmp.autocast(decoder.gradient(form), policy, ops=ops)
-    compiled = h200.compiled(cast, decoder.params(), *decoder.batch())
+    compiled = targets.compiled(cast, decoder.params(), *decoder.batch())
     work = hlo.work(compiled.as_text())
     products = dict(sorted(work.products.items()))
     return {

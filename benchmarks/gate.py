@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jaxmp
 
 from . import attention, fp8, memory
-from .counting import h200
+from .counting import targets
 from .counting.results import Table
 from .counting.steps import AUTOCAST, FLOOR, contestant
 from .machinery import count
@@ -73,10 +73,11 @@ class Check(NamedTuple):
 
 def main() -> None:
     """Prints every number with its limit; exits with 1 if one is above."""
-    h200.require("gate")
+    targets.require("gate")
     found = list(gate())
     marks = {True: "", False: "[bold red]too much"}
-    Table(h200.DEVICE, [c._asdict() | {"": marks[c.holds]} for c in found]).show()
+    rows = [c._asdict() | {"": marks[c.holds]} for c in found]
+    Table(targets.hardware(), rows).show()
     raise SystemExit(not all(c.holds for c in found))
 
 

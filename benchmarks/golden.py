@@ -25,8 +25,8 @@ from jaxmp._jaxprs.jaxpr import is_float32
 from jaxmp._ops.precision import own_precisions
 
 from .counting import results
-from .counting.h200 import JAXLIB
 from .counting.steps import loss_of
+from .counting.targets import JAXLIB
 from .generated import drawn
 from .generated import loss_of as generated_loss_of
 from .networks.families import SMALL

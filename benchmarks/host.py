@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .counting import h200, results, steps
+from .counting import results, steps, targets
 from .counting.results import Table
 from .counting.steps import AUTOCAST, FLOOR
 from .counting.timing import interleaved, ratio
@@ -91,7 +91,7 @@ def tracing(networks: Mapping[str, Any], rounds: int) -> Iterator[dict[str, Any]
 
 def compiling(networks: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the CPU time in which XLA compiles a training step for an H200."""
-    if reason := h200.unavailable():
+    if reason := targets.unavailable():
         print(f"compiling is left out: {reason}")
         return
     for name, network in networks.items():
@@ -99,9 +99,9 @@ def compiling(networks: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for form in FORMS:
             made = steps.contestant(form, network, dtype=jnp.bfloat16)
             state = jax.eval_shape(made.init)
-            lowered = h200.lowered(made.step, state, network.shapes(), donated=1)
+            lowered = targets.lowered(made.step, state, network.shapes(), donated=1)
             start = time.process_time()
-            lowered.compile(compiler_options=h200.OPTIONS)
+            lowered.compile(compiler_options=targets.OPTIONS)
             seconds[form] = time.process_time() - start
         for form, took in seconds.items():
             yield {

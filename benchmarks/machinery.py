@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .counting import h200, hlo, measure, results
+from .counting import hlo, measure, results, targets
 from .counting.results import Table, ratio
 from .counting.steps import FLOOR, LIBRARIES, Contestant, contestants
 from .networks.basic import NETWORKS, Network
@@ -43,11 +43,11 @@ def main(
         contestants: What casts, scales and skips in them.
         accum_steps: Micro-batches.
     """
-    h200.require("machinery")
+    targets.require("machinery")
     for name in networks:
         new = counts(NETWORKS[name], contestants, accum_steps)
         by = "contestant", "accum_steps"
-        results.update("machinery", name, h200.HARDWARE, new, *by)
+        results.update("machinery", name, targets.hardware(), new, *by)
 
 
 def counts(
@@ -72,7 +72,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
     """
     state = jax.eval_shape(contestant.init)
     params = jax.tree.leaves(state.params)
-    compiled = h200.compiled(contestant.step, state, network.shapes(), donated=1)
+    compiled = targets.compiled(contestant.step, state, network.shapes(), donated=1)
     work = hlo.work(compiled.as_text())
     memory = compiled.memory_analysis()
     sizes = {x.size for x in params}

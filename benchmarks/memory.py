@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 import jaxmp
 
-from .counting import h200, hlo, results
+from .counting import hlo, results, targets
 from .counting.results import Table
 from .networks.basic import NETWORKS, Network
 
@@ -77,12 +77,12 @@ def main(
         network: Whose parameters an optimizer updates.
         variants: How they are stored.
     """
-    h200.require("memory")
+    targets.require("memory")
     title = f"{network}, bytes of each parameter"
     new = (
         {"update": name} | count(VARIANTS[name], NETWORKS[network]) for name in variants
     )
-    results.update("memory", title, h200.HARDWARE, new, "update")
+    results.update("memory", title, targets.hardware(), new, "update")
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
@@ -116,7 +116,7 @@ def count(variant: Variant, network: Network) -> dict[str, Any]:
         copy = jaxmp.cast_tree(params, variant.gradients)
         return params, state, copy if variant.make is with_masters else None
 
-    text = h200.compiled(update, params, state, grads, donated=2).as_text()
+    text = targets.compiled(update, params, state, grads, donated=2).as_text()
     work = hlo.work(text)
     n = sum(x.size for x in jax.tree.leaves(params))
     stored = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, state)))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 import jaxmp
 
-from .counting import h200, results, worth
+from .counting import results, targets, worth
 from .counting.results import Table, by_form, ratio
 from .counting.steps import (
     AUTOCAST,
@@ -85,12 +85,12 @@ def main(
         new = errors_of_passes(networks, seeds)
         results.update("price", PASSES_TITLE, results.hardware(), new, "network")
         return
-    h200.require("price")
+    targets.require("price")
     for dtype in dtypes:
         for steps in accum_steps:
             new = prices(networks, forms, dtype, steps)
             title = f"{dtype}, {steps} micro-batches"
-            results.update("price", title, h200.HARDWARE, new, "network", "form")
+            results.update("price", title, targets.hardware(), new, "network", "form")
         new = errors(networks, dtype, seeds)
         hardware = results.hardware()
         results.update("price", f"{dtype}, errors", hardware, new, "network")

@@ -19,7 +19,7 @@ import optax
 import jaxmp
 from jaxmp._residuals import eight_bits
 
-from .counting import h200, results, steps, worth
+from .counting import results, steps, targets, worth
 from .counting.results import Table, by_form, ratio
 from .counting.steps import AUTOCAST, BOTH, CHECKPOINT, INT8, contestant
 from .machinery import count
@@ -72,11 +72,11 @@ def main(*, networks: tuple[str, ...] = NAMES, train: bool = False) -> None:
         hardware = results.hardware()
         results.update("residuals", "trained", hardware, losses(), "model")
         return
-    h200.require("residuals")
+    targets.require("residuals")
     away = ({"network": name} | errors(name) for name in networks)
     results.update("residuals", "errors", results.hardware(), away, "network")
     new, by = (row for name in networks for row in counts(name)), ("network", "form")
-    results.update("residuals", "counted", h200.HARDWARE, new, *by)
+    results.update("residuals", "counted", targets.hardware(), new, *by)
 
 
 def counts(name: str) -> Iterator[dict[str, Any]]:

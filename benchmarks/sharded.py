@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-from .counting import h200, results
+from .counting import results, targets
 from .counting.collectives import sent_bytes
 from .counting.results import Table
 
@@ -66,12 +66,12 @@ def main(
         devices: How many there are.
         accum_steps: Micro-batches of a step, each of one sequence per device.
     """
-    h200.require("sharded")
+    targets.require("sharded")
     for number in devices:
         title = f"{number} devices, 6.74 billion parameters, by form"
         new = (measured(form, number, steps) for steps in accum_steps for form in forms)
         by = "form", "micro-batches"
-        results.update("sharded", title, h200.HARDWARE, new, *by)
+        results.update("sharded", title, targets.hardware(), new, *by)
 
 
 def tables(found: Mapping[str, Any]) -> Iterator[Table]:
@@ -98,7 +98,7 @@ def measured(form: str, devices: int, accum_steps: int) -> dict[str, Any]:
 def compile_step(sizes: Llama, form: str, devices: int, accum_steps: int) -> Any:
     """Compiles a training step for a number of H200s."""
     how, policy = FORMS[form]
-    mesh = Mesh(np.array(h200.devices(devices)), ("data",))
+    mesh = Mesh(np.array(targets.devices(count=devices)), ("data",))
     where = jax.tree.map(lambda x: sharding(x, mesh), shapes(sizes))
     params = jax.tree.map(placed, shapes(sizes), where)
     tx = optax.adamw(1e-4)
@@ -129,7 +129,7 @@ def compile_step(sizes: Llama, form: str, devices: int, accum_steps: int) -> Any
     out = where, state_where, NamedSharding(mesh, P())
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
     lowered = jitted.lower(params, state, rows)
-    return lowered.compile(compiler_options=h200.OPTIONS)
+    return lowered.compile(compiler_options=targets.OPTIONS)
 
 
 def placed(x: Any, sharding: Any) -> Any:

@@ -1,24 +1,22 @@
 """In code compiled for an H200 attention is cuDNN's, forward and backward."""
 
 import functools
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.counting import h200
+from benchmarks.counting import targets
 from benchmarks.networks.basic import gpt
 from benchmarks.networks.fused import fused
 from conftest import crossed
 
-UNAVAILABLE = h200.unavailable()
+UNAVAILABLE = targets.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 FORWARD, BACKWARD = "Softmax", "SoftmaxBackward"
@@ -42,7 +40,7 @@ def program(length, dtype, given, moving, **options):
         for heads in (HEADS, GROUPS, GROUPS)
     ]
     grad = jax.grad(total, moving)
-    return h200.compiled(grad, *args, *given.values()).as_text()
+    return targets.compiled(grad, *args, *given.values()).as_text()
 
 
 def calls(text):
@@ -113,10 +111,10 @@ def test_float32_and_tangents_are_those_of_xla():
     def tangent(*args):
         return jax.jvp(jaxmp.dot_product_attention, args, args)[1]
 
-    assert BACKWARD not in calls(h200.compiled(tangent, *args).as_text())
+    assert BACKWARD not in calls(targets.compiled(tangent, *args).as_text())
     asks = functools.partial(jaxmp.dot_product_attention, implementation="cudnn")
     with pytest.raises(NotImplementedError, match="tangent"):
-        h200.lowered(lambda *args: jax.jvp(asks, args, args)[1], *args)
+        targets.lowered(lambda *args: jax.jvp(asks, args, args)[1], *args)
 
 
 @crossed("dtype inside", ["bfloat16", "float16"], [False, True])
@@ -138,18 +136,15 @@ def test_a_decoder_under_autocast_is_cudnns_in_every_layer(dtype, inside):
         step = jax.value_and_grad(jaxmp.autocast(loss, dtype))
     else:
         step = jaxmp.autocast(jax.value_and_grad(loss), dtype)
-    text = h200.compiled(step, params, tokens, labels).as_text()
+    text = targets.compiled(step, params, tokens, labels).as_text()
     assert sorted(calls(text)) == [FORWARD] * layers + [BACKWARD] * layers
     assert not squares(text, length)
 
 
 @functools.cache
 def mesh():
-    target = pathlib.Path(h200.__file__).with_name("h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target, topology="1x1x8"
-    )
-    return Mesh(np.array(topology.devices).reshape(4, 2), ("data", "model"))
+    devices = targets.devices(count=8)
+    return Mesh(np.array(devices).reshape(4, 2), ("data", "model"))
 
 
 @crossed("spec by", [P("data"), P("data", None, "model")], ["shard_map", "jit"])
@@ -168,7 +163,9 @@ def test_examples_and_heads_on_many_devices(spec, by):
         )
         for heads in (HEADS, GROUPS, GROUPS)
     ]
-    text = jax.jit(grad).lower(*args).compile(compiler_options=h200.OPTIONS).as_text()
+    text = (
+        jax.jit(grad).lower(*args).compile(compiler_options=targets.OPTIONS).as_text()
+    )
     assert calls(text) == [FORWARD, BACKWARD]
     heads = HEADS // (2 if "model" in spec else 1)
     assert f"bf16[2,{heads},128,{SIZE}]" in text

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from benchmarks.counting import h200, hlo
+from benchmarks.counting import hlo, targets
 from benchmarks.counting.measure import AS_WRITTEN, equations, relative_error
 from benchmarks.networks.planted import Result, program
 from conftest import at_once, mapped, normal, rest_is_evidence
@@ -500,7 +500,7 @@ def test_a_planted_underflow_of_gradients_is_none(seed):
     assert all(one.agrees(exact) for one in ours)
 
 
-@pytest.mark.skipif(bool(h200.unavailable()), reason=str(h200.unavailable()))
+@pytest.mark.skipif(bool(targets.unavailable()), reason=str(targets.unavailable()))
 def test_what_an_activation_stores_for_the_other_pass_is_16_bits(compiled_anew):
     def loss(w, x):
         for up, down in zip(w["up"], w["down"], strict=True):
@@ -511,7 +511,7 @@ def test_what_an_activation_stores_for_the_other_pass_is_16_bits(compiled_anew):
     up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     w = {"up": [up] * 3, "down": [down] * 3}
     one, two = (
-        h200.compiled(jaxmp.autocast(jax.grad(loss), policy), w, x)
+        targets.compiled(jaxmp.autocast(jax.grad(loss), policy), w, x)
         for policy in ("mixed_float16", POLICY)
     )
     moved = [hlo.work(x.as_text()).bytes for x in (one, two)]

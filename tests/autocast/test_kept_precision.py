@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxmp
-from benchmarks.counting import h200
+from benchmarks.counting import targets
 from benchmarks.counting.measure import traced
 from conftest import crossed, normal
 
@@ -236,7 +236,7 @@ def test_an_inner_autocast_has_decided():
     assert found == products(inner, *WX)
 
 
-@pytest.mark.skipif(bool(h200.unavailable()), reason=str(h200.unavailable()))
+@pytest.mark.skipif(bool(targets.unavailable()), reason=str(targets.unavailable()))
 @pytest.mark.parametrize("precision", ["highest", "default"])
 def test_code_for_a_gpu_has_all_digits(precision, compiled_anew):
     def loss(w, x):
@@ -244,7 +244,7 @@ def test_code_for_a_gpu_has_all_digits(precision, compiled_anew):
 
     options = {"float32_paths": {"head": precision}}
     shapes = [jax.ShapeDtypeStruct((n, 256), jnp.float32) for n in (256, 512)]
-    text = h200.compiled(around(loss, options), *shapes).as_text()
+    text = targets.compiled(around(loss, options), *shapes).as_text()
     found = [line for line in text.splitlines() if "matmul" in line and "f32" in line]
     products = [line for line in found if "operand_precision" in line]
     says = {

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__, gpu, host, sharded
-from benchmarks.counting import collectives, h200, results, steps, timing
+from benchmarks.counting import collectives, results, steps, targets, timing
 from benchmarks.networks.families import FAMILIES, SMALL, in_chunks
 
 ROOT = pathlib.Path(__file__).parents[2]
-UNAVAILABLE = h200.unavailable()
+UNAVAILABLE = targets.unavailable()
 needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 
@@ -51,11 +51,11 @@ def saved(name, command, title="cpu"):
 
 def test_what_compiles_for_a_gpu_asks_for_no_device_when_it_is_imported():
     """It chooses the CPU first: JAX's plugin for CUDA is lost where none is found."""
-    folder = pathlib.Path(h200.__file__).parents[1]
+    folder = pathlib.Path(targets.__file__).parents[1]
     names = [
         path.stem
         for path in folder.glob("*.py")
-        if "h200.require(" in path.read_text() and path.stem != "h200"
+        if "targets.require(" in path.read_text()
     ]
     assert {"gate", "machinery", "price"} <= set(names)
     program = "".join(f"import benchmarks.{name}\n" for name in names)

@@ -6,14 +6,14 @@ import pytest
 
 import jaxmp
 from benchmarks import __main__, attention, fp8, gate, machinery, memory, price
-from benchmarks.counting import h200, hlo, results
+from benchmarks.counting import hlo, results, targets
 from benchmarks.counting.steps import contestants
 from benchmarks.networks.basic import TINY
 from conftest import rest_is_evidence
 from jaxmp._training import loss_scale as _loss_scale
 from jaxmp._training import narrow_params as _narrow_params
 
-UNAVAILABLE = h200.unavailable()
+UNAVAILABLE = targets.unavailable()
 pytestmark = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 
@@ -104,7 +104,7 @@ def test_products_of_layers_in_a_loop_are_float8():
     cast = jaxmp.autocast(jax.grad(fun), "mixed_fp8", ops=ops)
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     weights = jax.ShapeDtypeStruct((3, 256, 256), jnp.float32)
-    work = hlo.work(h200.compiled(cast, weights, x).as_text())
+    work = hlo.work(targets.compiled(cast, weights, x).as_text())
     assert all(map(fp8.is_float8, work.products)), work.products
     assert work.products.total() == 3 * (2 + 1 + 4)  # forward, once more, backward
 
@@ -129,7 +129,7 @@ def test_a_wide_gradient_in_float8_pays(form, limit):
 def test_what_is_not_donated_is_not_aliased():
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     for donated in (0, 1):
-        found = h200.compiled(lambda x: x + 1, x, donated=donated)
+        found = targets.compiled(lambda x: x + 1, x, donated=donated)
         assert found.memory_analysis().alias_size_in_bytes == donated * 4 * x.size
 
 
@@ -142,7 +142,7 @@ def test_checking_a_deep_model_takes_tens_of_kernels():
         is_leaf=lambda x: isinstance(x, tuple),
     )
     size = sum(x.size for x in jax.tree.leaves(grads))
-    work = hlo.work(h200.compiled(jaxmp.all_finite, grads).as_text())
+    work = hlo.work(targets.compiled(jaxmp.all_finite, grads).as_text())
     assert work.kernels < 10  # of 72 leaves
     assert work.bytes < 2.01 * size
 

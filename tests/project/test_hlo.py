@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.counting import h200, hlo
+from benchmarks.counting import hlo, targets
 from benchmarks.counting.collectives import collectives, sent_bytes
 
-UNAVAILABLE = h200.unavailable()
+UNAVAILABLE = targets.unavailable()
 needs_compiler = pytest.mark.skipif(bool(UNAVAILABLE), reason=str(UNAVAILABLE))
 
 
@@ -207,7 +207,7 @@ def test_an_all_reduce_that_is_sliced_sends_what_a_reduce_scatter_does():
 @needs_compiler
 def test_real_programs_are_what_they_say():
     def compiled(fun, *args):
-        return hlo.work(h200.compiled(fun, *args).as_text())
+        return hlo.work(targets.compiled(fun, *args).as_text())
 
     x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     half = jax.ShapeDtypeStruct((256, 256), jnp.float16)

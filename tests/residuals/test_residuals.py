@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxmp
-from benchmarks.counting import h200
+from benchmarks.counting import targets
 from benchmarks.counting.measure import traced
 from conftest import at_once
 
@@ -400,7 +400,7 @@ def test_errors_say_what_to_type():
         grad_of(residual_mlp, "int8", bfloat16_paths="head")(layers(), batch())
 
 
-@pytest.mark.skipif(bool(h200.unavailable()), reason=str(h200.unavailable()))
+@pytest.mark.skipif(bool(targets.unavailable()), reason=str(targets.unavailable()))
 def test_code_for_a_gpu_stores_eight_bits():
     # XLA's GPU compiler removes what a CPU test would still find.
     def shape(*sizes):
@@ -411,7 +411,7 @@ def test_code_for_a_gpu_stores_eight_bits():
 
     def compiled(name, residuals):
         params = stacked if "scan" in name else unrolled
-        found = h200.compiled(grad_of(LOSSES[name], residuals), params, x)
+        found = targets.compiled(grad_of(LOSSES[name], residuals), params, x)
         return found.as_text(), found.memory_analysis().temp_size_in_bytes
 
     _, usual = compiled("layers", None)
