@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jaxmp
@@ -30,6 +30,10 @@ _AT_LEAST = (
     "exit with status 1 if less than this share of the FLOPs of matmuls and "
     "convolutions is in 16 bits"
 )
+_FAIL_ON_HAZARDS = (
+    "exit with status 1 if the report has hazards: matmuls that are wrong in 16 bits, "
+    "or may lose digits, and numbers that become 0 or Inf"
+)
 _EXAMPLE = "python -m jaxmp %s train.py:step --args train.py:example"
 
 
@@ -40,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words of the command line; None for those of this process.
 
     Returns:
-        0, or 1 if less than ``--at-least`` is in 16 bits. A command that cannot be
-        understood ends with 2, as ``argparse`` has it.
+        0, or 1 if less than ``--at-least`` is in 16 bits, or there are hazards and
+        ``--fail-on-hazards``. A command that cannot be understood ends with 2, as
+        ``argparse`` has it.
     """
     parser = argparse.ArgumentParser("python -m jaxmp")
     commands = parser.add_subparsers(required=True, dest="command")
@@ -52,26 +57,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_argument("--args", metavar="FILE:NAME", help=_ARGS)
     audit = commands.choices["audit"]
     audit.add_argument("--at-least", metavar="PERCENT", type=float, help=_AT_LEAST)
-    given = parser.parse_args(argv, argparse.Namespace(at_least=None))
+    audit.add_argument("--fail-on-hazards", action="store_true", help=_FAIL_ON_HAZARDS)
+    given = parser.parse_args(argv)
     try:
         fun, args, kwargs = _call(given.function, given.args)
     except _WrongError as error:
         commands.choices[given.command].error(str(error))
     report = getattr(jaxmp, given.command)(fun)(*args, **kwargs)
     print(report)
-    if given.at_least is None:
-        return 0
-    percent = 100 * report.fraction_16bit
-    if report.flops and percent >= given.at_least:
-        return 0
-    problem = (
-        f"{percent:.2f}% of the FLOPs are in 16 bits, and at least "
-        f"{given.at_least:g}% were asked for."
-    )
-    if not report.flops:
-        problem = f"`{given.function}` has no matmul, and nothing to count."
-    print(f"\n{problem}")
-    return 1
+    problems = [*_problems(given, report)] if given.command == "audit" else []
+    for problem in problems:
+        print(f"\n{problem}")
+    return int(bool(problems))
+
+
+def _problems(given: argparse.Namespace, report: jaxmp.DtypeReport) -> Iterator[str]:
+    """Yields what an audit has found that the command was told to fail on."""
+    if given.at_least is not None:
+        percent = 100 * report.fraction_16bit
+        if not report.flops:
+            yield f"`{given.function}` has no matmul, and nothing to count."
+        elif percent < given.at_least:
+            yield (
+                f"{percent:.2f}% of the FLOPs are in 16 bits, and at least "
+                f"{given.at_least:g}% were asked for."
+            )
+    if given.fail_on_hazards and report.hazards:
+        kinds = ", ".join(dict.fromkeys(row.kind for row in report.hazards))
+        yield f"The audit found hazards ({kinds}), and none were allowed."
 
 
 class _WrongError(Exception):

@@ -163,13 +163,13 @@ def range_report(tree: Any, dtype: DTypeLike = "float16") -> RangeReport:
 
 
 def suggest_loss_scale(
-    tree: Any, dtype: DTypeLike = "float16", *, headroom: float = 1.0
+    tree: Any, dtype: DTypeLike = "float16", *, headroom: float = 8
 ) -> float:
     """Returns the largest power of two that lets no value overflow ``dtype``.
 
-    That is, the largest at which the largest finite magnitude is at most the format's
-    maximum, 65504 for float16. The values must be in true units, not scaled already.
-    bfloat16 has the range of float32 and needs no scale.
+    That is, the largest at which ``headroom`` times the largest finite magnitude is at
+    most the format's maximum, 65504 for float16. The values must be in true units, not
+    scaled already. bfloat16 has the range of float32 and needs no scale.
 
     Args:
         tree: What was seen in one or many steps: a pytree of floating or complex
@@ -177,7 +177,7 @@ def suggest_loss_scale(
             may have leading axes, as ``vmap`` and ``scan`` stack it.
         dtype: The format.
         headroom: Factor by which later values may be larger, a positive number or
-            scalar array.
+            scalar array. With 1 the largest value may just not overflow.
 
     Returns:
         A power of two between 2^-126 and 2^127, as a Python float.
@@ -191,9 +191,9 @@ def suggest_loss_scale(
     Examples:
         >>> grads = {"w": jnp.array([3e-6, 0.0]), "b": jnp.array([-0.01])}
         >>> jaxmp.suggest_loss_scale(grads)
-        4194304.0
-        >>> jaxmp.suggest_loss_scale(grads, headroom=8)
         524288.0
+        >>> jaxmp.suggest_loss_scale(grads, headroom=1)
+        4194304.0
     """
     headroom = known_number("headroom", headroom)
     if headroom is None or not 0 < headroom <= sys.float_info.max:

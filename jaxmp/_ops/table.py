@@ -283,6 +283,7 @@ tests = one_of("eq ne lt le gt ge")  # tells how two numbers compare
 is_exponential = one_of("exp exp2 expm1")
 is_phase = one_of("sin cos tan rem")  # of which the fraction of a turn matters
 is_root = one_of("sqrt")
+takes_root = one_of("sqrt rsqrt pow")
 is_power = one_of("integer_pow")
 is_of_several = one_of("one_minus_square")  # of which 16 bits would round each part
 totals = one_of("reduce_sum")

@@ -263,7 +263,32 @@ def test_a_function_that_was_never_cast_names_its_arguments():
         "x (float32) meets float32",
     ]
     assert not any(leak.meets_16bit for leak in report.leaks)
-    assert "`autocast`" in str(report)
+
+
+def test_the_audit_of_what_is_not_cast_begins_with_what_to_do_and_lists_no_causes():
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return x.mean()
+
+    params, x = [full(8, 8)] * 12, full(8, 8)
+    report = jaxmp.audit(jax.grad(loss))(params, x)
+    first, empty, *rest = str(report).splitlines()
+    assert first.startswith("nothing is in 16 bits: use `jaxmp.autocast`")
+    assert not empty
+    assert len(report.leaks) > 10
+    assert not any("meets" in line or "because of" in line for line in rest)
+    with pytest.raises(AssertionError, match=r"use `jaxmp\.autocast`") as error:
+        jaxmp.assert_16bit(loss, params, x)
+    assert "Change the lines" not in str(error.value)
+    # What is cast somewhere, or not cast on purpose, is another case.
+    for fun, args in (
+        (loss, ([half(8, 8), *params], x)),
+        (jaxmp.autocast(loss), (params, x)),
+        (jaxmp.autocast(jaxmp.float32_region(loss)), (params, x)),
+        (lambda x: x, (x,)),
+    ):
+        assert "nothing is in 16 bits" not in str(jaxmp.audit(fun)(*args))
 
 
 def test_a_number_as_path_follows_the_name_of_its_argument():
@@ -1181,7 +1206,7 @@ def test_complex_matmuls_are_told_once_to_be_multiplied_in_parts():
     for fun in (jax.grad(layers), jaxmp.autocast(jax.grad(layers))):
         report = jaxmp.audit(fun)(*args)
         assert str(report).count("multiply real and imaginary parts") == 1
-        assert "Nothing is 16-bit" not in str(report)
+        assert "nothing is in 16 bits" not in str(report)
         code = " ".join(str(report).partition("imaginary parts")[2].split())
         assert "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @" in code
     assert not report.leaks

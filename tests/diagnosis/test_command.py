@@ -53,6 +53,10 @@ def identity(x):
     return x
 
 
+def waves(x):
+    return jnp.sin((x @ x).astype(jnp.float32))
+
+
 def wrong(x):
     raise KeyError("a mistake of the program's own")
 
@@ -78,6 +82,7 @@ def folder(tmp_path, monkeypatch):
 REPORTS = {
     "report": ("train.py:step --args train.py:example", "step"),
     "enough": ("train.py:step --args train.py:example --at-least 50", "step"),
+    "no hazard": ("train.py:step --args train.py:example --fail-on-hazards", "step"),
     "all": (
         "train.py:trainer.step --args train.py:example --at-least 100",
         "trainer.step",
@@ -117,11 +122,17 @@ REFUSALS = {
         "train.py:identity --args train.py:WEIGHT --at-least 0",
         "`train.py:identity` has no matmul, and nothing to count.",
     ),
+    "hazard": (
+        "train.py:waves --args train.py:WEIGHT --at-least 95 --fail-on-hazards",
+        "The audit found hazards (phase), and none were allowed.",
+    ),
 }
 
 
 @pytest.mark.parametrize(("words", "last"), REFUSALS.values(), ids=REFUSALS)
-def test_a_command_ends_with_1_where_less_is_in_16_bits(folder, capsys, words, last):
+def test_a_command_ends_with_1_for_what_it_is_told_to_fail_on(
+    folder, capsys, words, last
+):
     assert main(["audit", *words.split()]) == 1
     first, *_, end = capsys.readouterr().out.splitlines()
     assert "matmul and convolution FLOPs" in first
@@ -138,6 +149,7 @@ SLIPS = {
     "audit train.py:WEIGHT": "`train.py:WEIGHT` must be a function, but is ",
     "explain train.py:stepp": "`train.py` has no `stepp`. Did you mean step?",
     "explain train.py:step --at-least 95": "unrecognized arguments: --at-least 95",
+    "explain train.py:step --fail-on-hazards": "unrecognized arguments: --fail-on",
     "audit train.py:step": "`--args train.py:example`",
     "audit train.py:step --args train.py:WEIGHT": "`train.py:WEIGHT` gives others.",
     "audit train.py:identity --args train.py:by_name": "unexpected keyword argument",

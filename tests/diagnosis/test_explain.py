@@ -655,6 +655,28 @@ def test_a_notebook_shows_what_is_printed():
     assert html.escape(str(report)) in report._repr_html_()
 
 
+def test_a_table_begins_with_the_names_of_its_columns():
+    def model(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    args = shape(8, 8), shape(8, 8)
+    heads, empty, _, row = str(jaxmp.explain(jaxmp.autocast(model))(*args)).split(
+        "\n", 3
+    )
+    assert heads.split() == ["line", "code", "dtype", "rule", "why"]
+    assert not empty
+    (line,) = jaxmp.explain(jaxmp.autocast(model))(*args).lines
+    for name, cell in (("code", line.source), ("dtype", line.dtype)):
+        assert heads.index(name) == row.index(cell)
+    assert heads.index("why") == row.index(line.reason)
+    # The last letter, as the number stands at the right.
+    assert row[heads.index("line") + 3] == str(line.number)[-1]
+    assert row[heads.index("rule") + 3] == str(line.rule)
+    heads = str(jaxmp.explain(model)(*args)).split("\n")[0]
+    assert heads.split() == ["line", "code", "dtype"]
+    assert heads == heads.rstrip()
+
+
 def test_the_page_shows_what_explain_prints():
     text = PAGE.read_text()
     program = re.search(r"^```python\n(.*?)^```", text, re.M | re.S)

@@ -168,6 +168,38 @@ def test_the_audit_prints_it_with_the_cure_and_the_cure_cures():
     assert not jaxmp.audit(jaxmp.autocast(loss, float32_paths=paths))(X, Y).hazards
 
 
+# Divides points by their lengths: their distances are no small differences.
+NORMALISED = {
+    "norm": lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "epsilon": lambda x: x / (jnp.linalg.norm(x, axis=-1)[:, None] + 1e-6),
+    "where": lambda x: (
+        lambda n: jnp.where(n > 0, x, 0) / jnp.where(n > 0, n, 1)
+    )(jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))),
+    "maximum": lambda x: 4 * x / jnp.maximum(jnp.linalg.norm(x, axis=1), 1e-6)[:, None],
+    "root": lambda x: x * jax.lax.rsqrt(jnp.einsum("ij,ij->i", x, x) + 1e-6)[:, None],
+    "power": lambda x: x * jnp.sum(x**2, -1, keepdims=True) ** -0.5,
+    "standardised": lambda x: jax.nn.standardize(x) * x[0] + x[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", NORMALISED.values(), ids=NORMALISED)
+@pytest.mark.parametrize("distances", [distances, distances_by_einsum])
+def test_distances_may_lose_digits_but_not_those_of_normalised_points(distances, unit):
+    def normalised(x, y):
+        return distances(unit(x), unit(y))
+
+    for form in (lambda f: f, jaxmp.autocast):
+        text = " ".join(str(jaxmp.audit(form(distances))(X, Y)).split())
+        assert "may lose digits in 16 bits" in text
+        assert "measure with `sensitivity`" in text
+        assert "wrong" not in text
+        assert not jaxmp.audit(form(normalised))(X, Y).hazards
+    # The error is one of rounding.
+    x, y = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    exact, found = normalised(x, y), jaxmp.autocast(normalised)(x, y)
+    assert jnp.linalg.norm(found - exact) < 2**-7 * jnp.linalg.norm(exact)
+
+
 def test_what_was_cast_is_told_to_be_cast_back():
     half = Shape((8, 8), jnp.float16)
     (hazard,) = hazards(fourier_features, half, half)

@@ -74,7 +74,7 @@ def test_the_exponents_are_shares_of_all_values_beside_the_range_of_float16():
 @pytest.mark.parametrize(
     ("scale", "shift", "label"),
     [
-        (None, 15, "times the suggested loss scale, 2^15"),
+        (None, 12, "times the suggested loss scale, 2^12"),
         (jnp.float32(8), 3, "times the loss scale, 2^3"),
         (12.0, np.log2(12.0), "times the loss scale, 12"),
     ],
@@ -108,7 +108,7 @@ def test_what_was_recorded_can_be_drawn():
     _, state = tx.update(VALUES, tx.init(VALUES))
     ax = jaxmp.plots.exponents(state)
     assert shares(ax) == {-20: 12.5, -12: 12.5, -11: 12.5, 0: 25.0}
-    assert "times the suggested loss scale, 2^15" in series(ax)
+    assert "times the suggested loss scale, 2^12" in series(ax)
     tx = jaxmp.record_ranges()
     states = jax.vmap(lambda x: tx.update(x, tx.init(x))[1])(VALUES.reshape(2, 4))
     assert shares(jaxmp.plots.exponents(states)) == shares(

@@ -36,7 +36,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 23_865
+MOST_LINES = 23_935
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 

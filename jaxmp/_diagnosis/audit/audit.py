@@ -158,7 +158,7 @@ def assert_16bit(fun: Callable, /, *args: Any, **kwargs: Any) -> None:
             f"`assert_16bit` expects all matmuls and convolutions of `{name}` in 16 "
             f"bits, but {1 - report.fraction_16bit:.1%} of their FLOPs are not."
         )
-        if report.leaks:
+        if report.leaks and not report.is_uncast:
             problem += f" Change the lines under `{wide_name(report)} because of`."
         if report.kept:
             problem += (

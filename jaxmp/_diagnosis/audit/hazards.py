@@ -65,8 +65,9 @@ _FORMULAS = {
 # With a number: that stands in the code, and is some of the entries.
 #
 # With nothing: squared; squares: a sum with sums of squares in it; norm: the root of
-# one; total: a sum over an axis; totals: one total times another; doubled; balanced:
-# numbers that add up to 0.
+# one; length: one of these, or a reciprocal; unit: something divided by its length;
+# total: a sum over an axis; totals: one total times another; doubled; balanced: numbers
+# that add up to 0.
 Marks = frozenset[tuple[str, Any]]
 
 
@@ -89,6 +90,7 @@ class Product(NamedTuple):
     place: Place
     is_cast: bool  # to 16 bits, by the program itself
     at_default: bool  # in float32, which a device rounds
+    is_unit: bool = False  # one operand has just been divided by its length
 
 
 def of_products(
@@ -167,7 +169,8 @@ class _Search:
             return Made(part=part)
         is_cast = is_narrow_one and _scopes.AUTOCAST not in place.scopes
         marks = {("sum", len(self._followed))}
-        self._followed.append(Product(place, is_cast, at_default))
+        is_unit = any(x.of("unit") for x in ins)
+        self._followed.append(Product(place, is_cast, at_default, is_unit))
         if any(x.of("doubled") for x in ins):
             marks |= {("twice", number) for _, number in marks}
         made = Made(frozenset(marks), part=part)
@@ -225,6 +228,8 @@ class _Search:
         """Notes the products of which one of some words is said."""
         for number in sorted(set[int]().union(*(x.of(*words) for x in values))):
             product = self._followed[number]
+            if pattern == "distance" and product.is_unit:
+                continue
             row = Hazard(
                 kind="difference" if pattern in ("kernel", "offset") else pattern,
                 why=_WHY[pattern],
@@ -274,8 +279,26 @@ def _marks(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
             yield "squares", None
     if table.is_root(eqn) and ins[0].of("squares"):
         yield "norm", None
+    yield from _lengths(eqn, ins)
     if table.multiplies(eqn) and not table.is_square(eqn):
         yield from _scaled(eqn, *ins)
+
+
+def _lengths(eqn: Equation, ins: Sequence[Made]) -> Iterator[tuple[str, Any]]:
+    """Yields what is said of lengths, and of what is divided by its own."""
+    is_of_squares = any(x.of("squares") for x in ins)
+    is_of_lengths = any(x.of("length") for x in ins)
+    if table.takes_root(eqn) or table.is_extreme(eqn):
+        is_of_lengths |= is_of_squares
+    elif table.multiplies(eqn):
+        yield from [("unit", None)] * is_of_lengths
+        return
+    elif not (table.guards(eqn) or table.selects(eqn)):
+        is_of_lengths = False
+    yield from [("length", None)] * is_of_lengths
+    is_unit = table.is_linear(eqn) and any(x.of("unit") for x in ins)
+    if is_unit and all(x.given or x.of("unit") for x in ins):
+        yield "unit", None
 
 
 def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
@@ -286,7 +309,7 @@ def _scaled(eqn: Equation, x: Made, factor: Made) -> Iterator[tuple[str, Any]]:
     if not factor.given:
         return
     is_two = factor.number is not None and abs(factor.number) == 2
-    kept = {"sum", "shifted", "squared", "squares", "total", "balanced"}
+    kept = {"sum", "shifted", "squared", "squares", "total", "balanced", "unit"}
     kept |= set() if is_two else {"twice"}
     yield from (mark for mark in x.marks if mark[0] in kept)
     if is_two:

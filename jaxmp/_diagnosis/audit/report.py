@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,9 +24,12 @@ from ..._base.text import (
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _WRONG = "wrong in 16 bits"
-_WRONG_ON_DEVICES = (
-    f"{_WRONG} and in float32 at default precision: TF32 on A100 and later (rounded by "
-    "0.05%), bfloat16 on a TPU (0.2%)"
+# Points that lie far from 0 have wrong distances, and others have good ones.
+_DOUBTFUL = "may lose digits in 16 bits"
+_MEASURE = ": measure with `sensitivity`"
+_ON_DEVICES_TOO = (
+    " and in float32 at default precision, TF32 on A100 and later (rounded by 0.05%), "
+    "bfloat16 on a TPU (0.2%)"
 )
 _PARTS = (
     "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
@@ -152,6 +156,11 @@ class Hazard:
     where: str
     at_default_precision: bool = False
 
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the values decide how wrong it is: measure with ``sensitivity``."""
+        return self.kind == "distance"
+
 
 @dataclasses.dataclass(frozen=True)
 class UnfusedAttention:
@@ -187,7 +196,8 @@ class DtypeReport:
     Attributes:
         flops: FLOPs of matmuls and convolutions by the dtype of their inputs, the wider
             one if they differ.
-        leaks: Causes of float32 and float64 matmuls, worst first, each once.
+        leaks: Causes of float32 and float64 matmuls, worst first, each once. Where
+            nothing is in 16 bits, the text of the report leaves them out.
         kept: The matmuls that autocast left in float32, or in another dtype that is no
             16 bits, the largest first.
         kept_16bit: The matmuls that autocast left in 16 bits under a policy that asks
@@ -220,6 +230,13 @@ class DtypeReport:
         return self._fraction(lambda dtype: not is_wide(dtype))
 
     @property
+    def is_uncast(self) -> bool:
+        """Whether nothing is in 16 bits, and nothing of it is autocast."""
+        narrow = {leak.meets_16bit or leak.dtype == "float64" for leak in self.leaks}
+        real = any(map(_is_real, self.flops))
+        return real and not self.fraction_16bit and not self.kept and narrow == {False}
+
+    @property
     def fraction_8bit(self) -> float:
         """Share of the FLOPs in 8 bits, 1 if there are no products."""
         return self._fraction(lambda dtype: dtype.itemsize == 1)
@@ -249,6 +266,7 @@ class DtypeReport:
     _repr_html_ = as_html
 
 
+_UNCAST = "nothing is in 16 bits: use `jaxmp.autocast`, or cast with `with_policy`"
 # What to do about a leak, by its kind.
 _CURES = {
     "argument": "Cast the argument: `jaxmp.with_policy`, for a Linen model "
@@ -264,6 +282,7 @@ _CURES = {
 
 def _lines(report: DtypeReport) -> Iterator[str]:
     return paragraphs(
+        [_UNCAST] * report.is_uncast,
         _dtype_lines(report),
         _leak_lines(report),
         _kept_lines(report),
@@ -278,7 +297,9 @@ def _lines(report: DtypeReport) -> Iterator[str]:
 def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
     products = "matmul and convolution FLOPs"
-    if total:
+    if report.is_uncast:
+        yield f"{unit(total, 1000)}FLOP of matmuls and convolutions"
+    elif total:
         yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
     else:
         yield f"no {products}"
@@ -294,7 +315,7 @@ def _dtype_lines(report: DtypeReport) -> Iterator[str]:
 
 
 def _leak_lines(report: DtypeReport) -> Iterator[str]:
-    if not report.leaks:
+    if not report.leaks or report.is_uncast:
         return
     yield f"{wide_name(report)} because of"
     rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
@@ -304,10 +325,6 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
             yield from wrapped(_CURES[kind], "  ", "    ")
     if any(leak.dtype == "float64" for leak in report.leaks):
         yield "  Autocast leaves float64: cast it first, `x.astype(jnp.float32)`."
-    elif any(map(_is_real, report.flops)) and not any(
-        leak.meets_16bit for leak in report.leaks
-    ):
-        yield "  Nothing is 16-bit: cast with `with_policy` or use `autocast`."
 
 
 def _is_real(dtype: str) -> bool:
@@ -346,8 +363,15 @@ def _complex_lines(report: DtypeReport) -> Iterator[str]:
 
 def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
     """Yields two lines or more for each hazard: what it is, and what to type."""
-    for heading, on_devices in ((_WRONG, False), (_WRONG_ON_DEVICES, True)):
-        rows = [x for x in hazards[:_ROWS] if x.at_default_precision == on_devices]
+    for doubtful, on_devices in itertools.product((False, True), repeat=2):
+        wanted = doubtful, on_devices
+        rows = [
+            x
+            for x in hazards[:_ROWS]
+            if (x.is_doubtful, x.at_default_precision) == wanted
+        ]
+        heading = f"{_DOUBTFUL if doubtful else _WRONG}{_ON_DEVICES_TOO * on_devices}"
+        heading += _MEASURE * doubtful
         yield from wrapped(heading * bool(rows), "", "  ")
         for row in rows:
             subject = "a number" if row.kind == "number" else "the matmul"

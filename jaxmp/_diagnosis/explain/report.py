@@ -125,11 +125,14 @@ def _text(report: Explanation) -> Iterator[str]:
     if not lines:
         yield "No line computes a floating-point number."
         return
-    number = max(len(str(line.number)) for line in lines)
+    number = max(2, *(len(str(line.number)) for line in lines))
     dtype = max(8, *(len(line.dtype) for line in lines))
     code = min(_LONGEST + 8 - dtype, max(len(line.source) for line in lines))
     widths = -number, code, dtype, min(1, len(report.sentences))
     names = _names({line.file for line in lines})
+    why = "why" * any(line.said() for line in lines)
+    heads = _heads(number, code, dtype, is_ruled=bool(report.sentences))
+    yield from [f"{heads}{why}".rstrip(), ""]
     for (file, function), group in itertools.groupby(
         lines, key=lambda line: (line.file, line.function)
     ):
@@ -145,6 +148,12 @@ def _text(report: Explanation) -> Iterator[str]:
                 first = " " * len(first)
         yield ""
     yield _HINT if report.sentences else "Autocast is not used."
+
+
+def _heads(number: int, code: int, dtype: int, *, is_ruled: bool) -> str:
+    """Returns the names of the columns, each over its column or to the left of it."""
+    rule = f"{'rule':>{dtype - 2}}" if is_ruled else " " * (dtype - 5)
+    return f"{'line':>{number + 2}}  {'code':<{code}}  dtype{rule}  "
 
 
 def _names(files: set[str]) -> dict[str, str]:
