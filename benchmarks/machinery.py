@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxmp._compiled.text import arrays
+
 from .counting import hlo, measure, results, targets
 from .counting.results import Table, ratio
 from .counting.steps import FLOOR, LIBRARIES, Contestant, contestants
@@ -84,7 +86,7 @@ def count(contestant: Contestant, network: Network) -> dict[str, Any]:
         "parameter_copies": sum(
             n
             for shape, n in work.copies.items()
-            if any(size in sizes - {1} for _, size in hlo.arrays(shape))
+            if any(size in sizes - {1} for _, size in arrays(shape))
         ),
         "temp": memory.temp_size_in_bytes,
         "workspace": work.workspace,

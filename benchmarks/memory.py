@@ -14,6 +14,7 @@ import optax
 from jax.typing import DTypeLike
 
 import jaxmp
+from jaxmp._compiled.text import parse
 
 from .counting import hlo, results, targets
 from .counting.results import Table
@@ -134,7 +135,7 @@ def left_out(text: str) -> int:
     It leaves out a cast to 16 bits and back, and what such a rounding took away is then
     a difference of a number and itself.
     """
-    computations, _ = hlo.parse(text)
+    computations, _ = parse(text)
     return sum(
         len({computation.behind(operand).name for operand in x.operands}) == 1
         for computation in computations.values()

@@ -16,7 +16,8 @@ import re
 import tempfile
 from typing import Any, NamedTuple
 
-from . import hlo
+from jaxmp._compiled.text import BRANCHES, CALLS, WAITS, arrays, bits, parse, trip_count
+
 from .measure import IN_A_HURRY
 
 # What a ring of n devices sends, over the bytes of a device's result.
@@ -43,7 +44,7 @@ class Collective(NamedTuple):
     def sent(self) -> float:
         """The bytes that a device sends."""
         share = RINGS[self.kind](self.devices) / (1 + self.is_scattered_sum)
-        return self.times * self.size * hlo.bits(self.dtype) / 8 * share
+        return self.times * self.size * bits(self.dtype) / 8 * share
 
     @property
     def is_scattered_sum(self) -> bool:
@@ -87,7 +88,7 @@ def collectives(program: str) -> list[Collective]:
     Raises:
         ValueError: If it is not plain how often a loop runs, or with how many devices.
     """
-    computations, entry = hlo.parse(program)
+    computations, entry = parse(program)
     partitions = re.search(r"num_partitions=(\d+)", program)
     everyone = int(partitions[1]) if partitions else 1
     found = []
@@ -97,23 +98,28 @@ def collectives(program: str) -> list[Collective]:
         for line in lines:
             if line.opcode == "while":
                 (body,) = line.called("body")
-                run(body, times * hlo.trip_count(line, computations))
+                run(body, times * trip_count(line, computations))
             elif line.opcode in ("call", "conditional"):
-                for called in line.called(*hlo.CALLS, *hlo.BRANCHES):
+                for called in line.called(*CALLS, *BRANCHES):
                     run(called, times)
-            elif (kind := line.opcode.removesuffix("-done")) in RINGS:
-                users = [x.opcode for x in lines if line.name in x.operands]
-                sliced = bool(users) and set(users) == {"dynamic-slice"}
-                # A GPU starts it, and waits for the result where that is read.
-                start = line
-                if kind != line.opcode:
-                    start = computations[name].instructions[line.operands[0]]
-                devices = _group_size(start) or everyone
-                for dtype, size in hlo.arrays(line.shape):
-                    c = Collective(kind, dtype, size, times, devices, sliced)
+            elif line.opcode in RINGS:
+                sliced = _readers(line, lines) == {"dynamic-slice"}
+                devices = _group_size(line) or everyone
+                for dtype, size in arrays(line.shape):
+                    c = Collective(line.opcode, dtype, size, times, devices, sliced)
                     found.append(c)
 
     run(entry, 1)
+    return found
+
+
+def _readers(line, lines):
+    """Returns the opcodes of what reads a result, where it has been waited for."""
+    found = set()
+    for user in lines:
+        if line.name in user.operands:
+            waits = user.opcode in WAITS
+            found |= _readers(user, lines) if waits else {user.opcode}
     return found
 
 

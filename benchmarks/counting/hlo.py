@@ -12,18 +12,27 @@ conditional as its dearest branch.
 
 import collections
 import math
-import re
-from collections.abc import Iterator
 from typing import NamedTuple
+
+from jaxmp._compiled.products import products_of
+from jaxmp._compiled.text import (
+    BRANCHES,
+    CALLS,
+    WAITS,
+    Computation,
+    Instruction,
+    arrays,
+    bytes_of,
+    parse,
+    trip_count,
+)
 
 # No kernels: they name memory, or wait for what was counted when it started.
 FREE = {
     "after-all",
-    "async-done",
-    "async-update",
+    *WAITS,
     "bitcast",
     "constant",
-    "copy-done",
     "get-tuple-element",
     "parameter",
     "tuple",
@@ -33,15 +42,6 @@ READ_A_PART = {"dynamic-slice", "gather", "slice"}
 # These write into their first operand, and where it is an argument of the kernel, in
 # place: the operand that they write, and how often its bytes move.
 WRITE_IN_PLACE = {"dynamic-update-slice": (1, 1), "scatter": (2, 2)}
-# The attributes that name what a conditional chooses from, and what a call calls.
-BRANCHES = ("branch_computations", "true_computation", "false_computation")
-CALLS = ("to_apply", "calls")
-PRODUCTS = {
-    "__cublas$": "matmul",
-    "__cudnn$conv": "convolution",
-    "dot": "matmul",
-    "convolution": "convolution",
-}
 
 
 class Work(NamedTuple):
@@ -64,44 +64,6 @@ class Work(NamedTuple):
             max(self.workspace, other.workspace),
             self.seconds + times * other.seconds,
         )
-
-
-class Instruction(NamedTuple):
-    """A line of a computation."""
-
-    name: str
-    shape: str  # with dtypes; that of a tuple in parentheses
-    opcode: str
-    operands: list[str]
-    attributes: str  # of a parameter its number, of a constant its value
-
-    def called(self, *attributes: str) -> list[str]:
-        """Returns the computations that some attributes name."""
-        pattern = rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%\S+)"
-        found = re.findall(pattern, self.attributes)
-        return re.findall(r"%([\w.\-]+)", " ".join(found))
-
-
-class Computation(NamedTuple):
-    """Instructions by name, and which of them is the result."""
-
-    instructions: dict[str, Instruction]
-    root: str
-
-    def behind(self, name: str) -> Instruction:
-        """Returns the instruction that a name stands for, without bitcasts and tuples.
-
-        An optimization barrier is a tuple of what it holds back by now.
-        """
-        instruction = self.instructions[name]
-        if instruction.opcode == "bitcast":
-            return self.behind(instruction.operands[0])
-        if instruction.opcode == "get-tuple-element":
-            whole = self.behind(instruction.operands[0])
-            place = re.search(r"index=(\d+)", instruction.attributes)
-            if whole.opcode == "tuple" and place:
-                return self.behind(whole.operands[int(place[1])])
-        return instruction
 
 
 def work(text: str) -> Work:
@@ -134,72 +96,8 @@ def roofline(moved: float, flops: float) -> float:
     return max(moved / 4.8e12, flops / 989e12)
 
 
-def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns the computations of a program by name, and the name of its entry."""
-    computations: dict[str, Computation] = {}
-    instructions: dict[str, Instruction] = {}
-    name = entry = root = ""
-    for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name, instructions = header[2], {}
-            entry = name if header[1] else entry
-        elif line == "}":
-            computations[name] = Computation(instructions, root)
-        elif found := re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line):
-            shape, rest = _until_balanced(line[found.end() :])
-            opcode, bracket, rest = rest.lstrip().partition("(")
-            inside, attributes = _until_balanced(bracket + rest)
-            if opcode in ("parameter", "constant"):
-                attributes = inside[1:-1]
-            operands = re.findall(r"%([\w.\-]+)", inside)
-            root = found[2] if found[1] else root
-            instructions[found[2]] = Instruction(
-                found[2], shape, opcode, operands, attributes
-            )
-    return computations, entry
-
-
-def arrays(shape: str) -> list[tuple[str, int]]:
-    """Returns the dtype and the number of elements of each array of a shape.
-
-    Examples:
-        >>> arrays("(f16[3,2]{1,0}, s32[])")
-        [('f16', 6), ('s32', 1)]
-    """
-    found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
-    return [(d, math.prod(int(n) for n in s.split(",") if n)) for d, s in found]
-
-
-def bytes_of(shape: str) -> int:
-    """Returns the bytes of an array, or of all arrays of a tuple.
-
-    Examples:
-        >>> bytes_of("(f16[3,2]{1,0}, s32[], pred[5]{0})")
-        21
-    """
-    return sum(bits(dtype) * size // 8 for dtype, size in arrays(shape))
-
-
-def bits(dtype: str) -> int:
-    """Returns the bits of a number, whose dtype is spelled as XLA does."""
-    return 8 if dtype == "pred" else int(re.findall(r"\d+", dtype)[0])
-
-
 def _times(counter, times):
     return collections.Counter({key: times * n for key, n in counter.items()})
-
-
-def _until_balanced(text: str) -> tuple[str, str]:
-    """Splits off the first word, or what stands in the first pair of parentheses."""
-    if not text.startswith("("):
-        word, space, rest = text.partition(" ")
-        return word, space + rest
-    depth = 0
-    for i, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return text[: i + 1], text[i + 1 :]
-    raise ValueError(f"The parentheses do not match in `{text}`.")
 
 
 def _work(name: str, computations: dict[str, Computation]) -> Work:
@@ -225,21 +123,6 @@ def _work(name: str, computations: dict[str, Computation]) -> Work:
     return total
 
 
-def trip_count(loop: Instruction, computations: dict[str, Computation]) -> int:
-    """Returns how often a loop runs, as XLA says or as its test does.
-
-    The loops that ``scan`` writes run from 0 to the constant in their test.
-    """
-    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
-        return int(found[1])
-    (test,) = loop.called("condition")
-    tested = computations[test].instructions if test in computations else {}
-    constants = [x.attributes for x in tested.values() if x.opcode == "constant"]
-    if len(constants) != 1 or not constants[0].isdigit():
-        raise ValueError(f"The loop `{loop.name}` does not say how often it runs.")
-    return int(constants[0])
-
-
 def _kernel(instruction, computation, computations) -> Work:
     """Returns the work of one kernel."""
     if instruction.opcode == "fusion":
@@ -258,7 +141,7 @@ def _kernel(instruction, computation, computations) -> Work:
         reads[operand] = min(count, bytes_of(computation.instructions[operand].shape))
     written = sum(_written(output, body) for output in _outputs(body))
     opcodes = {inner.opcode for inner in body.instructions.values()} - FREE
-    copies = opcodes and opcodes <= {"copy", "copy-start"}
+    copies = opcodes == {"copy"}
     moved = reads.total() + written
     flops = sum(
         product.flops() / (2 if product.is_float8 else 1)
@@ -301,16 +184,21 @@ def _written(output: Instruction, body: Computation) -> int:
     if _is_in_place(output, body):
         operand, times = WRITE_IN_PLACE[output.opcode]
         return times * bytes_of(body.instructions[output.operands[operand]].shape)
+    if output.opcode == "get-tuple-element":  # of a library call in a fusion
+        call = body.behind(output.operands[0])
+        last = len(arrays(call.shape)) - 1
+        if _workspace(call) and f"index={last}" in output.attributes:
+            return 0
     return bytes_of(output.shape) - _workspace(output)
 
 
 def _workspace(instruction: Instruction) -> int:
-    """Returns the bytes of a library call's results that are not numbers."""
-    if instruction.opcode != "custom-call":
+    """Returns the bytes of a library call's last result, if it is no number."""
+    results = arrays(instruction.shape)
+    if instruction.opcode != "custom-call" or len(results) < 2:
         return 0
-    return sum(
-        size for dtype, size in arrays(instruction.shape) if dtype in ("s8", "u8")
-    )
+    dtype, size = results[-1]
+    return size if dtype in ("s8", "u8") else 0
 
 
 def _elements(shape: str) -> int:
@@ -350,55 +238,3 @@ def _products(body: Computation, computations) -> collections.Counter[str]:
         lhs, rhs, result = (arrays(shape)[0][0] for shape in product.shapes)
         found[f"{product.name} {lhs} x {rhs} -> {result}"] += 1
     return found
-
-
-class Product(NamedTuple):
-    """A matrix product or a convolution."""
-
-    name: str
-    target: str  # the library call, or the operation
-    shapes: tuple[str, str, str]  # of two operands and the result
-    attributes: str
-
-    @property
-    def is_float8(self) -> bool:
-        """Whether both operands have 8 bits."""
-        return all(bits(arrays(shape)[0][0]) == 8 for shape in self.shapes[:2])
-
-    def flops(self) -> float:
-        """Returns twice the numbers that it multiplies."""
-        lhs, rhs, result = map(_sizes, self.shapes)
-        if self.name == "matmul":
-            pattern = r'lhs_contracting_dim(?:ension)?s"?[:=][\[{]([^\]}]*)[\]}]'
-            found = re.search(pattern, self.attributes)
-            contracted = re.findall(r"\d+", found[1]) if found else []
-            return 2.0 * math.prod(result) * math.prod(lhs[int(i)] for i in contracted)
-        # The layer that it belongs to has an output and a kernel.
-        output, kernel = result, rhs
-        if "Backward" in self.target:
-            output, kernel = (lhs, rhs) if "Input" in self.target else (rhs, result)
-        labels = re.search(r"dim_labels=\w+_(\w+)->", self.attributes)
-        features = kernel[labels[1].index("o")] if labels else 1
-        return 2.0 * math.prod(output) * math.prod(kernel) / features
-
-
-def products_of(body: Computation, computations) -> Iterator[Product]:
-    """Yields the matrix products and convolutions of a kernel."""
-    for instruction in body.instructions.values():
-        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-        opcode = target[1] if target else instruction.opcode
-        for kind, name in PRODUCTS.items():
-            if opcode.startswith(kind):
-                lhs, rhs = (
-                    body.instructions[x].shape for x in instruction.operands[:2]
-                )
-                shapes = lhs, rhs, instruction.shape
-                yield Product(name, opcode, shapes, instruction.attributes)
-        for called in instruction.called("calls"):
-            yield from products_of(computations[called], computations)
-
-
-def _sizes(shape: str) -> list[int]:
-    """Returns the sizes of an array, or of the first of a tuple."""
-    found = re.search(r"\[([\d,]*)\]", shape)
-    return [int(n) for n in found[1].split(",") if n] if found else []

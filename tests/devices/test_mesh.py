@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from benchmarks.counting.collectives import collectives, partitioned
-from benchmarks.counting.hlo import bits
 from conftest import assert_near, crossed, mapped, normal
+from jaxmp._compiled.text import bits
 
 CPUS = np.array(jax.devices("cpu")[:8])
 DATA = Mesh(CPUS, ("data",))

@@ -25,6 +25,7 @@ PACKAGE = Path(jaxmp.__file__).parent
 # Each package may import those before it.
 PACKAGES = (
     "_base",
+    "_compiled",
     "_jaxprs",
     "_ops",
     "_devices",
@@ -36,7 +37,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 23_935
+MOST_LINES = 24_180
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 
