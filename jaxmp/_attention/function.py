@@ -1,5 +1,6 @@
 """``jaxmp.dot_product_attention``: the signature of ``jax.nn``'s, as one operation."""
 
+import numbers
 from typing import Any, Literal
 
 import jax
@@ -87,6 +88,7 @@ def dot_product_attention(
     given = {name: x for name, x in pairs if x is not None}
     given = as_arrays("dot_product_attention", **given)
     arrays = as_arrays("dot_product_attention", query=query, key=key, value=value)
+    _check_shapes(arrays, given)
     arrays = [*arrays.values()]
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(
@@ -103,14 +105,24 @@ def dot_product_attention(
                 local_window_size=local_window_size,
                 implementation="xla",
             )
+    window: Any = local_window_size
+    if isinstance(window, numbers.Integral):
+        window = window, window
+    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    if window is not None and not (
+        is_pair and all(isinstance(x, numbers.Integral) for x in window)
+    ):
+        raise ValueError(
+            "`local_window_size` must be an integer or two, of keys before a query and "
+            f"behind it, but is {short(local_window_size)}."
+        )
     shape = arrays[0].shape
     args = [_in_4d(x) for x in arrays]
     args += [x if "length" in name else _in_4d(x) for name, x in given.items()]
-    window = local_window_size
     form = Form(
         scale=float(1 / np.sqrt(shape[-1]) if scale is None else scale),
         is_causal=bool(is_causal),
-        window=(window, window) if isinstance(window, int) else window,
+        window=None if window is None else (window[0], window[1]),
         has=tuple(given),
         implementation=implementation,
     )
@@ -128,6 +140,28 @@ def as_arrays(function: str, **named: Any) -> dict[str, jax.Array]:
                 f"`{name}` of `{function}` must be an array, but is {short(x)}."
             )
     return {name: jnp.asarray(x) for name, x in named.items()}
+
+
+def _check_shapes(arrays: dict[str, jax.Array], given: dict[str, jax.Array]) -> None:
+    """Raises where an argument has too many axes, or does not fit the scores."""
+    for name, x in arrays.items():
+        if x.ndim > 4:
+            raise ValueError(
+                f"`{name}` must be [batch, length, heads, size], or without `batch`, "
+                f"but has the shape {list(x.shape)}. Put the leading axes into one, or "
+                "use `jax.vmap`."
+            )
+    query, key = (_in_4d(arrays[name]).shape for name in ("query", "key"))
+    scores = [query[0], query[2], query[1], key[1]]
+    for name in {"bias", "mask"} & given.keys():
+        shape = given[name].shape
+        pairs = zip(reversed(shape), reversed(scores), strict=False)
+        if len(shape) > 4 or not all(n in (1, m) for n, m in pairs):
+            raise ValueError(
+                f"`{name}` must broadcast to [batch, heads, length, keys], here "
+                f"{scores}, but has the shape {list(shape)}. An axis that it lacks, or "
+                f"has once for all, has the size 1: `{name}[:, None]` is for all heads."
+            )
 
 
 def _in_4d(x: jax.Array) -> jax.Array:

@@ -59,10 +59,17 @@ from .._jaxprs.around import (
     autocast_dtype,
     inside,
     is_staged,
+    note_float16,
     warn_if_constant,
     warn_unscaled,
 )
-from .._training.loss_scale_state import UNSCALED, divided, holds_scale, scale_in
+from .._training.loss_scale_state import (
+    UNSCALED,
+    divided,
+    holds_scale,
+    scale_in,
+    scales_in,
+)
 
 _16_BIT = (jnp.float16, jnp.bfloat16)
 # How micro-batches and devices are put together.
@@ -74,7 +81,8 @@ class Options:
     """The options of ``value_and_grad``, as they are given; then checked, in one form.
 
     Beside them are ``is_scaled``, whether a loss scale was given, be it 1, and
-    ``scale``, the same as a float32 scalar; ``axes``, over which to reduce; and
+    ``scale``, the same as a float32 scalar; ``scales``, of the states that it is from;
+    ``axes``, over which to reduce; and
     ``own_axes``, over which parameters are sharded, None where JAX is to know.
     """
 
@@ -150,7 +158,8 @@ class Options:
         if mesh is None:
             self.shardings = None
         self.is_scaled = self.loss_scale is not UNSCALED
-        self.loss_scale = scale_in(self.loss_scale)
+        given = self.loss_scale
+        self.loss_scale, self.scales = scale_in(given), scales_in(given)
         self.scale = as_scale(self.loss_scale)
 
     @property
@@ -232,9 +241,11 @@ def differentiate(
         warn_if_constant(options.loss_scale)
         policy_dtype = None if options.policy is None else options.policy.compute_dtype
         around = autocast_dtype()
-        if unscaled and np.float16 in (policy_dtype, around):
-            warn_unscaled()
-            unscaled = False  # what is inside need not say it again
+        if np.float16 in (policy_dtype, around):
+            note_float16(options.scales)
+            if unscaled:
+                warn_unscaled()
+                unscaled = False  # what is inside need not say it again
         if policy_dtype in _16_BIT and around not in _16_BIT and is_staged():
             # Reading jaxprs takes long to import, here as below.
             from .function_checks import warns_if_promoted
@@ -273,6 +284,14 @@ def differentiate(
                 "Pass the parameters, and let the function take all else from around "
                 "it, or from an argument that is not in `argnums`."
             )
+        dtype = jnp.result_type(x)
+        if not (options.allow_int or jnp.issubdtype(dtype, jnp.inexact)):
+            name = clipped(path_name(path)) or "argument"
+            raise TypeError(
+                f"The differentiated `{name}` has no gradient: its dtype is {dtype}. "
+                "Pass it in an argument that is not in `argnums`; or type "
+                "`allow_int=True`, with which its gradient is one of dtype float0."
+            )
     mesh = options.mesh
     if options.accum_steps > 1 or (mesh is not None and mesh.size > 1):
         check_batch_is_whole(args, batched, differentiated)
@@ -295,7 +314,7 @@ def differentiate(
         steps = options.accum_steps
         params_of = options.params
         run = over_mesh(run, mesh, options.axes, batched, steps, params_of, specs)
-    with inside(unscaled=unscaled):
+    with inside(unscaled=unscaled, scales=options.scales):
         loss, grads, aux, changes = run(args, kwargs, state)
     grads = divided(grads, options.loss_scale)
     grads = jax.tree.map(

@@ -10,7 +10,8 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -30,6 +31,7 @@ class Around(NamedTuple):
     staged: bool = False  # whether that is inside one that JAX keeps
     autocast: np.dtype | None = None  # the compute dtype of the innermost autocast
     unscaled: bool = False  # in a gradient of ours that was given no loss scale
+    scales: Sequence[Any] = ()  # of the states that such a gradient was given
     looking: bool = False  # for something that casts, in a function that does not run
 
 
@@ -39,6 +41,9 @@ class CastsItself(BaseException):
 
 _NOTHING = Around()
 _AROUND: contextvars.ContextVar[Around] = contextvars.ContextVar("around")
+# Loss scales with which gradients were computed in float16, by id. Weak, so that none
+# is held, and no id is used again.
+_IN_FLOAT16: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @contextlib.contextmanager
@@ -124,9 +129,29 @@ def warn_unscaled() -> None:
 
 def warn_if_unscaled(dtype: Any, results: Any) -> None:
     """Warns where gradients of the results of what ran in float16 got no loss scale."""
-    if dtype != np.float16 or not _AROUND.get(_NOTHING).unscaled:
+    around = _AROUND.get(_NOTHING)
+    if dtype != np.float16 or not (around.unscaled or around.scales):
         return
     from . import jaxpr as _jaxpr
 
     if any(map(_jaxpr.is_being_differentiated, jax.tree.leaves(results))):
-        warn_unscaled()
+        if around.unscaled:
+            warn_unscaled()
+        note_float16(around.scales)
+
+
+def note_float16(scales: Sequence[Any]) -> None:
+    """Notes of loss scales that gradients in float16 are computed with them."""
+    _IN_FLOAT16.update({id(x): x for x in scales if isinstance(x, jax.Array)})
+
+
+def warn_if_float16(loss_scale: Any, policy: str) -> None:
+    """Warns where gradients in float16 have a scale that a policy keeps at 1."""
+    if _IN_FLOAT16.get(id(loss_scale)) is loss_scale:
+        warn(
+            "These gradients are computed in float16, but the optimizer is wrapped by "
+            f'`jaxmp.loss_scaling(optimizer, "{policy}")`, which keeps the loss scale '
+            "at 1, so that those below 2**-25 become 0. Give both the same policy, "
+            '`jaxmp.loss_scaling(optimizer, "mixed_float16")`; or type '
+            "`jaxmp.static_loss_scale(optimizer)` where you want no scale."
+        )

@@ -25,8 +25,9 @@ from .._base.checks import (
     short,
 )
 from .._base.policy import PolicyLike, dtype_of_gradients, get_policy
-from .._base.tree import AxisName, all_finite, is_strong
+from .._base.tree import AxisName, all_finite, is_strong, path_name
 from .._devices.varying import varying_axes
+from .._jaxprs.around import warn_if_float16
 from .loss_scale_state import MIGRATE, LossScaleState
 from .narrow_params import check_nothing_follows, note_kahan
 
@@ -189,13 +190,23 @@ def static_loss_scale(
         >>> jaxmp.get_loss_scale(tx.init(jnp.ones(2))).item()
         8.0
     """
+    return _static(inner, scale, check_updates, axis_name)
+
+
+def _static(
+    inner: optax.GradientTransformation,
+    scale: float,
+    check_updates: bool,
+    axis_name: AxisName | None,
+    policy: str = "",
+) -> LossScaling:
     check_optimizer(inner, _CALL)
     check_positive("scale", scale)
 
     def adapt(state: LossScaleState) -> LossScaleState:
         return state._replace(loss_scale=jnp.full_like(state.loss_scale, scale))
 
-    return _skipping(inner, scale, adapt, check_updates, axis_name)
+    return _skipping(inner, scale, adapt, check_updates, axis_name, policy)
 
 
 @explains(
@@ -222,6 +233,11 @@ def loss_scaling(  # noqa: D417
     Otherwise it is :func:`static_loss_scale` with a scale of 1, because bfloat16 and
     float32 have range enough. Both skip non-finite steps, and both states have the same
     structure, so that you can change the policy and nothing else.
+
+    Warning:
+        Put what clips inside, ``loss_scaling(optax.chain(optax.clip(1.0), inner),
+        policy)``. Before it in a chain, ``optax.clip`` makes an Inf finite: the step is
+        not skipped, and infinite gradients are applied.
 
     The options are those of :func:`dynamic_loss_scale`. They are checked under every
     policy and used under float16; ``check_updates`` and ``axis_name`` are always used.
@@ -259,7 +275,8 @@ def loss_scaling(  # noqa: D417
     )
     if dtype_of_gradients(get_policy(policy)) == jnp.float16:
         return dynamic
-    return static_loss_scale(inner, check_updates=check_updates, axis_name=axis_name)
+    spelled = policy if isinstance(policy, str) else str(get_policy(policy))
+    return _static(inner, 1.0, check_updates, axis_name, spelled)
 
 
 def _skipping(
@@ -268,8 +285,12 @@ def _skipping(
     adapt: Callable[[LossScaleState], LossScaleState],
     check_updates: bool,
     axis_name: AxisName | None,
+    policy: str = "",
 ) -> LossScaling:
-    """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale."""
+    """Skips the non-finite steps of ``inner``, counts, and lets ``adapt`` scale.
+
+    A ``policy`` says that there is no scale because it needs none.
+    """
     check_optimizer(inner, _CALL)
     inner = optax.with_extra_args_support(inner)
 
@@ -292,15 +313,21 @@ def _skipping(
                 "other way round. Type `tx.update(grads, opt_state, params)`."
             )
         check_state(state, LossScaleState, MIGRATE)
+        if policy:
+            warn_if_float16(state.loss_scale, policy)
+        like = updates if params is None else params
         finite = all_finite(updates, axis_name=axis_name)
         _check_agreement(finite, state.loss_scale, axis_name)
         try:
             updates, inner_state = inner.update(
                 updates, state.inner_state, params, **extra_args
             )
-        except TypeError as error:
-            note_kahan(error, params)
+        except Exception as error:
+            _refuse_other_model(inner, like, state.inner_state, cause=error)
+            if isinstance(error, TypeError):
+                note_kahan(error, params)
             raise
+        _refuse_other_model(inner, like, state.inner_state, inner_state)
         # A function may be differentiated inside, where the gradients are not seen.
         if check_updates or any(map(callable, extra_args.values())):
             finite &= all_finite(updates, axis_name=axis_name)
@@ -380,6 +407,59 @@ def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
         return jax.lax.select(finite, new, old)
 
     return jax.tree.map(select, new, old)
+
+
+def _refuse_other_model(
+    inner: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    new: Any = None,
+    cause: Exception | None = None,
+) -> None:
+    """Raises where a state that no update takes, or keeps, is not of these parameters.
+
+    Args:
+        inner: The optimizer.
+        params: The parameters, or something of their shapes.
+        state: Its state.
+        new: That state after the update, if there was one.
+        cause: The error of the update, if it had one.
+    """
+    if cause is None and [*map(np.shape, jax.tree.leaves(new))] == [
+        *map(np.shape, jax.tree.leaves(state))
+    ]:
+        return
+    try:
+        made = jax.eval_shape(inner.init, params)
+    except Exception:  # it reads values
+        return
+    # An optimizer whose state grows makes another shape with each update.
+    if cause is None and _differs(new, made) is not None:
+        return
+    if (found := _differs(state, made)) is not None:
+        name, got, wanted = found
+        raise ValueError(
+            f"`opt_state` is that of another model: at `{name}` of its `inner_state` "
+            f"it has {got}, but for these parameters {wanted}. Restore the checkpoint "
+            "of this model, or begin with `opt_state = tx.init(params)`."
+        ) from cause
+
+
+def _differs(state: Any, other: Any) -> tuple[str, str, str] | None:
+    """Returns the first leaf that has not one shape in both: its name and both."""
+    shapes, others = (
+        {path: np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (state, other)
+    )
+    for path in [*others, *shapes]:
+        got, wanted = shapes.get(path), others.get(path)
+        if got != wanted:
+            return path_name(path), _of_shape(got), _of_shape(wanted)
+    return None
+
+
+def _of_shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else f"the shape {list(shape)}"
 
 
 def _choose(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -45,6 +45,7 @@ UNSCALED = _Unscaled(1.0)  # the default, which differs from a 1.0 that is meant
 # Gradients that `value_and_grad` has divided, by id. Weak, so that none is held, and
 # no id is used again.
 _DIVIDED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_FLOAT32 = np.finfo(np.float32)
 
 
 class LossScaleState(NamedTuple):
@@ -256,9 +257,9 @@ def check_loss_scale(
     A loss may be NaN while its gradients are finite: no step is skipped then, and
     nothing is learned. Pass the ``loss`` to find out.
 
-    Warns of a scale that has grown to ``max_scale`` without one skipped step: most
-    likely nothing uses it. It is not an error, because very small gradients lead to it
-    too.
+    Warns of a scale that has grown to ``max_scale`` without one skipped step, because
+    most likely nothing uses it, and of ``grads`` that are all 0, because most likely
+    they underflow. Neither is an error, because very small gradients lead to it too.
 
     Args:
         opt_state: As in :func:`get_loss_scale`, with concrete values, of any leading
@@ -266,14 +267,15 @@ def check_loss_scale(
             optimizers that share a loss.
         max_skipped_in_a_row: The number of skipped steps at which this raises.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
-        grads: The gradients of the last step, if it returns them, for the error to
-            name those that are not finite.
+        grads: The gradients of the last step, if it returns them: those that are not
+            finite are named, also where the wrapper did not see them.
         loss: The loss of the last step, of the leading shape of the state.
 
     Raises:
         FloatingPointError: If as many steps in a row have been skipped, or the ``loss``
-            is not finite and its step was not skipped.
-        ValueError: As :func:`get_loss_scale`.
+            or one of the ``grads`` is not finite and the step was not skipped.
+        ValueError: As :func:`get_loss_scale`; or if the scale is not finite and
+            positive, as in a broken checkpoint.
         TypeError: If the state has no values: in ``jax.jit``, or an abstract one.
 
     Examples:
@@ -291,6 +293,14 @@ def check_loss_scale(
                 "is abstract, or traced by JAX. Call it outside `jax.jit`, between two "
                 "steps."
             )
+        scale = np.asarray(state.loss_scale)
+        if (wrong := ~((scale >= _FLOAT32.tiny) & (scale <= _FLOAT32.max))).any():
+            raise ValueError(
+                "The loss scale in `opt_state` must be finite and positive, but is "
+                f"{scale[wrong].flat[0]}. Was it restored from a broken checkpoint? "
+                "Restore another, or set the scale: `opt_state = optax.tree.set("
+                "opt_state, loss_scale=jnp.float32(2.0**15))`."
+            )
         if (bad_steps := np.max(state.bad_steps)) >= limit:
             raise FloatingPointError(
                 f"The last {bad_steps} steps met an Inf or NaN and were skipped "
@@ -298,9 +308,11 @@ def check_loss_scale(
                 f"since init). {_nonfinite(grads)}To find the operation, type"
                 f"\n\n    print(jaxmp.find_overflow(train_step)(*args))\n\n{_CAUSES}"
             )
+    finite = [np.asarray(state.last_finite) for state in states]
+    finite = functools.reduce(np.logical_and, finite)
     if loss is not None:
-        finite = [np.asarray(state.last_finite) for state in states]
-        _check_loss(loss, functools.reduce(np.logical_and, finite))
+        _check_loss(loss, finite)
+    _check_grads(grads, finite, states[0].loss_scale)
     top = float(max_scale)
     if all(np.any(looks_unused(x.loss_scale, x.skipped, top)) for x in states):
         warn(
@@ -337,6 +349,43 @@ def _check_loss(loss: Any, finite: Any) -> None:
         )
 
 
+def _check_grads(grads: Any, finite: Any, loss_scale: Any) -> None:
+    """Refuses gradients that no wrapper has seen as they are; warns if all are 0."""
+    are_zero, unseen = [], []
+    for path, x in jax.tree.leaves_with_path(grads):
+        if not is_inexact(x):
+            continue
+        runs = finite.ndim if np.shape(x)[: finite.ndim] == finite.shape else 0
+        is_finite, is_zero = map(np.asarray, _look(x, runs))
+        are_zero.append(is_zero.all())
+        if np.any(~is_finite & (finite if runs else finite.all())):
+            unseen.append(path_name(path)[-60:] or "the gradient")
+    if unseen:
+        raise FloatingPointError(
+            f"Not finite in `grads`: {_first(unseen)}; but the step was not skipped. "
+            "The loss scale did not see that, most likely because something before it "
+            "in a chain makes Inf finite, such as `optax.clip`. Put it inside: `jaxmp."
+            "loss_scaling(optax.chain(optax.clip(1.0), optimizer), policy)`. If "
+            "these are gradients of parameters that you do not train, or of another "
+            "step, leave them out of `grads`."
+        )
+    if are_zero and all(are_zero) and finite.all():
+        warn(
+            f"All gradients are 0, at a loss scale of {loss_scale}. In float16 small "
+            "gradients underflow so: pass `loss_scale=opt_state` to `value_and_grad`, "
+            "and to `jaxmp.loss_scaling(optimizer, policy)` the policy of autocast. If "
+            "both are right, or nothing runs in float16, the loss does not depend on "
+            "the parameters here."
+        )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _look(x: jax.Array, runs: int) -> tuple[jax.Array, jax.Array]:
+    """Returns whether an array is finite and whether it is 0, for each of some runs."""
+    axes = tuple(range(runs, x.ndim))
+    return jnp.isfinite(x).all(axes), (x == 0).all(axes)
+
+
 # Jitted, because a number in eager code is sent to the device where it is used, which
 # `jax.transfer_guard` forbids.
 @functools.partial(jax.jit, static_argnums=2)
@@ -354,8 +403,12 @@ def _nonfinite(grads: Any) -> str:
     ]
     if not names:
         return ""
+    return f"Not finite in `grads`: {_first(names)}. "
+
+
+def _first(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"Not finite in `grads`: {', '.join(names[:3])}{more}. "
+    return f"{', '.join(names[:3])}{more}"
 
 
 def unscale(tree: T, loss_scale: Any) -> T:
@@ -431,7 +484,7 @@ def scale_in(loss_scale: Any) -> Any:
     if _is_number(loss_scale):
         return loss_scale
     if _are_scales(loss_scale):
-        return functools.reduce(jnp.minimum, map(get_loss_scale, loss_scale))
+        return functools.reduce(jnp.minimum, scales_in(loss_scale))
     is_policy = isinstance(loss_scale, (str, jmp.Policy))
     if is_policy or loss_scale is None or callable(loss_scale):
         cure = "Leave it out where there is no scale."
@@ -442,6 +495,14 @@ def scale_in(loss_scale: Any) -> Any:
             f"one, but is {short(loss_scale)}. Pass `loss_scale=opt_state`. {cure}"
         )
     return get_loss_scale(loss_scale)
+
+
+def scales_in(loss_scale: Any) -> list[jax.Array]:
+    """Returns the scales that states hold, each as it is there; of a number none."""
+    if _is_number(loss_scale):
+        return []
+    parts = loss_scale if _are_scales(loss_scale) else [loss_scale]
+    return [get_loss_scale(part) for part in parts]
 
 
 def holds_scale(x: Any) -> bool:

@@ -32,7 +32,8 @@ def scalars(
             :func:`jaxmp.get_loss_scale` takes it. Those of
             :func:`jaxmp.record_ranges` in it are reported too.
         step: The number of steps so far, for ``skipped_share``.
-        prefix: What each name begins with: a section of TensorBoard or W&B.
+        prefix: What each name begins with: a section of TensorBoard or W&B. A ``/`` is
+            put behind a letter or a digit at its end.
         max_scale: That of :func:`jaxmp.dynamic_loss_scale`, where it was given.
 
     Returns:
@@ -77,6 +78,8 @@ def scalars(
     recorded = [_of_ranges(x) for x in found_in(opt_state, RecordRangesState)]
     for name in recorded[0] if recorded else ():
         found[name] = jnp.stack([x[name] for x in recorded]).max()
+    prefix = str(prefix)
+    prefix += "/" * prefix[-1:].isalnum()
     return {f"{prefix}{name}": x for name, x in found.items()}
 
 

@@ -194,6 +194,36 @@ def test_arguments_that_do_not_fit_are_refused():
         attend(query, key, value, implementation="flash")
 
 
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 12, 12), (3, 12, 12), (2, 4, 12, 7), (2, 1, 1, 12, 12), (2,)]
+)
+def test_a_mask_and_a_bias_that_do_not_fit_the_scores_are_told_how(name, shape):
+    query, key, value = arrays()
+    given = {name: seen(*shape).astype(bool if name == "mask" else jnp.float32)}
+    message = rf"`{name}` must broadcast to .* here \[2, 4, 12, 12\], but has the shape"
+    for attend in (
+        jaxmp.dot_product_attention,
+        jax.jit(jaxmp.dot_product_attention),
+        jaxmp.autocast(jaxmp.dot_product_attention),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attend(query, key, value, **given)
+    if shape == (3, 12, 12):  # what the message says
+        x = given[name][:BATCH]
+        jaxmp.dot_product_attention(query, key, value, **{name: x[:, None]})
+
+
+def test_too_many_axes_and_an_odd_window_are_named():
+    query, key, value = arrays()
+    attend = jaxmp.dot_product_attention
+    with pytest.raises(ValueError, match=r"`query` must be .*\[1, 2, 12, 4, 8\]"):
+        attend(query[None], key[None], value[None])
+    for window in ((1, 2, 3), 2.5, "all"):
+        with pytest.raises(ValueError, match="`local_window_size` must be an integer"):
+            attend(query, key, value, local_window_size=window)
+
+
 def test_the_kernel_is_refused_where_it_cannot_be():
     with pytest.raises(NotImplementedError, match=r"size 12; .*multiples of 8"):
         jaxmp.dot_product_attention(

@@ -405,10 +405,25 @@ def test_a_missing_aux_is_named():
         jaxmp.value_and_grad(lambda w: w, has_aux=True)(jnp.float32(1))
 
 
-@pytest.mark.parametrize("leaf", [jnp.arange(2), jax.random.key(0)], ids=["int", "key"])
-def test_integers_and_keys_raise_jaxs_own_error(leaf):
-    with pytest.raises(TypeError, match="requires real- or complex-valued inputs"):
-        jaxmp.grad(lambda p: p["w"])({"w": 1.0, "leaf": leaf})
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [
+        (jnp.arange(2), "int32"),
+        (3, "int32"),
+        (np.array(True), "bool"),
+        (jax.random.key(0), "key<fry>"),
+    ],
+    ids=lambda x: str(x)[:8],
+)
+def test_integers_and_keys_are_named(leaf, dtype):
+    params = {"w": 1.0, "layer": {"leaf": leaf}}
+    for options in ({}, {"policy": "mixed_bfloat16"}):
+        grad = jaxmp.grad(lambda p: jnp.float32(p["w"]) ** 2, **options)
+        with pytest.raises(TypeError, match=f"`layer/leaf` has no .* is {dtype}"):
+            jax.jit(grad)(params)
+    grads = jaxmp.grad(lambda p: p["w"] ** 2, allow_int=True)(params)  # as it says
+    assert grads["w"] == 2.0
+    assert grads["layer"]["leaf"].dtype == jax.dtypes.float0
 
 
 def test_complex_parameters_are_differentiated_as_in_jax():

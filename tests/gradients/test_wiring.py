@@ -141,6 +141,107 @@ def test_a_scale_that_is_read_in_each_step_says_nothing(right):
     assert not said(right, PARAMS, X, Y)
 
 
+# Two policies that differ
+
+
+def step_of(tx, policy, grad_fn=jaxmp.value_and_grad):
+    """Returns a step whose gradients are computed under another policy."""
+
+    def step(params, state, x, y):
+        grads = jaxmp.autocast(grad_fn(loss, loss_scale=state), policy)(params, x, y)[1]
+        return tx.update(grads, state, params)
+
+    return step
+
+
+def wrapped(policy):
+    return jaxmp.loss_scaling(optax.sgd(0.1), policy)
+
+
+def inside_of(cast):
+    def step(tx):
+        def step(params, state, x, y):
+            grads = jaxmp.grad(cast, loss_scale=state)(params, x, y)
+            return tx.update(grads, state, params)
+
+        return step
+
+    return step
+
+
+DIFFERING = {
+    "autocast around": lambda tx: step_of(tx, "mixed_float16"),
+    "autocast inside": inside_of(lambda *args: jaxmp.autocast(loss, "O1")(*args)),
+    "with_policy": inside_of(cast_loss),
+    "autocast around the step": lambda tx: jaxmp.autocast(
+        inside_of(loss)(tx), "mixed_float16"
+    ),
+    "of two states": lambda tx: (
+        lambda params, state, x, y: step_of(
+            tx,
+            "O1",
+            lambda f, loss_scale: jaxmp.value_and_grad(f, loss_scale=(state,) * 2),
+        )(params, state, x, y)
+    ),
+    "policy": lambda tx: (
+        lambda params, state, x, y: tx.update(
+            jaxmp.grad(cast_loss, policy="mixed_float16", loss_scale=state)(
+                params, x, y
+            ),
+            state,
+        )
+    ),
+    "in a chain": lambda tx: step_of(optax.chain(optax.identity(), tx), "O1"),
+    "in a scan": lambda tx: (
+        lambda params, state, x, y: jax.lax.scan(
+            lambda s, _: step_of(tx, "O1")(params, s, x, y)[::-1], state, length=2
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("build", DIFFERING.values(), ids=DIFFERING.keys())
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_wrapper_of_another_policy_than_float16_is_said_once(build, policy):
+    tx = wrapped(policy)
+    state = tx.init(PARAMS)
+    if build is DIFFERING["in a chain"]:
+        state = (optax.EmptyState(), state)
+    (found,) = said(jax.jit(build(tx)), PARAMS, state, X, Y)
+    assert "computed in float16" in str(found.message)
+    assert f'loss_scaling(optimizer, "{policy}")' in str(found.message)
+    assert found.filename == __file__
+    for right in (wrapped("O1"), jaxmp.static_loss_scale(optax.sgd(0.1))):
+        assert not said(jax.jit(build(right)), PARAMS, state, X, Y)
+
+
+def test_the_step_of_nnx_says_it_too():
+    model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, wrapped("mixed_bfloat16"), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x, y):
+        def loss(model, x, y):
+            return jnp.mean((model(x) - y) ** 2)
+
+        grad_fn = jaxmp.nnx.value_and_grad(loss, loss_scale=optimizer)
+        _, grads = jaxmp.nnx.autocast(grad_fn, "mixed_float16")(model, x, y)
+        optimizer.update(model, grads)
+
+    (found,) = said(step, model, optimizer, X, Y)
+    assert '"mixed_bfloat16"' in str(found.message)
+
+
+WIDE = ["mixed_bfloat16", "mixed_float16_bfloat16", "float32"]
+
+
+@pytest.mark.parametrize("policy", WIDE)
+def test_a_wrapper_of_another_policy_with_range_enough_says_nothing(policy):
+    for mine in ("mixed_bfloat16", "mixed_float16", "float32"):
+        step = jax.jit(step_of(wrapped(mine), policy))
+        assert not said(step, PARAMS, wrapped(mine).init(PARAMS), X, Y)
+
+
 # A gradient without a scale
 
 STATE_OF_FLOAT32 = jaxmp.loss_scaling(optax.sgd(1.0), "f32").init({})

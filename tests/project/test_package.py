@@ -37,7 +37,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 24_180
+MOST_LINES = 24_410
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 

@@ -557,6 +557,122 @@ def test_a_stuck_run_names_the_gradients_that_are_not_finite():
     assert len(str(caught.value)) < 1200
 
 
+@pytest.mark.parametrize("scale", [jnp.nan, 0.0, -1.0, jnp.inf, 2.0**-140])
+@pytest.mark.parametrize("holder", ["alone", "chain", "TrainState", "vmap", "two"])
+def test_a_scale_that_is_none_is_refused(scale, holder):
+    tx = jaxmp.loss_scaling(optax.adam(0.1), "mixed_float16")
+    if holder == "chain":
+        tx = optax.chain(optax.identity(), tx)
+    params = {"w": jnp.ones(2)}
+    opt_state = tx.init(params)
+    if holder == "TrainState":
+        opt_state = TrainState.create(apply_fn=None, params=params, tx=tx)
+    if holder == "vmap":
+        opt_state = jax.tree.map(lambda x: jnp.stack([x, x]), opt_state)
+        scale = jnp.array([2.0**15, scale])
+    restore = partial(optax.tree.set, opt_state)
+    broken = restore(loss_scale=jnp.asarray(scale, jnp.float32))
+    wrong = (opt_state, broken) if holder == "two" else broken
+    jaxmp.check_loss_scale((opt_state, opt_state) if holder == "two" else opt_state)
+    with pytest.raises(ValueError, match="must be finite and positive, but is") as no:
+        jaxmp.check_loss_scale(wrong)
+    # What the message says to type.
+    names = {"optax": optax, "jnp": jnp, "opt_state": broken}
+    exec(re.search("`(opt_state = .*)`", str(no.value))[1], names)
+    jaxmp.check_loss_scale(names["opt_state"])
+    assert bits(names["opt_state"]) == bits(opt_state) or holder == "vmap"
+
+
+def poisoned(bad, **shape):
+    return {"a": jnp.ones(2), "w": jnp.full((2, 2), bad)}
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, -jnp.inf, jnp.nan])
+def test_gradients_that_the_scale_has_not_seen_are_named(bad):
+    def wrapped(inner):
+        return jaxmp.loss_scaling(inner, "mixed_float16")
+
+    grads = poisoned(bad)
+    hiding = optax.stateless(lambda grads, _: jax.tree.map(jnp.nan_to_num, grads))
+    tx = optax.chain(hiding, wrapped(optax.sgd(0.1)))
+    _, state = tx.update(grads, tx.init(grads), grads)
+    assert jaxmp.last_step_finite(state)
+    jaxmp.check_loss_scale(state)
+    jaxmp.check_loss_scale(state, grads=poisoned(1.0))
+    with pytest.raises(FloatingPointError, match="Not finite in `grads`: w; but") as no:
+        jaxmp.check_loss_scale(state, grads=grads)
+    inside = re.search("`jaxmp.(loss_scaling[^`]*)`", str(no.value))[1]
+    assert inside == "loss_scaling(optax.chain(optax.clip(1.0), optimizer), policy)"
+    names = {"optimizer": optax.sgd(0.1), "policy": "O1", "optax": optax}
+    right = eval(inside, vars(jaxmp) | names)
+    _, state = right.update(grads, right.init(grads), grads)
+    assert not jaxmp.last_step_finite(state)
+    jaxmp.check_loss_scale(state, grads=grads)  # a skipped step
+
+
+def test_gradients_of_several_runs_are_looked_at_run_by_run():
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+    grads = jax.tree.map(lambda *x: jnp.stack(x), poisoned(1.0), poisoned(jnp.inf))
+    _, state = jax.vmap(tx.update)(grads, jax.vmap(tx.init)(grads))
+    jaxmp.check_loss_scale(state, grads=grads)
+    other = jax.tree.map(lambda x: x[::-1], grads)
+    with pytest.raises(FloatingPointError, match="Not finite in `grads`: w; but"):
+        jaxmp.check_loss_scale(state, grads=other)
+    # Of two optimizers that share a loss, one has skipped it.
+    states = [jax.tree.map(lambda x, i=i: x[i], state) for i in range(2)]
+    jaxmp.check_loss_scale(tuple(states), grads=poisoned(jnp.inf))
+
+
+def test_gradients_that_are_all_0_are_asked_about():
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+    state, count = tx.init(jnp.ones(2)), np.arange(2)
+    for right in ({}, {"w": jnp.array([0, 1e-30]), "a": jnp.zeros(2)}, {"n": count}):
+        jaxmp.check_loss_scale(state, grads=right)
+    jaxmp.check_loss_scale(state, grads=None)
+    with pytest.warns(UserWarning, match="All gradients are 0, at a loss .*32768"):
+        jaxmp.check_loss_scale(state, grads={"w": jnp.zeros(2), "n": count})
+
+
+ADAPTED = {
+    "adam": optax.adam(0.1),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "momentum": optax.sgd(0.1, 0.9),
+}
+
+
+@pytest.mark.parametrize("inner", ADAPTED.values(), ids=ADAPTED.keys())
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": (3, 2)},
+        {"w": (1, 4)},
+        {"w": (1,)},
+        {"v": (4, 4)},
+        {"b": (4,), "w": (4, 4)},
+    ],
+)
+def test_the_state_of_another_model_is_refused_by_name(inner, wrap, other):
+    tx = jaxmp.loss_scaling(inner, "mixed_float16")
+    params = {"w": jnp.ones((4, 4))}
+    state = tx.init({name: jnp.ones(shape) for name, shape in other.items()})
+    with pytest.raises(ValueError, match=r"is that of another model: at `.*/[wvb]` of"):
+        wrap(tx.update)(params, state, params)
+    wrap(tx.update)(params, tx.init(params), params)
+
+
+def test_a_state_that_grows_is_no_other_model():
+    def update(updates, state, params=None):
+        return updates, jnp.append(state, updates)
+
+    grows = optax.GradientTransformation(lambda _: jnp.zeros(0), update)
+    tx, params = jaxmp.loss_scaling(grows, "mixed_float16"), jnp.ones(2)
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = tx.update(params, state, params)
+    assert state.inner_state.shape == (6,)
+
+
 @pytest.mark.parametrize("make", [jaxmp.dynamic_loss_scale, jaxmp.static_loss_scale])
 def test_a_state_and_parameters_that_are_swapped_are_not_taken_for_a_checkpoint(make):
     tx, params = make(optax.adam(1e-3)), {"w": jnp.ones(2)}

@@ -36,6 +36,16 @@ def test_every_step_is_told_with_its_counters():
     assert [x["good_steps"] for x in logged] == [1, 0, 1, 0]
 
 
+@pytest.mark.parametrize(
+    ("prefix", "name"),
+    [("g", "g/skipped"), ("a/b2", "a/b2/skipped"), ("", "skipped")]
+    + [(f"g{x}", f"g{x}skipped") for x in "/._- :"],
+)
+def test_a_prefix_and_a_name_have_something_between_them(prefix, name):
+    tx = jaxmp.loss_scaling(optax.sgd(0.1), "mixed_float16")
+    assert name in jaxmp.scalars(tx.init(jnp.ones(2)), prefix=prefix)
+
+
 def test_recorded_ranges_are_told_the_worst_first():
     tx = optax.chain(
         jaxmp.record_ranges(every=1),
