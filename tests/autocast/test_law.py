@@ -1,0 +1,114 @@
+"""Autocast is never worse than casting the operands of matmuls and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from benchmarks import law
+from benchmarks.counting.measure import AS_WRITTEN
+from conftest import at_once, bits, in_both_dtypes, normal
+
+# Of each dtype and form.
+SEEDS = 35, 36, 37, 38, 39, 40, 42, 43, 46
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_is_no_further_from_float32_than_with_its_matmuls_cast(seed):
+    program = law.drawn(seed)
+    worst = law.worst_of(program)
+    assert not worst.breaks_law, (worst, program)
+
+
+def layer(x, w, mm):
+    return jnp.tanh(mm(x, w)) + x
+
+
+def row(x, ws, mm):
+    for w in ws:
+        x = layer(x, w, mm)
+    return x
+
+
+PROGRAMS = {
+    "in a row": row,
+    "a scan": lambda x, ws, mm: lax.scan(lambda x, w: (layer(x, w, mm), x), x, ws)[0],
+    "checkpoints": lambda x, ws, mm: lax.scan(
+        jax.checkpoint(lambda x, w: (layer(x, w, mm), None)), x, ws
+    )[0],
+    "a loop": lambda x, ws, mm: lax.fori_loop(
+        0, len(ws), lambda i, x: layer(x, ws[i], mm), x
+    ),
+    "a branch": lambda x, ws, mm: lax.cond(
+        x[0, 0] < 9, lambda x: row(x, ws, mm), lambda x: x, x
+    ),
+    "a jit": lambda x, ws, mm: jax.jit(lambda x: row(x, ws, mm))(x),
+    "by rows": lambda x, ws, mm: jax.vmap(lambda x: row(x[None], ws, mm)[0])(x),
+}
+
+
+@pytest.mark.parametrize(("program", "dtype"), in_both_dtypes(PROGRAMS, "in a row"))
+def test_by_hand_is_what_a_user_casts_by_hand(program, dtype):
+    def by_user(x, w):
+        return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+
+    def loss(x, ws, mm=jnp.matmul):
+        return (program(x, ws, mm) ** 2).sum()
+
+    args = normal(0, 8, 8), normal(1, 3, 8, 8, scale=0.3)
+    by_replay = law.by_hand(jax.value_and_grad(loss, (0, 1)), dtype)
+    user = jax.value_and_grad(lambda *args: loss(*args, by_user), (0, 1))
+    lowered = at_once(by_replay, user).lower(*args)
+    one, two = lowered.compile(compiler_options=AS_WRITTEN)(*args)
+    assert bits(one) == bits(two)
+
+
+def test_the_hybrid_by_hand_has_a_dtype_for_each_pass():
+    number = 1 + 2.0**-9  # of float16, not of bfloat16
+    x, w = jnp.full((2, 8), number), jnp.ones((8, 2))
+    step = jax.value_and_grad(lambda x, w: jnp.sum(x @ w) * number, (0, 1))
+    loss, gradients = law.by_hand(step, "mixed_float16_bfloat16")(x, w)
+    assert loss == 32 * number**2
+    assert all(np.unique(x) == 2 for x in gradients)
+
+
+def with_rounded_arguments(fun, dtype):
+    def cast(*args):
+        rounded = [
+            x.astype(dtype).astype(x.dtype) if x.dtype == jnp.float32 else x
+            for x in map(jnp.asarray, jax.tree.leaves(args))
+        ]
+        return fun(*jax.tree.unflatten(jax.tree.structure(args), rounded))
+
+    return law.by_hand(cast, dtype)
+
+
+FAR = {
+    "neighbours": law.Block("two layers", "a far input", "nothing", "neighbours"),
+    "less the mean": law.Block("two layers", "a far input", "nothing", "less the mean"),
+}
+
+
+@pytest.mark.parametrize("block", FAR.values(), ids=FAR)
+def test_the_law_tells_who_rounds_an_input(block):
+    program = law.Program((block,))
+    assert not law.findings(program, autocast=law.by_hand)[0].breaks_law
+    assert law.findings(program, autocast=with_rounded_arguments)[0].breaks_law
+
+
+def test_a_sum_that_is_always_the_same_counts_by_what_changes():
+    """A softmax of rows adds up to their number; its size would hide what is lost."""
+
+    def rounded(fun, dtype):
+        def cast(*args):
+            (loss, results), gradients = fun(*args)
+            return (loss, [x * (1 + 2.0**-12) for x in results]), gradients
+
+        return law.by_hand(cast, dtype)
+
+    block = law.Block("a layer", "nothing", "a softmax", "nothing")
+    program = law.Program((block,), (("a sum", 1),), form="forward")
+    worst = law.findings(program, autocast=rounded)[0]
+    assert worst.result == "result 0"
+    assert worst.breaks_law
