@@ -26,10 +26,10 @@ from ._training.loss_scale_state import LossScaleState, get_loss_scale_state, sc
 
 try:
     from matplotlib.axes import Axes
-except ModuleNotFoundError as error:
+except ModuleNotFoundError as _error:
     raise ModuleNotFoundError(
         "`jaxmp.plots` needs matplotlib. Install it with pip install 'jaxmp[plot]'"
-    ) from error
+    ) from _error
 
 __all__ = ["exponents", "loss_scale", "overflow", "sensitivity"]
 

@@ -140,7 +140,7 @@ class Policy(jmp.Policy):
             backward_dtype: DTypeLike | None = None,
         ) -> None: ...
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Normalises the dtypes, so that equal policies are equal."""
         # `object.__setattr__` is how a frozen dataclass sets its own fields.
         for field in ("param_dtype", "compute_dtype", "output_dtype"):
@@ -171,6 +171,21 @@ class Policy(jmp.Policy):
             object.__setattr__(self, "backward_dtype", None if same else dtype)
         overrides = tuple(_as_override(pair) for pair in self.overrides)
         object.__setattr__(self, "overrides", overrides)
+
+    def __eq__(self, other: object) -> bool:
+        """Compares with a policy of jmp too, whose dtypes may be spelled in any way."""
+        if not isinstance(other, jmp.Policy):
+            return NotImplemented
+        return all(
+            getattr(self, x.name) == getattr(other, x.name, x.default)
+            for x in dataclasses.fields(self)
+        )
+
+    def __hash__(self) -> int:
+        """Hashes like a policy of jmp that has the three dtypes and equals this one."""
+        more = (self.overrides, self.reduce_dtype, self.dot_dtype, self.backward_dtype)
+        three = (self.param_dtype, self.compute_dtype, self.output_dtype)
+        return hash((*(x.type for x in three), *(more if any(more) else ())))
 
     def cast_to_param(self, x: T) -> T:
         """Casts the floating arrays of a pytree to ``param_dtype``."""

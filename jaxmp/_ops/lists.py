@@ -69,7 +69,7 @@ class OpLists:
     rounds_matmuls: bool = dataclasses.field(default=False, kw_only=True)
     min_size: int = dataclasses.field(default=1024, kw_only=True)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Normalises names and refuses unknown ones and contradictions."""
         object.__setattr__(self, "min_size", as_count("min_size", self.min_size))
         for field in _LISTS:

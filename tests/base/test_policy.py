@@ -75,6 +75,19 @@ def test_jmps_grammar_means_what_it_means_in_jmp(text):
     assert jaxmp.get_policy(ours) == jaxmp.get_policy(text)
 
 
+@pytest.mark.parametrize("text", ["p=f32,c=f16,o=f32", "float16", "c=bf16"])
+def test_a_policy_equals_one_of_jmp_with_its_dtypes(text):
+    ours, theirs = jaxmp.get_policy(text), jmp.get_policy(text)
+    assert ours == theirs
+    assert theirs == ours
+    assert {ours: "found"}[theirs] == "found"
+    assert ours.with_output_dtype("float64") != theirs
+    assert ours.with_overrides(("head/", "float32")) != theirs
+    assert ours != text
+    names = {key: np.dtype(value).name for key, value in vars(theirs).items()}
+    assert ours == jmp.Policy(**names)
+
+
 def test_a_policy_is_a_jmp_policy_and_passes_through():
     policy = jaxmp.get_policy("mixed_float16")
     assert isinstance(policy, jmp.Policy)

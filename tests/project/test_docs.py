@@ -6,7 +6,6 @@ import importlib.util
 import inspect
 import json
 import re
-import tomllib
 from pathlib import Path
 
 import jax
@@ -160,23 +159,6 @@ def test_the_documentation_can_be_read_in_an_afternoon(capsys):
     assert len(found) <= 30, cure
     assert sum(found.values()) <= 25_000, cure
     assert f"words on {len(found)} pages" in capsys.readouterr().out
-
-
-def test_what_is_released_has_absolute_links():
-    addresses = command("addresses")
-    url = "https://example.org/owner/jaxmp"
-    readme = (ROOT / "README.md").read_text()
-    text = addresses.absolute_links(readme, url, "v1", ROOT)
-    assert f"({url}/raw/v1/examples/figures/detector.png)" in text
-    assert f"({url}/blob/v1/docs/pitfalls.md#matmuls-that-are-wrong-in-16-bits)" in text
-    assert f"({url}/tree/v1/docs)" in text
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    project = addresses.with_urls((ROOT / "pyproject.toml").read_text(), url, "v1")
-    urls = tomllib.loads(project)["project"]["urls"]
-    assert urls["Homepage"] == url
-    assert urls["Documentation"] == "https://owner.github.io/jaxmp/"
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.md"):
-        addresses.absolute_links("[a](nowhere.md)", url, "v1", ROOT)
 
 
 def test_every_benchmark_and_every_example_is_listed():
