@@ -16,7 +16,8 @@ A training step in 16 bits, with float32 parameters and unscaled gradients::
 `help` of a name, such as `help(jaxmp.autocast)`, has its options and an example.
 
 Policies    get_policy Policy unused_overrides with_policy cast_tree
-16 bits     autocast float32_region OpLists DEFAULT_OPS dot_product_attention
+16 bits     autocast float32_region OpLists DEFAULT_OPS
+            dot_product_attention linear_cross_entropy
 Gradients   value_and_grad grad gather init_shardings
 Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             get_loss_scale get_loss_scale_state last_step_finite check_loss_scale
@@ -100,6 +101,7 @@ _READ_JAXPRS = {
     "_diagnosis.explain.explain": ("explain",),
     "_diagnosis.overflow.overflow": ("find_overflow",),
     "_diagnosis.sensitivity.sensitivity": ("sensitivity",),
+    "_head.function": ("linear_cross_entropy",),
     "_gradients.activations": ("activation_gradients",),
     "_ops.lists": ("DEFAULT_OPS", "OpLists"),
 }
@@ -115,6 +117,7 @@ if _typing.TYPE_CHECKING:  # or every name would be a good one
     from ._diagnosis.overflow.overflow import find_overflow as find_overflow
     from ._diagnosis.sensitivity.sensitivity import sensitivity as sensitivity
     from ._gradients.activations import activation_gradients as activation_gradients
+    from ._head.function import linear_cross_entropy as linear_cross_entropy
     from ._ops.lists import DEFAULT_OPS as DEFAULT_OPS
     from ._ops.lists import OpLists as OpLists
 else:

@@ -55,6 +55,8 @@ def rounds(eqn: Equation) -> Sequence[bool]:
     """Returns which of its operands a product takes in 16 bits."""
     if products.is_attention(eqn):
         return takes_16_bits(eqn)
+    if products.is_loss_head(eqn):
+        return [i < 2 for i in range(len(eqn.invars))]
     return [True] * len(eqn.invars)
 
 

@@ -38,7 +38,7 @@ from .._ops.narrow import (
     row_axis,
 )
 from .._ops.precision import at_precision, own_precisions, with_default_precision
-from .._ops.products import with_precision
+from .._ops.products import takes_unrounded, with_precision
 from . import classes, customs, facts, needs, rules, storage
 from .analysis import BY_PATHS
 from .derivative import differentiable
@@ -306,16 +306,14 @@ class Emitter:
             return [multiplied(eqn, operands, out, step.back)]
         accumulates = "preferred_element_type" in eqn.params
         if not accumulates or not is_float32(eqn.outvars[0]):
+            if takes_unrounded(eqn):
+                operands += [x.array for x in ins[:2]]
+            outs = bind_narrow(eqn, operands, dtype)
             return [
                 x
                 if known.half or x.dtype == var.aval.dtype
                 else cast(x, var.aval.dtype)
-                for x, var, known in zip(
-                    bind_narrow(eqn, operands, dtype),
-                    eqn.outvars,
-                    step.outs,
-                    strict=True,
-                )
+                for x, var, known in zip(outs, eqn.outvars, step.outs, strict=True)
             ]
         if step.how == "half":
             return _jaxpr.bind(eqn, operands, preferred_element_type=dtype)

@@ -335,7 +335,7 @@ class Planner:
             ]  # the name alone does not tell
             made = _jaxpr.trace(lambda *xs: bind_narrow(eqn, xs, dtype), avals)
             half = [x.dtype == dtype for x in _jaxpr.out_avals(made)]
-            if products.is_attention(eqn):
+            if products.is_fused(eqn):
                 half = list(map(operator.and_, half, map(needs.is_half, wanted)))
         elif how == "half":
             half = floats

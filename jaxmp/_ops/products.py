@@ -23,10 +23,10 @@ from .._jaxprs.jaxpr import (
 # Matrix products and convolutions: what tensor cores do. NVIDIA, Train With Mixed
 # Precision, and PyTorch, Autocast Op Reference, as in `lists`.
 # Attention is two matrix products, with a softmax between them, as one operation.
-ATTENTION = "dot_product_attention"
-PRODUCTS = frozenset(
-    {"dot_general", "ragged_dot_general", "conv_general_dilated", ATTENTION}
-)
+# A loss head is one, and a cross-entropy.
+ATTENTION, LOSS_HEAD = "dot_product_attention", "linear_cross_entropy"
+_FUSED = frozenset({ATTENTION, LOSS_HEAD})
+PRODUCTS = _FUSED | {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 # Products of operands in 8 bits or fewer, with a scale for each block: the user's.
 SCALED_PRODUCTS = frozenset({"scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"})
 
@@ -51,7 +51,7 @@ def is_matrix_product(eqn: Equation, *, back: bool = False) -> bool:
     """
     if not multiplies_matrices(eqn):
         return False
-    if is_convolution(eqn) or is_attention(eqn):
+    if is_convolution(eqn) or is_fused(eqn):
         return True
     names = names_of(eqn)
     if not (names.transposed or back) or names.computed_again:
@@ -77,7 +77,7 @@ def multiplies_matrices(eqn: Equation) -> bool:
         return False
     if not any(map(is_inexact, eqn.invars[:2])):
         return False
-    if is_convolution(eqn) or is_attention(eqn):
+    if is_convolution(eqn) or is_fused(eqn):
         return True
     lhs, rhs = (atom.aval for atom in eqn.invars[:2])
     (contracted, _), (batch, _) = _dimension_numbers(eqn)
@@ -98,6 +98,24 @@ def is_convolution(eqn: Equation) -> bool:
 def is_attention(eqn: Equation) -> bool:
     """Whether ``eqn`` is an attention, its tangent or its gradients."""
     return eqn.primitive.name == ATTENTION
+
+
+def is_loss_head(eqn: Equation) -> bool:
+    """Whether ``eqn`` is a loss head, its tangent or its gradients."""
+    return eqn.primitive.name == LOSS_HEAD
+
+
+def takes_unrounded(eqn: Equation) -> bool:
+    """Whether ``eqn`` is given matrices before they are rounded, too.
+
+    A loss head is, whose gradients are those of these.
+    """
+    return is_loss_head(eqn) and "moving" not in eqn.params
+
+
+def is_fused(eqn: Equation) -> bool:
+    """Whether ``eqn`` is products and what is between them, as one operation."""
+    return eqn.primitive.name in _FUSED
 
 
 def has_default_precision(eqn: Equation, default: Any = None) -> bool:
@@ -195,6 +213,10 @@ def flops(eqn: Equation, *, back: bool = False) -> float:
         product = 2.0 * batch * heads * queries * rhs[1] * size
         # Two products; a backward pass has twice as many, and a tangent too.
         return product * (4 if "moving" in eqn.params else 2)
+    if is_loss_head(eqn):  # each gradient of a matrix is one more, and each tangent
+        moving, form = eqn.params.get("moving", ()), eqn.params["form"]
+        matrices = 1 + sum(i < 2 for i in moving)
+        return 2.0 * matrices * math.prod(lhs) * rhs[form.words]
     (_, contracted), (_, batch) = _dimension_numbers(eqn)
     taken = {*contracted, *batch, *_group_dimensions(eqn)}
     rhs_free = math.prod(n for i, n in enumerate(rhs) if i not in taken)
@@ -273,8 +295,8 @@ def has_float32(eqn: Equation, dtype: np.dtype) -> bool:
     well: JAX promotes them. A product that was written in one kind of 16 bits is not.
     """
     given, made = eqn.invars, eqn.outvars
-    if is_attention(eqn):  # which keeps a bias, and the sums of its rows, in float32
-        given, made = given[:3], made[:1]
+    if is_fused(eqn):  # which keeps a bias, and the sums of its rows, in float32
+        given, made = given[: 3 if is_attention(eqn) else 2], made[:1]
     ins = {atom.aval.dtype for atom in given if is_inexact(atom)}
     outs = {atom.aval.dtype for atom in made if is_inexact(atom)}
     if not ins <= {FLOAT32, *_16BIT} or not outs <= {FLOAT32, dtype}:

@@ -93,6 +93,7 @@ ROUNDINGS = ROUNDED, ROUNDED_PRODUCT = "rounded_value", "rounded_product"
 _TABLE = """
 dot_general ragged_dot_general conv_general_dilated | matmul | | a matmul
 dot_product_attention | matmul | | an attention
+linear_cross_entropy | matmul | | a loss head
 
 reshape broadcast_to transpose squeeze rev copy stop_gradient | move | whole |
 broadcast_in_dim tile pbroadcast pvary pcast | move | whole, copies |
@@ -331,11 +332,11 @@ _ELEMENTWISE = (
 ) - (named("placed") | {"gather"})
 is_elementwise = one_of(_ELEMENTWISE)  # what is lost before is lost behind
 is_repeatable = one_of(_ELEMENTWISE | named("comparison"))
-# Attention is an exponential of what it is given.
+# Attention is an exponential of what it is given, and so is a loss head.
 _READS_DIGITS = (
     _STEEP
     | named("comparison", "sort", "to whole", "format", "discrete", "opaque")
-    | {"dot_product_attention"}
+    | {"dot_product_attention", "linear_cross_entropy"}
 ) - _CASTS
 
 # What is known of numbers while tracing. With NumPy, because evaluating with JAX while

@@ -12,6 +12,7 @@ from .._jaxprs.jaxpr import Equation
 from .._jaxprs.scopes import FLOAT8_PRODUCT, FLOAT32, FLOAT32_PATHS, Scopes, is_under
 from .._jaxprs.walk import At, Backward
 from .._ops import table
+from .._ops.products import is_loss_head
 from . import eight_bits
 from .eight_bits import How, Stored
 
@@ -64,7 +65,7 @@ class Residuals:
             elif table.reduces(eqn) or self._is_of_sums(eqn, ins):
                 self._sums.update(eqn.outvars)
             moved = table.is_moved(eqn) and not self._left.isdisjoint(ins)
-            left = is_left(_jaxpr.scope_names(eqn))
+            left = is_left(_jaxpr.scope_names(eqn)) or is_loss_head(eqn)
             if moved or left or table.is_placed(eqn):
                 self._left.update(eqn.outvars)
 

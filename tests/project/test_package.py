@@ -30,6 +30,7 @@ PACKAGES = (
     "_ops",
     "_devices",
     "_attention",
+    "_head",
     "_training",
     "_residuals",
     "_autocast",
@@ -37,7 +38,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 24_410
+MOST_LINES = 25_070
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 

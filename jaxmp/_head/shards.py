@@ -1,0 +1,91 @@
+"""A loss head whose operands are sharded: each device tiles its own rows and words.
+
+Left alone, JAX adds up the kernel's gradient over the devices in each tile. Here one
+sum comes behind all tiles. A vocabulary that is sharded over other axes than the rows
+stays so: the maximum and the sums of a row go over its devices.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .tiles import HIDDEN, KERNEL, LABELS, Form, computed
+
+
+def sharded(
+    form: Form, precision: Any, moving: Sequence[int], args: Sequence[Any]
+) -> list[Any]:
+    """Returns what :func:`computed` does, of operands that may be sharded."""
+    if form.axis:  # inside `shard_map`
+        return computed(form, precision, moving, args)
+    return list(_partitioned(form, precision, tuple(moving))(*args))
+
+
+@functools.lru_cache(maxsize=4096)
+def _partitioned(form: Form, precision: Any, moving: tuple[int, ...]) -> Any:
+    def arranged(rows, words, d=()):
+        """Returns the axes of all operands and of all results."""
+        kernel = (words, d) if form.is_transposed else (d, words)
+        operands = [(*rows, d), kernel, rows, rows, (words,)]
+        return operands[: form.arity], [rows, rows, *(operands[i] for i in moving)]
+
+    def layout(mesh, shapes):
+        """Returns over which axes of the mesh rows and words are sharded."""
+
+        def axes(i):
+            for n, name in zip(shapes[i].shape, _spec(shapes[i]), strict=True):
+                names = (
+                    name if isinstance(name, tuple) else (name,) * (name is not None)
+                )
+                is_even = n % math.prod(mesh.shape[x] for x in names) == 0
+                yield names if is_even else ()
+
+        rows = [x or y for x, y in zip(axes(HIDDEN), axes(LABELS), strict=False)]
+        words = [*axes(KERNEL)][form.words]
+        return rows, () if {x for names in rows for x in names} & {*words} else words
+
+    def shardings(mesh, shapes):
+        return [
+            tuple(NamedSharding(mesh, PartitionSpec(*x)) for x in several)
+            for several in arranged(*layout(mesh, shapes))
+        ]
+
+    def partition(mesh, shapes, _):
+        rows, words = layout(mesh, shapes)
+        ins, outs = shardings(mesh, shapes)
+
+        def local(*args):
+            one = form._replace(axis=words)
+            losses, z_losses, *found = computed(one, precision, moving, args)
+            for i, place in enumerate(moving):
+                if names := words if place == HIDDEN else sum(rows, ()):
+                    total = lax.psum(found[i].astype(losses.dtype), names)
+                    found[i] = total.astype(found[i].dtype)
+            return losses, z_losses, *found
+
+        return mesh, local, outs, ins
+
+    def rule(mesh, operands, _):
+        rows = [f"r{i}" for i in range(len(operands[LABELS].shape))]
+        sides = arranged(rows, "v", "d")
+        return " -> ".join(", ".join(" ".join(x) for x in side) for side in sides)
+
+    fun = custom_partitioning(
+        lambda *args: tuple(computed(form, precision, moving, args))
+    )
+    fun.def_partition(
+        partition,
+        infer_sharding_from_operands=lambda mesh, shapes, _: shardings(mesh, shapes)[1],
+        sharding_rule=rule,
+    )
+    return fun
+
+
+def _spec(shape: Any) -> Sequence[Any]:
+    spec = getattr(shape.sharding, "spec", ())
+    return [*spec, *[None] * (len(shape.shape) - len(spec))]
