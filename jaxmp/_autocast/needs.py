@@ -141,19 +141,6 @@ def handed_on(need: Need, *, squashed: bool = False) -> Need:
     return need & (DIGITS if squashed else EVERYTHING | MANY)
 
 
-def scaled(need: Need, usual: Need) -> Need:
-    """Returns what is needed of that which a number or a mask multiplies.
-
-    A product that takes the result takes it: it may be rounded before or after.
-
-    Args:
-        need: What the consumers of the result need.
-        usual: What is needed of it otherwise.
-    """
-    half = HALF | HALF_BACK
-    return usual & ~half | PRODUCT | SCALED | need & half
-
-
 def in_float32(need: Need) -> Need:
     """Returns the needs of a value that has to be float32 where it is handed over."""
     return need & ~_TAKES_HALF | FULL

@@ -60,7 +60,9 @@ def needs_of_inputs(
     # A sum may be out of range where its mean is not.
     masks = spotted.masks
     if takes and _only_scales(eqn, masks) and not table.scales_down(eqn):
-        scaled = needs.scaled(out, usual)
+        # A product that takes the result takes it: rounded before or after. So whoever
+        # else reads the result reads it, too.
+        scaled = out | needs.SCALED
         found = [usual if is_in(x, masks) else scaled for x in eqn.invars]
     if summed:
         # What an iteration adds to a sum is one of many terms. Its factors count.

@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from observed import Comparison, compared, values_of
 
-from benchmarks import golden
+from benchmarks import golden, law
 from conftest import crossed
 
 oracle = pytest.importorskip("oracle")
@@ -61,6 +61,26 @@ def fail_beyond(found: Comparison, program: str) -> None:
 @crossed("seed form", [*range(golden.GENERATED), *KNOWN], FORMS)
 def test_no_value_of_a_program_is_in_16_bits_that_no_sentence_allows(seed, form):
     fail_beyond(of_generated(seed, form), f"program {seed}, {form}")
+
+
+@functools.cache
+def of_sums(seed: int, form: str) -> Comparison:
+    """Returns the same of a program with factors, masks and several results."""
+    program = law.drawn(seed)
+    weights, batch = law.inputs(program, 1)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (weights, batch)
+    )
+    fun = law.step_of(program)
+    fun = jax.value_and_grad(fun, has_aux=True) if form == "with gradients" else fun
+    return compared(values_of(fun, args), oracle.allowed)
+
+
+@crossed("seed form", range(golden.GENERATED), FORMS)
+def test_no_value_that_is_also_returned_is_in_16_bits_that_no_sentence_allows(
+    seed, form
+):
+    fail_beyond(of_sums(seed, form), f"law.drawn({seed}), {form}")
 
 
 @pytest.mark.evidence

@@ -168,3 +168,51 @@ def test_an_update_written_inside_does_not_keep_gradients_in_float32(dtype):
         ]
 
     assert products(step) == products(plain)
+
+
+def unit(z):
+    return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def normed(z):
+    return (z - z.mean(-1, keepdims=True)) / jnp.sqrt(z.var(-1, keepdims=True) + 1e-6)
+
+
+MASK = jnp.arange(8) % 3 > 0
+
+# What becomes of a float32 result that a sum and a matmul read.
+SCALED = {
+    "nothing": lambda z: z,
+    "times 1": lambda z: z * 1.0,
+    "times 2": lambda z: 2.0 * z,
+    "times 8": lambda z: z * 8.0,
+    "times 10": lambda z: z * 10.0,
+    "times -1": lambda z: z * -1.0,
+    "times 0.5": lambda z: z * 0.5,
+    "over 0.1": lambda z: z / 0.1,
+    "over -1": lambda z: z / -1.0,
+    "a mask": lambda z: z * MASK.astype(jnp.float32),
+    "a dropout": lambda z: z * (MASK.astype(jnp.float32) / 0.8),
+    "two factors": lambda z: -(z * 8.0) * 2.0,
+    "in a jit": jax.jit(lambda z: z * 8.0),
+}
+KINDS = {
+    "softmax": jax.nn.softmax,
+    "unit vectors": unit,
+    "a layer norm": normed,
+    "a mean": lambda z: z.mean(0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("factor", SCALED)
+def test_what_is_summed_for_a_result_and_has_a_factor_is_not_rounded(factor, kind):
+    def both(x, w, v):
+        m = SCALED[factor](KINDS[kind](x @ w))
+        return (m.sum(), ((m - 0.3) ** 2).mean()), m @ v
+
+    x = normal(4, 16, 12)
+    rounded = [z.astype(jnp.bfloat16).astype(jnp.float32) for z in (x, W, V)]
+    exact, _ = jax.jit(both)(*rounded)
+    found, _ = jax.jit(autocast(both, "bfloat16"))(x, W, V)
+    np.testing.assert_allclose(found, exact, rtol=2e-6, atol=2e-6)
