@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._jaxprs.jaxpr import Cudnn, cudnn_attention, cudnn_attention_gradient
+from .._base.gpus import LARGEST_HEADS, NEEDS_CUDNN, Gpu, spelled
+from .._jaxprs.jaxpr import (
+    Cudnn,
+    cudnn_attention,
+    cudnn_attention_gradient,
+    cudnn_version,
+)
 from .form import (
     BIAS,
     KEYS,
@@ -26,22 +32,36 @@ _HIDDEN = np.float32(-(2.0**41))
 # A bias below this hides its key as a mask does. The float32 sum of a row that has such
 # numbers alone would have lost digits of how many they are.
 _HIDES = np.float32(-(2.0**17))
-_LARGEST, _MULTIPLE = 256, 8  # sizes of heads
+_MULTIPLE = 8  # of which the sizes of heads are
 
 
-def why_not(form: Form, operands: Sequence[Any], moving: Sequence[int]) -> str | None:
-    """Returns why the kernel cannot compute an attention, and what to change.
+def why_not(
+    form: Form, operands: Sequence[Any], moving: Sequence[int], gpu: Gpu
+) -> str | None:
+    """Returns why a GPU has no kernel for an attention, and what to change.
 
-    None if it can. Gradients are computed of the operands that are ``moving``.
+    None if it has. Gradients are computed of the operands that are ``moving``.
     """
     if form.implementation == "xla":
         return '`implementation="xla"` selects XLA; leave it out'
+    largest = gpu.largest_head
+    if not largest:
+        return f"{gpu} has no such kernel, which needs {spelled(min(LARGEST_HEADS))}"
     size = operands[0].shape[-1]
-    if not isinstance(size, int) or size % _MULTIPLE or not 0 < size <= _LARGEST:
+    if not isinstance(size, int) or size % _MULTIPLE or not 0 < size <= largest:
+        larger = [
+            f" on {gpu}, and {n} from {spelled(x)} on"
+            for x, n in LARGEST_HEADS.items()
+            if n > largest
+        ]
         return (
             f"heads have size {size}; the kernel takes multiples of {_MULTIPLE} up to "
-            f"{_LARGEST}"
+            f"{largest}{''.join(larger)}"
         )
+    needs = NEEDS_CUDNN.get(gpu.capability)
+    installed = cudnn_version() if needs else None
+    if needs and installed and installed < needs:
+        return f"{gpu} needs cuDNN {spelled(needs)}, and {spelled(installed)} is here"
     dtype = operands[0].dtype
     if dtype not in (jnp.float16, jnp.bfloat16):
         return (

@@ -73,6 +73,9 @@ def gradient(
     The cotangent of the result comes last.
     """
     if args[0].dtype.itemsize == 2:
+        # Or XLA would see that the forward pass has computed the same weights, and keep
+        # those of all layers.
+        args = lax.optimization_barrier(tuple(args))
         operands = form.operands(args[: form.arity])
         found = _InGroups(form, operands).gradient(args[-1])
         return [found[i] for i in moving]
@@ -92,14 +95,18 @@ def _of_moving(form: Form, precision: Any, args: Sequence[Any], moving: Sequence
 
 
 class _InGroups:
-    """An attention in 16 bits: its products are of 16 bits, all else is float32."""
+    """An attention in 16 bits: its products are of 16 bits, all else is float32.
+
+    The queries of a group are rows of one matrix. A product over two axes would make
+    XLA write the weights once more, transposed.
+    """
 
     def __init__(self, form: Form, ops: Operands):
-        """Computes the weights, ``float32[B, K, N / K, T, S]``."""
+        """Computes the weights, ``[B, K, N / K, T, S]`` in 16 bits."""
         self.form, self.ops = form, ops
         self.mask, self.real = seen(form, ops), row_is_real(ops)
-        self.query = self.grouped(ops.query)
-        scores = _product("btkgh,bskh->bkgts", self.query, ops.key) * form.scale
+        self.query = self.as_rows(ops.query)
+        scores = self.scores(self.query, ops.key) * form.scale
         if ops.bias is not None:
             scores += self.over_groups(ops.bias)
         if self.mask is not None:
@@ -107,12 +114,29 @@ class _InGroups:
             # What `jax.nn` gives to a key that is not seen.
             hidden = -0.7 * jnp.finfo(jnp.float32).max
             scores = jnp.where(self.mask, scores, hidden)
-        self.weights = jax.nn.softmax(scores.astype(jnp.float32), axis=-1)
-        self.rounded = self.weights.astype(ops.query.dtype)
+        largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+        total = jnp.sum(jnp.exp(scores - largest), axis=-1, keepdims=True)
+        # Or XLA would write the exponentials in float32, beside the scores.
+        largest, total = lax.optimization_barrier((largest, total))
+        weights = jnp.exp(scores - largest) / total
+        self.weights = weights.astype(ops.query.dtype)
 
-    def grouped(self, x: Any) -> Any:
-        """Returns ``[B, T, N, H]`` as ``[B, T, K, N / K, H]``."""
-        return x.reshape(*x.shape[:2], self.ops.key.shape[2], -1, x.shape[3])
+    def as_rows(self, x: Any) -> Any:
+        """Returns ``[B, T, N, H]`` as ``[B, K, N / K * T, H]``."""
+        batch, length, _, size = x.shape
+        x = x.reshape(batch, length, self.ops.key.shape[2], -1, size)
+        return x.transpose(0, 2, 3, 1, 4).reshape(batch, x.shape[2], -1, size)
+
+    def of_rows(self, x: Any) -> Any:
+        """Returns what :meth:`as_rows` was given, for what it returned."""
+        batch, length, _, size = self.ops.query.shape
+        x = x.reshape(batch, x.shape[1], -1, length, size).transpose(0, 3, 1, 2, 4)
+        return x.reshape(self.ops.query.shape)
+
+    def scores(self, rows: Any, columns: Any) -> Any:
+        """Returns the product of queries and keys, ``float32[B, K, N / K, T, S]``."""
+        out = _product("bkxh,bskh->bkxs", rows, columns)
+        return out.reshape(*out.shape[:2], -1, *self.ops.lengths)
 
     def over_groups(self, x: Any) -> Any:
         """Returns ``[B or 1, N or 1, T, S]`` as it broadcasts to the weights."""
@@ -123,16 +147,17 @@ class _InGroups:
 
     def attended(self) -> Any:
         """Returns the result."""
-        ops = self.ops
-        out = _product("bkgts,bskh->btkgh", self.rounded, ops.value)
-        out = out.astype(ops.query.dtype).reshape(ops.query.shape)
+        weights = self.weights.reshape(*self.query.shape[:3], -1)
+        out = _product("bkxs,bskh->bkxh", weights, self.ops.value)
+        out = self.of_rows(out.astype(weights.dtype))
         return out if self.real is None else jnp.where(self.real, out, 0)
 
     def gradient(self, cotangent: Any) -> dict[int, Any]:
         """Returns the cotangents of query, key, value and bias, by place.
 
         The derivative of ``jax.nn``'s would round those of the weights to 16 bits,
-        before their mean is taken away.
+        before their mean is taken away. The weights themselves are rounded, so that
+        no two float32 arrays of their size are there at once.
 
         Dao et al., "FlashAttention", 2022, appendix B.2,
         https://arxiv.org/abs/2205.14135.
@@ -140,19 +165,28 @@ class _InGroups:
         ops = self.ops
         if self.real is not None:
             cotangent = jnp.where(self.real, cotangent, 0)
-        cotangent = self.grouped(cotangent)
-        sent = _product("btkgh,bskh->bkgts", cotangent, ops.value)
-        mean = jnp.sum(self.weights * sent, axis=-1, keepdims=True)
-        scores = self.weights * (sent - mean)
+        # The float32 scores are gone before those of the cotangent are there.
+        rounded, cotangent = lax.optimization_barrier((self.weights, cotangent))
+        weights = rounded.astype(jnp.float32)
+        cotangent = self.as_rows(cotangent)
+        sent = self.scores(cotangent, ops.value)
+        # Of weights that were rounded, and do not quite add up to one.
+        mean = jnp.sum(weights * sent, axis=-1, keepdims=True)
+        mean /= jnp.sum(weights, axis=-1, keepdims=True)
+        scores = weights * (sent - mean)
         if self.mask is not None:
             scores = jnp.where(self.mask, scores, 0)
-        scaled = (scores * self.form.scale).astype(self.rounded.dtype)
+        scaled = (scores * self.form.scale).astype(rounded.dtype)
+        scaled, weights = (
+            x.reshape(*self.query.shape[:3], -1) for x in (scaled, rounded)
+        )
         found = [
-            _product("bkgts,bskh->btkgh", scaled, ops.key).reshape(ops.query.shape),
-            _product("bkgts,btkgh->bskh", scaled, self.query),
-            _product("bkgts,btkgh->bskh", self.rounded, cotangent),
+            _product("bkxs,bskh->bkxh", scaled, ops.key),
+            _product("bkxs,bkxh->bskh", scaled, self.query),
+            _product("bkxs,bkxh->bskh", weights, cotangent),
         ]
         gradients = {i: x.astype(scaled.dtype) for i, x in enumerate(found)}
+        gradients[0] = self.of_rows(gradients[0])
         if (place := self.form.place(BIAS)) is not None:
             scores = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
             gradients[place] = summed_like(ops.bias, scores)

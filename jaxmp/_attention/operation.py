@@ -1,8 +1,9 @@
 """Attention as operations of JAX: its result, a tangent of that, and its gradients.
 
-All three have one name, so that lists of operations name them together. The platform is
-chosen where each is lowered. Derivatives of a tangent and of a gradient are those of
-XLA's form, in which the result and the sums of the rows are not read.
+All three have one name, so that lists of operations name them together. Whether it is
+the kernel is decided where each is lowered, by the device for which it is: one traced
+program serves all. Derivatives of a tangent and of a gradient are those of XLA's form,
+in which the result and the sums of the rows are not read.
 """
 
 import functools
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._base.gpus import NEWEST, Gpu
 from .._jaxprs import jaxpr as _jaxpr
 from .._jaxprs.jaxpr import Equation, operation
 from .._ops.products import ATTENTION
@@ -24,18 +26,18 @@ def attended(form: Form, precision: Any, args: Sequence[Any]) -> Any:
     return FORWARD.bind(*args, form=form, precision=precision, residual=False)[0]
 
 
-def why_not_kernel(eqn: Equation) -> str | None:
+def why_not_kernel(eqn: Equation, gpu: Gpu) -> str | None:
     """Returns why an equation of an attention is not cuDNN's, and what to change.
 
-    None if it is, on an NVIDIA GPU.
+    None if it is, on a GPU.
     """
-    return _why_not(eqn.primitive, [x.aval for x in eqn.invars], **eqn.params)
+    return _why_not(eqn.primitive, [x.aval for x in eqn.invars], gpu, **eqn.params)
 
 
-def _why_not(primitive, operands, *, form, moving=(), **_) -> str | None:
+def _why_not(primitive, operands, gpu, *, form, moving=(), **_) -> str | None:
     if primitive is TANGENT:
         return "a tangent is computed (`jvp`), of which the kernel has none"
-    return by_cudnn.why_not(form, operands[: form.arity], moving)
+    return by_cudnn.why_not(form, operands[: form.arity], moving, gpu)
 
 
 def takes_16_bits(eqn: Equation) -> Sequence[bool]:
@@ -175,9 +177,9 @@ def _made(types, by_xla, kernel=None, derived=None, transposed=None):
             return lowered(*args, **params)
         return _compiled(made, tuple(params.items()))(*args)
 
-    def lowered(*args, form, precision, **params):
+    def lowered(*args, form, precision, gpu=NEWEST, **params):
         if form.implementation == "cudnn":
-            reason = _why_not(made, args, form=form, **params)
+            reason = _why_not(made, args, gpu, form=form, **params)
             raise NotImplementedError(
                 '`implementation="cudnn"` was asked for, but '
                 f"{reason or 'the program is not for an NVIDIA GPU'}. "
@@ -185,9 +187,14 @@ def _made(types, by_xla, kernel=None, derived=None, transposed=None):
             )
         return by_xla(form, precision, args, **params)
 
-    def on_cuda(*args, form, precision, **params):
-        if kernel is None or _why_not(made, args, form=form, **params) is not None:
-            return lowered(*args, form=form, precision=precision, **params)
+    def on_cuda(gpu, *args, form, precision, **params):
+        # Who asks for the kernel and exports knows the GPU that the program is for.
+        # A program for an unknown GPU otherwise runs on all of them.
+        is_known = gpu is not None or form.implementation == "cudnn"
+        gpu = gpu or NEWEST
+        why_not = _why_not(made, args, gpu, form=form, **params)
+        if kernel is None or not is_known or why_not is not None:
+            return lowered(*args, form=form, precision=precision, gpu=gpu, **params)
         return kernel(form, args, **params)
 
     made = operation(

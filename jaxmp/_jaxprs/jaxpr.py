@@ -36,6 +36,8 @@ from jax.interpreters.ad import Zero as Zero
 from jax.interpreters.ad import is_undefined_primal as is_undefined_primal
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from .._base.gpus import Gpu, weakest
+
 Equation = Any  # a JaxprEqn, whose annotations know no shapes
 
 FLOAT32 = np.dtype(np.float32)  # compares faster than `jnp.float32`
@@ -782,7 +784,7 @@ def operation(
     run: Callable,  # of arrays, at once
     types: Callable,  # of the results, from those of the operands
     lowered: Callable,  # to operations of JAX, on every device
-    on_cuda: Callable,  # the same on an NVIDIA GPU
+    on_cuda: Callable,  # the same on an NVIDIA GPU, which comes first, None if unknown
     batched: Callable,  # a rule of `vmap`
     derived: Callable,  # a rule of `jvp`
     transposed: Callable | None = None,  # a rule of what is linear
@@ -794,7 +796,11 @@ def operation(
     made.def_abstract_eval(types)
     # In a function of its own, which equal layers share.
     mlir.register_lowering(made, mlir.lower_fun(lowered), inline=False)
-    cuda = mlir.lower_fun(on_cuda)
+
+    def cuda(ctx, *args, **params):
+        fun = functools.partial(on_cuda, _target(ctx.module_context))
+        return mlir.lower_fun(fun)(ctx, *args, **params)
+
     mlir.register_lowering(made, cuda, platform="cuda", inline=False)
     batching.primitive_batchers[made] = batched
     ad.primitive_jvps[made] = derived
@@ -804,6 +810,28 @@ def operation(
     # know the devices.
     dispatch.prim_requires_devices_during_lowering.add(made)
     return made
+
+
+def _target(context: Any) -> Gpu | None:
+    """Returns the NVIDIA GPU that a program is lowered for, None if that is unknown.
+
+    Of several the weakest, because one program runs on all of them.
+    """
+    # What is exported runs somewhere else. The backend is not for the platform where
+    # `lower(lowering_platforms=("cuda",))` was called without a GPU.
+    if context.lowering_parameters.for_export or context.backend is None:
+        return None
+    assigned = getattr(context.axis_context, "device_assignment", None)
+    return weakest(assigned or context.backend.devices())
+
+
+def cudnn_version() -> tuple[int, int] | None:
+    """Returns the version of cuDNN that is installed here, None if there is none."""
+    try:
+        version = _cudnn.check_cudnn_version()
+    except RuntimeError:
+        return None
+    return version // 10000, version // 100 % 100
 
 
 def mark(name: str) -> Primitive:

@@ -5,11 +5,15 @@ at most a scale, a bias and a mask, a softmax, and a matmul of that. Where any p
 missing, or anything else is done to the scores or to the weights, it is none.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from ..._attention.operation import why_not_kernel
+from ..._base.gpus import NEWEST, Gpu, default_device, gpu_of, weakest
 from ..._base.sizes import as_number, size_of
 from ..._jaxprs.places import Place
 from ..._jaxprs.scopes import ATTENTION, named_in
@@ -39,14 +43,15 @@ class Part(NamedTuple):
 class Attentions:
     """The attentions of a program that are not cuDNN's kernel, by line and reason."""
 
-    def __init__(self):
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
         self.rows: dict[Any, UnfusedAttention] = {}
 
     def look(self, eqn: Any, place: Place) -> None:
         """Notes an operation that says why it is not the kernel."""
         if asked := named_in(place.scopes, ATTENTION):  # written out for a reason
             self._note(place, _WRITTEN[asked], 0)
-        if is_attention(eqn) and (reason := why_not_kernel(eqn)):
+        if is_attention(eqn) and (reason := why_not_kernel(eqn, self.gpu)):
             self._note(place, reason, 0)
 
     def multiplied(
@@ -66,8 +71,27 @@ class Attentions:
 
     def _note(self, place: Place, why: str, size: int) -> None:
         key = place.where, why
-        row = self.rows.get(key) or UnfusedAttention(why, 0, place.module, place.where)
-        self.rows[key] = UnfusedAttention(why, row.bytes + size, row.module, row.where)
+        before = self.rows.get(key)
+        self.rows[key] = UnfusedAttention(
+            why,
+            size + (before.bytes if before else 0),
+            before.module if before else place.module,
+            place.where,
+            str(self.gpu),
+        )
+
+
+def judge(args: Any) -> Gpu:
+    """Returns the GPU by which attention is judged.
+
+    The one on which the arguments are, or are said to be; else JAX's default device; or
+    any one that has the kernel, if neither is an NVIDIA GPU.
+    """
+    for x in jax.tree.leaves(args):
+        with contextlib.suppress(AttributeError, ValueError):  # a mesh without devices
+            if gpu := weakest(x.sharding.device_set):
+                return gpu
+    return gpu_of(default_device()) or NEWEST
 
 
 def made_of(eqn: Any, ins: Sequence[Part | None]) -> Part | None:

@@ -23,6 +23,7 @@ from ..._ops.precision import own_precisions
 from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
+from .attention import judge
 from .hazards import of_products
 from .leaks import Leaks
 from .report import DtypeReport, wide_name
@@ -63,7 +64,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
     * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
       default precision, make wrong because of how they are used: as a phase, in a
       small difference, in an inverse; and numbers that are 0 or Inf there.
-    * **Attention**: ``report.attention`` says what keeps one from cuDNN's kernel.
+    * **Attention**: ``report.attention`` says what keeps one from the GPU's cuDNN kernel.
 
     Args:
         fun: Function that JAX can trace.
@@ -106,7 +107,8 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
             leaks.walk.through(jaxpr, [*inputs], (), around)
             twin = functools.partial(traced_in_float32, flat.fun, leaves)
             numbers = Numbers(jaxpr, twin, around)
-            hazards, attention = of_products(jaxpr, around, default, numbers)
+            gpu = judge((args, kwargs))
+            hazards, attention = of_products(jaxpr, around, default, numbers, gpu)
             return DtypeReport(
                 residual_bytes=Flow(jaxpr, around).residual_bytes(),
                 hazards=hazards,

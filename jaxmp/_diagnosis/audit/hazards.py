@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._base.dtypes import is_narrow
+from ..._base.gpus import NEWEST, Gpu
 from ..._jaxprs import jaxpr as _jaxpr
 from ..._jaxprs import scopes as _scopes
 from ..._jaxprs.jaxpr import Equation
@@ -98,6 +99,7 @@ def of_products(
     around: Place,
     default_precision: Any = None,
     numbers: Iterable[LostNumber] = (),
+    gpu: Gpu = NEWEST,
 ) -> tuple[tuple[Hazard, ...], tuple[UnfusedAttention, ...]]:
     """Returns the hazards in a jaxpr and its attentions, in the order of the program.
 
@@ -106,8 +108,9 @@ def of_products(
         around: What is around its operations.
         default_precision: That of products whose lines ask for none.
         numbers: Those in the code that 16 bits have lost.
+        gpu: By which attention is judged.
     """
-    search = _Search(default_precision)
+    search = _Search(default_precision, gpu)
     inputs = [Made(given=True) for _ in _jaxpr.in_vars(jaxpr)]
     search.walk.through(jaxpr, inputs, (), around)
     for x in numbers:
@@ -119,11 +122,11 @@ def of_products(
 class _Search:
     """Follows products through a jaxpr to what is made of them."""
 
-    def __init__(self, default_precision: Any):
+    def __init__(self, default_precision: Any, gpu: Gpu):
         self._default_precision = default_precision
         self._followed: list[Product] = []
         self.found: dict[Any, Hazard] = {}
-        self.attentions = Attentions()
+        self.attentions = Attentions(gpu)
         self.walk = Forward(self._operation, _either, _known, enter=self._enter)
 
     def _enter(self, eqn: Equation, ins: list[Made], at: At) -> list[Made]:

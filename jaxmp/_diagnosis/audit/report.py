@@ -175,6 +175,9 @@ class UnfusedAttention:
             of a line count.
         module: Named scopes of the first one in this line.
         where: Its ``file:line``.
+        device: The GPU by which it was judged, and its compute capability: that of the
+            arguments, or JAX's default device, or, if that is none, any GPU that has
+            the kernel.
 
     Examples:
         >>> x = jax.ShapeDtypeStruct((2, 16, 4, 12), jnp.bfloat16)
@@ -187,6 +190,7 @@ class UnfusedAttention:
     bytes: int
     module: str
     where: str
+    device: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +398,7 @@ def _attention_lines(report: DtypeReport) -> Iterator[str]:
     yield from table(rows, _ROWS, "attention")
     others = [row for row in report.attention if row.why]
     if others:
-        yield "attention that is not cuDNN's kernel on an NVIDIA GPU"
+        yield f"attention that is not cuDNN's kernel on {others[0].device}"
     for row in others[:_ROWS]:
         yield from wrapped(_at(row), "  ", "    ")
     yield from more(others, _ROWS, "attention")

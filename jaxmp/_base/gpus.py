@@ -1,0 +1,77 @@
+"""What NVIDIA GPUs have, by their compute capability, and how a device tells it.
+
+Nothing else in jaxmp compares capabilities. What each of them makes of a policy was
+read from compiled code: `python -m benchmarks gpus`.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+# The first with tensor cores for bfloat16. XLA runs such products in float32 below it.
+BFLOAT16 = 8, 0
+# The first with tensor cores for float8. XLA runs such products in bfloat16 below it.
+FLOAT8 = 8, 9
+
+# The largest head that cuDNN's attention takes, from which capability on, and versions
+# of cuDNN that a capability needs: `check_is_flash_attention` of JAX 0.10.2 and 0.12,
+# in jax/_src/cudnn/fused_attention_stablehlo.py. Its other checks are of what jaxmp
+# never asks for: float8, packed sequences, and values of another size than keys, which
+# need 9.0 too. That there is none below 8.0 is in cuDNN's own table, which has heads
+# above 128 from 10.0 on in newer versions alone:
+# https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html
+LARGEST_HEADS = {(9, 0): 256, (8, 0): 128}
+NEEDS_CUDNN = {(10, 3): (9, 11)}
+
+
+class Gpu(NamedTuple):
+    """An NVIDIA GPU, or any one of a compute capability."""
+
+    kind: str
+    capability: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.kind} (compute capability {spelled(self.capability)})"
+
+    @property
+    def largest_head(self) -> int:
+        """Up to which size of heads it has cuDNN's attention, 0 if it has none."""
+        return next((n for x, n in LARGEST_HEADS.items() if self.capability >= x), 0)
+
+
+# What programs are judged by where the device is no NVIDIA GPU.
+NEWEST = Gpu("an NVIDIA GPU", (9, 0))
+
+
+def gpu_of(device: Any) -> Gpu | None:
+    """Returns what a ``jax.Device`` is, also one of a topology; None if no NVIDIA GPU.
+
+    AMD's GPUs have a compute capability too: ``gfx90a``.
+    """
+    text = str(getattr(device, "compute_capability", ""))
+    if found := re.match(r"(\d+)\.(\d+)", text):
+        return Gpu(device.device_kind, (int(found[1]), int(found[2])))
+    return None
+
+
+def default_device() -> Any:
+    """Returns JAX's default device, and starts its backend."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if device is None or isinstance(device, str):  # the name of a platform
+        return jax.local_devices(backend=device)[0]
+    return device
+
+
+def weakest(devices: Any) -> Gpu | None:
+    """Returns the GPU with the lowest capability; None if one is no NVIDIA GPU."""
+    gpus = [*map(gpu_of, devices)]
+    known = [gpu for gpu in gpus if gpu is not None]
+    if len(known) < len(gpus):
+        return None
+    return min(known, key=lambda gpu: gpu.capability, default=None)
+
+
+def spelled(numbers: tuple[int, int]) -> str:
+    """Returns a capability, or a version, as people write it."""
+    return ".".join(map(str, numbers))
