@@ -24,6 +24,7 @@ Loss scale  loss_scaling dynamic_loss_scale static_loss_scale LossScaleState
             keep_if_skipped scalars unscale all_finite select_tree
 Dtypes      explain Explanation ExplainedLine
             audit assert_16bit DtypeReport Leak Kept Hazard UnfusedAttention
+            CompiledReport CompiledProduct LostRounding WideArray
 Faults      find_overflow OverflowReport Fault OperationRange
 Errors      sensitivity SensitivityReport ModuleSensitivity
 Ranges      range_report RangeReport RangeStats suggest_loss_scale record_ranges
@@ -48,6 +49,10 @@ from ._base.tree import cast_tree as cast_tree
 from ._base.tree import select_tree as select_tree
 from ._devices.gather import gather as gather
 from ._devices.mesh import init_shardings as init_shardings
+from ._diagnosis.audit.compiled_report import CompiledProduct as CompiledProduct
+from ._diagnosis.audit.compiled_report import CompiledReport as CompiledReport
+from ._diagnosis.audit.compiled_report import LostRounding as LostRounding
+from ._diagnosis.audit.compiled_report import WideArray as WideArray
 from ._diagnosis.audit.report import DtypeReport as DtypeReport
 from ._diagnosis.audit.report import Hazard as Hazard
 from ._diagnosis.audit.report import Kept as Kept

@@ -12,9 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 import jaxmp
 
 from ._base.checks import short
+from ._diagnosis.audit.compiled import NotForGpuError
 
 _COMMANDS = {  # both trace the function, and run nothing of it
     "audit": "Reports the dtypes of the matmuls of a function, and why not 16-bit.",
@@ -33,6 +36,10 @@ _AT_LEAST = (
 _FAIL_ON_HAZARDS = (
     "exit with status 1 if the report has hazards: matmuls that are wrong in 16 bits, "
     "or may lose digits, and numbers that become 0 or Inf"
+)
+_COMPILED = (
+    "compile the function for the default device, and report what the code of that GPU "
+    "does"
 )
 _EXAMPLE = "python -m jaxmp %s train.py:step --args train.py:example"
 
@@ -58,12 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     audit = commands.choices["audit"]
     audit.add_argument("--at-least", metavar="PERCENT", type=float, help=_AT_LEAST)
     audit.add_argument("--fail-on-hazards", action="store_true", help=_FAIL_ON_HAZARDS)
+    audit.add_argument("--compiled", action="store_true", help=_COMPILED)
     given = parser.parse_args(argv)
     try:
         fun, args, kwargs = _call(given.function, given.args)
+        if given.command == "audit" and given.compiled:
+            report = _compiled(given, fun, args, kwargs)
+        else:
+            report = getattr(jaxmp, given.command)(fun)(*args, **kwargs)
     except _WrongError as error:
         commands.choices[given.command].error(str(error))
-    report = getattr(jaxmp, given.command)(fun)(*args, **kwargs)
     print(report)
     problems = [*_problems(given, report)] if given.command == "audit" else []
     for problem in problems:
@@ -71,7 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(bool(problems))
 
 
-def _problems(given: argparse.Namespace, report: jaxmp.DtypeReport) -> Iterator[str]:
+def _compiled(
+    given: argparse.Namespace, fun: Any, args: Any, kwargs: Any
+) -> jaxmp.CompiledReport:
+    """Compiles a function, by its own options if it is jitted, and audits the code."""
+    if given.fail_on_hazards:
+        raise _WrongError(
+            "`--fail-on-hazards` reads the function, and `--compiled` its code. Type "
+            "two commands."
+        )
+    if not isinstance(fun, (jax.stages.Compiled, jax.stages.Lowered)):
+        fun = fun if hasattr(fun, "lower") else jax.jit(fun)
+        fun = fun.lower(*args, **kwargs)
+    try:
+        return jaxmp.audit(fun)
+    except NotForGpuError as error:
+        raise _WrongError(str(error)) from None
+
+
+def _problems(given: argparse.Namespace, report: Any) -> Iterator[str]:
     """Yields what an audit has found that the command was told to fail on."""
     if given.at_least is not None:
         percent = 100 * report.fraction_16bit

@@ -1,4 +1,4 @@
-"""The text of a compiled program: its computations, their instructions and shapes.
+"""The text of a program of XLA: its computations, their instructions and shapes.
 
 What XLA writes depends on its version, and readers of a program need not know of it:
 an operation that runs beside others is a pair there, such as ``all-gather-start`` and
@@ -28,9 +28,15 @@ class Instruction(NamedTuple):
 
     def called(self, *attributes: str) -> list[str]:
         """Returns the computations that some attributes name."""
-        pattern = rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%\S+)"
+        pattern = rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|%?[\w.\-]+)"
         found = re.findall(pattern, self.attributes)
-        return re.findall(r"%([\w.\-]+)", " ".join(found))
+        return re.findall(r"[\w.\-]+", " ".join(found))
+
+    @property
+    def op_name(self) -> str:
+        """The scopes and the primitive that it comes from, as JAX names them."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
 
 
 class Computation(NamedTuple):
@@ -38,6 +44,11 @@ class Computation(NamedTuple):
 
     instructions: dict[str, Instruction]
     root: str
+
+    @property
+    def root_opcode(self) -> str:
+        """The operation that makes the result."""
+        return self.instructions[self.root].opcode
 
     def behind(self, name: str) -> Instruction:
         """Returns the instruction that a name stands for, without bitcasts and tuples.
@@ -57,12 +68,17 @@ class Computation(NamedTuple):
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """Returns the computations of a program by name, and the name of its entry."""
+    """Returns the computations of a program by name, and the name of its entry.
+
+    Args:
+        text: The program, ``compiled.as_text()`` or ``lowered.as_text("hlo")``, which
+            has no ``%`` before a name.
+    """
     computations: dict[str, Computation] = {}
     instructions: dict[str, Instruction] = {}
     name = entry = root = ""
     for line in text.splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$", line):
             name, instructions = header[2], {}
             entry = name if header[1] else entry
         elif line == "}":
@@ -74,6 +90,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             if opcode in ("parameter", "constant"):
                 attributes = inside[1:-1]
             operands = re.findall(r"%([\w.\-]+)", inside)
+            if not operands and opcode != "constant":
+                operands = [x for x in inside[1:-1].split(", ") if x in instructions]
             root = found[2] if found[1] else root
             instructions[found[2]] = Instruction(
                 found[2], shape, opcode, operands, attributes
@@ -112,6 +130,29 @@ def arrays(shape: str) -> list[tuple[str, int]]:
     """
     found = re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
     return [(d, math.prod(int(n) for n in s.split(",") if n)) for d, s in found]
+
+
+_KINDS = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+
+
+def dtype_name(dtype: str) -> str:
+    """Returns NumPy's name of a dtype that is spelled as XLA does.
+
+    Examples:
+        >>> [dtype_name(x) for x in ("bf16", "f8e4m3fn", "pred")]
+        ['bfloat16', 'float8_e4m3fn', 'bool']
+    """
+    found = re.fullmatch(r"([a-z]+)(\d+)(\w*)", dtype)
+    if not found:
+        return "bool" if dtype == "pred" else dtype
+    kind, size, rest = found.groups()
+    return f"{_KINDS.get(kind, kind)}{size}{'_' * bool(rest)}{rest}"
+
+
+def sizes_of(shape: str) -> list[int]:
+    """Returns the sizes of an array, or of the first of a tuple."""
+    found = re.search(r"\[([\d,]*)\]", shape)
+    return [int(n) for n in found[1].split(",") if n] if found else []
 
 
 def bytes_of(shape: str) -> int:

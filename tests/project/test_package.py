@@ -38,7 +38,7 @@ PACKAGES = (
     "_diagnosis",
 )
 # The lines of all files, docstrings and comments too. More of them need a reason.
-MOST_LINES = 25_290
+MOST_LINES = 26_300
 FRONT_ENDS = {"linen", "nnx", "plots"}
 
 

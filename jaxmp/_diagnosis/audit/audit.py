@@ -8,7 +8,7 @@ causes of float32, :mod:`~.hazards` what is made of products, an attention for o
 import functools
 import textwrap
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, overload
 
 import jax
 
@@ -24,6 +24,8 @@ from ..._ops.products import default_precision
 from ..flow import Flow
 from ..numbers import Numbers
 from .attention import judge
+from .compiled import audit_compiled
+from .compiled_report import CompiledReport
 from .hazards import of_products
 from .leaks import Leaks
 from .report import DtypeReport, wide_name
@@ -35,8 +37,18 @@ _OPEN = 1024
 _LONGEST = 1100  # characters of a report in an error
 
 
+@overload
+def audit(fun: jax.stages.Compiled | jax.stages.Lowered) -> CompiledReport: ...
+
+
+@overload
+def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]: ...
+
+
 @explains("jaxmp.audit(fun)(*args)")
-def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
+def audit(  # pyright: ignore[reportInconsistentOverload]
+    fun: Callable[P, Any],
+) -> Callable[P, DtypeReport]:
     """Reports the dtypes of the matmuls of ``fun``, and why they are not 16-bit.
 
     Nothing runs: ``fun`` is traced with the shapes and dtypes of its arguments. Pass a
@@ -55,19 +67,19 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
       has the causes of the forward matmuls of its line and module. Every float32 matmul
       has a cause, in ``report.leaks`` or ``report.kept``. A float64 matmul has the
       float64 values that reach it, inside :func:`jaxmp.autocast` too.
-    * **Residuals**: the values that a forward pass in ``fun`` stores for its backward
-      pass, where ``fun`` computes gradients.
+    * **Residuals**: what a forward pass in ``fun`` stores for its backward pass.
     * **Autocast**: matmuls inside :func:`jaxmp.autocast` that stayed float32 are not
       leaks; ``report.kept`` says why they stayed, and :func:`jaxmp.explain` why other
       operations did. Under a policy with float8, ``report.kept_16bit`` says why matmuls
       stayed in 16 bits.
-    * **Hazards**: ``report.hazards`` has the products that 16 bits, or float32 at
-      default precision, make wrong because of how they are used: as a phase, in a
-      small difference, in an inverse; and numbers that are 0 or Inf there.
-    * **Attention**: ``report.attention`` says what keeps one from the GPU's cuDNN kernel.
+    * **Hazards**: ``report.hazards`` has the products whose use, as a phase for one, 16
+      bits make wrong, or float32 at default precision; and numbers that are 0 or Inf.
+    * **Attention**: ``report.attention`` says what keeps one from the GPU's kernel.
+    * **Compiled code**: ``audit(jax.jit(fun).lower(*args))`` reads what a GPU runs, and
+      what it lacks; a :class:`CompiledReport`. A ``Compiled`` hides what XLA left out.
 
     Args:
-        fun: Function that JAX can trace.
+        fun: Function that JAX can trace; or a ``Lowered`` or ``Compiled`` for a GPU.
 
     Returns:
         A function of the arguments of ``fun`` that returns a :class:`DtypeReport`. You
@@ -76,6 +88,7 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
 
     Raises:
         TypeError: If ``fun`` is not callable.
+        ValueError: If it is compiled for something else than a GPU.
 
     Examples:
         >>> def model(params, x):
@@ -89,6 +102,9 @@ def audit(fun: Callable[P, Any]) -> Callable[P, DtypeReport]:
         >>> print(*report.leaks)
         scale (float32) meets 16-bit
     """
+    if isinstance(fun, (jax.stages.Compiled, jax.stages.Lowered)):
+        report: Any = audit_compiled(fun)
+        return report
     check_function("audit", fun, "audit(fun)", "Type `audit(model.apply)(params, x)`.")
 
     @functools.wraps(fun)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
 from ..._base.dtypes import is_wide
 from ..._base.text import (
-    as_html,
-    as_lists,
     more,
     notes,
     paragraphs,
@@ -21,6 +18,7 @@ from ..._base.text import (
     unit,
     wrapped,
 )
+from .flops import FlopsReport, by_dtype, verdict
 
 _ON_DEVICES = "TF32 on A100 and later, bfloat16 on a TPU"
 _WRONG = "wrong in 16 bits"
@@ -35,7 +33,7 @@ _PARTS = (
     "jax.lax.complex(a.real @ b.real - a.imag @ b.imag, a.real @ b.imag + "
     "a.imag @ b.real)"
 )
-_ROWS = 10  # of each table
+ROWS = 10  # of each table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +192,7 @@ class UnfusedAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class DtypeReport:
+class DtypeReport(FlopsReport):
     """What :func:`jaxmp.audit` found.
 
     Attributes:
@@ -218,7 +216,6 @@ class DtypeReport:
             written out.
     """
 
-    flops: dict[str, float]
     leaks: tuple[Leak, ...]
     kept: tuple[Kept, ...]
     residual_bytes: dict[str, int] | None
@@ -229,45 +226,15 @@ class DtypeReport:
     attention: tuple[UnfusedAttention, ...] = ()
 
     @property
-    def fraction_16bit(self) -> float:
-        """Share of the FLOPs in at most 16 bits, 1 if there are no products."""
-        return self._fraction(lambda dtype: not is_wide(dtype))
-
-    @property
     def is_uncast(self) -> bool:
         """Whether nothing is in 16 bits, and nothing of it is autocast."""
         narrow = {leak.meets_16bit or leak.dtype == "float64" for leak in self.leaks}
         real = any(map(_is_real, self.flops))
         return real and not self.fraction_16bit and not self.kept and narrow == {False}
 
-    @property
-    def fraction_8bit(self) -> float:
-        """Share of the FLOPs in 8 bits, 1 if there are no products."""
-        return self._fraction(lambda dtype: dtype.itemsize == 1)
-
-    def _fraction(self, counts: Callable[[Any], bool]) -> float:
-        total = sum(self.flops.values())
-        some = sum(n for name, n in self.flops.items() if counts(jnp.dtype(name)))
-        return some / total if total else 1.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the report as dicts, lists, strings and numbers, for JSON.
-
-        Examples:
-            >>> w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-            >>> jaxmp.audit(jnp.matmul)(w, w).as_dict()["flops"]
-            {'float32': 1024.0}
-        """
-        return {
-            "fraction_16bit": self.fraction_16bit,
-            "fraction_8bit": self.fraction_8bit,
-            **as_lists(dataclasses.asdict(self)),
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-    _repr_html_ = as_html
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the text of the report."""
+        return _lines(self)
 
 
 _UNCAST = "nothing is in 16 bits: use `jaxmp.autocast`, or cast with `with_policy`"
@@ -292,7 +259,7 @@ def _lines(report: DtypeReport) -> Iterator[str]:
         _kept_lines(report),
         _complex_lines(report),
         _hazard_lines(report.hazards),
-        _attention_lines(report),
+        attention_lines(report.attention),
         _residual_lines(report),
         notes(report),
     )
@@ -300,18 +267,11 @@ def _lines(report: DtypeReport) -> Iterator[str]:
 
 def _dtype_lines(report: DtypeReport) -> Iterator[str]:
     total = sum(report.flops.values())
-    products = "matmul and convolution FLOPs"
     if report.is_uncast:
         yield f"{unit(total, 1000)}FLOP of matmuls and convolutions"
-    elif total:
-        yield f"{report.fraction_16bit:.1%} of {products} in 16 bits"
     else:
-        yield f"no {products}"
-    if report.kept_16bit or (report.fraction_8bit and total):
-        yield f"{report.fraction_8bit:.1%} of them in 8 bits"
-    width = max(map(len, ("bfloat16", *report.flops))) + 2
-    for dtype, flops in report.flops.items():
-        yield f"  {dtype:<{width}}{flops / total:>7.1%}  {unit(flops, 1000)}FLOP"
+        yield from verdict(report, bool(report.kept_16bit))
+    yield from by_dtype(report.flops)
     if report.default_precision_flops:
         share = f"{report.default_precision_flops / total:.1%} of the FLOPs"
         text = f"{share} in float32 at default precision: {_ON_DEVICES}"
@@ -323,7 +283,7 @@ def _leak_lines(report: DtypeReport) -> Iterator[str]:
         return
     yield f"{wide_name(report)} because of"
     rows = [(f"{leak.share:.1%}", str(leak), leak) for leak in report.leaks]
-    yield from table(rows, _ROWS, "leaks")
+    yield from table(rows, ROWS, "leaks")
     for kind in dict.fromkeys(leak.kind for leak in report.leaks if leak.meets_16bit):
         if kind in _CURES:
             yield from wrapped(_CURES[kind], "  ", "    ")
@@ -355,7 +315,7 @@ def _kept_lines(report: DtypeReport) -> Iterator[str]:
             for row in kept
         ]
         yield from [heading] * bool(rows)
-        yield from table(rows, _ROWS, field)
+        yield from table(rows, ROWS, field)
 
 
 def _complex_lines(report: DtypeReport) -> Iterator[str]:
@@ -371,7 +331,7 @@ def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
         wanted = doubtful, on_devices
         rows = [
             x
-            for x in hazards[:_ROWS]
+            for x in hazards[:ROWS]
             if (x.is_doubtful, x.at_default_precision) == wanted
         ]
         heading = f"{_DOUBTFUL if doubtful else _WRONG}{_ON_DEVICES_TOO * on_devices}"
@@ -381,7 +341,7 @@ def _hazard_lines(hazards: Sequence[Hazard]) -> Iterator[str]:
             subject = "a number" if row.kind == "number" else "the matmul"
             yield from wrapped(f"{subject} {_at(row)}", "  ", "    ")
             yield from wrapped(row.cure, "    ", "        ", is_code=True)
-    yield from more(hazards, _ROWS, "hazards")
+    yield from more(hazards, ROWS, "hazards")
 
 
 def _at(row: Hazard | UnfusedAttention) -> str:
@@ -389,19 +349,20 @@ def _at(row: Hazard | UnfusedAttention) -> str:
     return f"at {short_line(row.where)}{module}: {row.why}"
 
 
-def _attention_lines(report: DtypeReport) -> Iterator[str]:
-    written = [row for row in report.attention if not row.why]
+def attention_lines(attention: Sequence[UnfusedAttention]) -> Iterator[str]:
+    """Yields two headings, and what is under them."""
+    written = [row for row in attention if not row.why]
     if written:
         text = "attention without a fused kernel: `jaxmp.dot_product_attention` saves"
         yield from wrapped(text, "", "  ")
     rows = [(f"{unit(x.bytes, 1024)}B", "of attention weights", x) for x in written]
-    yield from table(rows, _ROWS, "attention")
-    others = [row for row in report.attention if row.why]
+    yield from table(rows, ROWS, "attention")
+    others = [row for row in attention if row.why]
     if others:
         yield f"attention that is not cuDNN's kernel on {others[0].device}"
-    for row in others[:_ROWS]:
+    for row in others[:ROWS]:
         yield from wrapped(_at(row), "  ", "    ")
-    yield from more(others, _ROWS, "attention")
+    yield from more(others, ROWS, "attention")
 
 
 def _residual_lines(report: DtypeReport) -> Iterator[str]:
